@@ -1,0 +1,75 @@
+// The problem the qdq_affine ops share: a weight [outer_size, axis_size] whose rows are cut into
+// groups of group_size; each group has one scale and one bias, and each weight a code of n_bins
+// values, y = q * s + b.
+//
+// Codes are stored one per byte, or packed: code j of a row occupies bits [j*bits, (j+1)*bits) of a
+// little-endian bit stream in u32 words, ceil(axis_size * bits / 32) words a row, spare bits zero.
+#pragma once
+#include <bit>
+#include <cstdint>
+#include <string_view>
+
+#include "bittern/plan.h"
+
+namespace bittern {
+
+enum class CodeStorage : std::int32_t { u8, packed };
+inline constexpr std::string_view kCodeStorageNames[] = {"u8", "packed"};
+constexpr auto& enum_names(CodeStorage) { return kCodeStorageNames; }
+
+enum class AffineMethod : std::int32_t { minmax, mlx, lsq };
+inline constexpr std::string_view kAffineMethodNames[] = {"minmax", "mlx", "lsq"};
+constexpr auto& enum_names(AffineMethod) { return kAffineMethodNames; }
+
+enum class AffineRounding : std::int32_t { once, mlx };
+inline constexpr std::string_view kAffineRoundingNames[] = {"once", "mlx"};
+constexpr auto& enum_names(AffineRounding) { return kAffineRoundingNames; }
+
+// Words that hold `count` codes of `bits` bits.
+constexpr std::int64_t packed_words(std::int64_t count, std::int64_t bits) {
+  return (count * bits + 31) / 32;
+}
+
+struct AffineDesc {
+  std::int64_t outer_size = 0;
+  std::int64_t axis_size = 0;
+  std::int64_t group_size = 64;  // 2..1024, divides axis_size
+  std::int32_t bits = 0;         // 1..8, width of a packed code; 0: just enough for n_bins
+  std::int32_t n_bins = 0;       // 2..256 code values; 0: 2^bits (16 when bits is 0 too)
+  DType element = DType::f32;    // of w, y, dy: f32 f64 f16 bf16
+  CodeStorage storage = CodeStorage::u8;
+  bool f32_scale = false;  // half weights with f32 scales and biases; otherwise as the weights
+  AffineMethod method = AffineMethod::minmax;      // read by qdq_affine_init
+  AffineRounding rounding = AffineRounding::once;  // read by qdq_affine_forward
+  bool operator==(const AffineDesc&) const = default;
+
+  std::int64_t num_groups() const { return group_size > 0 ? axis_size / group_size : 0; }
+  std::int32_t bins() const { return n_bins != 0 ? n_bins : bits != 0 ? 1 << bits : 16; }
+  std::int32_t code_bits() const {
+    return bits != 0 ? bits : std::bit_width(static_cast<std::uint32_t>(bins() - 1));
+  }
+  DType scale_element() const { return f32_scale ? DType::f32 : element; }
+  DType code_element() const { return storage == CodeStorage::u8 ? DType::u8 : DType::u32; }
+  Shape tensor_shape() const { return {outer_size, axis_size}; }
+  Shape param_shape() const { return {outer_size, num_groups()}; }
+  Shape code_shape() const {
+    return {outer_size,
+            storage == CodeStorage::u8 ? axis_size : packed_words(axis_size, code_bits())};
+  }
+};
+
+Status check_affine_desc(std::string_view op, const AffineDesc& d);
+
+template <class D, class F>
+void visit_affine_fields(D& d, F&& f) {
+  f("outer_size", d.outer_size, "rows of the weight");
+  f("axis_size", d.axis_size, "length of a row");
+  f("group_size", d.group_size, "weights per scale and bias, 2..1024");
+  f("bits", d.bits, "width of a code, 1..8 (0: just enough for n_bins)");
+  f("n_bins", d.n_bins, "number of code values, 2..256 (0: 2^bits)");
+  f("element", d.element, "dtype of the weights: f32 f64 f16 bf16");
+  f("storage", d.storage, "codes one per byte (u8) or packed into u32 words");
+  f("f32_scale", d.f32_scale, "scales and biases are f32 though weights are f16 or bf16");
+}
+
+}  // namespace bittern

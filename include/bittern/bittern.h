@@ -1,0 +1,16 @@
+// Everything: the ops and the plan that runs them.
+#pragma once
+#include "bittern/ops/dequantize_per_group.h"
+#include "bittern/ops/dequantize_per_group_backward.h"
+#include "bittern/ops/dynamic_quantize.h"
+#include "bittern/ops/fake_quantize_per_group.h"
+#include "bittern/ops/fake_quantize_per_group_backward.h"
+#include "bittern/ops/pack_codes.h"
+#include "bittern/ops/qdq_affine_backward.h"
+#include "bittern/ops/qdq_affine_forward.h"
+#include "bittern/ops/qdq_affine_init.h"
+#include "bittern/ops/quantize_per_group.h"
+#include "bittern/ops/quantize_per_group_backward.h"
+#include "bittern/ops/unpack_codes.h"
+#include "bittern/plan.h"
+#include "bittern/version.h"

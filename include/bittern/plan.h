@@ -1,0 +1,106 @@
+// descriptor -> select -> can_implement -> run. One template serves every op.
+//
+// An Op is a struct with
+//   kName, kCategory          its name and family
+//   Desc, Args                the problem and its tensors (ConstView: input, MutView: output)
+//   check(desc)               is the problem well formed, on any backend?
+//   contract(desc)            the guarantee every `exact` kernel gives
+//   element(desc), aux_element(desc)   the dtypes its sku names
+//   fields(desc, f)           f(name, member, help) for each descriptor field
+//   operands(desc, args, f)   f(name, view, Operand{dtype, shape, flags}) for each tensor
+#pragma once
+#include <cstddef>
+#include <string_view>
+
+#include "bittern/status.h"
+#include "bittern/tensor.h"
+
+namespace bittern {
+
+struct Workspace {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+enum class Preference {
+  exact,    // only kernels that meet the op's contract
+  fastest,  // also kernels that declare a weaker bound
+};
+
+struct PrecisionGuarantee {
+  DType math_precision = DType::f32;        // the type of each elementary operation
+  DType accumulator = DType::f32;           // the type sums are kept in
+  bool deterministic = true;                // the same bits on every run
+  bool bit_stable_on_same_hardware = true;  // also for every thread count and vector width
+  bool same_bits_on_all_backends = true;    // ref, every SIMD target and CUDA agree
+  bool operator==(const PrecisionGuarantee&) const = default;
+};
+
+// Elementary operations in f32, or f64 when the element is f64; the same bits everywhere.
+inline PrecisionGuarantee exact_guarantee(DType element) {
+  const DType math = element == DType::f64 ? DType::f64 : DType::f32;
+  return {.math_precision = math, .accumulator = math};
+}
+
+// What exactly was chosen.
+struct Sku {
+  std::string_view category;       // "quantization"
+  std::string_view op;             // "quantize_per_group"
+  DType element = DType::f32;      // of the floating-point operands
+  DType aux_element = DType::f32;  // of the codes
+  std::string_view architecture;   // "AVX3_DL", "sm_90", "any"
+  std::string_view backend;        // "ref", "cpu", "cuda"
+  std::string_view kernel;         // unique in its backend
+};
+
+struct Operand {
+  enum Flags : unsigned {
+    kOptional = 1,   // may be left out (null data)
+    kRowStride = 2,  // the first axis may have any stride that keeps rows apart
+    // An output that may coincide with an input of the same dtype, shape and strides that is also
+    // marked so: element i of the output depends on that input's element i alone.
+    kInPlace = 4,
+  };
+  DType dtype;
+  Shape shape;
+  unsigned flags = 0;
+};
+
+template <class Op>
+struct Kernel;
+
+template <class Op>
+class Plan {
+ public:
+  using Desc = typename Op::Desc;
+  using Args = typename Op::Args;
+
+  // Validates `desc` and takes the first kernel on `device` that supports it; if none does, the
+  // status gives every kernel's reason. `kernel` narrows the choice to one name (so does the
+  // environment variable BITTERN_KERNEL, when `kernel` is empty).
+  static Result<Plan> select(const Desc& desc, Device device = {},
+                             Preference preference = Preference::exact,
+                             std::string_view kernel = {});
+
+  // Checks dtype, shape, device, strides, null and overlap of every operand.
+  Status can_implement(const Args& args) const;
+
+  // The caller owns scratch: at least this many bytes, 64-byte aligned, go to run().
+  std::size_t workspace_bytes() const;
+
+  Status run(const Args& args, Stream stream = {}, Workspace workspace = {}) const;
+
+  Sku sku() const;
+  PrecisionGuarantee precision_guarantee() const;
+  const Desc& desc() const { return desc_; }
+  Device device() const { return device_; }
+
+ private:
+  Plan(const Desc& desc, Device device, const Kernel<Op>* kernel)
+      : desc_(desc), device_(device), kernel_(kernel) {}
+  Desc desc_;
+  Device device_;
+  const Kernel<Op>* kernel_;
+};
+
+}  // namespace bittern

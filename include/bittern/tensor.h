@@ -1,0 +1,83 @@
+// Non-owning, strided views. Strides count elements, as in DLPack.
+#pragma once
+#include <array>
+#include <cassert>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <type_traits>
+
+#include "bittern/device.h"
+#include "bittern/dtype.h"
+
+namespace bittern {
+
+inline constexpr int kMaxRank = 6;
+
+struct Shape {
+  int rank = 0;
+  std::array<std::int64_t, kMaxRank> dim{};
+
+  Shape() = default;
+  Shape(std::initializer_list<std::int64_t> dims) {
+    assert(dims.size() <= kMaxRank);
+    for (const std::int64_t v : dims) dim[static_cast<std::size_t>(rank++)] = v;
+  }
+  std::int64_t operator[](int i) const { return dim[static_cast<std::size_t>(i)]; }
+  std::int64_t& operator[](int i) { return dim[static_cast<std::size_t>(i)]; }
+  std::int64_t numel() const {
+    std::int64_t n = 1;
+    for (int i = 0; i < rank; ++i) n *= (*this)[i];
+    return n;
+  }
+  // The strides of a dense row-major tensor of this shape.
+  Shape dense_strides() const;
+  std::string str() const;  // "[2,128]"
+  bool operator==(const Shape&) const = default;
+};
+
+template <class Void>
+struct View {
+  Void* data = nullptr;
+  DType dtype = DType::f32;
+  Device device;
+  Shape shape;
+  Shape stride;
+
+  template <class T>
+  auto* as() const {
+    assert(dtype == dtype_of<T>());
+    if constexpr (std::is_const_v<Void>) {
+      return static_cast<const T*>(data);
+    } else {
+      return static_cast<T*>(data);
+    }
+  }
+  explicit operator bool() const { return data != nullptr; }
+  // Elements from one index of the first axis to the next.
+  std::int64_t row_stride() const { return stride[0]; }
+};
+
+using ConstView = View<const void>;  // an input
+using MutView = View<void>;          // an output
+
+// A dense view of `data`. Leave an optional operand out by passing {} instead.
+template <class T>
+auto view(T* data, const Shape& shape, Device device = {}) {
+  using Void = std::conditional_t<std::is_const_v<T>, const void, void>;
+  return View<Void>{data, dtype_of<std::remove_const_t<T>>(), device, shape, shape.dense_strides()};
+}
+
+// The same, with `row_stride` elements between consecutive rows.
+template <class T>
+auto view(T* data, const Shape& shape, std::int64_t row_stride) {
+  auto v = view(data, shape);
+  v.stride[0] = row_stride;
+  return v;
+}
+
+inline ConstView as_const(const MutView& v) {
+  return {v.data, v.dtype, v.device, v.shape, v.stride};
+}
+
+}  // namespace bittern

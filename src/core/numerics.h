@@ -1,0 +1,83 @@
+// The arithmetic the op headers promise, in plain scalar form: what `ref` is made of, and what the
+// other backends use where speed does not matter.
+#pragma once
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "bittern/dtype.h"
+
+namespace bittern {
+
+// x / s as quantise sees it: 0 for a NaN quotient, for s = 0 and for s NaN.
+template <class F>
+F quotient(F x, F s) {
+  if (s == 0) return F(0);
+  const F z = x / s;
+  return std::isnan(z) ? F(0) : z;
+}
+
+// R(z) + zp. In f64 the sum of an integer-valued f32 or f64 and a 32-bit zero point is exact below
+// 2^53, and above it lies outside every code range on the right side.
+template <class F>
+double unclamped_code(F z, std::int32_t zero_point) {
+  return static_cast<double>(std::nearbyint(z)) + static_cast<double>(zero_point);
+}
+
+inline bool in_range(double code, std::int32_t q_min, std::int32_t q_max) {
+  return code >= q_min && code <= q_max;
+}
+
+// clamp(R(z) + zp, q_min, q_max)
+template <class F>
+std::int32_t quantize_code(F z, std::int32_t zero_point, std::int32_t q_min, std::int32_t q_max) {
+  const double code = unclamped_code(z, zero_point);
+  return static_cast<std::int32_t>(
+      std::min(std::max(code, static_cast<double>(q_min)), static_cast<double>(q_max)));
+}
+
+// difference * x rounded once, for any 33-bit integer difference: the product of 33 and 24 bits is
+// exact in f64 up to 53 bits, and rounding it to odd first makes the second rounding harmless.
+inline float scaled(std::int64_t difference, float x) {
+  const auto a = static_cast<double>(difference), b = static_cast<double>(x);
+  double product = a * b;
+  const double error = std::fma(a, b, -product);
+  if (error != 0 && std::isfinite(product)) {
+    auto bits = std::bit_cast<std::uint64_t>(product);
+    // Truncate towards zero, then set the last bit: "odd" stands for "not exact".
+    if ((error < 0) != (product < 0)) --bits;
+    product = std::bit_cast<double>(bits | 1);
+  }
+  return static_cast<float>(product);
+}
+inline double scaled(std::int64_t difference, double x) {
+  return static_cast<double>(difference) * x;
+}
+
+// The halving tree: pad with zeros to a power of two n, then add the element n/2, n/4, ... 1 away.
+// A wider vector does more of the same additions at once, so the bits depend on nothing else.
+// Overwrites `terms`.
+template <class F>
+F halving_sum(std::vector<F>& terms) {
+  if (terms.empty()) return F(0);
+  terms.resize(std::bit_ceil(terms.size()), F(0));
+  for (std::size_t stride = terms.size() / 2; stride > 0; stride /= 2)
+    for (std::size_t i = 0; i < stride; ++i) terms[i] += terms[i + stride];
+  return terms[0];
+}
+
+template <class T>
+constexpr Math<T> max_finite() {
+  if constexpr (std::is_same_v<T, f16>) {
+    return 65504.0f;
+  } else if constexpr (std::is_same_v<T, bf16>) {
+    return 0x1.fep127f;
+  } else {
+    return std::numeric_limits<T>::max();
+  }
+}
+
+}  // namespace bittern

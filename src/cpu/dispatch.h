@@ -1,0 +1,45 @@
+// Picks the SIMD target a cpu kernel runs on. Highway compiles each *_cpu.cc once per target; this
+// chooses among them. (Highway's own chooser lives in a shared library; with ours its headers are
+// enough, so nothing needs that library at run time.)
+#pragma once
+#include <span>
+#include <string_view>
+
+#include "bittern/status.h"
+
+namespace bittern::cpu {
+
+// Best first. A CPU without AVX2 has none of them and is served by `ref`.
+enum class Isa { avx3_dl, avx3, avx2, none };
+inline constexpr int kIsaCount = 3;
+
+std::string_view name(Isa isa);  // Highway's names: "AVX3_DL" ...
+
+// The target in use: the best this CPU has, or BITTERN_ISA (AVX2, AVX3, AVX3_DL) if that is less.
+Isa isa();
+
+// All that this CPU can run, best first.
+std::span<const Isa> available_isas();
+
+// For tests and `bittern check`: use `isa` from now on; Isa::none restores the default.
+void force_isa(Isa isa);
+
+// What a cpu kernel's sku names, and its answer on a CPU without AVX2.
+std::string_view architecture();
+Status supported();
+
+template <class F>
+struct PerIsa {
+  F* function[kIsaCount];
+  F* best() const { return function[static_cast<int>(isa())]; }
+};
+
+}  // namespace bittern::cpu
+
+// After the last target of a *_cpu.cc (#if HWY_ONCE): BITTERN_EXPORT(Run) then
+// BITTERN_CALL(Run)(...).
+#define BITTERN_EXPORT(FUNCTION)                                                               \
+  constexpr ::bittern::cpu::PerIsa<std::remove_pointer_t<decltype(HWY_CHOOSE_AVX2(FUNCTION))>> \
+      k##FUNCTION##PerIsa = {                                                                  \
+          {HWY_CHOOSE_AVX3_DL(FUNCTION), HWY_CHOOSE_AVX3(FUNCTION), HWY_CHOOSE_AVX2(FUNCTION)}}
+#define BITTERN_CALL(FUNCTION) (*k##FUNCTION##PerIsa.best())

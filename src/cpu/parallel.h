@@ -1,0 +1,38 @@
+// Splits work over the OpenMP team in fixed contiguous ranges.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "bittern/device.h"
+
+namespace bittern::cpu {
+
+// For the oracle: split however small the work is.
+bool grain_ignored();
+void ignore_grain(bool ignore);
+
+// Calls f(begin, end) on disjoint ranges that cover [0, n), at most one per thread and none shorter
+// than `grain` (a team costs microseconds to wake). Boundaries fall on multiples of `align`. f must
+// not throw. Since f writes what belongs to its range alone, results cannot depend on the split.
+template <class F>
+void parallel(std::int64_t n, std::int64_t grain, F&& f, std::int64_t align = 1) {
+  if (n <= 0) return;
+  if (grain < 1 || grain_ignored()) grain = 1;
+  const std::int64_t team = std::min<std::int64_t>(num_threads(), n / grain);
+  if (team <= 1) {
+    f(std::int64_t{0}, n);
+    return;
+  }
+  const std::int64_t blocks = (n + align - 1) / align;
+  const auto edge = [&](std::int64_t t) {
+    // blocks * t / team without overflow
+    const std::int64_t whole = blocks / team * t + blocks % team * t / team;
+    return std::min(n, whole * align);
+  };
+#pragma omp parallel for num_threads(static_cast<int>(team)) schedule(static, 1)
+  for (std::int64_t t = 0; t < team; ++t) {
+    if (edge(t) < edge(t + 1)) f(edge(t), edge(t + 1));
+  }
+}
+
+}  // namespace bittern::cpu

@@ -1,0 +1,70 @@
+// What every *_cpu.cc includes after foreach_target.h: Highway, and whether this pass has SIMD
+// code. (The pass for the baseline target compiles nothing: `ref` serves CPUs without AVX2.)
+// Per-target include guard, as Highway's own -inl.h files have.
+#if defined(BITTERN_CPU_SIMD_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef BITTERN_CPU_SIMD_INL_H_
+#undef BITTERN_CPU_SIMD_INL_H_
+#else
+#define BITTERN_CPU_SIMD_INL_H_
+#endif
+
+#include "bittern/dtype.h"
+#include "hwy/highway.h"
+
+#undef BITTERN_SIMD
+#if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
+#define BITTERN_SIMD 0
+#else
+#define BITTERN_SIMD 1
+#endif
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+// Loads a vector of any float dtype as f32 or f64 lanes, exactly.
+template <class D>
+HWY_INLINE hn::Vec<D> LoadMath(D d, const hn::TFromD<D>* p) {
+  return hn::LoadU(d, p);
+}
+template <class D>
+HWY_INLINE hn::Vec<D> LoadMath(D d, const bf16* p) {
+  const hn::Rebind<hwy::bfloat16_t, D> dh;
+  return hn::PromoteTo(d, hn::LoadU(dh, reinterpret_cast<const hwy::bfloat16_t*>(p)));
+}
+template <class D>
+HWY_INLINE hn::Vec<D> LoadMath(D d, const f16* p) {
+  const hn::Rebind<hwy::float16_t, D> dh;
+  return hn::PromoteTo(d, hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(p)));
+}
+
+// Stores f32 or f64 lanes as any float dtype, rounding to nearest even. vcvtneps2bf16 would flush
+// subnormals, so bf16 is rounded in integers.
+template <class D>
+HWY_INLINE void StoreMath(D d, hn::Vec<D> v, hn::TFromD<D>* p) {
+  hn::StoreU(v, d, p);
+}
+template <class D>
+HWY_INLINE void StoreMath(D d, hn::Vec<D> v, f16* p) {
+  const hn::Rebind<hwy::float16_t, D> dh;
+  hn::StoreU(hn::DemoteTo(dh, v), dh, reinterpret_cast<hwy::float16_t*>(p));
+}
+template <class D>
+HWY_INLINE void StoreMath(D d, hn::Vec<D> v, bf16* p) {
+  const hn::RebindToUnsigned<D> du;
+  const hn::Rebind<std::uint16_t, D> dh;
+  const auto u = hn::BitCast(du, v);
+  const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1u));
+  const auto rounded = hn::ShiftRight<16>(hn::Add(hn::Add(u, hn::Set(du, 0x7fffu)), odd));
+  const auto quiet = hn::Or(hn::ShiftRight<16>(u), hn::Set(du, 0x40u));
+  const auto bits = hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(v)), quiet, rounded);
+  hn::StoreU(hn::TruncateTo(dh, bits), dh, reinterpret_cast<std::uint16_t*>(p));
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif
+#endif

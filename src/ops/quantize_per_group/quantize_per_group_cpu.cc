@@ -1,0 +1,75 @@
+#include "core/numerics.h"
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+#include "plan/kernel.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/quantize_per_group/quantize_per_group_cpu.cc"
+#include "hwy/foreach_target.h"
+// after foreach_target.h
+#include "cpu/simd-inl.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace {
+
+using Op = QuantizePerGroup;
+
+template <class X, class S, class Q>
+void QuantizeRows(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
+  (void)d;
+  (void)a;
+  (void)begin;
+  (void)end;
+}
+
+void RunQuantizePerGroup(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
+                         std::int64_t end) {
+  (void)visit_float(d.element, [&]<class X>(Type<X>) {
+    return visit<std::int8_t, std::uint8_t>(d.code, [&]<class Q>(Type<Q>) {
+      if (d.f32_scale) {
+        QuantizeRows<X, float, Q>(d, a, begin, end);
+      } else {
+        QuantizeRows<X, X, Q>(d, a, begin, end);
+      }
+      return Status();
+    });
+  });
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif  // BITTERN_SIMD
+
+#if HWY_ONCE
+namespace bittern {
+namespace {
+
+using Op = QuantizePerGroup;
+BITTERN_EXPORT(RunQuantizePerGroup);
+
+Status supports(const Op::Desc&) { return cpu::supported(); }
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
+  cpu::parallel(d.outer_size, 1, [&](std::int64_t begin, std::int64_t end) {
+    BITTERN_CALL(RunQuantizePerGroup)(d, a, begin, end);
+  });
+  return {};
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cpu",
+                                    .backend = "cpu",
+                                    .supports = supports,
+                                    .architecture = cpu::architecture,
+                                    .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<QuantizePerGroup>> quantize_per_group_cpu() { return kKernels; }
+
+}  // namespace bittern
+#endif  // HWY_ONCE

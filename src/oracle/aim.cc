@@ -1,0 +1,145 @@
+#include "oracle/aim.h"
+
+namespace bittern::oracle {
+
+void aim_scale(const ConstView& scale, Rng& rng) {
+  static constexpr double kBad[] = {0.0,
+                                    -0.0,
+                                    std::numeric_limits<double>::quiet_NaN(),
+                                    std::numeric_limits<double>::infinity(),
+                                    0x1p-140,
+                                    0x1p-20,
+                                    -1e-3};
+  const std::int64_t n = scale.shape.numel();
+  for (std::int64_t i = 0; i < n; ++i) {
+    double s = 0.05 + rng.uniform();
+    if (rng.chance(4)) s = std::ldexp(1.0, static_cast<int>(rng.below(9)) - 6);
+    if (rng.chance(8)) s = -s;
+    if (rng.chance(16)) s = kBad[rng.below(std::size(kBad))];
+    put(scale, i, s);
+  }
+}
+
+void aim_quotient(const QuantizeDesc& d, const ConstView& x, const ConstView& scale,
+                  const ConstView& zero_point, Rng& rng) {
+  const GroupGeometry g = d.geometry();
+  const std::int64_t n = g.rows * g.row_length;
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (rng.chance(2)) continue;
+    const std::int64_t p = g.param(i / g.row_length, i % g.row_length);
+    const double s = get(scale, p);
+    const double zp = zero_point ? get(zero_point, p) : 0;
+    double code = 0;
+    switch (rng.below(4)) {
+      case 0: code = d.q_min - zp + static_cast<double>(rng.below(3) - 1); break;
+      case 1: code = d.q_max - zp + static_cast<double>(rng.below(3) - 1); break;
+      default: code = static_cast<double>(rng.below(64) - 32);
+    }
+    code += rng.chance(4) ? 0.0 : rng.chance(2) ? 0.5 : -0.5;
+    const double at = get(x, i);  // keeps NaN and infinities where fill() put them
+    if (!std::isfinite(at)) continue;
+    put(x, i, step(d.element, code * s, static_cast<int>(rng.below(5)) - 2));
+  }
+}
+
+std::vector<QuantizeDesc> quantize_cases(const QuantizeFields& fields) {
+  std::vector<QuantizeDesc> geometries;
+  for (const std::int64_t group : {1, 3, 5, 16, 31, 33, 48, 64, 80, 96, 128, 1000})
+    geometries.push_back(
+        {.outer_size = group > 100 ? 3 : 5, .axis_size = group * 3, .group_size = group});
+  geometries.push_back(
+      {.outer_size = 18, .axis_size = 128, .group_size = 128});  // 16 rows and a rest
+  geometries.push_back({.outer_size = 3, .axis_size = 64 * 19, .group_size = 64});
+  geometries.push_back({.outer_size = 0, .axis_size = 64, .group_size = 64});
+  geometries.push_back({.outer_size = 4, .axis_size = 0, .group_size = 64});
+  for (const std::int64_t axis : {1, 17, 200, 1025})
+    geometries.push_back({.outer_size = 6, .axis_size = axis, .granularity = Granularity::token});
+  for (const auto& [outer, axis, inner] : {std::array<std::int64_t, 3>{7, 37, 1},
+                                           {1, 16, 40},
+                                           {3, 5, 3},
+                                           {4, 2, 129},
+                                           {65, 19, 1},
+                                           {2, 0, 4},
+                                           {0, 6, 2}})
+    geometries.push_back({.outer_size = outer,
+                          .axis_size = axis,
+                          .inner_size = inner,
+                          .granularity = Granularity::channel});
+  for (const std::int64_t axis : {1, 33, 700, 4099})
+    geometries.push_back({.outer_size = 3, .axis_size = axis, .granularity = Granularity::tensor});
+  geometries.push_back({.outer_size = 0, .axis_size = 3, .granularity = Granularity::tensor});
+
+  struct Range {
+    DType code;
+    std::int32_t q_min, q_max;
+  };
+  static constexpr Range kRanges[] = {{DType::s8, -128, 127}, {DType::u8, 0, 255},
+                                      {DType::s8, -8, 7},     {DType::u8, 0, 3},
+                                      {DType::s8, -1, 100},   {DType::u8, 5, 6}};
+  std::vector<QuantizeDesc> cases;
+  std::size_t turn = 0;
+  for (const QuantizeDesc& base : geometries) {
+    for (const DType element : {DType::f32, DType::f64, DType::f16, DType::bf16}) {
+      for (const bool f32_scale : {false, true}) {
+        if (f32_scale && !is_half(element)) continue;
+        for (const bool symmetric : {true, false}) {
+          if (!symmetric && !fields.symmetric) continue;
+          // Every pair of ranges over the geometries; both codes for each.
+          for (std::size_t k = 0; k < 2; ++k) {
+            const Range& range = kRanges[(turn++) % std::size(kRanges)];
+            QuantizeDesc d = base;
+            d.element = element;
+            d.f32_scale = f32_scale;
+            if (fields.code) d.code = range.code;
+            if (fields.range) {
+              d.q_min = range.q_min;
+              d.q_max = range.q_max;
+            }
+            if (fields.symmetric) d.symmetric = symmetric;
+            cases.push_back(d);
+          }
+        }
+      }
+    }
+  }
+  return cases;
+}
+
+std::vector<AffineDesc> affine_cases() {
+  std::vector<AffineDesc> cases;
+  std::size_t turn = 0;
+  for (const std::int64_t group : {2, 3, 5, 16, 32, 48, 64, 80, 96, 128, 1000, 1024}) {
+    for (const DType element : {DType::f32, DType::f64, DType::f16, DType::bf16}) {
+      for (const bool f32_scale : {false, true}) {
+        if (f32_scale && !is_half(element)) continue;
+        for (const CodeStorage storage : {CodeStorage::u8, CodeStorage::packed}) {
+          AffineDesc d{.outer_size = 3,
+                       .axis_size = group * (group > 100 ? 3 : 19),
+                       .group_size = group,
+                       .element = element,
+                       .storage = storage,
+                       .f32_scale = f32_scale};
+          const std::size_t pick = turn++ % 12;
+          if (pick < 8) {
+            d.bits = static_cast<std::int32_t>(pick) + 1;
+          } else {
+            static constexpr std::int32_t kBins[] = {3, 100, 255, 11};
+            d.n_bins = kBins[pick - 8];
+          }
+          cases.push_back(d);
+        }
+      }
+    }
+  }
+  cases.push_back({.outer_size = 0, .axis_size = 64});
+  cases.push_back({.outer_size = 4, .axis_size = 0});
+  cases.push_back({.outer_size = 40,
+                   .axis_size = 64,
+                   .group_size = 64,
+                   .bits = 4,
+                   .storage = CodeStorage::packed});
+  cases.push_back({.outer_size = 2, .axis_size = 2048, .group_size = 64, .bits = 4});
+  return cases;
+}
+
+}  // namespace bittern::oracle

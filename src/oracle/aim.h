@@ -1,0 +1,22 @@
+// Putting inputs where kernels go wrong; shared by the ops' <op>_cases.cc.
+#pragma once
+#include "oracle/oracle.h"
+
+namespace bittern::oracle {
+
+// Scales that are ordinary, powers of two, negative, and now and then 0, NaN, infinite or denormal.
+void aim_scale(const ConstView& scale, Rng& rng);
+
+// About half of x within 2 ulp of a rounding tie (k + 1/2) * s or of a clamp, the rest as it was.
+void aim_quotient(const QuantizeDesc& d, const ConstView& x, const ConstView& scale,
+                  const ConstView& zero_point, Rng& rng);
+
+// Geometries (group, token, channel, tensor; sizes with every kind of tail) x elements x codes.
+// Fields a case does not set stay as in `base`.
+std::vector<QuantizeDesc> quantize_cases(const QuantizeFields& fields);
+
+// The same for the affine ops: groups of 2 3 5 32 48 64 80 96 128 1000 1024, bits and bins,
+// storages.
+std::vector<AffineDesc> affine_cases();
+
+}  // namespace bittern::oracle

@@ -1,0 +1,232 @@
+#include "oracle/oracle_impl.h"
+
+namespace bittern::oracle {
+
+double Rng::awkward() {
+  static constexpr double kValues[] = {0.0,       -0.0,    0.5,   -0.5,   1.5,    2.5,
+                                       -1.5,      1.0,     1e30,  -1e30,  1e-30,  0x1p-149,
+                                       -0x1p-149, 0x1p-24, 65504, -65504, 3.0e38, -3.0e38};
+  switch (below(16)) {
+    case 0: return kValues[below(std::size(kValues))];
+    case 1: {
+      constexpr double kInf = std::numeric_limits<double>::infinity();
+      const std::int64_t which = below(12);
+      return which == 0   ? std::numeric_limits<double>::quiet_NaN()
+             : which == 1 ? kInf
+             : which == 2 ? -kInf
+                          : normal() * std::ldexp(1.0, static_cast<int>(below(40)) - 20);
+    }
+    default: return normal();
+  }
+}
+
+namespace {
+
+std::int64_t position(const ConstView& v, std::int64_t index) {
+  if (v.shape.rank < 2) return index;
+  const std::int64_t row = v.shape.numel() / v.shape[0];
+  return index / row * v.stride[0] + index % row;
+}
+
+template <class F>
+Status visit_all(DType dtype, F&& f) {
+  return visit<float, double, f16, bf16, std::uint8_t, std::int8_t, std::int32_t, std::uint32_t>(
+      dtype, static_cast<F&&>(f));
+}
+
+template <class T>
+double as_double(T x) {
+  return static_cast<double>(to_math(x));
+}
+template <>
+double as_double(std::int32_t x) {
+  return x;
+}
+template <>
+double as_double(std::uint32_t x) {
+  return x;
+}
+
+}  // namespace
+
+void put(const ConstView& v, std::int64_t index, double value) {
+  (void)visit_all(v.dtype, [&]<class T>(Type<T>) {
+    T& at = data<T>(v)[position(v, index)];
+    if constexpr (std::is_integral_v<T>) {
+      at = static_cast<T>(static_cast<std::int64_t>(value));
+    } else {
+      at = from_math<T>(static_cast<Math<T>>(value));
+    }
+    return Status();
+  });
+}
+
+double get(const ConstView& v, std::int64_t index) {
+  double value = 0;
+  (void)visit_all(v.dtype, [&]<class T>(Type<T>) {
+    value = as_double(v.as<T>()[position(v, index)]);
+    return Status();
+  });
+  return value;
+}
+
+double step(DType dtype, double value, int steps) {
+  if (!std::isfinite(value)) return value;
+  (void)visit_float(dtype, [&]<class T>(Type<T>) {
+    using Bits =
+        std::conditional_t<sizeof(T) == 2, std::uint16_t,
+                           std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>>;
+    constexpr int kTop = 8 * sizeof(T) - 1;
+    const auto bits = std::bit_cast<Bits>(from_math<T>(static_cast<Math<T>>(value)));
+    // Sign and magnitude to a line of integers and back.
+    auto line = static_cast<std::int64_t>(bits & static_cast<Bits>(~(Bits{1} << kTop)));
+    if ((bits >> kTop & 1) != 0) line = -line;
+    line += steps;
+    const auto magnitude = static_cast<Bits>(line < 0 ? -line : line);
+    value = as_double(
+        std::bit_cast<T>(static_cast<Bits>(line < 0 ? magnitude | Bits{1} << kTop : magnitude)));
+    return Status();
+  });
+  return value;
+}
+
+void fill(const ConstView& v, Rng& rng) {
+  const std::int64_t n = v.shape.numel();
+  for (std::int64_t i = 0; i < n; ++i) {
+    switch (v.dtype) {
+      case DType::s32: {
+        // Zero points: small ones, and those where f32 loses the last bit or int32 would overflow.
+        static constexpr double kFar[] = {16777215, 16777216,   16777217,      -16777217,  4194304,
+                                          -4194305, 2147483647, -2147483648.0, 2147483520, 1 << 30};
+        put(v, i,
+            rng.chance(12) ? kFar[rng.below(std::size(kFar))]
+                           : static_cast<double>(rng.below(41) - 20));
+        break;
+      }
+      case DType::u8:
+      case DType::s8:
+      case DType::u32: put(v, i, static_cast<double>(rng.next() & 0xffffffffu)); break;
+      default: put(v, i, rng.awkward());
+    }
+  }
+}
+
+void canonicalise_nans(Store& store) {
+  const std::int64_t numel = store.expected.shape.numel();
+  (void)visit_float(store.expected.dtype, [&]<class T>(Type<T>) {
+    const std::int64_t rows = store.expected.shape[0];
+    const std::int64_t row = rows > 0 ? numel / rows : 0;
+    for (std::int64_t i = 0; i < numel; ++i) {
+      std::byte* at = store.bytes.data() + store.offset +
+                      static_cast<std::size_t>(i / row * store.row_stride + i % row) * sizeof(T);
+      T x;
+      std::memcpy(&x, at, sizeof(T));
+      if (std::isnan(to_math(x))) {
+        x = from_math<T>(std::numeric_limits<Math<T>>::quiet_NaN());
+        std::memcpy(at, &x, sizeof(T));
+      }
+    }
+    return Status();
+  });
+}
+
+std::string difference(const Store& got, const Store& want) {
+  if (got.bytes == want.bytes) return {};
+  const Shape& shape = got.expected.shape;
+  const std::int64_t numel = shape.numel(), rows = shape.rank > 0 ? shape[0] : 1;
+  const std::int64_t row = rows > 0 && numel > 0 ? numel / rows : 1;
+  if (!got.output) return got.name + ": an input was changed";
+  const auto view_of = [&](const Store& s) {
+    ConstView v{s.bytes.data() + s.offset, s.expected.dtype, {}, shape, shape.dense_strides()};
+    if (v.stride.rank > 1) v.stride[0] = s.row_stride;
+    return v;
+  };
+  const ConstView g = view_of(got), w = view_of(want);
+  const std::size_t size = size_of(got.expected.dtype);
+  for (std::int64_t i = 0; i < numel; ++i) {
+    const auto at = static_cast<std::size_t>(i / row * got.row_stride + i % row) * size;
+    if (std::memcmp(got.bytes.data() + got.offset + at, want.bytes.data() + want.offset + at,
+                    size) != 0) {
+      char text[96];
+      std::snprintf(text, sizeof text, "[%lld,%lld]: %.9g, expected %.9g",
+                    static_cast<long long>(i / row), static_cast<long long>(i % row), get(g, i),
+                    get(w, i));
+      return got.name + text;
+    }
+  }
+  return got.name + ": memory outside the tensor was written";
+}
+
+std::vector<Target> targets(const Settings& settings) {
+  std::vector<Target> out;
+  if (settings.cpu) {
+    for (const cpu::Isa isa : cpu::available_isas())
+      for (const int threads : settings.threads)
+        out.push_back({std::string("cpu/").append(cpu::name(isa)) + "/" + std::to_string(threads),
+                       {},
+                       "cpu",
+                       isa,
+                       threads});
+  }
+  if (settings.cuda && cuda_plugin(0))
+    out.push_back({"cuda", {Device::Type::cuda, 0}, "", cpu::Isa::none, 1});
+  return out;
+}
+
+std::vector<Layout> layouts(int optional_operands, int in_place_pairs, std::uint64_t seed) {
+  std::vector<Layout> out;
+  Rng rng(seed + 77);
+  out.push_back({});
+  out.push_back({.padded_rows = true, .unaligned = true});
+  for (int mask = 1; mask < 1 << optional_operands; ++mask)
+    out.push_back({.padded_rows = rng.chance(2), .unaligned = rng.chance(2), .left_out = mask});
+  for (int pair = 0; pair < in_place_pairs; ++pair)
+    out.push_back({.padded_rows = rng.chance(2), .unaligned = rng.chance(2), .in_place = pair});
+  return out;
+}
+
+Report check_op(std::string_view op, const Settings& settings) {
+  Report report;
+#define BITTERN_OP(T, f, CPU, CUDA)                                       \
+  if (op.empty() || op == T::kName) {                                     \
+    Settings each = settings;                                             \
+    for (const T::Desc& desc : f##_check_cases()) {                       \
+      report.add(parity<T>(desc, each));                                  \
+      ++each.seed;                                                        \
+      if (report.failures.size() >= settings.max_failures) return report; \
+    }                                                                     \
+  }
+#include "ops/ops.inc"
+  return report;
+}
+
+namespace {
+
+template <class Op>
+Result<Report> check_fields(const std::vector<std::pair<std::string, std::string>>& fields,
+                            const Settings& settings) {
+  typename Op::Desc desc;
+  for (const auto& [field, text] : fields) {
+    if (Status s = set_field<Op>(desc, field, std::string_view(text)); !s.ok()) return s;
+  }
+  if (Status s = Op::check(desc); !s.ok()) return s;
+  return parity<Op>(desc, settings);
+}
+
+}  // namespace
+
+Result<Report> check_flags(std::string_view op,
+                           const std::vector<std::pair<std::string, std::string>>& fields,
+                           const Settings& settings) {
+#define BITTERN_OP(T, f, CPU, CUDA) \
+  if (op == T::kName) return check_fields<T>(fields, settings);
+#include "ops/ops.inc"
+  return invalid(std::string("no op called ").append(op));
+}
+
+#define BITTERN_OP(T, f, CPU, CUDA)                                                        \
+  template Problem<T> make_problem<T>(const T::Desc&, std::uint64_t, const Layout&, bool); \
+  template Report parity<T>(const T::Desc&, const Settings&, const Kernel<T>*);
+#include "ops/ops.inc"
+
+}  // namespace bittern::oracle

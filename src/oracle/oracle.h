@@ -1,0 +1,147 @@
+// One parity check for every op and backend: fill the operands the op declares, aim them at its
+// decision boundaries, run `ref`, run each candidate into poisoned outputs with canaries around
+// them, and compare bits. `bittern check`, the tests and the fuzzer all run this.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/numerics.h"
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+#include "cuda/plugin.h"
+#include "plan/fields.h"
+#include "plan/kernel.h"
+
+namespace bittern::oracle {
+
+class Rng {
+ public:
+  explicit Rng(std::uint64_t seed) : engine_(seed * 0x9E3779B97F4A7C15u + 1) {}
+  std::uint64_t next() { return engine_(); }
+  // Uniform in [0, n).
+  std::int64_t below(std::int64_t n) {
+    return static_cast<std::int64_t>(next() % static_cast<std::uint64_t>(n));
+  }
+  bool chance(int one_in) { return below(one_in) == 0; }
+  double uniform() { return static_cast<double>(next() >> 11) * 0x1p-53; }
+  double normal() {  // the sum of twelve uniforms is near enough, and the same on every library
+    double sum = -6;
+    for (int i = 0; i < 12; ++i) sum += uniform();
+    return sum;
+  }
+  // Mostly ordinary values, sometimes an awkward one: zeros, ties, denormals, huge, NaN,
+  // infinities.
+  double awkward();
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+// Writing to inputs: the problem owns their memory.
+template <class T>
+T* data(const ConstView& v) {
+  return const_cast<T*>(v.as<T>());
+}
+// Element `index` of any dtype, counted densely, through the row stride.
+void put(const ConstView& v, std::int64_t index, double value);
+double get(const ConstView& v, std::int64_t index);
+// The next representable value of the dtype, `steps` times up (or down, when negative).
+double step(DType dtype, double value, int steps);
+
+// ---- supplied by each op's <op>_cases.cc ----
+
+template <class Desc>
+struct BenchCase {
+  std::string label;  // "f32->s8 group 128"
+  Desc desc;
+};
+
+#define BITTERN_OP(T, f, CPU, CUDA)                  \
+  std::vector<T::Desc> f##_check_cases();            \
+  std::vector<BenchCase<T::Desc>> f##_bench_cases(); \
+  void f##_aim(const T::Desc& desc, const T::Args& args, Rng& rng);
+#include "ops/ops.inc"
+
+template <class Op>
+struct Cases;
+#define BITTERN_OP(T, f, CPU, CUDA)                                                       \
+  template <>                                                                             \
+  struct Cases<T> {                                                                       \
+    static std::vector<T::Desc> check() { return f##_check_cases(); }                     \
+    static std::vector<BenchCase<T::Desc>> bench() { return f##_bench_cases(); }          \
+    static void aim(const T::Desc& d, const T::Args& a, Rng& rng) { f##_aim(d, a, rng); } \
+  };
+#include "ops/ops.inc"
+
+// ---- problems ----
+
+inline constexpr std::size_t kCanary = 128;
+inline constexpr std::byte kPoison{0xA5};
+
+struct Store {
+  std::string name;
+  Operand expected;
+  bool output = false;
+  bool present = true;
+  std::int64_t row_stride = 0;  // elements
+  std::size_t offset = 0;       // of the first element in `bytes`
+  std::vector<std::byte> bytes;
+};
+
+// How operands lie in memory; derived from a seed so that all are met.
+struct Layout {
+  bool padded_rows = false;  // row strides beyond the row, where the operand allows them
+  bool unaligned = false;    // addresses that are multiples of the element size alone
+  int left_out = 0;          // a mask over the optional operands
+  int in_place = -1;         // which (input, output) pair shares memory, -1: none
+};
+
+template <class Op>
+struct Problem {
+  typename Op::Desc desc;
+  std::vector<Store> stores;
+  typename Op::Args args;
+  std::string shared_input;  // the input an in-place run overwrites
+};
+
+// Allocates and fills a problem. The same seed gives the same values whatever the layout.
+template <class Op>
+Problem<Op> make_problem(const typename Op::Desc& desc, std::uint64_t seed, const Layout& layout,
+                         bool aim = true);
+
+struct Report {
+  std::int64_t compared = 0;          // kernel runs compared with ref
+  std::vector<std::string> failures;  // each one line, with its reproducer
+  void add(const Report& other) {
+    compared += other.compared;
+    failures.insert(failures.end(), other.failures.begin(), other.failures.end());
+  }
+};
+
+struct Settings {
+  bool cpu = true;
+  bool cuda = true;  // where a device is
+  std::vector<int> threads = {1, 2, 7};
+  std::uint64_t seed = 1;
+  std::size_t max_failures = 20;
+};
+
+// Compares `candidate` (or, when null, every kernel this machine can run) with ref on one
+// descriptor, over the layouts that apply. `candidate` lets the oracle's own test feed it wrong
+// kernels.
+template <class Op>
+Report parity(const typename Op::Desc& desc, const Settings& settings,
+              const Kernel<Op>* candidate = nullptr);
+
+// All of an op's check cases; an op's name or "" for all ops.
+Report check_op(std::string_view op, const Settings& settings);
+// One descriptor of one op, given as field=value pairs.
+Result<Report> check_flags(std::string_view op,
+                           const std::vector<std::pair<std::string, std::string>>& fields,
+                           const Settings& settings);
+
+}  // namespace bittern::oracle

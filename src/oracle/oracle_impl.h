@@ -1,0 +1,256 @@
+// The oracle's templates. oracle.cc instantiates them for every op; the oracle's own test uses them
+// with kernels that are wrong on purpose.
+#pragma once
+#include <algorithm>
+
+#include "oracle/oracle.h"
+
+namespace bittern::oracle {
+
+// Random content for a float, integer or code operand, before aim().
+void fill(const ConstView& v, Rng& rng);
+// NaN payloads are not promised: every NaN of a float output becomes the same one.
+void canonicalise_nans(Store& store);
+// Where two stores differ, as text: "q[5,17]: 3, expected 2", or an overrun, or an input changed.
+std::string difference(const Store& got, const Store& want);
+
+template <class Op>
+Problem<Op> make_problem(const typename Op::Desc& desc, std::uint64_t seed, const Layout& layout,
+                         bool aimed) {
+  Problem<Op> p{desc, {}, {}, {}};
+  Rng rng(seed);
+  int optional = 0;
+  // Two visits: vectors of stores must not move once views point into them.
+  Op::operands(desc, p.args, [&](const char* n, auto& v, const Operand& expected) {
+    Store& s = p.stores.emplace_back();
+    s.name = n;
+    s.expected = expected;
+    s.output = std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>;
+    if ((expected.flags & Operand::kOptional) != 0) {
+      s.present = (layout.left_out >> optional++ & 1) == 0;
+    }
+    const Shape& shape = expected.shape;
+    const std::int64_t numel = shape.numel(), rows = shape.rank > 0 ? shape[0] : 1;
+    const std::int64_t row = rows > 0 ? numel / rows : 0;
+    const bool pad =
+        layout.padded_rows && shape.rank > 1 && (expected.flags & Operand::kRowStride) != 0;
+    // Odd, so that rows start at every alignment; the same for in-place partners of one dtype.
+    s.row_stride = row + (pad ? 3 + 2 * (row % 3) : 0);
+    const std::size_t size = size_of(expected.dtype);
+    s.offset = kCanary + (layout.unaligned ? size : 0);
+    const std::int64_t span = numel == 0 ? 0 : (rows - 1) * s.row_stride + row;
+    s.bytes.assign(s.offset + static_cast<std::size_t>(span) * size + kCanary, kPoison);
+  });
+  std::size_t i = 0;
+  int pair = 0;
+  Op::operands(desc, p.args, [&](const char*, auto& v, const Operand& expected) {
+    Store* s = &p.stores[i++];
+    v.dtype = expected.dtype;
+    v.shape = expected.shape;
+    v.stride = expected.shape.dense_strides();
+    if (v.stride.rank > 1) v.stride[0] = s->row_stride;
+    if (!s->present) return;
+    if (s->output && (expected.flags & Operand::kInPlace) != 0) {
+      for (Store& in : p.stores) {
+        const bool partner =
+            !in.output && in.present && (in.expected.flags & Operand::kInPlace) != 0 &&
+            in.expected.dtype == expected.dtype && in.expected.shape == expected.shape;
+        if (partner && pair++ == layout.in_place && p.shared_input.empty()) {
+          p.shared_input = in.name;
+          s->present = false;
+          s = &in;
+        }
+      }
+    }
+    v.data = s->bytes.data() + s->offset;
+    if constexpr (!std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>) fill(v, rng);
+  });
+  if (aimed) Cases<Op>::aim(desc, p.args, rng);
+  return p;
+}
+
+// The outputs of `got` and the untouched rest, against `want` made with the same layout but never
+// in place.
+template <class Op>
+std::string compare(Problem<Op>& got, Problem<Op>& want) {
+  // In place, the shared input holds the output that was not allocated.
+  const auto find = [](Problem<Op>& p, const std::string& n) -> Store& {
+    return *std::find_if(p.stores.begin(), p.stores.end(),
+                         [&](const Store& s) { return s.name == n; });
+  };
+  std::string shared_output;
+  if (!got.shared_input.empty()) {
+    const std::byte* shared = find(got, got.shared_input).bytes.data();
+    Op::operands(got.desc, got.args, [&](const char* n, const auto& v, const Operand&) {
+      if constexpr (std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>) {
+        const Store& s = find(got, got.shared_input);
+        if (v.data == shared + s.offset) shared_output = n;
+      }
+    });
+  }
+  for (Store& g : got.stores) {
+    if (!g.present) continue;
+    const bool shared = g.name == got.shared_input;
+    Store& w = find(want, shared ? shared_output : g.name);
+    Store as_output = g;
+    as_output.output = g.output || shared;
+    as_output.name = w.name;
+    if (as_output.output) {
+      canonicalise_nans(as_output);
+      canonicalise_nans(w);
+    }
+    if (std::string text = difference(as_output, w); !text.empty()) return text;
+  }
+  return {};
+}
+
+// Runs `plan` on the CPU's memory, or through device memory for a CUDA plan.
+template <class Op, class Run>
+Status run_on(Device device, Problem<Op>& p, std::size_t workspace_bytes, Run&& run) {
+  if (device.type == Device::Type::cpu) {
+    std::vector<std::byte> scratch(workspace_bytes + 64);
+    const auto at = reinterpret_cast<std::uintptr_t>(scratch.data());
+    return run(p.args, Workspace{scratch.data() + (64 - at % 64) % 64, workspace_bytes});
+  }
+  auto plugin = cuda_plugin(device.index);
+  if (!plugin) return plugin.status();
+  struct Allocation {
+    const CudaPlugin* plugin;
+    int device;
+    void* data = nullptr;
+    ~Allocation() {
+      if (data != nullptr) plugin->release(device, data);
+    }
+  };
+  std::vector<std::unique_ptr<Allocation>> memory;
+  const auto allocate = [&](std::size_t bytes) -> Result<void*> {
+    auto& m = memory.emplace_back(std::make_unique<Allocation>(Allocation{*plugin, device.index}));
+    if (Status s = (*plugin)->alloc(device.index, std::max<std::size_t>(bytes, 1), &m->data);
+        !s.ok())
+      return s;
+    return m->data;
+  };
+  std::vector<std::pair<Store*, std::byte*>> copies;
+  for (Store& s : p.stores) {
+    if (!s.present) continue;
+    auto there = allocate(s.bytes.size());
+    if (!there) return there.status();
+    BITTERN_TRY((*plugin)->copy(*there, s.bytes.data(), s.bytes.size()));
+    copies.emplace_back(&s, static_cast<std::byte*>(*there));
+  }
+  auto scratch = allocate(workspace_bytes);
+  if (!scratch) return scratch.status();
+  typename Op::Args args = p.args;
+  Op::operands(p.desc, args, [&](const char*, auto& v, const Operand&) {
+    v.device = device;
+    for (const auto& [store, there] : copies) {
+      const std::byte* first = store->bytes.data() + store->offset;
+      if (v.data == first) {
+        v.data = there + store->offset;
+        break;
+      }
+    }
+  });
+  BITTERN_TRY(run(args, Workspace{*scratch, workspace_bytes}));
+  BITTERN_TRY((*plugin)->synchronize(device.index));
+  for (const auto& [store, there] : copies) {
+    BITTERN_TRY((*plugin)->copy(store->bytes.data(), there, store->bytes.size()));
+  }
+  return {};
+}
+
+struct Target {
+  std::string name;
+  Device device;
+  std::string kernel;
+  cpu::Isa isa = cpu::Isa::none;
+  int threads = 1;
+};
+
+// Everything this machine can run beside ref.
+std::vector<Target> targets(const Settings& settings);
+
+// The layouts worth trying for an op with these operands.
+std::vector<Layout> layouts(int optional_operands, int in_place_pairs, std::uint64_t seed);
+
+template <class Op>
+Report parity(const typename Op::Desc& desc, const Settings& settings,
+              const Kernel<Op>* candidate) {
+  Report report;
+  const auto fail = [&](const std::string& where, const std::string& what) {
+    if (report.failures.size() >= settings.max_failures) return;
+    report.failures.push_back(where + ": " + what + "   bittern check " + std::string(Op::kName) +
+                              " " + flags_text<Op>(desc) +
+                              " --seed=" + std::to_string(settings.seed));
+  };
+  const auto ref = Plan<Op>::select(desc, {}, Preference::exact, "ref");
+  if (!ref) {
+    fail("ref", std::string(ref.status().message()));
+    return report;
+  }
+  int optional = 0, pairs = 0;
+  {
+    const Problem<Op> probe = make_problem<Op>(desc, settings.seed, {}, false);
+    for (const Store& s : probe.stores) {
+      optional += (s.expected.flags & Operand::kOptional) != 0;
+      for (const Store& in : probe.stores) {
+        pairs += s.output && !in.output &&
+                 (s.expected.flags & in.expected.flags & Operand::kInPlace) != 0 &&
+                 s.expected.dtype == in.expected.dtype && s.expected.shape == in.expected.shape;
+      }
+    }
+  }
+  const std::vector<Target> all =
+      candidate != nullptr ? std::vector<Target>{{"candidate", {}, "", cpu::Isa::none, 1}}
+                           : targets(settings);
+  for (const Layout& layout : layouts(optional, pairs, settings.seed)) {
+    Layout apart = layout;
+    apart.in_place = -1;
+    Problem<Op> want = make_problem<Op>(desc, settings.seed, apart);
+    if (Status s = ref->can_implement(want.args); !s.ok()) {
+      // The one refusal a layout can bring about: all outputs left out.
+      if (s.message().find("every output is left out") == std::string_view::npos)
+        fail("ref", std::string(s.message()));
+      continue;
+    }
+    if (Status s = run_on(Device{}, want, ref->workspace_bytes(),
+                          [&](const auto& args, Workspace w) { return ref->run(args, {}, w); });
+        !s.ok()) {
+      fail("ref", std::string(s.message()));
+      continue;
+    }
+    for (const Target& t : all) {
+      cpu::force_isa(t.isa);
+      set_num_threads(t.threads);
+      cpu::ignore_grain(true);
+      Problem<Op> got = make_problem<Op>(desc, settings.seed, layout);
+      Status status;
+      if (candidate != nullptr) {
+        status = run_on(
+            t.device, got, candidate->workspace ? candidate->workspace(desc) : 0,
+            [&](const auto& args, Workspace w) { return candidate->run(desc, args, {}, w); });
+      } else {
+        auto plan = Plan<Op>::select(desc, t.device, Preference::exact, t.kernel);
+        if (!plan) {
+          if (plan.status().code() != Code::unsupported)
+            fail(t.name, std::string(plan.status().message()));
+          continue;
+        }
+        status = run_on(t.device, got, plan->workspace_bytes(),
+                        [&](const auto& args, Workspace w) { return plan->run(args, {}, w); });
+      }
+      ++report.compared;
+      if (!status.ok()) {
+        fail(t.name, std::string(status.message()));
+      } else if (const std::string text = compare(got, want); !text.empty()) {
+        fail(t.name, text);
+      }
+    }
+  }
+  cpu::force_isa(cpu::Isa::none);
+  set_num_threads(0);
+  cpu::ignore_grain(false);
+  return report;
+}
+
+}  // namespace bittern::oracle

@@ -1,0 +1,168 @@
+#include "plan/any_op.h"
+
+#include <array>
+
+#include "plan/fields.h"
+#include "plan/kernel.h"
+
+namespace bittern {
+namespace {
+
+template <class Op>
+std::vector<OperandInfo> operand_infos(const typename Op::Desc& desc) {
+  std::vector<OperandInfo> infos;
+  const typename Op::Args args;
+  Op::operands(desc, args, [&](const char* n, const auto& v, const Operand& expected) {
+    infos.push_back({n, expected, std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>});
+  });
+  return infos;
+}
+
+template <class Op>
+class PlanOf final : public AnyPlan {
+ public:
+  explicit PlanOf(Plan<Op> plan) : plan_(std::move(plan)) {}
+  Status can_implement(std::span<const MutView> views) const override {
+    typename Op::Args args;
+    BITTERN_TRY(bind(views, args));
+    return plan_.can_implement(args);
+  }
+  Status run(std::span<const MutView> views, Stream stream, Workspace workspace) const override {
+    typename Op::Args args;
+    BITTERN_TRY(bind(views, args));
+    return plan_.run(args, stream, workspace);
+  }
+  std::size_t workspace_bytes() const override { return plan_.workspace_bytes(); }
+  Sku sku() const override { return plan_.sku(); }
+  PrecisionGuarantee precision_guarantee() const override { return plan_.precision_guarantee(); }
+  std::vector<OperandInfo> operands() const override { return operand_infos<Op>(plan_.desc()); }
+
+ private:
+  Status bind(std::span<const MutView> views, typename Op::Args& args) const {
+    std::size_t count = 0;
+    Op::operands(plan_.desc(), args, [&](const char*, auto& v, const Operand&) {
+      if (count < views.size()) {
+        if constexpr (std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>) {
+          v = views[count];
+        } else {
+          v = as_const(views[count]);
+        }
+      }
+      ++count;
+    });
+    if (count == views.size()) return {};
+    return invalid(std::string(Op::kName) + ": " + std::to_string(views.size()) +
+                   " operands, expected " + std::to_string(count));
+  }
+  Plan<Op> plan_;
+};
+
+template <class Op>
+const AnyOp& any_op();
+
+template <class Op>
+class DescOf final : public AnyDesc {
+ public:
+  const AnyOp& op() const override { return any_op<Op>(); }
+  std::unique_ptr<AnyDesc> clone() const override { return std::make_unique<DescOf>(*this); }
+  Status set(std::string_view field, std::int64_t value) override {
+    return set_field<Op>(desc_, field, value);
+  }
+  Status set(std::string_view field, std::string_view text) override {
+    return set_field<Op>(desc_, field, text);
+  }
+  Result<std::int64_t> get(std::string_view field) const override {
+    Result<std::int64_t> value =
+        invalid(std::string(Op::kName).append(": no field ").append(field));
+    Op::fields(desc_, [&](const char* n, const auto& member, const char*) {
+      if (field == n) value = static_cast<std::int64_t>(member);
+    });
+    return value;
+  }
+  Status check() const override { return Op::check(desc_); }
+  std::int64_t num_groups() const override {
+    if constexpr (requires { desc_.num_groups(); }) {
+      return desc_.num_groups();
+    } else {
+      return 0;
+    }
+  }
+  std::vector<OperandInfo> operands() const override { return operand_infos<Op>(desc_); }
+  Result<std::unique_ptr<AnyPlan>> select(Device device, Preference preference,
+                                          std::string_view kernel) const override {
+    auto plan = Plan<Op>::select(desc_, device, preference, kernel);
+    if (!plan) return plan.status();
+    return std::unique_ptr<AnyPlan>(std::make_unique<PlanOf<Op>>(std::move(*plan)));
+  }
+
+ private:
+  typename Op::Desc desc_;
+};
+
+template <class Op, bool kCpu, bool kCuda>
+class OpOf final : public AnyOp {
+ public:
+  OpOf() {
+    const typename Op::Desc defaults;
+    Op::fields(defaults, [&](const char* n, const auto& member, const char* help) {
+      const auto names = field_names<std::remove_cvref_t<decltype(member)>>();
+      fields_.push_back({n, help, {names.begin(), names.end()}, static_cast<std::int64_t>(member)});
+    });
+  }
+  std::string_view name() const override { return Op::kName; }
+  std::string_view category() const override { return Op::kCategory; }
+  const std::vector<FieldInfo>& fields() const override { return fields_; }
+  std::vector<OperandInfo> operands() const override {
+    // The descriptor with every operand: some are there for one choice of a field only.
+    std::vector<OperandInfo> most = operand_infos<Op>({});
+    typename Op::Desc desc;
+    Op::fields(desc, [&](const char*, auto& member, const char*) {
+      using T = std::remove_cvref_t<decltype(member)>;
+      if constexpr (kIsNamed<T>) {
+        const T before = member;
+        for (std::size_t i = 0; i < field_names<T>().size(); ++i) {
+          member = static_cast<T>(i);
+          auto infos = operand_infos<Op>(desc);
+          if (infos.size() > most.size()) most = std::move(infos);
+        }
+        member = before;
+      }
+    });
+    return most;
+  }
+  bool has_cpu() const override { return kCpu; }
+  bool has_cuda() const override { return kCuda; }
+  std::unique_ptr<AnyDesc> make_desc() const override { return std::make_unique<DescOf<Op>>(); }
+
+ private:
+  std::vector<FieldInfo> fields_;
+};
+
+#define BITTERN_OP(T, f, CPU, CUDA)           \
+  template <>                                 \
+  const AnyOp& any_op<T>() {                  \
+    static const OpOf<T, CPU, CUDA> instance; \
+    return instance;                          \
+  }
+#include "ops/ops.inc"
+
+}  // namespace
+
+std::span<const AnyOp* const> all_ops() {
+  static const std::array ops = {
+#define BITTERN_OP(T, f, CPU, CUDA) &any_op<T>(),
+#include "ops/ops.inc"
+  };
+  return ops;
+}
+
+Result<const AnyOp*> find_op(std::string_view name) {
+  std::string known;
+  for (const AnyOp* op : all_ops()) {
+    if (op->name() == name) return op;
+    known.append(known.empty() ? "" : " ").append(op->name());
+  }
+  return invalid(std::string("no op called ").append(name).append(", expected one of ") + known);
+}
+
+}  // namespace bittern

@@ -1,0 +1,72 @@
+// Every op behind one interface, made from fields() and operands(): the C header, the Python module
+// and the command line are written against this, once, for all ops.
+#pragma once
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "bittern/plan.h"
+
+namespace bittern {
+
+struct FieldInfo {
+  std::string_view name;
+  std::string_view help;
+  std::vector<std::string_view> choices;  // empty: an integer
+  std::int64_t default_value = 0;         // for a choice, its index
+};
+
+struct OperandInfo {
+  std::string_view name;
+  Operand expected;
+  bool output = false;
+};
+
+class AnyPlan {
+ public:
+  virtual ~AnyPlan() = default;
+  // `views` in the order of AnyDesc::operands(); a null view leaves an optional operand out.
+  virtual Status can_implement(std::span<const MutView> views) const = 0;
+  virtual Status run(std::span<const MutView> views, Stream stream, Workspace workspace) const = 0;
+  virtual std::size_t workspace_bytes() const = 0;
+  virtual Sku sku() const = 0;
+  virtual PrecisionGuarantee precision_guarantee() const = 0;
+  virtual std::vector<OperandInfo> operands() const = 0;
+};
+
+class AnyOp;
+
+class AnyDesc {
+ public:
+  virtual ~AnyDesc() = default;
+  virtual const AnyOp& op() const = 0;
+  virtual std::unique_ptr<AnyDesc> clone() const = 0;
+  virtual Status set(std::string_view field, std::int64_t value) = 0;
+  virtual Status set(std::string_view field, std::string_view text) = 0;
+  virtual Result<std::int64_t> get(std::string_view field) const = 0;
+  virtual Status check() const = 0;
+  virtual std::int64_t num_groups() const = 0;            // 0 for an op without groups
+  virtual std::vector<OperandInfo> operands() const = 0;  // check() must be ok
+  virtual Result<std::unique_ptr<AnyPlan>> select(Device device, Preference preference,
+                                                  std::string_view kernel = {}) const = 0;
+};
+
+class AnyOp {
+ public:
+  virtual ~AnyOp() = default;
+  virtual std::string_view name() const = 0;
+  virtual std::string_view category() const = 0;
+  virtual const std::vector<FieldInfo>& fields() const = 0;
+  // All operands any descriptor can give, in order; dtype and shape are those of the default one.
+  virtual std::vector<OperandInfo> operands() const = 0;
+  virtual bool has_cpu() const = 0;
+  virtual bool has_cuda() const = 0;
+  virtual std::unique_ptr<AnyDesc> make_desc() const = 0;
+};
+
+std::span<const AnyOp* const> all_ops();
+Result<const AnyOp*> find_op(std::string_view name);  // the error lists the names
+
+}  // namespace bittern

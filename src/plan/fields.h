@@ -1,0 +1,113 @@
+// Descriptor fields as text and as integers, through Op::fields(): what the command line, Python,
+// the C interface, the oracle's reproducers and the fuzzer share.
+#pragma once
+#include <charconv>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include "bittern/bittern.h"
+
+namespace bittern {
+
+// A field's value is an integer, or one of a list of names (whose index is its integer).
+inline constexpr std::string_view kDTypeNames[kDTypeCount] = {"f32", "f64", "f16", "bf16",
+                                                              "u8",  "s8",  "s32", "u32"};
+constexpr auto& enum_names(DType) { return kDTypeNames; }
+inline constexpr std::string_view kBoolNames[] = {"false", "true"};
+constexpr auto& enum_names(bool) { return kBoolNames; }
+
+template <class T>
+inline constexpr bool kIsNamed = std::is_enum_v<T> || std::is_same_v<T, bool>;
+
+template <class T>
+std::span<const std::string_view> field_names() {
+  if constexpr (kIsNamed<T>) {
+    return enum_names(T{});
+  } else {
+    return {};
+  }
+}
+
+// Integers that do not fit the field are an error, never wrapped.
+template <class T>
+Status assign_field(std::string_view field, T& member, std::int64_t value) {
+  const auto names = field_names<T>();
+  if constexpr (kIsNamed<T>) {
+    if (value < 0 || value >= static_cast<std::int64_t>(names.size())) {
+      return invalid(std::string(field) + ": " + std::to_string(value) + ", expected 0.." +
+                     std::to_string(names.size() - 1));
+    }
+  } else if (value < std::numeric_limits<T>::min() || value > std::numeric_limits<T>::max()) {
+    return invalid(std::string(field) + ": " + std::to_string(value) + " does not fit " +
+                   std::to_string(8 * sizeof(T)) + " bits");
+  }
+  member = static_cast<T>(value);
+  return {};
+}
+
+template <class T>
+Status assign_field(std::string_view field, T& member, std::string_view text) {
+  const auto names = field_names<T>();
+  for (std::size_t i = 0; i < names.size(); ++i)
+    if (names[i] == text) return assign_field(field, member, static_cast<std::int64_t>(i));
+  std::string expected;
+  if constexpr (kIsNamed<T>) {
+    for (const std::string_view n : names) expected.append(expected.empty() ? "" : " ").append(n);
+  } else {
+    std::int64_t value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (error == std::errc() && end == text.data() + text.size()) {
+      return assign_field(field, member, value);
+    }
+    expected = "an integer";
+  }
+  return invalid(
+      std::string(field).append(": ").append(text).append(", expected ").append(expected));
+}
+
+template <class T>
+std::string field_text(const T& member) {
+  if constexpr (kIsNamed<T>) {
+    return std::string(field_names<T>()[static_cast<std::size_t>(member)]);
+  } else {
+    return std::to_string(member);
+  }
+}
+
+// Sets the field called `field`; `value` is an integer or text.
+template <class Op, class Value>
+Status set_field(typename Op::Desc& desc, std::string_view field, const Value& value) {
+  bool found = false;
+  Status status;
+  std::string known;
+  Op::fields(desc, [&](const char* n, auto& member, const char*) {
+    known.append(known.empty() ? "" : " ").append(n);
+    if (field != n) return;
+    found = true;
+    status = assign_field(field, member, value);
+  });
+  if (!found) {
+    return invalid(
+        std::string(Op::kName).append(": no field ").append(field).append(", expected one of ") +
+        known);
+  }
+  if (!status.ok()) return invalid(std::string(Op::kName).append(": ").append(status.message()));
+  return status;
+}
+
+// "--outer_size=5 --axis_size=96 ...": what `bittern check OP` takes.
+template <class Op>
+std::string flags_text(const typename Op::Desc& desc) {
+  std::string text;
+  Op::fields(desc, [&](const char* n, const auto& member, const char*) {
+    text.append(text.empty() ? "--" : " --").append(n).append("=").append(field_text(member));
+  });
+  return text;
+}
+
+}  // namespace bittern

@@ -1,0 +1,106 @@
+#include "cuda/plugin.h"
+#include "plan/plan_impl.h"
+
+namespace bittern {
+namespace plan_detail {
+namespace {
+
+Status fail(std::string_view op, const char* operand, const std::string& what) {
+  return invalid(std::string(op).append(": ").append(operand).append(": ").append(what));
+}
+
+}  // namespace
+
+Status check_operand(std::string_view op, const char* operand, const ConstView& view, bool output,
+                     const Operand& expected, Device device, Extent& extent) {
+  if (view.data == nullptr) {
+    if ((expected.flags & Operand::kOptional) != 0 || expected.shape.numel() == 0) return {};
+    return fail(op, operand,
+                "null, expected " + std::string(name(expected.dtype)) + " " + expected.shape.str());
+  }
+  if (view.dtype != expected.dtype) {
+    return fail(
+        op, operand,
+        std::string("dtype ").append(name(view.dtype)) + ", expected " + name(expected.dtype));
+  }
+  if (view.shape != expected.shape) {
+    return fail(op, operand, "shape " + view.shape.str() + ", expected " + expected.shape.str());
+  }
+  if (view.device != device) {
+    return fail(op, operand, "on " + name(view.device) + ", expected " + name(device));
+  }
+  if (view.stride.rank != view.shape.rank) {
+    return fail(op, operand, "strides " + view.stride.str() + ", expected one per axis");
+  }
+  const int rank = expected.shape.rank;
+  std::int64_t row = 1;  // elements spanned by the axes after `i`
+  for (int i = rank; i-- > 0; row *= expected.shape[i]) {
+    if (expected.shape[i] <= 1 || expected.shape.numel() == 0) continue;
+    const std::int64_t stride = view.stride[i];
+    const bool may_pad = i == 0 && rank > 1 && (expected.flags & Operand::kRowStride) != 0;
+    if (may_pad ? stride >= row : stride == row) continue;
+    return unsupported(std::string(op).append(": ").append(operand) + ": stride " +
+                       std::to_string(stride) + " of axis " + std::to_string(i) + ", expected " +
+                       (may_pad ? "at least " : "") + std::to_string(row));
+  }
+  const std::size_t size = size_of(expected.dtype);
+  if (reinterpret_cast<std::uintptr_t>(view.data) % size != 0) {
+    return fail(op, operand, "address is not a multiple of " + std::to_string(size));
+  }
+  const std::int64_t numel = expected.shape.numel();
+  if (numel == 0) return {};
+  std::int64_t span = numel;
+  if (rank > 1) {
+    // A padded first axis: rows may lie far apart, and their distance must not overflow.
+    const std::int64_t rows = expected.shape[0], length = numel / rows;
+    const std::int64_t stride = rows > 1 ? view.stride[0] : length;
+    if (rows > 1 && stride > ((std::int64_t{1} << 59) - length) / (rows - 1)) {
+      return fail(op, operand,
+                  "stride " + std::to_string(stride) + " spans more than 2^59 elements");
+    }
+    span = (rows - 1) * stride + length;
+  }
+  const auto* begin = static_cast<const std::byte*>(view.data);
+  extent = {operand,        begin,   begin + static_cast<std::size_t>(span) * size,
+            expected.dtype, nullptr, nullptr,
+            expected.flags, output};
+  return {};
+}
+
+Status check_overlap(std::string_view op, std::span<const Extent> extents) {
+  for (std::size_t i = 0; i < extents.size(); ++i) {
+    for (std::size_t j = i + 1; j < extents.size(); ++j) {
+      const Extent &a = extents[i], &b = extents[j];
+      if (!a.output && !b.output) continue;
+      if (a.begin >= b.end || b.begin >= a.end) continue;
+      const bool in_place = a.output != b.output && (a.flags & b.flags & Operand::kInPlace) != 0 &&
+                            a.begin == b.begin && a.end == b.end && a.dtype == b.dtype &&
+                            *a.shape == *b.shape;
+      if (in_place) continue;
+      const Extent &out = b.output ? b : a, &other = b.output ? a : b;
+      return fail(op, out.name,
+                  std::string("overlaps ").append(other.name) + ", expected memory of its own");
+    }
+  }
+  return {};
+}
+
+}  // namespace plan_detail
+
+#define BITTERN_OP(T, f, CPU, CUDA)                                               \
+  template <>                                                                     \
+  Result<std::vector<std::span<const Kernel<T>>>> kernels_for<T>(Device device) { \
+    std::vector<std::span<const Kernel<T>>> lists;                                \
+    if (device.type == Device::Type::cuda) {                                      \
+      auto plugin = cuda_plugin(device.index);                                    \
+      if (!plugin) return plugin.status();                                        \
+      BITTERN_IF_##CUDA(lists.push_back((*plugin)->f);)                           \
+    } else {                                                                      \
+      BITTERN_IF_##CPU(lists.push_back(f##_cpu());) lists.push_back(f##_ref());   \
+    }                                                                             \
+    return lists;                                                                 \
+  }                                                                               \
+  template class Plan<T>;
+#include "ops/ops.inc"
+
+}  // namespace bittern

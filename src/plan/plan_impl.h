@@ -1,0 +1,155 @@
+// Plan<Op>'s members. plan.cc instantiates them for every op; a test may for an op of its own.
+#pragma once
+#include <array>
+#include <cstdlib>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "plan/kernel.h"
+
+namespace bittern {
+
+// The kernels of `device` in order of preference; specialised per op.
+template <class Op>
+Result<std::vector<std::span<const Kernel<Op>>>> kernels_for(Device device);
+
+namespace plan_detail {
+
+// An operand as can_implement compares it with the others.
+struct Extent {
+  const char* name;
+  const std::byte* begin;
+  const std::byte* end;
+  DType dtype;
+  const Shape* shape;
+  const Shape* stride;
+  unsigned flags;
+  bool output;
+};
+inline constexpr int kMaxOperands = 8;
+
+// `view` against what the descriptor implies; fills `extent` when it is ok and not left out.
+Status check_operand(std::string_view op, const char* name, const ConstView& view, bool output,
+                     const Operand& expected, Device device, Extent& extent);
+// No output may overlap another operand, but for exact in-place use.
+Status check_overlap(std::string_view op, std::span<const Extent> extents);
+
+}  // namespace plan_detail
+
+template <class Op>
+Result<Plan<Op>> Plan<Op>::select(const Desc& desc, Device device, Preference preference,
+                                  std::string_view kernel) {
+  try {
+    if (Status s = Op::check(desc); !s.ok()) return s;
+    if (kernel.empty()) {
+      if (const char* forced = std::getenv("BITTERN_KERNEL")) kernel = forced;
+    }
+    auto lists = kernels_for<Op>(device);
+    if (!lists) return lists.status();
+    std::string why;
+    const auto refuse = [&](const Kernel<Op>& k, std::string_view reason) {
+      why.append(" ").append(k.name).append(": ").append(reason).append(";");
+    };
+    for (const auto& list : *lists) {
+      for (const Kernel<Op>& k : list) {
+        if (!kernel.empty() && kernel != k.name) continue;
+        if (k.weaker != nullptr && preference == Preference::exact) {
+          refuse(k, "weaker than the op's contract");
+          continue;
+        }
+        const Status s = k.supports != nullptr ? k.supports(desc) : Status();
+        if (s.ok()) return Plan(desc, device, &k);
+        refuse(k, s.message());
+      }
+    }
+    std::string message =
+        std::string(Op::kName).append(": no kernel on ").append(bittern::name(device));
+    if (!kernel.empty()) message.append(" named ").append(kernel);
+    if (!why.empty()) message.append(":").append(why);
+    return unsupported(std::move(message));
+  } catch (const std::bad_alloc&) {
+    return Status(Code::out_of_memory, std::string(Op::kName));
+  }
+}
+
+template <class Op>
+Status Plan<Op>::can_implement(const Args& args) const {
+  Status status;
+  std::array<plan_detail::Extent, plan_detail::kMaxOperands> extents;
+  std::size_t count = 0;
+  int outputs = 0, written = 0;
+  Op::operands(desc_, args, [&](const char* operand, const auto& v, const Operand& expected) {
+    if (!status.ok()) return;
+    constexpr bool kOutput = std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>;
+    plan_detail::Extent& extent = extents[count];
+    extent.begin = nullptr;
+    if constexpr (kOutput) {
+      status = plan_detail::check_operand(Op::kName, operand, as_const(v), true, expected, device_,
+                                          extent);
+      ++outputs;
+      written += v.data != nullptr || (expected.flags & Operand::kOptional) == 0;
+    } else {
+      status = plan_detail::check_operand(Op::kName, operand, v, false, expected, device_, extent);
+    }
+    if (extent.begin != nullptr) {
+      extent.shape = &v.shape;
+      extent.stride = &v.stride;
+      ++count;
+    }
+  });
+  if (!status.ok()) return status;
+  if (outputs > 0 && written == 0) {
+    return invalid(
+        std::string(Op::kName).append(": every output is left out, expected at least one"));
+  }
+  return plan_detail::check_overlap(Op::kName, std::span(extents.data(), count));
+}
+
+template <class Op>
+std::size_t Plan<Op>::workspace_bytes() const {
+  return kernel_->workspace != nullptr ? kernel_->workspace(desc_) : 0;
+}
+
+template <class Op>
+Sku Plan<Op>::sku() const {
+  return {.category = Op::kCategory,
+          .op = Op::kName,
+          .element = Op::element(desc_),
+          .aux_element = Op::aux_element(desc_),
+          .architecture = kernel_->architecture != nullptr ? kernel_->architecture() : "any",
+          .backend = kernel_->backend,
+          .kernel = kernel_->name};
+}
+
+template <class Op>
+PrecisionGuarantee Plan<Op>::precision_guarantee() const {
+  return kernel_->weaker != nullptr ? kernel_->weaker(desc_) : Op::contract(desc_);
+}
+
+template <class Op>
+Status Plan<Op>::run(const Args& args, Stream stream, Workspace workspace) const {
+  try {
+    BITTERN_TRY(can_implement(args));
+    const std::size_t needed = workspace_bytes();
+    if (workspace.bytes < needed || (needed != 0 && workspace.data == nullptr)) {
+      return invalid(std::string(Op::kName).append(": workspace: ") +
+                     std::to_string(workspace.data != nullptr ? workspace.bytes : 0) +
+                     " bytes, expected at least " + std::to_string(needed));
+    }
+    if (reinterpret_cast<std::uintptr_t>(workspace.data) % 64 != 0 && needed != 0) {
+      return invalid(std::string(Op::kName).append(": workspace: not aligned to 64 bytes"));
+    }
+    bool work = false;  // no output element: nothing to do, nothing to launch
+    Op::operands(desc_, args, [&](const char*, const auto& v, const Operand& expected) {
+      if constexpr (std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>) {
+        work = work || (v.data != nullptr && expected.shape.numel() != 0);
+      }
+    });
+    return work ? kernel_->run(desc_, args, stream, workspace) : Status();
+  } catch (const std::bad_alloc&) {
+    return Status(Code::out_of_memory, std::string(Op::kName));
+  }
+}
+
+}  // namespace bittern
