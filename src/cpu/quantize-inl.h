@@ -55,6 +55,18 @@ HWY_INLINE auto CodeOf(D d, hn::Vec<D> z, hn::Vec<D> zero) {
   }
 }
 
+// Bytes as f32 or f64 lanes.
+template <class D, class Q>
+HWY_INLINE hn::Vec<D> LoadCodes(D d, const Q* q) {
+  const hn::Rebind<std::int32_t, D> di;
+  const auto codes = hn::PromoteTo(di, hn::LoadU(hn::Rebind<Q, D>(), q));
+  if constexpr (sizeof(hn::TFromD<D>) == 4) {
+    return hn::ConvertTo(d, codes);
+  } else {
+    return hn::PromoteTo(d, codes);
+  }
+}
+
 template <class DI, class Q>
 HWY_INLINE void StoreCodes(DI, hn::Vec<DI> codes, Q* q) {
   const hn::Rebind<Q, DI> dq;
