@@ -1,5 +1,5 @@
-#include "oracle/aim.h"
 #include "ops/qdq_affine_init/affine_rules.h"
+#include "oracle/aim.h"
 
 namespace bittern::oracle {
 
@@ -90,10 +90,12 @@ void qdq_affine_init_aim(const AffineDesc& d, const QdqAffineInit::Args& a, Rng&
       case 5: set_all([&] { return draw.huge(); }); break;
       case 6: set_all([&] { return rng.chance(3) ? draw.huge() : rng.awkward(); }); break;
       case 7: set_all([&] { return rng.chance(5) ? kNan : rng.normal(); }); break;
-      case 8: set_all([&] { return rng.chance(5) ? kInf : rng.chance(9) ? -kInf : rng.normal(); });
+      case 8:
+        set_all([&] { return rng.chance(5) ? kInf : rng.chance(9) ? -kInf : rng.normal(); });
         break;
       case 9: set_all([&] { return rng.chance(3) ? kInf : rng.chance(2) ? -kInf : kNan; }); break;
-      case 10: set_all([&] { return rng.chance(2) ? largest : rng.chance(2) ? -largest : 0; });
+      case 10:
+        set_all([&] { return rng.chance(2) ? largest : rng.chance(2) ? -largest : 0; });
         break;
       case 11: set_all([&] { return 1e-7 * n * rng.normal(); }); break;  // about mlx's eps
       case 12: set_all([&] { return magnitude * draw.heavy_tailed(); }); break;
