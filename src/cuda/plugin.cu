@@ -14,7 +14,9 @@ int device_count(const char** why) {
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error == cudaSuccess) return count;
   (void)cudaGetLastError();
-  *why = cudaGetErrorString(error);
+  int driver = 0;  // stays 0 when libcuda.so.1 is not there
+  (void)cudaDriverGetVersion(&driver);
+  *why = driver == 0 ? "no NVIDIA driver (libcuda.so.1)" : cudaGetErrorString(error);
   return 0;
 }
 
