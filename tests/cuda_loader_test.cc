@@ -152,32 +152,5 @@ TEST_F(CudaLoader, EnvironmentNamesTheFile) {
   EXPECT_EQ(*cuda_plugin_path(), path);
 }
 
-TEST(Cuda, SkuNamesTheDevice) {
-  BITTERN_NEEDS_CUDA();
-  const auto plan =
-      Plan<QuantizePerGroup>::select({.outer_size = 1, .axis_size = 128}, {Device::Type::cuda, 0});
-  ASSERT_TRUE(plan.ok()) << plan.status().message();
-  EXPECT_EQ(plan->sku().backend, "cuda");
-  EXPECT_EQ(plan->sku().kernel, "cuda");
-  EXPECT_EQ(plan->sku().architecture.substr(0, 3), "sm_");
-  EXPECT_GE(plan->sku().architecture.size(), 5u);
-  ::testing::Test::RecordProperty("architecture", std::string(plan->sku().architecture));
-}
-
-TEST(Cuda, HostMemoryIsRefused) {
-  BITTERN_NEEDS_CUDA();
-  const auto plan =
-      Plan<QuantizePerGroup>::select({.outer_size = 1, .axis_size = 128}, {Device::Type::cuda, 0});
-  ASSERT_TRUE(plan.ok()) << plan.status().message();
-  std::vector<float> x(128), scale(1);
-  std::vector<std::int8_t> q(128);
-  const Status status = plan->run({.x = view(x.data(), {1, 128}),
-                                   .scale = view(scale.data(), {1, 1}),
-                                   .zero_point = {},
-                                   .q = view(q.data(), {1, 128})});
-  EXPECT_EQ(status.code(), Code::invalid_argument);
-  EXPECT_EQ(status.message(), "quantize_per_group: x: on cpu, expected cuda:0");
-}
-
 }  // namespace
 }  // namespace bittern
