@@ -16,7 +16,6 @@ int main() {
 
   const Status status = plan->run({.x = view(weights.data(), {2, 4}),
                                    .scale = view(scale.data(), {2}),
-                                   .zero_point = {},  // left out: 0
                                    .q = view(codes.data(), {2, 4})});
   if (!status.ok()) return std::fprintf(stderr, "%s\n", status.message().data()), 1;
 
