@@ -59,11 +59,14 @@ void over_threads(std::size_t bytes, F&& f) {
 }
 
 // `bytes` is a multiple of 256 and both ends are aligned to lines.
+constexpr std::size_t kAhead = 1024;  // of prefetches, which may run past the end
 using CopyLoop = void (*)(std::byte* to, const std::byte* from, std::size_t bytes);
 
 __attribute__((target("avx512f"))) void stream_avx512(std::byte* to, const std::byte* from,
                                                       std::size_t bytes) {
   for (std::size_t i = 0; i < bytes; i += 256) {
+    for (std::size_t line = 0; line < 256; line += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(from + i + line + kAhead), _MM_HINT_T0);
     const __m512i a = _mm512_load_si512(from + i), b = _mm512_load_si512(from + i + 64);
     const __m512i c = _mm512_load_si512(from + i + 128), d = _mm512_load_si512(from + i + 192);
     _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), a);
@@ -77,6 +80,8 @@ __attribute__((target("avx512f"))) void stream_avx512(std::byte* to, const std::
 __attribute__((target("avx2"))) void stream_avx2(std::byte* to, const std::byte* from,
                                                  std::size_t bytes) {
   for (std::size_t i = 0; i < bytes; i += 128) {
+    for (std::size_t line = 0; line < 128; line += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(from + i + line + kAhead), _MM_HINT_T0);
     const auto* source = reinterpret_cast<const __m256i*>(from + i);
     auto* target = reinterpret_cast<__m256i*>(to + i);
     const __m256i a = _mm256_load_si256(source), b = _mm256_load_si256(source + 1);
