@@ -131,29 +131,30 @@ def _infer(op, fields, free, dtypes):
     """
     desc = _make_desc(op, fields)
     group_size = dict(fields).get("group_size", 1)
-    _probe_layout(desc, group_size)  # what is wrong beside the dtypes is said first
     choices = []
     for field in free:
         rest = field.choices
         if "f32" in rest:
             rest = [c for c in rest if c in dict(dtypes).values()]
         choices.append((field.default, *rest))
-    best, best_matches = tuple(f.default for f in free), -1
+    best, best_matches, first_error = None, -1, None
     for values in _itertools.product(*choices):
         for field, value in zip(free, values):
             desc.set(field.name, value)
         try:
-            wanted = {o.name: o.dtype for o in desc.operands()}
-        except (ValueError, NotImplementedError):
-            continue  # not a combination the op knows
+            layout, length = _probe_layout(desc, group_size)
+        except (ValueError, NotImplementedError) as error:
+            first_error = first_error or error  # perhaps not a combination the op knows
+            continue
+        wanted = {o.name: o.dtype for o in desc.operands()}
         matches = sum(dtype == wanted.get(name) for name, dtype in dtypes)
         if matches > best_matches:
-            best, best_matches = values, matches
+            best, best_matches = (values, layout, length), matches
         if matches == len(dtypes):
             break
-    for field, value in zip(free, best):
-        desc.set(field.name, value)
-    return best, *_probe_layout(desc, group_size)
+    if best is None:
+        raise first_error
+    return best
 
 
 class _Function:
