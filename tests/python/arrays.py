@@ -23,6 +23,9 @@ class BF16:
     def view(self, dtype):
         return self.bits.view(dtype)
 
+    def __getitem__(self, index):
+        return BF16(self.bits[index])
+
     @property
     def shape(self):
         return self.bits.shape
