@@ -451,21 +451,374 @@ HWY_INLINE void DirectBlock(const Op::Desc& d, const Weights<F>& weights, std::i
   }
 }
 
-template <class F>
-void InitAs(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
+// ---- lsq ----
+
+// W slots hold a group each. A round quantises every slot's group and leaves its sums as vectors;
+// these are folded across lanes and all W fits solved at once. A group that is done is written out
+// and its slot given to the next one, so no lane waits for the slowest group.
+
+template <class V>
+struct FitTerms {  // of sum c q, sum c q q, sum c q u
+  V q, qq, qu;
+};
+template <class V>
+HWY_INLINE FitTerms<V> Plus(FitTerms<V> a, FitTerms<V> b) {
+  return {hn::Add(a.q, b.q), hn::Add(a.qq, b.qq), hn::Add(a.qu, b.qu)};
+}
+template <class D, class V>
+HWY_INLINE FitTerms<V> ZeroTerms(D d, Type<FitTerms<V>>) {
+  return {hn::Zero(d), hn::Zero(d), hn::Zero(d)};
+}
+
+// f64 terms of a vector of f32: the upper half are the odd rows of half the width.
+struct WideTerms {
+  Vector<double> lower, upper;
+};
+HWY_INLINE WideTerms Plus(WideTerms a, WideTerms b) {
+  return {hn::Add(a.lower, b.lower), hn::Add(a.upper, b.upper)};
+}
+HWY_INLINE WideTerms ZeroTerms(Tag<float>, Type<WideTerms>) {
+  const Tag<double> d;
+  return {hn::Zero(d), hn::Zero(d)};
+}
+HWY_INLINE WideTerms Widen(Vector<float> x) {
+  const Tag<double> d;
+  const hn::Half<Tag<float>> dh;
+  return {hn::PromoteTo(d, hn::LowerHalf(dh, x)), hn::PromoteTo(d, hn::UpperHalf(dh, x))};
+}
+HWY_INLINE Vector<double> Widen(Vector<double> x) { return x; }
+HWY_INLINE WideTerms Times(WideTerms a, WideTerms b) {
+  return {hn::Mul(a.lower, b.lower), hn::Mul(a.upper, b.upper)};
+}
+HWY_INLINE Vector<double> Times(Vector<double> a, Vector<double> b) { return hn::Mul(a, b); }
+
+// The tree over all lanes.
+template <class D>
+HWY_INLINE hn::TFromD<D> FoldLanes(D, hn::Vec<D> v) {
+  if constexpr (hn::MaxLanes(D()) == 1) {
+    return hn::GetLane(v);
+  } else {
+    const hn::Half<D> dh;
+    return FoldLanes(dh, hn::Add(hn::LowerHalf(dh, v), hn::UpperHalf(dh, v)));
+  }
+}
+HWY_INLINE double FoldWide(WideTerms v) {
+  return FoldLanes(Tag<double>(), hn::Add(v.lower, v.upper));
+}
+HWY_INLINE double FoldWide(Vector<double> v) { return FoldLanes(Tag<double>(), v); }
+
+template <class F, bool kWeighted>
+class Lsq {
+ public:
+  Lsq(const Op::Desc& d, const Op::Args& a)
+      : d_(d),
+        importance_(a.importance.as<float>()),
+        size_(d.group_size),
+        padded_(Padded(d.group_size)),
+        sum_{} {
+    std::fill_n(c1_, kSlots, static_cast<F>(size_));
+    std::fill_n(s_, kSlots, F(1));
+    std::fill_n(b_, kSlots, F(0));
+    std::fill_n(b0_, kSlots, F(0));
+    std::fill_n(cu_, kSlots, F(0));
+    std::fill_n(rounds_, kSlots, F(0));
+  }
+
+  void Block(const Weights<F>& weights, std::int64_t first, std::int64_t count, Chunk<F>& chunk,
+             Results<F>& out) {
+    std::uint32_t active = 0;
+    std::int64_t next = 0;
+    for (;;) {
+      for (std::uint32_t idle = ~active & kAllSlots; idle != 0 && next < count; ++next) {
+        const std::int64_t at = next % kSlots;
+        if (at == 0) {
+          weights.Load(first + next, std::min(kSlots, count - next), chunk);
+          ComputeParams(d_, chunk);
+        }
+        if (HWY_UNLIKELY(chunk.any_halved && chunk.halved[at])) {
+          out.s[next] = chunk.s[at];
+          out.b[next] = chunk.b[at];
+          QuantizeHalved(d_, chunk.w[at], affine::Params<F>{chunk.s[at], chunk.b[at]},
+                         out.codes + next * size_);
+          continue;
+        }
+        const int slot = std::countr_zero(idle);
+        Start(slot, chunk, at, first + next);
+        group_[slot] = next;
+        active |= 1u << slot;
+        idle &= idle - 1;
+      }
+      if (active == 0) return;
+      const std::uint32_t done = Solve() & active;
+      for (std::uint32_t m = done; m != 0; m &= m - 1) Finish(std::countr_zero(m), out);
+      active &= ~done;
+      for (std::uint32_t m = active; m != 0; m &= m - 1) {
+        const int slot = std::countr_zero(m);
+        s_[slot] = next_s_[slot];
+        b_[slot] = next_b_[slot];
+        rounds_[slot] += 1;
+        Round(slot);
+      }
+    }
+  }
+
+ private:
+  static constexpr std::int64_t kSlots = kWidth<F>;
+  static constexpr std::uint32_t kAllSlots = (1u << kSlots) - 1;
+  static constexpr F kUp = sizeof(F) == 4 ? F(0x1.fffffep-2f) : F(0x1.fffffffffffffp-2);
+  using D = Tag<F>;
+  using V = Vector<F>;
+
+  struct RoundLeaf {
+    const F* w;
+    const F* c;
+    F* q;
+    V s, b, b0, n;
+    HWY_INLINE FitTerms<V> operator()(std::int64_t i) const {
+      const D d;
+      const V x = hn::Load(d, w + i);
+      const V z = hn::Min(n, hn::Div(hn::Sub(x, b), s));
+      const V code = hn::Trunc(hn::Add(hn::Max(z, hn::Zero(d)), hn::Set(d, kUp)));
+      hn::Store(code, d, q + i);
+      const V u = hn::Sub(x, b0);
+      const V cq = kWeighted ? hn::Mul(hn::Load(d, c + i), code) : code;
+      return {cq, hn::Mul(cq, code), hn::Mul(cq, u)};
+    }
+    HWY_INLINE FitTerms<V> operator()(std::int64_t i, std::int64_t count) const {
+      const auto t = (*this)(i);
+      const auto first = hn::FirstN(D(), static_cast<std::size_t>(count));
+      return {hn::IfThenElseZero(first, t.q), hn::IfThenElseZero(first, t.qq),
+              hn::IfThenElseZero(first, t.qu)};
+    }
+  };
+
+  struct StartLeaf {
+    const F* w;
+    const F* c;
+    V b0;
+    HWY_INLINE TwoTerms<V> operator()(std::int64_t i) const {
+      const D d;
+      const V u = hn::Sub(hn::Load(d, w + i), b0);
+      if constexpr (!kWeighted) return {u, u};
+      const V weight = hn::Load(d, c + i);
+      return {weight, hn::Mul(weight, u)};
+    }
+    HWY_INLINE TwoTerms<V> operator()(std::int64_t i, std::int64_t count) const {
+      const auto t = (*this)(i);
+      const auto first = hn::FirstN(D(), static_cast<std::size_t>(count));
+      return {hn::IfThenElseZero(first, t.first), hn::IfThenElseZero(first, t.second)};
+    }
+  };
+
+  struct ErrorLeaf {
+    const F* w;
+    const F* c;
+    const F* q;
+    V s, b;
+    HWY_INLINE auto Terms(std::int64_t i, V difference) const {
+      const auto wide = Widen(difference);
+      const auto square = Times(wide, wide);
+      if constexpr (!kWeighted) {
+        return square;
+      } else {
+        return Times(Widen(hn::Load(D(), c + i)), square);
+      }
+    }
+    HWY_INLINE V Difference(std::int64_t i) const {
+      const D d;
+      return hn::Sub(hn::Load(d, w + i), hn::MulAdd(hn::Load(d, q + i), s, b));
+    }
+    HWY_INLINE auto operator()(std::int64_t i) const { return Terms(i, Difference(i)); }
+    HWY_INLINE auto operator()(std::int64_t i, std::int64_t count) const {
+      const auto first = hn::FirstN(D(), static_cast<std::size_t>(count));
+      return Terms(i, hn::IfThenElseZero(first, Difference(i)));
+    }
+  };
+
+  HWY_INLINE double Error(int slot) const {
+    const D d;
+    const std::int64_t at = slot * padded_;
+    return FoldWide(
+        RowTree(d, size_,
+                ErrorLeaf{w_ + at, c_ + at, q_ + at, hn::Set(d, s_[slot]), hn::Set(d, b_[slot])}));
+  }
+
+  // Codes for the slot's s and b, and their sums.
+  HWY_INLINE void Round(int slot) {
+    const D d;
+    const std::int64_t at = slot * padded_;
+    const FitTerms<V> t =
+        RowTree(d, size_,
+                RoundLeaf{w_ + at, c_ + at, q_ + at, hn::Set(d, s_[slot]), hn::Set(d, b_[slot]),
+                          hn::Set(d, b0_[slot]), hn::Set(d, static_cast<F>(d_.bins() - 1))});
+    sum_.q[slot] = t.q;
+    sum_.qq[slot] = t.qq;
+    sum_.qu[slot] = t.qu;
+  }
+
+  HWY_INLINE void Start(int slot, const Chunk<F>& chunk, std::int64_t i, std::int64_t group) {
+    const D d;
+    const std::int64_t at = slot * padded_;
+    for (std::int64_t j = 0; j < padded_; j += kSlots)
+      hn::Store(hn::LoadU(d, chunk.w[i] + j), d, w_ + at + j);
+    if constexpr (kWeighted) {
+      const float* importance = importance_ + group % d_.num_groups() * size_;
+      for (std::int64_t j = 0; j < padded_; ++j) {
+        const float c = importance[std::min(j, size_ - 1)];
+        c_[at + j] = c > 0 && c <= max_finite<float>() ? static_cast<F>(c) : F(0);
+      }
+    }
+    s_[slot] = s0_[slot] = chunk.s[i];
+    b_[slot] = b0_[slot] = chunk.b[i];
+    rounds_[slot] = 0;
+    Round(slot);
+    const auto t = RowTree(d, size_, StartLeaf{w_ + at, c_ + at, hn::Set(d, b0_[slot])});
+    if constexpr (kWeighted) c1_[slot] = FoldLanes(d, t.first);
+    cu_[slot] = FoldLanes(d, t.second);
+    error0_[slot] = Error(slot);
+  }
+
+  struct Fit {
+    Vector<double> s, b;
+  };
+  static HWY_INLINE Fit SolveWide(Vector<double> c, Vector<double> q, Vector<double> qq,
+                                  Vector<double> u, Vector<double> qu, Vector<double> b0) {
+    const auto one = hn::Set(Tag<double>(), 1.0);
+    const auto r = hn::Div(one, hn::Sub(hn::Mul(c, qq), hn::Mul(q, q)));
+    const auto s = hn::Mul(hn::Sub(hn::Mul(c, qu), hn::Mul(q, u)), r);
+    const auto b = hn::Add(b0, hn::Mul(hn::Sub(hn::Mul(qq, u), hn::Mul(q, qu)), r));
+    return {s, b};
+  }
+
+  // Fits all slots into next_s_ and next_b_; tells which slots are to stay as they are.
+  HWY_INLINE std::uint32_t Solve() {
+    const D d;
+    V fold[3][kSlots];
+    std::copy_n(sum_.q, kSlots, fold[0]);
+    std::copy_n(sum_.qq, kSlots, fold[1]);
+    std::copy_n(sum_.qu, kSlots, fold[2]);
+    const auto c = Widen(hn::Load(d, c1_)), q = Widen(LaneTrees(d, fold[0])),
+               qq = Widen(LaneTrees(d, fold[1])), u = Widen(hn::Load(d, cu_)),
+               qu = Widen(LaneTrees(d, fold[2])), b0 = Widen(hn::Load(d, b0_));
+    V s, b;
+    if constexpr (sizeof(F) == 8) {
+      const Fit fit = SolveWide(c, q, qq, u, qu, b0);
+      s = fit.s;
+      b = fit.b;
+    } else {
+      const hn::Half<D> dh;
+      const Fit lower = SolveWide(c.lower, q.lower, qq.lower, u.lower, qu.lower, b0.lower);
+      const Fit upper = SolveWide(c.upper, q.upper, qq.upper, u.upper, qu.upper, b0.upper);
+      s = hn::Combine(d, hn::DemoteTo(dh, upper.s), hn::DemoteTo(dh, lower.s));
+      b = hn::Combine(d, hn::DemoteTo(dh, upper.b), hn::DemoteTo(dh, lower.b));
+    }
+    const DType dtype = d_.scale_element();
+    const auto zero = hn::Zero(d);
+    s = RoundTo(dtype, s);
+    b = hn::Add(RoundTo(dtype, b), zero);
+    hn::Store(s, d, next_s_);
+    hn::Store(b, d, next_b_);
+    const auto usable = hn::And(hn::Gt(s, zero), hn::And(hn::IsFinite(s), hn::IsFinite(b)));
+    const auto moved = hn::Or(hn::Ne(s, hn::Load(d, s_)), hn::Ne(b, hn::Load(d, b_)));
+    const auto early = hn::Lt(hn::Load(d, rounds_), hn::Set(d, F(20)));
+    std::uint8_t bits[8] = {};
+    hn::StoreMaskBits(d, hn::And(hn::And(usable, moved), early), bits);
+    return ~(bits[0] | static_cast<std::uint32_t>(bits[1]) << 8) & kAllSlots;
+  }
+
+  static HWY_INLINE auto CodeRow(const float* q) {
+    return RoundedCodes<true>(hn::Load(Tag<float>(), q));
+  }
+  static HWY_INLINE auto CodeRow(const double* q) {
+    const Tag<double> t;
+    const hn::Half<Tag<float>> dh;
+    return RoundedCodes<true>(hn::Combine(Tag<float>(),
+                                          hn::DemoteTo(dh, hn::Load(t, q + kWidth<double>)),
+                                          hn::DemoteTo(dh, hn::Load(t, q))));
+  }
+
+  HWY_INLINE void Finish(int slot, Results<F>& out) {
+    const double error = Error(slot), error0 = error0_[slot];
+    if (!(error0 >= 0x1p-800 && error0 <= max_finite<double>() && error < error0 * (1 - 0x1p-20))) {
+      s_[slot] = s0_[slot];
+      b_[slot] = b0_[slot];
+      Round(slot);
+    }
+    const std::int64_t g = group_[slot];
+    out.s[g] = s_[slot];
+    out.b[g] = b_[slot];
+    const F* q = q_ + slot * padded_;
+    const auto row = [&](std::int64_t i) HWY_ATTR { return CodeRow(q + i); };
+    if (padded_ == size_) {
+      StoreCodes(size_, d_.bins(), row, out.codes + g * size_);
+    } else {  // slots finish in any order, so the padding must not be written
+      HWY_ALIGN std::uint8_t codes[kMaxGroup];
+      StoreCodes(size_, d_.bins(), row, codes);
+      std::memcpy(out.codes + g * size_, codes, static_cast<std::size_t>(size_));
+    }
+  }
+
+  const Op::Desc& d_;
+  const float* importance_;
+  std::int64_t size_, padded_;
+  std::int64_t group_[kSlots];
+  double error0_[kSlots];
+  HWY_ALIGN F s_[kSlots], b_[kSlots], s0_[kSlots], b0_[kSlots], next_s_[kSlots], next_b_[kSlots];
+  HWY_ALIGN F c1_[kSlots], cu_[kSlots], rounds_[kSlots];  // sum c, sum c u
+  struct Sums {
+    V q[kSlots], qq[kSlots], qu[kSlots];
+  } sum_;
+  HWY_ALIGN F w_[kSlots * kMaxGroup], q_[kSlots * kMaxGroup];
+  HWY_ALIGN F c_[kWeighted ? kSlots * kMaxGroup : 1];
+};
+
+// Calls compute(first, count, results) for each block, and writes the results.
+template <class F, class Compute>
+HWY_INLINE void ForBlocks(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
+                          std::int64_t end, const Compute& compute) {
   const Blocks blocks(d);
-  const Weights<F> weights(d, a.w);
   const CodeWriter writer(d, a.q);
-  Chunk<F> chunk;
   Results<F> results;
   for (std::int64_t i = begin; i < end; ++i) {
     const auto [first, count] = blocks[i];
-    DirectBlock(d, weights, first, count, chunk, results);
+    compute(first, count, results);
     StoreParams(results.s, first, count, a.scales);
     StoreParams(results.b, first, count, a.biases);
     writer.Write(first, count, results.codes);
   }
   writer.Finish();
+}
+
+template <class F, bool kWeighted>
+HWY_NOINLINE void InitLsq(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
+                          std::int64_t end) {
+  const Weights<F> weights(d, a.w);
+  Chunk<F> chunk;
+  Lsq<F, kWeighted> lsq(d, a);
+  ForBlocks<F>(d, a, begin, end,
+               [&](std::int64_t first, std::int64_t count, Results<F>& results)
+                   HWY_ATTR { lsq.Block(weights, first, count, chunk, results); });
+}
+
+template <class F>
+HWY_NOINLINE void InitDirect(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
+                             std::int64_t end) {
+  const Weights<F> weights(d, a.w);
+  Chunk<F> chunk;
+  ForBlocks<F>(d, a, begin, end,
+               [&](std::int64_t first, std::int64_t count, Results<F>& results)
+                   HWY_ATTR { DirectBlock(d, weights, first, count, chunk, results); });
+}
+
+template <class F>
+void InitAs(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
+  if (d.method != AffineMethod::lsq) {
+    InitDirect<F>(d, a, begin, end);
+  } else if (a.importance) {
+    InitLsq<F, true>(d, a, begin, end);
+  } else {
+    InitLsq<F, false>(d, a, begin, end);
+  }
 }
 
 void InitBlocks(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
