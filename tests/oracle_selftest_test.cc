@@ -1,0 +1,370 @@
+// The oracle is itself tested: kernels that are wrong in the ways kernels usually are must be
+// caught, and the same scaffolding with the right formula must pass.
+#include <gtest/gtest.h>
+
+#include "oracle/oracle_impl.h"
+
+namespace bittern {
+namespace {
+
+using oracle::Report;
+using oracle::Settings;
+
+template <class Op>
+Report judge(Status (*run)(const typename Op::Desc&, const typename Op::Args&, Stream, Workspace)) {
+  const Kernel<Op> kernel{.name = "candidate", .backend = "cpu", .run = run};
+  Report report;
+  Settings settings;
+  for (const auto& desc : oracle::Cases<Op>::check()) {
+    report.add(oracle::parity<Op>(desc, settings, &kernel));
+    ++settings.seed;
+    if (!report.failures.empty()) break;
+  }
+  return report;
+}
+
+#define EXPECT_CAUGHT(OP, RUN) EXPECT_FALSE(judge<OP>(RUN).failures.empty()) << "not caught: " #RUN
+#define EXPECT_ACCEPTED(OP, RUN)                                \
+  if (const Report accepted = judge<OP>(RUN); true) {           \
+    for (const auto& f : accepted.failures) ADD_FAILURE() << f; \
+    EXPECT_GT(accepted.compared, 100);                          \
+  }
+
+// ---- quantize_per_group: one element at a time, with the rule as a parameter ----
+
+struct Rule {
+  template <class F>
+  static std::int32_t code(F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    return quantize_code(quotient(x, s), zp, lo, hi);
+  }
+};
+struct FloorPlusHalf {
+  template <class F>
+  static std::int32_t code(F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    return quantize_code(std::floor(quotient(x, s) + F(0.5)), zp, lo, hi);
+  }
+};
+struct HalfAway {
+  template <class F>
+  static std::int32_t code(F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    return quantize_code(std::round(quotient(x, s)), zp, lo, hi);
+  }
+};
+struct ReciprocalMultiply {
+  template <class F>
+  static std::int32_t code(F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    const F z = s == 0 ? F(0) : x * (F(1) / s);
+    return quantize_code(std::isnan(z) ? F(0) : z, zp, lo, hi);
+  }
+};
+struct ZeroPointBeforeRounding {
+  template <class F>
+  static std::int32_t code(F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    return quantize_code(quotient(x, s) + static_cast<F>(zp), 0, lo, hi);
+  }
+};
+struct ZeroPointInF32 {
+  template <class F>
+  static std::int32_t code(F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    const float sum = static_cast<float>(std::nearbyint(quotient(x, s))) + static_cast<float>(zp);
+    return quantize_code(sum, 0, lo, hi);
+  }
+};
+struct SaturateBeforeZeroPoint {
+  template <class F>
+  static std::int32_t code(F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    const F r = std::nearbyint(quotient(x, s));
+    const auto capped = static_cast<std::int64_t>(std::min(std::max(r, F(-1e9)), F(1e9)));
+    return static_cast<std::int32_t>(std::clamp<std::int64_t>(capped + zp, lo, hi));
+  }
+};
+struct NanIsSmallest {
+  template <class F>
+  static std::int32_t code(F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    return s != 0 && std::isnan(x / s) ? lo : quantize_code(quotient(x, s), zp, lo, hi);
+  }
+};
+struct ZeroScaleDivides {
+  template <class F>
+  static std::int32_t code(F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    const F z = x / s;
+    return quantize_code(std::isnan(z) ? F(0) : z, zp, lo, hi);
+  }
+};
+struct MathInF32 {  // wrong for f64 alone
+  template <class F>
+  static std::int32_t code(F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    return quantize_code(quotient(static_cast<float>(x), static_cast<float>(s)), zp, lo, hi);
+  }
+};
+struct LowerClampOnly {
+  template <class F>
+  static std::int32_t code(F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    return quantize_code(quotient(x, s), zp, lo, std::min(hi + 1, 255));
+  }
+};
+
+enum class Fault { none, dense_rows, skips_last, overruns, ignores_groups, writes_input };
+
+template <class Element, Fault kFault = Fault::none>
+Status quantize(const QuantizeDesc& d, const QuantizePerGroup::Args& a, Stream, Workspace) {
+  const GroupGeometry g = d.geometry();
+  return visit_float(d.element, [&]<class X>(Type<X>) {
+    return visit<std::int8_t, std::uint8_t>(d.code, [&]<class Q>(Type<Q>) {
+      for (std::int64_t i = 0; i < g.rows; ++i) {
+        const X* x = a.x.as<X>() + i * a.x.row_stride();
+        Q* q = a.q.as<Q>() + i * (kFault == Fault::dense_rows ? g.row_length : a.q.row_stride());
+        const std::int64_t end =
+            g.row_length - (kFault == Fault::skips_last && i + 1 == g.rows ? 1 : 0);
+        for (std::int64_t j = 0; j < end; ++j) {
+          const std::int64_t p = kFault == Fault::ignores_groups ? i * g.param_step : g.param(i, j);
+          const auto s = static_cast<Math<X>>(oracle::get(a.scale, p));
+          const std::int32_t zp = a.zero_point ? a.zero_point.as<std::int32_t>()[p] : 0;
+          q[j] = static_cast<Q>(Element::code(to_math(x[j]), s, zp, d.q_min, d.q_max));
+        }
+        if (kFault == Fault::overruns && i + 1 == g.rows) q[g.row_length] = 0;
+        if (kFault == Fault::writes_input && g.row_length > 0) const_cast<X*>(x)[0] = X{};
+      }
+      return Status();
+    });
+  });
+}
+
+TEST(OracleSelfTest, AcceptsTheRightQuantize) {
+  EXPECT_ACCEPTED(QuantizePerGroup, (quantize<Rule>));
+}
+
+TEST(OracleSelfTest, CatchesWrongQuantize) {
+  EXPECT_CAUGHT(QuantizePerGroup, (quantize<FloorPlusHalf>));
+  EXPECT_CAUGHT(QuantizePerGroup, (quantize<HalfAway>));
+  EXPECT_CAUGHT(QuantizePerGroup, (quantize<ReciprocalMultiply>));
+  EXPECT_CAUGHT(QuantizePerGroup, (quantize<ZeroPointBeforeRounding>));
+  EXPECT_CAUGHT(QuantizePerGroup, (quantize<ZeroPointInF32>));
+  EXPECT_CAUGHT(QuantizePerGroup, (quantize<SaturateBeforeZeroPoint>));
+  EXPECT_CAUGHT(QuantizePerGroup, (quantize<NanIsSmallest>));
+  EXPECT_CAUGHT(QuantizePerGroup, (quantize<ZeroScaleDivides>));
+  EXPECT_CAUGHT(QuantizePerGroup, (quantize<MathInF32>));
+  EXPECT_CAUGHT(QuantizePerGroup, (quantize<LowerClampOnly>));
+}
+
+TEST(OracleSelfTest, CatchesWrongMemory) {
+  EXPECT_CAUGHT(QuantizePerGroup, (quantize<Rule, Fault::dense_rows>));
+  EXPECT_CAUGHT(QuantizePerGroup, (quantize<Rule, Fault::skips_last>));
+  EXPECT_CAUGHT(QuantizePerGroup, (quantize<Rule, Fault::overruns>));
+  EXPECT_CAUGHT(QuantizePerGroup, (quantize<Rule, Fault::ignores_groups>));
+  EXPECT_CAUGHT(QuantizePerGroup, (quantize<Rule, Fault::writes_input>));
+}
+
+// ---- quantize_per_group_backward: the mask and the division ----
+
+struct InclusiveMask {
+  template <class F>
+  static F dx(F dy, F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    return s != 0 && in_range(unclamped_code(quotient(x, s), zp), lo, hi) ? dy / s : F(0);
+  }
+};
+struct StrictMask {
+  template <class F>
+  static F dx(F dy, F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    const double code = unclamped_code(quotient(x, s), zp);
+    return s != 0 && code > lo && code < hi ? dy / s : F(0);
+  }
+};
+struct MaskByUnroundedQuotient {
+  template <class F>
+  static F dx(F dy, F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    return s != 0 && in_range(static_cast<double>(quotient(x, s)) + zp, lo, hi) ? dy / s : F(0);
+  }
+};
+struct GradientByReciprocal {
+  template <class F>
+  static F dx(F dy, F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    return s != 0 && in_range(unclamped_code(quotient(x, s), zp), lo, hi) ? dy * (F(1) / s) : F(0);
+  }
+};
+struct GradientTimesMask {  // NaN and infinite dy survive a multiplication by 0
+  template <class F>
+  static F dx(F dy, F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    return s == 0 ? F(0) : dy / s * F(in_range(unclamped_code(quotient(x, s), zp), lo, hi));
+  }
+};
+
+template <class Element>
+Status backward(const QuantizeDesc& d, const QuantizePerGroupBackward::Args& a, Stream, Workspace) {
+  const GroupGeometry g = d.geometry();
+  return visit_float(d.element, [&]<class X>(Type<X>) {
+    for (std::int64_t i = 0; i < g.rows; ++i) {
+      const X* dy = a.dy.as<X>() + i * a.dy.row_stride();
+      const X* x = a.x.as<X>() + i * a.x.row_stride();
+      X* dx = a.dx.as<X>() + i * a.dx.row_stride();
+      for (std::int64_t j = 0; j < g.row_length; ++j) {
+        const std::int64_t p = g.param(i, j);
+        const std::int32_t zp = a.zero_point ? a.zero_point.as<std::int32_t>()[p] : 0;
+        dx[j] = from_math<X>(Element::dx(to_math(dy[j]), to_math(x[j]),
+                                         static_cast<Math<X>>(oracle::get(a.scale, p)), zp, d.q_min,
+                                         d.q_max));
+      }
+    }
+    return Status();
+  });
+}
+
+TEST(OracleSelfTest, JudgesTheStraightThroughMask) {
+  EXPECT_ACCEPTED(QuantizePerGroupBackward, backward<InclusiveMask>);
+  EXPECT_CAUGHT(QuantizePerGroupBackward, backward<StrictMask>);
+  EXPECT_CAUGHT(QuantizePerGroupBackward, backward<MaskByUnroundedQuotient>);
+  EXPECT_CAUGHT(QuantizePerGroupBackward, backward<GradientByReciprocal>);
+  EXPECT_CAUGHT(QuantizePerGroupBackward, backward<GradientTimesMask>);
+}
+
+// ---- qdq_affine_backward: the order of a sum ----
+
+template <class F>
+F sequential(std::vector<F>& terms) {
+  F sum = 0;
+  for (const F t : terms) sum += t;
+  return sum;
+}
+template <class F>
+F unpadded_halving(std::vector<F>& terms) {  // right for powers of two alone
+  for (std::size_t stride = terms.size() / 2; stride > 0; stride /= 2)
+    for (std::size_t i = 0; i < stride; ++i) terms[i] += terms[i + stride];
+  return terms[0];
+}
+template <class F>
+F pairwise(std::vector<F>& terms) {
+  while (terms.size() > 1) {
+    std::vector<F> half;
+    for (std::size_t i = 0; i < terms.size(); i += 2)
+      half.push_back(i + 1 < terms.size() ? terms[i] + terms[i + 1] : terms[i]);
+    terms = half;
+  }
+  return terms[0];
+}
+template <class F>
+F in_double(std::vector<F>& terms) {
+  double sum = 0;
+  for (const F t : terms) sum += static_cast<double>(t);
+  return static_cast<F>(sum);
+}
+
+struct Halving {
+  template <class F>
+  static F sum(std::vector<F>& t) {
+    return halving_sum(t);
+  }
+};
+struct Sequential {
+  template <class F>
+  static F sum(std::vector<F>& t) {
+    return sequential(t);
+  }
+};
+struct Unpadded {
+  template <class F>
+  static F sum(std::vector<F>& t) {
+    return unpadded_halving(t);
+  }
+};
+struct Pairwise {
+  template <class F>
+  static F sum(std::vector<F>& t) {
+    return pairwise(t);
+  }
+};
+struct InDouble {
+  template <class F>
+  static F sum(std::vector<F>& t) {
+    return in_double(t);
+  }
+};
+
+template <class Sum>
+Status affine_backward(const AffineDesc& d, const QdqAffineBackward::Args& a, Stream, Workspace) {
+  const auto code = [&](std::int64_t row, std::int64_t j) -> int {
+    if (d.storage == CodeStorage::u8) return a.q.as<std::uint8_t>()[row * a.q.row_stride() + j];
+    const std::uint32_t* words = a.q.as<std::uint32_t>() + row * a.q.row_stride();
+    int value = 0;
+    for (std::int64_t b = 0; b < d.code_bits(); ++b) {
+      const std::int64_t bit = j * d.code_bits() + b;
+      value |= static_cast<int>(words[bit / 32] >> (bit % 32) & 1) << b;
+    }
+    return value;
+  };
+  return visit_float(d.element, [&]<class X>(Type<X>) {
+    std::vector<Math<X>> scale_terms, bias_terms;
+    for (std::int64_t i = 0; i < d.outer_size; ++i) {
+      for (std::int64_t group = 0; group < d.num_groups(); ++group) {
+        scale_terms.clear();
+        bias_terms.clear();
+        for (std::int64_t j = group * d.group_size; j < (group + 1) * d.group_size; ++j) {
+          const Math<X> dy = to_math(a.dy.as<X>()[i * a.dy.row_stride() + j]);
+          scale_terms.push_back(static_cast<Math<X>>(code(i, j)) * dy);
+          bias_terms.push_back(dy);
+        }
+        const std::int64_t at = i * d.num_groups() + group;
+        if (a.d_scales)
+          oracle::put(as_const(a.d_scales), at, static_cast<double>(Sum::sum(scale_terms)));
+        if (a.d_biases)
+          oracle::put(as_const(a.d_biases), at, static_cast<double>(Sum::sum(bias_terms)));
+      }
+    }
+    return Status();
+  });
+}
+
+TEST(OracleSelfTest, JudgesTheOrderOfSums) {
+  EXPECT_ACCEPTED(QdqAffineBackward, affine_backward<Halving>);
+  EXPECT_CAUGHT(QdqAffineBackward, affine_backward<Sequential>);
+  EXPECT_CAUGHT(QdqAffineBackward, affine_backward<Unpadded>);
+  EXPECT_CAUGHT(QdqAffineBackward, affine_backward<Pairwise>);
+  EXPECT_CAUGHT(QdqAffineBackward, affine_backward<InDouble>);
+}
+
+// ---- pack_codes: masking and spilling ----
+
+enum class PackFault { none, no_mask, no_spill, big_endian, dirty_tail };
+
+template <PackFault kFault>
+Status pack(const PackDesc& d, const PackCodes::Args& a, Stream, Workspace) {
+  const std::int64_t words = packed_words(d.axis_size, d.bits);
+  for (std::int64_t i = 0; i < d.outer_size; ++i) {
+    std::uint32_t* out = a.words.as<std::uint32_t>() + i * a.words.row_stride();
+    for (std::int64_t w = 0; w < words; ++w) {
+      if (kFault != PackFault::dirty_tail) out[w] = 0;
+    }
+    for (std::int64_t j = 0; j < d.axis_size; ++j) {
+      std::uint64_t code = a.codes.as<std::uint8_t>()[i * a.codes.row_stride() + j];
+      if (kFault != PackFault::no_mask) code &= (1u << d.bits) - 1;
+      const std::int64_t bit = j * d.bits, shift = kFault == PackFault::big_endian
+                                                       ? 32 - d.bits - bit % 32
+                                                       : bit % 32;
+      if (shift < 0) continue;
+      out[bit / 32] |= static_cast<std::uint32_t>(code << shift);
+      if (kFault != PackFault::no_spill && bit % 32 + d.bits > 32 && bit / 32 + 1 < words) {
+        out[bit / 32 + 1] |= static_cast<std::uint32_t>(code << shift >> 32);
+      }
+    }
+  }
+  return {};
+}
+
+TEST(OracleSelfTest, JudgesPacking) {
+  EXPECT_ACCEPTED(PackCodes, pack<PackFault::none>);
+  EXPECT_CAUGHT(PackCodes, pack<PackFault::no_mask>);
+  EXPECT_CAUGHT(PackCodes, pack<PackFault::no_spill>);
+  EXPECT_CAUGHT(PackCodes, pack<PackFault::big_endian>);
+  EXPECT_CAUGHT(PackCodes, pack<PackFault::dirty_tail>);
+}
+
+// A failure's reproducer is the command that shows it.
+TEST(OracleSelfTest, PrintsAReproducer) {
+  const Report report = judge<QuantizePerGroup>(quantize<HalfAway>);
+  ASSERT_FALSE(report.failures.empty());
+  EXPECT_NE(report.failures[0].find("bittern check quantize_per_group --outer_size="),
+            std::string::npos)
+      << report.failures[0];
+}
+
+}  // namespace
+}  // namespace bittern
