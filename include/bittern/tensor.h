@@ -46,7 +46,7 @@ struct View {
 
   template <class T>
   auto* as() const {
-    assert(dtype == dtype_of<T>());
+    assert(data == nullptr || dtype == dtype_of<T>());  // left out: any dtype
     if constexpr (std::is_const_v<Void>) {
       return static_cast<const T*>(data);
     } else {
