@@ -29,7 +29,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
   return visit_float(d.element, [&]<class X>(Type<X>) {
     return visit<std::int8_t, std::uint8_t>(d.code, [&]<class Q>(Type<Q>) {
       if (d.f32_scale) {
-        backward<X, float, Q>(d, a);
+        backward<X, Math<X>, Q>(d, a);
       } else {
         backward<X, X, Q>(d, a);
       }

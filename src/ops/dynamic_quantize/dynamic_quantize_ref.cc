@@ -34,7 +34,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
   return visit_float(d.element, [&]<class X>(Type<X>) {
     return visit<std::int8_t, std::uint8_t>(d.code, [&]<class Q>(Type<Q>) {
       if (d.f32_scale) {
-        quantize<X, float, Q>(d, a);
+        quantize<X, Math<X>, Q>(d, a);
       } else {
         quantize<X, X, Q>(d, a);
       }

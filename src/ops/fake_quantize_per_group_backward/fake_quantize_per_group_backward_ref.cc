@@ -35,7 +35,7 @@ void backward(const Op::Desc& d, const Op::Args& a) {
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
   return visit_float(d.element, [&]<class X>(Type<X>) {
     if (d.f32_scale) {
-      backward<X, float>(d, a);
+      backward<X, Math<X>>(d, a);
     } else {
       backward<X, X>(d, a);
     }
