@@ -17,16 +17,6 @@ namespace {
 
 using Op = DequantizePerGroupBackward;
 
-template <class D, class Q>
-HWY_INLINE hn::Vec<D> LoadCodes(D d, const Q* q) {
-  const hn::Rebind<Q, D> dq;
-  if constexpr (sizeof(hn::TFromD<D>) == 4) {
-    return hn::ConvertTo(d, hn::PromoteTo(hn::RebindToSigned<D>(), hn::LoadU(dq, q)));
-  } else {
-    return hn::PromoteTo(d, hn::PromoteTo(hn::Rebind<std::int32_t, D>(), hn::LoadU(dq, q)));
-  }
-}
-
 template <class T, class Q>
 struct Body {
   using X = T;
