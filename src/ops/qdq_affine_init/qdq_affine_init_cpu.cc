@@ -536,40 +536,40 @@ class Lsq {
   void Block(const Weights<F>& weights, std::int64_t first, std::int64_t count, Chunk<F>& chunk,
              Results<F>& out) {
     std::int64_t next = 0;
-    bool any = true;
-    while (any) {
-      any = false;
-      for (Bank& bank : banks_) {
-        const std::uint32_t done = Solve(bank) | ~bank.active;
-        for (std::uint32_t m = done & kAllSlots; m != 0; m &= m - 1) {
-          const int slot = std::countr_zero(m);
-          const std::uint32_t bit = 1u << slot;
-          if ((bank.active & bit) != 0) Finish(bank, slot, out);
-          bank.active &= ~bit;
-          for (; next < count && (bank.active & bit) == 0; ++next) {
-            const std::int64_t i = next % kSlots;
-            if (i == 0) LoadChunk(weights, first + next, std::min(kSlots, count - next), chunk);
-            if (HWY_UNLIKELY(chunk.any_halved && chunk.halved[i])) {
-              out.s[next] = chunk.s[i];
-              out.b[next] = chunk.b[i];
-              QuantizeHalved(d_, chunk.w[i], {chunk.s[i], chunk.b[i]}, out.codes + next * size());
-              continue;
-            }
-            bank.group[slot] = next;
-            bank.active |= bit;
-            Start(bank, slot, chunk, i, first + next);
+    for (int turn = 0;; ++turn) {
+      Bank& bank = banks_[turn % kBanks];
+      const std::uint32_t done = Solve(bank) | ~bank.active;
+      // The other bank's rounds keep the core busy until it is known which slots are done.
+      if (kBanks > 1) Rounds(banks_[(turn + 1) % kBanks]);
+      for (std::uint32_t m = done & kAllSlots; m != 0; m &= m - 1) {
+        const int slot = std::countr_zero(m);
+        const std::uint32_t bit = 1u << slot;
+        if ((bank.active & bit) != 0) Finish(bank, slot, out);
+        bank.active &= ~bit;
+        for (; next < count && (bank.active & bit) == 0; ++next) {
+          const std::int64_t i = next % kSlots;
+          if (i == 0) LoadChunk(weights, first + next, std::min(kSlots, count - next), chunk);
+          if (HWY_UNLIKELY(chunk.any_halved && chunk.halved[i])) {
+            out.s[next] = chunk.s[i];
+            out.b[next] = chunk.b[i];
+            QuantizeHalved(d_, chunk.w[i], {chunk.s[i], chunk.b[i]}, out.codes + next * size());
+            continue;
           }
+          bank.group[slot] = next;
+          bank.active |= bit;
+          Start(bank, slot, chunk, i, first + next);
         }
-        for (std::uint32_t m = bank.active & ~done; m != 0; m &= m - 1)
-          Round(bank, std::countr_zero(m));
-        any |= bank.active != 0;
       }
+      bank.pending = bank.active & ~done;
+      if (kBanks == 1) Rounds(bank);
+      if ((banks_[0].active | banks_[kBanks - 1].active) == 0) return;
     }
   }
 
  private:
   static constexpr std::int64_t kSlots = kWidth<F>;
   static constexpr std::uint32_t kAllSlots = (1u << kSlots) - 1;
+  static constexpr int kBanks = kSize != 0 ? 2 : 1;
   static constexpr std::int64_t kCapacity = kSize != 0 ? kSize : kMaxGroup;
   static constexpr F kUp = sizeof(F) == 4 ? F(0x1.fffffep-2f) : F(0x1.fffffffffffffp-2);
   using D = Tag<F>;
@@ -579,7 +579,7 @@ class Lsq {
     HWY_ALIGN F w[kCapacity], u[kCapacity], q[kCapacity], c[kWeighted ? kCapacity : 1];
   };
   struct Bank {
-    std::uint32_t active = 0;
+    std::uint32_t active = 0, pending = 0;  // slots in use; of those, to be quantised anew
     std::int64_t group[kSlots];
     HWY_ALIGN F s[kSlots] = {}, b[kSlots] = {}, s0[kSlots] = {}, b0[kSlots] = {};
     HWY_ALIGN F c[kSlots] = {}, cu[kSlots] = {}, rounds[kSlots] = {};  // c, cu: sums of c, of c u
@@ -596,8 +596,12 @@ class Lsq {
     if constexpr (kSize != 0) {
       return FewRows<kSize / kSlots>(D(), leaf, 0, 1);
     } else {
-      return RowTree(D(), size_, leaf);
+      return AnyTree(leaf);
     }
+  }
+  template <class Leaf>
+  HWY_NOINLINE auto AnyTree(const Leaf& leaf) const {
+    return RowTree(D(), size_, leaf);
   }
 
   struct RoundLeaf {
@@ -710,6 +714,11 @@ class Lsq {
     hn::Store(t.qu, d, bank.qu + i * kSlots);
   }
 
+  HWY_INLINE void Rounds(Bank& bank) const {
+    for (; bank.pending != 0; bank.pending &= bank.pending - 1)
+      Round(bank, std::countr_zero(bank.pending));
+  }
+
   // The squared error of the slot's codes.
   HWY_INLINE double Error(const Bank& bank, int i) const {
     const D d;
@@ -807,7 +816,7 @@ class Lsq {
   std::int64_t size_;
   std::int32_t bins_;
   F n_;
-  Bank banks_[kSize != 0 ? 2 : 1];
+  Bank banks_[kBanks];
 };
 
 // Calls compute(first, count, results) for each block, and writes the results.
