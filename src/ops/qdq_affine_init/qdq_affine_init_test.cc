@@ -284,7 +284,7 @@ double lsq_gain(const std::vector<X>& w, std::size_t size, std::int32_t bits,
     all_before += b;
     all_after += a;
   }
-  return static_cast<double>(all_after / all_before);
+  return all_before == 0 ? 1.0 : static_cast<double>(all_after / all_before);
 }
 
 TEST(QdqAffineInit, LsqGainsWhatItShould) {
