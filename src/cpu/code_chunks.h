@@ -7,7 +7,7 @@
 namespace bittern::cpu {
 
 struct CodeChunks {
-  static constexpr std::int64_t kLength = 4096;
+  static constexpr std::int64_t kLength = 2048;
   std::int64_t rows, row_length;
 
   struct Chunk {

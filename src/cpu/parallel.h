@@ -7,6 +7,9 @@
 
 namespace bittern::cpu {
 
+// Elements of an elementwise op that are worth another thread.
+inline constexpr std::int64_t kGrain = 1 << 16;
+
 // For the oracle: split however small the work is.
 bool grain_ignored();
 void ignore_grain(bool ignore);

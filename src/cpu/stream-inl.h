@@ -28,17 +28,23 @@ inline std::size_t ToNextLine(const void* p) {
   return static_cast<std::size_t>(-reinterpret_cast<std::intptr_t>(p) & 63);
 }
 
-// memcpy, its whole lines streamed.
-inline void StreamCopy(const std::uint8_t* HWY_RESTRICT from, std::size_t bytes,
-                       std::uint8_t* HWY_RESTRICT to) {
+// memcpy, its whole lines streamed if `stream`.
+inline void EmitLines(const void* HWY_RESTRICT from, std::size_t bytes, void* HWY_RESTRICT to,
+                      bool stream) {
+  const std::size_t head = ToNextLine(to);
+  if (!stream || bytes < head + 64) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
   const hn::ScalableTag<std::uint8_t> d;
-  const std::size_t head = std::min(bytes, ToNextLine(to));
-  std::memcpy(to, from, head);
+  const auto* source = static_cast<const std::uint8_t*>(from);
+  auto* target = static_cast<std::uint8_t*>(to);
+  std::memcpy(target, source, head);
   std::size_t i = head;
   for (; i + 64 <= bytes; i += 64)
     for (std::size_t j = 0; j < 64; j += hn::Lanes(d))
-      hn::Stream(hn::LoadU(d, from + i + j), d, to + i + j);
-  std::memcpy(to + i, from + i, bytes - i);
+      hn::Stream(hn::LoadU(d, source + i + j), d, target + i + j);
+  std::memcpy(target + i, source + i, bytes - i);
 }
 
 }  // namespace HWY_NAMESPACE

@@ -32,7 +32,7 @@ void PackChunks(const PackDesc& d, const PackCodes::Args& a, std::int64_t begin,
     const std::size_t used = packer.Bytes(count), whole = (used + 3) / 4 * 4;
     packer.Pack(codes, count, to);
     std::memset(to + used, 0, whole - used);
-    if (stream) StreamCopy(buffer, whole, bytes);
+    if (stream) EmitLines(buffer, whole, bytes, true);
   }
   if (stream) hwy::FlushStream();
 }

@@ -7,7 +7,7 @@
 #define HWY_TARGET_INCLUDE "ops/quantize_per_group/quantize_per_group_cpu.cc"
 #include "hwy/foreach_target.h"
 // after foreach_target.h
-#include "cpu/simd-inl.h"
+#include "cpu/quantize-inl.h"
 
 #if BITTERN_SIMD
 HWY_BEFORE_NAMESPACE();
@@ -17,23 +17,48 @@ namespace {
 
 using Op = QuantizePerGroup;
 
-template <class X, class S, class Q>
-void QuantizeRows(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
-  (void)d;
-  (void)a;
-  (void)begin;
-  (void)end;
-}
+template <class X, class Q>
+struct Body {
+  using F = Math<X>;
+  using D = hn::ScalableTag<F>;
+  const Op::Desc& desc;
+  alignas(64) F inverse[RunParams<F>::kSize];
+
+  HWY_INLINE explicit Body(const Op::Desc& d) : desc(d) {}
+
+  void Prepare(const RunParams<F>& p, std::int64_t runs) {
+    if constexpr (sizeof(X) == 2) {
+      const D d;
+      const bool half_scales = !desc.f32_scale;
+      for (std::int64_t i = 0; i < runs; i += kLanes<F>)
+        hn::Store(half_scales ? Inverse(d, hn::Load(d, p.scale + i), hn::Load(d, p.lo + i),
+                                        hn::Load(d, p.hi + i))
+                              : hn::Zero(d),
+                  d, inverse + i);
+    }
+  }
+
+  template <class Source>
+  HWY_INLINE void operator()(const Source& source, std::int64_t n, Q* q, const X* x) const {
+    if constexpr (sizeof(X) == 2 && std::is_same_v<Source, OneRun<D>>) {
+      if (inverse[source.k] != 0) return QuantizeHalfRun(source, inverse[source.k], n, q, x);
+    }
+    QuantizeRun(source, n, q, x);
+  }
+
+  Q Exact(F s, std::int32_t zero, X x) const {
+    return static_cast<Q>(quantize_code(quotient(to_math(x), s), zero, desc.q_min, desc.q_max));
+  }
+};
 
 void RunQuantizePerGroup(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
                          std::int64_t end) {
+  const ParamTensors t{a.scale.data, d.scale_element(), a.zero_point.as<std::int32_t>(), d.q_min,
+                       d.q_max};
   (void)visit_float(d.element, [&]<class X>(Type<X>) {
     return visit<std::int8_t, std::uint8_t>(d.code, [&]<class Q>(Type<Q>) {
-      if (d.f32_scale) {
-        QuantizeRows<X, float, Q>(d, a, begin, end);
-      } else {
-        QuantizeRows<X, X, Q>(d, a, begin, end);
-      }
+      Body<X, Q> body(d);
+      ForEachTile<Math<X>>(d.geometry(), t, begin, end, body, Rows<Q>(a.q), Rows<const X>(a.x));
       return Status();
     });
   });
@@ -55,9 +80,13 @@ BITTERN_EXPORT(RunQuantizePerGroup);
 Status supports(const Op::Desc&) { return cpu::supported(); }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
-  cpu::parallel(d.outer_size, 1, [&](std::int64_t begin, std::int64_t end) {
-    BITTERN_CALL(RunQuantizePerGroup)(d, a, begin, end);
-  });
+  const GroupGeometry g = d.geometry();
+  cpu::parallel(
+      g.rows * g.row_length, cpu::kGrain,
+      [&](std::int64_t begin, std::int64_t end) {
+        BITTERN_CALL(RunQuantizePerGroup)(d, a, begin, end);
+      },
+      64);
   return {};
 }
 

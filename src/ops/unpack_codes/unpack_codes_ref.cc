@@ -1,3 +1,4 @@
+#include "core/numerics.h"
 #include "plan/kernel.h"
 
 namespace bittern {
@@ -9,14 +10,8 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
   for (std::int64_t i = 0; i < d.outer_size; ++i) {
     const std::uint32_t* words = a.words.as<std::uint32_t>() + i * a.words.row_stride();
     std::uint8_t* codes = a.codes.as<std::uint8_t>() + i * a.codes.row_stride();
-    for (std::int64_t j = 0; j < d.axis_size; ++j) {
-      std::uint32_t code = 0;
-      for (std::int64_t k = 0; k < d.bits; ++k) {
-        const std::int64_t bit = j * d.bits + k;
-        code |= (words[bit / 32] >> bit % 32 & 1u) << k;
-      }
-      codes[j] = static_cast<std::uint8_t>(code);
-    }
+    for (std::int64_t j = 0; j < d.axis_size; ++j)
+      codes[j] = static_cast<std::uint8_t>(packed_code(words, j, d.bits));
   }
   return {};
 }

@@ -1,0 +1,268 @@
+// Plan<Op> itself, on an op of its own: choosing, preferences, workspace, refusals, overlap.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "bittern/bittern.h"
+#include "plan/plan_impl.h"
+
+namespace bittern {
+
+// y = 2 * x, with an exact kernel that needs scratch and a faster one with a weaker bound.
+struct Double {
+  static constexpr std::string_view kName = "double";
+  static constexpr std::string_view kCategory = "test";
+  struct Desc {
+    std::int64_t rows = 0, columns = 0;
+  };
+  struct Args {
+    ConstView x, offset;
+    MutView y, count;
+  };
+  static Status check(const Desc& d) {
+    return d.rows < 0 ? invalid("double: rows: negative") : Status();
+  }
+  static PrecisionGuarantee contract(const Desc&) { return exact_guarantee(DType::f32); }
+  static DType element(const Desc&) { return DType::f32; }
+  static DType aux_element(const Desc&) { return DType::f32; }
+  template <class D, class F>
+  static void fields(D& d, F&& f) {
+    f("rows", d.rows, "");
+    f("columns", d.columns, "");
+  }
+  template <class A, class F>
+  static void operands(const Desc& d, A& a, F&& f) {
+    f("x", a.x, Operand{DType::f32, {d.rows, d.columns}, kRows});
+    f("offset", a.offset, Operand{DType::f32, {d.rows, d.columns}});
+    f("y", a.y, Operand{DType::f32, {d.rows, d.columns}, kRows | Operand::kOptional});
+    f("count", a.count, Operand{DType::s32, {d.rows}, Operand::kOptional});
+  }
+};
+
+namespace {
+
+constexpr std::size_t kScratch = 128;
+
+Status run_double(const Double::Desc& d, const Double::Args& a, Stream, Workspace) {
+  for (std::int64_t i = 0; i < d.rows; ++i)
+    for (std::int64_t j = 0; j < d.columns; ++j)
+      if (a.y) {
+        a.y.as<float>()[i * a.y.row_stride() + j] = 2 * a.x.as<float>()[i * a.x.row_stride() + j];
+      }
+  return {};
+}
+
+constexpr Kernel<Double> kFast[] = {
+    {.name = "approximate",
+     .backend = "cpu",
+     .weaker =
+         [](const Double::Desc&) {
+           return PrecisionGuarantee{.deterministic = false, .same_bits_on_all_backends = false};
+         },
+     .run = run_double},
+    {.name = "narrow",
+     .backend = "cpu",
+     .supports =
+         [](const Double::Desc& d) {
+           return d.columns > 4 ? unsupported("more than 4 columns") : Status();
+         },
+     .architecture = [](Device) { return std::string_view("toy"); },
+     .run = run_double}};
+constexpr Kernel<Double> kRef[] = {{.name = "ref",
+                                    .backend = "ref",
+                                    .workspace = [](const Double::Desc&) { return kScratch; },
+                                    .run = run_double}};
+
+}  // namespace
+
+template <>
+Result<std::vector<std::span<const Kernel<Double>>>> kernels_for<Double>(Device device) {
+  if (device.type == Device::Type::cuda) return unavailable("cuda: no device");
+  return std::vector<std::span<const Kernel<Double>>>{kFast, kRef};
+}
+template class Plan<Double>;
+
+namespace {
+
+struct Tensors {
+  std::vector<float> x = std::vector<float>(64, 1.5f), offset = std::vector<float>(64),
+                     y = std::vector<float>(64, -7);
+  std::vector<std::int32_t> count = std::vector<std::int32_t>(8);
+  Double::Args args(std::int64_t rows, std::int64_t columns) {
+    return {.x = as_const(view(x.data(), {rows, columns})),
+            .offset = as_const(view(offset.data(), {rows, columns})),
+            .y = view(y.data(), {rows, columns}),
+            .count = view(count.data(), {rows})};
+  }
+};
+
+TEST(Plan, ExactSkipsAWeakerKernelAndFastestTakesIt) {
+  const auto exact = Plan<Double>::select({2, 3});
+  ASSERT_TRUE(exact);
+  EXPECT_EQ(exact->sku().kernel, "narrow");
+  EXPECT_EQ(exact->sku().architecture, "toy");
+  EXPECT_EQ(exact->precision_guarantee(), exact_guarantee(DType::f32));
+  const auto fastest = Plan<Double>::select({2, 3}, {}, Preference::fastest);
+  ASSERT_TRUE(fastest);
+  EXPECT_EQ(fastest->sku().kernel, "approximate");
+  EXPECT_EQ(fastest->sku().architecture, "any");
+  EXPECT_FALSE(fastest->precision_guarantee().deterministic);
+  EXPECT_FALSE(fastest->precision_guarantee().same_bits_on_all_backends);
+}
+
+TEST(Plan, FallsThroughToRefAndSaysWhyNotWhenAKernelIsNamed) {
+  const auto plan = Plan<Double>::select({2, 9});
+  ASSERT_TRUE(plan);
+  EXPECT_EQ(plan->sku().backend, "ref");
+  const auto named = Plan<Double>::select({2, 9}, {}, Preference::exact, "narrow");
+  ASSERT_FALSE(named);
+  EXPECT_EQ(named.status().code(), Code::unsupported);
+  EXPECT_EQ(named.status().message(),
+            "double: no kernel on cpu named narrow: narrow: more than 4 columns;");
+  const auto unknown = Plan<Double>::select({2, 9}, {}, Preference::exact, "gpu");
+  EXPECT_EQ(unknown.status().message(), "double: no kernel on cpu named gpu");
+  const auto weak = Plan<Double>::select({2, 9}, {}, Preference::exact, "approximate");
+  EXPECT_EQ(
+      weak.status().message(),
+      "double: no kernel on cpu named approximate: approximate: weaker than the op's contract;");
+}
+
+TEST(Plan, TheEnvironmentNamesAKernel) {
+  ASSERT_EQ(setenv("BITTERN_KERNEL", "ref", 1), 0);
+  const auto forced = Plan<Double>::select({2, 3});
+  const auto named = Plan<Double>::select({2, 3}, {}, Preference::exact, "narrow");
+  ASSERT_EQ(unsetenv("BITTERN_KERNEL"), 0);
+  ASSERT_TRUE(forced);
+  EXPECT_EQ(forced->sku().kernel, "ref");
+  ASSERT_TRUE(named);
+  EXPECT_EQ(named->sku().kernel, "narrow");
+}
+
+TEST(Plan, ADeviceThatIsNotThereIsUnavailable) {
+  const auto plan = Plan<Double>::select({2, 3}, {Device::Type::cuda, 0});
+  ASSERT_FALSE(plan);
+  EXPECT_EQ(plan.status().code(), Code::unavailable);
+}
+
+TEST(Plan, AsksForWorkspaceAndRefusesTooLittle) {
+  const auto plan = Plan<Double>::select({2, 9});
+  ASSERT_TRUE(plan);
+  EXPECT_EQ(plan->workspace_bytes(), kScratch);
+  Tensors t;
+  alignas(64) std::byte scratch[kScratch + 1];
+  Status s = plan->run(t.args(2, 9));
+  EXPECT_EQ(s.code(), Code::invalid_argument);
+  EXPECT_EQ(s.message(), "double: workspace: 0 bytes, expected at least 128");
+  s = plan->run(t.args(2, 9), {}, {scratch, kScratch - 1});
+  EXPECT_EQ(s.message(), "double: workspace: 127 bytes, expected at least 128");
+  s = plan->run(t.args(2, 9), {}, {scratch + 1, kScratch});
+  EXPECT_EQ(s.message(), "double: workspace: not aligned to 64 bytes");
+  EXPECT_EQ(t.y[0], -7) << "an output was touched";
+  EXPECT_TRUE(plan->run(t.args(2, 9), {}, {scratch, kScratch}).ok());
+  EXPECT_EQ(t.y[0], 3);
+}
+
+TEST(Plan, NamesTheOperandThatIsWrong) {
+  const auto plan = Plan<Double>::select({2, 3});
+  ASSERT_TRUE(plan);
+  Tensors t;
+  struct Case {
+    void (*spoil)(Double::Args&);
+    Code code;
+    std::string_view message;
+  };
+  static const Case kCases[] = {
+      {[](Double::Args& a) { a.x.dtype = DType::f16; }, Code::invalid_argument,
+       "double: x: dtype f16, expected f32"},
+      {[](Double::Args& a) { a.x.shape = {3, 2}; }, Code::invalid_argument,
+       "double: x: shape [3,2], expected [2,3]"},
+      {[](Double::Args& a) { a.x.shape = {6}; }, Code::invalid_argument,
+       "double: x: shape [6], expected [2,3]"},
+      {[](Double::Args& a) { a.x.data = nullptr; }, Code::invalid_argument,
+       "double: x: null, expected f32 [2,3]"},
+      {[](Double::Args& a) { a.x.device = {Device::Type::cuda, 1}; }, Code::invalid_argument,
+       "double: x: on cuda:1, expected cpu"},
+      {[](Double::Args& a) { a.x.stride = {1}; }, Code::invalid_argument,
+       "double: x: strides [1], expected one per axis"},
+      {[](Double::Args& a) { a.x.stride = {1, 2}; }, Code::unsupported,
+       "double: x: stride 2 of axis 1, expected 1"},
+      {[](Double::Args& a) { a.x.stride = {2, 1}; }, Code::unsupported,
+       "double: x: stride 2 of axis 0, expected at least 3"},
+      {[](Double::Args& a) { a.x.stride = {-3, 1}; }, Code::unsupported,
+       "double: x: stride -3 of axis 0, expected at least 3"},
+      {[](Double::Args& a) { a.x.stride = {std::int64_t{1} << 60, 1}; }, Code::invalid_argument,
+       "double: x: stride 1152921504606846976 spans more than 2^59 elements"},
+      {[](Double::Args& a) { a.offset.stride = {4, 1}; }, Code::unsupported,
+       "double: offset: stride 4 of axis 0, expected 3"},
+      {[](Double::Args& a) { a.x.data = static_cast<const std::byte*>(a.x.data) + 1; },
+       Code::invalid_argument, "double: x: address is not a multiple of 4"},
+      {[](Double::Args& a) { a.y.data = const_cast<float*>(a.x.as<float>()) + 1; },
+       Code::invalid_argument, "double: y: overlaps x, expected memory of its own"},
+      {[](Double::Args& a) { a.y.data = const_cast<void*>(a.offset.data); }, Code::invalid_argument,
+       "double: y: overlaps offset, expected memory of its own"},
+      {[](Double::Args& a) { a.count.data = a.y.data; }, Code::invalid_argument,
+       "double: count: overlaps y, expected memory of its own"},
+      {[](Double::Args& a) { a.y.data = a.count.data = nullptr; }, Code::invalid_argument,
+       "double: every output is left out, expected at least one"},
+  };
+  for (const Case& c : kCases) {
+    Double::Args args = t.args(2, 3);
+    c.spoil(args);
+    const Status s = plan->run(args);
+    EXPECT_EQ(s.code(), c.code) << c.message;
+    EXPECT_EQ(s.message(), c.message);
+    EXPECT_EQ(t.y, std::vector<float>(64, -7)) << "an output was touched: " << c.message;
+  }
+}
+
+TEST(Plan, InPlaceNeedsTheSameRows) {
+  const auto plan = Plan<Double>::select({2, 3});
+  Tensors t;
+  Double::Args args = t.args(2, 3);
+  args.y = view(t.x.data(), {2, 3});
+  EXPECT_TRUE(plan->run(args).ok());
+  EXPECT_EQ(t.x[5], 3.0f);
+  args.y.stride[0] = 4;
+  EXPECT_EQ(plan->run(args).message(), "double: y: overlaps x, expected memory of its own");
+}
+
+TEST(Plan, NothingToDoIsOk) {
+  const auto plan = Plan<Double>::select({0, 9});
+  ASSERT_TRUE(plan);
+  Double::Args args;
+  args.y = view(static_cast<float*>(nullptr), {0, 9});
+  EXPECT_EQ(plan->can_implement(args).message(),
+            "double: every output is left out, expected at least one");
+  float y = -7;
+  args.y = view(&y, {0, 9});
+  alignas(64) std::byte scratch[kScratch];
+  EXPECT_TRUE(plan->run(args, {}, {scratch, kScratch}).ok());
+  EXPECT_EQ(y, -7);
+}
+
+TEST(Plan, TellsTheTruthAboutF64) {
+  const auto plan = Plan<QuantizePerGroup>::select({.outer_size = 2,
+                                                    .axis_size = 128,
+                                                    .q_min = 0,
+                                                    .q_max = 255,
+                                                    .element = DType::f64,
+                                                    .code = DType::u8});
+  ASSERT_TRUE(plan);
+  EXPECT_EQ(plan->precision_guarantee().math_precision, DType::f64);
+  EXPECT_EQ(plan->precision_guarantee().accumulator, DType::f64);
+  EXPECT_EQ(plan->sku().element, DType::f64);
+  EXPECT_EQ(plan->sku().aux_element, DType::u8);
+  EXPECT_EQ(plan->sku().category, "quantization");
+  const auto half =
+      Plan<QuantizePerGroup>::select({.outer_size = 2, .axis_size = 128, .element = DType::bf16});
+  EXPECT_EQ(half->precision_guarantee().math_precision, DType::f32);
+}
+
+TEST(Plan, CountsGroups) {
+  EXPECT_EQ((QuantizeDesc{.axis_size = 96, .group_size = 32}.num_groups()), 3);
+  EXPECT_EQ((QuantizeDesc{.axis_size = 96, .group_size = 0}.num_groups()), 0);
+  EXPECT_EQ((QuantizeDesc{.axis_size = 96, .group_size = -1}.num_groups()), 0);
+}
+
+}  // namespace
+}  // namespace bittern
