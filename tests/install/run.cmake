@@ -13,10 +13,9 @@ endfunction()
 
 run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${work}/prefix --component bittern)
 run(${PYTHON} ${SOURCE}/tools/extract_readme.py ${SOURCE}/README.md ${work}/readme)
-file(GLOB programs ${SOURCE}/examples/*.cc ${SOURCE}/examples/*.c ${work}/readme/*.cc ${work}/readme/*.c)
 run(${CMAKE_COMMAND} -S ${SOURCE}/tests/install -B ${work}/build -G ${GENERATOR}
-  "-DCMAKE_PREFIX_PATH=${work}/prefix" "-DPROGRAMS=${programs}" -DCMAKE_BUILD_TYPE=Release
-  -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_C_COMPILER=${CC} "-DCMAKE_CXX_FLAGS=${CXX_FLAGS}"
+  "-DCMAKE_PREFIX_PATH=${work}/prefix" -DEXAMPLES=${SOURCE}/examples -DREADME=${work}/readme
+  -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_C_COMPILER=${CC} "-DCMAKE_CXX_FLAGS=${CXX_FLAGS}"
   "-DCMAKE_EXE_LINKER_FLAGS=${CXX_FLAGS}")
 run(${CMAKE_COMMAND} --build ${work}/build)
 run(${CMAKE_CTEST_COMMAND} --test-dir ${work}/build --output-on-failure)

@@ -37,34 +37,54 @@ class Quantizer {
       : scale_(scale == 0 || isnan(scale) ? F(INFINITY) : scale),
         zero_point_(zero_point),
         q_min_(p.q_min),
-        q_max_(p.q_max),
-        small_(zero_point >= -kSmall && zero_point <= kSmall),
-        low_(static_cast<float>(p.q_min - (small_ ? zero_point : 0))),
-        high_(static_cast<float>(p.q_max - (small_ ? zero_point : 0))) {}
+        q_max_(p.q_max) {
+    if constexpr (sizeof(F) == 4) {
+      if (zero_point < -512 || zero_point > 512) return;
+      if (!(fabsf(scale) > 0x1p-100f && fabsf(scale) < 0x1p100f)) return;
+      low_ = static_cast<float>(p.q_min - zero_point);
+      high_ = static_cast<float>(p.q_max - zero_point);
+      reciprocal_ = __frcp_rn(scale);
+      const bool power_of_two = (__float_as_int(scale) & 0x7fffff) == 0;  // then 1/s is exact
+      certain_ = power_of_two ? 1.0f : 0.5f - 0x1p-12f;
+    }
+  }
 
-  __device__ std::uint8_t operator()(F x) const {
+  // By the definition. In f64 the sum is exact wherever it can fall inside the code range: see
+  // unclamped_code().
+  __device__ std::uint8_t exact(F x) const {
     F z = x / scale_;
     z = isnan(z) ? F(0) : z;
-    if constexpr (sizeof(F) == 4) {
-      if (small_) {
-        // The clamp's ends are integers below 2^22, so it may come before R; adding 1.5 * 2^23 then
-        // rounds to an integer, ties to even, and leaves it in the low bits.
-        const float code = fminf(fmaxf(z, low_), high_) + 0x1.8p23f;
-        return static_cast<std::uint8_t>(__float_as_int(code) + zero_point_);
-      }
-    }
-    // Exact wherever it can fall inside the code range: see unclamped_code().
     const double code = static_cast<double>(rint(z)) + zero_point_;
     return static_cast<std::uint8_t>(static_cast<std::int32_t>(
         fmin(fmax(code, static_cast<double>(q_min_)), static_cast<double>(q_max_))));
   }
 
+  // Without a division, and whether the code is certain. x * (1/s) and the true quotient differ by
+  // at most 3 * 2^-24 of it, less than 2^-12 where the clamp leaves it alone (below 2^10), so they
+  // round alike unless a tie is that near.
+  __device__ bool quick(F x, std::uint8_t& code) const {
+    if constexpr (sizeof(F) == 4) {
+      const float z = x * reciprocal_;
+      const float clamped = fminf(fmaxf(z, low_), high_);
+      // Rounds to an integer, ties to even, and leaves it in the low bits.
+      const float shifted = clamped + 0x1.8p23f;
+      code = static_cast<std::uint8_t>(__float_as_int(shifted) + zero_point_);
+      return fabsf(clamped - (shifted - 0x1.8p23f)) <= certain_ && !isnan(z);
+    } else {
+      return false;
+    }
+  }
+
+  __device__ std::uint8_t operator()(F x) const {
+    std::uint8_t code;
+    return quick(x, code) ? code : exact(x);
+  }
+
  private:
-  static constexpr std::int32_t kSmall = (1 << 22) - 256;
   F scale_;
   std::int32_t zero_point_, q_min_, q_max_;
-  bool small_;
-  float low_, high_;
+  float low_ = 0, high_ = 0, reciprocal_ = 0;
+  float certain_ = -1;  // the largest distance from an integer; below 0: never certain
 };
 
 template <class X, class S, int N>
@@ -111,8 +131,13 @@ __global__ void __launch_bounds__(cuda::kBlock) quantize(const Problem p) {
       }
       Pack<std::uint8_t, N> codes;
       if (left >= N) {
+        bool certain = true;
 #pragma unroll
-        for (int i = 0; i < N; ++i) codes.at[i] = code(cuda::load_math(x[k].at[i]));
+        for (int i = 0; i < N; ++i) certain &= code.quick(cuda::load_math(x[k].at[i]), codes.at[i]);
+        if (!certain) {
+#pragma unroll
+          for (int i = 0; i < N; ++i) codes.at[i] = code.exact(cuda::load_math(x[k].at[i]));
+        }
       } else {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
