@@ -57,6 +57,25 @@ inline double scaled(std::int64_t difference, double x) {
   return static_cast<double>(difference) * x;
 }
 
+// q * s + b as an X. Rounded once: fma, then the conversion to X. Otherwise the product and the sum
+// are each rounded to X, as MLX's CPU backend does.
+template <class X>
+X affine_value(std::uint32_t q, Math<X> s, Math<X> b, bool once) {
+  const auto code = static_cast<Math<X>>(q);
+  if (once) return from_math<X>(std::fma(code, s, b));
+  return from_math<X>(to_math(from_math<X>(code * s)) + b);
+}
+
+// Code j of a bit stream of `bits`-bit codes in u32 words.
+inline std::uint32_t packed_code(const std::uint32_t* words, std::int64_t j, std::int64_t bits) {
+  std::uint32_t code = 0;
+  for (std::int64_t k = 0; k < bits; ++k) {
+    const std::int64_t bit = j * bits + k;
+    code |= (words[bit / 32] >> bit % 32 & 1u) << k;
+  }
+  return code;
+}
+
 // The halving tree: pad with zeros to a power of two n, then add the element n/2, n/4, ... 1 away.
 // A wider vector does more of the same additions at once, so the bits depend on nothing else.
 // Overwrites `terms`.

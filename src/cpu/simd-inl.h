@@ -40,8 +40,19 @@ HWY_INLINE hn::Vec<D> LoadMath(D d, const f16* p) {
   return hn::PromoteTo(d, hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(p)));
 }
 
-// Stores f32 or f64 lanes as any float dtype, rounding to nearest even. vcvtneps2bf16 would flush
-// subnormals, so bf16 is rounded in integers.
+// The bits of f32 lanes rounded to bf16, nearest even. vcvtneps2bf16 would flush subnormals, so in
+// integers.
+template <class D>
+HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> Bf16Bits(D, hn::Vec<D> v) {
+  const hn::RebindToUnsigned<D> du;
+  const auto u = hn::BitCast(du, v);
+  const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1u));
+  const auto rounded = hn::ShiftRight<16>(hn::Add(hn::Add(u, hn::Set(du, 0x7fffu)), odd));
+  const auto quiet = hn::Or(hn::ShiftRight<16>(u), hn::Set(du, 0x40u));
+  return hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(v)), quiet, rounded);
+}
+
+// Stores f32 or f64 lanes as any float dtype, rounding to nearest even.
 template <class D>
 HWY_INLINE void StoreMath(D d, hn::Vec<D> v, hn::TFromD<D>* p) {
   hn::StoreU(v, d, p);
@@ -53,14 +64,20 @@ HWY_INLINE void StoreMath(D d, hn::Vec<D> v, f16* p) {
 }
 template <class D>
 HWY_INLINE void StoreMath(D d, hn::Vec<D> v, bf16* p) {
-  const hn::RebindToUnsigned<D> du;
   const hn::Rebind<std::uint16_t, D> dh;
-  const auto u = hn::BitCast(du, v);
-  const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1u));
-  const auto rounded = hn::ShiftRight<16>(hn::Add(hn::Add(u, hn::Set(du, 0x7fffu)), odd));
-  const auto quiet = hn::Or(hn::ShiftRight<16>(u), hn::Set(du, 0x40u));
-  const auto bits = hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(v)), quiet, rounded);
-  hn::StoreU(hn::TruncateTo(dh, bits), dh, reinterpret_cast<std::uint16_t*>(p));
+  hn::StoreU(hn::TruncateTo(dh, Bf16Bits(d, v)), dh, reinterpret_cast<std::uint16_t*>(p));
+}
+
+// Lanes rounded to X and back.
+template <class X, class D>
+HWY_INLINE hn::Vec<D> RoundMath(D d, hn::Vec<D> v) {
+  if constexpr (std::is_same_v<X, f16>) {
+    return hn::PromoteTo(d, hn::DemoteTo(hn::Rebind<hwy::float16_t, D>(), v));
+  } else if constexpr (std::is_same_v<X, bf16>) {
+    return hn::BitCast(d, hn::ShiftLeft<16>(Bf16Bits(d, v)));
+  } else {
+    return v;
+  }
 }
 
 }  // namespace HWY_NAMESPACE

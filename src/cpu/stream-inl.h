@@ -1,0 +1,54 @@
+// Stores past the caches, for outputs that would only push other data out of them. Whole 64-byte
+// lines, or the memory controller reads each line first; a range that used them ends with
+// hwy::FlushStream().
+#if defined(BITTERN_CPU_STREAM_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef BITTERN_CPU_STREAM_INL_H_
+#undef BITTERN_CPU_STREAM_INL_H_
+#else
+#define BITTERN_CPU_STREAM_INL_H_
+#endif
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/simd-inl.h"
+#include "hwy/cache_control.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+
+// An output of this many bytes is worth streaming.
+inline constexpr std::int64_t kStreamBytes = std::int64_t{1} << 20;
+
+// How many bytes after `p` the next line starts.
+inline std::size_t ToNextLine(const void* p) {
+  return static_cast<std::size_t>(-reinterpret_cast<std::intptr_t>(p) & 63);
+}
+
+// memcpy, its whole lines streamed if `stream`.
+inline void EmitLines(const void* HWY_RESTRICT from, std::size_t bytes, void* HWY_RESTRICT to,
+                      bool stream) {
+  const std::size_t head = ToNextLine(to);
+  if (!stream || bytes < head + 64) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  const hn::ScalableTag<std::uint8_t> d;
+  const auto* source = static_cast<const std::uint8_t*>(from);
+  auto* target = static_cast<std::uint8_t*>(to);
+  std::memcpy(target, source, head);
+  std::size_t i = head;
+  for (; i + 64 <= bytes; i += 64)
+    for (std::size_t j = 0; j < 64; j += hn::Lanes(d))
+      hn::Stream(hn::LoadU(d, source + i + j), d, target + i + j);
+  std::memcpy(target + i, source + i, bytes - i);
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif
+#endif

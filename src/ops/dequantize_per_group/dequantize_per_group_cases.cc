@@ -1,0 +1,20 @@
+#include "oracle/aim.h"
+
+namespace bittern::oracle {
+
+std::vector<QuantizeDesc> dequantize_per_group_check_cases() {
+  return quantize_cases(DequantizePerGroup::kFields);
+}
+
+std::vector<BenchCase<QuantizeDesc>> dequantize_per_group_bench_cases() {
+  const QuantizeDesc f32{.outer_size = 8192, .axis_size = 4096, .group_size = 128};
+  QuantizeDesc bf16 = f32;
+  bf16.element = DType::bf16;
+  return {{"f32 group 128", f32}, {"bf16 group 128", bf16}};
+}
+
+void dequantize_per_group_aim(const QuantizeDesc&, const DequantizePerGroup::Args& a, Rng& rng) {
+  aim_scale(a.scale, rng);
+}
+
+}  // namespace bittern::oracle
