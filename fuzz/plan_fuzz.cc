@@ -199,6 +199,9 @@ void fuzz_op(Bytes& bytes) {
     return;
   }
   if (!inside<Op>(desc, args, blocks)) return;
+  if (plan->workspace_bytes() != 0 && plan->run(args).code() != Code::invalid_argument) {
+    fail<Op>(desc, "ran without its workspace");
+  }
   if (const Status s = run(*plan); !s.ok()) fail<Op>(desc, s.message());
   make_nans_equal<Op>(desc, args);
   std::vector<std::vector<std::byte>> got;

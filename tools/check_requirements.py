@@ -26,5 +26,5 @@ def present(name):
 
 missing = [name for name in names(pathlib.Path(sys.argv[1])) if not present(name)]
 if missing:
-    sys.exit(f"test: missing Python packages: {' '.join(missing)}; leave out --no-install, "
-             f"or: {sys.executable} -m pip install -r {sys.argv[1]}")
+    sys.exit(f"test: missing Python packages: {' '.join(missing)}; leave out --no-install once, and "
+             f"./test puts them into .venv, or install {sys.argv[1]} into an active environment")

@@ -5,9 +5,9 @@ install=${install:-1}
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
 
 cxx_packages=(g++ cmake ninja-build libhwy-dev libgtest-dev libdnnl-dev libcli11-dev
-  nlohmann-json3-dev libfmt-dev)
-python_packages=(python3 python3-dev python3-venv)
-clang_packages=(clang libclang-rt-14-dev libomp-14-dev)
+  nlohmann-json3-dev libfmt-dev python3)
+python_packages=(python3-dev python3-venv)
+clang_packages=(clang libclang-rt-14-dev libomp-14-dev llvm)
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -58,7 +58,7 @@ need_python() {
     if [[ ! -e $stamp ]]; then
       say "Python packages of $requirements, into .venv"
       # Debian's own interpreter: one found on PATH may have no headers.
-      [[ -x $python ]] || /usr/bin/python3 -m venv .venv
+      "$python" -m pip --version >/dev/null 2>&1 || /usr/bin/python3 -m venv --clear .venv
       if grep -q llama-cpp-python "$requirements"; then
         # Comes as source and compiles for minutes: its wheel is kept.
         mkdir -p .cache/wheels
