@@ -1,0 +1,159 @@
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+#include "plan/kernel.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/qdq_affine_backward/qdq_affine_backward_cpu.cc"
+#include "hwy/foreach_target.h"
+// after foreach_target.h
+#include "cpu/codes-inl.h"
+#include "cpu/reduce-inl.h"
+#include "hwy/cache_control.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace {
+
+using Op = QdqAffineBackward;
+
+// q * dy and dy of a group, for RowTree.
+template <class D, class X>
+struct GroupTerms {
+  const std::uint8_t* HWY_RESTRICT q;
+  const X* HWY_RESTRICT dy;
+
+  HWY_INLINE TwoTerms<hn::Vec<D>> Of(std::int64_t i, const X* at) const {
+    const auto v = LoadMath(D(), at);
+    return {hn::Mul(LoadCodes(D(), q + i), v), v};
+  }
+  HWY_INLINE TwoTerms<hn::Vec<D>> operator()(std::int64_t i) const { return Of(i, dy + i); }
+  HWY_INLINE TwoTerms<hn::Vec<D>> operator()(std::int64_t i, std::int64_t count) const {
+    X padded[hn::MaxLanes(D())] = {};
+    std::memcpy(padded, dy + i, static_cast<std::size_t>(count) * sizeof(X));
+    return Of(i, padded);
+  }
+};
+
+// Two streams are read and next to nothing is written: fetching this far ahead keeps them going
+// across pages, where the hardware stops.
+inline constexpr std::int64_t kPrefetchBytes = 2048;
+
+template <class T>
+HWY_INLINE void PrefetchAhead(const T* p, std::int64_t count) {
+  const auto at = reinterpret_cast<std::uintptr_t>(p) + kPrefetchBytes;
+  for (std::int64_t i = 0; i < count * std::int64_t{sizeof(T)}; i += 64)
+    hwy::Prefetch(reinterpret_cast<const char*>(at) + i);
+}
+
+template <class D>
+HWY_INLINE void SumLanes(D d, hn::Vec<D>* v, std::int64_t width, hn::TFromD<D>* sums) {
+  constexpr std::size_t kLanes = hn::MaxLanes(D());
+  if (width == std::int64_t{kLanes}) {
+    hn::Store(LaneTrees(d, v), d, sums);
+  } else {
+    for (std::size_t k = 0; k < kLanes; ++k) sums[k] = LaneTree(d, v[k], width);
+  }
+}
+
+// As many groups at once as a vector has lanes: the trees inside vectors are then transposed.
+template <class X, class S>
+void SumGroups(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
+  using F = Math<X>;
+  using D = hn::ScalableTag<F>;
+  const D df;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(D()));
+  const std::int64_t size = d.group_size, width = RowWidth(df, size);
+  // Consecutive groups of a row whose codes are read together, from a multiple of 8.
+  const std::int64_t window = std::max<std::int64_t>((cpu::CodeChunks::kLength - 8) / size, 1);
+  CodeReader reader(d, a.q);
+  GroupTerms<D, X> terms{};
+  hn::Vec<D> scale_terms[kLanes], bias_terms[kLanes];
+  alignas(64) F scale_sums[kLanes], bias_sums[kLanes];
+  std::int64_t ready = 0;
+  for (std::int64_t first = begin; first < end; first += kLanes) {
+    const std::int64_t count = std::min(kLanes, end - first);
+    for (std::int64_t k = 0; k < kLanes; ++k) {
+      if (k >= count) {
+        scale_terms[k] = bias_terms[k] = hn::Zero(df);
+        continue;
+      }
+      if (ready == 0) {
+        const std::int64_t group = first + k, row = group / d.num_groups();
+        const std::int64_t left = std::min((row + 1) * d.num_groups(), end) - group;
+        ready = std::min(left, window);
+        const std::int64_t j = group % d.num_groups() * size;
+        terms.q = reader.Read(row, j / 8 * 8, j % 8 + ready * size) + j % 8;
+        terms.dy = a.dy.as<X>() + row * a.dy.row_stride() + j;
+      }
+      PrefetchAhead(terms.dy, size);
+      const auto [scale, bias] = RowTree(df, size, terms);
+      scale_terms[k] = scale;
+      bias_terms[k] = bias;
+      terms.q += size;
+      terms.dy += size;
+      --ready;
+    }
+    const auto store = [&](const MutView& out, hn::Vec<D>* v, F* sums) HWY_ATTR {
+      if (!out) return;
+      SumLanes(df, v, width, sums);
+      for (std::int64_t k = 0; k < count; ++k)
+        out.template as<S>()[first + k] = from_math<S>(static_cast<Math<S>>(sums[k]));
+    };
+    store(a.d_scales, scale_terms, scale_sums);
+    store(a.d_biases, bias_terms, bias_sums);
+  }
+}
+
+void RunQdqAffineBackward(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
+                          std::int64_t end) {
+  (void)visit_float(d.element, [&]<class X>(Type<X>) {
+    if constexpr (std::is_same_v<X, f16> || std::is_same_v<X, bf16>) {
+      if (d.f32_scale) {
+        SumGroups<X, float>(d, a, begin, end);
+        return Status();
+      }
+    }
+    SumGroups<X, X>(d, a, begin, end);
+    return Status();
+  });
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif  // BITTERN_SIMD
+
+#if HWY_ONCE
+namespace bittern {
+namespace {
+
+using Op = QdqAffineBackward;
+BITTERN_EXPORT(RunQdqAffineBackward);
+
+Status supports(const Op::Desc&) { return cpu::supported(); }
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
+  cpu::parallel(
+      d.outer_size * d.num_groups(), cpu::kGrain / d.group_size,
+      [&](std::int64_t begin, std::int64_t end) {
+        BITTERN_CALL(RunQdqAffineBackward)(d, a, begin, end);
+      },
+      16);
+  return {};
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cpu",
+                                    .backend = "cpu",
+                                    .supports = supports,
+                                    .architecture = cpu::architecture,
+                                    .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<QdqAffineBackward>> qdq_affine_backward_cpu() { return kKernels; }
+
+}  // namespace bittern
+#endif  // HWY_ONCE
