@@ -120,34 +120,37 @@ HWY_INLINE hn::TFromD<D> LaneTree(D d, hn::Vec<D> v, std::int64_t width) {
 }
 
 // Lane g of the result is the tree over all lanes of v[g]: W vectors at once, two shuffles and an
-// addition for every two vectors that become one. Overwrites v.
-template <class D>
-HWY_INLINE hn::Vec<D> LaneTrees(D d, hn::Vec<D>* HWY_RESTRICT v) {
+// operation for every two vectors that become one. Overwrites v.
+template <class D, class Plus>
+HWY_INLINE hn::Vec<D> LaneFold(D d, hn::Vec<D>* HWY_RESTRICT v, const Plus& plus) {
   constexpr std::size_t kBytes = hn::MaxLanes(D()) * sizeof(hn::TFromD<D>);
   static_assert(kBytes == 32 || kBytes == 64);
   std::size_t n = hn::MaxLanes(d) / 2;
   for (std::size_t i = 0; i < n; ++i) {  // halves: g's bit goes to the upper half
-    v[i] =
-        hn::Add(hn::ConcatLowerLower(d, v[i + n], v[i]), hn::ConcatUpperUpper(d, v[i + n], v[i]));
+    v[i] = plus(hn::ConcatLowerLower(d, v[i + n], v[i]), hn::ConcatUpperUpper(d, v[i + n], v[i]));
   }
   if constexpr (kBytes == 64) {
     n /= 2;
     for (std::size_t i = 0; i < n; ++i) {  // 128-bit blocks of each half
-      v[i] = hn::Add(hn::OddEvenBlocks(hn::SwapAdjacentBlocks(v[i + n]), v[i]),
-                     hn::OddEvenBlocks(v[i + n], hn::SwapAdjacentBlocks(v[i])));
+      v[i] = plus(hn::OddEvenBlocks(hn::SwapAdjacentBlocks(v[i + n]), v[i]),
+                  hn::OddEvenBlocks(v[i + n], hn::SwapAdjacentBlocks(v[i])));
     }
   }
   if constexpr (sizeof(hn::TFromD<D>) == 8) {
-    return hn::Add(hn::InterleaveLower(d, v[0], v[1]), hn::InterleaveUpper(d, v[0], v[1]));
+    return plus(hn::InterleaveLower(d, v[0], v[1]), hn::InterleaveUpper(d, v[0], v[1]));
   } else {
     const hn::RepartitionToWide<D> dw;
     const auto a = hn::BitCast(
-        dw, hn::Add(hn::InterleaveLower(d, v[0], v[1]), hn::InterleaveUpper(d, v[0], v[1])));
+        dw, plus(hn::InterleaveLower(d, v[0], v[1]), hn::InterleaveUpper(d, v[0], v[1])));
     const auto b = hn::BitCast(
-        dw, hn::Add(hn::InterleaveLower(d, v[2], v[3]), hn::InterleaveUpper(d, v[2], v[3])));
-    return hn::Add(hn::BitCast(d, hn::InterleaveLower(dw, a, b)),
-                   hn::BitCast(d, hn::InterleaveUpper(dw, a, b)));
+        dw, plus(hn::InterleaveLower(d, v[2], v[3]), hn::InterleaveUpper(d, v[2], v[3])));
+    return plus(hn::BitCast(d, hn::InterleaveLower(dw, a, b)),
+                hn::BitCast(d, hn::InterleaveUpper(dw, a, b)));
   }
+}
+template <class D>
+HWY_INLINE hn::Vec<D> LaneTrees(D d, hn::Vec<D>* HWY_RESTRICT v) {
+  return LaneFold(d, v, [](auto a, auto b) HWY_ATTR { return hn::Add(a, b); });
 }
 
 // ---- terms in memory: `columns` sums of n terms each ----

@@ -1,27 +1,33 @@
-// Scales, biases and codes of a weight, group by group. All arithmetic is f32 (f64 for f64).
+// Scales, biases and codes of a weight, group by group. All arithmetic is f32 (f64 for f64), each
+// operation rounded; n = n_bins - 1; min and max are of the group's finite weights.
 //
-// minmax   s = (max - min) / (n_bins - 1), s := 1 when not s > 0;  b = min (never -0)
-//          q = clamp(A((w - b) / s), 0, n_bins - 1), A rounds half away from zero
-//          with s and b as stored, that is rounded to their dtype.
+// minmax   s = (max - min) / n, at most the largest finite value of its dtype, rounded to its
+// dtype;
+//          s := 1 when then not s > 0;  b = min + 0 (never -0)
+//          q = clamp(A((w - b) / s), 0, n), A rounds half away from zero, s and b as stored
 //
-// mlx      what MLX's CPU backend does, bit for bit. With n = n_bins - 1 and R half to even:
-//          m = |min| > |max|;  s = max((max - min) / n, 1e-7), negated unless m;
-//          edge = m ? min : max;  k = R(edge / s);  k != 0: s = edge / k, b = edge;  else b = 0
-//          q = clamp(R((w - b) / s), 0, n), with s and b before they are rounded to their dtype.
-//          Two bins: s = max - min, b = min (see docs/numerics.md).
+// mlx      what MLX's CPU backend does, bit for bit. With R half to even and eps = 1e-7:
+//          s = max((max - min) / n, eps), negated unless |min| > |max|
+//          edge = |min| > |max| ? min : max;  k = R(edge / s)
+//          k != 0: s = edge / k, b = edge;  k = 0: b = 0
+//          n_bins = 2 instead: s = max(max - min, eps), b = min + 0 (MLX may store -0)
+//          q = clamp(R((w - b) / s), 0, n), with s and b before they are rounded to their dtype
 //          MLX's Metal and CUDA kernels differ in three ways: they round half away, start the
 //          maximum at 0 (so an all-negative group gets another scale), and clamp only above.
 //
-// lsq      from minmax's codes, at most 20 times: fit s, b to the codes by least squares (weighted
-//          by `importance` where given), round them to their dtype, re-quantise as minmax does;
-//          stop when the codes stay. Never worse in squared error than minmax, which is what a
-//          group keeps when the fit gains nothing, or holds a weight that is not finite.
-//          docs/numerics.md gives the sums and their order.
+// lsq      from minmax's s, b and q, at most 20 times: fit s, b to the codes by least squares
+//          (weighted by `importance` where given), round them to their dtype, re-quantise as minmax
+//          does; stop when s and b stay, hence the codes, or when the fit has no finite s > 0.
+//          Never worse than minmax in the squared error sum c (w - fma(q, s, b))^2: a group keeps
+//          minmax's result unless the fit gains at least one part in 2^20.
+//          docs/numerics.md gives the sums, their order and the proof.
 //
-// NaN weights are ignored by min and max and get code 0. Infinite weights saturate to the end
-// codes; min and max are of the finite weights. No finite weight: s = 1, b = 0. When max - min
-// overflows, s and (w - b) / s are as if the exponent range were unbounded, and s never exceeds its
-// dtype's largest finite value.
+// NaN weights get code 0. Infinite weights saturate to the end codes. No finite weight: s = 1,
+// b = 0. When max - min overflows, every method is minmax with
+//          s = (max / 2 - min / 2) / (n / 2), bounded as above;  q = clamp(A((w/2 - b/2) / (s/2)),
+//          0, n)
+// A group with a weight that is not finite is left to minmax by lsq; mlx applies its own formula to
+// the finite part (MLX itself stores NaN there).
 #pragma once
 #include "bittern/affine_desc.h"
 

@@ -1,0 +1,867 @@
+// Groups are taken W at a time, W the lanes of a vector: each group's minimum and maximum is folded
+// to one vector, W of those are folded across lanes at once, and the W scales and biases come from
+// one vector computation. Then each group is quantised with its own pair.
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+#include "ops/qdq_affine_init/affine_rules.h"
+#include "plan/kernel.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/qdq_affine_init/qdq_affine_init_cpu.cc"
+#include "hwy/foreach_target.h"
+// after foreach_target.h
+#include "cpu/pack-inl.h"
+#include "cpu/reduce-inl.h"
+#include "cpu/stream-inl.h"
+
+#ifndef BITTERN_QDQ_AFFINE_INIT_BLOCKS_
+#define BITTERN_QDQ_AFFINE_INIT_BLOCKS_
+namespace bittern {
+namespace {
+
+constexpr std::int64_t kMaxGroup = 1024, kBlockGroups = 1024, kBlockCodes = 1 << 16;
+
+// What threads share out: runs of groups whose codes pass through a buffer. A full block is whole
+// words at every width; where a group is not, blocks start anew with each row, as words do.
+struct Blocks {
+  std::int64_t rows, row_groups, length;
+  bool by_row;
+
+  explicit Blocks(const AffineDesc& d) : rows(d.outer_size), row_groups(d.num_groups()) {
+    // lsq idles while the last groups of a block converge, so its blocks are long.
+    const std::int64_t codes = d.method == AffineMethod::lsq ? kBlockCodes : kBlockCodes / 8;
+    length = std::clamp<std::int64_t>(codes / d.group_size / 32 * 32, 32, kBlockGroups);
+    by_row = d.storage == CodeStorage::packed && d.group_size * d.code_bits() % 32 != 0;
+  }
+  std::int64_t per_row() const { return (row_groups + length - 1) / length; }
+  std::int64_t size() const {
+    return by_row ? rows * per_row() : (rows * row_groups + length - 1) / length;
+  }
+  struct Block {
+    std::int64_t first, count;  // groups, counted through all rows
+  };
+  Block operator[](std::int64_t i) const {
+    if (!by_row) return {i * length, std::min(length, rows * row_groups - i * length)};
+    const std::int64_t k = i % per_row() * length;
+    return {i / per_row() * row_groups + k, std::min(length, row_groups - k)};
+  }
+};
+
+}  // namespace
+}  // namespace bittern
+#endif
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace {
+
+using Op = QdqAffineInit;
+
+template <class F>
+using Tag = hn::ScalableTag<F>;
+template <class F>
+using Vector = hn::Vec<Tag<F>>;
+template <class F>
+constexpr std::int64_t kWidth = hn::MaxLanes(Tag<F>());
+
+// Codes come kRow at a time; groups that are not whole rows are copied and padded to be.
+constexpr std::int64_t kRow = kWidth<float>;
+inline std::int64_t Padded(std::int64_t size) { return (size + kRow - 1) / kRow * kRow; }
+
+// x rounded to a stored dtype and back.
+HWY_INLINE Vector<float> RoundTo(DType dtype, Vector<float> x) {
+  const Tag<float> d;
+  if (dtype == DType::f16) {
+    const hn::Rebind<hwy::float16_t, Tag<float>> dh;
+    return hn::PromoteTo(d, hn::DemoteTo(dh, x));
+  }
+  if (dtype == DType::bf16) {
+    const hn::RebindToUnsigned<Tag<float>> du;
+    const auto u = hn::BitCast(du, x);
+    const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1u));
+    const auto sum = hn::Add(hn::Add(u, hn::Set(du, 0x7fffu)), odd);
+    const auto rounded = hn::BitCast(d, hn::And(sum, hn::Set(du, 0xffff0000u)));
+    return hn::IfThenElse(hn::IsNaN(x), x, rounded);
+  }
+  return x;
+}
+HWY_INLINE Vector<double> RoundTo(DType, Vector<double> x) { return x; }
+
+// ---- codes ----
+
+// Integers to be clamped to [0, 255], from z <= n: anything negative for NaN.
+template <bool kHalfEven>
+HWY_INLINE hn::Vec<hn::ScalableTag<std::int32_t>> RoundedCodes(Vector<float> z) {
+  // For 0 <= z < 2^22 the sum reaches the next integer just when the fraction is at least 1/2.
+  const auto up = hn::Set(Tag<float>(), 0x1.fffffep-2f);
+  // The plain conversions: Highway's make +NaN the largest integer.
+  using Ints = hn::Vec<hn::ScalableTag<std::int32_t>>;
+#if HWY_TARGET <= HWY_AVX3
+  return Ints{kHalfEven ? _mm512_cvtps_epi32(z.raw) : _mm512_cvttps_epi32(hn::Add(z, up).raw)};
+#else
+  return Ints{kHalfEven ? _mm256_cvtps_epi32(z.raw) : _mm256_cvttps_epi32(hn::Add(z, up).raw)};
+#endif
+}
+
+template <class F>
+struct Step {
+  Vector<F> s, b, n;
+  Step(F scale, F bias, std::int32_t bins)
+      : s(hn::Set(Tag<F>(), scale)),
+        b(hn::Set(Tag<F>(), bias)),
+        n(hn::Set(Tag<F>(), static_cast<F>(bins - 1))) {}
+  // Min gives its second argument when one is NaN.
+  HWY_INLINE Vector<F> Quotient(Vector<F> w) const { return hn::Min(n, hn::Div(hn::Sub(w, b), s)); }
+};
+
+template <bool kHalfEven>
+HWY_INLINE auto RowCodes(const float* w, const Step<float>& step) {
+  return RoundedCodes<kHalfEven>(step.Quotient(hn::LoadU(Tag<float>(), w)));
+}
+template <bool kHalfEven>
+HWY_INLINE auto RowCodes(const double* w, const Step<double>& step) {
+  const Tag<double> d;
+  const hn::Half<Tag<float>> dh;
+  const auto half = [&](const double* p) HWY_ATTR {
+    const auto z = step.Quotient(hn::LoadU(d, p));
+    const auto up = hn::Set(d, 0x1.fffffffffffffp-2);
+    return hn::DemoteTo(dh, kHalfEven ? hn::Round(z) : hn::Trunc(hn::Add(z, up)));
+  };
+  return RoundedCodes<true>(hn::Combine(Tag<float>(), half(w + kWidth<double>), half(w)));
+}
+
+// codes[0, Padded(size)) from row(i), the integers of codes i .. i + kRow - 1.
+template <class Row>
+HWY_INLINE void StoreCodes(std::int64_t size, std::int32_t bins, const Row& row,
+                           std::uint8_t* HWY_RESTRICT codes) {
+  const hn::ScalableTag<std::int32_t> d32;
+  const hn::ScalableTag<std::int16_t> d16;
+  const hn::ScalableTag<std::uint8_t> d8;
+  const auto most = hn::Set(d8, static_cast<std::uint8_t>(bins - 1));
+  // Saturating demotions work in 128-bit blocks: [a0 b0 c0 d0 a1 ...], 4 codes each.
+  HWY_ALIGN static constexpr std::int32_t kOrder[] = {0, 4, 8,  12, 1, 5, 9,  13,
+                                                      2, 6, 10, 14, 3, 7, 11, 15};
+  HWY_ALIGN static constexpr std::int32_t kOrder8[] = {0, 4, 1, 5, 2, 6, 3, 7};
+  const auto order = hn::SetTableIndices(d32, kRow == 16 ? kOrder : kOrder8);
+  std::int64_t i = 0;
+  for (; i + 4 * kRow <= size; i += 4 * kRow) {
+    const auto ab = hn::ReorderDemote2To(d16, row(i), row(i + kRow));
+    const auto cd = hn::ReorderDemote2To(d16, row(i + 2 * kRow), row(i + 3 * kRow));
+#if HWY_TARGET <= HWY_AVX3
+    const hn::Vec<decltype(d8)> blocks{_mm512_packus_epi16(ab.raw, cd.raw)};
+#else
+    const hn::Vec<decltype(d8)> blocks{_mm256_packus_epi16(ab.raw, cd.raw)};
+#endif
+    const auto v = hn::TableLookupLanes(hn::BitCast(d32, blocks), order);
+    hn::StoreU(hn::Min(hn::BitCast(d8, v), most), d8, codes + i);
+  }
+  const hn::Rebind<std::uint8_t, decltype(d32)> d8q;
+  const auto most_q = hn::Set(d8q, static_cast<std::uint8_t>(bins - 1));
+  for (; i < size; i += kRow)
+    hn::StoreU(hn::Min(hn::DemoteTo(d8q, row(i)), most_q), d8q, codes + i);
+}
+
+template <bool kHalfEven, class F>
+HWY_INLINE void Quantize(const F* w, std::int64_t size, F s, F b, std::int32_t bins,
+                         std::uint8_t* HWY_RESTRICT codes) {
+  const Step<F> step(s, b, bins);
+  StoreCodes(
+      size, bins, [&](std::int64_t i) HWY_ATTR { return RowCodes<kHalfEven>(w + i, step); }, codes);
+}
+
+// ---- W groups at a time ----
+
+template <class F>
+struct Chunk {
+  static constexpr std::int64_t kGroups = kWidth<F>;
+  const F* w[kGroups];                 // padded to whole rows
+  HWY_ALIGN F s[kGroups], b[kGroups];  // as the codes use them
+  HWY_ALIGN F stored_s[kGroups], stored_b[kGroups];
+  bool halved[kGroups];  // the range overflows: codes by affine::minmax_code
+  bool any_halved;
+  HWY_ALIGN F copies[kGroups * kMaxGroup];
+};
+
+template <class F>
+class Weights {
+ public:
+  Weights(const Op::Desc& d, const ConstView& w)
+      : data_(static_cast<const std::byte*>(w.data)),
+        element_(d.element),
+        row_bytes_(w.row_stride() * static_cast<std::int64_t>(size_of(d.element))),
+        row_groups_(d.num_groups()),
+        size_(d.group_size),
+        copy_(d.element != dtype_of<F>() || d.group_size % kRow != 0) {}
+
+  bool copied() const { return copy_; }
+
+  // The groups first ... of which count < W may be missing: the last one stands in for them.
+  HWY_INLINE void Load(std::int64_t first, std::int64_t count, Chunk<F>& c) const {
+    const std::int64_t group_bytes = size_ * static_cast<std::int64_t>(size_of(element_));
+    std::int64_t k = first % row_groups_;
+    const std::byte* row = data_ + first / row_groups_ * row_bytes_;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::byte* at = row + k * group_bytes;
+      if (++k == row_groups_) {
+        k = 0;
+        row += row_bytes_;
+      }
+      if (copy_) {
+        F* to = c.copies + i * Padded(size_);
+        Copy(at, to);
+        c.w[i] = to;
+      } else {
+        c.w[i] = reinterpret_cast<const F*>(at);
+      }
+    }
+    for (std::int64_t i = count; i < Chunk<F>::kGroups; ++i) c.w[i] = c.w[count - 1];
+  }
+
+ private:
+  template <class X>
+  HWY_INLINE void CopyFrom(const X* from, F* to) const {
+    const Tag<F> d;
+    std::int64_t i = 0;
+    for (; i + kWidth<F> <= size_; i += kWidth<F>) hn::StoreU(LoadMath(d, from + i), d, to + i);
+    for (; i < size_; ++i) to[i] = to_math(from[i]);
+    for (; i < Padded(size_); ++i) to[i] = to[0];
+  }
+  HWY_NOINLINE void Copy(const std::byte* from, F* to) const {
+    if constexpr (sizeof(F) == 8) {
+      CopyFrom(reinterpret_cast<const double*>(from), to);
+    } else if (element_ == DType::f32) {
+      CopyFrom(reinterpret_cast<const float*>(from), to);
+    } else if (element_ == DType::f16) {
+      CopyFrom(reinterpret_cast<const f16*>(from), to);
+    } else {
+      CopyFrom(reinterpret_cast<const bf16*>(from), to);
+    }
+  }
+
+  const std::byte* data_;
+  DType element_;
+  std::int64_t row_bytes_, row_groups_, size_;
+  bool copy_;
+};
+
+template <class F>
+F MaxFinite(DType dtype) {
+  if constexpr (sizeof(F) == 4) {
+    if (dtype == DType::f16) return max_finite<f16>();
+    if (dtype == DType::bf16) return max_finite<bf16>();
+  }
+  return max_finite<F>();
+}
+
+// The groups whose range is not finite, one by one.
+template <class F>
+HWY_NOINLINE void FixParams(const Op::Desc& d, Chunk<F>& c) {
+  for (std::int64_t i = 0; i < Chunk<F>::kGroups; ++i) {
+    const std::span<const F> w(c.w[i], static_cast<std::size_t>(d.group_size));
+    const affine::Range<F> range = affine::finite_range(w);
+    c.halved[i] = range.overflows();
+    c.any_halved |= c.halved[i];
+    (void)visit_float(d.scale_element(), [&]<class S>(Type<S>) {
+      if constexpr (std::is_same_v<Math<S>, F>) {
+        const bool mlx = d.method == AffineMethod::mlx && !c.halved[i];
+        const affine::Params<F> p =
+            mlx ? affine::mlx_params(range, d.bins()) : affine::minmax_params<S>(range, d.bins());
+        c.s[i] = p.s;
+        c.b[i] = p.b;
+        c.stored_s[i] = affine::stored<S>(p.s);
+        c.stored_b[i] = affine::stored<S>(p.b);
+      }
+      return Status();
+    });
+  }
+}
+
+template <class F>
+HWY_INLINE void ComputeParams(const Op::Desc& d, Chunk<F>& c) {
+  const Tag<F> t;
+  Vector<F> low[Chunk<F>::kGroups], high[Chunk<F>::kGroups];
+  const std::int64_t size = Padded(d.group_size);
+  // Min and Max give their second argument when one is NaN, so NaN weights drop out.
+  for (std::int64_t i = 0; i < Chunk<F>::kGroups; ++i) {
+    const F* w = c.w[i];
+    Vector<F> least = hn::Set(t, std::numeric_limits<F>::infinity());
+    Vector<F> most = hn::Neg(least);
+    for (std::int64_t j = 0; j < size; j += kWidth<F>) {
+      const auto x = hn::LoadU(t, w + j);
+      least = hn::Min(x, least);
+      most = hn::Max(x, most);
+    }
+    low[i] = least;
+    high[i] = most;
+  }
+  const auto zero = hn::Zero(t);
+  const auto n = hn::Set(t, static_cast<F>(d.bins() - 1));
+  const auto min = LaneFold(t, low, [](auto x, auto y) HWY_ATTR { return hn::Min(x, y); });
+  const auto max = LaneFold(t, high, [](auto x, auto y) HWY_ATTR { return hn::Max(x, y); });
+  const auto range = hn::Sub(max, min);
+  Vector<F> s = hn::Div(range, n), b = hn::Add(min, zero);
+  const DType dtype = d.scale_element();
+  if (d.method == AffineMethod::mlx) {
+    s = hn::Max(s, hn::Set(t, F(1e-7)));
+    if (d.bins() != 2) {
+      const auto negative = hn::Gt(hn::Abs(min), hn::Abs(max));
+      s = hn::IfThenElse(negative, s, hn::Neg(s));
+      const auto edge = hn::IfThenElse(negative, min, max);
+      const auto k = hn::Round(hn::Div(edge, s));
+      const auto none = hn::Eq(k, zero);
+      s = hn::IfThenElse(none, s, hn::Div(edge, k));
+      b = hn::IfThenZeroElse(none, edge);
+    }
+    hn::Store(RoundTo(dtype, s), t, c.stored_s);
+  } else {
+    s = RoundTo(dtype, hn::Min(s, hn::Set(t, MaxFinite<F>(dtype))));
+    s = hn::IfThenElse(hn::Gt(s, zero), s, hn::Set(t, F(1)));
+    hn::Store(s, t, c.stored_s);
+  }
+  hn::Store(s, t, c.s);
+  hn::Store(b, t, c.b);
+  hn::Store(b, t, c.stored_b);  // a weight, so exact
+  c.any_halved = false;
+  if (HWY_UNLIKELY(!hn::AllTrue(t, hn::IsFinite(range)))) {
+    FixParams(d, c);
+  } else {
+    std::fill_n(c.halved, Chunk<F>::kGroups, false);
+  }
+}
+
+template <class F>
+HWY_NOINLINE void QuantizeHalved(const Op::Desc& d, const F* w, affine::Params<F> p,
+                                 std::uint8_t* codes) {
+  for (std::int64_t j = 0; j < d.group_size; ++j)
+    codes[j] = affine::minmax_code(w[j], p, d.bins(), true);
+}
+
+// ---- a block's results ----
+
+template <class F>
+struct Results {
+  HWY_ALIGN F s[kBlockGroups + kWidth<F>], b[kBlockGroups + kWidth<F>];
+  HWY_ALIGN std::uint8_t codes[kBlockCodes + kRow];
+};
+
+template <class F>
+HWY_INLINE void StoreParams(const F* HWY_RESTRICT from, std::int64_t first, std::int64_t count,
+                            const MutView& to) {
+  (void)visit_float(to.dtype, [&]<class S>(Type<S>) {
+    if constexpr (std::is_same_v<Math<S>, F>) {
+      const Tag<F> t;
+      S* p = to.as<S>() + first;
+      std::int64_t i = 0;
+      for (; i + kWidth<F> <= count; i += kWidth<F>) StoreMath(t, hn::LoadU(t, from + i), p + i);
+      for (; i < count; ++i) p[i] = from_math<S>(from[i]);
+    }
+    return Status();
+  });
+}
+
+// Codes from the buffer to where they belong, streamed when there are many.
+class CodeWriter {
+ public:
+  CodeWriter(const Op::Desc& d, const MutView& q)
+      : packer_(d.code_bits()),
+        q_(static_cast<std::uint8_t*>(q.data)),
+        packed_(d.storage == CodeStorage::packed),
+        bits_(d.code_bits()),
+        row_groups_(d.num_groups()),
+        size_(d.group_size),
+        row_bytes_(q.row_stride() * static_cast<std::int64_t>(size_of(q.dtype))),
+        stream_(d.code_shape().numel() * static_cast<std::int64_t>(size_of(q.dtype)) >=
+                    kStreamBytes ||
+                cpu::grain_ignored()) {}
+
+  void Write(std::int64_t first, std::int64_t count, const std::uint8_t* codes) const {
+    while (count > 0) {
+      const std::int64_t row = first / row_groups_, k = first % row_groups_;
+      const std::int64_t groups = std::min(count, row_groups_ - k);
+      std::uint8_t* to = q_ + row * row_bytes_;
+      if (packed_) {
+        Pack(codes, groups * size_, to + k * size_ * bits_ / 8);
+      } else {
+        Copy(codes, static_cast<std::size_t>(groups * size_), to + k * size_);
+      }
+      codes += groups * size_;
+      first += groups;
+      count -= groups;
+    }
+  }
+  void Finish() const {
+    if (stream_) hwy::FlushStream();
+  }
+
+ private:
+  void Copy(const std::uint8_t* from, std::size_t bytes, std::uint8_t* to) const {
+    if (stream_) {
+      StreamCopy(from, bytes, to);
+    } else {
+      std::memcpy(to, from, bytes);
+    }
+  }
+  // Lines are assembled in L1: codes need not fill them evenly.
+  void Pack(const std::uint8_t* codes, std::int64_t count, std::uint8_t* to) const {
+    constexpr std::int64_t kPiece = 4096;
+    HWY_ALIGN std::uint8_t buffer[kPiece];
+    for (std::int64_t i = 0; i < count; i += kPiece) {
+      const auto n = static_cast<std::size_t>(std::min(kPiece, count - i));
+      const std::size_t used = packer_.Bytes(n), whole = (used + 3) / 4 * 4;
+      packer_.Pack(codes + i, n, buffer);
+      std::memset(buffer + used, 0, whole - used);
+      Copy(buffer, whole, to + i * bits_ / 8);
+    }
+  }
+
+  CodePacker packer_;
+  std::uint8_t* q_;
+  bool packed_;
+  std::int64_t bits_, row_groups_, size_, row_bytes_;
+  bool stream_;
+};
+
+// ---- minmax and mlx ----
+
+template <class F>
+HWY_INLINE void DirectBlock(const Op::Desc& d, const Weights<F>& weights, std::int64_t first,
+                            std::int64_t count, Chunk<F>& c, Results<F>& out) {
+  const Tag<F> t;
+  const std::int64_t size = d.group_size;
+  const std::int32_t bins = d.bins();
+  for (std::int64_t g = 0; g < count; g += Chunk<F>::kGroups) {
+    const std::int64_t groups = std::min(Chunk<F>::kGroups, count - g);
+    weights.Load(first + g, groups, c);
+    ComputeParams(d, c);
+    hn::StoreU(hn::Load(t, c.stored_s), t, out.s + g);
+    hn::StoreU(hn::Load(t, c.stored_b), t, out.b + g);
+    // In order: the padding behind a group's codes is overwritten by the next group's.
+    for (std::int64_t i = 0; i < groups; ++i) {
+      std::uint8_t* codes = out.codes + (g + i) * size;
+      if (d.method == AffineMethod::mlx) {
+        Quantize<true>(c.w[i], size, c.s[i], c.b[i], bins, codes);
+      } else {
+        Quantize<false>(c.w[i], size, c.s[i], c.b[i], bins, codes);
+      }
+      if (HWY_UNLIKELY(c.any_halved && c.halved[i]))
+        QuantizeHalved(d, c.w[i], affine::Params<F>{c.s[i], c.b[i]}, codes);
+    }
+  }
+}
+
+// ---- lsq ----
+
+// W slots hold a group each. A round quantises every slot's group and leaves its sums as vectors;
+// these are folded across lanes and all W fits solved at once. A group that is done is written out
+// and its slot given to the next one, so no lane waits for the slowest group.
+
+template <class V>
+struct FitTerms {  // of sum c q, sum c q q, sum c q u
+  V q, qq, qu;
+};
+template <class V>
+HWY_INLINE FitTerms<V> Plus(FitTerms<V> a, FitTerms<V> b) {
+  return {hn::Add(a.q, b.q), hn::Add(a.qq, b.qq), hn::Add(a.qu, b.qu)};
+}
+template <class D, class V>
+HWY_INLINE FitTerms<V> ZeroTerms(D d, Type<FitTerms<V>>) {
+  return {hn::Zero(d), hn::Zero(d), hn::Zero(d)};
+}
+
+// f64 terms of a vector of f32: the upper half are the odd rows of half the width.
+struct WideTerms {
+  Vector<double> lower, upper;
+};
+HWY_INLINE WideTerms Plus(WideTerms a, WideTerms b) {
+  return {hn::Add(a.lower, b.lower), hn::Add(a.upper, b.upper)};
+}
+HWY_INLINE WideTerms ZeroTerms(Tag<float>, Type<WideTerms>) {
+  const Tag<double> d;
+  return {hn::Zero(d), hn::Zero(d)};
+}
+HWY_INLINE WideTerms Widen(Vector<float> x) {
+  const Tag<double> d;
+  const hn::Half<Tag<float>> dh;
+  return {hn::PromoteTo(d, hn::LowerHalf(dh, x)), hn::PromoteTo(d, hn::UpperHalf(dh, x))};
+}
+HWY_INLINE Vector<double> Widen(Vector<double> x) { return x; }
+HWY_INLINE WideTerms Times(WideTerms a, WideTerms b) {
+  return {hn::Mul(a.lower, b.lower), hn::Mul(a.upper, b.upper)};
+}
+HWY_INLINE Vector<double> Times(Vector<double> a, Vector<double> b) { return hn::Mul(a, b); }
+
+// The tree over all lanes.
+template <class D>
+HWY_INLINE hn::TFromD<D> FoldLanes(D, hn::Vec<D> v) {
+  if constexpr (hn::MaxLanes(D()) == 1) {
+    return hn::GetLane(v);
+  } else {
+    const hn::Half<D> dh;
+    return FoldLanes(dh, hn::Add(hn::LowerHalf(dh, v), hn::UpperHalf(dh, v)));
+  }
+}
+HWY_INLINE double FoldWide(WideTerms v) {
+  return FoldLanes(Tag<double>(), hn::Add(v.lower, v.upper));
+}
+HWY_INLINE double FoldWide(Vector<double> v) { return FoldLanes(Tag<double>(), v); }
+
+template <class F, bool kWeighted>
+class Lsq {
+ public:
+  Lsq(const Op::Desc& d, const Op::Args& a)
+      : d_(d),
+        importance_(a.importance.as<float>()),
+        size_(d.group_size),
+        padded_(Padded(d.group_size)),
+        sum_{} {
+    std::fill_n(c1_, kSlots, static_cast<F>(size_));
+    std::fill_n(s_, kSlots, F(1));
+    std::fill_n(b_, kSlots, F(0));
+    std::fill_n(b0_, kSlots, F(0));
+    std::fill_n(cu_, kSlots, F(0));
+    std::fill_n(rounds_, kSlots, F(0));
+  }
+
+  void Block(const Weights<F>& weights, std::int64_t first, std::int64_t count, Chunk<F>& chunk,
+             Results<F>& out) {
+    std::uint32_t active = 0;
+    std::int64_t next = 0;
+    for (;;) {
+      for (std::uint32_t idle = ~active & kAllSlots; idle != 0 && next < count; ++next) {
+        const std::int64_t at = next % kSlots;
+        if (at == 0) {
+          weights.Load(first + next, std::min(kSlots, count - next), chunk);
+          ComputeParams(d_, chunk);
+        }
+        if (HWY_UNLIKELY(chunk.any_halved && chunk.halved[at])) {
+          out.s[next] = chunk.s[at];
+          out.b[next] = chunk.b[at];
+          QuantizeHalved(d_, chunk.w[at], affine::Params<F>{chunk.s[at], chunk.b[at]},
+                         out.codes + next * size_);
+          continue;
+        }
+        const int slot = std::countr_zero(idle);
+        Start(slot, chunk, at, first + next);
+        group_[slot] = next;
+        active |= 1u << slot;
+        idle &= idle - 1;
+      }
+      if (active == 0) return;
+      const std::uint32_t done = Solve() & active;
+      for (std::uint32_t m = done; m != 0; m &= m - 1) Finish(std::countr_zero(m), out);
+      active &= ~done;
+      for (std::uint32_t m = active; m != 0; m &= m - 1) {
+        const int slot = std::countr_zero(m);
+        s_[slot] = next_s_[slot];
+        b_[slot] = next_b_[slot];
+        rounds_[slot] += 1;
+        Round(slot);
+      }
+    }
+  }
+
+ private:
+  static constexpr std::int64_t kSlots = kWidth<F>;
+  static constexpr std::uint32_t kAllSlots = (1u << kSlots) - 1;
+  static constexpr F kUp = sizeof(F) == 4 ? F(0x1.fffffep-2f) : F(0x1.fffffffffffffp-2);
+  using D = Tag<F>;
+  using V = Vector<F>;
+
+  struct RoundLeaf {
+    const F* w;
+    const F* c;
+    F* q;
+    V s, b, b0, n;
+    HWY_INLINE FitTerms<V> operator()(std::int64_t i) const {
+      const D d;
+      const V x = hn::Load(d, w + i);
+      const V z = hn::Min(n, hn::Div(hn::Sub(x, b), s));
+      const V code = hn::Trunc(hn::Add(hn::Max(z, hn::Zero(d)), hn::Set(d, kUp)));
+      hn::Store(code, d, q + i);
+      const V u = hn::Sub(x, b0);
+      const V cq = kWeighted ? hn::Mul(hn::Load(d, c + i), code) : code;
+      return {cq, hn::Mul(cq, code), hn::Mul(cq, u)};
+    }
+    HWY_INLINE FitTerms<V> operator()(std::int64_t i, std::int64_t count) const {
+      const auto t = (*this)(i);
+      const auto first = hn::FirstN(D(), static_cast<std::size_t>(count));
+      return {hn::IfThenElseZero(first, t.q), hn::IfThenElseZero(first, t.qq),
+              hn::IfThenElseZero(first, t.qu)};
+    }
+  };
+
+  struct StartLeaf {
+    const F* w;
+    const F* c;
+    V b0;
+    HWY_INLINE TwoTerms<V> operator()(std::int64_t i) const {
+      const D d;
+      const V u = hn::Sub(hn::Load(d, w + i), b0);
+      if constexpr (!kWeighted) return {u, u};
+      const V weight = hn::Load(d, c + i);
+      return {weight, hn::Mul(weight, u)};
+    }
+    HWY_INLINE TwoTerms<V> operator()(std::int64_t i, std::int64_t count) const {
+      const auto t = (*this)(i);
+      const auto first = hn::FirstN(D(), static_cast<std::size_t>(count));
+      return {hn::IfThenElseZero(first, t.first), hn::IfThenElseZero(first, t.second)};
+    }
+  };
+
+  struct ErrorLeaf {
+    const F* w;
+    const F* c;
+    const F* q;
+    V s, b;
+    HWY_INLINE auto Terms(std::int64_t i, V difference) const {
+      const auto wide = Widen(difference);
+      const auto square = Times(wide, wide);
+      if constexpr (!kWeighted) {
+        return square;
+      } else {
+        return Times(Widen(hn::Load(D(), c + i)), square);
+      }
+    }
+    HWY_INLINE V Difference(std::int64_t i) const {
+      const D d;
+      return hn::Sub(hn::Load(d, w + i), hn::MulAdd(hn::Load(d, q + i), s, b));
+    }
+    HWY_INLINE auto operator()(std::int64_t i) const { return Terms(i, Difference(i)); }
+    HWY_INLINE auto operator()(std::int64_t i, std::int64_t count) const {
+      const auto first = hn::FirstN(D(), static_cast<std::size_t>(count));
+      return Terms(i, hn::IfThenElseZero(first, Difference(i)));
+    }
+  };
+
+  HWY_INLINE double Error(int slot) const {
+    const D d;
+    const std::int64_t at = slot * padded_;
+    return FoldWide(
+        RowTree(d, size_,
+                ErrorLeaf{w_ + at, c_ + at, q_ + at, hn::Set(d, s_[slot]), hn::Set(d, b_[slot])}));
+  }
+
+  // Codes for the slot's s and b, and their sums.
+  HWY_INLINE void Round(int slot) {
+    const D d;
+    const std::int64_t at = slot * padded_;
+    const FitTerms<V> t =
+        RowTree(d, size_,
+                RoundLeaf{w_ + at, c_ + at, q_ + at, hn::Set(d, s_[slot]), hn::Set(d, b_[slot]),
+                          hn::Set(d, b0_[slot]), hn::Set(d, static_cast<F>(d_.bins() - 1))});
+    sum_.q[slot] = t.q;
+    sum_.qq[slot] = t.qq;
+    sum_.qu[slot] = t.qu;
+  }
+
+  HWY_INLINE void Start(int slot, const Chunk<F>& chunk, std::int64_t i, std::int64_t group) {
+    const D d;
+    const std::int64_t at = slot * padded_;
+    for (std::int64_t j = 0; j < padded_; j += kSlots)
+      hn::Store(hn::LoadU(d, chunk.w[i] + j), d, w_ + at + j);
+    if constexpr (kWeighted) {
+      const float* importance = importance_ + group % d_.num_groups() * size_;
+      for (std::int64_t j = 0; j < padded_; ++j) {
+        const float c = importance[std::min(j, size_ - 1)];
+        c_[at + j] = c > 0 && c <= max_finite<float>() ? static_cast<F>(c) : F(0);
+      }
+    }
+    s_[slot] = s0_[slot] = chunk.s[i];
+    b_[slot] = b0_[slot] = chunk.b[i];
+    rounds_[slot] = 0;
+    Round(slot);
+    const auto t = RowTree(d, size_, StartLeaf{w_ + at, c_ + at, hn::Set(d, b0_[slot])});
+    if constexpr (kWeighted) c1_[slot] = FoldLanes(d, t.first);
+    cu_[slot] = FoldLanes(d, t.second);
+    error0_[slot] = Error(slot);
+  }
+
+  struct Fit {
+    Vector<double> s, b;
+  };
+  static HWY_INLINE Fit SolveWide(Vector<double> c, Vector<double> q, Vector<double> qq,
+                                  Vector<double> u, Vector<double> qu, Vector<double> b0) {
+    const auto one = hn::Set(Tag<double>(), 1.0);
+    const auto r = hn::Div(one, hn::Sub(hn::Mul(c, qq), hn::Mul(q, q)));
+    const auto s = hn::Mul(hn::Sub(hn::Mul(c, qu), hn::Mul(q, u)), r);
+    const auto b = hn::Add(b0, hn::Mul(hn::Sub(hn::Mul(qq, u), hn::Mul(q, qu)), r));
+    return {s, b};
+  }
+
+  // Fits all slots into next_s_ and next_b_; tells which slots are to stay as they are.
+  HWY_INLINE std::uint32_t Solve() {
+    const D d;
+    V fold[3][kSlots];
+    std::copy_n(sum_.q, kSlots, fold[0]);
+    std::copy_n(sum_.qq, kSlots, fold[1]);
+    std::copy_n(sum_.qu, kSlots, fold[2]);
+    const auto c = Widen(hn::Load(d, c1_)), q = Widen(LaneTrees(d, fold[0])),
+               qq = Widen(LaneTrees(d, fold[1])), u = Widen(hn::Load(d, cu_)),
+               qu = Widen(LaneTrees(d, fold[2])), b0 = Widen(hn::Load(d, b0_));
+    V s, b;
+    if constexpr (sizeof(F) == 8) {
+      const Fit fit = SolveWide(c, q, qq, u, qu, b0);
+      s = fit.s;
+      b = fit.b;
+    } else {
+      const hn::Half<D> dh;
+      const Fit lower = SolveWide(c.lower, q.lower, qq.lower, u.lower, qu.lower, b0.lower);
+      const Fit upper = SolveWide(c.upper, q.upper, qq.upper, u.upper, qu.upper, b0.upper);
+      s = hn::Combine(d, hn::DemoteTo(dh, upper.s), hn::DemoteTo(dh, lower.s));
+      b = hn::Combine(d, hn::DemoteTo(dh, upper.b), hn::DemoteTo(dh, lower.b));
+    }
+    const DType dtype = d_.scale_element();
+    const auto zero = hn::Zero(d);
+    s = RoundTo(dtype, s);
+    b = hn::Add(RoundTo(dtype, b), zero);
+    hn::Store(s, d, next_s_);
+    hn::Store(b, d, next_b_);
+    const auto usable = hn::And(hn::Gt(s, zero), hn::And(hn::IsFinite(s), hn::IsFinite(b)));
+    const auto moved = hn::Or(hn::Ne(s, hn::Load(d, s_)), hn::Ne(b, hn::Load(d, b_)));
+    const auto early = hn::Lt(hn::Load(d, rounds_), hn::Set(d, F(20)));
+    std::uint8_t bits[8] = {};
+    hn::StoreMaskBits(d, hn::And(hn::And(usable, moved), early), bits);
+    return ~(bits[0] | static_cast<std::uint32_t>(bits[1]) << 8) & kAllSlots;
+  }
+
+  static HWY_INLINE auto CodeRow(const float* q) {
+    return RoundedCodes<true>(hn::Load(Tag<float>(), q));
+  }
+  static HWY_INLINE auto CodeRow(const double* q) {
+    const Tag<double> t;
+    const hn::Half<Tag<float>> dh;
+    return RoundedCodes<true>(hn::Combine(Tag<float>(),
+                                          hn::DemoteTo(dh, hn::Load(t, q + kWidth<double>)),
+                                          hn::DemoteTo(dh, hn::Load(t, q))));
+  }
+
+  HWY_INLINE void Finish(int slot, Results<F>& out) {
+    const double error = Error(slot), error0 = error0_[slot];
+    if (!(error0 >= 0x1p-800 && error0 <= max_finite<double>() && error < error0 * (1 - 0x1p-20))) {
+      s_[slot] = s0_[slot];
+      b_[slot] = b0_[slot];
+      Round(slot);
+    }
+    const std::int64_t g = group_[slot];
+    out.s[g] = s_[slot];
+    out.b[g] = b_[slot];
+    const F* q = q_ + slot * padded_;
+    const auto row = [&](std::int64_t i) HWY_ATTR { return CodeRow(q + i); };
+    if (padded_ == size_) {
+      StoreCodes(size_, d_.bins(), row, out.codes + g * size_);
+    } else {  // slots finish in any order, so the padding must not be written
+      HWY_ALIGN std::uint8_t codes[kMaxGroup];
+      StoreCodes(size_, d_.bins(), row, codes);
+      std::memcpy(out.codes + g * size_, codes, static_cast<std::size_t>(size_));
+    }
+  }
+
+  const Op::Desc& d_;
+  const float* importance_;
+  std::int64_t size_, padded_;
+  std::int64_t group_[kSlots];
+  double error0_[kSlots];
+  HWY_ALIGN F s_[kSlots], b_[kSlots], s0_[kSlots], b0_[kSlots], next_s_[kSlots], next_b_[kSlots];
+  HWY_ALIGN F c1_[kSlots], cu_[kSlots], rounds_[kSlots];  // sum c, sum c u
+  struct Sums {
+    V q[kSlots], qq[kSlots], qu[kSlots];
+  } sum_;
+  HWY_ALIGN F w_[kSlots * kMaxGroup], q_[kSlots * kMaxGroup];
+  HWY_ALIGN F c_[kWeighted ? kSlots * kMaxGroup : 1];
+};
+
+// Calls compute(first, count, results) for each block, and writes the results.
+template <class F, class Compute>
+HWY_INLINE void ForBlocks(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
+                          std::int64_t end, const Compute& compute) {
+  const Blocks blocks(d);
+  const CodeWriter writer(d, a.q);
+  Results<F> results;
+  for (std::int64_t i = begin; i < end; ++i) {
+    const auto [first, count] = blocks[i];
+    compute(first, count, results);
+    StoreParams(results.s, first, count, a.scales);
+    StoreParams(results.b, first, count, a.biases);
+    writer.Write(first, count, results.codes);
+  }
+  writer.Finish();
+}
+
+template <class F, bool kWeighted>
+HWY_NOINLINE void InitLsq(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
+                          std::int64_t end) {
+  const Weights<F> weights(d, a.w);
+  Chunk<F> chunk;
+  Lsq<F, kWeighted> lsq(d, a);
+  ForBlocks<F>(d, a, begin, end,
+               [&](std::int64_t first, std::int64_t count, Results<F>& results)
+                   HWY_ATTR { lsq.Block(weights, first, count, chunk, results); });
+}
+
+template <class F>
+HWY_NOINLINE void InitDirect(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
+                             std::int64_t end) {
+  const Weights<F> weights(d, a.w);
+  Chunk<F> chunk;
+  ForBlocks<F>(d, a, begin, end,
+               [&](std::int64_t first, std::int64_t count, Results<F>& results)
+                   HWY_ATTR { DirectBlock(d, weights, first, count, chunk, results); });
+}
+
+template <class F>
+void InitAs(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
+  if (d.method != AffineMethod::lsq) {
+    InitDirect<F>(d, a, begin, end);
+  } else if (a.importance) {
+    InitLsq<F, true>(d, a, begin, end);
+  } else {
+    InitLsq<F, false>(d, a, begin, end);
+  }
+}
+
+void InitBlocks(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
+  if (d.element == DType::f64) {
+    InitAs<double>(d, a, begin, end);
+  } else {
+    InitAs<float>(d, a, begin, end);
+  }
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif  // BITTERN_SIMD
+
+#if HWY_ONCE
+namespace bittern {
+namespace {
+
+using Op = QdqAffineInit;
+BITTERN_EXPORT(InitBlocks);
+
+Status supports(const Op::Desc&) { return cpu::supported(); }
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
+  const Blocks blocks(d);
+  const std::int64_t grain = (std::int64_t{1} << 16) / (blocks.length * d.group_size);
+  cpu::parallel(blocks.size(), grain, [&](std::int64_t begin, std::int64_t end) {
+    BITTERN_CALL(InitBlocks)(d, a, begin, end);
+  });
+  return {};
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cpu",
+                                    .backend = "cpu",
+                                    .supports = supports,
+                                    .architecture = cpu::architecture,
+                                    .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<QdqAffineInit>> qdq_affine_init_cpu() { return kKernels; }
+
+}  // namespace bittern
+#endif  // HWY_ONCE
