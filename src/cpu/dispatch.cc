@@ -66,7 +66,7 @@ std::span<const Isa> available_isas() { return detected(); }
 
 void force_isa(Isa isa) { forced.store(isa, std::memory_order_relaxed); }
 
-std::string_view architecture() { return name(isa()); }
+std::string_view architecture(Device) { return name(isa()); }
 
 Status supported() {
   return isa() == Isa::none ? unsupported("needs a CPU with AVX2 (see BITTERN_ISA)") : Status();

@@ -73,20 +73,105 @@ HWY_INLINE void StoreCodes(DI, hn::Vec<DI> codes, Q* q) {
   hn::StoreU(hn::DemoteTo(dq, codes), dq, q);
 }
 
-// Four vectors of i32 codes as one of bytes.
-template <class VI>
-HWY_INLINE void StoreCodes4(VI a, VI b, VI c, VI d, void* q, bool is_signed) {
+// Four vectors of i32 codes as one of bytes; `interleaved` as LoadTwo<bf16> has them.
+template <bool kInterleaved, class Q, class VI>
+HWY_INLINE void StoreCodes4(VI a, VI b, VI c, VI d, Q* q) {
+  using V16 = decltype(hn::BitCast(hn::Repartition<std::int16_t, hn::DFromV<VI>>(), a));
+  const auto narrow = [](VI first, VI second) HWY_ATTR -> V16 {
+    const hn::Repartition<std::int16_t, hn::DFromV<VI>> d16;
+    if constexpr (kInterleaved) {
+      return hn::OddEven(hn::BitCast(d16, hn::ShiftLeft<16>(second)), hn::BitCast(d16, first));
+    } else {
+      return hn::ReorderDemote2To(d16, first, second);
+    }
+  };
+  const auto ab = narrow(a, b).raw, cd = narrow(c, d).raw;
 #if HWY_TARGET <= HWY_AVX3
-  const __m512i ab = _mm512_packs_epi32(a.raw, b.raw), cd = _mm512_packs_epi32(c.raw, d.raw);
-  const __m512i mixed = is_signed ? _mm512_packs_epi16(ab, cd) : _mm512_packus_epi16(ab, cd);
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i mixed =
+      std::is_signed_v<Q> ? _mm512_packs_epi16(ab, cd) : _mm512_packus_epi16(ab, cd);
+  const __m512i order =
+      kInterleaved ? _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)
+                   : _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   _mm512_storeu_si512(q, _mm512_permutexvar_epi32(order, mixed));
 #else
-  const __m256i ab = _mm256_packs_epi32(a.raw, b.raw), cd = _mm256_packs_epi32(c.raw, d.raw);
-  const __m256i mixed = is_signed ? _mm256_packs_epi16(ab, cd) : _mm256_packus_epi16(ab, cd);
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  _mm256_storeu_si256(static_cast<__m256i*>(q), _mm256_permutevar8x32_epi32(mixed, order));
+  const __m256i mixed =
+      std::is_signed_v<Q> ? _mm256_packs_epi16(ab, cd) : _mm256_packus_epi16(ab, cd);
+  const __m256i order = kInterleaved ? _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7)
+                                     : _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), _mm256_permutevar8x32_epi32(mixed, order));
 #endif
+}
+
+// ---- two vectors at once ----
+
+// Two vectors of consecutive elements in whatever lane order is cheapest: bf16 splits into its even
+// and its odd elements by a shift and a mask. StoreTwo puts them back.
+template <class D>
+struct Two {
+  hn::Vec<D> a, b;
+};
+template <class D, class T>
+HWY_INLINE Two<D> LoadTwo(D d, const T* p) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    const hn::RebindToUnsigned<D> du;
+    const auto both = hn::LoadU(du, reinterpret_cast<const std::uint32_t*>(p));
+    return {hn::BitCast(d, hn::ShiftLeft<16>(both)),
+            hn::BitCast(d, hn::And(both, hn::Set(du, 0xffff0000u)))};
+  } else {
+    return {LoadMath(d, p), LoadMath(d, p + hn::Lanes(d))};
+  }
+}
+
+template <class D, class T>
+HWY_INLINE void StoreTwo(D d, Two<D> v, T* p) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    const hn::RebindToUnsigned<D> du;
+    const hn::Repartition<std::uint16_t, D> d16;
+    // As to_bf16, in the upper half of each lane.
+    const auto round = [&](hn::Vec<D> x) HWY_ATTR {
+      const auto u = hn::BitCast(du, x);
+      const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1u));
+      const auto rounded = hn::Add(hn::Add(u, hn::Set(du, 0x7fffu)), odd);
+      const auto quiet = hn::Or(u, hn::Set(du, 0x400000u));
+      return hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(x)), quiet, rounded);
+    };
+    const auto even = hn::BitCast(d16, hn::ShiftRight<16>(round(v.a)));
+    hn::StoreU(hn::OddEven(hn::BitCast(d16, round(v.b)), even), d16,
+               reinterpret_cast<std::uint16_t*>(p));
+  } else {
+    StoreMath(d, v.a, p);
+    StoreMath(d, v.b, p + hn::Lanes(d));
+  }
+}
+
+// ---- half x with half scales: R(x / s) without a division ----
+
+// Two significands of at most 11 bits: x / s is a tie k + 1/2 exactly, or at least 2^-12 away from
+// one. NearQuotient is exact where x / s is representable and within 2^-22 of it, relatively, so up
+// to |z| = 512 it rounds as the quotient does, and beyond it is as far outside. Not so for scales
+// near the ends of the exponent range (Inverse is then 0) nor for x that makes it NaN.
+inline constexpr float kNearLimit = 512;
+
+// 1 / s, or 0 where the quotient needs a division.
+template <class D>
+HWY_INLINE hn::Vec<D> Inverse(D d, hn::Vec<D> s, hn::Vec<D> lo, hn::Vec<D> hi) {
+  const auto size = hn::Abs(s), limit = hn::Set(d, kNearLimit);
+  const auto ordinary =
+      hn::And(hn::Gt(size, hn::Set(d, 0x1p-100f)), hn::Lt(size, hn::Set(d, 0x1p100f)));
+  const auto near = hn::And(hn::Ge(lo, hn::Neg(limit)), hn::Le(hi, limit));
+  return hn::IfThenElseZero(hn::And(ordinary, near), hn::Div(hn::Set(d, 1.0f), s));
+}
+
+template <class V>
+HWY_INLINE V NearQuotient(V x, V s, V inverse) {
+  const auto z = hn::Mul(x, inverse);
+  return hn::MulAdd(hn::NegMulAdd(z, s, x), inverse, z);
+}
+
+// Infinite and NaN x, and products that overflow.
+template <class D>
+HWY_INLINE bool AnyNaN(D d, hn::Vec<D> a, hn::Vec<D> b) {
+  return !hn::AllFalse(d, hn::IsNaN(hn::Add(a, b)));
 }
 
 // ---- parameters ----
@@ -136,6 +221,31 @@ HWY_INLINE void LoadScales(const void* scale, std::int64_t first, std::int64_t c
   for (; i < count; ++i) to[i] = to_math(from[i]);
 }
 
+template <class F>
+HWY_INLINE void LoadZeros(const ParamTensors& t, std::int64_t first, std::int64_t count,
+                          std::int64_t at, RunParams<F>& p) {
+  const hn::ScalableTag<F> d;
+  const hn::Rebind<std::int32_t, decltype(d)> di;
+  std::int64_t i = 0;
+  for (; i + kLanes<F> <= count; i += kLanes<F>) {
+    const auto zero =
+        t.zero_point == nullptr ? hn::Zero(di) : hn::LoadU(di, t.zero_point + first + i);
+    if constexpr (sizeof(F) == 4) {
+      hn::StoreU(hn::ConvertTo(d, zero), d, p.zero + at + i);
+      const auto far = hn::Or(hn::Gt(zero, hn::Set(di, kFarZeroPoint)),
+                              hn::Lt(zero, hn::Set(di, -kFarZeroPoint)));
+      p.any_far |= t.far_range() || !hn::AllFalse(di, far);
+    } else {
+      hn::StoreU(hn::PromoteTo(d, zero), d, p.zero + at + i);
+    }
+  }
+  for (; i < count; ++i) {
+    const std::int32_t zero = t.zero(first + i);
+    p.zero[at + i] = static_cast<F>(zero);
+    p.any_far |= IsFar<F>(t, zero);
+  }
+}
+
 // Parameters first .. first + count - 1 into p.*[at ...].
 template <class F>
 void LoadParams(const ParamTensors& t, std::int64_t first, std::int64_t count, std::int64_t at,
@@ -149,11 +259,7 @@ void LoadParams(const ParamTensors& t, std::int64_t first, std::int64_t count, s
   } else {
     LoadScales<f16>(t.scale, first, count, p.scale + at);
   }
-  for (std::int64_t i = 0; i < count; ++i) {
-    const std::int32_t zero = t.zero(first + i);
-    p.zero[at + i] = static_cast<F>(zero);
-    p.any_far |= IsFar<F>(t, zero);
-  }
+  LoadZeros(t, first, count, at, p);
 }
 
 template <class F>
@@ -224,10 +330,35 @@ HWY_INLINE void QuantizeRun(const Source& source, std::int64_t n, Q* q, const X*
   std::int64_t i = 0;
   if constexpr (sizeof(F) == 4) {
     for (; i + 4 * kN <= n; i += 4 * kN)
-      StoreCodes4(codes(i), codes(i + kN), codes(i + 2 * kN), codes(i + 3 * kN), q + i,
-                  std::is_signed_v<Q>);
+      StoreCodes4<false>(codes(i), codes(i + kN), codes(i + 2 * kN), codes(i + 3 * kN), q + i);
   }
   for (; i < n; i += kN) StoreCodes(hn::Rebind<std::int32_t, decltype(d)>(), codes(i), q + i);
+}
+
+// The same for half x and half scales, given Inverse's result, not 0.
+template <class D, class Q, class X>
+HWY_INLINE void QuantizeHalfRun(const OneRun<D>& run, float inverse, std::int64_t n, Q* q,
+                                const X* x) {
+  constexpr std::int64_t kN = kLanes<float>;
+  const D d;
+  const auto& p = run.v;
+  const auto r = hn::Set(d, inverse);
+  std::int64_t i = 0;
+  for (; i + 4 * kN <= n; i += 4 * kN) {
+    const Two<D> x0 = LoadTwo(d, x + i), x1 = LoadTwo(d, x + i + 2 * kN);
+    auto a = NearQuotient(x0.a, p.scale, r), b = NearQuotient(x0.b, p.scale, r);
+    auto c = NearQuotient(x1.a, p.scale, r), e = NearQuotient(x1.b, p.scale, r);
+    if (HWY_UNLIKELY(AnyNaN(d, hn::Add(a, b), hn::Add(c, e)))) {
+      a = Quotient(d, x0.a, p.scale);
+      b = Quotient(d, x0.b, p.scale);
+      c = Quotient(d, x1.a, p.scale);
+      e = Quotient(d, x1.b, p.scale);
+    }
+    const auto code = [&](hn::Vec<D> z)
+                          HWY_ATTR { return CodeOf(d, hn::Clamp(z, p.lo, p.hi), p.zero); };
+    StoreCodes4<std::is_same_v<X, bf16>>(code(a), code(b), code(c), code(e), q + i);
+  }
+  if (i < n) QuantizeRun(run, n - i, q + i, x + i);
 }
 
 // ---- tiles ----

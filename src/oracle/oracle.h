@@ -116,9 +116,11 @@ Problem<Op> make_problem(const typename Op::Desc& desc, std::uint64_t seed, cons
 
 struct Report {
   std::int64_t compared = 0;          // kernel runs compared with ref
+  std::int64_t compared_cuda = 0;     // of these, on a CUDA device
   std::vector<std::string> failures;  // each one line, with its reproducer
   void add(const Report& other) {
     compared += other.compared;
+    compared_cuda += other.compared_cuda;
     failures.insert(failures.end(), other.failures.begin(), other.failures.end());
   }
 };

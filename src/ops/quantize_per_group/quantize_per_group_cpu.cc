@@ -20,17 +20,34 @@ using Op = QuantizePerGroup;
 template <class X, class Q>
 struct Body {
   using F = Math<X>;
-  const Op::Desc& d;
+  using D = hn::ScalableTag<F>;
+  const Op::Desc& desc;
+  alignas(64) F inverse[RunParams<F>::kSize];
 
-  void Prepare(const RunParams<F>&, std::int64_t) const {}
+  HWY_INLINE explicit Body(const Op::Desc& d) : desc(d) {}
+
+  void Prepare(const RunParams<F>& p, std::int64_t runs) {
+    if constexpr (sizeof(X) == 2) {
+      const D d;
+      const bool half_scales = !desc.f32_scale;
+      for (std::int64_t i = 0; i < runs; i += kLanes<F>)
+        hn::Store(half_scales ? Inverse(d, hn::Load(d, p.scale + i), hn::Load(d, p.lo + i),
+                                        hn::Load(d, p.hi + i))
+                              : hn::Zero(d),
+                  d, inverse + i);
+    }
+  }
 
   template <class Source>
   HWY_INLINE void operator()(const Source& source, std::int64_t n, Q* q, const X* x) const {
+    if constexpr (sizeof(X) == 2 && std::is_same_v<Source, OneRun<D>>) {
+      if (inverse[source.k] != 0) return QuantizeHalfRun(source, inverse[source.k], n, q, x);
+    }
     QuantizeRun(source, n, q, x);
   }
 
   Q Exact(F s, std::int32_t zero, X x) const {
-    return static_cast<Q>(quantize_code(quotient(to_math(x), s), zero, d.q_min, d.q_max));
+    return static_cast<Q>(quantize_code(quotient(to_math(x), s), zero, desc.q_min, desc.q_max));
   }
 };
 
@@ -40,7 +57,7 @@ void RunQuantizePerGroup(const Op::Desc& d, const Op::Args& a, std::int64_t begi
                        d.q_max};
   (void)visit_float(d.element, [&]<class X>(Type<X>) {
     return visit<std::int8_t, std::uint8_t>(d.code, [&]<class Q>(Type<Q>) {
-      Body<X, Q> body{d};
+      Body<X, Q> body(d);
       ForEachTile<Math<X>>(d.geometry(), t, begin, end, body, Rows<Q>(a.q), Rows<const X>(a.x));
       return Status();
     });

@@ -97,11 +97,17 @@ struct Body {
                            const X* x) const {
     const D d;
     const auto lo = hn::Set(d, x_lo[run.k]), hi = hn::Set(d, x_hi[run.k]);
-    for (std::int64_t i = 0; i < n; i += kLanes<F>) {
-      const auto v = LoadMath(d, x + i);
-      const auto outside = hn::Or(hn::Lt(v, lo), hn::Gt(v, hi));
-      StoreMath(d, hn::IfThenZeroElse(outside, hn::Div(LoadMath(d, dy + i), run.v.scale)), dx + i);
+    const auto pass = [&](hn::Vec<D> dy_i, hn::Vec<D> x_i) HWY_ATTR {
+      return hn::IfThenZeroElse(hn::Or(hn::Lt(x_i, lo), hn::Gt(x_i, hi)),
+                                hn::Div(dy_i, run.v.scale));
+    };
+    std::int64_t i = 0;
+    for (; i + 2 * kLanes<F> <= n; i += 2 * kLanes<F>) {
+      const Two<D> u = LoadTwo(d, dy + i), v = LoadTwo(d, x + i);
+      StoreTwo(d, {pass(u.a, v.a), pass(u.b, v.b)}, dx + i);
     }
+    for (; i < n; i += kLanes<F>)
+      StoreMath(d, pass(LoadMath(d, dy + i), LoadMath(d, x + i)), dx + i);
   }
 
   X Exact(F s, std::int32_t zero, X dy, X x) const {
