@@ -1,6 +1,6 @@
 #include "cli/bench_problem.h"
 
-#include <array>
+#include <algorithm>
 #include <cmath>
 
 #include "cpu/parallel.h"

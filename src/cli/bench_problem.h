@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "cli/bench_meter.h"
-#include "cli/cli.h"
+#include "plan/any_op.h"
 
 namespace bittern::cli {
 

@@ -1,0 +1,299 @@
+#!/usr/bin/env python3
+"""Puts other libraries beside `bittern bench`: the same problems, sizes and threads.
+
+    bench/peers.py --threads 2 --json peers.json
+    bench/peers.py --python torch=/some/venv/bin/python --op "quantize_per_group f32"
+
+For each op, bittern runs first and measures the machine's copy bandwidth around its own samples;
+the peers follow at once and are set against that same copy. Every peer runs in a process of its
+own. `torch` gives two rows, eager and torch.compile. A peer that is not installed is a row that
+says so.
+
+All get huge pages where the system grants them, and memory that is kept between calls, so that no
+one pays for page faults. GB/s counts the bytes the op must read and write at least.
+"""
+
+import argparse
+import ctypes
+import glob
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROWS, COLUMNS = 8192, 4096  # 32 Mi elements, as in `bittern bench`
+QUICK_FACTOR = 8
+
+# What bittern calls it, the fields that single out the case, and the peers that do the same work.
+OPS = {
+    "quantize_per_group f32": (
+        "quantize_per_group", {"element": "f32"}, ("torch",)),
+    "quantize_per_group bf16": (
+        "quantize_per_group", {"element": "bf16"}, ("torch",)),
+    "quantize_per_group_backward f32": (
+        "quantize_per_group_backward", {"element": "f32"}, ("torch",)),
+    "quantize_per_group_backward bf16": (
+        "quantize_per_group_backward", {"element": "bf16"}, ("torch",)),
+    "qdq_affine_init minmax f32": (
+        "qdq_affine_init", {"element": "f32", "method": "minmax"}, ("torch", "ggml")),
+    "qdq_affine_init mlx f32 packed": (
+        "qdq_affine_init", {"element": "f32", "method": "mlx", "storage": "packed"}, ("mlx",)),
+    "qdq_affine_forward f32": (
+        "qdq_affine_forward", {"element": "f32", "storage": "u8"}, ("torch",)),
+    "qdq_affine_forward f32 packed": (
+        "qdq_affine_forward", {"element": "f32", "storage": "packed"}, ("mlx",)),
+    "qdq_affine_backward f32": (
+        "qdq_affine_backward", {"element": "f32", "storage": "u8"}, ("torch",)),
+    "pack_codes 4 bit": ("pack_codes", {"bits": 4}, ("torch",)),
+    "unpack_codes 4 bit": ("unpack_codes", {"bits": 4}, ("torch",)),
+}  # fmt: skip
+MODULES = {"torch": "torch", "mlx": "mlx", "ggml": "llama_cpp"}
+TITLES = {"torch": ("torch eager", "torch.compile"), "mlx": ("mlx",), "ggml": ("ggml Q4_1",)}
+
+
+def seconds(work, repeat):
+    work()
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+# ---- the peers; each returns [(title, version, seconds, bytes, note)] ----
+
+
+def torch_rows(op, rows, threads, repeat):
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(1)
+    n, group = rows * COLUMNS, 64 if "affine" in op else 128
+    dtype = torch.bfloat16 if "bf16" in op else torch.float32
+    x = (torch.randn(n // group, group) * 0.02).to(dtype)
+    s = (torch.rand(n // group, 1) * 2.4e-4 + 3.6e-4).to(dtype)
+    zp = torch.randint(-3, 4, (n // group, 1), dtype=torch.int32)
+
+    # Arithmetic in f32, as the op's contract has it.
+    def quantize(x, s, zp):
+        return (torch.round(x.float() / s.float()) + zp).clamp(-128, 127).to(torch.int8)
+
+    def quantize_backward(dy, x, s, zp):
+        code = torch.round(x.float() / s.float()) + zp
+        inside = (code >= -128) & (code <= 127)
+        return torch.where(inside, dy.float() / s.float(), 0.0).to(dtype)
+
+    def affine_init(w):
+        low, high = torch.aminmax(w, dim=1, keepdim=True)
+        s = (high - low) / 15
+        s = torch.where(s > 0, s, 1.0)
+        return torch.floor((w - low) / s + 0.5).clamp(0, 15).to(torch.uint8), s, low
+
+    def affine_forward(q, s, b):
+        return q * s + b
+
+    def affine_backward(q, dy):
+        return (q * dy).sum(1), dy.sum(1)
+
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+
+    def pack(codes):
+        return (codes.to(torch.int32) << shifts).sum(1, dtype=torch.int32)
+
+    def unpack(words):
+        return ((words[:, None] >> shifts) & 15).to(torch.uint8)
+
+    codes = torch.randint(0, 16, (n // group, group), dtype=torch.uint8)
+    nibbles = codes.view(-1, 8)
+    wide = x.element_size()
+    params = n // group
+    function, inputs, size = {
+        "quantize_per_group": (quantize, (x, s, zp), n * (wide + 1) + params * (wide + 4)),
+        "quantize_per_group_backward": (
+            quantize_backward, (torch.randn(x.shape).to(dtype), x, s, zp),
+            3 * n * wide + params * (wide + 4)),
+        "qdq_affine_init": (affine_init, (x,), n * 5 + params * 8),
+        "qdq_affine_forward": (affine_forward, (codes, s, s), n * 5 + params * 8),
+        "qdq_affine_backward": (affine_backward, (codes, x), n * 5 + params * 8),
+        "pack_codes": (pack, (nibbles,), n + n // 2),
+        "unpack_codes": (unpack, (pack(nibbles),), n + n // 2),
+    }[OPS[op][0]]  # fmt: skip
+    out = []
+    with torch.no_grad():
+        for title, f in zip(TITLES["torch"], (function, torch.compile(function, dynamic=False))):
+            try:
+                took, note = seconds(lambda: f(*inputs), repeat), ""
+            except Exception as error:  # no compiler, or one that fails: a row, not the end
+                took, note = None, f"failed: {type(error).__name__}"
+            out.append((title, torch.__version__, took, size, note))
+    return out
+
+
+def mlx_rows(op, rows, threads, repeat):
+    import mlx.core as mx
+
+    mx.set_default_device(mx.cpu)
+    n = rows * COLUMNS
+    w = mx.random.normal((rows, COLUMNS)) * 0.02
+    packed = mx.quantize(w, group_size=64, bits=4)
+    mx.eval(w, packed)
+    if OPS[op][0] == "qdq_affine_init":
+        work = lambda: mx.eval(mx.quantize(w, group_size=64, bits=4))
+    else:
+        work = lambda: mx.eval(mx.dequantize(*packed, group_size=64, bits=4))
+    size = 4 * n + n // 2 + n // 64 * 8
+    version = importlib.metadata.version("mlx")
+    return [("mlx", version, seconds(work, repeat), size, "threads as mlx chooses")]
+
+
+def ggml_rows(op, rows, threads, repeat):
+    import concurrent.futures
+
+    import numpy
+
+    folder = pathlib.Path(importlib.util.find_spec("llama_cpp").origin).parent / "lib"
+    library = ctypes.CDLL(sorted(glob.glob(str(folder / "libggml-base.so*")))[0])
+    quantize = library.ggml_quantize_chunk
+    quantize.restype = ctypes.c_size_t
+    quantize.argtypes = [
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
+        ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
+    ]  # fmt: skip
+    q4_1 = 3
+    n = rows * COLUMNS
+    w = (numpy.random.default_rng(1).standard_normal(n, dtype=numpy.float32) * 0.02).copy()
+    out = numpy.zeros(n // 32 * 20, dtype=numpy.uint8)
+    edges = [rows * t // threads for t in range(threads + 1)]
+    pool = concurrent.futures.ThreadPoolExecutor(threads)
+
+    def part(t):  # ctypes releases the GIL
+        first, count = edges[t], edges[t + 1] - edges[t]
+        quantize(q4_1, w.ctypes.data, out.ctypes.data, first * COLUMNS, count, COLUMNS, None)
+
+    took = seconds(lambda: list(pool.map(part, range(threads))), repeat)
+    version = "llama-cpp-python " + importlib.metadata.version("llama-cpp-python")
+    return [("ggml Q4_1", version, took, 4 * n + out.nbytes, "groups of 32, scales f16")]
+
+
+WORKERS = {"torch": torch_rows, "mlx": mlx_rows, "ggml": ggml_rows}
+
+
+# ---- the orchestra ----
+
+
+def worker_environment(peer, threads):
+    env = dict(os.environ)
+    # Memory from brk, never handed back, in huge pages: what malloc gives is reused by later calls.
+    env["GLIBC_TUNABLES"] = (
+        "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776:glibc.malloc.hugetlb=1"
+    )
+    env["OMP_NUM_THREADS"] = str(threads)
+    if peer == "torch":  # others start threads that would inherit the first one's place
+        env.update(OMP_PROC_BIND="spread", OMP_PLACES="cores", THP_MEM_ALLOC_ENABLE="1")
+    return env
+
+
+def run_peer(args, peer, op, rows):
+    python = dict(p.split("=", 1) for p in args.python).get(peer, sys.executable)
+    command = [python, __file__, "--worker", peer, "--op", op, "--rows", str(rows)]
+    command += ["--threads", str(args.threads), "--repeat", str(args.repeat)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=worker_environment(peer, args.threads)
+    )
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    why = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return [(title, "", None, None, f"failed: {why}") for title in TITLES[peer]]
+
+
+def run_worker(args):
+    if importlib.util.find_spec(MODULES[args.worker]) is None:
+        result = [(t, "", None, None, "not installed") for t in TITLES[args.worker]]
+    else:
+        result = WORKERS[args.worker](args.op[0], args.rows, args.threads, args.repeat)
+    print(json.dumps(result))
+
+
+def run_bittern(args, op):
+    name, fields, _ = OPS[op]
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "bench.json"
+        command = [args.bittern, "bench", name, "--device", "cpu", "--quiet", "--json", path]
+        command += ["--threads", str(args.threads)] + ["--quick"] * args.quick
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            sys.exit(f"peers.py: {done.stderr.strip()}")
+        report = json.loads(path.read_text())
+    for row in report["rows"]:
+        if all(row["problem"].get(k) == v for k, v in fields.items()):
+            return report["machine"], row
+    sys.exit(f"peers.py: bittern bench {name} has no case with {fields}")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bittern", default=str(ROOT / "build/release/bittern"), metavar="PATH")
+    parser.add_argument("--op", action="append", metavar="OP", help=f"of: {', '.join(OPS)}")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="1/8 of the elements")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="PEER=PATH",
+        help="the Python that has torch, mlx or ggml (llama_cpp); default: this one",
+    )  # fmt: skip
+    parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=int, default=ROWS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for op in args.op or []:
+        if op not in OPS:
+            parser.error(f"--op: {op}, expected one of: {', '.join(OPS)}")
+    if args.worker:
+        return run_worker(args)
+    if not os.access(args.bittern, os.X_OK):
+        parser.error(f"--bittern: {args.bittern}: no such program, expected the command's path")
+
+    line = "{:<33} {:<14} {:<26} {:>9} {:>7} {:>9} {:>6}  {}"
+    rows, machine = [], None
+    for op in args.op or OPS:
+        machine, ours = run_bittern(args, op)
+        if not rows:
+            print(f"{machine['cpu']}, {machine['threads']} threads, bittern {machine['isa']}")
+            print(line.format("op", "peer", "version", "ms", "GB/s", "copy GB/s", "ratio", "note"))
+        copy = ours["limit_gb_s"]
+        found = [("bittern", machine["version"], ours["ms"], ours["gb_s"], ours["ratio"], "")]
+        size = ROWS // (QUICK_FACTOR if args.quick else 1)
+        for peer in OPS[op][2]:
+            for title, version, took, bytes_, note in run_peer(args, peer, op, size):
+                gb_s = bytes_ / took / 1e9 if took else None
+                found.append(
+                    (title, version, took and 1e3 * took, gb_s, gb_s and gb_s / copy, note)
+                )
+        for title, version, ms, gb_s, ratio, note in found:
+            rows.append(
+                {"op": op, "peer": title, "version": version, "ms": ms, "gb_s": gb_s,
+                 "limit_gb_s": copy, "ratio": ratio, "note": note}
+            )  # fmt: skip
+            show = lambda x, form: "-" if x is None else format(x, form)
+            text = line.format(
+                op, title, version or "-", show(ms, ".3f"), show(gb_s, ".1f"), show(copy, ".1f"),
+                show(ratio, ".2f"), note,
+            )  # fmt: skip
+            print(text.rstrip(), flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"machine": machine, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

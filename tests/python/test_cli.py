@@ -1,0 +1,207 @@
+"""The command: what it prints, what it refuses, and with which exit status. No timing is judged."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BUILDS = [ROOT / "build" / preset / "bittern" for preset in ("release", "dev")]
+COMMAND = os.environ.get("BITTERN_COMMAND") or next((str(p) for p in BUILDS if p.exists()), None)
+
+pytestmark = pytest.mark.skipif(
+    COMMAND is None, reason="the command is not built (build/release/bittern)"
+)
+
+
+def bittern(*args, env=None):
+    return subprocess.run(
+        [COMMAND, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, **(env or {})},
+    )
+
+
+def refused(result, status, *texts):
+    """One line on stderr, nothing on stdout, the given exit status."""
+    assert result.returncode == status, result
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("bittern: "), result.stderr
+    for text in texts:
+        assert text in result.stderr
+
+
+def test_version():
+    result = bittern("--version")
+    assert result.returncode == 0
+    assert re.fullmatch(r"bittern \d+\.\d+\.\d+\n", result.stdout)
+
+
+def test_help_names_the_verbs():
+    result = bittern("--help")
+    assert result.returncode == 0
+    for verb in ("ops", "check", "bench"):
+        assert verb in result.stdout
+
+
+@pytest.mark.parametrize("verb", ["ops", "check", "bench"])
+def test_help_of_a_verb_has_an_example(verb):
+    result = bittern(verb, "--help")
+    assert result.returncode == 0
+    assert f"Example: bittern {verb}" in result.stdout
+    for flag in ("--device", "--threads", "--json", "--quiet"):
+        assert flag in result.stdout
+
+
+@pytest.mark.parametrize(
+    "args, texts",
+    [
+        ([], ["no verb", "ops check bench"]),
+        (["frobnicate"], ["frobnicate", "ops check bench"]),
+        (["ops", "--frobnicate"], ["--frobnicate", "--json"]),
+        (["bench", "--frobnicate"], ["--frobnicate", "--quick"]),
+        (["ops", "frobnicate"], ["frobnicate", "quantize_per_group"]),
+        (["check", "frobnicate"], ["frobnicate", "quantize_per_group"]),
+        (["bench", "frobnicate"], ["frobnicate", "quantize_per_group"]),
+        (["bench", "--filter", "frobnicate"], ["--filter", "frobnicate"]),
+        (["bench", "--threads", "0"], ["--threads", "0, expected an integer 1.."]),
+        (["bench", "--threads", "two"], ["--threads", "two, expected an integer 1.."]),
+        (["bench", "--threads"], ["--threads"]),
+        (["bench", "--repeat", "-1"], ["--repeat", "-1, expected an integer 1.."]),
+        (["check", "--seed", "x"], ["--seed", "x, expected an integer"]),
+        (["ops", "--device", "tpu"], ["--device", "tpu", "expected auto, cpu, cuda or cuda:n"]),
+        (["ops", "--device", "cuda:x"], ["--device", "cuda:x", "cuda:n"]),
+        (["check", "--outer_size=5"], ["--outer_size", "bittern check OP"]),
+        (["check", "quantize_per_group", "--colour=5"], ["colour", "outer_size"]),
+        (["check", "quantize_per_group", "--outer_size"], ["--outer_size=value"]),
+        (["check", "quantize_per_group", "--outer_size=x"], ["outer_size: x, expected an integer"]),
+        (["check", "quantize_per_group", "--element=f33"], ["element: f33, expected", "bf16"]),
+        (["check", "quantize_per_group", "--outer_size=-1"], ["outer_size"]),
+        (["check", "quantize_per_group", "extra"], ["extra"]),
+    ],
+)
+def test_bad_usage_is_one_line(args, texts):
+    refused(bittern(*args), 2, *texts)
+
+
+@pytest.mark.parametrize("verb", ["ops", "check", "bench"])
+def test_a_device_that_is_not_there(verb, tmp_path):
+    env = {"BITTERN_CUDA_PLUGIN": str(tmp_path / "none.so")}
+    refused(bittern(verb, "--device", "cuda", env=env), 4, "--device cuda", "none.so")
+
+
+@pytest.mark.parametrize("verb", ["ops", "check", "bench"])
+def test_json_that_cannot_be_written(verb, tmp_path):
+    refused(bittern(verb, "--json", tmp_path / "no" / "x.json"), 4, "--json", "no/x.json")
+    there = tmp_path / "there.json"
+    there.write_text("mine")
+    refused(bittern(verb, "--json", there), 2, "--json", "exists", "--force")
+    assert there.read_text() == "mine"
+
+
+def test_ops_lists_every_op_with_its_guarantee(tmp_path):
+    path = tmp_path / "ops.json"
+    result = bittern("ops", "--json", path)
+    assert result.returncode == 0 and result.stderr == ""
+    ops = json.loads(path.read_text())
+    assert list(tmp_path.iterdir()) == [path]
+    for op in ops:
+        line = next(l for l in result.stdout.splitlines() if l.startswith(op["op"] + " "))
+        assert "same bits on all backends" in line
+        backends = {b["backend"]: b for b in op["backends"]}
+        assert backends["ref"]["dtypes"] and list(backends) == ["ref", "cpu", "cuda"]
+        assert backends["ref"]["guarantee"]["same_bits_on_all_backends"] is True
+        assert op["fields"] and op["operands"] and op["chosen_here"]["backend"] in backends
+    assert bittern("ops", "--quiet", "--json", path, "--force").stdout == ""
+
+
+def test_ops_shows_an_op():
+    result = bittern("ops", "quantize_per_group")
+    assert result.returncode == 0
+    for text in ("--granularity", "group token channel tensor", "zero_point", "optional", "ref"):
+        assert text in result.stdout
+
+
+def test_check_one_problem_as_the_oracle_prints_it(tmp_path):
+    # The form of an oracle's reproducer, word for word.
+    line = (
+        "check quantize_per_group --outer_size=5 --axis_size=96 --inner_size=1 --group_size=32 "
+        "--granularity=group --q_min=-128 --q_max=127 --element=bf16 --code=s8 "
+        "--f32_scale=false --seed=3"
+    )
+    path = tmp_path / "check.json"
+    result = bittern(*line.split(), "--json", path)
+    assert result.returncode == 0, result
+    (row,) = json.loads(path.read_text())
+    assert row["op"] == "quantize_per_group" and row["compared"] > 0 and row["failures"] == []
+    spaced = bittern("check", "quantize_per_group", "--outer_size", 5, "--axis_size", 128)
+    assert spaced.returncode == 0, spaced
+
+
+def test_check_prints_a_line_per_op():
+    result = bittern("check", "pack_codes", "--quick", "--threads", 2)
+    assert result.returncode == 0, result
+    assert re.search(r"^pack_codes +[1-9]\d* +0 +[\d.]+$", result.stdout, re.M)
+    assert result.stderr == ""
+
+
+def test_bench_prints_its_limits_and_ratios(tmp_path):
+    path = tmp_path / "bench.json"
+    result = bittern(
+        "bench", "pack_codes", "quantize_per_group", "--quick", "--repeat", 1, "--threads", 2,
+        "--device", "cpu", "--json", path,
+    )  # fmt: skip
+    assert result.returncode == 0, result
+    assert "QUICK" in result.stdout and "2 threads" in result.stdout
+    assert "streaming copy" in result.stdout and "GFLOP/s" in result.stdout
+    heading = next(l for l in result.stdout.splitlines() if l.startswith("op "))
+    assert re.split(r"  +", heading.replace("copy GB/s", " copy GB/s "))[:2] == ["op", "case"]
+    for column in ("kernel", "ms", "GB/s", "copy GB/s", "ratio", "Melem/s/core"):
+        assert column in heading
+    report = json.loads(path.read_text())
+    machine = report["machine"]
+    for key in ("copy_gb_s", "streaming_gb_s", "memcpy_gb_s", "gemm_gflop_s"):
+        assert machine[key] > 0
+    assert machine["threads"] == 2 and machine["quick"] is True
+    assert {"cpu", "cores", "pinned", "isa", "version"} <= machine.keys()
+    assert {r["op"] for r in report["rows"]} == {"pack_codes", "quantize_per_group"}
+    for row in report["rows"]:
+        assert row["ms"] > 0 and row["gb_s"] > 0 and row["limit_gb_s"] > 0 and row["ratio"] > 0
+        assert row["kernel"] in ("cpu", "ref") and row["device"] == "cpu"
+        assert row["problem"]["outer_size"] > 0 and row["case"]
+
+
+def test_bench_measures_the_plan(tmp_path):
+    path = tmp_path / "bench.json"
+    result = bittern("bench", "--quick", "--filter", "plan overhead", "--quiet", "--json", path)
+    assert result.returncode == 0 and result.stdout == "", result
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["op"] == "plan overhead" and 0 < row["ms"]
+
+
+def test_peers_script_explains_itself():
+    result = subprocess.run(
+        [sys.executable, ROOT / "bench" / "peers.py", "--help"], capture_output=True, text=True
+    )
+    assert result.returncode == 0 and "torch" in result.stdout
+
+
+def test_peers_script_names_what_is_missing(tmp_path):
+    path = tmp_path / "peers.json"
+    result = subprocess.run(
+        [sys.executable, ROOT / "bench" / "peers.py", "--bittern", COMMAND, "--quick", "--op",
+         "pack_codes 4 bit", "--threads", "2", "--json", path],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert result.returncode == 0, result
+    rows = json.loads(path.read_text())["rows"]
+    assert {"bittern", "torch eager", "torch.compile"} <= {r["peer"] for r in rows}
+    for row in rows:
+        assert row["ms"] is None or row["ms"] > 0
+        assert row["ms"] is not None or row["note"]
