@@ -66,7 +66,7 @@ constexpr Kernel<Double> kFast[] = {
          [](const Double::Desc& d) {
            return d.columns > 4 ? unsupported("more than 4 columns") : Status();
          },
-     .architecture = [] { return std::string_view("toy"); },
+     .architecture = [](Device) { return std::string_view("toy"); },
      .run = run_double}};
 constexpr Kernel<Double> kRef[] = {{.name = "ref",
                                     .backend = "ref",

@@ -46,7 +46,8 @@ struct AffineDesc {
   std::int64_t num_groups() const { return group_size > 0 ? axis_size / group_size : 0; }
   std::int32_t bins() const { return n_bins != 0 ? n_bins : bits != 0 ? 1 << bits : 16; }
   std::int32_t code_bits() const {
-    return bits != 0 ? bits : std::bit_width(static_cast<std::uint32_t>(bins() - 1));
+    if (bits != 0) return bits;
+    return static_cast<std::int32_t>(std::bit_width(static_cast<std::uint32_t>(bins() - 1)));
   }
   DType scale_element() const { return f32_scale ? DType::f32 : element; }
   DType code_element() const { return storage == CodeStorage::u8 ? DType::u8 : DType::u32; }

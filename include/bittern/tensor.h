@@ -54,6 +54,12 @@ struct View {
     }
   }
   explicit operator bool() const { return data != nullptr; }
+  // What may be written may be read.
+  template <class Const>
+    requires(std::is_const_v<Const> && !std::is_const_v<Void>)
+  operator View<Const>() const {
+    return {data, dtype, device, shape, stride};
+  }
   // Elements from one index of the first axis to the next.
   std::int64_t row_stride() const { return stride[0]; }
 };
@@ -76,8 +82,6 @@ auto view(T* data, const Shape& shape, std::int64_t row_stride) {
   return v;
 }
 
-inline ConstView as_const(const MutView& v) {
-  return {v.data, v.dtype, v.device, v.shape, v.stride};
-}
+inline ConstView as_const(const MutView& v) { return v; }
 
 }  // namespace bittern

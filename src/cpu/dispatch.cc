@@ -1,5 +1,7 @@
 #include "cpu/dispatch.h"
 
+#include <cpuid.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <string>
@@ -8,12 +10,17 @@
 namespace bittern::cpu {
 namespace {
 
+bool has_f16c() {  // a name that clang 14's __builtin_cpu_supports does not know
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+
 std::vector<Isa> detect() {
   // These also ask whether the operating system saves the registers.
   __builtin_cpu_init();
   std::vector<Isa> isas;
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
+                    __builtin_cpu_supports("bmi2") && has_f16c();
   const bool avx3 = avx2 && __builtin_cpu_supports("avx512f") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd");
@@ -59,7 +66,7 @@ std::span<const Isa> available_isas() { return detected(); }
 
 void force_isa(Isa isa) { forced.store(isa, std::memory_order_relaxed); }
 
-std::string_view architecture() { return name(isa()); }
+std::string_view architecture(Device) { return name(isa()); }
 
 Status supported() {
   return isa() == Isa::none ? unsupported("needs a CPU with AVX2 (see BITTERN_ISA)") : Status();

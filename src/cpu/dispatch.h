@@ -5,6 +5,7 @@
 #include <span>
 #include <string_view>
 
+#include "bittern/device.h"
 #include "bittern/status.h"
 
 namespace bittern::cpu {
@@ -25,7 +26,7 @@ std::span<const Isa> available_isas();
 void force_isa(Isa isa);
 
 // What a cpu kernel's sku names, and its answer on a CPU without AVX2.
-std::string_view architecture();
+std::string_view architecture(Device = {});
 Status supported();
 
 template <class F>

@@ -2,6 +2,9 @@
 #include <dlfcn.h>
 
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
 #include <string>
 
 #include "cuda/plugin.h"
@@ -9,79 +12,95 @@
 namespace bittern {
 namespace {
 
-// Beside the program or library that holds this code, then where it is installed; never the current
-// directory, which may hold someone else's file.
-std::string find_plugin() {
-  Dl_info self{};
-  std::string directory;
-  if (dladdr(reinterpret_cast<const void*>(&find_plugin), &self) != 0 &&
-      self.dli_fname != nullptr) {
-    directory = self.dli_fname;
-    const std::size_t slash = directory.rfind('/');
-    directory = slash == std::string::npos ? std::string() : directory.substr(0, slash + 1);
+// The directory, with its slash, of the program or library this code was linked into. The kernel's
+// word for it: the dynamic linker and argv[0] may give a path relative to a directory since left.
+std::string own_directory() {
+  const auto self = reinterpret_cast<std::uintptr_t>(&own_directory);
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    // begin-end permissions offset device inode path
+    std::istringstream fields(line);
+    std::uintptr_t begin = 0, end = 0;
+    char dash = 0;
+    fields >> std::hex >> begin >> dash >> end;
+    if (!fields || self < begin || self >= end) continue;
+    const std::size_t first = line.find('/'), last = line.rfind('/');
+    if (first != std::string::npos) return line.substr(first, last + 1 - first);
   }
-  std::string tried;
-  for (const char* below : {"", "bittern/", "../lib/bittern/"}) {
-    if (directory.empty()) break;
-    const std::string path = directory + below + "libbittern_cuda.so";
-    if (void* lib = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD | RTLD_LOCAL)) {
-      dlclose(lib);
-      return path;
-    }
-    if (FILE* file = std::fopen(path.c_str(), "rb")) {
-      std::fclose(file);
-      return path;
-    }
-  }
-#ifdef BITTERN_PLUGIN_DIR
-  return BITTERN_PLUGIN_DIR "/libbittern_cuda.so";
-#else
-  return directory + "libbittern_cuda.so";
-#endif
+  return {};
+}
+
+Status refuse(const std::string& path, std::string_view why) {
+  return unavailable(std::string("cuda: ").append(path).append(": ").append(why));
 }
 
 struct Loaded {
-  Result<const CudaPlugin*> plugin;
+  const CudaPlugin* plugin = nullptr;
   int devices = 0;
 };
 
-Loaded load() {
-  const char* given = std::getenv("BITTERN_CUDA_PLUGIN");
-  Loaded loaded{load_cuda_plugin(given != nullptr ? given : find_plugin())};
-  if (loaded.plugin) {
-    const char* why = "no device";
-    loaded.devices = (*loaded.plugin)->device_count(&why);
-    if (loaded.devices == 0) loaded.plugin = unavailable(std::string("cuda: ").append(why));
+Result<Loaded> load(const std::string& path) {
+  // Never unloaded: kernels may still be in flight when the process ends.
+  void* const lib = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (lib == nullptr) return unavailable(std::string("cuda: ").append(dlerror()));
+  const auto entry = reinterpret_cast<CudaPluginEntry>(dlsym(lib, kCudaPluginEntry));
+  if (entry == nullptr) {
+    return refuse(path, std::string("not a bittern plug-in (no ") + kCudaPluginEntry + ")");
   }
-  return loaded;
+  const CudaPlugin* const plugin = entry();
+  if (plugin == nullptr || plugin->abi != kCudaPluginAbi) {
+    return refuse(path, std::string("from another build, expected bittern ") + version());
+  }
+  const char* why = "no device";
+  const int devices = plugin->device_count(&why);
+  if (devices <= 0) return refuse(path, why);
+  return Loaded{plugin, devices};
+}
+
+Result<const CudaPlugin*> with_device(const Result<Loaded>& loaded, int index) {
+  if (!loaded) return loaded.status();
+  if (index < 0 || index >= loaded->devices) {
+    return unavailable("cuda:" + std::to_string(index) + ": no such device, there are " +
+                       std::to_string(loaded->devices));
+  }
+  return loaded->plugin;
+}
+
+Result<Loaded> find_and_load() {
+  const auto path = cuda_plugin_path();
+  if (!path) return path.status();
+  return load(*path);
 }
 
 }  // namespace
 
-Result<const CudaPlugin*> load_cuda_plugin(const std::string& path) {
-  // Never unloaded: kernels may still be in flight when the process ends.
-  void* lib = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (lib == nullptr) return unavailable(std::string("cuda: ").append(dlerror()));
-  const auto entry = reinterpret_cast<CudaPluginEntry>(dlsym(lib, kCudaPluginEntry));
-  if (entry == nullptr) {
-    return unavailable("cuda: " + path + ": not a bittern plug-in (no " + kCudaPluginEntry + ")");
+Result<std::string> cuda_plugin_path() {
+  if (const char* given = std::getenv("BITTERN_CUDA_PLUGIN")) {
+    if (given[0] == '/') return std::string(given);
+    return unavailable(std::string("cuda: BITTERN_CUDA_PLUGIN: ") + given +
+                       ", expected an absolute path");
   }
-  const CudaPlugin* plugin = entry();
-  if (plugin == nullptr || plugin->abi != kCudaPluginAbi) {
-    return unavailable("cuda: " + path + ": built for another version of bittern, expected " +
-                       version());
+  const std::string own = own_directory();
+  std::string tried;
+  for (const std::string& directory :
+       {own, own + "bittern/", own + "../" BITTERN_LIBDIR "/bittern/",
+        std::string(BITTERN_PLUGIN_DIR "/")}) {
+    if (directory[0] != '/') continue;
+    const std::string path = directory + "libbittern_cuda.so";
+    std::error_code ignored;
+    if (std::filesystem::exists(path, ignored)) return path;
+    tried.append(tried.empty() ? "" : ", ").append(directory);
   }
-  return plugin;
+  return unavailable("cuda: libbittern_cuda.so: no such file in " + tried);
+}
+
+Result<const CudaPlugin*> load_cuda_plugin(const std::string& path, int device_index) {
+  return with_device(load(path), device_index);
 }
 
 Result<const CudaPlugin*> cuda_plugin(int device_index) {
-  static const auto* const loaded = new Loaded(load());
-  if (!loaded->plugin) return loaded->plugin.status();
-  if (device_index < 0 || device_index >= loaded->devices) {
-    return unavailable("cuda:" + std::to_string(device_index) + ": no such device, there are " +
-                       std::to_string(loaded->devices));
-  }
-  return *loaded->plugin;
+  static const auto* const loaded = new Result<Loaded>(find_and_load());
+  return with_device(*loaded, device_index);
 }
 
 }  // namespace bittern

@@ -2,6 +2,7 @@
 // guards against a stale file.
 #pragma once
 #include <cstdint>
+#include <string>
 
 #include "plan/kernel.h"
 
@@ -32,7 +33,12 @@ using CudaPluginEntry = const CudaPlugin* (*)();
 // not a plug-in, another build, no driver, no such device.
 Result<const CudaPlugin*> cuda_plugin(int device_index);
 
-// The same for one given file, loaded anew.
-Result<const CudaPlugin*> load_cuda_plugin(const std::string& path);
+// The same for one given file.
+Result<const CudaPlugin*> load_cuda_plugin(const std::string& path, int device_index);
+
+// The file cuda_plugin() loads: BITTERN_CUDA_PLUGIN if set, else the first of libbittern_cuda.so
+// beside the program or library that holds bittern, in bittern/ below that, in the library
+// directory next to it, and where it was to be installed. Never the current directory.
+Result<std::string> cuda_plugin_path();
 
 }  // namespace bittern

@@ -168,8 +168,8 @@ std::vector<Target> targets(const Settings& settings) {
                        isa,
                        threads});
   }
-  if (settings.cuda && cuda_plugin(0))
-    out.push_back({"cuda", {Device::Type::cuda, 0}, "", cpu::Isa::none, 1});
+  if (settings.cuda && cuda_plugin(settings.cuda_index))
+    out.push_back({"cuda", {Device::Type::cuda, settings.cuda_index}, "", cpu::Isa::none, 1});
   return out;
 }
 
@@ -185,17 +185,26 @@ std::vector<Layout> layouts(int optional_operands, int in_place_pairs, std::uint
   return out;
 }
 
+namespace {
+
+template <class Op>
+void check_cases(const Settings& settings, Report& report) {
+  const auto cases = Cases<Op>::check();
+  Settings each = settings;
+  for (std::size_t i = 0; i < cases.size(); i += std::max<std::size_t>(settings.every, 1)) {
+    if (report.failures.size() >= settings.max_failures) return;
+    if (settings.progress) settings.progress(i, cases.size());
+    each.seed = settings.seed + i;
+    report.add(parity<Op>(cases[i], each));
+  }
+}
+
+}  // namespace
+
 Report check_op(std::string_view op, const Settings& settings) {
   Report report;
-#define BITTERN_OP(T, f, CPU, CUDA)                                       \
-  if (op.empty() || op == T::kName) {                                     \
-    Settings each = settings;                                             \
-    for (const T::Desc& desc : f##_check_cases()) {                       \
-      report.add(parity<T>(desc, each));                                  \
-      ++each.seed;                                                        \
-      if (report.failures.size() >= settings.max_failures) return report; \
-    }                                                                     \
-  }
+#define BITTERN_OP(T, f, CPU, CUDA) \
+  if (op.empty() || op == T::kName) check_cases<T>(settings, report);
 #include "ops/ops.inc"
   return report;
 }

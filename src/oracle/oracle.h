@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <random>
 #include <string>
 #include <vector>
@@ -115,9 +116,11 @@ Problem<Op> make_problem(const typename Op::Desc& desc, std::uint64_t seed, cons
 
 struct Report {
   std::int64_t compared = 0;          // kernel runs compared with ref
+  std::int64_t compared_cuda = 0;     // of these, on a CUDA device
   std::vector<std::string> failures;  // each one line, with its reproducer
   void add(const Report& other) {
     compared += other.compared;
+    compared_cuda += other.compared_cuda;
     failures.insert(failures.end(), other.failures.begin(), other.failures.end());
   }
 };
@@ -125,9 +128,13 @@ struct Report {
 struct Settings {
   bool cpu = true;
   bool cuda = true;  // where a device is
+  int cuda_index = 0;
   std::vector<int> threads = {1, 2, 7};
   std::uint64_t seed = 1;
   std::size_t max_failures = 20;
+  // check_op alone: every n-th case, and a call before each.
+  std::size_t every = 1;
+  std::function<void(std::size_t done, std::size_t total)> progress;
 };
 
 // Compares `candidate` (or, when null, every kernel this machine can run) with ref on one

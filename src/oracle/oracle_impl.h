@@ -240,6 +240,7 @@ Report parity(const typename Op::Desc& desc, const Settings& settings,
                         [&](const auto& args, Workspace w) { return plan->run(args, {}, w); });
       }
       ++report.compared;
+      report.compared_cuda += t.device.type == Device::Type::cuda;
       if (!status.ok()) {
         fail(t.name, std::string(status.message()));
       } else if (const std::string text = compare(got, want); !text.empty()) {

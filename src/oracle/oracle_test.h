@@ -2,15 +2,38 @@
 #pragma once
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+
 #include "oracle/oracle.h"
+#include "plan/any_op.h"
 
 namespace bittern::oracle {
+
+// BITTERN_REQUIRE_CUDA=1: this machine is meant to have a device, so its absence is a failure.
+inline bool cuda_required() {
+  const char* text = std::getenv("BITTERN_REQUIRE_CUDA");
+  return text != nullptr && std::string_view(text) != "" && std::string_view(text) != "0";
+}
 
 inline void expect_parity(std::string_view op, const Settings& settings = {}) {
   const Report report = check_op(op, settings);
   for (const std::string& failure : report.failures) ADD_FAILURE() << failure;
   EXPECT_GT(report.compared, 0) << "no kernel was compared";
+  const auto info = find_op(op);
+  if (cuda_required() && settings.cuda && info && (*info)->has_cuda()) {
+    const auto plugin = cuda_plugin(0);
+    EXPECT_GT(report.compared_cuda, 0) << "cuda was not compared: " << plugin.status().message();
+  }
   ::testing::Test::RecordProperty("kernel_runs_compared", std::to_string(report.compared));
+  ::testing::Test::RecordProperty("cuda_runs_compared", std::to_string(report.compared_cuda));
 }
 
 }  // namespace bittern::oracle
+
+// At the top of a test that runs on a GPU.
+#define BITTERN_NEEDS_CUDA()                                                        \
+  if (const auto plugin_ = ::bittern::cuda_plugin(0); !plugin_) {                   \
+    ASSERT_FALSE(::bittern::oracle::cuda_required()) << plugin_.status().message(); \
+    GTEST_SKIP() << plugin_.status().message();                                     \
+  }                                                                                 \
+  static_assert(true)

@@ -16,9 +16,9 @@ struct Kernel {
   // The bound this kernel declares when it is weaker than Op::contract; null: it meets the
   // contract.
   PrecisionGuarantee (*weaker)(const Desc&) = nullptr;
-  Status (*supports)(const Desc&) = nullptr;        // null: everything; the message says why not
-  std::size_t (*workspace)(const Desc&) = nullptr;  // null: none
-  std::string_view (*architecture)() = nullptr;     // null: "any"
+  Status (*supports)(const Desc&) = nullptr;           // null: everything; the message says why not
+  std::size_t (*workspace)(const Desc&) = nullptr;     // null: none
+  std::string_view (*architecture)(Device) = nullptr;  // null: "any"
   Status (*run)(const Desc&, const Args&, Stream, Workspace) = nullptr;
 };
 

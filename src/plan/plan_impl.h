@@ -117,7 +117,7 @@ Sku Plan<Op>::sku() const {
           .op = Op::kName,
           .element = Op::element(desc_),
           .aux_element = Op::aux_element(desc_),
-          .architecture = kernel_->architecture != nullptr ? kernel_->architecture() : "any",
+          .architecture = kernel_->architecture != nullptr ? kernel_->architecture(device_) : "any",
           .backend = kernel_->backend,
           .kernel = kernel_->name};
 }

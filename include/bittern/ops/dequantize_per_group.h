@@ -14,7 +14,7 @@ struct DequantizePerGroup {
 
   using Desc = QuantizeDesc;
   struct Args {
-    ConstView q, scale, zero_point;
+    ConstView q, scale, zero_point{};
     MutView y;
   };
 

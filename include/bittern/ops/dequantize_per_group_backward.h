@@ -16,8 +16,8 @@ struct DequantizePerGroupBackward {
 
   using Desc = QuantizeDesc;
   struct Args {
-    ConstView dy, q, scale, zero_point;
-    MutView dq, d_scale;
+    ConstView dy, q, scale, zero_point{};
+    MutView dq{}, d_scale{};
   };
 
   static Status check(const Desc& d) { return check_quantize_desc(kName, d, kFields); }

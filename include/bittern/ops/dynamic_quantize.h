@@ -23,7 +23,7 @@ struct DynamicQuantize {
   using Desc = QuantizeDesc;
   struct Args {
     ConstView x;
-    MutView scale, zero_point, q;  // zero_point: asymmetric only
+    MutView scale, zero_point{}, q;  // zero_point: asymmetric only
   };
 
   static Status check(const Desc& d);

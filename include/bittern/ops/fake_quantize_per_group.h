@@ -14,7 +14,7 @@ struct FakeQuantizePerGroup {
 
   using Desc = QuantizeDesc;
   struct Args {
-    ConstView x, scale, zero_point;
+    ConstView x, scale, zero_point{};
     MutView y;
   };
 

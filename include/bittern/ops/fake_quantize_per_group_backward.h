@@ -20,8 +20,8 @@ struct FakeQuantizePerGroupBackward {
 
   using Desc = QuantizeDesc;
   struct Args {
-    ConstView dy, x, scale, zero_point;
-    MutView dx, d_scale, d_zero_point;
+    ConstView dy, x, scale, zero_point{};
+    MutView dx{}, d_scale{}, d_zero_point{};
   };
 
   static Status check(const Desc& d) { return check_quantize_desc(kName, d, kFields); }

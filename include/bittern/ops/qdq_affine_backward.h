@@ -15,7 +15,7 @@ struct QdqAffineBackward {
   using Desc = AffineDesc;
   struct Args {
     ConstView q, dy;
-    MutView d_scales, d_biases;
+    MutView d_scales{}, d_biases{};
   };
 
   static Status check(const Desc& d) { return check_affine_desc(kName, d); }

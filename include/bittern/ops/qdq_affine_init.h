@@ -40,7 +40,7 @@ struct QdqAffineInit {
   using Desc = AffineDesc;
   struct Args {
     ConstView w;
-    ConstView importance;  // lsq only, one weight per column; not > 0 or not finite counts as 0
+    ConstView importance{};  // lsq only, one weight per column; not > 0 or not finite counts as 0
     MutView scales, biases, q;
   };
 

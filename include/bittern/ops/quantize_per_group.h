@@ -16,7 +16,7 @@ struct QuantizePerGroup {
 
   using Desc = QuantizeDesc;
   struct Args {
-    ConstView x, scale, zero_point;
+    ConstView x, scale, zero_point{};
     MutView q;
   };
 

@@ -16,7 +16,7 @@ struct QuantizePerGroupBackward {
 
   using Desc = QuantizeDesc;
   struct Args {
-    ConstView dy, x, scale, zero_point;
+    ConstView dy, x, scale, zero_point{};
     MutView dx;
   };
 

@@ -1,0 +1,277 @@
+#include "cli/bench_meter.h"
+
+#include <immintrin.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "cpu/dispatch.h"
+#include "cpu/gemm.h"
+#include "cpu/parallel.h"
+#include "cuda/plugin.h"
+
+namespace bittern::cli {
+namespace {
+
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Zero pages, 2 MiB each where the system allows, not touched yet.
+class Pages {
+ public:
+  explicit Pages(std::size_t bytes) : size_((bytes / kHugePage + 2) * kHugePage) {
+    void* p = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) return;
+    base_ = p;
+    (void)madvise(p, size_, MADV_HUGEPAGE);
+  }
+  ~Pages() {
+    if (base_ != nullptr) munmap(base_, size_);
+  }
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+
+  std::byte* data() const {
+    if (base_ == nullptr) return nullptr;
+    const auto at = reinterpret_cast<std::uintptr_t>(base_);
+    return static_cast<std::byte*>(base_) + (kHugePage - at % kHugePage) % kHugePage;
+  }
+
+ private:
+  std::size_t size_;
+  void* base_ = nullptr;
+};
+
+// Each thread's share, a multiple of 4 KiB, the same for every pass over the same bytes.
+template <class F>
+void over_threads(std::size_t bytes, F&& f) {
+  cpu::parallel(
+      static_cast<std::int64_t>(bytes), 1 << 16,
+      [&](std::int64_t begin, std::int64_t end) {
+        f(static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
+      },
+      4096);
+}
+
+// `bytes` is a multiple of 256 and both ends are aligned to lines.
+constexpr std::size_t kAhead = 1024;  // of prefetches, which may run past the end
+using CopyLoop = void (*)(std::byte* to, const std::byte* from, std::size_t bytes);
+
+__attribute__((target("avx512f"))) void stream_avx512(std::byte* to, const std::byte* from,
+                                                      std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; i += 256) {
+    for (std::size_t line = 0; line < 256; line += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(from + i + line + kAhead), _MM_HINT_T0);
+    const __m512i a = _mm512_load_si512(from + i), b = _mm512_load_si512(from + i + 64);
+    const __m512i c = _mm512_load_si512(from + i + 128), d = _mm512_load_si512(from + i + 192);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), a);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i + 64), b);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i + 128), c);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i + 192), d);
+  }
+  _mm_sfence();
+}
+
+__attribute__((target("avx2"))) void stream_avx2(std::byte* to, const std::byte* from,
+                                                 std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; i += 128) {
+    for (std::size_t line = 0; line < 128; line += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(from + i + line + kAhead), _MM_HINT_T0);
+    const auto* source = reinterpret_cast<const __m256i*>(from + i);
+    auto* target = reinterpret_cast<__m256i*>(to + i);
+    const __m256i a = _mm256_load_si256(source), b = _mm256_load_si256(source + 1);
+    const __m256i c = _mm256_load_si256(source + 2), d = _mm256_load_si256(source + 3);
+    _mm256_stream_si256(target, a);
+    _mm256_stream_si256(target + 1, b);
+    _mm256_stream_si256(target + 2, c);
+    _mm256_stream_si256(target + 3, d);
+  }
+  _mm_sfence();
+}
+
+void library_copy(std::byte* to, const std::byte* from, std::size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
+
+CopyLoop streaming_loop() {
+  switch (cpu::isa()) {
+    case cpu::Isa::avx3_dl:
+    case cpu::Isa::avx3: return stream_avx512;
+    case cpu::Isa::avx2: return stream_avx2;
+    case cpu::Isa::none: break;
+  }
+  return library_copy;
+}
+
+class CpuMeter final : public Meter {
+ public:
+  explicit CpuMeter(std::size_t copy_bytes)
+      : Meter({}, copy_bytes), from_(copy_bytes), to_(copy_bytes) {}
+
+  Status prepare(int gemm_size, int repeat, CpuLimits& limits) {
+    if (from_.data() == nullptr || to_.data() == nullptr) {
+      return Status(Code::out_of_memory, "bench: no memory for the copy");
+    }
+    over_threads(copy_bytes_, [&](std::size_t begin, std::size_t end) {
+      std::memset(from_.data() + begin, 1, end - begin);
+      std::memset(to_.data() + begin, 2, end - begin);
+    });
+    std::vector<double> streaming, library;
+    for (int i = -1; i < repeat; ++i) {
+      const double s = timed_copy(streaming_loop()), m = timed_copy(library_copy);
+      if (i < 0) continue;
+      streaming.push_back(s);
+      library.push_back(m);
+    }
+    const double gigabytes = 2e-9 * static_cast<double>(copy_bytes_);
+    limits.streaming_gb_s = gigabytes / median(streaming);
+    limits.memcpy_gb_s = gigabytes / median(library);
+    best_ = limits.streaming_gb_s >= limits.memcpy_gb_s ? streaming_loop() : library_copy;
+    return measure_gemm(gemm_size, repeat, limits);
+  }
+
+  Result<void*> allocate(std::size_t bytes) override {
+    auto pages = std::make_unique<Pages>(bytes);
+    if (pages->data() == nullptr) {
+      return Status(Code::out_of_memory,
+                    "bench: no memory for an operand of " + std::to_string(bytes >> 20) + " MiB");
+    }
+    operands_.push_back(std::move(pages));
+    std::byte* data = operands_.back()->data();
+    // First touched by the threads that will use it.
+    over_threads(bytes, [&](std::size_t begin, std::size_t end) {
+      std::memset(data + begin, 0, end - begin);
+    });
+    return static_cast<void*>(data);
+  }
+  void release_all() override { operands_.clear(); }
+  Status upload(void* to, const void* from, std::size_t bytes) override {
+    std::memcpy(to, from, bytes);
+    return {};
+  }
+  bool host() const override { return true; }
+
+  Result<double> time(const std::function<Status()>& work) override {
+    const auto start = std::chrono::steady_clock::now();
+    Status status = work();
+    const double seconds = seconds_since(start);
+    if (!status.ok()) return status;
+    return seconds;
+  }
+  // An op may leave dirty lines that the next copy would write back: an untimed copy goes first.
+  Result<double> time_copy() override {
+    (void)timed_copy(best_);
+    return timed_copy(best_);
+  }
+
+ private:
+  double timed_copy(CopyLoop loop) {
+    const auto start = std::chrono::steady_clock::now();
+    over_threads(copy_bytes_, [&](std::size_t begin, std::size_t end) {
+      loop(to_.data() + begin, from_.data() + begin, end - begin);
+    });
+    return seconds_since(start);
+  }
+
+  static Status measure_gemm(int size, int repeat, CpuLimits& limits) {
+    const auto n = static_cast<std::size_t>(size);
+    std::vector<float> a(n * n), b(n * n), c(n * n);
+    for (std::size_t i = 0; i < a.size(); ++i) {
+      a[i] = static_cast<float>(i % 7) - 3.0f;
+      b[i] = static_cast<float>(i % 5) - 2.0f;
+    }
+    std::vector<double> seconds;
+    for (int i = -1; i < std::min(repeat, 5); ++i) {
+      const auto start = std::chrono::steady_clock::now();
+      BITTERN_TRY(cpu::gemm_f32(size, size, size, a.data(), b.data(), c.data()));
+      if (i >= 0) seconds.push_back(seconds_since(start));
+    }
+    limits.gemm_gflop_s = 2e-9 * static_cast<double>(size) * size * size / median(seconds);
+    return {};
+  }
+
+  Pages from_, to_;
+  CopyLoop best_ = library_copy;
+  std::vector<std::unique_ptr<Pages>> operands_;
+};
+
+class CudaMeter final : public Meter {
+ public:
+  CudaMeter(int index, std::size_t copy_bytes, const CudaPlugin* plugin)
+      : Meter({Device::Type::cuda, index}, copy_bytes), plugin_(plugin) {}
+  ~CudaMeter() override {
+    release_all();
+    for (void* p : {from_, to_})
+      if (p != nullptr) plugin_->release(device_.index, p);
+  }
+  Status prepare() {
+    BITTERN_TRY(plugin_->alloc(device_.index, copy_bytes_, &from_));
+    BITTERN_TRY(plugin_->alloc(device_.index, copy_bytes_, &to_));
+    return plugin_->synchronize(device_.index);
+  }
+  Result<void*> allocate(std::size_t bytes) override {
+    void* p = nullptr;
+    if (Status s = plugin_->alloc(device_.index, std::max<std::size_t>(bytes, 1), &p); !s.ok())
+      return s;
+    operands_.push_back(p);
+    return p;
+  }
+  void release_all() override {
+    for (void* p : operands_) plugin_->release(device_.index, p);
+    operands_.clear();
+  }
+  Status upload(void* to, const void* from, std::size_t bytes) override {
+    return plugin_->copy(to, from, bytes);
+  }
+  bool host() const override { return false; }
+  Result<double> time(const std::function<Status()>& work) override {
+    // Several launches per wait: one wait costs as much as a small kernel.
+    constexpr int kLaunches = 20;
+    if (Status s = plugin_->synchronize(device_.index); !s.ok()) return s;
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < kLaunches; ++i)
+      if (Status s = work(); !s.ok()) return s;
+    if (Status s = plugin_->synchronize(device_.index); !s.ok()) return s;
+    return seconds_since(start) / kLaunches;
+  }
+  Result<double> time_copy() override {
+    return time([&] { return plugin_->copy(to_, from_, copy_bytes_); });
+  }
+
+ private:
+  const CudaPlugin* plugin_;
+  void* from_ = nullptr;
+  void* to_ = nullptr;
+  std::vector<void*> operands_;
+};
+
+}  // namespace
+
+double median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  const std::size_t n = values.size();
+  return (values[(n - 1) / 2] + values[n / 2]) / 2;
+}
+
+Result<std::unique_ptr<Meter>> cpu_meter(std::size_t copy_bytes, int gemm_size, int repeat,
+                                         CpuLimits& limits) {
+  auto meter = std::make_unique<CpuMeter>(copy_bytes);
+  if (Status s = meter->prepare(gemm_size, repeat, limits); !s.ok()) return s;
+  return std::unique_ptr<Meter>(std::move(meter));
+}
+
+Result<std::unique_ptr<Meter>> cuda_meter(int index, std::size_t copy_bytes) {
+  const auto plugin = cuda_plugin(index);
+  if (!plugin) return plugin.status();
+  auto meter = std::make_unique<CudaMeter>(index, copy_bytes, *plugin);
+  if (Status s = meter->prepare(); !s.ok()) return s;
+  return std::unique_ptr<Meter>(std::move(meter));
+}
+
+}  // namespace bittern::cli

@@ -1,0 +1,132 @@
+// bittern check [OP] [--field=value ...]: every kernel of this machine against ref, bit for bit.
+#include <fmt/format.h>
+
+#include <chrono>
+
+#include "cli/cli.h"
+#include "oracle/oracle.h"
+
+namespace bittern::cli {
+namespace {
+
+struct CheckFlags {
+  CommonFlags common;
+  std::string op;
+  std::uint64_t seed = 1;
+  bool quick = false;
+};
+
+using Fields = std::vector<std::pair<std::string, std::string>>;
+
+// "--name=value" or "--name value".
+Result<Fields> parse_fields(const std::vector<std::string>& words) {
+  Fields fields;
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    const std::string& word = words[i];
+    if (!word.starts_with("--")) {
+      return invalid("check: unknown argument " + word + ", expected --field=value");
+    }
+    const std::size_t equals = word.find('=');
+    if (equals != std::string::npos) {
+      fields.emplace_back(word.substr(2, equals - 2), word.substr(equals + 1));
+    } else if (i + 1 < words.size() && !words[i + 1].starts_with("--")) {
+      fields.emplace_back(word.substr(2), words[i + 1]);
+      ++i;
+    } else {
+      return invalid("check: " + word + ": no value, expected " + word + "=value");
+    }
+  }
+  return fields;
+}
+
+Status run(const CheckFlags& flags, const std::vector<std::string>& rest) {
+  BITTERN_TRY(check_json_flag(flags.common));
+  const auto fields = parse_fields(rest);
+  if (!fields) return fields.status();
+  if (flags.op.empty() && !fields->empty()) {
+    return invalid("check: --" + fields->front().first +
+                   ": a field of no op, expected bittern check OP --field=value");
+  }
+  std::vector<const AnyOp*> ops(all_ops().begin(), all_ops().end());
+  if (!flags.op.empty()) {
+    const auto op = find_op(flags.op);
+    if (!op) return op.status();
+    ops = {*op};
+  }
+  const auto choice = choose_device(flags.common);
+  if (!choice) return choice.status();
+  const bool cuda = choice->device.type == Device::Type::cuda;
+
+  oracle::Settings settings;
+  settings.seed = flags.seed;
+  settings.cpu = choice->automatic || !cuda;
+  settings.cuda = cuda;
+  settings.cuda_index = choice->device.index;
+  if (flags.common.threads > 0) settings.threads = {flags.common.threads};
+  if (flags.quick) settings.every = 8;
+
+  const bool print = !flags.common.quiet;
+  if (print) {
+    std::string on = settings.cpu ? "cpu" : "";
+    if (cuda) on += (on.empty() ? "" : " and ") + name(choice->device);
+    fmt::print("every kernel of {} against ref, bit for bit{}\n", on,
+               flags.quick ? " (quick: one case in 8)" : "");
+    fmt::print("{:<33} {:>9} {:>9} {:>8}\n", "op", "compared", "failures", "seconds");
+  }
+  Progress progress(flags.common.quiet);
+  Json rows = Json::array();
+  std::size_t failures = 0;
+  for (const AnyOp* op : ops) {
+    const auto start = std::chrono::steady_clock::now();
+    oracle::Report report;
+    if (fields->empty()) {
+      settings.progress = [&](std::size_t done, std::size_t total) {
+        progress.show(fmt::format("{} {}/{}", op->name(), done, total));
+      };
+      report = oracle::check_op(op->name(), settings);
+    } else {
+      auto one = oracle::check_flags(op->name(), *fields, settings);
+      if (!one) return one.status();
+      report = std::move(*one);
+    }
+    progress.clear();
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+    failures += report.failures.size();
+    if (print) {
+      fmt::print("{:<33} {:>9} {:>9} {:>8.1f}\n", op->name(), report.compared,
+                 report.failures.size(), took.count());
+      std::fflush(stdout);
+    }
+    for (const std::string& failure : report.failures) fmt::print(stderr, "{}\n", failure);
+    rows.push_back({{"op", op->name()},
+                    {"compared", report.compared},
+                    {"failures", report.failures},
+                    {"seconds", took.count()}});
+  }
+  BITTERN_TRY(write_json(flags.common, rows));
+  if (failures == 0) return {};
+  return Status(Code::internal,
+                fmt::format("check: {} failures, expected none; each line above ends with the "
+                            "command that reproduces it",
+                            failures));
+}
+
+}  // namespace
+
+Verb check_verb(CLI::App& main) {
+  auto flags = std::make_shared<CheckFlags>();
+  CLI::App* verb =
+      main.add_subcommand("check", "compare every kernel of this machine with ref, bit for bit");
+  verb->add_option("OP", flags->op, "this op alone (default: all)");
+  verb->add_option("--seed", flags->seed, "of the data")
+      ->check(integer_in(0, std::numeric_limits<std::int64_t>::max()))
+      ->capture_default_str();
+  verb->add_flag("--quick", flags->quick, "one case in 8");
+  add_common_flags(*verb, flags->common);
+  verb->footer(
+      "With --field=value after OP, one problem of that op (bittern ops OP lists its fields).\n"
+      "Example: bittern check quantize_per_group --outer_size=5 --axis_size=96 --group_size=32");
+  return {verb, [flags, verb] { return run(*flags, verb->remaining()); }, true};
+}
+
+}  // namespace bittern::cli

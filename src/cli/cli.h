@@ -1,0 +1,76 @@
+// What the verbs share: the common flags, the device, JSON files, numbers as text.
+#pragma once
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "bittern/bittern.h"
+#include "plan/any_op.h"
+
+namespace bittern::cli {
+
+using Json = nlohmann::ordered_json;
+
+struct CommonFlags {
+  std::string device = "auto";
+  int threads = 0;
+  std::string json;
+  bool force = false;
+  bool quiet = false;
+};
+
+struct Verb {
+  CLI::App* app = nullptr;
+  std::function<Status()> run;
+  bool takes_fields = false;  // unknown flags are an op's fields
+};
+
+Verb ops_verb(CLI::App& main);
+Verb check_verb(CLI::App& main);
+Verb bench_verb(CLI::App& main, char** argv);
+
+void add_common_flags(CLI::App& verb, CommonFlags& flags);
+// A CLI11 check whose message says what would be right.
+CLI::Validator integer_in(std::int64_t low, std::int64_t high);
+
+// "auto", "cpu", "cuda" or "cuda:n". The device is there, or the status says why not.
+struct DeviceChoice {
+  Device device;
+  bool automatic = false;  // another device may serve what this one cannot
+};
+Result<DeviceChoice> choose_device(const CommonFlags& flags);
+
+// Refuses, before the work begins, a file that could not be written when it ends.
+Status check_json_flag(const CommonFlags& flags);
+// Writes beside the final name, syncs and renames; does nothing without --json.
+Status write_json(const CommonFlags& flags, const Json& json);
+
+// A line on the terminal that the next one replaces; nothing when stderr is not a terminal.
+class Progress {
+ public:
+  explicit Progress(bool quiet);
+  ~Progress() { clear(); }
+  void show(std::string_view text);
+  void clear();
+
+ private:
+  bool on_;
+  bool shown_ = false;
+};
+
+// A problem of the op as its benchmark has it.
+struct Problem {
+  std::string label;
+  std::unique_ptr<AnyDesc> desc;
+};
+std::vector<Problem> bench_problems(const AnyOp& op);
+
+std::string field_text(const AnyDesc& desc, const FieldInfo& field);
+Json fields_json(const AnyDesc& desc);
+
+}  // namespace bittern::cli

@@ -1,0 +1,160 @@
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+
+#include "cli/cli.h"
+#include "cuda/plugin.h"
+#include "oracle/oracle.h"
+
+namespace bittern::cli {
+
+void add_common_flags(CLI::App& verb, CommonFlags& flags) {
+  verb.add_option("--device", flags.device, "auto, cpu, cuda or cuda:n")->capture_default_str();
+  verb.add_option("--threads", flags.threads, "CPU threads (default: one per core)")
+      ->check(integer_in(1, 4096));
+  verb.add_option("--json", flags.json, "also write the result to this file");
+  verb.add_flag("--force", flags.force, "let --json replace a file");
+  verb.add_flag("--quiet", flags.quiet, "print errors only");
+}
+
+CLI::Validator integer_in(std::int64_t low, std::int64_t high) {
+  return CLI::Validator(
+      [=](const std::string& text) {
+        std::int64_t value = 0;
+        const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+        const bool ok = error == std::errc() && end == text.data() + text.size() && value >= low &&
+                        value <= high;
+        return ok ? std::string() : fmt::format("{}, expected an integer {}..{}", text, low, high);
+      },
+      "");
+}
+
+Result<DeviceChoice> choose_device(const CommonFlags& flags) {
+  const std::string& text = flags.device;
+  if (text == "cpu") return DeviceChoice{};
+  if (text == "auto") {
+    const Device cuda{Device::Type::cuda, 0};
+    return DeviceChoice{cuda_plugin(0) ? cuda : Device{}, true};
+  }
+  int index = 0;
+  bool ok = text == "cuda";
+  if (text.starts_with("cuda:")) {
+    const auto [end, error] = std::from_chars(text.data() + 5, text.data() + text.size(), index);
+    ok = error == std::errc() && end == text.data() + text.size() && index >= 0;
+  }
+  if (!ok) return invalid("--device: " + text + ", expected auto, cpu, cuda or cuda:n");
+  if (auto plugin = cuda_plugin(index); !plugin) {
+    return unavailable("--device " + text + ": " + std::string(plugin.status().message()));
+  }
+  return DeviceChoice{{Device::Type::cuda, index}, false};
+}
+
+namespace {
+
+Status json_error(const std::string& path, int error) {
+  const bool there = error == ENOSPC || error == EIO || error == EDQUOT;
+  return Status(there ? Code::io_error : Code::unavailable,
+                fmt::format("--json: {}: {}, expected a file that can be written", path,
+                            std::strerror(error)));
+}
+
+}  // namespace
+
+Status check_json_flag(const CommonFlags& flags) {
+  if (flags.json.empty()) return {};
+  if (access(flags.json.c_str(), F_OK) == 0 && !flags.force) {
+    return invalid("--json: " + flags.json + " exists, expected a new name (or --force)");
+  }
+  const std::size_t slash = flags.json.rfind('/');
+  const std::string folder = slash == std::string::npos ? "." : flags.json.substr(0, slash + 1);
+  return access(folder.c_str(), W_OK) == 0 ? Status() : json_error(flags.json, errno);
+}
+
+Status write_json(const CommonFlags& flags, const Json& json) {
+  if (flags.json.empty()) return {};
+  const std::string text = json.dump(1) + "\n";
+  const std::string beside = fmt::format("{}.{}.tmp", flags.json, getpid());
+  const int file = open(beside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  if (file < 0) return json_error(flags.json, errno);
+  std::size_t done = 0;
+  int error = 0;
+  while (done < text.size() && error == 0) {
+    const ssize_t n = write(file, text.data() + done, text.size() - done);
+    if (n >= 0) {
+      done += static_cast<std::size_t>(n);
+    } else if (errno != EINTR) {
+      error = errno;
+    }
+  }
+  if (error == 0 && fsync(file) != 0) error = errno;
+  if (close(file) != 0 && error == 0) error = errno;
+  if (error == 0 && std::rename(beside.c_str(), flags.json.c_str()) != 0) error = errno;
+  if (error == 0) return {};
+  unlink(beside.c_str());
+  return json_error(flags.json, error);
+}
+
+Progress::Progress(bool quiet) : on_(!quiet && isatty(STDERR_FILENO) == 1) {}
+
+void Progress::show(std::string_view text) {
+  if (!on_) return;
+  fmt::print(stderr, "\r\033[K{}", text);
+  std::fflush(stderr);
+  shown_ = true;
+}
+
+void Progress::clear() {
+  if (shown_) fmt::print(stderr, "\r\033[K");
+  shown_ = false;
+}
+
+namespace {
+
+template <class Op>
+std::vector<Problem> problems(const AnyOp& op) {
+  std::vector<Problem> out;
+  for (const auto& [label, desc] : oracle::Cases<Op>::bench()) {
+    auto any = op.make_desc();
+    Op::fields(desc, [&](const char* field, const auto& member, const char*) {
+      (void)any->set(field, static_cast<std::int64_t>(member));
+    });
+    out.push_back({label, std::move(any)});
+  }
+  return out;
+}
+
+}  // namespace
+
+std::vector<Problem> bench_problems(const AnyOp& op) {
+#define BITTERN_OP(T, f, CPU, CUDA) \
+  if (op.name() == T::kName) return problems<T>(op);
+#include "ops/ops.inc"
+  return {};
+}
+
+std::string field_text(const AnyDesc& desc, const FieldInfo& field) {
+  const auto value = desc.get(field.name);
+  if (!value) return {};
+  if (field.choices.empty()) return std::to_string(*value);
+  return std::string(field.choices[static_cast<std::size_t>(*value)]);
+}
+
+Json fields_json(const AnyDesc& desc) {
+  Json json = Json::object();
+  for (const FieldInfo& field : desc.op().fields()) {
+    const std::string name(field.name);
+    if (field.choices.empty()) {
+      const auto value = desc.get(field.name);
+      json[name] = value ? *value : 0;
+    } else {
+      json[name] = field_text(desc, field);
+    }
+  }
+  return json;
+}
+
+}  // namespace bittern::cli

@@ -1,0 +1,84 @@
+// bittern VERB ... : parses, runs one verb, and turns its status into one line and an exit status.
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <new>
+
+#include "cli/cli.h"
+
+namespace bittern::cli {
+namespace {
+
+// 0 ok; 2 bad usage, refused input, output exists; 3 unsupported; 4 unavailable; 1 anything else.
+int exit_status(Code code) {
+  switch (code) {
+    case Code::ok: return 0;
+    case Code::invalid_argument: return 2;
+    case Code::unsupported: return 3;
+    case Code::unavailable: return 4;
+    default: return 1;
+  }
+}
+
+int fail(const Status& status) {
+  std::fflush(stdout);
+  fmt::print(stderr, "bittern: {}\n", status.message());
+  return exit_status(status.code());
+}
+
+std::string flags_of(const CLI::App& app) {
+  std::string text;
+  for (const CLI::Option* option : app.get_options()) {
+    if (option->nonpositional()) text += " " + option->get_name();
+  }
+  return text;
+}
+
+int run(int argc, char** argv) {
+  CLI::App app{"bittern: low-bit quantisation that says which bits it produces", "bittern"};
+  app.set_version_flag("--version", std::string("bittern ") + version());
+  app.footer("bittern VERB --help tells more.\nExample: bittern bench --quick");
+  app.allow_extras();
+  const Verb verbs[] = {ops_verb(app), check_verb(app), bench_verb(app, argv)};
+  std::string names;
+  for (const Verb& verb : verbs) names += " " + verb.app->get_name();
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp& help) {
+    return app.exit(help);
+  } catch (const CLI::CallForVersion& shown) {
+    return app.exit(shown);
+  } catch (const CLI::ParseError& error) {
+    std::string text = error.what();
+    text.resize(std::min(text.find('\n'), text.size()));
+    return fail(invalid(text));
+  }
+  for (const Verb& verb : verbs) {
+    if (!verb.app->parsed()) continue;
+    const auto rest = verb.takes_fields ? app.remaining() : app.remaining(true);
+    if (!rest.empty()) {
+      return fail(invalid(fmt::format("{}: unknown argument {}, expected one of{}",
+                                      verb.app->get_name(), rest.front(), flags_of(*verb.app))));
+    }
+    const Status status = verb.run();
+    return status.ok() ? 0 : fail(status);
+  }
+  const auto rest = app.remaining();
+  return fail(invalid(
+      rest.empty() ? fmt::format("no verb, expected one of{} (bittern --help tells more)", names)
+                   : fmt::format("no verb called {}, expected one of{}", rest.front(), names)));
+}
+
+}  // namespace
+}  // namespace bittern::cli
+
+int main(int argc, char** argv) {
+  try {
+    return bittern::cli::run(argc, argv);
+  } catch (const std::bad_alloc&) {
+    std::fputs("bittern: out of memory\n", stderr);
+  } catch (...) {
+    std::fputs("bittern: an internal error; please report the command\n", stderr);
+  }
+  return 1;
+}

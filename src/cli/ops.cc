@@ -1,0 +1,232 @@
+// bittern ops [OP]: which backend does what here, and what an op takes.
+#include <fmt/format.h>
+
+#include "cli/cli.h"
+#include "cuda/plugin.h"
+
+namespace bittern::cli {
+namespace {
+
+struct OpsFlags {
+  CommonFlags common;
+  std::string op;
+};
+
+// One backend of one op on this machine.
+struct Support {
+  std::string_view backend;
+  bool exists = false;              // is there a kernel at all
+  std::vector<std::string> dtypes;  // elements it takes here
+  std::string architecture;         // of the kernel chosen for the first of them
+  std::string why_not;              // when none
+  PrecisionGuarantee guarantee;
+};
+
+// The op's first benchmark problem: valid sizes to ask with.
+std::unique_ptr<AnyDesc> example(const AnyOp& op) {
+  auto problems = bench_problems(op);
+  return problems.empty() ? op.make_desc() : std::move(problems.front().desc);
+}
+
+Support support(const AnyOp& op, std::string_view backend) {
+  Support s;
+  s.backend = backend;
+  s.exists = backend == "ref" || (backend == "cpu" ? op.has_cpu() : op.has_cuda());
+  if (!s.exists) return s;
+  const Device device{backend == "cuda" ? Device::Type::cuda : Device::Type::cpu, 0};
+  const std::string_view kernel = backend == "cuda" ? "" : backend;
+  const auto ask = [&](const AnyDesc& desc) {
+    const auto plan = desc.select(device, Preference::exact, kernel);
+    if (!plan) {
+      if (s.why_not.empty()) s.why_not = plan.status().message();
+      return;
+    }
+    const Sku sku = (*plan)->sku();
+    if (s.dtypes.empty()) {
+      s.architecture = sku.architecture;
+      s.guarantee = (*plan)->precision_guarantee();
+    }
+    s.dtypes.emplace_back(name(sku.element));
+  };
+  const auto desc = example(op);
+  if (desc->get("element")) {
+    for (const DType element : {DType::f32, DType::f64, DType::f16, DType::bf16}) {
+      if (desc->set("element", static_cast<std::int64_t>(element)).ok()) ask(*desc);
+    }
+  } else {
+    ask(*desc);
+  }
+  return s;
+}
+
+std::string join(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& w : words) text += (text.empty() ? "" : " ") + w;
+  return text;
+}
+
+std::string guarantee_text(const PrecisionGuarantee& g) {
+  return g.same_bits_on_all_backends     ? "same bits on all backends"
+         : g.bit_stable_on_same_hardware ? "same bits on the same hardware"
+         : g.deterministic               ? "same bits on every run"
+                                         : "may vary from run to run";
+}
+
+std::string cell(const Support& s) {
+  return !s.exists ? "-" : s.dtypes.empty() ? "not here" : join(s.dtypes);
+}
+
+// What `--device auto` would run: the first of cuda, cpu, ref that can.
+const Support& chosen(const std::vector<Support>& all, const DeviceChoice& choice) {
+  if (choice.device.type == Device::Type::cuda && !all[2].dtypes.empty()) return all[2];
+  return all[1].dtypes.empty() ? all[0] : all[1];
+}
+
+Json support_json(const Support& s) {
+  Json json{{"backend", s.backend}, {"exists", s.exists}, {"dtypes", s.dtypes}};
+  if (s.dtypes.empty()) {
+    if (s.exists) json["why_not"] = s.why_not;
+    return json;
+  }
+  json["architecture"] = s.architecture;
+  json["guarantee"] = {{"math_precision", name(s.guarantee.math_precision)},
+                       {"accumulator", name(s.guarantee.accumulator)},
+                       {"deterministic", s.guarantee.deterministic},
+                       {"bit_stable_on_same_hardware", s.guarantee.bit_stable_on_same_hardware},
+                       {"same_bits_on_all_backends", s.guarantee.same_bits_on_all_backends}};
+  return json;
+}
+
+std::vector<std::string> operand_flags(const OperandInfo& o) {
+  std::vector<std::string> flags;
+  if ((o.expected.flags & Operand::kOptional) != 0) flags.emplace_back("optional");
+  if ((o.expected.flags & Operand::kRowStride) != 0) flags.emplace_back("row stride");
+  if ((o.expected.flags & Operand::kInPlace) != 0) flags.emplace_back("in place");
+  return flags;
+}
+
+std::string default_text(const FieldInfo& f) {
+  return f.choices.empty() ? std::to_string(f.default_value)
+                           : std::string(f.choices[static_cast<std::size_t>(f.default_value)]);
+}
+
+Json op_json(const AnyOp& op, const std::vector<Support>& all, const Support& here) {
+  Json json{{"op", op.name()}, {"category", op.category()}};
+  json["chosen_here"] = {{"backend", here.backend}, {"architecture", here.architecture}};
+  for (const Support& s : all) json["backends"].push_back(support_json(s));
+  for (const FieldInfo& f : op.fields()) {
+    Json field{{"name", f.name}, {"default", nullptr}, {"help", f.help}};
+    if (f.choices.empty()) {
+      field["default"] = f.default_value;
+    } else {
+      field["default"] = default_text(f);
+      field["choices"] = f.choices;
+    }
+    json["fields"].push_back(field);
+  }
+  for (const OperandInfo& o : op.operands()) {
+    json["operands"].push_back({{"name", o.name},
+                                {"output", o.output},
+                                {"dtype", name(o.expected.dtype)},
+                                {"rank", o.expected.shape.rank},
+                                {"flags", operand_flags(o)}});
+  }
+  return json;
+}
+
+void print_op(const AnyOp& op, const std::vector<Support>& all, const Support& here) {
+  fmt::print("{} ({})\n\nfields\n", op.name(), op.category());
+  for (const FieldInfo& f : op.fields()) {
+    std::string choices;
+    // Dtypes are too many to list and the help names those that apply.
+    if (!f.choices.empty() && f.choices.size() < kDTypeCount) {
+      for (const std::string_view c : f.choices) choices.append(" ").append(c);
+      choices = ":" + choices;
+    }
+    fmt::print("  --{:<12} {:>8}  {}{}\n", f.name, default_text(f), f.help, choices);
+  }
+  const auto desc = example(op);
+  std::string problem;
+  for (const FieldInfo& f : op.fields()) {
+    const std::string text = field_text(*desc, f);
+    if (text != default_text(f)) problem += fmt::format(" --{}={}", f.name, text);
+  }
+  fmt::print("\noperands, for{}\n", problem);
+  const auto sized = desc->operands();
+  for (const OperandInfo& o : op.operands()) {
+    std::string shape = "(not for this problem)";
+    for (const OperandInfo& s : sized)
+      if (s.name == o.name) shape = s.expected.shape.str();
+    std::string flags;
+    for (const std::string& f : operand_flags(o)) flags += (flags.empty() ? "" : ", ") + f;
+    fmt::print("  {:<3}  {:<12} {:<4}  {:<14} {}\n", o.output ? "out" : "in", o.name,
+               name(o.expected.dtype), shape, flags);
+  }
+  fmt::print("\nkernels\n");
+  for (const Support& s : all) {
+    if (!s.exists) {
+      fmt::print("  {:<4}  none\n", s.backend);
+    } else if (s.dtypes.empty()) {
+      fmt::print("  {:<4}  not here: {}\n", s.backend, s.why_not);
+    } else {
+      fmt::print("  {:<4}  {:<8} {:<18} math {}, sums {}, {}{}\n", s.backend, s.architecture,
+                 join(s.dtypes), name(s.guarantee.math_precision), name(s.guarantee.accumulator),
+                 guarantee_text(s.guarantee), &s == &here ? "  <- chosen here" : "");
+    }
+  }
+  fmt::print("\nExample: bittern check {} --outer_size=5 --axis_size=1024\n", op.name());
+}
+
+Status run(const OpsFlags& flags) {
+  BITTERN_TRY(check_json_flag(flags.common));
+  const auto choice = choose_device(flags.common);
+  if (!choice) return choice.status();
+  std::vector<const AnyOp*> ops(all_ops().begin(), all_ops().end());
+  if (!flags.op.empty()) {
+    const auto op = find_op(flags.op);
+    if (!op) return op.status();
+    ops = {*op};
+  }
+  Json json = Json::array();
+  if (!flags.common.quiet && flags.op.empty()) {
+    fmt::print("{:<33} {:<17} {:<17} {:<17} {:<13} {}\n", "op", "ref", "cpu", "cuda", "chosen here",
+               "guarantee");
+  }
+  bool cuda_missing = false;
+  for (const AnyOp* op : ops) {
+    const std::vector<Support> all = {support(*op, "ref"), support(*op, "cpu"),
+                                      support(*op, "cuda")};
+    const Support& here = chosen(all, *choice);
+    json.push_back(op_json(*op, all, here));
+    cuda_missing = cuda_missing || (all[2].exists && all[2].dtypes.empty());
+    if (flags.common.quiet) continue;
+    if (!flags.op.empty()) {
+      print_op(*op, all, here);
+    } else {
+      fmt::print("{:<33} {:<17} {:<17} {:<17} {:<13} {}\n", op->name(), cell(all[0]), cell(all[1]),
+                 cell(all[2]), fmt::format("{} {}", here.backend, here.architecture),
+                 guarantee_text(here.guarantee));
+    }
+  }
+  if (!flags.common.quiet && flags.op.empty()) {
+    if (cuda_missing) {
+      if (const auto plugin = cuda_plugin(0); !plugin)
+        fmt::print("no CUDA here: {}\n", plugin.status().message());
+    }
+    fmt::print("bittern ops OP shows an op's fields and operands.\n");
+  }
+  return write_json(flags.common, json);
+}
+
+}  // namespace
+
+Verb ops_verb(CLI::App& main) {
+  auto flags = std::make_shared<OpsFlags>();
+  CLI::App* verb = main.add_subcommand("ops", "what each op supports, and which kernel serves it");
+  verb->add_option("OP", flags->op, "show this op's fields, operands and kernels");
+  add_common_flags(*verb, flags->common);
+  verb->footer("Example: bittern ops quantize_per_group");
+  return {verb, [flags] { return run(*flags); }};
+}
+
+}  // namespace bittern::cli

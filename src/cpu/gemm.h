@@ -1,0 +1,14 @@
+// Matrix products on the CPU, by oneDNN.
+#pragma once
+#include <cstdint>
+
+#include "bittern/status.h"
+
+namespace bittern::cpu {
+
+// c[m,n] = a[m,k] * b[k,n]; dense, row-major, f32 sums in oneDNN's order. Uses num_threads()
+// threads and no wider SIMD than isa().
+Status gemm_f32(std::int64_t m, std::int64_t n, std::int64_t k, const float* a, const float* b,
+                float* c);
+
+}  // namespace bittern::cpu

@@ -1,0 +1,84 @@
+// Device side helpers shared by the *_cuda.cu files.
+#pragma once
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "bittern/dtype.h"
+
+namespace bittern::cuda {
+
+// Exact, as to_math() on the host.
+__device__ inline float load_math(float x) { return x; }
+__device__ inline double load_math(double x) { return x; }
+__device__ inline float load_math(f16 x) { return __half2float(__ushort_as_half(x.bits)); }
+__device__ inline float load_math(bf16 x) { return __uint_as_float(std::uint32_t{x.bits} << 16); }
+
+// n / d for 0 <= n < 2^59 and a divisor fixed on the host, as a multiplication:
+// floor(n m / 2^(64+k)) with m = ceil(2^(64+k) / d) is exact when m d - 2^(64+k) <= 2^(64+k-59),
+// which k = max(0, ceil(log2 d) - 5) ensures, and m then fits 64 bits. d = 1 has m = 0.
+class Divisor {
+ public:
+  Divisor() = default;
+  explicit Divisor(std::int64_t d) : value_(d) {
+    if (d <= 1) return;
+    int log2 = 0;
+    while ((std::int64_t{1} << log2) < d) ++log2;
+    shift_ = log2 > 5 ? log2 - 5 : 0;
+    const auto divisor = static_cast<unsigned __int128>(d);
+    multiplier_ = static_cast<std::uint64_t>(
+        ((static_cast<unsigned __int128>(1) << (64 + shift_)) + divisor - 1) / divisor);
+  }
+  __host__ __device__ std::int64_t value() const { return value_; }
+  __device__ std::int64_t divide(std::int64_t n) const {
+    if (multiplier_ == 0) return n;
+    return static_cast<std::int64_t>(__umul64hi(static_cast<std::uint64_t>(n), multiplier_) >>
+                                     shift_);
+  }
+
+ private:
+  std::int64_t value_ = 1;
+  std::uint64_t multiplier_ = 0;
+  int shift_ = 0;
+};
+
+// N elements moved by one access, past the caches: each is used once.
+template <class T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T at[N];
+
+  __device__ static Pack load(const T* p) {
+    Pack pack;
+    constexpr int kBytes = sizeof(Pack);
+    if constexpr (kBytes == 16) {
+      reinterpret_cast<uint4&>(pack) = __ldcs(reinterpret_cast<const uint4*>(p));
+    } else {
+      static_assert(N == 1);
+      pack.at[0] = *p;
+    }
+    return pack;
+  }
+  __device__ void store(T* p) const {
+    constexpr int kBytes = sizeof(Pack);
+    if constexpr (kBytes == 8) {
+      __stcs(reinterpret_cast<uint2*>(p), reinterpret_cast<const uint2&>(*this));
+    } else if constexpr (kBytes == 4) {
+      __stcs(reinterpret_cast<unsigned*>(p), reinterpret_cast<const unsigned&>(*this));
+    } else if constexpr (kBytes == 2) {
+      __stcs(reinterpret_cast<unsigned short*>(p), reinterpret_cast<const unsigned short&>(*this));
+    } else {
+      static_assert(N == 1);
+      *p = at[0];
+    }
+  }
+};
+
+// May rows of N elements at `data`, `stride` elements apart, be read and written as packs?
+template <class T, int N>
+bool packs_aligned(const void* data, std::int64_t rows, std::int64_t stride) {
+  constexpr std::uintptr_t kAlign = alignof(Pack<T, N>);
+  const auto step = static_cast<std::uintptr_t>(stride) * sizeof(T);
+  return reinterpret_cast<std::uintptr_t>(data) % kAlign == 0 && (rows <= 1 || step % kAlign == 0);
+}
+
+}  // namespace bittern::cuda

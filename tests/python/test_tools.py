@@ -1,0 +1,108 @@
+"""The repository's own tools do what they promise."""
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def run(*command, **kwargs):
+    return subprocess.run([str(c) for c in command], capture_output=True, text=True, **kwargs)
+
+
+def tool(name, *arguments):
+    return run(sys.executable, ROOT / "tools" / name, *arguments)
+
+
+@pytest.mark.parametrize("path, header", [
+    ("include/bittern/x.h", "core/numerics.h"),
+    ("include/bittern/x.h", "hwy/highway.h"),
+    ("src/core/x.cc", "plan/kernel.h"),
+    ("src/plan/x.cc", "cpu/dispatch.h"),
+    ("src/ops/a/a_cpu.cc", "ops/b/b_impl.h"),
+    ("src/ops/a/a_cpu.cc", "bittern/ops/b.h"),
+    ("src/ops/a/a_ref.cc", "oracle/oracle.h"),
+    ("src/ops/a/a_cpu.cc", "cuda_runtime.h"),
+    ("src/cli/x.cc", "cuda_runtime.h"),
+    ("src/formats/x.cc", "model/model.h"),
+])
+def test_include_check_names_a_breach(tmp_path, path, header):
+    file = tmp_path / path
+    file.parent.mkdir(parents=True)
+    file.write_text(f'#include <vector>\n#include "{header}"\n')
+    result = tool("check_includes.py", tmp_path)
+    assert result.returncode == 1
+    assert result.stdout == f"{path}:2: may not include {header}\n"
+
+
+@pytest.mark.parametrize("path, header", [
+    ("include/bittern/x.h", "bittern/plan.h"),
+    ("src/ops/a/a_cpu.cc", "bittern/ops/a.h"),
+    ("src/ops/a/a_cpu.cc", "ops/a/a_cpu.cc"),
+    ("src/ops/a/a_cases.cc", "oracle/aim.h"),
+    ("src/ops/a/a_cuda.cu", "cuda_runtime.h"),
+    ("src/plan/x.cc", "ops/ops.inc"),
+])
+def test_include_check_lets_the_layers_through(tmp_path, path, header):
+    file = tmp_path / path
+    file.parent.mkdir(parents=True)
+    file.write_text(f'#include "{header}"\n')
+    assert tool("check_includes.py", tmp_path).returncode == 0
+
+
+def test_new_op_writes_files_that_compile(tmp_path):
+    for folder in ["include", "src"]:
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    result = tool("new_op.py", "half_wave", "--root", tmp_path)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    bittern_h, ops_inc = (line.split(maxsplit=1)[1] for line in lines[-2:])
+    file = tmp_path / "include/bittern/bittern.h"
+    file.write_text(file.read_text() + bittern_h + "\n")
+    file = tmp_path / "src/ops/ops.inc"
+    file.write_text(file.read_text().replace("#undef", ops_inc + "\n#undef"))
+    # The two light ones together, so that the headers are read once less.
+    both = tmp_path / "both.cc"
+    both.write_text("".join(f'#include "ops/half_wave/half_wave_{part}.cc"\n'
+                            for part in ["cases", "test"]))
+    for source in [both, tmp_path / "src/ops/half_wave/half_wave_ref.cc",
+                   tmp_path / "src/ops/half_wave/half_wave_cpu.cc"]:
+        compiled = run("g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-fopenmp",
+                       "-DHWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4)", "-DHWY_WANT_AVX3_DL",
+                       "-DHWY_IS_DEBUG_BUILD=0", f"-I{tmp_path}/include", f"-I{tmp_path}/src",
+                       source)
+        assert compiled.returncode == 0 and not compiled.stderr, compiled.stderr
+    assert tool("check_includes.py", tmp_path).returncode == 0
+    assert "exists" in tool("new_op.py", "half_wave", "--root", tmp_path).stderr
+
+
+def test_new_op_wants_a_name_in_snake_case(tmp_path):
+    assert "expected lower_snake_case" in tool("new_op.py", "HalfWave", "--root", tmp_path).stderr
+
+
+@pytest.mark.parametrize("script", ["test", "quickstart"])
+def test_scripts_refuse_an_unknown_flag(script):
+    result = run(ROOT / script, "--wrong")
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"{script}: --wrong: unknown")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_missing_debian_package_is_one_error_that_names_it():
+    result = run("bash", "-c", "install=0; source tools/setup.sh; need_packages bash no-such-package",
+                 cwd=ROOT)
+    assert result.returncode == 1
+    assert "missing Debian packages: no-such-package; leave out --no-install" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_missing_python_package_is_one_error_that_names_it(tmp_path):
+    requirements = tmp_path / "requirements.txt"
+    requirements.write_text("# a comment\npytest==1.0\nno-such-package==2.0\n")
+    result = tool("check_requirements.py", requirements)
+    assert result.returncode == 1
+    assert "missing Python packages: no-such-package; leave out --no-install" in result.stderr
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""check_includes.py [ROOT]: who may include whom. Prints FILE:LINE for each breach and exits 1.
+
+The layers, top to bottom; a file includes its own layer and what its row names, nothing else:
+    cli, python, examples -> distill, report -> model, text -> formats, codec -> include/bittern
+    include/bittern <- plan <- core, and the kernels of an op never see another op.
+"""
+import fnmatch
+import pathlib
+import re
+import sys
+
+CORE = ["bittern/*", "core/*"]
+KERNEL = CORE + ["plan/kernel.h", "cpu/*", "hwy/*", "*intrin.h"]
+ORACLE = CORE + ["plan/*", "cpu/*", "cuda/plugin.h", "ops/ops.inc", "oracle/*"]
+CUDA = ["cuda*", "cub/*", "cutlass/*", "cublas*", "nv*"]
+FILES = CORE + ["formats/*", "codec/*"]
+MODEL = FILES + ["plan/*", "model/*", "text/*"]
+
+# The first pattern that fits a file says what it may include, beside the standard library.
+LAYERS = [
+    ("include/bittern/*", ["bittern/*"]),
+    ("src/core/*_test.cc", ORACLE + ["gtest/*"]),
+    ("src/core/*", CORE),
+    ("src/plan/*_test.cc", ORACLE + ["gtest/*"]),
+    ("src/plan/*", CORE + ["plan/*", "ops/ops.inc", "cuda/plugin.h"]),
+    ("src/cpu/*_test.cc", ORACLE + ["gtest/*", "hwy/*"]),
+    ("src/cpu/*", CORE + ["cpu/*", "hwy/*", "*intrin.h", "cpuid.h", "omp.h", "oneapi/dnnl/*"]),
+    ("src/cuda/*_test.cc", ORACLE + ["gtest/*", "dlfcn.h"]),
+    ("src/cuda/*", CORE + ["plan/kernel.h", "cuda/*", "ops/ops.inc", "dlfcn.h"] + CUDA),
+    ("src/ops/*_test.cc", ORACLE + ["gtest/*"]),
+    ("src/ops/*_cases.cc", ORACLE),
+    ("src/ops/*.cu*", CORE + ["plan/kernel.h", "cuda/*"] + CUDA),
+    ("src/ops/*", KERNEL),
+    ("src/oracle/*", ORACLE + ["gtest/*"]),
+    ("src/formats/*", CORE + ["formats/*"]),
+    ("src/codec/*", CORE + ["codec/*"]),
+    ("src/model/*", MODEL),
+    ("src/text/*", FILES + ["text/*"]),
+    ("src/distill/*", MODEL + ["distill/*", "report/*"]),
+    ("src/report/*", MODEL + ["report/*"]),
+    ("src/c/*", ["bittern/*", "plan/any_op.h"]),
+    ("examples/*", ["bittern/*", "CLI/*", "fmt/*"]),
+    ("*", ["*"]),  # the command, Python, tests, benchmarks: all but CUDA
+]
+STANDARD = re.compile(r"[a-z_]+$|(std\w+|string|errno|assert|math)\.h$")
+INCLUDE = re.compile(r'\s*#\s*include\s*[<"]([^>"]+)[>"]')
+
+
+def allowed(path, header):
+    if STANDARD.match(header):
+        return True
+    other_op = re.match(r"(?:bittern/)?ops/(\w+)[/.](?!inc)", header)
+    own = path.startswith("src/ops/") and path.split("/")[2]
+    if other_op and own and other_op[1] != own:
+        return False
+    sees_cuda = path.startswith("src/cuda/") or path.endswith((".cu", ".cuh"))
+    if not sees_cuda and header != "cuda/plugin.h" and any(fnmatch.fnmatch(header, c) for c in CUDA):
+        return False
+    headers = next(rule for pattern, rule in LAYERS if fnmatch.fnmatch(path, pattern))
+    own_file = [f"ops/{own}/*", f"bittern/ops/{own}.h"] if own else []
+    return any(fnmatch.fnmatch(header, h) for h in headers + own_file)
+
+
+def main(root):
+    breaches = 0
+    for folder in ["include", "src", "python", "examples", "tests", "fuzz", "bench"]:
+        for file in sorted((root / folder).rglob("*.*")):
+            if file.suffix not in {".h", ".cc", ".c", ".cu", ".cuh", ".inc"}:
+                continue
+            path = file.relative_to(root).as_posix()
+            for number, line in enumerate(file.read_text().splitlines(), 1):
+                match = INCLUDE.match(line)
+                if match and not allowed(path, match[1]):
+                    print(f"{path}:{number}: may not include {match[1]}")
+                    breaches += 1
+    return breaches != 0
+
+
+if __name__ == "__main__":
+    here = pathlib.Path(__file__).resolve().parent.parent
+    sys.exit(main(pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else here))

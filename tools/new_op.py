@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""new_op.py my_op [--root ROOT]: writes the five files of a new op, which compile and whose test
+fails until the formula, the kernels and the cases are filled in. Prints the two lines to add."""
+import argparse
+import pathlib
+import re
+import sys
+
+HEADER = '''\
+// y = the formula: rounding, ties, clamps, NaN, infinities, empty input
+#pragma once
+#include "bittern/plan.h"
+
+namespace bittern {
+
+struct @Op@Desc {
+  std::int64_t outer_size = 0;
+  std::int64_t axis_size = 0;
+  DType element = DType::f32;
+  bool operator==(const @Op@Desc&) const = default;
+  Shape shape() const { return {outer_size, axis_size}; }
+};
+
+struct @Op@ {
+  static constexpr std::string_view kName = "@op@";
+  static constexpr std::string_view kCategory = "new";
+
+  using Desc = @Op@Desc;
+  struct Args {
+    ConstView x;
+    MutView y;
+  };
+
+  // Replace by the fields' limits: sizes >= 0 and their product countable, the dtypes offered.
+  static Status check(const Desc&) { return unsupported("@op@: check() is not written"); }
+  static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
+  static DType element(const Desc& d) { return d.element; }
+  static DType aux_element(const Desc& d) { return d.element; }
+
+  template <class D, class F>
+  static void fields(D& d, F&& f) {
+    f("outer_size", d.outer_size, "rows");
+    f("axis_size", d.axis_size, "length of a row");
+    f("element", d.element, "dtype of x and y");
+  }
+  template <class A, class F>
+  static void operands(const Desc& d, A& a, F&& f) {
+    f("x", a.x, Operand{d.element, d.shape(), Operand::kRowStride | Operand::kInPlace});
+    f("y", a.y, Operand{d.element, d.shape(), Operand::kRowStride | Operand::kInPlace});
+  }
+};
+
+}  // namespace bittern
+'''
+
+REF = '''\
+#include "core/numerics.h"
+#include "plan/kernel.h"
+
+namespace bittern {
+namespace {
+
+using Op = @Op@;
+
+// The header's formula, plain enough to be checked by eye.
+Status run(const Op::Desc&, const Op::Args&, Stream, Workspace) {
+  return unsupported("@op@: ref is not written");
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "ref", .backend = "ref", .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<@Op@>> @op@_ref() { return kKernels; }
+
+}  // namespace bittern
+'''
+
+CPU = '''\
+#include "core/numerics.h"
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+#include "plan/kernel.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/@op@/@op@_cpu.cc"
+#include "hwy/foreach_target.h"
+// after foreach_target.h
+#include "cpu/simd-inl.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace {
+
+using Op = @Op@;
+
+// Rows [begin, end).
+void Run@Op@(const Op::Desc&, const Op::Args&, std::int64_t, std::int64_t) {}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif  // BITTERN_SIMD
+
+#if HWY_ONCE
+namespace bittern {
+namespace {
+
+using Op = @Op@;
+BITTERN_EXPORT(Run@Op@);
+
+Status supports(const Op::Desc&) { return cpu::supported(); }
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
+  cpu::parallel(d.outer_size, 1, [&](std::int64_t begin, std::int64_t end) {
+    BITTERN_CALL(Run@Op@)(d, a, begin, end);
+  });
+  return {};
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cpu",
+                                    .backend = "cpu",
+                                    .supports = supports,
+                                    .architecture = cpu::architecture,
+                                    .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<@Op@>> @op@_cpu() { return kKernels; }
+
+}  // namespace bittern
+#endif  // HWY_ONCE
+'''
+
+CASES = '''\
+#include "oracle/aim.h"
+
+namespace bittern::oracle {
+
+// Every dtype, and sizes that leave one-element vector tails.
+std::vector<@Op@Desc> @op@_check_cases() {
+  return {{.outer_size = 3, .axis_size = 65}};
+}
+
+std::vector<BenchCase<@Op@Desc>> @op@_bench_cases() {
+  return {{"f32", {.outer_size = 8192, .axis_size = 4096}}};
+}
+
+// Move inputs to within 2 ulp of every decision the formula makes.
+void @op@_aim(const @Op@Desc&, const @Op@::Args&, Rng&) {}
+
+}  // namespace bittern::oracle
+'''
+
+TEST = '''\
+#include <gtest/gtest.h>
+
+#include "oracle/oracle_test.h"
+
+namespace bittern {
+namespace {
+
+TEST(@Op@, MatchesRefEverywhere) { oracle::expect_parity("@op@"); }
+
+TEST(@Op@, MatchesAnExampleWorkedByHand) { FAIL() << "work an example by hand"; }
+
+}  // namespace
+}  // namespace bittern
+'''
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("op")
+    parser.add_argument("--root", type=pathlib.Path,
+                        default=pathlib.Path(__file__).resolve().parent.parent)
+    args = parser.parse_args()
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", args.op):
+        sys.exit(f"new_op: {args.op}: expected lower_snake_case")
+    name = "".join(word.capitalize() for word in args.op.split("_"))
+    folder = args.root / "src/ops" / args.op
+    files = {args.root / f"include/bittern/ops/{args.op}.h": HEADER,
+             folder / f"{args.op}_ref.cc": REF, folder / f"{args.op}_cpu.cc": CPU,
+             folder / f"{args.op}_cases.cc": CASES, folder / f"{args.op}_test.cc": TEST}
+    if taken := [str(file) for file in files if file.exists()]:
+        sys.exit(f"new_op: {taken[0]}: exists")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in files.items():
+        file.write_text(text.replace("@Op@", name).replace("@op@", args.op))
+        print(f"wrote {file.relative_to(args.root)}")
+    print("\nAdd these two lines:")
+    print(f'  include/bittern/bittern.h   #include "bittern/ops/{args.op}.h"')
+    print(f"  src/ops/ops.inc             BITTERN_OP({name}, {args.op}, 1, 0)")
+
+
+main()
