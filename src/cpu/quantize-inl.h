@@ -226,19 +226,22 @@ HWY_INLINE void LoadZeros(const ParamTensors& t, std::int64_t first, std::int64_
                           std::int64_t at, RunParams<F>& p) {
   const hn::ScalableTag<F> d;
   const hn::Rebind<std::int32_t, decltype(d)> di;
+  const hn::RebindToUnsigned<decltype(di)> du;
+  auto farthest = hn::Zero(du);  // |INT32_MIN| is right without a sign
   std::int64_t i = 0;
   for (; i + kLanes<F> <= count; i += kLanes<F>) {
     const auto zero =
         t.zero_point == nullptr ? hn::Zero(di) : hn::LoadU(di, t.zero_point + first + i);
+    farthest = hn::Max(farthest, hn::BitCast(du, hn::Abs(zero)));
     if constexpr (sizeof(F) == 4) {
       hn::StoreU(hn::ConvertTo(d, zero), d, p.zero + at + i);
-      const auto far = hn::Or(hn::Gt(zero, hn::Set(di, kFarZeroPoint)),
-                              hn::Lt(zero, hn::Set(di, -kFarZeroPoint)));
-      p.any_far |= t.far_range() || !hn::AllFalse(di, far);
     } else {
       hn::StoreU(hn::PromoteTo(d, zero), d, p.zero + at + i);
     }
   }
+  if (sizeof(F) == 4)
+    p.any_far |= t.far_range() ||
+                 !hn::AllFalse(du, hn::Gt(farthest, hn::Set(du, std::uint32_t{kFarZeroPoint})));
   for (; i < count; ++i) {
     const std::int32_t zero = t.zero(first + i);
     p.zero[at + i] = static_cast<F>(zero);
@@ -262,12 +265,30 @@ void LoadParams(const ParamTensors& t, std::int64_t first, std::int64_t count, s
   LoadZeros(t, first, count, at, p);
 }
 
+// The clamp's ends, once scales and zero points are loaded. Lanes up to a whole vector are made
+// harmless: what the stack holds may be subnormal, and slow.
 template <class F>
-void SetBounds(const ParamTensors& t, std::int64_t count, RunParams<F>& p) {
-  const auto q_min = static_cast<F>(t.q_min), q_max = static_cast<F>(t.q_max);
-  for (std::int64_t i = 0; i < count; ++i) {
-    p.lo[i] = q_min - p.zero[i];
-    p.hi[i] = q_max - p.zero[i];
+HWY_INLINE void SetBounds(const ParamTensors& t, std::int64_t count, RunParams<F>& p) {
+  const hn::ScalableTag<F> d;
+  hn::StoreU(hn::Set(d, F(1)), d, p.scale + count);
+  hn::StoreU(hn::Zero(d), d, p.zero + count);
+  const auto q_min = hn::Set(d, static_cast<F>(t.q_min)),
+             q_max = hn::Set(d, static_cast<F>(t.q_max));
+  for (std::int64_t i = 0; i < count; i += kLanes<F>) {
+    const auto zero = hn::Load(d, p.zero + i);
+    hn::Store(hn::Sub(q_min, zero), d, p.lo + i);
+    hn::Store(hn::Sub(q_max, zero), d, p.hi + i);
+  }
+}
+
+// Inverse for every run; 0 for all unless scales are half too.
+inline void SetInverses(const RunParams<float>& p, std::int64_t count, bool half_scales,
+                        float* inverse) {
+  const hn::ScalableTag<float> d;
+  for (std::int64_t i = 0; i < count; i += kLanes<float>) {
+    const auto r =
+        Inverse(d, hn::Load(d, p.scale + i), hn::Load(d, p.lo + i), hn::Load(d, p.hi + i));
+    hn::Store(half_scales ? r : hn::Zero(d), d, inverse + i);
   }
 }
 

@@ -8,9 +8,14 @@ std::vector<QuantizeDesc> dequantize_per_group_check_cases() {
 
 std::vector<BenchCase<QuantizeDesc>> dequantize_per_group_bench_cases() {
   const QuantizeDesc f32{.outer_size = 8192, .axis_size = 4096, .group_size = 128};
-  QuantizeDesc bf16 = f32;
+  QuantizeDesc bf16 = f32, token = f32, channel = f32;
   bf16.element = DType::bf16;
-  return {{"f32 group 128", f32}, {"bf16 group 128", bf16}};
+  token.granularity = Granularity::token;
+  channel.granularity = Granularity::channel;
+  return {{"s8->f32 group 128", f32},
+          {"s8->bf16 group 128", bf16},
+          {"s8->f32 token", token},
+          {"s8->f32 channel", channel}};
 }
 
 void dequantize_per_group_aim(const QuantizeDesc&, const DequantizePerGroup::Args& a, Rng& rng) {

@@ -20,18 +20,44 @@ using Op = FakeQuantizePerGroup;
 template <class X>
 struct Body {
   using F = Math<X>;
+  using D = hn::ScalableTag<F>;
   const Op::Desc& desc;
+  alignas(64) F inverse[RunParams<F>::kSize];
 
-  void Prepare(const RunParams<F>&, std::int64_t) const {}
+  HWY_INLINE explicit Body(const Op::Desc& d) : desc(d) {}
+
+  void Prepare(const RunParams<F>& p, std::int64_t runs) {
+    if constexpr (sizeof(X) == 2) SetInverses(p, runs, !desc.f32_scale, inverse);
+  }
+
+  static HWY_INLINE hn::Vec<D> Result(hn::Vec<D> z, const ParamVectors<D>& p) {
+    // A code's difference has no sign of zero: + 0 turns -0 into 0.
+    const auto code = hn::Add(hn::Round(hn::Clamp(z, p.lo, p.hi)), hn::Zero(D()));
+    return hn::Mul(code, p.scale);
+  }
 
   template <class Source>
   HWY_INLINE void operator()(const Source& source, std::int64_t n, X* y, const X* x) const {
-    const hn::ScalableTag<F> d;
-    for (std::int64_t i = 0; i < n; i += kLanes<F>) {
+    const D d;
+    std::int64_t i = 0;
+    if constexpr (sizeof(X) == 2 && std::is_same_v<Source, OneRun<D>>) {
+      if (inverse[source.k] != 0) {
+        const auto r = hn::Set(d, inverse[source.k]);
+        const ParamVectors<D>& p = source.v;
+        for (; i + 2 * kLanes<F> <= n; i += 2 * kLanes<F>) {
+          const Two<D> v = LoadTwo(d, x + i);
+          auto a = NearQuotient(v.a, p.scale, r), b = NearQuotient(v.b, p.scale, r);
+          if (HWY_UNLIKELY(AnyNaN(d, a, b))) {
+            a = Quotient(d, v.a, p.scale);
+            b = Quotient(d, v.b, p.scale);
+          }
+          StoreTwo(d, {Result(a, p), Result(b, p)}, y + i);
+        }
+      }
+    }
+    for (; i < n; i += kLanes<F>) {
       const auto p = source.At(i);
-      const auto z = hn::Clamp(Quotient(d, LoadMath(d, x + i), p.scale), p.lo, p.hi);
-      // A code's difference has no sign of zero: + 0 turns -0 into 0.
-      StoreMath(d, hn::Mul(hn::Add(hn::Round(z), hn::Zero(d)), p.scale), y + i);
+      StoreMath(d, Result(Quotient(d, LoadMath(d, x + i), p.scale), p), y + i);
     }
   }
 
@@ -47,7 +73,7 @@ void RunFakeQuantizePerGroup(const Op::Desc& d, const Op::Args& a, std::int64_t 
   const ParamTensors t{a.scale.data, d.scale_element(), a.zero_point.as<std::int32_t>(), d.q_min,
                        d.q_max};
   (void)visit_float(d.element, [&]<class X>(Type<X>) {
-    Body<X> body{d};
+    Body<X> body(d);
     ForEachTile<Math<X>>(d.geometry(), t, begin, end, body, Rows<X>(a.y), Rows<const X>(a.x));
     return Status();
   });

@@ -27,15 +27,7 @@ struct Body {
   HWY_INLINE explicit Body(const Op::Desc& d) : desc(d) {}
 
   void Prepare(const RunParams<F>& p, std::int64_t runs) {
-    if constexpr (sizeof(X) == 2) {
-      const D d;
-      const bool half_scales = !desc.f32_scale;
-      for (std::int64_t i = 0; i < runs; i += kLanes<F>)
-        hn::Store(half_scales ? Inverse(d, hn::Load(d, p.scale + i), hn::Load(d, p.lo + i),
-                                        hn::Load(d, p.hi + i))
-                              : hn::Zero(d),
-                  d, inverse + i);
-    }
+    if constexpr (sizeof(X) == 2) SetInverses(p, runs, !desc.f32_scale, inverse);
   }
 
   template <class Source>
