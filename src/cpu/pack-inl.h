@@ -29,7 +29,12 @@ class CodePacker {
  public:
   explicit CodePacker(int bits)
       : bits_(static_cast<std::size_t>(bits)),
-        mask_(hn::Set(D8(), static_cast<std::uint8_t>((1 << bits) - 1))) {
+        mask_(hn::Set(D8(), static_cast<std::uint8_t>((1 << bits) - 1))),
+        pair_factors_(hn::BitCast(
+            D8(), hn::Set(D16(), static_cast<std::uint16_t>(1 | (1 << bits) % 256 << 8)))),
+        four_factors_(hn::BitCast(D8(), hn::Set(D32(), 1u | (1u << 2 * bits) % 65536 << 16))),
+        low_(hn::Set(D64(), (std::uint64_t{1} << 4 * bits) - 1)),
+        gap_(hn::Set(D64(), static_cast<std::uint64_t>(32 - 4 * bits))) {
     HWY_ALIGN std::uint8_t to[kBlock], from[2][kBlock];
     for (std::size_t i = 0; i < kBlock; ++i) {
       // PackVector leaves the `bits` bytes of 8 codes at the bottom of each 64-bit lane.
@@ -99,24 +104,27 @@ class CodePacker {
   static constexpr std::size_t kBlock = HWY_TARGET == HWY_AVX3_DL ? 64 : 32;
   static constexpr std::size_t kPermuted = HWY_TARGET == HWY_AVX3_DL ? 64 : 16;
   using D8 = hn::CappedTag<std::uint8_t, kBlock>;
+  using D16 = hn::Repartition<std::uint16_t, D8>;
+  using D32 = hn::Repartition<std::uint32_t, D8>;
+  using D64 = hn::Repartition<std::uint64_t, D8>;
   using V8 = hn::Vec<D8>;
+  using V64 = hn::Vec<D64>;
 
-  // Each lane is two fields of `width` bits, the upper one in the lane's middle: close the gap.
-  template <class Lane>
-  HWY_INLINE V8 Join(V8 v, std::size_t width) const {
-    const hn::Repartition<Lane, D8> d;
-    const auto low = hn::Set(d, static_cast<Lane>((Lane{1} << width) - 1));
-    const auto lanes = hn::BitCast(d, v);
-    const auto upper = hn::ShiftRightSame(lanes, static_cast<int>(4 * sizeof(Lane) - width));
-    return hn::BitCast(D8(), hn::OrAnd(hn::And(lanes, low), upper, hn::Not(low)));
-  }
-
-  // The stream's bytes: of all 64 codes, or of each 16 codes at the bottom of their 16 bytes.
+  // The stream's bytes: of all 64 codes, or of each 16 codes at the bottom of their 16 bytes. Codes
+  // join their neighbours, a + 2^bits * b, in lanes of 16, 32 and 64 bits. (Signed products do for
+  // fewer than 8 bits, and for 8 the lanes are full as they are.)
   HWY_INLINE V8 PackVector(V8 codes) const {
-    V8 v = hn::And(codes, mask_);
-    v = Join<std::uint16_t>(v, bits_);
-    v = Join<std::uint32_t>(v, 2 * bits_);
-    v = Join<std::uint64_t>(v, 4 * bits_);
+    if (bits_ == 8) return codes;
+    const V8 masked = hn::And(codes, mask_);
+#if HWY_TARGET == HWY_AVX3_DL
+    const __m512i pairs = _mm512_maddubs_epi16(pair_factors_.raw, masked.raw);
+    const V64 fours{_mm512_madd_epi16(pairs, four_factors_.raw)};
+#else
+    const __m256i pairs = _mm256_maddubs_epi16(pair_factors_.raw, masked.raw);
+    const V64 fours{_mm256_madd_epi16(pairs, four_factors_.raw)};
+#endif
+    const auto upper = hn::AndNot(low_, hn::Shr(fours, gap_));
+    const V8 v = hn::BitCast(D8(), hn::OrAnd(upper, fours, low_));
 #if HWY_TARGET == HWY_AVX3_DL
     return V8{_mm512_permutexvar_epi8(to_stream_.raw, v.raw)};
   }
@@ -138,7 +146,7 @@ class CodePacker {
   }
   HWY_INLINE V8 UnpackBlocks(const std::uint8_t* stream) const {
     const hn::Half<D8> dh;
-    const hn::Repartition<std::uint16_t, D8> d16;
+    const D16 d16;
     const V8 bytes = hn::Combine(D8(), hn::LoadU(dh, stream + 2 * bits_), hn::LoadU(dh, stream));
     // The upper half of a product by 2^(16 - k) is the lane shifted right by k; the lower half of
     // one by 2^k is the lane shifted left.
@@ -185,7 +193,9 @@ class CodePacker {
   }
 
   std::size_t bits_;
-  V8 mask_, to_stream_, from_stream_[2];
+  V8 mask_, pair_factors_, four_factors_;
+  V64 low_, gap_;
+  V8 to_stream_, from_stream_[2];
 };
 
 }  // namespace HWY_NAMESPACE

@@ -28,6 +28,23 @@ inline std::size_t ToNextLine(const void* p) {
   return static_cast<std::size_t>(-reinterpret_cast<std::intptr_t>(p) & 63);
 }
 
+// StoreMath past the caches, to aligned addresses.
+template <class D>
+HWY_INLINE void StreamMath(D d, hn::Vec<D> v, hn::TFromD<D>* p) {
+  hn::Stream(v, d, p);
+}
+template <class D>
+HWY_INLINE void StreamMath(D d, hn::Vec<D> v, f16* p) {
+  const hn::Rebind<hwy::float16_t, D> dh;
+  const hn::Rebind<std::uint16_t, D> du;
+  hn::Stream(hn::BitCast(du, hn::DemoteTo(dh, v)), du, reinterpret_cast<std::uint16_t*>(p));
+}
+template <class D>
+HWY_INLINE void StreamMath(D d, hn::Vec<D> v, bf16* p) {
+  const hn::Rebind<std::uint16_t, D> du;
+  hn::Stream(hn::TruncateTo(du, Bf16Bits(d, v)), du, reinterpret_cast<std::uint16_t*>(p));
+}
+
 // memcpy, its whole lines streamed if `stream`.
 inline void EmitLines(const void* HWY_RESTRICT from, std::size_t bytes, void* HWY_RESTRICT to,
                       bool stream) {

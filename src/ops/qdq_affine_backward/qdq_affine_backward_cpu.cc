@@ -47,63 +47,75 @@ HWY_INLINE void PrefetchAhead(const T* p, std::int64_t count) {
     hwy::Prefetch(reinterpret_cast<const char*>(at) + i);
 }
 
-template <class D>
-HWY_INLINE void SumLanes(D d, hn::Vec<D>* v, std::int64_t width, hn::TFromD<D>* sums) {
-  constexpr std::size_t kLanes = hn::MaxLanes(D());
-  if (width == std::int64_t{kLanes}) {
-    hn::Store(LaneTrees(d, v), d, sums);
+// out[0, count): the trees inside the vectors v, over their first `width` lanes.
+template <class D, class S>
+HWY_INLINE void StoreSums(D d, hn::Vec<D>* v, std::int64_t width, std::int64_t count, S* out) {
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(D()));
+  alignas(64) hn::TFromD<D> sums[kLanes];
+  if (width == kLanes) {
+    const auto all = LaneTrees(d, v);
+    if (count == kLanes) {
+      StoreMath(d, all, out);
+      return;
+    }
+    hn::Store(all, d, sums);
   } else {
-    for (std::size_t k = 0; k < kLanes; ++k) sums[k] = LaneTree(d, v[k], width);
+    for (std::int64_t k = 0; k < count; ++k) sums[k] = LaneTree(d, v[k], width);
   }
+  for (std::int64_t k = 0; k < count; ++k) out[k] = from_math<S>(sums[k]);
 }
 
-// As many groups at once as a vector has lanes: the trees inside vectors are then transposed.
-template <class X, class S>
+// As many groups at once as a vector has lanes: the trees inside vectors are then transposed. kRows
+// is the number of vectors in a group, or 0: any group.
+template <int kRows, class X, class S>
 void SumGroups(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
-  using F = Math<X>;
-  using D = hn::ScalableTag<F>;
+  using D = hn::ScalableTag<Math<X>>;
   const D df;
   constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(D()));
-  const std::int64_t size = d.group_size, width = RowWidth(df, size);
+  const std::int64_t size = kRows != 0 ? kRows * kLanes : d.group_size;
   // Consecutive groups of a row whose codes are read together, from a multiple of 8.
   const std::int64_t window = std::max<std::int64_t>((cpu::CodeChunks::kLength - 8) / size, 1);
   CodeReader reader(d, a.q);
   GroupTerms<D, X> terms{};
   hn::Vec<D> scale_terms[kLanes], bias_terms[kLanes];
-  alignas(64) F scale_sums[kLanes], bias_sums[kLanes];
+  for (std::int64_t k = 0; k < kLanes; ++k) scale_terms[k] = bias_terms[k] = hn::Zero(df);
   std::int64_t ready = 0;
   for (std::int64_t first = begin; first < end; first += kLanes) {
     const std::int64_t count = std::min(kLanes, end - first);
-    for (std::int64_t k = 0; k < kLanes; ++k) {
-      if (k >= count) {
-        scale_terms[k] = bias_terms[k] = hn::Zero(df);
-        continue;
-      }
+    for (std::int64_t k = 0; k < count; ++k) {
       if (ready == 0) {
         const std::int64_t group = first + k, row = group / d.num_groups();
-        const std::int64_t left = std::min((row + 1) * d.num_groups(), end) - group;
-        ready = std::min(left, window);
+        ready = std::min(std::min((row + 1) * d.num_groups(), end) - group, window);
         const std::int64_t j = group % d.num_groups() * size;
         terms.q = reader.Read(row, j / 8 * 8, j % 8 + ready * size) + j % 8;
         terms.dy = a.dy.as<X>() + row * a.dy.row_stride() + j;
       }
       PrefetchAhead(terms.dy, size);
-      const auto [scale, bias] = RowTree(df, size, terms);
-      scale_terms[k] = scale;
-      bias_terms[k] = bias;
+      const auto tree = [&]() HWY_ATTR {
+        if constexpr (kRows != 0) {
+          return FewRows<kRows>(df, terms, 0, 1);
+        } else {
+          return RowTree(df, size, terms);
+        }
+      }();
+      scale_terms[k] = tree.first;
+      bias_terms[k] = tree.second;
       terms.q += size;
       terms.dy += size;
       --ready;
     }
-    const auto store = [&](const MutView& out, hn::Vec<D>* v, F* sums) HWY_ATTR {
-      if (!out) return;
-      SumLanes(df, v, width, sums);
-      for (std::int64_t k = 0; k < count; ++k)
-        out.template as<S>()[first + k] = from_math<S>(static_cast<Math<S>>(sums[k]));
-    };
-    store(a.d_scales, scale_terms, scale_sums);
-    store(a.d_biases, bias_terms, bias_sums);
+    const std::int64_t width = RowWidth(df, size);
+    if (a.d_scales) StoreSums(df, scale_terms, width, count, a.d_scales.as<S>() + first);
+    if (a.d_biases) StoreSums(df, bias_terms, width, count, a.d_biases.as<S>() + first);
   }
+}
+
+template <class X, class S>
+void SumGroupsOf(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(hn::ScalableTag<Math<X>>()));
+  if (d.group_size == 4 * kLanes) return SumGroups<4, X, S>(d, a, begin, end);
+  if (d.group_size == 8 * kLanes) return SumGroups<8, X, S>(d, a, begin, end);
+  SumGroups<0, X, S>(d, a, begin, end);
 }
 
 void RunQdqAffineBackward(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
@@ -111,11 +123,11 @@ void RunQdqAffineBackward(const Op::Desc& d, const Op::Args& a, std::int64_t beg
   (void)visit_float(d.element, [&]<class X>(Type<X>) {
     if constexpr (std::is_same_v<X, f16> || std::is_same_v<X, bf16>) {
       if (d.f32_scale) {
-        SumGroups<X, float>(d, a, begin, end);
+        SumGroupsOf<X, float>(d, a, begin, end);
         return Status();
       }
     }
-    SumGroups<X, X>(d, a, begin, end);
+    SumGroupsOf<X, X>(d, a, begin, end);
     return Status();
   });
 }

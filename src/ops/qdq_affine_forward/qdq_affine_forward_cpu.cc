@@ -19,41 +19,53 @@ namespace {
 using Op = QdqAffineForward;
 
 // y[0, n) in whole vectors: reads codes and writes y up to a vector beyond n.
-template <bool kMlx, class X>
+template <bool kMlx, bool kStream, class X>
 HWY_INLINE void AffineRun(const std::uint8_t* HWY_RESTRICT q, std::int64_t n, Math<X> scale,
                           Math<X> bias, X* HWY_RESTRICT y) {
   const hn::ScalableTag<Math<X>> d;
   const auto s = hn::Set(d, scale), b = hn::Set(d, bias);
   for (std::int64_t j = 0; j < n; j += static_cast<std::int64_t>(hn::Lanes(d))) {
     const auto code = LoadCodes(d, q + j);
-    if constexpr (kMlx) {
-      StoreMath(d, hn::Add(RoundMath<X>(d, hn::Mul(code, s)), b), y + j);
+    const auto v = kMlx ? hn::Add(RoundMath<X>(d, hn::Mul(code, s)), b) : hn::MulAdd(code, s, b);
+    if constexpr (kStream) {
+      StreamMath(d, v, y + j);
     } else {
-      StoreMath(d, hn::MulAdd(code, s, b), y + j);
+      StoreMath(d, v, y + j);
     }
   }
 }
 
-// Each chunk is computed in L1 and copied out, so that groups of any size write whole vectors and
-// whole lines are streamed however rows lie.
 template <class X, class S, bool kMlx>
 void DequantizeChunks(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
   const cpu::CodeChunks chunks{d.outer_size, d.axis_size};
   const bool stream = d.outer_size * d.axis_size * std::int64_t{sizeof(X)} >= kStreamBytes;
+  const bool whole_lines = d.group_size * std::int64_t{sizeof(X)} % 64 == 0;
   CodeReader reader(d, a.q);
   alignas(64) X buffer[cpu::CodeChunks::kLength + 64 + kCodesOverrun];
   for (std::int64_t i = begin; i < end; ++i) {
     const auto [row, first, count] = chunks[i];
     const std::uint8_t* q = reader.Read(row, first, count);
     X* y = a.y.as<X>() + row * a.y.row_stride() + first;
-    X* staged = buffer + (64 - ToNextLine(y)) % 64 / sizeof(X);
-    std::int64_t group = row * d.num_groups() + first / d.group_size;
-    std::int64_t stop = d.group_size - first % d.group_size;
-    for (std::int64_t j = 0; j < count; j = stop, stop += d.group_size, ++group) {
-      AffineRun<kMlx>(q + j, std::min(stop, count) - j, to_math(a.scales.as<S>()[group]),
-                      to_math(a.biases.as<S>()[group]), staged + j);
+    const auto each_group = [&](auto streamed, X* to) HWY_ATTR {
+      std::int64_t group = row * d.num_groups() + first / d.group_size;
+      std::int64_t stop = d.group_size - first % d.group_size;
+      for (std::int64_t j = 0; j < count; j = stop, stop += d.group_size, ++group) {
+        AffineRun<kMlx, streamed>(q + j, std::min(stop, count) - j,
+                                  to_math(a.scales.as<S>()[group]),
+                                  to_math(a.biases.as<S>()[group]), to + j);
+      }
+    };
+    if (whole_lines && !stream) {
+      each_group(std::false_type(), y);
+    } else if (whole_lines && ToNextLine(y) == 0) {
+      each_group(std::true_type(), y);
+    } else {
+      // Computed in L1 and copied out: groups of any size still write whole vectors, and whole
+      // lines are streamed however rows lie.
+      X* staged = buffer + (64 - ToNextLine(y)) % 64 / sizeof(X);
+      each_group(std::false_type(), staged);
+      EmitLines(staged, static_cast<std::size_t>(count) * sizeof(X), y, stream);
     }
-    EmitLines(staged, static_cast<std::size_t>(count) * sizeof(X), y, stream);
   }
   if (stream) hwy::FlushStream();
 }
