@@ -179,7 +179,8 @@ struct Chunk {
   const F* w[kGroups];                 // padded to whole rows
   HWY_ALIGN F s[kGroups], b[kGroups];  // as the codes use them
   HWY_ALIGN F stored_s[kGroups], stored_b[kGroups];
-  bool halved[kGroups];  // the range overflows: codes by affine::minmax_code
+  Vector<F> low[kGroups], high[kGroups];  // whose lanes' least and greatest are min and max
+  bool halved[kGroups];                   // the range overflows: codes by affine::minmax_code
   bool any_halved;
   HWY_ALIGN F copies[kGroups * kMaxGroup];
 };
@@ -194,8 +195,6 @@ class Weights {
         row_groups_(d.num_groups()),
         size_(d.group_size),
         copy_(d.element != dtype_of<F>() || d.group_size % kRow != 0) {}
-
-  bool copied() const { return copy_; }
 
   // The groups first ... of which count < W may be missing: the last one stands in for them.
   HWY_INLINE void Load(std::int64_t first, std::int64_t count, Chunk<F>& c) const {
@@ -217,6 +216,14 @@ class Weights {
       }
     }
     for (std::int64_t i = count; i < Chunk<F>::kGroups; ++i) c.w[i] = c.w[count - 1];
+  }
+
+  // The group a chunk behind `w`, in the same row.
+  HWY_INLINE void Prefetch(const F* w) const {
+    if (copy_) return;
+    const F* ahead = w + Chunk<F>::kGroups * size_;
+    for (std::int64_t j = 0; j < size_; j += 64 / static_cast<std::int64_t>(sizeof(F)))
+      hwy::Prefetch(ahead + j);
   }
 
  private:
@@ -278,28 +285,31 @@ HWY_NOINLINE void FixParams(const Op::Desc& d, Chunk<F>& c) {
   }
 }
 
+// kSize is the group size where it is known at compile time, otherwise 0.
+template <int kSize, class F>
+HWY_INLINE void FindRange(std::int64_t size, std::int64_t i, Chunk<F>& c) {
+  const Tag<F> t;
+  const F* w = c.w[i];
+  // Min and Max give their second argument when one is NaN, so NaN weights drop out.
+  Vector<F> low = hn::Set(t, std::numeric_limits<F>::infinity()), high = hn::Neg(low);
+  const std::int64_t end = kSize != 0 ? kSize : Padded(size);
+  HWY_UNROLL(4)
+  for (std::int64_t j = 0; j < end; j += kWidth<F>) {
+    const auto x = hn::LoadU(t, w + j);
+    low = hn::Min(x, low);
+    high = hn::Max(x, high);
+  }
+  c.low[i] = low;
+  c.high[i] = high;
+}
+
 template <class F>
 HWY_INLINE void ComputeParams(const Op::Desc& d, Chunk<F>& c) {
   const Tag<F> t;
-  Vector<F> low[Chunk<F>::kGroups], high[Chunk<F>::kGroups];
-  const std::int64_t size = Padded(d.group_size);
-  // Min and Max give their second argument when one is NaN, so NaN weights drop out.
-  for (std::int64_t i = 0; i < Chunk<F>::kGroups; ++i) {
-    const F* w = c.w[i];
-    Vector<F> least = hn::Set(t, std::numeric_limits<F>::infinity());
-    Vector<F> most = hn::Neg(least);
-    for (std::int64_t j = 0; j < size; j += kWidth<F>) {
-      const auto x = hn::LoadU(t, w + j);
-      least = hn::Min(x, least);
-      most = hn::Max(x, most);
-    }
-    low[i] = least;
-    high[i] = most;
-  }
   const auto zero = hn::Zero(t);
   const auto n = hn::Set(t, static_cast<F>(d.bins() - 1));
-  const auto min = LaneFold(t, low, [](auto x, auto y) HWY_ATTR { return hn::Min(x, y); });
-  const auto max = LaneFold(t, high, [](auto x, auto y) HWY_ATTR { return hn::Max(x, y); });
+  const auto min = LaneFold(t, c.low, [](auto x, auto y) HWY_ATTR { return hn::Min(x, y); });
+  const auto max = LaneFold(t, c.high, [](auto x, auto y) HWY_ATTR { return hn::Max(x, y); });
   const auto range = hn::Sub(max, min);
   Vector<F> s = hn::Div(range, n), b = hn::Add(min, zero);
   const DType dtype = d.scale_element();
@@ -332,8 +342,8 @@ HWY_INLINE void ComputeParams(const Op::Desc& d, Chunk<F>& c) {
 }
 
 template <class F>
-HWY_NOINLINE void QuantizeHalved(const Op::Desc& d, const F* w, affine::Params<F> p,
-                                 std::uint8_t* codes) {
+HWY_NOINLINE void QuantizeHalved(const Op::Desc& d, const F* w,
+                                 std::type_identity_t<affine::Params<F>> p, std::uint8_t* codes) {
   for (std::int64_t j = 0; j < d.group_size; ++j)
     codes[j] = affine::minmax_code(w[j], p, d.bins(), true);
 }
@@ -425,72 +435,82 @@ class CodeWriter {
 
 // ---- minmax and mlx ----
 
-template <class F>
+template <bool kHalfEven, int kSize, class F>
 HWY_INLINE void DirectBlock(const Op::Desc& d, const Weights<F>& weights, std::int64_t first,
-                            std::int64_t count, Chunk<F>& c, Results<F>& out) {
+                            std::int64_t count, Chunk<F>* chunks, Results<F>& out) {
+  constexpr std::int64_t kGroups = Chunk<F>::kGroups;
   const Tag<F> t;
-  const std::int64_t size = d.group_size;
+  const std::int64_t size = kSize != 0 ? kSize : d.group_size;
   const std::int32_t bins = d.bins();
-  for (std::int64_t g = 0; g < count; g += Chunk<F>::kGroups) {
-    const std::int64_t groups = std::min(Chunk<F>::kGroups, count - g);
-    weights.Load(first + g, groups, c);
-    ComputeParams(d, c);
-    hn::StoreU(hn::Load(t, c.stored_s), t, out.s + g);
-    hn::StoreU(hn::Load(t, c.stored_b), t, out.b + g);
-    // In order: the padding behind a group's codes is overwritten by the next group's.
-    for (std::int64_t i = 0; i < groups; ++i) {
+  Chunk<F>* now = chunks;
+  Chunk<F>* after = chunks + 1;
+  weights.Load(first, std::min(kGroups, count), *after);
+  for (std::int64_t i = 0; i < kGroups; ++i) FindRange<kSize>(size, i, *after);
+  for (std::int64_t g = 0; g < count; g += kGroups) {
+    std::swap(now, after);
+    ComputeParams(d, *now);
+    hn::StoreU(hn::Load(t, now->stored_s), t, out.s + g);
+    hn::StoreU(hn::Load(t, now->stored_b), t, out.b + g);
+    const std::int64_t rest = count - g - kGroups;
+    if (rest > 0) weights.Load(first + g + kGroups, std::min(kGroups, rest), *after);
+    // In order: the padding behind a group's codes is overwritten by the next group's. The next
+    // chunk's ranges fill the time the divisions take.
+    for (std::int64_t i = 0; i < std::min(kGroups, count - g); ++i) {
       std::uint8_t* codes = out.codes + (g + i) * size;
-      if (d.method == AffineMethod::mlx) {
-        Quantize<true>(c.w[i], size, c.s[i], c.b[i], bins, codes);
-      } else {
-        Quantize<false>(c.w[i], size, c.s[i], c.b[i], bins, codes);
+      Quantize<kHalfEven>(now->w[i], size, now->s[i], now->b[i], bins, codes);
+      if (rest > 0) {
+        FindRange<kSize>(size, i, *after);
+        weights.Prefetch(after->w[i]);
       }
-      if (HWY_UNLIKELY(c.any_halved && c.halved[i]))
-        QuantizeHalved(d, c.w[i], affine::Params<F>{c.s[i], c.b[i]}, codes);
+    }
+    if (HWY_UNLIKELY(now->any_halved)) {
+      for (std::int64_t i = 0; i < std::min(kGroups, count - g); ++i)
+        if (now->halved[i])
+          QuantizeHalved(d, now->w[i], {now->s[i], now->b[i]}, out.codes + (g + i) * size);
     }
   }
 }
 
 // ---- lsq ----
 
-// W slots hold a group each. A round quantises every slot's group and leaves its sums as vectors;
-// these are folded across lanes and all W fits solved at once. A group that is done is written out
-// and its slot given to the next one, so no lane waits for the slowest group.
-
-template <class V>
-struct FitTerms {  // of sum c q, sum c q q, sum c q u
-  V q, qq, qu;
-};
-template <class V>
-HWY_INLINE FitTerms<V> Plus(FitTerms<V> a, FitTerms<V> b) {
-  return {hn::Add(a.q, b.q), hn::Add(a.qq, b.qq), hn::Add(a.qu, b.qu)};
-}
-template <class D, class V>
-HWY_INLINE FitTerms<V> ZeroTerms(D d, Type<FitTerms<V>>) {
-  return {hn::Zero(d), hn::Zero(d), hn::Zero(d)};
-}
+// A slot holds a group while it converges, W slots are a bank. A round quantises every slot's group
+// and leaves its sums as vectors; these are folded across lanes and the bank's W fits solved at
+// once. A group that is done is written out and its slot given to the next one, so no lane waits
+// for the slowest group. One bank's solution overlaps the other's rounds.
 
 // f64 terms of a vector of f32: the upper half are the odd rows of half the width.
 struct WideTerms {
   Vector<double> lower, upper;
 };
-HWY_INLINE WideTerms Plus(WideTerms a, WideTerms b) {
-  return {hn::Add(a.lower, b.lower), hn::Add(a.upper, b.upper)};
-}
-HWY_INLINE WideTerms ZeroTerms(Tag<float>, Type<WideTerms>) {
-  const Tag<double> d;
-  return {hn::Zero(d), hn::Zero(d)};
-}
 HWY_INLINE WideTerms Widen(Vector<float> x) {
   const Tag<double> d;
   const hn::Half<Tag<float>> dh;
   return {hn::PromoteTo(d, hn::LowerHalf(dh, x)), hn::PromoteTo(d, hn::UpperHalf(dh, x))};
 }
 HWY_INLINE Vector<double> Widen(Vector<double> x) { return x; }
+HWY_INLINE WideTerms Plus(WideTerms a, WideTerms b) {
+  return {hn::Add(a.lower, b.lower), hn::Add(a.upper, b.upper)};
+}
+HWY_INLINE WideTerms ZeroTerms(Tag<float> d, Type<WideTerms>) { return Widen(hn::Zero(d)); }
 HWY_INLINE WideTerms Times(WideTerms a, WideTerms b) {
   return {hn::Mul(a.lower, b.lower), hn::Mul(a.upper, b.upper)};
 }
 HWY_INLINE Vector<double> Times(Vector<double> a, Vector<double> b) { return hn::Mul(a, b); }
+HWY_INLINE Vector<double> Folded(WideTerms v) { return hn::Add(v.lower, v.upper); }
+HWY_INLINE Vector<double> Folded(Vector<double> v) { return v; }
+
+template <class F>
+struct FitTerms {  // of sum c q, sum c q q and sum c q u
+  Vector<F> q, qq, qu;
+};
+template <class F>
+HWY_INLINE FitTerms<F> Plus(FitTerms<F> a, FitTerms<F> b) {
+  return {hn::Add(a.q, b.q), hn::Add(a.qq, b.qq), hn::Add(a.qu, b.qu)};
+}
+template <class F>
+HWY_INLINE FitTerms<F> ZeroTerms(Tag<F> d, Type<FitTerms<F>>) {
+  return {hn::Zero(d), hn::Zero(d), hn::Zero(d)};
+}
 
 // The tree over all lanes.
 template <class D>
@@ -502,180 +522,215 @@ HWY_INLINE hn::TFromD<D> FoldLanes(D, hn::Vec<D> v) {
     return FoldLanes(dh, hn::Add(hn::LowerHalf(dh, v), hn::UpperHalf(dh, v)));
   }
 }
-HWY_INLINE double FoldWide(WideTerms v) {
-  return FoldLanes(Tag<double>(), hn::Add(v.lower, v.upper));
-}
-HWY_INLINE double FoldWide(Vector<double> v) { return FoldLanes(Tag<double>(), v); }
 
-template <class F, bool kWeighted>
+template <class F, bool kWeighted, int kSize>
 class Lsq {
  public:
   Lsq(const Op::Desc& d, const Op::Args& a)
       : d_(d),
         importance_(a.importance.as<float>()),
         size_(d.group_size),
-        padded_(Padded(d.group_size)),
-        sum_{} {
-    std::fill_n(c1_, kSlots, static_cast<F>(size_));
-    std::fill_n(s_, kSlots, F(1));
-    std::fill_n(b_, kSlots, F(0));
-    std::fill_n(b0_, kSlots, F(0));
-    std::fill_n(cu_, kSlots, F(0));
-    std::fill_n(rounds_, kSlots, F(0));
-  }
+        bins_(d.bins()),
+        n_(static_cast<F>(d.bins() - 1)) {}
 
   void Block(const Weights<F>& weights, std::int64_t first, std::int64_t count, Chunk<F>& chunk,
              Results<F>& out) {
-    std::uint32_t active = 0;
     std::int64_t next = 0;
-    for (;;) {
-      for (std::uint32_t idle = ~active & kAllSlots; idle != 0 && next < count; ++next) {
-        const std::int64_t at = next % kSlots;
-        if (at == 0) {
-          weights.Load(first + next, std::min(kSlots, count - next), chunk);
-          ComputeParams(d_, chunk);
-        }
-        if (HWY_UNLIKELY(chunk.any_halved && chunk.halved[at])) {
-          out.s[next] = chunk.s[at];
-          out.b[next] = chunk.b[at];
-          QuantizeHalved(d_, chunk.w[at], affine::Params<F>{chunk.s[at], chunk.b[at]},
-                         out.codes + next * size_);
-          continue;
-        }
-        const int slot = std::countr_zero(idle);
-        Start(slot, chunk, at, first + next);
-        group_[slot] = next;
-        active |= 1u << slot;
-        idle &= idle - 1;
-      }
-      if (active == 0) return;
-      const std::uint32_t done = Solve() & active;
-      for (std::uint32_t m = done; m != 0; m &= m - 1) Finish(std::countr_zero(m), out);
-      active &= ~done;
-      for (std::uint32_t m = active; m != 0; m &= m - 1) {
+    for (int turn = 0;; ++turn) {
+      Bank& bank = banks_[turn % kBanks];
+      const std::uint32_t done = Solve(bank) | ~bank.active;
+      // The other bank's rounds keep the core busy until it is known which slots are done.
+      if (kBanks > 1) Rounds(banks_[(turn + 1) % kBanks]);
+      for (std::uint32_t m = done & kAllSlots; m != 0; m &= m - 1) {
         const int slot = std::countr_zero(m);
-        s_[slot] = next_s_[slot];
-        b_[slot] = next_b_[slot];
-        rounds_[slot] += 1;
-        Round(slot);
+        const std::uint32_t bit = 1u << slot;
+        if ((bank.active & bit) != 0) Finish(bank, slot, out);
+        bank.active &= ~bit;
+        for (; next < count && (bank.active & bit) == 0; ++next) {
+          const std::int64_t i = next % kSlots;
+          if (i == 0) LoadChunk(weights, first + next, std::min(kSlots, count - next), chunk);
+          if (HWY_UNLIKELY(chunk.any_halved && chunk.halved[i])) {
+            out.s[next] = chunk.s[i];
+            out.b[next] = chunk.b[i];
+            QuantizeHalved(d_, chunk.w[i], {chunk.s[i], chunk.b[i]}, out.codes + next * size());
+            continue;
+          }
+          bank.group[slot] = next;
+          bank.active |= bit;
+          Start(bank, slot, chunk, i, first + next);
+        }
       }
+      bank.pending = bank.active & ~done;
+      if (kBanks == 1) Rounds(bank);
+      if ((banks_[0].active | banks_[kBanks - 1].active) == 0) return;
     }
   }
 
  private:
   static constexpr std::int64_t kSlots = kWidth<F>;
   static constexpr std::uint32_t kAllSlots = (1u << kSlots) - 1;
+  static constexpr int kBanks = kSize != 0 ? 2 : 1;
+  static constexpr std::int64_t kCapacity = kSize != 0 ? kSize : kMaxGroup;
   static constexpr F kUp = sizeof(F) == 4 ? F(0x1.fffffep-2f) : F(0x1.fffffffffffffp-2);
   using D = Tag<F>;
   using V = Vector<F>;
 
-  struct RoundLeaf {
-    const F* w;
-    const F* c;
-    F* q;
-    V s, b, b0, n;
-    HWY_INLINE FitTerms<V> operator()(std::int64_t i) const {
-      const D d;
-      const V x = hn::Load(d, w + i);
-      const V z = hn::Min(n, hn::Div(hn::Sub(x, b), s));
-      const V code = hn::Trunc(hn::Add(hn::Max(z, hn::Zero(d)), hn::Set(d, kUp)));
-      hn::Store(code, d, q + i);
-      const V u = hn::Sub(x, b0);
-      const V cq = kWeighted ? hn::Mul(hn::Load(d, c + i), code) : code;
-      return {cq, hn::Mul(cq, code), hn::Mul(cq, u)};
+  struct Slot {
+    HWY_ALIGN F w[kCapacity], u[kCapacity], q[kCapacity], c[kWeighted ? kCapacity : 1];
+  };
+  struct Bank {
+    std::uint32_t active = 0, pending = 0;  // slots in use; of those, to be quantised anew
+    std::int64_t group[kSlots];
+    HWY_ALIGN F s[kSlots] = {}, b[kSlots] = {}, s0[kSlots] = {}, b0[kSlots] = {};
+    HWY_ALIGN F c[kSlots] = {}, cu[kSlots] = {}, rounds[kSlots] = {};  // c, cu: sums of c, of c u
+    double error0[kSlots];
+    HWY_ALIGN F q[kSlots * kSlots] = {}, qq[kSlots * kSlots] = {}, qu[kSlots * kSlots] = {};
+    Slot slots[kSlots];
+  };
+
+  std::int64_t size() const { return kSize != 0 ? kSize : size_; }
+  std::int64_t padded() const { return kSize != 0 ? kSize : Padded(size_); }
+
+  template <class Leaf>
+  HWY_INLINE auto Tree(const Leaf& leaf) const {
+    if constexpr (kSize != 0) {
+      return FewRows<kSize / kSlots>(D(), leaf, 0, 1);
+    } else {
+      return AnyTree(leaf);
     }
-    HWY_INLINE FitTerms<V> operator()(std::int64_t i, std::int64_t count) const {
-      const auto t = (*this)(i);
+  }
+  template <class Leaf>
+  HWY_NOINLINE auto AnyTree(const Leaf& leaf) const {
+    return RowTree(D(), size_, leaf);
+  }
+
+  struct RoundLeaf {
+    Slot& slot;
+    V s, b, n;
+    HWY_INLINE FitTerms<F> operator()(std::int64_t i) const {
+      const D d;
+      const V z = hn::Min(n, hn::Div(hn::Sub(hn::Load(d, slot.w + i), b), s));
+      const V q = hn::Trunc(hn::Add(hn::Max(z, hn::Zero(d)), hn::Set(d, kUp)));
+      hn::Store(q, d, slot.q + i);
+      const V cq = kWeighted ? hn::Mul(hn::Load(d, slot.c + i), q) : q;
+      return {cq, hn::Mul(cq, q), hn::Mul(cq, hn::Load(d, slot.u + i))};
+    }
+    HWY_INLINE FitTerms<F> operator()(std::int64_t i, std::int64_t count) const {
       const auto first = hn::FirstN(D(), static_cast<std::size_t>(count));
+      const auto t = (*this)(i);
       return {hn::IfThenElseZero(first, t.q), hn::IfThenElseZero(first, t.qq),
               hn::IfThenElseZero(first, t.qu)};
     }
   };
 
-  struct StartLeaf {
-    const F* w;
-    const F* c;
-    V b0;
-    HWY_INLINE TwoTerms<V> operator()(std::int64_t i) const {
-      const D d;
-      const V u = hn::Sub(hn::Load(d, w + i), b0);
-      if constexpr (!kWeighted) return {u, u};
-      const V weight = hn::Load(d, c + i);
-      return {weight, hn::Mul(weight, u)};
-    }
-    HWY_INLINE TwoTerms<V> operator()(std::int64_t i, std::int64_t count) const {
-      const auto t = (*this)(i);
-      const auto first = hn::FirstN(D(), static_cast<std::size_t>(count));
-      return {hn::IfThenElseZero(first, t.first), hn::IfThenElseZero(first, t.second)};
-    }
-  };
-
   struct ErrorLeaf {
-    const F* w;
-    const F* c;
-    const F* q;
+    const Slot& slot;
     V s, b;
+    HWY_INLINE auto operator()(std::int64_t i) const { return Terms(i, Difference(i)); }
+    HWY_INLINE auto operator()(std::int64_t i, std::int64_t count) const {
+      const auto first = hn::FirstN(D(), static_cast<std::size_t>(count));
+      return Terms(i, hn::IfThenElseZero(first, Difference(i)));
+    }
+    HWY_INLINE V Difference(std::int64_t i) const {
+      const D d;
+      return hn::Sub(hn::Load(d, slot.w + i), hn::MulAdd(hn::Load(d, slot.q + i), s, b));
+    }
     HWY_INLINE auto Terms(std::int64_t i, V difference) const {
       const auto wide = Widen(difference);
       const auto square = Times(wide, wide);
       if constexpr (!kWeighted) {
         return square;
       } else {
-        return Times(Widen(hn::Load(D(), c + i)), square);
+        return Times(Widen(hn::Load(D(), slot.c + i)), square);
       }
-    }
-    HWY_INLINE V Difference(std::int64_t i) const {
-      const D d;
-      return hn::Sub(hn::Load(d, w + i), hn::MulAdd(hn::Load(d, q + i), s, b));
-    }
-    HWY_INLINE auto operator()(std::int64_t i) const { return Terms(i, Difference(i)); }
-    HWY_INLINE auto operator()(std::int64_t i, std::int64_t count) const {
-      const auto first = hn::FirstN(D(), static_cast<std::size_t>(count));
-      return Terms(i, hn::IfThenElseZero(first, Difference(i)));
     }
   };
 
-  HWY_INLINE double Error(int slot) const {
+  // Terms as they are in memory, and +0 beyond them.
+  struct LoadLeaf {
+    const F* from;
+    HWY_INLINE V operator()(std::int64_t i) const { return hn::Load(D(), from + i); }
+    HWY_INLINE V operator()(std::int64_t i, std::int64_t count) const {
+      return hn::IfThenElseZero(hn::FirstN(D(), static_cast<std::size_t>(count)), (*this)(i));
+    }
+  };
+  struct WeightedLeaf {
+    const F* c;
+    const F* u;
+    HWY_INLINE V operator()(std::int64_t i) const {
+      return hn::Mul(hn::Load(D(), c + i), hn::Load(D(), u + i));
+    }
+    HWY_INLINE V operator()(std::int64_t i, std::int64_t count) const {
+      return hn::IfThenElseZero(hn::FirstN(D(), static_cast<std::size_t>(count)), (*this)(i));
+    }
+  };
+
+  HWY_NOINLINE void LoadChunk(const Weights<F>& weights, std::int64_t first, std::int64_t count,
+                              Chunk<F>& chunk) const {
+    weights.Load(first, count, chunk);
+    for (std::int64_t i = 0; i < kSlots; ++i) {
+      FindRange<kSize>(size(), i, chunk);
+      weights.Prefetch(chunk.w[i]);
+    }
+    ComputeParams(d_, chunk);
+  }
+
+  HWY_INLINE void Start(Bank& bank, int slot, const Chunk<F>& chunk, std::int64_t i,
+                        std::int64_t group) const {
     const D d;
-    const std::int64_t at = slot * padded_;
-    return FoldWide(
-        RowTree(d, size_,
-                ErrorLeaf{w_ + at, c_ + at, q_ + at, hn::Set(d, s_[slot]), hn::Set(d, b_[slot])}));
+    Slot& to = bank.slots[slot];
+    const V b0 = hn::Set(d, chunk.b[i]);
+    for (std::int64_t j = 0; j < padded(); j += kSlots) {
+      const V w = hn::LoadU(d, chunk.w[i] + j);
+      hn::Store(w, d, to.w + j);
+      hn::Store(hn::Sub(w, b0), d, to.u + j);
+    }
+    if constexpr (kWeighted) {
+      const float* importance = importance_ + group % d_.num_groups() * size();
+      for (std::int64_t j = 0; j < padded(); ++j) {
+        const float c = importance[std::min(j, size() - 1)];
+        to.c[j] = c > 0 && c <= max_finite<float>() ? static_cast<F>(c) : F(0);
+      }
+      bank.c[slot] = FoldLanes(d, Tree(LoadLeaf{to.c}));
+      bank.cu[slot] = FoldLanes(d, Tree(WeightedLeaf{to.c, to.u}));
+    } else {
+      bank.c[slot] = static_cast<F>(size());
+      bank.cu[slot] = FoldLanes(d, Tree(LoadLeaf{to.u}));
+    }
+    bank.s[slot] = bank.s0[slot] = chunk.s[i];
+    bank.b[slot] = bank.b0[slot] = chunk.b[i];
+    bank.rounds[slot] = 0;
+    Round(bank, slot);
+    bank.error0[slot] = Error(bank, slot);
   }
 
   // Codes for the slot's s and b, and their sums.
-  HWY_INLINE void Round(int slot) {
+  HWY_INLINE void Round(Bank& bank, int i) const {
     const D d;
-    const std::int64_t at = slot * padded_;
-    const FitTerms<V> t =
-        RowTree(d, size_,
-                RoundLeaf{w_ + at, c_ + at, q_ + at, hn::Set(d, s_[slot]), hn::Set(d, b_[slot]),
-                          hn::Set(d, b0_[slot]), hn::Set(d, static_cast<F>(d_.bins() - 1))});
-    sum_.q[slot] = t.q;
-    sum_.qq[slot] = t.qq;
-    sum_.qu[slot] = t.qu;
+    const FitTerms<F> t = Tree(
+        RoundLeaf{bank.slots[i], hn::Set(d, bank.s[i]), hn::Set(d, bank.b[i]), hn::Set(d, n_)});
+    hn::Store(t.q, d, bank.q + i * kSlots);
+    hn::Store(t.qq, d, bank.qq + i * kSlots);
+    hn::Store(t.qu, d, bank.qu + i * kSlots);
   }
 
-  HWY_INLINE void Start(int slot, const Chunk<F>& chunk, std::int64_t i, std::int64_t group) {
+  HWY_INLINE void Rounds(Bank& bank) const {
+    for (; bank.pending != 0; bank.pending &= bank.pending - 1)
+      Round(bank, std::countr_zero(bank.pending));
+  }
+
+  // The squared error of the slot's codes.
+  HWY_INLINE double Error(const Bank& bank, int i) const {
     const D d;
-    const std::int64_t at = slot * padded_;
-    for (std::int64_t j = 0; j < padded_; j += kSlots)
-      hn::Store(hn::LoadU(d, chunk.w[i] + j), d, w_ + at + j);
-    if constexpr (kWeighted) {
-      const float* importance = importance_ + group % d_.num_groups() * size_;
-      for (std::int64_t j = 0; j < padded_; ++j) {
-        const float c = importance[std::min(j, size_ - 1)];
-        c_[at + j] = c > 0 && c <= max_finite<float>() ? static_cast<F>(c) : F(0);
-      }
-    }
-    s_[slot] = s0_[slot] = chunk.s[i];
-    b_[slot] = b0_[slot] = chunk.b[i];
-    rounds_[slot] = 0;
-    Round(slot);
-    const auto t = RowTree(d, size_, StartLeaf{w_ + at, c_ + at, hn::Set(d, b0_[slot])});
-    if constexpr (kWeighted) c1_[slot] = FoldLanes(d, t.first);
-    cu_[slot] = FoldLanes(d, t.second);
-    error0_[slot] = Error(slot);
+    const auto t = Tree(ErrorLeaf{bank.slots[i], hn::Set(d, bank.s[i]), hn::Set(d, bank.b[i])});
+    return FoldLanes(Tag<double>(), Folded(t));
+  }
+
+  // The tree over the lanes of each slot's vector.
+  static HWY_INLINE V Fold(const F* terms) {
+    V v[kSlots];
+    for (std::int64_t i = 0; i < kSlots; ++i) v[i] = hn::Load(D(), terms + i * kSlots);
+    return LaneTrees(D(), v);
   }
 
   struct Fit {
@@ -690,16 +745,12 @@ class Lsq {
     return {s, b};
   }
 
-  // Fits all slots into next_s_ and next_b_; tells which slots are to stay as they are.
-  HWY_INLINE std::uint32_t Solve() {
+  // Fits all slots. Those that have not converged get the new s and b; the others are the answer.
+  HWY_INLINE std::uint32_t Solve(Bank& bank) const {
     const D d;
-    V fold[3][kSlots];
-    std::copy_n(sum_.q, kSlots, fold[0]);
-    std::copy_n(sum_.qq, kSlots, fold[1]);
-    std::copy_n(sum_.qu, kSlots, fold[2]);
-    const auto c = Widen(hn::Load(d, c1_)), q = Widen(LaneTrees(d, fold[0])),
-               qq = Widen(LaneTrees(d, fold[1])), u = Widen(hn::Load(d, cu_)),
-               qu = Widen(LaneTrees(d, fold[2])), b0 = Widen(hn::Load(d, b0_));
+    const auto c = Widen(hn::Load(d, bank.c)), q = Widen(Fold(bank.q)), qq = Widen(Fold(bank.qq)),
+               u = Widen(hn::Load(d, bank.cu)), qu = Widen(Fold(bank.qu)),
+               b0 = Widen(hn::Load(d, bank.b0));
     V s, b;
     if constexpr (sizeof(F) == 8) {
       const Fit fit = SolveWide(c, q, qq, u, qu, b0);
@@ -716,16 +767,18 @@ class Lsq {
     const auto zero = hn::Zero(d);
     s = RoundTo(dtype, s);
     b = hn::Add(RoundTo(dtype, b), zero);
-    hn::Store(s, d, next_s_);
-    hn::Store(b, d, next_b_);
+    const V s_now = hn::Load(d, bank.s), b_now = hn::Load(d, bank.b);
+    const V rounds = hn::Load(d, bank.rounds);
     const auto usable = hn::And(hn::Gt(s, zero), hn::And(hn::IsFinite(s), hn::IsFinite(b)));
-    const auto moved = hn::Or(hn::Ne(s, hn::Load(d, s_)), hn::Ne(b, hn::Load(d, b_)));
-    const auto early = hn::Lt(hn::Load(d, rounds_), hn::Set(d, F(20)));
+    const auto moved = hn::Or(hn::Ne(s, s_now), hn::Ne(b, b_now));
+    const auto goes_on = hn::And(hn::And(usable, moved), hn::Lt(rounds, hn::Set(d, F(20))));
+    hn::Store(hn::IfThenElse(goes_on, s, s_now), d, bank.s);
+    hn::Store(hn::IfThenElse(goes_on, b, b_now), d, bank.b);
+    hn::Store(hn::Add(rounds, hn::Set(d, F(1))), d, bank.rounds);
     std::uint8_t bits[8] = {};
-    hn::StoreMaskBits(d, hn::And(hn::And(usable, moved), early), bits);
-    return ~(bits[0] | static_cast<std::uint32_t>(bits[1]) << 8) & kAllSlots;
+    hn::StoreMaskBits(d, goes_on, bits);
+    return ~(bits[0] | static_cast<std::uint32_t>(bits[1]) << 8);
   }
-
   static HWY_INLINE auto CodeRow(const float* q) {
     return RoundedCodes<true>(hn::Load(Tag<float>(), q));
   }
@@ -737,39 +790,33 @@ class Lsq {
                                           hn::DemoteTo(dh, hn::Load(t, q))));
   }
 
-  HWY_INLINE void Finish(int slot, Results<F>& out) {
-    const double error = Error(slot), error0 = error0_[slot];
-    if (!(error0 >= 0x1p-800 && error0 <= max_finite<double>() && error < error0 * (1 - 0x1p-20))) {
-      s_[slot] = s0_[slot];
-      b_[slot] = b0_[slot];
-      Round(slot);
+  HWY_INLINE void Finish(Bank& bank, int slot, Results<F>& out) const {
+    const double error = Error(bank, slot), error0 = bank.error0[slot];
+    const std::int64_t g = bank.group[slot];
+    const Slot& from = bank.slots[slot];
+    HWY_ALIGN std::uint8_t padding[kSize != 0 ? 1 : kMaxGroup];
+    // Slots finish in any order, so codes beyond a group's own must not be written.
+    std::uint8_t* codes = out.codes + g * size();
+    std::uint8_t* to = padded() == size() ? codes : padding;
+    if (HWY_LIKELY(error0 >= 0x1p-800 && error0 <= max_finite<double>() &&
+                   error < error0 * (1 - 0x1p-20))) {
+      out.s[g] = bank.s[slot];
+      out.b[g] = bank.b[slot];
+      StoreCodes(size(), bins_, [&](std::int64_t i) HWY_ATTR { return CodeRow(from.q + i); }, to);
+    } else {
+      out.s[g] = bank.s0[slot];
+      out.b[g] = bank.b0[slot];
+      Quantize<false>(from.w, size(), bank.s0[slot], bank.b0[slot], bins_, to);
     }
-    const std::int64_t g = group_[slot];
-    out.s[g] = s_[slot];
-    out.b[g] = b_[slot];
-    const F* q = q_ + slot * padded_;
-    const auto row = [&](std::int64_t i) HWY_ATTR { return CodeRow(q + i); };
-    if (padded_ == size_) {
-      StoreCodes(size_, d_.bins(), row, out.codes + g * size_);
-    } else {  // slots finish in any order, so the padding must not be written
-      HWY_ALIGN std::uint8_t codes[kMaxGroup];
-      StoreCodes(size_, d_.bins(), row, codes);
-      std::memcpy(out.codes + g * size_, codes, static_cast<std::size_t>(size_));
-    }
+    if (to != codes) std::memcpy(codes, to, static_cast<std::size_t>(size()));
   }
 
   const Op::Desc& d_;
   const float* importance_;
-  std::int64_t size_, padded_;
-  std::int64_t group_[kSlots];
-  double error0_[kSlots];
-  HWY_ALIGN F s_[kSlots], b_[kSlots], s0_[kSlots], b0_[kSlots], next_s_[kSlots], next_b_[kSlots];
-  HWY_ALIGN F c1_[kSlots], cu_[kSlots], rounds_[kSlots];  // sum c, sum c u
-  struct Sums {
-    V q[kSlots], qq[kSlots], qu[kSlots];
-  } sum_;
-  HWY_ALIGN F w_[kSlots * kMaxGroup], q_[kSlots * kMaxGroup];
-  HWY_ALIGN F c_[kWeighted ? kSlots * kMaxGroup : 1];
+  std::int64_t size_;
+  std::int32_t bins_;
+  F n_;
+  Bank banks_[kBanks];
 };
 
 // Calls compute(first, count, results) for each block, and writes the results.
@@ -789,43 +836,48 @@ HWY_INLINE void ForBlocks(const Op::Desc& d, const Op::Args& a, std::int64_t beg
   writer.Finish();
 }
 
-template <class F, bool kWeighted>
+template <class F, bool kWeighted, int kSize>
 HWY_NOINLINE void InitLsq(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
                           std::int64_t end) {
   const Weights<F> weights(d, a.w);
   Chunk<F> chunk;
-  Lsq<F, kWeighted> lsq(d, a);
+  Lsq<F, kWeighted, kSize> lsq(d, a);
   ForBlocks<F>(d, a, begin, end,
                [&](std::int64_t first, std::int64_t count, Results<F>& results)
                    HWY_ATTR { lsq.Block(weights, first, count, chunk, results); });
 }
 
-template <class F>
+template <class F, bool kHalfEven, int kSize>
 HWY_NOINLINE void InitDirect(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
                              std::int64_t end) {
   const Weights<F> weights(d, a.w);
-  Chunk<F> chunk;
+  Chunk<F> chunks[2];
   ForBlocks<F>(d, a, begin, end,
-               [&](std::int64_t first, std::int64_t count, Results<F>& results)
-                   HWY_ATTR { DirectBlock(d, weights, first, count, chunk, results); });
+               [&](std::int64_t first, std::int64_t count, Results<F>& results) HWY_ATTR {
+                 DirectBlock<kHalfEven, kSize>(d, weights, first, count, chunks, results);
+               });
 }
 
-template <class F>
+template <class F, int kSize>
 void InitAs(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
-  if (d.method != AffineMethod::lsq) {
-    InitDirect<F>(d, a, begin, end);
+  if (d.method == AffineMethod::minmax) {
+    InitDirect<F, false, kSize>(d, a, begin, end);
+  } else if (d.method == AffineMethod::mlx) {
+    InitDirect<F, true, kSize>(d, a, begin, end);
   } else if (a.importance) {
-    InitLsq<F, true>(d, a, begin, end);
+    InitLsq<F, true, 0>(d, a, begin, end);
   } else {
-    InitLsq<F, false>(d, a, begin, end);
+    InitLsq<F, false, kSize>(d, a, begin, end);
   }
 }
 
 void InitBlocks(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
   if (d.element == DType::f64) {
-    InitAs<double>(d, a, begin, end);
+    InitAs<double, 0>(d, a, begin, end);
+  } else if (d.group_size == 64) {
+    InitAs<float, 64>(d, a, begin, end);
   } else {
-    InitAs<float>(d, a, begin, end);
+    InitAs<float, 0>(d, a, begin, end);
   }
 }
 
