@@ -20,6 +20,7 @@
 #include <bit>
 #include <cstdint>
 
+#include "cpu/reduce.h"
 #include "cpu/simd-inl.h"
 
 #if BITTERN_SIMD
@@ -153,7 +154,7 @@ HWY_INLINE hn::Vec<D> LaneTrees(D d, hn::Vec<D>* HWY_RESTRICT v) {
   return LaneFold(d, v, [](auto a, auto b) HWY_ATTR { return hn::Add(a, b); });
 }
 
-// ---- terms in memory: `columns` sums of n terms each ----
+// ---- terms in memory, by blocks (see cpu/reduce.h) ----
 
 template <class D>
 HWY_INLINE void AddTo(D d, const hn::TFromD<D>* from, std::int64_t n, hn::TFromD<D>* to) {
@@ -164,28 +165,11 @@ HWY_INLINE void AddTo(D d, const hn::TFromD<D>* from, std::int64_t n, hn::TFromD
   for (; i < n; ++i) to[i] += from[i];
 }
 
-// A partial row and its neighbours stay in L1; a stack of them in L2.
-inline constexpr std::int64_t kBlockLanes = 2048;
-
-// n terms of each of `columns` parameters, a matrix [n, columns], cut into blocks of `rows` rows
-// (a power of two), the last one padded with zeros. `sums` such matrices lie behind each other.
-struct BlockShape {
-  std::int64_t n, columns, sums, rows, blocks;
-
-  // columns * sums <= kBlockLanes
-  BlockShape(std::int64_t terms, std::int64_t columns_, std::int64_t sums_)
-      : n(terms), columns(columns_), sums(sums_), rows(1) {
-    while (rows < n && 2 * rows * columns * sums <= kBlockLanes) rows *= 2;
-    blocks = (n + rows - 1) / rows;
-  }
-  std::int64_t lanes() const { return rows * columns * sums; }
-};
-
 // R(block, step) over the blocks: lanes() partial sums. fill(first, count, block) writes terms
 // [first, first + count) of every column to block[(sum * rows + term) * columns + column]; it is
 // called once for each term.
 template <class D, class Fill>
-HWY_NOINLINE void BlockTree(D d, const BlockShape& shape, const Fill& fill, std::int64_t block,
+HWY_NOINLINE void BlockTree(D d, const cpu::BlockShape& shape, const Fill& fill, std::int64_t block,
                             std::int64_t step, hn::TFromD<D>* out) {
   using T = hn::TFromD<D>;
   if (block >= shape.blocks) {
@@ -204,7 +188,7 @@ HWY_NOINLINE void BlockTree(D d, const BlockShape& shape, const Fill& fill, std:
     return;
   }
   BlockTree(d, shape, fill, block, 2 * step, out);
-  HWY_ALIGN T odd[kBlockLanes];
+  HWY_ALIGN T odd[cpu::kBlockLanes];
   BlockTree(d, shape, fill, block + step, 2 * step, odd);
   AddTo(d, odd, shape.lanes(), out);
 }
@@ -212,7 +196,7 @@ HWY_NOINLINE void BlockTree(D d, const BlockShape& shape, const Fill& fill, std:
 // The tree inside a block that BlockTree(..., 0, 1, block) left: the sum of column c is then at
 // block[sum * rows * columns + c].
 template <class D>
-HWY_INLINE void FinishBlock(D d, const BlockShape& shape, hn::TFromD<D>* block) {
+HWY_INLINE void FinishBlock(D d, const cpu::BlockShape& shape, hn::TFromD<D>* block) {
   for (std::int64_t sum = 0; sum < shape.sums; ++sum) {
     hn::TFromD<D>* at = block + sum * shape.rows * shape.columns;
     for (std::int64_t stride = shape.rows / 2; stride > 0; stride /= 2)

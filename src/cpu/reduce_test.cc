@@ -74,7 +74,7 @@ std::int64_t SumRuns(const T* terms, std::int64_t n, T* out) {
 template <class T>
 struct Copy {
   const T* terms;
-  const BlockShape& shape;
+  const cpu::BlockShape& shape;
   void operator()(std::int64_t first, std::int64_t count, T* block) const {
     for (std::int64_t sum = 0; sum < shape.sums; ++sum)
       std::copy_n(terms + (sum * shape.n + first) * shape.columns, count * shape.columns,
@@ -87,7 +87,7 @@ template <class T>
 void SumColumns(const T* terms, std::int64_t n, std::int64_t columns, std::int64_t sums,
                 std::int64_t split, T* out) {
   const hn::ScalableTag<T> d;
-  const BlockShape shape(n, columns, sums);
+  const cpu::BlockShape shape(n, columns, sums);
   while (split > 1 && split / 2 >= shape.blocks) split /= 2;
   std::vector<T> part(static_cast<std::size_t>(split * shape.lanes()));
   for (std::int64_t r = 0; r < split; ++r)

@@ -42,6 +42,53 @@ void aim_quotient(const QuantizeDesc& d, const ConstView& x, const ConstView& sc
   }
 }
 
+void aim_gradient(const ConstView& dy, Rng& rng) {
+  const std::int64_t kind = rng.below(8), n = dy.shape.numel();
+  if (kind == 0) return;
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (kind == 1) {
+      put(dy, i, rng.chance(2) ? 0.0 : -0.0);
+    } else if (kind == 2) {
+      put(dy, i, -0.0);
+    } else if (!(std::fabs(get(dy, i)) < 1e6)) {
+      put(dy, i, rng.normal());
+    }
+  }
+}
+
+std::vector<QuantizeDesc> long_sum_cases(const QuantizeFields& fields) {
+  std::vector<QuantizeDesc> cases;
+  const auto add = [&](std::int64_t outer, std::int64_t axis, std::int64_t inner,
+                       Granularity granularity) {
+    for (const DType element : {DType::f32, DType::bf16, DType::f64}) {
+      QuantizeDesc d{.outer_size = outer,
+                     .axis_size = axis,
+                     .inner_size = inner,
+                     .group_size = 4099,
+                     .granularity = granularity,
+                     .element = element};
+      if (fields.code && cases.size() % 2 != 0) {
+        d.code = DType::u8;
+        d.q_min = 0;
+      }
+      if (fields.symmetric) d.symmetric = cases.size() % 3 != 0;
+      cases.push_back(d);
+    }
+  };
+  add(1, 2 * 4099, 1, Granularity::group);
+  for (const std::int64_t axis : {0, 2048, 2049, 9000}) add(3, axis, 1, Granularity::token);
+  for (const std::int64_t outer : {1, 2, 3, 1000, 4099}) add(outer, 3, 1, Granularity::channel);
+  add(9, 700, 1, Granularity::channel);
+  add(2050, 1, 1, Granularity::channel);
+  add(5, 3, 700, Granularity::channel);
+  add(4, 5, 0, Granularity::channel);
+  add(3, 0, 1, Granularity::tensor);
+  add(5000, 1, 1, Granularity::tensor);
+  add(7, 5003, 1, Granularity::tensor);
+  add(32, 1024, 1, Granularity::tensor);
+  return cases;
+}
+
 std::vector<QuantizeDesc> quantize_cases(const QuantizeFields& fields) {
   std::vector<QuantizeDesc> geometries;
   for (const std::int64_t group : {1, 3, 5, 16, 31, 33, 48, 64, 80, 96, 128, 1000})

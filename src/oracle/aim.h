@@ -11,6 +11,13 @@ void aim_scale(const ConstView& scale, Rng& rng);
 void aim_quotient(const QuantizeDesc& d, const ConstView& x, const ConstView& scale,
                   const ConstView& zero_point, Rng& rng);
 
+// Terms of sums: mostly finite, since one NaN would hide every other fault of a sum; sometimes all
+// zeros of both signs, or all -0, where padding shows.
+void aim_gradient(const ConstView& dy, Rng& rng);
+
+// Lengths around blocks of partial sums, columns in several units, and parameters without elements.
+std::vector<QuantizeDesc> long_sum_cases(const QuantizeFields& fields);
+
 // Geometries (group, token, channel, tensor; sizes with every kind of tail) x elements x codes.
 // Fields a case does not set stay as in `base`.
 std::vector<QuantizeDesc> quantize_cases(const QuantizeFields& fields);

@@ -219,11 +219,15 @@ Report parity(const typename Op::Desc& desc, const Settings& settings,
       fail("ref", std::string(s.message()));
       continue;
     }
+    // Made once, then restored for each target: filling costs far more than running.
+    Problem<Op> got = make_problem<Op>(desc, settings.seed, layout);
+    const std::vector<Store> fresh = got.stores;
     for (const Target& t : all) {
       cpu::force_isa(t.isa);
       set_num_threads(t.threads);
       cpu::ignore_grain(true);
-      Problem<Op> got = make_problem<Op>(desc, settings.seed, layout);
+      for (std::size_t i = 0; i < fresh.size(); ++i)
+        std::copy(fresh[i].bytes.begin(), fresh[i].bytes.end(), got.stores[i].bytes.begin());
       Status status;
       if (candidate != nullptr) {
         status = run_on(

@@ -1,9 +1,10 @@
 // dq = dy * s        d_scale = sum of dy * (q - zp) over the elements that share the scale
 //
 // q - zp is exact and each product is rounded once, to f32 (f64 for f64). The sum is the halving
-// tree over GroupGeometry's order: pad with zeros to a power of two n, then add the element n/2,
-// n/4, ... 1 away. dq has y's dtype (codes are taken as real numbers), d_scale the scale's. Either
-// output may be left out, not both. In place: dq may be dy.
+// tree over GroupGeometry's order: pad with +0 to a power of two n, then add the element n/2, n/4,
+// ... 1 away; a scale without elements gets 0. dq has y's dtype (codes are taken as real numbers),
+// d_scale the scale's; half ones take one more rounding, to nearest even. Either output may be left
+// out, not both. In place: dq may be dy.
 #pragma once
 #include "bittern/quantize_desc.h"
 

@@ -1,15 +1,15 @@
 // The scale (and zero point) from the data, then q = clamp(R(x / s) + zp, q_min, q_max) with the
 // scale as stored, that is rounded to its dtype.
 //
-//   symmetric    s = max|x| / q_max                             zp = 0 (not stored)
-//   asymmetric   s = (hi - lo) / (q_max - q_min)                zp = clamp(q_min - R(lo / s),
-//   q_min, q_max)
+//   symmetric    s = max|x| / q_max                  zp = 0 (not stored)
+//   asymmetric   s = (hi - lo) / (q_max - q_min)     zp = clamp(q_min - R(lo / s), q_min, q_max)
 //                lo = min(0, min x), hi = max(0, max x)
 //
-// Only finite x count towards max|x|, lo and hi; where there is none, or s as stored is not > 0,
-// s = 1. When hi - lo overflows, s = (hi/2 - lo/2) / (q_max - q_min) * 2; s never exceeds its
-// dtype's largest finite value. x then follows quantize_per_group: infinities saturate, NaN gives
-// zp. Symmetric needs q_max > 0; asymmetric needs q_max > q_min.
+// Each operation rounds to f32 (f64 for f64); s is then limited to the largest finite value of its
+// dtype and rounded to that. Only finite x count towards max|x|, lo and hi; where there is none, or
+// s as stored is not > 0, s = 1. When hi - lo overflows, s = (hi/2 - lo/2) / (q_max - q_min) * 2.
+// zp uses s as stored. x then follows quantize_per_group: infinities saturate, NaN gives zp.
+// Symmetric needs q_max > 0; asymmetric needs q_max > q_min.
 #pragma once
 #include "bittern/quantize_desc.h"
 

@@ -6,8 +6,9 @@
 //
 // z follows quantize_per_group (NaN, s = 0 and s NaN count as 0). R(z) - z and q - zp are exact,
 // each product is rounded once, to f32 (f64 for f64). Sums are the halving tree over
-// GroupGeometry's order. d_scale and d_zero_point have the scale's dtype. Any output may be left
-// out, not all three. In place: dx may be dy or x.
+// GroupGeometry's order, padded with +0. d_scale and d_zero_point have the scale's dtype; half ones
+// take one more rounding, to nearest even. Any output may be left out, not all three. In place: dx
+// may be dy or x.
 #pragma once
 #include "bittern/quantize_desc.h"
 
