@@ -407,11 +407,7 @@ class CodeWriter {
 
  private:
   void Copy(const std::uint8_t* from, std::size_t bytes, std::uint8_t* to) const {
-    if (stream_) {
-      StreamCopy(from, bytes, to);
-    } else {
-      std::memcpy(to, from, bytes);
-    }
+    EmitLines(from, bytes, to, stream_);
   }
   // Lines are assembled in L1: codes need not fill them evenly.
   void Pack(const std::uint8_t* codes, std::int64_t count, std::uint8_t* to) const {
