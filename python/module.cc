@@ -133,11 +133,15 @@ Tensor import_tensor(const std::string& where, nb::handle object, bool output) {
     return tensor;
   }
   auto source = nb::borrow<nb::object>(object);
-  const bool bfloat = is_numpy_bfloat16(object);
-  if (bfloat) source = source.attr("view")("uint16");
   Tensor tensor;
   tensor.writable = output;
-  if (!import_array(source, output, tensor.array)) {
+  bool imported = import_array(source, output, tensor.array);
+  const bool bfloat = !imported && is_numpy_bfloat16(object);
+  if (bfloat) {
+    source = source.attr("view")("uint16");
+    imported = import_array(source, output, tensor.array);
+  }
+  if (!imported) {
     if (output && import_array(source, false, tensor.array)) {
       check(invalid(where + ": read-only, expected a writable array"));
     }

@@ -174,7 +174,7 @@ class _Function:
         )
 
     def parameters(self):
-        """(name, kind, default) of the function's parameters; kind: input, output, field, option."""
+        """(name, kind, default) of each parameter; kind is input, output, field or option."""
         for o in sorted(self.inputs, key=lambda o: o.optional):
             yield o.name, "input", None if o.optional else _inspect.Parameter.empty
         if self.needs_axis_size:
@@ -226,8 +226,10 @@ class _Function:
         for o in chosen.operands:
             if o.name in numbers:
                 arrays[o.name] = _new_array(like, o.shape, o.dtype, numbers[o.name])
-            elif o.output and o.name not in arrays and not (
-                o.optional and given.get(o.name) is False
+            elif (
+                o.output
+                and o.name not in arrays
+                and not (o.optional and given.get(o.name) is False)
             ):
                 shape = o.shape
                 if layout[o.name] == (_ROWS, length):

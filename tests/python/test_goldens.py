@@ -67,7 +67,7 @@ def test_mlx(dtype, bits, group):
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
 def test_mlx_not_finite(dtype, bits):
-    """Equal beside NaN; where MLX gives up (an infinity, all NaN, a range beyond f32), ours is finite."""
+    """Equal beside NaN. Where MLX gives up (infinities, all NaN, range overflow), ours is finite."""
     w, packed, scales, biases = (
         mlx()[f"special.{dtype}.b{bits}.g64.{k}"] for k in ("w", "packed", "scales", "biases")
     )
@@ -89,7 +89,9 @@ differences = {}
 
 class Case:
     def __init__(self, key):
-        self.kind, self.dtype, self.geometry, self.scales, self.range, self.zero_points = key.split(".")
+        self.kind, self.dtype, self.geometry, self.scales, self.range, self.zero_points = key.split(
+            "."
+        )
         self.key = key
         self.axis = int(self["axis"][0])
         self.fields = {
@@ -169,7 +171,9 @@ def test_torch_differences(show):
     """Counts what test_torch let pass; nothing but ties may differ."""
     if not differences:
         pytest.skip("test_torch did not run")
-    show("torch goldens: elements that differ, all within 2 ulp of a tie (torch multiplies by 1/scale)")
+    show(
+        "torch goldens: elements that differ, all within 2 ulp of a tie (torch uses 1/scale)"
+    )
     for name, (elements, near, wrong) in sorted(differences.items()):
         show(f"  {name:28} {wrong:6} of {elements:6} ({near} near a tie)")
         assert wrong <= near

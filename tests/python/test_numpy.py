@@ -15,7 +15,7 @@ def math(dtype):
 
 
 def halving_sum(a):
-    """Sum over the last axis: pad with zeros to a power of two, add the element n/2, n/4 ... 1 away."""
+    """Sum over the last axis: pad with zeros to a power of two n, add the element n/2 ... 1 away."""
     n = 1 << max(0, a.shape[-1] - 1).bit_length()
     a = np.concatenate([a, np.zeros(a.shape[:-1] + (n - a.shape[-1],), a.dtype)], -1)
     while n > 1:
