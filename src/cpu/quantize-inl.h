@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "bittern/quantize_desc.h"
+#include "core/numerics.h"
 #include "cpu/simd-inl.h"
 #include "hwy/cache_control.h"
 
@@ -381,6 +382,33 @@ HWY_INLINE void QuantizeHalfRun(const OneRun<D>& run, float inverse, std::int64_
   }
   if (i < n) QuantizeRun(run, n - i, q + i, x + i);
 }
+
+// The body (see ForEachTile) of quantising with parameters that are there.
+template <class X, class Q>
+struct QuantizeBody {
+  using F = Math<X>;
+  using D = hn::ScalableTag<F>;
+  const QuantizeDesc& desc;
+  alignas(64) F inverse[RunParams<F>::kSize];
+
+  HWY_INLINE explicit QuantizeBody(const QuantizeDesc& d) : desc(d) {}
+
+  void Prepare(const RunParams<F>& p, std::int64_t runs) {
+    if constexpr (sizeof(X) == 2) SetInverses(p, runs, !desc.f32_scale, inverse);
+  }
+
+  template <class Source>
+  HWY_INLINE void operator()(const Source& source, std::int64_t n, Q* q, const X* x) const {
+    if constexpr (sizeof(X) == 2 && std::is_same_v<Source, OneRun<D>>) {
+      if (inverse[source.k] != 0) return QuantizeHalfRun(source, inverse[source.k], n, q, x);
+    }
+    QuantizeRun(source, n, q, x);
+  }
+
+  Q Exact(F s, std::int32_t zero, X x) const {
+    return static_cast<Q>(quantize_code(quotient(to_math(x), s), zero, desc.q_min, desc.q_max));
+  }
+};
 
 // ---- tiles ----
 

@@ -113,7 +113,7 @@ HWY_INLINE std::int64_t RowWidth(D d, std::int64_t n) {
 // The tree over the first `width` lanes, a power of two.
 template <class D>
 HWY_INLINE hn::TFromD<D> LaneTree(D d, hn::Vec<D> v, std::int64_t width) {
-  HWY_ALIGN hn::TFromD<D> lane[hn::MaxLanes(d)];
+  HWY_ALIGN hn::TFromD<D> lane[hn::MaxLanes(D())];
   hn::Store(v, d, lane);
   for (std::int64_t stride = width / 2; stride > 0; stride /= 2)
     for (std::int64_t i = 0; i < stride; ++i) lane[i] += lane[i + stride];

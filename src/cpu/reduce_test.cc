@@ -27,7 +27,7 @@ struct Load {
     return hn::LoadU(d, terms + i);
   }
   HWY_INLINE hn::Vec<hn::ScalableTag<T>> operator()(std::int64_t i, std::int64_t count) const {
-    HWY_ALIGN T lane[hn::MaxLanes(d)] = {};
+    HWY_ALIGN T lane[hn::MaxLanes(hn::ScalableTag<T>())] = {};
     std::copy_n(terms + i, count, lane);
     return hn::Load(d, lane);
   }

@@ -87,28 +87,13 @@ HWY_INLINE void StoreParamOf(const Op::Desc& d, const Op::Args& a, std::int64_t 
   StoreParam<X>(d, a, p, range);
 }
 
-template <class X, class Q>
-struct Body {
-  using F = Math<X>;
-
-  void Prepare(const RunParams<F>&, std::int64_t) const {}
-
-  template <class Source>
-  HWY_INLINE void operator()(const Source& source, std::int64_t n, Q* q, const X* x) const {
-    QuantizeRun(source, n, q, x);
-  }
-
-  // Zero points lie in the code range, so none is far.
-  Q Exact(F, std::int32_t, X) const { return 0; }
-};
-
 // Elements [begin, end), with the parameters that have been stored.
 void Quantize(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
   const ParamTensors t{a.scale.data, d.scale_element(),
                        d.symmetric ? nullptr : a.zero_point.as<std::int32_t>(), d.q_min, d.q_max};
   (void)visit_float(d.element, [&]<class X>(Type<X>) {
     return visit<std::int8_t, std::uint8_t>(d.code, [&]<class Q>(Type<Q>) {
-      Body<X, Q> body;
+      QuantizeBody<X, Q> body(d);
       ForEachTile<Math<X>>(d.geometry(), t, begin, end, body, Rows<Q>(a.q), Rows<const X>(a.x));
       return Status();
     });

@@ -18,6 +18,18 @@ namespace {
 
 using Op = FakeQuantizePerGroupBackward;
 
+// dx is dy or 0: nothing to round.
+template <class D, class X>
+HWY_INLINE void StoreUnrounded(D d, hn::Vec<D> v, X* p) {
+  if constexpr (std::is_same_v<X, bf16>) {
+    const hn::Rebind<std::uint16_t, D> dh;
+    const auto upper = hn::ShiftRight<16>(hn::BitCast(hn::RebindToUnsigned<D>(), v));
+    hn::StoreU(hn::TruncateTo(dh, upper), dh, reinterpret_cast<std::uint16_t*>(p));
+  } else {
+    StoreMath(d, v, p);
+  }
+}
+
 template <class T>
 struct Body {
   using X = T;
@@ -38,7 +50,7 @@ struct Body {
       // R(z) + zp against the code range; out of range, clamp(R(z)) + zp is the code.
       const auto inside = hn::And(hn::Ge(r, p.lo), hn::Le(r, p.hi));
       const auto factor = hn::IfThenElse(inside, hn::Sub(r, z), hn::Clamp(r, p.lo, p.hi));
-      StoreMath(d, hn::IfThenElseZero(inside, v), dx + i);
+      StoreUnrounded(d, hn::IfThenElseZero(inside, v), dx + i);
       hn::StoreU(hn::Mul(v, factor), d, terms + i);
       hn::StoreU(hn::IfThenZeroElse(inside, hn::Neg(hn::Mul(p.scale, v))), d,
                  terms + kTermStride + i);

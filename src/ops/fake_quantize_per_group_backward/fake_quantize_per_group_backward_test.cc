@@ -99,12 +99,12 @@ TEST(FakeQuantizePerGroupBackward, AwkwardValues) {
 
 TEST(FakeQuantizePerGroupBackward, FarZeroPoints) {
   for_each_kernel([](const char* kernel) {
-    // R(z) + zp = 2^31 - 1 exactly is inside 0 .. 2^31 - 1; f32 would round it out of range.
+    // R(z) + zp is 2^31 - 2, the last code, and 2^31 - 1, beyond it: f32 has both as 2^31.
     const auto g = backward<float>(kernel, {3, 5}, {-1, 0}, 1, kIntMax, 0, kIntMax - 1);
     EXPECT_EQ(g.dx, (std::vector<float>{3, 0}));
     EXPECT_EQ(g.d_scale, -5);  // q - zp = -1
     EXPECT_EQ(g.d_zero_point, -5);
-    // q - zp = -2^31 - 127 takes 32 bits.
+    // q - zp = 1 - 2^31 takes 31 bits, and the product 55.
     const auto far = backward<float>(kernel, {1.0000001f}, {0}, 1, kIntMax, -128, 0);
     EXPECT_EQ(far.d_scale,
               static_cast<float>(static_cast<long double>(1.0000001f) * -2147483647.0L));

@@ -17,39 +17,13 @@ namespace {
 
 using Op = QuantizePerGroup;
 
-template <class X, class Q>
-struct Body {
-  using F = Math<X>;
-  using D = hn::ScalableTag<F>;
-  const Op::Desc& desc;
-  alignas(64) F inverse[RunParams<F>::kSize];
-
-  HWY_INLINE explicit Body(const Op::Desc& d) : desc(d) {}
-
-  void Prepare(const RunParams<F>& p, std::int64_t runs) {
-    if constexpr (sizeof(X) == 2) SetInverses(p, runs, !desc.f32_scale, inverse);
-  }
-
-  template <class Source>
-  HWY_INLINE void operator()(const Source& source, std::int64_t n, Q* q, const X* x) const {
-    if constexpr (sizeof(X) == 2 && std::is_same_v<Source, OneRun<D>>) {
-      if (inverse[source.k] != 0) return QuantizeHalfRun(source, inverse[source.k], n, q, x);
-    }
-    QuantizeRun(source, n, q, x);
-  }
-
-  Q Exact(F s, std::int32_t zero, X x) const {
-    return static_cast<Q>(quantize_code(quotient(to_math(x), s), zero, desc.q_min, desc.q_max));
-  }
-};
-
 void RunQuantizePerGroup(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
                          std::int64_t end) {
   const ParamTensors t{a.scale.data, d.scale_element(), a.zero_point.as<std::int32_t>(), d.q_min,
                        d.q_max};
   (void)visit_float(d.element, [&]<class X>(Type<X>) {
     return visit<std::int8_t, std::uint8_t>(d.code, [&]<class Q>(Type<Q>) {
-      Body<X, Q> body(d);
+      QuantizeBody<X, Q> body(d);
       ForEachTile<Math<X>>(d.geometry(), t, begin, end, body, Rows<Q>(a.q), Rows<const X>(a.x));
       return Status();
     });
