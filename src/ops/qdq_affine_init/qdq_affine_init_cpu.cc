@@ -196,7 +196,7 @@ class Weights {
         size_(d.group_size),
         copy_(d.element != dtype_of<F>() || d.group_size % kRow != 0) {}
 
-  // The groups first ... of which count < W may be missing: the last one stands in for them.
+  // Groups first ... first + W - 1; beyond `count` of them the last one stands in.
   HWY_INLINE void Load(std::int64_t first, std::int64_t count, Chunk<F>& c) const {
     const std::int64_t group_bytes = size_ * static_cast<std::int64_t>(size_of(element_));
     std::int64_t k = first % row_groups_;
@@ -218,7 +218,7 @@ class Weights {
     for (std::int64_t i = count; i < Chunk<F>::kGroups; ++i) c.w[i] = c.w[count - 1];
   }
 
-  // The group a chunk behind `w`, in the same row.
+  // The group a chunk ahead of `w`, if rows follow each other.
   HWY_INLINE void Prefetch(const F* w) const {
     if (copy_) return;
     const F* ahead = w + Chunk<F>::kGroups * size_;
@@ -304,7 +304,7 @@ HWY_INLINE void FindRange(std::int64_t size, std::int64_t i, Chunk<F>& c) {
 }
 
 template <class F>
-HWY_INLINE void ComputeParams(const Op::Desc& d, Chunk<F>& c) {
+HWY_NOINLINE void ComputeParams(const Op::Desc& d, Chunk<F>& c) {
   const Tag<F> t;
   const auto zero = hn::Zero(t);
   const auto n = hn::Set(t, static_cast<F>(d.bins() - 1));
@@ -357,8 +357,8 @@ struct Results {
 };
 
 template <class F>
-HWY_INLINE void StoreParams(const F* HWY_RESTRICT from, std::int64_t first, std::int64_t count,
-                            const MutView& to) {
+HWY_NOINLINE void StoreParams(const F* HWY_RESTRICT from, std::int64_t first, std::int64_t count,
+                              const MutView& to) {
   (void)visit_float(to.dtype, [&]<class S>(Type<S>) {
     if constexpr (std::is_same_v<Math<S>, F>) {
       const Tag<F> t;
@@ -374,7 +374,7 @@ HWY_INLINE void StoreParams(const F* HWY_RESTRICT from, std::int64_t first, std:
 // Codes from the buffer to where they belong, streamed when there are many.
 class CodeWriter {
  public:
-  CodeWriter(const Op::Desc& d, const MutView& q)
+  HWY_NOINLINE CodeWriter(const Op::Desc& d, const MutView& q)
       : packer_(d.code_bits()),
         q_(static_cast<std::uint8_t*>(q.data)),
         packed_(d.storage == CodeStorage::packed),
@@ -386,7 +386,7 @@ class CodeWriter {
                     kStreamBytes ||
                 cpu::grain_ignored()) {}
 
-  void Write(std::int64_t first, std::int64_t count, const std::uint8_t* codes) const {
+  HWY_NOINLINE void Write(std::int64_t first, std::int64_t count, const std::uint8_t* codes) const {
     while (count > 0) {
       const std::int64_t row = first / row_groups_, k = first % row_groups_;
       const std::int64_t groups = std::min(count, row_groups_ - k);
