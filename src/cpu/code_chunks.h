@@ -1,13 +1,13 @@
-// Rows of codes cut into chunks: what threads share out. A full chunk is whole words at every width
-// and small enough for L1.
+// Rows of codes cut into chunks: what threads share out.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 
 namespace bittern::cpu {
 
-struct CodeChunks {
-  static constexpr std::int64_t kLength = 2048;
+template <std::int64_t kLength>
+struct Chunks {
+  static_assert(kLength % 512 == 0, "whole cache lines, packed at any width");
   std::int64_t rows, row_length;
 
   struct Chunk {
@@ -24,5 +24,14 @@ struct CodeChunks {
     return {i / per_row(), first, std::min(kLength, row_length - first)};
   }
 };
+
+// What is read and written by turns: a chunk of f32 is two pages.
+inline constexpr std::int64_t kCodeChunk = 2048;
+using CodeChunks = Chunks<kCodeChunk>;
+
+// Work that waits for reads deals short chunks from kReadStreams places in turn: the hardware reads
+// ahead in each of them, and across more pages than in one.
+inline constexpr std::int64_t kShortChunk = 512, kReadStreams = 4;
+using ShortChunks = Chunks<kShortChunk>;
 
 }  // namespace bittern::cpu

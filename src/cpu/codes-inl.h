@@ -38,7 +38,7 @@ class CodeReader {
         bits_(d.storage == CodeStorage::packed ? d.code_bits() : 0),
         packer_(d.code_bits()) {}
 
-  // Codes [first, first + count) of a row, count <= kLength, and what whole vectors read after
+  // Codes [first, first + count) of a row, count <= kCodeChunk, and what whole vectors read after
   // them; `first` is a multiple of 8 when they are packed. Valid until the next call.
   HWY_INLINE const std::uint8_t* Read(std::int64_t row, std::int64_t first, std::int64_t count) {
     const auto n = static_cast<std::size_t>(count);
@@ -58,7 +58,7 @@ class CodeReader {
   std::int64_t readable_;  // a row's codes that may be read in place
   std::int64_t bits_;      // 0: one per byte
   CodePacker packer_;
-  alignas(64) std::uint8_t buffer_[cpu::CodeChunks::kLength + kCodesOverrun];
+  alignas(64) std::uint8_t buffer_[cpu::kCodeChunk + kCodesOverrun];
 };
 
 }  // namespace HWY_NAMESPACE

@@ -18,11 +18,14 @@ namespace {
 
 void PackChunks(const PackDesc& d, const PackCodes::Args& a, std::int64_t begin, std::int64_t end) {
   const CodePacker packer(d.bits);
-  const cpu::CodeChunks chunks{d.outer_size, d.axis_size};
+  const cpu::ShortChunks chunks{d.outer_size, d.axis_size};
   const bool stream = d.word_shape().numel() * 4 >= kStreamBytes;
-  HWY_ALIGN std::uint8_t buffer[cpu::CodeChunks::kLength];
-  for (std::int64_t i = begin; i < end; ++i) {
-    const auto [row, first, length] = chunks[i];
+  HWY_ALIGN std::uint8_t buffer[cpu::kShortChunk];
+  const std::int64_t per_stream = (end - begin + cpu::kReadStreams - 1) / cpu::kReadStreams;
+  for (std::int64_t i = 0; i < cpu::kReadStreams * per_stream; ++i) {
+    const std::int64_t chunk = begin + i % cpu::kReadStreams * per_stream + i / cpu::kReadStreams;
+    if (chunk >= end) continue;
+    const auto [row, first, length] = chunks[chunk];
     const auto count = static_cast<std::size_t>(length);
     const auto* codes = a.codes.as<std::uint8_t>() + row * a.codes.row_stride() + first;
     auto* words = a.words.as<std::uint32_t>() + row * a.words.row_stride() + first * d.bits / 32;
@@ -53,7 +56,7 @@ BITTERN_EXPORT(PackChunks);
 Status supports(const Op::Desc&) { return cpu::supported(); }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
-  const cpu::CodeChunks chunks{d.outer_size, d.axis_size};
+  const cpu::ShortChunks chunks{d.outer_size, d.axis_size};
   cpu::parallel(chunks.size(), chunks.grain(), [&](std::int64_t begin, std::int64_t end) {
     BITTERN_CALL(PackChunks)(d, a, begin, end);
   });

@@ -74,7 +74,7 @@ void SumGroups(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::in
   constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(D()));
   const std::int64_t size = kRows != 0 ? kRows * kLanes : d.group_size;
   // Consecutive groups of a row whose codes are read together, from a multiple of 8.
-  const std::int64_t window = std::max<std::int64_t>((cpu::CodeChunks::kLength - 8) / size, 1);
+  const std::int64_t window = std::max<std::int64_t>((cpu::kCodeChunk - 8) / size, 1);
   CodeReader reader(d, a.q);
   GroupTerms<D, X> terms{};
   hn::Vec<D> scale_terms[kLanes], bias_terms[kLanes];

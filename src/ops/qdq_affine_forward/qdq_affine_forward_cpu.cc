@@ -41,9 +41,10 @@ void DequantizeChunks(const Op::Desc& d, const Op::Args& a, std::int64_t begin, 
   const bool stream = d.outer_size * d.axis_size * std::int64_t{sizeof(X)} >= kStreamBytes;
   const bool whole_lines = d.group_size * std::int64_t{sizeof(X)} % 64 == 0;
   CodeReader reader(d, a.q);
-  alignas(64) X buffer[cpu::CodeChunks::kLength + 64 + kCodesOverrun];
+  alignas(64) X buffer[cpu::kCodeChunk + 64 + kCodesOverrun];
   for (std::int64_t i = begin; i < end; ++i) {
-    const auto [row, first, count] = chunks[i];
+    const cpu::CodeChunks::Chunk chunk = chunks[i];
+    const std::int64_t row = chunk.row, first = chunk.first, count = chunk.count;
     const std::uint8_t* q = reader.Read(row, first, count);
     X* y = a.y.as<X>() + row * a.y.row_stride() + first;
     const auto each_group = [&](auto streamed, X* to) HWY_ATTR {
