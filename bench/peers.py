@@ -205,12 +205,14 @@ def run_peer(args, peer, op, rows):
     python = dict(p.split("=", 1) for p in args.python).get(peer, sys.executable)
     command = [python, __file__, "--worker", peer, "--op", op, "--rows", str(rows)]
     command += ["--threads", str(args.threads), "--repeat", str(args.repeat)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=worker_environment(peer, args.threads)
-    )
-    if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
-    why = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    env = worker_environment(peer, args.threads)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1200)
+        if done.returncode == 0:
+            return json.loads(done.stdout.splitlines()[-1])
+        why = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    except subprocess.TimeoutExpired:
+        why = "more than 20 minutes"
     return [(title, "", None, None, f"failed: {why}") for title in TITLES[peer]]
 
 

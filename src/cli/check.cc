@@ -53,6 +53,11 @@ Status run(const CheckFlags& flags, const std::vector<std::string>& rest) {
     if (!op) return op.status();
     ops = {*op};
   }
+  if (!fields->empty()) {  // refused before anything is printed
+    const auto desc = ops.front()->make_desc();
+    for (const auto& [field, text] : *fields) BITTERN_TRY(desc->set(field, std::string_view(text)));
+    BITTERN_TRY(desc->check());
+  }
   const auto choice = choose_device(flags.common);
   if (!choice) return choice.status();
   const bool cuda = choice->device.type == Device::Type::cuda;
