@@ -26,6 +26,16 @@ namespace HWY_NAMESPACE {
 template <class F>
 inline constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(hn::ScalableTag<F>()));
 
+// Asks for the lines kAhead bytes beyond p[0, n): the hardware alone does not read far enough ahead
+// of loops that divide.
+inline constexpr std::int64_t kAhead = 4096;
+template <class T>
+HWY_INLINE void PrefetchAhead(const T* p, std::int64_t n) {
+  const auto at = reinterpret_cast<std::uintptr_t>(p) + kAhead;
+  for (std::uintptr_t i = 0; i < static_cast<std::uintptr_t>(n) * sizeof(T); i += 64)
+    hwy::Prefetch(reinterpret_cast<const char*>(at + i));
+}
+
 // ---- arithmetic ----
 
 // numerics.h quotient(): x / s, and 0 where that is NaN or s is 0.
@@ -179,6 +189,7 @@ HWY_INLINE bool AnyNaN(D d, hn::Vec<D> a, hn::Vec<D> b) {
 
 inline constexpr std::int64_t kTile = 2048;     // elements a tile has at most
 inline constexpr std::int64_t kTileRuns = 512;  // and runs
+inline constexpr std::int64_t kPiece = 256;     // computed between two bursts of stores
 inline constexpr std::int64_t kOverrun = 16;    // bodies work in whole vectors of f32
 
 // Zero points beyond this, or code ranges beyond twice this, are left to scalar code: f32 would
@@ -351,8 +362,10 @@ HWY_INLINE void QuantizeRun(const Source& source, std::int64_t n, Q* q, const X*
   };
   std::int64_t i = 0;
   if constexpr (sizeof(F) == 4) {
-    for (; i + 4 * kN <= n; i += 4 * kN)
+    for (; i + 4 * kN <= n; i += 4 * kN) {
+      PrefetchAhead(x + i, 4 * kN);
       StoreCodes4<false>(codes(i), codes(i + kN), codes(i + 2 * kN), codes(i + 3 * kN), q + i);
+    }
   }
   for (; i < n; i += kN) StoreCodes(hn::Rebind<std::int32_t, decltype(d)>(), codes(i), q + i);
 }
@@ -367,6 +380,7 @@ HWY_INLINE void QuantizeHalfRun(const OneRun<D>& run, float inverse, std::int64_
   const auto r = hn::Set(d, inverse);
   std::int64_t i = 0;
   for (; i + 4 * kN <= n; i += 4 * kN) {
+    PrefetchAhead(x + i, 4 * kN);
     const Two<D> x0 = LoadTwo(d, x + i), x1 = LoadTwo(d, x + i + 2 * kN);
     auto a = NearQuotient(x0.a, p.scale, r), b = NearQuotient(x0.b, p.scale, r);
     auto c = NearQuotient(x1.a, p.scale, r), e = NearQuotient(x1.b, p.scale, r);
@@ -459,6 +473,12 @@ HWY_INLINE const T* StageInput(const T* from, std::int64_t count, std::int64_t r
   return staging.data;
 }
 
+// Elements between the start of p's cache line and p.
+template <class T>
+HWY_INLINE std::int64_t InLine(const T* p) {
+  return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(p) % 64 / sizeof(T));
+}
+
 // `from` and `to` lie equally within a cache line; whole lines bypass the cache when `stream`.
 HWY_INLINE void EmitTile(const void* from, void* to, std::size_t bytes, bool stream) {
   const auto misaligned = static_cast<std::size_t>(reinterpret_cast<std::uintptr_t>(to) % 64);
@@ -479,7 +499,7 @@ HWY_INLINE void EmitTile(const void* from, void* to, std::size_t bytes, bool str
 }
 
 // Output elements [begin, end) of an elementwise op. A body has
-//   Prepare(params, runs)           once per set of runs, when runs are long
+//   Prepare(params, runs)               once per set of runs, when runs are long
 //   operator()(source, n, out, in...)   n elements, reading and writing whole vectors
 //   Exact(scale, zero_point, in...)     one element, for zero points too far for vectors
 // Each tile is computed into a buffer in L1 and copied out: tails need no care, and the copy is
@@ -508,10 +528,7 @@ void ForEachTile(const GroupGeometry& geometry, const ParamTensors& t, std::int6
     std::int64_t count = std::min(left, short_runs ? kTileRuns : kTile);
     if (g.run <= kTile / kTileRuns) count = std::min(count, kTileRuns * g.run - skip);
     Out* to = out.at(row, j);
-    if (count < left) {
-      count -= static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to + count) % 64 /
-                                         sizeof(Out));
-    }
+    if (count < left) count -= InLine(to + count);
     const std::int64_t run_count = (skip + count - 1) / g.run + 1;
 
     const std::int64_t base = row * g.param_step, index = base + first % g.period;
@@ -529,13 +546,18 @@ void ForEachTile(const GroupGeometry& geometry, const ParamTensors& t, std::int6
       if (!short_runs) body.Prepare(runs, run_count);
     }
 
-    const auto misaligned = reinterpret_cast<std::uintptr_t>(to) % 64 / sizeof(Out);
-    Out* staged = staged_out + misaligned;
+    Out* staged = staged_out + InLine(to);
     const std::tuple<const In*...> from = std::apply(
         [&](auto&... staging) {
           return std::tuple<const In*...>(StageInput(in.at(row, j), count, left, staging)...);
         },
         staged_in);
+    std::int64_t emitted = 0;
+    const auto emit = [&](std::int64_t until) HWY_ATTR {
+      EmitTile(staged + emitted, to + emitted,
+               static_cast<std::size_t>(until - emitted) * sizeof(Out), stream);
+      emitted = until;
+    };
     // Where run k lies in the tile.
     const auto run_begin = [&](std::int64_t k) {
       return std::max<std::int64_t>(k * g.run - skip, 0);
@@ -552,10 +574,17 @@ void ForEachTile(const GroupGeometry& geometry, const ParamTensors& t, std::int6
                  from);
     } else {
       for (std::int64_t k = 0; k < run_count; ++k) {
-        const std::int64_t at = run_begin(k), n = run_end(k) - at;
-        std::apply([&](const In*... x)
-                       HWY_ATTR { body(OneRun<D>(runs, k), n, staged + at, (x + at)...); },
-                   from);
+        const OneRun<D> run(runs, k);
+        const std::int64_t stop = run_end(k);
+        for (std::int64_t at = run_begin(k), n = 0; at < stop; at += n) {
+          n = std::min(stop - at, kPiece);
+          std::apply([&](const In*... x) HWY_ATTR { body(run, n, staged + at, (x + at)...); },
+                     from);
+          if (!stream || runs.any_far) continue;
+          // Whole lines leave at once, so that reads and writes of memory take turns.
+          const std::int64_t ready = at + n - InLine(to + at + n);
+          if (ready > emitted) emit(ready);
+        }
       }
     }
     if (runs.any_far) {
@@ -567,7 +596,7 @@ void ForEachTile(const GroupGeometry& geometry, const ParamTensors& t, std::int6
               [&](const In*... x) { return body.Exact(runs.scale[k], zero, x[i]...); }, from);
       }
     }
-    EmitTile(staged, to, static_cast<std::size_t>(count) * sizeof(Out), stream);
+    emit(count);
 
     begin += count;
     j += count;

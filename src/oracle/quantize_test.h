@@ -92,11 +92,14 @@ void expect_operand_errors(const typename Op::Desc& desc) {
              s.name + ": address is not a multiple of " + std::to_string(size));
     }
     if (!s.output) continue;
-    // One element into an input is never "in place".
+    // Eight bytes into another operand is never "in place"; the smaller one moves into the larger.
     for (Store& in : problem.stores) {
       if (in.output) continue;
-      std::byte* inside = in.bytes.data() + in.offset + size_of(s.expected.dtype);
-      expect(change(s.name, [&](auto& v) { v.data = inside; }), Code::invalid_argument,
+      Store& out = problem.stores[static_cast<std::size_t>(&s - problem.stores.data())];
+      Store &moved = out.bytes.size() > in.bytes.size() ? in : out,
+            &host = &moved == &in ? out : in;
+      std::byte* inside = host.bytes.data() + host.offset + 8;
+      expect(change(moved.name, [&](auto& v) { v.data = inside; }), Code::invalid_argument,
              s.name + ": overlaps " + in.name + ", expected memory of its own");
     }
   }
