@@ -134,7 +134,7 @@ struct Settings {
   std::size_t max_failures = 20;
   // check_op alone: every n-th case, and a call before each.
   std::size_t every = 1;
-  std::function<void(std::size_t done, std::size_t total)> progress;
+  std::function<void(std::size_t done, std::size_t total)> progress = {};
 };
 
 // Compares `candidate` (or, when null, every kernel this machine can run) with ref on one

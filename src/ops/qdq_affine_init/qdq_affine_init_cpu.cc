@@ -394,7 +394,7 @@ class CodeWriter {
       if (packed_) {
         Pack(codes, groups * size_, to + k * size_ * bits_ / 8);
       } else {
-        Copy(codes, static_cast<std::size_t>(groups * size_), to + k * size_);
+        EmitLines(codes, static_cast<std::size_t>(groups * size_), to + k * size_, stream_);
       }
       codes += groups * size_;
       first += groups;
@@ -406,9 +406,6 @@ class CodeWriter {
   }
 
  private:
-  void Copy(const std::uint8_t* from, std::size_t bytes, std::uint8_t* to) const {
-    EmitLines(from, bytes, to, stream_);
-  }
   // Lines are assembled in L1: codes need not fill them evenly.
   void Pack(const std::uint8_t* codes, std::int64_t count, std::uint8_t* to) const {
     constexpr std::int64_t kPiece = 4096;
@@ -418,7 +415,7 @@ class CodeWriter {
       const std::size_t used = packer_.Bytes(n), whole = (used + 3) / 4 * 4;
       packer_.Pack(codes + i, n, buffer);
       std::memset(buffer + used, 0, whole - used);
-      Copy(buffer, whole, to + i * bits_ / 8);
+      EmitLines(buffer, whole, to + i * bits_ / 8, stream_);
     }
   }
 
