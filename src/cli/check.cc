@@ -67,8 +67,11 @@ Status run(const CheckFlags& flags, const std::vector<std::string>& rest) {
   settings.cpu = choice->automatic || !cuda;
   settings.cuda = cuda;
   settings.cuda_index = choice->device.index;
+  if (flags.quick) {
+    settings.every = 8;
+    settings.threads = {2};
+  }
   if (flags.common.threads > 0) settings.threads = {flags.common.threads};
-  if (flags.quick) settings.every = 8;
 
   const bool print = !flags.common.quiet;
   if (print) {
