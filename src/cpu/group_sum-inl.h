@@ -37,8 +37,8 @@ class GroupSums {
             Rows<const X> a, Rows<const B> b, void* const (&sums)[kSums])
       : plan_(plan), g_(plan.g), t_(t), body_(body), out_(out), a_(a), b_(b) {
     for (int k = 0; k < kSums; ++k) sums_[k] = sums[k];
-    stream_ = out.data != nullptr &&
-              g_.rows * g_.row_length * std::int64_t{sizeof(X)} > std::int64_t{2} << 20;
+    stream_ =
+        out.data != nullptr && g_.rows * g_.row_length * std::int64_t{sizeof(X)} >= kStreamBytes;
   }
 
   // Tasks [begin, end) of the plan; an empty range at the end joins what tasks left in `partial`.
@@ -226,7 +226,7 @@ class GroupSums {
         if (IsFar<F>(t_, zero)) body_.Exact(runs_.scale[k], zero, out[i], terms_ + i, a[i], b[i]);
       }
     }
-    if (to != nullptr) EmitTile(out, to, static_cast<std::size_t>(count) * sizeof(X), stream_);
+    if (to != nullptr) EmitLines(out, static_cast<std::size_t>(count) * sizeof(X), to, stream_);
   }
 
   const cpu::SumPlan& plan_;

@@ -16,7 +16,7 @@
 #include "bittern/quantize_desc.h"
 #include "core/numerics.h"
 #include "cpu/simd-inl.h"
-#include "hwy/cache_control.h"
+#include "cpu/stream-inl.h"
 
 #if BITTERN_SIMD
 HWY_BEFORE_NAMESPACE();
@@ -25,16 +25,6 @@ namespace HWY_NAMESPACE {
 
 template <class F>
 inline constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(hn::ScalableTag<F>()));
-
-// Asks for the lines kAhead bytes beyond p[0, n): the hardware alone does not read far enough ahead
-// of loops that divide.
-inline constexpr std::int64_t kAhead = 4096;
-template <class T>
-HWY_INLINE void PrefetchAhead(const T* p, std::int64_t n) {
-  const auto at = reinterpret_cast<std::uintptr_t>(p) + kAhead;
-  for (std::uintptr_t i = 0; i < static_cast<std::uintptr_t>(n) * sizeof(T); i += 64)
-    hwy::Prefetch(reinterpret_cast<const char*>(at + i));
-}
 
 // ---- arithmetic ----
 
@@ -84,9 +74,39 @@ HWY_INLINE void StoreCodes(DI, hn::Vec<DI> codes, Q* q) {
   hn::StoreU(hn::DemoteTo(dq, codes), dq, q);
 }
 
+template <class DI, class Q>
+HWY_INLINE void StoreCodes(DI di, hn::Vec<DI> codes, Streamed<Q> q) {
+  StoreCodes(di, codes, q.to);  // less than a line: not worth streaming
+}
+
+template <class D, class T>
+HWY_INLINE void StoreVector(D d, hn::Vec<D> v, T* p) {
+  hn::StoreU(v, d, reinterpret_cast<hn::TFromD<D>*>(p));
+}
+template <class D, class T>
+HWY_INLINE void StoreVector(D d, hn::Vec<D> v, Streamed<T> p) {
+  hn::Stream(v, d, reinterpret_cast<hn::TFromD<D>*>(p.to));
+}
+
+// What an output pointer points to.
+template <class To>
+struct Target;
+template <class T>
+struct Target<T*> {
+  using Type = T;
+};
+template <class T>
+struct Target<Streamed<T>> {
+  using Type = T;
+};
+template <class To>
+using TargetOf = typename Target<To>::Type;
+
 // Four vectors of i32 codes as one of bytes; `interleaved` as LoadTwo<bf16> has them.
-template <bool kInterleaved, class Q, class VI>
-HWY_INLINE void StoreCodes4(VI a, VI b, VI c, VI d, Q* q) {
+template <bool kInterleaved, class To, class VI>
+HWY_INLINE void StoreCodes4(VI a, VI b, VI c, VI d, To q) {
+  using Q = TargetOf<To>;
+  const hn::Repartition<std::uint8_t, hn::DFromV<VI>> d8;
   using V16 = decltype(hn::BitCast(hn::Repartition<std::int16_t, hn::DFromV<VI>>(), a));
   const auto narrow = [](VI first, VI second) HWY_ATTR -> V16 {
     const hn::Repartition<std::int16_t, hn::DFromV<VI>> d16;
@@ -103,13 +123,13 @@ HWY_INLINE void StoreCodes4(VI a, VI b, VI c, VI d, Q* q) {
   const __m512i order =
       kInterleaved ? _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)
                    : _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  _mm512_storeu_si512(q, _mm512_permutexvar_epi32(order, mixed));
+  StoreVector(d8, hn::Vec<decltype(d8)>{_mm512_permutexvar_epi32(order, mixed)}, q);
 #else
   const __m256i mixed =
       std::is_signed_v<Q> ? _mm256_packs_epi16(ab, cd) : _mm256_packus_epi16(ab, cd);
   const __m256i order = kInterleaved ? _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7)
                                      : _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), _mm256_permutevar8x32_epi32(mixed, order));
+  StoreVector(d8, hn::Vec<decltype(d8)>{_mm256_permutevar8x32_epi32(mixed, order)}, q);
 #endif
 }
 
@@ -133,9 +153,9 @@ HWY_INLINE Two<D> LoadTwo(D d, const T* p) {
   }
 }
 
-template <class D, class T>
-HWY_INLINE void StoreTwo(D d, Two<D> v, T* p) {
-  if constexpr (std::is_same_v<T, bf16>) {
+template <class D, class To>
+HWY_INLINE void StoreTwo(D d, Two<D> v, To p) {
+  if constexpr (std::is_same_v<TargetOf<To>, bf16>) {
     const hn::RebindToUnsigned<D> du;
     const hn::Repartition<std::uint16_t, D> d16;
     // As to_bf16, in the upper half of each lane.
@@ -147,11 +167,10 @@ HWY_INLINE void StoreTwo(D d, Two<D> v, T* p) {
       return hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(x)), quiet, rounded);
     };
     const auto even = hn::BitCast(d16, hn::ShiftRight<16>(round(v.a)));
-    hn::StoreU(hn::OddEven(hn::BitCast(d16, round(v.b)), even), d16,
-               reinterpret_cast<std::uint16_t*>(p));
+    StoreVector(d16, hn::OddEven(hn::BitCast(d16, round(v.b)), even), p);
   } else {
     StoreMath(d, v.a, p);
-    StoreMath(d, v.b, p + hn::Lanes(d));
+    StoreMath(d, v.b, p + static_cast<std::int64_t>(hn::Lanes(d)));
   }
 }
 
@@ -351,8 +370,8 @@ struct PerElement {
 };
 
 // q[0, n) = clamp(R(x / s) + zp, q_min, q_max), with parameters that are not far.
-template <class Source, class Q, class X>
-HWY_INLINE void QuantizeRun(const Source& source, std::int64_t n, Q* q, const X* x) {
+template <class Source, class To, class X>
+HWY_INLINE void QuantizeRun(const Source& source, std::int64_t n, To q, const X* x) {
   using F = Math<X>;
   const hn::ScalableTag<F> d;
   constexpr std::int64_t kN = kLanes<F>;
@@ -371,8 +390,8 @@ HWY_INLINE void QuantizeRun(const Source& source, std::int64_t n, Q* q, const X*
 }
 
 // The same for half x and half scales, given Inverse's result, not 0.
-template <class D, class Q, class X>
-HWY_INLINE void QuantizeHalfRun(const OneRun<D>& run, float inverse, std::int64_t n, Q* q,
+template <class D, class To, class X>
+HWY_INLINE void QuantizeHalfRun(const OneRun<D>& run, float inverse, std::int64_t n, To q,
                                 const X* x) {
   constexpr std::int64_t kN = kLanes<float>;
   const D d;
@@ -411,8 +430,8 @@ struct QuantizeBody {
     if constexpr (sizeof(X) == 2) SetInverses(p, runs, !desc.f32_scale, inverse);
   }
 
-  template <class Source>
-  HWY_INLINE void operator()(const Source& source, std::int64_t n, Q* q, const X* x) const {
+  template <class Source, class To>
+  HWY_INLINE void operator()(const Source& source, std::int64_t n, To q, const X* x) const {
     if constexpr (sizeof(X) == 2 && std::is_same_v<Source, OneRun<D>>) {
       if (inverse[source.k] != 0) return QuantizeHalfRun(source, inverse[source.k], n, q, x);
     }
@@ -479,31 +498,13 @@ HWY_INLINE std::int64_t InLine(const T* p) {
   return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(p) % 64 / sizeof(T));
 }
 
-// `from` and `to` lie equally within a cache line; whole lines bypass the cache when `stream`.
-HWY_INLINE void EmitTile(const void* from, void* to, std::size_t bytes, bool stream) {
-  const auto misaligned = static_cast<std::size_t>(reinterpret_cast<std::uintptr_t>(to) % 64);
-  const std::size_t head = (64 - misaligned) % 64;
-  if (!stream || bytes < head + 64) {
-    std::memcpy(to, from, bytes);
-    return;
-  }
-  const hn::ScalableTag<std::uint8_t> d;
-  const auto* src = static_cast<const std::uint8_t*>(from);
-  auto* dst = static_cast<std::uint8_t*>(to);
-  std::memcpy(dst, src, head);
-  std::size_t i = head;
-  for (; i + 64 <= bytes; i += 64)
-    for (std::size_t j = 0; j < 64; j += hn::Lanes(d))
-      hn::Stream(hn::Load(d, src + i + j), d, dst + i + j);
-  std::memcpy(dst + i, src + i, bytes - i);
-}
-
 // Output elements [begin, end) of an elementwise op. A body has
 //   Prepare(params, runs)               once per set of runs, when runs are long
 //   operator()(source, n, out, in...)   n elements, reading and writing whole vectors
 //   Exact(scale, zero_point, in...)     one element, for zero points too far for vectors
-// Each tile is computed into a buffer in L1 and copied out: tails need no care, and the copy is
-// made of whole streamed lines however runs and rows lie.
+// Where runs are whole lines of a large output, they are streamed as they are computed. Any other
+// tile is computed into a buffer in L1 and copied out: tails need no care, and the copy is made of
+// whole streamed lines however runs and rows lie.
 template <class F, class Body, class Out, class... In>
 void ForEachTile(const GroupGeometry& geometry, const ParamTensors& t, std::int64_t begin,
                  std::int64_t end, Body& body, Rows<Out> out, Rows<const In>... in) {
@@ -514,7 +515,7 @@ void ForEachTile(const GroupGeometry& geometry, const ParamTensors& t, std::int6
   // Runs that would waste most of a vector take parameters element by element.
   const bool short_runs = g.run < 2 * kN && g.run % kN != 0;
   const bool stream =
-      g.rows * g.row_length * static_cast<std::int64_t>(sizeof(Out)) > std::int64_t{2} << 20;
+      g.rows * g.row_length * static_cast<std::int64_t>(sizeof(Out)) >= kStreamBytes;
 
   RunParams<F> runs, elements;
   std::int64_t loaded = -1, loaded_runs = 0;
@@ -554,8 +555,8 @@ void ForEachTile(const GroupGeometry& geometry, const ParamTensors& t, std::int6
         staged_in);
     std::int64_t emitted = 0;
     const auto emit = [&](std::int64_t until) HWY_ATTR {
-      EmitTile(staged + emitted, to + emitted,
-               static_cast<std::size_t>(until - emitted) * sizeof(Out), stream);
+      EmitLines(staged + emitted, static_cast<std::size_t>(until - emitted) * sizeof(Out),
+                to + emitted, stream);
       emitted = until;
     };
     // Where run k lies in the tile.
@@ -564,7 +565,20 @@ void ForEachTile(const GroupGeometry& geometry, const ParamTensors& t, std::int6
     };
     const auto run_end = [&](std::int64_t k) { return std::min((k + 1) * g.run - skip, count); };
 
-    if (short_runs) {
+    const auto whole_lines = [](std::int64_t elements) {
+      return elements * std::int64_t{sizeof(Out)} % 64 == 0;
+    };
+    if (stream && !short_runs && !runs.any_far && InLine(to) == 0 && whole_lines(g.run) &&
+        whole_lines(skip) && whole_lines(count)) {
+      for (std::int64_t k = 0; k < run_count; ++k) {
+        const OneRun<D> run(runs, k);
+        const std::int64_t at = run_begin(k), n = run_end(k) - at;
+        std::apply([&](const In*... x)
+                       HWY_ATTR { body(run, n, Streamed<Out>{to + at}, (x + at)...); },
+                   from);
+      }
+      emitted = count;
+    } else if (short_runs) {
       const RunParams<F>* p = &runs;
       if (g.run > 1) {
         SpreadParams(runs, g.run, skip, count, elements);

@@ -23,8 +23,8 @@ struct Body {
 
   void Prepare(const RunParams<F>&, std::int64_t) const {}
 
-  template <class Source>
-  HWY_INLINE void operator()(const Source& source, std::int64_t n, X* y, const Q* q) const {
+  template <class Source, class To>
+  HWY_INLINE void operator()(const Source& source, std::int64_t n, To y, const Q* q) const {
     const hn::ScalableTag<F> d;
     for (std::int64_t i = 0; i < n; i += kLanes<F>) {
       const auto p = source.At(i);

@@ -36,8 +36,8 @@ struct Body {
     return hn::Mul(code, p.scale);
   }
 
-  template <class Source>
-  HWY_INLINE void operator()(const Source& source, std::int64_t n, X* y, const X* x) const {
+  template <class Source, class To>
+  HWY_INLINE void operator()(const Source& source, std::int64_t n, To y, const X* x) const {
     const D d;
     std::int64_t i = 0;
     if constexpr (sizeof(X) == 2 && std::is_same_v<Source, OneRun<D>>) {

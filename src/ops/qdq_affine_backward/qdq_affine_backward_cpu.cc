@@ -8,6 +8,7 @@
 // after foreach_target.h
 #include "cpu/codes-inl.h"
 #include "cpu/reduce-inl.h"
+#include "cpu/stream-inl.h"
 #include "hwy/cache_control.h"
 
 #if BITTERN_SIMD
@@ -35,17 +36,6 @@ struct GroupTerms {
     return Of(i, padded);
   }
 };
-
-// Two streams are read and next to nothing is written: fetching this far ahead keeps them going
-// across pages, where the hardware stops.
-inline constexpr std::int64_t kPrefetchBytes = 2048;
-
-template <class T>
-HWY_INLINE void PrefetchAhead(const T* p, std::int64_t count) {
-  const auto at = reinterpret_cast<std::uintptr_t>(p) + kPrefetchBytes;
-  for (std::int64_t i = 0; i < count * std::int64_t{sizeof(T)}; i += 64)
-    hwy::Prefetch(reinterpret_cast<const char*>(at) + i);
-}
 
 // out[0, count): the trees inside the vectors v, over their first `width` lanes.
 template <class D, class S>
@@ -90,7 +80,7 @@ void SumGroups(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::in
         terms.q = reader.Read(row, j / 8 * 8, j % 8 + ready * size) + j % 8;
         terms.dy = a.dy.as<X>() + row * a.dy.row_stride() + j;
       }
-      PrefetchAhead(terms.dy, size);
+      PrefetchPages(terms.dy, size);
       const auto tree = [&]() HWY_ATTR {
         if constexpr (kRows != 0) {
           return FewRows<kRows>(df, terms, 0, 1);

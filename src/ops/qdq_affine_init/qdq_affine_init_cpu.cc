@@ -209,6 +209,7 @@ class Weights {
       }
       if (copy_) {
         F* to = c.copies + i * Padded(size_);
+        PrefetchAhead(at, group_bytes);
         Copy(at, to);
         c.w[i] = to;
       } else {
@@ -218,12 +219,8 @@ class Weights {
     for (std::int64_t i = count; i < Chunk<F>::kGroups; ++i) c.w[i] = c.w[count - 1];
   }
 
-  // The group a chunk ahead of `w`, if rows follow each other.
   HWY_INLINE void Prefetch(const F* w) const {
-    if (copy_) return;
-    const F* ahead = w + Chunk<F>::kGroups * size_;
-    for (std::int64_t j = 0; j < size_; j += 64 / static_cast<std::int64_t>(sizeof(F)))
-      hwy::Prefetch(ahead + j);
+    if (!copy_) PrefetchAhead(w, size_);
   }
 
  private:

@@ -76,8 +76,8 @@ struct Body {
     }
   }
 
-  template <class Source>
-  HWY_INLINE void operator()(const Source& source, std::int64_t n, X* dx, const X* dy,
+  template <class Source, class To>
+  HWY_INLINE void operator()(const Source& source, std::int64_t n, To dx, const X* dy,
                              const X* x) const {
     const D d;
     if constexpr (std::is_same_v<Source, OneRun<D>>) {
@@ -93,7 +93,8 @@ struct Body {
     }
   }
 
-  HWY_INLINE void Interval(const OneRun<D>& run, std::int64_t n, X* dx, const X* dy,
+  template <class To>
+  HWY_INLINE void Interval(const OneRun<D>& run, std::int64_t n, To dx, const X* dy,
                            const X* x) const {
     const D d;
     const auto lo = hn::Set(d, x_lo[run.k]), hi = hn::Set(d, x_hi[run.k]);
