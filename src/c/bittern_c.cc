@@ -128,7 +128,7 @@ Status to_views(const bittern_plan& plan, const bittern_tensor* tensors, std::si
 
 const char* bittern_version(void) { return version(); }
 const char* bittern_last_error(void) { return last_error; }
-const char* bittern_code_name(bittern_code code) {
+const char* bittern_code_name(int code) {
   return code >= BITTERN_OK && code <= BITTERN_INTERNAL ? name(static_cast<Code>(code)) : "unknown";
 }
 size_t bittern_op_count(void) { return all_ops().size(); }

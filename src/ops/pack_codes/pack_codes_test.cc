@@ -48,7 +48,7 @@ TEST(PackCodes, CodesSpillIntoTheNextWord) {
 TEST(PackCodes, LargeCodesAreMasked) {
   for (const auto kernel : kBothKernels) {
     for (std::int32_t bits = 1; bits <= 8; ++bits) {
-      for (const std::size_t n : {1, 5, 64, 131}) {
+      for (const std::size_t n : {1u, 5u, 64u, 131u}) {
         std::vector<std::uint8_t> codes(n), masked(n);
         for (std::size_t i = 0; i < n; ++i) {
           codes[i] = static_cast<std::uint8_t>(255 - 3 * i);

@@ -371,7 +371,7 @@ TEST(QdqAffineInit, Importance) {
 TEST(QdqAffineInit, PackedIsThePackOfTheCodes) {
   for (const AffineMethod method : {AffineMethod::minmax, AffineMethod::mlx, AffineMethod::lsq}) {
     for (std::int32_t bits = 1; bits <= 8; ++bits) {
-      for (const std::size_t size : {5, 32, 64}) {
+      for (const std::size_t size : {5u, 32u, 64u}) {
         AffineDesc d = group_of(size, bits, method);
         d.axis_size = d.group_size * 7;
         const auto w = gaussian<float>(d.axis_size * 3, 41);
