@@ -206,10 +206,11 @@ HWY_INLINE bool AnyNaN(D d, hn::Vec<D> a, hn::Vec<D> b) {
 
 // ---- parameters ----
 
-inline constexpr std::int64_t kTile = 2048;     // elements a tile has at most
-inline constexpr std::int64_t kTileRuns = 512;  // and runs
-inline constexpr std::int64_t kPiece = 256;     // computed between two bursts of stores
-inline constexpr std::int64_t kOverrun = 16;    // bodies work in whole vectors of f32
+inline constexpr std::int64_t kTile = 2048;        // elements a tile has at most
+inline constexpr std::int64_t kTileRuns = 512;     // and runs
+inline constexpr std::int64_t kDirectTile = 8192;  // elements, where none are buffered
+inline constexpr std::int64_t kPiece = 256;        // computed between two bursts of stores
+inline constexpr std::int64_t kOverrun = 16;       // bodies work in whole vectors of f32
 
 // Zero points beyond this, or code ranges beyond twice this, are left to scalar code: f32 would
 // round q_min - zp.
@@ -510,6 +511,7 @@ void ForEachTile(const GroupGeometry& geometry, const ParamTensors& t, std::int6
                  std::int64_t end, Body& body, Rows<Out> out, Rows<const In>... in) {
   using D = hn::ScalableTag<F>;
   constexpr std::int64_t kN = kLanes<F>;
+  constexpr auto kLine = static_cast<std::int64_t>(64 / sizeof(Out));
   const std::int64_t length = geometry.row_length;
   const TileGeometry g(geometry, out.stride == length && ((in.stride == length) && ...));
   // Runs that would waste most of a vector take parameters element by element.
@@ -526,11 +528,18 @@ void ForEachTile(const GroupGeometry& geometry, const ParamTensors& t, std::int6
   while (begin < end) {
     const std::int64_t first = j / g.run, skip = j % g.run;
     const std::int64_t left = std::min(g.row_length - j, end - begin);
-    std::int64_t count = std::min(left, short_runs ? kTileRuns : kTile);
-    if (g.run <= kTile / kTileRuns) count = std::min(count, kTileRuns * g.run - skip);
     Out* to = out.at(row, j);
-    if (count < left) count -= InLine(to + count);
-    const std::int64_t run_count = (skip + count - 1) / g.run + 1;
+    // Whole lines of whole runs need no buffer, and so may be many.
+    bool direct = stream && !short_runs && left >= kLine && InLine(to) == 0 && g.run % kLine == 0 &&
+                  skip % kLine == 0;
+    std::int64_t count = std::min(left, direct ? kDirectTile : short_runs ? kTileRuns : kTile);
+    if (direct) {
+      count -= count % kLine;
+    } else {
+      if (g.run <= kTile / kTileRuns) count = std::min(count, kTileRuns * g.run - skip);
+      if (count < left) count -= InLine(to + count);
+    }
+    std::int64_t run_count = (skip + count - 1) / g.run + 1;
 
     const std::int64_t base = row * g.param_step, index = base + first % g.period;
     if (index != loaded || run_count != loaded_runs) {
@@ -546,11 +555,17 @@ void ForEachTile(const GroupGeometry& geometry, const ParamTensors& t, std::int6
       SetBounds(t, run_count, runs);
       if (!short_runs) body.Prepare(runs, run_count);
     }
+    if (direct && runs.any_far) {
+      direct = false;
+      count = std::min(count, kTile);
+      run_count = (skip + count - 1) / g.run + 1;
+    }
 
     Out* staged = staged_out + InLine(to);
     const std::tuple<const In*...> from = std::apply(
         [&](auto&... staging) {
-          return std::tuple<const In*...>(StageInput(in.at(row, j), count, left, staging)...);
+          return std::tuple<const In*...>(
+              StageInput(in.at(row, j), count, direct ? count + kOverrun : left, staging)...);
         },
         staged_in);
     std::int64_t emitted = 0;
@@ -565,11 +580,7 @@ void ForEachTile(const GroupGeometry& geometry, const ParamTensors& t, std::int6
     };
     const auto run_end = [&](std::int64_t k) { return std::min((k + 1) * g.run - skip, count); };
 
-    const auto whole_lines = [](std::int64_t elements) {
-      return elements * std::int64_t{sizeof(Out)} % 64 == 0;
-    };
-    if (stream && !short_runs && !runs.any_far && InLine(to) == 0 && whole_lines(g.run) &&
-        whole_lines(skip) && whole_lines(count)) {
+    if (direct) {
       for (std::int64_t k = 0; k < run_count; ++k) {
         const OneRun<D> run(runs, k);
         const std::int64_t at = run_begin(k), n = run_end(k) - at;
