@@ -413,9 +413,8 @@ def qdq_affine_init(
     Scales, biases and codes of a weight, group by group. All arithmetic is f32 (f64 for f64), each
     operation rounded; n = n_bins - 1; min and max are of the group's finite weights.
 
-    minmax   s = (max - min) / n, at most the largest finite value of its dtype, rounded to its
-    dtype;
-             s := 1 when then not s > 0;  b = min + 0 (never -0)
+    minmax   s = min((max - min) / n, largest finite value of its dtype), rounded to its dtype;
+             s := 1 when that is not > 0;  b = min + 0 (never -0)
              q = clamp(A((w - b) / s), 0, n), A rounds half away from zero, s and b as stored
 
     mlx      what MLX's CPU backend does, bit for bit. With R half to even and eps = 1e-7:
@@ -436,8 +435,8 @@ def qdq_affine_init(
 
     NaN weights get code 0. Infinite weights saturate to the end codes. No finite weight: s = 1,
     b = 0. When max - min overflows, every method is minmax with
-             s = (max / 2 - min / 2) / (n / 2), bounded as above;  q = clamp(A((w/2 - b/2) / (s/2)),
-             0, n)
+             s = (max/2 - min/2) / (n/2), bounded as above
+             q = clamp(A((w/2 - b/2) / (s/2)), 0, n)
     A group with a weight that is not finite is left to minmax by lsq; mlx applies its own formula to
     the finite part (MLX itself stores NaN there).
     """

@@ -32,8 +32,7 @@ template <class S>
 S asymmetric_scale(FiniteRange<Math<S>> r, std::int32_t q_min, std::int32_t q_max) {
   const auto steps = static_cast<Math<S>>(q_max - q_min);
   const Math<S> width = r.hi - r.lo;
-  return stored_scale<S>(std::isfinite(width) ? width / steps
-                                              : (r.hi / 2 - r.lo / 2) / steps * 2);
+  return stored_scale<S>(std::isfinite(width) ? width / steps : (r.hi / 2 - r.lo / 2) / steps * 2);
 }
 
 // clamp(q_min - R(lo / s), q_min, q_max)

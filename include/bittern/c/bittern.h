@@ -98,8 +98,8 @@ typedef struct {
   bool same_bits_on_all_backends;
 } bittern_precision;
 
-const char* bittern_version(void);                /* "0.1.0" */
-const char* bittern_last_error(void);             /* "" when no call of this thread has failed */
+const char* bittern_version(void);       /* "0.1.0" */
+const char* bittern_last_error(void);    /* "" when no call of this thread has failed */
 const char* bittern_code_name(int code); /* "invalid_argument" */
 size_t bittern_op_count(void);
 const char* bittern_op_name(size_t index); /* NULL when there is no such op */
