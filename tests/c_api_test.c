@@ -195,6 +195,7 @@ static void test_f64_says_f64(void) {
 
 static void test_null(void) {
   bittern_desc* desc = make_desc();
+  bittern_desc* refused = desc;
   bittern_plan* plan = NULL;
   int64_t value = 0;
   size_t count = 0;
@@ -202,10 +203,9 @@ static void test_null(void) {
   bittern_sku sku;
   bittern_precision precision;
   const bittern_code bad = BITTERN_INVALID_ARGUMENT;
-  EXPECT(bittern_desc_create(NULL, &desc) == bad && desc == NULL);
+  EXPECT(bittern_desc_create(NULL, &refused) == bad && refused == NULL);
   EXPECT_TEXT(bittern_last_error(), "bittern_desc_create: op: null");
   EXPECT(bittern_desc_create("quantize_per_group", NULL) == bad);
-  desc = make_desc();
   EXPECT(bittern_desc_set(NULL, "axis_size", 1) == bad);
   EXPECT(bittern_desc_set(desc, NULL, 1) == bad);
   EXPECT(bittern_desc_set_text(NULL, "code", "s8") == bad);
