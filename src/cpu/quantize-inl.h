@@ -85,7 +85,11 @@ HWY_INLINE void StoreVector(D d, hn::Vec<D> v, T* p) {
 }
 template <class D, class T>
 HWY_INLINE void StoreVector(D d, hn::Vec<D> v, Streamed<T> p) {
-  hn::Stream(v, d, reinterpret_cast<hn::TFromD<D>*>(p.to));
+  if constexpr (kIsLine<D>) {
+    hn::Stream(v, d, reinterpret_cast<hn::TFromD<D>*>(p.to));
+  } else {
+    StoreVector(d, v, p.to);
+  }
 }
 
 // What an output pointer points to.
@@ -422,6 +426,7 @@ template <class X, class Q>
 struct QuantizeBody {
   using F = Math<X>;
   using D = hn::ScalableTag<F>;
+  static constexpr bool kWholeLines = sizeof(F) == 4;
   const QuantizeDesc& desc;
   alignas(64) F inverse[RunParams<F>::kSize];
 
@@ -500,6 +505,7 @@ HWY_INLINE std::int64_t InLine(const T* p) {
 }
 
 // Output elements [begin, end) of an elementwise op. A body has
+//   kWholeLines                         with 64-byte vectors, it stores whole lines
 //   Prepare(params, runs)               once per set of runs, when runs are long
 //   operator()(source, n, out, in...)   n elements, reading and writing whole vectors
 //   Exact(scale, zero_point, in...)     one element, for zero points too far for vectors
@@ -530,8 +536,8 @@ void ForEachTile(const GroupGeometry& geometry, const ParamTensors& t, std::int6
     const std::int64_t left = std::min(g.row_length - j, end - begin);
     Out* to = out.at(row, j);
     // Whole lines of whole runs need no buffer, and so may be many.
-    bool direct = stream && !short_runs && left >= kLine && InLine(to) == 0 && g.run % kLine == 0 &&
-                  skip % kLine == 0;
+    bool direct = Body::kWholeLines && kIsLine<D> && stream && !short_runs && left >= kLine &&
+                  InLine(to) == 0 && g.run % kLine == 0 && skip % kLine == 0;
     std::int64_t count = std::min(left, direct ? kDirectTile : short_runs ? kTileRuns : kTile);
     if (direct) {
       count -= count % kLine;

@@ -71,16 +71,23 @@ HWY_INLINE void StreamMath(D d, hn::Vec<D> v, bf16* p) {
   hn::Stream(hn::TruncateTo(du, Bf16Bits(d, v)), du, reinterpret_cast<std::uint16_t*>(p));
 }
 
-// Where the Store functions of the quantise family stream: a pointer to aligned vectors that make
-// up whole lines.
+// Where the Store functions of the quantise family stream: a pointer to aligned vectors. Only a
+// vector that is a whole line bypasses the cache: half lines would leave their buffers half full,
+// which is many times slower than an ordinary store.
 template <class T>
 struct Streamed {
   T* to;
   HWY_INLINE Streamed operator+(std::int64_t i) const { return {to + i}; }
 };
+template <class D>
+inline constexpr bool kIsLine = hn::MaxLanes(D()) * sizeof(hn::TFromD<D>) == 64;
 template <class D, class T>
 HWY_INLINE void StoreMath(D d, hn::Vec<D> v, Streamed<T> p) {
-  StreamMath(d, v, p.to);
+  if constexpr (kIsLine<D> && std::is_same_v<T, hn::TFromD<D>>) {
+    hn::Stream(v, d, p.to);
+  } else {
+    StoreMath(d, v, p.to);
+  }
 }
 
 // memcpy, its whole lines streamed if `stream`.

@@ -20,6 +20,7 @@ using Op = DequantizePerGroup;
 template <class X, class Q>
 struct Body {
   using F = Math<X>;
+  static constexpr bool kWholeLines = sizeof(X) >= 4;
 
   void Prepare(const RunParams<F>&, std::int64_t) const {}
 

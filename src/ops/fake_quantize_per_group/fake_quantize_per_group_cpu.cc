@@ -21,6 +21,7 @@ template <class X>
 struct Body {
   using F = Math<X>;
   using D = hn::ScalableTag<F>;
+  static constexpr bool kWholeLines = !std::is_same_v<X, f16>;
   const Op::Desc& desc;
   alignas(64) F inverse[RunParams<F>::kSize];
 

@@ -44,6 +44,7 @@ template <class X>
 struct Body {
   using F = Math<X>;
   using D = hn::ScalableTag<F>;
+  static constexpr bool kWholeLines = !std::is_same_v<X, f16>;
   const Op::Desc& desc;
   // R(x / s) + zp grows (or falls, s < 0) with x, so it is in range exactly where x_lo <= x <=
   // x_hi: two comparisons instead of a division.
