@@ -22,6 +22,11 @@ std::vector<QuantizeDesc> long_sum_cases(const QuantizeFields& fields);
 // Fields a case does not set stay as in `base`.
 std::vector<QuantizeDesc> quantize_cases(const QuantizeFields& fields);
 
+// For the elementwise ops that store no code: the same and ranges of any 32-bit kind, and what to
+// measure.
+std::vector<QuantizeDesc> codeless_cases(const QuantizeFields& fields);
+std::vector<BenchCase<QuantizeDesc>> codeless_bench_cases();
+
 // The same for the affine ops: groups of 2 3 5 32 48 64 80 96 128 1000 1024, bits and bins,
 // storages.
 std::vector<AffineDesc> affine_cases();
