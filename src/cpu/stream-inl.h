@@ -72,8 +72,8 @@ HWY_INLINE void StreamMath(D d, hn::Vec<D> v, bf16* p) {
 }
 
 // Where the Store functions of the quantise family stream: a pointer to aligned vectors. Only a
-// vector that is a whole line bypasses the cache: half lines would leave their buffers half full,
-// which is many times slower than an ordinary store.
+// vector that is a whole line bypasses the cache: computing between two halves of a line, with
+// their buffer half full, made AVX2 kernels 1.6 to 2.6 times slower.
 template <class T>
 struct Streamed {
   T* to;
