@@ -351,10 +351,14 @@ struct PyDesc {
       check(invalid(std::string(desc->op().name()).append(": ").append(field) + ": " +
                     nb::repr(value).c_str() + ", expected " + expected));
     };
+    if (PyFloat_Check(value.ptr()) != 0) {
+      check(desc->set(field, PyFloat_AS_DOUBLE(value.ptr())));
+      return;
+    }
     const auto number = nb::steal(PyNumber_Index(value.ptr()));
     if (!number.is_valid()) {
       PyErr_Clear();
-      fail("an integer or a name");
+      fail("a number or a name");
     }
     std::int64_t integer = 0;
     if (!nb::try_cast(number, integer, false)) fail("a 64-bit integer");
@@ -375,6 +379,7 @@ struct PyDesc {
 };
 
 nb::object default_value(const FieldInfo& field) {
+  if (field.real) return nb::float_(field.default_real);
   if (field.choices.empty()) return nb::int_(field.default_value);
   const std::string_view choice = field.choices[static_cast<std::size_t>(field.default_value)];
   if (choice == "false" || choice == "true") return nb::bool_(choice == "true");
@@ -516,7 +521,11 @@ NB_MODULE(_bittern, m) {
       .def("copy", [](const PyDesc& d) { return PyDesc{d.desc->clone()}; })
       .def("set", &PyDesc::set)
       .def("get",
-           [](const PyDesc& d, std::string_view field) { return checked(d.desc->get(field)); })
+           [](const PyDesc& d, std::string_view field) -> nb::object {
+             for (const FieldInfo& f : d.desc->op().fields())
+               if (f.name == field && f.real) return nb::float_(checked(d.desc->get_real(field)));
+             return nb::int_(checked(d.desc->get(field)));
+           })
       .def("operands", [](const PyDesc& d) { return nb::tuple(nb::cast(d.operands())); })
       .def("select", &PyDesc::select, nb::arg("device"), nb::arg("preference"),
            nb::arg("kernel").none());

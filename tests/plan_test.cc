@@ -1,9 +1,11 @@
 // Plan<Op> itself, on an op of its own: choosing, preferences, workspace, refusals, overlap.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdlib>
 
 #include "bittern/bittern.h"
+#include "plan/fields.h"
 #include "plan/plan_impl.h"
 
 namespace bittern {
@@ -14,6 +16,7 @@ struct Double {
   static constexpr std::string_view kCategory = "test";
   struct Desc {
     std::int64_t rows = 0, columns = 0;
+    double factor = 2;  // not used by the kernels
   };
   struct Args {
     ConstView x, offset;
@@ -29,6 +32,7 @@ struct Double {
   static void fields(D& d, F&& f) {
     f("rows", d.rows, "");
     f("columns", d.columns, "");
+    f("factor", d.factor, "");
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
@@ -36,6 +40,11 @@ struct Double {
     f("offset", a.offset, Operand{DType::f32, {d.rows, d.columns}});
     f("y", a.y, Operand{DType::f32, {d.rows, d.columns}, kRows | Operand::kOptional});
     f("count", a.count, Operand{DType::s32, {d.rows}, Operand::kOptional});
+  }
+  static Status check_contents(const Desc& d, const Args& a) {
+    for (std::int64_t i = 0; i < d.rows * d.columns; ++i)
+      if (a.offset.as<float>()[i] < 0) return invalid("double: offset: negative");
+    return {};
   }
 };
 
@@ -213,6 +222,33 @@ TEST(Plan, NamesTheOperandThatIsWrong) {
     EXPECT_EQ(s.message(), c.message);
     EXPECT_EQ(t.y, std::vector<float>(64, -7)) << "an output was touched: " << c.message;
   }
+}
+
+TEST(Plan, RefusesContentsTheOpCannotTake) {
+  Tensors t;
+  const auto plan = Plan<Double>::select({2, 3});
+  ASSERT_TRUE(plan);
+  EXPECT_TRUE(plan->can_implement(t.args(2, 3)).ok());
+  t.offset[3] = -1;
+  EXPECT_EQ(plan->can_implement(t.args(2, 3)).message(), "double: offset: negative");
+}
+
+TEST(Fields, RealNumbersGoThroughTextUnchanged) {
+  Double::Desc d;
+  for (const double value : {0.1, -1e300, 0x1p-1074, 12345678.9}) {
+    const std::string text = field_text(value);
+    ASSERT_TRUE(set_field<Double>(d, "factor", std::string_view(text)).ok()) << text;
+    EXPECT_EQ(d.factor, value) << text;
+  }
+  ASSERT_TRUE(set_field<Double>(d, "factor", std::int64_t{3}).ok());
+  EXPECT_EQ(d.factor, 3.0);
+  ASSERT_TRUE(set_field<Double>(d, "factor", 0.5).ok());
+  EXPECT_EQ(set_field<Double>(d, "factor", std::string_view("half")).message(),
+            "double: factor: half, expected a number");
+  EXPECT_EQ(set_field<Double>(d, "factor", HUGE_VAL).message(),
+            "double: factor: inf, expected a finite number");
+  EXPECT_EQ(set_field<Double>(d, "rows", 0.5).message(), "double: rows: 0.5, expected an integer");
+  EXPECT_EQ(d.factor, 0.5);
 }
 
 TEST(Plan, InPlaceNeedsTheSameRows) {

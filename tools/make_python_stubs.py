@@ -29,7 +29,7 @@ class Array(Protocol):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 class Field:
-    """A field of an op's descriptor: an integer, or one of `choices`."""
+    """A field of an op's descriptor: a number, or one of `choices`."""
 
     @property
     def name(self) -> str: ...
@@ -38,7 +38,7 @@ class Field:
     @property
     def choices(self) -> tuple[str, ...]: ...
     @property
-    def default(self) -> int | bool | str: ...
+    def default(self) -> int | float | bool | str: ...
 
 class Operand:
     """A tensor of an op."""
@@ -165,7 +165,7 @@ def field_type(field):
         return "bool"
     if field.choices:
         return "Literal[" + ", ".join(f'"{c}"' for c in field.choices) + "]"
-    return "int"
+    return "float" if isinstance(field.default, float) else "int"
 
 
 def stub(function):

@@ -8,6 +8,11 @@
 //   element(desc), aux_element(desc)   the dtypes its sku names
 //   fields(desc, f)           f(name, member, help) for each descriptor field
 //   operands(desc, args, f)   f(name, view, Operand{dtype, shape, flags}) for each tensor
+// and may have
+//   check_contents(desc, args)  values an operand must hold (a table sorted, an index in range);
+//                               can_implement asks it once all else is right, on the CPU
+//   flops(desc)               for an op bound by matrix work: what `bench` compares with the GEMM
+//   elements(desc)            how many elements `bench` counts, when not outer * axis * inner size
 #pragma once
 #include <cstddef>
 #include <string_view>
@@ -60,6 +65,7 @@ struct Operand {
     // An output that may coincide with an input of the same dtype, shape and strides that is also
     // marked so: element i of the output depends on that input's element i alone.
     kInPlace = 4,
+    kInOut = 8,  // an output that is read first: a state, a cache
   };
   DType dtype;
   Shape shape;

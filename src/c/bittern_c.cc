@@ -160,6 +160,14 @@ bittern_code bittern_desc_set(bittern_desc* desc, const char* field, int64_t val
   });
 }
 
+bittern_code bittern_desc_set_real(bittern_desc* desc, const char* field, double value) {
+  return guarded([&]() -> Status {
+    if (desc == nullptr) return null("bittern_desc_set_real", "desc");
+    if (field == nullptr) return null("bittern_desc_set_real", "field");
+    return desc->any->set(field, value);
+  });
+}
+
 bittern_code bittern_desc_set_text(bittern_desc* desc, const char* field, const char* text) {
   return guarded([&]() -> Status {
     if (desc == nullptr) return null("bittern_desc_set_text", "desc");
@@ -175,6 +183,18 @@ bittern_code bittern_desc_get(const bittern_desc* desc, const char* field, int64
     if (field == nullptr) return null("bittern_desc_get", "field");
     if (value == nullptr) return null("bittern_desc_get", "value");
     const auto got = desc->any->get(field);
+    if (!got) return got.status();
+    *value = *got;
+    return {};
+  });
+}
+
+bittern_code bittern_desc_get_real(const bittern_desc* desc, const char* field, double* value) {
+  return guarded([&]() -> Status {
+    if (desc == nullptr) return null("bittern_desc_get_real", "desc");
+    if (field == nullptr) return null("bittern_desc_get_real", "field");
+    if (value == nullptr) return null("bittern_desc_get_real", "value");
+    const auto got = desc->any->get_real(field);
     if (!got) return got.status();
     *value = *got;
     return {};
@@ -230,6 +250,7 @@ bittern_code bittern_desc_operand(const bittern_desc* desc, size_t index,
     operand->output = info.output;
     operand->row_stride = (info.expected.flags & Operand::kRowStride) != 0;
     operand->in_place = (info.expected.flags & Operand::kInPlace) != 0;
+    operand->in_out = (info.expected.flags & Operand::kInOut) != 0;
     return {};
   });
 }

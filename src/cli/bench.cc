@@ -61,8 +61,8 @@ std::string cpu_model() {
 struct Row {
   std::string kernel, architecture, device;
   double seconds = 0;
-  double gb_s = 0;
-  double copy_gb_s = 0;
+  double gb_s = 0, copy_gb_s = 0;
+  double gflop_s = 0;                               // 0: bound by memory, so compared with the copy
   double ratio = 0, ratio_low = 0, ratio_high = 0;  // median and quartiles
   double elements_s_core = 0;
   int repeat = 0;
@@ -73,13 +73,13 @@ double quartile(std::vector<double> values, double part) {
   return values[static_cast<std::size_t>(part * static_cast<double>(values.size() - 1) + 0.5)];
 }
 
-Result<Row> measure(const AnyDesc& desc, const AnyPlan& plan, Meter& meter,
+Result<Row> measure(const Problem& problem, const AnyPlan& plan, Meter& meter, double gemm_gflop_s,
                     const BenchFlags& flags) {
   struct Release {
     Meter& meter;
     ~Release() { meter.release_all(); }
   } release{meter};
-  const auto operands = make_operands(desc, meter);
+  const auto operands = make_operands(problem, meter);
   if (!operands) return operands.status();
   const auto scratch = meter.allocate(std::max<std::size_t>(plan.workspace_bytes(), 64));
   if (!scratch) return scratch.status();
@@ -98,6 +98,7 @@ Result<Row> measure(const AnyDesc& desc, const AnyPlan& plan, Meter& meter,
         static_cast<int>(std::clamp<double>(fit, kLeast, flags.quick ? kQuickRepeat : kRepeat));
   }
   std::vector<double> times, copies = {*copy}, ratios;
+  const double gigaflops = 1e-9 * problem.desc->flops();
   const double gigabytes = 1e-9 * static_cast<double>(operands->bytes);
   const double copied = 2e-9 * static_cast<double>(meter.copy_bytes());
   for (int i = 0; i < repeat; ++i) {
@@ -108,18 +109,20 @@ Result<Row> measure(const AnyDesc& desc, const AnyPlan& plan, Meter& meter,
     const double around = (copies.back() + *copy) / 2;
     times.push_back(*t);
     copies.push_back(*copy);
-    ratios.push_back(gigabytes / *t / (copied / around));
+    ratios.push_back(gigaflops > 0 && gemm_gflop_s > 0 ? gigaflops / *t / gemm_gflop_s
+                                                       : gigabytes / *t / (copied / around));
   }
   const Sku sku = plan.sku();
   Row row{std::string(sku.kernel), std::string(sku.architecture), name(meter.device())};
   row.seconds = median(times);
   row.gb_s = gigabytes / row.seconds;
+  row.gflop_s = gigaflops / row.seconds;
   row.copy_gb_s = copied / median(copies);
   row.ratio = median(ratios);
   row.ratio_low = quartile(ratios, 0.25);
   row.ratio_high = quartile(ratios, 0.75);
   row.elements_s_core =
-      static_cast<double>(element_count(desc)) / row.seconds / std::max(num_threads(), 1);
+      static_cast<double>(problem.desc->elements()) / row.seconds / std::max(num_threads(), 1);
   row.repeat = repeat;
   return row;
 }
@@ -172,6 +175,8 @@ class Machine {
     return slot.get();
   }
 
+  double gemm_gflop_s() const { return limits_.gemm_gflop_s; }
+
   Json json() const {
     Json j{{"cpu", cpu_model()},   {"cores", omp_get_num_procs()}, {"threads", num_threads()},
            {"pinned", pinned()},   {"isa", cpu::architecture()},   {"version", version()},
@@ -207,7 +212,9 @@ class Machine {
   std::unique_ptr<Meter> cpu_, cuda_;
 };
 
-constexpr const char* kLine = "{:<33} {:<31} {:<12} {:>9} {:>7} {:>9} {:>6} {:>12}\n";
+constexpr const char* kLine = "{:<33} {:<31} {:<12} {:>9} {:>10} {:>10} {:>6} {:>12}\n";
+
+std::string rate(double value, const char* unit) { return fmt::format("{:.1f} {}", value, unit); }
 
 constexpr const char* kPlanOverhead = "plan overhead select + run, 32 elements";
 
@@ -269,10 +276,10 @@ Status run(const BenchFlags& flags, char** argv) {
     const AnyDesc& desc = *task.problem.desc;
     const std::string& label = task.problem.label;
     Device device = choice->device;
-    auto plan = desc.select(device, Preference::exact);
+    auto plan = desc.select(device, task.problem.preference);
     if (!plan && choice->automatic && device.type == Device::Type::cuda) {
       device = {};
-      plan = desc.select(device, Preference::exact);
+      plan = desc.select(device, task.problem.preference);
     }
     Result<Row> row = plan.status();
     if (plan) {
@@ -281,12 +288,12 @@ Status run(const BenchFlags& flags, char** argv) {
       if (!meter) return meter.status();
       if (print && !heading) {
         fmt::print(
-            "ratio: the op's minimum traffic per second over the copy's, measured in turn\n");
-        fmt::print(kLine, "op", "case", "kernel", "ms", "GB/s", "copy GB/s", "ratio",
-                   "Melem/s/core");
+            "ratio: the op's minimum traffic per second over the copy's, measured in turn; for "
+            "matrix work its FLOP/s over the GEMM's\n");
+        fmt::print(kLine, "op", "case", "kernel", "ms", "rate", "limit", "ratio", "Melem/s/core");
         heading = true;
       }
-      row = measure(desc, **plan, **meter, flags);
+      row = measure(task.problem, **plan, **meter, machine.gemm_gflop_s(), flags);
       progress.clear();
     }
     if (!row) {
@@ -296,12 +303,14 @@ Status run(const BenchFlags& flags, char** argv) {
         fmt::print("{:<33} {:<31} unsupported: {}\n", task.op->name(), label, refused.message());
       continue;
     }
-    const bool host = device.type == Device::Type::cpu;
+    const bool host = device.type == Device::Type::cpu, matrix = row->gflop_s > 0;
     if (print) {
       fmt::print(kLine, task.op->name(), label,
                  row->kernel + (row->architecture == "any" ? "" : " " + row->architecture),
-                 fmt::format("{:.3f}", 1e3 * row->seconds), fmt::format("{:.1f}", row->gb_s),
-                 fmt::format("{:.1f}", row->copy_gb_s), fmt::format("{:.2f}", row->ratio),
+                 fmt::format("{:.3f}", 1e3 * row->seconds),
+                 matrix ? rate(row->gflop_s, "GF/s") : rate(row->gb_s, "GB/s"),
+                 matrix ? rate(machine.gemm_gflop_s(), "GF/s") : rate(row->copy_gb_s, "GB/s"),
+                 fmt::format("{:.2f}", row->ratio),
                  host ? fmt::format("{:.0f}", 1e-6 * row->elements_s_core) : "-");
       std::fflush(stdout);
     }
@@ -318,6 +327,10 @@ Status run(const BenchFlags& flags, char** argv) {
            {"ratio_quartiles", {row->ratio_low, row->ratio_high}},
            {"repeat", row->repeat}};
     if (host) j["elements_s_core"] = row->elements_s_core;
+    if (matrix) {
+      j["gflop_s"] = row->gflop_s;
+      j["limit_gflop_s"] = machine.gemm_gflop_s();
+    }
     rows.push_back(std::move(j));
   }
   if (rows.empty() && !refused.ok()) return refused;

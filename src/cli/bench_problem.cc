@@ -106,7 +106,15 @@ Status fill(const AnyDesc& desc, const OperandInfo& o, void* data, std::uint64_t
 
 }  // namespace
 
-Result<Operands> make_operands(const AnyDesc& desc, Meter& meter) {
+Result<Operands> make_operands(const Problem& problem, Meter& meter) {
+  const AnyDesc& desc = *problem.desc;
+  const auto fill_input = [&](const OperandInfo& o, MutView view, void* data, std::uint64_t seed) {
+    BITTERN_TRY(fill(desc, o, data, seed << 40));
+    view.data = data;
+    oracle::Rng rng(seed);
+    if (problem.fill) problem.fill(o.name, view, rng);
+    return Status();
+  };
   Operands out;
   std::uint64_t seed = 1;
   for (const OperandInfo& o : desc.operands()) {
@@ -115,32 +123,30 @@ Result<Operands> make_operands(const AnyDesc& desc, Meter& meter) {
     v.shape = o.expected.shape;
     v.stride = o.expected.shape.dense_strides();
     v.device = meter.device();
-    if (o.name == "importance") continue;
+    const std::string left_out = " " + problem.left_out + " ";
+    if (left_out.find(" " + std::string(o.name) + " ") != std::string::npos) continue;
     const std::size_t bytes =
         static_cast<std::size_t>(o.expected.shape.numel()) * size_of(o.expected.dtype);
     auto data = meter.allocate(bytes);
     if (!data) return data.status();
     v.data = *data;
-    out.bytes += bytes;
-    if (o.output) continue;
+    const bool both = (o.expected.flags & Operand::kInOut) != 0;
+    out.bytes += both ? 2 * bytes : bytes;
+    if (o.output && !both) continue;
     if (meter.host()) {
-      if (Status s = fill(desc, o, v.data, seed++ << 40); !s.ok()) return s;
+      if (Status s = fill_input(o, v, v.data, seed++); !s.ok()) return s;
     } else {
       std::vector<std::byte> host(bytes);
-      if (Status s = fill(desc, o, host.data(), seed++ << 40); !s.ok()) return s;
+      if (Status s = fill_input(o, v, host.data(), seed++); !s.ok()) return s;
       if (Status s = meter.upload(v.data, host.data(), bytes); !s.ok()) return s;
     }
   }
   return out;
 }
 
-std::int64_t element_count(const AnyDesc& desc) {
-  return field_or(desc, "outer_size", 1) * field_or(desc, "axis_size", 1) *
-         field_or(desc, "inner_size", 1);
-}
-
 void shrink(AnyDesc& desc, std::int64_t factor) {
-  for (const std::string_view field : {"outer_size", "inner_size", "axis_size"}) {
+  for (const std::string_view field :
+       {"outer_size", "inner_size", "axis_size", "rows", "tokens", "seq_len", "batch"}) {
     const std::int64_t size = field_or(desc, field, 0);
     std::int64_t less = size / factor;
     if (field == "axis_size") {

@@ -3,21 +3,19 @@
 #include <vector>
 
 #include "cli/bench_meter.h"
+#include "cli/cli.h"
 #include "plan/any_op.h"
 
 namespace bittern::cli {
 
 struct Operands {
   std::vector<MutView> views;  // in the order of AnyDesc::operands()
-  std::size_t bytes = 0;       // of all that are present: each is read or written once at least
+  std::size_t bytes = 0;       // of all that are present, read or written once (a state: both)
 };
 
 // Allocates and fills: weights and activations are Gaussian, scales cover three sigma of them, zero
-// points are small, codes uniform over their range. Importance weights are left out.
-Result<Operands> make_operands(const AnyDesc& desc, Meter& meter);
-
-// How many elements the problem's main tensor has.
-std::int64_t element_count(const AnyDesc& desc);
+// points are small, codes uniform over their range; then the case's own fill.
+Result<Operands> make_operands(const Problem& problem, Meter& meter);
 
 // The same problem with about 1/factor of the rows (or of a lone row).
 void shrink(AnyDesc& desc, std::int64_t factor);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bittern/bittern.h"
+#include "oracle/oracle.h"
 #include "plan/any_op.h"
 
 namespace bittern::cli {
@@ -67,6 +68,10 @@ class Progress {
 struct Problem {
   std::string label;
   std::unique_ptr<AnyDesc> desc;
+  // As oracle::BenchCase has them.
+  std::function<void(std::string_view operand, const ConstView& view, oracle::Rng& rng)> fill;
+  std::string left_out;
+  Preference preference = Preference::exact;
 };
 std::vector<Problem> bench_problems(const AnyOp& op);
 

@@ -117,12 +117,25 @@ namespace {
 template <class Op>
 std::vector<Problem> problems(const AnyOp& op) {
   std::vector<Problem> out;
-  for (const auto& [label, desc] : oracle::Cases<Op>::bench()) {
+  for (const auto& bench : oracle::Cases<Op>::bench()) {
     auto any = op.make_desc();
-    Op::fields(desc, [&](const char* field, const auto& member, const char*) {
-      (void)any->set(field, static_cast<std::int64_t>(member));
+    Op::fields(bench.desc, [&](const char* field, const auto& member, const char*) {
+      if constexpr (kIsReal<std::remove_cvref_t<decltype(member)>>) {
+        (void)any->set(field, member);
+      } else {
+        (void)any->set(field, static_cast<std::int64_t>(member));
+      }
     });
-    out.push_back({label, std::move(any)});
+    Problem& problem = out.emplace_back();
+    problem.label = bench.label;
+    problem.desc = std::move(any);
+    problem.left_out = bench.left_out;
+    problem.preference = bench.preference;
+    if (bench.fill != nullptr) {
+      problem.fill = [bench](std::string_view operand, const ConstView& view, oracle::Rng& rng) {
+        bench.fill(bench.desc, operand, view, rng);
+      };
+    }
   }
   return out;
 }
@@ -137,6 +150,7 @@ std::vector<Problem> bench_problems(const AnyOp& op) {
 }
 
 std::string field_text(const AnyDesc& desc, const FieldInfo& field) {
+  if (field.real) return bittern::field_text(*desc.get_real(field.name));
   const auto value = desc.get(field.name);
   if (!value) return {};
   if (field.choices.empty()) return std::to_string(*value);
@@ -147,7 +161,9 @@ Json fields_json(const AnyDesc& desc) {
   Json json = Json::object();
   for (const FieldInfo& field : desc.op().fields()) {
     const std::string name(field.name);
-    if (field.choices.empty()) {
+    if (field.real) {
+      json[name] = *desc.get_real(field.name);
+    } else if (field.choices.empty()) {
       const auto value = desc.get(field.name);
       json[name] = value ? *value : 0;
     } else {

@@ -102,12 +102,13 @@ std::vector<std::string> operand_flags(const OperandInfo& o) {
   if ((o.expected.flags & Operand::kOptional) != 0) flags.emplace_back("optional");
   if ((o.expected.flags & Operand::kRowStride) != 0) flags.emplace_back("row stride");
   if ((o.expected.flags & Operand::kInPlace) != 0) flags.emplace_back("in place");
+  if ((o.expected.flags & Operand::kInOut) != 0) flags.emplace_back("read and written");
   return flags;
 }
 
 std::string default_text(const FieldInfo& f) {
-  return f.choices.empty() ? std::to_string(f.default_value)
-                           : std::string(f.choices[static_cast<std::size_t>(f.default_value)]);
+  if (!f.choices.empty()) return std::string(f.choices[static_cast<std::size_t>(f.default_value)]);
+  return f.real ? bittern::field_text(f.default_real) : std::to_string(f.default_value);
 }
 
 Json op_json(const AnyOp& op, const std::vector<Support>& all, const Support& here) {
@@ -116,7 +117,9 @@ Json op_json(const AnyOp& op, const std::vector<Support>& all, const Support& he
   for (const Support& s : all) json["backends"].push_back(support_json(s));
   for (const FieldInfo& f : op.fields()) {
     Json field{{"name", f.name}, {"default", nullptr}, {"help", f.help}};
-    if (f.choices.empty()) {
+    if (f.real) {
+      field["default"] = f.default_real;
+    } else if (f.choices.empty()) {
       field["default"] = f.default_value;
     } else {
       field["default"] = default_text(f);

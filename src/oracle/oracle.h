@@ -59,6 +59,12 @@ template <class Desc>
 struct BenchCase {
   std::string label;  // "f32->s8 group 128"
   Desc desc;
+  // Called for each operand that is read, after a random fill, which some contents are not: an
+  // index, a sorted table, a gate.
+  void (*fill)(const Desc& desc, std::string_view operand, const ConstView& view,
+               Rng& rng) = nullptr;
+  const char* left_out = "";  // optional operands, separated by spaces
+  Preference preference = Preference::exact;
 };
 
 #define BITTERN_OP(T, f, CPU, CUDA)                  \

@@ -63,7 +63,8 @@ Problem<Op> make_problem(const typename Op::Desc& desc, std::uint64_t seed, cons
       }
     }
     v.data = s->bytes.data() + s->offset;
-    if constexpr (!std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>) fill(v, rng);
+    constexpr bool kOutput = std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>;
+    if (!kOutput || (expected.flags & Operand::kInOut) != 0) fill(v, rng);
   });
   if (aimed) Cases<Op>::aim(desc, p.args, rng);
   return p;

@@ -68,23 +68,41 @@ class DescOf final : public AnyDesc {
   Status set(std::string_view field, std::int64_t value) override {
     return set_field<Op>(desc_, field, value);
   }
+  Status set(std::string_view field, double value) override {
+    return set_field<Op>(desc_, field, value);
+  }
   Status set(std::string_view field, std::string_view text) override {
     return set_field<Op>(desc_, field, text);
   }
   Result<std::int64_t> get(std::string_view field) const override {
-    Result<std::int64_t> value =
-        invalid(std::string(Op::kName).append(": no field ").append(field));
-    Op::fields(desc_, [&](const char* n, const auto& member, const char*) {
-      if (field == n) value = static_cast<std::int64_t>(member);
-    });
-    return value;
+    return read<std::int64_t>(field);
   }
+  Result<double> get_real(std::string_view field) const override { return read<double>(field); }
   Status check() const override { return Op::check(desc_); }
   std::int64_t num_groups() const override {
     if constexpr (requires { desc_.num_groups(); }) {
       return desc_.num_groups();
     } else {
       return 0;
+    }
+  }
+  double flops() const override {
+    if constexpr (requires { Op::flops(desc_); }) {
+      return Op::flops(desc_);
+    } else {
+      return 0;
+    }
+  }
+  std::int64_t elements() const override {
+    if constexpr (requires { Op::elements(desc_); }) {
+      return Op::elements(desc_);
+    } else {
+      std::int64_t product = 1;
+      for (const std::string_view field : {"outer_size", "axis_size", "inner_size"}) {
+        const auto size = get(field);
+        product *= size ? *size : 1;
+      }
+      return product;
     }
   }
   std::vector<OperandInfo> operands() const override { return operand_infos<Op>(desc_); }
@@ -96,6 +114,20 @@ class DescOf final : public AnyDesc {
   }
 
  private:
+  template <class T>
+  Result<T> read(std::string_view field) const {
+    Result<T> value = invalid(std::string(Op::kName).append(": no field ").append(field));
+    Op::fields(desc_, [&](const char* n, const auto& member, const char*) {
+      if (field != n) return;
+      if constexpr (kIsReal<std::remove_cvref_t<decltype(member)>> && !kIsReal<T>) {
+        value = invalid(std::string(Op::kName).append(": ").append(field) +
+                        ": a real number, expected an integer field");
+      } else {
+        value = static_cast<T>(member);
+      }
+    });
+    return value;
+  }
   typename Op::Desc desc_;
 };
 
@@ -106,7 +138,10 @@ class OpOf final : public AnyOp {
     const typename Op::Desc defaults;
     Op::fields(defaults, [&](const char* n, const auto& member, const char* help) {
       const auto names = field_names<std::remove_cvref_t<decltype(member)>>();
-      fields_.push_back({n, help, {names.begin(), names.end()}, static_cast<std::int64_t>(member)});
+      FieldInfo& field = fields_.emplace_back(FieldInfo{n, help, {names.begin(), names.end()}});
+      field.real = kIsReal<std::remove_cvref_t<decltype(member)>>;
+      field.default_real = static_cast<double>(member);
+      if (!field.real) field.default_value = static_cast<std::int64_t>(member);
     });
   }
   std::string_view name() const override { return Op::kName; }

@@ -14,8 +14,10 @@ namespace bittern {
 struct FieldInfo {
   std::string_view name;
   std::string_view help;
-  std::vector<std::string_view> choices;  // empty: an integer
+  std::vector<std::string_view> choices;  // empty: a number
   std::int64_t default_value = 0;         // for a choice, its index
+  bool real = false;                      // a real number
+  double default_real = 0;
 };
 
 struct OperandInfo {
@@ -44,10 +46,14 @@ class AnyDesc {
   virtual const AnyOp& op() const = 0;
   virtual std::unique_ptr<AnyDesc> clone() const = 0;
   virtual Status set(std::string_view field, std::int64_t value) = 0;
+  virtual Status set(std::string_view field, double value) = 0;
   virtual Status set(std::string_view field, std::string_view text) = 0;
-  virtual Result<std::int64_t> get(std::string_view field) const = 0;
+  virtual Result<std::int64_t> get(std::string_view field) const = 0;  // not of a real field
+  virtual Result<double> get_real(std::string_view field) const = 0;   // of any field
   virtual Status check() const = 0;
   virtual std::int64_t num_groups() const = 0;            // 0 for an op without groups
+  virtual double flops() const = 0;                       // 0 for an op bound by memory
+  virtual std::int64_t elements() const = 0;              // of the main tensor, for rates
   virtual std::vector<OperandInfo> operands() const = 0;  // check() must be ok
   virtual Result<std::unique_ptr<AnyPlan>> select(Device device, Preference preference,
                                                   std::string_view kernel = {}) const = 0;

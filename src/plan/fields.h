@@ -1,7 +1,8 @@
-// Descriptor fields as text and as integers, through Op::fields(): what the command line, Python,
+// Descriptor fields as text and as numbers, through Op::fields(): what the command line, Python,
 // the C interface, the oracle's reproducers and the fuzzer share.
 #pragma once
 #include <charconv>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <span>
@@ -14,7 +15,8 @@
 
 namespace bittern {
 
-// A field's value is an integer, or one of a list of names (whose index is its integer).
+// A field's value is an integer, a real number, or one of a list of names (whose index is its
+// integer).
 inline constexpr std::string_view kDTypeNames[kDTypeCount] = {"f32", "f64", "f16", "bf16",
                                                               "u8",  "s8",  "s32", "u32"};
 constexpr auto& enum_names(DType) { return kDTypeNames; }
@@ -23,6 +25,8 @@ constexpr auto& enum_names(bool) { return kBoolNames; }
 
 template <class T>
 inline constexpr bool kIsNamed = std::is_enum_v<T> || std::is_same_v<T, bool>;
+template <class T>
+inline constexpr bool kIsReal = std::is_same_v<T, double>;
 
 template <class T>
 std::span<const std::string_view> field_names() {
@@ -42,12 +46,43 @@ Status assign_field(std::string_view field, T& member, std::int64_t value) {
       return invalid(std::string(field) + ": " + std::to_string(value) + ", expected 0.." +
                      std::to_string(names.size() - 1));
     }
+  } else if constexpr (kIsReal<T>) {
+    member = static_cast<double>(value);
+    return {};
   } else if (value < std::numeric_limits<T>::min() || value > std::numeric_limits<T>::max()) {
     return invalid(std::string(field) + ": " + std::to_string(value) + " does not fit " +
                    std::to_string(8 * sizeof(T)) + " bits");
   }
   member = static_cast<T>(value);
   return {};
+}
+
+template <class T>
+std::string field_text(const T& member) {
+  if constexpr (kIsNamed<T>) {
+    return std::string(field_names<T>()[static_cast<std::size_t>(member)]);
+  } else if constexpr (kIsReal<T>) {
+    char text[32];  // the shortest that reads back the same
+    const auto [end, error] = std::to_chars(text, text + sizeof text, member);
+    return error == std::errc() ? std::string(text, end) : std::string();
+  } else {
+    return std::to_string(member);
+  }
+}
+
+template <class T>
+Status assign_field(std::string_view field, T& member, double value) {
+  if constexpr (kIsReal<T>) {
+    if (!std::isfinite(value)) {
+      return invalid(std::string(field).append(": ") + field_text(value) +
+                     ", expected a finite number");
+    }
+    member = value;
+    return {};
+  } else {
+    return invalid(std::string(field).append(": ") + field_text(value) +
+                   (kIsNamed<T> ? ", expected a name" : ", expected an integer"));
+  }
 }
 
 template <class T>
@@ -59,27 +94,18 @@ Status assign_field(std::string_view field, T& member, std::string_view text) {
   if constexpr (kIsNamed<T>) {
     for (const std::string_view n : names) expected.append(expected.empty() ? "" : " ").append(n);
   } else {
-    std::int64_t value = 0;
+    std::conditional_t<kIsReal<T>, double, std::int64_t> value = 0;
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
     if (error == std::errc() && end == text.data() + text.size()) {
       return assign_field(field, member, value);
     }
-    expected = "an integer";
+    expected = kIsReal<T> ? "a number" : "an integer";
   }
   return invalid(
       std::string(field).append(": ").append(text).append(", expected ").append(expected));
 }
 
-template <class T>
-std::string field_text(const T& member) {
-  if constexpr (kIsNamed<T>) {
-    return std::string(field_names<T>()[static_cast<std::size_t>(member)]);
-  } else {
-    return std::to_string(member);
-  }
-}
-
-// Sets the field called `field`; `value` is an integer or text.
+// Sets the field called `field`; `value` is a number or text.
 template <class Op, class Value>
 Status set_field(typename Op::Desc& desc, std::string_view field, const Value& value) {
   bool found = false;

@@ -27,7 +27,7 @@ struct Extent {
   unsigned flags;
   bool output;
 };
-inline constexpr int kMaxOperands = 8;
+inline constexpr int kMaxOperands = 32;
 
 // `view` against what the descriptor implies; fills `extent` when it is ok and not left out.
 Status check_operand(std::string_view op, const char* name, const ConstView& view, bool output,
@@ -103,7 +103,11 @@ Status Plan<Op>::can_implement(const Args& args) const {
     return invalid(
         std::string(Op::kName).append(": every output is left out, expected at least one"));
   }
-  return plan_detail::check_overlap(Op::kName, std::span(extents.data(), count));
+  BITTERN_TRY(plan_detail::check_overlap(Op::kName, std::span(extents.data(), count)));
+  if constexpr (requires { Op::check_contents(desc_, args); }) {
+    if (device_.type == Device::Type::cpu) return Op::check_contents(desc_, args);
+  }
+  return {};
 }
 
 template <class Op>

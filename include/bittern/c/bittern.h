@@ -67,6 +67,7 @@ typedef struct {
   bool output;     /* is written */
   bool row_stride; /* the first axis may have any stride that keeps rows apart */
   bool in_place;   /* may be the same memory as an operand of the same dtype, also marked so */
+  bool in_out;     /* an output that is read first */
 } bittern_operand;
 
 /* Memory of the caller's. Inputs are not written. */
@@ -111,10 +112,13 @@ void bittern_set_num_threads(int threads);
 /* `*desc` has the op's defaults; destroy takes NULL. */
 bittern_code bittern_desc_create(const char* op, bittern_desc** desc);
 void bittern_desc_destroy(bittern_desc* desc);
-/* A field by name: integers, and names such as "bf16" or "channel" as text (or their index). */
+/* A field by name: integers, real numbers, and names such as "bf16" or "channel" as text (or their
+ * index). */
 bittern_code bittern_desc_set(bittern_desc* desc, const char* field, int64_t value);
+bittern_code bittern_desc_set_real(bittern_desc* desc, const char* field, double value);
 bittern_code bittern_desc_set_text(bittern_desc* desc, const char* field, const char* text);
 bittern_code bittern_desc_get(const bittern_desc* desc, const char* field, int64_t* value);
+bittern_code bittern_desc_get_real(const bittern_desc* desc, const char* field, double* value);
 /* Is the problem well formed? select asks this too. */
 bittern_code bittern_desc_check(const bittern_desc* desc);
 /* Groups along the axis; 0 when group_size <= 0 or the op has none. */
