@@ -381,7 +381,7 @@ HWY_INLINE void QuantizeRun(const Source& source, std::int64_t n, To q, const X*
   const hn::ScalableTag<F> d;
   constexpr std::int64_t kN = kLanes<F>;
   const auto codes = [&](std::int64_t i) HWY_ATTR {
-    const auto p = source.At(i);
+    const auto& p = source.At(i);
     return CodeOf(d, hn::Clamp(Quotient(d, LoadMath(d, x + i), p.scale), p.lo, p.hi), p.zero);
   };
   std::int64_t i = 0;

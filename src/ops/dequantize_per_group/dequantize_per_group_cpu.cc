@@ -28,7 +28,7 @@ struct Body {
   HWY_INLINE void operator()(const Source& source, std::int64_t n, To y, const Q* q) const {
     const hn::ScalableTag<F> d;
     for (std::int64_t i = 0; i < n; i += kLanes<F>) {
-      const auto p = source.At(i);
+      const auto& p = source.At(i);
       StoreMath(d, hn::Mul(hn::Sub(LoadCodes(d, q + i), p.zero), p.scale), y + i);
     }
   }

@@ -29,7 +29,7 @@ struct Body {
                              const Q* q) const {
     const hn::ScalableTag<F> d;
     for (std::int64_t i = 0; i < n; i += kLanes<F>) {
-      const auto p = source.At(i);
+      const auto& p = source.At(i);
       const auto v = LoadMath(d, dy + i);
       StoreMath(d, hn::Mul(v, p.scale), dq + i);
       hn::StoreU(hn::Mul(v, hn::Sub(LoadCodes(d, q + i), p.zero)), d, terms + i);

@@ -59,7 +59,7 @@ struct Body {
     }
     for (; i < n; i += kLanes<F>) {
       PrefetchAhead(x + i, kLanes<F>);
-      const auto p = source.At(i);
+      const auto& p = source.At(i);
       StoreMath(d, Result(Quotient(d, LoadMath(d, x + i), p.scale), p), y + i);
     }
   }

@@ -43,7 +43,7 @@ struct Body {
                              const X* x) const {
     const hn::ScalableTag<F> d;
     for (std::int64_t i = 0; i < n; i += kLanes<F>) {
-      const auto p = source.At(i);
+      const auto& p = source.At(i);
       const auto v = LoadMath(d, dy + i);
       const auto z = Quotient(d, LoadMath(d, x + i), p.scale);
       const auto r = hn::Round(z);

@@ -85,7 +85,7 @@ struct Body {
       if (by_interval[source.k] != 0) return Interval(source, n, dx, dy, x);
     }
     for (std::int64_t i = 0; i < n; i += kLanes<F>) {
-      const auto p = source.At(i);
+      const auto& p = source.At(i);
       const auto z = hn::Round(Quotient(d, LoadMath(d, x + i), p.scale));
       // Not Ne(scale, 0), which is false for NaN.
       const auto inside =
