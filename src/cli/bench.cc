@@ -185,6 +185,7 @@ class Machine {
       j["copy_gb_s"] = std::max(limits_.streaming_gb_s, limits_.memcpy_gb_s);
       j["streaming_gb_s"] = limits_.streaming_gb_s;
       j["memcpy_gb_s"] = limits_.memcpy_gb_s;
+      j["read_gb_s"] = limits_.read_gb_s;
       j["gemm_gflop_s"] = limits_.gemm_gflop_s;
     }
     return j;
@@ -203,8 +204,9 @@ class Machine {
                pinned() ? " (pinned)" : " (not pinned)", cpu::architecture());
     fmt::print(
         "limits: streaming copy {:.1f} GB/s, memcpy {:.1f} GB/s (bytes read plus written), "
-        "f32 GEMM {:.0f} GFLOP/s ({}^3)\n",
-        limits_.streaming_gb_s, limits_.memcpy_gb_s, limits_.gemm_gflop_s, gemm_size());
+        "reading alone {:.1f} GB/s, f32 GEMM {:.0f} GFLOP/s ({}^3)\n",
+        limits_.streaming_gb_s, limits_.memcpy_gb_s, limits_.read_gb_s, limits_.gemm_gflop_s,
+        gemm_size());
   }
 
   const BenchFlags& flags_;

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 
@@ -98,6 +99,18 @@ void library_copy(std::byte* to, const std::byte* from, std::size_t bytes) {
   std::memcpy(to, from, bytes);
 }
 
+// Reads [from, from + bytes) in whole lines; what it returns keeps the loads.
+std::uint64_t read_lines(const std::byte* from, std::size_t bytes) {
+  __m128i sum[4] = {};
+  for (std::size_t i = 0; i < bytes; i += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(from + i + 4 * kAhead), _MM_HINT_T0);
+    const auto* line = reinterpret_cast<const __m128i*>(from + i);
+    for (int k = 0; k < 4; ++k) sum[k] = _mm_xor_si128(sum[k], _mm_load_si128(line + k));
+  }
+  const __m128i all = _mm_xor_si128(_mm_xor_si128(sum[0], sum[1]), _mm_xor_si128(sum[2], sum[3]));
+  return static_cast<std::uint64_t>(_mm_cvtsi128_si64(all));
+}
+
 CopyLoop streaming_loop() {
   switch (cpu::isa()) {
     case cpu::Isa::avx3_dl:
@@ -121,16 +134,18 @@ class CpuMeter final : public Meter {
       std::memset(from_.data() + begin, 1, end - begin);
       std::memset(to_.data() + begin, 2, end - begin);
     });
-    std::vector<double> streaming, library;
+    std::vector<double> streaming, library, reading;
     for (int i = -1; i < repeat; ++i) {
-      const double s = timed_copy(streaming_loop()), m = timed_copy(library_copy);
+      const double s = timed_copy(streaming_loop()), m = timed_copy(library_copy), r = timed_read();
       if (i < 0) continue;
+      reading.push_back(r);
       streaming.push_back(s);
       library.push_back(m);
     }
     const double gigabytes = 2e-9 * static_cast<double>(copy_bytes_);
     limits.streaming_gb_s = gigabytes / median(streaming);
     limits.memcpy_gb_s = gigabytes / median(library);
+    limits.read_gb_s = 1e-9 * static_cast<double>(copy_bytes_) / median(reading);
     best_ = limits.streaming_gb_s >= limits.memcpy_gb_s ? streaming_loop() : library_copy;
     return measure_gemm(gemm_size, repeat, limits);
   }
@@ -176,6 +191,17 @@ class CpuMeter final : public Meter {
       loop(to_.data() + begin, from_.data() + begin, end - begin);
     });
     return seconds_since(start);
+  }
+
+  double timed_read() {
+    std::atomic<std::uint64_t> seen{0};
+    const auto start = std::chrono::steady_clock::now();
+    over_threads(copy_bytes_, [&](std::size_t begin, std::size_t end) {
+      seen += read_lines(from_.data() + begin, end - begin);
+    });
+    const double seconds = seconds_since(start);
+    // The sum is used, so the reads are made.
+    return seen == 0x5eed ? seconds * (1 + 1e-15) : seconds;
   }
 
   static Status measure_gemm(int size, int repeat, CpuLimits& limits) {

@@ -41,6 +41,7 @@ class Meter {
 struct CpuLimits {
   double streaming_gb_s = 0;  // loads and whole-line non-temporal stores
   double memcpy_gb_s = 0;
+  double read_gb_s = 0;  // loads alone: what an op that writes next to nothing can reach
   double gemm_gflop_s = 0;
 };
 

@@ -51,6 +51,11 @@ std::atomic<Isa> forced{Isa::none};
 
 }  // namespace
 
+const bool kPagesInTurn = [] {
+  __builtin_cpu_init();
+  return static_cast<bool>(__builtin_cpu_is("intel"));
+}();
+
 std::string_view name(Isa isa) {
   constexpr std::string_view kNames[] = {"AVX3_DL", "AVX3", "AVX2", "none"};
   return kNames[static_cast<int>(isa)];

@@ -85,7 +85,7 @@ HWY_INLINE void StoreVector(D d, hn::Vec<D> v, T* p) {
 }
 template <class D, class T>
 HWY_INLINE void StoreVector(D d, hn::Vec<D> v, Streamed<T> p) {
-  if constexpr (kIsLine<D>) {
+  if constexpr (kStreams<D>) {
     hn::Stream(v, d, reinterpret_cast<hn::TFromD<D>*>(p.to));
   } else {
     StoreVector(d, v, p.to);
@@ -387,7 +387,7 @@ HWY_INLINE void QuantizeRun(const Source& source, std::int64_t n, To q, const X*
   std::int64_t i = 0;
   if constexpr (sizeof(F) == 4) {
     for (; i + 4 * kN <= n; i += 4 * kN) {
-      PrefetchAhead(x + i, 4 * kN);
+      PrefetchNext(x + i, 4 * kN);
       StoreCodes4<false>(codes(i), codes(i + kN), codes(i + 2 * kN), codes(i + 3 * kN), q + i);
     }
   }
@@ -536,7 +536,7 @@ void ForEachTile(const GroupGeometry& geometry, const ParamTensors& t, std::int6
     const std::int64_t left = std::min(g.row_length - j, end - begin);
     Out* to = out.at(row, j);
     // Whole lines of whole runs need no buffer, and so may be many.
-    bool direct = Body::kWholeLines && kIsLine<D> && stream && !short_runs && left >= kLine &&
+    bool direct = Body::kWholeLines && kStreams<D> && stream && !short_runs && left >= kLine &&
                   InLine(to) == 0 && g.run % kLine == 0 && skip % kLine == 0;
     std::int64_t count = std::min(left, direct ? kDirectTile : short_runs ? kTileRuns : kTile);
     if (direct) {

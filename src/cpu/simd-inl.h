@@ -68,6 +68,17 @@ HWY_INLINE void StoreMath(D d, hn::Vec<D> v, bf16* p) {
   hn::StoreU(hn::TruncateTo(dh, Bf16Bits(d, v)), dh, reinterpret_cast<std::uint16_t*>(p));
 }
 
+// x / s in five quick operations, for many x over one s: `inverse` is 1 / s as Div rounds it. The
+// first correction brings z within one ulp; then the remainder is exact, and by Markstein's theorem
+// the second gives what Div gives. For |s| and x / s far from the ends of the exponent range; a
+// smaller x gives a smaller z, an infinite one NaN.
+template <class V>
+HWY_INLINE V DivideBy(V s, V inverse, V x) {
+  V z = hn::Mul(x, inverse);
+  z = hn::MulAdd(hn::NegMulAdd(z, s, x), inverse, z);
+  return hn::MulAdd(hn::NegMulAdd(z, s, x), inverse, z);
+}
+
 // Lanes rounded to X and back.
 template <class X, class D>
 HWY_INLINE hn::Vec<D> RoundMath(D d, hn::Vec<D> v) {

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/dispatch.h"
 #include "cpu/simd-inl.h"
 #include "hwy/cache_control.h"
 
@@ -30,8 +31,10 @@ inline std::size_t ToNextLine(const void* p) {
   return static_cast<std::size_t>(-reinterpret_cast<std::intptr_t>(p) & 63);
 }
 
-// Fetches the lines kAhead bytes beyond p[0, n), for ops that read and write about as much: the
-// hardware alone stops at the end of each page.
+// Fetches lines beyond p[0, n) of a tensor that is read once from end to end; the hardware alone
+// stops at the end of each page. Where memory is read faster from several pages in turn
+// (cpu::kPagesInTurn), the lines asked for are those of the next kPages pages, one of each in turn:
+// over a long stream, each line once. Elsewhere that is slower than the lines kAhead bytes on.
 inline constexpr std::uintptr_t kAhead = 4096;
 template <class T>
 HWY_INLINE void PrefetchAhead(const T* p, std::int64_t n) {
@@ -39,12 +42,9 @@ HWY_INLINE void PrefetchAhead(const T* p, std::int64_t n) {
   for (std::uintptr_t i = 0; i < static_cast<std::uintptr_t>(n) * sizeof(T); i += 64)
     hwy::Prefetch(reinterpret_cast<const char*>(at + i));
 }
-
-// The same for ops that write next to nothing. Memory is read a third faster when several pages are
-// read in turn, so the lines asked for are those of the next kPages pages, one of each in turn:
-// over a long stream, each line once.
 template <class T>
-HWY_INLINE void PrefetchPages(const T* p, std::int64_t n) {
+HWY_INLINE void PrefetchNext(const T* p, std::int64_t n) {
+  if (!cpu::kPagesInTurn) return PrefetchAhead(p, n);
   constexpr std::uintptr_t kLine = 64, kPage = 4096, kPages = 8, kBlock = kPages * kPage;
   const auto from = reinterpret_cast<std::uintptr_t>(p);
   for (std::uintptr_t i = 0; i < static_cast<std::uintptr_t>(n) * sizeof(T); i += kLine) {
@@ -71,19 +71,19 @@ HWY_INLINE void StreamMath(D d, hn::Vec<D> v, bf16* p) {
   hn::Stream(hn::TruncateTo(du, Bf16Bits(d, v)), du, reinterpret_cast<std::uint16_t*>(p));
 }
 
-// Where the Store functions of the quantise family stream: a pointer to aligned vectors. Only a
-// vector that is a whole line bypasses the cache: computing between two halves of a line, with
-// their buffer half full, made AVX2 kernels 1.6 to 2.6 times slower.
+// Where the Store functions of the quantise family stream: a pointer to aligned vectors, each a
+// whole line or half of one (the other half follows at once); less than that goes through the
+// cache.
 template <class T>
 struct Streamed {
   T* to;
   HWY_INLINE Streamed operator+(std::int64_t i) const { return {to + i}; }
 };
 template <class D>
-inline constexpr bool kIsLine = hn::MaxLanes(D()) * sizeof(hn::TFromD<D>) == 64;
+inline constexpr bool kStreams = hn::MaxLanes(D()) * sizeof(hn::TFromD<D>) >= 32;
 template <class D, class T>
 HWY_INLINE void StoreMath(D d, hn::Vec<D> v, Streamed<T> p) {
-  if constexpr (kIsLine<D> && std::is_same_v<T, hn::TFromD<D>>) {
+  if constexpr (kStreams<D> && std::is_same_v<T, hn::TFromD<D>>) {
     hn::Stream(v, d, p.to);
   } else {
     StoreMath(d, v, p.to);

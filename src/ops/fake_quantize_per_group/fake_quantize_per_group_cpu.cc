@@ -46,7 +46,7 @@ struct Body {
         const auto r = hn::Set(d, inverse[source.k]);
         const ParamVectors<D>& p = source.v;
         for (; i + 2 * kLanes<F> <= n; i += 2 * kLanes<F>) {
-          PrefetchAhead(x + i, 2 * kLanes<F>);
+          PrefetchNext(x + i, 2 * kLanes<F>);
           const Two<D> v = LoadTwo(d, x + i);
           auto a = NearQuotient(v.a, p.scale, r), b = NearQuotient(v.b, p.scale, r);
           if (HWY_UNLIKELY(AnyNaN(d, a, b))) {
@@ -58,7 +58,7 @@ struct Body {
       }
     }
     for (; i < n; i += kLanes<F>) {
-      PrefetchAhead(x + i, kLanes<F>);
+      PrefetchNext(x + i, kLanes<F>);
       const auto& p = source.At(i);
       StoreMath(d, Result(Quotient(d, LoadMath(d, x + i), p.scale), p), y + i);
     }

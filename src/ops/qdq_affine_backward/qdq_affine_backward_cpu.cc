@@ -80,7 +80,7 @@ void SumGroups(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::in
         terms.q = reader.Read(row, j / 8 * 8, j % 8 + ready * size) + j % 8;
         terms.dy = a.dy.as<X>() + row * a.dy.row_stride() + j;
       }
-      PrefetchPages(terms.dy, size);
+      PrefetchNext(terms.dy, size);
       const auto tree = [&]() HWY_ATTR {
         if constexpr (kRows != 0) {
           return FewRows<kRows>(df, terms, 0, 1);

@@ -91,6 +91,9 @@ HWY_INLINE Vector<double> RoundTo(DType, Vector<double> x) { return x; }
 
 // ---- codes ----
 
+// Weights and biases below this are far from overflow.
+constexpr float kOrdinary = 0x1p30f;
+
 // Integers to be clamped to [0, 255], from z <= n: anything negative for NaN.
 template <bool kHalfEven>
 HWY_INLINE hn::Vec<hn::ScalableTag<std::int32_t>> RoundedCodes(Vector<float> z) {
@@ -105,23 +108,42 @@ HWY_INLINE hn::Vec<hn::ScalableTag<std::int32_t>> RoundedCodes(Vector<float> z) 
 #endif
 }
 
+// 1 / s where DivideBy serves finite weights of ordinary size, otherwise 0.
 template <class F>
+HWY_INLINE Vector<F> InverseOf(Vector<F> s, Vector<F> b) {
+  const Tag<F> d;
+  if constexpr (sizeof(F) == 8) {
+    return hn::Zero(d);
+  } else {
+    const auto size = hn::Abs(s);
+    const auto ordinary =
+        hn::And(hn::Lt(hn::Abs(b), hn::Set(d, kOrdinary)),
+                hn::And(hn::Gt(size, hn::Set(d, 0x1p-90f)), hn::Lt(size, hn::Set(d, 0x1p90f))));
+    return hn::IfThenElseZero(ordinary, hn::Div(hn::Set(d, 1.0f), s));
+  }
+}
+
+template <class F, bool kNear>
 struct Step {
-  Vector<F> s, b, n;
-  Step(F scale, F bias, std::int32_t bins)
+  Vector<F> s, b, n, inverse;
+  HWY_INLINE Step(F scale, F bias, F inverse_scale, F last)
       : s(hn::Set(Tag<F>(), scale)),
         b(hn::Set(Tag<F>(), bias)),
-        n(hn::Set(Tag<F>(), static_cast<F>(bins - 1))) {}
+        n(hn::Set(Tag<F>(), last)),
+        inverse(hn::Set(Tag<F>(), inverse_scale)) {}
   // Min gives its second argument when one is NaN.
-  HWY_INLINE Vector<F> Quotient(Vector<F> w) const { return hn::Min(n, hn::Div(hn::Sub(w, b), s)); }
+  HWY_INLINE Vector<F> Quotient(Vector<F> w) const {
+    const auto x = hn::Sub(w, b);
+    return hn::Min(n, kNear ? DivideBy(s, inverse, x) : hn::Div(x, s));
+  }
 };
 
-template <bool kHalfEven>
-HWY_INLINE auto RowCodes(const float* w, const Step<float>& step) {
+template <bool kHalfEven, bool kNear>
+HWY_INLINE auto RowCodes(const float* w, const Step<float, kNear>& step) {
   return RoundedCodes<kHalfEven>(step.Quotient(hn::LoadU(Tag<float>(), w)));
 }
-template <bool kHalfEven>
-HWY_INLINE auto RowCodes(const double* w, const Step<double>& step) {
+template <bool kHalfEven, bool kNear>
+HWY_INLINE auto RowCodes(const double* w, const Step<double, kNear>& step) {
   const Tag<double> d;
   const hn::Half<Tag<float>> dh;
   const auto half = [&](const double* p) HWY_ATTR {
@@ -163,12 +185,21 @@ HWY_INLINE void StoreCodes(std::int64_t size, std::int32_t bins, const Row& row,
     hn::StoreU(hn::Min(hn::DemoteTo(d8q, row(i)), most_q), d8q, codes + i);
 }
 
-template <bool kHalfEven, class F>
-HWY_INLINE void Quantize(const F* w, std::int64_t size, F s, F b, std::int32_t bins,
-                         std::uint8_t* HWY_RESTRICT codes) {
-  const Step<F> step(s, b, bins);
+template <bool kHalfEven, bool kNear, class F>
+HWY_INLINE void QuantizeBy(const F* w, std::int64_t size, F s, F b, F inverse, std::int32_t bins,
+                           std::uint8_t* HWY_RESTRICT codes) {
+  const Step<F, kNear> step(s, b, inverse, static_cast<F>(bins - 1));
   StoreCodes(
       size, bins, [&](std::int64_t i) HWY_ATTR { return RowCodes<kHalfEven>(w + i, step); }, codes);
+}
+template <bool kHalfEven, class F>
+HWY_INLINE void Quantize(const F* w, std::int64_t size, F s, F b, F inverse, std::int32_t bins,
+                         std::uint8_t* HWY_RESTRICT codes) {
+  if (HWY_LIKELY(sizeof(F) == 4 && inverse != 0)) {
+    QuantizeBy<kHalfEven, true>(w, size, s, b, inverse, bins, codes);
+  } else {
+    QuantizeBy<kHalfEven, false>(w, size, s, b, inverse, bins, codes);
+  }
 }
 
 // ---- W groups at a time ----
@@ -178,6 +209,7 @@ struct Chunk {
   static constexpr std::int64_t kGroups = kWidth<F>;
   const F* w[kGroups];                 // padded to whole rows
   HWY_ALIGN F s[kGroups], b[kGroups];  // as the codes use them
+  HWY_ALIGN F inverse[kGroups];        // InverseOf, or 0 where some weight is not ordinary
   HWY_ALIGN F stored_s[kGroups], stored_b[kGroups];
   Vector<F> low[kGroups], high[kGroups];  // whose lanes' least and greatest are min and max
   bool halved[kGroups];                   // the range overflows: codes by affine::minmax_code
@@ -209,7 +241,7 @@ class Weights {
       }
       if (copy_) {
         F* to = c.copies + i * Padded(size_);
-        PrefetchAhead(at, group_bytes);
+        PrefetchNext(at, group_bytes);
         Copy(at, to);
         c.w[i] = to;
       } else {
@@ -220,7 +252,7 @@ class Weights {
   }
 
   HWY_INLINE void Prefetch(const F* w) const {
-    if (!copy_) PrefetchAhead(w, size_);
+    if (!copy_) PrefetchNext(w, size_);
   }
 
  private:
@@ -331,6 +363,9 @@ HWY_NOINLINE void ComputeParams(const Op::Desc& d, Chunk<F>& c) {
   hn::Store(b, t, c.b);
   hn::Store(b, t, c.stored_b);  // a weight, so exact
   c.any_halved = false;
+  const auto size = hn::Max(hn::Abs(min), hn::Abs(max));
+  const auto ordinary = hn::Lt(size, hn::Set(t, static_cast<F>(kOrdinary)));
+  hn::Store(hn::IfThenElseZero(ordinary, InverseOf<F>(s, b)), t, c.inverse);
   if (HWY_UNLIKELY(!hn::AllTrue(t, hn::IsFinite(range)))) {
     FixParams(d, c);
   } else {
@@ -447,7 +482,7 @@ HWY_INLINE void DirectBlock(const Op::Desc& d, const Weights<F>& weights, std::i
     // chunk's ranges fill the time the divisions take.
     for (std::int64_t i = 0; i < std::min(kGroups, count - g); ++i) {
       std::uint8_t* codes = out.codes + (g + i) * size;
-      Quantize<kHalfEven>(now->w[i], size, now->s[i], now->b[i], bins, codes);
+      Quantize<kHalfEven>(now->w[i], size, now->s[i], now->b[i], now->inverse[i], bins, codes);
       if (rest > 0) {
         FindRange<kSize>(size, i, *after);
         weights.Prefetch(after->w[i]);
@@ -572,6 +607,8 @@ class Lsq {
     std::uint32_t active = 0, pending = 0;  // slots in use; of those, to be quantised anew
     std::int64_t group[kSlots];
     HWY_ALIGN F s[kSlots] = {}, b[kSlots] = {}, s0[kSlots] = {}, b0[kSlots] = {};
+    // Of s; of s0, 0 where a weight is not ordinary.
+    HWY_ALIGN F inverse[kSlots] = {}, inverse0[kSlots] = {};
     HWY_ALIGN F c[kSlots] = {}, cu[kSlots] = {}, rounds[kSlots] = {};  // c, cu: sums of c, of c u
     double error0[kSlots];
     HWY_ALIGN F q[kSlots * kSlots] = {}, qq[kSlots * kSlots] = {}, qu[kSlots * kSlots] = {};
@@ -594,12 +631,13 @@ class Lsq {
     return RowTree(D(), size_, leaf);
   }
 
+  template <bool kNear>
   struct RoundLeaf {
     Slot& slot;
-    V s, b, n;
+    Step<F, kNear> step;
     HWY_INLINE FitTerms<F> operator()(std::int64_t i) const {
       const D d;
-      const V z = hn::Min(n, hn::Div(hn::Sub(hn::Load(d, slot.w + i), b), s));
+      const V z = step.Quotient(hn::Load(d, slot.w + i));
       const V q = hn::Trunc(hn::Add(hn::Max(z, hn::Zero(d)), hn::Set(d, kUp)));
       hn::Store(q, d, slot.q + i);
       const V cq = kWeighted ? hn::Mul(hn::Load(d, slot.c + i), q) : q;
@@ -689,6 +727,7 @@ class Lsq {
     }
     bank.s[slot] = bank.s0[slot] = chunk.s[i];
     bank.b[slot] = bank.b0[slot] = chunk.b[i];
+    bank.inverse[slot] = bank.inverse0[slot] = chunk.inverse[i];
     bank.rounds[slot] = 0;
     Round(bank, slot);
     bank.error0[slot] = Error(bank, slot);
@@ -696,9 +735,17 @@ class Lsq {
 
   // Codes for the slot's s and b, and their sums.
   HWY_INLINE void Round(Bank& bank, int i) const {
+    if (HWY_LIKELY(sizeof(F) == 4 && bank.inverse[i] != 0)) {
+      RoundBy<true>(bank, i);
+    } else {
+      RoundBy<false>(bank, i);
+    }
+  }
+  template <bool kNear>
+  HWY_INLINE void RoundBy(Bank& bank, int i) const {
     const D d;
     const FitTerms<F> t = Tree(
-        RoundLeaf{bank.slots[i], hn::Set(d, bank.s[i]), hn::Set(d, bank.b[i]), hn::Set(d, n_)});
+        RoundLeaf<kNear>{bank.slots[i], Step<F, kNear>(bank.s[i], bank.b[i], bank.inverse[i], n_)});
     hn::Store(t.q, d, bank.q + i * kSlots);
     hn::Store(t.qq, d, bank.qq + i * kSlots);
     hn::Store(t.qu, d, bank.qu + i * kSlots);
@@ -762,8 +809,11 @@ class Lsq {
     const auto usable = hn::And(hn::Gt(s, zero), hn::And(hn::IsFinite(s), hn::IsFinite(b)));
     const auto moved = hn::Or(hn::Ne(s, s_now), hn::Ne(b, b_now));
     const auto goes_on = hn::And(hn::And(usable, moved), hn::Lt(rounds, hn::Set(d, F(20))));
-    hn::Store(hn::IfThenElse(goes_on, s, s_now), d, bank.s);
-    hn::Store(hn::IfThenElse(goes_on, b, b_now), d, bank.b);
+    const V s_next = hn::IfThenElse(goes_on, s, s_now), b_next = hn::IfThenElse(goes_on, b, b_now);
+    hn::Store(s_next, d, bank.s);
+    hn::Store(b_next, d, bank.b);
+    const auto ordinary = hn::Ne(hn::Load(d, bank.inverse0), zero);
+    hn::Store(hn::IfThenElseZero(ordinary, InverseOf<F>(s_next, b_next)), d, bank.inverse);
     hn::Store(hn::Add(rounds, hn::Set(d, F(1))), d, bank.rounds);
     std::uint8_t bits[8] = {};
     hn::StoreMaskBits(d, goes_on, bits);
@@ -796,7 +846,7 @@ class Lsq {
     } else {
       out.s[g] = bank.s0[slot];
       out.b[g] = bank.b0[slot];
-      Quantize<false>(from.w, size(), bank.s0[slot], bank.b0[slot], bins_, to);
+      Quantize<false>(from.w, size(), bank.s0[slot], bank.b0[slot], bank.inverse0[slot], bins_, to);
     }
     if (to != codes) std::memcpy(codes, to, static_cast<std::size_t>(size()));
   }

@@ -105,8 +105,8 @@ struct Body {
     };
     std::int64_t i = 0;
     for (; i + 2 * kLanes<F> <= n; i += 2 * kLanes<F>) {
-      PrefetchAhead(dy + i, 2 * kLanes<F>);
-      PrefetchAhead(x + i, 2 * kLanes<F>);
+      PrefetchNext(dy + i, 2 * kLanes<F>);
+      PrefetchNext(x + i, 2 * kLanes<F>);
       const Two<D> u = LoadTwo(d, dy + i), v = LoadTwo(d, x + i);
       StoreTwo(d, {pass(u.a, v.a), pass(u.b, v.b)}, dx + i);
     }
