@@ -1,4 +1,5 @@
 // What makes the shared descriptors well formed.
+#include <cmath>
 #include <limits>
 #include <string>
 
@@ -146,6 +147,67 @@ Status check_pack_desc(std::string_view op, const PackDesc& d) {
   BITTERN_TRY(expect_at_least(op, "axis_size", d.axis_size, 0));
   BITTERN_TRY(expect_between(op, "bits", d.bits, 1, 8));
   return expect_countable(op, {d.outer_size, d.axis_size});
+}
+
+Status check_gdn_desc(std::string_view op, const GdnDesc& d) {
+  BITTERN_TRY(expect_at_least(op, "batch", d.batch, 0));
+  BITTERN_TRY(expect_at_least(op, "tokens", d.tokens, 0));
+  BITTERN_TRY(expect_at_least(op, "key_heads", d.key_heads, 1));
+  BITTERN_TRY(expect_at_least(op, "value_heads", d.value_heads, 1));
+  if (d.value_heads % d.key_heads != 0) {
+    return fail(op, "value_heads",
+                std::to_string(d.value_heads) + ", expected a multiple of key_heads " +
+                    std::to_string(d.key_heads));
+  }
+  BITTERN_TRY(expect_between(op, "key_dim", d.key_dim, 1, 256));
+  BITTERN_TRY(expect_between(op, "value_dim", d.value_dim, 1, 256));
+  if (d.chunk != 16 && d.chunk != 32 && d.chunk != 64) {
+    return fail(op, "chunk", std::to_string(d.chunk) + ", expected 16, 32 or 64");
+  }
+  BITTERN_TRY(expect_between(op, "n_sequences", d.n_sequences, 0, std::int64_t{1} << 31));
+  if (d.n_sequences > 0 && d.batch != 1) {
+    return fail(op, "batch", std::to_string(d.batch) + ", expected 1 with n_sequences");
+  }
+  if (d.n_sequences > 0) BITTERN_TRY(expect_between(op, "tokens", d.tokens, 0, INT32_MAX));
+  BITTERN_TRY(expect_countable(op, {d.batch, d.tokens, d.value_heads, 256}));
+  BITTERN_TRY(expect_countable(op, {d.sequences(), d.value_heads, d.key_dim, d.value_dim}));
+  BITTERN_TRY(
+      expect_countable(op, {d.batch, d.state_chunks(), d.value_heads, d.key_dim, d.value_dim}));
+  if (d.element == DType::f64 || !is_float(d.element)) {
+    return unsupported(std::string(op).append(": element: ").append(name(d.element)) +
+                       ", expected f32, f16 or bf16");
+  }
+  if (d.a_element != DType::f32 && d.a_element != DType::bf16) {
+    return unsupported(std::string(op).append(": a_element: ").append(name(d.a_element)) +
+                       ", expected f32 or bf16");
+  }
+  BITTERN_TRY(expect_between(op, "head_map", static_cast<std::int32_t>(d.head_map), 0, 1));
+  BITTERN_TRY(expect_between(op, "state_layout", static_cast<std::int32_t>(d.state_layout), 0, 1));
+  if (d.allow_neg_eigval && !d.beta_sigmoid) {
+    return fail(op, "allow_neg_eigval", "true, expected false without beta_sigmoid");
+  }
+  if (!std::isfinite(d.scale)) return fail(op, "scale", "expected a finite number");
+  return {};
+}
+
+Status check_gdn_sequences(std::string_view op, const GdnDesc& d, const ConstView& cu_seqlens) {
+  if (d.n_sequences == 0) return {};
+  const std::int32_t* at = cu_seqlens.as<std::int32_t>();
+  const auto wrong = [&](std::int64_t i, const std::string& expected) {
+    return fail(
+        op, "cu_seqlens",
+        "[" + std::to_string(i) + "] is " + std::to_string(at[i]) + ", expected " + expected);
+  };
+  if (at[0] != 0) return wrong(0, "0");
+  for (std::int64_t i = 1; i <= d.n_sequences; ++i) {
+    if (at[i] < at[i - 1]) {
+      return wrong(i, "at least [" + std::to_string(i - 1) + "], " + std::to_string(at[i - 1]));
+    }
+  }
+  if (at[d.n_sequences] != d.tokens) {
+    return wrong(d.n_sequences, "tokens, " + std::to_string(d.tokens));
+  }
+  return {};
 }
 
 }  // namespace bittern

@@ -1,0 +1,142 @@
+// The problem the gated delta rule's ops share (docs/gated_delta.md has the equations).
+//
+//   q, k      [batch, tokens, key_heads, key_dim]
+//   v, o      [batch, tokens, value_heads, value_dim]
+//   g, beta   [batch, tokens, value_heads]            f32
+//   A, L      [batch, tokens, value_heads, chunk]     row t: row (t - start) % chunk of its chunk
+//   w         [batch, tokens, value_heads, key_dim]   u, v_new: [.., value_dim]
+//   state     [sequences(), value_heads, key_dim, value_dim], or value_dim before key_dim   f32
+//   h         [batch, state_chunks(), value_heads, ...state]   the state before each chunk
+//
+// Sequences. With n_sequences = 0 each of the `batch` rows is one sequence. With n_sequences = N >
+// 0 the batch must be 1 and its tokens are N sequences, one after the other: sequence i is the
+// tokens cu_seqlens[i] .. cu_seqlens[i+1]-1, where cu_seqlens [N+1] s32 starts at 0, never falls
+// (an empty sequence is fine) and ends at `tokens`. Chunks are counted from a sequence's own start,
+// the last one may be ragged, and no chunk crosses into the next sequence.
+//
+// Heads. value_heads is a multiple of key_heads; value head h uses key head
+// h / (value_heads / key_heads) (grouped) or h % key_heads (tiled, as GGUF files of Qwen3.5 do).
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <string_view>
+
+#include "bittern/plan.h"
+
+namespace bittern {
+
+enum class HeadMap : std::int32_t { grouped, tiled };
+inline constexpr std::string_view kHeadMapNames[] = {"grouped", "tiled"};
+constexpr auto& enum_names(HeadMap) { return kHeadMapNames; }
+
+enum class StateLayout : std::int32_t { key_value, value_key };
+inline constexpr std::string_view kStateLayoutNames[] = {"key_value", "value_key"};
+constexpr auto& enum_names(StateLayout) { return kStateLayoutNames; }
+
+struct GdnDesc {
+  std::int64_t batch = 1;
+  std::int64_t tokens = 0;
+  std::int64_t key_heads = 1;
+  std::int64_t value_heads = 1;
+  std::int64_t key_dim = 128;    // 1..256
+  std::int64_t value_dim = 128;  // 1..256
+  std::int32_t chunk = 64;       // 16, 32 or 64
+  std::int64_t n_sequences = 0;
+  DType element = DType::f32;    // of q, k, v, o, w, u, h: f32 f16 bf16
+  DType a_element = DType::f32;  // of A: f32 bf16
+  HeadMap head_map = HeadMap::grouped;
+  StateLayout state_layout = StateLayout::key_value;
+  bool lower_triangular = false;  // A is: what lies above its diagonal is not read
+  bool qk_l2norm = false;         // q and k are normalised first: x / sqrt(sum x^2 + 1e-6)
+  bool gate = false;              // g holds a: the log decay is -exp(a_log) * softplus(a + dt_bias)
+  bool beta_sigmoid = false;      // beta holds b: the strength is sigmoid(b)
+  bool allow_neg_eigval = false;  // with beta_sigmoid: 2 * sigmoid(b)
+  double scale = 0;               // of q; 0: key_dim ^ -0.5
+  bool operator==(const GdnDesc&) const = default;
+
+  std::int64_t sequences() const { return n_sequences > 0 ? n_sequences : batch; }
+  std::int64_t key_head(std::int64_t value_head) const {
+    return head_map == HeadMap::grouped ? value_head / (value_heads / key_heads)
+                                        : value_head % key_heads;
+  }
+  // Chunks of a sequence of `length` tokens.
+  std::int64_t chunks(std::int64_t length) const { return (length + chunk - 1) / chunk; }
+  // Chunks that h has room for, per batch row: as many as there can be. Sequence i's come first
+  // after those of the sequences before it; what is left over is not written.
+  std::int64_t state_chunks() const {
+    return n_sequences > 0 ? tokens / chunk + n_sequences : chunks(tokens);
+  }
+  // Rounded to f32 once.
+  float query_scale() const {
+    return static_cast<float>(scale != 0 ? scale : 1 / std::sqrt(static_cast<double>(key_dim)));
+  }
+
+  Shape key_shape() const { return {batch, tokens, key_heads, key_dim}; }
+  Shape value_shape() const { return {batch, tokens, value_heads, value_dim}; }
+  Shape gate_shape() const { return {batch, tokens, value_heads}; }
+  Shape matrix_shape() const { return {batch, tokens, value_heads, chunk}; }
+  Shape w_shape() const { return {batch, tokens, value_heads, key_dim}; }
+  Shape state_shape() const {
+    return state_layout == StateLayout::key_value
+               ? Shape{sequences(), value_heads, key_dim, value_dim}
+               : Shape{sequences(), value_heads, value_dim, key_dim};
+  }
+  Shape chunk_state_shape() const {
+    return state_layout == StateLayout::key_value
+               ? Shape{batch, state_chunks(), value_heads, key_dim, value_dim}
+               : Shape{batch, state_chunks(), value_heads, value_dim, key_dim};
+  }
+  Operand sequence_operand() const {
+    return {DType::s32,
+            {n_sequences > 0 ? n_sequences + 1 : 0},
+            n_sequences > 0 ? 0u : static_cast<unsigned>(Operand::kOptional)};
+  }
+  // An operand that is read, and so required, only where a flag says so.
+  static Operand read_if(bool read, Shape shape) {
+    return {DType::f32, shape, read ? 0u : static_cast<unsigned>(Operand::kOptional)};
+  }
+};
+
+// Which fields an op reads beyond batch, tokens, value_heads, chunk and n_sequences.
+struct GdnFields {
+  bool keys = false;      // key_heads, key_dim, head_map, element
+  bool values = false;    // value_dim, element
+  bool matrix = false;    // a_element
+  bool triangle = false;  // lower_triangular
+  bool state = false;     // state_layout
+  bool scale = false;
+  bool gate = false;   // gate
+  bool fused = false;  // qk_l2norm, beta_sigmoid, allow_neg_eigval
+};
+
+Status check_gdn_desc(std::string_view op, const GdnDesc& d);
+// cu_seqlens starts at 0, never falls and ends at `tokens`.
+Status check_gdn_sequences(std::string_view op, const GdnDesc& d, const ConstView& cu_seqlens);
+
+template <GdnFields kFields, class D, class F>
+void visit_gdn_fields(D& d, F&& f) {
+  f("batch", d.batch, "rows of tokens; 1 when n_sequences is given");
+  f("tokens", d.tokens, "tokens of a row");
+  if constexpr (kFields.keys) f("key_heads", d.key_heads, "heads of q and k");
+  f("value_heads", d.value_heads, "heads of v, g and beta: a multiple of key_heads");
+  if constexpr (kFields.keys) f("key_dim", d.key_dim, "length of a key, 1..256");
+  if constexpr (kFields.values) f("value_dim", d.value_dim, "length of a value, 1..256");
+  f("chunk", d.chunk, "tokens of a chunk: 16, 32 or 64");
+  f("n_sequences", d.n_sequences, "sequences packed in the tokens (0: each row is one)");
+  if constexpr (kFields.keys || kFields.values)
+    f("element", d.element, "dtype of keys and values: f32 f16 bf16");
+  if constexpr (kFields.matrix) f("a_element", d.a_element, "dtype of A: f32 bf16");
+  if constexpr (kFields.keys) f("head_map", d.head_map, "which key head a value head uses");
+  if constexpr (kFields.state) f("state_layout", d.state_layout, "order of a state's two axes");
+  if constexpr (kFields.triangle)
+    f("lower_triangular", d.lower_triangular, "what lies above A's diagonal is not read");
+  if constexpr (kFields.fused) f("qk_l2norm", d.qk_l2norm, "q and k are normalised first");
+  if constexpr (kFields.gate) f("gate", d.gate, "g is -exp(a_log) * softplus(g + dt_bias)");
+  if constexpr (kFields.fused) {
+    f("beta_sigmoid", d.beta_sigmoid, "beta is sigmoid(beta)");
+    f("allow_neg_eigval", d.allow_neg_eigval, "beta is 2 * sigmoid(beta)");
+  }
+  if constexpr (kFields.scale) f("scale", d.scale, "of q (0: key_dim ^ -0.5)");
+}
+
+}  // namespace bittern
