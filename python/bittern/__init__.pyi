@@ -7,13 +7,16 @@ One function per op takes numpy, mlx or torch arrays without copying them:
     scales, biases, q = bittern.qdq_affine_init(w, bits=4, method="mlx", storage="packed")
 
 How a function fills in what it was not told:
-  sizes      the array that has the op's full shape gives them: its last axis is the quantised one
-             (`axis` moves it, for granularity "channel"), the axes before it are rows. Other
-             operands may have those axes merged or not. Packed codes alone do not say how long a
-             row is; scales do.
-  dtypes     `element`, `code`, `f32_scale` and `storage` follow the arrays given.
+  sizes      the arrays' axes give them. Where an op has `outer_size` and `axis_size`, the array of
+             the op's full shape does: its last axis is the quantised one (`axis` moves it, for
+             granularity "channel"), the axes before it are rows. Other operands may have those axes
+             merged or not. Packed codes alone do not say how long a row is; scales do. In any other
+             op a size is the axis that is named after it, and axes before an operand's first are
+             merged into that one.
+  dtypes     `element`, `code`, `f32_scale` and their like follow the arrays given.
   outputs    those not given are allocated by the framework of the first array; `False` leaves an
-             optional one out. They are returned in the op's order, as a tuple if several.
+             optional one out. They are returned in the op's order, as a tuple if several. An
+             operand that is read and then written is given, and not returned.
   numbers    a Python number given for an input fills it.
   device     that of the first array.
 
@@ -81,6 +84,9 @@ class Operand:
     def output(self) -> bool: ...
     @property
     def optional(self) -> bool: ...
+    @property
+    def in_out(self) -> bool:
+        """Read, then written."""
 
 class Op:
     @property
