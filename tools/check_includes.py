@@ -34,6 +34,7 @@ LAYERS = [
     ("src/ops/*", KERNEL),
     ("src/oracle/*", ORACLE + ["gtest/*"]),
     ("src/formats/*", CORE + ["formats/*"]),
+    ("src/codec/*_test.cc", ORACLE + ["codec/*", "gtest/*"]),
     ("src/codec/*", CORE + ["codec/*"]),
     ("src/model/*", MODEL),
     ("src/text/*", FILES + ["text/*"]),

@@ -1,8 +1,10 @@
 // What makes the shared descriptors well formed.
 #include <cmath>
+#include <cstdio>
 #include <limits>
 #include <string>
 
+#include "bittern/aura_desc.h"
 #include "bittern/bittern.h"
 
 namespace bittern {
@@ -207,6 +209,67 @@ Status check_gdn_sequences(std::string_view op, const GdnDesc& d, const ConstVie
   if (at[d.n_sequences] != d.tokens) {
     return wrong(d.n_sequences, "tokens, " + std::to_string(d.tokens));
   }
+  return {};
+}
+
+Status check_aura_row(std::string_view op, std::string_view axis, std::int64_t dim,
+                      std::int32_t bits, Rotation rotation) {
+  BITTERN_TRY(expect_between(op, axis, dim, kAuraMinDim, kAuraMaxDim));
+  BITTERN_TRY(expect_between(op, "bits", bits, 1, 8));
+  BITTERN_TRY(expect_between(op, "rotation", static_cast<std::int32_t>(rotation), 0, 2));
+  if (rotation == Rotation::hadamard && hadamard_factor(dim) == 0) {
+    std::string factors;
+    for (const std::int64_t m : kHadamardFactors) factors.append(" ").append(std::to_string(m));
+    return fail(op, axis,
+                std::to_string(dim) +
+                    " with rotation hadamard, expected a power of two times one of" + factors);
+  }
+  return {};
+}
+
+Status check_aura_desc(std::string_view op, const AuraDesc& d) {
+  BITTERN_TRY(expect_at_least(op, "outer_size", d.outer_size, 0));
+  BITTERN_TRY(check_aura_row(op, "axis_size", d.axis_size, d.bits, d.rotation));
+  BITTERN_TRY(expect_countable(op, {d.outer_size, d.axis_size}));
+  BITTERN_TRY(expect_between(op, "scale_rule", static_cast<std::int32_t>(d.scale_rule), 0, 3));
+  if (d.element == DType::f32 || is_half(d.element)) return {};
+  return unsupported(std::string(op).append(": element: ").append(name(d.element)) +
+                     ", expected f32, f16 or bf16");
+}
+
+namespace {
+
+Status bad_value(std::string_view op, std::string_view operand, std::int64_t i, float value,
+                 const std::string& expected) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.9g", static_cast<double>(value));
+  return fail(op, operand, "[" + std::to_string(i) + "] is " + text + ", expected " + expected);
+}
+
+}  // namespace
+
+Status check_boundaries(std::string_view op, std::string_view operand, const float* values,
+                        std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (!std::isfinite(values[i])) return bad_value(op, operand, i, values[i], "a finite value");
+    if (i > 0 && values[i] < values[i - 1]) {
+      return bad_value(op, operand, i, values[i], "no less than the value before it");
+    }
+  }
+  return {};
+}
+
+Status check_codebook(std::string_view op, std::string_view operand, const float* values,
+                      std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i)
+    if (!std::isfinite(values[i])) return bad_value(op, operand, i, values[i], "a finite value");
+  return {};
+}
+
+Status check_signs(std::string_view op, std::string_view operand, const float* values,
+                   std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i)
+    if (values[i] != 1 && values[i] != -1) return bad_value(op, operand, i, values[i], "1 or -1");
   return {};
 }
 

@@ -1,0 +1,120 @@
+// The KV codec's row format (AURA / TurboQuant family): a row x of d values becomes d codes of
+// `bits` bits and one number s, and decodes to
+//
+//   x' = s * P^T c[code]         P orthogonal, the codebook c for coordinates of unit vectors
+//
+// Code j of a row occupies bits [j*bits, (j+1)*bits) of a little-endian bit stream in u32 words,
+// packed_words(d, bits) words a row, spare bits zero: the layout of pack_codes.
+//
+// The rotation y = P x, in f32; fma where it says so, every other operation rounded:
+//
+//   identity   y = x. No table.
+//   dense      y_i = sum over j of P[i,j] x_j: acc = fma(P[i,j], x_j, acc), j ascending, from 0.
+//              Table: P, f32 [d, d]. The inverse is the same with P[j,i].
+//   hadamard   P = d^-1/2 (H_m x H_n) diag(sign), d = m n, n a power of two, m one of
+//              kHadamardFactors ("x" is Kronecker's product; m = 1 is the SRHT).
+//              Table: f32 [d], each sign +1 or -1.
+//              1. t_j = x_j * (sign_j * r), r the f32 nearest to d^-1/2
+//              2. on each n consecutive values, for h = 1, 2, 4, ... n/2:
+//                 (t_j, t_{j+h}) := (t_j + t_{j+h}, t_j - t_{j+h}), where j has no bit h
+//              3. unless m = 1: y_{an+b} = sum over c of H_m[a,c] t_{cn+b}, by fma as for dense
+//              The inverse: step 3 with H_m[c,a], step 2, then x_j = t_j * (sign_j * r).
+//
+// H_m is Paley's: of the first kind where m - 1 is a prime, otherwise of the second (m = 28, 36).
+// With chi the Legendre symbol mod q (0 at 0), S[i,j] = chi(j - i):
+//   I,  q = m - 1:      H = I + [[0, 1], [-1, S]]
+//   II, q = m/2 - 1:    C = [[0, 1], [1, S]];  H = [[C + I, C - I], [C - I, -C - I]]
+#pragma once
+#include <cstdint>
+#include <string_view>
+
+#include "bittern/affine_desc.h"
+
+namespace bittern {
+
+enum class Rotation : std::int32_t { identity, hadamard, dense };
+inline constexpr std::string_view kRotationNames[] = {"identity", "hadamard", "dense"};
+constexpr auto& enum_names(Rotation) { return kRotationNames; }
+
+// How the stored s follows from the row and its codes: see bittern/ops/aura_encode.h.
+enum class ScaleRule : std::int32_t { matched, none, least_squares, unbiased };
+inline constexpr std::string_view kScaleRuleNames[] = {"matched", "none", "least_squares",
+                                                       "unbiased"};
+constexpr auto& enum_names(ScaleRule) { return kScaleRuleNames; }
+
+inline constexpr std::int64_t kAuraMinDim = 2, kAuraMaxDim = 1024;
+
+// The orders m of H_m in a hadamard rotation.
+inline constexpr std::int64_t kHadamardFactors[] = {1, 12, 20, 28, 36, 44, 60};
+
+// m for rows of `dim`; 0 when dim is no kHadamardFactors[i] * 2^k.
+constexpr std::int64_t hadamard_factor(std::int64_t dim) {
+  for (const std::int64_t m : kHadamardFactors) {
+    if (dim < 1 || dim % m != 0) continue;
+    const auto n = static_cast<std::uint64_t>(dim / m);
+    if (std::has_single_bit(n)) return m;
+  }
+  return 0;
+}
+
+struct AuraDesc {
+  std::int64_t outer_size = 0;   // rows
+  std::int64_t axis_size = 128;  // d, 2..1024
+  std::int32_t bits = 4;         // 1..8
+  DType element = DType::f32;    // of x and y: f32 f16 bf16
+  Rotation rotation = Rotation::hadamard;
+  ScaleRule scale_rule = ScaleRule::matched;  // read by aura_encode
+  bool f16_norm = false;                      // norms are f16, otherwise f32
+  bool rotated = false;                       // read by aura_decode: y stays in rotated space
+  bool inverse = false;                       // read by aura_rotate: y = P^T x
+  bool operator==(const AuraDesc&) const = default;
+
+  std::int64_t levels() const { return std::int64_t{1} << bits; }
+  DType norm_element() const { return f16_norm ? DType::f16 : DType::f32; }
+  Shape tensor_shape() const { return {outer_size, axis_size}; }
+  Shape packed_shape() const { return {outer_size, packed_words(axis_size, bits)}; }
+  Shape norm_shape() const { return {outer_size, 1}; }  // a column: it may have a row stride
+  // Of the rotation's table; not for identity, which has none.
+  Shape rotation_shape() const {
+    return rotation == Rotation::dense ? Shape{axis_size, axis_size} : Shape{axis_size};
+  }
+};
+
+// Which fields an op reads beyond sizes, element and rotation.
+struct AuraFields {
+  bool codes = false;  // bits and norms
+  bool scale_rule = false;
+  bool rotated = false;
+  bool inverse = false;
+};
+
+// A row's length, width of a code and rotation: what every op on the row format checks. `axis`
+// names the field that holds dim.
+Status check_aura_row(std::string_view op, std::string_view axis, std::int64_t dim,
+                      std::int32_t bits, Rotation rotation);
+Status check_aura_desc(std::string_view op, const AuraDesc& d);
+
+// What the tables must hold. Names that open the message are the operands'.
+Status check_boundaries(std::string_view op, std::string_view operand, const float* values,
+                        std::int64_t count);  // finite, never descending
+Status check_codebook(std::string_view op, std::string_view operand, const float* values,
+                      std::int64_t count);  // finite
+Status check_signs(std::string_view op, std::string_view operand, const float* values,
+                   std::int64_t count);  // +1 or -1
+
+template <AuraFields kFields, class D, class F>
+void visit_aura_fields(D& d, F&& f) {
+  f("outer_size", d.outer_size, "rows");
+  f("axis_size", d.axis_size, "length of a row, 2..1024");
+  if constexpr (kFields.codes) f("bits", d.bits, "width of a code, 1..8");
+  f("element", d.element, "dtype of the rows: f32 f16 bf16");
+  f("rotation", d.rotation, "identity, hadamard (signs) or dense (a matrix)");
+  if constexpr (kFields.scale_rule) {
+    f("scale_rule", d.scale_rule, "stored norm: matched none least_squares unbiased");
+  }
+  if constexpr (kFields.codes) f("f16_norm", d.f16_norm, "norms are f16, not f32");
+  if constexpr (kFields.rotated) f("rotated", d.rotated, "y stays in rotated space");
+  if constexpr (kFields.inverse) f("inverse", d.inverse, "apply the inverse rotation");
+}
+
+}  // namespace bittern

@@ -1,0 +1,27 @@
+// Functions from + - * / and sqrt, so that every platform computes the same bits.
+#pragma once
+#include <cstdint>
+
+namespace bittern::codec {
+
+double exp(double x);  // |x| < 700
+double log(double x);  // x > 0, normal
+
+// The distribution of t = x sqrt(d), x a coordinate of a random unit vector in R^d; d = 0 stands
+// for its limit N(0, 1). Unit variance in either case. Every function is for t >= 0.
+class Coordinate {
+ public:
+  explicit Coordinate(std::int64_t dim);
+  double end() const { return end_; }  // of the support: sqrt(d), or where the Gaussian is nothing
+  double density(double t) const;
+  double tail(double t) const;          // P(T > t)
+  double tail_moment(double t) const;   // E[T; T > t]
+  double quantile(double upper) const;  // t with tail(t) = upper, 0 < upper <= 1/2
+
+ private:
+  std::int64_t dim_;
+  double end_;
+  double constant_;  // C_d
+};
+
+}  // namespace bittern::codec

@@ -1,0 +1,17 @@
+// The KV codec's rotations in plain scalar form, operation by operation as bittern/aura_desc.h
+// states them.
+#pragma once
+#include "bittern/aura_desc.h"
+
+namespace bittern {
+
+// H_m, row-major [m, m], each entry +1 or -1; m one of kHadamardFactors. Made once.
+const float* hadamard_matrix(std::int64_t m);
+
+// The f32 nearest to dim^-1/2.
+float hadamard_scale(std::int64_t dim);
+
+// row := P row, or P^T row if `inverse`. `table` is what `rotation` needs: null, signs or a matrix.
+void rotate_row(Rotation rotation, std::int64_t dim, const float* table, bool inverse, float* row);
+
+}  // namespace bittern

@@ -1,0 +1,335 @@
+// The rotations of bittern/aura_desc.h on rows of f32, the same operations as core/aura.h.
+//
+//   const RowRotation rotation(kind, dim, table);
+//   rotation.Apply(rows, stride, count, inverse);    rows[i * stride + j] := (P rows[i])_j, in
+//   place
+//
+// Rows whose length is a power of two take a Hadamard rotation one by one, in registers. All else
+// works on kF32Lanes rows at once, transposed so that a row is a lane: then every operation is a
+// plain one on vectors, whatever the length.
+#if defined(BITTERN_CPU_ROTATE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef BITTERN_CPU_ROTATE_INL_H_
+#undef BITTERN_CPU_ROTATE_INL_H_
+#else
+#define BITTERN_CPU_ROTATE_INL_H_
+#endif
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/aura.h"
+#include "cpu/simd-inl.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+
+// ---- transposing ----
+
+using DF32 = hn::ScalableTag<float>;
+using VF32 = hn::Vec<DF32>;
+inline constexpr auto kF32Lanes = static_cast<std::int64_t>(hn::MaxLanes(DF32()));
+
+// v[i] lane j <-> v[j] lane i
+HWY_INLINE void TransposeLanes(VF32* HWY_RESTRICT v) {
+  const DF32 d;
+  const hn::RepartitionToWide<DF32> dw;
+  // 4 x 4 inside each 128-bit block
+  for (std::int64_t i = 0; i < kF32Lanes; i += 4) {
+    const auto low01 = hn::BitCast(dw, hn::InterleaveLower(d, v[i], v[i + 1]));
+    const auto low23 = hn::BitCast(dw, hn::InterleaveLower(d, v[i + 2], v[i + 3]));
+    const auto high01 = hn::BitCast(dw, hn::InterleaveUpper(d, v[i], v[i + 1]));
+    const auto high23 = hn::BitCast(dw, hn::InterleaveUpper(d, v[i + 2], v[i + 3]));
+    v[i] = hn::BitCast(d, hn::InterleaveLower(dw, low01, low23));
+    v[i + 1] = hn::BitCast(d, hn::InterleaveUpper(dw, low01, low23));
+    v[i + 2] = hn::BitCast(d, hn::InterleaveLower(dw, high01, high23));
+    v[i + 3] = hn::BitCast(d, hn::InterleaveUpper(dw, high01, high23));
+  }
+  // then the blocks
+  for (std::int64_t i = 0; i < 4; ++i) {
+    if constexpr (kF32Lanes == 8) {
+      const VF32 low = v[i], high = v[i + 4];
+      v[i] = hn::ConcatLowerLower(d, high, low);
+      v[i + 4] = hn::ConcatUpperUpper(d, high, low);
+    } else {
+#if HWY_TARGET <= HWY_AVX3
+      const __m512 a = v[i].raw, b = v[i + 4].raw, c = v[i + 8].raw, e = v[i + 12].raw;
+      const __m512 ab02 = _mm512_shuffle_f32x4(a, b, 0x88), ab13 = _mm512_shuffle_f32x4(a, b, 0xdd);
+      const __m512 ce02 = _mm512_shuffle_f32x4(c, e, 0x88), ce13 = _mm512_shuffle_f32x4(c, e, 0xdd);
+      v[i] = VF32{_mm512_shuffle_f32x4(ab02, ce02, 0x88)};
+      v[i + 4] = VF32{_mm512_shuffle_f32x4(ab13, ce13, 0x88)};
+      v[i + 8] = VF32{_mm512_shuffle_f32x4(ab02, ce02, 0xdd)};
+      v[i + 12] = VF32{_mm512_shuffle_f32x4(ab13, ce13, 0xdd)};
+#endif
+    }
+  }
+}
+
+// columns[j * kF32Lanes + i] = rows[i * stride + j] for i < count (0 beyond), j < dim.
+inline HWY_NOINLINE void RowsToLanes(const float* HWY_RESTRICT rows, std::int64_t stride,
+                                     std::int64_t count, std::int64_t dim,
+                                     float* HWY_RESTRICT columns) {
+  const DF32 d;
+  for (std::int64_t j = 0; j < dim; j += kF32Lanes) {
+    const std::int64_t width = std::min(dim - j, kF32Lanes);
+    const auto mask = hn::FirstN(d, static_cast<std::size_t>(width));
+    VF32 v[kF32Lanes];
+    for (std::int64_t i = 0; i < kF32Lanes; ++i)
+      v[i] = i < count ? hn::MaskedLoad(mask, d, rows + i * stride + j) : hn::Zero(d);
+    TransposeLanes(v);
+    for (std::int64_t i = 0; i < width; ++i) hn::Store(v[i], d, columns + (j + i) * kF32Lanes);
+  }
+}
+
+// The way back.
+inline HWY_NOINLINE void LanesToRows(const float* HWY_RESTRICT columns, std::int64_t dim,
+                                     std::int64_t count, float* HWY_RESTRICT rows,
+                                     std::int64_t stride) {
+  const DF32 d;
+  for (std::int64_t j = 0; j < dim; j += kF32Lanes) {
+    const std::int64_t width = std::min(dim - j, kF32Lanes);
+    const auto mask = hn::FirstN(d, static_cast<std::size_t>(width));
+    VF32 v[kF32Lanes];
+    for (std::int64_t i = 0; i < kF32Lanes; ++i)
+      v[i] = i < width ? hn::Load(d, columns + (j + i) * kF32Lanes) : hn::Zero(d);
+    TransposeLanes(v);
+    for (std::int64_t i = 0; i < count; ++i) hn::BlendedStore(v[i], mask, d, rows + i * stride + j);
+  }
+}
+
+// ---- butterflies ----
+
+// Stages 1, 2, ... kCount / 2 over the vectors v[0 .. kCount).
+template <int kCount>
+HWY_INLINE void Butterflies(VF32* HWY_RESTRICT v) {
+  for (int h = 1; h < kCount; h *= 2) {
+    for (int j = 0; j < kCount; ++j) {
+      if ((j & h) != 0) continue;
+      const VF32 a = v[j], b = v[j + h];
+      v[j] = hn::Add(a, b);
+      v[j + h] = hn::Sub(a, b);
+    }
+  }
+}
+
+// at[0], at[step], ... at[(kCount - 1) step]
+template <int kCount>
+HWY_INLINE void ButterfliesAt(float* HWY_RESTRICT at, std::int64_t step) {
+  const DF32 d;
+  VF32 v[kCount];
+  for (int i = 0; i < kCount; ++i) v[i] = hn::LoadU(d, at + i * step);
+  Butterflies<kCount>(v);
+  for (int i = 0; i < kCount; ++i) hn::StoreU(v[i], d, at + i * step);
+}
+
+// Stages first, 2 first, ... n/2 over blocks of n vectors, `vectors` in all.
+HWY_INLINE void ButterfliesFrom(std::int64_t first, std::int64_t n, std::int64_t vectors,
+                                float* HWY_RESTRICT at) {
+  for (std::int64_t h = first, radix; h < n; h *= radix) {
+    radix = std::min<std::int64_t>(n / h, 8);
+    for (std::int64_t block = 0; block < vectors; block += h * radix) {
+      for (std::int64_t i = block; i < block + h; ++i) {
+        if (radix == 8) {
+          ButterfliesAt<8>(at + i * kF32Lanes, h * kF32Lanes);
+        } else if (radix == 4) {
+          ButterfliesAt<4>(at + i * kF32Lanes, h * kF32Lanes);
+        } else {
+          ButterfliesAt<2>(at + i * kF32Lanes, h * kF32Lanes);
+        }
+      }
+    }
+  }
+}
+
+// The stages inside a vector: (a, b) -> (a + b, a - b) is b + (+1) a in one lane, a + (-1) b in the
+// other.
+class LaneButterflies {
+ public:
+  LaneButterflies() {
+    const DF32 d;
+    HWY_ALIGN float sign[kF32Lanes];
+    for (int stage = 0; stage < kStages; ++stage) {
+      for (std::int64_t i = 0; i < kF32Lanes; ++i) sign[i] = (i >> stage & 1) != 0 ? -1.0f : 1.0f;
+      sign_[stage] = hn::Load(d, sign);
+    }
+  }
+  HWY_INLINE VF32 operator()(VF32 v) const {
+    const DF32 d;
+    v = hn::MulAdd(v, sign_[0], hn::Shuffle2301(v));
+    v = hn::MulAdd(v, sign_[1], hn::Shuffle1032(v));
+    v = hn::MulAdd(v, sign_[2], hn::SwapAdjacentBlocks(v));
+    if constexpr (kF32Lanes == 16) v = hn::MulAdd(v, sign_[3], hn::ConcatLowerUpper(d, v, v));
+    return v;
+  }
+
+ private:
+  static constexpr int kStages = kF32Lanes == 16 ? 4 : 3;
+  VF32 sign_[kStages];
+};
+
+// ---- products ----
+
+// kOut sums of m terms: out[o * out_step] = sum over c of matrix[o * row + c * column] in[c *
+// in_step], by fma, c ascending, from 0.
+template <int kOut>
+HWY_INLINE void LaneProducts(const float* HWY_RESTRICT matrix, std::int64_t row,
+                             std::int64_t column, std::int64_t m, const float* HWY_RESTRICT in,
+                             std::int64_t in_step, float* HWY_RESTRICT out, std::int64_t out_step) {
+  const DF32 d;
+  VF32 acc[kOut];
+  for (int o = 0; o < kOut; ++o) acc[o] = hn::Zero(d);
+  for (std::int64_t c = 0; c < m; ++c) {
+    const VF32 x = hn::Load(d, in + c * in_step);
+    for (int o = 0; o < kOut; ++o)
+      acc[o] = hn::MulAdd(hn::Set(d, matrix[o * row + c * column]), x, acc[o]);
+  }
+  for (int o = 0; o < kOut; ++o) hn::Store(acc[o], d, out + o * out_step);
+}
+
+// out := M in on vectors [m, n], M = matrix [m, m] or its transpose.
+inline HWY_NOINLINE void MultiplyLanes(const float* HWY_RESTRICT matrix, std::int64_t m,
+                                       std::int64_t n, bool transpose, const float* HWY_RESTRICT in,
+                                       float* HWY_RESTRICT out) {
+  constexpr int kOut = kF32Lanes == 16 ? 16 : 8;
+  const std::int64_t row = transpose ? 1 : m, column = transpose ? m : 1;
+  const std::int64_t step = n * kF32Lanes;
+  for (std::int64_t b = 0; b < n; ++b) {
+    const float* from = in + b * kF32Lanes;
+    float* to = out + b * kF32Lanes;
+    std::int64_t a = 0;
+    for (; a + kOut <= m; a += kOut)
+      LaneProducts<kOut>(matrix + a * row, row, column, m, from, step, to + a * step, step);
+    for (; a + 4 <= m; a += 4)
+      LaneProducts<4>(matrix + a * row, row, column, m, from, step, to + a * step, step);
+    for (; a < m; ++a)
+      LaneProducts<1>(matrix + a * row, row, column, m, from, step, to + a * step, step);
+  }
+}
+
+// ---- rows ----
+
+class RowRotation {
+ public:
+  RowRotation(Rotation kind, std::int64_t dim, const float* table)
+      : kind_(kind), dim_(dim), table_(table) {
+    if (kind == Rotation::hadamard) {
+      factor_ = hadamard_factor(dim);
+      scale_ = hadamard_scale(dim);
+    }
+  }
+
+  void Apply(float* rows, std::int64_t stride, std::int64_t count, bool inverse) const {
+    if (kind_ == Rotation::identity) return;
+    if (InRegisters()) {
+      for (std::int64_t i = 0; i < count; ++i) {
+        float* row = rows + i * stride;
+        const auto load = [&](std::int64_t j) HWY_ATTR { return hn::LoadU(DF32(), row + j); };
+        if (inverse) {
+          HadamardInverse(row);
+        } else {
+          Hadamard(load, row);
+        }
+      }
+      return;
+    }
+    for (std::int64_t i = 0; i < count; i += kF32Lanes)
+      ApplyToLanes(rows + i * stride, stride, std::min(count - i, kF32Lanes), inverse);
+  }
+
+  // Whether Hadamard() serves.
+  bool InRegisters() const {
+    return kind_ == Rotation::hadamard && factor_ == 1 && dim_ % kF32Lanes == 0;
+  }
+
+  // row := P x, where load(j) gives x_j .. x_{j + kF32Lanes - 1}.
+  template <class Load>
+  HWY_INLINE void Hadamard(const Load& load, float* row) const {
+    const DF32 d;
+    const VF32 scale = hn::Set(d, scale_);
+    HadamardStages(
+        [&](std::int64_t j)
+            HWY_ATTR { return hn::Mul(load(j), hn::Mul(hn::LoadU(d, table_ + j), scale)); },
+        row);
+  }
+
+ private:
+  void HadamardInverse(float* row) const {
+    const DF32 d;
+    const VF32 scale = hn::Set(d, scale_);
+    HadamardStages([&](std::int64_t j) HWY_ATTR { return hn::LoadU(d, row + j); }, row);
+    for (std::int64_t j = 0; j < dim_; j += kF32Lanes) {
+      const VF32 factor = hn::Mul(hn::LoadU(d, table_ + j), scale);
+      hn::StoreU(hn::Mul(hn::LoadU(d, row + j), factor), d, row + j);
+    }
+  }
+
+  // As many stages as fit registers on the way in, the others from memory to memory.
+  template <class Load>
+  HWY_INLINE void HadamardStages(const Load& load, float* row) const {
+    const std::int64_t vectors = dim_ / kF32Lanes;
+    if (vectors >= 8) {
+      for (std::int64_t i = 0; i < vectors; i += 8) FirstStages<8>(load, i, row);
+      ButterfliesFrom(8, vectors, vectors, row);
+    } else if (vectors == 4) {
+      FirstStages<4>(load, 0, row);
+    } else if (vectors == 2) {
+      FirstStages<2>(load, 0, row);
+    } else {
+      FirstStages<1>(load, 0, row);
+    }
+  }
+  template <int kCount, class Load>
+  HWY_INLINE void FirstStages(const Load& load, std::int64_t first, float* row) const {
+    VF32 v[kCount];
+    for (int i = 0; i < kCount; ++i) v[i] = lanes_(load((first + i) * kF32Lanes));
+    Butterflies<kCount>(v);
+    for (int i = 0; i < kCount; ++i) hn::StoreU(v[i], DF32(), row + (first + i) * kF32Lanes);
+  }
+
+  HWY_NOINLINE void ApplyToLanes(float* HWY_RESTRICT rows, std::int64_t stride, std::int64_t count,
+                                 bool inverse) const {
+    HWY_ALIGN float in[kAuraMaxDim * kF32Lanes], out[kAuraMaxDim * kF32Lanes];
+    RowsToLanes(rows, stride, count, dim_, in);
+    float* result = in;
+    if (kind_ == Rotation::dense) {
+      MultiplyLanes(table_, dim_, 1, inverse, in, out);
+      result = out;
+    } else {
+      const std::int64_t n = dim_ / factor_;
+      if (!inverse) {
+        Signs(in);
+        ButterfliesFrom(1, n, dim_, in);
+      }
+      if (factor_ > 1) {
+        MultiplyLanes(hadamard_matrix(factor_), factor_, n, inverse, in, out);
+        result = out;
+      }
+      if (inverse) {
+        ButterfliesFrom(1, n, dim_, result);
+        Signs(result);
+      }
+    }
+    LanesToRows(result, dim_, count, rows, stride);
+  }
+  void Signs(float* HWY_RESTRICT columns) const {
+    const DF32 d;
+    for (std::int64_t j = 0; j < dim_; ++j) {
+      float* at = columns + j * kF32Lanes;
+      hn::Store(hn::Mul(hn::Load(d, at), hn::Set(d, table_[j] * scale_)), d, at);
+    }
+  }
+
+  Rotation kind_;
+  std::int64_t dim_;
+  const float* table_;
+  std::int64_t factor_ = 1;
+  float scale_ = 1;
+  LaneButterflies lanes_;
+};
+
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif
+#endif
