@@ -1,0 +1,139 @@
+// exp and what is made of it, in fixed operations: each line below is one IEEE operation (or one
+// fma) in f32 or f64, so `ref`, every SIMD target (cpu/math-inl.h, line by line the same) and every
+// other backend give the same bits, which no libm promises.
+//
+//   exp(x)         within 1 ulp; gradually through the subnormals to 0, to infinity; NaN stays
+//   sigmoid(x)     within 1 ulp, subnormal results too; 0 at -infinity, 1 at +infinity
+//   silu(x)        x * sigmoid(x): within 2.2 ulp down to x = -87, below that (where sigmoid(x) is
+//                  subnormal) within 2^-142; NaN at -infinity
+//   silu_slope(x)  its derivative, s * fma(x, 1 - s, 1) with s = sigmoid(x): within 2^-20
+//   softplus(x)    x > 20 ? x : log1p(e^x), within 1 ulp
+//
+// The derivative of sigmoid is s * (1 - s), that of softplus x > 20 ? 1 : sigmoid(x).
+// Round-to-nearest is assumed throughout, as everywhere else.
+#pragma once
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+namespace bittern::math {
+
+// The constants are shared with the SIMD form.
+inline constexpr float kLog2E = 0x1.715476p0f;
+inline constexpr float kLn2High = 0x1.62e4p-1f;  // 15 bits: products with |n| < 512 are exact
+inline constexpr float kLn2Low = 0x1.7f7d1cp-20f;
+// Adding it leaves the nearest integer in the low bits; it is exact, ties to even, up to 2^22.
+inline constexpr float kRounder = 0x1.8p23f;
+// e^x is infinite above the one, and rounds to 0 below the other.
+inline constexpr float kExpMost = 89.0f;
+inline constexpr float kExpLeast = -104.0f;
+// e^r = 1 + r + r^2 (c0 + c1 r + ...) within 2^-28.2 for |r| <= ln(2)/2: minimax, each coefficient
+// rounded to f32 before the next was sought.
+inline constexpr float kExpTerms[] = {0x1.fffffcp-2f, 0x1.55548ap-3f, 0x1.55584ep-5f, 0x1.123f3p-7f,
+                                      0x1.6ad158p-10f};
+
+// e^x = (high + low) * two_n0 * two_n1, each power of two finite; low is what rounding to high
+// lost.
+struct ExpParts {
+  float high, low, two_n0, two_n1;
+};
+
+inline float power_of_two(std::int32_t n) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(n + 127) << 23);
+}
+
+inline ExpParts exp_parts(float x) {
+  if (x > kExpMost) x = kExpMost;  // false for NaN, which goes through
+  if (x < kExpLeast) x = kExpLeast;
+  const float shifted = std::fma(x, kLog2E, kRounder);
+  const float n = shifted - kRounder;
+  float r = std::fma(n, -kLn2High, x);
+  r = std::fma(n, -kLn2Low, r);
+  float q = std::fma(kExpTerms[4], r, kExpTerms[3]);
+  q = std::fma(q, r, kExpTerms[2]);
+  q = std::fma(q, r, kExpTerms[1]);
+  q = std::fma(q, r, kExpTerms[0]);
+  const float line = 1.0f + r;
+  const float tail = std::fma(r * r, q, r - (line - 1.0f));
+  const float high = line + tail;
+  const float low = tail - (high - line);
+  // The low bits of `shifted` hold n; of a NaN anything, and NaN times a power of two is NaN.
+  const auto whole = static_cast<std::int32_t>(std::bit_cast<std::uint32_t>(shifted) -
+                                               std::bit_cast<std::uint32_t>(kRounder));
+  const std::int32_t half = whole >> 1;
+  return {high, low, power_of_two(half), power_of_two(whole - half)};
+}
+
+inline float exp(float x) {
+  const ExpParts e = exp_parts(x);
+  return e.high * e.two_n0 * e.two_n1;
+}
+
+inline float sigmoid(float x) {
+  // With e = e^-|x| in two parts: e / (1 + e) where x is negative, else 1 / (1 + e); the quotient
+  // is corrected by the remainder that high parts leave.
+  const ExpParts parts = exp_parts(-std::fabs(x));
+  const float e = parts.high * parts.two_n0 * parts.two_n1;
+  const float e_low = parts.low * parts.two_n0 * parts.two_n1;
+  const float d = 1.0f + e;
+  const float d_low = ((1.0f - d) + e) + e_low;
+  const float inverse = 1.0f / d;
+  const float a = x < 0 ? e : 1.0f;
+  const float a_low = x < 0 ? e_low : 0.0f;
+  const float quotient = a * inverse;
+  float rest = std::fma(-quotient, d, a);
+  rest = std::fma(-quotient, d_low, rest);
+  rest = rest + a_low;
+  return std::fma(rest, inverse, quotient);
+}
+
+inline float silu(float x) { return x * sigmoid(x); }
+
+inline float silu_slope(float x, float sigmoid_of_x) {
+  return sigmoid_of_x * std::fma(x, 1.0f - sigmoid_of_x, 1.0f);
+}
+inline float silu_slope(float x) { return silu_slope(x, sigmoid(x)); }
+
+// ---- softplus: in f64, where one rounding is left to make ----
+
+inline constexpr float kSoftplusLinear = 20.0f;
+inline constexpr double kLog2E64 = 0x1.71547652b82fep0;
+inline constexpr double kLn264 = 0x1.62e42fefa39efp-1;
+inline constexpr double kRounder64 = 0x1.8p52;
+// 1/k! and 1/(2k + 1): Taylor's, good to 2^-40 on the ranges they are used on.
+inline constexpr double kExpTerms64[] = {1.0,         1.0,          1.0 / 2,      1.0 / 6,
+                                         1.0 / 24,    1.0 / 120,    1.0 / 720,    1.0 / 5040,
+                                         1.0 / 40320, 1.0 / 362880, 1.0 / 3628800};
+inline constexpr double kLogTerms64[] = {1.0,     1.0 / 3,  1.0 / 5,  1.0 / 7,
+                                         1.0 / 9, 1.0 / 11, 1.0 / 13, 1.0 / 15};
+// The bits of sqrt(1/2), from which exponents are counted: what is left lies in [sqrt(1/2),
+// sqrt(2)).
+inline constexpr std::uint64_t kHalfRootBits = 0x3fe6a09e667f3bcdu;
+
+inline float softplus(float x) {
+  if (x > kSoftplusLinear) return x;
+  // e = e^x. NaN fails both comparisons and goes through.
+  double t = static_cast<double>(x);
+  if (t < static_cast<double>(kExpLeast)) t = static_cast<double>(kExpLeast);
+  const double shifted = std::fma(t, kLog2E64, kRounder64);
+  const double r = std::fma(shifted - kRounder64, -kLn264, t);
+  double p = kExpTerms64[10];
+  for (int i = 9; i >= 0; --i) p = std::fma(p, r, kExpTerms64[i]);
+  const std::uint64_t n =
+      std::bit_cast<std::uint64_t>(shifted) - std::bit_cast<std::uint64_t>(kRounder64);
+  const double e = p * std::bit_cast<double>((n + 1023) << 52);
+  // log(u), u = 1 + e, and what rounding u lost, divided by u.
+  const double u = 1.0 + e;
+  const double lost = (e - (u - 1.0)) / u;
+  const std::uint64_t bits = std::bit_cast<std::uint64_t>(u);
+  const std::uint64_t exponent = (bits - kHalfRootBits) >> 52;
+  const double m = std::bit_cast<double>(bits - (exponent << 52));
+  const double s = (m - 1.0) / (m + 1.0);
+  const double s2 = s * s;
+  double q = kLogTerms64[7];
+  for (int i = 6; i >= 0; --i) q = std::fma(q, s2, kLogTerms64[i]);
+  const double log_m = (s + s) * q;
+  return static_cast<float>(std::fma(static_cast<double>(exponent), kLn264, log_m) + lost);
+}
+
+}  // namespace bittern::math

@@ -1,0 +1,137 @@
+// core/math.h in SIMD, the same operations line by line, so the same bits.
+#if defined(BITTERN_CPU_MATH_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef BITTERN_CPU_MATH_INL_H_
+#undef BITTERN_CPU_MATH_INL_H_
+#else
+#define BITTERN_CPU_MATH_INL_H_
+#endif
+
+#include "core/math.h"
+#include "cpu/simd-inl.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+
+template <class V>
+struct ExpParts {
+  V high, low, two_n0, two_n1;
+};
+
+template <class D>
+HWY_INLINE void SplitExp(D d, hn::Vec<D> x, ExpParts<hn::Vec<D>>& out) {
+  const hn::RebindToSigned<D> di;
+  const auto set = [d](float c) HWY_ATTR { return hn::Set(d, c); };
+  const auto most = set(math::kExpMost), least = set(math::kExpLeast);
+  x = hn::IfThenElse(hn::Gt(x, most), most, x);
+  x = hn::IfThenElse(hn::Lt(x, least), least, x);
+  const auto rounder = set(math::kRounder);
+  const auto shifted = hn::MulAdd(x, set(math::kLog2E), rounder);
+  const auto n = hn::Sub(shifted, rounder);
+  auto r = hn::MulAdd(n, set(-math::kLn2High), x);
+  r = hn::MulAdd(n, set(-math::kLn2Low), r);
+  auto q = hn::MulAdd(set(math::kExpTerms[4]), r, set(math::kExpTerms[3]));
+  q = hn::MulAdd(q, r, set(math::kExpTerms[2]));
+  q = hn::MulAdd(q, r, set(math::kExpTerms[1]));
+  q = hn::MulAdd(q, r, set(math::kExpTerms[0]));
+  const auto one = set(1.0f);
+  const auto line = hn::Add(one, r);
+  const auto tail = hn::MulAdd(hn::Mul(r, r), q, hn::Sub(r, hn::Sub(line, one)));
+  out.high = hn::Add(line, tail);
+  out.low = hn::Sub(tail, hn::Sub(out.high, line));
+  const auto whole = hn::Sub(hn::BitCast(di, shifted), hn::BitCast(di, rounder));
+  const auto half = hn::ShiftRight<1>(whole);
+  const auto bias = hn::Set(di, 127);
+  const auto power = [&](auto k)
+                         HWY_ATTR { return hn::BitCast(d, hn::ShiftLeft<23>(hn::Add(k, bias))); };
+  out.two_n0 = power(half);
+  out.two_n1 = power(hn::Sub(whole, half));
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> Exp(D d, hn::Vec<D> x) {
+  ExpParts<hn::Vec<D>> e;
+  SplitExp(d, x, e);
+  return hn::Mul(hn::Mul(e.high, e.two_n0), e.two_n1);
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> Sigmoid(D d, hn::Vec<D> x) {
+  ExpParts<hn::Vec<D>> parts;
+  SplitExp(d, hn::Or(x, hn::SignBit(d)), parts);
+  const auto e = hn::Mul(hn::Mul(parts.high, parts.two_n0), parts.two_n1);
+  const auto e_low = hn::Mul(hn::Mul(parts.low, parts.two_n0), parts.two_n1);
+  const auto one = hn::Set(d, 1.0f);
+  const auto divisor = hn::Add(one, e);
+  const auto divisor_low = hn::Add(hn::Add(hn::Sub(one, divisor), e), e_low);
+  const auto inverse = hn::Div(one, divisor);
+  const auto negative = hn::Lt(x, hn::Zero(d));
+  const auto a = hn::IfThenElse(negative, e, one);
+  const auto a_low = hn::IfThenElseZero(negative, e_low);
+  const auto quotient = hn::Mul(a, inverse);
+  auto rest = hn::NegMulAdd(quotient, divisor, a);
+  rest = hn::NegMulAdd(quotient, divisor_low, rest);
+  rest = hn::Add(rest, a_low);
+  return hn::MulAdd(rest, inverse, quotient);
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> Silu(D d, hn::Vec<D> x) {
+  return hn::Mul(x, Sigmoid(d, x));
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> SiluSlope(D d, hn::Vec<D> x, hn::Vec<D> sigmoid_of_x) {
+  const auto one = hn::Set(d, 1.0f);
+  return hn::Mul(sigmoid_of_x, hn::MulAdd(x, hn::Sub(one, sigmoid_of_x), one));
+}
+
+// log1p(e^x) in f64 lanes.
+template <class D>
+HWY_INLINE hn::Vec<D> SoftplusF64(D d, hn::Vec<D> t) {
+  const hn::RebindToUnsigned<D> du;
+  const auto set = [d](double c) HWY_ATTR { return hn::Set(d, c); };
+  const auto least = set(static_cast<double>(math::kExpLeast));
+  t = hn::IfThenElse(hn::Lt(t, least), least, t);
+  const auto rounder = set(math::kRounder64);
+  const auto shifted = hn::MulAdd(t, set(math::kLog2E64), rounder);
+  const auto r = hn::MulAdd(hn::Sub(shifted, rounder), set(-math::kLn264), t);
+  auto p = set(math::kExpTerms64[10]);
+  for (int i = 9; i >= 0; --i) p = hn::MulAdd(p, r, set(math::kExpTerms64[i]));
+  const auto n = hn::Sub(hn::BitCast(du, shifted), hn::BitCast(du, rounder));
+  const auto e =
+      hn::Mul(p, hn::BitCast(d, hn::ShiftLeft<52>(hn::Add(n, hn::Set(du, std::uint64_t{1023})))));
+  const auto one = set(1.0);
+  const auto u = hn::Add(one, e);
+  const auto lost = hn::Div(hn::Sub(e, hn::Sub(u, one)), u);
+  const auto bits = hn::BitCast(du, u);
+  const auto exponent = hn::ShiftRight<52>(hn::Sub(bits, hn::Set(du, math::kHalfRootBits)));
+  const auto m = hn::BitCast(d, hn::Sub(bits, hn::ShiftLeft<52>(exponent)));
+  const auto s = hn::Div(hn::Sub(m, one), hn::Add(m, one));
+  const auto s2 = hn::Mul(s, s);
+  auto q = set(math::kLogTerms64[7]);
+  for (int i = 6; i >= 0; --i) q = hn::MulAdd(q, s2, set(math::kLogTerms64[i]));
+  const auto log_m = hn::Mul(hn::Add(s, s), q);
+  // A small integer as f64: the low bits of 2^52.
+  const auto big = set(0x1p52);
+  const auto k = hn::Sub(hn::BitCast(d, hn::Or(exponent, hn::BitCast(du, big))), big);
+  return hn::Add(hn::MulAdd(k, set(math::kLn264), log_m), lost);
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> Softplus(D d, hn::Vec<D> x) {
+  const hn::Half<D> dh;
+  const hn::RepartitionToWide<D> dd;
+  const auto linear = hn::Gt(x, hn::Set(d, math::kSoftplusLinear));
+  const auto y = hn::IfThenElse(linear, hn::Zero(d), x);
+  const auto low = hn::DemoteTo(dh, SoftplusF64(dd, hn::PromoteTo(dd, hn::LowerHalf(dh, y))));
+  const auto high = hn::DemoteTo(dh, SoftplusF64(dd, hn::PromoteTo(dd, hn::UpperHalf(dh, y))));
+  return hn::IfThenElse(linear, x, hn::Combine(d, high, low));
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif
+#endif

@@ -1,0 +1,190 @@
+// The fixed-operation functions: how near they are to the truth, and that SIMD gives scalar's bits.
+// Every bit pattern whose low bits are a few odd ones: all exponents, both signs, NaN, infinities.
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <vector>
+
+#include "core/math.h"
+#include "cpu/dispatch.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/math_test.cc"
+#include "hwy/foreach_target.h"
+// after foreach_target.h
+#include "cpu/math-inl.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace {
+
+// n a multiple of 16.
+void Evaluate(int function, const float* x, std::int64_t n, float* y) {
+  const hn::ScalableTag<float> d;
+  for (std::int64_t i = 0; i < n; i += static_cast<std::int64_t>(hn::Lanes(d))) {
+    const auto v = hn::LoadU(d, x + i);
+    switch (function) {
+      case 0: hn::StoreU(Exp(d, v), d, y + i); break;
+      case 1: hn::StoreU(Sigmoid(d, v), d, y + i); break;
+      case 2: hn::StoreU(Silu(d, v), d, y + i); break;
+      case 3: hn::StoreU(SiluSlope(d, v, Sigmoid(d, v)), d, y + i); break;
+      default: hn::StoreU(Softplus(d, v), d, y + i); break;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif  // BITTERN_SIMD
+
+#if HWY_ONCE
+namespace bittern {
+namespace {
+
+BITTERN_EXPORT(Evaluate);
+
+struct Function {
+  const char* name;
+  float (*scalar)(float);
+  double (*exact)(double);
+  double
+      ulps;  // the bounds core/math.h states: relative, and absolute (below -87, or without ulps)
+  double absolute = 0;
+};
+const Function kFunctions[] = {
+    {"exp", math::exp, [](double x) { return std::exp(x); }, 1.0},
+    {"sigmoid", math::sigmoid,
+     [](double x) { return x < 0 ? std::exp(x) / (1 + std::exp(x)) : 1 / (1 + std::exp(-x)); },
+     1.0},
+    {"silu", math::silu,
+     [](double x) {
+       return x < 0 ? x * (std::exp(x) / (1 + std::exp(x))) : x / (1 + std::exp(-x));
+     },
+     2.2, 0x1p-142},
+    {"silu_slope", [](float x) { return math::silu_slope(x); },
+     [](double x) {
+       const double s = x < 0 ? std::exp(x) / (1 + std::exp(x)) : 1 / (1 + std::exp(-x));
+       return s * (1 + x * (1 - s));
+     },
+     0, 0x1p-20},
+    {"softplus", math::softplus, [](double x) { return x > 20 ? x : std::log1p(std::exp(x)); },
+     1.0},
+};
+
+std::vector<float> inputs() {
+  std::vector<float> x;
+  for (std::uint64_t bits = 0; bits < (std::uint64_t{1} << 32); bits += 1021)
+    x.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(bits)));
+  // Densely where results are neither 0, 1 nor infinite, and around every threshold.
+  for (int i = -110 * 4096; i < 110 * 4096; ++i)
+    x.push_back(static_cast<float>(i) * 0x1.00002p-12f);
+  for (const float at :
+       {0.0f, 20.0f, -104.0f, 89.0f, 88.72284f, -87.33654f, -103.97208f,
+        std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity()}) {
+    float up = at, down = at;
+    for (int i = 0; i < 32; ++i) {
+      x.push_back(up);
+      x.push_back(down);
+      up = std::nextafterf(up, 1000.0f);
+      down = std::nextafterf(down, -1000.0f);
+    }
+  }
+  x.resize((x.size() + 15) / 16 * 16, std::numeric_limits<float>::quiet_NaN());
+  return x;
+}
+
+// The distance of neighbouring floats at `y`, subnormals as they are.
+double ulp(double y) {
+  const double a = std::max(std::abs(y), 0x1p-126);
+  return std::ldexp(1.0, std::ilogb(a) - 23);
+}
+
+TEST(Math, IsWithinItsBounds) {
+  const auto xs = inputs();
+  for (const Function& f : kFunctions) {
+    double worst = 0;
+    float worst_at = 0;
+    std::int64_t wrong = 0;
+    for (const float x : xs) {
+      const float y = f.scalar(x);
+      if (std::isnan(x)) {
+        EXPECT_TRUE(std::isnan(y)) << f.name;
+        continue;
+      }
+      const double exact = f.exact(static_cast<double>(x));
+      if (std::isnan(exact)) {
+        EXPECT_TRUE(std::isnan(y)) << f.name << " of " << x;
+        continue;
+      }
+      if (f.absolute > 0 && (f.ulps == 0 || x < -87)) {
+        const double error = std::abs(static_cast<double>(y) - exact);
+        if (std::isfinite(x)) wrong += !(error <= f.absolute);
+        continue;
+      }
+      if (std::abs(exact) > 0x1.ffffffp127) {
+        EXPECT_EQ(y, static_cast<float>(exact)) << f.name << " of " << x;
+        continue;
+      }
+      const double error = std::abs(static_cast<double>(y) - exact) / ulp(exact);
+      if (!(error <= worst)) {
+        worst = error;
+        worst_at = x;
+      }
+    }
+    EXPECT_LE(worst, f.ulps) << f.name << " of " << worst_at;
+    EXPECT_EQ(wrong, 0) << f.name;
+    RecordProperty(f.name, std::to_string(worst));
+  }
+}
+
+TEST(Math, SpecialValues) {
+  const float inf = std::numeric_limits<float>::infinity();
+  EXPECT_EQ(math::exp(0.0f), 1.0f);
+  EXPECT_EQ(math::exp(inf), inf);
+  EXPECT_EQ(math::exp(-inf), 0.0f);
+  EXPECT_EQ(math::exp(-103.2789f), 0x1p-149f);
+  EXPECT_EQ(math::sigmoid(0.0f), 0.5f);
+  EXPECT_EQ(math::sigmoid(inf), 1.0f);
+  EXPECT_EQ(math::sigmoid(-inf), 0.0f);
+  EXPECT_EQ(math::silu(inf), inf);
+  EXPECT_TRUE(std::isnan(math::silu(-inf)));
+  EXPECT_TRUE(std::signbit(math::silu(-0.0f)));
+  EXPECT_EQ(math::silu_slope(0.0f), 0.5f);
+  EXPECT_EQ(math::softplus(0.0f), 0x1.62e43p-1f);
+  EXPECT_EQ(math::softplus(-inf), 0.0f);
+  EXPECT_EQ(math::softplus(inf), inf);
+  EXPECT_EQ(math::softplus(20.0f), 20.0f);
+  EXPECT_EQ(math::softplus(0x1.400002p4f), 0x1.400002p4f);
+}
+
+TEST(Math, SimdGivesTheScalarBits) {
+  const auto xs = inputs();
+  std::vector<float> got(xs.size());
+  for (std::size_t f = 0; f < std::size(kFunctions); ++f) {
+    std::vector<float> want;
+    for (const float x : xs) want.push_back(kFunctions[f].scalar(x));
+    for (const cpu::Isa isa : cpu::available_isas()) {
+      cpu::force_isa(isa);
+      BITTERN_CALL(Evaluate)(static_cast<int>(f), xs.data(), static_cast<std::int64_t>(xs.size()),
+                             got.data());
+      int shown = 0;
+      for (std::size_t i = 0; i < xs.size(); ++i) {
+        const bool same =
+            std::bit_cast<std::uint32_t>(got[i]) == std::bit_cast<std::uint32_t>(want[i]) ||
+            (std::isnan(got[i]) && std::isnan(want[i]));
+        if (!same && shown++ < 5)
+          ADD_FAILURE() << kFunctions[f].name << " of " << xs[i] << " on " << cpu::name(isa) << ": "
+                        << got[i] << ", expected " << want[i];
+      }
+    }
+    cpu::force_isa(cpu::Isa::none);
+  }
+}
+
+}  // namespace
+}  // namespace bittern
+#endif  // HWY_ONCE
