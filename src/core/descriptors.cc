@@ -273,4 +273,97 @@ Status check_signs(std::string_view op, std::string_view operand, const float* v
   return {};
 }
 
+float AuraAttentionDesc::softmax_scale() const {
+  return static_cast<float>(scale == 0 ? 1 / std::sqrt(static_cast<double>(dim)) : scale);
+}
+
+Status AuraAttention::check(const Desc& d) {
+  BITTERN_TRY(expect_at_least(kName, "sequences", d.sequences, 0));
+  BITTERN_TRY(expect_at_least(kName, "queries", d.queries, 0));
+  BITTERN_TRY(expect_between(kName, "heads", d.heads, 1, 1 << 16));
+  BITTERN_TRY(expect_between(kName, "kv_heads", d.kv_heads, 1, 1 << 16));
+  if (d.heads % d.kv_heads != 0) {
+    return fail(kName, "heads",
+                std::to_string(d.heads) + ", expected a multiple of kv_heads " +
+                    std::to_string(d.kv_heads));
+  }
+  BITTERN_TRY(expect_between(kName, "k_bits", d.k_bits, 1, 8));
+  BITTERN_TRY(expect_between(kName, "v_bits", d.v_bits, 1, 8));
+  BITTERN_TRY(check_aura_row(kName, "dim", d.dim, d.k_bits, d.k_rotation));
+  BITTERN_TRY(check_aura_row(kName, "dim", d.dim, d.v_bits, d.v_rotation));
+  // Lengths are 32-bit, and so is their sum.
+  constexpr std::int64_t kMostTokens = std::int64_t{1} << 29;
+  BITTERN_TRY(expect_between(kName, "capacity", d.capacity, 0, kMostTokens));
+  BITTERN_TRY(expect_between(kName, "first", d.first, 0, kMostTokens));
+  BITTERN_TRY(expect_between(kName, "recent", d.recent, 0, kMostTokens));
+  BITTERN_TRY(expect_between(kName, "window", d.window, 0, std::int64_t{1} << 31));
+  BITTERN_TRY(expect_between(kName, "queries", d.queries, 0, std::int64_t{1} << 31));
+  if (d.page_size == 0) {
+    BITTERN_TRY(expect_between(kName, "pages", d.pages, 0, 0));
+  } else {
+    BITTERN_TRY(expect_between(kName, "page_size", d.page_size, 16, 128));
+    BITTERN_TRY(expect_between(kName, "pages", d.pages, 0, INT32_MAX));
+    if (d.capacity % d.page_size != 0) {
+      return fail(kName, "capacity",
+                  std::to_string(d.capacity) + ", expected a multiple of page_size " +
+                      std::to_string(d.page_size));
+    }
+  }
+  constexpr std::int64_t kRecord = 16384;  // no row's share of the workspace is larger
+  BITTERN_TRY(expect_countable(kName, {d.sequences, d.queries, d.heads, kRecord}));
+  for (const std::int64_t tokens : {d.capacity, d.first, d.recent})
+    BITTERN_TRY(expect_countable(kName, {8, d.sequences, d.kv_heads, tokens, kAuraMaxDim}));
+  BITTERN_TRY(expect_countable(kName, {d.pages, d.kv_heads, d.page_size, kAuraMaxDim}));
+  if (!std::isfinite(static_cast<float>(d.scale))) {
+    return fail(kName, "scale", "expected a number that is finite in f32");
+  }
+  for (const auto& [field, dtype] : {std::pair{"element", d.element}, {"exact", d.exact}}) {
+    if (dtype == DType::f32 || is_half(dtype)) continue;
+    return unsupported(std::string(kName).append(": ").append(field).append(": ") + name(dtype) +
+                       ", expected f32, f16 or bf16");
+  }
+  return {};
+}
+
+Status AuraAttention::check_contents(const Desc& d, const Args& a) {
+  BITTERN_TRY(check_codebook(kName, "k_codebook", a.k_codebook.as<float>(), 1 << d.k_bits));
+  BITTERN_TRY(check_codebook(kName, "v_codebook", a.v_codebook.as<float>(), 1 << d.v_bits));
+  if (d.k_rotation == Rotation::hadamard)
+    BITTERN_TRY(check_signs(kName, "k_table", a.k_table.as<float>(), d.dim));
+  if (d.v_rotation == Rotation::hadamard)
+    BITTERN_TRY(check_signs(kName, "v_table", a.v_table.as<float>(), d.dim));
+  const std::int64_t rooms[] = {d.first, d.capacity, d.recent};
+  const auto entry = [&](const char* operand, std::int64_t s, std::int64_t i, std::int64_t value,
+                         std::int64_t most) {
+    if (value >= 0 && value <= most) return Status();
+    return fail(kName, operand,
+                "[" + std::to_string(s) + "," + std::to_string(i) + "] is " +
+                    std::to_string(value) + ", expected 0.." + std::to_string(most));
+  };
+  for (std::int64_t s = 0; s < d.sequences; ++s) {
+    for (std::int64_t i = 0; a.lengths && i < 3; ++i)
+      BITTERN_TRY(entry("lengths", s, i, a.lengths.as<std::int32_t>()[3 * s + i], rooms[i]));
+    for (std::int64_t i = 0; a.starts && i < 2; ++i) {
+      BITTERN_TRY(entry("starts", s, i, a.starts.as<std::int32_t>()[2 * s + i],
+                        std::max<std::int64_t>(rooms[1 + i], 1) - 1));
+    }
+    if (d.page_size == 0) continue;
+    // Only pages that hold a token are looked up.
+    const std::int64_t coded = a.lengths ? a.lengths.as<std::int32_t>()[3 * s + 1] : d.capacity;
+    const std::int64_t start = a.starts ? a.starts.as<std::int32_t>()[2 * s] : 0;
+    const std::int64_t pages = d.capacity / d.page_size;
+    if (coded > 0 && d.pages == 0) return fail(kName, "pages", "0, expected some for the tokens");
+    const std::int64_t first = start / d.page_size;
+    const std::int64_t count =
+        std::min(pages, (start % d.page_size + coded + d.page_size - 1) / d.page_size);
+    for (std::int64_t n = 0; n < (coded > 0 ? count : 0); ++n) {
+      const std::int64_t i = (first + n) % pages;
+      BITTERN_TRY(entry("block_table", s, i,
+                        a.block_table.as<std::int32_t>()[s * a.block_table.row_stride() + i],
+                        d.pages - 1));
+    }
+  }
+  return {};
+}
+
 }  // namespace bittern

@@ -1,0 +1,186 @@
+// Attention over a compressed KV cache, computed on the codes: K and V are never decoded to memory.
+//
+//   out[s,i,h] = sum_t p_t v_t / l      p_t = exp(x_t - m)      l = sum_t p_t      m = max_t x_t
+//   x_t = scale * q[s,i,h] . k_t        over the tokens t that query i sees
+//
+// A sequence's tokens are numbered 0, 1, ... through three regions, each of which may be empty:
+//
+//   first    lengths[s,0] tokens kept as they were, rows of k_first and v_first
+//   coded    lengths[s,1] tokens as aura_encode leaves them: k_t = k_scale_t P_k^T c[code] + k_mean
+//   recent   lengths[s,2] tokens kept as they were, rows of k_recent and v_recent
+//
+// Query head h reads KV head h / (heads / kv_heads). With n tokens in all, query i stands at token
+// n - queries + i. It sees every token up to there (causal) or all (not causal), and with a window
+// w > 0 none that lies w or more before it (but for first tokens, if window_keeps_first). A query
+// that sees no token gives zeros. sinks[h] is one more logit, whose value is a row of zeros.
+//
+// Centring: codes hold k - k_mean and v - v_mean. q . k_mean is the same for every coded token, so
+// where nothing else is attended to it cancels and k_mean may be left out; given, it is added to
+// their logits, which then compare with sinks and with the regions that were never centred. v_mean
+// is added in the proportion that coded tokens have of l.
+//
+// The order of operations, all in f32, exp as in core/math.h:
+//
+//   a = q * scale        r = P_k a (bittern/aura_desc.h)        b = a . k_mean, or 0
+//   coded:          x_t = fma(r . c, k_scale_t, b)    element j in accumulator (j / 8) mod 16
+//   first, recent:  x_t = a . k_t                     element j in accumulator j mod 16; so in b
+//
+// where a dot has 16 accumulators, acc = fma(a_j, k_j, acc) from 0 with j ascending, which the
+// halving tree adds. A region is cut into splits of 256 tokens from its first on. In each, over the
+// tokens seen, in order:
+//
+//   m    the largest x_t that is not NaN, or -inf
+//   p_t  = exp(x_t - m), or exp(x_t) where m = -inf
+//   l    the n-th p_t seen goes to accumulator n mod 16 by acc + p_t; then the halving tree
+//   o_j  = fma(w_t, y_tj, o_j) from 0: y the centroid and w_t = p_t * v_scale_t (coded), or
+//        y = v_t and w_t = p_t
+//
+// Splits with a token seen are merged in order into a state of m, l, l_coded, o_coded, o_exact that
+// starts at -inf, 0, 0, 0, 0 (with sinks at m = sinks[h], l = 1):
+//
+//   M = m_split > m ? m_split : m       f = exp(m - M), g = exp(m_split - M), or exp(m), exp(m_split)
+//                                       where M = -inf
+//   l = fma(l_split, g, l * f)          and so o and l_coded, of which what the split does not add
+//                                       to is multiplied by f
+//
+// and then u = P_v^T o_coded, u = fma(l_coded, v_mean, u) where v_mean is given, and
+// out = (u + o_exact) / l, or 0 where l = 0. A row or scale that is not finite makes the queries
+// that see it NaN or infinite, and no others.
+//
+// Kernel cpu_int8 (k_bits 4, Preference::fastest) takes r and c as 16-bit integers of full scale
+// 32512, in two bytes each, and leaves out the product of the lower bytes: with dr = max|r| / 32512
+// and dc = max|c| / 32512, r . c is off by at most sum_j (|r_j| dc / 2 + |c_j| dr / 2 + 2^15 dr dc).
+//
+// Layout. Contiguous (page_size 0): slot n of KV head h is row [s * kv_heads + h, n] of codes and
+// scales. Paged: row [block_table[s, n / page_size], h, n % page_size]. Coded token t has slot
+// (starts[s,0] + t) mod capacity, recent token t slot (starts[s,1] + t) mod recent: both are rings.
+// Without `starts` these are 0; without `lengths` every region is full.
+#pragma once
+#include "bittern/aura_desc.h"
+
+namespace bittern {
+
+struct AuraAttentionDesc {
+  std::int64_t sequences = 1;
+  std::int64_t queries = 1;
+  std::int64_t heads = 1;
+  std::int64_t kv_heads = 1;
+  std::int64_t dim = 128;
+  std::int64_t capacity = 0;
+  std::int64_t page_size = 0;
+  std::int64_t pages = 0;
+  std::int64_t first = 0;
+  std::int64_t recent = 0;
+  std::int32_t k_bits = 4;
+  std::int32_t v_bits = 4;
+  Rotation k_rotation = Rotation::hadamard;
+  Rotation v_rotation = Rotation::hadamard;
+  double scale = 0;
+  std::int64_t window = 0;
+  bool window_keeps_first = false;
+  bool causal = true;
+  DType element = DType::f32;
+  bool f16_scale = false;
+  DType exact = DType::bf16;
+  bool operator==(const AuraAttentionDesc&) const = default;
+
+  static constexpr std::int64_t kSplit = 256;  // tokens
+
+  std::int64_t group() const { return heads / kv_heads; }  // query heads of a KV head
+  DType scale_element() const { return f16_scale ? DType::f16 : DType::f32; }
+  float softmax_scale() const;
+  Shape query_shape() const { return {sequences, queries, heads, dim}; }
+  Shape code_shape(std::int32_t bits) const {
+    const std::int64_t width = packed_words(dim, bits);
+    if (page_size == 0) return {sequences * kv_heads, capacity, width};
+    return {pages, kv_heads, page_size, width};
+  }
+  Shape scale_shape() const {
+    if (page_size == 0) return {sequences * kv_heads, capacity};
+    return {pages, kv_heads, page_size};
+  }
+  Shape table_shape() const { return {sequences, page_size == 0 ? 0 : capacity / page_size}; }
+  Shape exact_shape(std::int64_t tokens) const { return {sequences * kv_heads, tokens, dim}; }
+  Shape rotation_shape(Rotation rotation) const {
+    return rotation == Rotation::dense      ? Shape{dim, dim}
+           : rotation == Rotation::hadamard ? Shape{dim}
+                                            : Shape{0};
+  }
+};
+
+struct AuraAttention {
+  static constexpr std::string_view kName = "aura_attention";
+  static constexpr std::string_view kCategory = "kv_cache";
+
+  using Desc = AuraAttentionDesc;
+  struct Args {
+    ConstView q;
+    ConstView k_codes, k_scales, v_codes, v_scales;
+    ConstView k_codebook, v_codebook;
+    ConstView k_table{}, v_table{};  // of the rotations
+    ConstView block_table{}, lengths{}, starts{};
+    ConstView k_first{}, v_first{}, k_recent{}, v_recent{};
+    ConstView k_mean{}, v_mean{}, sinks{};
+    MutView out;
+  };
+
+  static Status check(const Desc& d);
+  static Status check_contents(const Desc& d, const Args& a);
+  static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
+  static DType element(const Desc& d) { return d.element; }
+  static DType aux_element(const Desc&) { return DType::u32; }
+  static std::int64_t elements(const Desc& d) {
+    return 2 * d.sequences * d.kv_heads * (d.first + d.capacity + d.recent) * d.dim;
+  }
+
+  template <class D, class F>
+  static void fields(D& d, F&& f) {
+    f("sequences", d.sequences, "sequences, each with tokens of its own");
+    f("queries", d.queries, "query tokens of each sequence, the last ones it has");
+    f("heads", d.heads, "query heads");
+    f("kv_heads", d.kv_heads, "KV heads, a divisor of heads");
+    f("dim", d.dim, "length of a head's row, 2..1024");
+    f("capacity", d.capacity, "coded tokens a sequence has room for");
+    f("page_size", d.page_size, "tokens of a page, 16..128; 0: contiguous");
+    f("pages", d.pages, "pages of the pool");
+    f("first", d.first, "first tokens, kept exactly, a sequence has room for");
+    f("recent", d.recent, "recent tokens, kept exactly, a sequence has room for");
+    f("k_bits", d.k_bits, "width of a code of K, 1..8");
+    f("v_bits", d.v_bits, "width of a code of V, 1..8");
+    f("k_rotation", d.k_rotation, "identity, hadamard (signs) or dense (a matrix)");
+    f("v_rotation", d.v_rotation, "identity, hadamard (signs) or dense (a matrix)");
+    f("scale", d.scale, "factor of the logits; 0: 1 / sqrt(dim)");
+    f("window", d.window, "tokens a query sees; 0: all");
+    f("window_keeps_first", d.window_keeps_first, "first tokens are seen beyond the window");
+    f("causal", d.causal, "a query sees no token after its own");
+    f("element", d.element, "dtype of q and out: f32 f16 bf16");
+    f("f16_scale", d.f16_scale, "scales are f16, not f32");
+    f("exact", d.exact, "dtype of first and recent tokens: f32 f16 bf16");
+  }
+  template <class A, class F>
+  static void operands(const Desc& d, A& a, F&& f) {
+    constexpr unsigned kRow = Operand::kRowStride, kMay = Operand::kOptional;
+    f("q", a.q, Operand{d.element, d.query_shape(), kRow});
+    f("k_codes", a.k_codes, Operand{DType::u32, d.code_shape(d.k_bits), kRow});
+    f("k_scales", a.k_scales, Operand{d.scale_element(), d.scale_shape(), kRow});
+    f("v_codes", a.v_codes, Operand{DType::u32, d.code_shape(d.v_bits), kRow});
+    f("v_scales", a.v_scales, Operand{d.scale_element(), d.scale_shape(), kRow});
+    f("k_codebook", a.k_codebook, Operand{DType::f32, {std::int64_t{1} << d.k_bits}});
+    f("v_codebook", a.v_codebook, Operand{DType::f32, {std::int64_t{1} << d.v_bits}});
+    f("k_table", a.k_table, Operand{DType::f32, d.rotation_shape(d.k_rotation)});
+    f("v_table", a.v_table, Operand{DType::f32, d.rotation_shape(d.v_rotation)});
+    f("block_table", a.block_table, Operand{DType::s32, d.table_shape(), kRow});
+    f("lengths", a.lengths, Operand{DType::s32, {d.sequences, 3}, kMay});
+    f("starts", a.starts, Operand{DType::s32, {d.sequences, 2}, kMay});
+    f("k_first", a.k_first, Operand{d.exact, d.exact_shape(d.first), kRow});
+    f("v_first", a.v_first, Operand{d.exact, d.exact_shape(d.first), kRow});
+    f("k_recent", a.k_recent, Operand{d.exact, d.exact_shape(d.recent), kRow});
+    f("v_recent", a.v_recent, Operand{d.exact, d.exact_shape(d.recent), kRow});
+    f("k_mean", a.k_mean, Operand{DType::f32, {d.kv_heads, d.dim}, kMay});
+    f("v_mean", a.v_mean, Operand{DType::f32, {d.kv_heads, d.dim}, kMay});
+    f("sinks", a.sinks, Operand{DType::f32, {d.heads}, kMay});
+    f("out", a.out, Operand{d.element, d.query_shape(), kRow});
+  }
+};
+
+}  // namespace bittern
