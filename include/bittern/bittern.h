@@ -9,6 +9,7 @@
 #include "bittern/ops/fake_quantize_per_group.h"
 #include "bittern/ops/fake_quantize_per_group_backward.h"
 #include "bittern/ops/gdn_recompute_w_u.h"
+#include "bittern/ops/gdn_recurrent_step.h"
 #include "bittern/ops/pack_codes.h"
 #include "bittern/ops/qdq_affine_backward.h"
 #include "bittern/ops/qdq_affine_forward.h"
