@@ -305,7 +305,10 @@ class _Function:
         self.fields = {f.name: f for f in op.fields}
         self.inputs = [o for o in op.operands if not o.output or o.in_out]
         self.outputs = [o for o in op.operands if o.output and not o.in_out]
-        self.sizes = (_RowSizes if "axis_size" in self.fields else _NamedSizes)(op, self.inputs)
+        try:
+            self.sizes = _RowSizes(op, self.inputs)
+        except (ValueError, NotImplementedError):  # no rows, or not rows of any length
+            self.sizes = _NamedSizes(op, self.inputs)
 
     def parameters(self):
         """(name, kind, default) of each parameter; kind is input, output, field or option."""
