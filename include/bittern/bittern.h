@@ -8,6 +8,7 @@
 #include "bittern/ops/dynamic_quantize.h"
 #include "bittern/ops/fake_quantize_per_group.h"
 #include "bittern/ops/fake_quantize_per_group_backward.h"
+#include "bittern/ops/gdn_chunk_backward.h"
 #include "bittern/ops/gdn_chunk_forward.h"
 #include "bittern/ops/gdn_cumsum.h"
 #include "bittern/ops/gdn_kkt.h"
