@@ -59,6 +59,11 @@ struct GdnDesc {
     return head_map == HeadMap::grouped ? value_head / (value_heads / key_heads)
                                         : value_head % key_heads;
   }
+  // The i-th of the value heads that use a key head.
+  std::int64_t value_head(std::int64_t key_head, std::int64_t i) const {
+    return head_map == HeadMap::grouped ? key_head * (value_heads / key_heads) + i
+                                        : key_head + i * key_heads;
+  }
   // Chunks of a sequence of `length` tokens.
   std::int64_t chunks(std::int64_t length) const { return (length + chunk - 1) / chunk; }
   // Chunks that h has room for, per batch row: as many as there can be. Sequence i's come first

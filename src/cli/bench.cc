@@ -175,7 +175,11 @@ class Machine {
     return slot.get();
   }
 
-  double gemm_gflop_s() const { return limits_.gemm_gflop_s; }
+  // That of the element's dtype; of f32 where no other was measured.
+  double gemm_gflop_s(DType element) const {
+    const bool bf16 = element == DType::bf16 && limits_.gemm_bf16_gflop_s > 0;
+    return bf16 ? limits_.gemm_bf16_gflop_s : limits_.gemm_gflop_s;
+  }
 
   Json json() const {
     Json j{{"cpu", cpu_model()},   {"cores", omp_get_num_procs()}, {"threads", num_threads()},
@@ -187,6 +191,7 @@ class Machine {
       j["memcpy_gb_s"] = limits_.memcpy_gb_s;
       j["read_gb_s"] = limits_.read_gb_s;
       j["gemm_gflop_s"] = limits_.gemm_gflop_s;
+      j["gemm_bf16_gflop_s"] = limits_.gemm_bf16_gflop_s;
     }
     return j;
   }
@@ -204,9 +209,9 @@ class Machine {
                pinned() ? " (pinned)" : " (not pinned)", cpu::architecture());
     fmt::print(
         "limits: streaming copy {:.1f} GB/s, memcpy {:.1f} GB/s (bytes read plus written), "
-        "reading alone {:.1f} GB/s, f32 GEMM {:.0f} GFLOP/s ({}^3)\n",
+        "reading alone {:.1f} GB/s, GEMM f32 {:.0f}, bf16 {:.0f} GFLOP/s ({}^3)\n",
         limits_.streaming_gb_s, limits_.memcpy_gb_s, limits_.read_gb_s, limits_.gemm_gflop_s,
-        gemm_size());
+        limits_.gemm_bf16_gflop_s, gemm_size());
   }
 
   const BenchFlags& flags_;
@@ -284,6 +289,7 @@ Status run(const BenchFlags& flags, char** argv) {
       plan = desc.select(device, task.problem.preference);
     }
     Result<Row> row = plan.status();
+    double gemm_gflop_s = 0;
     if (plan) {
       progress.show(fmt::format("{} {}", task.op->name(), label));
       const auto meter = machine.meter(device);
@@ -291,11 +297,12 @@ Status run(const BenchFlags& flags, char** argv) {
       if (print && !heading) {
         fmt::print(
             "ratio: the op's minimum traffic per second over the copy's, measured in turn; for "
-            "matrix work its FLOP/s over the GEMM's\n");
+            "matrix work its FLOP/s over the GEMM's of its dtype\n");
         fmt::print(kLine, "op", "case", "kernel", "ms", "rate", "limit", "ratio", "Melem/s/core");
         heading = true;
       }
-      row = measure(task.problem, **plan, **meter, machine.gemm_gflop_s(), flags);
+      gemm_gflop_s = machine.gemm_gflop_s((*plan)->sku().element);
+      row = measure(task.problem, **plan, **meter, gemm_gflop_s, flags);
       progress.clear();
     }
     if (!row) {
@@ -311,7 +318,7 @@ Status run(const BenchFlags& flags, char** argv) {
                  row->kernel + (row->architecture == "any" ? "" : " " + row->architecture),
                  fmt::format("{:.3f}", 1e3 * row->seconds),
                  matrix ? rate(row->gflop_s, "GF/s") : rate(row->gb_s, "GB/s"),
-                 matrix ? rate(machine.gemm_gflop_s(), "GF/s") : rate(row->copy_gb_s, "GB/s"),
+                 matrix ? rate(gemm_gflop_s, "GF/s") : rate(row->copy_gb_s, "GB/s"),
                  fmt::format("{:.2f}", row->ratio),
                  host ? fmt::format("{:.0f}", 1e-6 * row->elements_s_core) : "-");
       std::fflush(stdout);
@@ -331,7 +338,7 @@ Status run(const BenchFlags& flags, char** argv) {
     if (host) j["elements_s_core"] = row->elements_s_core;
     if (matrix) {
       j["gflop_s"] = row->gflop_s;
-      j["limit_gflop_s"] = machine.gemm_gflop_s();
+      j["limit_gflop_s"] = gemm_gflop_s;
     }
     rows.push_back(std::move(j));
   }

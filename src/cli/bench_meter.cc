@@ -211,13 +211,27 @@ class CpuMeter final : public Meter {
       a[i] = static_cast<float>(i % 7) - 3.0f;
       b[i] = static_cast<float>(i % 5) - 2.0f;
     }
-    std::vector<double> seconds;
-    for (int i = -1; i < std::min(repeat, 5); ++i) {
-      const auto start = std::chrono::steady_clock::now();
-      BITTERN_TRY(cpu::gemm_f32(size, size, size, a.data(), b.data(), c.data()));
-      if (i >= 0) seconds.push_back(seconds_since(start));
-    }
-    limits.gemm_gflop_s = 2e-9 * static_cast<double>(size) * size * size / median(seconds);
+    const auto rate = [&](auto&& gemm) -> Result<double> {
+      std::vector<double> seconds;
+      for (int i = -1; i < std::min(repeat, 5); ++i) {
+        const auto start = std::chrono::steady_clock::now();
+        if (Status s = gemm(); !s.ok()) return s;
+        if (i >= 0) seconds.push_back(seconds_since(start));
+      }
+      return 2e-9 * static_cast<double>(size) * size * size / median(seconds);
+    };
+    const auto f32 =
+        rate([&] { return cpu::gemm_f32(size, size, size, a.data(), b.data(), c.data()); });
+    if (!f32) return f32.status();
+    limits.gemm_gflop_s = *f32;
+    std::vector<bf16> half_a, half_b, half_c(n * n);
+    for (const float x : a) half_a.push_back(to_bf16(x));
+    for (const float x : b) half_b.push_back(to_bf16(x));
+    const auto half = rate([&] {
+      return cpu::gemm_bf16(size, size, size, half_a.data(), half_b.data(), half_c.data());
+    });
+    if (!half && half.status().code() != Code::unsupported) return half.status();
+    limits.gemm_bf16_gflop_s = half ? *half : 0;
     return {};
   }
 

@@ -41,11 +41,12 @@ class Meter {
 struct CpuLimits {
   double streaming_gb_s = 0;  // loads and whole-line non-temporal stores
   double memcpy_gb_s = 0;
-  double read_gb_s = 0;  // loads alone: what an op that writes next to nothing can reach
-  double gemm_gflop_s = 0;
+  double read_gb_s = 0;          // loads alone: what an op that writes next to nothing can reach
+  double gemm_gflop_s = 0;       // of f32
+  double gemm_bf16_gflop_s = 0;  // 0: this CPU multiplies no bf16
 };
 
-// Measures copies of `copy_bytes` bytes and a GEMM of size n^3, `repeat` times each.
+// Measures copies of `copy_bytes` bytes and GEMMs of size n^3, `repeat` times each.
 Result<std::unique_ptr<Meter>> cpu_meter(std::size_t copy_bytes, int gemm_size, int repeat,
                                          CpuLimits& limits);
 Result<std::unique_ptr<Meter>> cuda_meter(int index, std::size_t copy_bytes);

@@ -48,9 +48,11 @@ struct Left {
 
 // Which terms row i has, and what becomes of their sum.
 enum class Kind {
-  full,   // k < depth
-  lower,  // k <= i: the left operand is lower triangular
-  solve,  // k < i, and c[i][j] - sum replaces c[i][j], which is b[i][j] of the rows below
+  full,         // k < depth
+  lower,        // k <= i: the left operand is lower triangular
+  upper,        // k >= i: it is upper triangular; `depth` is the number of rows
+  solve_lower,  // k < i, and c[i][j] - sum replaces c[i][j], which is b[i][j] of the rows below
+  solve_upper,  // k > i, descending, and the same with the rows above
 };
 
 // Rows `first` .. first + kRows - 1 of c, kVectors vectors wide; `a`, b and c are the whole
@@ -65,53 +67,71 @@ HWY_INLINE void Tile(const Left& a, const float* b, std::int64_t b_stride, float
   for (int r = 0; r < kRows; ++r)
     for (int v = 0; v < kVectors; ++v)
       sum[r][v] = from_c ? hn::LoadU(d, out + r * c_stride + v * kLanes) : hn::Zero(d);
-  const std::int64_t common = kKind == Kind::full ? depth : first;
-  for (std::int64_t k = 0; k < common; ++k) {
+  const auto add = [&](std::int64_t k) HWY_ATTR {  // a term of every row
     V right[kVectors];
     for (int v = 0; v < kVectors; ++v) right[v] = hn::LoadU(d, b + k * b_stride + v * kLanes);
     for (int r = 0; r < kRows; ++r) {
       const V x = hn::Set(d, left[r * a.row + k * a.column]);
       for (int v = 0; v < kVectors; ++v) sum[r][v] = hn::MulAdd(x, right[v], sum[r][v]);
     }
-  }
-  if constexpr (kKind != Kind::full) {  // the triangle on the diagonal
-    for (int s = 0; s < kRows; ++s) {
-      V right[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
-        if constexpr (kKind == Kind::solve) {
-          sum[s][v] = hn::Sub(hn::LoadU(d, out + s * c_stride + v * kLanes), sum[s][v]);
-          right[v] = sum[s][v];
-        } else {
-          right[v] = hn::LoadU(d, b + (first + s) * b_stride + v * kLanes);
-        }
-      }
-      for (int r = kKind == Kind::solve ? s + 1 : s; r < kRows; ++r) {
-        const V x = hn::Set(d, left[r * a.row + (first + s) * a.column]);
-        for (int v = 0; v < kVectors; ++v) sum[r][v] = hn::MulAdd(x, right[v], sum[r][v]);
+  };
+  const auto add_diagonal = [&](int s) HWY_ATTR {  // term first + s of the rows that have it
+    constexpr bool kSolve = kKind == Kind::solve_lower || kKind == Kind::solve_upper;
+    constexpr bool kLower = kKind == Kind::lower || kKind == Kind::solve_lower;
+    V right[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      if constexpr (kSolve) {
+        sum[s][v] = hn::Sub(hn::LoadU(d, out + s * c_stride + v * kLanes), sum[s][v]);
+        right[v] = sum[s][v];
+      } else {
+        right[v] = hn::LoadU(d, b + (first + s) * b_stride + v * kLanes);
       }
     }
+    const int begin = kLower ? (kSolve ? s + 1 : s) : 0;
+    const int end = kLower ? kRows : (kSolve ? s : s + 1);
+    for (int r = begin; r < end; ++r) {
+      const V x = hn::Set(d, left[r * a.row + (first + s) * a.column]);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = hn::MulAdd(x, right[v], sum[r][v]);
+    }
+  };
+  if constexpr (kKind == Kind::full) {
+    for (std::int64_t k = 0; k < depth; ++k) add(k);
+  } else if constexpr (kKind == Kind::lower || kKind == Kind::solve_lower) {
+    for (std::int64_t k = 0; k < first; ++k) add(k);
+    for (int s = 0; s < kRows; ++s) add_diagonal(s);
+  } else if constexpr (kKind == Kind::upper) {
+    for (int s = 0; s < kRows; ++s) add_diagonal(s);
+    for (std::int64_t k = first + kRows; k < depth; ++k) add(k);
+  } else {
+    for (std::int64_t k = depth - 1; k >= first + kRows; --k) add(k);
+    for (int s = kRows - 1; s >= 0; --s) add_diagonal(s);
   }
   for (int r = 0; r < kRows; ++r)
     for (int v = 0; v < kVectors; ++v) hn::StoreU(sum[r][v], d, out + r * c_stride + v * kLanes);
 }
 
-// Rows [first, rows) of c, kVectors vectors wide.
+// Rows [first, rows) of c, kVectors vectors wide; from the last one up where each needs those
+// below.
 template <Kind kKind, int kVectors>
 HWY_NOINLINE void Panel(std::int64_t first, std::int64_t rows, const Left& a, const float* b,
                         std::int64_t b_stride, float* c, std::int64_t c_stride, std::int64_t depth,
                         bool from_c) {
-  std::int64_t i = first;
-  for (; i + kTileRows <= rows; i += kTileRows)
-    Tile<kKind, kTileRows, kVectors>(a, b, b_stride, c, c_stride, i, depth, from_c);
-  if (i + 4 <= rows) {
-    Tile<kKind, 4, kVectors>(a, b, b_stride, c, c_stride, i, depth, from_c);
-    i += 4;
+  std::int64_t done = 0;
+  const std::int64_t count = rows - first;
+  const auto at = [&](std::int64_t tile_rows) {
+    return kKind == Kind::solve_upper ? rows - done - tile_rows : first + done;
+  };
+  for (; done + kTileRows <= count; done += kTileRows)
+    Tile<kKind, kTileRows, kVectors>(a, b, b_stride, c, c_stride, at(kTileRows), depth, from_c);
+  if (done + 4 <= count) {
+    Tile<kKind, 4, kVectors>(a, b, b_stride, c, c_stride, at(4), depth, from_c);
+    done += 4;
   }
-  if (i + 2 <= rows) {
-    Tile<kKind, 2, kVectors>(a, b, b_stride, c, c_stride, i, depth, from_c);
-    i += 2;
+  if (done + 2 <= count) {
+    Tile<kKind, 2, kVectors>(a, b, b_stride, c, c_stride, at(2), depth, from_c);
+    done += 2;
   }
-  if (i < rows) Tile<kKind, 1, kVectors>(a, b, b_stride, c, c_stride, i, depth, from_c);
+  if (done < count) Tile<kKind, 1, kVectors>(a, b, b_stride, c, c_stride, at(1), depth, from_c);
 }
 
 template <Kind kKind>
@@ -144,6 +164,13 @@ inline void MultiplyLower(std::int64_t rows, std::int64_t columns, const Left& a
   Panels<Kind::lower>(0, rows, columns, a, b, b_stride, c, c_stride, 0, from_c);
 }
 
+// For an upper triangular a[rows, rows]: the terms k >= i.
+inline void MultiplyUpper(std::int64_t rows, std::int64_t columns, const Left& a, const float* b,
+                          std::int64_t b_stride, float* c, std::int64_t c_stride,
+                          bool from_c = false) {
+  Panels<Kind::upper>(0, rows, columns, a, b, b_stride, c, c_stride, rows, from_c);
+}
+
 // The elements j <= i of c[rows, rows] = a[rows, depth] b[depth, rows]; those above the diagonal
 // are not promised.
 inline void MultiplyToLower(std::int64_t rows, std::int64_t depth, const Left& a, const float* b,
@@ -158,7 +185,13 @@ inline void MultiplyToLower(std::int64_t rows, std::int64_t depth, const Left& a
 // Row i is c[i] - (sum of a[i][k] x[k], k < i).
 inline void SolveLower(std::int64_t rows, std::int64_t columns, const Left& a, float* c,
                        std::int64_t stride) {
-  Panels<Kind::solve>(0, rows, columns, a, c, stride, c, stride, 0, false);
+  Panels<Kind::solve_lower>(0, rows, columns, a, c, stride, c, stride, 0, false);
+}
+
+// The same for a strictly upper triangular a; the sum is over k > i, descending.
+inline void SolveUpper(std::int64_t rows, std::int64_t columns, const Left& a, float* c,
+                       std::int64_t stride) {
+  Panels<Kind::solve_upper>(0, rows, columns, a, c, stride, c, stride, rows, false);
 }
 
 }  // namespace matmul

@@ -94,6 +94,24 @@ inline void ScaleRows(const float* factor, float* x, std::int64_t stride, std::i
   }
 }
 
+// n elements times `factor`.
+inline void Scale(float factor, float* x, std::int64_t n) {
+  const D d;
+  const V f = hn::Set(d, factor);
+  for (std::int64_t i = 0; i < n; i += kLanes)
+    hn::StoreU(hn::Mul(hn::LoadU(d, x + i), f), d, x + i);
+}
+
+// x = x - y
+inline void Subtract(float* x, const float* y, std::int64_t stride, std::int64_t rows,
+                     std::int64_t columns) {
+  const D d;
+  for (std::int64_t r = 0; r < rows; ++r, x += stride, y += stride) {
+    for (std::int64_t j = 0; j < columns; j += kLanes)
+      hn::StoreU(hn::Sub(hn::LoadU(d, x + j), hn::LoadU(d, y + j)), d, x + j);
+  }
+}
+
 }  // namespace tile
 }  // namespace HWY_NAMESPACE
 }  // namespace bittern

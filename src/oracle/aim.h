@@ -46,4 +46,29 @@ void aim_log_decay(const ConstView& g, Rng& rng);
 // Strengths in 0..2, both ends often.
 void aim_beta(const ConstView& beta, Rng& rng);
 
+// The inputs of the rule over whole sequences, gradients aside.
+template <class Args>
+void aim_rule(const GdnDesc& d, const Args& a, Rng& rng) {
+  aim_sequences(d, a.cu_seqlens, rng);
+  const double size = d.qk_l2norm ? 1 : 1 / std::sqrt(static_cast<double>(d.key_dim));
+  aim_values(a.q, size, rng);
+  aim_values(a.k, size, rng);
+  aim_values(a.v, 1, rng);
+  aim_values(a.initial_state, 1, rng);
+  if (d.gate) {
+    aim_values(a.g, 8, rng);
+    aim_values(a.a_log, 1, rng);
+    aim_values(a.dt_bias, 1, rng);
+  } else {
+    aim_log_decay(a.g, rng);
+  }
+  if (d.beta_sigmoid) {
+    aim_values(a.beta, 3, rng);
+  } else {
+    aim_beta(a.beta, rng);
+  }
+  if (!a.mask) return;
+  for (std::int64_t i = 0; i < a.mask.shape.numel(); ++i) put(a.mask, i, rng.chance(5) ? 0 : 1);
+}
+
 }  // namespace bittern::oracle

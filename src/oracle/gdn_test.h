@@ -33,4 +33,111 @@ void set_values(const V& view, const std::vector<double>& to) {
   for (std::size_t i = 0; i < to.size(); ++i) put(view, static_cast<std::int64_t>(i), to[i]);
 }
 
+// ---- the rule itself, in f64, token by token ----
+
+// What the rule is about, after any normalisation, gate and sigmoid.
+struct GdnValues {
+  std::vector<double> q, k, v, g, beta, initial_state;  // the last may be empty: zeros
+};
+struct GdnResult {
+  std::vector<double> o, final_state;  // states [sequences, heads, key_dim, value_dim]
+};
+
+// S = e^g S;  S = S + k (beta (v - S^T k))^T;  o = S^T (scale q)
+inline GdnResult gdn_recurrence(const GdnDesc& d, const std::vector<std::int64_t>& starts,
+                                const GdnValues& x) {
+  const auto kd = static_cast<std::size_t>(d.key_dim), vd = static_cast<std::size_t>(d.value_dim);
+  const auto heads = static_cast<std::size_t>(d.value_heads);
+  const double scale = d.scale != 0 ? d.scale : 1 / std::sqrt(static_cast<double>(d.key_dim));
+  GdnResult r;
+  r.o.assign(x.v.size(), 0);
+  for (std::size_t n = 0; n + 1 < starts.size(); ++n) {
+    for (std::size_t h = 0; h < heads; ++h) {
+      std::vector<double> state(kd * vd);
+      if (!x.initial_state.empty()) {
+        const auto first =
+            x.initial_state.begin() + static_cast<std::ptrdiff_t>((n * heads + h) * kd * vd);
+        std::copy_n(first, kd * vd, state.begin());
+      }
+      for (std::int64_t t = starts[n]; t < starts[n + 1]; ++t) {
+        const auto token = static_cast<std::size_t>(t);
+        const std::size_t value = token * heads + h;
+        const std::size_t key =
+            (token * static_cast<std::size_t>(d.key_heads) +
+             static_cast<std::size_t>(d.key_head(static_cast<std::int64_t>(h)))) *
+            kd;
+        for (double& s : state) s *= std::exp(x.g[value]);
+        for (std::size_t j = 0; j < vd; ++j) {
+          double seen = 0;
+          for (std::size_t i = 0; i < kd; ++i) seen += state[i * vd + j] * x.k[key + i];
+          const double delta = x.beta[value] * (x.v[value * vd + j] - seen);
+          double o = 0;
+          for (std::size_t i = 0; i < kd; ++i) {
+            state[i * vd + j] += x.k[key + i] * delta;
+            o += state[i * vd + j] * x.q[key + i];
+          }
+          r.o[value * vd + j] = scale * o;
+        }
+      }
+      r.final_state.insert(r.final_state.end(), state.begin(), state.end());
+    }
+  }
+  return r;
+}
+
+// Where the sequences start, and the end: of equal rows, or as given.
+inline std::vector<std::int64_t> gdn_starts(const GdnDesc& d, const ConstView& cu_seqlens) {
+  std::vector<std::int64_t> starts;
+  for (std::int64_t i = 0; i <= d.sequences(); ++i)
+    starts.push_back(d.n_sequences > 0 ? cu_seqlens.as<std::int32_t>()[i] : i * d.tokens);
+  return starts;
+}
+
+// Unit keys and queries, a fraction of each key the same for all tokens; ordinary values.
+inline void fill_keys(const GdnDesc& d, const ConstView& x, double common, Rng& rng) {
+  const std::int64_t n = x.shape.numel() / d.key_dim;
+  std::vector<double> shared(static_cast<std::size_t>(d.key_dim)), key = shared;
+  for (double& s : shared) s = rng.normal();
+  for (std::int64_t i = 0; i < n; ++i) {
+    double squares = 0;
+    for (std::size_t j = 0; j < key.size(); ++j) {
+      key[j] = std::sqrt(common) * shared[j] + std::sqrt(1 - common) * rng.normal();
+      squares += key[j] * key[j];
+    }
+    for (std::size_t j = 0; j < key.size(); ++j)
+      put(x, i * d.key_dim + static_cast<std::int64_t>(j), key[j] / std::sqrt(squares));
+  }
+}
+inline void fill_normal(const ConstView& x, Rng& rng) {
+  for (std::int64_t i = 0; i < x.shape.numel(); ++i) put(x, i, rng.normal());
+}
+inline void fill_uniform(const ConstView& x, double low, double high, Rng& rng) {
+  for (std::int64_t i = 0; i < x.shape.numel(); ++i) put(x, i, low + (high - low) * rng.uniform());
+}
+
+// sum (got - want)^2 / sum want^2; its root is the ratio of root mean squares.
+inline double nmse(const std::vector<double>& got, const std::vector<double>& want) {
+  EXPECT_EQ(got.size(), want.size());
+  double error = 0, size = 0;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    error += (got[i] - want[i]) * (got[i] - want[i]);
+    size += want[i] * want[i];
+  }
+  return error / size;
+}
+inline double rms_ratio(const std::vector<double>& got, const std::vector<double>& want) {
+  return std::sqrt(nmse(got, want));
+}
+
+// A state tensor with keys first, whatever its layout.
+inline std::vector<double> keys_first(const GdnDesc& d, const std::vector<double>& states) {
+  if (d.state_layout == StateLayout::key_value) return states;
+  const auto kd = static_cast<std::size_t>(d.key_dim), vd = static_cast<std::size_t>(d.value_dim);
+  std::vector<double> turned(states.size());
+  for (std::size_t s = 0; s < states.size(); s += kd * vd)
+    for (std::size_t i = 0; i < kd; ++i)
+      for (std::size_t j = 0; j < vd; ++j) turned[s + i * vd + j] = states[s + j * kd + i];
+  return turned;
+}
+
 }  // namespace bittern::oracle

@@ -1,0 +1,119 @@
+// The gradient of gdn_chunk_forward: from d_o and d_final_state (0 if left out) to d_q, d_k, d_v,
+// d_g, d_beta and d_initial_state, through the normalisation, gate and sigmoid where these are
+// fused, then also d_a_log and d_dt_bias (0 without `gate`).
+//
+// The forward pass is computed anew; q, k, beta, G, L, P, y and S (before the chunk) are as in
+// gdn_chunk_forward.h, q being normalised and scaled. Chunks go from the last to the first, with H
+// the gradient of the state after the chunk. For rows i, j of a chunk, e[i] = e^G[i], l[i] =
+// e^(G[last] - G[i]), E[i][j] = e^(G[i] - G[j]), b[i] = -(beta[i] * e[i]):
+//
+//   r[i]     = (l[i] * (k[i] H) + sum over j >= i of P[j][i] d_o[j]) - (sum over j > i of L[j][i]
+//   r[j]) dl[i][j] = -(r[i] . y[j])     j < i           DL[i][j] = dl[i][j] * E[i][j] dp[i][j] =
+//   d_o[i] . y[j]      j <= i          DP[i][j] = dp[i][j] * E[i][j] M[i] = r[i] S^T N[i] = d_o[i]
+//   S^T               Z[i] = y[i] H^T X[i][j]  = beta[i] * DL[i][j], X[i][i] = 0 dq[i]    = e[i] *
+//   N[i] + sum over j <= i of DP[i][j] k[j] dk[i]    = fma(b[i], M[i], l[i] * Z[i]) + sum over j >=
+//   i of DP[j][i] q[j]
+//              + sum over j <= i of X[i][j] k[j] + sum over j >= i of X[j][i] k[j]
+//   dv[i]    = beta[i] * r[i]
+//   dbeta[i] = fma(-e[i], k[i] . M[i], r[i] . v[i]) + (DL[i] . (k k^T)[i] over j < i)
+//   W[i][j]  = fma(dl[i][j], L[i][j], dp[i][j] * P[i][j])         j < i
+//   dG[i]    = ((fma(b[i], k[i] . M[i], e[i] * (q[i] . N[i])) - z[i]) + sum over j < i of W[i][j])
+//              - (sum over j > i of W[j][i])                      z[i] = l[i] * (k[i] . Z[i])
+//   dG[last] = fma(e[last], <S, H>, dG[last] + sum of z)
+//   dg[i]    = dg[i+1] + dG[i]
+//   H        = e[last] * H + sum over i of k[i]^T (b[i] * r[i]) + sum over i of q[i]^T (e[i] *
+//   d_o[i])
+//
+// All of it in f32; X, the rounding of d_q, d_k and d_v to `element`, comes last. Products of
+// matrices and sums written after one another are acc = fma(a, b, acc), terms ascending, from what
+// stands before them or from 0; but the sum over j > i in r descends, and is subtracted at the end.
+// a . b is core/dot.h's sum, so is that of W[i] (times 1); <S, H> is the sum over the columns of S,
+// ascending, of their dot products, <S, H> = ((0 + c0) + c1) + ...; the sums of W[j][i] and of z
+// ascend from 0. Every other operation is rounded once.
+//
+// Then the d_q and d_k of a key head are summed over its value heads, in order of heads, and with
+// a = g + dt_bias, rate = -exp(a_log), and n the normalised k, or q before it is scaled:
+//
+//   d_q = X(scale * dq), d_k = X(dk)     or, if qk_l2norm, with D either one before X:
+//         X(1 / sqrt(x.x + 1e-6) * fma(-(D . n), n, D))
+//   d_g = (dg * rate) * (a > 20 ? 1 : sigmoid(a)), if gate
+//   d_dt_bias = sum of d_g, d_a_log = sum of dg * (rate * softplus(a)): over the tokens of a
+//   sequence,
+//         ascending, acc = fma(dg, rate * softplus(a), acc) and acc + d_g, from 0; then over
+//         sequences
+//   d_beta = dbeta * slope, if beta_sigmoid, with slope = s * (1 - s), s = sigmoid(beta), twice
+//   that
+//         if allow_neg_eigval
+//
+// The gradients of a masked token are 0, and its d_o is not looked at. NaN and infinities stay in
+// their sequence and head, or key head for d_q and d_k (d_a_log and d_dt_bias: head).
+#pragma once
+#include "bittern/gdn_desc.h"
+
+namespace bittern {
+
+struct GdnChunkBackward {
+  static constexpr std::string_view kName = "gdn_chunk_backward";
+  static constexpr std::string_view kCategory = "gated_delta";
+  static constexpr GdnFields kFields{
+      .keys = true, .values = true, .state = true, .scale = true, .gate = true, .fused = true};
+
+  using Desc = GdnDesc;
+  struct Args {
+    ConstView q, k, v, g, beta;
+    ConstView a_log{}, dt_bias{};  // with `gate`
+    ConstView mask{}, initial_state{}, cu_seqlens{};
+    ConstView d_o;
+    ConstView d_final_state{};
+    MutView d_q, d_k, d_v, d_g, d_beta;
+    MutView d_a_log{}, d_dt_bias{}, d_initial_state{};
+  };
+
+  static Status check(const Desc& d) { return check_gdn_desc(kName, d); }
+  static Status check_contents(const Desc& d, const Args& a) {
+    return check_gdn_sequences(kName, d, a.cu_seqlens);
+  }
+  static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
+  static DType element(const Desc& d) { return d.element; }
+  static DType aux_element(const Desc&) { return DType::f32; }
+  // With whole squares: eight products with a state, seven of a chunk's square with keys, five with
+  // values.
+  static double flops(const Desc& d) {
+    const auto k = static_cast<double>(d.key_dim), v = static_cast<double>(d.value_dim);
+    return 2.0 * static_cast<double>(d.gate_shape().numel()) *
+           (8 * k * v + d.chunk * (7 * k + 5 * v));
+  }
+  static std::int64_t elements(const Desc& d) { return d.gate_shape().numel(); }
+
+  template <class D, class F>
+  static void fields(D& d, F&& f) {
+    visit_gdn_fields<kFields>(d, f);
+  }
+  template <class A, class F>
+  static void operands(const Desc& d, A& a, F&& f) {
+    const Operand head{DType::f32, {d.value_heads}, Operand::kOptional};
+    const Operand state{DType::f32, d.state_shape(), Operand::kOptional};
+    f("q", a.q, Operand{d.element, d.key_shape()});
+    f("k", a.k, Operand{d.element, d.key_shape()});
+    f("v", a.v, Operand{d.element, d.value_shape()});
+    f("g", a.g, Operand{DType::f32, d.gate_shape()});
+    f("beta", a.beta, Operand{DType::f32, d.gate_shape()});
+    f("a_log", a.a_log, GdnDesc::read_if(d.gate, {d.value_heads}));
+    f("dt_bias", a.dt_bias, GdnDesc::read_if(d.gate, {d.value_heads}));
+    f("mask", a.mask, Operand{DType::u8, {d.batch, d.tokens}, Operand::kOptional});
+    f("initial_state", a.initial_state, state);
+    f("cu_seqlens", a.cu_seqlens, d.sequence_operand());
+    f("d_o", a.d_o, Operand{d.element, d.value_shape()});
+    f("d_final_state", a.d_final_state, state);
+    f("d_q", a.d_q, Operand{d.element, d.key_shape()});
+    f("d_k", a.d_k, Operand{d.element, d.key_shape()});
+    f("d_v", a.d_v, Operand{d.element, d.value_shape()});
+    f("d_g", a.d_g, Operand{DType::f32, d.gate_shape()});
+    f("d_beta", a.d_beta, Operand{DType::f32, d.gate_shape()});
+    f("d_a_log", a.d_a_log, head);
+    f("d_dt_bias", a.d_dt_bias, head);
+    f("d_initial_state", a.d_initial_state, state);
+  }
+};
+
+}  // namespace bittern

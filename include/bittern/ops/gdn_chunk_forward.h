@@ -1,0 +1,87 @@
+// The gated delta rule over whole sequences, chunk by chunk, in one call. Token by token it is
+//
+//   S = e^g[t] S;   S = S + k[t]^T (beta[t] (v[t] - k[t] S));   o[t] = scale q[t] S
+//
+// with S [key_dim, value_dim] at first initial_state, or 0 if left out, and at last final_state. It
+// is computed so: for each sequence, head and chunk, with rows i, j of the chunk,
+//
+//   q, k    = x * (1 / sqrt(x.x + 1e-6)) each, if qk_l2norm (x.x as core/dot.h);  q = q * scale
+//   g       = -exp(a_log) * softplus(g + dt_bias), if gate
+//   beta    = sigmoid(beta), if beta_sigmoid;  2 * that, if allow_neg_eigval
+//   G[i]    = G[i-1] + g[i]
+//   L[i][j] = (beta[i] * (k[i] . k[j])) * e^(G[i] - G[j])        j < i
+//   P[i][j] = (q[i] . k[j]) * e^(G[i] - G[j])                    j <= i
+//   y[i]    = beta[i] * fma(-e^G[i], k[i] S, v[i]) - (sum over j < i of L[i][j] y[j])
+//   o[i]    = X(e^G[i] * (q[i] S) + sum over j <= i of P[i][j] y[j])
+//   S       = e^G[last] * S + sum over i of k[i]^T (e^(G[last] - G[i]) * y[i])
+//
+// All of it in f32, whatever `element` is: X, the rounding of o to `element`, is the only one to a
+// half type. Sums of products are acc = fma(a, b, acc), terms ascending: k.k, q.k, k S, q S and the
+// sum in y from 0 (the latter is then subtracted), the sum in o from e^G[i] * (q[i] S), that in S
+// from e^G[last] * S. Every other operation is rounded once; exp, softplus and sigmoid are
+// core/math.h's, within 1 ulp. Neither A nor w and u are formed: y is what the chain of gdn_cumsum
+// .. gdn_output calls v_new, by substitution instead of an inverse, and no value between is
+// rounded.
+//
+// Exponents are never above 0 while no g is: nothing overflows, and g down to -1e4, beta up to 2
+// and single tokens give no NaN. (g = -infinity does: G[i] - G[j] has no value.) A NaN or infinity
+// reaches the later tokens of its sequence and head alone, however chunks and heads are batched.
+// A token whose `mask` is 0 is not looked at: q = k = v = 0, g = beta = 0, so the state passes it
+// by, and its o is 0. An empty sequence passes its state on.
+#pragma once
+#include "bittern/gdn_desc.h"
+
+namespace bittern {
+
+struct GdnChunkForward {
+  static constexpr std::string_view kName = "gdn_chunk_forward";
+  static constexpr std::string_view kCategory = "gated_delta";
+  static constexpr GdnFields kFields{
+      .keys = true, .values = true, .state = true, .scale = true, .gate = true, .fused = true};
+
+  using Desc = GdnDesc;
+  struct Args {
+    ConstView q, k, v, g, beta;
+    ConstView a_log{}, dt_bias{};  // with `gate`
+    ConstView mask{}, initial_state{}, cu_seqlens{};
+    MutView o;
+    MutView final_state{};
+  };
+
+  static Status check(const Desc& d) { return check_gdn_desc(kName, d); }
+  static Status check_contents(const Desc& d, const Args& a) {
+    return check_gdn_sequences(kName, d, a.cu_seqlens);
+  }
+  static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
+  static DType element(const Desc& d) { return d.element; }
+  static DType aux_element(const Desc&) { return DType::f32; }
+  // The chunk form's own, with whole squares: three products with the state, and of each chunk's
+  // square q k^T, k k^T, and its products with y, twice.
+  static double flops(const Desc& d) {
+    const auto k = static_cast<double>(d.key_dim), v = static_cast<double>(d.value_dim);
+    return static_cast<double>(d.gate_shape().numel()) * (6 * k * v + 4 * d.chunk * (k + v));
+  }
+  static std::int64_t elements(const Desc& d) { return d.gate_shape().numel(); }
+
+  template <class D, class F>
+  static void fields(D& d, F&& f) {
+    visit_gdn_fields<kFields>(d, f);
+  }
+  template <class A, class F>
+  static void operands(const Desc& d, A& a, F&& f) {
+    f("q", a.q, Operand{d.element, d.key_shape()});
+    f("k", a.k, Operand{d.element, d.key_shape()});
+    f("v", a.v, Operand{d.element, d.value_shape()});
+    f("g", a.g, Operand{DType::f32, d.gate_shape()});
+    f("beta", a.beta, Operand{DType::f32, d.gate_shape()});
+    f("a_log", a.a_log, GdnDesc::read_if(d.gate, {d.value_heads}));
+    f("dt_bias", a.dt_bias, GdnDesc::read_if(d.gate, {d.value_heads}));
+    f("mask", a.mask, Operand{DType::u8, {d.batch, d.tokens}, Operand::kOptional});
+    f("initial_state", a.initial_state, Operand{DType::f32, d.state_shape(), Operand::kOptional});
+    f("cu_seqlens", a.cu_seqlens, d.sequence_operand());
+    f("o", a.o, Operand{d.element, d.value_shape()});
+    f("final_state", a.final_state, Operand{DType::f32, d.state_shape(), Operand::kOptional});
+  }
+};
+
+}  // namespace bittern

@@ -1,0 +1,196 @@
+// What the gated delta rule's kernels share, on the tiles of cpu/gdn_scratch.h.
+// Per-target include guard, as Highway's own -inl.h files have.
+#if defined(BITTERN_CPU_GDN_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef BITTERN_CPU_GDN_INL_H_
+#undef BITTERN_CPU_GDN_INL_H_
+#else
+#define BITTERN_CPU_GDN_INL_H_
+#endif
+
+#include "core/gdn.h"
+#include "cpu/dot-inl.h"
+#include "cpu/gdn_scratch.h"
+#include "cpu/math-inl.h"
+#include "cpu/tile-inl.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace gdn {
+
+using cpu::gdn::kRows;
+using matmul::Left;
+using tile::D;
+using tile::kLanes;
+using tile::Padded;
+using tile::V;
+
+// A number per token of a chunk, `stride` elements apart from `first` on; zeros to the end.
+inline void LoadRow(const ConstView& x, std::int64_t first, std::int64_t stride, std::int64_t rows,
+                    float* to) {
+  for (std::int64_t i = 0; i < rows; ++i) to[i] = x.as<float>()[first + i * stride];
+  for (std::int64_t i = rows; i < kRows; ++i) to[i] = 0;
+}
+
+// Rows of masked tokens become zeros.
+inline void ClearMasked(const ConstView& mask, const GdnChunk& chunk, std::int64_t stride,
+                        float* rows) {
+  if (!mask) return;
+  for (std::int64_t i = 0; i < chunk.rows; ++i)
+    if (mask.as<std::uint8_t>()[chunk.begin + i] == 0) std::fill_n(rows + i * stride, stride, 0.0f);
+}
+
+// The rows of one head of x [tokens, heads, width], masked ones as zeros; Padded(width) apart.
+inline void LoadRows(const ConstView& x, const ConstView& mask, const GdnChunk& chunk,
+                     std::int64_t heads, std::int64_t head, std::int64_t width, float* to) {
+  tile::Load(x, (chunk.begin * heads + head) * width, heads * width, chunk.rows, width, to,
+             Padded(width));
+  ClearMasked(mask, chunk, Padded(width), to);
+}
+
+inline float InverseNorm(const float* x, std::int64_t n) {
+  return 1.0f / std::sqrt(Dot(x, x, n) + 1e-6f);
+}
+
+// Keys or queries, normalised where that is asked for.
+inline void LoadKeys(const GdnDesc& d, const ConstView& x, const ConstView& mask,
+                     const GdnChunk& chunk, std::int64_t key_head, float* to) {
+  LoadRows(x, mask, chunk, d.key_heads, key_head, d.key_dim, to);
+  if (!d.qk_l2norm) return;
+  const std::int64_t stride = Padded(d.key_dim);
+  for (std::int64_t i = 0; i < chunk.rows; ++i) {
+    float* row = to + i * stride;
+    tile::Scale(InverseNorm(row, d.key_dim), row, stride);
+  }
+}
+
+// Log decays summed from the chunk's start, and strengths, of one value head. Masked tokens: 0.
+template <class Args>
+void LoadGates(const GdnDesc& d, const Args& a, const GdnChunk& chunk, std::int64_t h, float* sum,
+               float* beta) {
+  const D tag;
+  const std::int64_t first = chunk.begin * d.value_heads + h;
+  LoadRow(a.g, first, d.value_heads, chunk.rows, sum);
+  LoadRow(a.beta, first, d.value_heads, chunk.rows, beta);
+  if (d.gate) {
+    const V rate = hn::Set(tag, -math::exp(a.a_log.template as<float>()[h]));
+    const V bias = hn::Set(tag, a.dt_bias.template as<float>()[h]);
+    for (std::int64_t i = 0; i < chunk.rows; i += kLanes)
+      hn::StoreU(hn::Mul(rate, Softplus(tag, hn::Add(hn::LoadU(tag, sum + i), bias))), tag,
+                 sum + i);
+  }
+  if (d.beta_sigmoid) {
+    const V factor = hn::Set(tag, d.allow_neg_eigval ? 2.0f : 1.0f);
+    for (std::int64_t i = 0; i < chunk.rows; i += kLanes)
+      hn::StoreU(hn::Mul(factor, Sigmoid(tag, hn::LoadU(tag, beta + i))), tag, beta + i);
+  }
+  ClearMasked(a.mask, chunk, 1, sum);
+  ClearMasked(a.mask, chunk, 1, beta);
+  sum[0] = 0.0f + sum[0];  // as the other sums: never -0
+  for (std::int64_t i = 1; i < chunk.rows; ++i) sum[i] = sum[i - 1] + sum[i];
+  std::fill(sum + chunk.rows, sum + kRows, 0.0f);
+}
+
+// to[j][i] = x[i][j]; rows of `to` are filled up with zeros to whole vectors.
+inline void Transpose(const float* x, std::int64_t stride, std::int64_t rows, std::int64_t columns,
+                      float* to, std::int64_t to_stride) {
+  // Squares of 4 x 4, 16 of them after one another, so that lines are written whole.
+  constexpr std::int64_t kBlock = 16;
+  const hn::FixedTag<float, 4> d;
+  for (std::int64_t first = 0; first < rows; first += kBlock) {
+    const std::int64_t last = std::min(rows, first + kBlock);
+    for (std::int64_t j = 0; j < columns; j += 4) {
+      if (j + 4 > columns) {
+        for (std::int64_t i = first; i < last; ++i)
+          for (std::int64_t c = j; c < columns; ++c) to[c * to_stride + i] = x[i * stride + c];
+        continue;
+      }
+      std::int64_t i = first;
+      for (; i + 4 <= last; i += 4) {
+        const float* from = x + i * stride + j;
+        float* out = to + j * to_stride + i;
+        const auto r0 = hn::LoadU(d, from), r1 = hn::LoadU(d, from + stride);
+        const auto r2 = hn::LoadU(d, from + 2 * stride), r3 = hn::LoadU(d, from + 3 * stride);
+        const auto even0 = hn::InterleaveLower(d, r0, r2), odd0 = hn::InterleaveLower(d, r1, r3);
+        const auto even1 = hn::InterleaveUpper(d, r0, r2), odd1 = hn::InterleaveUpper(d, r1, r3);
+        hn::StoreU(hn::InterleaveLower(d, even0, odd0), d, out);
+        hn::StoreU(hn::InterleaveUpper(d, even0, odd0), d, out + to_stride);
+        hn::StoreU(hn::InterleaveLower(d, even1, odd1), d, out + 2 * to_stride);
+        hn::StoreU(hn::InterleaveUpper(d, even1, odd1), d, out + 3 * to_stride);
+      }
+      for (; i < last; ++i)
+        for (std::int64_t c = j; c < j + 4; ++c) to[c * to_stride + i] = x[i * stride + c];
+    }
+  }
+  for (std::int64_t j = 0; j < columns; ++j)
+    std::fill(to + j * to_stride + rows, to + j * to_stride + Padded(rows), 0.0f);
+}
+
+// Of the lanes j, j + 1, ... those below `end`.
+HWY_INLINE hn::Mask<D> Before(std::int64_t j, std::int64_t end) {
+  return hn::FirstN(D(), static_cast<std::size_t>(std::clamp<std::int64_t>(end - j, 0, kLanes)));
+}
+
+// out[i][j] = (factor[i] * x[i][j]) * e^(sum[i] - sum[j]) for j < i, and j = i if `diagonal`; zeros
+// for the other j < columns. Without factors, x[i][j] * e^(...). The exponent is masked before use:
+// above the diagonal it would overflow. Rows of x and out are kRows apart.
+inline void Decay(std::int64_t rows, std::int64_t columns, const float* factor, const float* sum,
+                  bool diagonal, const float* x, float* out) {
+  const D d;
+  for (std::int64_t i = 0; i < rows; ++i, x += kRows, out += kRows) {
+    const V at_i = hn::Set(d, sum[i]);
+    std::int64_t j = 0;
+    for (; j <= i; j += kLanes) {
+      const auto in = Before(j, diagonal ? i + 1 : i);
+      V y = hn::LoadU(d, x + j);
+      if (factor != nullptr) y = hn::Mul(hn::Set(d, factor[i]), y);
+      const V exponent = hn::IfThenElseZero(in, hn::Sub(at_i, hn::LoadU(d, sum + j)));
+      hn::StoreU(hn::IfThenElseZero(in, hn::Mul(y, Exp(d, exponent))), d, out + j);
+    }
+    for (; j < columns; j += kLanes) hn::StoreU(hn::Zero(d), d, out + j);
+  }
+}
+
+// e^x of a row, and e^(last - x).
+inline void ExpRow(const float* x, float* to) {
+  const D d;
+  for (std::int64_t i = 0; i < kRows; i += kLanes)
+    hn::StoreU(Exp(d, hn::LoadU(d, x + i)), d, to + i);
+}
+inline void ExpRowFrom(float last, const float* x, std::int64_t rows, float* to) {
+  const D d;
+  for (std::int64_t i = 0; i < rows; i += kLanes)
+    hn::StoreU(Exp(d, hn::Sub(hn::Set(d, last), hn::LoadU(d, x + i))), d, to + i);
+}
+
+// A state between its tensor and rows of keys, Padded(value_dim) apart.
+template <class X>
+void LoadState(const GdnDesc& d, const X* from, float* state) {
+  const std::int64_t stride = Padded(d.value_dim);
+  if (d.state_layout == StateLayout::key_value) {
+    tile::LoadAs(from, d.value_dim, d.key_dim, d.value_dim, state, stride);
+    return;
+  }
+  for (std::int64_t i = 0; i < d.key_dim; ++i)
+    for (std::int64_t j = 0; j < stride; ++j)
+      state[i * stride + j] = j < d.value_dim ? to_math(from[j * d.key_dim + i]) : 0;
+}
+template <class X>
+void StoreState(const GdnDesc& d, const float* state, X* to) {
+  const std::int64_t stride = Padded(d.value_dim);
+  if (d.state_layout == StateLayout::key_value) {
+    tile::StoreAs(state, stride, d.key_dim, d.value_dim, to, d.value_dim);
+    return;
+  }
+  for (std::int64_t j = 0; j < d.value_dim; ++j)
+    for (std::int64_t i = 0; i < d.key_dim; ++i)
+      to[j * d.key_dim + i] = from_math<X>(state[i * stride + j]);
+}
+
+}  // namespace gdn
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif
+#endif

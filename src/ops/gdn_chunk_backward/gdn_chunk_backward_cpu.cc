@@ -1,0 +1,417 @@
+#include "core/gdn.h"
+#include "cpu/dispatch.h"
+#include "cpu/gdn_scratch.h"
+#include "cpu/parallel.h"
+#include "plan/kernel.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/gdn_chunk_backward/gdn_chunk_backward_cpu.cc"
+#include "hwy/foreach_target.h"
+// after foreach_target.h
+#include "cpu/gdn-inl.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace {
+
+using Op = GdnChunkBackward;
+using cpu::gdn::BackwardScratch;
+using cpu::gdn::GateSums;
+using cpu::gdn::History;
+using gdn::kLanes;
+using gdn::kRows;
+using gdn::Padded;
+
+// One value head in one sequence.
+struct Head {
+  const Op::Desc& d;
+  const Op::Args& a;
+  const GdnSequence& sequence;
+  std::int64_t key_head, head;
+  std::int64_t state;  // the first element of its states
+  std::int64_t k_stride, v_stride;
+};
+
+// ---- forward ----
+
+// Keys, gates, k k^T, and the matrix L where kRow is below the diagonal.
+void LoadChunk(const Head& h, const GdnChunk& chunk, BackwardScratch& s) {
+  const std::int64_t rows = chunk.rows;
+  gdn::LoadKeys(h.d, h.a.k, h.a.mask, chunk, h.key_head, s.keys_queries);
+  gdn::Transpose(s.keys_queries, h.k_stride, rows, h.d.key_dim, s.transposed, kRows);
+  matmul::MultiplyToLower(rows, h.d.key_dim, {s.keys_queries, h.k_stride}, s.transposed, kRows,
+                          s.kk, kRows);
+  gdn::LoadRows(h.a.v, h.a.mask, chunk, h.d.value_heads, h.head, h.d.value_dim, s.v);
+  gdn::LoadGates(h.d, h.a, chunk, h.head, s.sum, s.beta);
+  gdn::ExpRow(s.sum, s.decay);
+  gdn::ExpRowFrom(s.sum[rows - 1], s.sum, rows, s.rest);
+}
+
+// y of each chunk and the state before it, transposed, go to the history.
+void Forward(const Head& h, BackwardScratch& s, const History& history) {
+  const gdn::D tag;
+  const std::int64_t width = h.d.value_dim;
+  if (h.a.initial_state) {
+    gdn::LoadState(h.d, h.a.initial_state.as<float>() + h.state, s.state);
+  } else {
+    std::fill_n(s.state, h.d.key_dim * h.v_stride, 0.0f);
+  }
+  for (std::int64_t n = 0; n < h.d.chunks(h.sequence.end - h.sequence.begin); ++n) {
+    const GdnChunk chunk = gdn_chunk(h.d, h.sequence, n);
+    const std::int64_t rows = chunk.rows;
+    LoadChunk(h, chunk, s);
+    gdn::Decay(rows, rows, s.beta, s.sum, false, s.kk, s.l);
+    gdn::Transpose(s.state, h.v_stride, h.d.key_dim, width, history.states + n * history.state_size,
+                   h.k_stride);
+    float* y = history.y + n * h.d.chunk * h.v_stride;
+    matmul::Multiply(rows, width, h.d.key_dim, {s.keys_queries, h.k_stride}, s.state, h.v_stride, y,
+                     h.v_stride);
+    for (std::int64_t i = 0; i < rows; ++i) {
+      const auto decay = hn::Set(tag, s.decay[i]), beta = hn::Set(tag, s.beta[i]);
+      for (std::int64_t j = i * h.v_stride; j < (i + 1) * h.v_stride; j += kLanes) {
+        const auto seen = hn::LoadU(tag, y + j), v = hn::LoadU(tag, s.v + j);
+        hn::StoreU(hn::Mul(beta, hn::NegMulAdd(decay, seen, v)), tag, y + j);
+      }
+    }
+    matmul::SolveLower(rows, width, {s.l, kRows}, y, h.v_stride);
+    std::copy_n(y, rows * h.v_stride, s.v);
+    tile::ScaleRows(s.rest, s.v, h.v_stride, rows, width);
+    tile::Scale(math::exp(s.sum[rows - 1]), s.state, h.d.key_dim * h.v_stride);
+    matmul::Multiply(h.d.key_dim, width, rows, {s.keys_queries, 1, h.k_stride}, s.v, h.v_stride,
+                     s.state, h.v_stride, true);
+  }
+}
+
+// ---- backward ----
+
+// E, L and P on and below the diagonal, from k k^T and q k^T.
+void Weights(std::int64_t rows, BackwardScratch& s) {
+  const gdn::D tag;
+  for (std::int64_t i = 0; i < rows; ++i) {
+    for (std::int64_t j = 0; j <= i; j += kLanes) {
+      const std::int64_t at = i * kRows + j;
+      const auto below = gdn::Before(j, i), on = gdn::Before(j, i + 1);
+      const auto exponent = hn::Sub(hn::Set(tag, s.sum[i]), hn::LoadU(tag, s.sum + j));
+      const auto e = hn::IfThenElseZero(on, Exp(tag, hn::IfThenElseZero(on, exponent)));
+      const auto l = hn::Mul(hn::Mul(hn::Set(tag, s.beta[i]), hn::LoadU(tag, s.kk + at)), e);
+      hn::StoreU(e, tag, s.e + at);
+      hn::StoreU(hn::IfThenElseZero(below, l), tag, s.l + at);
+      const auto p = hn::Mul(hn::LoadU(tag, s.qk + at), e);
+      hn::StoreU(hn::IfThenElseZero(on, p), tag, s.p + at);
+    }
+  }
+}
+
+// From r . y in s.dl and d_o . y in s.dp: DL in place of the one, DP of the other, X, W and W's
+// sums over columns.
+void WeightGradients(std::int64_t rows, BackwardScratch& s) {
+  const gdn::D tag;
+  std::fill(std::begin(s.columns), std::end(s.columns), 0.0f);
+  for (std::int64_t i = 0; i < rows; ++i) {
+    for (std::int64_t j = 0; j <= i; j += kLanes) {
+      const std::int64_t at = i * kRows + j;
+      const auto below = gdn::Before(j, i), on = gdn::Before(j, i + 1);
+      const auto dl = hn::IfThenElseZero(below, hn::Neg(hn::LoadU(tag, s.dl + at)));
+      const auto dp = hn::IfThenElseZero(on, hn::LoadU(tag, s.dp + at));
+      const auto e = hn::LoadU(tag, s.e + at), p = hn::LoadU(tag, s.p + at);
+      const auto w = hn::MulAdd(dl, hn::LoadU(tag, s.l + at), hn::Mul(dp, p));
+      const auto below_w = hn::IfThenElseZero(below, w);
+      const auto decayed = hn::IfThenElseZero(below, hn::Mul(dl, e));
+      hn::StoreU(below_w, tag, s.w + at);
+      hn::StoreU(hn::Add(hn::LoadU(tag, s.columns + j), below_w), tag, s.columns + j);
+      hn::StoreU(decayed, tag, s.dl + at);
+      hn::StoreU(hn::IfThenElseZero(below, hn::Mul(hn::Set(tag, s.beta[i]), decayed)), tag,
+                 s.x + at);
+      hn::StoreU(hn::IfThenElseZero(on, hn::Mul(dp, e)), tag, s.dp + at);
+    }
+  }
+}
+
+// dG and dbeta, from the products with the state and the weights' gradients; then dg.
+void GateGradients(const Head& h, std::int64_t rows, const float* state_transposed,
+                   BackwardScratch& s, float* dg) {
+  const std::int64_t keys = h.d.key_dim;
+  const float *k = s.keys_queries, *q = k + rows * h.k_stride;
+  const float *m = s.projected, *n = m + rows * h.k_stride;
+  float rests = 0;
+  for (std::int64_t i = 0; i < rows; ++i) {
+    const std::int64_t row = i * h.k_stride, values = i * h.v_stride, weights = i * kRows;
+    const float seen = Dot(k + row, m + row, keys);
+    s.dbeta[i] =
+        std::fma(-s.decay[i], seen, Dot(s.gradients + values, s.v + values, h.d.value_dim)) +
+        Dot(s.dl + weights, s.kk + weights, i);
+    const float rest = s.rest[i] * Dot(k + row, s.z + row, keys);
+    rests += rest;
+    const float own = std::fma(s.b[i], seen, s.decay[i] * Dot(q + row, n + row, keys));
+    dg[i] = own - rest + Dot(s.w + weights, s.ones, i) - s.columns[i];
+  }
+  float inner = 0;
+  for (std::int64_t j = 0; j < h.d.value_dim; ++j)
+    inner += Dot(state_transposed + j * h.k_stride, s.grad_transposed + j * h.k_stride, keys);
+  const float last = s.decay[rows - 1];
+  dg[rows - 1] = std::fma(last, inner, dg[rows - 1] + rests);
+  float total = 0;
+  for (std::int64_t i = rows - 1; i >= 0; --i) dg[i] = total = total + dg[i];
+}
+
+// dq = e N and dk = fma(b, M, l Z), in s.dq and s.dk.
+void KeyGradients(std::int64_t rows, std::int64_t stride, BackwardScratch& s) {
+  const gdn::D tag;
+  const float *m = s.projected, *n = m + rows * stride;
+  for (std::int64_t i = 0; i < rows; ++i) {
+    const auto decay = hn::Set(tag, s.decay[i]), rest = hn::Set(tag, s.rest[i]);
+    const auto b = hn::Set(tag, s.b[i]);
+    for (std::int64_t j = i * stride; j < (i + 1) * stride; j += kLanes) {
+      hn::StoreU(hn::Mul(decay, hn::LoadU(tag, n + j)), tag, s.dq + j);
+      const auto to_rest = hn::Mul(rest, hn::LoadU(tag, s.z + j));
+      hn::StoreU(hn::MulAdd(b, hn::LoadU(tag, m + j), to_rest), tag, s.dk + j);
+    }
+  }
+}
+
+void AddTo(float* sum, const float* x, std::int64_t n) {
+  const gdn::D tag;
+  for (std::int64_t i = 0; i < n; i += kLanes)
+    hn::StoreU(hn::Add(hn::LoadU(tag, sum + i), hn::LoadU(tag, x + i)), tag, sum + i);
+}
+
+void BackwardChunk(const Head& h, std::int64_t index, BackwardScratch& s, const History& history) {
+  const Op::Desc& d = h.d;
+  const Op::Args& a = h.a;
+  const GdnChunk chunk = gdn_chunk(d, h.sequence, index);
+  const std::int64_t rows = chunk.rows, keys = d.key_dim, width = d.value_dim;
+  const std::int64_t first = chunk.begin * d.value_heads + h.head;
+  const float* y = history.y + index * d.chunk * h.v_stride;
+  const float* state_transposed = history.states + index * history.state_size;
+  float *k = s.keys_queries, *q = k + rows * h.k_stride;
+  float *r = s.gradients, *d_o = r + rows * h.v_stride;
+
+  LoadChunk(h, chunk, s);
+  gdn::LoadKeys(d, a.q, a.mask, chunk, h.key_head, q);
+  tile::Scale(d.query_scale(), q, rows * h.k_stride);
+  matmul::MultiplyToLower(rows, keys, {q, h.k_stride}, s.transposed, kRows, s.qk, kRows);
+  Weights(rows, s);
+  gdn::LoadRows(a.d_o, a.mask, chunk, d.value_heads, h.head, width, d_o);
+  for (std::int64_t i = 0; i < rows; ++i) s.b[i] = -(s.beta[i] * s.decay[i]);
+
+  matmul::Multiply(rows, width, keys, {k, h.k_stride}, s.grad, h.v_stride, r, h.v_stride);
+  tile::ScaleRows(s.rest, r, h.v_stride, rows, width);
+  matmul::MultiplyUpper(rows, width, {s.p, 1, kRows}, d_o, h.v_stride, r, h.v_stride, true);
+  matmul::SolveUpper(rows, width, {s.l, 1, kRows}, r, h.v_stride);
+
+  gdn::Transpose(y, h.v_stride, rows, width, s.transposed, kRows);
+  matmul::MultiplyToLower(rows, width, {r, h.v_stride}, s.transposed, kRows, s.dl, kRows);
+  matmul::MultiplyToLower(rows, width, {d_o, h.v_stride}, s.transposed, kRows, s.dp, kRows);
+  WeightGradients(rows, s);
+
+  gdn::Transpose(s.grad, h.v_stride, keys, width, s.grad_transposed, h.k_stride);
+  matmul::Multiply(2 * rows, keys, width, {r, h.v_stride}, state_transposed, h.k_stride,
+                   s.projected, h.k_stride);
+  matmul::Multiply(rows, keys, width, {y, h.v_stride}, s.grad_transposed, h.k_stride, s.z,
+                   h.k_stride);
+  float* dg = history.dg + index * d.chunk;
+  GateGradients(h, rows, state_transposed, s, dg);
+  gdn::ClearMasked(a.mask, chunk, 1, dg);
+  gdn::ClearMasked(a.mask, chunk, 1, s.dbeta);
+  for (std::int64_t i = 0; i < rows; ++i) {
+    const std::int64_t at = first + i * d.value_heads;
+    float dbeta = s.dbeta[i];
+    if (d.beta_sigmoid && !(a.mask && a.mask.as<std::uint8_t>()[chunk.begin + i] == 0)) {
+      const float sigmoid = math::sigmoid(a.beta.as<float>()[at]);
+      const float slope = sigmoid * (1.0f - sigmoid);
+      dbeta *= d.allow_neg_eigval ? 2 * slope : slope;
+    }
+    a.d_beta.as<float>()[at] = dbeta;
+  }
+
+  KeyGradients(rows, h.k_stride, s);
+  matmul::MultiplyLower(rows, keys, {s.dp, kRows}, k, h.k_stride, s.dq, h.k_stride, true);
+  matmul::MultiplyUpper(rows, keys, {s.dp, 1, kRows}, q, h.k_stride, s.dk, h.k_stride, true);
+  matmul::MultiplyLower(rows, keys, {s.x, kRows}, k, h.k_stride, s.dk, h.k_stride, true);
+  matmul::MultiplyUpper(rows, keys, {s.x, 1, kRows}, k, h.k_stride, s.dk, h.k_stride, true);
+  AddTo(history.dq + index * d.chunk * h.k_stride, s.dq, rows * h.k_stride);
+  AddTo(history.dk + index * d.chunk * h.k_stride, s.dk, rows * h.k_stride);
+
+  std::copy_n(r, rows * h.v_stride, s.v);
+  tile::ScaleRows(s.beta, s.v, h.v_stride, rows, width);
+  gdn::ClearMasked(a.mask, chunk, h.v_stride, s.v);
+  tile::Store(s.v, h.v_stride, rows, width, a.d_v, first * width, d.value_heads * width);
+
+  tile::ScaleRows(s.b, r, h.v_stride, rows, width);
+  tile::ScaleRows(s.decay, d_o, h.v_stride, rows, width);
+  tile::Scale(s.decay[rows - 1], s.grad, keys * h.v_stride);
+  matmul::Multiply(keys, width, 2 * rows, {k, 1, h.k_stride}, r, h.v_stride, s.grad, h.v_stride,
+                   true);
+}
+
+// d_g, and what a_log and dt_bias get of it.
+GateSums StoreGateGradients(const Head& h, const float* dg) {
+  GateSums sums{};
+  const Op::Args& a = h.a;
+  for (std::int64_t t = h.sequence.begin; t < h.sequence.end; ++t) {
+    const std::int64_t at = t * h.d.value_heads + h.head;
+    float out = dg[t - h.sequence.begin];
+    if (h.d.gate && !(a.mask && a.mask.as<std::uint8_t>()[t] == 0)) {
+      const float a_log = a.a_log.as<float>()[h.head], bias = a.dt_bias.as<float>()[h.head];
+      const float input = a.g.as<float>()[at];
+      sums.a_log = std::fma(out, gdn_log_decay(input, a_log, bias), sums.a_log);
+      out = out * -math::exp(a_log) * gdn_softplus_slope(input + bias);
+      sums.dt_bias += out;
+    }
+    a.d_g.as<float>()[at] = out;
+  }
+  return sums;
+}
+
+// d_q or d_k of a key head, from the sum over its value heads.
+void StoreKeyGradients(const Head& h, const ConstView& x, float factor, float* gradient,
+                       const MutView& to, BackwardScratch& s) {
+  const gdn::D tag;
+  const Op::Desc& d = h.d;
+  for (std::int64_t n = 0; n < d.chunks(h.sequence.end - h.sequence.begin); ++n) {
+    const GdnChunk chunk = gdn_chunk(d, h.sequence, n);
+    float* rows = gradient + n * d.chunk * h.k_stride;
+    tile::Scale(factor, rows, chunk.rows * h.k_stride);
+    if (d.qk_l2norm) {
+      gdn::LoadRows(x, h.a.mask, chunk, d.key_heads, h.key_head, d.key_dim, s.dq);
+      for (std::int64_t i = 0; i < chunk.rows; ++i) {
+        float *row = rows + i * h.k_stride, *unit = s.dq + i * h.k_stride;
+        const float inverse = gdn::InverseNorm(unit, d.key_dim);
+        tile::Scale(inverse, unit, h.k_stride);
+        const auto along = hn::Set(tag, Dot(row, unit, d.key_dim)), f = hn::Set(tag, inverse);
+        for (std::int64_t j = 0; j < h.k_stride; j += kLanes) {
+          const auto across =
+              hn::NegMulAdd(along, hn::LoadU(tag, unit + j), hn::LoadU(tag, row + j));
+          hn::StoreU(hn::Mul(f, across), tag, row + j);
+        }
+      }
+    }
+    gdn::ClearMasked(h.a.mask, chunk, h.k_stride, rows);
+    tile::Store(rows, h.k_stride, chunk.rows, d.key_dim, to,
+                (chunk.begin * d.key_heads + h.key_head) * d.key_dim, d.key_heads * d.key_dim);
+  }
+}
+
+// Items [begin, end): sequences x key heads.
+void RunGdnChunkBackward(const Op::Desc& d, const Op::Args& a, const GdnSequence* sequences,
+                         std::int64_t begin, std::int64_t end, BackwardScratch& s,
+                         const History& history, GateSums* sums) {
+  std::fill(std::begin(s.ones), std::end(s.ones), 1.0f);
+  for (std::int64_t item = begin; item < end; ++item) {
+    const std::int64_t sequence = item / d.key_heads;
+    Head h{d, a, sequences[sequence], item % d.key_heads,
+           0, 0, Padded(d.key_dim),   Padded(d.value_dim)};
+    const std::int64_t chunks = d.chunks(h.sequence.end - h.sequence.begin);
+    std::fill_n(history.dq, chunks * d.chunk * h.k_stride, 0.0f);
+    std::fill_n(history.dk, chunks * d.chunk * h.k_stride, 0.0f);
+    for (std::int64_t i = 0; i < d.value_heads / d.key_heads; ++i) {
+      h.head = d.value_head(h.key_head, i);
+      h.state = (sequence * d.value_heads + h.head) * d.key_dim * d.value_dim;
+      Forward(h, s, history);
+      if (a.d_final_state) {
+        gdn::LoadState(d, a.d_final_state.as<float>() + h.state, s.grad);
+      } else {
+        std::fill_n(s.grad, d.key_dim * h.v_stride, 0.0f);
+      }
+      for (std::int64_t n = chunks - 1; n >= 0; --n) BackwardChunk(h, n, s, history);
+      if (a.d_initial_state) gdn::StoreState(d, s.grad, a.d_initial_state.as<float>() + h.state);
+      sums[sequence * d.value_heads + h.head] = StoreGateGradients(h, history.dg);
+    }
+    StoreKeyGradients(h, a.q, d.query_scale(), history.dq, a.d_q, s);
+    StoreKeyGradients(h, a.k, 1, history.dk, a.d_k, s);
+  }
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif  // BITTERN_SIMD
+
+#if HWY_ONCE
+namespace bittern {
+namespace {
+
+using Op = GdnChunkBackward;
+using cpu::gdn::BackwardScratch;
+using cpu::gdn::GateSums;
+using cpu::gdn::History;
+BITTERN_EXPORT(RunGdnChunkBackward);
+
+Status supports(const Op::Desc&) { return cpu::supported(); }
+
+// Floats a thread keeps of the head it is at, whose sequence may have all the tokens.
+struct Sizes {
+  explicit Sizes(const Op::Desc& d) {
+    // Rows of whole lines, whatever the vectors.
+    const auto padded = [](std::int64_t n) { return (n + 15) / 16 * 16; };
+    const std::int64_t chunks = d.chunks(d.tokens);
+    state = d.value_dim * padded(d.key_dim);
+    states = chunks * state;
+    values = chunks * d.chunk * padded(d.value_dim);
+    keys = chunks * d.chunk * padded(d.key_dim);
+    gates = chunks * 64;
+  }
+  std::int64_t total() const { return states + values + 2 * keys + gates; }
+  History at(float* p) const {
+    return {state,
+            p,
+            p + states,
+            p + states + values,
+            p + states + values + keys,
+            p + states + values + 2 * keys};
+  }
+  std::int64_t state, states, values, keys, gates;
+};
+
+// Sums for each sequence and head, the threads' scratch, and their histories.
+std::size_t sums_bytes(const Op::Desc& d) {
+  return (static_cast<std::size_t>(d.sequences() * d.value_heads) * sizeof(GateSums) + 63) / 64 *
+         64;
+}
+std::size_t workspace(const Op::Desc& d) {
+  const auto threads = static_cast<std::size_t>(std::max(num_threads(), 1));
+  return sums_bytes(d) + cpu::scratch_bytes<BackwardScratch>() +
+         threads * static_cast<std::size_t>(Sizes(d).total()) * sizeof(float);
+}
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
+  const std::vector<GdnSequence> sequences = gdn_sequences(d, a.cu_seqlens);
+  auto* bytes = static_cast<std::byte*>(workspace.data);
+  auto* sums = reinterpret_cast<GateSums*>(bytes);
+  auto* scratch = reinterpret_cast<BackwardScratch*>(bytes + sums_bytes(d));
+  auto* floats =
+      reinterpret_cast<float*>(bytes + sums_bytes(d) + cpu::scratch_bytes<BackwardScratch>());
+  const Sizes sizes(d);
+  const auto items = static_cast<std::int64_t>(sequences.size()) * d.key_heads;
+  cpu::parallel_slots(items, [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
+    BITTERN_CALL(RunGdnChunkBackward)(d, a, sequences.data(), begin, end, scratch[slot],
+                                      sizes.at(floats + slot * sizes.total()), sums);
+  });
+  for (std::int64_t h = 0; h < d.value_heads; ++h) {
+    GateSums total{};
+    for (std::int64_t n = 0; n < d.sequences(); ++n) {
+      total.a_log += sums[n * d.value_heads + h].a_log;
+      total.dt_bias += sums[n * d.value_heads + h].dt_bias;
+    }
+    if (a.d_a_log) a.d_a_log.as<float>()[h] = total.a_log;
+    if (a.d_dt_bias) a.d_dt_bias.as<float>()[h] = total.dt_bias;
+  }
+  return {};
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cpu",
+                                    .backend = "cpu",
+                                    .supports = supports,
+                                    .workspace = workspace,
+                                    .architecture = cpu::architecture,
+                                    .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<GdnChunkBackward>> gdn_chunk_backward_cpu() { return kKernels; }
+
+}  // namespace bittern
+#endif  // HWY_ONCE

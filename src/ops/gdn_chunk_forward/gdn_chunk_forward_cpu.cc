@@ -1,0 +1,145 @@
+#include "core/gdn.h"
+#include "cpu/dispatch.h"
+#include "cpu/gdn_scratch.h"
+#include "cpu/parallel.h"
+#include "plan/kernel.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/gdn_chunk_forward/gdn_chunk_forward_cpu.cc"
+#include "hwy/foreach_target.h"
+// after foreach_target.h
+#include "cpu/gdn-inl.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace {
+
+using Op = GdnChunkForward;
+using cpu::gdn::ForwardScratch;
+using gdn::kRows;
+
+// What the value heads of one key head share: keys and queries, k k^T and q k^T.
+void LoadKeys(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std::int64_t key_head,
+              ForwardScratch& s) {
+  const std::int64_t rows = chunk.rows, stride = gdn::Padded(d.key_dim);
+  float* q = s.keys_queries + rows * stride;
+  gdn::LoadKeys(d, a.k, a.mask, chunk, key_head, s.keys_queries);
+  gdn::LoadKeys(d, a.q, a.mask, chunk, key_head, q);
+  tile::Scale(d.query_scale(), q, rows * stride);
+  gdn::Transpose(s.keys_queries, stride, rows, d.key_dim, s.k_transposed, kRows);
+  matmul::MultiplyToLower(rows, d.key_dim, {s.keys_queries, stride}, s.k_transposed, kRows, s.kk,
+                          kRows);
+  matmul::MultiplyToLower(rows, d.key_dim, {q, stride}, s.k_transposed, kRows, s.qk, kRows);
+}
+
+void RunChunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std::int64_t h,
+              float* state, ForwardScratch& s) {
+  const std::int64_t rows = chunk.rows, width = d.value_dim,
+                     first = chunk.begin * d.value_heads + h;
+  const std::int64_t k_stride = gdn::Padded(d.key_dim), stride = gdn::Padded(width);
+  gdn::LoadGates(d, a, chunk, h, s.sum, s.beta);
+  gdn::ExpRow(s.sum, s.decay);
+  gdn::Decay(rows, rows, s.beta, s.sum, false, s.kk, s.l);
+  gdn::Decay(rows, rows, nullptr, s.sum, true, s.qk, s.p);
+
+  // k S and q S at once; the former turns into y, the latter into o.
+  float *y = s.products, *o = s.products + rows * stride;
+  matmul::Multiply(2 * rows, width, d.key_dim, {s.keys_queries, k_stride}, state, stride,
+                   s.products, stride);
+  gdn::LoadRows(a.v, a.mask, chunk, d.value_heads, h, width, s.v);
+  const gdn::D tag;
+  for (std::int64_t i = 0; i < rows; ++i) {
+    const auto decay = hn::Set(tag, s.decay[i]), beta = hn::Set(tag, s.beta[i]);
+    for (std::int64_t j = i * stride; j < (i + 1) * stride; j += gdn::kLanes) {
+      const auto seen = hn::LoadU(tag, y + j), v = hn::LoadU(tag, s.v + j);
+      hn::StoreU(hn::Mul(beta, hn::NegMulAdd(decay, seen, v)), tag, y + j);
+      hn::StoreU(hn::Mul(decay, hn::LoadU(tag, o + j)), tag, o + j);
+    }
+  }
+  matmul::SolveLower(rows, width, {s.l, kRows}, y, stride);
+  matmul::MultiplyLower(rows, width, {s.p, kRows}, y, stride, o, stride, true);
+  gdn::ClearMasked(a.mask, chunk, stride, o);
+  tile::Store(o, stride, rows, width, a.o, first * width, d.value_heads * width);
+
+  const float last = s.sum[rows - 1];
+  gdn::ExpRowFrom(last, s.sum, rows, s.decay);
+  tile::ScaleRows(s.decay, y, stride, rows, width);
+  tile::Scale(math::exp(last), state, d.key_dim * stride);
+  matmul::Multiply(d.key_dim, width, rows, {s.keys_queries, 1, k_stride}, y, stride, state, stride,
+                   true);
+}
+
+// Items [begin, end): sequences x key heads x their value heads.
+void RunGdnChunkForward(const Op::Desc& d, const Op::Args& a, const GdnSequence* sequences,
+                        std::int64_t begin, std::int64_t end, ForwardScratch& s) {
+  const std::int64_t group = d.value_heads / d.key_heads;
+  for (std::int64_t item = begin; item < end;) {
+    // Value heads of one key head go through the chunks together.
+    const std::int64_t n = item / d.value_heads, key_head = item % d.value_heads / group;
+    const std::int64_t member = item % group;
+    const std::int64_t count = std::min({group - member, end - item, cpu::gdn::kShared});
+    const auto head = [&](std::int64_t i) { return d.value_head(key_head, member + i); };
+    const auto at = [&](std::int64_t i) {
+      return (n * d.value_heads + head(i)) * d.key_dim * d.value_dim;
+    };
+    for (std::int64_t i = 0; i < count; ++i) {
+      if (a.initial_state) {
+        gdn::LoadState(d, a.initial_state.as<float>() + at(i), s.state[i]);
+      } else {
+        std::fill_n(s.state[i], d.key_dim * gdn::Padded(d.value_dim), 0.0f);
+      }
+    }
+    for (std::int64_t c = 0; c < d.chunks(sequences[n].end - sequences[n].begin); ++c) {
+      const GdnChunk chunk = gdn_chunk(d, sequences[n], c);
+      LoadKeys(d, a, chunk, key_head, s);
+      for (std::int64_t i = 0; i < count; ++i) RunChunk(d, a, chunk, head(i), s.state[i], s);
+    }
+    for (std::int64_t i = 0; i < count && a.final_state; ++i)
+      gdn::StoreState(d, s.state[i], a.final_state.as<float>() + at(i));
+    item += count;
+  }
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif  // BITTERN_SIMD
+
+#if HWY_ONCE
+namespace bittern {
+namespace {
+
+using Op = GdnChunkForward;
+using Scratch = cpu::gdn::ForwardScratch;
+BITTERN_EXPORT(RunGdnChunkForward);
+
+Status supports(const Op::Desc&) { return cpu::supported(); }
+
+std::size_t workspace(const Op::Desc&) { return cpu::scratch_bytes<Scratch>(); }
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
+  const std::vector<GdnSequence> sequences = gdn_sequences(d, a.cu_seqlens);
+  const auto items = static_cast<std::int64_t>(sequences.size()) * d.value_heads;
+  auto* scratch = static_cast<Scratch*>(workspace.data);
+  cpu::parallel_slots(items, [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
+    BITTERN_CALL(RunGdnChunkForward)(d, a, sequences.data(), begin, end, scratch[slot]);
+  });
+  return {};
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cpu",
+                                    .backend = "cpu",
+                                    .supports = supports,
+                                    .workspace = workspace,
+                                    .architecture = cpu::architecture,
+                                    .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<GdnChunkForward>> gdn_chunk_forward_cpu() { return kKernels; }
+
+}  // namespace bittern
+#endif  // HWY_ONCE

@@ -1,0 +1,86 @@
+#include "core/gdn.h"
+#include "cpu/dispatch.h"
+#include "cpu/gdn_scratch.h"
+#include "cpu/parallel.h"
+#include "plan/kernel.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/gdn_kkt/gdn_kkt_cpu.cc"
+#include "hwy/foreach_target.h"
+// after foreach_target.h
+#include "cpu/gdn-inl.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace {
+
+using Op = GdnKkt;
+using gdn::kRows;
+
+// Items [begin, end): chunks x heads. Value heads of one key head share its products.
+void RunGdnKkt(const Op::Desc& d, const Op::Args& a, const GdnChunk* chunks, std::int64_t begin,
+               std::int64_t end, cpu::gdn::KktScratch& s) {
+  const std::int64_t heads = d.value_heads, stride = gdn::Padded(d.key_dim);
+  std::int64_t done_chunk = -1, done_head = -1;
+  for (std::int64_t item = begin; item < end; ++item) {
+    const GdnChunk chunk = chunks[item / heads];
+    const std::int64_t h = item % heads, key_head = d.key_head(h), rows = chunk.rows;
+    const std::int64_t first = chunk.begin * heads + h;
+    if (done_chunk != item / heads || done_head != key_head) {
+      tile::Load(a.k, (chunk.begin * d.key_heads + key_head) * d.key_dim, d.key_heads * d.key_dim,
+                 rows, d.key_dim, s.k, stride);
+      gdn::Transpose(s.k, stride, rows, d.key_dim, s.k_transposed, kRows);
+      matmul::MultiplyToLower(rows, d.key_dim, {s.k, stride}, s.k_transposed, kRows, s.kk, kRows);
+      done_chunk = item / heads;
+      done_head = key_head;
+    }
+    gdn::LoadRow(a.beta, first, heads, rows, s.beta);
+    gdn::LoadRow(a.g, first, heads, rows, s.g);
+    gdn::Decay(rows, d.chunk, s.beta, s.g, false, s.kk, s.l);
+    tile::Store(s.l, kRows, rows, d.chunk, a.l, first * d.chunk, heads * d.chunk);
+  }
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif  // BITTERN_SIMD
+
+#if HWY_ONCE
+namespace bittern {
+namespace {
+
+using Op = GdnKkt;
+using Scratch = cpu::gdn::KktScratch;
+BITTERN_EXPORT(RunGdnKkt);
+
+Status supports(const Op::Desc&) { return cpu::supported(); }
+
+std::size_t workspace(const Op::Desc&) { return cpu::scratch_bytes<Scratch>(); }
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
+  const std::vector<GdnChunk> chunks = gdn_chunks(d, a.cu_seqlens);
+  const auto items = static_cast<std::int64_t>(chunks.size()) * d.value_heads;
+  auto* scratch = static_cast<Scratch*>(workspace.data);
+  cpu::parallel_slots(items, [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
+    BITTERN_CALL(RunGdnKkt)(d, a, chunks.data(), begin, end, scratch[slot]);
+  });
+  return {};
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cpu",
+                                    .backend = "cpu",
+                                    .supports = supports,
+                                    .workspace = workspace,
+                                    .architecture = cpu::architecture,
+                                    .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<GdnKkt>> gdn_kkt_cpu() { return kKernels; }
+
+}  // namespace bittern
+#endif  // HWY_ONCE

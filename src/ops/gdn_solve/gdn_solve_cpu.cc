@@ -1,0 +1,80 @@
+#include "core/gdn.h"
+#include "cpu/dispatch.h"
+#include "cpu/gdn_scratch.h"
+#include "cpu/parallel.h"
+#include "plan/kernel.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/gdn_solve/gdn_solve_cpu.cc"
+#include "hwy/foreach_target.h"
+// after foreach_target.h
+#include "cpu/gdn-inl.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace {
+
+using Op = GdnSolve;
+using gdn::kRows;
+
+// Items [begin, end): chunks x heads.
+void RunGdnSolve(const Op::Desc& d, const Op::Args& a, const GdnChunk* chunks, std::int64_t begin,
+                 std::int64_t end, cpu::gdn::SolveScratch& s) {
+  const std::int64_t heads = d.value_heads;
+  for (std::int64_t item = begin; item < end; ++item) {
+    const GdnChunk chunk = chunks[item / heads];
+    const std::int64_t rows = chunk.rows, first = chunk.begin * heads + item % heads;
+    tile::Load(a.l, first * d.chunk, heads * d.chunk, rows, rows, s.l, kRows);
+    std::fill(std::begin(s.a), std::end(s.a), 0.0f);
+    for (std::int64_t i = 0; i < rows; ++i) s.a[i * kRows + i] = 1;
+    matmul::SolveLower(rows, rows, {s.l, kRows}, s.a, kRows);
+    // A NaN of L may have come above the diagonal in a vector's other lanes.
+    for (std::int64_t i = 0; i < rows; ++i)
+      std::fill(s.a + i * kRows + i + 1, s.a + (i + 1) * kRows, 0.0f);
+    tile::Store(s.a, kRows, rows, d.chunk, a.a, first * d.chunk, heads * d.chunk);
+  }
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif  // BITTERN_SIMD
+
+#if HWY_ONCE
+namespace bittern {
+namespace {
+
+using Op = GdnSolve;
+using Scratch = cpu::gdn::SolveScratch;
+BITTERN_EXPORT(RunGdnSolve);
+
+Status supports(const Op::Desc&) { return cpu::supported(); }
+
+std::size_t workspace(const Op::Desc&) { return cpu::scratch_bytes<Scratch>(); }
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
+  const std::vector<GdnChunk> chunks = gdn_chunks(d, a.cu_seqlens);
+  const auto items = static_cast<std::int64_t>(chunks.size()) * d.value_heads;
+  auto* scratch = static_cast<Scratch*>(workspace.data);
+  cpu::parallel_slots(items, [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
+    BITTERN_CALL(RunGdnSolve)(d, a, chunks.data(), begin, end, scratch[slot]);
+  });
+  return {};
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cpu",
+                                    .backend = "cpu",
+                                    .supports = supports,
+                                    .workspace = workspace,
+                                    .architecture = cpu::architecture,
+                                    .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<GdnSolve>> gdn_solve_cpu() { return kKernels; }
+
+}  // namespace bittern
+#endif  // HWY_ONCE
