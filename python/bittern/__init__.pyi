@@ -62,6 +62,10 @@ __all__ = [
     "aura_attention",
     "gdn_recurrent_step",
     "gdn_chunk_backward",
+    "causal_conv1d",
+    "causal_conv1d_backward",
+    "gated_rms_norm",
+    "gated_rms_norm_backward",
 ]
 __version__: str
 
@@ -1148,4 +1152,162 @@ def gdn_chunk_backward(
 
     The gradients of a masked token are 0, and its d_o is not looked at. NaN and infinities stay in
     their sequence and head, or key head for d_q and d_k (d_a_log and d_dt_bias: head).
+    """
+
+def causal_conv1d(
+    x: Array | float,
+    weight: Array | float,
+    bias: Array | float | None = None,
+    initial_state: Array | float | None = None,
+    mask: Array | float | None = None,
+    cu_seqlens: Array | float | None = None,
+    *,
+    y: Array | Literal[False] | None = None,
+    final_state: Array | Literal[False] | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    channels: int | None = None,
+    width: int | None = None,
+    n_sequences: int | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    silu: bool = True,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> tuple[Any, ...]:
+    """Returns y, final_state.
+
+    A depthwise causal convolution along each sequence, with the state it starts from and leaves:
+
+      u[t][c] = bias[c] + sum over j < width of weight[c][j] * x[t - width + 1 + j][c]
+      y[t][c] = silu(u[t][c]), or u[t][c]
+
+    Positions t count from the sequence's start. x[-1], x[-2] ... are initial_state's, newest last,
+    or +0 where it is left out. final_state receives the last width - 1 inputs, those of
+    initial_state included when the sequence is shorter: exact copies.
+
+    In f32: u starts from the bias (+0 if left out) and is u = fma(weight, x, u), j ascending; silu
+    is core/math.h's; y is rounded to `element` once. Zeros that stand for absent inputs take part in
+    the sum like any other.
+
+    A token whose mask is 0 is not read: it counts as x = +0, also in final_state, and its y is +0.
+    NaN and infinities reach the next width - 1 tokens of their channel and sequence, and no others.
+    """
+
+def causal_conv1d_backward(
+    x: Array | float,
+    weight: Array | float,
+    dy: Array | float,
+    bias: Array | float | None = None,
+    initial_state: Array | float | None = None,
+    d_final_state: Array | float | None = None,
+    mask: Array | float | None = None,
+    cu_seqlens: Array | float | None = None,
+    *,
+    dx: Array | Literal[False] | None = None,
+    d_weight: Array | Literal[False] | None = None,
+    d_bias: Array | Literal[False] | None = None,
+    d_initial_state: Array | Literal[False] | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    channels: int | None = None,
+    width: int | None = None,
+    n_sequences: int | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    silu: bool = True,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> tuple[Any, ...]:
+    """Returns dx, d_weight, d_bias, d_initial_state.
+
+    The gradients of causal_conv1d. With u, x and the sequences as there (u is computed anew, in f32,
+    and never rounded further), and positions counted from the sequence's start:
+
+      du[t][c]          = dy[t][c] * silu_slope(u[t][c]), or dy[t][c];  +0 past the sequence's end
+      dx[t][c]          = sum over j < width of weight[c][j] * du[t + width - 1 - j][c]
+                          + d_final_state's value for x[t], where final_state holds x[t]
+      d_initial_state   the same at the positions t < 0
+      d_weight[c][j]    = sum over tokens of du[t][c] * x[t - width + 1 + j][c]
+      d_bias[c]         = sum over tokens of du[t][c]
+
+    dx is sum = fma(weight, du, sum), j ascending, from 0, then + d_final_state (only where that is
+    given and has a value), rounded to `element` once. At t < 0 the du of tokens before the start
+    are +0 and take part.
+
+    d_weight and d_bias go over each sequence in blocks of 64 tokens from its start: inside a block
+    sum = fma(du, x, sum) (sum + du for the bias), t ascending, from 0; then the halving tree over
+    all blocks of all sequences, in order. So bits do not depend on threads.
+
+    A masked token's dy is not read: its du and its dx are +0, and x there counts as +0.
+    """
+
+def gated_rms_norm(
+    x: Array | float,
+    z: Array | float,
+    weight: Array | float,
+    *,
+    y: Array | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    eps: float = 1e-06,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    rounding: Literal["once", "each"] = "once",
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> Any:
+    """Returns y.
+
+    A row normalised to root mean square 1, weighted, and gated:
+
+      rstd = 1 / sqrt((x.x) / dim + eps)
+      y_j  = ((x_j * rstd) * weight_j) * silu(z_j)
+
+    In f32, each operation above rounded once; x.x is summed as core/dot.h says, silu is
+    core/math.h's, eps is rounded to f32. y is rounded to `element`. With rounding = each so are x_j
+    * rstd and its product with weight_j, before they are used.
+
+    A row of zeros gives zeros (NaN when eps is 0). NaN and infinities stay in their row.
+    """
+
+def gated_rms_norm_backward(
+    x: Array | float,
+    z: Array | float,
+    weight: Array | float,
+    dy: Array | float,
+    *,
+    dx: Array | Literal[False] | None = None,
+    dz: Array | Literal[False] | None = None,
+    d_weight: Array | Literal[False] | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    eps: float = 1e-06,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> tuple[Any, ...]:
+    """Returns dx, dz, d_weight.
+
+    The gradients of gated_rms_norm. With rstd as there, and in each row
+
+      n_j = x_j * rstd     s_j = sigmoid(z_j)     h_j = dy_j * (z_j * s_j)     e_j = h_j * weight_j
+
+      dx_j     = rstd * fma(-n_j, (e.n) / dim, e_j)
+      dz_j     = (dy_j * (n_j * weight_j)) * silu_slope(z_j)
+      d_weight = sum over rows of h_j * n_j
+
+    In f32, each operation rounded once; e.n is summed as core/dot.h says, sigmoid and silu_slope are
+    core/math.h's. Results are rounded to `element`. The forward's roundings pass gradients straight
+    through. d_weight goes over rows in blocks of 64: sum = fma(h, n, sum) from 0, then the halving
+    tree over the blocks, in order. NaN and infinities stay in their row, and in d_weight's column.
     """

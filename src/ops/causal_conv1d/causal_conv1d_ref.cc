@@ -1,3 +1,4 @@
+#include "bittern/ops/causal_conv1d.h"
 #include "core/conv.h"
 #include "plan/kernel.h"
 

@@ -1,3 +1,4 @@
+#include "bittern/ops/causal_conv1d_backward.h"
 #include "core/conv.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"

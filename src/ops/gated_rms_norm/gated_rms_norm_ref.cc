@@ -1,3 +1,4 @@
+#include "bittern/ops/gated_rms_norm.h"
 #include "core/dot.h"
 #include "core/math.h"
 #include "core/numerics.h"
