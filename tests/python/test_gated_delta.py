@@ -87,14 +87,18 @@ def test_recurrent_step():
     assert np.array_equal(snapshots[:, -1], state)
 
 
-def test_chunk_backward_with_everything_fused():
+def test_everything_fused():
     c = case("fused")
     fused = {"qk_l2norm": True, "gate": True, "beta_sigmoid": True}
-    inputs = {n: c[n] for n in ("q", "k", "v")} | {"g": c["a"], "beta": c["b"]}
-    inputs |= {"a_log": c["a_log"], "dt_bias": c["dt_bias"], "initial_state": c["h0"]}
-    o, ht = bittern.gdn_chunk_forward(**inputs, **fused)
+    inputs = {n: c[n] for n in ("q", "k", "v", "a_log", "dt_bias")} | {"g": c["a"], "beta": c["b"]}
+    o, ht = bittern.gdn_chunk_forward(**inputs, initial_state=c["h0"], **fused)
     assert rms_ratio(o, c["o"]) < 1e-4 and rms_ratio(ht, c["ht"]) < 1e-4
-    gradients = bittern.gdn_chunk_backward(**inputs, d_o=c["do"], d_final_state=c["dht"], **fused)
+    state = c["h0"].copy()
+    o = bittern.gdn_recurrent_step(**inputs, state=state, snapshots=False, **fused)
+    assert rms_ratio(o, c["o"]) < 1e-4 and rms_ratio(state, c["ht"]) < 1e-4
+    gradients = bittern.gdn_chunk_backward(
+        **inputs, initial_state=c["h0"], d_o=c["do"], d_final_state=c["dht"], **fused
+    )
     theirs = ("dq", "dk", "dv", "da", "db", "da_log", "ddt_bias", "dh0")
     assert len(gradients) == len(theirs)
     for ours, name in zip(gradients, theirs):
