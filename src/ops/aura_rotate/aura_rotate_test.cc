@@ -29,8 +29,7 @@ TEST(AuraRotate, HadamardByHand) {
   for (const auto kernel : kBothKernels) {
     const AuraDesc d{.axis_size = 4};
     EXPECT_EQ(rotate(d, {1, 2, 3, 4}, {1, 1, 1, 1}, kernel), (std::vector<float>{5, -1, -2, 0}));
-    EXPECT_EQ(rotate(d, {1, 2, 3, 4}, {-1, 1, 1, -1}, kernel),
-              (std::vector<float>{0, 2, 1, -5}));
+    EXPECT_EQ(rotate(d, {1, 2, 3, 4}, {-1, 1, 1, -1}, kernel), (std::vector<float>{0, 2, 1, -5}));
     AuraDesc back = d;
     back.inverse = true;
     EXPECT_EQ(rotate(back, {5, -1, -2, 0}, {1, 1, 1, 1}, kernel), (std::vector<float>{1, 2, 3, 4}));
