@@ -422,8 +422,10 @@ NB_MODULE(_bittern, m) {
       .def_prop_ro(
           "optional",
           [](const OperandInfo& o) { return (o.expected.flags & Operand::kOptional) != 0; })
+      .def_prop_ro("in_out",
+                   [](const OperandInfo& o) { return (o.expected.flags & Operand::kInOut) != 0; })
       .def("__repr__", [](nb::handle self) {
-        return repr_of("Operand", self, {"name", "dtype", "shape", "output", "optional"});
+        return repr_of("Operand", self, {"name", "dtype", "shape", "output", "optional", "in_out"});
       });
 
   nb::class_<AnyOp>(m, "Op")
@@ -527,6 +529,8 @@ NB_MODULE(_bittern, m) {
              return nb::int_(checked(d.desc->get(field)));
            })
       .def("operands", [](const PyDesc& d) { return nb::tuple(nb::cast(d.operands())); })
+      .def("unchecked_operands",
+           [](const PyDesc& d) { return nb::tuple(nb::cast(d.desc->operands())); })
       .def("select", &PyDesc::select, nb::arg("device"), nb::arg("preference"),
            nb::arg("kernel").none());
 }

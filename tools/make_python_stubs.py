@@ -53,6 +53,9 @@ class Operand:
     def output(self) -> bool: ...
     @property
     def optional(self) -> bool: ...
+    @property
+    def in_out(self) -> bool:
+        """Read, then written."""
 
 class Op:
     @property

@@ -59,12 +59,12 @@ need_python() {
       say "Python packages of $requirements, into .venv"
       # Debian's own interpreter: one found on PATH may have no headers.
       "$python" -m pip --version >/dev/null 2>&1 || /usr/bin/python3 -m venv --clear .venv
-      if grep -q llama-cpp-python "$requirements"; then
+      if grep -q '^llama-cpp-python' "$requirements"; then
         # Comes as source and compiles for minutes: its wheel is kept.
         mkdir -p .cache/wheels
         links=(--find-links .cache/wheels)
         "$python" -m pip wheel -q --no-deps "${links[@]}" --wheel-dir .cache/wheels \
-          "$(grep llama-cpp-python "$requirements")"
+          "$(grep '^llama-cpp-python' "$requirements")"
       fi
       "$python" -m pip install -q "${links[@]}" -r "$requirements"
       touch "$stamp"

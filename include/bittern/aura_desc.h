@@ -78,6 +78,11 @@ struct AuraDesc {
   Shape rotation_shape() const {
     return rotation == Rotation::dense ? Shape{axis_size, axis_size} : Shape{axis_size};
   }
+  // A dense rotation is bound by its product, everything else by memory.
+  double rotation_flops() const {
+    const auto n = static_cast<double>(axis_size);
+    return rotation == Rotation::dense ? 2 * static_cast<double>(outer_size) * n * n : 0;
+  }
 };
 
 // Which fields an op reads beyond sizes, element and rotation.
@@ -101,6 +106,11 @@ Status check_codebook(std::string_view op, std::string_view operand, const float
                       std::int64_t count);  // finite
 Status check_signs(std::string_view op, std::string_view operand, const float* values,
                    std::int64_t count);  // +1 or -1
+// The same for the rotation's table, given what `d` says it is.
+inline Status check_rotation(std::string_view op, const AuraDesc& d, const ConstView& table) {
+  if (d.rotation != Rotation::hadamard) return {};
+  return check_signs(op, "rotation", table.as<float>(), d.axis_size);
+}
 
 template <AuraFields kFields, class D, class F>
 void visit_aura_fields(D& d, F&& f) {
@@ -115,6 +125,13 @@ void visit_aura_fields(D& d, F&& f) {
   if constexpr (kFields.codes) f("f16_norm", d.f16_norm, "norms are f16, not f32");
   if constexpr (kFields.rotated) f("rotated", d.rotated, "y stays in rotated space");
   if constexpr (kFields.inverse) f("inverse", d.inverse, "apply the inverse rotation");
+}
+
+// The operand `rotation`, where the kind has a table.
+template <class A, class F>
+void visit_rotation(const AuraDesc& d, A& a, F&& f) {
+  if (d.rotation == Rotation::identity) return;
+  f("rotation", a.rotation, Operand{DType::f32, d.rotation_shape()});
 }
 
 }  // namespace bittern

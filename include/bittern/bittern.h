@@ -1,12 +1,17 @@
 // Everything: the ops and the plan that runs them.
 #pragma once
 #include "bittern/gdn_desc.h"
+#include "bittern/ops/aura_decode.h"
+#include "bittern/ops/aura_encode.h"
+#include "bittern/ops/aura_rotate.h"
 #include "bittern/ops/aura_attention.h"
 #include "bittern/ops/dequantize_per_group.h"
 #include "bittern/ops/dequantize_per_group_backward.h"
 #include "bittern/ops/dynamic_quantize.h"
 #include "bittern/ops/fake_quantize_per_group.h"
 #include "bittern/ops/fake_quantize_per_group_backward.h"
+#include "bittern/ops/gdn_recompute_w_u.h"
+#include "bittern/ops/gdn_recurrent_step.h"
 #include "bittern/ops/pack_codes.h"
 #include "bittern/ops/qdq_affine_backward.h"
 #include "bittern/ops/qdq_affine_forward.h"

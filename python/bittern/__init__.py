@@ -6,13 +6,16 @@ One function per op takes numpy, mlx or torch arrays without copying them:
     scales, biases, q = bittern.qdq_affine_init(w, bits=4, method="mlx", storage="packed")
 
 How a function fills in what it was not told:
-  sizes      the array that has the op's full shape gives them: its last axis is the quantised one
-             (`axis` moves it, for granularity "channel"), the axes before it are rows. Other
-             operands may have those axes merged or not. Packed codes alone do not say how long a
-             row is; scales do.
-  dtypes     `element`, `code`, `f32_scale` and `storage` follow the arrays given.
+  sizes      the arrays' axes give them. Where an op has `outer_size` and `axis_size`, the array of
+             the op's full shape does: its last axis is the quantised one (`axis` moves it, for
+             granularity "channel"), the axes before it are rows. Other operands may have those axes
+             merged or not. Packed codes alone do not say how long a row is; scales do. In any other
+             op a size is the axis that is named after it, and axes before an operand's first are
+             merged into that one.
+  dtypes     `element`, `code`, `f32_scale` and their like follow the arrays given.
   outputs    those not given are allocated by the framework of the first array; `False` leaves an
-             optional one out. They are returned in the op's order, as a tuple if several.
+             optional one out. They are returned in the op's order, as a tuple if several. An
+             operand that is read and then written is given, and not returned.
   numbers    a Python number given for an input fills it.
   device     that of the first array.
 
@@ -65,7 +68,6 @@ def plan(op, *, device="cpu", preference="exact", kernel=None, **fields):
 
 
 _SIZES = ("outer_size", "axis_size", "inner_size")
-_DTYPE_FIELDS = ("element", "code", "storage", "f32_scale")
 # Sizes that show what an operand's axes mean: rows, groups and (times group_size) a row. No count
 # of packed words equals the second by chance.
 _ROWS, _GROUPS = 5, 1009
@@ -115,22 +117,18 @@ def _make_desc(op, fields):
     return desc
 
 
-def _probe_layout(desc, group_size):
-    """Each operand's shape for sizes that show what its axes are, and the length of a row there."""
-    length = _GROUPS * group_size if 0 < group_size < 2**40 else _GROUPS
-    desc.set("outer_size", _ROWS)
-    desc.set("axis_size", length)
-    return {o.name: o.shape for o in desc.operands()}, length
+def _is_dtype_field(field):
+    """Whether the arrays given say what it is."""
+    return field.name in ("storage", "f32_scale") or set(field.choices) & set(_FRAMEWORK_DTYPES)
 
 
 @_functools.lru_cache(maxsize=1024)
-def _infer(op, fields, free, dtypes):
+def _infer_dtypes(op, fields, free, dtypes, probe):
     """The values of the fields `free` for which most arrays have the dtype their operand wants.
 
-    With them come the operands' shapes and row length of `_probe_layout`.
+    With them comes what `probe` says about the sizes. It raises where the op knows no such values.
     """
     desc = _make_desc(op, fields)
-    group_size = dict(fields).get("group_size", 1)
     choices = []
     for field in free:
         rest = field.choices
@@ -142,19 +140,161 @@ def _infer(op, fields, free, dtypes):
         for field, value in zip(free, values):
             desc.set(field.name, value)
         try:
-            layout, length = _probe_layout(desc, group_size)
+            wanted, layout = probe(desc, fields)
         except (ValueError, NotImplementedError) as error:
             first_error = first_error or error  # perhaps not a combination the op knows
             continue
-        wanted = {o.name: o.dtype for o in desc.operands()}
         matches = sum(dtype == wanted.get(name) for name, dtype in dtypes)
         if matches > best_matches:
-            best, best_matches = (values, layout, length), matches
+            best, best_matches = (values, layout), matches
         if matches == len(dtypes):
             break
     if best is None:
         raise first_error
     return best
+
+
+class _RowSizes:
+    """outer_size, axis_size and inner_size, from an array of the op's full shape."""
+
+    def __init__(self, op, inputs):
+        self.op = op.name
+        self.names = _SIZES
+        fields = {f.name: f for f in op.fields}
+        self.has_inner = "inner_size" in fields
+        group_size = fields["group_size"].default if "group_size" in fields else 1
+        _, (layout, length) = self.probe(_Desc(op.name), (("group_size", group_size),))
+        # An op whose inputs do not show the length of a row must be told.
+        self.needs_axis_size = not any(
+            layout.get(o.name) in ((_ROWS, length), (_ROWS, _GROUPS)) for o in inputs
+        )
+
+    @staticmethod
+    def probe(desc, fields):
+        """The operands' dtypes, and their shapes for sizes that show what their axes are."""
+        group_size = dict(fields).get("group_size", 1)
+        length = _GROUPS * group_size if 0 < group_size < 2**40 else _GROUPS
+        desc.set("outer_size", _ROWS)
+        desc.set("axis_size", length)
+        operands = desc.operands()
+        return {o.name: o.dtype for o in operands}, ({o.name: o.shape for o in operands}, length)
+
+    def set(self, desc, tensors, found, fields, given):
+        """Sets the sizes; returns the shape of an output, made from the plan's operand."""
+        layout, length = found
+        rows, axes = self.find(tensors, layout, length, fields, given)
+        desc.set("outer_size", _math.prod(rows))
+        desc.set("axis_size", axes[0])
+        if self.has_inner:
+            desc.set("inner_size", _math.prod(axes[1:]))
+
+        def output_shape(operand):
+            if layout[operand.name] == (_ROWS, length):
+                return rows + axes
+            if layout[operand.name][0] == _ROWS:
+                return rows + operand.shape[1:]
+            return operand.shape
+
+        return output_shape
+
+    def find(self, tensors, layout, length, fields, given):
+        """The axes before and from the quantised one on."""
+        for full in (True, False):  # an array of the full shape, else one with an entry per group
+            for name, tensor in tensors.items():
+                if layout.get(name) != ((_ROWS, length) if full else (_ROWS, _GROUPS)):
+                    continue
+                shape = tensor.shape
+                axis = given.get("axis", -1) if full else -1
+                if not -len(shape) <= axis < len(shape):
+                    raise ValueError(f"{self.op}: {name}: shape {list(shape)} has no axis {axis}")
+                axis %= len(shape)
+                rows, axes = shape[:axis], shape[axis:]
+                if not full:
+                    axes = (axes[0] * fields.get("group_size", 1),)
+                return rows, axes
+        if given.get("axis_size") is not None:
+            name, tensor = next((n, t) for n, t in tensors.items() if n in layout)
+            return tensor.shape[:-1], (given["axis_size"],)
+        raise ValueError(f"{self.op}: no array given tells the length of a row")
+
+
+class _NamedSizes:
+    """Sizes that are axes of the operands, found by trying two numbers for each field.
+
+    An axis that is then the number plus c is the field plus c. A field with c != 0 (sequences, of
+    which n need n + 1 offsets) comes from such axes alone, and keeps its default without them. A
+    field that changes how many axes there are is a choice, not a size: it is given or has its
+    default.
+    """
+
+    PROBES = 1009, 2003
+
+    def __init__(self, op, inputs):
+        self.op = op.name
+        self.names = ()
+        self.has_inner = self.needs_axis_size = False
+        self.sizes = [f.name for f in op.fields if not f.choices and isinstance(f.default, int)]
+        self.defaults = {f.name: f.default for f in op.fields}
+
+    def probe(self, desc, fields):
+        wanted = {o.name: o.dtype for o in self.safe(desc, fields).unchecked_operands()}
+        return wanted, None
+
+    def safe(self, desc, fields):
+        """A copy whose sizes can be computed with, whatever was given."""
+        desc = desc.copy()
+        for name, value in dict(fields).items():
+            if name in self.sizes and not (isinstance(value, int) and 0 < value < 2**31):
+                desc.set(name, self.defaults[name])
+        return desc
+
+    def axes_of(self, desc, field):
+        """[(operand, its number of axes, axis, c)] of the axes that are `field` + c."""
+        shapes = []
+        for value in (desc.get(field), *self.PROBES):
+            trial = desc.copy()
+            trial.set(field, value)
+            shapes.append({o.name: o.shape for o in trial.unchecked_operands()})
+        found = []
+        for name, first in shapes[1].items():
+            second = shapes[2].get(name, ())
+            if not len(shapes[0].get(name, first)) == len(first) == len(second):
+                return []
+            for axis, (a, b) in enumerate(zip(first, second)):
+                c = a - self.PROBES[0]
+                if a != b and c == b - self.PROBES[1] and abs(c) <= 1:
+                    found.append((name, len(first), axis, c))
+        return found
+
+    def set(self, desc, tensors, _, fields, given):
+        trial = self.safe(desc, fields)
+        free = [n for n in self.sizes if n not in fields]
+        merged = {}  # a field, and the axes of an array that it counts together
+        for offsets in (True, False):
+            for field in free:
+                axes = self.axes_of(trial, field)
+                if any(c for *_, c in axes) != offsets:
+                    continue
+                for name, count, axis, c in axes:
+                    shape = tensors[name].shape if name in tensors else ()
+                    if (offsets and c == 0) or len(shape) < count:
+                        continue
+                    extra = len(shape) - count
+                    lead, rest = shape[: extra + 1], shape[extra + 1 :]
+                    if axis == 0 and extra > 0:
+                        merged[field] = lead
+                    value = (_math.prod(lead), *rest)[axis] - c
+                    desc.set(field, value)
+                    if 0 < value < 2**31:
+                        trial.set(field, value)
+                    break
+        leading = {n: f for f in merged for n, _, axis, c in self.axes_of(trial, f) if axis == c == 0}
+
+        def output_shape(operand):
+            field = leading.get(operand.name)
+            return merged[field] + operand.shape[1:] if field else operand.shape
+
+        return output_shape
 
 
 class _Function:
@@ -163,28 +303,24 @@ class _Function:
     def __init__(self, op):
         self.op = op
         self.fields = {f.name: f for f in op.fields}
-        self.inputs = [o for o in op.operands if not o.output]
-        self.outputs = [o for o in op.operands if o.output]
-        self.has_inner = "inner_size" in self.fields
-        group_size = self.fields["group_size"].default if "group_size" in self.fields else 1
-        layout, length = _probe_layout(_Desc(op.name), group_size)
-        # An op whose inputs do not show the length of a row must be told.
-        self.needs_axis_size = not any(
-            layout.get(o.name) in ((_ROWS, length), (_ROWS, _GROUPS)) for o in self.inputs
-        )
+        self.inputs = [o for o in op.operands if not o.output or o.in_out]
+        self.outputs = [o for o in op.operands if o.output and not o.in_out]
+        self.sizes = (_RowSizes if "axis_size" in self.fields else _NamedSizes)(op, self.inputs)
 
     def parameters(self):
         """(name, kind, default) of each parameter; kind is input, output, field or option."""
         for o in sorted(self.inputs, key=lambda o: o.optional):
             yield o.name, "input", None if o.optional else _inspect.Parameter.empty
-        if self.needs_axis_size:
+        if self.sizes.needs_axis_size:
             yield "axis_size", "field", _inspect.Parameter.empty
         for o in self.outputs:
             yield o.name, "output", None
         for f in self.fields.values():
-            if f.name not in _SIZES:
-                yield f.name, "field", None if f.name in _DTYPE_FIELDS else f.default
-        if self.has_inner:
+            if f.name in self.sizes.names:
+                continue
+            inferred = _is_dtype_field(f) or f.name in getattr(self.sizes, "sizes", ())
+            yield f.name, "field", None if inferred else f.default
+        if self.sizes.has_inner:
             yield "axis", "option", -1
         yield "device", "option", None
         yield "preference", "option", "exact"
@@ -195,7 +331,7 @@ class _Function:
     def run(self, given):
         op = self.op.name
         where = {o.name: f"{op}: {o.name}" for o in self.op.operands}
-        outputs = {o.name for o in self.outputs}
+        written = {o.name for o in self.op.operands if o.output}
         arrays = {
             name: given[name]
             for name in where
@@ -204,77 +340,43 @@ class _Function:
         numbers = {n: a for n, a in arrays.items() if isinstance(a, (int, float))}
         for name in numbers:
             del arrays[name]
-            if name in outputs:
+            if name in written:
                 raise ValueError(f"{where[name]}: {numbers[name]}, expected an array or False")
-        tensors = {n: _Tensor(where[n], a, n in outputs) for n, a in arrays.items()}
+        tensors = {n: _Tensor(where[n], a, n in written) for n, a in arrays.items()}
         if not tensors:
             raise ValueError(f"{op}: no arrays, expected at least one")
 
-        fields = {n: given[n] for n in self.fields if n not in _SIZES and given[n] is not None}
+        names = self.sizes.names
+        fields = {n: given[n] for n in self.fields if n not in names and given[n] is not None}
         desc = _make_desc(op, fields.items())
-        free = tuple(self.fields[n] for n in _DTYPE_FIELDS if n in self.fields and n not in fields)
+        free = tuple(f for n, f in self.fields.items() if n not in fields and _is_dtype_field(f))
         dtypes = tuple((n, t.dtype) for n, t in tensors.items())
-        values, layout, length = _infer(op, tuple(fields.items()), free, dtypes)
+        values, found = _infer_dtypes(op, tuple(fields.items()), free, dtypes, self.sizes.probe)
         for field, value in zip(free, values):
             desc.set(field.name, value)
-        rows, axes = self.set_sizes(desc, tensors, layout, length, fields, given)
+        output_shape = self.sizes.set(desc, tensors, found, fields, given)
         device = given["device"] or next(iter(tensors.values())).device
         chosen = desc.select(device, given["preference"], given["kernel"])
 
         like = next(iter(arrays.values()))
         operands, results = {}, []
         for o in chosen.operands:
+            made = o.output and not o.in_out
             if o.name in numbers:
                 arrays[o.name] = _new_array(like, o.shape, o.dtype, numbers[o.name])
-            elif (
-                o.output
-                and o.name not in arrays
-                and not (o.optional and given.get(o.name) is False)
-            ):
-                shape = o.shape
-                if layout[o.name] == (_ROWS, length):
-                    shape = rows + axes
-                elif layout[o.name][0] == _ROWS:
-                    shape = rows + o.shape[1:]
-                arrays[o.name] = _new_array(like, shape, o.dtype)
+            elif made and o.name not in arrays:
+                if not (o.optional and given.get(o.name) is False):
+                    arrays[o.name] = _new_array(like, output_shape(o), o.dtype)
             if o.name in arrays:
                 tensor = tensors.pop(o.name, None) or _Tensor(
                     where[o.name], arrays[o.name], o.output
                 )
                 operands[o.name] = tensor.merge_axes(where[o.name], o.shape)
-                if o.output:
+                if made:
                     results.append(arrays[o.name])
         operands.update(tensors)  # operands this problem does not have: the plan names them
         chosen.run(stream=given["stream"], workspace=given["workspace"], **operands)
         return results[0] if len(results) == 1 else tuple(results)
-
-    def set_sizes(self, desc, tensors, layout, length, fields, given):
-        """Sets outer_size, axis_size and inner_size; returns the axes before and from `axis` on."""
-        op = self.op.name
-        for full in (True, False):  # an array of the full shape, else one with an entry per group
-            for name, tensor in tensors.items():
-                if layout.get(name) != ((_ROWS, length) if full else (_ROWS, _GROUPS)):
-                    continue
-                shape = tensor.shape
-                axis = given.get("axis", -1) if full else -1
-                if not -len(shape) <= axis < len(shape):
-                    raise ValueError(f"{op}: {name}: shape {list(shape)} has no axis {axis}")
-                axis %= len(shape)
-                rows, axes = shape[:axis], shape[axis:]
-                if not full:
-                    axes = (axes[0] * fields.get("group_size", 1),)
-                return self.apply_sizes(desc, rows, axes)
-        if given.get("axis_size") is not None:
-            name, tensor = next((n, t) for n, t in tensors.items() if n in layout)
-            return self.apply_sizes(desc, tensor.shape[:-1], (given["axis_size"],))
-        raise ValueError(f"{op}: no array given tells the length of a row")
-
-    def apply_sizes(self, desc, rows, axes):
-        desc.set("outer_size", _math.prod(rows))
-        desc.set("axis_size", axes[0])
-        if self.has_inner:
-            desc.set("inner_size", _math.prod(axes[1:]))
-        return rows, axes
 
 
 def _make_function(op):

@@ -7,13 +7,16 @@ One function per op takes numpy, mlx or torch arrays without copying them:
     scales, biases, q = bittern.qdq_affine_init(w, bits=4, method="mlx", storage="packed")
 
 How a function fills in what it was not told:
-  sizes      the array that has the op's full shape gives them: its last axis is the quantised one
-             (`axis` moves it, for granularity "channel"), the axes before it are rows. Other
-             operands may have those axes merged or not. Packed codes alone do not say how long a
-             row is; scales do.
-  dtypes     `element`, `code`, `f32_scale` and `storage` follow the arrays given.
+  sizes      the arrays' axes give them. Where an op has `outer_size` and `axis_size`, the array of
+             the op's full shape does: its last axis is the quantised one (`axis` moves it, for
+             granularity "channel"), the axes before it are rows. Other operands may have those axes
+             merged or not. Packed codes alone do not say how long a row is; scales do. In any other
+             op a size is the axis that is named after it, and axes before an operand's first are
+             merged into that one.
+  dtypes     `element`, `code`, `f32_scale` and their like follow the arrays given.
   outputs    those not given are allocated by the framework of the first array; `False` leaves an
-             optional one out. They are returned in the op's order, as a tuple if several.
+             optional one out. They are returned in the op's order, as a tuple if several. An
+             operand that is read and then written is given, and not returned.
   numbers    a Python number given for an input fills it.
   device     that of the first array.
 
@@ -48,6 +51,7 @@ __all__ = [
     "qdq_affine_backward",
     "pack_codes",
     "unpack_codes",
+    "gdn_recompute_w_u",
 ]
 __version__: str
 
@@ -81,6 +85,9 @@ class Operand:
     def output(self) -> bool: ...
     @property
     def optional(self) -> bool: ...
+    @property
+    def in_out(self) -> bool:
+        """Read, then written."""
 
 class Op:
     @property
@@ -536,4 +543,51 @@ def unpack_codes(
 
     codes[j] = bits [j*bits, (j+1)*bits) of a row's little-endian bit stream in u32 words: the
     inverse of pack_codes.
+    """
+
+def gdn_recompute_w_u(
+    k: Array | float,
+    v: Array | float,
+    beta: Array | float,
+    g: Array | float,
+    a: Array | float,
+    cu_seqlens: Array | float | None = None,
+    *,
+    w: Array | Literal[False] | None = None,
+    u: Array | Literal[False] | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    key_heads: int | None = None,
+    value_heads: int | None = None,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    chunk: int | None = None,
+    n_sequences: int | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    a_element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    head_map: Literal["grouped", "tiled"] = "grouped",
+    lower_triangular: bool = False,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> tuple[Any, ...]:
+    """Returns w, u.
+
+    The gated delta rule's WY factors of each chunk, from A = (I + L)^-1:
+
+      u[i] = X(sum over j of A[i][j] * vb[j])      vb[j] = X(v[j] * beta[j])
+      w[i] = X(sum over j of A[i][j] * kb[j])      kb[j] = X((k[j] * beta[j]) * e^g[j])
+
+    for rows i, j of one chunk, g being summed from the chunk's start (gdn_cumsum). X rounds to
+    `element`, nearest even. v * beta, k * beta and (k * beta) * e^g are each rounded to f32 first,
+    e^g is exp of core/math.h, within 1 ulp. A sum is acc = fma(A[i][j], b[j], acc) in f32, j
+    ascending, from 0. So each result lies within 64 * 2^-24 * sum |terms| and half an ulp of the
+    exact product of the rounded operands.
+
+    j runs over the tokens of the chunk: columns of A past a ragged chunk are never read. All of
+    these j count, also those above the diagonal; with lower_triangular those alone with j <= i, and
+    the others are not read. NaN and infinities go where these products put them: no further than
+    their chunk and head. Either output may be left out.
     """

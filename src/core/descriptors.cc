@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "bittern/aura_desc.h"
 #include "bittern/bittern.h"
@@ -189,6 +190,36 @@ Status check_gdn_desc(std::string_view op, const GdnDesc& d) {
     return fail(op, "allow_neg_eigval", "true, expected false without beta_sigmoid");
   }
   if (!std::isfinite(d.scale)) return fail(op, "scale", "expected a finite number");
+  return {};
+}
+
+Status GdnRecurrentStep::check(const Desc& d) {
+  BITTERN_TRY(check_gdn_desc(kName, d.heads()));
+  BITTERN_TRY(expect_between(kName, "pool", d.pool, 0, INT32_MAX));
+  if (d.pool > 0 && d.pool < d.batch) {
+    return fail(
+        kName, "pool",
+        std::to_string(d.pool) + ", expected 0 or at least batch " + std::to_string(d.batch));
+  }
+  BITTERN_TRY(expect_countable(kName, {d.states(), d.value_heads, d.key_dim, d.value_dim}));
+  return expect_countable(kName, {d.batch, d.tokens, d.value_heads, d.key_dim, d.value_dim});
+}
+
+Status GdnRecurrentStep::check_contents(const Desc& d, const Args& a) {
+  if (d.pool == 0) return {};
+  const std::int32_t* index = a.state_index.as<std::int32_t>();
+  std::vector<std::int64_t> user(static_cast<std::size_t>(d.pool), -1);
+  for (std::int64_t s = 0; s < d.batch; ++s) {
+    const auto wrong = [&](const std::string& expected) {
+      return fail(
+          kName, "state_index",
+          "[" + std::to_string(s) + "] is " + std::to_string(index[s]) + ", expected " + expected);
+    };
+    if (index[s] < 0 || index[s] >= d.pool) return wrong("0.." + std::to_string(d.pool - 1));
+    std::int64_t& first = user[static_cast<std::size_t>(index[s])];
+    if (first >= 0) return wrong("a state other than that of [" + std::to_string(first) + "]");
+    first = s;
+  }
   return {};
 }
 

@@ -1,7 +1,9 @@
 // Splits work over the OpenMP team in fixed contiguous ranges.
 #pragma once
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "bittern/device.h"
 
@@ -36,6 +38,30 @@ void parallel(std::int64_t n, std::int64_t grain, F&& f, std::int64_t align = 1)
   for (std::int64_t t = 0; t < team; ++t) {
     if (edge(t) < edge(t + 1)) f(edge(t), edge(t + 1));
   }
+}
+
+// Threads that may work at once on n items, each of which needs scratch of its own.
+inline std::int64_t slots(std::int64_t n) {
+  return std::clamp<std::int64_t>(num_threads(), 1, std::max<std::int64_t>(n, 1));
+}
+
+// The workspace of a kernel whose every slot needs a Scratch.
+template <class Scratch>
+std::size_t scratch_bytes() {
+  static_assert(alignof(Scratch) == 64 && std::is_trivially_default_constructible_v<Scratch>);
+  return static_cast<std::size_t>(std::max(num_threads(), 1)) * sizeof(Scratch);
+}
+
+// Calls f(slot, begin, end) on disjoint ranges that cover [0, n), where no two calls that run at
+// once have the same slot < slots(n).
+template <class F>
+void parallel_slots(std::int64_t n, F&& f) {
+  const std::int64_t count = slots(n);
+  const auto edge = [&](std::int64_t slot) { return n / count * slot + n % count * slot / count; };
+  parallel(count, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t slot = first; slot < last; ++slot)
+      if (edge(slot) < edge(slot + 1)) f(slot, edge(slot), edge(slot + 1));
+  });
 }
 
 }  // namespace bittern::cpu

@@ -209,6 +209,27 @@ inline HWY_NOINLINE void MultiplyLanes(const float* HWY_RESTRICT matrix, std::in
 
 // ---- rows ----
 
+HWY_INLINE std::int64_t RoundUpToLanes(std::int64_t n) {
+  return (n + kF32Lanes - 1) / kF32Lanes * kF32Lanes;
+}
+
+// x[0, n) as f32, and zeros up to a whole vector.
+template <class X>
+HWY_INLINE void LoadRow(const X* HWY_RESTRICT x, std::int64_t n, float* HWY_RESTRICT row) {
+  const DF32 d;
+  std::int64_t j = 0;
+  for (; j + kF32Lanes <= n; j += kF32Lanes) hn::StoreU(LoadMath(d, x + j), d, row + j);
+  for (; j < n; ++j) row[j] = to_math(x[j]);
+  for (; j < RoundUpToLanes(n); ++j) row[j] = 0;
+}
+template <class X>
+HWY_INLINE void StoreRow(const float* HWY_RESTRICT row, std::int64_t n, X* HWY_RESTRICT x) {
+  const DF32 d;
+  std::int64_t j = 0;
+  for (; j + kF32Lanes <= n; j += kF32Lanes) StoreMath(d, hn::LoadU(d, row + j), x + j);
+  for (; j < n; ++j) x[j] = from_math<X>(row[j]);
+}
+
 class RowRotation {
  public:
   RowRotation(Rotation kind, std::int64_t dim, const float* table)

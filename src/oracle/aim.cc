@@ -1,5 +1,7 @@
 #include "oracle/aim.h"
 
+#include <algorithm>
+
 namespace bittern::oracle {
 
 void aim_scale(const ConstView& scale, Rng& rng) {
@@ -223,6 +225,87 @@ std::vector<AffineDesc> affine_cases() {
                    .storage = CodeStorage::packed});
   cases.push_back({.outer_size = 2, .axis_size = 2048, .group_size = 64, .bits = 4});
   return cases;
+}
+
+std::vector<GdnDesc> gdn_cases(const GdnFields& fields) {
+  struct Sizes {
+    std::int64_t batch, tokens, key_heads, value_heads, key_dim, value_dim;
+    std::int32_t chunk;
+    std::int64_t n_sequences;
+  };
+  static constexpr Sizes kSizes[] = {
+      {1, 1, 1, 1, 1, 1, 16, 0},       {2, 33, 2, 2, 17, 5, 16, 0},
+      {1, 70, 1, 3, 16, 24, 64, 0},    {1, 100, 2, 6, 40, 33, 32, 4},
+      {1, 5, 1, 2, 128, 100, 64, 3},   {1, 129, 1, 1, 64, 80, 64, 0},
+      {1, 0, 1, 1, 8, 8, 64, 2},       {0, 7, 1, 1, 8, 8, 64, 0},
+      {2, 0, 1, 2, 8, 8, 16, 0},       {1, 40, 1, 2, 256, 250, 16, 0},
+      {1, 131, 1, 1, 100, 128, 64, 2}, {3, 64, 3, 3, 31, 48, 32, 0},
+  };
+  std::vector<GdnDesc> cases;
+  std::size_t turn = 0;
+  for (const Sizes& s : kSizes) {
+    for (const DType element : {DType::f32, DType::f16, DType::bf16}) {
+      if (!fields.keys && !fields.values && element != DType::f32) continue;
+      // Seven and three turns share no factor, so every pair of settings meets.
+      const std::size_t bits = turn++ % 7;
+      GdnDesc d{.batch = s.batch, .tokens = s.tokens, .value_heads = s.value_heads};
+      d.chunk = s.chunk;
+      d.n_sequences = s.n_sequences;
+      if (fields.keys || fields.values) d.element = element;
+      if (fields.keys) {
+        d.key_heads = s.key_heads;
+        d.key_dim = s.key_dim;
+        d.head_map = (bits & 1) != 0 ? HeadMap::tiled : HeadMap::grouped;
+      }
+      if (fields.values) d.value_dim = s.value_dim;
+      if (fields.matrix) d.a_element = (bits & 2) != 0 ? DType::bf16 : DType::f32;
+      if (fields.triangle) d.lower_triangular = bits % 3 == 1;
+      if (fields.state)
+        d.state_layout = (bits & 2) != 0 ? StateLayout::value_key : StateLayout::key_value;
+      if (fields.scale) d.scale = bits == 4 ? -0.3 : 0;
+      if (fields.gate) d.gate = bits % 3 == 1;
+      if (fields.fused) {
+        d.qk_l2norm = (bits & 4) != 0;
+        d.beta_sigmoid = bits % 3 == 2;
+        d.allow_neg_eigval = bits == 5;
+      }
+      cases.push_back(d);
+    }
+  }
+  return cases;
+}
+
+void aim_sequences(const GdnDesc& d, const ConstView& cu_seqlens, Rng& rng) {
+  if (!cu_seqlens || d.n_sequences == 0) return;
+  auto* at = data<std::int32_t>(cu_seqlens);
+  at[0] = 0;
+  for (std::int64_t i = 1; i < d.n_sequences; ++i)
+    at[i] = rng.chance(3) ? 0 : static_cast<std::int32_t>(rng.below(d.tokens + 1));
+  at[d.n_sequences] = static_cast<std::int32_t>(d.tokens);
+  std::sort(at, at + d.n_sequences + 1);
+}
+
+void aim_values(const ConstView& x, double size, Rng& rng) {
+  if (!x) return;
+  const bool awkward = rng.chance(8);
+  for (std::int64_t i = 0; i < x.shape.numel(); ++i) {
+    const double value = get(x, i);
+    if (!awkward && !(std::fabs(value) < 1e6)) put(x, i, size * rng.normal());
+    if (std::fabs(value) < 1e6) put(x, i, size * value);
+  }
+}
+
+void aim_log_decay(const ConstView& g, Rng& rng) {
+  if (!g) return;
+  static constexpr double kOthers[] = {0, -0.0, 0, -20, -100, -1e4, -1e-6};
+  for (std::int64_t i = 0; i < g.shape.numel(); ++i)
+    put(g, i, rng.chance(4) ? kOthers[rng.below(std::size(kOthers))] : -2 * rng.uniform());
+}
+
+void aim_beta(const ConstView& beta, Rng& rng) {
+  if (!beta) return;
+  for (std::int64_t i = 0; i < beta.shape.numel(); ++i)
+    put(beta, i, rng.chance(8) ? (rng.chance(2) ? 0.0 : 2.0) : rng.uniform());
 }
 
 }  // namespace bittern::oracle

@@ -31,4 +31,19 @@ std::vector<BenchCase<QuantizeDesc>> codeless_bench_cases();
 // storages.
 std::vector<AffineDesc> affine_cases();
 
+// ---- the gated delta rule ----
+
+// Sizes with every kind of tail, ragged chunks, packed and empty sequences, three value heads a key
+// head; the fields an op reads take turns.
+std::vector<GdnDesc> gdn_cases(const GdnFields& fields);
+
+// Sequences that cover the tokens, some of them empty.
+void aim_sequences(const GdnDesc& d, const ConstView& cu_seqlens, Rng& rng);
+// Mostly finite values of about the given size, since one NaN spoils its whole chunk.
+void aim_values(const ConstView& x, double size, Rng& rng);
+// Log decays: mostly -2..0, often 0, now and then far below.
+void aim_log_decay(const ConstView& g, Rng& rng);
+// Strengths in 0..2, both ends often.
+void aim_beta(const ConstView& beta, Rng& rng);
+
 }  // namespace bittern::oracle

@@ -271,7 +271,9 @@ def test_empty():
         assert q.shape == shape and q.dtype == np.int8
 
 
-# ---- every op through the table ----
+# ---- every op on rows through the table ----
+
+ROW_OPS = [o.name for o in bittern.ops() if "axis_size" in {f.name for f in o.fields}]
 
 
 def filled(operand):
@@ -284,7 +286,7 @@ def filled(operand):
 
 
 @pytest.mark.parametrize("element", ["f32", "f64", "f16", "bf16"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_every_op_equals_ref(op, element):
     fields = {"outer_size": 3, "axis_size": 256}
     names = {f.name for f in next(o for o in bittern.ops() if o.name == op).fields}
@@ -302,7 +304,7 @@ def test_every_op_equals_ref(op, element):
         assert_same_bits(results[0][name], results[1][name])
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_what_plans_say(op):
     table = next(o for o in bittern.ops() if o.name == op)
     fields = {"outer_size": 3, "axis_size": 256}

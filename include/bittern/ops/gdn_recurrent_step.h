@@ -1,0 +1,139 @@
+// The gated delta rule token by token: decoding. For each sequence, value head and token in turn,
+// with the state S [key_dim, value_dim] and the head's q, k, v (widened to f32):
+//
+//   q, k   = x * (1 / sqrt(x.x + 1e-6)) each, if qk_l2norm;  then q = q * query_scale()
+//   a      = exp(g)                 g    = -exp(a_log) * softplus(g + dt_bias), if gate
+//   b      = beta                   beta = sigmoid(beta), if beta_sigmoid;  2 * that, if
+//                                          allow_neg_eigval
+//   sk_j   = sum_i S_ij k_i         sq_j = sum_i S_ij q_i
+//   d_j    = b * fma(-a, sk_j, v_j)
+//   o_j    = fma(k.q, d_j, a * sq_j)              rounded to the element's dtype
+//   S_ij   = fma(k_i, d_j, a * S_ij)
+//
+// which is S' = a S, d = b (v - S'^T k), S = S' + k d^T, o = S^T q, with the state read once and
+// written once. Everything is f32; each operation written above rounds once, products of three from
+// the left. exp, softplus and sigmoid are core/math.h's. x.x and k.q are summed as core/dot.h says.
+// sk and sq depend on how the state lies:
+//
+//   key_value   sum = fma(S_ij, k_i, sum), i ascending, from 0
+//   value_key   as core/dot.h: 16 strided sums, then the halving tree
+//
+// NaN and infinities propagate as this arithmetic has it; a sequence's never reach another's.
+//
+// States. With pool = 0 sequence s has state s. With pool = P > 0 there are P states and sequence s
+// uses state state_index[s]: in range, and no two the same. The others are not touched.
+// snapshots, where given, receives the state after each token, for going back to it when later
+// tokens are rejected.
+#pragma once
+#include "bittern/gdn_desc.h"
+
+namespace bittern {
+
+struct GdnStepDesc {
+  std::int64_t batch = 0;  // sequences
+  std::int64_t tokens = 1;
+  std::int64_t key_heads = 1;
+  std::int64_t value_heads = 1;
+  std::int64_t key_dim = 128;    // 1..256
+  std::int64_t value_dim = 128;  // 1..256
+  std::int64_t pool = 0;
+  DType element = DType::f32;  // of q, k, v, o: f32 f16 bf16
+  HeadMap head_map = HeadMap::grouped;
+  StateLayout state_layout = StateLayout::key_value;
+  bool qk_l2norm = false;
+  bool gate = false;
+  bool beta_sigmoid = false;
+  bool allow_neg_eigval = false;
+  double scale = 0;  // of q; 0: key_dim ^ -0.5
+  bool operator==(const GdnStepDesc&) const = default;
+
+  // The same heads as the chunk form has.
+  GdnDesc heads() const {
+    return {.batch = batch,
+            .tokens = tokens,
+            .key_heads = key_heads,
+            .value_heads = value_heads,
+            .key_dim = key_dim,
+            .value_dim = value_dim,
+            .element = element,
+            .head_map = head_map,
+            .state_layout = state_layout,
+            .qk_l2norm = qk_l2norm,
+            .gate = gate,
+            .beta_sigmoid = beta_sigmoid,
+            .allow_neg_eigval = allow_neg_eigval,
+            .scale = scale};
+  }
+  std::int64_t states() const { return pool > 0 ? pool : batch; }
+  Shape state_shape() const {
+    return state_layout == StateLayout::key_value
+               ? Shape{states(), value_heads, key_dim, value_dim}
+               : Shape{states(), value_heads, value_dim, key_dim};
+  }
+  Shape snapshot_shape() const {
+    const Shape s = state_shape();
+    return {batch, tokens, s[1], s[2], s[3]};
+  }
+};
+
+struct GdnRecurrentStep {
+  static constexpr std::string_view kName = "gdn_recurrent_step";
+  static constexpr std::string_view kCategory = "gated_delta";
+
+  using Desc = GdnStepDesc;
+  struct Args {
+    ConstView q, k, v, g, beta;
+    ConstView a_log{}, dt_bias{};  // with `gate`
+    ConstView state_index{};       // with a pool
+    MutView state, o;
+    MutView snapshots{};
+  };
+
+  static Status check(const Desc& d);
+  static Status check_contents(const Desc& d, const Args& a);
+  static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
+  static DType element(const Desc& d) { return d.element; }
+  static DType aux_element(const Desc&) { return DType::f32; }
+  static std::int64_t elements(const Desc& d) {
+    return d.batch * d.value_heads * d.key_dim * d.value_dim;
+  }
+
+  template <class D, class F>
+  static void fields(D& d, F&& f) {
+    f("batch", d.batch, "sequences");
+    f("tokens", d.tokens, "tokens of each");
+    f("key_heads", d.key_heads, "heads of q and k");
+    f("value_heads", d.value_heads, "heads of v, g and beta: a multiple of key_heads");
+    f("key_dim", d.key_dim, "length of a key, 1..256");
+    f("value_dim", d.value_dim, "length of a value, 1..256");
+    f("pool", d.pool, "states that state_index picks from (0: one for each sequence)");
+    f("element", d.element, "dtype of q, k, v and o: f32 f16 bf16");
+    f("head_map", d.head_map, "which key head a value head uses");
+    f("state_layout", d.state_layout, "order of a state's two axes");
+    f("qk_l2norm", d.qk_l2norm, "q and k are normalised first");
+    f("gate", d.gate, "g is -exp(a_log) * softplus(g + dt_bias)");
+    f("beta_sigmoid", d.beta_sigmoid, "beta is sigmoid(beta)");
+    f("allow_neg_eigval", d.allow_neg_eigval, "beta is 2 * sigmoid(beta)");
+    f("scale", d.scale, "of q (0: key_dim ^ -0.5)");
+  }
+  template <class A, class F>
+  static void operands(const Desc& d, A& a, F&& f) {
+    const GdnDesc h = d.heads();
+    f("q", a.q, Operand{d.element, h.key_shape(), Operand::kRowStride});
+    f("k", a.k, Operand{d.element, h.key_shape(), Operand::kRowStride});
+    f("v", a.v, Operand{d.element, h.value_shape(), Operand::kRowStride});
+    f("g", a.g, Operand{DType::f32, h.gate_shape(), Operand::kRowStride});
+    f("beta", a.beta, Operand{DType::f32, h.gate_shape(), Operand::kRowStride});
+    f("a_log", a.a_log, GdnDesc::read_if(d.gate, {d.value_heads}));
+    f("dt_bias", a.dt_bias, GdnDesc::read_if(d.gate, {d.value_heads}));
+    f("state_index", a.state_index,
+      Operand{DType::s32,
+              {d.pool > 0 ? d.batch : 0},
+              d.pool > 0 ? 0u : static_cast<unsigned>(Operand::kOptional)});
+    f("state", a.state, Operand{DType::f32, d.state_shape(), Operand::kInOut});
+    f("o", a.o, Operand{d.element, h.value_shape(), Operand::kRowStride});
+    f("snapshots", a.snapshots, Operand{DType::f32, d.snapshot_shape(), Operand::kOptional});
+  }
+};
+
+}  // namespace bittern

@@ -1,0 +1,53 @@
+// Where the gated delta rule's sequences and chunks lie. Tokens are counted over the whole tensor,
+// batch rows one after the other.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "bittern/gdn_desc.h"
+
+namespace bittern {
+
+struct GdnSequence {
+  std::int64_t begin = 0, end = 0;  // tokens
+  std::int64_t first_chunk = 0;     // where its chunks start in h
+};
+
+struct GdnChunk {
+  std::int64_t begin = 0;  // its first token
+  std::int64_t rows = 0;   // its tokens: `chunk`, or fewer for the last of a sequence
+  std::int64_t state = 0;  // its place in h
+};
+
+inline std::vector<GdnSequence> gdn_sequences(const GdnDesc& d, const ConstView& cu_seqlens) {
+  std::vector<GdnSequence> all;
+  std::int64_t chunks = 0;
+  for (std::int64_t i = 0; i < d.sequences(); ++i) {
+    GdnSequence s{i * d.tokens, (i + 1) * d.tokens, chunks};
+    if (d.n_sequences > 0) {
+      s.begin = cu_seqlens.as<std::int32_t>()[i];
+      s.end = cu_seqlens.as<std::int32_t>()[i + 1];
+    }
+    chunks += d.chunks(s.end - s.begin);
+    all.push_back(s);
+  }
+  return all;
+}
+
+// Chunk i of a sequence.
+inline GdnChunk gdn_chunk(const GdnDesc& d, const GdnSequence& s, std::int64_t i) {
+  const std::int64_t begin = s.begin + i * d.chunk;
+  return {begin, std::min<std::int64_t>(d.chunk, s.end - begin), s.first_chunk + i};
+}
+
+// Every chunk of every sequence.
+inline std::vector<GdnChunk> gdn_chunks(const GdnDesc& d, const ConstView& cu_seqlens) {
+  std::vector<GdnChunk> all;
+  for (const GdnSequence& s : gdn_sequences(d, cu_seqlens)) {
+    for (std::int64_t i = 0; i < d.chunks(s.end - s.begin); ++i) all.push_back(gdn_chunk(d, s, i));
+  }
+  return all;
+}
+
+}  // namespace bittern

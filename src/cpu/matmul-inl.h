@@ -1,0 +1,169 @@
+// Small matrix products in a fixed order, for operands that lie in cache.
+//
+//   c[i][j] = fma(a[i][k], b[k][j], ...), k ascending, from 0 or from c[i][j]
+//
+// Vectors run over j alone and each element has one accumulator, so that the bits depend on nothing
+// but the operands. a is read one element at a time with any two strides: a transposed left operand
+// costs nothing. Rows of b and c are contiguous, and are read and written in whole vectors: their
+// strides leave room for that (`Padded`), and what lies in the padding is not promised.
+// Per-target include guard, as Highway's own -inl.h files have.
+#if defined(BITTERN_CPU_MATMUL_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef BITTERN_CPU_MATMUL_INL_H_
+#undef BITTERN_CPU_MATMUL_INL_H_
+#else
+#define BITTERN_CPU_MATMUL_INL_H_
+#endif
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/simd-inl.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace matmul {
+
+using D = hn::ScalableTag<float>;
+using V = hn::Vec<D>;
+inline constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(D()));
+
+// Elements of a row of whole vectors.
+constexpr std::int64_t Padded(std::int64_t columns) {
+  return (columns + kLanes - 1) / kLanes * kLanes;
+}
+
+// A tile of kTileRows rows and kTileVectors vectors of c stays in registers: 24 of the 32 that
+// AVX-512 has, 12 of AVX2's 16.
+inline constexpr int kTileRows = 6;
+inline constexpr int kTileVectors = HWY_TARGET == HWY_AVX2 ? 2 : 4;
+
+// A left operand: element (i, k) is data[i * row + k * column].
+struct Left {
+  const float* data;
+  std::int64_t row;
+  std::int64_t column = 1;
+};
+
+// Which terms row i has, and what becomes of their sum.
+enum class Kind {
+  full,   // k < depth
+  lower,  // k <= i: the left operand is lower triangular
+  solve,  // k < i, and c[i][j] - sum replaces c[i][j], which is b[i][j] of the rows below
+};
+
+// Rows `first` .. first + kRows - 1 of c, kVectors vectors wide; `a`, b and c are the whole
+// operands.
+template <Kind kKind, int kRows, int kVectors>
+HWY_INLINE void Tile(const Left& a, const float* b, std::int64_t b_stride, float* c,
+                     std::int64_t c_stride, std::int64_t first, std::int64_t depth, bool from_c) {
+  const D d;
+  const float* left = a.data + first * a.row;
+  float* out = c + first * c_stride;
+  V sum[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kVectors; ++v)
+      sum[r][v] = from_c ? hn::LoadU(d, out + r * c_stride + v * kLanes) : hn::Zero(d);
+  const std::int64_t common = kKind == Kind::full ? depth : first;
+  for (std::int64_t k = 0; k < common; ++k) {
+    V right[kVectors];
+    for (int v = 0; v < kVectors; ++v) right[v] = hn::LoadU(d, b + k * b_stride + v * kLanes);
+    for (int r = 0; r < kRows; ++r) {
+      const V x = hn::Set(d, left[r * a.row + k * a.column]);
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = hn::MulAdd(x, right[v], sum[r][v]);
+    }
+  }
+  if constexpr (kKind != Kind::full) {  // the triangle on the diagonal
+    for (int s = 0; s < kRows; ++s) {
+      V right[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        if constexpr (kKind == Kind::solve) {
+          sum[s][v] = hn::Sub(hn::LoadU(d, out + s * c_stride + v * kLanes), sum[s][v]);
+          right[v] = sum[s][v];
+        } else {
+          right[v] = hn::LoadU(d, b + (first + s) * b_stride + v * kLanes);
+        }
+      }
+      for (int r = kKind == Kind::solve ? s + 1 : s; r < kRows; ++r) {
+        const V x = hn::Set(d, left[r * a.row + (first + s) * a.column]);
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = hn::MulAdd(x, right[v], sum[r][v]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kVectors; ++v) hn::StoreU(sum[r][v], d, out + r * c_stride + v * kLanes);
+}
+
+// Rows [first, rows) of c, kVectors vectors wide.
+template <Kind kKind, int kVectors>
+HWY_NOINLINE void Panel(std::int64_t first, std::int64_t rows, const Left& a, const float* b,
+                        std::int64_t b_stride, float* c, std::int64_t c_stride, std::int64_t depth,
+                        bool from_c) {
+  std::int64_t i = first;
+  for (; i + kTileRows <= rows; i += kTileRows)
+    Tile<kKind, kTileRows, kVectors>(a, b, b_stride, c, c_stride, i, depth, from_c);
+  if (i + 4 <= rows) {
+    Tile<kKind, 4, kVectors>(a, b, b_stride, c, c_stride, i, depth, from_c);
+    i += 4;
+  }
+  if (i + 2 <= rows) {
+    Tile<kKind, 2, kVectors>(a, b, b_stride, c, c_stride, i, depth, from_c);
+    i += 2;
+  }
+  if (i < rows) Tile<kKind, 1, kVectors>(a, b, b_stride, c, c_stride, i, depth, from_c);
+}
+
+template <Kind kKind>
+void Panels(std::int64_t first, std::int64_t rows, std::int64_t columns, const Left& a,
+            const float* b, std::int64_t b_stride, float* c, std::int64_t c_stride,
+            std::int64_t depth, bool from_c) {
+  std::int64_t j = 0;
+  for (; j + kTileVectors * kLanes <= Padded(columns); j += kTileVectors * kLanes)
+    Panel<kKind, kTileVectors>(first, rows, a, b + j, b_stride, c + j, c_stride, depth, from_c);
+  if constexpr (kTileVectors > 2) {
+    if (j + 2 * kLanes <= Padded(columns)) {
+      Panel<kKind, 2>(first, rows, a, b + j, b_stride, c + j, c_stride, depth, from_c);
+      j += 2 * kLanes;
+    }
+  }
+  if (j < columns) Panel<kKind, 1>(first, rows, a, b + j, b_stride, c + j, c_stride, depth, from_c);
+}
+
+// c[rows, columns] = a[rows, depth] b[depth, columns], onto c when from_c.
+inline void Multiply(std::int64_t rows, std::int64_t columns, std::int64_t depth, const Left& a,
+                     const float* b, std::int64_t b_stride, float* c, std::int64_t c_stride,
+                     bool from_c = false) {
+  Panels<Kind::full>(0, rows, columns, a, b, b_stride, c, c_stride, depth, from_c);
+}
+
+// The same for a lower triangular a[rows, rows]: row i has the terms k <= i alone.
+inline void MultiplyLower(std::int64_t rows, std::int64_t columns, const Left& a, const float* b,
+                          std::int64_t b_stride, float* c, std::int64_t c_stride,
+                          bool from_c = false) {
+  Panels<Kind::lower>(0, rows, columns, a, b, b_stride, c, c_stride, 0, from_c);
+}
+
+// The elements j <= i of c[rows, rows] = a[rows, depth] b[depth, rows]; those above the diagonal
+// are not promised.
+inline void MultiplyToLower(std::int64_t rows, std::int64_t depth, const Left& a, const float* b,
+                            std::int64_t b_stride, float* c, std::int64_t c_stride) {
+  for (std::int64_t i = 0; i < rows; i += 2 * kTileRows) {
+    const std::int64_t end = std::min(rows, i + 2 * kTileRows);
+    Panels<Kind::full>(i, end, end, a, b, b_stride, c, c_stride, depth, false);
+  }
+}
+
+// Solves (I + a) x = c for a strictly lower triangular a[rows, rows]; x takes the place of c.
+// Row i is c[i] - (sum of a[i][k] x[k], k < i).
+inline void SolveLower(std::int64_t rows, std::int64_t columns, const Left& a, float* c,
+                       std::int64_t stride) {
+  Panels<Kind::solve>(0, rows, columns, a, c, stride, c, stride, 0, false);
+}
+
+}  // namespace matmul
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif
+#endif

@@ -1,0 +1,30 @@
+#include "oracle/aura_cases.h"
+
+namespace bittern::oracle {
+
+std::vector<AuraDesc> aura_rotate_check_cases() {
+  std::vector<AuraDesc> cases;
+  for (AuraDesc d : aura_cases()) {
+    d.bits = 4;  // not read
+    d.inverse = cases.size() % 2 != 0;
+    cases.push_back(d);
+  }
+  return cases;
+}
+
+std::vector<BenchCase<AuraDesc>> aura_rotate_bench_cases() {
+  const AuraDesc hadamard{.outer_size = 1 << 16, .axis_size = 128};
+  AuraDesc kronecker = hadamard, dense = hadamard;
+  kronecker.axis_size = 192;
+  dense.rotation = Rotation::dense;
+  return {{"hadamard d128 f32", hadamard, fill_aura},
+          {"hadamard d192 f32", kronecker, fill_aura},
+          {"dense d128 f32", dense, fill_aura}};
+}
+
+void aura_rotate_aim(const AuraDesc& d, const AuraRotate::Args& a, Rng& rng) {
+  aim_rows(a.x, rng);
+  if (a.rotation) fill_aura(d, "rotation", a.rotation, rng);
+}
+
+}  // namespace bittern::oracle

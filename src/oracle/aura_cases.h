@@ -1,0 +1,19 @@
+// Cases and contents that the ops of the KV codec share.
+#pragma once
+#include "bittern/aura_desc.h"
+#include "oracle/oracle.h"
+
+namespace bittern::oracle {
+
+// Row lengths with every kind of tail x rotations, with bits, dtypes and rules taken in turn.
+std::vector<AuraDesc> aura_cases();
+
+// What the operand must hold: signs or an orthogonal matrix for `rotation`, the sphere's tables for
+// `boundaries` and `codebook`, positive norms near 1. Other operands are left alone.
+void fill_aura(const AuraDesc& d, std::string_view operand, const ConstView& view, Rng& rng);
+
+// Rows as the codec meets them: ordinary ones of any size, with outliers, constant, one-hot, zero,
+// of tiny norm, of a norm that overflows, with NaN or an infinity.
+void aim_rows(const ConstView& x, Rng& rng);
+
+}  // namespace bittern::oracle
