@@ -1,10 +1,10 @@
 // Everything: the ops and the plan that runs them.
 #pragma once
 #include "bittern/gdn_desc.h"
+#include "bittern/ops/aura_attention.h"
 #include "bittern/ops/aura_decode.h"
 #include "bittern/ops/aura_encode.h"
 #include "bittern/ops/aura_rotate.h"
-#include "bittern/ops/aura_attention.h"
 #include "bittern/ops/dequantize_per_group.h"
 #include "bittern/ops/dequantize_per_group_backward.h"
 #include "bittern/ops/dynamic_quantize.h"

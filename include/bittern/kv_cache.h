@@ -11,10 +11,12 @@
 //
 //   first    t < config.first, in bf16
 //   coded    in pages of page_size tokens: [kv_heads, page_size] rows of codes and scales
-//   recent   the newest config.recent, in bf16; what leaves is encoded, from its bf16 value, so that
+//   recent   the newest config.recent, in bf16; what leaves is encoded, from its bf16 value, so
+//   that
 //            the cache does not depend on how the tokens were grouped into appends
 //
-// Encoding is not undone: after truncate the recent region is that much shorter until it fills anew.
+// Encoding is not undone: after truncate the recent region is that much shorter until it fills
+// anew.
 //
 // With a window, tokens are forgotten once they lie window + slack or more behind the newest, and
 // the pages they leave are used again: a ring. `slack` is what truncate may take back, and attend's
@@ -70,13 +72,13 @@ struct KvAttention {
 
 // Bytes, to the last one.
 struct KvCacheBytes {
-  std::size_t codes = 0;   // of the tokens held: their packed words
-  std::size_t scales = 0;  // and their scales
-  std::size_t exact = 0;   // tokens held in bf16
-  std::size_t pages = 0;   // memory of the pages in use, whole ones
-  std::size_t shared = 0;  // of these, pages that another cache holds too
-  std::size_t regions = 0; // memory of the bf16 regions
-  std::size_t tables = 0;  // codebooks, rotations, means
+  std::size_t codes = 0;    // of the tokens held: their packed words
+  std::size_t scales = 0;   // and their scales
+  std::size_t exact = 0;    // tokens held in bf16
+  std::size_t pages = 0;    // memory of the pages in use, whole ones
+  std::size_t shared = 0;   // of these, pages that another cache holds too
+  std::size_t regions = 0;  // memory of the bf16 regions
+  std::size_t tables = 0;   // codebooks, rotations, means
 };
 
 class KvCache {
@@ -99,16 +101,16 @@ class KvCache {
   // gone already.
   Status truncate(std::int64_t size);
 
-  // q and out [queries, heads, dim], f32, f16 or bf16, of the newest `queries` tokens: aura_attention
-  // with the config's window.
+  // q and out [queries, heads, dim], f32, f16 or bf16, of the newest `queries` tokens:
+  // aura_attention with the config's window.
   Status attend(const ConstView& q, const MutView& out, const KvAttention& how = {}) const;
 
   // Token t's rows as attention sees them, [kv_heads, dim] each: decoded, means added.
   Status read(std::int64_t token, std::span<float> k, std::span<float> v) const;
 
   const KvCacheConfig& config() const { return config_; }
-  std::int64_t size() const { return size_; }             // tokens appended, less those taken back
-  std::int64_t first() const;                             // how many of them are in each region
+  std::int64_t size() const { return size_; }  // tokens appended, less those taken back
+  std::int64_t first() const;                  // how many of them are in each region
   std::int64_t coded() const { return coded_end_ - coded_begin_; }
   std::int64_t recent() const { return size_ - coded_end_; }
   std::int64_t forgotten() const { return coded_begin_ - first(); }  // after the first tokens
@@ -146,8 +148,8 @@ class KvCache {
 
   KvCacheConfig config_;
   std::shared_ptr<Pool> pool_;
-  std::deque<std::int32_t> table_;      // pages, oldest first
-  std::int64_t table_begin_ = 0;        // the token in the first slot of table_[0]
+  std::deque<std::int32_t> table_;  // pages, oldest first
+  std::int64_t table_begin_ = 0;    // the token in the first slot of table_[0]
   std::int64_t size_ = 0, coded_begin_ = 0, coded_end_ = 0;
   std::vector<bf16> k_first_, v_first_;    // [kv_heads, first, dim]
   std::vector<bf16> k_recent_, v_recent_;  // [kv_heads, recent, dim]; token t in slot t % recent
@@ -161,14 +163,14 @@ struct AuraScheme {
 Result<AuraScheme> parse_aura_name(std::string_view name);
 std::string aura_name(const AuraScheme& scheme);
 
-// A config that reads and writes caches of the seed's family: hadamard rotations seeded by the layer,
-// matched f32 norms. With `legacy`, its shipped tables: for decoding only.
+// A config that reads and writes caches of the seed's family: hadamard rotations seeded by the
+// layer, matched f32 norms. With `legacy`, its shipped tables: for decoding only.
 Result<KvCacheConfig> aura_config(const AuraScheme& scheme, std::int64_t kv_heads, std::int64_t dim,
                                   std::uint64_t layer, bool legacy = false);
 
-// The tables the seed's family shipped for 2, 3, 4 and 8 bits, without boundaries: their 4-bit one has
-// 2.1 times the error of sphere_codebook's, the 8-bit one 3.9 times. To read caches that were made
-// with them.
+// The tables the seed's family shipped for 2, 3, 4 and 8 bits, without boundaries: their 4-bit one
+// has 2.1 times the error of sphere_codebook's, the 8-bit one 3.9 times. To read caches that were
+// made with them.
 Result<Codebook> legacy_codebook(std::int64_t dim, std::int32_t bits);
 
 }  // namespace bittern

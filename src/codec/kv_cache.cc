@@ -29,8 +29,7 @@ Status between(std::string_view field, std::int64_t value, std::int64_t least, s
 
 Status has_size(const std::string& field, std::size_t size, std::int64_t expected) {
   if (static_cast<std::int64_t>(size) == expected) return {};
-  return refuse(field,
-                std::to_string(size) + " values, expected " + std::to_string(expected));
+  return refuse(field, std::to_string(size) + " values, expected " + std::to_string(expected));
 }
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
@@ -62,8 +61,8 @@ Status complete(const std::string& name, std::int64_t kv_heads, std::int64_t dim
   BITTERN_TRY(check_codebook("kv_cache", name + ".codebook.levels", values.data(), levels));
   if (!boundaries.empty()) {
     BITTERN_TRY(has_size(name + ".codebook.boundaries", boundaries.size(), levels - 1));
-    BITTERN_TRY(check_boundaries("kv_cache", name + ".codebook.boundaries", boundaries.data(),
-                                 levels - 1));
+    BITTERN_TRY(
+        check_boundaries("kv_cache", name + ".codebook.boundaries", boundaries.data(), levels - 1));
   }
   if (!side.mean.empty()) {
     BITTERN_TRY(has_size(name + ".mean", side.mean.size(), kv_heads * dim));
@@ -85,17 +84,17 @@ void load_row(const ConstView& view, std::int64_t token, std::int64_t head, std:
 Status expect_rows(std::string_view operand, const ConstView& view, std::int64_t middle,
                    std::int64_t dim) {
   if (view.shape.rank != 3 || view.shape[1] != middle || view.shape[2] != dim) {
-    return refuse(operand, "shape " + view.shape.str() + ", expected [n," +
-                               std::to_string(middle) + "," + std::to_string(dim) + "]");
+    return refuse(operand, "shape " + view.shape.str() + ", expected [n," + std::to_string(middle) +
+                               "," + std::to_string(dim) + "]");
   }
   if (view.dtype != DType::f32 && !is_half(view.dtype)) {
-    return refuse(operand, std::string("dtype ").append(name(view.dtype)) +
-                               ", expected f32, f16 or bf16");
+    return refuse(operand,
+                  std::string("dtype ").append(name(view.dtype)) + ", expected f32, f16 or bf16");
   }
   if (view.device != Device{}) return refuse(operand, "expected memory of the CPU");
   if (view.shape[0] > 0 && view.data == nullptr) return refuse(operand, "null");
-  if (view.stride.rank != 3 || (view.shape[0] > 0 && (view.stride[2] != 1 ||
-                                                      (middle > 1 && view.stride[1] != dim))) ||
+  if (view.stride.rank != 3 ||
+      (view.shape[0] > 0 && (view.stride[2] != 1 || (middle > 1 && view.stride[1] != dim))) ||
       (view.shape[0] > 1 && view.stride[0] < middle * dim)) {
     return refuse(operand, "strides " + view.stride.str() + ", expected dense rows");
   }
@@ -268,8 +267,7 @@ void KvCache::make_own(std::size_t index) {
 // Pages without a token of ours go back to the pool.
 void KvCache::drop_pages() {
   const std::int64_t size = config_.page_size;
-  while (!table_.empty() &&
-         (coded_begin_ == coded_end_ || table_begin_ + size <= coded_begin_)) {
+  while (!table_.empty() && (coded_begin_ == coded_end_ || table_begin_ + size <= coded_begin_)) {
     pool_->drop(table_.front());
     table_.pop_front();
     table_begin_ += size;
@@ -356,8 +354,8 @@ Status KvCache::append(const ConstView& k, const ConstView& v) {
   BITTERN_TRY(expect_rows("v", v, heads, dim));
   const std::int64_t count = k.shape[0];
   if (v.shape[0] != count) {
-    return refuse("v", std::to_string(v.shape[0]) + " tokens, expected those of k, " +
-                           std::to_string(count));
+    return refuse(
+        "v", std::to_string(v.shape[0]) + " tokens, expected those of k, " + std::to_string(count));
   }
   if (count > kMostTokens - size_) return refuse("append", "more than 2^29 tokens");
   for (const auto& [name, side] : {std::pair{"k", &config_.k}, {"v", &config_.v}}) {
@@ -397,8 +395,8 @@ Status KvCache::append(const ConstView& k, const ConstView& v) {
           for (int s = 0; s < 2; ++s) {
             if (i < from_region) {
               const std::int64_t slot = (coded_end_ + i) % config_.recent;
-              const bf16* from = (s == 0 ? k_recent_ : v_recent_).data() +
-                                 (h * config_.recent + slot) * dim;
+              const bf16* from =
+                  (s == 0 ? k_recent_ : v_recent_).data() + (h * config_.recent + slot) * dim;
               for (std::int64_t j = 0; j < dim; ++j) to[s][j] = to_f32(from[j]);
             } else {
               load_row(s == 0 ? k : v, taken + i - from_region, h, dim, to[s]);
@@ -448,10 +446,9 @@ Status KvCache::attend(const ConstView& q, const MutView& out, const KvAttention
   BITTERN_TRY(between("queries", queries, 0, size_));
   const bool gone = forgotten() > 0;
   if (gone && queries > 0 && size_ - queries + 1 - config_.window < coded_begin_) {
-    return refuse("queries",
-                  std::to_string(queries) + ", expected at most " +
-                      std::to_string(size_ + 1 - config_.window - coded_begin_) +
-                      ": the first one's window reaches tokens that are gone");
+    return refuse("queries", std::to_string(queries) + ", expected at most " +
+                                 std::to_string(size_ + 1 - config_.window - coded_begin_) +
+                                 ": the first one's window reaches tokens that are gone");
   }
   AuraAttentionDesc desc{.queries = queries,
                          .heads = heads,
@@ -501,7 +498,10 @@ Status KvCache::attend(const ConstView& q, const MutView& out, const KvAttention
       return refuse("out", "expected it to be dense");
     const Pool& pool = *pool_;
     const auto scales = [&](int side) {
-      return ConstView{pool.scales[side].data(), desc.scale_element(), {}, desc.scale_shape(),
+      return ConstView{pool.scales[side].data(),
+                       desc.scale_element(),
+                       {},
+                       desc.scale_shape(),
                        desc.scale_shape().dense_strides()};
     };
     const auto floats = [](const std::vector<float>& values, const Shape& shape) {
@@ -571,16 +571,15 @@ Status KvCache::read(std::int64_t token, std::span<float> k, std::span<float> v)
                         .f16_norm = config_.f16_scale};
     const auto plan = Plan<AuraDecode>::select(desc);
     if (!plan) return plan.status();
-    AuraDecode::Args args{
-        .packed = view(pool_->row(s, from.page, 0, from.token), desc.packed_shape(),
-                       config_.page_size * pool_->words[s]),
-        .norms = {pool_->scale(s, from.page, 0, from.token),
-                  desc.norm_element(),
-                  {},
-                  desc.norm_shape(),
-                  {config_.page_size, 1}},
-        .codebook = view(side.codebook.levels.data(), {desc.levels()}),
-        .y = view(to.data(), desc.tensor_shape())};
+    AuraDecode::Args args{.packed = view(pool_->row(s, from.page, 0, from.token),
+                                         desc.packed_shape(), config_.page_size * pool_->words[s]),
+                          .norms = {pool_->scale(s, from.page, 0, from.token),
+                                    desc.norm_element(),
+                                    {},
+                                    desc.norm_shape(),
+                                    {config_.page_size, 1}},
+                          .codebook = view(side.codebook.levels.data(), {desc.levels()}),
+                          .y = view(to.data(), desc.tensor_shape())};
     if (side.rotation != Rotation::identity)
       args.rotation = view(side.table.data(), desc.rotation_shape());
     std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
@@ -603,8 +602,8 @@ KvCacheBytes KvCache::bytes() const {
   b.pages = table_.size() * pool_->page_bytes();
   for (const std::int32_t page : table_)
     if (pool_->holders[at(page)] > 1) b.shared += pool_->page_bytes();
-  b.regions = (k_first_.size() + v_first_.size() + k_recent_.size() + v_recent_.size()) *
-              sizeof(bf16);
+  b.regions =
+      (k_first_.size() + v_first_.size() + k_recent_.size() + v_recent_.size()) * sizeof(bf16);
   for (const KvSide* side : {&config_.k, &config_.v}) {
     b.tables += (side->table.size() + side->mean.size() + side->codebook.levels.size() +
                  side->codebook.boundaries.size()) *
@@ -722,8 +721,7 @@ std::vector<std::byte> KvCache::serialize() const {
   const std::int64_t dim = config_.dim;
   for (int s = 0; s < 2; ++s) {
     for (std::int64_t h = 0; h < config_.kv_heads; ++h) {
-      w.array((s == 0 ? k_first_ : v_first_).data() + h * config_.first * dim,
-              at(first() * dim));
+      w.array((s == 0 ? k_first_ : v_first_).data() + h * config_.first * dim, at(first() * dim));
       for (std::int64_t t = coded_begin_; t < coded_end_; ++t)
         w.array(pool_->row(s, slot(t).page, h, slot(t).token), at(pool_->words[s]));
       for (std::int64_t t = coded_begin_; t < coded_end_; ++t)
@@ -750,13 +748,13 @@ Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) {
   std::uint64_t length = 0, sum = 0;
   std::memcpy(&version, bytes.data() + sizeof kMagic, sizeof version);
   if (version != kVersion) {
-    return refuse("bytes", "version " + std::to_string(version) + ", expected " +
-                               std::to_string(kVersion));
+    return refuse("bytes",
+                  "version " + std::to_string(version) + ", expected " + std::to_string(kVersion));
   }
   std::memcpy(&length, bytes.data() + sizeof kMagic + sizeof version, sizeof length);
   if (length != bytes.size()) {
-    return refuse("bytes", std::to_string(bytes.size()) + " of them, expected " +
-                               std::to_string(length));
+    return refuse("bytes",
+                  std::to_string(bytes.size()) + " of them, expected " + std::to_string(length));
   }
   const auto body = bytes.first(bytes.size() - sizeof sum);
   std::memcpy(&sum, bytes.data() + body.size(), sizeof sum);
@@ -804,11 +802,11 @@ Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) {
         config.v.bits > 8) {
       return malformed();
     }
-    const std::int64_t coded_row = 4 * (packed_words(config.dim, config.k.bits) +
-                                        packed_words(config.dim, config.v.bits)) +
-                                   2 * (config.f16_scale ? 2 : 4);
-    const std::int64_t payload = (firsts + size - end) * values * 4 +
-                                 (end - begin) * config.kv_heads * coded_row;
+    const std::int64_t coded_row =
+        4 * (packed_words(config.dim, config.k.bits) + packed_words(config.dim, config.v.bits)) +
+        2 * (config.f16_scale ? 2 : 4);
+    const std::int64_t payload =
+        (firsts + size - end) * values * 4 + (end - begin) * config.kv_heads * coded_row;
     if (payload != static_cast<std::int64_t>(r.left())) return malformed();
 
     auto made = make(config);
@@ -826,8 +824,7 @@ Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) {
         for (std::int64_t t = begin; t < end; ++t)
           r.array(c.pool_->row(s, c.slot(t).page, h, c.slot(t).token), at(c.pool_->words[s]));
         for (std::int64_t t = begin; t < end; ++t)
-          r.array(c.pool_->scale(s, c.slot(t).page, h, c.slot(t).token),
-                  at(c.pool_->scale_bytes));
+          r.array(c.pool_->scale(s, c.slot(t).page, h, c.slot(t).token), at(c.pool_->scale_bytes));
         for (std::int64_t t = end; t < size; ++t) {
           r.array((s == 0 ? c.k_recent_ : c.v_recent_).data() +
                       (h * config.recent + t % config.recent) * dim,
@@ -848,13 +845,12 @@ namespace {
 Status expect_aura(const KvCacheConfig& c, const KvCache::AuraViews& views, std::int64_t tokens) {
   const auto expect = [&](const char* name, const MutView& v, DType dtype, std::int64_t width) {
     const int rank = width == 0 ? 2 : 3;
-    const bool shaped = v.shape.rank == rank && v.stride.rank == rank &&
-                        v.shape[0] == c.kv_heads && v.shape[1] >= tokens &&
-                        (width == 0 || v.shape[2] == width);
+    const bool shaped = v.shape.rank == rank && v.stride.rank == rank && v.shape[0] == c.kv_heads &&
+                        v.shape[1] >= tokens && (width == 0 || v.shape[2] == width);
     if (v.dtype == dtype && shaped && v.data != nullptr) return Status();
     return refuse(name, std::string(bittern::name(v.dtype)) + " " + v.shape.str() + ", expected " +
-                            bittern::name(dtype) + " [" + std::to_string(c.kv_heads) +
-                            ",capacity" + (width == 0 ? "" : "," + std::to_string(width)) +
+                            bittern::name(dtype) + " [" + std::to_string(c.kv_heads) + ",capacity" +
+                            (width == 0 ? "" : "," + std::to_string(width)) +
                             "], capacity at least " + std::to_string(tokens));
   };
   BITTERN_TRY(expect("k_packed", views.k_packed, DType::u32, packed_words(c.dim, c.k.bits)));

@@ -20,9 +20,9 @@
 namespace bittern {
 namespace {
 
-// Rows are handled in units of 16 elements, one per accumulator. A row kept exactly has element j in
-// unit j / 16; a coded row has it in unit j / 128 * 8 + j % 8, lane j / 8 % 16, since 8 codes of a
-// bit stream are whole bytes, which one lane takes apart.
+// Rows are handled in units of 16 elements, one per accumulator. A row kept exactly has element j
+// in unit j / 16; a coded row has it in unit j / 128 * 8 + j % 8, lane j / 8 % 16, since 8 codes of
+// a bit stream are whole bytes, which one lane takes apart.
 constexpr std::int64_t kUnit = 16, kBlock = 8;  // elements of a unit, units of a block
 constexpr std::int64_t kSplit = AuraAttentionDesc::kSplit;
 constexpr std::int64_t kRowsAtOnce = 16;  // query rows that pass over a split together
@@ -160,8 +160,7 @@ class NarrowRows {
 #else
     const __m256 low = _mm256_permutevar8x32_ps(table_[0].raw, index.raw);
     const __m256 high = _mm256_permutevar8x32_ps(table_[1].raw, index.raw);
-    return VF{
-        _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index.raw, 28)))};
+    return VF{_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index.raw, 28)))};
 #endif
   }
   VF table_[kHalves];
@@ -238,9 +237,7 @@ class CodeSpreader {
 #endif
   }
   std::int64_t bits() const { return bits_; }
-  std::int64_t bytes() const {
-    return round_up(dim_, kUnit * kBlock) / 2 * (bits_ > 4 ? 2 : 1);
-  }
+  std::int64_t bytes() const { return round_up(dim_, kUnit * kBlock) / 2 * (bits_ > 4 ? 2 : 1); }
 
   void operator()(const std::byte* row, std::byte* to) const {
 #if HWY_TARGET == HWY_AVX3_DL
@@ -468,59 +465,61 @@ class ByteCodes {
 
   void Dots(const Rows& k, std::int64_t blocks, const Record* const* q, std::int64_t rows,
             float (*dots)[kSplit], std::int64_t at) const {
-    const DF d;
-    const DU du;
-    const DB db;
-    const hn::RebindToSigned<DF> di;
-    const VB nibble = hn::Set(db, 15);
-    HWY_ALIGN float acc[kRowsAtOnce][kUnit][kUnit];
-    for (std::int64_t n0 = 0; n0 < k.count; n0 += kUnit) {
-      const std::int64_t count = std::min(kUnit, k.count - n0);
-      for (std::int64_t n = 0; n < count; ++n) {
-        const auto* row = reinterpret_cast<const std::uint8_t*>(k.at + (n0 + n) * k.stride);
-        for (std::int64_t r = 0; r < rows; ++r) {
-          for (std::int64_t half = 0; half < kHalves; ++half) {
-            VU high = hn::Zero(du), low = hn::Zero(du);
-            const std::int8_t* bytes = q[r]->bytes + half * kWidth * 4;
-            for (std::int64_t block = 0; block < blocks; ++block, bytes += 256) {
-              const VB codes = hn::LoadU(db, row + block * 64 + half * kWidth * 4);
-              const auto load = [&](int which) HWY_ATTR {
-                return hn::LoadU(db, reinterpret_cast<const std::uint8_t*>(bytes) + which * 64);
-              };
-              const VB even = hn::And(codes, nibble);
-              const VB odd = hn::And(
-                  hn::BitCast(db, hn::ShiftRight<4>(hn::BitCast(du, codes))), nibble);
-              const VB even_high = hn::TableLookupBytes(high_, even);
-              const VB odd_high = hn::TableLookupBytes(high_, odd);
-              const VB x_even = load(0), x_odd = load(1);
-              high = DotBytes(DotBytes(high, even_high, x_even), odd_high, x_odd);
-              low = DotBytes(DotBytes(low, even_high, load(2)), odd_high, load(3));
-              low = DotBytes(DotBytes(low, hn::TableLookupBytes(low_, even), x_even),
-                             hn::TableLookupBytes(low_, odd), x_odd);
-            }
-            const auto both = hn::Add(hn::ShiftLeft<8>(high), low);
-            hn::Store(hn::ConvertTo(d, hn::BitCast(di, both)), d, acc[r][n] + half * kWidth);
-          }
-        }
-      }
+    HWY_ALIGN float acc[kUnit][kUnit];
+    for (std::int64_t n = 0; n < k.count; n += kUnit) {
+      const Rows some{k.at + n * k.stride, k.stride, std::min(kUnit, k.count - n)};
       for (std::int64_t r = 0; r < rows; ++r) {
-        for (std::int64_t n = count; n < kUnit; ++n) std::fill_n(acc[r][n], kUnit, 0.0f);
+        for (std::int64_t block = 0; block < blocks; ++block)
+          DotBlock(some, block, q[r]->bytes + block * 256, acc);
+        for (std::int64_t t = some.count; t < kUnit; ++t) std::fill_n(acc[t], kUnit, 0.0f);
         HWY_ALIGN float sums[kUnit];
-        FoldAccumulators(acc[r], sums);
+        FoldAccumulators(acc, sums);
         const float factor = 256 * unit_ * q[r]->byte_unit;
-        for (std::int64_t n = 0; n < count; ++n)
-          dots[r][at + n0 + n] = (sums[n] - q[r]->byte_offset) * factor;
+        for (std::int64_t t = 0; t < some.count; ++t)
+          dots[r][at + n + t] = (sums[t] - q[r]->byte_offset) * factor;
       }
     }
   }
 
  private:
+  // acc[n] += 256 high + low of a block of row n.
+  HWY_INLINE void DotBlock(const Rows& k, std::int64_t block, const std::int8_t* bytes,
+                           float (*HWY_RESTRICT acc)[kUnit]) const {
+    const DF d;
+    const DU du;
+    const DB db;
+    const VB nibble = hn::Set(db, 15), high_bytes = high_, low_bytes = low_;
+    for (std::int64_t half = 0; half < kHalves; ++half) {
+      VB q[4];  // x even, x odd, y even, y odd
+      for (int i = 0; i < 4; ++i)
+        q[i] = hn::LoadU(db,
+                         reinterpret_cast<const std::uint8_t*>(bytes) + i * 64 + half * kWidth * 4);
+      const std::byte* row = k.at + block * 64 + half * kWidth * 4;
+      for (std::int64_t n = 0; n < k.count; ++n, row += k.stride) {
+        const VB codes = hn::LoadU(db, reinterpret_cast<const std::uint8_t*>(row));
+        const VB even = hn::And(codes, nibble);
+        const VB odd = hn::And(hn::BitCast(db, hn::ShiftRight<4>(hn::BitCast(du, codes))), nibble);
+        const VB even_high = hn::TableLookupBytes(high_bytes, even);
+        const VB odd_high = hn::TableLookupBytes(high_bytes, odd);
+        const VU high = DotBytes(DotBytes(hn::Zero(du), even_high, q[0]), odd_high, q[1]);
+        const VU crossed = DotBytes(DotBytes(hn::Zero(du), even_high, q[2]), odd_high, q[3]);
+        const VU low = DotBytes(DotBytes(crossed, hn::TableLookupBytes(low_bytes, even), q[0]),
+                                hn::TableLookupBytes(low_bytes, odd), q[1]);
+        const auto both =
+            hn::BitCast(hn::RebindToSigned<DF>(), hn::Add(hn::ShiftLeft<8>(high), low));
+        float* to = acc[n] + half * kWidth;
+        const VF sum = hn::ConvertTo(d, both);
+        hn::Store(block == 0 ? sum : hn::Add(sum, hn::Load(d, to)), d, to);
+      }
+    }
+  }
+
   VB high_, low_;
   float unit_;
 };
 
-// r = byte_unit * (256 x + y), x and y bytes: 64 x of a block's even elements, 64 x of the odd ones,
-// and so y. A row's bytes hold two codes each, in the order of the elements; r is in units.
+// r = byte_unit * (256 x + y), x and y bytes: 64 x of a block's even elements, 64 x of the odd
+// ones, and so y. A row's bytes hold two codes each, in the order of the elements; r is in units.
 void MakeBytes(const Work& w, Record& row) {
   const std::int64_t length = w.coded_length();
   float most = 0;
@@ -530,7 +529,7 @@ void MakeBytes(const Work& w, Record& row) {
     finite = finite && std::isfinite(row.r[i]);
   }
   // What is not finite shall be seen.
-  row.byte_unit = !finite   ? std::numeric_limits<float>::quiet_NaN()
+  row.byte_unit = !finite    ? std::numeric_limits<float>::quiet_NaN()
                   : most > 0 ? most / kByteScale
                              : 1.0f;
   std::int64_t sum = 0;
@@ -624,9 +623,8 @@ class Worker {
         k_bytes_(w.int8 ? w.a.k_codebook.as<float>() : kNoTable) {}
 
   // The tokens `seen` of one split by `count` <= kRowsAtOnce rows from `first` on.
-  void Split(std::int64_t s, std::int64_t head, const aura::Sequence& sequence,
-             aura::Region region, aura::Span seen, std::int64_t first, std::int64_t count,
-             float* const* partials) {
+  void Split(std::int64_t s, std::int64_t head, const aura::Sequence& sequence, aura::Region region,
+             aura::Span seen, std::int64_t first, std::int64_t count, float* const* partials) {
     const bool coded = region == aura::kCoded;
     const std::int64_t tokens = seen.end - seen.begin;
     const float* q[kRowsAtOnce];
@@ -643,8 +641,8 @@ class Worker {
 
     HWY_ALIGN float k_scales[kSplit], v_scales[kSplit];
     ForPlaces(s, head, sequence, region, seen, [&](const Place& place, std::int64_t n) {
-      Prefetch(place.v, place.v_stride, place.count);
       if (coded) {
+        Prefetch(place.v, place.v_stride, place.count);
         LoadScales(w_.a.k_scales, place.scale_k, place.count, k_scales + n);
         LoadScales(w_.a.v_scales, place.scale_v, place.count, v_scales + n);
       }
@@ -652,9 +650,8 @@ class Worker {
       if (coded && w_.int8) {
         k_bytes_.Dots(k, units / kBlock, records, count, x_, n);
       } else {
-        WithSource(region, d_.k_bits, w_.a.k_codebook, [&](const auto& source) {
-          Dots(source, k, units, q, count, x_, n);
-        });
+        WithSource(region, d_.k_bits, w_.a.k_codebook,
+                   [&](const auto& source) { Dots(source, k, units, q, count, x_, n); });
       }
     });
     const DF d;
@@ -676,8 +673,10 @@ class Worker {
         }
       }
     }
-    // While these are added, the next split's rows of K come in.
-    aura::Span next{seen.begin + kSplit, std::min(seen.end + kSplit, sequence.tokens[region])};
+    // While these are added, the next split's rows of K come in. (Longer rows the CPU fetches ahead
+    // by itself, and better.)
+    const aura::Span next{seen.begin + kSplit,
+                          coded ? std::min(seen.end + kSplit, sequence.tokens[region]) : 0};
     ForPlaces(s, head, sequence, region, seen, [&](const Place& place, std::int64_t n) {
       for (aura::Span some{next.begin + n, std::min(next.begin + n + place.count, next.end)};
            !some.empty();) {
@@ -686,9 +685,8 @@ class Worker {
         some.begin += ahead.count;
       }
       const Rows v = WholeUnits(region, {place.v, place.v_stride, place.count}, spread_v_);
-      WithSource(region, d_.v_bits, w_.a.v_codebook, [&](const auto& source) {
-        Add(source, v, units, x_, n, o, count);
-      });
+      WithSource(region, d_.v_bits, w_.a.v_codebook,
+                 [&](const auto& source) { Add(source, v, units, x_, n, o, count); });
     });
   }
 
@@ -773,8 +771,7 @@ class Worker {
   Rows WholeUnits(aura::Region region, const Rows& rows, const CodeSpreader& spreader) {
     const bool coded = region == aura::kCoded;
     const std::int64_t bytes =
-        coded ? spreader.bytes()
-              : w_.exact_length() * static_cast<std::int64_t>(size_of(d_.exact));
+        coded ? spreader.bytes() : w_.exact_length() * static_cast<std::int64_t>(size_of(d_.exact));
     if (bytes == rows.stride && !(coded && spreader.bits() != 4)) return rows;
     for (std::int64_t n = 0; n < rows.count; ++n) {
       const std::byte* from = rows.at + n * rows.stride;
@@ -1049,10 +1046,9 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
   cpu::parallel(w.tasks(), share(row_work), [&](std::int64_t begin, std::int64_t end) {
     BITTERN_CALL(PrepareTasks)(w, begin, end);
   });
-  cpu::parallel(w.tasks() * w.all_splits(), share(row_work * kSplit),
-                [&](std::int64_t begin, std::int64_t end) {
-                  BITTERN_CALL(RunSplits)(w, begin, end);
-                });
+  cpu::parallel(
+      w.tasks() * w.all_splits(), share(row_work * kSplit),
+      [&](std::int64_t begin, std::int64_t end) { BITTERN_CALL(RunSplits)(w, begin, end); });
   cpu::parallel(w.tasks(), share(row_work), [&](std::int64_t begin, std::int64_t end) {
     BITTERN_CALL(FinishTasks)(w, begin, end);
   });
@@ -1061,24 +1057,23 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
 
 // Logits from integers: every sum is exact, so the bits are still the same on every target.
 PrecisionGuarantee int8_guarantee(const Op::Desc&) {
-  return {.math_precision = DType::s8, .accumulator = DType::s32,
-          .same_bits_on_all_backends = false};
+  return {
+      .math_precision = DType::s8, .accumulator = DType::s32, .same_bits_on_all_backends = false};
 }
 
-constexpr Kernel<Op> kKernels[] = {
-    {.name = "cpu_int8",
-     .backend = "cpu",
-     .weaker = int8_guarantee,
-     .supports = supports_int8,
-     .workspace = workspace<true>,
-     .architecture = cpu::architecture,
-     .run = run<true>},
-    {.name = "cpu",
-     .backend = "cpu",
-     .supports = supports,
-     .workspace = workspace<false>,
-     .architecture = cpu::architecture,
-     .run = run<false>}};
+constexpr Kernel<Op> kKernels[] = {{.name = "cpu_int8",
+                                    .backend = "cpu",
+                                    .weaker = int8_guarantee,
+                                    .supports = supports_int8,
+                                    .workspace = workspace<true>,
+                                    .architecture = cpu::architecture,
+                                    .run = run<true>},
+                                   {.name = "cpu",
+                                    .backend = "cpu",
+                                    .supports = supports,
+                                    .workspace = workspace<false>,
+                                    .architecture = cpu::architecture,
+                                    .run = run<false>}};
 
 }  // namespace
 
