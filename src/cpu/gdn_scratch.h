@@ -150,7 +150,6 @@ struct BackwardScratch {
         z(pieces.keys()),
         dq(pieces.keys()),
         dk(pieces.keys()),
-        kk(pieces.matrix()),
         qk(pieces.matrix()),
         e(pieces.matrix()),
         l(pieces.matrix()),
@@ -171,6 +170,7 @@ struct BackwardScratch {
     const GdnDesc& d = pieces.desc();
     const std::int64_t chunks = d.chunks(d.tokens);  // a sequence may have all the tokens
     states = pieces.take(chunks * state_size);
+    kk = pieces.take(chunks * d.chunk * kRows);
     y = pieces.values(chunks);
     dq_sum = pieces.keys(chunks);
     dk_sum = pieces.keys(chunks);
@@ -181,12 +181,12 @@ struct BackwardScratch {
   float* gradients;     // r, and d_o right after it
   float* projected;     // M and N: these times the state
   float *transposed, *v, *z, *dq, *dk;
-  float *kk, *qk, *e, *l, *p, *dl, *dp, *x, *w;
+  float *qk, *e, *l, *p, *dl, *dp, *x, *w;
   float *sum, *decay, *rest, *beta, *b, *columns, *dbeta, *ones;
-  // Of every chunk of a head: the state before it, transposed, y, and the sums over value heads of
-  // dq and dk.
+  // Of every chunk of a head: the state before it, transposed, k k^T, y, and the sums over value
+  // heads of dq and dk.
   std::int64_t state_size;
-  float *states, *y, *dq_sum, *dk_sum, *dg;
+  float *states, *kk, *y, *dq_sum, *dk_sum, *dg;
 };
 
 struct GateSums {

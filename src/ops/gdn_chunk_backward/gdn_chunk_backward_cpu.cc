@@ -35,13 +35,11 @@ struct Head {
 
 // ---- forward ----
 
-// Keys, gates, k k^T, and the matrix L where kRow is below the diagonal.
+// Keys, and their transpose; values and gates.
 void LoadChunk(const Head& h, const GdnChunk& chunk, const BackwardScratch& s) {
   const std::int64_t rows = chunk.rows;
   gdn::LoadKeys(h.d, h.a.k, h.a.mask, chunk, h.key_head, s.keys_queries);
   gdn::Transpose(s.keys_queries, h.k_stride, rows, h.d.key_dim, s.transposed, kRows);
-  matmul::MultiplyToLower(rows, h.d.key_dim, {s.keys_queries, h.k_stride}, s.transposed, kRows,
-                          s.kk, kRows);
   gdn::LoadRows(h.a.v, h.a.mask, chunk, h.d.value_heads, h.head, h.d.value_dim, s.v);
   gdn::LoadGates(h.d, h.a, chunk, h.head, s.sum, s.beta);
   gdn::ExpRow(s.sum, s.decay);
@@ -53,7 +51,7 @@ void Prefetch(const Head& h, const GdnChunk& chunk) {
   gdn::Prefetch(h.a.v, chunk, h.d.value_heads, h.head, h.d.value_dim);
 }
 
-// Keeps y of each chunk and the state before it, transposed.
+// Keeps k k^T and y of each chunk, and the state before it, transposed.
 void Forward(const Head& h, const BackwardScratch& s) {
   const gdn::D tag;
   const std::int64_t width = h.d.value_dim;
@@ -68,7 +66,10 @@ void Forward(const Head& h, const BackwardScratch& s) {
     const std::int64_t rows = chunk.rows;
     LoadChunk(h, chunk, s);
     if (n + 1 < chunks) Prefetch(h, gdn_chunk(h.d, h.sequence, n + 1));
-    gdn::Decay(rows, rows, s.beta, s.sum, false, s.kk, s.l);
+    float* kk = s.kk + n * h.d.chunk * kRows;
+    matmul::MultiplyToLower(rows, h.d.key_dim, {s.keys_queries, h.k_stride}, s.transposed, kRows,
+                            kk, kRows);
+    gdn::Decay(rows, rows, s.beta, s.sum, false, kk, s.l);
     gdn::Transpose(s.state, h.v_stride, h.d.key_dim, width, s.states + n * s.state_size,
                    h.k_stride);
     float* y = s.y + n * h.d.chunk * h.v_stride;
@@ -93,7 +94,7 @@ void Forward(const Head& h, const BackwardScratch& s) {
 // ---- backward ----
 
 // E, L and P on and below the diagonal, from k k^T and q k^T.
-void Weights(std::int64_t rows, const BackwardScratch& s) {
+void Weights(std::int64_t rows, const float* kk, const BackwardScratch& s) {
   const gdn::D tag;
   for (std::int64_t i = 0; i < rows; ++i) {
     for (std::int64_t j = 0; j <= i; j += kLanes) {
@@ -101,7 +102,7 @@ void Weights(std::int64_t rows, const BackwardScratch& s) {
       const auto below = gdn::Before(j, i), on = gdn::Before(j, i + 1);
       const auto exponent = hn::Sub(hn::Set(tag, s.sum[i]), hn::LoadU(tag, s.sum + j));
       const auto e = hn::IfThenElseZero(on, Exp(tag, hn::IfThenElseZero(on, exponent)));
-      const auto l = hn::Mul(hn::Mul(hn::Set(tag, s.beta[i]), hn::LoadU(tag, s.kk + at)), e);
+      const auto l = hn::Mul(hn::Mul(hn::Set(tag, s.beta[i]), hn::LoadU(tag, kk + at)), e);
       hn::StoreU(e, tag, s.e + at);
       hn::StoreU(hn::IfThenElseZero(below, l), tag, s.l + at);
       const auto p = hn::Mul(hn::LoadU(tag, s.qk + at), e);
@@ -136,7 +137,7 @@ void WeightGradients(std::int64_t rows, const BackwardScratch& s) {
 }
 
 // dG and dbeta, from the products with the state and the weights' gradients; then dg.
-void GateGradients(const Head& h, std::int64_t rows, const float* state_transposed,
+void GateGradients(const Head& h, std::int64_t rows, const float* kk, const float* state_transposed,
                    const BackwardScratch& s, float* dg) {
   const std::int64_t keys = h.d.key_dim;
   const float *k = s.keys_queries, *q = k + rows * h.k_stride;
@@ -147,7 +148,7 @@ void GateGradients(const Head& h, std::int64_t rows, const float* state_transpos
     const float seen = Dot(k + row, m + row, keys);
     s.dbeta[i] =
         std::fma(-s.decay[i], seen, Dot(s.gradients + values, s.v + values, h.d.value_dim)) +
-        Dot(s.dl + weights, s.kk + weights, i);
+        Dot(s.dl + weights, kk + weights, i);
     const float rest = s.rest[i] * Dot(k + row, s.z + row, keys);
     rests += rest;
     const float own = std::fma(s.b[i], seen, s.decay[i] * Dot(q + row, n + row, keys));
@@ -190,6 +191,7 @@ void BackwardChunk(const Head& h, std::int64_t index, const BackwardScratch& s) 
   const std::int64_t rows = chunk.rows, keys = d.key_dim, width = d.value_dim;
   const std::int64_t first = chunk.begin * d.value_heads + h.head;
   const float* y = s.y + index * d.chunk * h.v_stride;
+  const float* kk = s.kk + index * d.chunk * kRows;
   const float* state_transposed = s.states + index * s.state_size;
   float *k = s.keys_queries, *q = k + rows * h.k_stride;
   float *r = s.gradients, *d_o = r + rows * h.v_stride;
@@ -205,7 +207,7 @@ void BackwardChunk(const Head& h, std::int64_t index, const BackwardScratch& s) 
   gdn::LoadKeys(d, a.q, a.mask, chunk, h.key_head, q);
   tile::Scale(d.query_scale(), q, rows * h.k_stride);
   matmul::MultiplyToLower(rows, keys, {q, h.k_stride}, s.transposed, kRows, s.qk, kRows);
-  Weights(rows, s);
+  Weights(rows, kk, s);
   gdn::LoadRows(a.d_o, a.mask, chunk, d.value_heads, h.head, width, d_o);
   for (std::int64_t i = 0; i < rows; ++i) s.b[i] = -(s.beta[i] * s.decay[i]);
 
@@ -225,7 +227,7 @@ void BackwardChunk(const Head& h, std::int64_t index, const BackwardScratch& s) 
   matmul::Multiply(rows, keys, width, {y, h.v_stride}, s.grad_transposed, h.k_stride, s.z,
                    h.k_stride);
   float* dg = s.dg + index * d.chunk;
-  GateGradients(h, rows, state_transposed, s, dg);
+  GateGradients(h, rows, kk, state_transposed, s, dg);
   gdn::ClearMasked(a.mask, chunk, 1, dg);
   gdn::ClearMasked(a.mask, chunk, 1, s.dbeta);
   for (std::int64_t i = 0; i < rows; ++i) {
