@@ -27,7 +27,7 @@ LAYERS = [
     ("src/cpu/*_test.cc", ORACLE + ["gtest/*", "hwy/*"]),
     ("src/cpu/*", CORE + ["cpu/*", "hwy/*", "*intrin.h", "cpuid.h", "omp.h", "oneapi/dnnl/*"]),
     ("src/cuda/*_test.cc", ORACLE + ["gtest/*", "dlfcn.h"]),
-    ("src/cuda/*", CORE + ["plan/kernel.h", "cuda/*", "ops/ops.inc", "dlfcn.h"] + CUDA),
+    ("src/cuda/*", CORE + ["plan/kernel*.h", "cuda/*", "ops/ops.inc", "dlfcn.h"] + CUDA),
     ("src/ops/*_test.cc", ORACLE + ["gtest/*"]),
     ("src/ops/*_cases.cc", ORACLE),
     ("src/ops/*.cu*", CORE + ["plan/kernel.h", "cuda/*"] + CUDA),

@@ -54,6 +54,7 @@ struct @Op@ {
 '''
 
 REF = '''\
+#include "bittern/ops/@op@.h"
 #include "core/numerics.h"
 #include "plan/kernel.h"
 
@@ -77,6 +78,7 @@ std::span<const Kernel<@Op@>> @op@_ref() { return kKernels; }
 '''
 
 CPU = '''\
+#include "bittern/ops/@op@.h"
 #include "core/numerics.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"

@@ -109,7 +109,7 @@ Status check_signs(std::string_view op, std::string_view operand, const float* v
 // The same for the rotation's table, given what `d` says it is.
 inline Status check_rotation(std::string_view op, const AuraDesc& d, const ConstView& table) {
   if (d.rotation != Rotation::hadamard) return {};
-  return check_signs(op, "rotation", table.as<float>(), d.axis_size);
+  return check_signs(op, "table", table.as<float>(), d.axis_size);
 }
 
 template <AuraFields kFields, class D, class F>
@@ -127,11 +127,11 @@ void visit_aura_fields(D& d, F&& f) {
   if constexpr (kFields.inverse) f("inverse", d.inverse, "apply the inverse rotation");
 }
 
-// The operand `rotation`, where the kind has a table.
+// The operand `table`, where the rotation has one.
 template <class A, class F>
 void visit_rotation(const AuraDesc& d, A& a, F&& f) {
   if (d.rotation == Rotation::identity) return;
-  f("rotation", a.rotation, Operand{DType::f32, d.rotation_shape()});
+  f("table", a.table, Operand{DType::f32, d.rotation_shape()});
 }
 
 }  // namespace bittern

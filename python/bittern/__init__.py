@@ -221,10 +221,10 @@ class _RowSizes:
 class _NamedSizes:
     """Sizes that are axes of the operands, found by trying two numbers for each field.
 
-    An axis that is then the number plus c is the field plus c. A field with c != 0 (sequences, of
-    which n need n + 1 offsets) comes from such axes alone, and keeps its default without them. A
-    field that changes how many axes there are is a choice, not a size: it is given or has its
-    default.
+    An axis that is then the number plus c is the field plus c. A field with c > 0 (sequences, of
+    which n need n + 1 offsets) comes from such axes alone, and keeps its default without them; so
+    does a field without which an array already has the right shape. A field that changes how many
+    axes there are is a choice, not a size: it is given or has its default.
     """
 
     PROBES = 1009, 2003
@@ -270,15 +270,18 @@ class _NamedSizes:
         trial = self.safe(desc, fields)
         free = [n for n in self.sizes if n not in fields]
         merged = {}  # a field, and the axes of an array that it counts together
-        for offsets in (True, False):
+        for counted in (True, False):
             for field in free:
                 axes = self.axes_of(trial, field)
-                if any(c for *_, c in axes) != offsets:
+                if any(c > 0 for *_, c in axes) != counted:
                     continue
+                shapes = {o.name: o.shape for o in trial.unchecked_operands()}
                 for name, count, axis, c in axes:
                     shape = tensors[name].shape if name in tensors else ()
-                    if (offsets and c == 0) or len(shape) < count:
+                    if (counted and c <= 0) or len(shape) < count:
                         continue
+                    if shape == shapes[name]:
+                        break
                     extra = len(shape) - count
                     lead, rest = shape[: extra + 1], shape[extra + 1 :]
                     if axis == 0 and extra > 0:
@@ -305,7 +308,10 @@ class _Function:
         self.fields = {f.name: f for f in op.fields}
         self.inputs = [o for o in op.operands if not o.output or o.in_out]
         self.outputs = [o for o in op.operands if o.output and not o.in_out]
-        self.sizes = (_RowSizes if "axis_size" in self.fields else _NamedSizes)(op, self.inputs)
+        try:
+            self.sizes = _RowSizes(op, self.inputs)
+        except (ValueError, NotImplementedError):  # no rows, or not rows of any length
+            self.sizes = _NamedSizes(op, self.inputs)
 
     def parameters(self):
         """(name, kind, default) of each parameter; kind is input, output, field or option."""

@@ -52,6 +52,20 @@ __all__ = [
     "pack_codes",
     "unpack_codes",
     "gdn_recompute_w_u",
+    "gdn_cumsum",
+    "gdn_kkt",
+    "gdn_solve",
+    "gdn_state",
+    "gdn_output",
+    "gdn_chunk_forward",
+    "aura_rotate",
+    "aura_attention",
+    "gdn_recurrent_step",
+    "gdn_chunk_backward",
+    "causal_conv1d",
+    "causal_conv1d_backward",
+    "gated_rms_norm",
+    "gated_rms_norm_backward",
 ]
 __version__: str
 
@@ -590,4 +604,710 @@ def gdn_recompute_w_u(
     these j count, also those above the diagonal; with lower_triangular those alone with j <= i, and
     the others are not read. NaN and infinities go where these products put them: no further than
     their chunk and head. Either output may be left out.
+    """
+
+def gdn_cumsum(
+    g: Array | float,
+    a_log: Array | float | None = None,
+    dt_bias: Array | float | None = None,
+    cu_seqlens: Array | float | None = None,
+    *,
+    sum: Array | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    value_heads: int | None = None,
+    chunk: int | None = None,
+    n_sequences: int | None = None,
+    gate: bool = False,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> Any:
+    """Returns sum.
+
+    The log decay summed within each chunk:
+
+      sum[i] = sum[i-1] + g[i]      from 0 at the chunk's start, in f32, i ascending
+
+    With `gate`, g holds the projection a, and -exp(a_log) * softplus(a + dt_bias) takes its place:
+    a_log and dt_bias are given per head, each operation is rounded once to f32, exp and softplus are
+    core/math.h's, within 1 ulp. -infinity and NaN stay until the chunk's end.
+    """
+
+def gdn_kkt(
+    k: Array | float,
+    beta: Array | float,
+    g: Array | float,
+    cu_seqlens: Array | float | None = None,
+    *,
+    l: Array | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    key_heads: int | None = None,
+    value_heads: int | None = None,
+    key_dim: int | None = None,
+    chunk: int | None = None,
+    n_sequences: int | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    head_map: Literal["grouped", "tiled"] = "grouped",
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> Any:
+    """Returns l.
+
+    The matrix of each chunk's delta rule, strictly lower triangular:
+
+      l[i][j] = (beta[i] * (k[i] . k[j])) * e^(g[i] - g[j])      j < i; 0 for all other j < chunk
+
+    for rows i, j of one chunk, g being summed from its start (gdn_cumsum). The dot product is
+    acc = fma(k[i][d], k[j][d], acc) in f32, d ascending, from 0; the difference, the exponential
+    (core/math.h, within 1 ulp) and the two products are each rounded once to f32. The exponential is
+    taken of differences with j < i alone: never above 0 for log decays that are not, so it cannot
+    overflow; g down to -1e4 a token gives 0, not NaN.
+    """
+
+def gdn_solve(
+    l: Array | float,
+    cu_seqlens: Array | float | None = None,
+    *,
+    a: Array | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    value_heads: int | None = None,
+    chunk: int | None = None,
+    n_sequences: int | None = None,
+    a_element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> Any:
+    """Returns a.
+
+    The inverse of each chunk's unit lower triangular matrix: A = (I + L)^-1, L from gdn_kkt.
+
+      A[i] = e[i] - (sum over j < i of L[i][j] * A[j])
+
+    by rows, for rows i, j of one chunk: the sum is acc = fma(L[i][j], A[j][c], acc) in f32, j
+    ascending, from 0, and is subtracted from 1 (c = i) or 0. Every j < i counts, also those where
+    A[j][c] is 0; of L, what lies on or above the diagonal or past a ragged chunk is not read. A is 0
+    above the diagonal (whatever L holds) and past a ragged chunk; it is rounded to a_element last.
+    A NaN or infinity of L makes its row and rows below it NaN, in its chunk and head.
+    """
+
+def gdn_state(
+    k: Array | float,
+    w: Array | float,
+    u: Array | float,
+    g: Array | float,
+    initial_state: Array | float | None = None,
+    cu_seqlens: Array | float | None = None,
+    *,
+    h: Array | Literal[False] | None = None,
+    v_new: Array | Literal[False] | None = None,
+    final_state: Array | Literal[False] | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    key_heads: int | None = None,
+    value_heads: int | None = None,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    chunk: int | None = None,
+    n_sequences: int | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    head_map: Literal["grouped", "tiled"] = "grouped",
+    state_layout: Literal["key_value", "value_key"] = "key_value",
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> tuple[Any, ...]:
+    """Returns h, v_new, final_state.
+
+    The gated delta rule's state from chunk to chunk, and the values each chunk writes into it. For a
+    sequence and head, with S [key_dim, value_dim] in f32, at first initial_state, or 0 if left out:
+
+      for each chunk n:   h[n] = X(S)
+                          y[i] = u[i] - w[i] X(S)              v_new[i] = X(y[i])
+                          z[i] = X(y[i] * e^(g[last] - g[i]))
+                          S    = e^g[last] * S + (sum over i of k[i]^T z[i])
+      final_state = S
+
+    for rows i of the chunk, `last` its last one, g summed from its start (gdn_cumsum), w and u from
+    gdn_recompute_w_u. X rounds to `element`, nearest even. Matrix products are acc = fma(a, b, acc)
+    in f32, terms ascending: w X(S) from 0, the sum over i from the product e^g[last] * S. Every
+    other operation is rounded once to f32; exp is core/math.h's, within 1 ulp. h lies as the state
+    does (state_layout). An empty sequence passes its state on. Any output may be left out.
+    """
+
+def gdn_output(
+    q: Array | float,
+    k: Array | float,
+    v_new: Array | float,
+    h: Array | float,
+    g: Array | float,
+    cu_seqlens: Array | float | None = None,
+    *,
+    o: Array | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    key_heads: int | None = None,
+    value_heads: int | None = None,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    chunk: int | None = None,
+    n_sequences: int | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    head_map: Literal["grouped", "tiled"] = "grouped",
+    state_layout: Literal["key_value", "value_key"] = "key_value",
+    scale: float = 0.0,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> Any:
+    """Returns o.
+
+    The gated delta rule's output of each chunk, from the state before it and what it writes:
+
+      p[i][j] = X((q[i] . k[j]) * e^(g[i] - g[j]))      j <= i
+      o[i]    = X(scale * (e^g[i] * (q[i] h) + sum over j <= i of p[i][j] * v_new[j]))
+
+    for rows i, j of one chunk, h [key_dim, value_dim] its state (gdn_state), g summed from its start
+    (gdn_cumsum). X rounds to `element`, nearest even. Matrix products are acc = fma(a, b, acc) in
+    f32, terms ascending: q . k and q h from 0, the sum over j from e^g[i] * (q[i] h). Every other
+    operation is rounded once to f32; exp is core/math.h's, within 1 ulp, and is taken of differences
+    with j <= i alone. scale is query_scale().
+    """
+
+def gdn_chunk_forward(
+    q: Array | float,
+    k: Array | float,
+    v: Array | float,
+    g: Array | float,
+    beta: Array | float,
+    a_log: Array | float | None = None,
+    dt_bias: Array | float | None = None,
+    mask: Array | float | None = None,
+    initial_state: Array | float | None = None,
+    cu_seqlens: Array | float | None = None,
+    *,
+    o: Array | None = None,
+    final_state: Array | Literal[False] | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    key_heads: int | None = None,
+    value_heads: int | None = None,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    chunk: int | None = None,
+    n_sequences: int | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    head_map: Literal["grouped", "tiled"] = "grouped",
+    state_layout: Literal["key_value", "value_key"] = "key_value",
+    qk_l2norm: bool = False,
+    gate: bool = False,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    scale: float = 0.0,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> tuple[Any, ...]:
+    """Returns o, final_state.
+
+    The gated delta rule over whole sequences, chunk by chunk, in one call. Token by token it is
+
+      S = e^g[t] S;   S = S + k[t]^T (beta[t] (v[t] - k[t] S));   o[t] = scale q[t] S
+
+    with S [key_dim, value_dim] at first initial_state, or 0 if left out, and at last final_state. It
+    is computed so: for each sequence, head and chunk, with rows i, j of the chunk,
+
+      q, k    = x * (1 / sqrt(x.x + 1e-6)) each, if qk_l2norm (x.x as core/dot.h);  q = q * scale
+      g       = -exp(a_log) * softplus(g + dt_bias), if gate
+      beta    = sigmoid(beta), if beta_sigmoid;  2 * that, if allow_neg_eigval
+      G[i]    = G[i-1] + g[i]
+      L[i][j] = (beta[i] * (k[i] . k[j])) * e^(G[i] - G[j])        j < i
+      P[i][j] = (q[i] . k[j]) * e^(G[i] - G[j])                    j <= i
+      y[i]    = beta[i] * fma(-e^G[i], k[i] S, v[i]) - (sum over j < i of L[i][j] y[j])
+      o[i]    = X(e^G[i] * (q[i] S) + sum over j <= i of P[i][j] y[j])
+      S       = e^G[last] * S + sum over i of k[i]^T (e^(G[last] - G[i]) * y[i])
+
+    All of it in f32, whatever `element` is: X, the rounding of o to `element`, is the only one to a
+    half type. Sums of products are acc = fma(a, b, acc), terms ascending: k.k, q.k, k S, q S and the
+    sum in y from 0 (the latter is then subtracted), the sum in o from e^G[i] * (q[i] S), that in S
+    from e^G[last] * S. Every other operation is rounded once; exp, softplus and sigmoid are
+    core/math.h's, within 1 ulp. Neither A nor w and u are formed: y is what the chain of gdn_cumsum
+    .. gdn_output calls v_new, by substitution instead of an inverse, and no value between is
+    rounded.
+
+    Exponents are never above 0 while no g is: nothing overflows, and g down to -1e4, beta up to 2
+    and single tokens give no NaN. (g = -infinity does: G[i] - G[j] has no value.) A NaN or infinity
+    reaches the later tokens of its sequence and head alone, however chunks and heads are batched.
+    A token whose `mask` is 0 is not looked at: q = k = v = 0, g = beta = 0, so the state passes it
+    by, and its o is 0. An empty sequence passes its state on.
+    """
+
+def aura_rotate(
+    x: Array | float,
+    table: Array | float,
+    *,
+    y: Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
+    inverse: bool = False,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> Any:
+    """Returns y.
+
+    y = P x, or y = P^T x if `inverse`: each row of x widened to f32, rotated as bittern/aura_desc.h
+    states, and rounded to its dtype. For queries on their way in and attention's output on its way
+    out. NaN and infinities follow from the operations and stay in their row.
+    """
+
+def aura_attention(
+    q: Array | float,
+    k_codes: Array | float,
+    k_scales: Array | float,
+    v_codes: Array | float,
+    v_scales: Array | float,
+    k_codebook: Array | float,
+    v_codebook: Array | float,
+    k_table: Array | float,
+    v_table: Array | float,
+    block_table: Array | float,
+    k_first: Array | float,
+    v_first: Array | float,
+    k_recent: Array | float,
+    v_recent: Array | float,
+    lengths: Array | float | None = None,
+    starts: Array | float | None = None,
+    k_mean: Array | float | None = None,
+    v_mean: Array | float | None = None,
+    sinks: Array | float | None = None,
+    *,
+    out: Array | None = None,
+    sequences: int | None = None,
+    queries: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    dim: int | None = None,
+    capacity: int | None = None,
+    page_size: int | None = None,
+    pages: int | None = None,
+    first: int | None = None,
+    recent: int | None = None,
+    k_bits: int | None = None,
+    v_bits: int | None = None,
+    k_rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
+    v_rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
+    scale: float = 0.0,
+    window: int | None = None,
+    window_keeps_first: bool = False,
+    causal: bool = True,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    f16_scale: bool = False,
+    exact: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> Any:
+    """Returns out.
+
+    Attention over a compressed KV cache, computed on the codes: K and V are never decoded to memory.
+
+      out[s,i,h] = sum_t p_t v_t / l      p_t = exp(x_t - m)      l = sum_t p_t      m = max_t x_t
+      x_t = scale * q[s,i,h] . k_t        over the tokens t that query i sees
+
+    A sequence's tokens are numbered 0, 1, ... through three regions, each of which may be empty:
+
+      first    lengths[s,0] tokens kept as they were, rows of k_first and v_first
+      coded    lengths[s,1] tokens as aura_encode leaves them: k_t = k_scale_t P_k^T c[code] + k_mean
+      recent   lengths[s,2] tokens kept as they were, rows of k_recent and v_recent
+
+    Query head h reads KV head h / (heads / kv_heads). With n tokens in all, query i stands at token
+    n - queries + i. It sees every token up to there (causal) or all (not causal), and with a window
+    w > 0 none that lies w or more before it (but for first tokens, if window_keeps_first). A query
+    that sees no token gives zeros. sinks[h] is one more logit, whose value is a row of zeros.
+
+    Centring: codes hold k - k_mean and v - v_mean. q . k_mean is the same for every coded token, so
+    where nothing else is attended to it cancels and k_mean may be left out; given, it is added to
+    their logits, which then compare with sinks and with the regions that were never centred. v_mean
+    is added in the proportion that coded tokens have of l.
+
+    The order of operations, all in f32, exp as in core/math.h:
+
+      a = q * scale        r = P_k a (bittern/aura_desc.h)        b = a . k_mean, or 0
+      coded:          x_t = fma(r . c, k_scale_t, b)    element j in accumulator (j / 8) mod 16
+      first, recent:  x_t = a . k_t                     element j in accumulator j mod 16; so in b
+
+    where a dot has 16 accumulators, acc = fma(a_j, k_j, acc) from 0 with j ascending, which the
+    halving tree adds. A region is cut into splits of 256 tokens from its first on. In each, over the
+    tokens seen, in order:
+
+      m    the largest x_t that is not NaN, or -inf
+      p_t  = exp(x_t - m), or exp(x_t) where m = -inf
+      l    the n-th p_t seen goes to accumulator n mod 16 by acc + p_t; then the halving tree
+      o_j  = fma(w_t, y_tj, o_j) from 0: y the centroid and w_t = p_t * v_scale_t (coded), or
+           y = v_t and w_t = p_t
+
+    Splits with a token seen are merged in order into a state of m, l, l_coded, o_coded, o_exact that
+    starts at -inf, 0, 0, 0, 0 (with sinks at m = sinks[h], l = 1):
+
+      M = m_split > m ? m_split : m       f = exp(m - M), g = exp(m_split - M), or exp(m),
+      exp(m_split)
+                                          where M = -inf
+      l = fma(l_split, g, l * f)          and so o and l_coded, of which what the split does not add
+                                          to is multiplied by f
+
+    and then u = P_v^T o_coded, u = fma(l_coded, v_mean, u) where v_mean is given, and
+    out = (u + o_exact) / l, or 0 where l = 0. A row or scale that is not finite makes the queries
+    that see it NaN or infinite, and no others.
+
+    Kernel cpu_int8 (k_bits 4, Preference::fastest) takes r and c as 16-bit integers of full scale
+    32512, in two bytes each, and leaves out the product of the lower bytes: with dr = max|r| / 32512
+    and dc = max|c| / 32512, r . c is off by at most sum_j (|r_j| dc / 2 + |c_j| dr / 2 + 2^15 dr
+    dc).
+
+    Layout. Contiguous (page_size 0): slot n of KV head h is row [s * kv_heads + h, n] of codes and
+    scales. Paged: row [block_table[s, n / page_size], h, n % page_size]. Coded token t has slot
+    (starts[s,0] + t) mod capacity, recent token t slot (starts[s,1] + t) mod recent: both are rings.
+    Without `starts` these are 0; without `lengths` every region is full.
+    """
+
+def gdn_recurrent_step(
+    q: Array | float,
+    k: Array | float,
+    v: Array | float,
+    g: Array | float,
+    beta: Array | float,
+    state: Array | float,
+    a_log: Array | float | None = None,
+    dt_bias: Array | float | None = None,
+    state_index: Array | float | None = None,
+    *,
+    o: Array | None = None,
+    snapshots: Array | Literal[False] | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    key_heads: int | None = None,
+    value_heads: int | None = None,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    pool: int | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    head_map: Literal["grouped", "tiled"] = "grouped",
+    state_layout: Literal["key_value", "value_key"] = "key_value",
+    qk_l2norm: bool = False,
+    gate: bool = False,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    scale: float = 0.0,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> tuple[Any, ...]:
+    """Returns o, snapshots.
+
+    The gated delta rule token by token: decoding. For each sequence, value head and token in turn,
+    with the state S [key_dim, value_dim] and the head's q, k, v (widened to f32):
+
+      q, k   = x * (1 / sqrt(x.x + 1e-6)) each, if qk_l2norm;  then q = q * query_scale()
+      a      = exp(g)                 g    = -exp(a_log) * softplus(g + dt_bias), if gate
+      b      = beta                   beta = sigmoid(beta), if beta_sigmoid;  2 * that, if
+                                             allow_neg_eigval
+      sk_j   = sum_i S_ij k_i         sq_j = sum_i S_ij q_i
+      d_j    = b * fma(-a, sk_j, v_j)
+      o_j    = fma(k.q, d_j, a * sq_j)              rounded to the element's dtype
+      S_ij   = fma(k_i, d_j, a * S_ij)
+
+    which is S' = a S, d = b (v - S'^T k), S = S' + k d^T, o = S^T q, with the state read once and
+    written once. Everything is f32; each operation written above rounds once, products of three from
+    the left. exp, softplus and sigmoid are core/math.h's. x.x and k.q are summed as core/dot.h says.
+    sk and sq depend on how the state lies:
+
+      key_value   sum = fma(S_ij, k_i, sum), i ascending, from 0
+      value_key   as core/dot.h: 16 strided sums, then the halving tree
+
+    NaN and infinities propagate as this arithmetic has it; a sequence's never reach another's.
+
+    States. With pool = 0 sequence s has state s. With pool = P > 0 there are P states and sequence s
+    uses state state_index[s]: in range, and no two the same. The others are not touched.
+    snapshots, where given, receives the state after each token, for going back to it when later
+    tokens are rejected.
+    """
+
+def gdn_chunk_backward(
+    q: Array | float,
+    k: Array | float,
+    v: Array | float,
+    g: Array | float,
+    beta: Array | float,
+    d_o: Array | float,
+    a_log: Array | float | None = None,
+    dt_bias: Array | float | None = None,
+    mask: Array | float | None = None,
+    initial_state: Array | float | None = None,
+    cu_seqlens: Array | float | None = None,
+    d_final_state: Array | float | None = None,
+    *,
+    d_q: Array | None = None,
+    d_k: Array | None = None,
+    d_v: Array | None = None,
+    d_g: Array | None = None,
+    d_beta: Array | None = None,
+    d_a_log: Array | Literal[False] | None = None,
+    d_dt_bias: Array | Literal[False] | None = None,
+    d_initial_state: Array | Literal[False] | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    key_heads: int | None = None,
+    value_heads: int | None = None,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    chunk: int | None = None,
+    n_sequences: int | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    head_map: Literal["grouped", "tiled"] = "grouped",
+    state_layout: Literal["key_value", "value_key"] = "key_value",
+    qk_l2norm: bool = False,
+    gate: bool = False,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    scale: float = 0.0,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> tuple[Any, ...]:
+    """Returns d_q, d_k, d_v, d_g, d_beta, d_a_log, d_dt_bias, d_initial_state.
+
+    The gradient of gdn_chunk_forward: from d_o and d_final_state (0 if left out) to d_q, d_k, d_v,
+    d_g, d_beta and d_initial_state, through the normalisation, gate and sigmoid where these are
+    fused, then also d_a_log and d_dt_bias (0 without `gate`).
+
+    The forward pass is computed anew; q, k, beta, G, L, P, y and S (before the chunk) are as in
+    gdn_chunk_forward.h, q being normalised and scaled. Chunks go from the last to the first, with H
+    the gradient of the state after the chunk. For rows i, j of a chunk, e[i] = e^G[i], l[i] =
+    e^(G[last] - G[i]), E[i][j] = e^(G[i] - G[j]), b[i] = -(beta[i] * e[i]):
+
+      r[i]     = (l[i] * (k[i] H) + sum over j >= i of P[j][i] d_o[j]) - (sum over j > i of L[j][i]
+      r[j]) dl[i][j] = -(r[i] . y[j])     j < i           DL[i][j] = dl[i][j] * E[i][j] dp[i][j] =
+      d_o[i] . y[j]      j <= i          DP[i][j] = dp[i][j] * E[i][j] M[i] = r[i] S^T N[i] = d_o[i]
+      S^T               Z[i] = y[i] H^T X[i][j]  = beta[i] * DL[i][j], X[i][i] = 0 dq[i]    = e[i] *
+      N[i] + sum over j <= i of DP[i][j] k[j] dk[i]    = fma(b[i], M[i], l[i] * Z[i]) + sum over j >=
+      i of DP[j][i] q[j]
+                 + sum over j <= i of X[i][j] k[j] + sum over j >= i of X[j][i] k[j]
+      dv[i]    = beta[i] * r[i]
+      dbeta[i] = fma(-e[i], k[i] . M[i], r[i] . v[i]) + (DL[i] . (k k^T)[i] over j < i)
+      W[i][j]  = fma(dl[i][j], L[i][j], dp[i][j] * P[i][j])         j < i
+      dG[i]    = ((fma(b[i], k[i] . M[i], e[i] * (q[i] . N[i])) - z[i]) + sum over j < i of W[i][j])
+                 - (sum over j > i of W[j][i])                      z[i] = l[i] * (k[i] . Z[i])
+      dG[last] = fma(e[last], <S, H>, dG[last] + sum of z)
+      dg[i]    = dg[i+1] + dG[i]
+      H        = e[last] * H + sum over i of k[i]^T (b[i] * r[i]) + sum over i of q[i]^T (e[i] *
+      d_o[i])
+
+    All of it in f32; X, the rounding of d_q, d_k and d_v to `element`, comes last. Products of
+    matrices and sums written after one another are acc = fma(a, b, acc), terms ascending, from what
+    stands before them or from 0; but the sum over j > i in r descends, and is subtracted at the end.
+    a . b is core/dot.h's sum, so is that of W[i] (times 1); <S, H> is the sum over the columns of S,
+    ascending, of their dot products, <S, H> = ((0 + c0) + c1) + ...; the sums of W[j][i] and of z
+    ascend from 0. Every other operation is rounded once.
+
+    Then the d_q and d_k of a key head are summed over its value heads, in order of heads, and with
+    a = g + dt_bias, rate = -exp(a_log), and n the normalised k, or q before it is scaled:
+
+      d_q = X(scale * dq), d_k = X(dk)     or, if qk_l2norm, with D either one before X:
+            X(1 / sqrt(x.x + 1e-6) * fma(-(D . n), n, D))
+      d_g = (dg * rate) * (a > 20 ? 1 : sigmoid(a)), if gate
+      d_dt_bias = sum of d_g, d_a_log = sum of dg * (rate * softplus(a)): over the tokens of a
+      sequence,
+            ascending, acc = fma(dg, rate * softplus(a), acc) and acc + d_g, from 0; then over
+            sequences
+      d_beta = dbeta * slope, if beta_sigmoid, with slope = s * (1 - s), s = sigmoid(beta), twice
+      that
+            if allow_neg_eigval
+
+    The gradients of a masked token are 0, and its d_o is not looked at. NaN and infinities stay in
+    their sequence and head, or key head for d_q and d_k (d_a_log and d_dt_bias: head).
+    """
+
+def causal_conv1d(
+    x: Array | float,
+    weight: Array | float,
+    bias: Array | float | None = None,
+    initial_state: Array | float | None = None,
+    mask: Array | float | None = None,
+    cu_seqlens: Array | float | None = None,
+    *,
+    y: Array | Literal[False] | None = None,
+    final_state: Array | Literal[False] | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    channels: int | None = None,
+    width: int | None = None,
+    n_sequences: int | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    silu: bool = True,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> tuple[Any, ...]:
+    """Returns y, final_state.
+
+    A depthwise causal convolution along each sequence, with the state it starts from and leaves:
+
+      u[t][c] = bias[c] + sum over j < width of weight[c][j] * x[t - width + 1 + j][c]
+      y[t][c] = silu(u[t][c]), or u[t][c]
+
+    Positions t count from the sequence's start. x[-1], x[-2] ... are initial_state's, newest last,
+    or +0 where it is left out. final_state receives the last width - 1 inputs, those of
+    initial_state included when the sequence is shorter: exact copies.
+
+    In f32: u starts from the bias (+0 if left out) and is u = fma(weight, x, u), j ascending; silu
+    is core/math.h's; y is rounded to `element` once. Zeros that stand for absent inputs take part in
+    the sum like any other.
+
+    A token whose mask is 0 is not read: it counts as x = +0, also in final_state, and its y is +0.
+    NaN and infinities reach the next width - 1 tokens of their channel and sequence, and no others.
+    """
+
+def causal_conv1d_backward(
+    x: Array | float,
+    weight: Array | float,
+    dy: Array | float,
+    bias: Array | float | None = None,
+    initial_state: Array | float | None = None,
+    d_final_state: Array | float | None = None,
+    mask: Array | float | None = None,
+    cu_seqlens: Array | float | None = None,
+    *,
+    dx: Array | Literal[False] | None = None,
+    d_weight: Array | Literal[False] | None = None,
+    d_bias: Array | Literal[False] | None = None,
+    d_initial_state: Array | Literal[False] | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    channels: int | None = None,
+    width: int | None = None,
+    n_sequences: int | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    silu: bool = True,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> tuple[Any, ...]:
+    """Returns dx, d_weight, d_bias, d_initial_state.
+
+    The gradients of causal_conv1d. With u, x and the sequences as there (u is computed anew, in f32,
+    and never rounded further), and positions counted from the sequence's start:
+
+      du[t][c]          = dy[t][c] * silu_slope(u[t][c]), or dy[t][c];  +0 past the sequence's end
+      dx[t][c]          = sum over j < width of weight[c][j] * du[t + width - 1 - j][c]
+                          + d_final_state's value for x[t], where final_state holds x[t]
+      d_initial_state   the same at the positions t < 0
+      d_weight[c][j]    = sum over tokens of du[t][c] * x[t - width + 1 + j][c]
+      d_bias[c]         = sum over tokens of du[t][c]
+
+    dx is sum = fma(weight, du, sum), j ascending, from 0, then + d_final_state (only where that is
+    given and has a value), rounded to `element` once. At t < 0 the du of tokens before the start
+    are +0 and take part.
+
+    d_weight and d_bias go over each sequence in blocks of 64 tokens from its start: inside a block
+    sum = fma(du, x, sum) (sum + du for the bias), t ascending, from 0; then the halving tree over
+    all blocks of all sequences, in order. So bits do not depend on threads.
+
+    A masked token's dy is not read: its du and its dx are +0, and x there counts as +0.
+    """
+
+def gated_rms_norm(
+    x: Array | float,
+    z: Array | float,
+    weight: Array | float,
+    *,
+    y: Array | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    eps: float = 1e-06,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    rounding: Literal["once", "each"] = "once",
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> Any:
+    """Returns y.
+
+    A row normalised to root mean square 1, weighted, and gated:
+
+      rstd = 1 / sqrt((x.x) / dim + eps)
+      y_j  = ((x_j * rstd) * weight_j) * silu(z_j)
+
+    In f32, each operation above rounded once; x.x is summed as core/dot.h says, silu is
+    core/math.h's, eps is rounded to f32. y is rounded to `element`. With rounding = each so are x_j
+    * rstd and its product with weight_j, before they are used.
+
+    A row of zeros gives zeros (NaN when eps is 0). NaN and infinities stay in their row.
+    """
+
+def gated_rms_norm_backward(
+    x: Array | float,
+    z: Array | float,
+    weight: Array | float,
+    dy: Array | float,
+    *,
+    dx: Array | Literal[False] | None = None,
+    dz: Array | Literal[False] | None = None,
+    d_weight: Array | Literal[False] | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    eps: float = 1e-06,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> tuple[Any, ...]:
+    """Returns dx, dz, d_weight.
+
+    The gradients of gated_rms_norm. With rstd as there, and in each row
+
+      n_j = x_j * rstd     s_j = sigmoid(z_j)     h_j = dy_j * (z_j * s_j)     e_j = h_j * weight_j
+
+      dx_j     = rstd * fma(-n_j, (e.n) / dim, e_j)
+      dz_j     = (dy_j * (n_j * weight_j)) * silu_slope(z_j)
+      d_weight = sum over rows of h_j * n_j
+
+    In f32, each operation rounded once; e.n is summed as core/dot.h says, sigmoid and silu_slope are
+    core/math.h's. Results are rounded to `element`. The forward's roundings pass gradients straight
+    through. d_weight goes over rows in blocks of 64: sum = fma(h, n, sum) from 0, then the halving
+    tree over the blocks, in order. NaN and infinities stay in their row, and in d_weight's column.
     """

@@ -1,4 +1,5 @@
 // What makes the shared descriptors well formed.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <limits>
@@ -45,6 +46,12 @@ Status expect_float(std::string_view op, DType element, bool f32_scale) {
   if (!is_float(element)) return unsupported(text() + ", expected f32, f64, f16 or bf16");
   if (f32_scale && element == DType::f64) return unsupported(text() + " with f32_scale");
   return {};
+}
+
+Status expect_no_f64(std::string_view op, DType element) {
+  if (is_float(element) && element != DType::f64) return {};
+  return unsupported(std::string(op).append(": element: ").append(name(element)) +
+                     ", expected f32, f16 or bf16");
 }
 
 Status expect_groups(std::string_view op, std::int64_t axis_size, std::int64_t group_size) {
@@ -176,10 +183,7 @@ Status check_gdn_desc(std::string_view op, const GdnDesc& d) {
   BITTERN_TRY(expect_countable(op, {d.sequences(), d.value_heads, d.key_dim, d.value_dim}));
   BITTERN_TRY(
       expect_countable(op, {d.batch, d.state_chunks(), d.value_heads, d.key_dim, d.value_dim}));
-  if (d.element == DType::f64 || !is_float(d.element)) {
-    return unsupported(std::string(op).append(": element: ").append(name(d.element)) +
-                       ", expected f32, f16 or bf16");
-  }
+  BITTERN_TRY(expect_no_f64(op, d.element));
   if (d.a_element != DType::f32 && d.a_element != DType::bf16) {
     return unsupported(std::string(op).append(": a_element: ").append(name(d.a_element)) +
                        ", expected f32 or bf16");
@@ -191,6 +195,27 @@ Status check_gdn_desc(std::string_view op, const GdnDesc& d) {
   }
   if (!std::isfinite(d.scale)) return fail(op, "scale", "expected a finite number");
   return {};
+}
+
+Status check_causal_conv_desc(std::string_view op, const CausalConvDesc& d) {
+  BITTERN_TRY(check_gdn_desc(op, d.rows()));
+  BITTERN_TRY(expect_at_least(op, "channels", d.channels, 0));
+  BITTERN_TRY(expect_between(op, "width", d.width, 2, 4));
+  BITTERN_TRY(expect_no_f64(op, d.element));
+  BITTERN_TRY(expect_countable(op, {d.batch, d.tokens, d.channels, 8}));
+  // What the backward keeps of every block.
+  return expect_countable(op, {std::max(d.sequences(), d.blocks()), d.channels, 8});
+}
+
+Status check_gated_norm_desc(std::string_view op, const GatedNormDesc& d) {
+  BITTERN_TRY(expect_at_least(op, "rows", d.rows, 0));
+  BITTERN_TRY(expect_between(op, "dim", d.dim, 1, 1 << 20));
+  BITTERN_TRY(expect_no_f64(op, d.element));
+  BITTERN_TRY(expect_between(op, "rounding", static_cast<std::int32_t>(d.rounding), 0, 1));
+  if (!(d.eps >= 0) || !std::isfinite(static_cast<float>(d.eps))) {
+    return fail(op, "eps", "expected a finite number, at least 0");
+  }
+  return expect_countable(op, {d.rows, d.dim});
 }
 
 Status GdnRecurrentStep::check(const Desc& d) {

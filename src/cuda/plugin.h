@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "plan/kernel.h"
+#include "plan/kernels.h"
 
 namespace bittern {
 

@@ -46,6 +46,9 @@ void aim_log_decay(const ConstView& g, Rng& rng);
 // Strengths in 0..2, both ends often.
 void aim_beta(const ConstView& beta, Rng& rng);
 
+// Ones with holes, where there is a mask.
+void aim_mask(const ConstView& mask, Rng& rng);
+
 // The inputs of the rule over whole sequences, gradients aside.
 template <class Args>
 void aim_rule(const GdnDesc& d, const Args& a, Rng& rng) {
@@ -67,8 +70,16 @@ void aim_rule(const GdnDesc& d, const Args& a, Rng& rng) {
   } else {
     aim_beta(a.beta, rng);
   }
-  if (!a.mask) return;
-  for (std::int64_t i = 0; i < a.mask.shape.numel(); ++i) put(a.mask, i, rng.chance(5) ? 0 : 1);
+  aim_mask(a.mask, rng);
 }
+
+// ---- the layers around it ----
+
+// Widths, sequences and channels with every kind of tail.
+std::vector<CausalConvDesc> causal_conv_cases();
+
+// Rows and lengths with every kind of tail, and rows of zeros, tiny or huge values among them.
+std::vector<GatedNormDesc> gated_norm_cases();
+void aim_norm_rows(const GatedNormDesc& d, const ConstView& x, Rng& rng);
 
 }  // namespace bittern::oracle

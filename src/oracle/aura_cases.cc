@@ -67,7 +67,7 @@ void copy(const std::vector<float>& from, const ConstView& to) {
 }  // namespace
 
 void fill_aura(const AuraDesc& d, std::string_view operand, const ConstView& view, Rng& rng) {
-  if (operand == "rotation") copy(rotation_table(d), view);
+  if (operand == "table") copy(rotation_table(d), view);
   if (operand == "boundaries") copy(book(d.axis_size, d.bits).boundaries, view);
   if (operand == "codebook") copy(book(d.axis_size, d.bits).levels, view);
   if (operand == "norms") {

@@ -15,7 +15,7 @@
 #include "cpu/parallel.h"
 #include "cuda/plugin.h"
 #include "plan/fields.h"
-#include "plan/kernel.h"
+#include "plan/kernels.h"
 
 namespace bittern::oracle {
 

@@ -3,7 +3,7 @@
 #include <array>
 
 #include "plan/fields.h"
-#include "plan/kernel.h"
+#include "plan/kernels.h"
 
 namespace bittern {
 namespace {

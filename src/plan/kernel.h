@@ -1,8 +1,8 @@
-// What a backend supplies for an op, and the table of all of them.
+// What a backend supplies for an op.
 #pragma once
 #include <span>
 
-#include "bittern/bittern.h"
+#include "bittern/plan.h"
 
 namespace bittern {
 
@@ -21,13 +21,5 @@ struct Kernel {
   std::string_view (*architecture)(Device) = nullptr;  // null: "any"
   Status (*run)(const Desc&, const Args&, Stream, Workspace) = nullptr;
 };
-
-#define BITTERN_IF_0(...)
-#define BITTERN_IF_1(...) __VA_ARGS__
-#define BITTERN_OP(T, f, CPU, CUDA)                       \
-  std::span<const Kernel<T>> f##_ref();                   \
-  BITTERN_IF_##CPU(std::span<const Kernel<T>> f##_cpu();) \
-      BITTERN_IF_##CUDA(std::span<const Kernel<T>> f##_cuda();)
-#include "ops/ops.inc"
 
 }  // namespace bittern

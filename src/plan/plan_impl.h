@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "plan/kernel.h"
+#include "plan/kernels.h"
 
 namespace bittern {
 

@@ -39,3 +39,104 @@ def test_sizes_follow_the_arrays():
         bittern.gdn_recompute_w_u(*inputs, chunk=0)
     with pytest.raises(ValueError, match="cu_seqlens"):
         bittern.gdn_recompute_w_u(*one, np.array([0, 80], np.int32))
+
+
+# ---- the rule, against FLA and transformers ----
+
+
+@pytest.mark.parametrize("theirs", ["", "_chunk", "_hf", "_hf_step"])
+@pytest.mark.parametrize("layout", ["key_value", "value_key"])
+def test_chunk_forward(layout, theirs):
+    """NMSE 1e-7, llama.cpp's bar for this op in f32; theirs differ by 4e-10 among themselves."""
+    c = case("plain")
+    h0 = c["h0"] if layout == "key_value" else np.ascontiguousarray(c["h0"].swapaxes(2, 3))
+    o, ht = bittern.gdn_chunk_forward(
+        *(c[n] for n in ("q", "k", "v", "g", "beta")), initial_state=h0, state_layout=layout
+    )
+    ht = ht if layout == "key_value" else ht.swapaxes(2, 3)
+    assert rms_ratio(o, c["o" + theirs]) ** 2 < 1e-7
+    assert rms_ratio(ht, c["ht" + theirs]) ** 2 < 1e-7
+
+
+def test_the_ops_one_by_one_are_the_chunk_forward():
+    c = case("plain")
+    summed = bittern.gdn_cumsum(c["g"])
+    lower = bittern.gdn_kkt(c["k"], c["beta"], summed)
+    a = bittern.gdn_solve(lower)
+    w, u = bittern.gdn_recompute_w_u(c["k"], c["v"], c["beta"], summed, a)
+    h, v_new, ht = bittern.gdn_state(c["k"], w, u, summed, initial_state=c["h0"])
+    o = bittern.gdn_output(c["q"], c["k"], v_new, h, summed)
+    assert rms_ratio(o, c["o"]) ** 2 < 1e-7 and rms_ratio(ht, c["ht"]) ** 2 < 1e-7
+
+
+def test_recurrent_step():
+    """Token by token, the same answer as all at once."""
+    c = case("plain")
+    names, state = ("q", "k", "v", "g", "beta"), c["h0"].copy()
+    steps = [
+        bittern.gdn_recurrent_step(
+            *(np.ascontiguousarray(c[n][:, t : t + 1]) for n in names), state=state, snapshots=False
+        )
+        for t in range(c["q"].shape[1])
+    ]
+    assert rms_ratio(np.concatenate(steps, axis=1), c["o_hf_step"]) < 1e-6
+    assert rms_ratio(state, c["ht_hf_step"]) < 1e-6
+    state = c["h0"].copy()
+    o, snapshots = bittern.gdn_recurrent_step(*(c[n] for n in names), state=state)
+    assert np.array_equal(o, np.concatenate(steps, axis=1))
+    assert np.array_equal(snapshots[:, -1], state)
+
+
+def test_everything_fused():
+    c = case("fused")
+    fused = {"qk_l2norm": True, "gate": True, "beta_sigmoid": True}
+    inputs = {n: c[n] for n in ("q", "k", "v", "a_log", "dt_bias")} | {"g": c["a"], "beta": c["b"]}
+    o, ht = bittern.gdn_chunk_forward(**inputs, initial_state=c["h0"], **fused)
+    assert rms_ratio(o, c["o"]) < 1e-4 and rms_ratio(ht, c["ht"]) < 1e-4
+    state = c["h0"].copy()
+    o = bittern.gdn_recurrent_step(**inputs, state=state, snapshots=False, **fused)
+    assert rms_ratio(o, c["o"]) < 1e-4 and rms_ratio(state, c["ht"]) < 1e-4
+    gradients = bittern.gdn_chunk_backward(
+        **inputs, initial_state=c["h0"], d_o=c["do"], d_final_state=c["dht"], **fused
+    )
+    theirs = ("dq", "dk", "dv", "da", "db", "da_log", "ddt_bias", "dh0")
+    assert len(gradients) == len(theirs)
+    for ours, name in zip(gradients, theirs):
+        assert rms_ratio(ours, c[name]) < 1e-4, name
+
+
+# ---- the layers around it, against torch and transformers ----
+
+
+def test_conv():
+    c = case("conv")
+    y, state = bittern.causal_conv1d(c["x"], c["weight"], c["bias"], c["state"])
+    assert rms_ratio(y, c["y"]) < 1e-6
+    assert np.array_equal(state, c["x"][:, -3:].swapaxes(1, 2))
+    gradients = bittern.causal_conv1d_backward(
+        c["x"], c["weight"], c["dy"], c["bias"], c["state"]
+    )
+    for ours, name in zip(gradients, ("dx", "dweight", "dbias", "dstate"), strict=True):
+        assert rms_ratio(ours, c[name]) < 1e-6, name
+    narrow = bittern.causal_conv1d(c["x"], np.ascontiguousarray(c["weight"][:, 1:]), final_state=False)
+    assert narrow.shape == c["x"].shape  # the width is the weight's
+
+
+def test_gated_norm():
+    c = case("norm")
+    assert rms_ratio(bittern.gated_rms_norm(c["x"], c["z"], c["weight"]), c["y"]) < 1e-6
+    gradients = bittern.gated_rms_norm_backward(c["x"], c["z"], c["weight"], c["dy"])
+    for ours, name in zip(gradients, ("dx", "dz", "dweight"), strict=True):
+        assert rms_ratio(ours, c[name]) < 2e-6, name
+    many = c["x"].reshape(3, 25, -1), c["z"].reshape(3, 25, -1)
+    assert bittern.gated_rms_norm(*many, c["weight"]).shape == many[0].shape
+
+
+def test_gated_norm_rounds_where_transformers_does():
+    """In bf16, with `rounding` each: all but the last bit, where their rsqrt or sigmoid differs."""
+    c = case("norm_bf16")
+    y = np.zeros(c["y"].shape, np.uint16)
+    bittern.gated_rms_norm(c["x"], c["z"], c["weight"], y=(out := type(c["x"])(y)), rounding="each")
+    theirs = c["y"].bits.astype(np.int32)
+    ulps = np.abs(out.bits.astype(np.int32) - theirs)
+    assert ulps.max() <= 1 and (ulps > 0).mean() < 0.01

@@ -38,7 +38,8 @@
 // Splits with a token seen are merged in order into a state of m, l, l_coded, o_coded, o_exact that
 // starts at -inf, 0, 0, 0, 0 (with sinks at m = sinks[h], l = 1):
 //
-//   M = m_split > m ? m_split : m       f = exp(m - M), g = exp(m_split - M), or exp(m), exp(m_split)
+//   M = m_split > m ? m_split : m       f = exp(m - M), g = exp(m_split - M), or exp(m),
+//   exp(m_split)
 //                                       where M = -inf
 //   l = fma(l_split, g, l * f)          and so o and l_coded, of which what the split does not add
 //                                       to is multiplied by f
@@ -49,7 +50,8 @@
 //
 // Kernel cpu_int8 (k_bits 4, Preference::fastest) takes r and c as 16-bit integers of full scale
 // 32512, in two bytes each, and leaves out the product of the lower bytes: with dr = max|r| / 32512
-// and dc = max|c| / 32512, r . c is off by at most sum_j (|r_j| dc / 2 + |c_j| dr / 2 + 2^15 dr dc).
+// and dc = max|c| / 32512, r . c is off by at most sum_j (|r_j| dc / 2 + |c_j| dr / 2 + 2^15 dr
+// dc).
 //
 // Layout. Contiguous (page_size 0): slot n of KV head h is row [s * kv_heads + h, n] of codes and
 // scales. Paged: row [block_table[s, n / page_size], h, n % page_size]. Coded token t has slot

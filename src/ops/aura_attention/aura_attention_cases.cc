@@ -13,7 +13,12 @@ std::vector<AuraAttentionDesc> aura_attention_check_cases() {
   };
   // Every width, each head length once with every kind of rotation that fits it.
   for (std::int32_t bits = 1; bits <= 8; ++bits) {
-    add({.heads = 2, .kv_heads = 2, .dim = 128, .capacity = 37, .k_bits = bits, .v_bits = 9 - bits});
+    add({.heads = 2,
+         .kv_heads = 2,
+         .dim = 128,
+         .capacity = 37,
+         .k_bits = bits,
+         .v_bits = 9 - bits});
     add({.sequences = 2,
          .queries = 2,
          .heads = 3,
@@ -27,7 +32,13 @@ std::vector<AuraAttentionDesc> aura_attention_check_cases() {
          .v_rotation = Rotation::identity});
   }
   for (const std::int64_t dim : {2, 64, 80, 96, 192, 256, 512})
-    add({.heads = 2, .dim = dim, .capacity = 21, .first = 1, .recent = 18, .k_bits = 4, .v_bits = 3});
+    add({.heads = 2,
+         .dim = dim,
+         .capacity = 21,
+         .first = 1,
+         .recent = 18,
+         .k_bits = 4,
+         .v_bits = 3});
   add({.dim = 1024, .capacity = 5, .recent = 2, .k_bits = 8, .v_bits = 4});
   for (const std::int64_t dim : {7, 33, 129})
     add({.dim = dim,
@@ -105,8 +116,8 @@ std::vector<BenchCase<AuraAttentionDesc>> aura_attention_bench_cases() {
   std::vector<BenchCase<AuraAttentionDesc>> cases;
   const auto add = [&](std::string label, const AuraAttentionDesc& d,
                        Preference preference = Preference::exact) {
-    cases.push_back({std::move(label), d, fill_bench, "lengths starts k_mean v_mean sinks",
-                     preference});
+    cases.push_back(
+        {std::move(label), d, fill_bench, "lengths starts k_mean v_mean sinks", preference});
   };
   AuraAttentionDesc d = coded;
   d.capacity = 0;

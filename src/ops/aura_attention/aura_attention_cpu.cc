@@ -2,6 +2,7 @@
 #include <cstring>
 #include <limits>
 
+#include "bittern/ops/aura_attention.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 #include "ops/aura_attention/walk.h"
@@ -20,9 +21,9 @@
 namespace bittern {
 namespace {
 
-// Rows are handled in units of 16 elements, one per accumulator. A row kept exactly has element j in
-// unit j / 16; a coded row has it in unit j / 128 * 8 + j % 8, lane j / 8 % 16, since 8 codes of a
-// bit stream are whole bytes, which one lane takes apart.
+// Rows are handled in units of 16 elements, one per accumulator. A row kept exactly has element j
+// in unit j / 16; a coded row has it in unit j / 128 * 8 + j % 8, lane j / 8 % 16, since 8 codes of
+// a bit stream are whole bytes, which one lane takes apart.
 constexpr std::int64_t kUnit = 16, kBlock = 8;  // elements of a unit, units of a block
 constexpr std::int64_t kSplit = AuraAttentionDesc::kSplit;
 constexpr std::int64_t kRowsAtOnce = 16;  // query rows that pass over a split together
@@ -156,8 +157,7 @@ class NarrowRows {
 #else
     const __m256 low = _mm256_permutevar8x32_ps(table_[0].raw, index.raw);
     const __m256 high = _mm256_permutevar8x32_ps(table_[1].raw, index.raw);
-    return VF{
-        _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index.raw, 28)))};
+    return VF{_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index.raw, 28)))};
 #endif
   }
   VF table_[kHalves];
@@ -402,8 +402,8 @@ class ByteCodes {
                 return hn::LoadU(db, reinterpret_cast<const std::uint8_t*>(bytes) + which * 64);
               };
               const VB even = hn::And(codes, nibble);
-              const VB odd = hn::And(
-                  hn::BitCast(db, hn::ShiftRight<4>(hn::BitCast(du, codes))), nibble);
+              const VB odd =
+                  hn::And(hn::BitCast(db, hn::ShiftRight<4>(hn::BitCast(du, codes))), nibble);
               const VB even_high = hn::TableLookupBytes(high_, even);
               const VB odd_high = hn::TableLookupBytes(high_, odd);
               const VB x_even = load(0), x_odd = load(1);
@@ -433,8 +433,8 @@ class ByteCodes {
   float unit_;
 };
 
-// r = byte_unit * (256 x + y), x and y bytes: 64 x of a block's even elements, 64 x of the odd ones,
-// and so y. A row's bytes hold two codes each, in the order of the elements; r is in units.
+// r = byte_unit * (256 x + y), x and y bytes: 64 x of a block's even elements, 64 x of the odd
+// ones, and so y. A row's bytes hold two codes each, in the order of the elements; r is in units.
 void MakeBytes(const Work& w, Record& row) {
   const std::int64_t length = w.coded_length();
   float most = 0;
@@ -444,7 +444,7 @@ void MakeBytes(const Work& w, Record& row) {
     finite = finite && std::isfinite(row.r[i]);
   }
   // What is not finite shall be seen.
-  row.byte_unit = !finite   ? std::numeric_limits<float>::quiet_NaN()
+  row.byte_unit = !finite    ? std::numeric_limits<float>::quiet_NaN()
                   : most > 0 ? most / kByteScale
                              : 1.0f;
   std::int64_t sum = 0;
@@ -540,9 +540,8 @@ class Worker {
         k_bytes_(w.int8 ? w.a.k_codebook.as<float>() : kNoTable) {}
 
   // The tokens `seen` of one split by `count` <= kRowsAtOnce rows from `first` on.
-  void Split(std::int64_t s, std::int64_t head, const aura::Sequence& sequence,
-             aura::Region region, aura::Span seen, std::int64_t first, std::int64_t count,
-             float* const* partials) {
+  void Split(std::int64_t s, std::int64_t head, const aura::Sequence& sequence, aura::Region region,
+             aura::Span seen, std::int64_t first, std::int64_t count, float* const* partials) {
     const bool coded = region == aura::kCoded;
     const std::int64_t tokens = seen.end - seen.begin;
     const float* q[kRowsAtOnce];
@@ -568,9 +567,8 @@ class Worker {
         if (coded && w_.int8) {
           k_bytes_.Dots(k, units / kBlock, records, count, x_, n + from);
         } else {
-          WithSource(region, d_.k_bits, k_narrow_, k_wide_, [&](const auto& source) {
-            Dots(source, k, units, q, count, x_, n + from);
-          });
+          WithSource(region, d_.k_bits, k_narrow_, k_wide_,
+                     [&](const auto& source) { Dots(source, k, units, q, count, x_, n + from); });
         }
       });
       n += place.count;
@@ -597,9 +595,8 @@ class Worker {
     for (std::int64_t n = 0; n < tokens;) {
       const Place place = Locate(s, head, sequence, region, seen.begin + n, tokens - n);
       ForRows(region, place.v, place.count, d_.v_bits, [&](const Rows& v, std::int64_t from) {
-        WithSource(region, d_.v_bits, v_narrow_, v_wide_, [&](const auto& source) {
-          Add(source, v, units, x_, n + from, o, count);
-        });
+        WithSource(region, d_.v_bits, v_narrow_, v_wide_,
+                   [&](const auto& source) { Add(source, v, units, x_, n + from, o, count); });
       });
       n += place.count;
     }
@@ -632,8 +629,7 @@ class Worker {
           offset(a.k_scales, 1), offset(a.v_scales, 1), count};
     }
     const auto row = [&](const ConstView& view) {
-      const std::int64_t at =
-          (s * d_.kv_heads + head) * view.row_stride() + slot * d_.dim;
+      const std::int64_t at = (s * d_.kv_heads + head) * view.row_stride() + slot * d_.dim;
       return static_cast<const std::byte*>(view.data) +
              at * static_cast<std::int64_t>(size_of(d_.exact));
     };
@@ -680,7 +676,8 @@ class Worker {
     for (std::int64_t from = 0; from < count; from += most) {
       const std::int64_t n = std::min(most, count - from);
       for (std::int64_t i = 0; i < n; ++i) {
-        std::memcpy(spread_ + i * bytes, at + (from + i) * stride, static_cast<std::size_t>(stride));
+        std::memcpy(spread_ + i * bytes, at + (from + i) * stride,
+                    static_cast<std::size_t>(stride));
         std::memset(spread_ + i * bytes + stride, 0, static_cast<std::size_t>(bytes - stride));
       }
       f(Rows{spread_, bytes, n}, from);
@@ -946,10 +943,9 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
   cpu::parallel(w.tasks(), share(row_work), [&](std::int64_t begin, std::int64_t end) {
     BITTERN_CALL(PrepareTasks)(w, begin, end);
   });
-  cpu::parallel(w.tasks() * w.all_splits(), share(row_work * kSplit),
-                [&](std::int64_t begin, std::int64_t end) {
-                  BITTERN_CALL(RunSplits)(w, begin, end);
-                });
+  cpu::parallel(
+      w.tasks() * w.all_splits(), share(row_work * kSplit),
+      [&](std::int64_t begin, std::int64_t end) { BITTERN_CALL(RunSplits)(w, begin, end); });
   cpu::parallel(w.tasks(), share(row_work), [&](std::int64_t begin, std::int64_t end) {
     BITTERN_CALL(FinishTasks)(w, begin, end);
   });
@@ -958,24 +954,23 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
 
 // Logits from integers: every sum is exact, so the bits are still the same on every target.
 PrecisionGuarantee int8_guarantee(const Op::Desc&) {
-  return {.math_precision = DType::s8, .accumulator = DType::s32,
-          .same_bits_on_all_backends = false};
+  return {
+      .math_precision = DType::s8, .accumulator = DType::s32, .same_bits_on_all_backends = false};
 }
 
-constexpr Kernel<Op> kKernels[] = {
-    {.name = "cpu_int8",
-     .backend = "cpu",
-     .weaker = int8_guarantee,
-     .supports = supports_int8,
-     .workspace = workspace<true>,
-     .architecture = cpu::architecture,
-     .run = run<true>},
-    {.name = "cpu",
-     .backend = "cpu",
-     .supports = supports,
-     .workspace = workspace<false>,
-     .architecture = cpu::architecture,
-     .run = run<false>}};
+constexpr Kernel<Op> kKernels[] = {{.name = "cpu_int8",
+                                    .backend = "cpu",
+                                    .weaker = int8_guarantee,
+                                    .supports = supports_int8,
+                                    .workspace = workspace<true>,
+                                    .architecture = cpu::architecture,
+                                    .run = run<true>},
+                                   {.name = "cpu",
+                                    .backend = "cpu",
+                                    .supports = supports,
+                                    .workspace = workspace<false>,
+                                    .architecture = cpu::architecture,
+                                    .run = run<false>}};
 
 }  // namespace
 

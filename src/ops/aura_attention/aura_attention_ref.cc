@@ -1,5 +1,6 @@
 #include <limits>
 
+#include "bittern/ops/aura_attention.h"
 #include "core/aura.h"
 #include "core/math.h"
 #include "core/numerics.h"
@@ -49,8 +50,8 @@ class Attention {
       const std::int64_t bits = of_v ? d_.v_bits : d_.k_bits;
       const auto* codebook = (of_v ? a_.v_codebook : a_.k_codebook).as<float>();
       const auto* words =
-          codes.as<std::uint32_t>() + aura::row_offset(d_, codes, a_.block_table, s_, head_, slot,
-                                                       packed_words(d_.dim, bits));
+          codes.as<std::uint32_t>() +
+          aura::row_offset(d_, codes, a_.block_table, s_, head_, slot, packed_words(d_.dim, bits));
       for (std::int64_t j = 0; j < d_.dim; ++j)
         values[static_cast<std::size_t>(j)] = codebook[packed_code(words, j, bits)];
       return values;
@@ -68,8 +69,8 @@ class Attention {
 
   float scale(std::int64_t t, bool of_v) const {
     const ConstView& scales = of_v ? a_.v_scales : a_.k_scales;
-    const std::int64_t at = aura::row_offset(d_, scales, a_.block_table, s_, head_,
-                                             sequence_.slot(aura::kCoded, t), 1);
+    const std::int64_t at =
+        aura::row_offset(d_, scales, a_.block_table, s_, head_, sequence_.slot(aura::kCoded, t), 1);
     return d_.f16_scale ? to_f32(scales.as<f16>()[at]) : scales.as<float>()[at];
   }
 
@@ -134,7 +135,8 @@ void run_row(const Op::Desc& d, const Op::Args& a, std::int64_t s, std::int64_t 
     const bool coded = region == aura::kCoded;
     const aura::Span all = attention.sequence().seen(d, i, region);
     for (std::int64_t begin = 0; begin < all.end; begin += Op::Desc::kSplit) {
-      const aura::Span seen{std::max(all.begin, begin), std::min(all.end, begin + Op::Desc::kSplit)};
+      const aura::Span seen{std::max(all.begin, begin),
+                            std::min(all.end, begin + Op::Desc::kSplit)};
       if (seen.empty()) continue;
       const Sums split = attention.split(region, seen, coded ? rotated : exact, b);
       const float most = split.m > m ? split.m : m;

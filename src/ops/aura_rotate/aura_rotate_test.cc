@@ -19,7 +19,7 @@ std::vector<float> rotate(AuraDesc d, const std::vector<float>& x, const std::ve
   std::vector<float> y(x.size());
   AuraRotate::Args args{.x = view(x.data(), d.tensor_shape()),
                         .y = view(y.data(), d.tensor_shape())};
-  if (d.rotation != Rotation::identity) args.rotation = view(table.data(), d.rotation_shape());
+  if (d.rotation != Rotation::identity) args.table = view(table.data(), d.rotation_shape());
   expect_ok(run_op<AuraRotate>(d, args, kernel));
   return y;
 }
@@ -29,8 +29,7 @@ TEST(AuraRotate, HadamardByHand) {
   for (const auto kernel : kBothKernels) {
     const AuraDesc d{.axis_size = 4};
     EXPECT_EQ(rotate(d, {1, 2, 3, 4}, {1, 1, 1, 1}, kernel), (std::vector<float>{5, -1, -2, 0}));
-    EXPECT_EQ(rotate(d, {1, 2, 3, 4}, {-1, 1, 1, -1}, kernel),
-              (std::vector<float>{0, 2, 1, -5}));
+    EXPECT_EQ(rotate(d, {1, 2, 3, 4}, {-1, 1, 1, -1}, kernel), (std::vector<float>{0, 2, 1, -5}));
     AuraDesc back = d;
     back.inverse = true;
     EXPECT_EQ(rotate(back, {5, -1, -2, 0}, {1, 1, 1, 1}, kernel), (std::vector<float>{1, 2, 3, 4}));
@@ -86,7 +85,7 @@ TEST(AuraRotate, ErrorsNameTheFieldAndLeaveTheOutputAlone) {
   const auto untouched = y;
   const AuraDesc good{.outer_size = 2, .axis_size = 128};
   const AuraRotate::Args args{.x = view(std::as_const(x).data(), {2, 128}),
-                              .rotation = view(std::as_const(signs).data(), {128}),
+                              .table = view(std::as_const(signs).data(), {128}),
                               .y = view(y.data(), {2, 128})};
   const auto with = [&](auto change) {
     AuraDesc d = good;
@@ -109,15 +108,15 @@ TEST(AuraRotate, ErrorsNameTheFieldAndLeaveTheOutputAlone) {
   expect_error(with([](D d) { d.element = DType::f64; }), Code::unsupported,
                "aura_rotate: element: f64, expected f32, f16 or bf16");
   expect_error(with([](D d) { d.rotation = Rotation::dense; }), bad,
-               "aura_rotate: rotation: shape [128], expected [128,128]");
+               "aura_rotate: table: shape [128], expected [128,128]");
   signs[77] = 0.5f;
   expect_error(run_op<AuraRotate>(good, args), bad,
-               "aura_rotate: rotation: [77] is 0.5, expected 1 or -1");
+               "aura_rotate: table: [77] is 0.5, expected 1 or -1");
   signs[77] = -1;
   AuraRotate::Args no_table = args;
-  no_table.rotation = {};
+  no_table.table = {};
   expect_error(run_op<AuraRotate>(good, no_table), bad,
-               "aura_rotate: rotation: null, expected f32 [128]");
+               "aura_rotate: table: null, expected f32 [128]");
   AuraRotate::Args same = args;
   same.y.data = x.data();
   expect_error(run_op<AuraRotate>(good, same), bad,

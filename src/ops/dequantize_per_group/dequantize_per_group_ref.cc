@@ -1,3 +1,4 @@
+#include "bittern/ops/dequantize_per_group.h"
 #include "core/numerics.h"
 #include "plan/kernel.h"
 

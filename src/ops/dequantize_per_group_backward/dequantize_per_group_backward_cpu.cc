@@ -1,3 +1,4 @@
+#include "bittern/ops/dequantize_per_group_backward.h"
 #include "core/numerics.h"
 #include "cpu/dispatch.h"
 #include "cpu/reduce.h"

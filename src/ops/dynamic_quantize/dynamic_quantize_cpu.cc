@@ -1,3 +1,4 @@
+#include "bittern/ops/dynamic_quantize.h"
 #include "core/dynamic.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"

@@ -1,3 +1,4 @@
+#include "bittern/ops/dynamic_quantize.h"
 #include "core/dynamic.h"
 #include "core/groups.h"
 #include "plan/kernel.h"

@@ -1,3 +1,4 @@
+#include "bittern/ops/fake_quantize_per_group.h"
 #include "core/numerics.h"
 #include "plan/kernel.h"
 

@@ -1,3 +1,4 @@
+#include "bittern/ops/fake_quantize_per_group_backward.h"
 #include "core/numerics.h"
 #include "cpu/dispatch.h"
 #include "cpu/reduce.h"

@@ -1,3 +1,4 @@
+#include "bittern/ops/fake_quantize_per_group_backward.h"
 #include "core/groups.h"
 #include "core/numerics.h"
 #include "plan/kernel.h"

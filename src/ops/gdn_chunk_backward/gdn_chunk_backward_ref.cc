@@ -1,3 +1,4 @@
+#include "bittern/ops/gdn_chunk_backward.h"
 #include "core/dot.h"
 #include "core/gdn.h"
 #include "plan/kernel.h"

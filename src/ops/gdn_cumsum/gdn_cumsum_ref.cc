@@ -1,3 +1,4 @@
+#include "bittern/ops/gdn_cumsum.h"
 #include "core/gdn.h"
 #include "plan/kernel.h"
 

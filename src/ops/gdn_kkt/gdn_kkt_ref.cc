@@ -1,3 +1,4 @@
+#include "bittern/ops/gdn_kkt.h"
 #include "core/gdn.h"
 #include "plan/kernel.h"
 

@@ -1,3 +1,4 @@
+#include "bittern/ops/gdn_recompute_w_u.h"
 #include "core/gdn.h"
 #include "core/math.h"
 #include "cpu/dispatch.h"

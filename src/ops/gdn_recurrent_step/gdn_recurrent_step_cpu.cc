@@ -1,3 +1,4 @@
+#include "bittern/ops/gdn_recurrent_step.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 #include "plan/kernel.h"

@@ -1,3 +1,4 @@
+#include "bittern/ops/gdn_recurrent_step.h"
 #include "core/dot.h"
 #include "core/math.h"
 #include "core/numerics.h"

@@ -1,3 +1,4 @@
+#include "bittern/ops/gdn_state.h"
 #include "core/gdn.h"
 #include "cpu/dispatch.h"
 #include "cpu/gdn_scratch.h"

@@ -1,3 +1,4 @@
+#include "bittern/ops/pack_codes.h"
 #include "cpu/code_chunks.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"

@@ -1,3 +1,4 @@
+#include "bittern/ops/pack_codes.h"
 #include "plan/kernel.h"
 
 namespace bittern {

@@ -1,3 +1,4 @@
+#include "bittern/ops/qdq_affine_backward.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 #include "plan/kernel.h"

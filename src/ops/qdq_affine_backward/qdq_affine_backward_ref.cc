@@ -1,3 +1,4 @@
+#include "bittern/ops/qdq_affine_backward.h"
 #include "core/numerics.h"
 #include "plan/kernel.h"
 

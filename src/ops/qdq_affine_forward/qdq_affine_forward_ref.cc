@@ -1,3 +1,4 @@
+#include "bittern/ops/qdq_affine_forward.h"
 #include "core/numerics.h"
 #include "plan/kernel.h"
 

@@ -1,6 +1,7 @@
 // Groups are taken W at a time, W the lanes of a vector: each group's minimum and maximum is folded
 // to one vector, W of those are folded across lanes at once, and the W scales and biases come from
 // one vector computation. Then each group is quantised with its own pair.
+#include "bittern/ops/qdq_affine_init.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 #include "ops/qdq_affine_init/affine_rules.h"

@@ -1,3 +1,4 @@
+#include "bittern/ops/qdq_affine_init.h"
 #include "ops/qdq_affine_init/affine_rules.h"
 #include "plan/kernel.h"
 

@@ -1,5 +1,6 @@
 #include <cmath>
 
+#include "bittern/ops/quantize_per_group.h"
 #include "cuda/device.cuh"
 #include "cuda/runtime.cuh"
 #include "plan/kernel.h"

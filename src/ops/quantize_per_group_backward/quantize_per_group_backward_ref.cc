@@ -1,3 +1,4 @@
+#include "bittern/ops/quantize_per_group_backward.h"
 #include "core/numerics.h"
 #include "plan/kernel.h"
 

@@ -1,3 +1,4 @@
+#include "bittern/ops/unpack_codes.h"
 #include "core/numerics.h"
 #include "plan/kernel.h"
 

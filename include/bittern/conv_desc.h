@@ -1,0 +1,53 @@
+// The problem causal_conv1d and its backward share.
+//
+//   x, y            [batch, tokens, channels]
+//   weight          [channels, width]              bias [channels]
+//   a state         [sequences(), channels, width - 1]: a sequence's last inputs, oldest first
+//   mask            [batch, tokens] u8
+//
+// all but the mask of dtype `element`. Sequences are those of gdn_desc.h: the batch's rows, or
+// with n_sequences > 0 runs of one row's tokens, given by cu_seqlens. They may be empty.
+#pragma once
+#include "bittern/gdn_desc.h"
+
+namespace bittern {
+
+struct CausalConvDesc {
+  std::int64_t batch = 1;
+  std::int64_t tokens = 0;
+  std::int64_t channels = 0;
+  std::int32_t width = 4;  // 2..4
+  std::int64_t n_sequences = 0;
+  DType element = DType::f32;  // f32 f16 bf16
+  bool silu = true;
+  bool operator==(const CausalConvDesc&) const = default;
+
+  // The same tokens and sequences, in blocks of 64 tokens.
+  GdnDesc rows() const {
+    return {.batch = batch, .tokens = tokens, .chunk = 64, .n_sequences = n_sequences};
+  }
+  std::int64_t sequences() const { return rows().sequences(); }
+  // Blocks there can be at most.
+  std::int64_t blocks() const {
+    return n_sequences > 0 ? rows().state_chunks() : batch * rows().state_chunks();
+  }
+  Shape tensor_shape() const { return {batch, tokens, channels}; }
+  Shape weight_shape() const { return {channels, width}; }
+  Shape state_shape() const { return {sequences(), channels, width - 1}; }
+  Shape mask_shape() const { return {batch, tokens}; }
+};
+
+Status check_causal_conv_desc(std::string_view op, const CausalConvDesc& d);
+
+template <class D, class F>
+void visit_causal_conv_fields(D& d, F&& f) {
+  f("batch", d.batch, "rows of tokens; 1 when n_sequences is given");
+  f("tokens", d.tokens, "tokens of a row");
+  f("channels", d.channels, "channels, each convolved by itself");
+  f("width", d.width, "inputs an output sees, 2..4");
+  f("n_sequences", d.n_sequences, "sequences packed in the tokens (0: each row is one)");
+  f("element", d.element, "dtype: f32 f16 bf16");
+  f("silu", d.silu, "the output is silu of the sum");
+}
+
+}  // namespace bittern

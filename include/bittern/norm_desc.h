@@ -1,0 +1,29 @@
+// The problem gated_rms_norm and its backward share: rows x and z [rows, dim], and one weight
+// [dim].
+#pragma once
+#include "bittern/plan.h"
+
+namespace bittern {
+
+// How often the forward rounds: at the end alone (FLA), or after the norm and after the weight too
+// (the transformers library).
+enum class NormRounding : std::int32_t { once, each };
+inline constexpr std::string_view kNormRoundingNames[] = {"once", "each"};
+constexpr auto& enum_names(NormRounding) { return kNormRoundingNames; }
+
+struct GatedNormDesc {
+  std::int64_t rows = 0;
+  std::int64_t dim = 128;
+  double eps = 1e-6;
+  DType element = DType::f32;                  // f32 f16 bf16
+  NormRounding rounding = NormRounding::once;  // read by the forward
+  bool operator==(const GatedNormDesc&) const = default;
+
+  static constexpr std::int64_t kBlock = 64;  // rows summed one after the other
+  std::int64_t blocks() const { return (rows + kBlock - 1) / kBlock; }
+  Shape shape() const { return {rows, dim}; }
+};
+
+Status check_gated_norm_desc(std::string_view op, const GatedNormDesc& d);
+
+}  // namespace bittern
