@@ -33,6 +33,21 @@ inline void LoadRow(const ConstView& x, std::int64_t first, std::int64_t stride,
   for (std::int64_t i = rows; i < kRows; ++i) to[i] = 0;
 }
 
+// Asks for the rows of one head and chunk of x [tokens, heads, width] ahead of their use: they lie
+// too far apart for the hardware to foresee.
+template <class View>
+void Prefetch(const View& x, const GdnChunk& chunk, std::int64_t heads, std::int64_t head,
+              std::int64_t width) {
+  constexpr bool kWrite = std::is_same_v<View, MutView>;
+  constexpr std::int64_t kLine = 64;
+  const auto size = static_cast<std::int64_t>(size_of(x.dtype));
+  for (std::int64_t t = chunk.begin; t < chunk.begin + chunk.rows; ++t) {
+    const auto* row = static_cast<const char*>(x.data) + (t * heads + head) * width * size;
+    for (std::int64_t i = 0; i < width * size; i += kLine)
+      __builtin_prefetch(row + i, kWrite ? 1 : 0, 2);
+  }
+}
+
 // Rows of masked tokens become zeros.
 inline void ClearMasked(const ConstView& mask, const GdnChunk& chunk, std::int64_t stride,
                         float* rows) {

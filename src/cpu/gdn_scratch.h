@@ -1,73 +1,192 @@
-// What one thread of a gated delta rule's kernel works in: chunks of up to 64 tokens, keys and
-// values of up to 256 elements.
+// What one thread of a gated delta rule's kernel works in, cut from its share of the workspace.
+// Rows of keys and values have room for whole vectors.
 #pragma once
+#include <algorithm>
 #include <cstdint>
+
+#include "bittern/gdn_desc.h"
+#include "cpu/parallel.h"
 
 namespace bittern::cpu::gdn {
 
-inline constexpr std::int64_t kRows = 64, kColumns = 256;
-using Row = float[kRows];              // a number per token
-using Matrix = float[kRows * kRows];   // a number per pair of tokens; rows are kRows apart
-using Tile = float[kRows * kColumns];  // a vector per token, or the transpose
-using State = float[kColumns * kColumns];
+// Rows of matrices over a chunk's tokens are this far apart, and a number per token has this room.
+inline constexpr std::int64_t kRows = 64;
 
-struct alignas(64) RecomputeScratch {
-  Matrix a;
-  Tile scaled, product;
-  Row beta, decay;
+// The pieces of a scratch, one after the other, each at the start of a line. Without memory it
+// counts what they need.
+class Pieces {
+ public:
+  Pieces(const GdnDesc& d, float* memory = nullptr) : d_(d), memory_(memory) {}
+  const GdnDesc& desc() const { return d_; }
+  std::int64_t floats() const { return used_; }
+
+  float* take(std::int64_t n) {
+    float* piece = memory_ == nullptr ? nullptr : memory_ + used_;
+    used_ += padded(n);
+    return piece;
+  }
+  float* row() { return take(kRows); }                // a number per token
+  float* matrix() { return take(d_.chunk * kRows); }  // and per pair of tokens
+  float* keys(std::int64_t tiles = 1) { return take(tiles * d_.chunk * padded(d_.key_dim)); }
+  float* values(std::int64_t tiles = 1) { return take(tiles * d_.chunk * padded(d_.value_dim)); }
+  // Either of them, or the transpose of one.
+  float* either() { return take(d_.chunk * padded(std::max(d_.key_dim, d_.value_dim))); }
+  float* transposed() { return take(std::max(d_.key_dim, d_.value_dim) * kRows); }
+  float* state() { return take(state_size()); }
+  std::int64_t state_size() const {  // enough for the transpose
+    return std::max(d_.key_dim * padded(d_.value_dim), d_.value_dim * padded(d_.key_dim));
+  }
+
+ private:
+  static std::int64_t padded(std::int64_t n) { return (n + 15) / 16 * 16; }
+
+  const GdnDesc& d_;
+  float* memory_;
+  std::int64_t used_ = 0;
 };
 
-struct alignas(64) KktScratch {
-  Tile k, k_transposed;
-  Matrix kk, l;
-  Row beta, g;
+// Floats of a Scratch, and the workspace of a kernel whose every slot needs one.
+template <class Scratch>
+std::int64_t scratch_floats(const GdnDesc& d) {
+  Pieces pieces(d);
+  (void)Scratch(pieces);
+  return pieces.floats();
+}
+template <class Scratch>
+std::size_t scratch_bytes(const GdnDesc& d) {
+  return static_cast<std::size_t>(std::max(num_threads(), 1) * scratch_floats<Scratch>(d)) *
+         sizeof(float);
+}
+// The Scratch of a slot.
+template <class Scratch>
+Scratch scratch_at(const GdnDesc& d, void* workspace, std::int64_t slot) {
+  Pieces pieces(d, static_cast<float*>(workspace) + slot * scratch_floats<Scratch>(d));
+  return Scratch(pieces);
+}
+
+struct RecomputeScratch {
+  explicit RecomputeScratch(Pieces& p)
+      : a(p.matrix()), scaled(p.either()), product(p.either()), beta(p.row()), decay(p.row()) {}
+  float *a, *scaled, *product, *beta, *decay;
 };
 
-struct alignas(64) SolveScratch {
-  Matrix l, a;
+struct KktScratch {
+  explicit KktScratch(Pieces& p)
+      : k(p.keys()),
+        k_transposed(p.transposed()),
+        kk(p.matrix()),
+        l(p.matrix()),
+        beta(p.row()),
+        g(p.row()) {}
+  float *k, *k_transposed, *kk, *l, *beta, *g;
 };
 
-struct alignas(64) StateScratch {
-  State state, rounded;
-  Tile k, v, product;
-  Row g, decay;
+struct SolveScratch {
+  explicit SolveScratch(Pieces& p) : l(p.matrix()), a(p.matrix()) {}
+  float *l, *a;
 };
 
-struct alignas(64) OutputScratch {
-  State state;
-  Tile q, k_transposed, v, o;
-  Matrix qk, p;
-  Row g, decay;
+struct StateScratch {
+  explicit StateScratch(Pieces& p)
+      : state(p.state()),
+        rounded(p.state()),
+        k(p.keys()),
+        v(p.values()),
+        product(p.values()),
+        g(p.row()),
+        decay(p.row()) {}
+  float *state, *rounded, *k, *v, *product, *g, *decay;
+};
+
+struct OutputScratch {
+  explicit OutputScratch(Pieces& pieces)
+      : state(pieces.state()),
+        q(pieces.keys()),
+        k_transposed(pieces.transposed()),
+        v(pieces.values()),
+        o(pieces.values()),
+        qk(pieces.matrix()),
+        p(pieces.matrix()),
+        g(pieces.row()),
+        decay(pieces.row()) {}
+  float *state, *q, *k_transposed, *v, *o, *qk, *p, *g, *decay;
 };
 
 // Value heads of one key head that go through the chunks together.
 inline constexpr std::int64_t kShared = 4;
 
-struct alignas(64) ForwardScratch {
-  State state[kShared];
-  float keys_queries[2 * kRows * kColumns];  // the queries right after the last key
-  float products[2 * kRows * kColumns];      // of these with the state
-  Tile k_transposed, v;
-  Matrix kk, qk, l, p;
-  Row sum, decay, beta;
+struct ForwardScratch {
+  explicit ForwardScratch(Pieces& pieces)
+      : keys_queries(pieces.keys(2)),
+        products(pieces.values(2)),
+        k_transposed(pieces.transposed()),
+        v(pieces.values()),
+        kk(pieces.matrix()),
+        qk(pieces.matrix()),
+        l(pieces.matrix()),
+        p(pieces.matrix()),
+        sum(pieces.row()),
+        decay(pieces.row()),
+        beta(pieces.row()) {
+    for (float*& s : state) s = pieces.state();
+  }
+  float* state[kShared];
+  float* keys_queries;  // the queries right after the last key
+  float* products;      // of these with the state
+  float *k_transposed, *v, *kk, *qk, *l, *p, *sum, *decay, *beta;
 };
 
 // Gradients are named as in bittern/ops/gdn_chunk_backward.h.
-struct alignas(64) BackwardScratch {
-  State state, grad, grad_transposed;
-  float keys_queries[2 * kRows * kColumns];  // the queries right after the last key
-  float gradients[2 * kRows * kColumns];     // r, and d_o right after it
-  float projected[2 * kRows * kColumns];     // M and N: these times the state
-  Tile transposed, v, z, dq, dk;
-  Matrix kk, qk, e, l, p, dl, dp, x, w;
-  Row sum, decay, rest, beta, b, columns, dbeta, ones;
-};
-
-// What a thread keeps of every chunk of a head: states before it, transposed, and y; and the sums
-// over value heads of dq and dk.
-struct History {
-  std::int64_t state_size;  // from one state to the next
-  float *states, *y, *dq, *dk, *dg;
+struct BackwardScratch {
+  explicit BackwardScratch(Pieces& pieces)
+      : state(pieces.state()),
+        grad(pieces.state()),
+        grad_transposed(pieces.state()),
+        keys_queries(pieces.keys(2)),
+        gradients(pieces.values(2)),
+        projected(pieces.keys(2)),
+        transposed(pieces.transposed()),
+        v(pieces.values()),
+        z(pieces.keys()),
+        dq(pieces.keys()),
+        dk(pieces.keys()),
+        qk(pieces.matrix()),
+        e(pieces.matrix()),
+        l(pieces.matrix()),
+        p(pieces.matrix()),
+        dl(pieces.matrix()),
+        dp(pieces.matrix()),
+        x(pieces.matrix()),
+        w(pieces.matrix()),
+        sum(pieces.row()),
+        decay(pieces.row()),
+        rest(pieces.row()),
+        beta(pieces.row()),
+        b(pieces.row()),
+        columns(pieces.row()),
+        dbeta(pieces.row()),
+        ones(pieces.row()),
+        state_size(pieces.state_size()) {
+    const GdnDesc& d = pieces.desc();
+    const std::int64_t chunks = d.chunks(d.tokens);  // a sequence may have all the tokens
+    states = pieces.take(chunks * state_size);
+    kk = pieces.take(chunks * d.chunk * kRows);
+    y = pieces.values(chunks);
+    dq_sum = pieces.keys(chunks);
+    dk_sum = pieces.keys(chunks);
+    dg = pieces.take(chunks * d.chunk);
+  }
+  float *state, *grad, *grad_transposed;
+  float* keys_queries;  // the queries right after the last key
+  float* gradients;     // r, and d_o right after it
+  float* projected;     // M and N: these times the state
+  float *transposed, *v, *z, *dq, *dk;
+  float *qk, *e, *l, *p, *dl, *dp, *x, *w;
+  float *sum, *decay, *rest, *beta, *b, *columns, *dbeta, *ones;
+  // Of every chunk of a head: the state before it, transposed, k k^T, y, and the sums over value
+  // heads of dq and dk.
+  std::int64_t state_size;
+  float *states, *kk, *y, *dq_sum, *dk_sum, *dg;
 };
 
 struct GateSums {

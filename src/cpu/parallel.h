@@ -1,9 +1,7 @@
 // Splits work over the OpenMP team in fixed contiguous ranges.
 #pragma once
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "bittern/device.h"
 
@@ -43,13 +41,6 @@ void parallel(std::int64_t n, std::int64_t grain, F&& f, std::int64_t align = 1)
 // Threads that may work at once on n items, each of which needs scratch of its own.
 inline std::int64_t slots(std::int64_t n) {
   return std::clamp<std::int64_t>(num_threads(), 1, std::max<std::int64_t>(n, 1));
-}
-
-// The workspace of a kernel whose every slot needs a Scratch.
-template <class Scratch>
-std::size_t scratch_bytes() {
-  static_assert(alignof(Scratch) == 64 && std::is_trivially_default_constructible_v<Scratch>);
-  return static_cast<std::size_t>(std::max(num_threads(), 1)) * sizeof(Scratch);
 }
 
 // Calls f(slot, begin, end) on disjoint ranges that cover [0, n), where no two calls that run at

@@ -236,18 +236,19 @@ std::vector<GdnDesc> gdn_cases(const GdnFields& fields) {
     std::int64_t n_sequences;
   };
   static constexpr Sizes kSizes[] = {
-      {1, 1, 1, 1, 1, 1, 16, 0},       {2, 33, 2, 2, 17, 5, 16, 0},
-      {1, 70, 1, 3, 16, 24, 64, 0},    {1, 100, 2, 6, 40, 33, 32, 4},
-      {1, 5, 1, 2, 128, 100, 64, 3},   {1, 129, 1, 1, 64, 80, 64, 0},
-      {1, 0, 1, 1, 8, 8, 64, 2},       {0, 7, 1, 1, 8, 8, 64, 0},
-      {2, 0, 1, 2, 8, 8, 16, 0},       {1, 40, 1, 2, 256, 250, 16, 0},
-      {1, 131, 1, 1, 100, 128, 64, 2}, {3, 64, 3, 3, 31, 48, 32, 0},
+      {1, 1, 1, 1, 1, 1, 16, 0},      {2, 33, 2, 2, 17, 5, 16, 0},   {1, 70, 1, 3, 16, 24, 64, 0},
+      {1, 100, 2, 6, 24, 17, 32, 4},  {1, 5, 1, 2, 128, 100, 64, 3}, {1, 129, 1, 1, 64, 32, 64, 0},
+      {1, 0, 1, 1, 8, 8, 64, 2},      {0, 7, 1, 1, 8, 8, 64, 0},     {2, 0, 1, 2, 8, 8, 16, 0},
+      {1, 18, 1, 1, 256, 250, 16, 0}, {1, 131, 1, 1, 50, 48, 64, 2}, {2, 64, 3, 3, 31, 20, 32, 0},
   };
   std::vector<GdnDesc> cases;
   std::size_t turn = 0;
   for (const Sizes& s : kSizes) {
     for (const DType element : {DType::f32, DType::f16, DType::bf16}) {
       if (!fields.keys && !fields.values && element != DType::f32) continue;
+      // Ops with states have many operands to leave out: f16 and bf16 take turns.
+      const DType skipped = (&s - kSizes) % 2 == 0 ? DType::f16 : DType::bf16;
+      if (fields.state && element == skipped) continue;
       // Seven and three turns share no factor, so every pair of settings meets.
       const std::size_t bits = turn++ % 7;
       GdnDesc d{.batch = s.batch, .tokens = s.tokens, .value_heads = s.value_heads};

@@ -20,7 +20,6 @@ namespace {
 using Op = GdnChunkBackward;
 using cpu::gdn::BackwardScratch;
 using cpu::gdn::GateSums;
-using cpu::gdn::History;
 using gdn::kLanes;
 using gdn::kRows;
 using gdn::Padded;
@@ -37,21 +36,24 @@ struct Head {
 
 // ---- forward ----
 
-// Keys, gates, k k^T, and the matrix L where kRow is below the diagonal.
-void LoadChunk(const Head& h, const GdnChunk& chunk, BackwardScratch& s) {
+// Keys, and their transpose; values and gates.
+void LoadChunk(const Head& h, const GdnChunk& chunk, const BackwardScratch& s) {
   const std::int64_t rows = chunk.rows;
   gdn::LoadKeys(h.d, h.a.k, h.a.mask, chunk, h.key_head, s.keys_queries);
   gdn::Transpose(s.keys_queries, h.k_stride, rows, h.d.key_dim, s.transposed, kRows);
-  matmul::MultiplyToLower(rows, h.d.key_dim, {s.keys_queries, h.k_stride}, s.transposed, kRows,
-                          s.kk, kRows);
   gdn::LoadRows(h.a.v, h.a.mask, chunk, h.d.value_heads, h.head, h.d.value_dim, s.v);
   gdn::LoadGates(h.d, h.a, chunk, h.head, s.sum, s.beta);
   gdn::ExpRow(s.sum, s.decay);
   gdn::ExpRowFrom(s.sum[rows - 1], s.sum, rows, s.rest);
 }
 
-// y of each chunk and the state before it, transposed, go to the history.
-void Forward(const Head& h, BackwardScratch& s, const History& history) {
+void Prefetch(const Head& h, const GdnChunk& chunk) {
+  gdn::Prefetch(h.a.k, chunk, h.d.key_heads, h.key_head, h.d.key_dim);
+  gdn::Prefetch(h.a.v, chunk, h.d.value_heads, h.head, h.d.value_dim);
+}
+
+// Keeps k k^T and y of each chunk, and the state before it, transposed.
+void Forward(const Head& h, const BackwardScratch& s) {
   const gdn::D tag;
   const std::int64_t width = h.d.value_dim;
   if (h.a.initial_state) {
@@ -59,14 +61,19 @@ void Forward(const Head& h, BackwardScratch& s, const History& history) {
   } else {
     std::fill_n(s.state, h.d.key_dim * h.v_stride, 0.0f);
   }
-  for (std::int64_t n = 0; n < h.d.chunks(h.sequence.end - h.sequence.begin); ++n) {
+  const std::int64_t chunks = h.d.chunks(h.sequence.end - h.sequence.begin);
+  for (std::int64_t n = 0; n < chunks; ++n) {
     const GdnChunk chunk = gdn_chunk(h.d, h.sequence, n);
     const std::int64_t rows = chunk.rows;
     LoadChunk(h, chunk, s);
-    gdn::Decay(rows, rows, s.beta, s.sum, false, s.kk, s.l);
-    gdn::Transpose(s.state, h.v_stride, h.d.key_dim, width, history.states + n * history.state_size,
+    if (n + 1 < chunks) Prefetch(h, gdn_chunk(h.d, h.sequence, n + 1));
+    float* kk = s.kk + n * h.d.chunk * kRows;
+    matmul::MultiplyToLower(rows, h.d.key_dim, {s.keys_queries, h.k_stride}, s.transposed, kRows,
+                            kk, kRows);
+    gdn::Decay(rows, rows, s.beta, s.sum, false, kk, s.l);
+    gdn::Transpose(s.state, h.v_stride, h.d.key_dim, width, s.states + n * s.state_size,
                    h.k_stride);
-    float* y = history.y + n * h.d.chunk * h.v_stride;
+    float* y = s.y + n * h.d.chunk * h.v_stride;
     matmul::Multiply(rows, width, h.d.key_dim, {s.keys_queries, h.k_stride}, s.state, h.v_stride, y,
                      h.v_stride);
     for (std::int64_t i = 0; i < rows; ++i) {
@@ -88,7 +95,7 @@ void Forward(const Head& h, BackwardScratch& s, const History& history) {
 // ---- backward ----
 
 // E, L and P on and below the diagonal, from k k^T and q k^T.
-void Weights(std::int64_t rows, BackwardScratch& s) {
+void Weights(std::int64_t rows, const float* kk, const BackwardScratch& s) {
   const gdn::D tag;
   for (std::int64_t i = 0; i < rows; ++i) {
     for (std::int64_t j = 0; j <= i; j += kLanes) {
@@ -96,7 +103,7 @@ void Weights(std::int64_t rows, BackwardScratch& s) {
       const auto below = gdn::Before(j, i), on = gdn::Before(j, i + 1);
       const auto exponent = hn::Sub(hn::Set(tag, s.sum[i]), hn::LoadU(tag, s.sum + j));
       const auto e = hn::IfThenElseZero(on, Exp(tag, hn::IfThenElseZero(on, exponent)));
-      const auto l = hn::Mul(hn::Mul(hn::Set(tag, s.beta[i]), hn::LoadU(tag, s.kk + at)), e);
+      const auto l = hn::Mul(hn::Mul(hn::Set(tag, s.beta[i]), hn::LoadU(tag, kk + at)), e);
       hn::StoreU(e, tag, s.e + at);
       hn::StoreU(hn::IfThenElseZero(below, l), tag, s.l + at);
       const auto p = hn::Mul(hn::LoadU(tag, s.qk + at), e);
@@ -107,9 +114,9 @@ void Weights(std::int64_t rows, BackwardScratch& s) {
 
 // From r . y in s.dl and d_o . y in s.dp: DL in place of the one, DP of the other, X, W and W's
 // sums over columns.
-void WeightGradients(std::int64_t rows, BackwardScratch& s) {
+void WeightGradients(std::int64_t rows, const BackwardScratch& s) {
   const gdn::D tag;
-  std::fill(std::begin(s.columns), std::end(s.columns), 0.0f);
+  std::fill_n(s.columns, kRows, 0.0f);
   for (std::int64_t i = 0; i < rows; ++i) {
     for (std::int64_t j = 0; j <= i; j += kLanes) {
       const std::int64_t at = i * kRows + j;
@@ -131,8 +138,8 @@ void WeightGradients(std::int64_t rows, BackwardScratch& s) {
 }
 
 // dG and dbeta, from the products with the state and the weights' gradients; then dg.
-void GateGradients(const Head& h, std::int64_t rows, const float* state_transposed,
-                   BackwardScratch& s, float* dg) {
+void GateGradients(const Head& h, std::int64_t rows, const float* kk, const float* state_transposed,
+                   const BackwardScratch& s, float* dg) {
   const std::int64_t keys = h.d.key_dim;
   const float *k = s.keys_queries, *q = k + rows * h.k_stride;
   const float *m = s.projected, *n = m + rows * h.k_stride;
@@ -142,7 +149,7 @@ void GateGradients(const Head& h, std::int64_t rows, const float* state_transpos
     const float seen = Dot(k + row, m + row, keys);
     s.dbeta[i] =
         std::fma(-s.decay[i], seen, Dot(s.gradients + values, s.v + values, h.d.value_dim)) +
-        Dot(s.dl + weights, s.kk + weights, i);
+        Dot(s.dl + weights, kk + weights, i);
     const float rest = s.rest[i] * Dot(k + row, s.z + row, keys);
     rests += rest;
     const float own = std::fma(s.b[i], seen, s.decay[i] * Dot(q + row, n + row, keys));
@@ -158,7 +165,7 @@ void GateGradients(const Head& h, std::int64_t rows, const float* state_transpos
 }
 
 // dq = e N and dk = fma(b, M, l Z), in s.dq and s.dk.
-void KeyGradients(std::int64_t rows, std::int64_t stride, BackwardScratch& s) {
+void KeyGradients(std::int64_t rows, std::int64_t stride, const BackwardScratch& s) {
   const gdn::D tag;
   const float *m = s.projected, *n = m + rows * stride;
   for (std::int64_t i = 0; i < rows; ++i) {
@@ -178,22 +185,30 @@ void AddTo(float* sum, const float* x, std::int64_t n) {
     hn::StoreU(hn::Add(hn::LoadU(tag, sum + i), hn::LoadU(tag, x + i)), tag, sum + i);
 }
 
-void BackwardChunk(const Head& h, std::int64_t index, BackwardScratch& s, const History& history) {
+void BackwardChunk(const Head& h, std::int64_t index, const BackwardScratch& s) {
   const Op::Desc& d = h.d;
   const Op::Args& a = h.a;
   const GdnChunk chunk = gdn_chunk(d, h.sequence, index);
   const std::int64_t rows = chunk.rows, keys = d.key_dim, width = d.value_dim;
   const std::int64_t first = chunk.begin * d.value_heads + h.head;
-  const float* y = history.y + index * d.chunk * h.v_stride;
-  const float* state_transposed = history.states + index * history.state_size;
+  const float* y = s.y + index * d.chunk * h.v_stride;
+  const float* kk = s.kk + index * d.chunk * kRows;
+  const float* state_transposed = s.states + index * s.state_size;
   float *k = s.keys_queries, *q = k + rows * h.k_stride;
   float *r = s.gradients, *d_o = r + rows * h.v_stride;
 
   LoadChunk(h, chunk, s);
+  gdn::Prefetch(a.d_v, chunk, d.value_heads, h.head, width);
+  if (index > 0) {
+    const GdnChunk next = gdn_chunk(d, h.sequence, index - 1);
+    Prefetch(h, next);
+    gdn::Prefetch(a.q, next, d.key_heads, h.key_head, keys);
+    gdn::Prefetch(a.d_o, next, d.value_heads, h.head, width);
+  }
   gdn::LoadKeys(d, a.q, a.mask, chunk, h.key_head, q);
   tile::Scale(d.query_scale(), q, rows * h.k_stride);
   matmul::MultiplyToLower(rows, keys, {q, h.k_stride}, s.transposed, kRows, s.qk, kRows);
-  Weights(rows, s);
+  Weights(rows, kk, s);
   gdn::LoadRows(a.d_o, a.mask, chunk, d.value_heads, h.head, width, d_o);
   for (std::int64_t i = 0; i < rows; ++i) s.b[i] = -(s.beta[i] * s.decay[i]);
 
@@ -212,8 +227,8 @@ void BackwardChunk(const Head& h, std::int64_t index, BackwardScratch& s, const 
                    s.projected, h.k_stride);
   matmul::Multiply(rows, keys, width, {y, h.v_stride}, s.grad_transposed, h.k_stride, s.z,
                    h.k_stride);
-  float* dg = history.dg + index * d.chunk;
-  GateGradients(h, rows, state_transposed, s, dg);
+  float* dg = s.dg + index * d.chunk;
+  GateGradients(h, rows, kk, state_transposed, s, dg);
   gdn::ClearMasked(a.mask, chunk, 1, dg);
   gdn::ClearMasked(a.mask, chunk, 1, s.dbeta);
   for (std::int64_t i = 0; i < rows; ++i) {
@@ -232,8 +247,8 @@ void BackwardChunk(const Head& h, std::int64_t index, BackwardScratch& s, const 
   matmul::MultiplyUpper(rows, keys, {s.dp, 1, kRows}, q, h.k_stride, s.dk, h.k_stride, true);
   matmul::MultiplyLower(rows, keys, {s.x, kRows}, k, h.k_stride, s.dk, h.k_stride, true);
   matmul::MultiplyUpper(rows, keys, {s.x, 1, kRows}, k, h.k_stride, s.dk, h.k_stride, true);
-  AddTo(history.dq + index * d.chunk * h.k_stride, s.dq, rows * h.k_stride);
-  AddTo(history.dk + index * d.chunk * h.k_stride, s.dk, rows * h.k_stride);
+  AddTo(s.dq_sum + index * d.chunk * h.k_stride, s.dq, rows * h.k_stride);
+  AddTo(s.dk_sum + index * d.chunk * h.k_stride, s.dk, rows * h.k_stride);
 
   std::copy_n(r, rows * h.v_stride, s.v);
   tile::ScaleRows(s.beta, s.v, h.v_stride, rows, width);
@@ -268,7 +283,7 @@ GateSums StoreGateGradients(const Head& h, const float* dg) {
 
 // d_q or d_k of a key head, from the sum over its value heads.
 void StoreKeyGradients(const Head& h, const ConstView& x, float factor, float* gradient,
-                       const MutView& to, BackwardScratch& s) {
+                       const MutView& to, const BackwardScratch& s) {
   const gdn::D tag;
   const Op::Desc& d = h.d;
   for (std::int64_t n = 0; n < d.chunks(h.sequence.end - h.sequence.begin); ++n) {
@@ -297,31 +312,31 @@ void StoreKeyGradients(const Head& h, const ConstView& x, float factor, float* g
 
 // Items [begin, end): sequences x key heads.
 void RunGdnChunkBackward(const Op::Desc& d, const Op::Args& a, const GdnSequence* sequences,
-                         std::int64_t begin, std::int64_t end, BackwardScratch& s,
-                         const History& history, GateSums* sums) {
-  std::fill(std::begin(s.ones), std::end(s.ones), 1.0f);
+                         std::int64_t begin, std::int64_t end, const BackwardScratch& s,
+                         GateSums* sums) {
+  std::fill_n(s.ones, kRows, 1.0f);
   for (std::int64_t item = begin; item < end; ++item) {
     const std::int64_t sequence = item / d.key_heads;
     Head h{d, a, sequences[sequence], item % d.key_heads,
            0, 0, Padded(d.key_dim),   Padded(d.value_dim)};
     const std::int64_t chunks = d.chunks(h.sequence.end - h.sequence.begin);
-    std::fill_n(history.dq, chunks * d.chunk * h.k_stride, 0.0f);
-    std::fill_n(history.dk, chunks * d.chunk * h.k_stride, 0.0f);
+    std::fill_n(s.dq_sum, chunks * d.chunk * h.k_stride, 0.0f);
+    std::fill_n(s.dk_sum, chunks * d.chunk * h.k_stride, 0.0f);
     for (std::int64_t i = 0; i < d.value_heads / d.key_heads; ++i) {
       h.head = d.value_head(h.key_head, i);
       h.state = (sequence * d.value_heads + h.head) * d.key_dim * d.value_dim;
-      Forward(h, s, history);
+      Forward(h, s);
       if (a.d_final_state) {
         gdn::LoadState(d, a.d_final_state.as<float>() + h.state, s.grad);
       } else {
         std::fill_n(s.grad, d.key_dim * h.v_stride, 0.0f);
       }
-      for (std::int64_t n = chunks - 1; n >= 0; --n) BackwardChunk(h, n, s, history);
+      for (std::int64_t n = chunks - 1; n >= 0; --n) BackwardChunk(h, n, s);
       if (a.d_initial_state) gdn::StoreState(d, s.grad, a.d_initial_state.as<float>() + h.state);
-      sums[sequence * d.value_heads + h.head] = StoreGateGradients(h, history.dg);
+      sums[sequence * d.value_heads + h.head] = StoreGateGradients(h, s.dg);
     }
-    StoreKeyGradients(h, a.q, d.query_scale(), history.dq, a.d_q, s);
-    StoreKeyGradients(h, a.k, 1, history.dk, a.d_k, s);
+    StoreKeyGradients(h, a.q, d.query_scale(), s.dq_sum, a.d_q, s);
+    StoreKeyGradients(h, a.k, 1, s.dk_sum, a.d_k, s);
   }
 }
 
@@ -336,60 +351,26 @@ namespace bittern {
 namespace {
 
 using Op = GdnChunkBackward;
-using cpu::gdn::BackwardScratch;
 using cpu::gdn::GateSums;
-using cpu::gdn::History;
+using Scratch = cpu::gdn::BackwardScratch;
 BITTERN_EXPORT(RunGdnChunkBackward);
 
 Status supports(const Op::Desc&) { return cpu::supported(); }
 
-// Floats a thread keeps of the head it is at, whose sequence may have all the tokens.
-struct Sizes {
-  explicit Sizes(const Op::Desc& d) {
-    // Rows of whole lines, whatever the vectors.
-    const auto padded = [](std::int64_t n) { return (n + 15) / 16 * 16; };
-    const std::int64_t chunks = d.chunks(d.tokens);
-    state = d.value_dim * padded(d.key_dim);
-    states = chunks * state;
-    values = chunks * d.chunk * padded(d.value_dim);
-    keys = chunks * d.chunk * padded(d.key_dim);
-    gates = chunks * 64;
-  }
-  std::int64_t total() const { return states + values + 2 * keys + gates; }
-  History at(float* p) const {
-    return {state,
-            p,
-            p + states,
-            p + states + values,
-            p + states + values + keys,
-            p + states + values + 2 * keys};
-  }
-  std::int64_t state, states, values, keys, gates;
-};
-
-// Sums for each sequence and head, the threads' scratch, and their histories.
-std::size_t sums_bytes(const Op::Desc& d) {
-  return (static_cast<std::size_t>(d.sequences() * d.value_heads) * sizeof(GateSums) + 63) / 64 *
-         64;
-}
+// The threads' scratch, then sums for each sequence and head.
 std::size_t workspace(const Op::Desc& d) {
-  const auto threads = static_cast<std::size_t>(std::max(num_threads(), 1));
-  return sums_bytes(d) + cpu::scratch_bytes<BackwardScratch>() +
-         threads * static_cast<std::size_t>(Sizes(d).total()) * sizeof(float);
+  return cpu::gdn::scratch_bytes<Scratch>(d) +
+         static_cast<std::size_t>(d.sequences() * d.value_heads) * sizeof(GateSums);
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
   const std::vector<GdnSequence> sequences = gdn_sequences(d, a.cu_seqlens);
-  auto* bytes = static_cast<std::byte*>(workspace.data);
-  auto* sums = reinterpret_cast<GateSums*>(bytes);
-  auto* scratch = reinterpret_cast<BackwardScratch*>(bytes + sums_bytes(d));
-  auto* floats =
-      reinterpret_cast<float*>(bytes + sums_bytes(d) + cpu::scratch_bytes<BackwardScratch>());
-  const Sizes sizes(d);
+  auto* sums = reinterpret_cast<GateSums*>(static_cast<std::byte*>(workspace.data) +
+                                           cpu::gdn::scratch_bytes<Scratch>(d));
   const auto items = static_cast<std::int64_t>(sequences.size()) * d.key_heads;
   cpu::parallel_slots(items, [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
-    BITTERN_CALL(RunGdnChunkBackward)(d, a, sequences.data(), begin, end, scratch[slot],
-                                      sizes.at(floats + slot * sizes.total()), sums);
+    BITTERN_CALL(RunGdnChunkBackward)(d, a, sequences.data(), begin, end,
+                                      cpu::gdn::scratch_at<Scratch>(d, workspace.data, slot), sums);
   });
   for (std::int64_t h = 0; h < d.value_heads; ++h) {
     GateSums total{};

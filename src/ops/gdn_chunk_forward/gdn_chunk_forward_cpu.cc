@@ -23,7 +23,7 @@ using gdn::kRows;
 
 // What the value heads of one key head share: keys and queries, k k^T and q k^T.
 void LoadKeys(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std::int64_t key_head,
-              ForwardScratch& s) {
+              const ForwardScratch& s) {
   const std::int64_t rows = chunk.rows, stride = gdn::Padded(d.key_dim);
   float* q = s.keys_queries + rows * stride;
   gdn::LoadKeys(d, a.k, a.mask, chunk, key_head, s.keys_queries);
@@ -36,10 +36,11 @@ void LoadKeys(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std::
 }
 
 void RunChunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std::int64_t h,
-              float* state, ForwardScratch& s) {
+              float* state, const ForwardScratch& s) {
   const std::int64_t rows = chunk.rows, width = d.value_dim,
                      first = chunk.begin * d.value_heads + h;
   const std::int64_t k_stride = gdn::Padded(d.key_dim), stride = gdn::Padded(width);
+  gdn::Prefetch(a.o, chunk, d.value_heads, h, width);
   gdn::LoadGates(d, a, chunk, h, s.sum, s.beta);
   gdn::ExpRow(s.sum, s.decay);
   gdn::Decay(rows, rows, s.beta, s.sum, false, s.kk, s.l);
@@ -74,7 +75,7 @@ void RunChunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std::
 
 // Items [begin, end): sequences x key heads x their value heads.
 void RunGdnChunkForward(const Op::Desc& d, const Op::Args& a, const GdnSequence* sequences,
-                        std::int64_t begin, std::int64_t end, ForwardScratch& s) {
+                        std::int64_t begin, std::int64_t end, const ForwardScratch& s) {
   const std::int64_t group = d.value_heads / d.key_heads;
   for (std::int64_t item = begin; item < end;) {
     // Value heads of one key head go through the chunks together.
@@ -92,9 +93,17 @@ void RunGdnChunkForward(const Op::Desc& d, const Op::Args& a, const GdnSequence*
         std::fill_n(s.state[i], d.key_dim * gdn::Padded(d.value_dim), 0.0f);
       }
     }
-    for (std::int64_t c = 0; c < d.chunks(sequences[n].end - sequences[n].begin); ++c) {
+    const std::int64_t chunks = d.chunks(sequences[n].end - sequences[n].begin);
+    for (std::int64_t c = 0; c < chunks; ++c) {
       const GdnChunk chunk = gdn_chunk(d, sequences[n], c);
       LoadKeys(d, a, chunk, key_head, s);
+      if (c + 1 < chunks) {
+        const GdnChunk next = gdn_chunk(d, sequences[n], c + 1);
+        gdn::Prefetch(a.k, next, d.key_heads, key_head, d.key_dim);
+        gdn::Prefetch(a.q, next, d.key_heads, key_head, d.key_dim);
+        for (std::int64_t i = 0; i < count; ++i)
+          gdn::Prefetch(a.v, next, d.value_heads, head(i), d.value_dim);
+      }
       for (std::int64_t i = 0; i < count; ++i) RunChunk(d, a, chunk, head(i), s.state[i], s);
     }
     for (std::int64_t i = 0; i < count && a.final_state; ++i)
@@ -119,14 +128,14 @@ BITTERN_EXPORT(RunGdnChunkForward);
 
 Status supports(const Op::Desc&) { return cpu::supported(); }
 
-std::size_t workspace(const Op::Desc&) { return cpu::scratch_bytes<Scratch>(); }
+std::size_t workspace(const Op::Desc& d) { return cpu::gdn::scratch_bytes<Scratch>(d); }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
   const std::vector<GdnSequence> sequences = gdn_sequences(d, a.cu_seqlens);
   const auto items = static_cast<std::int64_t>(sequences.size()) * d.value_heads;
-  auto* scratch = static_cast<Scratch*>(workspace.data);
   cpu::parallel_slots(items, [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
-    BITTERN_CALL(RunGdnChunkForward)(d, a, sequences.data(), begin, end, scratch[slot]);
+    BITTERN_CALL(RunGdnChunkForward)(d, a, sequences.data(), begin, end,
+                                     cpu::gdn::scratch_at<Scratch>(d, workspace.data, slot));
   });
   return {};
 }

@@ -22,7 +22,7 @@ using gdn::kRows;
 
 // Items [begin, end): chunks x heads. Value heads of one key head share its products.
 void RunGdnOutput(const Op::Desc& d, const Op::Args& a, const GdnChunk* chunks, std::int64_t begin,
-                  std::int64_t end, cpu::gdn::OutputScratch& s) {
+                  std::int64_t end, const cpu::gdn::OutputScratch& s) {
   const std::int64_t heads = d.value_heads, state_size = d.key_dim * d.value_dim;
   const std::int64_t k_stride = gdn::Padded(d.key_dim), v_stride = gdn::Padded(d.value_dim);
   std::int64_t done_chunk = -1, done_head = -1;
@@ -73,14 +73,14 @@ BITTERN_EXPORT(RunGdnOutput);
 
 Status supports(const Op::Desc&) { return cpu::supported(); }
 
-std::size_t workspace(const Op::Desc&) { return cpu::scratch_bytes<Scratch>(); }
+std::size_t workspace(const Op::Desc& d) { return cpu::gdn::scratch_bytes<Scratch>(d); }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
   const std::vector<GdnChunk> chunks = gdn_chunks(d, a.cu_seqlens);
   const auto items = static_cast<std::int64_t>(chunks.size()) * d.value_heads;
-  auto* scratch = static_cast<Scratch*>(workspace.data);
   cpu::parallel_slots(items, [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
-    BITTERN_CALL(RunGdnOutput)(d, a, chunks.data(), begin, end, scratch[slot]);
+    BITTERN_CALL(RunGdnOutput)(d, a, chunks.data(), begin, end,
+                               cpu::gdn::scratch_at<Scratch>(d, workspace.data, slot));
   });
   return {};
 }

@@ -22,7 +22,7 @@ using Op = GdnRecomputeWU;
 
 // Items [begin, end): chunks x heads.
 void RunGdnRecomputeWU(const Op::Desc& d, const Op::Args& a, const GdnChunk* chunks,
-                       std::int64_t begin, std::int64_t end, cpu::gdn::RecomputeScratch& s) {
+                       std::int64_t begin, std::int64_t end, const cpu::gdn::RecomputeScratch& s) {
   const std::int64_t heads = d.value_heads;
   for (std::int64_t item = begin; item < end; ++item) {
     const GdnChunk chunk = chunks[item / heads];
@@ -74,18 +74,19 @@ namespace bittern {
 namespace {
 
 using Op = GdnRecomputeWU;
+using Scratch = cpu::gdn::RecomputeScratch;
 BITTERN_EXPORT(RunGdnRecomputeWU);
 
 Status supports(const Op::Desc&) { return cpu::supported(); }
 
-std::size_t workspace(const Op::Desc&) { return cpu::scratch_bytes<cpu::gdn::RecomputeScratch>(); }
+std::size_t workspace(const Op::Desc& d) { return cpu::gdn::scratch_bytes<Scratch>(d); }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
   const std::vector<GdnChunk> chunks = gdn_chunks(d, a.cu_seqlens);
   const auto items = static_cast<std::int64_t>(chunks.size()) * d.value_heads;
-  auto* scratch = static_cast<cpu::gdn::RecomputeScratch*>(workspace.data);
   cpu::parallel_slots(items, [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
-    BITTERN_CALL(RunGdnRecomputeWU)(d, a, chunks.data(), begin, end, scratch[slot]);
+    BITTERN_CALL(RunGdnRecomputeWU)(d, a, chunks.data(), begin, end,
+                                    cpu::gdn::scratch_at<Scratch>(d, workspace.data, slot));
   });
   return {};
 }

@@ -22,13 +22,13 @@ using gdn::kRows;
 
 // Items [begin, end): chunks x heads.
 void RunGdnSolve(const Op::Desc& d, const Op::Args& a, const GdnChunk* chunks, std::int64_t begin,
-                 std::int64_t end, cpu::gdn::SolveScratch& s) {
+                 std::int64_t end, const cpu::gdn::SolveScratch& s) {
   const std::int64_t heads = d.value_heads;
   for (std::int64_t item = begin; item < end; ++item) {
     const GdnChunk chunk = chunks[item / heads];
     const std::int64_t rows = chunk.rows, first = chunk.begin * heads + item % heads;
     tile::Load(a.l, first * d.chunk, heads * d.chunk, rows, rows, s.l, kRows);
-    std::fill(std::begin(s.a), std::end(s.a), 0.0f);
+    std::fill_n(s.a, rows * kRows, 0.0f);
     for (std::int64_t i = 0; i < rows; ++i) s.a[i * kRows + i] = 1;
     matmul::SolveLower(rows, rows, {s.l, kRows}, s.a, kRows);
     // A NaN of L may have come above the diagonal in a vector's other lanes.
@@ -54,14 +54,14 @@ BITTERN_EXPORT(RunGdnSolve);
 
 Status supports(const Op::Desc&) { return cpu::supported(); }
 
-std::size_t workspace(const Op::Desc&) { return cpu::scratch_bytes<Scratch>(); }
+std::size_t workspace(const Op::Desc& d) { return cpu::gdn::scratch_bytes<Scratch>(d); }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
   const std::vector<GdnChunk> chunks = gdn_chunks(d, a.cu_seqlens);
   const auto items = static_cast<std::int64_t>(chunks.size()) * d.value_heads;
-  auto* scratch = static_cast<Scratch*>(workspace.data);
   cpu::parallel_slots(items, [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
-    BITTERN_CALL(RunGdnSolve)(d, a, chunks.data(), begin, end, scratch[slot]);
+    BITTERN_CALL(RunGdnSolve)(d, a, chunks.data(), begin, end,
+                              cpu::gdn::scratch_at<Scratch>(d, workspace.data, slot));
   });
   return {};
 }
