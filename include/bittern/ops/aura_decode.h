@@ -18,14 +18,14 @@ struct AuraDecode {
   using Desc = AuraDesc;
   struct Args {
     ConstView packed, norms;
-    ConstView rotation{};  // not for identity, nor for `rotated`
+    ConstView table{};  // not for identity, nor for `rotated`
     ConstView codebook;
     MutView y;
   };
 
   static Status check(const Desc& d) { return check_aura_desc(kName, d); }
   static Status check_contents(const Desc& d, const Args& a) {
-    if (!d.rotated) BITTERN_TRY(check_rotation(kName, d, a.rotation));
+    if (!d.rotated) BITTERN_TRY(check_rotation(kName, d, a.table));
     return check_codebook(kName, "codebook", a.codebook.as<float>(), d.levels());
   }
   static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }

@@ -38,14 +38,14 @@ struct AuraEncode {
   using Desc = AuraDesc;
   struct Args {
     ConstView x;
-    ConstView rotation{};  // not for identity
+    ConstView table{};  // not for identity
     ConstView boundaries, codebook;
     MutView packed, norms;
   };
 
   static Status check(const Desc& d) { return check_aura_desc(kName, d); }
   static Status check_contents(const Desc& d, const Args& a) {
-    BITTERN_TRY(check_rotation(kName, d, a.rotation));
+    BITTERN_TRY(check_rotation(kName, d, a.table));
     BITTERN_TRY(check_boundaries(kName, "boundaries", a.boundaries.as<float>(), d.levels() - 1));
     return check_codebook(kName, "codebook", a.codebook.as<float>(), d.levels());
   }

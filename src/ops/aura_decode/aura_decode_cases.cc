@@ -28,7 +28,7 @@ std::vector<BenchCase<AuraDesc>> aura_decode_bench_cases() {
 
 // Norms keep the NaN, infinities and zeros that fill() gave some.
 void aura_decode_aim(const AuraDesc& d, const AuraDecode::Args& a, Rng& rng) {
-  if (a.rotation) fill_aura(d, "table", a.rotation, rng);
+  if (a.table) fill_aura(d, "table", a.table, rng);
   fill_aura(d, "codebook", a.codebook, rng);
   if (rng.chance(4)) {
     for (std::int64_t i = 0; i < d.levels(); ++i) put(a.codebook, i, rng.normal());

@@ -23,7 +23,7 @@ class RowDecoder {
       : d_(d),
         a_(a),
         stride_(RoundUpToLanes(d.axis_size)),
-        rotation_(d.rotated ? Rotation::identity : d.rotation, d.axis_size, a.rotation.as<float>()),
+        rotation_(d.rotated ? Rotation::identity : d.rotation, d.axis_size, a.table.as<float>()),
         packer_(d.bits) {
     std::memset(codes_, 0, sizeof codes_);  // past the end of a row too
   }

@@ -21,7 +21,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
         for (std::int64_t j = 0; j < d.axis_size; ++j)
           row[static_cast<std::size_t>(j)] = norm * codebook[packed_code(packed, j, d.bits)];
         if (!d.rotated) {
-          rotate_row(d.rotation, d.axis_size, a.rotation.as<float>(), true, row.data());
+          rotate_row(d.rotation, d.axis_size, a.table.as<float>(), true, row.data());
         }
         X* y = a.y.as<X>() + i * a.y.row_stride();
         for (std::size_t j = 0; j < row.size(); ++j) y[j] = from_math<X>(row[j]);

@@ -44,17 +44,17 @@ TEST(AuraDecode, IsTheInverseRotationOfTheRotatedForm) {
       std::vector<float> y(static_cast<std::size_t>(5 * dim)), rotated = y, back = y;
       AuraDecode::Args args{.packed = view(packed.data(), d.packed_shape()),
                             .norms = view(norms.data(), {5, 1}),
-                            .rotation = view(table.data(), d.rotation_shape()),
+                            .table = view(table.data(), d.rotation_shape()),
                             .codebook = view(book.levels.data(), {32}),
                             .y = view(y.data(), d.tensor_shape())};
       expect_ok(run_op<AuraDecode>(d, args));
       d.rotated = true;
-      args.rotation = {};
+      args.table = {};
       args.y = view(rotated.data(), d.tensor_shape());
       expect_ok(run_op<AuraDecode>(d, args));
       d.inverse = true;
       expect_ok(run_op<AuraRotate>(d, {.x = view(std::as_const(rotated).data(), d.tensor_shape()),
-                                       .rotation = view(table.data(), d.rotation_shape()),
+                                       .table = view(table.data(), d.rotation_shape()),
                                        .y = view(back.data(), d.tensor_shape())}));
       EXPECT_EQ(y, back) << dim;
       EXPECT_NE(y, rotated) << dim;
@@ -69,7 +69,7 @@ TEST(AuraDecode, ErrorsNameTheFieldAndLeaveTheOutputAlone) {
   const auto untouched = y;
   const AuraDecode::Args args{.packed = view(std::as_const(packed).data(), {2, 4}),
                               .norms = view(std::as_const(norms).data(), {2, 1}),
-                              .rotation = view(std::as_const(signs).data(), {64}),
+                              .table = view(std::as_const(signs).data(), {64}),
                               .codebook = view(std::as_const(codebook).data(), {4}),
                               .y = view(y.data(), {2, 64})};
   const auto with = [&](auto change) {

@@ -40,7 +40,7 @@ void aim_at_boundaries(const AuraDesc& d, const AuraEncode::Args& a, std::int64_
     rest -= static_cast<double>(v) * static_cast<double>(v);
     if (!(rest > 0)) rest = 0;
   }
-  rotate_row(d.rotation, d.axis_size, a.rotation.as<float>(), true, x.data());
+  rotate_row(d.rotation, d.axis_size, a.table.as<float>(), true, x.data());
   const double scale = std::ldexp(1.0, static_cast<int>(rng.below(9)) - 4);
   for (std::int64_t j = 0; j < d.axis_size; ++j)
     put(a.x, row * d.axis_size + j, scale * static_cast<double>(x[static_cast<std::size_t>(j)]));
@@ -49,7 +49,7 @@ void aim_at_boundaries(const AuraDesc& d, const AuraEncode::Args& a, std::int64_
 }  // namespace
 
 void aura_encode_aim(const AuraDesc& d, const AuraEncode::Args& a, Rng& rng) {
-  if (a.rotation) fill_aura(d, "table", a.rotation, rng);
+  if (a.table) fill_aura(d, "table", a.table, rng);
   fill_aura(d, "boundaries", a.boundaries, rng);
   fill_aura(d, "codebook", a.codebook, rng);
   if (rng.chance(4)) {  // equal neighbours, and levels without order
