@@ -131,7 +131,7 @@ void visit_aura_fields(D& d, F&& f) {
 template <class A, class F>
 void visit_rotation(const AuraDesc& d, A& a, F&& f) {
   if (d.rotation == Rotation::identity) return;
-  f("table", a.table, Operand{DType::f32, d.rotation_shape()});
+  f("table", a.rotation, Operand{DType::f32, d.rotation_shape()});
 }
 
 }  // namespace bittern

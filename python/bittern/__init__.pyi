@@ -58,6 +58,8 @@ __all__ = [
     "gdn_state",
     "gdn_output",
     "gdn_chunk_forward",
+    "aura_encode",
+    "aura_decode",
     "aura_rotate",
     "aura_attention",
     "gdn_recurrent_step",
@@ -856,6 +858,89 @@ def gdn_chunk_forward(
     reaches the later tokens of its sequence and head alone, however chunks and heads are batched.
     A token whose `mask` is 0 is not looked at: q = k = v = 0, g = beta = 0, so the state passes it
     by, and its o is 0. An empty sequence passes its state on.
+    """
+
+def aura_encode(
+    x: Array | float,
+    table: Array | float,
+    boundaries: Array | float,
+    codebook: Array | float,
+    *,
+    packed: Array | None = None,
+    norms: Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    bits: int | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
+    scale_rule: Literal["matched", "none", "least_squares", "unbiased"] = "matched",
+    f16_norm: bool = False,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> tuple[Any, ...]:
+    """Returns packed, norms.
+
+    Rows of x to codes and norms, by the row format of bittern/aura_desc.h. Everything in f32, each
+    operation rounded; sums are halving trees over the row (docs/numerics.md), "sum" below.
+
+      1. norm = sqrt(sum of x_j x_j);  inv = norm > 1e-8f ? 1 / norm : 0
+      2. u_j = x_j * inv;  r = P u
+      3. code_j = number of boundaries strictly below r_j (0 for a NaN)
+      4. codes are packed; the row's spare bits are zero
+      5. with c_j = codebook[code_j], C = sum of c_j c_j, D = (sum of r_j c_j) + 0:
+         matched         s = sqrt(C) > 1e-8f ? norm / sqrt(C) : norm     |x'| = |x|
+         none            s = norm
+         least_squares   s = sqrt(C) > 1e-8f ? norm * (D / C) : norm     least |x - x'|
+         unbiased        s = D > 1e-8f ? norm / D : norm                 <x, x'> = |x|^2
+         s is clamped to the largest finite values of the norms' dtype, of either sign, and rounded
+         to it.
+
+    With rotation dense, rule matched and f32 norms this is AURA's fused encode.
+
+    Rows out of the ordinary, none of which touches another row:
+      all zero                norm 0: every code is the one of 0, s = 0, x' = 0
+      0 < norm <= 1e-8        as the formula says: no direction, the codes of 0; s = norm / sqrt(C)
+                              (matched), norm (none, unbiased) or 0 (least_squares)
+      finite, but the sum of  steps 1 and 2 on x_j 2^-96 instead of x_j; then norm := the smaller of
+      squares overflows       norm 2^96 and the largest finite f32
+      NaN or an infinity      every code 0, s NaN: the row decodes to NaN
+
+    boundaries must be finite and never descend; the codebook must be finite, and ascending where the
+    codes are to be the nearest levels. A dense matrix is taken as it is.
+    """
+
+def aura_decode(
+    packed: Array | float,
+    norms: Array | float,
+    table: Array | float,
+    codebook: Array | float,
+    *,
+    y: Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    bits: int | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
+    f16_norm: bool = False,
+    rotated: bool = False,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: int | None = None,
+    workspace: Array | None = None,
+) -> Any:
+    """Returns y.
+
+    Codes and norms back to rows, by the row format of bittern/aura_desc.h. In f32, each operation
+    rounded:
+
+      y_j = norm * codebook[code_j], and unless `rotated`, y := P^T y; then rounded to its dtype
+
+    `rotated` leaves y in the rotated space, where attention may stay. NaN and infinities follow from
+    the operations and stay in their row. A codebook that is not sorted decodes too.
     """
 
 def aura_rotate(

@@ -40,7 +40,7 @@ inline std::vector<ConvBlock> conv_blocks(const CausalConvDesc& d, const ConstVi
 }
 
 // Channels a kernel takes at a time, and how many times that is.
-inline constexpr std::int64_t kConvTile = 128;
+inline constexpr std::int64_t kConvTile = 256;
 inline std::int64_t conv_tiles(const CausalConvDesc& d) {
   return (d.channels + kConvTile - 1) / kConvTile;
 }
@@ -69,6 +69,17 @@ struct ConvInput {
   float tap(std::int64_t channel, std::int64_t j) const {
     return to_math(weight.as<X>()[channel * d.width + j]);
   }
+  // Four rows of taps and one of the bias, f32, each conv_tiles(d) * kConvTile long.
+  std::vector<float> taps() const {
+    const std::int64_t row = conv_tiles(d) * kConvTile;
+    std::vector<float> out(static_cast<std::size_t>(5 * row));
+    for (std::int64_t c = 0; c < d.channels; ++c) {
+      for (std::int64_t j = 0; j < d.width; ++j)
+        out[static_cast<std::size_t>(j * row + c)] = tap(c, j);
+      if (bias) out[static_cast<std::size_t>(4 * row + c)] = to_math(bias.as<X>()[c]);
+    }
+    return out;
+  }
   // The sum, before silu.
   float u(const ConvSequence& s, std::int64_t position, std::int64_t channel) const {
     float sum = bias ? to_math(bias.as<X>()[channel]) : 0.0f;
@@ -77,5 +88,15 @@ struct ConvInput {
     return sum;
   }
 };
+
+template <class Args>
+std::vector<float> conv_taps(const CausalConvDesc& d, const Args& a) {
+  std::vector<float> out;
+  (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
+    out = ConvInput<X>{d, a.x, a.weight, a.bias, a.initial_state, a.mask}.taps();
+    return Status();
+  });
+  return out;
+}
 
 }  // namespace bittern

@@ -25,39 +25,47 @@ inline constexpr std::int64_t kTokens = 64;  // of a block
 inline constexpr std::int64_t kReach = 3;    // neighbours on either side, at most
 using Row = float[kChannels];
 
-// Channels [channel, channel + count) of a block. Lanes past them are computed and not stored.
+// Channels [channel, channel + count), of one window of tokens after another. Lanes past them are
+// computed and not stored.
 template <class X>
 struct Tile {
   const ConvInput<X>& in;
-  const ConvBlock& block;
   std::int64_t channel, count;
+  const ConvBlock* block;
+  std::int64_t first = 0, rows = 0;  // the window: positions in the block's sequence
 
-  alignas(64) Row weight[4];
-  alignas(64) Row bias;
+  const float* weight[4];  // of these channels, one row a tap
+  const float* bias;
   alignas(64) Row x[kReach + kTokens + kReach];  // row 0 is position first - (width - 1)
 
-  Tile(const ConvInput<X>& input, const ConvBlock& of, std::int64_t first_channel)
+  // `taps` as conv_taps made them.
+  Tile(const ConvInput<X>& input, const float* taps, const ConvBlock& of,
+       std::int64_t first_channel)
       : in(input),
-        block(of),
         channel(first_channel),
-        count(std::min(kChannels, input.d.channels - first_channel)) {
-    for (std::int64_t c = 0; c < kChannels; ++c) {
-      const bool inside = c < count;
-      for (std::int64_t j = 0; j < in.d.width; ++j)
-        weight[j][c] = inside ? in.tap(channel + c, j) : 0.0f;
-      bias[c] = inside && in.bias ? to_math(in.bias.template as<X>()[channel + c]) : 0.0f;
-    }
+        count(std::min(kChannels, input.d.channels - first_channel)),
+        block(&of) {
+    const std::int64_t row = conv_tiles(in.d) * kConvTile;
+    for (std::int64_t j = 0; j < 4; ++j) weight[j] = taps + j * row + channel;
+    bias = taps + 4 * row + channel;
   }
 
-  std::int64_t before() const { return in.d.width - 1; }
+  std::int64_t reach() const { return in.d.width - 1; }
   bool masked(std::int64_t position) const {
-    return conv_masked(in.mask, block.sequence.begin + position);
+    return conv_masked(in.mask, block->sequence.begin + position);
   }
+  // This tile's part of a token's row, and of a state (its first channel's oldest element).
   const X* at(const ConstView& tensor, std::int64_t position) const {
-    return tensor.as<X>() + (block.sequence.begin + position) * in.d.channels + channel;
+    return tensor.as<X>() + (block->sequence.begin + position) * in.d.channels + channel;
   }
   X* at(const MutView& tensor, std::int64_t position) const {
-    return tensor.as<X>() + (block.sequence.begin + position) * in.d.channels + channel;
+    return tensor.as<X>() + (block->sequence.begin + position) * in.d.channels + channel;
+  }
+  const X* state(const ConstView& tensor) const {
+    return tensor.as<X>() + in.state_at(block->sequence, channel, 0);
+  }
+  X* state(const MutView& tensor) const {
+    return tensor.as<X>() + in.state_at(block->sequence, channel, 0);
   }
 
   void Widen(const X* from, Row& to) const {
@@ -65,33 +73,56 @@ struct Tile {
     for (; c + kLanes <= count; c += kLanes) hn::Store(LoadMath(D(), from + c), D(), to + c);
     for (; c < kChannels; ++c) to[c] = c < count ? to_math(from[c]) : 0.0f;
   }
-  void Narrow(const Row& from, X* to) const {
-    std::int64_t c = 0;
-    for (; c + kLanes <= count; c += kLanes) StoreMath(D(), hn::Load(D(), from + c), to + c);
-    for (; c < count; ++c) to[c] = from_math<X>(from[c]);
-  }
-
-  // Inputs from width - 1 before the block to `after` past it; past the sequence's end nothing.
-  void LoadInputs(std::int64_t after) {
-    const std::int64_t first = block.first - before();
-    const std::int64_t end = std::min(block.first + block.rows + after, block.sequence.length);
-    for (std::int64_t p = first; p < end; ++p) {
-      Row& row = x[p - first];
-      if (p >= 0 && !masked(p)) {
-        Widen(at(in.x, p), row);
-      } else {
-        for (std::int64_t c = 0; c < kChannels; ++c)
-          row[c] = c < count ? in.input(block.sequence, p, channel + c) : 0.0f;
-      }
+  // The vector at c of a row.
+  HWY_INLINE void Emit(V v, std::int64_t c, X* to) const {
+    const D d;
+    if (c + kLanes <= count) {
+      StoreMath(d, v, to + c);
+    } else {
+      X part[kLanes];
+      StoreMath(d, v, part);
+      std::copy_n(part, count - c, to + c);
     }
   }
 
-  // The sum before silu at row r of the block, for the vector at c.
+  // Calls f for each window of the block, at least once.
+  template <class F>
+  HWY_INLINE void Windows(const F& f) {
+    first = block->first;
+    do {
+      rows = std::min(kTokens, block->first + block->rows - first);
+      f();
+      first += kTokens;
+    } while (first < block->first + block->rows);
+  }
+
+  // Inputs from width - 1 before the window to `after` past it; past the sequence's end nothing.
+  void LoadInputs(std::int64_t after) {
+    const std::int64_t begin = first - reach();
+    const std::int64_t end = std::min(first + rows + after, block->sequence.length);
+    for (std::int64_t p = begin; p < end; ++p) {
+      Row& row = x[p - begin];
+      if (p >= 0 && !masked(p)) {
+        Widen(at(in.x, p), row);
+        continue;
+      }
+      std::fill_n(row, kChannels, 0.0f);
+      if (p >= 0 || !in.initial_state) continue;
+      const X* from = state(in.initial_state) + p + reach();
+      for (std::int64_t c = 0; c < count; ++c) row[c] = to_math(from[c * reach()]);
+    }
+  }
+
+  // The sum before silu at row r of the window, for the vector at c.
   HWY_INLINE V Sum(std::int64_t r, std::int64_t c) const {
     const D d;
-    V sum = hn::Load(d, bias + c);
-    for (std::int64_t j = 0; j < in.d.width; ++j)
-      sum = hn::MulAdd(hn::Load(d, weight[j] + c), hn::Load(d, x[r + j] + c), sum);
+    V sum = hn::LoadU(d, bias + c);
+    sum = hn::MulAdd(hn::LoadU(d, weight[0] + c), hn::Load(d, x[r] + c), sum);
+    sum = hn::MulAdd(hn::LoadU(d, weight[1] + c), hn::Load(d, x[r + 1] + c), sum);
+    if (in.d.width > 2)
+      sum = hn::MulAdd(hn::LoadU(d, weight[2] + c), hn::Load(d, x[r + 2] + c), sum);
+    if (in.d.width > 3)
+      sum = hn::MulAdd(hn::LoadU(d, weight[3] + c), hn::Load(d, x[r + 3] + c), sum);
     return sum;
   }
 };

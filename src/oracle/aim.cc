@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include <algorithm>
-
 namespace bittern::oracle {
 
 void aim_scale(const ConstView& scale, Rng& rng) {

@@ -112,7 +112,7 @@ struct AuraAttentionDesc {
 
 struct AuraAttention {
   static constexpr std::string_view kName = "aura_attention";
-  static constexpr std::string_view kCategory = "kv_cache";
+  static constexpr std::string_view kCategory = "kv_codec";
 
   using Desc = AuraAttentionDesc;
   struct Args {

@@ -14,13 +14,13 @@ struct AuraRotate {
   using Desc = AuraDesc;
   struct Args {
     ConstView x;
-    ConstView table{};  // not for identity
+    ConstView rotation{};  // not for identity
     MutView y;
   };
 
   static Status check(const Desc& d) { return check_aura_desc(kName, d); }
   static Status check_contents(const Desc& d, const Args& a) {
-    return check_rotation(kName, d, a.table);
+    return check_rotation(kName, d, a.rotation);
   }
   static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
   static DType element(const Desc& d) { return d.element; }

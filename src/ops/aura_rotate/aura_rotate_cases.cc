@@ -24,7 +24,7 @@ std::vector<BenchCase<AuraDesc>> aura_rotate_bench_cases() {
 
 void aura_rotate_aim(const AuraDesc& d, const AuraRotate::Args& a, Rng& rng) {
   aim_rows(a.x, rng);
-  if (a.table) fill_aura(d, "table", a.table, rng);
+  if (a.rotation) fill_aura(d, "table", a.rotation, rng);
 }
 
 }  // namespace bittern::oracle

@@ -17,7 +17,7 @@ namespace {
 
 void RotateRows(const AuraDesc& d, const AuraRotate::Args& a, std::int64_t begin,
                 std::int64_t end) {
-  const RowRotation rotation(d.rotation, d.axis_size, a.table.as<float>());
+  const RowRotation rotation(d.rotation, d.axis_size, a.rotation.as<float>());
   const std::int64_t stride = RoundUpToLanes(d.axis_size);
   HWY_ALIGN float tile[kF32Lanes * kAuraMaxDim];
   (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) HWY_ATTR {

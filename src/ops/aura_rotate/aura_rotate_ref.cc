@@ -16,7 +16,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
       const X* x = a.x.as<X>() + i * a.x.row_stride();
       X* y = a.y.as<X>() + i * a.y.row_stride();
       for (std::size_t j = 0; j < row.size(); ++j) row[j] = to_math(x[j]);
-      rotate_row(d.rotation, d.axis_size, a.table.as<float>(), d.inverse, row.data());
+      rotate_row(d.rotation, d.axis_size, a.rotation.as<float>(), d.inverse, row.data());
       for (std::size_t j = 0; j < row.size(); ++j) y[j] = from_math<X>(row[j]);
     }
     return Status();

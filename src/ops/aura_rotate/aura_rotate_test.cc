@@ -19,7 +19,7 @@ std::vector<float> rotate(AuraDesc d, const std::vector<float>& x, const std::ve
   std::vector<float> y(x.size());
   AuraRotate::Args args{.x = view(x.data(), d.tensor_shape()),
                         .y = view(y.data(), d.tensor_shape())};
-  if (d.rotation != Rotation::identity) args.table = view(table.data(), d.rotation_shape());
+  if (d.rotation != Rotation::identity) args.rotation = view(table.data(), d.rotation_shape());
   expect_ok(run_op<AuraRotate>(d, args, kernel));
   return y;
 }
@@ -85,7 +85,7 @@ TEST(AuraRotate, ErrorsNameTheFieldAndLeaveTheOutputAlone) {
   const auto untouched = y;
   const AuraDesc good{.outer_size = 2, .axis_size = 128};
   const AuraRotate::Args args{.x = view(std::as_const(x).data(), {2, 128}),
-                              .table = view(std::as_const(signs).data(), {128}),
+                              .rotation = view(std::as_const(signs).data(), {128}),
                               .y = view(y.data(), {2, 128})};
   const auto with = [&](auto change) {
     AuraDesc d = good;
@@ -114,7 +114,7 @@ TEST(AuraRotate, ErrorsNameTheFieldAndLeaveTheOutputAlone) {
                "aura_rotate: table: [77] is 0.5, expected 1 or -1");
   signs[77] = -1;
   AuraRotate::Args no_table = args;
-  no_table.table = {};
+  no_table.rotation = {};
   expect_error(run_op<AuraRotate>(good, no_table), bad,
                "aura_rotate: table: null, expected f32 [128]");
   AuraRotate::Args same = args;

@@ -19,38 +19,52 @@ namespace {
 using Op = CausalConv1d;
 
 template <class X>
-void Convolve(const Op::Desc& d, const Op::Args& a, const ConvBlock& block, std::int64_t channel) {
-  const ConvInput<X> in{d, a.x, a.weight, a.bias, a.initial_state, a.mask};
-  conv::Tile<X> tile(in, block, channel);
-  if (a.y) {
-    tile.LoadInputs(0);
-    for (std::int64_t r = 0; r < block.rows; ++r) {
-      alignas(64) conv::Row y = {};
-      if (!tile.masked(block.first + r)) {
-        for (std::int64_t c = 0; c < tile.count; c += conv::kLanes) {
-          const auto u = tile.Sum(r, c);
-          hn::Store(d.silu ? Silu(conv::D(), u) : u, conv::D(), y + c);
-        }
-      }
-      tile.Narrow(y, tile.at(a.y, block.first + r));
+void Convolve(const Op::Desc& d, const Op::Args& a, conv::Tile<X>& tile) {
+  const conv::D tag;
+  tile.LoadInputs(0);
+  for (std::int64_t r = 0; r < tile.rows; ++r) {
+    X* y = tile.at(a.y, tile.first + r);
+    if (tile.masked(tile.first + r)) {
+      std::fill_n(y, tile.count, from_math<X>(0));
+    } else if (d.silu) {
+      for (std::int64_t c = 0; c < tile.count; c += conv::kLanes)
+        tile.Emit(Silu(tag, tile.Sum(r, c)), c, y);
+    } else {
+      for (std::int64_t c = 0; c < tile.count; c += conv::kLanes) tile.Emit(tile.Sum(r, c), c, y);
     }
-  }
-  if (!block.last || !a.final_state) return;
-  const ConvSequence& s = block.sequence;
-  for (std::int64_t c = channel; c < channel + tile.count; ++c) {
-    for (std::int64_t i = 0; i < d.width - 1; ++i)
-      a.final_state.as<X>()[in.state_at(s, c, i)] =
-          from_math<X>(in.input(s, s.length - (d.width - 1) + i, c));
   }
 }
 
-// Items [begin, end): blocks, and in each the channels a tile at a time.
+// The last inputs of a sequence, after all of its blocks or none.
+template <class X>
+void StoreFinalState(const Op::Args& a, const conv::Tile<X>& tile) {
+  const std::int64_t reach = tile.reach();
+  for (std::int64_t i = 0; i < reach; ++i) {
+    const std::int64_t p = tile.block->sequence.length - reach + i;
+    X* to = tile.state(a.final_state) + i;
+    if (p >= 0 ? tile.masked(p) : !a.initial_state) {
+      for (std::int64_t c = 0; c < tile.count; ++c) to[c * reach] = from_math<X>(0);
+      continue;
+    }
+    const X* from = p >= 0 ? tile.at(a.x, p) : tile.state(a.initial_state) + p + reach;
+    const std::int64_t step = p >= 0 ? 1 : reach;
+    for (std::int64_t c = 0; c < tile.count; ++c) to[c * reach] = from[c * step];
+  }
+}
+
+// Items [begin, end): blocks, and in each the channels a tile at a time, so that neighbours in
+// memory follow each other.
 void RunCausalConv1d(const Op::Desc& d, const Op::Args& a, const std::vector<ConvBlock>& blocks,
-                     std::int64_t begin, std::int64_t end) {
+                     const float* taps, std::int64_t begin, std::int64_t end) {
   const std::int64_t tiles = conv_tiles(d);
   (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
-    for (std::int64_t i = begin; i < end; ++i)
-      Convolve<X>(d, a, blocks[static_cast<std::size_t>(i / tiles)], i % tiles * kConvTile);
+    const ConvInput<X> in{d, a.x, a.weight, a.bias, a.initial_state, a.mask};
+    for (std::int64_t i = begin; i < end; ++i) {
+      const ConvBlock& block = blocks[static_cast<std::size_t>(i / tiles)];
+      conv::Tile<X> tile(in, taps, block, i % tiles * kConvTile);
+      if (a.y) tile.Windows([&] { Convolve(d, a, tile); });
+      if (a.final_state && block.last) StoreFinalState(a, tile);
+    }
     return Status();
   });
 }
@@ -72,9 +86,10 @@ Status supports(const Op::Desc&) { return cpu::supported(); }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
   const std::vector<ConvBlock> blocks = conv_blocks(d, a.cu_seqlens);
+  const std::vector<float> taps = conv_taps(d, a);
   const auto count = static_cast<std::int64_t>(blocks.size());
   cpu::parallel(count * conv_tiles(d), 4, [&](std::int64_t begin, std::int64_t end) {
-    BITTERN_CALL(RunCausalConv1d)(d, a, blocks, begin, end);
+    BITTERN_CALL(RunCausalConv1d)(d, a, blocks, taps.data(), begin, end);
   });
   return {};
 }

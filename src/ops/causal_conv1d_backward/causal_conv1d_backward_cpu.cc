@@ -19,22 +19,21 @@ namespace {
 
 using Op = CausalConv1dBackward;
 
-// Gradients of one block and a tile of channels; its sums go to partial[block.number], a row for
-// each tap and one for the bias.
+// The gradients of the block's sums, a row for each tap and one for the bias.
+using Sums = conv::Row[5];
+
+// Gradients of one window and a tile of channels; its terms are added to `sums`.
 template <class X>
-void Differentiate(const Op::Desc& d, const Op::Args& a, const ConvBlock& block,
-                   std::int64_t channel, float* partial) {
+void Differentiate(const Op::Desc& d, const Op::Args& a, conv::Tile<X>& tile, Sums& sums) {
   const conv::D tag;
-  const ConvInput<X> in{d, a.x, a.weight, a.bias, a.initial_state, a.mask};
-  const ConvSequence& s = block.sequence;
-  const std::int64_t reach = d.width - 1;
-  conv::Tile<X> tile(in, block, channel);
+  const ConvSequence& s = tile.block->sequence;
+  const std::int64_t reach = tile.reach(), first = tile.first;
   tile.LoadInputs(reach);
 
   // Row r: position first + r - reach, so that rows before a sequence's start exist too.
   alignas(64) conv::Row du[conv::kReach + conv::kTokens + conv::kReach];
-  for (std::int64_t r = 0; r < block.rows + 2 * reach; ++r) {
-    const std::int64_t t = block.first + r - reach;
+  for (std::int64_t r = 0; r < tile.rows + 2 * reach; ++r) {
+    const std::int64_t t = first + r - reach;
     if (r < reach || t >= s.length || tile.masked(t)) {
       std::fill_n(du[r], conv::kChannels, 0.0f);
       continue;
@@ -47,65 +46,76 @@ void Differentiate(const Op::Desc& d, const Op::Args& a, const ConvBlock& block,
     }
   }
 
-  // dx at row r of the block; r < 0 before it.
-  alignas(64) conv::Row dx;
-  const auto gradient = [&](std::int64_t r) HWY_ATTR {
-    for (std::int64_t c = 0; c < tile.count; c += conv::kLanes) {
-      auto sum = hn::Zero(tag);
-      for (std::int64_t j = 0; j < d.width; ++j) {
-        sum = hn::MulAdd(hn::Load(tag, tile.weight[j] + c),
-                         hn::Load(tag, du[r + 2 * reach - j] + c), sum);
-      }
-      hn::Store(sum, tag, dx + c);
+  // dx at row r of the window, r < 0 before it; for the vector at c.
+  alignas(64) conv::Row more;  // d_final_state
+  const auto gradient = [&](std::int64_t r, std::int64_t c, bool add) HWY_ATTR {
+    auto sum = hn::Zero(tag);
+    for (std::int64_t j = 0; j < d.width; ++j) {
+      sum = hn::MulAdd(hn::LoadU(tag, tile.weight[j] + c), hn::Load(tag, du[r + 2 * reach - j] + c),
+                       sum);
     }
-    const std::int64_t i = block.first + r - (s.length - reach);
-    if (i < 0 || !a.d_final_state) return;
-    for (std::int64_t c = 0; c < tile.count; ++c)
-      dx[c] += to_math(a.d_final_state.as<X>()[in.state_at(s, channel + c, i)]);
+    return add ? hn::Add(sum, hn::Load(tag, more + c)) : sum;
   };
-  for (std::int64_t r = 0; a.dx && r < block.rows; ++r) {
-    if (tile.masked(block.first + r)) {
-      std::fill_n(dx, conv::kChannels, 0.0f);
-    } else {
-      gradient(r);
+  // Whether final_state holds that position, and then its gradient.
+  const auto load_more = [&](std::int64_t r) {
+    const std::int64_t i = first + r - (s.length - reach);
+    if (i < 0 || !a.d_final_state) return false;
+    const X* from = tile.state(a.d_final_state) + i;
+    for (std::int64_t c = 0; c < tile.count; ++c) more[c] = to_math(from[c * reach]);
+    return true;
+  };
+  for (std::int64_t r = 0; a.dx && r < tile.rows; ++r) {
+    X* dx = tile.at(a.dx, first + r);
+    if (tile.masked(first + r)) {
+      std::fill_n(dx, tile.count, from_math<X>(0));
+      continue;
     }
-    tile.Narrow(dx, tile.at(a.dx, block.first + r));
+    const bool add = load_more(r);
+    for (std::int64_t c = 0; c < tile.count; c += conv::kLanes)
+      tile.Emit(gradient(r, c, add), c, dx);
   }
-  if (block.first == 0 && a.d_initial_state) {
-    for (std::int64_t i = 0; i < reach; ++i) {
-      gradient(i - reach);
-      for (std::int64_t c = 0; c < tile.count; ++c)
-        a.d_initial_state.as<X>()[in.state_at(s, channel + c, i)] = from_math<X>(dx[c]);
+  for (std::int64_t i = 0; first == 0 && a.d_initial_state && i < reach; ++i) {
+    const bool add = load_more(i - reach);
+    X* to = tile.state(a.d_initial_state) + i;
+    for (std::int64_t c = 0; c < tile.count; c += conv::kLanes) {
+      alignas(64) float lane[conv::kLanes];
+      hn::Store(gradient(i - reach, c, add), tag, lane);
+      for (std::int64_t k = 0; k < std::min(conv::kLanes, tile.count - c); ++k)
+        to[(c + k) * reach] = from_math<X>(lane[k]);
     }
   }
-  if (block.rows == 0) return;
-  float* sums = partial + block.number * (d.width + 1) * d.channels + channel;
+
   for (std::int64_t c = 0; c < tile.count; c += conv::kLanes) {
     conv::V sum[5];
-    for (auto& v : sum) v = hn::Zero(tag);
-    for (std::int64_t r = 0; r < block.rows; ++r) {
+    for (int j = 0; j < 5; ++j) sum[j] = hn::Load(tag, sums[j] + c);
+    for (std::int64_t r = 0; r < tile.rows; ++r) {
       const auto g = hn::Load(tag, du[r + reach] + c);
       for (std::int64_t j = 0; j < d.width; ++j)
         sum[j] = hn::MulAdd(g, hn::Load(tag, tile.x[r + j] + c), sum[j]);
       sum[4] = hn::Add(sum[4], g);
     }
-    for (std::int64_t j = 0; j <= d.width; ++j) {
-      alignas(64) float lane[conv::kLanes];
-      hn::Store(sum[j == d.width ? 4 : j], tag, lane);
-      std::copy_n(lane, std::min(conv::kLanes, tile.count - c), sums + j * d.channels + c);
-    }
+    for (int j = 0; j < 5; ++j) hn::Store(sum[j], tag, sums[j] + c);
   }
 }
 
-// Items [begin, end): blocks, and in each the channels a tile at a time.
+// Items [begin, end): blocks, and in each the channels a tile at a time. A block's sums go to
+// partial[block.number].
 void RunCausalConv1dBackward(const Op::Desc& d, const Op::Args& a,
-                             const std::vector<ConvBlock>& blocks, float* partial,
-                             std::int64_t begin, std::int64_t end) {
+                             const std::vector<ConvBlock>& blocks, const float* taps,
+                             float* partial, std::int64_t begin, std::int64_t end) {
   const std::int64_t tiles = conv_tiles(d);
   (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
-    for (std::int64_t i = begin; i < end; ++i)
-      Differentiate<X>(d, a, blocks[static_cast<std::size_t>(i / tiles)], i % tiles * kConvTile,
-                       partial);
+    const ConvInput<X> in{d, a.x, a.weight, a.bias, a.initial_state, a.mask};
+    for (std::int64_t i = begin; i < end; ++i) {
+      const ConvBlock& block = blocks[static_cast<std::size_t>(i / tiles)];
+      conv::Tile<X> tile(in, taps, block, i % tiles * kConvTile);
+      alignas(64) Sums sums = {};
+      tile.Windows([&] { Differentiate(d, a, tile, sums); });
+      if (block.rows == 0) continue;
+      float* to = partial + block.number * (d.width + 1) * d.channels + tile.channel;
+      for (std::int64_t j = 0; j <= d.width; ++j)
+        std::copy_n(sums[j == d.width ? 4 : j], tile.count, to + j * d.channels);
+    }
     return Status();
   });
 }
@@ -152,9 +162,11 @@ std::size_t workspace(const Op::Desc& d) {
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace space) {
   auto* partial = static_cast<float*>(space.data);
   const std::vector<ConvBlock> blocks = conv_blocks(d, a.cu_seqlens);
+  const std::vector<float> taps = conv_taps(d, a);
   cpu::parallel(static_cast<std::int64_t>(blocks.size()) * conv_tiles(d), 4,
                 [&](std::int64_t begin, std::int64_t end) {
-                  BITTERN_CALL(RunCausalConv1dBackward)(d, a, blocks, partial, begin, end);
+                  BITTERN_CALL(RunCausalConv1dBackward)(d, a, blocks, taps.data(), partial, begin,
+                                                        end);
                 });
   if (!a.d_weight && !a.d_bias) return {};
   std::int64_t count = 0;

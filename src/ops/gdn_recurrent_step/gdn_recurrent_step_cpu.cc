@@ -89,11 +89,9 @@ HWY_INLINE void Emit(const Token& t, V sk, V sq, V v, V& delta, V& o) {
 // ---- state [key_dim, value_dim]: vectors are columns ----
 
 // kVectors vectors of columns from `column` on; of the last, kMasked, the first `count` lanes.
-// `next` is the state to come: its lines are fetched while this one's are written.
 template <int kVectors, bool kMasked>
 HWY_INLINE void Columns(std::int64_t keys, std::int64_t values, std::int64_t column,
-                        std::int64_t count, float* HWY_RESTRICT state,
-                        const float* HWY_RESTRICT next, Token& t) {
+                        std::int64_t count, float* HWY_RESTRICT state, Token& t) {
   const D d;
   const auto in = hn::FirstN(d, static_cast<std::size_t>(count));
   const auto load = [&](const float* p)
@@ -117,11 +115,9 @@ HWY_INLINE void Columns(std::int64_t keys, std::int64_t values, std::int64_t col
   }
   const V decay = hn::Set(d, t.decay);
   row = state + column;
-  next += column;
-  for (std::int64_t i = 0; i < keys; ++i, row += values, next += values) {
+  for (std::int64_t i = 0; i < keys; ++i, row += values) {
     const V k = hn::Set(d, t.k[i]);
     for (int c = 0; c < kVectors; ++c) {
-      hwy::Prefetch(next + c * kLanes);
       const V s = hn::MulAdd(k, delta[c], hn::Mul(decay, load(row + c * kLanes)));
       if constexpr (kMasked) {
         hn::BlendedStore(s, in, d, row + c * kLanes);
@@ -132,14 +128,13 @@ HWY_INLINE void Columns(std::int64_t keys, std::int64_t values, std::int64_t col
   }
 }
 
-void KeyValueStep(std::int64_t keys, std::int64_t values, float* state, const float* next,
-                  Token& t) {
+void KeyValueStep(std::int64_t keys, std::int64_t values, float* state, Token& t) {
   constexpr int kWide = HWY_TARGET == HWY_AVX2 ? 4 : 8;
   std::int64_t j = 0;
   for (; j + kWide * kLanes <= values; j += kWide * kLanes)
-    Columns<kWide, false>(keys, values, j, 0, state, next, t);
+    Columns<kWide, false>(keys, values, j, 0, state, t);
   for (; j < values; j += kLanes)
-    Columns<1, true>(keys, values, j, std::min(kLanes, values - j), state, next, t);
+    Columns<1, true>(keys, values, j, std::min(kLanes, values - j), state, t);
 }
 
 // ---- state [value_dim, key_dim]: a vector's worth of rows at a time ----
@@ -165,6 +160,8 @@ HWY_INLINE void RowDots(const float* HWY_RESTRICT row, const Token& t, std::int6
   sq = JoinDot(q_sum);
 }
 
+// `next` is the state to come: its lines are fetched into L2 while this one's are written. (The
+// other layout reads a state from end to end, which the hardware does better alone.)
 void ValueKeyStep(std::int64_t keys, std::int64_t values, float* state, const float* next,
                   Token& t) {
   const D d;
@@ -188,7 +185,7 @@ void ValueKeyStep(std::int64_t keys, std::int64_t values, float* state, const fl
       float* row = state + (j + r) * keys;
       const float* ahead = next + (j + r) * keys;
       for (std::int64_t i = 0; i < keys; i += kLanes) {
-        hwy::Prefetch(ahead + i);
+        __builtin_prefetch(ahead + i, 0, 2);
         const V k = hn::Load(d, t.k + i);
         if (i + kLanes <= keys) {
           const V s = hn::MulAdd(k, row_delta, hn::Mul(decay, hn::LoadU(d, row + i)));
@@ -217,17 +214,16 @@ void RunGdnRecurrentStep(const Op::Desc& d, const Op::Args& a, std::int64_t begi
   for (std::int64_t i = begin; i < end; ++i) {
     const std::int64_t sequence = i / d.value_heads, head = i % d.value_heads;
     float* state = state_of(i);
-    const float* following = state_of(std::min(i + 1, end - 1));
+    const float* next = state_of(std::min(i + 1, end - 1));
     for (std::int64_t token = 0; token < d.tokens; ++token) {
       (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
         LoadToken<X>(d, a, sequence, head, token, t);
         return Status();
       });
-      const float* next = token + 1 < d.tokens ? state : following;
       if (d.state_layout == StateLayout::key_value) {
-        KeyValueStep(d.key_dim, d.value_dim, state, next, t);
+        KeyValueStep(d.key_dim, d.value_dim, state, t);
       } else {
-        ValueKeyStep(d.key_dim, d.value_dim, state, next, t);
+        ValueKeyStep(d.key_dim, d.value_dim, state, token + 1 < d.tokens ? state : next, t);
       }
       (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
         const std::int64_t at = (token * d.value_heads + head) * d.value_dim;
