@@ -8,6 +8,8 @@ std::vector<AuraDesc> aura_decode_check_cases() {
     d.rotated = cases.size() % 3 == 0;
     cases.push_back(d);
   }
+  // Large enough for streaming stores.
+  cases.push_back({.outer_size = 2100, .axis_size = 128, .rotated = true});
   return cases;
 }
 

@@ -10,6 +10,7 @@
 #include "cpu/levels-inl.h"
 #include "cpu/pack-inl.h"
 #include "cpu/rotate-inl.h"
+#include "cpu/stream-inl.h"
 
 #if BITTERN_SIMD
 HWY_BEFORE_NAMESPACE();
@@ -24,45 +25,62 @@ class RowDecoder {
         a_(a),
         stride_(RoundUpToLanes(d.axis_size)),
         rotation_(d.rotated ? Rotation::identity : d.rotation, d.axis_size, a.table.as<float>()),
-        packer_(d.bits) {
+        packer_(d.bits),
+        stream_(d.element == DType::f32 && 4 * d.tensor_shape().numel() >= kStreamBytes) {
     std::memset(codes_, 0, sizeof codes_);  // past the end of a row too
   }
 
   template <class X>
-  void Decode(std::int64_t first, std::int64_t count) {
+  void Decode(std::int64_t begin, std::int64_t end) {
     switch (d_.bits) {
-      case 1: LookUpRows<1>(first, count); break;
-      case 2: LookUpRows<2>(first, count); break;
-      case 3: LookUpRows<3>(first, count); break;
-      case 4: LookUpRows<4>(first, count); break;
-      case 5: LookUpRows<5>(first, count); break;
-      case 6: LookUpRows<6>(first, count); break;
-      case 7: LookUpRows<7>(first, count); break;
-      default: LookUpRows<8>(first, count);
+      case 1: return DecodeAt<X, 1>(begin, end);
+      case 2: return DecodeAt<X, 2>(begin, end);
+      case 3: return DecodeAt<X, 3>(begin, end);
+      case 4: return DecodeAt<X, 4>(begin, end);
+      case 5: return DecodeAt<X, 5>(begin, end);
+      case 6: return DecodeAt<X, 6>(begin, end);
+      case 7: return DecodeAt<X, 7>(begin, end);
+      default: return DecodeAt<X, 8>(begin, end);
     }
-    rotation_.Apply(tile_, stride_, count, true);
-    for (std::int64_t i = 0; i < count; ++i)
-      StoreRow(tile_ + i * stride_, d_.axis_size, a_.y.as<X>() + (first + i) * a_.y.row_stride());
   }
 
  private:
-  template <int kBits>
-  HWY_INLINE void LookUpRows(std::int64_t first, std::int64_t count) {
-    const DF32 d;
-    const DU32 du;
-    const hn::Rebind<std::uint8_t, DF32> d8;
+  template <class X, int kBits>
+  void DecodeAt(std::int64_t begin, std::int64_t end) {
     const LevelTable<kBits> codebook(a_.codebook.as<float>());
-    for (std::int64_t i = 0; i < count; ++i) {
-      const auto* packed = reinterpret_cast<const std::uint8_t*>(
-          a_.packed.as<std::uint32_t>() + (first + i) * a_.packed.row_stride());
-      packer_.Unpack(packed, static_cast<std::size_t>(d_.axis_size), codes_);
-      const std::int64_t at = (first + i) * a_.norms.row_stride();
-      const VF32 norm =
-          hn::Set(d, d_.f16_norm ? to_f32(a_.norms.as<f16>()[at]) : a_.norms.as<float>()[at]);
-      for (std::int64_t j = 0; j < stride_; j += kF32Lanes) {
-        const VU32 code = hn::PromoteTo(du, hn::LoadU(d8, codes_ + j));
-        hn::Store(hn::Mul(norm, codebook(code)), d, tile_ + i * stride_ + j);
-      }
+    for (std::int64_t first = begin; first < end; first += kF32Lanes) {
+      const std::int64_t count = std::min(end - first, kF32Lanes);
+      for (std::int64_t i = 0; i < count; ++i) LookUpRow(codebook, first + i, tile_ + i * stride_);
+      rotation_.Apply(tile_, stride_, count, true);
+      for (std::int64_t i = 0; i < count; ++i)
+        Emit(tile_ + i * stride_, a_.y.as<X>() + (first + i) * a_.y.row_stride());
+    }
+    if (stream_) hwy::FlushStream();
+  }
+
+  template <class Codebook>
+  HWY_INLINE void LookUpRow(const Codebook& codebook, std::int64_t i, float* HWY_RESTRICT row) {
+    const DF32 d;
+    const hn::Rebind<std::uint8_t, DF32> d8;
+    const auto* packed = reinterpret_cast<const std::uint8_t*>(a_.packed.as<std::uint32_t>() +
+                                                               i * a_.packed.row_stride());
+    packer_.Unpack(packed, static_cast<std::size_t>(d_.axis_size), codes_);
+    const std::int64_t at = i * a_.norms.row_stride();
+    const VF32 norm =
+        hn::Set(d, d_.f16_norm ? to_f32(a_.norms.as<f16>()[at]) : a_.norms.as<float>()[at]);
+    for (std::int64_t j = 0; j < stride_; j += kF32Lanes) {
+      const VU32 code = hn::PromoteTo(DU32(), hn::LoadU(d8, codes_ + j));
+      hn::Store(hn::Mul(norm, codebook(code)), d, row + j);
+    }
+  }
+
+  // Rows of f32 are lines as they stand: large outputs of them go past the caches.
+  template <class X>
+  HWY_INLINE void Emit(const float* HWY_RESTRICT row, X* HWY_RESTRICT y) const {
+    if constexpr (std::is_same_v<X, float>) {
+      EmitLines(row, static_cast<std::size_t>(d_.axis_size) * sizeof(X), y, stream_);
+    } else {
+      StoreRow(row, d_.axis_size, y);
     }
   }
 
@@ -71,6 +89,7 @@ class RowDecoder {
   std::int64_t stride_;
   RowRotation rotation_;
   CodePacker packer_;
+  bool stream_;
   HWY_ALIGN std::uint8_t codes_[kAuraMaxDim];
   HWY_ALIGN float tile_[kF32Lanes * kAuraMaxDim];
 };
@@ -79,8 +98,7 @@ void DecodeRows(const AuraDesc& d, const AuraDecode::Args& a, std::int64_t begin
                 std::int64_t end) {
   RowDecoder decoder(d, a);
   (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
-    for (std::int64_t first = begin; first < end; first += kF32Lanes)
-      decoder.Decode<X>(first, std::min(end - first, kF32Lanes));
+    decoder.Decode<X>(begin, end);
     return Status();
   });
 }
