@@ -16,14 +16,13 @@ std::vector<AuraAttentionDesc> aura_attention_check_cases() {
     add({.heads = 2,
          .kv_heads = 2,
          .dim = 128,
-         .capacity = 37,
+         .capacity = 18,
          .k_bits = bits,
          .v_bits = 9 - bits});
-    add({.sequences = 2,
-         .queries = 2,
+    add({.queries = 2,
          .heads = 3,
          .dim = 72,
-         .capacity = 19,
+         .capacity = 11,
          .first = 2,
          .recent = 3,
          .k_bits = 9 - bits,
@@ -32,13 +31,7 @@ std::vector<AuraAttentionDesc> aura_attention_check_cases() {
          .v_rotation = Rotation::identity});
   }
   for (const std::int64_t dim : {2, 64, 80, 96, 192, 256, 512})
-    add({.heads = 2,
-         .dim = dim,
-         .capacity = 21,
-         .first = 1,
-         .recent = 18,
-         .k_bits = 4,
-         .v_bits = 3});
+    add({.dim = dim, .capacity = 18, .first = 1, .recent = 17, .k_bits = 4, .v_bits = 3});
   add({.dim = 1024, .capacity = 5, .recent = 2, .k_bits = 8, .v_bits = 4});
   for (const std::int64_t dim : {7, 33, 129})
     add({.dim = dim,
@@ -47,16 +40,16 @@ std::vector<AuraAttentionDesc> aura_attention_check_cases() {
          .k_rotation = Rotation::identity,
          .v_rotation = Rotation::dense});
   // Splits: their edges, many of them, and regions that are empty.
-  for (const std::int64_t tokens : {0, 1, 15, 16, 17, 255, 256, 257, 600}) {
-    add({.heads = 2, .dim = 16, .capacity = tokens, .k_bits = 4, .v_bits = 4});
-    add({.heads = 2, .dim = 16, .capacity = 3, .first = tokens / 2, .recent = tokens});
+  for (const std::int64_t tokens : {0, 1, 16, 17, 256, 257, 600}) {
+    add({.dim = 16, .capacity = tokens, .k_bits = 4, .v_bits = 4});
+    add({.dim = 16, .capacity = 3, .first = tokens / 2, .recent = tokens});
   }
   // Query heads per KV head, and queries: blocks of rows of every size.
   for (const std::int64_t group : {1, 2, 3, 4, 5, 8, 17, 33})
-    add({.queries = 1 + group % 3, .heads = 2 * group, .kv_heads = 2, .dim = 32, .capacity = 24});
-  for (const std::int64_t queries : {0, 2, 16, 21, 40}) {
-    add({.queries = queries, .heads = 2, .dim = 32, .capacity = 14, .first = 4, .recent = 17});
-    add({.queries = queries, .dim = 32, .capacity = 30, .recent = 5, .causal = false});
+    add({.queries = 1 + group % 3, .heads = 2 * group, .kv_heads = 2, .dim = 16, .capacity = 18});
+  for (const std::int64_t queries : {0, 2, 21, 40}) {
+    add({.queries = queries, .heads = 2, .dim = 16, .capacity = 14, .first = 4, .recent = 17});
+    add({.queries = queries, .dim = 16, .capacity = 30, .recent = 5, .causal = false});
   }
   add({.sequences = 0, .dim = 32, .capacity = 5});
   add({.sequences = 9, .queries = 2, .heads = 4, .kv_heads = 2, .dim = 16, .capacity = 20});
@@ -64,9 +57,8 @@ std::vector<AuraAttentionDesc> aura_attention_check_cases() {
   for (const std::int64_t window : {1, 7, 100, 300}) {
     for (const bool keeps : {false, true}) {
       add({.queries = 3,
-           .heads = 2,
-           .dim = 32,
-           .capacity = 290,
+           .dim = 16,
+           .capacity = 270,
            .first = 5,
            .recent = 8,
            .window = window,
@@ -75,12 +67,11 @@ std::vector<AuraAttentionDesc> aura_attention_check_cases() {
     }
   }
   // Pages.
-  for (const std::int64_t page : {16, 17, 48, 128}) {
+  for (const std::int64_t page : {16, 17, 128}) {
     add({.sequences = 2,
-         .queries = 2,
-         .heads = 4,
+         .heads = 2,
          .kv_heads = 2,
-         .dim = 128,
+         .dim = page == 17 ? 128 : 16,
          .capacity = 3 * page,
          .page_size = page,
          .pages = 7,

@@ -123,31 +123,35 @@ using VB = hn::Vec<DB>;
 constexpr std::int64_t kWidth = hn::MaxLanes(DF());
 constexpr std::int64_t kHalves = kUnit / kWidth;  // vectors of a unit
 
-// Unaligned words a row of codes is spread to, when it is not used where it lies.
-constexpr std::int64_t kSpreadBytes = 1 << 16;
-
 // ---- rows of the cache, as units ----
-// Units<n>(row, unit, half, to): vectors `half` of n units from `unit` on. n divides 8 and `unit`.
+// Units<n>(row, unit, half, to): vectors `half` of n units from `unit` on. n divides 8, and `unit`.
+// Copied where they are used, so that what they hold stays in registers.
 
 // 1..4 bits: word l of a block holds its 8 codes of lane l.
+template <bool kFour>
 class NarrowRows {
  public:
-  NarrowRows(const float* codebook, std::int64_t bits) {
-    const DF d;
+  NarrowRows(const float* codebook, int bits) : bits_(bits) {
     HWY_ALIGN float table[16];
-    // The index is 4 bits; of narrower codes the upper ones are the neighbour's.
-    for (std::int64_t i = 0; i < 16; ++i) table[i] = codebook[i & ((1 << bits) - 1)];
-    for (std::int64_t h = 0; h < kHalves; ++h) table_[h] = hn::Load(d, table + h * kWidth);
-    for (std::int64_t i = 0; i < kBlock; ++i)
-      shift_[i] = hn::Set(DU(), static_cast<std::uint32_t>(i * bits));
+    if constexpr (!kFour) {
+      // The index is 4 bits; of narrower codes the upper ones are the neighbour's.
+      for (int i = 0; i < 16; ++i) table[i] = codebook[i & ((1 << bits) - 1)];
+      codebook = table;
+    }
+    for (std::int64_t h = 0; h < kHalves; ++h) table_[h] = hn::LoadU(DF(), codebook + h * kWidth);
   }
   template <int n>
   HWY_INLINE void Units(const std::byte* row, std::int64_t unit, std::int64_t half,
                         VF* HWY_RESTRICT to) const {
     const auto* words = reinterpret_cast<const std::uint32_t*>(row) + unit / kBlock * kUnit;
-    const VU word = hn::LoadU(DU(), words + half * kWidth);
-    const VU* shift = shift_ + unit % kBlock;
-    for (int i = 0; i < n; ++i) to[i] = Lookup(hn::Shr(word, shift[i]));
+    VU word = hn::LoadU(DU(), words + half * kWidth);
+    if constexpr (n < kBlock) {
+      word = hn::ShiftRightSame(word, static_cast<int>(unit % kBlock) * (kFour ? 4 : bits_));
+    }
+    for (int i = 0; i < n; ++i) {
+      to[i] = Lookup(word);
+      if (i + 1 < n) word = kFour ? hn::ShiftRight<4>(word) : hn::ShiftRightSame(word, bits_);
+    }
   }
 
  private:
@@ -161,35 +165,50 @@ class NarrowRows {
 #endif
   }
   VF table_[kHalves];
-  VU shift_[kBlock];
+  int bits_;
 };
 
 // 5..8 bits: word l of a block holds the first 4 codes of lane l, word 16 + l the others.
 class WideRows {
  public:
-  WideRows(const float* codebook, std::int64_t bits)
-      : codebook_(codebook), mask_(hn::Set(DU(), (1u << bits) - 1)) {
-    for (std::int64_t i = 0; i < kBlock / 2; ++i)
-      shift_[i] = hn::Set(DU(), static_cast<std::uint32_t>(i * bits));
-  }
+  WideRows(const float* codebook, int bits) : codebook_(codebook), bits_(bits) {}
   template <int n>
   HWY_INLINE void Units(const std::byte* row, std::int64_t unit, std::int64_t half,
                         VF* HWY_RESTRICT to) const {
     const auto* words = reinterpret_cast<const std::uint32_t*>(row) + unit / kBlock * 2 * kUnit +
                         unit % kBlock / 4 * kUnit + half * kWidth;
     for (int at = 0; at < n; at += 4, words += kUnit) {
-      const VU word = hn::LoadU(DU(), words);
-      const VU* shift = shift_ + (unit + at) % 4;
+      VU word = hn::LoadU(DU(), words);
+      word = hn::ShiftRightSame(word, static_cast<int>(unit % 4) * bits_);
       for (int i = 0; i < (n < 4 ? n : 4); ++i) {
-        const VU code = hn::And(hn::Shr(word, shift[i]), mask_);
-        to[at + i] = hn::GatherIndex(DF(), codebook_, hn::BitCast(hn::RebindToSigned<DU>(), code));
+        to[at + i] = Lookup(word);
+        word = hn::ShiftRightSame(word, bits_);
       }
     }
   }
 
  private:
+  HWY_INLINE VF Lookup(VU index) const {
+    const VU code = hn::And(index, hn::Set(DU(), (1u << bits_) - 1));
+#if HWY_TARGET <= HWY_AVX3
+    // 32 entries at a time, and the upper bits of the code choose among them.
+    VF value = Pair(index, 0);
+    if (bits_ == 5) return value;
+    for (int pair = 1; pair < 1 << (bits_ - 5); ++pair) {
+      const auto here = hn::Gt(code, hn::Set(DU(), static_cast<std::uint32_t>(32 * pair - 1)));
+      value = hn::IfThenElse(hn::RebindMask(DF(), here), Pair(index, pair), value);
+    }
+    return value;
+  }
+  HWY_INLINE VF Pair(VU index, int pair) const {
+    const float* at = codebook_ + 32 * pair;
+    return VF{_mm512_permutex2var_ps(_mm512_loadu_ps(at), index.raw, _mm512_loadu_ps(at + 16))};
+#else
+    return hn::GatherIndex(DF(), codebook_, hn::BitCast(hn::RebindToSigned<DU>(), code));
+#endif
+  }
   const float* codebook_;
-  VU mask_, shift_[kBlock / 2];
+  int bits_;
 };
 
 // Rows kept exactly.
@@ -205,25 +224,69 @@ class ExactRows {
 };
 
 // Codes as NarrowRows and WideRows want them. Reads no byte beyond the row.
-void SpreadCodes(const std::uint32_t* row, std::int64_t bits, std::int64_t dim, std::int64_t length,
-                 std::uint32_t* words) {
-  const auto* bytes = reinterpret_cast<const std::uint8_t*>(row);
-  const std::int64_t row_bytes = packed_words(dim, bits) * 4;
-  std::memset(words, 0, static_cast<std::size_t>(length) * (bits > 4 ? 2 : 1) / 2);
-  for (std::int64_t lane = 0; lane * 8 < dim; ++lane) {
-    const std::int64_t at = lane * bits;
-    std::uint64_t codes = 0;
-    std::memcpy(&codes, bytes + at,
-                static_cast<std::size_t>(at + 8 <= row_bytes ? 8 : row_bytes - at));
-    if (bits <= 4) {
-      words[lane] = static_cast<std::uint32_t>(codes);
-    } else {
-      std::uint32_t* to = words + lane / kUnit * 2 * kUnit + lane % kUnit;
-      to[0] = static_cast<std::uint32_t>(codes);
-      to[kUnit] = static_cast<std::uint32_t>(codes >> 4 * bits);
+class CodeSpreader {
+ public:
+  CodeSpreader(int bits, std::int64_t dim)
+      : bits_(bits), dim_(dim), row_bytes_(packed_words(dim, bits) * 4) {
+#if HWY_TARGET == HWY_AVX3_DL
+    HWY_ALIGN std::uint8_t index[2][64];
+    for (int i = 0; i < 64; ++i) {
+      index[0][i] = static_cast<std::uint8_t>((i / 4 * bits + i % 4) % 128);
+      index[1][i] = static_cast<std::uint8_t>((i / 4 * bits + bits / 2 + i % 4) % 128);
     }
+    for (int i = 0; i < 2; ++i) index_[i] = hn::Load(DB(), index[i]);
+#endif
   }
-}
+  std::int64_t bits() const { return bits_; }
+  std::int64_t bytes() const { return round_up(dim_, kUnit * kBlock) / 2 * (bits_ > 4 ? 2 : 1); }
+
+  void operator()(const std::byte* row, std::byte* to) const {
+#if HWY_TARGET == HWY_AVX3_DL
+    const DB d;
+    const auto* from = reinterpret_cast<const std::uint8_t*>(row);
+    const std::int64_t block_bytes = kUnit * bits_;
+    for (std::int64_t at = 0; at * 8 < dim_ * bits_; at += block_bytes) {
+      const auto load = [&](std::int64_t begin) HWY_ATTR {
+        const std::int64_t count = std::clamp<std::int64_t>(row_bytes_ - at - begin, 0, 64);
+        return hn::MaskedLoad(hn::FirstN(d, static_cast<std::size_t>(count)), d, from + at + begin);
+      };
+      const VB low = load(0), high = block_bytes > 64 ? load(64) : hn::Zero(d);
+      auto* words = reinterpret_cast<std::uint32_t*>(to);
+      hn::StoreU(VU{_mm512_permutex2var_epi8(low.raw, index_[0].raw, high.raw)}, DU(), words);
+      to += 64;
+      if (bits_ <= 4) continue;
+      const VU rest{_mm512_permutex2var_epi8(low.raw, index_[1].raw, high.raw)};
+      hn::StoreU(hn::ShiftRightSame(rest, 4 * bits_ % 8), DU(), words + kUnit);
+      to += 64;
+    }
+#else
+    std::memset(to, 0, static_cast<std::size_t>(bytes()));
+    for (std::int64_t lane = 0; lane * 8 < dim_; ++lane) {
+      const std::int64_t at = lane * bits_;
+      std::uint64_t codes = 0;
+      if (at + 8 <= row_bytes_) {
+        std::memcpy(&codes, row + at, 8);
+      } else {
+        std::memcpy(&codes, row + at, static_cast<std::size_t>(row_bytes_ - at));
+      }
+      auto* words = reinterpret_cast<std::uint32_t*>(to);
+      if (bits_ <= 4) {
+        words[lane] = static_cast<std::uint32_t>(codes);
+      } else {
+        words += lane / kUnit * 2 * kUnit + lane % kUnit;
+        words[0] = static_cast<std::uint32_t>(codes);
+        words[kUnit] = static_cast<std::uint32_t>(codes >> 4 * bits_);
+      }
+    }
+#endif
+  }
+
+ private:
+  std::int64_t bits_, dim_, row_bytes_;
+#if HWY_TARGET == HWY_AVX3_DL
+  VB index_[2];
+#endif
+};
 
 // ---- passing over rows ----
 
@@ -234,7 +297,7 @@ struct Rows {
   std::int64_t count;
 };
 
-// The halving tree inside each of `count` <= 16 sets of accumulators; to[n] gets the n-th.
+// The halving tree inside each of 16 sets of accumulators; to[n] gets the n-th.
 HWY_INLINE void FoldAccumulators(const float (*HWY_RESTRICT acc)[kUnit], float* HWY_RESTRICT to) {
   const DF d;
   for (std::int64_t n = 0; n < kUnit; n += kWidth) {
@@ -247,54 +310,75 @@ HWY_INLINE void FoldAccumulators(const float (*HWY_RESTRICT acc)[kUnit], float* 
   }
 }
 
-template <int n, class Source>
-HWY_INLINE void DotUnits(const Source& source, const std::byte* row, std::int64_t unit,
-                         const float* const* HWY_RESTRICT q, std::int64_t rows,
-                         float (*HWY_RESTRICT acc)[kUnit][kUnit]) {
+// acc[r][n] += the products of some units of row n and of q[r]; from 0 for the first unit.
+template <int kUnits, int kRows, class Source>
+HWY_INLINE void DotUnits(const Source& source_, const Rows& k, std::int64_t unit,
+                         const float* const* q, float (*HWY_RESTRICT acc)[kUnit][kUnit]) {
   const DF d;
+  const Source source = source_;
   for (std::int64_t half = 0; half < kHalves; ++half) {
-    VF k[n];
-    source.template Units<n>(row, unit, half, k);
-    for (std::int64_t r = 0; r < rows; ++r) {
-      float* to = acc[r][0] + half * kWidth;
-      const float* from = q[r] + unit * kUnit + half * kWidth;
-      VF sum = unit == 0 ? hn::Zero(d) : hn::Load(d, to);
-      for (int i = 0; i < n; ++i) sum = hn::MulAdd(hn::LoadU(d, from + i * kUnit), k[i], sum);
-      hn::Store(sum, d, to);
+    const std::int64_t from = unit * kUnit + half * kWidth;
+    // A single row's query stays in registers.
+    VF held[kUnits];
+    for (int i = 0; i < kUnits; ++i) held[i] = hn::LoadU(d, q[0] + from + i * kUnit);
+    for (std::int64_t n = 0; n < k.count; ++n) {
+      VF y[kUnits];
+      source.template Units<kUnits>(k.at + n * k.stride, unit, half, y);
+      for (int r = 0; r < kRows; ++r) {
+        float* to = acc[r][n] + half * kWidth;
+        VF sum = unit == 0 ? hn::Zero(d) : hn::Load(d, to);
+        for (int i = 0; i < kUnits; ++i) {
+          const VF a = r == 0 ? held[i] : hn::LoadU(d, q[r] + from + i * kUnit);
+          sum = hn::MulAdd(a, y[i], sum);
+        }
+        hn::Store(sum, d, to);
+      }
     }
   }
 }
 
-// dots[r][n] = q[r] . row n
+template <int kRows, class Source>
+HWY_NOINLINE void DotRows(const Source& source, const Rows& k, std::int64_t units,
+                          const float* const* q, float (*acc)[kUnit][kUnit]) {
+  std::int64_t unit = 0;
+  for (; unit + 8 <= units; unit += 8) DotUnits<8, kRows>(source, k, unit, q, acc);
+  for (; unit + 4 <= units; unit += 4) DotUnits<4, kRows>(source, k, unit, q, acc);
+  for (; unit < units; ++unit) DotUnits<1, kRows>(source, k, unit, q, acc);
+}
+
+// dots[r][at + n] = q[r] . row n
 template <class Source>
 void Dots(const Source& source, const Rows& k, std::int64_t units, const float* const* q,
           std::int64_t rows, float (*dots)[kSplit], std::int64_t at) {
-  HWY_ALIGN float acc[kRowsAtOnce][kUnit][kUnit];
-  for (std::int64_t n0 = 0; n0 < k.count; n0 += kUnit) {
-    const std::int64_t count = std::min(kUnit, k.count - n0);
-    for (std::int64_t n = 0; n < count; ++n) {
-      const std::byte* row = k.at + (n0 + n) * k.stride;
-      auto* to = reinterpret_cast<float(*)[kUnit][kUnit]>(&acc[0][n]);
-      std::int64_t unit = 0;
-      for (; unit + 8 <= units; unit += 8) DotUnits<8>(source, row, unit, q, rows, to);
-      for (; unit + 4 <= units; unit += 4) DotUnits<4>(source, row, unit, q, rows, to);
-      for (; unit < units; ++unit) DotUnits<1>(source, row, unit, q, rows, to);
-    }
-    for (std::int64_t r = 0; r < rows; ++r) {
-      for (std::int64_t n = count; n < kUnit; ++n) std::fill_n(acc[r][n], kUnit, 0.0f);
-      HWY_ALIGN float sums[kUnit];
-      FoldAccumulators(acc[r], sums);
-      std::copy_n(sums, count, dots[r] + at + n0);
+  HWY_ALIGN float acc[4][kUnit][kUnit];
+  for (std::int64_t n = 0; n < k.count; n += kUnit) {
+    const Rows some{k.at + n * k.stride, k.stride, std::min(kUnit, k.count - n)};
+    for (std::int64_t r = 0, done; r < rows; r += done) {
+      done = rows - r >= 4 ? 4 : rows - r >= 2 ? 2 : 1;
+      if (done == 4) {
+        DotRows<4>(source, some, units, q + r, acc);
+      } else if (done == 2) {
+        DotRows<2>(source, some, units, q + r, acc);
+      } else {
+        DotRows<1>(source, some, units, q + r, acc);
+      }
+      for (std::int64_t i = 0; i < done; ++i) {
+        for (std::int64_t t = some.count; t < kUnit; ++t) std::fill_n(acc[i][t], kUnit, 0.0f);
+        HWY_ALIGN float sums[kUnit];
+        FoldAccumulators(acc[i], sums);
+        std::copy_n(sums, some.count, dots[r + i] + at + n);
+      }
     }
   }
 }
 
-// o[r] += w[r][n] * row n, n ascending, for kUnits units and kRows of the rows.
+// o[r] += w[r][at + n] * row n, n ascending, for kUnits units and kRows of the rows.
 template <int kUnits, int kRows, class Source>
-HWY_INLINE void AddUnits(const Source& source, const Rows& v, std::int64_t unit,
+HWY_INLINE void AddUnits(const Source& source_, const Rows& v, std::int64_t unit,
                          const float (*HWY_RESTRICT w)[kSplit], std::int64_t at,
                          float* const* HWY_RESTRICT o) {
   const DF d;
+  const Source source = source_;
   for (std::int64_t half = 0; half < kHalves; ++half) {
     const std::int64_t from = unit * kUnit + half * kWidth;
     VF sum[kRows][kUnits];
@@ -382,53 +466,55 @@ class ByteCodes {
 
   void Dots(const Rows& k, std::int64_t blocks, const Record* const* q, std::int64_t rows,
             float (*dots)[kSplit], std::int64_t at) const {
-    const DF d;
-    const DU du;
-    const DB db;
-    const hn::RebindToSigned<DF> di;
-    const VB nibble = hn::Set(db, 15);
-    HWY_ALIGN float acc[kRowsAtOnce][kUnit][kUnit];
-    for (std::int64_t n0 = 0; n0 < k.count; n0 += kUnit) {
-      const std::int64_t count = std::min(kUnit, k.count - n0);
-      for (std::int64_t n = 0; n < count; ++n) {
-        const auto* row = reinterpret_cast<const std::uint8_t*>(k.at + (n0 + n) * k.stride);
-        for (std::int64_t r = 0; r < rows; ++r) {
-          for (std::int64_t half = 0; half < kHalves; ++half) {
-            VU high = hn::Zero(du), low = hn::Zero(du);
-            const std::int8_t* bytes = q[r]->bytes + half * kWidth * 4;
-            for (std::int64_t block = 0; block < blocks; ++block, bytes += 256) {
-              const VB codes = hn::LoadU(db, row + block * 64 + half * kWidth * 4);
-              const auto load = [&](int which) HWY_ATTR {
-                return hn::LoadU(db, reinterpret_cast<const std::uint8_t*>(bytes) + which * 64);
-              };
-              const VB even = hn::And(codes, nibble);
-              const VB odd =
-                  hn::And(hn::BitCast(db, hn::ShiftRight<4>(hn::BitCast(du, codes))), nibble);
-              const VB even_high = hn::TableLookupBytes(high_, even);
-              const VB odd_high = hn::TableLookupBytes(high_, odd);
-              const VB x_even = load(0), x_odd = load(1);
-              high = DotBytes(DotBytes(high, even_high, x_even), odd_high, x_odd);
-              low = DotBytes(DotBytes(low, even_high, load(2)), odd_high, load(3));
-              low = DotBytes(DotBytes(low, hn::TableLookupBytes(low_, even), x_even),
-                             hn::TableLookupBytes(low_, odd), x_odd);
-            }
-            const auto both = hn::Add(hn::ShiftLeft<8>(high), low);
-            hn::Store(hn::ConvertTo(d, hn::BitCast(di, both)), d, acc[r][n] + half * kWidth);
-          }
-        }
-      }
+    HWY_ALIGN float acc[kUnit][kUnit];
+    for (std::int64_t n = 0; n < k.count; n += kUnit) {
+      const Rows some{k.at + n * k.stride, k.stride, std::min(kUnit, k.count - n)};
       for (std::int64_t r = 0; r < rows; ++r) {
-        for (std::int64_t n = count; n < kUnit; ++n) std::fill_n(acc[r][n], kUnit, 0.0f);
+        for (std::int64_t block = 0; block < blocks; ++block)
+          DotBlock(some, block, q[r]->bytes + block * 256, acc);
+        for (std::int64_t t = some.count; t < kUnit; ++t) std::fill_n(acc[t], kUnit, 0.0f);
         HWY_ALIGN float sums[kUnit];
-        FoldAccumulators(acc[r], sums);
+        FoldAccumulators(acc, sums);
         const float factor = 256 * unit_ * q[r]->byte_unit;
-        for (std::int64_t n = 0; n < count; ++n)
-          dots[r][at + n0 + n] = (sums[n] - q[r]->byte_offset) * factor;
+        for (std::int64_t t = 0; t < some.count; ++t)
+          dots[r][at + n + t] = (sums[t] - q[r]->byte_offset) * factor;
       }
     }
   }
 
  private:
+  // acc[n] += 256 high + low of a block of row n.
+  HWY_INLINE void DotBlock(const Rows& k, std::int64_t block, const std::int8_t* bytes,
+                           float (*HWY_RESTRICT acc)[kUnit]) const {
+    const DF d;
+    const DU du;
+    const DB db;
+    const VB nibble = hn::Set(db, 15), high_bytes = high_, low_bytes = low_;
+    for (std::int64_t half = 0; half < kHalves; ++half) {
+      VB q[4];  // x even, x odd, y even, y odd
+      for (int i = 0; i < 4; ++i)
+        q[i] = hn::LoadU(db,
+                         reinterpret_cast<const std::uint8_t*>(bytes) + i * 64 + half * kWidth * 4);
+      const std::byte* row = k.at + block * 64 + half * kWidth * 4;
+      for (std::int64_t n = 0; n < k.count; ++n, row += k.stride) {
+        const VB codes = hn::LoadU(db, reinterpret_cast<const std::uint8_t*>(row));
+        const VB even = hn::And(codes, nibble);
+        const VB odd = hn::And(hn::BitCast(db, hn::ShiftRight<4>(hn::BitCast(du, codes))), nibble);
+        const VB even_high = hn::TableLookupBytes(high_bytes, even);
+        const VB odd_high = hn::TableLookupBytes(high_bytes, odd);
+        const VU high = DotBytes(DotBytes(hn::Zero(du), even_high, q[0]), odd_high, q[1]);
+        const VU crossed = DotBytes(DotBytes(hn::Zero(du), even_high, q[2]), odd_high, q[3]);
+        const VU low = DotBytes(DotBytes(crossed, hn::TableLookupBytes(low_bytes, even), q[0]),
+                                hn::TableLookupBytes(low_bytes, odd), q[1]);
+        const auto both =
+            hn::BitCast(hn::RebindToSigned<DF>(), hn::Add(hn::ShiftLeft<8>(high), low));
+        float* to = acc[n] + half * kWidth;
+        const VF sum = hn::ConvertTo(d, both);
+        hn::Store(block == 0 ? sum : hn::Add(sum, hn::Load(d, to)), d, to);
+      }
+    }
+  }
+
   VB high_, low_;
   float unit_;
 };
@@ -460,6 +546,119 @@ void MakeBytes(const Work& w, Record& row) {
   }
   row.byte_offset = static_cast<float>(128 * sum);
 }
+
+#if HWY_TARGET <= HWY_AVX3
+// Sums of s16 * s16 products, two to a lane.
+HWY_INLINE __m512i DotShorts(__m512i sum, __m512i a, __m512i b) {
+#if HWY_TARGET == HWY_AVX3_DL
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));  // as in DotBytes
+  return sum;
+#else
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+#endif
+}
+
+// 4-bit codes of V times weights, both as 16-bit integers, two tokens to a lane. The codebook has a
+// full scale of 2047 and a split's weights add up to at most 2^19, so that 32 bits hold the sums.
+class ShortCodes {
+ public:
+  explicit ShortCodes(const float* codebook) {
+    float most = 0;
+    for (int i = 0; i < 16; ++i) most = std::max(most, std::fabs(codebook[i]));
+    unit_ = most > 0 ? most / 2047 : 1;
+    HWY_ALIGN std::int16_t table[32];
+    for (int i = 0; i < 32; ++i)
+      table[i] = static_cast<std::int16_t>(std::nearbyint(codebook[i % 16] / unit_));
+    table_ = _mm512_load_si512(table);
+  }
+
+  // Weights as integers; returns the unit of the sums, NaN where a weight is not finite. Up to the
+  // next whole vector w is set to zero.
+  float MakeShorts(float* w, std::int64_t count, std::int16_t* to) const {
+    const DF d;
+    std::fill(w + count, w + round_up(count, kUnit), 0.0f);
+    VF most = hn::Zero(d), sum = hn::Zero(d);
+    for (std::int64_t n = 0; n < count; n += kWidth) {
+      const VF size = hn::Abs(hn::Load(d, w + n));
+      most = hn::Max(most, size);
+      sum = hn::Add(sum, size);
+    }
+    const float total = hn::GetLane(hn::SumOfLanes(d, sum));
+    if (!std::isfinite(total)) {
+      std::fill_n(to, round_up(count, kUnit), std::int16_t{0});
+      return std::numeric_limits<float>::quiet_NaN();
+    }
+    const float unit =
+        std::max({hn::GetLane(hn::MaxOfLanes(d, most)) / 32767, total / (1 << 19), 0x1p-100f});
+    const VF inverse = hn::Set(d, 1 / unit);
+    const hn::Rebind<std::int16_t, DF> d16;
+    for (std::int64_t n = 0; n < count; n += kWidth) {
+      const auto whole = hn::NearestInt(hn::Mul(hn::Load(d, w + n), inverse));
+      hn::StoreU(hn::DemoteTo(d16, whole), d16, to + n);
+    }
+    return unit * unit_;
+  }
+
+  // o[r] += w[r][at + n] * row n, in integers.
+  void Add(const Rows& v, std::int64_t blocks, const std::int16_t (*w)[kSplit], std::int64_t at,
+           float* const* o, std::int64_t rows) const {
+    std::int64_t r = 0;
+    for (; r + 2 <= rows; r += 2) AddRows<2>(v, blocks, w + r, at, o + r);
+    for (; r < rows; ++r) AddRows<1>(v, blocks, w + r, at, o + r);
+  }
+
+ private:
+  template <int kRows>
+  HWY_INLINE void AddPair(const std::byte* first, const std::byte* second,
+                          const std::int32_t* weights, __m512i (*sum)[kBlock]) const {
+    constexpr __mmask32 kOdd = 0xaaaaaaaa;
+    const __m512i one = _mm512_loadu_si512(first), two = _mm512_loadu_si512(second);
+    // Codes 0..3 of both tokens, and 4..7.
+    __m512i low = _mm512_mask_blend_epi16(kOdd, one, _mm512_slli_epi32(two, 16));
+    __m512i high = _mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(one, 16), two);
+    for (int i = 0; i < kBlock / 2; ++i) {
+      const __m512i y = _mm512_permutexvar_epi16(low, table_);
+      const __m512i z = _mm512_permutexvar_epi16(high, table_);
+      for (int r = 0; r < kRows; ++r) {
+        const __m512i weight = _mm512_set1_epi32(weights[r]);
+        sum[r][i] = DotShorts(sum[r][i], y, weight);
+        sum[r][i + 4] = DotShorts(sum[r][i + 4], z, weight);
+      }
+      low = _mm512_srli_epi16(low, 4);
+      high = _mm512_srli_epi16(high, 4);
+    }
+  }
+
+  template <int kRows>
+  HWY_NOINLINE void AddRows(const Rows& v, std::int64_t blocks, const std::int16_t (*w)[kSplit],
+                            std::int64_t at, float* const* o) const {
+    for (std::int64_t block = 0; block < blocks; ++block) {
+      __m512i sum[kRows][kBlock];
+      for (int r = 0; r < kRows; ++r)
+        for (int i = 0; i < kBlock; ++i)
+          sum[r][i] = _mm512_loadu_si512(o[r] + (block * kBlock + i) * kUnit);
+      const std::byte* row = v.at + block * 64;
+      std::int64_t n = 0;
+      for (; n + 2 <= v.count; n += 2, row += 2 * v.stride) {
+        std::int32_t weights[kRows];
+        for (int r = 0; r < kRows; ++r) std::memcpy(&weights[r], w[r] + at + n, 4);
+        AddPair<kRows>(row, row + v.stride, weights, sum);
+      }
+      if (n < v.count) {  // the last one, and nothing of the next
+        std::int32_t weights[kRows];
+        for (int r = 0; r < kRows; ++r) weights[r] = static_cast<std::uint16_t>(w[r][at + n]);
+        AddPair<kRows>(row, row, weights, sum);
+      }
+      for (int r = 0; r < kRows; ++r)
+        for (int i = 0; i < kBlock; ++i)
+          _mm512_storeu_si512(o[r] + (block * kBlock + i) * kUnit, sum[r][i]);
+    }
+  }
+
+  __m512i table_;
+  float unit_;
+};
+#endif
 
 // ---- a split ----
 
@@ -533,11 +732,15 @@ class Worker {
   explicit Worker(const Work& w)
       : w_(w),
         d_(w.d),
-        k_narrow_(Narrow(d_.k_bits) ? w.a.k_codebook.as<float>() : kNoTable, d_.k_bits),
-        v_narrow_(Narrow(d_.v_bits) ? w.a.v_codebook.as<float>() : kNoTable, d_.v_bits),
-        k_wide_(w.a.k_codebook.as<float>(), d_.k_bits),
-        v_wide_(w.a.v_codebook.as<float>(), d_.v_bits),
-        k_bytes_(w.int8 ? w.a.k_codebook.as<float>() : kNoTable) {}
+        spread_k_(d_.k_bits, d_.dim),
+        spread_v_(d_.v_bits, d_.dim),
+        k_bytes_(w.int8 ? w.a.k_codebook.as<float>() : kNoTable)
+#if HWY_TARGET <= HWY_AVX3
+        ,
+        v_shorts_(w.int8 && d_.v_bits == 4 ? w.a.v_codebook.as<float>() : kNoTable)
+#endif
+  {
+  }
 
   // The tokens `seen` of one split by `count` <= kRowsAtOnce rows from `first` on.
   void Split(std::int64_t s, std::int64_t head, const aura::Sequence& sequence, aura::Region region,
@@ -557,22 +760,20 @@ class Worker {
     const std::int64_t units = (coded ? w_.coded_length() : w_.exact_length()) / kUnit;
 
     HWY_ALIGN float k_scales[kSplit], v_scales[kSplit];
-    for (std::int64_t n = 0; n < tokens;) {
-      const Place place = Locate(s, head, sequence, region, seen.begin + n, tokens - n);
+    ForPlaces(s, head, sequence, region, seen, [&](const Place& place, std::int64_t n) {
       if (coded) {
+        Prefetch(place.v, place.v_stride, place.count);
         LoadScales(w_.a.k_scales, place.scale_k, place.count, k_scales + n);
         LoadScales(w_.a.v_scales, place.scale_v, place.count, v_scales + n);
       }
-      ForRows(region, place.k, place.count, d_.k_bits, [&](const Rows& k, std::int64_t from) {
-        if (coded && w_.int8) {
-          k_bytes_.Dots(k, units / kBlock, records, count, x_, n + from);
-        } else {
-          WithSource(region, d_.k_bits, k_narrow_, k_wide_,
-                     [&](const auto& source) { Dots(source, k, units, q, count, x_, n + from); });
-        }
-      });
-      n += place.count;
-    }
+      const Rows k = WholeUnits(region, {place.k, place.k_stride, place.count}, spread_k_);
+      if (coded && w_.int8) {
+        k_bytes_.Dots(k, units / kBlock, records, count, x_, n);
+      } else {
+        WithSource(region, d_.k_bits, w_.a.k_codebook,
+                   [&](const auto& source) { Dots(source, k, units, q, count, x_, n); });
+      }
+    });
     const DF d;
     for (std::int64_t r = 0; r < count; ++r) {
       if (coded) {
@@ -592,25 +793,53 @@ class Worker {
         }
       }
     }
-    for (std::int64_t n = 0; n < tokens;) {
-      const Place place = Locate(s, head, sequence, region, seen.begin + n, tokens - n);
-      ForRows(region, place.v, place.count, d_.v_bits, [&](const Rows& v, std::int64_t from) {
-        WithSource(region, d_.v_bits, v_narrow_, v_wide_,
-                   [&](const auto& source) { Add(source, v, units, x_, n + from, o, count); });
-      });
-      n += place.count;
+#if HWY_TARGET <= HWY_AVX3
+    const bool shorts = coded && w_.int8 && d_.v_bits == 4;
+    float unit[kRowsAtOnce];
+    for (std::int64_t r = 0; shorts && r < count; ++r)
+      unit[r] = v_shorts_.MakeShorts(x_[r], tokens, w_shorts_[r]);
+#endif
+    // While these are added, the next split's rows of K come in. (Longer rows the CPU fetches ahead
+    // by itself, and better.)
+    const aura::Span next{seen.begin + kSplit,
+                          coded ? std::min(seen.end + kSplit, sequence.tokens[region]) : 0};
+    ForPlaces(s, head, sequence, region, seen, [&](const Place& place, std::int64_t n) {
+      for (aura::Span some{next.begin + n, std::min(next.begin + n + place.count, next.end)};
+           !some.empty();) {
+        const Place ahead = Locate(s, head, sequence, region, some.begin, some.end - some.begin);
+        Prefetch(ahead.k, ahead.k_stride, ahead.count);
+        some.begin += ahead.count;
+      }
+      const Rows v = WholeUnits(region, {place.v, place.v_stride, place.count}, spread_v_);
+#if HWY_TARGET <= HWY_AVX3
+      if (shorts) return v_shorts_.Add(v, units / kBlock, w_shorts_, n, o, count);
+#endif
+      WithSource(region, d_.v_bits, w_.a.v_codebook,
+                 [&](const auto& source) { Add(source, v, units, x_, n, o, count); });
+    });
+#if HWY_TARGET <= HWY_AVX3
+    for (std::int64_t r = 0; shorts && r < count; ++r) {
+      const VF factor = hn::Set(d, unit[r]);
+      for (std::int64_t j = 0; j < units * kUnit; j += kWidth) {
+        const auto sum =
+            hn::LoadU(hn::RebindToSigned<DF>(), reinterpret_cast<const std::int32_t*>(o[r] + j));
+        hn::StoreU(hn::Mul(hn::ConvertTo(d, sum), factor), d, o[r] + j);
+      }
     }
+#endif
   }
 
  private:
   static constexpr float kNoTable[16] = {};
-  static bool Narrow(std::int32_t bits) { return bits <= 4; }
 
   // Consecutive slots: the rows of k and v, and of scales the index.
   struct Place {
     const std::byte *k, *v;
+    std::int64_t k_stride, v_stride;  // bytes
     std::int64_t scale_k, scale_v, count;
   };
+  // Few enough that what is fetched ahead of them is still there when its turn comes.
+  static constexpr std::int64_t kRowsInTurn = 32;
   Place Locate(std::int64_t s, std::int64_t head, const aura::Sequence& sequence,
                aura::Region region, std::int64_t token, std::int64_t limit) const {
     const std::int64_t slot = sequence.slot(region, token);
@@ -621,20 +850,46 @@ class Worker {
       const auto offset = [&](const ConstView& view, std::int64_t row) {
         return aura::row_offset(d_, view, a.block_table, s, head, slot, row);
       };
-      return {
-          reinterpret_cast<const std::byte*>(a.k_codes.as<std::uint32_t>() +
-                                             offset(a.k_codes, packed_words(d_.dim, d_.k_bits))),
-          reinterpret_cast<const std::byte*>(a.v_codes.as<std::uint32_t>() +
-                                             offset(a.v_codes, packed_words(d_.dim, d_.v_bits))),
-          offset(a.k_scales, 1), offset(a.v_scales, 1), count};
+      const std::int64_t k_words = packed_words(d_.dim, d_.k_bits);
+      const std::int64_t v_words = packed_words(d_.dim, d_.v_bits);
+      const auto* k = a.k_codes.as<std::uint32_t>() + offset(a.k_codes, k_words);
+      const auto* v = a.v_codes.as<std::uint32_t>() + offset(a.v_codes, v_words);
+      return {reinterpret_cast<const std::byte*>(k),
+              reinterpret_cast<const std::byte*>(v),
+              4 * k_words,
+              4 * v_words,
+              offset(a.k_scales, 1),
+              offset(a.v_scales, 1),
+              count};
     }
+    const auto size = static_cast<std::int64_t>(size_of(d_.exact));
     const auto row = [&](const ConstView& view) {
       const std::int64_t at = (s * d_.kv_heads + head) * view.row_stride() + slot * d_.dim;
-      return static_cast<const std::byte*>(view.data) +
-             at * static_cast<std::int64_t>(size_of(d_.exact));
+      return static_cast<const std::byte*>(view.data) + at * size;
     };
-    return region == aura::kFirst ? Place{row(a.k_first), row(a.v_first), 0, 0, count}
-                                  : Place{row(a.k_recent), row(a.v_recent), 0, 0, count};
+    const bool first = region == aura::kFirst;
+    return {row(first ? a.k_first : a.k_recent),
+            row(first ? a.v_first : a.v_recent),
+            d_.dim * size,
+            d_.dim * size,
+            0,
+            0,
+            count};
+  }
+  // Calls f(place, index of its first token in the span) for consecutive slots that hold the span.
+  template <class F>
+  void ForPlaces(std::int64_t s, std::int64_t head, const aura::Sequence& sequence,
+                 aura::Region region, aura::Span span, const F& f) const {
+    for (std::int64_t token = span.begin; token < span.end;) {
+      const std::int64_t limit = std::min(span.end - token, kRowsInTurn);
+      const Place place = Locate(s, head, sequence, region, token, limit);
+      f(place, token - span.begin);
+      token += place.count;
+    }
+  }
+  static void Prefetch(const std::byte* at, std::int64_t stride, std::int64_t count) {
+    for (std::int64_t line = 0; line < stride * count; line += 64)
+      __builtin_prefetch(at + line, 0, 2);
   }
 
   void LoadScales(const ConstView& scales, std::int64_t at, std::int64_t count, float* to) const {
@@ -651,61 +906,52 @@ class Worker {
     }
   }
 
-  // Calls f(rows, index of the first) with rows that are whole units: where they lie, or copied.
-  template <class F>
-  void ForRows(aura::Region region, const std::byte* at, std::int64_t count, std::int64_t bits,
-               const F& f) {
-    if (region == aura::kCoded) {
-      const std::int64_t length = w_.coded_length(), stride = packed_words(d_.dim, bits) * 4;
-      if (bits == 4 && d_.dim == length) return f(Rows{at, stride, count}, 0);
-      const std::int64_t bytes = length / 2 * (bits > 4 ? 2 : 1), most = kSpreadBytes / bytes;
-      for (std::int64_t from = 0; from < count; from += most) {
-        const std::int64_t n = std::min(most, count - from);
-        for (std::int64_t i = 0; i < n; ++i) {
-          SpreadCodes(reinterpret_cast<const std::uint32_t*>(at + (from + i) * stride), bits,
-                      d_.dim, length, reinterpret_cast<std::uint32_t*>(spread_ + i * bytes));
-        }
-        f(Rows{spread_, bytes, n}, from);
+  // The rows in whole units: where they lie, or copied.
+  Rows WholeUnits(aura::Region region, const Rows& rows, const CodeSpreader& spreader) {
+    const bool coded = region == aura::kCoded;
+    const std::int64_t bytes =
+        coded ? spreader.bytes() : w_.exact_length() * static_cast<std::int64_t>(size_of(d_.exact));
+    if (bytes == rows.stride && !(coded && spreader.bits() != 4)) return rows;
+    for (std::int64_t n = 0; n < rows.count; ++n) {
+      const std::byte* from = rows.at + n * rows.stride;
+      std::byte* to = copies_ + n * bytes;
+      if (coded) {
+        spreader(from, to);
+      } else {
+        std::memcpy(to, from, static_cast<std::size_t>(rows.stride));
+        std::memset(to + rows.stride, 0, static_cast<std::size_t>(bytes - rows.stride));
       }
-      return;
     }
-    const auto size = static_cast<std::int64_t>(size_of(d_.exact));
-    const std::int64_t stride = d_.dim * size, bytes = w_.exact_length() * size;
-    if (stride == bytes) return f(Rows{at, stride, count}, 0);
-    const std::int64_t most = kSpreadBytes / bytes;
-    for (std::int64_t from = 0; from < count; from += most) {
-      const std::int64_t n = std::min(most, count - from);
-      for (std::int64_t i = 0; i < n; ++i) {
-        std::memcpy(spread_ + i * bytes, at + (from + i) * stride,
-                    static_cast<std::size_t>(stride));
-        std::memset(spread_ + i * bytes + stride, 0, static_cast<std::size_t>(bytes - stride));
-      }
-      f(Rows{spread_, bytes, n}, from);
-    }
+    return {copies_, bytes, rows.count};
   }
 
   template <class F>
-  void WithSource(aura::Region region, std::int32_t bits, const NarrowRows& narrow,
-                  const WideRows& wide, const F& f) const {
+  void WithSource(aura::Region region, std::int32_t bits, const ConstView& codebook,
+                  const F& f) const {
     if (region != aura::kCoded) {
       (void)visit<float, f16, bf16>(d_.exact, [&]<class E>(Type<E>) {
         f(ExactRows<E>());
         return Status();
       });
-    } else if (Narrow(bits)) {
-      f(narrow);
+    } else if (bits == 4) {
+      f(NarrowRows<true>(codebook.as<float>(), bits));
+    } else if (bits < 4) {
+      f(NarrowRows<false>(codebook.as<float>(), bits));
     } else {
-      f(wide);
+      f(WideRows(codebook.as<float>(), bits));
     }
   }
 
   const Work& w_;
   const AuraAttentionDesc& d_;
-  NarrowRows k_narrow_, v_narrow_;
-  WideRows k_wide_, v_wide_;
+  CodeSpreader spread_k_, spread_v_;
   ByteCodes k_bytes_;
+#if HWY_TARGET <= HWY_AVX3
+  ShortCodes v_shorts_;
+  HWY_ALIGN std::int16_t w_shorts_[kRowsAtOnce][kSplit];
+#endif
   HWY_ALIGN float x_[kRowsAtOnce][kSplit];  // logits, then weights
-  HWY_ALIGN std::byte spread_[kSpreadBytes];
+  HWY_ALIGN std::byte copies_[kRowsInTurn * kAuraMaxDim * 4];
 };
 
 // ---- tasks ----
@@ -952,10 +1198,12 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
   return {};
 }
 
-// Logits from integers: every sum is exact, so the bits are still the same on every target.
+// AVX2 takes V's codes as the exact kernel does, so the bits depend on the target.
 PrecisionGuarantee int8_guarantee(const Op::Desc&) {
-  return {
-      .math_precision = DType::s8, .accumulator = DType::s32, .same_bits_on_all_backends = false};
+  return {.math_precision = DType::s8,
+          .accumulator = DType::s32,
+          .bit_stable_on_same_hardware = false,
+          .same_bits_on_all_backends = false};
 }
 
 constexpr Kernel<Op> kKernels[] = {{.name = "cpu_int8",
