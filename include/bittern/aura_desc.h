@@ -18,7 +18,7 @@
 //              2. on each n consecutive values, for h = 1, 2, 4, ... n/2:
 //                 (t_j, t_{j+h}) := (t_j + t_{j+h}, t_j - t_{j+h}), where j has no bit h
 //              3. unless m = 1: y_{an+b} = sum over c of H_m[a,c] t_{cn+b}, by fma as for dense
-//              The inverse: step 3 with H_m[c,a], step 2, then x_j = t_j * (sign_j * r).
+//              The inverse: t_j = y_j * r, step 3 with H_m[c,a], step 2, then x_j = t_j * sign_j.
 //
 // H_m is Paley's: of the first kind where m - 1 is a prime, otherwise of the second (m = 28, 36).
 // With chi the Legendre symbol mod q (0 at 0), S[i,j] = chi(j - i):

@@ -2,6 +2,8 @@
 #pragma once
 #include "bittern/gdn_desc.h"
 #include "bittern/ops/aura_attention.h"
+#include "bittern/ops/aura_decode.h"
+#include "bittern/ops/aura_encode.h"
 #include "bittern/ops/aura_rotate.h"
 #include "bittern/ops/causal_conv1d.h"
 #include "bittern/ops/causal_conv1d_backward.h"

@@ -79,11 +79,6 @@ void butterflies(std::int64_t dim, std::int64_t n, float* t) {
   }
 }
 
-void apply_signs(std::int64_t dim, const float* signs, float* t) {
-  const float scale = hadamard_scale(dim);
-  for (std::int64_t j = 0; j < dim; ++j) t[j] = t[j] * (signs[j] * scale);
-}
-
 }  // namespace
 
 const float* hadamard_matrix(std::int64_t m) {
@@ -105,15 +100,13 @@ void rotate_row(Rotation rotation, std::int64_t dim, const float* table, bool in
   if (rotation == Rotation::identity) return;
   if (rotation == Rotation::dense) return multiply(table, dim, 1, inverse, row);
   const std::int64_t m = hadamard_factor(dim), n = dim / m;
-  if (!inverse) {
-    apply_signs(dim, table, row);
-    butterflies(dim, n, row);
-  }
+  const float scale = hadamard_scale(dim);
+  for (std::int64_t j = 0; j < dim; ++j) row[j] *= inverse ? scale : table[j] * scale;
+  if (!inverse) butterflies(dim, n, row);
   if (m > 1) multiply(hadamard_matrix(m), m, n, inverse, row);
-  if (inverse) {
-    butterflies(dim, n, row);
-    apply_signs(dim, table, row);
-  }
+  if (!inverse) return;
+  butterflies(dim, n, row);
+  for (std::int64_t j = 0; j < dim; ++j) row[j] *= table[j];
 }
 
 }  // namespace bittern

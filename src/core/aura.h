@@ -5,6 +5,11 @@
 
 namespace bittern {
 
+// A norm at or below this has no direction.
+inline constexpr float kAuraTiny = 1e-8f;
+// What a row whose squares overflow is multiplied by.
+inline constexpr float kAuraShrink = 0x1p-96f;
+
 // H_m, row-major [m, m], each entry +1 or -1; m one of kHadamardFactors. Made once.
 const float* hadamard_matrix(std::int64_t m);
 

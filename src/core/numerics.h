@@ -76,6 +76,15 @@ inline std::uint32_t packed_code(const std::uint32_t* words, std::int64_t j, std
   return code;
 }
 
+// Sets it, in words that were zero there; code < 2^bits.
+inline void put_packed_code(std::uint32_t* words, std::int64_t j, std::int64_t bits,
+                            std::uint32_t code) {
+  for (std::int64_t k = 0; k < bits; ++k) {
+    const std::int64_t bit = j * bits + k;
+    words[bit / 32] |= (code >> k & 1u) << bit % 32;
+  }
+}
+
 // The halving tree: pad with zeros to a power of two n, then add the element n/2, n/4, ... 1 away.
 // A wider vector does more of the same additions at once, so the bits depend on nothing else.
 // Overwrites `terms`.

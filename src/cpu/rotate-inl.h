@@ -66,35 +66,38 @@ HWY_INLINE void TransposeLanes(VF32* HWY_RESTRICT v) {
   }
 }
 
-// columns[j * kF32Lanes + i] = rows[i * stride + j] for i < count (0 beyond), j < dim.
-inline HWY_NOINLINE void RowsToLanes(const float* HWY_RESTRICT rows, std::int64_t stride,
-                                     std::int64_t count, std::int64_t dim,
-                                     float* HWY_RESTRICT columns) {
+// columns[j * kF32Lanes + i] = x_ij for i < count (0 beyond), j < dim; load(i, j) gives x_ij and
+// the lanes after it, of which those beyond dim are not looked at.
+template <class Load>
+HWY_INLINE void RowsToLanes(const Load& load, std::int64_t count, std::int64_t dim,
+                            float* HWY_RESTRICT columns) {
   const DF32 d;
   for (std::int64_t j = 0; j < dim; j += kF32Lanes) {
     const std::int64_t width = std::min(dim - j, kF32Lanes);
-    const auto mask = hn::FirstN(d, static_cast<std::size_t>(width));
     VF32 v[kF32Lanes];
-    for (std::int64_t i = 0; i < kF32Lanes; ++i)
-      v[i] = i < count ? hn::MaskedLoad(mask, d, rows + i * stride + j) : hn::Zero(d);
+    for (std::int64_t i = 0; i < kF32Lanes; ++i) v[i] = i < count ? load(i, j) : hn::Zero(d);
     TransposeLanes(v);
     for (std::int64_t i = 0; i < width; ++i) hn::Store(v[i], d, columns + (j + i) * kF32Lanes);
   }
 }
 
-// The way back.
+// The way back, for columns j .. j + width - 1, which are in v.
+HWY_INLINE void StoreLanes(VF32* HWY_RESTRICT v, std::int64_t j, std::int64_t width,
+                           std::int64_t count, float* HWY_RESTRICT rows, std::int64_t stride) {
+  const DF32 d;
+  const auto mask = hn::FirstN(d, static_cast<std::size_t>(width));
+  for (std::int64_t i = width; i < kF32Lanes; ++i) v[i] = hn::Zero(d);
+  TransposeLanes(v);
+  for (std::int64_t i = 0; i < count; ++i) hn::BlendedStore(v[i], mask, d, rows + i * stride + j);
+}
 inline HWY_NOINLINE void LanesToRows(const float* HWY_RESTRICT columns, std::int64_t dim,
                                      std::int64_t count, float* HWY_RESTRICT rows,
                                      std::int64_t stride) {
-  const DF32 d;
   for (std::int64_t j = 0; j < dim; j += kF32Lanes) {
     const std::int64_t width = std::min(dim - j, kF32Lanes);
-    const auto mask = hn::FirstN(d, static_cast<std::size_t>(width));
     VF32 v[kF32Lanes];
-    for (std::int64_t i = 0; i < kF32Lanes; ++i)
-      v[i] = i < width ? hn::Load(d, columns + (j + i) * kF32Lanes) : hn::Zero(d);
-    TransposeLanes(v);
-    for (std::int64_t i = 0; i < count; ++i) hn::BlendedStore(v[i], mask, d, rows + i * stride + j);
+    for (std::int64_t i = 0; i < width; ++i) v[i] = hn::Load(DF32(), columns + (j + i) * kF32Lanes);
+    StoreLanes(v, j, width, count, rows, stride);
   }
 }
 
@@ -170,40 +173,63 @@ class LaneButterflies {
 
 // ---- products ----
 
-// kOut sums of m terms: out[o * out_step] = sum over c of matrix[o * row + c * column] in[c *
-// in_step], by fma, c ascending, from 0.
+// kOut sums of m terms: sums[o] = sum over c of matrix[o * row + c * column] in[c * step], by fma,
+// c ascending, from 0.
 template <int kOut>
 HWY_INLINE void LaneProducts(const float* HWY_RESTRICT matrix, std::int64_t row,
                              std::int64_t column, std::int64_t m, const float* HWY_RESTRICT in,
-                             std::int64_t in_step, float* HWY_RESTRICT out, std::int64_t out_step) {
+                             std::int64_t step, VF32* HWY_RESTRICT sums) {
   const DF32 d;
-  VF32 acc[kOut];
-  for (int o = 0; o < kOut; ++o) acc[o] = hn::Zero(d);
+  for (int o = 0; o < kOut; ++o) sums[o] = hn::Zero(d);
+  // A pointer for every four rows: more would not fit the registers.
+  constexpr int kFours = (kOut + 3) / 4;
+  const float* four[kFours];
+  for (int o = 0; o < kFours; ++o) four[o] = matrix + 4 * o * row;
+  const std::int64_t row2 = 2 * row, row3 = 3 * row;
   for (std::int64_t c = 0; c < m; ++c) {
-    const VF32 x = hn::Load(d, in + c * in_step);
-    for (int o = 0; o < kOut; ++o)
-      acc[o] = hn::MulAdd(hn::Set(d, matrix[o * row + c * column]), x, acc[o]);
+    const VF32 x = hn::Load(d, in + c * step);
+    for (int o = 0; o < kOut; ++o) {
+      const std::int64_t offset = o % 4 == 0 ? 0 : o % 4 == 1 ? row : o % 4 == 2 ? row2 : row3;
+      sums[o] = hn::MulAdd(hn::Set(d, four[o / 4][offset]), x, sums[o]);
+    }
+    for (int o = 0; o < kFours; ++o) four[o] += column;
   }
-  for (int o = 0; o < kOut; ++o) hn::Store(acc[o], d, out + o * out_step);
 }
 
-// out := M in on vectors [m, n], M = matrix [m, m] or its transpose.
-inline HWY_NOINLINE void MultiplyLanes(const float* HWY_RESTRICT matrix, std::int64_t m,
-                                       std::int64_t n, bool transpose, const float* HWY_RESTRICT in,
-                                       float* HWY_RESTRICT out) {
-  constexpr int kOut = kF32Lanes == 16 ? 16 : 8;
-  const std::int64_t row = transpose ? 1 : m, column = transpose ? m : 1;
-  const std::int64_t step = n * kF32Lanes;
+// out := M in on vectors [m, n], M = matrix [m, m] or its transpose; kOut rows of M at a time, of
+// which m is a multiple.
+template <int kOut>
+HWY_NOINLINE void MultiplyLanes(const float* HWY_RESTRICT matrix, std::int64_t m, std::int64_t n,
+                                bool transpose, const float* HWY_RESTRICT in,
+                                float* HWY_RESTRICT out) {
+  const std::int64_t row = transpose ? 1 : m, column = transpose ? m : 1, step = n * kF32Lanes;
   for (std::int64_t b = 0; b < n; ++b) {
-    const float* from = in + b * kF32Lanes;
-    float* to = out + b * kF32Lanes;
-    std::int64_t a = 0;
-    for (; a + kOut <= m; a += kOut)
-      LaneProducts<kOut>(matrix + a * row, row, column, m, from, step, to + a * step, step);
-    for (; a + 4 <= m; a += 4)
-      LaneProducts<4>(matrix + a * row, row, column, m, from, step, to + a * step, step);
-    for (; a < m; ++a)
-      LaneProducts<1>(matrix + a * row, row, column, m, from, step, to + a * step, step);
+    for (std::int64_t a = 0; a < m; a += kOut) {
+      VF32 sums[kOut];
+      LaneProducts<kOut>(matrix + a * row, row, column, m, in + b * kF32Lanes, step, sums);
+      for (int o = 0; o < kOut; ++o)
+        hn::Store(sums[o], DF32(), out + (a + o) * step + b * kF32Lanes);
+    }
+  }
+}
+
+// rows[i] := M x_i for i < count, where x_i is lane i of `in` [m].
+inline HWY_NOINLINE void MultiplyToRows(const float* HWY_RESTRICT matrix, std::int64_t m,
+                                        bool transpose, const float* HWY_RESTRICT in,
+                                        std::int64_t count, float* HWY_RESTRICT rows,
+                                        std::int64_t stride) {
+  const DF32 d;
+  const std::int64_t row = transpose ? 1 : m, column = transpose ? m : 1;
+  for (std::int64_t a = 0; a < m; a += kF32Lanes) {
+    const std::int64_t width = std::min(m - a, kF32Lanes);
+    VF32 sums[kF32Lanes];
+    if (width == kF32Lanes) {
+      LaneProducts<kF32Lanes>(matrix + a * row, row, column, m, in, kF32Lanes, sums);
+    } else {
+      for (std::int64_t o = 0; o < width; ++o)
+        LaneProducts<1>(matrix + (a + o) * row, row, column, m, in, kF32Lanes, sums + o);
+    }
+    StoreLanes(sums, a, width, count, rows, stride);
   }
 }
 
@@ -237,6 +263,7 @@ class RowRotation {
     if (kind == Rotation::hadamard) {
       factor_ = hadamard_factor(dim);
       scale_ = hadamard_scale(dim);
+      for (std::int64_t j = 0; j < dim; ++j) scaled_[j] = table[j] * scale_;
     }
   }
 
@@ -254,8 +281,14 @@ class RowRotation {
       }
       return;
     }
-    for (std::int64_t i = 0; i < count; i += kF32Lanes)
-      ApplyToLanes(rows + i * stride, stride, std::min(count - i, kF32Lanes), inverse);
+    for (std::int64_t i = 0; i < count; i += kF32Lanes) {
+      float* at = rows + i * stride;
+      const auto load = [&](std::int64_t k, std::int64_t j) HWY_ATTR {
+        const auto width = static_cast<std::size_t>(std::min(dim_ - j, kF32Lanes));
+        return hn::MaskedLoad(hn::FirstN(DF32(), width), DF32(), at + k * stride + j);
+      };
+      ApplyFrom(load, at, stride, std::min(count - i, kF32Lanes), inverse);
+    }
   }
 
   // Whether Hadamard() serves.
@@ -266,23 +299,45 @@ class RowRotation {
   // row := P x, where load(j) gives x_j .. x_{j + kF32Lanes - 1}.
   template <class Load>
   HWY_INLINE void Hadamard(const Load& load, float* row) const {
-    const DF32 d;
-    const VF32 scale = hn::Set(d, scale_);
-    HadamardStages(
-        [&](std::int64_t j)
-            HWY_ATTR { return hn::Mul(load(j), hn::Mul(hn::LoadU(d, table_ + j), scale)); },
-        row);
+    HadamardStages([&](std::int64_t j)
+                       HWY_ATTR { return hn::Mul(load(j), hn::Load(DF32(), scaled_ + j)); },
+                   row);
+  }
+
+  // rows[i] := P x_i, or P^T x_i, for count <= kF32Lanes rows; load(i, j) gives x_ij and the lanes
+  // after it, and may read from `rows`.
+  template <class Load>
+  HWY_NOINLINE void ApplyFrom(const Load& load, float* rows, std::int64_t stride,
+                              std::int64_t count, bool inverse) const {
+    HWY_ALIGN float in[kAuraMaxDim * kF32Lanes], out[kAuraMaxDim * kF32Lanes];
+    RowsToLanes(load, count, dim_, in);
+    if (kind_ == Rotation::dense) {
+      MultiplyToRows(table_, dim_, inverse, in, count, rows, stride);
+      return;
+    }
+    const std::int64_t n = dim_ / factor_;
+    MultiplyEach([&](std::int64_t j) { return inverse ? scale_ : scaled_[j]; }, in);
+    if (!inverse) ButterfliesFrom(1, n, dim_, in);
+    float* result = in;
+    if (factor_ > 1) {
+      MultiplyByFactor(n, inverse, in, out);
+      result = out;
+    }
+    if (inverse) {
+      ButterfliesFrom(1, n, dim_, result);
+      MultiplyEach([&](std::int64_t j) { return table_[j]; }, result);
+    }
+    LanesToRows(result, dim_, count, rows, stride);
   }
 
  private:
   void HadamardInverse(float* row) const {
     const DF32 d;
     const VF32 scale = hn::Set(d, scale_);
-    HadamardStages([&](std::int64_t j) HWY_ATTR { return hn::LoadU(d, row + j); }, row);
-    for (std::int64_t j = 0; j < dim_; j += kF32Lanes) {
-      const VF32 factor = hn::Mul(hn::LoadU(d, table_ + j), scale);
-      hn::StoreU(hn::Mul(hn::LoadU(d, row + j), factor), d, row + j);
-    }
+    HadamardStages([&](std::int64_t j) HWY_ATTR { return hn::Mul(hn::LoadU(d, row + j), scale); },
+                   row);
+    for (std::int64_t j = 0; j < dim_; j += kF32Lanes)
+      hn::StoreU(hn::Mul(hn::LoadU(d, row + j), hn::LoadU(d, table_ + j)), d, row + j);
   }
 
   // As many stages as fit registers on the way in, the others from memory to memory.
@@ -308,36 +363,22 @@ class RowRotation {
     for (int i = 0; i < kCount; ++i) hn::StoreU(v[i], DF32(), row + (first + i) * kF32Lanes);
   }
 
-  HWY_NOINLINE void ApplyToLanes(float* HWY_RESTRICT rows, std::int64_t stride, std::int64_t count,
-                                 bool inverse) const {
-    HWY_ALIGN float in[kAuraMaxDim * kF32Lanes], out[kAuraMaxDim * kF32Lanes];
-    RowsToLanes(rows, stride, count, dim_, in);
-    float* result = in;
-    if (kind_ == Rotation::dense) {
-      MultiplyLanes(table_, dim_, 1, inverse, in, out);
-      result = out;
-    } else {
-      const std::int64_t n = dim_ / factor_;
-      if (!inverse) {
-        Signs(in);
-        ButterfliesFrom(1, n, dim_, in);
-      }
-      if (factor_ > 1) {
-        MultiplyLanes(hadamard_matrix(factor_), factor_, n, inverse, in, out);
-        result = out;
-      }
-      if (inverse) {
-        ButterfliesFrom(1, n, dim_, result);
-        Signs(result);
-      }
+  // As many rows of H_m as registers hold sums, without a rest.
+  void MultiplyByFactor(std::int64_t n, bool inverse, const float* in, float* out) const {
+    const float* h = hadamard_matrix(factor_);
+    switch (factor_) {
+      case 20: return MultiplyLanes<10>(h, 20, n, inverse, in, out);
+      case 28: return MultiplyLanes<14>(h, 28, n, inverse, in, out);
+      case 44: return MultiplyLanes<11>(h, 44, n, inverse, in, out);
+      default: return MultiplyLanes<12>(h, factor_, n, inverse, in, out);  // 12 36 60
     }
-    LanesToRows(result, dim_, count, rows, stride);
   }
-  void Signs(float* HWY_RESTRICT columns) const {
+  template <class Factor>
+  HWY_INLINE void MultiplyEach(const Factor& factor, float* HWY_RESTRICT columns) const {
     const DF32 d;
     for (std::int64_t j = 0; j < dim_; ++j) {
       float* at = columns + j * kF32Lanes;
-      hn::Store(hn::Mul(hn::Load(d, at), hn::Set(d, table_[j] * scale_)), d, at);
+      hn::Store(hn::Mul(hn::Load(d, at), hn::Set(d, factor(j))), d, at);
     }
   }
 
@@ -347,6 +388,7 @@ class RowRotation {
   std::int64_t factor_ = 1;
   float scale_ = 1;
   LaneButterflies lanes_;
+  HWY_ALIGN float scaled_[kAuraMaxDim];  // sign_j d^-1/2
 };
 
 }  // namespace HWY_NAMESPACE

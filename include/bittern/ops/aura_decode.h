@@ -1,0 +1,50 @@
+// Codes and norms back to rows, by the row format of bittern/aura_desc.h. In f32, each operation
+// rounded:
+//
+//   y_j = norm * codebook[code_j], and unless `rotated`, y := P^T y; then rounded to its dtype
+//
+// `rotated` leaves y in the rotated space, where attention may stay. NaN and infinities follow from
+// the operations and stay in their row. A codebook that is not sorted decodes too.
+#pragma once
+#include "bittern/aura_desc.h"
+
+namespace bittern {
+
+struct AuraDecode {
+  static constexpr std::string_view kName = "aura_decode";
+  static constexpr std::string_view kCategory = "kv_codec";
+  static constexpr AuraFields kFields{.codes = true, .rotated = true};
+
+  using Desc = AuraDesc;
+  struct Args {
+    ConstView packed, norms;
+    ConstView table{};  // not for identity, nor for `rotated`
+    ConstView codebook;
+    MutView y;
+  };
+
+  static Status check(const Desc& d) { return check_aura_desc(kName, d); }
+  static Status check_contents(const Desc& d, const Args& a) {
+    if (!d.rotated) BITTERN_TRY(check_rotation(kName, d, a.table));
+    return check_codebook(kName, "codebook", a.codebook.as<float>(), d.levels());
+  }
+  static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
+  static DType element(const Desc& d) { return d.element; }
+  static DType aux_element(const Desc&) { return DType::u32; }
+  static double flops(const Desc& d) { return d.rotated ? 0 : d.rotation_flops(); }
+
+  template <class D, class F>
+  static void fields(D& d, F&& f) {
+    visit_aura_fields<kFields>(d, f);
+  }
+  template <class A, class F>
+  static void operands(const Desc& d, A& a, F&& f) {
+    f("packed", a.packed, Operand{DType::u32, d.packed_shape(), Operand::kRowStride});
+    f("norms", a.norms, Operand{d.norm_element(), d.norm_shape(), Operand::kRowStride});
+    if (!d.rotated) visit_rotation(d, a, f);
+    f("codebook", a.codebook, Operand{DType::f32, {d.levels()}});
+    f("y", a.y, Operand{d.element, d.tensor_shape(), Operand::kRowStride});
+  }
+};
+
+}  // namespace bittern

@@ -1,0 +1,72 @@
+// Rows of x to codes and norms, by the row format of bittern/aura_desc.h. Everything in f32, each
+// operation rounded; sums are halving trees over the row (docs/numerics.md), "sum" below.
+//
+//   1. norm = sqrt(sum of x_j x_j);  inv = norm > 1e-8f ? 1 / norm : 0
+//   2. u_j = x_j * inv;  r = P u
+//   3. code_j = number of boundaries strictly below r_j (0 for a NaN)
+//   4. codes are packed; the row's spare bits are zero
+//   5. with c_j = codebook[code_j], C = sum of c_j c_j, D = (sum of r_j c_j) + 0:
+//      matched         s = sqrt(C) > 1e-8f ? norm / sqrt(C) : norm     |x'| = |x|
+//      none            s = norm
+//      least_squares   s = sqrt(C) > 1e-8f ? norm * (D / C) : norm     least |x - x'|
+//      unbiased        s = D > 1e-8f ? norm / D : norm                 <x, x'> = |x|^2
+//      s is clamped to the largest finite values of the norms' dtype, of either sign, and rounded
+//      to it.
+//
+// With rotation dense, rule matched and f32 norms this is AURA's fused encode.
+//
+// Rows out of the ordinary, none of which touches another row:
+//   all zero                norm 0: every code is the one of 0, s = 0, x' = 0
+//   0 < norm <= 1e-8        as the formula says: no direction, the codes of 0; s = norm / sqrt(C)
+//                           (matched), norm (none, unbiased) or 0 (least_squares)
+//   finite, but the sum of  steps 1 and 2 on x_j 2^-96 instead of x_j; then norm := the smaller of
+//   squares overflows       norm 2^96 and the largest finite f32
+//   NaN or an infinity      every code 0, s NaN: the row decodes to NaN
+//
+// boundaries must be finite and never descend; the codebook must be finite, and ascending where the
+// codes are to be the nearest levels. A dense matrix is taken as it is.
+#pragma once
+#include "bittern/aura_desc.h"
+
+namespace bittern {
+
+struct AuraEncode {
+  static constexpr std::string_view kName = "aura_encode";
+  static constexpr std::string_view kCategory = "kv_codec";
+  static constexpr AuraFields kFields{.codes = true, .scale_rule = true};
+
+  using Desc = AuraDesc;
+  struct Args {
+    ConstView x;
+    ConstView table{};  // not for identity
+    ConstView boundaries, codebook;
+    MutView packed, norms;
+  };
+
+  static Status check(const Desc& d) { return check_aura_desc(kName, d); }
+  static Status check_contents(const Desc& d, const Args& a) {
+    BITTERN_TRY(check_rotation(kName, d, a.table));
+    BITTERN_TRY(check_boundaries(kName, "boundaries", a.boundaries.as<float>(), d.levels() - 1));
+    return check_codebook(kName, "codebook", a.codebook.as<float>(), d.levels());
+  }
+  static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
+  static DType element(const Desc& d) { return d.element; }
+  static DType aux_element(const Desc&) { return DType::u32; }
+  static double flops(const Desc& d) { return d.rotation_flops(); }
+
+  template <class D, class F>
+  static void fields(D& d, F&& f) {
+    visit_aura_fields<kFields>(d, f);
+  }
+  template <class A, class F>
+  static void operands(const Desc& d, A& a, F&& f) {
+    f("x", a.x, Operand{d.element, d.tensor_shape(), Operand::kRowStride});
+    visit_rotation(d, a, f);
+    f("boundaries", a.boundaries, Operand{DType::f32, {d.levels() - 1}});
+    f("codebook", a.codebook, Operand{DType::f32, {d.levels()}});
+    f("packed", a.packed, Operand{DType::u32, d.packed_shape(), Operand::kRowStride});
+    f("norms", a.norms, Operand{d.norm_element(), d.norm_shape(), Operand::kRowStride});
+  }
+};
+
+}  // namespace bittern

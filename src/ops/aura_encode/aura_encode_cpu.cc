@@ -1,0 +1,323 @@
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "bittern/ops/aura_encode.h"
+#include "core/numerics.h"
+#include "cpu/dispatch.h"
+#include "cpu/rotate.h"
+#include "plan/kernel.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/aura_encode/aura_encode_cpu.cc"
+#include "hwy/foreach_target.h"
+// after foreach_target.h
+#include "cpu/levels-inl.h"
+#include "cpu/pack-inl.h"
+#include "cpu/reduce-inl.h"
+#include "cpu/rotate-inl.h"
+#include "hwy/cache_control.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace {
+
+// kF32Lanes rows at a time; lane i of a vector of sums or norms belongs to row i.
+class RowEncoder {
+ public:
+  RowEncoder(const AuraDesc& d, const AuraEncode::Args& a)
+      : d_(d),
+        a_(a),
+        stride_(RoundUpToLanes(d.axis_size)),
+        element_bytes_(static_cast<std::int64_t>(size_of(d.element))),
+        rotation_(d.rotation, d.axis_size, a.table.as<float>()),
+        packer_(d.bits) {}
+
+  void Encode(std::int64_t begin, std::int64_t end) {
+    switch (d_.bits) {
+      case 1: return EncodeAt<1>(begin, end);
+      case 2: return EncodeAt<2>(begin, end);
+      case 3: return EncodeAt<3>(begin, end);
+      case 4: return EncodeAt<4>(begin, end);
+      case 5: return EncodeAt<5>(begin, end);
+      case 6: return EncodeAt<6>(begin, end);
+      case 7: return EncodeAt<7>(begin, end);
+      default: return EncodeAt<8>(begin, end);
+    }
+  }
+
+ private:
+  template <int kBits>
+  void EncodeAt(std::int64_t begin, std::int64_t end) {
+    const float* boundaries = a_.boundaries.as<float>();
+#if HWY_TARGET <= HWY_AVX3
+    if constexpr (kBits <= 4) {
+      if (Cells cells; cells.Make(boundaries, d_.levels() - 1)) {
+        return EncodeBy<kBits>(cells, begin, end);
+      }
+    }
+#endif
+    EncodeBy<kBits>(Bisection<kBits>(boundaries), begin, end);
+  }
+
+  template <int kBits, class Search>
+  HWY_NOINLINE void EncodeBy(const Search& search, std::int64_t begin, std::int64_t end) {
+    const LevelTable<kBits> codebook(a_.codebook.as<float>());
+    for (std::int64_t first = begin; first < end; first += kF32Lanes) {
+      const std::int64_t count = std::min(end - first, kF32Lanes);
+      (void)visit<float, f16, bf16>(d_.element, [&]<class X>(Type<X>) {
+        Rotate(a_.x.as<X>() + first * a_.x.row_stride(), count);
+        return Status();
+      });
+      Quantise(search, codebook, first, count);
+    }
+  }
+
+  // Steps 1 and 2: the tile becomes r. Rows of whole vectors come straight from x.
+  template <class X>
+  HWY_NOINLINE void Rotate(const X* HWY_RESTRICT x, std::int64_t count) {
+    const DF32 d;
+    const std::int64_t n = d_.axis_size, x_stride = a_.x.row_stride();
+    const bool direct = n == stride_;
+    VF32 sums[kF32Lanes];
+    for (std::int64_t i = 0; i < kF32Lanes; ++i) {
+      if (i >= count) {
+        sums[i] = hn::Zero(d);
+      } else if (direct) {
+        sums[i] = SquaresOf(x + i * x_stride);
+      } else {
+        LoadRow(x + i * x_stride, n, tile_ + i * stride_);
+        sums[i] = SquaresOf(static_cast<const float*>(tile_ + i * stride_));
+      }
+    }
+    const VF32 total = LaneTrees(d, sums);
+    const VF32 norm = hn::Sqrt(total);
+    const auto has_direction = hn::Gt(norm, hn::Set(d, kAuraTiny));
+    hn::Store(norm, d, norm_);
+    hn::Store(hn::IfThenElseZero(has_direction, hn::Div(hn::Set(d, 1.0f), norm)), d, inv_);
+    std::uint32_t staged = direct ? 0 : ~0u;  // rows that are in the tile
+    poisoned_ = 0;
+    if (!hn::AllTrue(d, hn::Lt(total, hn::Inf(d)))) {
+      for (std::int64_t i = 0; i < count; ++i) {
+        if (norm_[i] < std::numeric_limits<float>::infinity()) continue;
+        StageExtreme(x + i * x_stride, i);
+        staged |= 1u << i;
+      }
+    }
+    const auto unit = [&](std::int64_t i, std::int64_t j) HWY_ATTR {
+      const bool in_tile = (staged >> i & 1) != 0;
+      const VF32 v =
+          in_tile ? hn::Load(d, tile_ + i * stride_ + j) : LoadMath(d, x + i * x_stride + j);
+      return hn::Mul(v, hn::Set(d, inv_[i]));
+    };
+    if (d_.rotation == Rotation::identity) {
+      for (std::int64_t i = 0; i < count; ++i)
+        for (std::int64_t j = 0; j < n; j += kF32Lanes)
+          hn::Store(unit(i, j), d, tile_ + i * stride_ + j);
+    } else if (!rotation_.InRegisters()) {
+      rotation_.ApplyFrom(unit, tile_, stride_, count, false);
+    } else {
+      for (std::int64_t i = 0; i < count; ++i) {
+        float* row = tile_ + i * stride_;
+        const VF32 inv = hn::Set(d, inv_[i]);
+        if ((staged >> i & 1) != 0) {
+          rotation_.Hadamard([&](std::int64_t j) HWY_ATTR { return unit(i, j); }, row);
+        } else {
+          rotation_.Hadamard(
+              [&](std::int64_t j)
+                  HWY_ATTR { return hn::Mul(LoadMath(d, x + i * x_stride + j), inv); },
+              row);
+        }
+      }
+    }
+  }
+
+  // A row's terms added up to one vector, which is left to LaneTrees. leaf(j) gives those from j
+  // on, zeros past the end of the row; the tree's own zeros are not added, since no sum here is -0
+  // but for that of r c, which is added to 0 in the end.
+  template <class Leaf>
+  HWY_INLINE VF32 Sum(const Leaf& leaf) const {
+    const DF32 d;
+    const std::int64_t vectors = stride_ / kF32Lanes;
+    if (vectors == 8) return FewRows<8>(d, leaf, 0, 1);
+    VF32 terms[kAuraMaxDim / kF32Lanes];
+    for (std::int64_t i = 0; i < vectors; ++i) terms[i] = leaf(i * kF32Lanes);
+    std::int64_t n = vectors;
+    while (n > 1) {
+      const auto half = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(n))) / 2;
+      for (std::int64_t i = 0; i + half < n; ++i) terms[i] = hn::Add(terms[i], terms[i + half]);
+      n = half;
+    }
+    return terms[0];
+  }
+  template <class X>
+  HWY_INLINE VF32 SquaresOf(const X* x) const {
+    return Sum([&](std::int64_t j) HWY_ATTR {
+      const VF32 v = LoadMath(DF32(), x + j);
+      return hn::Mul(v, v);
+    });
+  }
+
+  // A row whose squares overflow, or that is not finite: the latter as zeros.
+  template <class X>
+  HWY_NOINLINE void StageExtreme(const X* x, std::int64_t i) {
+    const DF32 d;
+    float* row = tile_ + i * stride_;
+    LoadRow(x, d_.axis_size, row);
+    bool finite = true;
+    for (std::int64_t j = 0; j < d_.axis_size; ++j) {
+      finite = finite && std::isfinite(row[j]);
+      row[j] *= kAuraShrink;
+    }
+    if (!finite) {
+      std::fill_n(row, stride_, 0.0f);
+      poisoned_ |= 1u << i;
+    }
+    const float norm = std::sqrt(LaneTree(d, SquaresOf(row), kF32Lanes));
+    inv_[i] = norm > kAuraTiny ? 1 / norm : 0;
+    norm_[i] = std::min(norm / kAuraShrink, max_finite<float>());
+  }
+
+  // Asks for a row of x, or for what would be one past the last: a little at a time, since memory
+  // brings the next rows while these are worked on, but not all of them at once.
+  HWY_INLINE void Prefetch(std::int64_t row) const {
+    const auto at = reinterpret_cast<std::uintptr_t>(a_.x.data) +
+                    static_cast<std::uintptr_t>(row * a_.x.row_stride() * element_bytes_);
+    for (std::int64_t j = 0; j < d_.axis_size * element_bytes_; j += 64)
+      hwy::Prefetch(reinterpret_cast<const char*>(at + static_cast<std::uintptr_t>(j)));
+  }
+
+  // Steps 3 to 5.
+  template <class Search, class Codebook>
+  HWY_INLINE void Quantise(const Search& search, const Codebook& codebook, std::int64_t first,
+                           std::int64_t count) {
+    const DF32 d;
+    const bool products =
+        d_.scale_rule == ScaleRule::least_squares || d_.scale_rule == ScaleRule::unbiased;
+    const std::size_t bytes = packer_.Bytes(static_cast<std::size_t>(d_.axis_size));
+    const auto row_bytes = static_cast<std::size_t>(4 * packed_words(d_.axis_size, d_.bits));
+    const auto tail = hn::FirstN(d, static_cast<std::size_t>(d_.axis_size % kF32Lanes));
+    VF32 cc[kF32Lanes], rc[kF32Lanes];
+    for (std::int64_t i = 0; i < kF32Lanes; ++i) {
+      cc[i] = rc[i] = hn::Zero(d);
+      if (i >= count) continue;
+      Prefetch(first + kF32Lanes + i);
+      const float* row = tile_ + i * stride_;
+      cc[i] = Sum([&](std::int64_t j) HWY_ATTR {
+        const VF32 r = hn::Load(d, row + j);
+        const VU32 code = search(r);
+        StoreCodes(code, codes_ + j);
+        VF32 c = codebook(code);
+        if (j + kF32Lanes > d_.axis_size) c = hn::IfThenElseZero(tail, c);
+        if (products) hn::Store(hn::Mul(r, c), d, products_ + j);
+        return hn::Mul(c, c);
+      });
+      if (products) {
+        rc[i] = Sum([&](std::int64_t j) HWY_ATTR { return hn::Load(d, products_ + j); });
+      }
+      auto* packed = reinterpret_cast<std::uint8_t*>(a_.packed.as<std::uint32_t>() +
+                                                     (first + i) * a_.packed.row_stride());
+      if ((poisoned_ >> i & 1) != 0) {
+        std::memset(packed, 0, row_bytes);
+        continue;
+      }
+      packer_.Pack(codes_, static_cast<std::size_t>(d_.axis_size), packed);
+      std::memset(packed + bytes, 0, row_bytes - bytes);
+    }
+    const VF32 c = LaneTrees(d, cc);
+    StoreNorms(Scale(c, hn::Add(LaneTrees(d, rc), hn::Zero(d))), first, count);
+  }
+
+  static HWY_INLINE void StoreCodes(VU32 code, std::uint8_t* HWY_RESTRICT to) {
+#if HWY_TARGET <= HWY_AVX3
+    _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(code.raw));
+#else
+    const hn::Rebind<std::uint8_t, DF32> d8;
+    const hn::RebindToSigned<DF32> di;
+    hn::StoreU(hn::DemoteTo(d8, hn::BitCast(di, code)), d8, to);
+#endif
+  }
+
+  HWY_INLINE VF32 Scale(VF32 cc, VF32 rc) const {
+    const DF32 d;
+    const VF32 norm = hn::Load(d, norm_), tiny = hn::Set(d, kAuraTiny);
+    const VF32 length = hn::Sqrt(cc);
+    switch (d_.scale_rule) {
+      case ScaleRule::matched:
+        return hn::IfThenElse(hn::Gt(length, tiny), hn::Div(norm, length), norm);
+      case ScaleRule::least_squares:
+        return hn::IfThenElse(hn::Gt(length, tiny), hn::Mul(norm, hn::Div(rc, cc)), norm);
+      case ScaleRule::unbiased: return hn::IfThenElse(hn::Gt(rc, tiny), hn::Div(norm, rc), norm);
+      default: return norm;
+    }
+  }
+
+  HWY_INLINE void StoreNorms(VF32 scale, std::int64_t first, std::int64_t count) {
+    HWY_ALIGN float s[kF32Lanes];
+    hn::Store(scale, DF32(), s);
+    const std::int64_t stride = a_.norms.row_stride();
+    for (std::int64_t i = 0; i < count; ++i) {
+      const bool poisoned = (poisoned_ >> i & 1) != 0;
+      const float value = poisoned ? std::numeric_limits<float>::quiet_NaN() : s[i];
+      if (d_.f16_norm) {
+        a_.norms.as<f16>()[(first + i) * stride] = to_f16(Clamped(value, max_finite<f16>()));
+      } else {
+        a_.norms.as<float>()[(first + i) * stride] = Clamped(value, max_finite<float>());
+      }
+    }
+  }
+  static float Clamped(float s, float most) { return s > most ? most : s < -most ? -most : s; }
+
+  const AuraDesc& d_;
+  const AuraEncode::Args& a_;
+  std::int64_t stride_, element_bytes_;
+  RowRotation rotation_;
+  CodePacker packer_;
+  std::uint32_t poisoned_ = 0;  // rows that are not finite
+  HWY_ALIGN float norm_[kF32Lanes], inv_[kF32Lanes];
+  HWY_ALIGN float products_[kAuraMaxDim];
+  HWY_ALIGN std::uint8_t codes_[kAuraMaxDim];
+  HWY_ALIGN float tile_[kF32Lanes * kAuraMaxDim];
+};
+
+void EncodeRows(const AuraDesc& d, const AuraEncode::Args& a, std::int64_t begin,
+                std::int64_t end) {
+  RowEncoder(d, a).Encode(begin, end);
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif  // BITTERN_SIMD
+
+#if HWY_ONCE
+namespace bittern {
+namespace {
+
+using Op = AuraEncode;
+BITTERN_EXPORT(EncodeRows);
+
+Status supports(const Op::Desc&) { return cpu::supported(); }
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
+  cpu::parallel_rows(
+      d, [&](std::int64_t begin, std::int64_t end) { BITTERN_CALL(EncodeRows)(d, a, begin, end); });
+  return {};
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cpu",
+                                    .backend = "cpu",
+                                    .supports = supports,
+                                    .architecture = cpu::architecture,
+                                    .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<AuraEncode>> aura_encode_cpu() { return kKernels; }
+
+}  // namespace bittern
+#endif  // HWY_ONCE

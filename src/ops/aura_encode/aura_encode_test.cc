@@ -1,0 +1,514 @@
+#include "bittern/codec.h"
+#include "oracle/op_test.h"
+#include "oracle/oracle_test.h"
+
+namespace bittern {
+namespace {
+
+using oracle::expect_error;
+using oracle::expect_ok;
+using oracle::kBothKernels;
+using oracle::run_op;
+
+TEST(AuraEncode, MatchesRefEverywhere) { oracle::expect_parity("aura_encode"); }
+
+std::string text_of(float v) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.9g", static_cast<double>(v));
+  return text;
+}
+
+// ---- running it ----
+
+struct Encoded {
+  std::vector<std::uint32_t> packed;
+  std::vector<float> norms;  // widened, if f16
+  std::uint32_t code(const AuraDesc& d, std::int64_t row, std::int64_t j) const {
+    return packed_code(packed.data() + row * d.packed_shape()[1], j, d.bits);
+  }
+};
+
+struct Tables {
+  Codebook book;
+  std::vector<float> rotation;
+  Tables(const AuraDesc& d, std::uint64_t seed = 1)
+      : book(*sphere_codebook(d.axis_size, d.bits)),
+        rotation(*make_rotation(d.rotation, d.axis_size, seed)) {}
+};
+
+// Rows over outputs that are dirty.
+Encoded encode(AuraDesc& d, const std::vector<float>& x, const Tables& t,
+               std::string_view kernel = {}) {
+  d.outer_size = static_cast<std::int64_t>(x.size()) / d.axis_size;
+  const auto rows = static_cast<std::size_t>(d.outer_size);
+  Encoded out{std::vector<std::uint32_t>(static_cast<std::size_t>(d.packed_shape().numel()), ~0u),
+              std::vector<float>(rows, -7)};
+  std::vector<f16> half(rows);
+  AuraEncode::Args args{.x = view(x.data(), d.tensor_shape()),
+                        .boundaries = view(t.book.boundaries.data(), {d.levels() - 1}),
+                        .codebook = view(t.book.levels.data(), {d.levels()}),
+                        .packed = view(out.packed.data(), d.packed_shape()),
+                        .norms = view(out.norms.data(), d.norm_shape())};
+  if (d.f16_norm) args.norms = view(half.data(), d.norm_shape());
+  if (d.rotation != Rotation::identity) args.table = view(t.rotation.data(), d.rotation_shape());
+  expect_ok(run_op<AuraEncode>(d, args, kernel));
+  for (std::size_t i = 0; d.f16_norm && i < rows; ++i) out.norms[i] = to_f32(half[i]);
+  return out;
+}
+
+std::vector<float> decode(const AuraDesc& d, const Encoded& e, const Tables& t) {
+  std::vector<float> y(static_cast<std::size_t>(d.tensor_shape().numel()));
+  AuraDesc plain = d;
+  plain.f16_norm = false;
+  AuraDecode::Args args{.packed = view(e.packed.data(), d.packed_shape()),
+                        .norms = view(e.norms.data(), d.norm_shape()),
+                        .codebook = view(t.book.levels.data(), {d.levels()}),
+                        .y = view(y.data(), d.tensor_shape())};
+  if (d.rotation != Rotation::identity) args.table = view(t.rotation.data(), d.rotation_shape());
+  expect_ok(run_op<AuraDecode>(plain, args));
+  return y;
+}
+
+// Independent Gaussians, so rows point anywhere: drawn from 64 Ki samples.
+class Gaussians {
+ public:
+  explicit Gaussians(std::uint64_t seed) : rng_(seed), samples_(1 << 16) {
+    for (std::size_t i = 0; i < samples_.size(); i += 2) {
+      const double radius = std::sqrt(-2 * std::log(1 - rng_.uniform()));
+      const double angle = 2 * M_PI * rng_.uniform();
+      samples_[i] = static_cast<float>(radius * std::cos(angle));
+      samples_[i + 1] = static_cast<float>(radius * std::sin(angle));
+    }
+  }
+  std::vector<float> rows(std::int64_t count, std::int64_t dim) {
+    std::vector<float> x(static_cast<std::size_t>(count * dim));
+    std::uint64_t bits = 0;
+    for (std::size_t i = 0; i < x.size(); ++i, bits >>= 16) {
+      if (i % 4 == 0) bits = rng_.next();
+      x[i] = samples_[bits & 0xffff];
+    }
+    return x;
+  }
+
+ private:
+  oracle::Rng rng_;
+  std::vector<float> samples_;
+};
+
+// The mean over rows of |x - x'|^2 / |x|^2.
+double relative_error(const AuraDesc& d, const std::vector<float>& x, const std::vector<float>& y) {
+  const auto n = static_cast<std::size_t>(d.axis_size);
+  double total = 0;
+  for (std::size_t i = 0; i < x.size(); i += n) {
+    double error = 0, size = 0;
+    for (std::size_t j = i; j < i + n; ++j) {
+      const auto a = static_cast<double>(x[j]), e = a - static_cast<double>(y[j]);
+      error += e * e;
+      size += a * a;
+    }
+    total += error / size;
+  }
+  return total * static_cast<double>(n) / static_cast<double>(x.size());
+}
+double round_trip_error(AuraDesc d, const std::vector<float>& x, const Tables& t) {
+  const Encoded e = encode(d, x, t);
+  return relative_error(d, x, decode(d, e, t));
+}
+
+// ---- quality ----
+
+// Random directions: the codec's error is what the codebook promises. (1 % is four standard errors
+// or more of these many rows.)
+TEST(AuraEncode, DistortionIsThatOfTheCodebook) {
+  Gaussians gaussians(1);
+  for (const std::int64_t dim : {64, 128, 256}) {
+    const auto x = gaussians.rows(20000, dim);
+    for (std::int32_t bits = 1; bits <= 8; ++bits) {
+      const AuraDesc d{.axis_size = dim, .bits = bits, .scale_rule = ScaleRule::none};
+      const Tables t(d);
+      EXPECT_NEAR(round_trip_error(d, x, t) / t.book.distortion, 1, 0.01) << dim << " " << bits;
+    }
+  }
+}
+
+TEST(AuraEncode, EachScaleRuleDoesWhatItSays) {
+  Gaussians gaussians(2);
+  const auto x = gaussians.rows(20000, 128);
+  constexpr ScaleRule kRules[] = {ScaleRule::none, ScaleRule::matched, ScaleRule::least_squares,
+                                  ScaleRule::unbiased};
+  struct Row {
+    std::int32_t bits;
+    double error[4];
+  };
+  for (const Row& row :
+       {Row{2, {.11607, .11891, .11530, .13067}}, Row{3, {.03396, .03380, .03351, .03471}},
+        Row{4, {.00929, .00915, .00913, .00922}}}) {
+    for (std::size_t i = 0; i < 4; ++i) {
+      const AuraDesc d{.axis_size = 128, .bits = row.bits, .scale_rule = kRules[i]};
+      EXPECT_NEAR(round_trip_error(d, x, Tables(d)) / row.error[i], 1, 0.01)
+          << row.bits << " bits, rule " << i;
+    }
+  }
+  // Lengths, projections and least squares, row by row.
+  const std::vector<float> few(x.begin(), x.begin() + 64 * 128);
+  double error[4][64];
+  for (std::size_t rule = 0; rule < 4; ++rule) {
+    AuraDesc d{.axis_size = 128, .bits = 2, .scale_rule = kRules[rule]};
+    const Tables t(d);
+    const auto y = decode(d, encode(d, few, t), t);
+    for (std::size_t i = 0; i < 64; ++i) {
+      double xx = 0, xy = 0, yy = 0;
+      for (std::size_t j = i * 128; j < (i + 1) * 128; ++j) {
+        const auto a = static_cast<double>(few[j]), b = static_cast<double>(y[j]);
+        xx += a * a, xy += a * b, yy += b * b;
+      }
+      error[rule][i] = xx - 2 * xy + yy;
+      if (kRules[rule] == ScaleRule::matched) {
+        EXPECT_NEAR(yy / xx, 1, 1e-5);
+      }
+      if (kRules[rule] == ScaleRule::unbiased) {
+        EXPECT_NEAR(xy / xx, 1, 1e-5);
+      }
+    }
+  }
+  for (std::size_t i = 0; i < 64; ++i)
+    for (const std::size_t other : {0u, 1u, 3u}) EXPECT_LE(error[2][i], error[other][i] * 1.00001);
+}
+
+// Rows that are not random, relative error at 4 bits: the reason for a rotation, and for its signs.
+TEST(AuraEncode, RotationsTameAwkwardRows) {
+  const auto error = [](Rotation rotation, const std::vector<float>& x, bool signs = true) {
+    const AuraDesc d{.axis_size = 128, .rotation = rotation};
+    double sum = 0;
+    for (std::uint64_t seed = 1; seed <= 16; ++seed) {
+      Tables t(d, seed);
+      if (!signs) t.rotation.assign(128, 1.0f);
+      sum += round_trip_error(d, x, t) / 16;
+    }
+    return sum;
+  };
+  const std::vector<float> constant(128, 3.0f);
+  EXPECT_LT(error(Rotation::identity, constant), 1e-10);
+  EXPECT_NEAR(error(Rotation::hadamard, constant, false), 0.237, 0.005);
+  EXPECT_LT(error(Rotation::hadamard, constant), 0.0092);
+  EXPECT_NEAR(error(Rotation::dense, constant), 0.0092, 0.001);
+  std::vector<float> one_hot(128);
+  one_hot[77] = -2;
+  EXPECT_NEAR(error(Rotation::identity, one_hot), 0.237, 0.005);
+  EXPECT_LT(error(Rotation::hadamard, one_hot), 1e-10);
+  EXPECT_NEAR(error(Rotation::dense, one_hot), 0.0093, 0.001);
+  Gaussians gaussians(3);
+  auto outliers = gaussians.rows(200, 128);
+  for (std::size_t i = 0; i < outliers.size(); i += 128)
+    for (const std::size_t j : {3u, 40u, 41u, 99u}) outliers[i + j] *= 30;
+  EXPECT_NEAR(error(Rotation::identity, outliers), 0.209, 0.01);
+  EXPECT_NEAR(error(Rotation::hadamard, outliers), 0.0080, 0.0008);
+  EXPECT_NEAR(error(Rotation::dense, outliers), 0.0095, 0.0008);
+}
+
+// ---- the seed's contract ----
+
+// Its pipeline in f64, against dense rotations and a uniform codebook; a code may differ only where
+// the rotated value all but touches a boundary.
+TEST(AuraEncode, AgreesWithTheSeedsOracle) {
+  Gaussians gaussians(4);
+  for (const auto kernel : kBothKernels) {
+    for (const std::int64_t dim : {32, 64, 80, 96, 128, 192, 256}) {
+      for (const std::int32_t bits : {2, 3, 4, 6, 8}) {
+        AuraDesc d{.axis_size = dim, .bits = bits, .rotation = Rotation::dense};
+        Tables t(d);
+        if (bits == 4) {
+          for (int i = 0; i < 16; ++i)
+            t.book.levels[static_cast<std::size_t>(i)] = (2.0f * static_cast<float>(i) - 15) / 15;
+          t.book = *user_codebook(t.book.levels);
+        }
+        const auto x = gaussians.rows(3, dim);
+        const Encoded e = encode(d, x, t, kernel);
+        for (std::int64_t row = 0; row < 3; ++row) {
+          const float* at = x.data() + row * dim;
+          double norm = 0, recon = 0;
+          for (std::int64_t j = 0; j < dim; ++j)
+            norm += static_cast<double>(at[j]) * static_cast<double>(at[j]);
+          norm = std::sqrt(norm);
+          for (std::int64_t i = 0; i < dim; ++i) {
+            double rotated = 0;
+            for (std::int64_t j = 0; j < dim; ++j)
+              rotated += static_cast<double>(t.rotation[static_cast<std::size_t>(i * dim + j)]) *
+                         static_cast<double>(at[j]) / norm;
+            std::uint32_t index = 0;
+            double nearest = 1;
+            for (const float boundary : t.book.boundaries) {
+              index += rotated > static_cast<double>(boundary) ? 1 : 0;
+              nearest = std::min(nearest, std::fabs(rotated - static_cast<double>(boundary)));
+            }
+            const std::uint32_t code = e.code(d, row, i);
+            if (nearest > 1e-6) {
+              ASSERT_EQ(code, index) << dim << " " << bits;
+            }
+            const auto level = static_cast<double>(t.book.levels[code]);
+            recon += level * level;
+          }
+          EXPECT_NEAR(e.norms[static_cast<std::size_t>(row)] * std::sqrt(recon) / norm, 1, 1e-5);
+        }
+      }
+    }
+  }
+}
+
+// Two values, by hand: norm 5, u = (0.6, 0.8), boundaries -0.7 0 0.8: 0.8 is not above 0.8.
+TEST(AuraEncode, ByHand) {
+  for (const auto kernel : kBothKernels) {
+    AuraDesc d{.axis_size = 2, .bits = 2, .rotation = Rotation::identity};
+    Tables t(d);
+    t.book.boundaries = {-0.7f, 0, 0.8f};
+    t.book.levels = {-0.75f, -0.25f, 0.75f, 1};
+    EXPECT_EQ(encode(d, {3, 4}, t, kernel).packed[0], 2u | 2u << 2);
+    EXPECT_EQ(encode(d, {3, 4}, t, kernel).norms[0], 5 / std::sqrt(1.125f));
+    EXPECT_EQ(encode(d, {-4, 0}, t, kernel).packed[0], 0u | 1u << 2);
+    d.scale_rule = ScaleRule::none;
+    EXPECT_EQ(encode(d, {3, 4}, t, kernel).norms[0], 5);
+    d.scale_rule = ScaleRule::unbiased;
+    EXPECT_EQ(encode(d, {0, -4}, t, kernel).norms[0], 4 / 0.75f);
+    d.scale_rule = ScaleRule::least_squares;
+    EXPECT_EQ(encode(d, {0, -4}, t, kernel).norms[0], 4 * (0.75f / 0.625f));
+  }
+}
+
+// ---- rows out of the ordinary ----
+
+constexpr ScaleRule kAllRules[] = {ScaleRule::matched, ScaleRule::none, ScaleRule::least_squares,
+                                   ScaleRule::unbiased};
+constexpr Rotation kAllRotations[] = {Rotation::identity, Rotation::hadamard, Rotation::dense};
+
+// f(desc, tables, kernel) for each rotation, rule and kernel, with rows of 128 and of 20.
+template <class F>
+void for_all(F&& f) {
+  for (const std::int64_t dim : {128, 20}) {
+    for (const Rotation rotation : kAllRotations) {
+      AuraDesc d{.axis_size = dim, .rotation = rotation};
+      const Tables t(d);
+      for (const ScaleRule rule : kAllRules) {
+        d.scale_rule = rule;
+        for (const auto kernel : kBothKernels) f(d, t, kernel);
+      }
+    }
+  }
+}
+
+TEST(AuraEncode, ZeroRowsDecodeToZeros) {
+  for_all([](AuraDesc& d, const Tables& t, std::string_view kernel) {
+    std::vector<float> x(static_cast<std::size_t>(2 * d.axis_size));
+    x[1] = -0.0f;
+    const Encoded e = encode(d, x, t, kernel);
+    EXPECT_EQ(e.norms, (std::vector<float>{0, 0}));
+    for (std::int64_t j = 0; j < d.axis_size; ++j)
+      EXPECT_EQ(e.code(d, 1, j), 7u);  // just below the middle: 0 > 0 is false
+    for (const float y : decode(d, e, t)) EXPECT_EQ(y, 0);
+  });
+}
+
+TEST(AuraEncode, TinyRowsHaveANormButNoDirection) {
+  for_all([](AuraDesc& d, const Tables& t, std::string_view kernel) {
+    std::vector<float> x(static_cast<std::size_t>(d.axis_size));
+    x[2] = 9e-9f;
+    const Encoded e = encode(d, x, t, kernel);
+    for (std::int64_t j = 0; j < d.axis_size; ++j) EXPECT_EQ(e.code(d, 0, j), 7u);
+    const double level = std::fabs(static_cast<double>(t.book.levels[7])) *
+                         std::sqrt(static_cast<double>(d.axis_size));
+    const double want = d.scale_rule == ScaleRule::matched         ? 9e-9 / level
+                        : d.scale_rule == ScaleRule::least_squares ? 0
+                                                                   : 9e-9;
+    EXPECT_NEAR(e.norms[0], want, 1e-5 * want);
+    x[2] = 1.1e-8f;  // just above: a direction again
+    EXPECT_NE(encode(d, x, t, kernel).packed, e.packed);
+  });
+}
+
+TEST(AuraEncode, RowsWhoseNormOverflowsKeepTheirCodes) {
+  for_all([](AuraDesc& d, const Tables& t, std::string_view kernel) {
+    Gaussians gaussians(5);
+    auto x = gaussians.rows(1, d.axis_size);
+    double length = 0;
+    for (float& v : x) {
+      v = std::clamp(v, -3.0f, 3.0f);
+      length += static_cast<double>(v) * static_cast<double>(v);
+    }
+    length = std::sqrt(length);
+    const Encoded want = encode(d, x, t, kernel);
+    constexpr double kMost = 3.4028234663852886e38;
+    for (const float size : {0x1p70f, 0x1p120f, 0x1p126f}) {
+      auto large = x;
+      for (float& v : large) v *= size;
+      const Encoded e = encode(d, large, t, kernel);
+      EXPECT_EQ(e.packed, want.packed);
+      const double norm = std::min(length * static_cast<double>(size), kMost);
+      const double s = norm * static_cast<double>(want.norms[0]) / length;
+      EXPECT_NEAR(e.norms[0] / std::min(s, kMost), 1, 1e-6) << size;
+      for (const float y : decode(d, e, t)) EXPECT_TRUE(std::isfinite(y));
+    }
+  });
+}
+
+TEST(AuraEncode, RowsThatAreNotFiniteDecodeToNan) {
+  for_all([](AuraDesc& d, const Tables& t, std::string_view kernel) {
+    for (const float bad : {NAN, INFINITY, -INFINITY}) {
+      std::vector<float> x(static_cast<std::size_t>(d.axis_size), 1.0f);
+      x[static_cast<std::size_t>(d.axis_size - 2)] = bad;
+      const Encoded e = encode(d, x, t, kernel);
+      for (const std::uint32_t word : e.packed) EXPECT_EQ(word, 0u);
+      EXPECT_TRUE(std::isnan(e.norms[0]));
+      for (const float y : decode(d, e, t)) EXPECT_TRUE(std::isnan(y));
+    }
+  });
+}
+
+TEST(AuraEncode, NoRowDisturbsAnother) {
+  for_all([](AuraDesc& d, const Tables& t, std::string_view kernel) {
+    Gaussians gaussians(6);
+    const auto n = static_cast<std::size_t>(d.axis_size);
+    auto x = gaussians.rows(40, d.axis_size);
+    const Encoded clean = encode(d, x, t, kernel);
+    const float bad[] = {NAN, INFINITY, 3e38f, 1e-30f, 0};
+    for (std::size_t row = 0; row < 40; row += 3)
+      for (std::size_t j = 0; j < n; ++j) x[row * n + j] = bad[row % 5];
+    const Encoded dirty = encode(d, x, t, kernel);
+    const auto words = static_cast<std::size_t>(d.packed_shape()[1]);
+    for (std::size_t row = 0; row < 40; ++row) {
+      if (row % 3 == 0) continue;
+      EXPECT_EQ(clean.norms[row], dirty.norms[row]);
+      for (std::size_t w = row * words; w < (row + 1) * words; ++w)
+        EXPECT_EQ(clean.packed[w], dirty.packed[w]);
+    }
+  });
+}
+
+TEST(AuraEncode, HalfNormsSaturate) {
+  for_all([](AuraDesc& d, const Tables& t, std::string_view kernel) {
+    Gaussians gaussians(7);
+    auto x = gaussians.rows(3, d.axis_size);
+    for (std::size_t j = 0; j < static_cast<std::size_t>(d.axis_size); ++j) {
+      x[j] *= 1e6f;
+      x[static_cast<std::size_t>(2 * d.axis_size) + j] = 1;
+    }
+    x.back() = NAN;
+    const Encoded full = encode(d, x, t, kernel);
+    d.f16_norm = true;
+    const Encoded half = encode(d, x, t, kernel);
+    d.f16_norm = false;
+    EXPECT_EQ(half.packed, full.packed);
+    EXPECT_EQ(half.norms[0], 65504);
+    EXPECT_EQ(half.norms[1], to_f32(to_f16(full.norms[1])));
+    EXPECT_TRUE(std::isnan(half.norms[2]));
+  });
+}
+
+// ---- layout ----
+
+// One token of three heads straight into a cache [heads, capacity, words].
+TEST(AuraEncode, WritesIntoACache) {
+  Gaussians gaussians(8);
+  AuraDesc d{.axis_size = 128, .bits = 3};
+  const Tables t(d);
+  const auto x = gaussians.rows(3, 128);
+  const Encoded want = encode(d, x, t);
+  constexpr std::int64_t kCapacity = 5, kSlot = 2;
+  const std::int64_t words = d.packed_shape()[1];
+  std::vector<std::uint32_t> cache(static_cast<std::size_t>(3 * kCapacity * words), 0xabababab);
+  std::vector<float> norms(3 * kCapacity, -1);
+  expect_ok(run_op<AuraEncode>(
+      d, {.x = view(x.data(), {3, 128}),
+          .table = view(t.rotation.data(), {128}),
+          .boundaries = view(t.book.boundaries.data(), {7}),
+          .codebook = view(t.book.levels.data(), {8}),
+          .packed = view(cache.data() + kSlot * words, {3, words}, kCapacity * words),
+          .norms = view(norms.data() + kSlot, {3, 1}, kCapacity)}));
+  for (std::int64_t head = 0; head < 3; ++head) {
+    for (std::int64_t slot = 0; slot < kCapacity; ++slot) {
+      const auto at = static_cast<std::size_t>(head * kCapacity + slot);
+      EXPECT_EQ(norms[at], slot == kSlot ? want.norms[static_cast<std::size_t>(head)] : -1);
+      for (std::int64_t w = 0; w < words; ++w)
+        EXPECT_EQ(
+            cache[at * static_cast<std::size_t>(words) + static_cast<std::size_t>(w)],
+            slot == kSlot ? want.packed[static_cast<std::size_t>(head * words + w)] : 0xabababab);
+    }
+  }
+}
+
+TEST(AuraEncode, ErrorsNameTheFieldAndLeaveTheOutputsAlone) {
+  const AuraDesc good{.outer_size = 2, .axis_size = 128};
+  Tables t(good);
+  std::vector<float> x(256, 1), norms(2, 7);
+  std::vector<std::uint32_t> packed(64, 0xabcdef01u);
+  const auto untouched = packed;
+  const AuraEncode::Args args{.x = view(std::as_const(x).data(), {2, 128}),
+                              .table = view(std::as_const(t.rotation).data(), {128}),
+                              .boundaries = view(std::as_const(t.book.boundaries).data(), {15}),
+                              .codebook = view(std::as_const(t.book.levels).data(), {16}),
+                              .packed = view(packed.data(), {2, 16}),
+                              .norms = view(norms.data(), {2, 1})};
+  const auto with = [&](auto change) {
+    AuraDesc d = good;
+    change(d);
+    return run_op<AuraEncode>(d, args);
+  };
+  const auto operand = [&](auto change) {
+    AuraEncode::Args a = args;
+    change(a);
+    return run_op<AuraEncode>(good, a);
+  };
+  const auto table = [&](std::vector<float>& values, std::size_t i, float value) {
+    const float before = values[i];
+    values[i] = value;
+    const Status status = run_op<AuraEncode>(good, args);
+    values[i] = before;
+    return status;
+  };
+  using D = AuraDesc&;
+  using A = AuraEncode::Args&;
+  const Code bad = Code::invalid_argument;
+  expect_error(with([](D d) { d.bits = 0; }), bad, "aura_encode: bits: 0, expected 1..8");
+  expect_error(with([](D d) { d.bits = 9; }), bad, "aura_encode: bits: 9, expected 1..8");
+  expect_error(with([](D d) { d.axis_size = 1; }), bad,
+               "aura_encode: axis_size: 1, expected 2..1024");
+  expect_error(with([](D d) { d.axis_size = 1025; }), bad,
+               "aura_encode: axis_size: 1025, expected 2..1024");
+  expect_error(with([](D d) { d.axis_size = 100; }), bad,
+               "aura_encode: axis_size: 100 with rotation hadamard, expected a power of two times "
+               "one of 1 12 20 28 36 44 60");
+  expect_error(with([](D d) { d.outer_size = -3; }), bad,
+               "aura_encode: outer_size: -3, expected at least 0");
+  expect_error(with([](D d) { d.scale_rule = static_cast<ScaleRule>(4); }), bad,
+               "aura_encode: scale_rule: 4, expected 0..3");
+  expect_error(with([](D d) { d.element = DType::f64; }), Code::unsupported,
+               "aura_encode: element: f64, expected f32, f16 or bf16");
+  expect_error(with([](D d) { d.f16_norm = true; }), bad,
+               "aura_encode: norms: dtype f32, expected f16");
+  expect_error(with([](D d) { d.bits = 3; }), bad,
+               "aura_encode: boundaries: shape [15], expected [7]");
+  expect_error(operand([](A a) { a.boundaries.shape[0] = 16; }), bad,
+               "aura_encode: boundaries: shape [16], expected [15]");
+  expect_error(operand([](A a) { a.codebook.shape[0] = 15; }), bad,
+               "aura_encode: codebook: shape [15], expected [16]");
+  expect_error(operand([](A a) { a.packed.shape[1] = 17; }), bad,
+               "aura_encode: packed: shape [2,17], expected [2,16]");
+  expect_error(operand([](A a) { a.packed.stride[0] = 15; }), Code::unsupported,
+               "aura_encode: packed: stride 15 of axis 0, expected at least 16");
+  expect_error(operand([](A a) { a.norms.shape = {2}; }), bad,
+               "aura_encode: norms: shape [2], expected [2,1]");
+  expect_error(table(t.book.boundaries, 5, 1.0f), bad,
+               "aura_encode: boundaries: [6] is " + text_of(t.book.boundaries[6]) +
+                   ", expected no less than the value before it");
+  expect_error(table(t.book.boundaries, 14, INFINITY), bad,
+               "aura_encode: boundaries: [14] is inf, expected a finite value");
+  expect_error(table(t.book.levels, 0, NAN), bad,
+               "aura_encode: codebook: [0] is nan, expected a finite value");
+  expect_error(table(t.rotation, 127, 2.0f), bad,
+               "aura_encode: table: [127] is 2, expected 1 or -1");
+  EXPECT_EQ(packed, untouched);
+  EXPECT_EQ(norms, std::vector<float>(2, 7));
+  expect_ok(run_op<AuraEncode>(good, args));
+  EXPECT_NE(packed, untouched);
+}
+
+}  // namespace
+}  // namespace bittern
