@@ -1,0 +1,176 @@
+// The KV cache of one attention layer and one sequence, compressed by the row format of
+// bittern/aura_desc.h: K and V each with their own width, rotation, scale rule and centring.
+//
+//   auto cache = KvCache::make({.kv_heads = 8, .dim = 128, .recent = 64});
+//   cache->append(k, v);                  k, v [tokens, kv_heads, dim]
+//   cache->attend(q, out);                q, out [queries, heads, dim], the last tokens' queries
+//   KvCache guess = cache->fork();        shares pages until either writes to one
+//   guess.truncate(guess.size() - 3);     rolls back
+//
+// Tokens are numbered from 0 by append. Token t lies in one of three regions, in order:
+//
+//   first    t < config.first, in bf16
+//   coded    in pages of page_size tokens: [kv_heads, page_size] rows of codes and scales
+//   recent   the newest config.recent, in bf16; what leaves is encoded, from its bf16 value, so
+//   that
+//            the cache does not depend on how the tokens were grouped into appends
+//
+// Encoding is not undone: after truncate the recent region is that much shorter until it fills
+// anew.
+//
+// With a window, tokens are forgotten once they lie window + slack or more behind the newest, and
+// the pages they leave are used again: a ring. `slack` is what truncate may take back, and attend's
+// queries beyond the first may need. First tokens stay if window_keeps_first.
+//
+// Forks share a pool of pages. A cache, its forks included, may be used by one thread at a time.
+#pragma once
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "bittern/codec.h"
+#include "bittern/plan.h"
+
+namespace bittern {
+
+// What K and V have of their own.
+struct KvSide {
+  std::int32_t bits = 4;
+  Rotation rotation = Rotation::hadamard;
+  std::uint64_t seed = 0;  // of the rotation
+  ScaleRule scale_rule = ScaleRule::matched;
+  // Empty: make_rotation(rotation, dim, seed).
+  std::vector<float> table = {};
+  // Without levels: sphere_codebook(dim, bits). Without boundaries, what is coded can be read, but
+  // nothing appended.
+  Codebook codebook = {};
+  std::vector<float> mean = {};  // [kv_heads, dim], subtracted before encoding; empty: none
+  bool operator==(const KvSide&) const;
+};
+
+struct KvCacheConfig {
+  std::int64_t kv_heads = 1;
+  std::int64_t dim = 128;
+  std::int64_t page_size = 64;  // tokens, 16..128
+  std::int64_t first = 0;
+  std::int64_t recent = 0;
+  std::int64_t window = 0;  // 0: nothing is forgotten
+  std::int64_t slack = 0;
+  bool window_keeps_first = false;
+  bool f16_scale = false;
+  KvSide k = {};
+  KvSide v = {};
+  bool operator==(const KvCacheConfig&) const = default;
+};
+
+struct KvAttention {
+  double scale = 0;      // of the logits; 0: 1 / sqrt(dim)
+  ConstView sinks = {};  // f32 [heads]; null: none
+  bool causal = true;
+  Preference preference = Preference::exact;
+};
+
+// Bytes, to the last one.
+struct KvCacheBytes {
+  std::size_t codes = 0;    // of the tokens held: their packed words
+  std::size_t scales = 0;   // and their scales
+  std::size_t exact = 0;    // tokens held in bf16
+  std::size_t pages = 0;    // memory of the pages in use, whole ones
+  std::size_t shared = 0;   // of these, pages that another cache holds too
+  std::size_t regions = 0;  // memory of the bf16 regions
+  std::size_t tables = 0;   // codebooks, rotations, means
+};
+
+class KvCache {
+ public:
+  // Fills in the tables that `config` leaves out.
+  static Result<KvCache> make(KvCacheConfig config);
+
+  KvCache(const KvCache&) = delete;  // fork() says what it does
+  KvCache(KvCache&&) noexcept;
+  KvCache& operator=(KvCache&&) noexcept;
+  ~KvCache();
+
+  // A cache with the same tokens. Pages are shared, and copied when one of the two writes to them.
+  KvCache fork() const;
+
+  // k and v [tokens, kv_heads, dim], f32, f16 or bf16; the first axis may have a stride.
+  Status append(const ConstView& k, const ConstView& v);
+
+  // Forgets all tokens from `size` on. Refused where the window would then reach tokens that are
+  // gone already.
+  Status truncate(std::int64_t size);
+
+  // q and out [queries, heads, dim], f32, f16 or bf16, of the newest `queries` tokens:
+  // aura_attention with the config's window.
+  Status attend(const ConstView& q, const MutView& out, const KvAttention& how = {}) const;
+
+  // Token t's rows as attention sees them, [kv_heads, dim] each: decoded, means added.
+  Status read(std::int64_t token, std::span<float> k, std::span<float> v) const;
+
+  const KvCacheConfig& config() const { return config_; }
+  std::int64_t size() const { return size_; }  // tokens appended, less those taken back
+  std::int64_t first() const;                  // how many of them are in each region
+  std::int64_t coded() const { return coded_end_ - coded_begin_; }
+  std::int64_t recent() const { return size_ - coded_end_; }
+  std::int64_t forgotten() const { return coded_begin_ - first(); }  // after the first tokens
+  KvCacheBytes bytes() const;
+
+  // Everything, in the format of docs/kv_cache.md. parse gives an equal cache back, or says why the
+  // bytes are not one: foreign, cut short, too long, changed, of another version.
+  std::vector<std::byte> serialize() const;
+  static Result<KvCache> parse(std::span<const std::byte> bytes);
+
+  // The layout of the seed's family: packed [kv_heads, capacity, width] u32 and norms
+  // [kv_heads, capacity] f32, of K and V, with tokens from slot 0 on.
+  struct AuraViews {
+    MutView k_packed, k_norms, v_packed, v_norms;
+  };
+  // The coded tokens; there must be no others, and capacity for them.
+  Status write_aura(const AuraViews& to) const;
+  // A cache of the first `tokens` slots.
+  static Result<KvCache> read_aura(KvCacheConfig config, const AuraViews& from,
+                                   std::int64_t tokens);
+
+ private:
+  struct Pool;
+  struct Slot {
+    std::int64_t page, token;
+  };
+  explicit KvCache(KvCacheConfig config);
+  Slot slot(std::int64_t token) const;
+  Status encode(std::int64_t count, const std::vector<float>& k, const std::vector<float>& v);
+  Status reserve_pages(std::int64_t tokens);
+  void make_own(std::size_t index);
+  void forget();
+  void drop_pages();
+  void release();
+
+  KvCacheConfig config_;
+  std::shared_ptr<Pool> pool_;
+  std::deque<std::int32_t> table_;  // pages, oldest first
+  std::int64_t table_begin_ = 0;    // the token in the first slot of table_[0]
+  std::int64_t size_ = 0, coded_begin_ = 0, coded_end_ = 0;
+  std::vector<bf16> k_first_, v_first_;    // [kv_heads, first, dim]
+  std::vector<bf16> k_recent_, v_recent_;  // [kv_heads, recent, dim]; token t in slot t % recent
+};
+
+// "aura4v2": bits of K and V; "aura4" is aura4v4.
+struct AuraScheme {
+  std::int32_t k_bits = 4, v_bits = 4;
+  bool operator==(const AuraScheme&) const = default;
+};
+Result<AuraScheme> parse_aura_name(std::string_view name);
+std::string aura_name(const AuraScheme& scheme);
+
+// A config that reads and writes caches of the seed's family: hadamard rotations seeded by the
+// layer, matched f32 norms. With `legacy`, its shipped tables: for decoding only.
+Result<KvCacheConfig> aura_config(const AuraScheme& scheme, std::int64_t kv_heads, std::int64_t dim,
+                                  std::uint64_t layer, bool legacy = false);
+
+// The tables the seed's family shipped for 2, 3, 4 and 8 bits, without boundaries: their 4-bit one
+// has 2.1 times the error of sphere_codebook's, the 8-bit one 3.9 times. To read caches that were
+// made with them.
+Result<Codebook> legacy_codebook(std::int64_t dim, std::int32_t bits);
+
+}  // namespace bittern

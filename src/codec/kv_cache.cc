@@ -1,0 +1,918 @@
+#include "bittern/kv_cache.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <new>
+
+#include "bittern/ops/aura_attention.h"
+#include "bittern/ops/aura_decode.h"
+#include "bittern/ops/aura_encode.h"
+
+namespace bittern {
+namespace {
+
+constexpr std::int64_t kMostTokens = std::int64_t{1} << 29;
+constexpr std::int64_t kMostExact = std::int64_t{1} << 28;  // values of a region, of K or V
+
+Status refuse(std::string_view where, const std::string& what) {
+  return invalid("kv_cache: " + std::string(where) + ": " + what);
+}
+
+Status between(std::string_view field, std::int64_t value, std::int64_t least, std::int64_t most) {
+  if (value >= least && value <= most) return {};
+  return refuse(field, std::to_string(value) + ", expected " + std::to_string(least) + ".." +
+                           std::to_string(most));
+}
+
+Status has_size(const std::string& field, std::size_t size, std::int64_t expected) {
+  if (static_cast<std::int64_t>(size) == expected) return {};
+  return refuse(field, std::to_string(size) + " values, expected " + std::to_string(expected));
+}
+
+std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+// Checks one side and fills in what it leaves out.
+Status complete(const std::string& name, std::int64_t kv_heads, std::int64_t dim, KvSide& side) {
+  BITTERN_TRY(between(name + ".bits", side.bits, 1, 8));
+  BITTERN_TRY(check_aura_row("kv_cache: " + name, "dim", dim, side.bits, side.rotation));
+  BITTERN_TRY(between(name + ".scale_rule", static_cast<std::int32_t>(side.scale_rule), 0, 3));
+  if (side.table.empty()) {
+    auto table = make_rotation(side.rotation, dim, side.seed);
+    if (!table) return table.status();
+    side.table = std::move(*table);
+  }
+  const std::int64_t entries = side.rotation == Rotation::dense      ? dim * dim
+                               : side.rotation == Rotation::hadamard ? dim
+                                                                     : 0;
+  BITTERN_TRY(has_size(name + ".table", side.table.size(), entries));
+  if (side.rotation == Rotation::hadamard)
+    BITTERN_TRY(check_signs("kv_cache", name + ".table", side.table.data(), dim));
+  if (side.codebook.levels.empty()) {
+    auto codebook = sphere_codebook(dim, side.bits);
+    if (!codebook) return codebook.status();
+    side.codebook = std::move(*codebook);
+  }
+  const std::int64_t levels = std::int64_t{1} << side.bits;
+  const auto& [values, boundaries, distortion] = side.codebook;
+  BITTERN_TRY(has_size(name + ".codebook.levels", values.size(), levels));
+  BITTERN_TRY(check_codebook("kv_cache", name + ".codebook.levels", values.data(), levels));
+  if (!boundaries.empty()) {
+    BITTERN_TRY(has_size(name + ".codebook.boundaries", boundaries.size(), levels - 1));
+    BITTERN_TRY(
+        check_boundaries("kv_cache", name + ".codebook.boundaries", boundaries.data(), levels - 1));
+  }
+  if (!side.mean.empty()) {
+    BITTERN_TRY(has_size(name + ".mean", side.mean.size(), kv_heads * dim));
+    BITTERN_TRY(check_codebook("kv_cache", name + ".mean", side.mean.data(), kv_heads * dim));
+  }
+  return {};
+}
+
+// Row `index` of a [tokens, kv_heads, dim] view as f32.
+void load_row(const ConstView& view, std::int64_t token, std::int64_t head, std::int64_t dim,
+              float* to) {
+  (void)visit<float, f16, bf16>(view.dtype, [&]<class X>(Type<X>) {
+    const X* from = view.as<X>() + token * view.row_stride() + head * dim;
+    for (std::int64_t j = 0; j < dim; ++j) to[j] = to_math(from[j]);
+    return Status();
+  });
+}
+
+Status expect_rows(std::string_view operand, const ConstView& view, std::int64_t middle,
+                   std::int64_t dim) {
+  if (view.shape.rank != 3 || view.shape[1] != middle || view.shape[2] != dim) {
+    return refuse(operand, "shape " + view.shape.str() + ", expected [n," + std::to_string(middle) +
+                               "," + std::to_string(dim) + "]");
+  }
+  if (view.dtype != DType::f32 && !is_half(view.dtype)) {
+    return refuse(operand,
+                  std::string("dtype ").append(name(view.dtype)) + ", expected f32, f16 or bf16");
+  }
+  if (view.device != Device{}) return refuse(operand, "expected memory of the CPU");
+  if (view.shape[0] > 0 && view.data == nullptr) return refuse(operand, "null");
+  if (view.stride.rank != 3 ||
+      (view.shape[0] > 0 && (view.stride[2] != 1 || (middle > 1 && view.stride[1] != dim))) ||
+      (view.shape[0] > 1 && view.stride[0] < middle * dim)) {
+    return refuse(operand, "strides " + view.stride.str() + ", expected dense rows");
+  }
+  return {};
+}
+
+}  // namespace
+
+bool KvSide::operator==(const KvSide& other) const {
+  return bits == other.bits && rotation == other.rotation && seed == other.seed &&
+         scale_rule == other.scale_rule && table == other.table &&
+         codebook.levels == other.codebook.levels &&
+         codebook.boundaries == other.codebook.boundaries && mean == other.mean;
+}
+
+// ---- pages ----
+
+struct KvCache::Pool {
+  explicit Pool(const KvCacheConfig& c)
+      : heads(c.kv_heads),
+        page_size(c.page_size),
+        scale_bytes(c.f16_scale ? 2 : 4),
+        words{packed_words(c.dim, c.k.bits), packed_words(c.dim, c.v.bits)} {}
+
+  std::int64_t heads, page_size, scale_bytes;
+  std::int64_t words[2];  // of a row of K, of V
+  std::vector<std::uint32_t> codes[2];
+  std::vector<std::byte> scales[2];
+  std::vector<std::int32_t> holders;  // of each page
+  std::vector<std::int32_t> unused;
+
+  std::int64_t pages() const { return static_cast<std::int64_t>(holders.size()); }
+  std::int64_t rows() const { return heads * page_size; }  // of a page
+  std::size_t page_bytes() const {
+    return at(rows() * (4 * (words[0] + words[1]) + 2 * scale_bytes));
+  }
+  std::uint32_t* row(int side, std::int64_t page, std::int64_t head, std::int64_t token) {
+    return codes[side].data() + ((page * heads + head) * page_size + token) * words[side];
+  }
+  std::byte* scale(int side, std::int64_t page, std::int64_t head, std::int64_t token) {
+    return scales[side].data() + ((page * heads + head) * page_size + token) * scale_bytes;
+  }
+
+  std::int32_t take() {
+    if (unused.empty()) {
+      const auto page = static_cast<std::int32_t>(pages());
+      // All that may throw comes before anything is changed for good.
+      unused.reserve(at(pages() + 1));
+      for (int side = 0; side < 2; ++side) {
+        codes[side].resize(at((page + 1) * rows() * words[side]));
+        scales[side].resize(at((page + 1) * rows() * scale_bytes));
+      }
+      holders.push_back(1);
+      return page;
+    }
+    const std::int32_t page = unused.back();
+    unused.pop_back();
+    holders[at(page)] = 1;
+    return page;
+  }
+  void hold(std::int32_t page) { ++holders[at(page)]; }
+  void drop(std::int32_t page) {
+    if (--holders[at(page)] == 0) unused.push_back(page);
+  }
+  std::int32_t copy(std::int32_t page) {
+    const std::int32_t other = take();
+    for (int side = 0; side < 2; ++side) {
+      std::copy_n(row(side, page, 0, 0), rows() * words[side], row(side, other, 0, 0));
+      std::copy_n(scale(side, page, 0, 0), rows() * scale_bytes, scale(side, other, 0, 0));
+    }
+    return other;
+  }
+};
+
+KvCache::KvCache(KvCacheConfig config)
+    : config_(std::move(config)), pool_(std::make_shared<Pool>(config_)) {
+  const auto rows = [&](std::int64_t tokens) {
+    return std::vector<bf16>(at(config_.kv_heads * tokens * config_.dim));
+  };
+  k_first_ = v_first_ = rows(config_.first);
+  k_recent_ = v_recent_ = rows(config_.recent);
+}
+KvCache::KvCache(KvCache&&) noexcept = default;
+KvCache& KvCache::operator=(KvCache&& other) noexcept {
+  if (this != &other) {
+    release();
+    config_ = std::move(other.config_);
+    pool_ = std::move(other.pool_);
+    table_ = std::move(other.table_);
+    table_begin_ = other.table_begin_;
+    size_ = other.size_;
+    coded_begin_ = other.coded_begin_;
+    coded_end_ = other.coded_end_;
+    k_first_ = std::move(other.k_first_);
+    v_first_ = std::move(other.v_first_);
+    k_recent_ = std::move(other.k_recent_);
+    v_recent_ = std::move(other.v_recent_);
+  }
+  return *this;
+}
+KvCache::~KvCache() { release(); }
+
+void KvCache::release() {
+  if (pool_ == nullptr) return;  // moved from
+  for (const std::int32_t page : table_) pool_->drop(page);
+  table_.clear();
+}
+
+Result<KvCache> KvCache::make(KvCacheConfig config) {
+  Status status = [&]() -> Status {
+    BITTERN_TRY(between("kv_heads", config.kv_heads, 1, 1 << 16));
+    BITTERN_TRY(between("dim", config.dim, kAuraMinDim, kAuraMaxDim));
+    BITTERN_TRY(between("page_size", config.page_size, 16, 128));
+    const std::int64_t most = kMostExact / (config.kv_heads * config.dim);
+    BITTERN_TRY(between("first", config.first, 0, most));
+    BITTERN_TRY(between("recent", config.recent, 0, most));
+    BITTERN_TRY(between("window", config.window, 0, kMostTokens));
+    BITTERN_TRY(between("slack", config.slack, 0, config.window > 0 ? kMostTokens : 0));
+    BITTERN_TRY(complete("k", config.kv_heads, config.dim, config.k));
+    return complete("v", config.kv_heads, config.dim, config.v);
+  }();
+  if (!status.ok()) return status;
+  try {
+    return KvCache(std::move(config));
+  } catch (const std::bad_alloc&) {
+    return Status(Code::out_of_memory, "kv_cache");
+  }
+}
+
+KvCache KvCache::fork() const {
+  KvCache other(config_);
+  other.pool_ = pool_;
+  other.table_ = table_;
+  for (const std::int32_t page : table_) pool_->hold(page);
+  other.table_begin_ = table_begin_;
+  other.size_ = size_;
+  other.coded_begin_ = coded_begin_;
+  other.coded_end_ = coded_end_;
+  other.k_first_ = k_first_;
+  other.v_first_ = v_first_;
+  other.k_recent_ = k_recent_;
+  other.v_recent_ = v_recent_;
+  return other;
+}
+
+std::int64_t KvCache::first() const { return std::min(config_.first, size_); }
+
+KvCache::Slot KvCache::slot(std::int64_t token) const {
+  const std::int64_t i = token - table_begin_;
+  return {table_[at(i / config_.page_size)], i % config_.page_size};
+}
+
+// Room for `tokens` more coded ones.
+Status KvCache::reserve_pages(std::int64_t tokens) {
+  if (tokens == 0) return {};
+  if (table_.empty()) table_begin_ = coded_end_;
+  const std::int64_t needed = coded_end_ + tokens - table_begin_;
+  while (static_cast<std::int64_t>(table_.size()) * config_.page_size < needed)
+    table_.push_back(pool_->take());
+  return {};
+}
+
+void KvCache::make_own(std::size_t index) {
+  const std::int32_t page = table_[index];
+  if (pool_->holders[at(page)] == 1) return;
+  table_[index] = pool_->copy(page);
+  pool_->drop(page);
+}
+
+// Pages without a token of ours go back to the pool.
+void KvCache::drop_pages() {
+  const std::int64_t size = config_.page_size;
+  while (!table_.empty() && (coded_begin_ == coded_end_ || table_begin_ + size <= coded_begin_)) {
+    pool_->drop(table_.front());
+    table_.pop_front();
+    table_begin_ += size;
+  }
+  while (!table_.empty() &&
+         table_begin_ + (static_cast<std::int64_t>(table_.size()) - 1) * size >= coded_end_) {
+    pool_->drop(table_.back());
+    table_.pop_back();
+  }
+}
+
+void KvCache::forget() {
+  if (config_.window > 0) {
+    const std::int64_t oldest = size_ - config_.window - config_.slack;
+    coded_begin_ = std::clamp(oldest, coded_begin_, coded_end_);
+  }
+  drop_pages();
+}
+
+// ---- writing ----
+
+// Encodes `count` tokens after the last coded one; k and v [kv_heads, count, dim], not centred.
+Status KvCache::encode(std::int64_t count, const std::vector<float>& k,
+                       const std::vector<float>& v) {
+  const std::int64_t heads = config_.kv_heads, dim = config_.dim, page_size = config_.page_size;
+  BITTERN_TRY(reserve_pages(count));
+  std::vector<float> rows;
+  for (std::int64_t done = 0, run; done < count; done += run) {
+    const std::int64_t token = coded_end_;
+    make_own(at((token - table_begin_) / page_size));
+    const Slot to = slot(token);
+    run = std::min(count - done, page_size - to.token);
+    for (int s = 0; s < 2; ++s) {
+      const KvSide& side = s == 0 ? config_.k : config_.v;
+      const std::vector<float>& values = s == 0 ? k : v;
+      rows.resize(at(heads * run * dim));
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const float* from = values.data() + (h * count + done) * dim;
+        float* row = rows.data() + h * run * dim;
+        for (std::int64_t i = 0; i < run * dim; ++i)
+          row[i] = side.mean.empty() ? from[i] : from[i] - side.mean[at(h * dim + i % dim)];
+      }
+      // One token's rows are page_size apart; several tokens' rows of a head follow each other.
+      const bool one = run == 1;
+      const AuraDesc desc{.outer_size = one ? heads : run,
+                          .axis_size = dim,
+                          .bits = side.bits,
+                          .rotation = side.rotation,
+                          .scale_rule = side.scale_rule,
+                          .f16_norm = config_.f16_scale};
+      const auto plan = Plan<AuraEncode>::select(desc);
+      if (!plan) return plan.status();
+      std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
+      void* aligned = scratch.data();
+      std::size_t space = scratch.size();
+      std::align(64, plan->workspace_bytes(), aligned, space);
+      for (std::int64_t h = 0; h < (one ? 1 : heads); ++h) {
+        MutView packed = view(pool_->row(s, to.page, h, to.token), desc.packed_shape(),
+                              one ? page_size * pool_->words[s] : pool_->words[s]);
+        MutView norms{pool_->scale(s, to.page, h, to.token),
+                      desc.norm_element(),
+                      {},
+                      desc.norm_shape(),
+                      {one ? page_size : 1, 1}};
+        AuraEncode::Args args{
+            .x = view(std::as_const(rows).data() + h * run * dim, desc.tensor_shape()),
+            .boundaries = view(side.codebook.boundaries.data(), {desc.levels() - 1}),
+            .codebook = view(side.codebook.levels.data(), {desc.levels()}),
+            .packed = packed,
+            .norms = norms};
+        if (side.rotation != Rotation::identity)
+          args.table = view(side.table.data(), desc.rotation_shape());
+        BITTERN_TRY(plan->run(args, {}, {aligned, plan->workspace_bytes()}));
+      }
+    }
+    coded_end_ += run;
+  }
+  return {};
+}
+
+Status KvCache::append(const ConstView& k, const ConstView& v) {
+  const std::int64_t heads = config_.kv_heads, dim = config_.dim;
+  BITTERN_TRY(expect_rows("k", k, heads, dim));
+  BITTERN_TRY(expect_rows("v", v, heads, dim));
+  const std::int64_t count = k.shape[0];
+  if (v.shape[0] != count) {
+    return refuse(
+        "v", std::to_string(v.shape[0]) + " tokens, expected those of k, " + std::to_string(count));
+  }
+  if (count > kMostTokens - size_) return refuse("append", "more than 2^29 tokens");
+  for (const auto& [name, side] : {std::pair{"k", &config_.k}, {"v", &config_.v}}) {
+    if (side->codebook.boundaries.empty()) {
+      return refuse(std::string(name).append(".codebook"),
+                    "no boundaries: it is for decoding only");
+    }
+  }
+  try {
+    std::vector<float> row(at(dim));
+    // Token `token` of the input to row `slot` of a bf16 region.
+    const auto keep = [&](std::int64_t token, std::int64_t slot, std::int64_t slots,
+                          std::vector<bf16>& k_rows, std::vector<bf16>& v_rows) {
+      for (std::int64_t h = 0; h < heads; ++h) {
+        for (const auto& [from, to] : {std::pair{&k, &k_rows}, {&v, &v_rows}}) {
+          load_row(*from, token, h, dim, row.data());
+          for (std::int64_t j = 0; j < dim; ++j)
+            (*to)[at((h * slots + slot) * dim + j)] = to_bf16(row[at(j)]);
+        }
+      }
+    };
+    std::int64_t taken = 0;
+    for (; taken < count && size_ < config_.first; ++taken) {
+      keep(taken, size_, config_.first, k_first_, v_first_);
+      coded_begin_ = coded_end_ = ++size_;
+    }
+    // What leaves the recent region, oldest first, and of the new tokens what finds no room in it;
+    // so many at a time that they stay small.
+    std::int64_t leaving = std::max<std::int64_t>(recent() + count - taken - config_.recent, 0);
+    while (leaving > 0) {
+      const std::int64_t n = std::min(leaving, 4 * config_.page_size);
+      std::vector<float> k_rows(at(heads * n * dim)), v_rows(k_rows.size());
+      const std::int64_t from_region = std::min(n, recent());
+      for (std::int64_t h = 0; h < heads; ++h) {
+        for (std::int64_t i = 0; i < n; ++i) {
+          float* to[] = {k_rows.data() + (h * n + i) * dim, v_rows.data() + (h * n + i) * dim};
+          for (int s = 0; s < 2; ++s) {
+            if (i < from_region) {
+              const std::int64_t slot = (coded_end_ + i) % config_.recent;
+              const bf16* from =
+                  (s == 0 ? k_recent_ : v_recent_).data() + (h * config_.recent + slot) * dim;
+              for (std::int64_t j = 0; j < dim; ++j) to[s][j] = to_f32(from[j]);
+            } else {
+              load_row(s == 0 ? k : v, taken + i - from_region, h, dim, to[s]);
+              if (config_.recent > 0)
+                for (std::int64_t j = 0; j < dim; ++j) to[s][j] = to_f32(to_bf16(to[s][j]));
+            }
+          }
+        }
+      }
+      BITTERN_TRY(encode(n, k_rows, v_rows));
+      taken += n - from_region;
+      size_ += n - from_region;
+      leaving -= n;
+      forget();
+    }
+    for (; taken < count; ++taken, ++size_)
+      keep(taken, size_ % config_.recent, config_.recent, k_recent_, v_recent_);
+    forget();
+    return {};
+  } catch (const std::bad_alloc&) {
+    return Status(Code::out_of_memory, "kv_cache: append");
+  }
+}
+
+Status KvCache::truncate(std::int64_t size) {
+  BITTERN_TRY(between("truncate", size, 0, size_));
+  const std::int64_t least = forgotten() > 0 ? coded_begin_ + config_.window : 0;
+  if (size < size_ && size < least) {
+    return refuse("truncate", std::to_string(size) + ", expected at least " +
+                                  std::to_string(least) +
+                                  ": the window would reach tokens that are gone");
+  }
+  size_ = size;
+  coded_end_ = std::min(coded_end_, size);
+  coded_begin_ = std::min(coded_begin_, size);
+  drop_pages();
+  return {};
+}
+
+// ---- reading ----
+
+Status KvCache::attend(const ConstView& q, const MutView& out, const KvAttention& how) const {
+  const std::int64_t dim = config_.dim;
+  const std::int64_t heads = q.shape.rank == 3 ? q.shape[1] : 0;
+  BITTERN_TRY(expect_rows("q", q, heads, dim));
+  const std::int64_t queries = q.shape[0];
+  BITTERN_TRY(between("queries", queries, 0, size_));
+  const bool gone = forgotten() > 0;
+  if (gone && queries > 0 && size_ - queries + 1 - config_.window < coded_begin_) {
+    return refuse("queries", std::to_string(queries) + ", expected at most " +
+                                 std::to_string(size_ + 1 - config_.window - coded_begin_) +
+                                 ": the first one's window reaches tokens that are gone");
+  }
+  AuraAttentionDesc desc{.queries = queries,
+                         .heads = heads,
+                         .kv_heads = config_.kv_heads,
+                         .dim = dim,
+                         .capacity = static_cast<std::int64_t>(table_.size()) * config_.page_size,
+                         .page_size = config_.page_size,
+                         .pages = pool_->pages(),
+                         .first = config_.first,
+                         .recent = config_.recent,
+                         .k_bits = config_.k.bits,
+                         .v_bits = config_.v.bits,
+                         .k_rotation = config_.k.rotation,
+                         .v_rotation = config_.v.rotation,
+                         .scale = how.scale,
+                         .window = config_.window,
+                         .window_keeps_first = config_.window_keeps_first,
+                         .causal = how.causal,
+                         .element = q.dtype,
+                         .f16_scale = config_.f16_scale,
+                         .exact = DType::bf16};
+  const auto plan = Plan<AuraAttention>::select(desc, {}, how.preference);
+  if (!plan) return plan.status();
+  try {
+    const std::vector<std::int32_t> table(table_.begin(), table_.end());
+    // Before the first token that is gone none is in a window.
+    const std::int64_t firsts = gone && !config_.window_keeps_first ? 0 : first();
+    const std::int32_t lengths[] = {static_cast<std::int32_t>(firsts),
+                                    static_cast<std::int32_t>(coded()),
+                                    static_cast<std::int32_t>(recent())};
+    const std::int64_t ring = std::max<std::int64_t>(config_.recent, 1);
+    const std::int32_t starts[] = {
+        static_cast<std::int32_t>(coded() > 0 ? coded_begin_ - table_begin_ : 0),
+        static_cast<std::int32_t>(coded_end_ % ring)};
+    const auto as_sequence = [&](auto rows) {  // [queries, heads, dim] as one sequence's
+      rows.shape = desc.query_shape();
+      rows.stride = rows.shape.dense_strides();
+      return rows;
+    };
+    if (queries > 1 && q.stride[0] != heads * dim) return refuse("q", "expected it to be dense");
+    if (out.shape != q.shape || out.dtype != q.dtype) {
+      return refuse("out", std::string(name(out.dtype)) + " " + out.shape.str() + ", expected " +
+                               name(q.dtype) + " " + q.shape.str());
+    }
+    BITTERN_TRY(expect_rows("out", as_const(out), heads, dim));
+    if (queries > 1 && out.stride[0] != heads * dim)
+      return refuse("out", "expected it to be dense");
+    const Pool& pool = *pool_;
+    const auto scales = [&](int side) {
+      return ConstView{pool.scales[side].data(),
+                       desc.scale_element(),
+                       {},
+                       desc.scale_shape(),
+                       desc.scale_shape().dense_strides()};
+    };
+    const auto floats = [](const std::vector<float>& values, const Shape& shape) {
+      return values.empty() ? ConstView{} : view(values.data(), shape);
+    };
+    const auto exact = [&](const std::vector<bf16>& rows, std::int64_t tokens) {
+      return view(rows.data(), desc.exact_shape(tokens));
+    };
+    const Shape mean{config_.kv_heads, dim};
+    const AuraAttention::Args args{
+        .q = as_sequence(q),
+        .k_codes = view(pool.codes[0].data(), desc.code_shape(desc.k_bits)),
+        .k_scales = scales(0),
+        .v_codes = view(pool.codes[1].data(), desc.code_shape(desc.v_bits)),
+        .v_scales = scales(1),
+        .k_codebook = floats(config_.k.codebook.levels, {std::int64_t{1} << desc.k_bits}),
+        .v_codebook = floats(config_.v.codebook.levels, {std::int64_t{1} << desc.v_bits}),
+        .k_table = floats(config_.k.table, desc.rotation_shape(desc.k_rotation)),
+        .v_table = floats(config_.v.table, desc.rotation_shape(desc.v_rotation)),
+        .block_table = view(table.data(), desc.table_shape()),
+        .lengths = view(lengths, {1, 3}),
+        .starts = view(starts, {1, 2}),
+        .k_first = exact(k_first_, desc.first),
+        .v_first = exact(v_first_, desc.first),
+        .k_recent = exact(k_recent_, desc.recent),
+        .v_recent = exact(v_recent_, desc.recent),
+        .k_mean = floats(config_.k.mean, mean),
+        .v_mean = floats(config_.v.mean, mean),
+        .sinks = how.sinks,
+        .out = as_sequence(out)};
+    std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
+    void* aligned = scratch.data();
+    std::size_t space = scratch.size();
+    std::align(64, plan->workspace_bytes(), aligned, space);
+    return plan->run(args, {}, {aligned, plan->workspace_bytes()});
+  } catch (const std::bad_alloc&) {
+    return Status(Code::out_of_memory, "kv_cache: attend");
+  }
+}
+
+Status KvCache::read(std::int64_t token, std::span<float> k, std::span<float> v) const {
+  const std::int64_t heads = config_.kv_heads, dim = config_.dim;
+  BITTERN_TRY(has_size("k", k.size(), heads * dim));
+  BITTERN_TRY(has_size("v", v.size(), heads * dim));
+  BITTERN_TRY(between("token", token, 0, size_ - 1));
+  if (token >= first() && token < coded_begin_) {
+    return refuse("token", std::to_string(token) + " is gone, expected at least " +
+                               std::to_string(coded_begin_));
+  }
+  const bool early = token < first();
+  for (int s = 0; s < 2; ++s) {
+    const KvSide& side = s == 0 ? config_.k : config_.v;
+    const std::span<float> to = s == 0 ? k : v;
+    if (early || token >= coded_end_) {
+      const std::int64_t slots = early ? config_.first : config_.recent;
+      const std::vector<bf16>& rows =
+          s == 0 ? (early ? k_first_ : k_recent_) : (early ? v_first_ : v_recent_);
+      for (std::int64_t i = 0; i < heads * dim; ++i)
+        to[at(i)] = to_f32(rows[at((i / dim * slots + token % slots) * dim + i % dim)]);
+      continue;
+    }
+    const Slot from = slot(token);
+    const AuraDesc desc{.outer_size = heads,
+                        .axis_size = dim,
+                        .bits = side.bits,
+                        .rotation = side.rotation,
+                        .f16_norm = config_.f16_scale};
+    const auto plan = Plan<AuraDecode>::select(desc);
+    if (!plan) return plan.status();
+    AuraDecode::Args args{.packed = view(pool_->row(s, from.page, 0, from.token),
+                                         desc.packed_shape(), config_.page_size * pool_->words[s]),
+                          .norms = {pool_->scale(s, from.page, 0, from.token),
+                                    desc.norm_element(),
+                                    {},
+                                    desc.norm_shape(),
+                                    {config_.page_size, 1}},
+                          .codebook = view(side.codebook.levels.data(), {desc.levels()}),
+                          .y = view(to.data(), desc.tensor_shape())};
+    if (side.rotation != Rotation::identity)
+      args.table = view(side.table.data(), desc.rotation_shape());
+    std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
+    void* aligned = scratch.data();
+    std::size_t space = scratch.size();
+    std::align(64, plan->workspace_bytes(), aligned, space);
+    BITTERN_TRY(plan->run(args, {}, {aligned, plan->workspace_bytes()}));
+    for (std::int64_t i = 0; !side.mean.empty() && i < heads * dim; ++i)
+      to[at(i)] += side.mean[at(i)];
+  }
+  return {};
+}
+
+KvCacheBytes KvCache::bytes() const {
+  KvCacheBytes b;
+  const std::int64_t rows = coded() * config_.kv_heads;
+  b.codes = at(rows * 4 * (pool_->words[0] + pool_->words[1]));
+  b.scales = at(rows * 2 * pool_->scale_bytes);
+  b.exact = at((first() + recent()) * config_.kv_heads * config_.dim) * 2 * sizeof(bf16);
+  b.pages = table_.size() * pool_->page_bytes();
+  for (const std::int32_t page : table_)
+    if (pool_->holders[at(page)] > 1) b.shared += pool_->page_bytes();
+  b.regions =
+      (k_first_.size() + v_first_.size() + k_recent_.size() + v_recent_.size()) * sizeof(bf16);
+  for (const KvSide* side : {&config_.k, &config_.v}) {
+    b.tables += (side->table.size() + side->mean.size() + side->codebook.levels.size() +
+                 side->codebook.boundaries.size()) *
+                sizeof(float);
+  }
+  return b;
+}
+
+// ---- bytes, docs/kv_cache.md ----
+
+namespace {
+
+static_assert(std::endian::native == std::endian::little);
+
+constexpr char kMagic[8] = {'B', 'T', 'R', 'N', 'K', 'V', '\r', '\n'};
+constexpr std::uint32_t kVersion = 1;
+constexpr std::size_t kOpening = sizeof kMagic + sizeof kVersion + sizeof(std::uint64_t);
+
+std::uint64_t checksum(std::span<const std::byte> bytes) {  // FNV-1a
+  std::uint64_t hash = 0xcbf29ce484222325u;
+  for (const std::byte b : bytes) hash = (hash ^ static_cast<std::uint64_t>(b)) * 0x100000001b3u;
+  return hash;
+}
+
+class Writer {
+ public:
+  template <class T>
+  void value(T x) {
+    array(&x, 1);
+  }
+  template <class T>
+  void array(const T* from, std::size_t count) {
+    const auto* first = reinterpret_cast<const std::byte*>(from);
+    bytes.insert(bytes.end(), first, first + count * sizeof(T));
+  }
+  void list(const std::vector<float>& values) {
+    value(static_cast<std::uint64_t>(values.size()));
+    array(values.data(), values.size());
+  }
+  std::vector<std::byte> bytes;
+};
+
+class Reader {
+ public:
+  explicit Reader(std::span<const std::byte> bytes) : rest_(bytes) {}
+  std::size_t left() const { return rest_.size(); }
+  bool ok() const { return ok_; }
+  template <class T>
+  void value(T& x) {
+    array(&x, 1);
+  }
+  template <class T>
+  void array(T* to, std::size_t count) {
+    if (!ok_ || count > rest_.size() / sizeof(T)) {
+      ok_ = false;
+      return;
+    }
+    std::memcpy(to, rest_.data(), count * sizeof(T));
+    rest_ = rest_.subspan(count * sizeof(T));
+  }
+  void list(std::vector<float>& values) {
+    std::uint64_t count = 0;
+    value(count);
+    if (count > rest_.size() / sizeof(float)) ok_ = false;
+    if (!ok_) return;
+    values.resize(static_cast<std::size_t>(count));
+    array(values.data(), values.size());
+  }
+  void flag(bool& x) {
+    std::uint8_t byte = 0;
+    value(byte);
+    if (byte > 1) ok_ = false;
+    x = byte == 1;
+  }
+
+ private:
+  std::span<const std::byte> rest_;
+  bool ok_ = true;
+};
+
+// The config's numbers, in order, for both ways.
+template <class C, class F>
+void each_number(C& c, F&& f) {
+  f(c.kv_heads);
+  f(c.dim);
+  f(c.page_size);
+  f(c.first);
+  f(c.recent);
+  f(c.window);
+  f(c.slack);
+}
+
+}  // namespace
+
+std::vector<std::byte> KvCache::serialize() const {
+  Writer w;
+  w.array(kMagic, sizeof kMagic);
+  w.value(kVersion);
+  w.value(std::uint64_t{0});  // the length, once it is known
+  each_number(config_, [&](std::int64_t x) { w.value(x); });
+  w.value(static_cast<std::uint8_t>(config_.window_keeps_first));
+  w.value(static_cast<std::uint8_t>(config_.f16_scale));
+  for (const KvSide* side : {&config_.k, &config_.v}) {
+    w.value(side->bits);
+    w.value(static_cast<std::int32_t>(side->rotation));
+    w.value(static_cast<std::int32_t>(side->scale_rule));
+    w.value(side->seed);
+    w.value(side->codebook.distortion);
+    w.list(side->table);
+    w.list(side->codebook.levels);
+    w.list(side->codebook.boundaries);
+    w.list(side->mean);
+  }
+  for (const std::int64_t x : {size_, coded_begin_, coded_end_}) w.value(x);
+  const std::int64_t dim = config_.dim;
+  for (int s = 0; s < 2; ++s) {
+    for (std::int64_t h = 0; h < config_.kv_heads; ++h) {
+      w.array((s == 0 ? k_first_ : v_first_).data() + h * config_.first * dim, at(first() * dim));
+      for (std::int64_t t = coded_begin_; t < coded_end_; ++t)
+        w.array(pool_->row(s, slot(t).page, h, slot(t).token), at(pool_->words[s]));
+      for (std::int64_t t = coded_begin_; t < coded_end_; ++t)
+        w.array(pool_->scale(s, slot(t).page, h, slot(t).token), at(pool_->scale_bytes));
+      for (std::int64_t t = coded_end_; t < size_; ++t) {
+        w.array((s == 0 ? k_recent_ : v_recent_).data() +
+                    (h * config_.recent + t % config_.recent) * dim,
+                at(dim));
+      }
+    }
+  }
+  const std::uint64_t length = w.bytes.size() + sizeof(std::uint64_t);
+  std::memcpy(w.bytes.data() + kOpening - sizeof length, &length, sizeof length);
+  w.value(checksum(w.bytes));
+  return std::move(w.bytes);
+}
+
+Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) {
+  if (bytes.size() < kOpening + sizeof(std::uint64_t) ||
+      std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0) {
+    return refuse("bytes", "not a KV cache");
+  }
+  std::uint32_t version = 0;
+  std::uint64_t length = 0, sum = 0;
+  std::memcpy(&version, bytes.data() + sizeof kMagic, sizeof version);
+  if (version != kVersion) {
+    return refuse("bytes",
+                  "version " + std::to_string(version) + ", expected " + std::to_string(kVersion));
+  }
+  std::memcpy(&length, bytes.data() + sizeof kMagic + sizeof version, sizeof length);
+  if (length != bytes.size()) {
+    return refuse("bytes",
+                  std::to_string(bytes.size()) + " of them, expected " + std::to_string(length));
+  }
+  const auto body = bytes.first(bytes.size() - sizeof sum);
+  std::memcpy(&sum, bytes.data() + body.size(), sizeof sum);
+  if (sum != checksum(body)) return refuse("bytes", "the checksum differs: they were changed");
+
+  // What follows holds for bytes that were made to deceive, too.
+  const auto malformed = [] { return refuse("bytes", "malformed"); };
+  try {
+    Reader r(body.subspan(kOpening));
+    KvCacheConfig config;
+    each_number(config, [&](std::int64_t& x) { r.value(x); });
+    r.flag(config.window_keeps_first);
+    r.flag(config.f16_scale);
+    for (KvSide* side : {&config.k, &config.v}) {
+      std::int32_t rotation = 0, rule = 0;
+      r.value(side->bits);
+      r.value(rotation);
+      r.value(rule);
+      r.value(side->seed);
+      r.value(side->codebook.distortion);
+      r.list(side->table);
+      r.list(side->codebook.levels);
+      r.list(side->codebook.boundaries);
+      r.list(side->mean);
+      if (rotation < 0 || rotation > 2 || rule < 0 || rule > 3) return malformed();
+      side->rotation = static_cast<Rotation>(rotation);
+      side->scale_rule = static_cast<ScaleRule>(rule);
+      if (side->codebook.levels.empty()) return malformed();
+      if (side->table.empty() && side->rotation != Rotation::identity) return malformed();
+    }
+    std::int64_t size = 0, begin = 0, end = 0;
+    for (std::int64_t* x : {&size, &begin, &end}) r.value(*x);
+    if (!r.ok() || size < 0 || size > kMostTokens) return malformed();
+    if (config.first < 0 || config.recent < 0) return malformed();
+    const std::int64_t firsts = std::min(config.first, size);
+    if (begin < firsts || begin > end || end > size || size - end > config.recent ||
+        (begin > firsts && config.window == 0)) {
+      return malformed();
+    }
+    // Nothing is allocated for tokens before the bytes are known to hold them. A region's rows may
+    // be fewer than it has room for, which `make` allocates: no more than the config says.
+    const std::int64_t values = config.kv_heads * config.dim;
+    if (config.kv_heads < 1 || config.dim < 1 || config.kv_heads > (1 << 16) ||
+        config.dim > kAuraMaxDim || config.k.bits < 1 || config.k.bits > 8 || config.v.bits < 1 ||
+        config.v.bits > 8) {
+      return malformed();
+    }
+    const std::int64_t coded_row =
+        4 * (packed_words(config.dim, config.k.bits) + packed_words(config.dim, config.v.bits)) +
+        2 * (config.f16_scale ? 2 : 4);
+    const std::int64_t payload =
+        (firsts + size - end) * values * 4 + (end - begin) * config.kv_heads * coded_row;
+    if (payload != static_cast<std::int64_t>(r.left())) return malformed();
+
+    auto made = make(config);
+    if (!made) return made.status();
+    KvCache& c = *made;
+    c.size_ = size;
+    c.coded_begin_ = c.coded_end_ = begin;
+    if (Status s = c.reserve_pages(end - begin); !s.ok()) return s;
+    c.coded_end_ = end;
+    const std::int64_t dim = config.dim;
+    for (int s = 0; s < 2; ++s) {
+      for (std::int64_t h = 0; h < config.kv_heads; ++h) {
+        r.array((s == 0 ? c.k_first_ : c.v_first_).data() + h * config.first * dim,
+                at(firsts * dim));
+        for (std::int64_t t = begin; t < end; ++t)
+          r.array(c.pool_->row(s, c.slot(t).page, h, c.slot(t).token), at(c.pool_->words[s]));
+        for (std::int64_t t = begin; t < end; ++t)
+          r.array(c.pool_->scale(s, c.slot(t).page, h, c.slot(t).token), at(c.pool_->scale_bytes));
+        for (std::int64_t t = end; t < size; ++t) {
+          r.array((s == 0 ? c.k_recent_ : c.v_recent_).data() +
+                      (h * config.recent + t % config.recent) * dim,
+                  at(dim));
+        }
+      }
+    }
+    return made;
+  } catch (const std::bad_alloc&) {
+    return Status(Code::out_of_memory, "kv_cache: parse");
+  }
+}
+
+// ---- the layout of the seed's family ----
+
+namespace {
+
+Status expect_aura(const KvCacheConfig& c, const KvCache::AuraViews& views, std::int64_t tokens) {
+  const auto expect = [&](const char* name, const MutView& v, DType dtype, std::int64_t width) {
+    const int rank = width == 0 ? 2 : 3;
+    const bool shaped = v.shape.rank == rank && v.stride.rank == rank && v.shape[0] == c.kv_heads &&
+                        v.shape[1] >= tokens && (width == 0 || v.shape[2] == width);
+    if (v.dtype == dtype && shaped && v.data != nullptr) return Status();
+    return refuse(name, std::string(bittern::name(v.dtype)) + " " + v.shape.str() + ", expected " +
+                            bittern::name(dtype) + " [" + std::to_string(c.kv_heads) + ",capacity" +
+                            (width == 0 ? "" : "," + std::to_string(width)) +
+                            "], capacity at least " + std::to_string(tokens));
+  };
+  BITTERN_TRY(expect("k_packed", views.k_packed, DType::u32, packed_words(c.dim, c.k.bits)));
+  BITTERN_TRY(expect("k_norms", views.k_norms, DType::f32, 0));
+  BITTERN_TRY(expect("v_packed", views.v_packed, DType::u32, packed_words(c.dim, c.v.bits)));
+  return expect("v_norms", views.v_norms, DType::f32, 0);
+}
+
+}  // namespace
+
+Status KvCache::write_aura(const AuraViews& to) const {
+  if (config_.f16_scale) return refuse("write_aura", "f16_scale, expected f32 norms");
+  if (first() != 0 || recent() != 0 || forgotten() != 0) {
+    return refuse("write_aura", "tokens that are not coded, expected none");
+  }
+  BITTERN_TRY(expect_aura(config_, to, size_));
+  for (int s = 0; s < 2; ++s) {
+    const MutView &packed = s == 0 ? to.k_packed : to.v_packed,
+                  &norms = s == 0 ? to.k_norms : to.v_norms;
+    for (std::int64_t h = 0; h < config_.kv_heads; ++h) {
+      for (std::int64_t t = 0; t < size_; ++t) {
+        const Slot from = slot(t);
+        std::copy_n(pool_->row(s, from.page, h, from.token), pool_->words[s],
+                    packed.as<std::uint32_t>() + h * packed.row_stride() + t * pool_->words[s]);
+        std::memcpy(norms.as<float>() + h * norms.row_stride() + t,
+                    pool_->scale(s, from.page, h, from.token), sizeof(float));
+      }
+    }
+  }
+  return {};
+}
+
+Result<KvCache> KvCache::read_aura(KvCacheConfig config, const AuraViews& from,
+                                   std::int64_t tokens) {
+  if (config.f16_scale || config.first != 0 || config.recent != 0 || config.window != 0) {
+    return refuse("read_aura", "expected f32 norms, and neither first, recent nor window");
+  }
+  auto made = make(std::move(config));
+  if (!made) return made;
+  KvCache& c = *made;
+  if (Status s = between("tokens", tokens, 0, kMostTokens); !s.ok()) return s;
+  if (Status s = expect_aura(c.config_, from, tokens); !s.ok()) return s;
+  try {
+    if (Status s = c.reserve_pages(tokens); !s.ok()) return s;
+    c.size_ = c.coded_end_ = tokens;
+    for (int s = 0; s < 2; ++s) {
+      const MutView &packed = s == 0 ? from.k_packed : from.v_packed,
+                    &norms = s == 0 ? from.k_norms : from.v_norms;
+      for (std::int64_t h = 0; h < c.config_.kv_heads; ++h) {
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          const Slot to = c.slot(t);
+          std::copy_n(packed.as<std::uint32_t>() + h * packed.row_stride() + t * c.pool_->words[s],
+                      c.pool_->words[s], c.pool_->row(s, to.page, h, to.token));
+          std::memcpy(c.pool_->scale(s, to.page, h, to.token),
+                      norms.as<float>() + h * norms.row_stride() + t, sizeof(float));
+        }
+      }
+    }
+  } catch (const std::bad_alloc&) {
+    return Status(Code::out_of_memory, "kv_cache: read_aura");
+  }
+  return made;
+}
+
+}  // namespace bittern

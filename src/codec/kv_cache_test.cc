@@ -1,0 +1,620 @@
+#include "bittern/kv_cache.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "bittern/bittern.h"
+#include "bittern/metrics.h"
+#include "oracle/op_test.h"
+#include "oracle/oracle.h"
+
+namespace bittern {
+namespace {
+
+using oracle::expect_error;
+using oracle::expect_ok;
+using oracle::Rng;
+using Floats = std::vector<float>;
+
+std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+Floats normals(std::int64_t n, Rng& rng) {
+  Floats x(at(n));
+  for (float& v : x) v = static_cast<float>(rng.normal());
+  return x;
+}
+
+ConstView rows(const Floats& x, std::int64_t middle, std::int64_t dim) {
+  return view(x.data(), {static_cast<std::int64_t>(x.size()) / (middle * dim), middle, dim});
+}
+
+KvCache make(const KvCacheConfig& config) {
+  auto cache = KvCache::make(config);
+  EXPECT_TRUE(cache.ok()) << cache.status().message();
+  return std::move(*cache);
+}
+
+// ---- a plain model: tokens in a list, each as the cache should stand for it ----
+
+// x, [kv_heads, dim], encoded and decoded by the ops.
+Floats coded_value(const KvCacheConfig& c, const KvSide& side, Floats x) {
+  for (std::size_t i = 0; i < side.mean.size(); ++i) x[i] -= side.mean[i];
+  const AuraDesc d{.outer_size = c.kv_heads,
+                   .axis_size = c.dim,
+                   .bits = side.bits,
+                   .rotation = side.rotation,
+                   .scale_rule = side.scale_rule,
+                   .f16_norm = c.f16_scale};
+  std::vector<std::uint32_t> packed(at(d.packed_shape().numel()));
+  std::vector<std::byte> norms(at(c.kv_heads * 4));
+  const MutView norm_view{norms.data(), d.norm_element(), {}, d.norm_shape(), {1, 1}};
+  const ConstView table = side.rotation == Rotation::identity
+                              ? ConstView{}
+                              : view(side.table.data(), d.rotation_shape());
+  const ConstView levels = view(side.codebook.levels.data(), {d.levels()});
+  Floats y(x.size());
+  const auto run = [](const auto& plan, const auto& args) {
+    ASSERT_TRUE(plan.ok()) << plan.status().message();
+    std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
+    void* aligned = scratch.data();
+    std::size_t space = scratch.size();
+    std::align(64, plan->workspace_bytes(), aligned, space);
+    expect_ok(plan->run(args, {}, {aligned, plan->workspace_bytes()}));
+  };
+  run(Plan<AuraEncode>::select(d),
+      AuraEncode::Args{.x = view(std::as_const(x).data(), d.tensor_shape()),
+                       .table = table,
+                       .boundaries = view(side.codebook.boundaries.data(), {d.levels() - 1}),
+                       .codebook = levels,
+                       .packed = view(packed.data(), d.packed_shape()),
+                       .norms = norm_view});
+  run(Plan<AuraDecode>::select(d),
+      AuraDecode::Args{.packed = view(std::as_const(packed).data(), d.packed_shape()),
+                       .norms = norm_view,
+                       .table = table,
+                       .codebook = levels,
+                       .y = view(y.data(), d.tensor_shape())});
+  for (std::size_t i = 0; i < side.mean.size(); ++i) y[i] += side.mean[i];
+  return y;
+}
+
+struct Model {
+  enum class State { first, coded, recent, gone };
+  struct Token {
+    State state;
+    Floats k, v;
+  };
+  KvCacheConfig config;
+  std::vector<Token> tokens;
+
+  std::int64_t count(State state) const {
+    return std::count_if(tokens.begin(), tokens.end(),
+                         [&](const Token& t) { return t.state == state; });
+  }
+  void append(const Floats& k, const Floats& v) {
+    Token t{State::recent, k, v};
+    const bool early = static_cast<std::int64_t>(tokens.size()) < config.first;
+    if (early) t.state = State::first;
+    if (early || config.recent > 0) {
+      for (Floats* x : {&t.k, &t.v})
+        for (float& value : *x) value = to_f32(to_bf16(value));
+    }
+    tokens.push_back(t);
+    if (count(State::recent) > config.recent) {
+      Token& leaving = *std::find_if(tokens.begin(), tokens.end(),
+                                     [](const Token& each) { return each.state == State::recent; });
+      leaving = {State::coded, coded_value(config, config.k, leaving.k),
+                 coded_value(config, config.v, leaving.v)};
+    }
+    const std::int64_t oldest =
+        static_cast<std::int64_t>(tokens.size()) - config.window - config.slack;
+    for (std::int64_t i = 0; config.window > 0 && i < oldest; ++i)
+      if (tokens[at(i)].state == State::coded) tokens[at(i)].state = State::gone;
+  }
+  // Whether the tokens that a window would then reach are all there.
+  bool truncate(std::int64_t size) {
+    const auto have = static_cast<std::int64_t>(tokens.size());
+    for (std::int64_t i = std::max<std::int64_t>(size - config.window, 0);
+         size < have && config.window > 0 && i < have; ++i)
+      if (tokens[at(i)].state == State::gone) return false;
+    // A window that ends before what is gone would be as wrong.
+    if (size < have && size - config.window < 0 && count(State::gone) > 0) return false;
+    tokens.resize(at(size));
+    return true;
+  }
+  // f64 attention of the newest token's query.
+  std::vector<double> attend(const Floats& q, std::int64_t heads) const {
+    const std::int64_t dim = config.dim, size = static_cast<std::int64_t>(tokens.size());
+    std::vector<double> out;
+    for (std::int64_t h = 0; h < heads; ++h) {
+      const std::int64_t at_head = h / (heads / config.kv_heads) * dim;
+      double l = 0;
+      std::vector<double> o(at(dim));
+      for (std::int64_t t = 0; t < size; ++t) {
+        const Token& token = tokens[at(t)];
+        const bool outside = config.window > 0 && t + config.window < size &&
+                             !(config.window_keeps_first && token.state == State::first);
+        if (outside) continue;
+        EXPECT_NE(token.state, State::gone);
+        double x = 0;
+        for (std::int64_t j = 0; j < dim; ++j)
+          x += static_cast<double>(q[at(h * dim + j)]) *
+               static_cast<double>(token.k[at(at_head + j)]);
+        const double p = std::exp(x / std::sqrt(static_cast<double>(dim)));
+        l += p;
+        for (std::int64_t j = 0; j < dim; ++j)
+          o[at(j)] += p * static_cast<double>(token.v[at(at_head + j)]);
+      }
+      for (const double v : o) out.push_back(l == 0 ? 0 : v / l);
+    }
+    return out;
+  }
+};
+
+void expect_same(const KvCache& cache, const Model& model) {
+  const auto size = static_cast<std::int64_t>(model.tokens.size());
+  ASSERT_EQ(cache.size(), size);
+  EXPECT_EQ(cache.first(), model.count(Model::State::first));
+  EXPECT_EQ(cache.coded(), model.count(Model::State::coded));
+  EXPECT_EQ(cache.recent(), model.count(Model::State::recent));
+  EXPECT_EQ(cache.forgotten(), model.count(Model::State::gone));
+  const KvCacheConfig& c = cache.config();
+  Floats k(at(c.kv_heads * c.dim)), v(k.size());
+  for (std::int64_t t = 0; t < size; ++t) {
+    const Model::Token& token = model.tokens[at(t)];
+    const Status status = cache.read(t, k, v);
+    ASSERT_EQ(status.ok(), token.state != Model::State::gone) << t << " " << status.message();
+    if (!status.ok()) continue;
+    ASSERT_EQ(k, token.k) << "token " << t << " of " << size;
+    ASSERT_EQ(v, token.v) << "token " << t << " of " << size;
+  }
+  const KvCacheBytes b = cache.bytes();
+  const std::int64_t row = 4 * (packed_words(c.dim, c.k.bits) + packed_words(c.dim, c.v.bits));
+  EXPECT_EQ(b.codes, at(cache.coded() * c.kv_heads * row));
+  EXPECT_EQ(b.scales, at(cache.coded() * c.kv_heads * (c.f16_scale ? 4 : 8)));
+  EXPECT_EQ(b.exact, at((cache.first() + cache.recent()) * c.kv_heads * c.dim * 4));
+  EXPECT_LE(b.codes + b.scales, b.pages);
+  // No more pages than the tokens may straddle.
+  const std::size_t page = at(c.page_size * c.kv_heads * (row + (c.f16_scale ? 4 : 8)));
+  EXPECT_LE(b.pages, at((cache.coded() + 2 * c.page_size - 2) / c.page_size) * page);
+}
+
+void expect_attention(const KvCache& cache, const Model& model, Rng& rng) {
+  if (cache.size() == 0) return;
+  const KvCacheConfig& c = cache.config();
+  const std::int64_t heads = 2 * c.kv_heads;
+  const Floats q = normals(heads * c.dim, rng);
+  Floats out(q.size());
+  expect_ok(cache.attend(rows(q, heads, c.dim), view(out.data(), {1, heads, c.dim})));
+  const auto want = model.attend(q, heads);
+  double most = 0;
+  for (const double w : want) most = std::max(most, std::fabs(w));
+  for (std::size_t i = 0; i < out.size(); ++i)
+    ASSERT_NEAR(static_cast<double>(out[i]), want[i], 1e-5 * most) << i;
+}
+
+KvCacheConfig small(std::int64_t first, std::int64_t recent, std::int64_t window,
+                    std::int64_t slack, bool keeps) {
+  KvCacheConfig c{.kv_heads = 2,
+                  .dim = 16,
+                  .page_size = 16,
+                  .first = first,
+                  .recent = recent,
+                  .window = window,
+                  .slack = slack,
+                  .window_keeps_first = keeps};
+  c.k.bits = 5;
+  c.v.bits = 3;
+  c.v.rotation = Rotation::dense;
+  c.v.scale_rule = ScaleRule::least_squares;
+  c.v.seed = 7;
+  Rng rng(99);
+  c.k.mean = normals(c.kv_heads * c.dim, rng);
+  c.v.mean = normals(c.kv_heads * c.dim, rng);
+  c.f16_scale = recent % 2 == 1;
+  return c;
+}
+
+TEST(KvCache, RandomHistoriesMatchAPlainModel) {
+  const KvCacheConfig configs[] = {small(0, 0, 0, 0, false), small(3, 5, 0, 0, false),
+                                   small(0, 4, 40, 6, false), small(2, 0, 33, 3, true),
+                                   small(4, 50, 20, 0, false)};
+  std::uint64_t seed = 1;
+  for (const KvCacheConfig& config : configs) {
+    Rng rng(seed++);
+    std::vector<std::pair<KvCache, Model>> forks;
+    forks.emplace_back(make(config), Model{});
+    forks[0].second.config = forks[0].first.config();
+    int refused = 0;
+    for (int step = 0; step < 120; ++step) {
+      auto& [cache, model] = forks[at(rng.below(static_cast<std::int64_t>(forks.size())))];
+      switch (rng.below(8)) {
+        case 0:
+        case 1:
+        case 2: {
+          const std::int64_t n = rng.chance(3) ? rng.below(45) : 1 + rng.below(3);
+          const std::int64_t row = config.kv_heads * config.dim;
+          const Floats k = normals(n * row, rng), v = normals(n * row, rng);
+          expect_ok(cache.append(rows(k, config.kv_heads, config.dim),
+                                 rows(v, config.kv_heads, config.dim)));
+          for (std::int64_t i = 0; i < n; ++i) {
+            const auto slice = [&](const Floats& x) {
+              return Floats(x.begin() + i * row, x.begin() + (i + 1) * row);
+            };
+            model.append(slice(k), slice(v));
+          }
+          break;
+        }
+        case 3:
+        case 4: {
+          const std::int64_t back = rng.chance(4) ? rng.below(60) : rng.below(6);
+          const std::int64_t size = std::max<std::int64_t>(cache.size() - back, 0);
+          const bool possible = model.truncate(size);
+          const Status status = cache.truncate(size);
+          EXPECT_EQ(status.ok(), possible) << status.message();
+          refused += !possible;
+          break;
+        }
+        case 5: {
+          KvCache copy = cache.fork();
+          Model same = model;
+          if (forks.size() < 4) {
+            forks.emplace_back(std::move(copy), std::move(same));
+          } else {
+            forks[at(rng.below(4))] = {std::move(copy), std::move(same)};
+          }
+          break;
+        }
+        case 6: {
+          const std::vector<std::byte> bytes = cache.serialize();
+          auto parsed = KvCache::parse(bytes);
+          ASSERT_TRUE(parsed.ok()) << parsed.status().message();
+          EXPECT_EQ(parsed->serialize(), bytes);
+          EXPECT_EQ(parsed->config(), cache.config());
+          cache = std::move(*parsed);
+          break;
+        }
+        default: expect_attention(cache, model, rng);
+      }
+      if (step % 10 == 9) {
+        for (const auto& [each, plain] : forks) {
+          expect_same(each, plain);
+          expect_attention(each, plain, rng);
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+    if (config.window == 33) {
+      EXPECT_GT(refused, 0);
+    }
+  }
+}
+
+TEST(KvCache, DoesNotDependOnHowTokensWereGrouped) {
+  Rng rng(5);
+  const KvCacheConfig config = small(2, 7, 0, 0, false);
+  const std::int64_t row = config.kv_heads * config.dim;
+  const Floats k = normals(60 * row, rng), v = normals(60 * row, rng);
+  KvCache whole = make(config), parts = make(config);
+  expect_ok(whole.append(rows(k, 2, 16), rows(v, 2, 16)));
+  for (std::int64_t i = 0, n; i < 60; i += n) {
+    n = std::min<std::int64_t>(1 + i % 11, 60 - i);
+    expect_ok(
+        parts.append(view(k.data() + i * row, {n, 2, 16}), view(v.data() + i * row, {n, 2, 16})));
+  }
+  EXPECT_EQ(whole.serialize(), parts.serialize());
+}
+
+TEST(KvCache, ForksShareUntilTheyWrite) {
+  Rng rng(6);
+  KvCache cache = make({.kv_heads = 1, .dim = 32, .page_size = 16});
+  const Floats x = normals(40 * 32, rng);
+  expect_ok(cache.append(rows(x, 1, 32), rows(x, 1, 32)));
+  EXPECT_EQ(cache.bytes().shared, 0u);
+  const auto before = cache.serialize();
+  const std::size_t page = cache.bytes().pages / 3;
+  {
+    KvCache fork = cache.fork();
+    EXPECT_EQ(fork.bytes().shared, 3 * page);
+    const Floats y = normals(32, rng);
+    expect_ok(fork.append(rows(y, 1, 32), rows(y, 1, 32)));
+    EXPECT_EQ(fork.bytes().shared, 2 * page);  // its last page is now its own
+    expect_ok(fork.truncate(20));
+    expect_ok(fork.append(rows(y, 1, 32), rows(y, 1, 32)));
+    EXPECT_EQ(fork.bytes().shared, page);
+    EXPECT_EQ(cache.serialize(), before);
+  }
+  EXPECT_EQ(cache.bytes().shared, 0u);
+}
+
+TEST(KvCache, AWindowNeedsNoMorePagesThanItIsWide) {
+  Rng rng(8);
+  KvCache cache = make({.kv_heads = 1, .dim = 32, .page_size = 16, .window = 40, .slack = 8});
+  std::size_t most = 0;
+  for (int i = 0; i < 400; ++i) {
+    const Floats x = normals(32, rng);
+    expect_ok(cache.append(rows(x, 1, 32), rows(x, 1, 32)));
+    most = std::max(most, cache.bytes().pages);
+  }
+  const std::size_t page = 16 * (2 * 16 + 2 * 4);
+  EXPECT_EQ(most, 4 * page);  // 48 tokens straddle at most 4
+  EXPECT_EQ(cache.coded(), 48);
+  EXPECT_EQ(cache.forgotten(), 352);
+  expect_ok(cache.truncate(392));
+  expect_error(cache.truncate(391), Code::invalid_argument,
+               "kv_cache: truncate: 391, expected at least 392: the window would reach tokens that "
+               "are gone");
+  const Floats q = normals(10 * 32, rng);
+  Floats out(q.size());
+  expect_error(cache.attend(rows(q, 1, 32), view(out.data(), {10, 1, 32})), Code::invalid_argument,
+               "kv_cache: queries: 10, expected at most 1: the first one's window reaches tokens "
+               "that are gone");
+  expect_ok(cache.attend(rows({q.begin(), q.begin() + 32}, 1, 32), view(out.data(), {1, 1, 32})));
+}
+
+// ---- serialised bytes ----
+
+TEST(KvCache, BadBytesAreRefused) {
+  Rng rng(3);
+  KvCache cache = make(small(2, 3, 0, 0, false));
+  const Floats x = normals(30 * 32, rng);
+  expect_ok(cache.append(rows(x, 2, 16), rows(x, 2, 16)));
+  const std::vector<std::byte> good = cache.serialize();
+  const auto refused = [](std::span<const std::byte> bytes, const std::string& message) {
+    const auto parsed = KvCache::parse(bytes);
+    ASSERT_FALSE(parsed.ok());
+    expect_error(parsed.status(), Code::invalid_argument, "kv_cache: bytes: " + message);
+  };
+  refused({}, "not a KV cache");
+  std::vector<std::byte> bytes = good;
+  bytes[0] ^= std::byte{1};
+  refused(bytes, "not a KV cache");
+  bytes = good;
+  bytes[8] = std::byte{2};
+  refused(bytes, "version 2, expected 1");
+  const std::string n = std::to_string(good.size());
+  refused(std::span(good).first(good.size() - 1),
+          std::to_string(good.size() - 1) + " of them, expected " + n);
+  bytes = good;
+  bytes.push_back(std::byte{0});
+  refused(bytes, std::to_string(bytes.size()) + " of them, expected " + n);
+  for (std::size_t i = 20; i < good.size(); i += 7) {
+    bytes = good;
+    bytes[i] ^= std::byte{0x10};
+    refused(bytes, "the checksum differs: they were changed");
+  }
+  // Bytes with a checksum to match are read, or refused, but never trusted.
+  const auto seal = [](std::vector<std::byte>& b) {
+    std::uint64_t length = b.size(), hash = 0xcbf29ce484222325u;
+    std::memcpy(b.data() + 12, &length, 8);
+    for (std::size_t i = 0; i + 8 < b.size(); ++i)
+      hash = (hash ^ static_cast<std::uint64_t>(b[i])) * 0x100000001b3u;
+    std::memcpy(b.data() + b.size() - 8, &hash, 8);
+  };
+  bytes = good;
+  seal(bytes);
+  EXPECT_EQ(bytes, good);
+  int rejected = 0;
+  for (std::size_t i = 20; i < 420; ++i) {
+    bytes = good;
+    bytes[i] ^= std::byte{static_cast<unsigned char>(1 << i % 8)};
+    seal(bytes);
+    rejected += !KvCache::parse(bytes).ok();
+  }
+  EXPECT_GT(rejected, 50);
+  for (std::size_t size = 28; size < good.size(); size += 13) {
+    bytes.assign(good.begin(), good.begin() + static_cast<std::ptrdiff_t>(size));
+    seal(bytes);
+    EXPECT_FALSE(KvCache::parse(bytes).ok()) << size;
+  }
+}
+
+// ---- errors ----
+
+TEST(KvCache, ErrorsNameWhatIsWrong) {
+  const Code bad = Code::invalid_argument;
+  const auto with = [](auto change) {
+    KvCacheConfig c;
+    change(c);
+    return KvCache::make(c).status();
+  };
+  using C = KvCacheConfig&;
+  expect_error(with([](C c) { c.k.bits = 9; }), bad, "kv_cache: k.bits: 9, expected 1..8");
+  expect_error(with([](C c) { c.page_size = 12; }), bad,
+               "kv_cache: page_size: 12, expected 16..128");
+  expect_error(with([](C c) { c.dim = 1; }), bad, "kv_cache: dim: 1, expected 2..1024");
+  expect_error(with([](C c) { c.slack = 3; }), bad, "kv_cache: slack: 3, expected 0..0");
+  expect_error(with([](C c) { c.v.mean = {1, 2}; }), bad,
+               "kv_cache: v.mean: 2 values, expected 128");
+  expect_error(with([](C c) { c.k.codebook.levels = {1, 2, 3}; }), bad,
+               "kv_cache: k.codebook.levels: 3 values, expected 16");
+  expect_error(with([](C c) { c.v.table = Floats(128, 0.5f); }), bad,
+               "kv_cache: v.table: [0] is 0.5, expected 1 or -1");
+  KvCache cache = make({.kv_heads = 2, .dim = 16});
+  Floats x(3 * 32), out(16);
+  const ConstView three = rows(x, 2, 16);
+  expect_error(cache.append(view(std::as_const(x).data(), {3, 1, 32}), three), bad,
+               "kv_cache: k: shape [3,1,32], expected [n,2,16]");
+  expect_error(cache.append(three, view(std::as_const(x).data(), {2, 2, 16})), bad,
+               "kv_cache: v: 2 tokens, expected those of k, 3");
+  expect_error(cache.truncate(1), bad, "kv_cache: truncate: 1, expected 0..0");
+  expect_error(cache.attend(three, view(x.data(), {3, 2, 16})), bad,
+               "kv_cache: queries: 3, expected 0..0");
+  expect_ok(cache.append(three, three));
+  expect_error(cache.read(3, x, x), bad, "kv_cache: k: 96 values, expected 32");
+  Floats k(32), v(32);
+  expect_error(cache.read(3, k, v), bad, "kv_cache: token: 3, expected 0..2");
+  expect_error(cache.attend(three, view(x.data(), {2, 2, 16})), bad,
+               "kv_cache: out: f32 [2,2,16], expected f32 [3,2,16]");
+}
+
+// ---- the seed's family ----
+
+TEST(KvCache, ReadsAndWritesTheLayoutOfTheSeedsFamily) {
+  for (const char* name : {"aura4v4", "aura8v4", "aura4v2"}) {
+    const auto scheme = parse_aura_name(name);
+    ASSERT_TRUE(scheme.ok());
+    EXPECT_EQ(aura_name(*scheme), name);
+    const auto config = aura_config(*scheme, 3, 64, 5);
+    ASSERT_TRUE(config.ok());
+    KvCache cache = make(*config);
+    Rng rng(2);
+    const Floats k = normals(20 * 3 * 64, rng), v = normals(20 * 3 * 64, rng);
+    expect_ok(cache.append(rows(k, 3, 64), rows(v, 3, 64)));
+    const std::int64_t capacity = 50, kw = packed_words(64, scheme->k_bits),
+                       vw = packed_words(64, scheme->v_bits);
+    std::vector<std::uint32_t> kp(at(3 * capacity * kw), 0xabcdu), vp(at(3 * capacity * vw));
+    Floats kn(at(3 * capacity), -1), vn(at(3 * capacity));
+    const KvCache::AuraViews views{
+        view(kp.data(), {3, capacity, kw}), view(kn.data(), {3, capacity}),
+        view(vp.data(), {3, capacity, vw}), view(vn.data(), {3, capacity})};
+    expect_ok(cache.write_aura(views));
+    EXPECT_EQ(kp[at(20 * kw)], 0xabcdu);  // beyond the tokens nothing is written
+    EXPECT_EQ(kn[20], -1);
+    const auto back = KvCache::read_aura(*config, views, 20);
+    ASSERT_TRUE(back.ok()) << back.status().message();
+    EXPECT_EQ(back->serialize(), cache.serialize());
+    // Row [h, t] of K by its definition: norm * P^T c.
+    Floats row_k(3 * 64), row_v(3 * 64);
+    expect_ok(back->read(7, row_k, row_v));
+    const std::span<const float> original(k.data() + 7 * 3 * 64, 3 * 64);
+    EXPECT_LT(relative_mse(original, row_k), scheme->k_bits == 8 ? 1e-4 : 0.02);
+  }
+  for (const char* bad : {"aura", "aura9", "aura4v", "aura4v0", "turbo4", "aura4x4", "aura4v4 "})
+    EXPECT_FALSE(parse_aura_name(bad).ok()) << bad;
+  EXPECT_EQ(*parse_aura_name("aura3"), (AuraScheme{3, 3}));
+}
+
+TEST(KvCache, LegacyTablesAreForDecodingOnly) {
+  const auto four = legacy_codebook(128, 4), eight = legacy_codebook(128, 8);
+  ASSERT_TRUE(four.ok() && eight.ok());
+  EXPECT_FLOAT_EQ(four->levels.back(), 0.173926f);
+  EXPECT_EQ(four->levels.front(), -four->levels.back());
+  EXPECT_NEAR(four->distortion, 0.01946, 0.0001);  // 2.09 times the optimum
+  EXPECT_NEAR(eight->distortion, 1.573e-4, 3e-6);  // 3.9 times
+  EXPECT_NEAR(static_cast<double>(eight->levels.back()), 0.321782, 1e-3);
+  EXPECT_FALSE(legacy_codebook(128, 6).ok());
+  const auto config = aura_config({4, 4}, 1, 128, 0, true);
+  ASSERT_TRUE(config.ok());
+  std::vector<std::uint32_t> packed(16, 0x88888888u);  // every code 8, the least positive level
+  Floats norms = {2};
+  const KvCache::AuraViews views{view(packed.data(), {1, 1, 16}), view(norms.data(), {1, 1}),
+                                 view(packed.data(), {1, 1, 16}), view(norms.data(), {1, 1})};
+  auto cache = KvCache::read_aura(*config, views, 1);
+  ASSERT_TRUE(cache.ok());
+  Floats k(128), v(128);
+  expect_ok(cache->read(0, k, v));
+  double sum = 0;
+  for (const float x : k) sum += static_cast<double>(x) * static_cast<double>(x);
+  EXPECT_NEAR(std::sqrt(sum), 2 * 0.006938 * std::sqrt(128.0), 1e-5);
+  const Floats x(128, 1.0f);
+  expect_error(cache->append(rows(x, 1, 128), rows(x, 1, 128)), Code::invalid_argument,
+               "kv_cache: k.codebook: no boundaries: it is for decoding only");
+}
+
+// ---- quality ----
+
+// Isotropic keys, logits of standard deviation 2.5, 4096 tokens: what reference figures give.
+TEST(KvCache, AttentionKlIsAsExpected) {
+  struct Expected {
+    std::int32_t bits;
+    ScaleRule rule;
+    double kl;
+  };
+  constexpr Expected kExpected[] = {
+      {2, ScaleRule::matched, .360},       {2, ScaleRule::least_squares, .347},
+      {3, ScaleRule::matched, .1012},      {4, ScaleRule::none, .0308},
+      {4, ScaleRule::matched, .0275},      {4, ScaleRule::unbiased, .0277},
+      {4, ScaleRule::least_squares, .0274}};
+  Rng rng(17);
+  constexpr std::int64_t kTokens = 4096, kDim = 128, kQueries = 24;
+  const Floats k = normals(kTokens * kDim, rng);
+  const Floats q = normals(kQueries * kDim, rng);
+  const auto logits = [&](const Floats& keys, std::int64_t query) {
+    Floats x(at(kTokens));
+    for (std::int64_t t = 0; t < kTokens; ++t) {
+      double sum = 0;
+      for (std::int64_t j = 0; j < kDim; ++j)
+        sum += static_cast<double>(q[at(query * kDim + j)]) *
+               static_cast<double>(keys[at(t * kDim + j)]);
+      x[at(t)] = static_cast<float>(2.5 * sum / std::sqrt(static_cast<double>(kDim)));
+    }
+    return x;
+  };
+  for (const auto& [bits, rule, expected] : kExpected) {
+    KvCacheConfig config{.kv_heads = 1, .dim = kDim};
+    config.k.bits = bits;
+    config.k.scale_rule = rule;
+    KvCache cache = make(config);
+    expect_ok(cache.append(rows(k, 1, kDim), rows(k, 1, kDim)));
+    Floats decoded(k.size()), row_k(kDim), row_v(kDim);
+    for (std::int64_t t = 0; t < kTokens; ++t) {
+      expect_ok(cache.read(t, row_k, row_v));
+      std::copy(row_k.begin(), row_k.end(), decoded.begin() + t * kDim);
+    }
+    double kl = 0;
+    for (std::int64_t i = 0; i < kQueries; ++i)
+      kl += attention_kl(logits(k, i), logits(decoded, i)) / kQueries;
+    EXPECT_NEAR(kl, expected, 0.15 * expected)
+        << bits << " bits, rule " << kScaleRuleNames[static_cast<int>(rule)];
+  }
+}
+
+// A mean of 605 in one pair of channels swamps the content, unless it is taken out first.
+TEST(KvCache, CentringTakesALargeMeanOut) {
+  Rng rng(23);
+  constexpr std::int64_t kTokens = 512, kDim = 128;
+  Floats mean(kDim, 0.0f);
+  mean[3] = 605;
+  Floats k = normals(kTokens * kDim, rng);
+  const Floats v = normals(kTokens * kDim, rng), q = normals(kDim, rng);
+  for (std::int64_t t = 0; t < kTokens; ++t) k[at(t * kDim + 3)] += mean[3];
+  std::vector<double> want(kDim);
+  double l = 0;
+  std::vector<double> logit(at(kTokens));
+  for (std::int64_t t = 0; t < kTokens; ++t) {
+    for (std::int64_t j = 0; j < kDim; ++j)
+      logit[at(t)] += static_cast<double>(q[at(j)]) *
+                      static_cast<double>(k[at(t * kDim + j)] - mean[at(j)]) / std::sqrt(128.0);
+    const double p = std::exp(logit[at(t)]);
+    l += p;
+    for (std::int64_t j = 0; j < kDim; ++j)
+      want[at(j)] += p * static_cast<double>(v[at(t * kDim + j)]);
+  }
+  const auto error = [&](bool centred) {
+    KvCacheConfig config{.kv_heads = 1, .dim = kDim};
+    config.v.bits = 8;
+    if (centred) config.k.mean = mean;
+    KvCache cache = make(config);
+    expect_ok(cache.append(rows(k, 1, kDim), rows(v, 1, kDim)));
+    Floats out(kDim), expected(kDim);
+    expect_ok(cache.attend(rows(q, 1, kDim), view(out.data(), {1, 1, kDim})));
+    for (std::int64_t j = 0; j < kDim; ++j) expected[at(j)] = static_cast<float>(want[at(j)] / l);
+    return relative_mse(expected, out);
+  };
+  EXPECT_LT(error(true), 0.05);
+  EXPECT_GT(error(false), 10 * error(true));
+}
+
+TEST(Metrics, ByHand) {
+  const Floats x = {3, 4}, y = {3, 3}, z = {0, 0}, w = {-4, 3};
+  EXPECT_DOUBLE_EQ(relative_mse(x, y), 1.0 / 25);
+  EXPECT_DOUBLE_EQ(relative_mse(z, z), 0);
+  EXPECT_EQ(relative_mse(z, x), std::numeric_limits<double>::infinity());
+  EXPECT_DOUBLE_EQ(cosine_similarity(x, x), 1);
+  EXPECT_DOUBLE_EQ(cosine_similarity(x, w), 0);
+  EXPECT_DOUBLE_EQ(cosine_similarity(x, z), 0);
+  EXPECT_DOUBLE_EQ(logit_error(x, y), 0.25);
+  const Floats a = {std::log(3.0f), 0}, b = {0, 0};  // 3/4, 1/4 against 1/2, 1/2
+  EXPECT_NEAR(attention_kl(a, b), 0.75 * std::log(1.5) + 0.25 * std::log(0.5), 1e-7);
+  EXPECT_DOUBLE_EQ(attention_kl(a, a), 0);
+  EXPECT_DOUBLE_EQ(bits_per_value(128, 4), 4.25);
+  EXPECT_DOUBLE_EQ(bits_per_value(128, 4, DType::f16), 4.125);
+  EXPECT_DOUBLE_EQ(bits_per_value(80, 3), (8 * 32 + 32) / 80.0);
+}
+
+}  // namespace
+}  // namespace bittern
