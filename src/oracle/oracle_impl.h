@@ -26,7 +26,7 @@ Problem<Op> make_problem(const typename Op::Desc& desc, std::uint64_t seed, cons
     s.name = n;
     s.expected = expected;
     s.output = std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>;
-    if ((expected.flags & Operand::kOptional) != 0) {
+    if ((expected.flags & Operand::kOptional) != 0 && expected.shape.numel() != 0) {
       s.present = (layout.left_out >> optional++ & 1) == 0;
     }
     const Shape& shape = expected.shape;
@@ -193,7 +193,7 @@ Report parity(const typename Op::Desc& desc, const Settings& settings,
   {
     const Problem<Op> probe = make_problem<Op>(desc, settings.seed, {}, false);
     for (const Store& s : probe.stores) {
-      optional += (s.expected.flags & Operand::kOptional) != 0;
+      optional += (s.expected.flags & Operand::kOptional) != 0 && s.expected.shape.numel() != 0;
       for (const Store& in : probe.stores) {
         pairs += s.output && !in.output &&
                  (s.expected.flags & in.expected.flags & Operand::kInPlace) != 0 &&

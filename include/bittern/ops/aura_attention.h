@@ -45,13 +45,15 @@
 //                                       to is multiplied by f
 //
 // and then u = P_v^T o_coded, u = fma(l_coded, v_mean, u) where v_mean is given, and
-// out = (u + o_exact) / l, or 0 where l = 0. A row or scale that is not finite makes the queries
-// that see it NaN or infinite, and no others.
+// out = (u + o_exact) / l, or 0 where l = 0. A row or scale that is not finite touches the queries
+// that see it, and no others.
 //
 // Kernel cpu_int8 (k_bits 4, Preference::fastest) takes r and c as 16-bit integers of full scale
 // 32512, in two bytes each, and leaves out the product of the lower bytes: with dr = max|r| / 32512
 // and dc = max|c| / 32512, r . c is off by at most sum_j (|r_j| dc / 2 + |c_j| dr / 2 + 2^15 dr
-// dc).
+// dc). On AVX-512 and with v_bits 4 it also takes w and the centroids y of V as integers: o_j of a
+// split of n tokens is off by at most max|y| (W / 4094 + n max(max|w| / 65534, W 2^-20)), W = sum
+// |w|.
 //
 // Layout. Contiguous (page_size 0): slot n of KV head h is row [s * kv_heads + h, n] of codes and
 // scales. Paged: row [block_table[s, n / page_size], h, n % page_size]. Coded token t has slot
@@ -162,6 +164,10 @@ struct AuraAttention {
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
     constexpr unsigned kRow = Operand::kRowStride, kMay = Operand::kOptional;
+    // What a descriptor has no use for is empty, and need not be given.
+    const auto used = [](DType dtype, const Shape& shape, unsigned flags) {
+      return Operand{dtype, shape, shape.numel() == 0 ? flags | kMay : flags};
+    };
     f("q", a.q, Operand{d.element, d.query_shape(), kRow});
     f("k_codes", a.k_codes, Operand{DType::u32, d.code_shape(d.k_bits), kRow});
     f("k_scales", a.k_scales, Operand{d.scale_element(), d.scale_shape(), kRow});
@@ -169,15 +175,15 @@ struct AuraAttention {
     f("v_scales", a.v_scales, Operand{d.scale_element(), d.scale_shape(), kRow});
     f("k_codebook", a.k_codebook, Operand{DType::f32, {std::int64_t{1} << d.k_bits}});
     f("v_codebook", a.v_codebook, Operand{DType::f32, {std::int64_t{1} << d.v_bits}});
-    f("k_table", a.k_table, Operand{DType::f32, d.rotation_shape(d.k_rotation)});
-    f("v_table", a.v_table, Operand{DType::f32, d.rotation_shape(d.v_rotation)});
-    f("block_table", a.block_table, Operand{DType::s32, d.table_shape(), kRow});
+    f("k_table", a.k_table, used(DType::f32, d.rotation_shape(d.k_rotation), 0));
+    f("v_table", a.v_table, used(DType::f32, d.rotation_shape(d.v_rotation), 0));
+    f("block_table", a.block_table, used(DType::s32, d.table_shape(), kRow));
     f("lengths", a.lengths, Operand{DType::s32, {d.sequences, 3}, kMay});
     f("starts", a.starts, Operand{DType::s32, {d.sequences, 2}, kMay});
-    f("k_first", a.k_first, Operand{d.exact, d.exact_shape(d.first), kRow});
-    f("v_first", a.v_first, Operand{d.exact, d.exact_shape(d.first), kRow});
-    f("k_recent", a.k_recent, Operand{d.exact, d.exact_shape(d.recent), kRow});
-    f("v_recent", a.v_recent, Operand{d.exact, d.exact_shape(d.recent), kRow});
+    f("k_first", a.k_first, used(d.exact, d.exact_shape(d.first), kRow));
+    f("v_first", a.v_first, used(d.exact, d.exact_shape(d.first), kRow));
+    f("k_recent", a.k_recent, used(d.exact, d.exact_shape(d.recent), kRow));
+    f("v_recent", a.v_recent, used(d.exact, d.exact_shape(d.recent), kRow));
     f("k_mean", a.k_mean, Operand{DType::f32, {d.kv_heads, d.dim}, kMay});
     f("v_mean", a.v_mean, Operand{DType::f32, {d.kv_heads, d.dim}, kMay});
     f("sinks", a.sinks, Operand{DType::f32, {d.heads}, kMay});

@@ -547,6 +547,119 @@ void MakeBytes(const Work& w, Record& row) {
   row.byte_offset = static_cast<float>(128 * sum);
 }
 
+#if HWY_TARGET <= HWY_AVX3
+// Sums of s16 * s16 products, two to a lane.
+HWY_INLINE __m512i DotShorts(__m512i sum, __m512i a, __m512i b) {
+#if HWY_TARGET == HWY_AVX3_DL
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));  // as in DotBytes
+  return sum;
+#else
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+#endif
+}
+
+// 4-bit codes of V times weights, both as 16-bit integers, two tokens to a lane. The codebook has a
+// full scale of 2047 and a split's weights add up to at most 2^19, so that 32 bits hold the sums.
+class ShortCodes {
+ public:
+  explicit ShortCodes(const float* codebook) {
+    float most = 0;
+    for (int i = 0; i < 16; ++i) most = std::max(most, std::fabs(codebook[i]));
+    unit_ = most > 0 ? most / 2047 : 1;
+    HWY_ALIGN std::int16_t table[32];
+    for (int i = 0; i < 32; ++i)
+      table[i] = static_cast<std::int16_t>(std::nearbyint(codebook[i % 16] / unit_));
+    table_ = _mm512_load_si512(table);
+  }
+
+  // Weights as integers; returns the unit of the sums, NaN where a weight is not finite. Up to the
+  // next whole vector w is set to zero.
+  float MakeShorts(float* w, std::int64_t count, std::int16_t* to) const {
+    const DF d;
+    std::fill(w + count, w + round_up(count, kUnit), 0.0f);
+    VF most = hn::Zero(d), sum = hn::Zero(d);
+    for (std::int64_t n = 0; n < count; n += kWidth) {
+      const VF size = hn::Abs(hn::Load(d, w + n));
+      most = hn::Max(most, size);
+      sum = hn::Add(sum, size);
+    }
+    const float total = hn::GetLane(hn::SumOfLanes(d, sum));
+    if (!std::isfinite(total)) {
+      std::fill_n(to, round_up(count, kUnit), std::int16_t{0});
+      return std::numeric_limits<float>::quiet_NaN();
+    }
+    const float unit =
+        std::max({hn::GetLane(hn::MaxOfLanes(d, most)) / 32767, total / (1 << 19), 0x1p-100f});
+    const VF inverse = hn::Set(d, 1 / unit);
+    const hn::Rebind<std::int16_t, DF> d16;
+    for (std::int64_t n = 0; n < count; n += kWidth) {
+      const auto whole = hn::NearestInt(hn::Mul(hn::Load(d, w + n), inverse));
+      hn::StoreU(hn::DemoteTo(d16, whole), d16, to + n);
+    }
+    return unit * unit_;
+  }
+
+  // o[r] += w[r][at + n] * row n, in integers.
+  void Add(const Rows& v, std::int64_t blocks, const std::int16_t (*w)[kSplit], std::int64_t at,
+           float* const* o, std::int64_t rows) const {
+    std::int64_t r = 0;
+    for (; r + 2 <= rows; r += 2) AddRows<2>(v, blocks, w + r, at, o + r);
+    for (; r < rows; ++r) AddRows<1>(v, blocks, w + r, at, o + r);
+  }
+
+ private:
+  template <int kRows>
+  HWY_INLINE void AddPair(const std::byte* first, const std::byte* second,
+                          const std::int32_t* weights, __m512i (*sum)[kBlock]) const {
+    constexpr __mmask32 kOdd = 0xaaaaaaaa;
+    const __m512i one = _mm512_loadu_si512(first), two = _mm512_loadu_si512(second);
+    // Codes 0..3 of both tokens, and 4..7.
+    __m512i low = _mm512_mask_blend_epi16(kOdd, one, _mm512_slli_epi32(two, 16));
+    __m512i high = _mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(one, 16), two);
+    for (int i = 0; i < kBlock / 2; ++i) {
+      const __m512i y = _mm512_permutexvar_epi16(low, table_);
+      const __m512i z = _mm512_permutexvar_epi16(high, table_);
+      for (int r = 0; r < kRows; ++r) {
+        const __m512i weight = _mm512_set1_epi32(weights[r]);
+        sum[r][i] = DotShorts(sum[r][i], y, weight);
+        sum[r][i + 4] = DotShorts(sum[r][i + 4], z, weight);
+      }
+      low = _mm512_srli_epi16(low, 4);
+      high = _mm512_srli_epi16(high, 4);
+    }
+  }
+
+  template <int kRows>
+  HWY_NOINLINE void AddRows(const Rows& v, std::int64_t blocks, const std::int16_t (*w)[kSplit],
+                            std::int64_t at, float* const* o) const {
+    for (std::int64_t block = 0; block < blocks; ++block) {
+      __m512i sum[kRows][kBlock];
+      for (int r = 0; r < kRows; ++r)
+        for (int i = 0; i < kBlock; ++i)
+          sum[r][i] = _mm512_loadu_si512(o[r] + (block * kBlock + i) * kUnit);
+      const std::byte* row = v.at + block * 64;
+      std::int64_t n = 0;
+      for (; n + 2 <= v.count; n += 2, row += 2 * v.stride) {
+        std::int32_t weights[kRows];
+        for (int r = 0; r < kRows; ++r) std::memcpy(&weights[r], w[r] + at + n, 4);
+        AddPair<kRows>(row, row + v.stride, weights, sum);
+      }
+      if (n < v.count) {  // the last one, and nothing of the next
+        std::int32_t weights[kRows];
+        for (int r = 0; r < kRows; ++r) weights[r] = static_cast<std::uint16_t>(w[r][at + n]);
+        AddPair<kRows>(row, row, weights, sum);
+      }
+      for (int r = 0; r < kRows; ++r)
+        for (int i = 0; i < kBlock; ++i)
+          _mm512_storeu_si512(o[r] + (block * kBlock + i) * kUnit, sum[r][i]);
+    }
+  }
+
+  __m512i table_;
+  float unit_;
+};
+#endif
+
 // ---- a split ----
 
 // Turns dots into weights: w[n] = p_n, and m, l.
@@ -621,7 +734,13 @@ class Worker {
         d_(w.d),
         spread_k_(d_.k_bits, d_.dim),
         spread_v_(d_.v_bits, d_.dim),
-        k_bytes_(w.int8 ? w.a.k_codebook.as<float>() : kNoTable) {}
+        k_bytes_(w.int8 ? w.a.k_codebook.as<float>() : kNoTable)
+#if HWY_TARGET <= HWY_AVX3
+        ,
+        v_shorts_(w.int8 && d_.v_bits == 4 ? w.a.v_codebook.as<float>() : kNoTable)
+#endif
+  {
+  }
 
   // The tokens `seen` of one split by `count` <= kRowsAtOnce rows from `first` on.
   void Split(std::int64_t s, std::int64_t head, const aura::Sequence& sequence, aura::Region region,
@@ -674,6 +793,12 @@ class Worker {
         }
       }
     }
+#if HWY_TARGET <= HWY_AVX3
+    const bool shorts = coded && w_.int8 && d_.v_bits == 4;
+    float unit[kRowsAtOnce];
+    for (std::int64_t r = 0; shorts && r < count; ++r)
+      unit[r] = v_shorts_.MakeShorts(x_[r], tokens, w_shorts_[r]);
+#endif
     // While these are added, the next split's rows of K come in. (Longer rows the CPU fetches ahead
     // by itself, and better.)
     const aura::Span next{seen.begin + kSplit,
@@ -686,9 +811,22 @@ class Worker {
         some.begin += ahead.count;
       }
       const Rows v = WholeUnits(region, {place.v, place.v_stride, place.count}, spread_v_);
+#if HWY_TARGET <= HWY_AVX3
+      if (shorts) return v_shorts_.Add(v, units / kBlock, w_shorts_, n, o, count);
+#endif
       WithSource(region, d_.v_bits, w_.a.v_codebook,
                  [&](const auto& source) { Add(source, v, units, x_, n, o, count); });
     });
+#if HWY_TARGET <= HWY_AVX3
+    for (std::int64_t r = 0; shorts && r < count; ++r) {
+      const VF factor = hn::Set(d, unit[r]);
+      for (std::int64_t j = 0; j < units * kUnit; j += kWidth) {
+        const auto sum =
+            hn::LoadU(hn::RebindToSigned<DF>(), reinterpret_cast<const std::int32_t*>(o[r] + j));
+        hn::StoreU(hn::Mul(hn::ConvertTo(d, sum), factor), d, o[r] + j);
+      }
+    }
+#endif
   }
 
  private:
@@ -808,6 +946,10 @@ class Worker {
   const AuraAttentionDesc& d_;
   CodeSpreader spread_k_, spread_v_;
   ByteCodes k_bytes_;
+#if HWY_TARGET <= HWY_AVX3
+  ShortCodes v_shorts_;
+  HWY_ALIGN std::int16_t w_shorts_[kRowsAtOnce][kSplit];
+#endif
   HWY_ALIGN float x_[kRowsAtOnce][kSplit];  // logits, then weights
   HWY_ALIGN std::byte copies_[kRowsInTurn * kAuraMaxDim * 4];
 };
@@ -1056,10 +1198,12 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
   return {};
 }
 
-// Logits from integers: every sum is exact, so the bits are still the same on every target.
+// AVX2 takes V's codes as the exact kernel does, so the bits depend on the target.
 PrecisionGuarantee int8_guarantee(const Op::Desc&) {
-  return {
-      .math_precision = DType::s8, .accumulator = DType::s32, .same_bits_on_all_backends = false};
+  return {.math_precision = DType::s8,
+          .accumulator = DType::s32,
+          .bit_stable_on_same_hardware = false,
+          .same_bits_on_all_backends = false};
 }
 
 constexpr Kernel<Op> kKernels[] = {{.name = "cpu_int8",

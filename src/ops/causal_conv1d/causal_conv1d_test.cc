@@ -135,7 +135,9 @@ TEST(CausalConv1d, PackedSequencesAreApart) {
       for (std::int32_t c = 0; c < 18; ++c) {
         const auto i = static_cast<std::size_t>(t * 18 + c);
         EXPECT_EQ(std::isnan(dirty.y[i]), mine);
-        if (!mine) EXPECT_EQ(dirty.y[i], clean.y[i]);
+        if (!mine) {
+          EXPECT_EQ(dirty.y[i], clean.y[i]);
+        }
       }
     }
     if (bounds[s] == bounds[s + 1]) {  // an empty sequence hands its state on
