@@ -976,13 +976,13 @@ def aura_attention(
     v_codebook: Array | float,
     k_table: Array | float,
     v_table: Array | float,
-    block_table: Array | float,
-    k_first: Array | float,
-    v_first: Array | float,
-    k_recent: Array | float,
-    v_recent: Array | float,
+    block_table: Array | float | None = None,
     lengths: Array | float | None = None,
     starts: Array | float | None = None,
+    k_first: Array | float | None = None,
+    v_first: Array | float | None = None,
+    k_recent: Array | float | None = None,
+    v_recent: Array | float | None = None,
     k_mean: Array | float | None = None,
     v_mean: Array | float | None = None,
     sinks: Array | float | None = None,
@@ -1064,13 +1064,15 @@ def aura_attention(
                                           to is multiplied by f
 
     and then u = P_v^T o_coded, u = fma(l_coded, v_mean, u) where v_mean is given, and
-    out = (u + o_exact) / l, or 0 where l = 0. A row or scale that is not finite makes the queries
-    that see it NaN or infinite, and no others.
+    out = (u + o_exact) / l, or 0 where l = 0. A row or scale that is not finite touches the queries
+    that see it, and no others.
 
     Kernel cpu_int8 (k_bits 4, Preference::fastest) takes r and c as 16-bit integers of full scale
     32512, in two bytes each, and leaves out the product of the lower bytes: with dr = max|r| / 32512
     and dc = max|c| / 32512, r . c is off by at most sum_j (|r_j| dc / 2 + |c_j| dr / 2 + 2^15 dr
-    dc).
+    dc). On AVX-512 and with v_bits 4 it also takes w and the centroids y of V as integers: o_j of a
+    split of n tokens is off by at most max|y| (W / 4094 + n max(max|w| / 65534, W 2^-20)), W = sum
+    |w|.
 
     Layout. Contiguous (page_size 0): slot n of KV head h is row [s * kv_heads + h, n] of codes and
     scales. Paged: row [block_table[s, n / page_size], h, n % page_size]. Coded token t has slot
