@@ -209,9 +209,11 @@ class Machine {
                pinned() ? " (pinned)" : " (not pinned)", cpu::architecture());
     fmt::print(
         "limits: streaming copy {:.1f} GB/s, memcpy {:.1f} GB/s (bytes read plus written), "
-        "reading alone {:.1f} GB/s, GEMM f32 {:.0f}, bf16 {:.0f} GFLOP/s ({}^3)\n",
+        "reading alone {:.1f} GB/s, GEMM f32 {:.0f}{} GFLOP/s ({}^3)\n",
         limits_.streaming_gb_s, limits_.memcpy_gb_s, limits_.read_gb_s, limits_.gemm_gflop_s,
-        limits_.gemm_bf16_gflop_s, gemm_size());
+        limits_.gemm_bf16_gflop_s > 0 ? fmt::format(", bf16 {:.0f}", limits_.gemm_bf16_gflop_s)
+                                      : "",
+        gemm_size());
   }
 
   const BenchFlags& flags_;
