@@ -7,7 +7,8 @@
 For each op, bittern runs first and measures the machine's copy bandwidth around its own samples;
 the peers follow at once and are set against that same copy. Every peer runs in a process of its
 own. `torch` gives two rows, eager and torch.compile. A peer that is not installed is a row that
-says so.
+says so. Beside aura_attention stands torch's attention over an f16 cache, whose bytes are its own;
+the gated delta rule is bound by products, so its peers have a time and no ratio.
 
 All get huge pages where the system grants them, and memory that is kept between calls, so that no
 one pays for page faults. GB/s counts the bytes the op must read and write at least.
@@ -53,9 +54,23 @@ OPS = {
         "qdq_affine_backward", {"element": "f32", "storage": "u8"}, ("torch",)),
     "pack_codes 4 bit": ("pack_codes", {"bits": 4}, ("torch",)),
     "unpack_codes 4 bit": ("unpack_codes", {"bits": 4}, ("torch",)),
+    "aura_encode d128 4 bit": (
+        "aura_encode", {"element": "f32", "axis_size": 128, "bits": 4, "rotation": "hadamard"},
+        ("torch",)),
+    "aura_attention 4/4 bit": (
+        "aura_attention", {"k_bits": 4, "v_bits": 4, "heads": 8, "capacity": 65536, "page_size": 0},
+        ("torch",)),
+    "gdn_chunk_forward f32": ("gdn_chunk_forward", {"element": "f32"}, ("transformers",)),
+    "gdn_chunk_forward bf16": (
+        "gdn_chunk_forward", {"element": "bf16", "qk_l2norm": "false"}, ("transformers",)),
 }  # fmt: skip
-MODULES = {"torch": "torch", "mlx": "mlx", "ggml": "llama_cpp"}
-TITLES = {"torch": ("torch eager", "torch.compile"), "mlx": ("mlx",), "ggml": ("ggml Q4_1",)}
+MODULES = {"torch": "torch", "mlx": "mlx", "ggml": "llama_cpp", "transformers": "transformers"}
+TITLES = {
+    "torch": ("torch eager", "torch.compile"),
+    "mlx": ("mlx",),
+    "ggml": ("ggml Q4_1",),
+    "transformers": ("transformers",),
+}
 
 
 def seconds(work, repeat):
@@ -71,11 +86,55 @@ def seconds(work, repeat):
 # ---- the peers; each returns [(title, version, seconds, bytes, note)] ----
 
 
+def codec_problem(torch, op, rows):
+    """What a torch user writes for the KV codec: its encode, and attention over an f16 cache."""
+    import torch.nn.functional as F
+
+    if op == "aura_encode":
+        n = 65536 * rows // ROWS
+        x, rotation = torch.randn(n, 128), torch.linalg.qr(torch.randn(128, 128))[0]
+        levels = torch.linspace(-0.24, 0.24, 16)
+        boundaries, shifts = (levels[1:] + levels[:-1]) / 2, torch.arange(0, 32, 4)
+
+        def encode(x):
+            norm = x.norm(dim=1, keepdim=True)
+            codes = torch.bucketize((x / norm) @ rotation.T, boundaries)
+            words = (codes.view(-1, 16, 8) << shifts).sum(2).to(torch.int32)
+            return words, norm / levels[codes].norm(dim=1, keepdim=True)
+
+        return encode, (x,), n * (512 + 64 + 4)
+    tokens = 65536 * rows // ROWS
+    q = torch.randn(1, 8, 1, 128).half()
+    k, v = (torch.randn(1, 8, tokens, 128).half() for _ in range(2))
+    return F.scaled_dot_product_attention, (q, k, v), 2 * 8 * tokens * 256
+
+
+def transformers_rows(op, rows, threads, repeat):
+    import inspect
+
+    import torch
+    import transformers
+    from transformers.models.qwen3_next import modeling_qwen3_next as model
+
+    torch.set_num_threads(threads)
+    tokens, dtype = 4096 * rows // ROWS, torch.bfloat16 if "bf16" in op else torch.float32
+    rule = inspect.unwrap(model.torch_chunk_gated_delta_rule)
+    q, k = (torch.nn.functional.normalize(torch.randn(1, tokens, 32, 128), dim=-1) for _ in "qk")
+    inputs = [t.to(dtype) for t in (q, k, torch.randn(1, tokens, 32, 128))]
+    g, beta = -torch.rand(1, tokens, 32), torch.rand(1, tokens, 32)
+    with torch.no_grad():
+        took = seconds(lambda: rule(*inputs, g, beta), min(repeat, 5))
+    # Bound by its products: bytes say nothing.
+    return [(TITLES["transformers"][0], transformers.__version__, took, None, "")]
+
+
 def torch_rows(op, rows, threads, repeat):
     import torch
 
     torch.set_num_threads(threads)
     torch.manual_seed(1)
+    if OPS[op][0].startswith("aura"):
+        return time_torch(torch, *codec_problem(torch, OPS[op][0], rows), repeat)
     n, group = rows * COLUMNS, 64 if "affine" in op else 128
     dtype = torch.bfloat16 if "bf16" in op else torch.float32
     x = (torch.randn(n // group, group) * 0.02).to(dtype)
@@ -126,6 +185,10 @@ def torch_rows(op, rows, threads, repeat):
         "pack_codes": (pack, (nibbles,), n + n // 2),
         "unpack_codes": (unpack, (pack(nibbles),), n + n // 2),
     }[OPS[op][0]]  # fmt: skip
+    return time_torch(torch, function, inputs, size, repeat)
+
+
+def time_torch(torch, function, inputs, size, repeat):
     out = []
     with torch.no_grad():
         for title, f in zip(TITLES["torch"], (function, torch.compile(function, dynamic=False))):
@@ -183,7 +246,7 @@ def ggml_rows(op, rows, threads, repeat):
     return [("ggml Q4_1", version, took, 4 * n + out.nbytes, "groups of 32, scales f16")]
 
 
-WORKERS = {"torch": torch_rows, "mlx": mlx_rows, "ggml": ggml_rows}
+WORKERS = {"torch": torch_rows, "mlx": mlx_rows, "ggml": ggml_rows, "transformers": transformers_rows}
 
 
 # ---- the orchestra ----
@@ -252,7 +315,7 @@ def main():
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument(
         "--python", action="append", default=[], metavar="PEER=PATH",
-        help="the Python that has torch, mlx or ggml (llama_cpp); default: this one",
+        help="the Python that has torch, mlx, transformers or ggml (llama_cpp); default: this one",
     )  # fmt: skip
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=int, default=ROWS, help=argparse.SUPPRESS)
@@ -277,7 +340,7 @@ def main():
         size = ROWS // (QUICK_FACTOR if args.quick else 1)
         for peer in OPS[op][2]:
             for title, version, took, bytes_, note in run_peer(args, peer, op, size):
-                gb_s = bytes_ / took / 1e9 if took else None
+                gb_s = bytes_ / took / 1e9 if took and bytes_ else None
                 found.append(
                     (title, version, took and 1e3 * took, gb_s, gb_s and gb_s / copy, note)
                 )

@@ -17,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "bittern/codec.h"
 #include "bittern/version.h"
 #include "plan/any_op.h"
 
@@ -386,6 +387,38 @@ nb::object default_value(const FieldInfo& field) {
   return nb::str(choice.data(), choice.size());
 }
 
+using FloatArray = nb::ndarray<nb::numpy, float>;
+
+FloatArray to_numpy(std::vector<float> values, const std::vector<std::size_t>& shape) {
+  auto owned = std::make_unique<std::vector<float>>(std::move(values));
+  float* data = owned->data();
+  const nb::capsule owner(owned.release(),
+                          [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
+  return FloatArray(data, shape.size(), shape.data(), owner);
+}
+
+nb::tuple to_tuple(Codebook book) {
+  const std::size_t levels = book.levels.size();
+  return nb::make_tuple(to_numpy(std::move(book.levels), {levels}),
+                        to_numpy(std::move(book.boundaries), {levels - 1}));
+}
+
+nb::object rotation_table(std::string_view rotation, std::int64_t dim, std::uint64_t seed) {
+  for (std::size_t i = 0; i < std::size(kRotationNames); ++i) {
+    if (kRotationNames[i] != rotation) continue;
+    const auto kind = static_cast<Rotation>(i);
+    auto table = checked(make_rotation(kind, dim, seed));
+    if (kind == Rotation::identity) return nb::none();
+    const auto n = static_cast<std::size_t>(dim);
+    return nb::cast(to_numpy(std::move(table), kind == Rotation::dense
+                                                   ? std::vector<std::size_t>{n, n}
+                                                   : std::vector<std::size_t>{n}));
+  }
+  check(invalid("make_rotation: rotation: '" + std::string(rotation) +
+                "', expected identity, hadamard or dense"));
+  return nb::none();
+}
+
 // "Sku(category='quantization', ...)" from an object's properties.
 nb::str repr_of(const char* type, nb::handle self, std::initializer_list<const char*> names) {
   std::string text = std::string(type) + "(";
@@ -443,6 +476,19 @@ NB_MODULE(_bittern, m) {
       .def_prop_ro("operands", [](const AnyOp& op) { return nb::tuple(nb::cast(op.operands())); })
       .def("__repr__",
            [](nb::handle self) { return repr_of("Op", self, {"name", "category", "backends"}); });
+  m.def(
+      "sphere_codebook",
+      [](std::int64_t dim, std::int32_t bits) {
+        return to_tuple(checked(sphere_codebook(dim, bits)));
+      },
+      nb::arg("dim"), nb::arg("bits"));
+  m.def(
+      "gaussian_codebook",
+      [](std::int64_t dim, std::int32_t bits) {
+        return to_tuple(checked(gaussian_codebook(dim, bits)));
+      },
+      nb::arg("dim"), nb::arg("bits"));
+  m.def("make_rotation", rotation_table, nb::arg("rotation"), nb::arg("dim"), nb::arg("seed") = 0);
   m.def("ops", [] {
     nb::list ops;
     for (const AnyOp* op : all_ops()) ops.append(nb::cast(op, nb::rv_policy::reference));

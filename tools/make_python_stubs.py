@@ -132,6 +132,17 @@ def num_threads() -> int: ...
 def set_num_threads(threads: int) -> None:
     """Threads a CPU kernel may use; results never depend on it. Below 1: the default."""
 
+def sphere_codebook(dim: int, bits: int) -> tuple[Any, Any]:
+    """Levels and boundaries of the codebook with the least error for rows of `dim`, f32 numpy."""
+
+def gaussian_codebook(dim: int, bits: int) -> tuple[Any, Any]:
+    """The same in the limit of large `dim`."""
+
+def make_rotation(
+    rotation: Literal["identity", "hadamard", "dense"], dim: int, seed: int = 0
+) -> Any:
+    """The table of a rotation, f32 numpy: signs, a matrix, or None for identity."""
+
 def plan(
     op: str,
     *,

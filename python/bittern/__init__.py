@@ -19,6 +19,12 @@ How a function fills in what it was not told:
   numbers    a Python number given for an input fills it.
   device     that of the first array.
 
+Tables of the KV codec come from `sphere_codebook`, `gaussian_codebook` and `make_rotation`:
+
+    levels, boundaries = bittern.sphere_codebook(dim=128, bits=4)
+    signs = bittern.make_rotation("hadamard", dim=128, seed=1)
+    packed, norms = bittern.aura_encode(k, signs, boundaries, levels)
+
 `plan` is the layer below: every field said, nothing inferred, nothing allocated but scratch.
 
 Errors: ValueError (malformed), NotImplementedError (no kernel does it), MemoryError, RuntimeError.
@@ -37,9 +43,12 @@ from ._bittern import (
     PrecisionGuarantee,
     Sku,
     __version__,
+    gaussian_codebook,
+    make_rotation,
     num_threads,
     ops,
     set_num_threads,
+    sphere_codebook,
 )
 from ._bittern import Desc as _Desc
 from ._bittern import Tensor as _Tensor
@@ -52,10 +61,13 @@ __all__ = [
     "PrecisionGuarantee",
     "Sku",
     "__version__",
+    "gaussian_codebook",
+    "make_rotation",
     "num_threads",
     "ops",
     "plan",
     "set_num_threads",
+    "sphere_codebook",
 ]
 
 
@@ -119,7 +131,8 @@ def _make_desc(op, fields):
 
 def _is_dtype_field(field):
     """Whether the arrays given say what it is."""
-    return field.name in ("storage", "f32_scale") or set(field.choices) & set(_FRAMEWORK_DTYPES)
+    named = ("storage", "f32_scale", "f16_scale", "f16_norm")
+    return field.name in named or set(field.choices) & set(_FRAMEWORK_DTYPES)
 
 
 @_functools.lru_cache(maxsize=1024)

@@ -20,6 +20,12 @@ How a function fills in what it was not told:
   numbers    a Python number given for an input fills it.
   device     that of the first array.
 
+Tables of the KV codec come from `sphere_codebook`, `gaussian_codebook` and `make_rotation`:
+
+    levels, boundaries = bittern.sphere_codebook(dim=128, bits=4)
+    signs = bittern.make_rotation("hadamard", dim=128, seed=1)
+    packed, norms = bittern.aura_encode(k, signs, boundaries, levels)
+
 `plan` is the layer below: every field said, nothing inferred, nothing allocated but scratch.
 
 Errors: ValueError (malformed), NotImplementedError (no kernel does it), MemoryError, RuntimeError.
@@ -35,10 +41,13 @@ __all__ = [
     "PrecisionGuarantee",
     "Sku",
     "__version__",
+    "gaussian_codebook",
+    "make_rotation",
     "num_threads",
     "ops",
     "plan",
     "set_num_threads",
+    "sphere_codebook",
     "quantize_per_group",
     "quantize_per_group_backward",
     "dequantize_per_group",
@@ -179,6 +188,17 @@ def ops() -> list[Op]: ...
 def num_threads() -> int: ...
 def set_num_threads(threads: int) -> None:
     """Threads a CPU kernel may use; results never depend on it. Below 1: the default."""
+
+def sphere_codebook(dim: int, bits: int) -> tuple[Any, Any]:
+    """Levels and boundaries of the codebook with the least error for rows of `dim`, f32 numpy."""
+
+def gaussian_codebook(dim: int, bits: int) -> tuple[Any, Any]:
+    """The same in the limit of large `dim`."""
+
+def make_rotation(
+    rotation: Literal["identity", "hadamard", "dense"], dim: int, seed: int = 0
+) -> Any:
+    """The table of a rotation, f32 numpy: signs, a matrix, or None for identity."""
 
 def plan(
     op: str,
@@ -874,7 +894,7 @@ def aura_encode(
     element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
     rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
     scale_rule: Literal["matched", "none", "least_squares", "unbiased"] = "matched",
-    f16_norm: bool = False,
+    f16_norm: bool | None = None,
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
@@ -924,7 +944,7 @@ def aura_decode(
     bits: int | None = None,
     element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
     rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
-    f16_norm: bool = False,
+    f16_norm: bool | None = None,
     rotated: bool = False,
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
@@ -1007,7 +1027,7 @@ def aura_attention(
     window_keeps_first: bool = False,
     causal: bool = True,
     element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
-    f16_scale: bool = False,
+    f16_scale: bool | None = None,
     exact: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
