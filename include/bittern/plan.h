@@ -91,8 +91,9 @@ class Plan {
   // Checks dtype, shape, device, strides, null and overlap of every operand.
   Status can_implement(const Args& args) const;
 
-  // The caller owns scratch: at least this many bytes, 64-byte aligned, go to run().
-  std::size_t workspace_bytes() const;
+  // The caller owns scratch: at least this many bytes, 64-byte aligned, go to run(). Settled by
+  // select: a number of threads that is raised later finds no more room.
+  std::size_t workspace_bytes() const { return workspace_bytes_; }
 
   Status run(const Args& args, Stream stream = {}, Workspace workspace = {}) const;
 
@@ -102,11 +103,12 @@ class Plan {
   Device device() const { return device_; }
 
  private:
-  Plan(const Desc& desc, Device device, const Kernel<Op>* kernel)
-      : desc_(desc), device_(device), kernel_(kernel) {}
+  Plan(const Desc& desc, Device device, const Kernel<Op>* kernel, std::size_t workspace_bytes)
+      : desc_(desc), device_(device), kernel_(kernel), workspace_bytes_(workspace_bytes) {}
   Desc desc_;
   Device device_;
   const Kernel<Op>* kernel_;
+  std::size_t workspace_bytes_;
 };
 
 }  // namespace bittern

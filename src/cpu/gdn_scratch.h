@@ -45,7 +45,8 @@ class Pieces {
   std::int64_t used_ = 0;
 };
 
-// Floats of a Scratch, and the workspace of a kernel whose every slot needs one.
+// Floats of a Scratch; the workspace that has one for each thread, and how many a workspace has (it
+// was made when the plan was, perhaps for other threads than now).
 template <class Scratch>
 std::int64_t scratch_floats(const GdnDesc& d) {
   Pieces pieces(d);
@@ -56,6 +57,10 @@ template <class Scratch>
 std::size_t scratch_bytes(const GdnDesc& d) {
   return static_cast<std::size_t>(std::max(num_threads(), 1) * scratch_floats<Scratch>(d)) *
          sizeof(float);
+}
+template <class Scratch>
+std::int64_t scratch_slots(const GdnDesc& d, std::size_t bytes) {
+  return static_cast<std::int64_t>(bytes / sizeof(float)) / scratch_floats<Scratch>(d);
 }
 // The Scratch of a slot.
 template <class Scratch>

@@ -38,16 +38,12 @@ void parallel(std::int64_t n, std::int64_t grain, F&& f, std::int64_t align = 1)
   }
 }
 
-// Threads that may work at once on n items, each of which needs scratch of its own.
-inline std::int64_t slots(std::int64_t n) {
-  return std::clamp<std::int64_t>(num_threads(), 1, std::max<std::int64_t>(n, 1));
-}
-
 // Calls f(slot, begin, end) on disjoint ranges that cover [0, n), where no two calls that run at
-// once have the same slot < slots(n).
+// once have the same slot < slots: for work that needs scratch, of which there are `slots`.
 template <class F>
-void parallel_slots(std::int64_t n, F&& f) {
-  const std::int64_t count = slots(n);
+void parallel_slots(std::int64_t n, std::int64_t slots, F&& f) {
+  const std::int64_t count =
+      std::max<std::int64_t>(std::min({n, slots, std::int64_t{num_threads()}}), 1);
   const auto edge = [&](std::int64_t slot) { return n / count * slot + n % count * slot / count; };
   parallel(count, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t slot = first; slot < last; ++slot)

@@ -59,7 +59,7 @@ Result<Plan<Op>> Plan<Op>::select(const Desc& desc, Device device, Preference pr
           continue;
         }
         const Status s = k.supports != nullptr ? k.supports(desc) : Status();
-        if (s.ok()) return Plan(desc, device, &k);
+        if (s.ok()) return Plan(desc, device, &k, k.workspace != nullptr ? k.workspace(desc) : 0);
         refuse(k, s.message());
       }
     }
@@ -108,11 +108,6 @@ Status Plan<Op>::can_implement(const Args& args) const {
     if (device_.type == Device::Type::cpu) return Op::check_contents(desc_, args);
   }
   return {};
-}
-
-template <class Op>
-std::size_t Plan<Op>::workspace_bytes() const {
-  return kernel_->workspace != nullptr ? kernel_->workspace(desc_) : 0;
 }
 
 template <class Op>

@@ -357,20 +357,25 @@ BITTERN_EXPORT(RunGdnChunkBackward);
 
 Status supports(const Op::Desc&) { return cpu::supported(); }
 
-// The threads' scratch, then sums for each sequence and head.
+// Sums for each sequence and head, then the threads' scratch, which starts a line.
+std::size_t sums_bytes(const Op::Desc& d) {
+  const auto heads = static_cast<std::size_t>(d.sequences() * d.value_heads);
+  return (heads * sizeof(GateSums) + 63) / 64 * 64;
+}
+
 std::size_t workspace(const Op::Desc& d) {
-  return cpu::gdn::scratch_bytes<Scratch>(d) +
-         static_cast<std::size_t>(d.sequences() * d.value_heads) * sizeof(GateSums);
+  return sums_bytes(d) + cpu::gdn::scratch_bytes<Scratch>(d);
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
   const std::vector<GdnSequence> sequences = gdn_sequences(d, a.cu_seqlens);
-  auto* sums = reinterpret_cast<GateSums*>(static_cast<std::byte*>(workspace.data) +
-                                           cpu::gdn::scratch_bytes<Scratch>(d));
+  auto* sums = static_cast<GateSums*>(workspace.data);
+  void* scratch = static_cast<std::byte*>(workspace.data) + sums_bytes(d);
   const auto items = static_cast<std::int64_t>(sequences.size()) * d.key_heads;
-  cpu::parallel_slots(items, [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
+  const std::int64_t slots = cpu::gdn::scratch_slots<Scratch>(d, workspace.bytes - sums_bytes(d));
+  cpu::parallel_slots(items, slots, [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
     BITTERN_CALL(RunGdnChunkBackward)(d, a, sequences.data(), begin, end,
-                                      cpu::gdn::scratch_at<Scratch>(d, workspace.data, slot), sums);
+                                      cpu::gdn::scratch_at<Scratch>(d, scratch, slot), sums);
   });
   for (std::int64_t h = 0; h < d.value_heads; ++h) {
     GateSums total{};
