@@ -661,6 +661,7 @@ class Reader {
       ok_ = false;
       return;
     }
+    if (count == 0) return;  // `to` may be null
     std::memcpy(to, rest_.data(), count * sizeof(T));
     rest_ = rest_.subspan(count * sizeof(T));
   }
@@ -796,12 +797,12 @@ Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) {
     }
     // Nothing is allocated for tokens before the bytes are known to hold them. A region's rows may
     // be fewer than it has room for, which `make` allocates: no more than the config says.
-    const std::int64_t values = config.kv_heads * config.dim;
     if (config.kv_heads < 1 || config.dim < 1 || config.kv_heads > (1 << 16) ||
         config.dim > kAuraMaxDim || config.k.bits < 1 || config.k.bits > 8 || config.v.bits < 1 ||
         config.v.bits > 8) {
       return malformed();
     }
+    const std::int64_t values = config.kv_heads * config.dim;
     const std::int64_t coded_row =
         4 * (packed_words(config.dim, config.k.bits) + packed_words(config.dim, config.v.bits)) +
         2 * (config.f16_scale ? 2 : 4);
