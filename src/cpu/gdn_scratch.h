@@ -45,8 +45,7 @@ class Pieces {
   std::int64_t used_ = 0;
 };
 
-// Floats of a Scratch; the workspace that has one for each thread, and how many a workspace has (it
-// was made when the plan was, perhaps for other threads than now).
+// Floats of a Scratch, and the workspace that has one for each thread.
 template <class Scratch>
 std::int64_t scratch_floats(const GdnDesc& d) {
   Pieces pieces(d);
@@ -58,15 +57,18 @@ std::size_t scratch_bytes(const GdnDesc& d) {
   return static_cast<std::size_t>(std::max(num_threads(), 1) * scratch_floats<Scratch>(d)) *
          sizeof(float);
 }
-template <class Scratch>
-std::int64_t scratch_slots(const GdnDesc& d, std::size_t bytes) {
-  return static_cast<std::int64_t>(bytes / sizeof(float)) / scratch_floats<Scratch>(d);
-}
-// The Scratch of a slot.
-template <class Scratch>
-Scratch scratch_at(const GdnDesc& d, void* workspace, std::int64_t slot) {
-  Pieces pieces(d, static_cast<float*>(workspace) + slot * scratch_floats<Scratch>(d));
-  return Scratch(pieces);
+
+// Calls f(begin, end, scratch) on disjoint ranges that cover [0, items), calls that run at once
+// with a Scratch of their own. The workspace says how many there are: it was made when the plan
+// was, perhaps for other threads than now.
+template <class Scratch, class F>
+void parallel_scratch(const GdnDesc& d, std::int64_t items, Workspace workspace, F&& f) {
+  const std::int64_t floats = scratch_floats<Scratch>(d);
+  const auto slots = static_cast<std::int64_t>(workspace.bytes / sizeof(float)) / floats;
+  parallel_slots(items, slots, [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
+    Pieces pieces(d, static_cast<float*>(workspace.data) + slot * floats);
+    f(begin, end, Scratch(pieces));
+  });
 }
 
 struct RecomputeScratch {

@@ -370,13 +370,13 @@ std::size_t workspace(const Op::Desc& d) {
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
   const std::vector<GdnSequence> sequences = gdn_sequences(d, a.cu_seqlens);
   auto* sums = static_cast<GateSums*>(workspace.data);
-  void* scratch = static_cast<std::byte*>(workspace.data) + sums_bytes(d);
+  const Workspace rest{static_cast<std::byte*>(workspace.data) + sums_bytes(d),
+                       workspace.bytes - sums_bytes(d)};
   const auto items = static_cast<std::int64_t>(sequences.size()) * d.key_heads;
-  const std::int64_t slots = cpu::gdn::scratch_slots<Scratch>(d, workspace.bytes - sums_bytes(d));
-  cpu::parallel_slots(items, slots, [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
-    BITTERN_CALL(RunGdnChunkBackward)(d, a, sequences.data(), begin, end,
-                                      cpu::gdn::scratch_at<Scratch>(d, scratch, slot), sums);
-  });
+  cpu::gdn::parallel_scratch<Scratch>(
+      d, items, rest, [&](std::int64_t begin, std::int64_t end, const Scratch& scratch) {
+        BITTERN_CALL(RunGdnChunkBackward)(d, a, sequences.data(), begin, end, scratch, sums);
+      });
   for (std::int64_t h = 0; h < d.value_heads; ++h) {
     GateSums total{};
     for (std::int64_t n = 0; n < d.sequences(); ++n) {

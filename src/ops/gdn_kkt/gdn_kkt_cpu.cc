@@ -65,11 +65,10 @@ std::size_t workspace(const Op::Desc& d) { return cpu::gdn::scratch_bytes<Scratc
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
   const std::vector<GdnChunk> chunks = gdn_chunks(d, a.cu_seqlens);
   const auto items = static_cast<std::int64_t>(chunks.size()) * d.value_heads;
-  const std::int64_t slots = cpu::gdn::scratch_slots<Scratch>(d, workspace.bytes);
-  cpu::parallel_slots(items, slots, [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
-    BITTERN_CALL(RunGdnKkt)(d, a, chunks.data(), begin, end,
-                            cpu::gdn::scratch_at<Scratch>(d, workspace.data, slot));
-  });
+  cpu::gdn::parallel_scratch<Scratch>(
+      d, items, workspace, [&](std::int64_t begin, std::int64_t end, const Scratch& scratch) {
+        BITTERN_CALL(RunGdnKkt)(d, a, chunks.data(), begin, end, scratch);
+      });
   return {};
 }
 
