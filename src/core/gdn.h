@@ -52,19 +52,21 @@ inline std::vector<GdnChunk> gdn_chunks(const GdnDesc& d, const ConstView& cu_se
 }
 
 // The log decay that the gate makes of a, and the strength that `beta` stands for.
-inline float gdn_log_decay(float a, float a_log, float dt_bias) {
+BITTERN_HOST_DEVICE inline float gdn_log_decay(float a, float a_log, float dt_bias) {
   const float rate = -math::exp(a_log);
   return rate * math::softplus(a + dt_bias);
 }
-inline float gdn_softplus_slope(float x) {
+BITTERN_HOST_DEVICE inline float gdn_softplus_slope(float x) {
   return x > math::kSoftplusLinear ? 1.0f : math::sigmoid(x);
 }
-inline float gdn_strength(const GdnDesc& d, float beta) {
+BITTERN_HOST_DEVICE inline float gdn_strength(const GdnDesc& d, float beta) {
   if (d.beta_sigmoid) beta = math::sigmoid(beta);
   return d.allow_neg_eigval ? 2 * beta : beta;
 }
 
 // e^(sum_i - sum_j) for j <= i: never above 1 while no log decay is. Where j > i it would overflow.
-inline float gdn_decay(float sum_i, float sum_j) { return math::exp(sum_i - sum_j); }
+BITTERN_HOST_DEVICE inline float gdn_decay(float sum_i, float sum_j) {
+  return math::exp(sum_i - sum_j);
+}
 
 }  // namespace bittern

@@ -16,6 +16,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "core/host_device.h"
+
 namespace bittern::math {
 
 // The constants are shared with the SIMD form.
@@ -29,8 +31,12 @@ inline constexpr float kExpMost = 89.0f;
 inline constexpr float kExpLeast = -104.0f;
 // e^r = 1 + r + r^2 (c0 + c1 r + ...) within 2^-28.2 for |r| <= ln(2)/2: minimax, each coefficient
 // rounded to f32 before the next was sought.
-inline constexpr float kExpTerms[] = {0x1.fffffcp-2f, 0x1.55548ap-3f, 0x1.55584ep-5f, 0x1.123f3p-7f,
-                                      0x1.6ad158p-10f};
+// (Tables are functions: device code has no access to the host's arrays.)
+constexpr float exp_term(int i) {
+  constexpr float kTerms[] = {0x1.fffffcp-2f, 0x1.55548ap-3f, 0x1.55584ep-5f, 0x1.123f3p-7f,
+                              0x1.6ad158p-10f};
+  return kTerms[i];
+}
 
 // e^x = (high + low) * two_n0 * two_n1, each power of two finite; low is what rounding to high
 // lost.
@@ -38,21 +44,21 @@ struct ExpParts {
   float high, low, two_n0, two_n1;
 };
 
-inline float power_of_two(std::int32_t n) {
+BITTERN_HOST_DEVICE inline float power_of_two(std::int32_t n) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(n + 127) << 23);
 }
 
-inline ExpParts exp_parts(float x) {
+BITTERN_HOST_DEVICE inline ExpParts exp_parts(float x) {
   if (x > kExpMost) x = kExpMost;  // false for NaN, which goes through
   if (x < kExpLeast) x = kExpLeast;
   const float shifted = std::fma(x, kLog2E, kRounder);
   const float n = shifted - kRounder;
   float r = std::fma(n, -kLn2High, x);
   r = std::fma(n, -kLn2Low, r);
-  float q = std::fma(kExpTerms[4], r, kExpTerms[3]);
-  q = std::fma(q, r, kExpTerms[2]);
-  q = std::fma(q, r, kExpTerms[1]);
-  q = std::fma(q, r, kExpTerms[0]);
+  float q = std::fma(exp_term(4), r, exp_term(3));
+  q = std::fma(q, r, exp_term(2));
+  q = std::fma(q, r, exp_term(1));
+  q = std::fma(q, r, exp_term(0));
   const float line = 1.0f + r;
   const float tail = std::fma(r * r, q, r - (line - 1.0f));
   const float high = line + tail;
@@ -64,12 +70,12 @@ inline ExpParts exp_parts(float x) {
   return {high, low, power_of_two(half), power_of_two(whole - half)};
 }
 
-inline float exp(float x) {
+BITTERN_HOST_DEVICE inline float exp(float x) {
   const ExpParts e = exp_parts(x);
   return e.high * e.two_n0 * e.two_n1;
 }
 
-inline float sigmoid(float x) {
+BITTERN_HOST_DEVICE inline float sigmoid(float x) {
   // With e = e^-|x| in two parts: e / (1 + e) where x is negative, else 1 / (1 + e); the quotient
   // is corrected by the remainder that high parts leave.
   const ExpParts parts = exp_parts(-std::fabs(x));
@@ -87,12 +93,12 @@ inline float sigmoid(float x) {
   return std::fma(rest, inverse, quotient);
 }
 
-inline float silu(float x) { return x * sigmoid(x); }
+BITTERN_HOST_DEVICE inline float silu(float x) { return x * sigmoid(x); }
 
-inline float silu_slope(float x, float sigmoid_of_x) {
+BITTERN_HOST_DEVICE inline float silu_slope(float x, float sigmoid_of_x) {
   return sigmoid_of_x * std::fma(x, 1.0f - sigmoid_of_x, 1.0f);
 }
-inline float silu_slope(float x) { return silu_slope(x, sigmoid(x)); }
+BITTERN_HOST_DEVICE inline float silu_slope(float x) { return silu_slope(x, sigmoid(x)); }
 
 // ---- softplus: in f64, where one rounding is left to make ----
 
@@ -101,24 +107,30 @@ inline constexpr double kLog2E64 = 0x1.71547652b82fep0;
 inline constexpr double kLn264 = 0x1.62e42fefa39efp-1;
 inline constexpr double kRounder64 = 0x1.8p52;
 // 1/k! and 1/(2k + 1): Taylor's, good to 2^-40 on the ranges they are used on.
-inline constexpr double kExpTerms64[] = {1.0,         1.0,          1.0 / 2,      1.0 / 6,
-                                         1.0 / 24,    1.0 / 120,    1.0 / 720,    1.0 / 5040,
-                                         1.0 / 40320, 1.0 / 362880, 1.0 / 3628800};
-inline constexpr double kLogTerms64[] = {1.0,     1.0 / 3,  1.0 / 5,  1.0 / 7,
-                                         1.0 / 9, 1.0 / 11, 1.0 / 13, 1.0 / 15};
+constexpr double exp_term64(int i) {
+  constexpr double kTerms[] = {1.0,         1.0,          1.0 / 2,      1.0 / 6,
+                               1.0 / 24,    1.0 / 120,    1.0 / 720,    1.0 / 5040,
+                               1.0 / 40320, 1.0 / 362880, 1.0 / 3628800};
+  return kTerms[i];
+}
+constexpr double log_term64(int i) {
+  constexpr double kTerms[] = {1.0,     1.0 / 3,  1.0 / 5,  1.0 / 7,
+                               1.0 / 9, 1.0 / 11, 1.0 / 13, 1.0 / 15};
+  return kTerms[i];
+}
 // The bits of sqrt(1/2), from which exponents are counted: what is left lies in [sqrt(1/2),
 // sqrt(2)).
 inline constexpr std::uint64_t kHalfRootBits = 0x3fe6a09e667f3bcdu;
 
-inline float softplus(float x) {
+BITTERN_HOST_DEVICE inline float softplus(float x) {
   if (x > kSoftplusLinear) return x;
   // e = e^x. NaN fails both comparisons and goes through.
   double t = static_cast<double>(x);
   if (t < static_cast<double>(kExpLeast)) t = static_cast<double>(kExpLeast);
   const double shifted = std::fma(t, kLog2E64, kRounder64);
   const double r = std::fma(shifted - kRounder64, -kLn264, t);
-  double p = kExpTerms64[10];
-  for (int i = 9; i >= 0; --i) p = std::fma(p, r, kExpTerms64[i]);
+  double p = exp_term64(10);
+  for (int i = 9; i >= 0; --i) p = std::fma(p, r, exp_term64(i));
   const std::uint64_t n =
       std::bit_cast<std::uint64_t>(shifted) - std::bit_cast<std::uint64_t>(kRounder64);
   const double e = p * std::bit_cast<double>((n + 1023) << 52);
@@ -130,8 +142,8 @@ inline float softplus(float x) {
   const double m = std::bit_cast<double>(bits - (exponent << 52));
   const double s = (m - 1.0) / (m + 1.0);
   const double s2 = s * s;
-  double q = kLogTerms64[7];
-  for (int i = 6; i >= 0; --i) q = std::fma(q, s2, kLogTerms64[i]);
+  double q = log_term64(7);
+  for (int i = 6; i >= 0; --i) q = std::fma(q, s2, log_term64(i));
   const double log_m = (s + s) * q;
   return static_cast<float>(std::fma(static_cast<double>(exponent), kLn264, log_m) + lost);
 }

@@ -9,12 +9,13 @@
 #include <vector>
 
 #include "bittern/dtype.h"
+#include "core/host_device.h"
 
 namespace bittern {
 
 // x / s as quantise sees it: 0 for a NaN quotient, for s = 0 and for s NaN.
 template <class F>
-F quotient(F x, F s) {
+BITTERN_HOST_DEVICE F quotient(F x, F s) {
   if (s == 0) return F(0);
   const F z = x / s;
   return std::isnan(z) ? F(0) : z;
@@ -23,17 +24,18 @@ F quotient(F x, F s) {
 // R(z) + zp. In f64 the sum of an integer-valued f32 or f64 and a 32-bit zero point is exact below
 // 2^53, and above it lies outside every code range on the right side.
 template <class F>
-double unclamped_code(F z, std::int32_t zero_point) {
+BITTERN_HOST_DEVICE double unclamped_code(F z, std::int32_t zero_point) {
   return static_cast<double>(std::nearbyint(z)) + static_cast<double>(zero_point);
 }
 
-inline bool in_range(double code, std::int32_t q_min, std::int32_t q_max) {
+BITTERN_HOST_DEVICE inline bool in_range(double code, std::int32_t q_min, std::int32_t q_max) {
   return code >= q_min && code <= q_max;
 }
 
 // clamp(R(z) + zp, q_min, q_max)
 template <class F>
-std::int32_t quantize_code(F z, std::int32_t zero_point, std::int32_t q_min, std::int32_t q_max) {
+BITTERN_HOST_DEVICE std::int32_t quantize_code(F z, std::int32_t zero_point, std::int32_t q_min,
+                                               std::int32_t q_max) {
   const double code = unclamped_code(z, zero_point);
   return static_cast<std::int32_t>(
       std::min(std::max(code, static_cast<double>(q_min)), static_cast<double>(q_max)));
@@ -41,7 +43,7 @@ std::int32_t quantize_code(F z, std::int32_t zero_point, std::int32_t q_min, std
 
 // difference * x rounded once, for any 33-bit integer difference: the product of 33 and 24 bits is
 // exact in f64 up to 53 bits, and rounding it to odd first makes the second rounding harmless.
-inline float scaled(std::int64_t difference, float x) {
+BITTERN_HOST_DEVICE inline float scaled(std::int64_t difference, float x) {
   const auto a = static_cast<double>(difference), b = static_cast<double>(x);
   double product = a * b;
   const double error = std::fma(a, b, -product);
@@ -53,7 +55,7 @@ inline float scaled(std::int64_t difference, float x) {
   }
   return static_cast<float>(product);
 }
-inline double scaled(std::int64_t difference, double x) {
+BITTERN_HOST_DEVICE inline double scaled(std::int64_t difference, double x) {
   return static_cast<double>(difference) * x;
 }
 

@@ -31,10 +31,10 @@ HWY_INLINE void SplitExp(D d, hn::Vec<D> x, ExpParts<hn::Vec<D>>& out) {
   const auto n = hn::Sub(shifted, rounder);
   auto r = hn::MulAdd(n, set(-math::kLn2High), x);
   r = hn::MulAdd(n, set(-math::kLn2Low), r);
-  auto q = hn::MulAdd(set(math::kExpTerms[4]), r, set(math::kExpTerms[3]));
-  q = hn::MulAdd(q, r, set(math::kExpTerms[2]));
-  q = hn::MulAdd(q, r, set(math::kExpTerms[1]));
-  q = hn::MulAdd(q, r, set(math::kExpTerms[0]));
+  auto q = hn::MulAdd(set(math::exp_term(4)), r, set(math::exp_term(3)));
+  q = hn::MulAdd(q, r, set(math::exp_term(2)));
+  q = hn::MulAdd(q, r, set(math::exp_term(1)));
+  q = hn::MulAdd(q, r, set(math::exp_term(0)));
   const auto one = set(1.0f);
   const auto line = hn::Add(one, r);
   const auto tail = hn::MulAdd(hn::Mul(r, r), q, hn::Sub(r, hn::Sub(line, one)));
@@ -97,8 +97,8 @@ HWY_INLINE hn::Vec<D> SoftplusF64(D d, hn::Vec<D> t) {
   const auto rounder = set(math::kRounder64);
   const auto shifted = hn::MulAdd(t, set(math::kLog2E64), rounder);
   const auto r = hn::MulAdd(hn::Sub(shifted, rounder), set(-math::kLn264), t);
-  auto p = set(math::kExpTerms64[10]);
-  for (int i = 9; i >= 0; --i) p = hn::MulAdd(p, r, set(math::kExpTerms64[i]));
+  auto p = set(math::exp_term64(10));
+  for (int i = 9; i >= 0; --i) p = hn::MulAdd(p, r, set(math::exp_term64(i)));
   const auto n = hn::Sub(hn::BitCast(du, shifted), hn::BitCast(du, rounder));
   const auto e =
       hn::Mul(p, hn::BitCast(d, hn::ShiftLeft<52>(hn::Add(n, hn::Set(du, std::uint64_t{1023})))));
@@ -110,8 +110,8 @@ HWY_INLINE hn::Vec<D> SoftplusF64(D d, hn::Vec<D> t) {
   const auto m = hn::BitCast(d, hn::Sub(bits, hn::ShiftLeft<52>(exponent)));
   const auto s = hn::Div(hn::Sub(m, one), hn::Add(m, one));
   const auto s2 = hn::Mul(s, s);
-  auto q = set(math::kLogTerms64[7]);
-  for (int i = 6; i >= 0; --i) q = hn::MulAdd(q, s2, set(math::kLogTerms64[i]));
+  auto q = set(math::log_term64(7));
+  for (int i = 6; i >= 0; --i) q = hn::MulAdd(q, s2, set(math::log_term64(i)));
   const auto log_m = hn::Mul(hn::Add(s, s), q);
   // A small integer as f64: the low bits of 2^52.
   const auto big = set(0x1p52);

@@ -1,5 +1,6 @@
 // Device side helpers shared by the *_cuda.cu files.
 #pragma once
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
@@ -13,6 +14,29 @@ __device__ inline float load_math(float x) { return x; }
 __device__ inline double load_math(double x) { return x; }
 __device__ inline float load_math(f16 x) { return __half2float(__ushort_as_half(x.bits)); }
 __device__ inline float load_math(bf16 x) { return __uint_as_float(std::uint32_t{x.bits} << 16); }
+
+// As from_math() on the host: nearest even, NaN stays NaN (its payload is not promised).
+template <class T>
+__device__ inline T store_math(Math<T> x) {
+  if constexpr (std::is_same_v<T, f16>) {
+    return {__half_as_ushort(__float2half_rn(x))};
+  } else if constexpr (std::is_same_v<T, bf16>) {
+    return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
+  } else {
+    return x;
+  }
+}
+
+// The memory that Grid::shared asked for, 16-byte aligned.
+template <class T>
+__device__ inline T* dynamic_shared() {
+#ifdef BITTERN_CUDA_EMULATED
+  return static_cast<T*>(emulation::dynamic_shared());
+#else
+  extern __shared__ uint4 bittern_dynamic_shared[];
+  return reinterpret_cast<T*>(bittern_dynamic_shared);
+#endif
+}
 
 // n / d for 0 <= n < 2^59 and a divisor fixed on the host, as a multiplication:
 // floor(n m / 2^(64+k)) with m = ceil(2^(64+k) / d) is exact when m d - 2^(64+k) <= 2^(64+k-59),

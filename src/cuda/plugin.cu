@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "cuda/gemm.cuh"
 #include "cuda/runtime.cuh"
 
 namespace bittern {
@@ -42,24 +43,157 @@ Status synchronize(int device) {
   return status_of(cudaDeviceSynchronize(), "cuda: synchronize");
 }
 
-std::vector<std::string> architectures() {
-  std::vector<std::string> names;
-  const char* why = nullptr;
-  for (int device = 0, count = device_count(&why); device < count; ++device) {
-    int major = 0, minor = 0;
-    (void)cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    (void)cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    names.push_back("sm_" + std::to_string(major * 10 + minor));
+Status check_pointer(int device, const void* p) {
+  cudaPointerAttributes found{};
+  if (const cudaError_t error = cudaPointerGetAttributes(&found, p); error != cudaSuccess)
+    return status_of(error, "cuda: pointer");
+  const std::string here = "cuda:" + std::to_string(device);
+  switch (found.type) {
+    case cudaMemoryTypeManaged: return {};
+    case cudaMemoryTypeHost:
+      // Pinned memory that the device has mapped under the same address.
+      if (found.devicePointer == p) return {};
+      return invalid("host memory that " + here + " cannot reach, expected device memory");
+    case cudaMemoryTypeDevice: break;
+    default: return invalid("host memory, expected memory of " + here);
   }
-  return names;
+  if (found.device == device) return {};
+  return invalid("memory of cuda:" + std::to_string(found.device) + ", expected " + here);
+}
+
+Status make_stream(int device, Stream* out) {
+  const DeviceScope scope(device);
+  if (scope.error() != cudaSuccess) return status_of(scope.error(), "cuda: stream");
+  cudaStream_t stream = nullptr;
+  BITTERN_TRY(status_of(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cuda: stream"));
+  out->native = stream;
+  return {};
+}
+
+void end_stream(int device, Stream stream) {
+  const DeviceScope scope(device);
+  (void)cudaStreamDestroy(static_cast<cudaStream_t>(stream.native));
+}
+
+class Event {
+ public:
+  Event() { error_ = cudaEventCreate(&event_); }
+  ~Event() {
+    if (event_ != nullptr) (void)cudaEventDestroy(event_);
+  }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  Status record(Stream stream) {
+    BITTERN_TRY(status_of(error_, "cuda: event"));
+    return status_of(cudaEventRecord(event_, static_cast<cudaStream_t>(stream.native)),
+                     "cuda: event");
+  }
+  Status seconds_since(const Event& start, double* seconds) {
+    BITTERN_TRY(status_of(cudaEventSynchronize(event_), "cuda: event"));
+    float milliseconds = 0;
+    BITTERN_TRY(
+        status_of(cudaEventElapsedTime(&milliseconds, start.event_, event_), "cuda: event"));
+    *seconds = 1e-3 * static_cast<double>(milliseconds);
+    return {};
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+  cudaError_t error_;
+};
+
+Status time(int device, Stream stream, const std::function<Status()>& work, double* seconds) {
+  const DeviceScope scope(device);
+  if (scope.error() != cudaSuccess) return status_of(scope.error(), "cuda: time");
+  Event start, end;
+  BITTERN_TRY(start.record(stream));
+  BITTERN_TRY(work());
+  BITTERN_TRY(end.record(stream));
+  return end.seconds_since(start, seconds);
+}
+
+// What `work` puts on a stream, kept for replaying.
+class Graph {
+ public:
+  ~Graph() {
+    if (runnable_ != nullptr) (void)cudaGraphExecDestroy(runnable_);
+    if (graph_ != nullptr) (void)cudaGraphDestroy(graph_);
+  }
+  Status capture(cudaStream_t stream, const std::function<Status()>& work) {
+    BITTERN_TRY(status_of(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal),
+                          "cuda: capture"));
+    const Status worked = work();
+    const Status ended = status_of(cudaStreamEndCapture(stream, &graph_), "cuda: capture");
+    BITTERN_TRY(worked);
+    BITTERN_TRY(ended);
+    return status_of(cudaGraphInstantiate(&runnable_, graph_, 0), "cuda: graph");
+  }
+  Status launch(cudaStream_t stream) {
+    return status_of(cudaGraphLaunch(runnable_, stream), "cuda: graph");
+  }
+
+ private:
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t runnable_ = nullptr;
+};
+
+Status replay(int device, Stream stream, const std::function<Status()>& work, int replays,
+              double* seconds) {
+  const DeviceScope scope(device);
+  if (scope.error() != cudaSuccess) return status_of(scope.error(), "cuda: replay");
+  const auto native = static_cast<cudaStream_t>(stream.native);
+  Graph graph;
+  BITTERN_TRY(graph.capture(native, work));
+  BITTERN_TRY(graph.launch(native));
+  BITTERN_TRY(time(
+      device, stream,
+      [&] {
+        for (int i = 0; i < replays; ++i) BITTERN_TRY(graph.launch(native));
+        return Status();
+      },
+      seconds));
+  *seconds /= replays;
+  return {};
+}
+
+struct Known {
+  std::string architecture;
+  Limits limits;
+};
+
+const std::vector<Known>& known_devices() {
+  static const auto* const all = [] {
+    auto* const devices = new std::vector<Known>();
+    const char* why = nullptr;
+    for (int device = 0, count = device_count(&why); device < count; ++device) {
+      const auto attribute = [&](cudaDeviceAttr which) {
+        int value = 0;
+        (void)cudaDeviceGetAttribute(&value, which, device);
+        return value;
+      };
+      const int capability = attribute(cudaDevAttrComputeCapabilityMajor) * 10 +
+                             attribute(cudaDevAttrComputeCapabilityMinor);
+      devices->push_back({"sm_" + std::to_string(capability),
+                          {.multiprocessors = attribute(cudaDevAttrMultiProcessorCount),
+                           .capability = capability,
+                           .shared_per_block = static_cast<std::size_t>(
+                               attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin))}});
+    }
+    return devices;
+  }();
+  return *all;
 }
 
 }  // namespace
 
 std::string_view architecture(Device device) {
-  static const auto* const names = new std::vector<std::string>(architectures());
   const auto index = static_cast<std::size_t>(device.index);
-  return index < names->size() ? std::string_view((*names)[index]) : "sm";
+  return index < known_devices().size() ? std::string_view(known_devices()[index].architecture)
+                                        : "sm";
+}
+
+const Limits& limits(int device) {
+  return known_devices()[static_cast<std::size_t>(device)].limits;
 }
 
 }  // namespace cuda
@@ -74,6 +208,12 @@ extern "C" __attribute__((visibility("default"))) const bittern::CudaPlugin* bit
       .release = cuda::release,
       .copy = cuda::copy,
       .synchronize = cuda::synchronize,
+      .check_pointer = cuda::check_pointer,
+      .make_stream = cuda::make_stream,
+      .end_stream = cuda::end_stream,
+      .time = cuda::time,
+      .replay = cuda::replay,
+      .gemm_bf16 = cuda::gemm_bf16,
 #define BITTERN_OP(T, f, CPU, CUDA) BITTERN_IF_##CUDA(.f = f##_cuda(), )
 #include "ops/ops.inc"
   };

@@ -2,6 +2,7 @@
 // guards against a stale file.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "plan/kernels.h"
@@ -16,12 +17,23 @@ struct CudaPlugin {
   void (*release)(int device, void* p);
   Status (*copy)(void* dst, const void* src, std::size_t bytes);  // any direction
   Status (*synchronize)(int device);
+  // Whether kernels on `device` can use the memory at `p`; why not, if they cannot.
+  Status (*check_pointer)(int device, const void* p);
+  Status (*make_stream)(int device, Stream* out);
+  void (*end_stream)(int device, Stream stream);
+  // Seconds that what `work` puts on the stream takes there, from event to event.
+  Status (*time)(int device, Stream stream, const std::function<Status()>& work, double* seconds);
+  // The same, captured as a graph and replayed: the mean of `replays`.
+  Status (*replay)(int device, Stream stream, const std::function<Status()>& work, int replays,
+                   double* seconds);
+  // Seconds of c = a b, bf16 with f32 sums, all [n, n], by cuBLAS; unavailable without it.
+  Status (*gemm_bf16)(int device, int n, const void* a, const void* b, void* c, double* seconds);
 #define BITTERN_OP(T, f, CPU, CUDA) BITTERN_IF_##CUDA(std::span<const Kernel<T>> f;)
 #include "ops/ops.inc"
 };
 
 // Changes with the layout of anything that crosses the boundary; the leading number, with meaning.
-inline constexpr std::uint64_t kCudaPluginAbi = (std::uint64_t{1} << 32) + sizeof(CudaPlugin)
+inline constexpr std::uint64_t kCudaPluginAbi = (std::uint64_t{2} << 32) + sizeof(CudaPlugin)
 #define BITTERN_OP(T, f, CPU, CUDA) +31 * sizeof(T::Desc) + 17 * sizeof(T::Args) + sizeof(Kernel<T>)
 #include "ops/ops.inc"
     ;

@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -49,23 +50,47 @@ std::string_view architecture(Device device);
 
 inline constexpr int kBlock = 256;
 
-// Enough blocks of kBlock threads for `threads`; kernels loop when the grid cannot hold them all.
-inline unsigned grid_for(std::int64_t threads) {
-  const std::int64_t blocks = (threads + kBlock - 1) / kBlock;
-  constexpr std::int64_t kMost = 0x7fffffff;
-  return static_cast<unsigned>(blocks < kMost ? blocks : kMost);
+// The shape of a launch. Kernels loop where a grid cannot hold every block.
+struct Grid {
+  std::int64_t blocks = 1;
+  int threads = kBlock;
+  std::size_t shared = 0;  // bytes of dynamic_shared()
+};
+
+// Enough blocks of `threads` threads for `items`, one each.
+inline Grid grid_for(std::int64_t items, int threads = kBlock) {
+  return {.blocks = (items + threads - 1) / threads, .threads = threads};
 }
 
-// kernel<<<grid, kBlock, 0, stream>>>(argument), with this launch's own error.
-template <class Argument>
-Status launch(std::string_view op, void (*kernel)(Argument), unsigned grid, int device,
-              Stream stream, Argument argument) {
+// kernel<<<grid>>>(arguments...) on the caller's stream, with this launch's own error.
+template <class... Parameters, class... Arguments>
+Status launch(std::string_view op, void (*kernel)(Parameters...), const Grid& grid, int device,
+              Stream stream, const Arguments&... arguments) {
   const DeviceScope scope(device);
   if (scope.error() != cudaSuccess) return status_of(scope.error(), op);
-  void* arguments[] = {&argument};
-  return status_of(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(grid), dim3(kBlock),
-                                    arguments, 0, static_cast<cudaStream_t>(stream.native)),
-                   op);
+  if (grid.blocks <= 0) return {};
+  constexpr std::int64_t kMostBlocks = 0x7fffffff;
+  constexpr std::size_t kAlwaysGranted = 48 << 10;
+  if (grid.shared > kAlwaysGranted) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(grid.shared));
+    if (error != cudaSuccess) return status_of(error, op);
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim =
+      dim3(static_cast<unsigned>(grid.blocks < kMostBlocks ? grid.blocks : kMostBlocks));
+  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = grid.shared;
+  config.stream = static_cast<cudaStream_t>(stream.native);
+  return status_of(cudaLaunchKernelEx(&config, kernel, arguments...), op);
 }
+
+// What a kernel may count on.
+struct Limits {
+  int multiprocessors = 0;
+  int capability = 0;  // 90 for compute capability 9.0
+  std::size_t shared_per_block = 0;
+};
+const Limits& limits(int device);
 
 }  // namespace bittern::cuda

@@ -1,0 +1,65 @@
+// Instructions that CUDA C++ has no name for. Register layouts are the PTX manual's; each function
+// says which element of a tile a lane holds.
+#pragma once
+#include <cstdint>
+
+namespace bittern::cuda {
+
+// ---- asynchronous copies into shared memory (sm_80) ----
+
+__device__ inline unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+// 16 bytes, of which the first `bytes` are read and the rest set to zero. Both ends 16-aligned.
+__device__ inline void copy_async_16(void* shared, const void* global, int bytes = 16) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(bytes)
+               : "memory");
+}
+__device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most `kPending` of this thread's groups are under way.
+template <int kPending>
+__device__ inline void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ---- matrix fragments ----
+
+// Four 8x8 tiles of 16-bit elements: lane l gives the address of row l % 8 of tile l / 8 and gets,
+// in to[i], elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of tile i.
+__device__ inline void load_tiles(std::uint32_t (&to)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+// The same, each tile transposed: elements (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
+__device__ inline void load_tiles_transposed(std::uint32_t (&to)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// d += a b for a [16, 16], b [16, 8], d [16, 8]. With r = l / 4, c = 2 (l % 4), lane l holds the
+// pairs a(r, c..), a(r+8, c..), a(r, c+8..), a(r+8, c+8..);  b(c.., r), b(c+8.., r);  and
+// d(r, c), d(r, c+1), d(r+8, c), d(r+8, c+1).
+__device__ inline void multiply_bf16(float (&d)[4], const std::uint32_t (&a)[4],
+                                     const std::uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ inline void multiply_f16(float (&d)[4], const std::uint32_t (&a)[4],
+                                    const std::uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+}  // namespace bittern::cuda
