@@ -65,6 +65,7 @@ struct BenchCase {
                Rng& rng) = nullptr;
   const char* left_out = "";  // optional operands, separated by spaces
   Preference preference = Preference::exact;
+  bool gpu_only = false;  // of a GPU's size: not run on the CPU
 };
 
 #define BITTERN_OP(T, f, CPU, CUDA)                  \
