@@ -89,34 +89,53 @@ __device__ inline Pack<X, N> rounded(const float (&values)[N]) {
 
 // ---- R(x / s) without a division ----
 
+// Of halves with scales of the same dtype.
+template <class X, class S>
+inline constexpr bool kHalves = sizeof(X) == 2 && sizeof(S) == 2;
+
 // Added to |z| <= 2^22, rounds it to an integer, half to even, and leaves that in the low bits.
 inline constexpr float kToInteger = 0x1.8p23f;
 
-// Sizes of x and s for which divide() may be trusted.
+// Sizes for which divide() may be trusted. (Smaller x are as good, except that a tiny quotient may
+// be off: see Watch.)
 inline constexpr float kLeastOrdinary = 0x1p-60f, kMostOrdinary = 0x1p60f;
 
 // x / s as IEEE rounds it, given r = 1 / s rounded: the first correction brings z within one ulp;
-// then the remainder is exact, and by Markstein's theorem the second gives the quotient. For
-// ordinary x and s. A smaller x gives a small z; 0 gives 0, of the right sign where s > 0: the
-// remainder is then +0, and what is added -0.
+// then the remainder is exact, and by Markstein's theorem the second gives the quotient. 0 gives 0,
+// of the right sign where s > 0: the remainder is then +0, and what is added -0.
+//
+// kHalf: x and s have at most 11 significant bits each. The first remainder is then exact (its
+// product has 35 bits, of which 22 cancel), so the first correction adds the true one within
+// 2^-46 of z, while z is 2^-36 away from where rounding would change: one correction does.
+template <bool kHalf>
 __device__ inline float divide(float x, float s, float r) {
   float z = x * r;
   z = fmaf(fmaf(z, s, -x), -r, z);
-  return fmaf(fmaf(z, s, -x), -r, z);
+  return kHalf ? z : fmaf(fmaf(z, s, -x), -r, z);
 }
 
-// Whether some x is tiny: neither 0 nor at least kLeastOrdinary.
-class TinyWatch {
+// Sees whether all x are ordinary enough.
+class Watch {
  public:
-  // Twice the bits drop the sign, and 0 becomes the largest.
-  __device__ void take(float x) { least_ = min(least_, 2 * __float_as_uint(x) - 2); }
-  __device__ bool none() const { return least_ >= 2 * (127 - 60 << 23) - 2; }
+  __device__ void take(float x) { sum_ += fabsf(x); }
+  // Also looks for x that are tiny but not 0, in dtypes that have them. Twice the bits drop the
+  // sign, and 0 becomes the largest.
+  template <class X>
+  __device__ void take_exactly(float x) {
+    take(x);
+    if constexpr (!std::is_same_v<X, f16>) least_ = min(least_, 2 * __float_as_uint(x) - 2);
+  }
+  // No NaN, infinity or huge x (and no tiny one).
+  __device__ bool ordinary() const {
+    return (sum_ < kMostOrdinary) & (least_ >= 2 * __float_as_uint(kLeastOrdinary) - 2);
+  }
 
  private:
+  float sum_ = 0;
   std::uint32_t least_ = ~0u;
 };
 
-// The elements of one parameter, in f32. kHalf: x and s have at most 11 significant bits each.
+// The elements of one parameter, in f32; for x that Watch passes.
 template <bool kHalf>
 class Quick {
  public:
@@ -125,23 +144,16 @@ class Quick {
         inverse(1.0f / s),
         zero(static_cast<float>(zp)),
         lo(static_cast<float>(t.q_min) - zero),
-        hi(static_cast<float>(t.q_max) - zero),
-        x_least(fminf((lo - 1) * s, (hi + 1) * s)),
-        x_most(fmaxf((lo - 1) * s, (hi + 1) * s)) {
+        hi(static_cast<float>(t.q_max) - zero) {
     constexpr std::int32_t kFarZero = 1 << 22;  // beyond it, f32 might round q_min - zp
-    constexpr float kFar = kHalf ? 511 : 0x1p22f - 2;
+    constexpr float kFar = kHalf ? 511 : 0x1p22f - 1;
     usable = fabsf(s) > kLeastOrdinary && fabsf(s) < kMostOrdinary && zp >= -kFarZero &&
              zp <= kFarZero && lo >= -kFar && hi <= kFar;
   }
 
-  // x / s for x that is not NaN, limited to [lo - 1, hi + 1] (give or take a rounding, which R
-  // undoes: these are at most 2^22).
-  __device__ float quotient(float x) const {
-    return divide(fminf(fmaxf(x, x_least), x_most), scale, inverse);
-  }
+  __device__ float quotient(float x) const { return divide<kHalf>(x, scale, inverse); }
 
   // kToInteger + R(x / s) where that is in [lo, hi]; otherwise a number on the same side of them.
-  // For x that is not NaN.
   //
   // kHalf: x / s is a tie k + 1/2 exactly, or at least 2^-12 away from one. Up to |z| = 512, x
   // times the rounded 1 / s is within 2^-15 of it, and the sum with kToTies, one rounding of the
@@ -168,8 +180,7 @@ class Quick {
 
   float scale, inverse, zero;
   float lo, hi;  // q_min - zp, q_max - zp
-  float x_least, x_most;
-  bool usable;  // false: go by the definition
+  bool usable;   // false: go by the definition
 };
 
 // The low bytes of four registers.
@@ -390,7 +401,7 @@ template <class X>
 struct QuantizeBody {
   using Element = X;
   template <class S>
-  using Param = Quick<sizeof(X) == 2 && sizeof(S) == 2>;
+  using Param = Quick<kHalves<X, S>>;
   static constexpr int kWide = 16;  // a store of 16 bytes
 
   Params params;
@@ -409,18 +420,18 @@ struct QuantizeBody {
   template <class P, int N>
   __device__ auto quick(const P& p, const Pack<X, N>& from, bool& sure) const {
     Pack<std::uint32_t, N / 4> to;
-    float sum = 0;  // NaN if an x is
+    Watch watch;
 #pragma unroll
     for (int i = 0; i < N / 4; ++i) {
       const auto code = [&](int k) {
-        const float v = load_math(from.at[4 * i + k]);
-        sum += v;
+        const float v = from.math(4 * i + k);
+        watch.take(v);
         return p.code(v);
       };
       const std::uint32_t first = code(0), second = code(1), third = code(2);
       to.at[i] = low_bytes(first, second, third, code(3));
     }
-    sure &= !isnan(sum);
+    sure &= watch.ordinary();
     return to;
   }
   template <int N>

@@ -92,20 +92,22 @@ __global__ void __launch_bounds__(kBlock) sum_runs(const Body body, const Runs r
   constexpr int N = Shape::kElements, kPacks = Shape::kPacks;
   constexpr unsigned kLanes = Shape::kLanes;
 
-  const std::uint32_t slot = blockIdx.x * kBlock + threadIdx.x;
-  const std::uint32_t run = slot / kLanes, lane = slot % kLanes;
+  const std::uint32_t slot = blockIdx.x * kBlock + threadIdx.x, lane = slot % kLanes;
+  const bool active = slot / kLanes < runs.count;  // every lane takes part in the shuffles
+  const std::uint32_t run = active ? slot / kLanes : 0;
   const std::uint32_t row = runs.per_row.divide(run), in_row = run - row * runs.per_row.value();
-  const auto offset = [&](int k) { return (lane + kLanes * static_cast<unsigned>(k)) * N; };
-  const auto column = [&](int k) { return std::int64_t{in_row} * runs.length + offset(k); };
-  const auto has = [&](int k) { return run < runs.count && offset(k) < runs.length; };
+  const std::int64_t first = std::int64_t{in_row} * runs.length;
+  const auto offset = [&](int k) { return static_cast<int>((lane + kLanes * k) * N); };
+  const auto has = [&](int k) { return offset(k) < static_cast<int>(runs.length); };
 
+  // Packs beyond the run's end are read from its beginning and ignored: loads behind a branch would
+  // wait for each other.
   typename Body::template Loaded<N> loaded[kPacks];
 #pragma unroll
   for (int k = 0; k < kPacks; ++k)
-    if (has(k)) loaded[k] = body.template load<N>(row, column(k));
-  const std::uint32_t read = run < runs.count ? run : 0;  // every lane takes part in the shuffles
-  const typename Body::template Param<S> param(body.params.template scale_as<S>(read),
-                                               body.params.zero(read), body.params);
+    loaded[k] = body.template load<N>(row, first + (has(k) ? offset(k) : 0));
+  const typename Body::template Param<S> param(body.params.template scale_as<S>(run),
+                                               body.params.zero(run), body.params);
 
   // The tree over packs k: those of even k joined with those of odd k, and so within each.
   struct Pair {
@@ -113,16 +115,17 @@ __global__ void __launch_bounds__(kBlock) sum_runs(const Body body, const Runs r
   };
   const auto terms = [&](int k) {
     Pair pair{};
-    if (!has(k)) return pair;
+    if (!active || !has(k)) return pair;
     bool sure = param.usable;
     const auto results = body.quick(param, loaded[k], pair.first, pair.second, sure);
+    const std::int64_t column = first + offset(k);
     if (sure) [[likely]] {
-      body.store(results, row, column(k));
+      body.store(results, row, column);
     } else {
       Pair by_definition;
 #pragma unroll 1
       for (int i = 0; i < N; ++i) {
-        const Terms<float> t = body.exact(row, column(k) + i, run);
+        const Terms<float> t = body.exact(row, column + i, run);
         by_definition.first[i] = t.first;
         by_definition.second[i] = t.second;
       }
@@ -147,7 +150,7 @@ __global__ void __launch_bounds__(kBlock) sum_runs(const Body body, const Runs r
   };
   Pair pair = joined(joined, std::integral_constant<int, kPacks>(), 0);
   const Terms<float> total{lane_tree<kLanes>(pair.first), lane_tree<kLanes>(pair.second)};
-  if (lane == 0 && run < runs.count) body.finish(run, total);
+  if (lane == 0 && active) body.finish(run, total);
 }
 
 // ---- runs of any length ----

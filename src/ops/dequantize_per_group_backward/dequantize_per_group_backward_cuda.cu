@@ -42,7 +42,7 @@ struct Body {
     float to[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float g = cuda::load_math(from.dy.at[i]);
+      const float g = from.dy.math(i);
       to_scale[i] = codes.difference(from.q, i, p) * g;
       to[i] = g * p.scale;
     }

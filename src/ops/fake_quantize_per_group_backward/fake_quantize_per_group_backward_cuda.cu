@@ -12,7 +12,7 @@ struct Body {
   using Element = X;
   using F = Math<X>;
   template <class S>
-  using Param = cuda::Quick<false>;  // z itself is needed, not only R(z)
+  using Param = cuda::Quick<cuda::kHalves<X, S>>;
   template <int N>
   struct Loaded {
     cuda::Pack<X, N> dy, x;
@@ -33,18 +33,15 @@ struct Body {
   __device__ Loaded<N> load(std::int64_t row, std::int64_t column) const {
     return {cuda::Pack<X, N>::load(dy.at(row, column)), cuda::Pack<X, N>::load(x.at(row, column))};
   }
-  template <int N>
-  __device__ cuda::Pack<X, N> quick(const cuda::Quick<false>& p, const Loaded<N>& from,
-                                    float (&to_scale)[N], float (&to_zero_point)[N],
-                                    bool& sure) const {
+  template <class P, int N>
+  __device__ cuda::Pack<X, N> quick(const P& p, const Loaded<N>& from, float (&to_scale)[N],
+                                    float (&to_zero_point)[N], bool& sure) const {
     float to[N];
-    float sum = 0;         // NaN if an x is
-    cuda::TinyWatch tiny;  // x for which the quotient would lose bits
+    cuda::Watch watch;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float v = cuda::load_math(from.x.at[i]), g = cuda::load_math(from.dy.at[i]);
-      sum += v;
-      if constexpr (!std::is_same_v<X, f16>) tiny.take(v);  // f16 has none
+      const float v = from.x.math(i), g = from.dy.math(i);
+      watch.template take_exactly<X>(v);
       const float z = p.quotient(v), r = (z + cuda::kToInteger) - cuda::kToInteger;
       const float clamped = fminf(fmaxf(r, p.lo), p.hi);
       const bool inside = clamped == r;
@@ -52,7 +49,7 @@ struct Body {
       to_zero_point[i] = inside ? 0.0f : -(p.scale * g);
       to[i] = inside ? g : 0.0f;
     }
-    sure &= !isnan(sum) & tiny.none();
+    sure &= watch.ordinary();
     return cuda::rounded<X>(to);
   }
   template <int N>
