@@ -135,7 +135,8 @@ __global__ void __launch_bounds__(kBlock)
     }
   }
   range = joined<kTeam>(range);
-  if (__any_sync(~0u, isinf(range.lo) || isinf(range.hi))) {  // all of a team or none
+  if (__any_sync(~0u,
+                 isinf(range.lo) || isinf(range.hi))) {  // all of a team or none
     range = {};
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
@@ -150,12 +151,13 @@ __global__ void __launch_bounds__(kBlock)
   const std::int32_t zero = to.zero_of(range, s);
   if (lane == 0) to.store(run, stored, zero);
 
-  const typename cuda::QuantizeBody<X>::template Param<S> param(s, zero, body.params);
+  const cuda::OneParam<typename cuda::QuantizeBody<X>::template Param<S>> param{
+      {s, zero, body.params}};
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) {
     if (unit(k) >= team.units) return;
     const std::int64_t column = first + unit(k) * kUnit;
-    bool sure = param.usable;
+    bool sure = param(0).usable;
     const auto codes = body.quick(param, x[k], sure);
     if (sure) [[likely]] {
       body.store(codes, row, column);
