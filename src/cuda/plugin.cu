@@ -168,9 +168,9 @@ Status replay(int device, Stream stream, const std::function<Status()>& work, in
 Status stream_copy(int device, Stream stream, void* dst, const void* src, std::size_t bytes) {
   const DeviceScope scope(device);
   if (scope.error() != cudaSuccess) return status_of(scope.error(), "cuda: copy");
-  return status_of(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault,
-                                   static_cast<cudaStream_t>(stream.native)),
-                   "cuda: copy");
+  return status_of(
+      cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream.native)),
+      "cuda: copy");
 }
 
 // A block's packs lie together; each thread moves kCopyPacks of them, a block's width apart, and
