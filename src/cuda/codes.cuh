@@ -83,4 +83,40 @@ bool codes_aligned(const AffineDesc& d, const void* data, std::int64_t stride) {
   return reinterpret_cast<std::uintptr_t>(data) % N == 0 && (d.outer_size <= 1 || stride % N == 0);
 }
 
+// ---- 4 codes between bytes and kBits bits each ----
+
+// The low kBits of each byte, closed up: neighbours first, then pairs.
+template <int kBits>
+__device__ inline std::uint32_t close_up(std::uint32_t bytes) {
+  constexpr std::uint32_t kCode = (1u << kBits) - 1, kPair = (1u << 2 * kBits) - 1;
+  const std::uint32_t pairs =
+      (bytes & kCode * 0x00010001u) | (bytes >> (8 - kBits) & (kCode << kBits) * 0x00010001u);
+  if constexpr (kBits == 8) return bytes;
+  return (pairs & kPair) | (pairs >> (16 - 2 * kBits) & kPair << 2 * kBits);
+}
+
+// The inverse; bits above the fourth code are ignored.
+template <int kBits>
+__device__ inline std::uint32_t spread_out(std::uint32_t field) {
+  constexpr std::uint32_t kCode = (1u << kBits) - 1, kPair = (1u << 2 * kBits) - 1;
+  if constexpr (kBits == 8) return field;
+  const std::uint32_t pairs = (field & kPair) | (field << (16 - 2 * kBits) & kPair << 16);
+  return (pairs & kCode * 0x00010001u) | (pairs << (8 - kBits) & (kCode << 8) * 0x00010001u);
+}
+
+// f(std::integral_constant<int, bits>) for bits in 1..8.
+template <class F>
+auto visit_bits(int bits, F&& f) {
+  switch (bits) {
+    case 1: return f(std::integral_constant<int, 1>());
+    case 2: return f(std::integral_constant<int, 2>());
+    case 3: return f(std::integral_constant<int, 3>());
+    case 4: return f(std::integral_constant<int, 4>());
+    case 5: return f(std::integral_constant<int, 5>());
+    case 6: return f(std::integral_constant<int, 6>());
+    case 7: return f(std::integral_constant<int, 7>());
+    default: return f(std::integral_constant<int, 8>());
+  }
+}
+
 }  // namespace bittern::cuda
