@@ -18,6 +18,9 @@ How a function fills in what it was not told:
              operand that is read and then written is given, and not returned.
   numbers    a Python number given for an input fills it.
   device     that of the first array.
+  stream     on CUDA, an int (cudaStream_t) or a stream of torch's; by default torch's current one.
+             Another stream first waits for what the current one has to do; the results belong to
+             it, as if made under torch.cuda.stream().
 
 Tables of the KV codec come from `sphere_codebook`, `gaussian_codebook` and `make_rotation`:
 
@@ -35,6 +38,7 @@ import inspect as _inspect
 import itertools as _itertools
 import math as _math
 
+from . import _cuda
 from ._bittern import (
     Field,
     Op,
@@ -100,9 +104,7 @@ def _new_array(like, shape, dtype, value=None):
     """An array of `like`'s framework and device, filled with `value` if there is one."""
     framework = type(like).__module__.partition(".")[0]
     dtype = _FRAMEWORK_DTYPES[dtype]
-    if framework == "torch":
-        import torch
-
+    if torch := _cuda.torch_of(like):
         array = torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
         return array if value is None else array.fill_(value)
     if framework == "mlx":
@@ -361,7 +363,8 @@ class _Function:
             del arrays[name]
             if name in written:
                 raise ValueError(f"{where[name]}: {numbers[name]}, expected an array or False")
-        tensors = {n: _Tensor(where[n], a, n in written) for n, a in arrays.items()}
+        stream = _cuda.stream_handle(given["stream"], arrays.values())
+        tensors = {n: _Tensor(where[n], a, n in written, stream) for n, a in arrays.items()}
         if not tensors:
             raise ValueError(f"{op}: no arrays, expected at least one")
 
@@ -374,27 +377,38 @@ class _Function:
         for field, value in zip(free, values):
             desc.set(field.name, value)
         output_shape = self.sizes.set(desc, tensors, found, fields, given)
-        device = given["device"] or next(iter(tensors.values())).device
+        first, like = next(iter(arrays.items()))
+        like_device = tensors[first].device
+        device = given["device"] or like_device
         chosen = desc.select(device, given["preference"], given["kernel"])
 
-        like = next(iter(arrays.values()))
+        # A CUDA array that is not torch's brings no way to make another.
+        can_allocate = like_device == "cpu" or _cuda.torch_of(like) is not None
         operands, results = {}, []
         for o in chosen.operands:
             made = o.output and not o.in_out
-            if o.name in numbers:
-                arrays[o.name] = _new_array(like, o.shape, o.dtype, numbers[o.name])
-            elif made and o.name not in arrays:
-                if not (o.optional and given.get(o.name) is False):
-                    arrays[o.name] = _new_array(like, output_shape(o), o.dtype)
+            left_out = o.optional and given.get(o.name) is False
+            if o.name in numbers or (made and o.name not in arrays and not left_out):
+                if not can_allocate:
+                    raise NotImplementedError(
+                        f"{where[o.name]}: no array, and on {like_device} only torch's are made"
+                    )
+                shape = o.shape if o.name in numbers else output_shape(o)
+                with _cuda.allocating_for(like, stream):
+                    arrays[o.name] = _new_array(like, shape, o.dtype, numbers.get(o.name))
             if o.name in arrays:
                 tensor = tensors.pop(o.name, None) or _Tensor(
-                    where[o.name], arrays[o.name], o.output
+                    where[o.name], arrays[o.name], o.output, stream
                 )
                 operands[o.name] = tensor.merge_axes(where[o.name], o.shape)
                 if made:
                     results.append(arrays[o.name])
         operands.update(tensors)  # operands this problem does not have: the plan names them
-        chosen.run(stream=given["stream"], workspace=given["workspace"], **operands)
+        workspace = given["workspace"]
+        if workspace is None and device != "cpu" and chosen.workspace_bytes:
+            workspace = _cuda.new_workspace(arrays.values(), chosen.workspace_bytes, stream)
+        chosen.run(stream=stream, workspace=workspace, **operands)
+        _cuda.keep_until_done(arrays.values(), stream)
         return results[0] if len(results) == 1 else tuple(results)
 
 
