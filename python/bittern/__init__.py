@@ -37,6 +37,8 @@ import functools as _functools
 import inspect as _inspect
 import itertools as _itertools
 import math as _math
+import os as _os
+import types as _types
 
 from . import _cuda
 from ._bittern import (
@@ -323,6 +325,7 @@ class _Function:
         self.fields = {f.name: f for f in op.fields}
         self.inputs = [o for o in op.operands if not o.output or o.in_out]
         self.outputs = [o for o in op.operands if o.output and not o.in_out]
+        self._remembered = _functools.lru_cache(maxsize=1024)(self._choose)
         try:
             self.sizes = _RowSizes(op, self.inputs)
         except (ValueError, NotImplementedError):  # no rows, or not rows of any length
@@ -349,6 +352,31 @@ class _Function:
         yield "stream", "option", None
         yield "workspace", "option", None
 
+    def choose(self, problem, *environment):
+        """The plan for a problem and the shapes of its outputs, once for each problem."""
+        try:
+            return self._remembered(problem, environment)
+        except TypeError as error:
+            if "unhashable" not in str(error):
+                raise
+            return self._choose(problem, environment)
+
+    def _choose(self, problem, _):
+        fields, described, options, selection = problem
+        op, given_fields = self.op.name, dict(fields)
+        desc = _make_desc(op, fields)
+        free = tuple(
+            f for n, f in self.fields.items() if n not in given_fields and _is_dtype_field(f)
+        )
+        dtypes = tuple((name, dtype) for name, dtype, _ in described)
+        values, found = _infer_dtypes(op, fields, free, dtypes, self.sizes.probe)
+        for field, value in zip(free, values):
+            desc.set(field.name, value)
+        tensors = {name: _types.SimpleNamespace(shape=shape) for name, _, shape in described}
+        output_shape = self.sizes.set(desc, tensors, found, given_fields, dict(options))
+        chosen = desc.select(*selection)
+        return chosen, {o.name: output_shape(o) for o in chosen.operands if o.output}
+
     def run(self, given):
         op = self.op.name
         where = {o.name: f"{op}: {o.name}" for o in self.op.operands}
@@ -368,19 +396,18 @@ class _Function:
         if not tensors:
             raise ValueError(f"{op}: no arrays, expected at least one")
 
-        names = self.sizes.names
-        fields = {n: given[n] for n in self.fields if n not in names and given[n] is not None}
-        desc = _make_desc(op, fields.items())
-        free = tuple(f for n, f in self.fields.items() if n not in fields and _is_dtype_field(f))
-        dtypes = tuple((n, t.dtype) for n, t in tensors.items())
-        values, found = _infer_dtypes(op, tuple(fields.items()), free, dtypes, self.sizes.probe)
-        for field, value in zip(free, values):
-            desc.set(field.name, value)
-        output_shape = self.sizes.set(desc, tensors, found, fields, given)
         first, like = next(iter(arrays.items()))
         like_device = tensors[first].device
         device = given["device"] or like_device
-        chosen = desc.select(device, given["preference"], given["kernel"])
+        names = self.sizes.names
+        problem = (
+            tuple((n, given[n]) for n in self.fields if n not in names and given[n] is not None),
+            tuple((n, t.dtype, t.shape) for n, t in tensors.items()),
+            tuple((n, given[n]) for n in ("axis", "axis_size") if n in given),
+            (device, given["preference"], given["kernel"]),
+        )
+        # What select() reads beside its arguments.
+        chosen, output_shapes = self.choose(problem, num_threads(), _os.environ.get("BITTERN_KERNEL"))
 
         # A CUDA array that is not torch's brings no way to make another.
         can_allocate = like_device == "cpu" or _cuda.torch_of(like) is not None
@@ -393,7 +420,7 @@ class _Function:
                     raise NotImplementedError(
                         f"{where[o.name]}: no array, and on {like_device} only torch's are made"
                     )
-                shape = o.shape if o.name in numbers else output_shape(o)
+                shape = o.shape if o.name in numbers else output_shapes[o.name]
                 with _cuda.allocating_for(like, stream):
                     arrays[o.name] = _new_array(like, shape, o.dtype, numbers.get(o.name))
             if o.name in arrays:
