@@ -1,0 +1,72 @@
+// What src/cuda/ptx.cuh does with instructions, done in plain C++.
+#pragma once
+#include <cstdint>
+
+#include "bittern/dtype.h"
+#include "emulation.h"
+
+namespace bittern::cuda {
+
+inline void copy_async_16(void* shared, const void* global, int bytes = 16) {
+  std::memcpy(shared, global, static_cast<std::size_t>(bytes));
+  std::memset(static_cast<std::byte*>(shared) + bytes, 0, static_cast<std::size_t>(16 - bytes));
+}
+inline void copy_async_commit() {}
+template <int kPending>
+inline void copy_async_wait() {}
+
+namespace emulated {
+
+inline void load_tiles(std::uint32_t (&to)[4], const void* row, bool transposed) {
+  const emulation::Slot* slots = emulation::exchange(~0u, &row, sizeof row);
+  const int lane = emulation::lane(), r = lane / 4, c = 2 * (lane % 4);
+  for (int tile = 0; tile < 4; ++tile) {
+    const auto element = [&](int i, int j) {
+      const std::uint16_t* address;
+      std::memcpy(&address, slots[8 * tile + i].bytes, sizeof address);
+      return static_cast<std::uint32_t>(address[j]);
+    };
+    to[tile] = transposed ? element(c, r) | element(c + 1, r) << 16
+                          : element(r, c) | element(r, c + 1) << 16;
+  }
+  __syncwarp();  // the caller may overwrite the tiles only when every lane has read them
+}
+
+template <class T>
+void multiply(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
+  std::uint32_t mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
+  const emulation::Slot* slots = emulation::exchange(~0u, mine, sizeof mine);
+  const auto half = [&](int lane, int word, int high) -> float {
+    std::uint32_t bits;
+    std::memcpy(&bits, slots[lane].bytes + 4 * word, sizeof bits);
+    return to_f32(T{static_cast<std::uint16_t>(bits >> 16 * high)});
+  };
+  const int lane = emulation::lane(), r = lane / 4, c = 2 * (lane % 4);
+  for (int i = 0; i < 4; ++i) {
+    const int row = r + 8 * (i / 2), column = c + i % 2;
+    double sum = d[i];
+    for (int k = 0; k < 16; ++k) {
+      const float x = half(row % 8 * 4 + k % 8 / 2, row / 8 + 2 * (k / 8), k % 2);
+      const float y = half(column * 4 + k % 8 / 2, 4 + k / 8, k % 2);
+      sum += static_cast<double>(x) * static_cast<double>(y);
+    }
+    d[i] = static_cast<float>(sum);
+  }
+}
+
+}  // namespace emulated
+
+inline void load_tiles(std::uint32_t (&to)[4], const void* row) {
+  emulated::load_tiles(to, row, false);
+}
+inline void load_tiles_transposed(std::uint32_t (&to)[4], const void* row) {
+  emulated::load_tiles(to, row, true);
+}
+inline void multiply_bf16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
+  emulated::multiply<bf16>(d, a, b);
+}
+inline void multiply_f16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
+  emulated::multiply<f16>(d, a, b);
+}
+
+}  // namespace bittern::cuda
