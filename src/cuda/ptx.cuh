@@ -5,6 +5,10 @@
 
 namespace bittern::cuda {
 
+// Makes x count as used here: the load it comes from is not moved behind a later branch. Nothing
+// waits for it.
+__device__ inline void pin(std::uint32_t& x) { asm volatile("" : "+r"(x)); }
+
 // ---- asynchronous copies into shared memory (sm_80) ----
 
 __device__ inline unsigned shared_address(const void* p) {

@@ -184,10 +184,23 @@ std::vector<BenchCase<QuantizeDesc>> codeless_bench_cases() {
   bf16.element = DType::bf16;
   token.granularity = Granularity::token;
   channel.granularity = Granularity::channel;
-  return {{"f32 group 128", f32},
-          {"bf16 group 128", bf16},
-          {"f32 token", token},
-          {"f32 channel", channel}};
+  return with_large_cases({{"f32 group 128", f32},
+                           {"bf16 group 128", bf16},
+                           {"f32 token", token},
+                           {"f32 channel", channel}});
+}
+
+std::vector<BenchCase<QuantizeDesc>> with_large_cases(std::vector<BenchCase<QuantizeDesc>> cases) {
+  const std::size_t small = cases.size();
+  for (std::size_t i = 0; i < small; ++i) {
+    BenchCase<QuantizeDesc> large = cases[i];
+    large.label += " 16384x8192";
+    large.desc.outer_size = 16384;
+    large.desc.axis_size = 8192;
+    large.gpu_only = true;
+    cases.push_back(large);
+  }
+  return cases;
 }
 
 std::vector<AffineDesc> affine_cases() {

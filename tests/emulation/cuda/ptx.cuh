@@ -7,6 +7,8 @@
 
 namespace bittern::cuda {
 
+inline void pin(std::uint32_t&) {}
+
 inline void copy_async_16(void* shared, const void* global, int bytes = 16) {
   std::memcpy(shared, global, static_cast<std::size_t>(bytes));
   std::memset(static_cast<std::byte*>(shared) + bytes, 0, static_cast<std::size_t>(16 - bytes));
