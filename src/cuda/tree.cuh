@@ -15,10 +15,10 @@ struct Sums {
     for (int i = 0; i < N; ++i) a.at[i] += b.at[i];
     return a;
   }
-  __device__ Sums from_lane(int distance) const {
+  __device__ Sums from_lane(int lane) const {
     Sums other;
 #pragma unroll
-    for (int i = 0; i < N; ++i) other.at[i] = __shfl_xor_sync(kWarp, at[i], distance);
+    for (int i = 0; i < N; ++i) other.at[i] = __shfl_sync(kWarp, at[i], lane);
     return other;
   }
 };
@@ -45,8 +45,9 @@ __device__ Sums<F, N> warp_tree(int size, const Leaf& leaf) {
       sum = partial[level] + sum;
     }
   }
-  for (int distance = width / 2; distance > 0; distance /= 2) sum = sum + sum.from_lane(distance);
-  return sum;
+  for (int distance = width / 2; distance > 0; distance /= 2)
+    sum = sum + sum.from_lane(lane ^ distance);
+  return sum.from_lane(0);  // lanes beyond the width have summed nothing
 }
 
 // The tree over M values a lane and the lanes of a team of 2 kDistance, value j of lane t being

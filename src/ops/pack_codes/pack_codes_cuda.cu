@@ -1,10 +1,11 @@
-// A thread packs units of 32 codes, which are `bits` whole words. Widths that fill a 4-, 8- or
+// A thread packs a unit of 32 codes, which is `bits` whole words. Widths that fill a 4-, 8- or
 // 16-byte store write it at once; for the others a warp lays its words out in shared memory, thread
 // t's at t * bits, and writes them as whole lines.
 #include "bittern/ops/pack_codes.h"
 #include "cuda/codes.cuh"
 #include "cuda/device.cuh"
 #include "cuda/runtime.cuh"
+#include "cuda/tree.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
@@ -15,7 +16,6 @@ using cuda::Divisor;
 using cuda::Pack;
 
 constexpr int kUnit = 32;  // codes
-constexpr int kUnits = 2;  // of a thread, all read before the first is packed
 
 struct Problem {
   const std::uint8_t* codes;
@@ -23,6 +23,7 @@ struct Problem {
   std::int64_t codes_stride, words_stride, row_length;
   std::int64_t units;
   Divisor row_units;  // the last unit of a row may be short
+  bool one_row;       // or rows that follow each other as one
   bool aligned;       // 16 bytes of codes may be read, and the words of a unit written, at once
 };
 
@@ -45,74 +46,62 @@ __device__ void pack_unit(const std::uint32_t (&bytes)[kUnit / 4], std::uint32_t
 
 template <int kBits>
 __global__ void __launch_bounds__(cuda::kBlock) pack(const Problem p) {
-  constexpr int kTile = cuda::kBlock * kUnits;
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const std::int64_t first = std::int64_t{blockIdx.x} * kTile + threadIdx.x;
-  std::uint32_t bytes[kUnits][kUnit / 4];
-  std::uint32_t* to[kUnits];
-  int count[kUnits];  // codes
+  const std::int64_t unit = std::int64_t{blockIdx.x} * cuda::kBlock + threadIdx.x;
+  const std::int64_t row = p.one_row ? 0 : p.row_units.divide(unit);
+  const std::int64_t at = unit - row * p.row_units.value();
+  const std::int64_t left = unit < p.units ? p.row_length - at * kUnit : 0;
+  const int count = left < kUnit ? static_cast<int>(left) : kUnit;
+  const std::uint8_t* from = p.codes + row * p.codes_stride + at * kUnit;
+  std::uint32_t bytes[kUnit / 4], words[kBits];
+  if (p.aligned && count == kUnit) {
 #pragma unroll
-  for (int k = 0; k < kUnits; ++k) {
-    const std::int64_t unit = first + k * cuda::kBlock;
-    const std::int64_t row = p.row_units.divide(unit), at = unit - row * p.row_units.value();
-    const std::int64_t left = unit < p.units ? p.row_length - at * kUnit : 0;
-    const std::uint8_t* from = p.codes + row * p.codes_stride + at * kUnit;
-    to[k] = p.words + row * p.words_stride + at * kBits;
-    count[k] = left < kUnit ? static_cast<int>(left) : kUnit;
-    if (p.aligned && count[k] == kUnit) {
+    for (int i = 0; i < kUnit / 16; ++i) {
+      const auto v =
+          Pack<std::uint32_t, 4>::load(reinterpret_cast<const std::uint32_t*>(from) + 4 * i);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint4 x = __ldcs(reinterpret_cast<const uint4*>(from) + i);
-        bytes[k][4 * i] = x.x;
-        bytes[k][4 * i + 1] = x.y;
-        bytes[k][4 * i + 2] = x.z;
-        bytes[k][4 * i + 3] = x.w;
+      for (int j = 0; j < 4; ++j) bytes[4 * i + j] = v.at[j];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kUnit / 4; ++i) {
+      bytes[i] = 0;
+      for (int j = 0; j < 4; ++j)
+        if (4 * i + j < count) bytes[i] |= std::uint32_t{from[4 * i + j]} << 8 * j;
+    }
+  }
+  pack_unit<kBits>(bytes, words);
+  std::uint32_t* to = p.words + row * p.words_stride + at * kBits;
+  if constexpr (is_vector(kBits)) {
+    if (p.aligned && count == kUnit) {
+      constexpr int kWide = kBits < 4 ? kBits : 4;
+#pragma unroll
+      for (int i = 0; i < kBits; i += kWide) {
+        Pack<std::uint32_t, kWide> v;
+#pragma unroll
+        for (int j = 0; j < kWide; ++j) v.at[j] = words[i + j];
+        v.store(to + i);
       }
-    } else {
+      return;
+    }
+  } else {
+    __shared__ std::uint32_t staged[cuda::kBlock * kBits];
+    std::uint32_t* warp = staged + (static_cast<int>(threadIdx.x) - lane) * kBits;
+    // Do the warp's units follow each other? Then its words lie from its first lane's on.
+    auto* start = reinterpret_cast<std::uint32_t*>(
+        __shfl_sync(cuda::kWarp, reinterpret_cast<unsigned long long>(to), 0));
+    if (__all_sync(cuda::kWarp, count == kUnit && to == start + lane * kBits)) {
 #pragma unroll
-      for (int i = 0; i < kUnit / 4; ++i) {
-        bytes[k][i] = 0;
-        for (int j = 0; j < 4; ++j)
-          if (4 * i + j < count[k]) bytes[k][i] |= std::uint32_t{from[4 * i + j]} << 8 * j;
-      }
+      for (int i = 0; i < kBits; ++i) warp[lane * kBits + i] = words[i];
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kBits; ++i) __stcs(start + i * 32 + lane, warp[i * 32 + lane]);
+      return;
     }
   }
 #pragma unroll
-  for (int k = 0; k < kUnits; ++k) {
-    std::uint32_t words[kBits];
-    pack_unit<kBits>(bytes[k], words);
-    if constexpr (is_vector(kBits)) {
-      if (p.aligned && count[k] == kUnit) {
-        constexpr int kWide = kBits < 4 ? kBits : 4;
-#pragma unroll
-        for (int i = 0; i < kBits; i += kWide) {
-          Pack<std::uint32_t, kWide> v;
-#pragma unroll
-          for (int j = 0; j < kWide; ++j) v.at[j] = words[i + j];
-          v.store(to[k] + i);
-        }
-        continue;
-      }
-    } else {
-      // The warp's units follow each other when its last is where the first one's row puts it.
-      __shared__ std::uint32_t staged[cuda::kBlock * kBits];
-      std::uint32_t* warp = staged + (threadIdx.x - lane) * kBits;
-      std::uint32_t* start = reinterpret_cast<std::uint32_t*>(
-          __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(to[k]), 0));
-      if (__all_sync(0xffffffffu, count[k] == kUnit && to[k] == start + lane * kBits)) {
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < kBits; ++i) warp[lane * kBits + i] = words[i];
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < kBits; ++i) __stcs(start + i * 32 + lane, warp[i * 32 + lane]);
-        continue;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kBits; ++i)
-      if (i * 32 < count[k] * kBits) to[k][i] = words[i];
-  }
+  for (int i = 0; i < kBits; ++i)
+    if (i * 32 < count * kBits) to[i] = words[i];
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
@@ -134,11 +123,12 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
                   .row_length = length,
                   .units = (one_row ? 1 : rows) * row_units,
                   .row_units = Divisor(row_units),
+                  .one_row = one_row,
                   .aligned = lies_on(a.codes.data, a.codes.row_stride(), 16) &&
                              lies_on(a.words.data, 4 * a.words.row_stride(), word_align)};
   return cuda::visit_bits(d.bits, [&](auto width) {
-    return cuda::launch(Op::kName, pack<width()>, cuda::grid_for((p.units + kUnits - 1) / kUnits),
-                        a.words.device.index, stream, p);
+    return cuda::launch(Op::kName, pack<width()>, cuda::grid_for(p.units), a.words.device.index,
+                        stream, p);
   });
 }
 

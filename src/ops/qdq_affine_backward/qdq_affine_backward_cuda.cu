@@ -136,10 +136,10 @@ Status run_typed(const Op::Desc& d, const Op::Args& a, Stream stream) {
     constexpr int V = 16 / sizeof(X);
     if (cuda::codes_aligned<4>(d, a.q.data, a.q.row_stride()) &&
         cuda::packs_aligned<X, V>(a.dy.data, d.outer_size, a.dy.row_stride())) {
-      switch (d.group_size) {  // lanes x loads x V elements; groups that fit into registers
-        case 32: return launch_teams<X, 32 / V, 1, 16 / V, kPacked>(p, device, stream);
-        case 64: return launch_teams<X, 8, 8 / V, 4, kPacked>(p, device, stream);
-        case 128: return launch_teams<X, 8, 16 / V, V / 2, kPacked>(p, device, stream);
+      switch (d.group_size) {  // lanes x loads x V elements; 4 loads a thread keep the H200 busy
+        case 32: return launch_teams<X, 32 / V, 1, 2, kPacked>(p, device, stream);
+        case 64: return launch_teams<X, 8, 8 / V, V / 2, kPacked>(p, device, stream);
+        case 128: return launch_teams<X, 8, 16 / V, V / 4, kPacked>(p, device, stream);
         default: break;
       }
     }

@@ -1,4 +1,4 @@
-// A thread unpacks units of 16 codes into one 16-byte store. Unit l of a row is the 16 * bits bits
+// A thread unpacks a unit of 16 codes into one 16-byte store. Unit l of a row is the 16 * bits bits
 // from half word l * bits on: (bits + 1) / 2 words, from the upper half of the first where l * bits
 // is odd. Neighbours share words, and lines, through L1.
 #include "bittern/ops/unpack_codes.h"
@@ -15,7 +15,6 @@ using cuda::Divisor;
 using cuda::Pack;
 
 constexpr int kUnit = 16;  // codes
-constexpr int kUnits = 4;  // of a thread, all read before the first is unpacked
 
 struct Problem {
   const std::uint32_t* words;
@@ -23,6 +22,7 @@ struct Problem {
   std::int64_t words_stride, codes_stride, row_length;
   std::int64_t units;
   Divisor row_units;  // the last unit of a row may be short
+  bool one_row;       // or rows that follow each other as one
   bool aligned;       // 16 bytes of codes may be written, and the words of a unit read, at once
 };
 
@@ -31,57 +31,46 @@ constexpr bool is_vector(int bits) { return bits == 2 || bits == 4 || bits == 8;
 
 template <int kBits>
 __global__ void __launch_bounds__(cuda::kBlock) unpack(const Problem p) {
-  constexpr int kTile = cuda::kBlock * kUnits, kWords = (kBits + 1) / 2;
-  const std::int64_t first = std::int64_t{blockIdx.x} * kTile + threadIdx.x;
-  std::uint32_t words[kUnits][kWords];
-  std::uint8_t* to[kUnits];
-  int count[kUnits];  // codes
+  constexpr int kWords = (kBits + 1) / 2;
+  const std::int64_t unit = std::int64_t{blockIdx.x} * cuda::kBlock + threadIdx.x;
+  if (unit >= p.units) return;
+  const std::int64_t row = p.one_row ? 0 : p.row_units.divide(unit);
+  const std::int64_t at = unit - row * p.row_units.value(), left = p.row_length - at * kUnit;
+  const int count = left < kUnit ? static_cast<int>(left) : kUnit;
+  const std::uint32_t* from = p.words + row * p.words_stride + at * kBits / 2;
+  const int shift = kBits % 2 == 0 ? 0 : static_cast<int>(at % 2) * 16;
+  std::uint32_t words[kWords];
+  if (is_vector(kBits) && p.aligned && count == kUnit) {
+    const auto v = Pack < std::uint32_t, is_vector(kBits) ? kWords : 1 > ::load(from);
 #pragma unroll
-  for (int k = 0; k < kUnits; ++k) {
-    const std::int64_t unit = first + k * cuda::kBlock;
-    const std::int64_t row = p.row_units.divide(unit), at = unit - row * p.row_units.value();
-    const std::int64_t left = unit < p.units ? p.row_length - at * kUnit : 0;
-    const std::uint32_t* from = p.words + row * p.words_stride + at * kBits / 2;
-    const int shift = kBits % 2 == 0 ? 0 : static_cast<int>(at % 2) * 16;
-    to[k] = p.codes + row * p.codes_stride + at * kUnit;
-    count[k] = left < kUnit ? static_cast<int>(left) : kUnit;
-    if (is_vector(kBits) && p.aligned && count[k] == kUnit) {
-      using Words = Pack<std::uint32_t, is_vector(kBits) ? kWords : 1>;
-      const auto v = Words::load(from);
+    for (int i = 0; i < kWords; ++i) words[i] = v.at[i];
+  } else {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) words[k][i] = v.at[i];
-    } else {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i)
-        words[k][i] = i * 32 < shift + count[k] * kBits ? __ldg(from + i) : 0;
-    }
-    if constexpr (kBits % 2 != 0) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i)
-        words[k][i] = __funnelshift_r(words[k][i], i + 1 < kWords ? words[k][i + 1] : 0u,
-                                      static_cast<unsigned>(shift));
-    }
+    for (int i = 0; i < kWords; ++i)
+      words[i] = i * 32 < shift + count * kBits ? __ldg(from + i) : 0;
   }
+  if constexpr (kBits % 2 != 0) {
 #pragma unroll
-  for (int k = 0; k < kUnits; ++k) {
-    Pack<std::uint32_t, kUnit / 4> codes;
+    for (int i = 0; i < kWords; ++i)
+      words[i] = __funnelshift_r(words[i], i + 1 < kWords ? words[i + 1] : 0u,
+                                 static_cast<unsigned>(shift));
+  }
+  Pack<std::uint32_t, kUnit / 4> codes;
 #pragma unroll
-    for (int f = 0; f < kUnit / 4; ++f) {
-      const int word = f * 4 * kBits / 32, shift = f * 4 * kBits % 32;
-      const std::uint32_t next = word + 1 < kWords ? words[k][word + 1] : 0;
-      const std::uint32_t field =
-          shift + 4 * kBits > 32
-              ? __funnelshift_r(words[k][word], next, static_cast<unsigned>(shift))
-              : words[k][word] >> shift;
-      codes.at[f] = cuda::spread_out<kBits>(field);
-    }
-    if (p.aligned && count[k] == kUnit) {
-      codes.store(reinterpret_cast<std::uint32_t*>(to[k]));
-    } else {
+  for (int f = 0; f < kUnit / 4; ++f) {
+    const int word = f * 4 * kBits / 32, low = f * 4 * kBits % 32;
+    const std::uint32_t next = word + 1 < kWords ? words[word + 1] : 0;
+    codes.at[f] = cuda::spread_out<kBits>(
+        low + 4 * kBits > 32 ? __funnelshift_r(words[word], next, static_cast<unsigned>(low))
+                             : words[word] >> low);
+  }
+  std::uint8_t* to = p.codes + row * p.codes_stride + at * kUnit;
+  if (p.aligned && count == kUnit) {
+    codes.store(reinterpret_cast<std::uint32_t*>(to));
+  } else {
 #pragma unroll
-      for (int j = 0; j < kUnit; ++j)
-        if (j < count[k]) to[k][j] = static_cast<std::uint8_t>(codes.at[j / 4] >> j % 4 * 8);
-    }
+    for (int j = 0; j < kUnit; ++j)
+      if (j < count) to[j] = static_cast<std::uint8_t>(codes.at[j / 4] >> j % 4 * 8);
   }
 }
 
@@ -104,11 +93,12 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
                   .row_length = length,
                   .units = (one_row ? 1 : rows) * row_units,
                   .row_units = Divisor(row_units),
+                  .one_row = one_row,
                   .aligned = lies_on(a.codes.data, a.codes.row_stride(), 16) &&
                              lies_on(a.words.data, 4 * a.words.row_stride(), word_align)};
   return cuda::visit_bits(d.bits, [&](auto width) {
-    return cuda::launch(Op::kName, unpack<width()>, cuda::grid_for((p.units + kUnits - 1) / kUnits),
-                        a.codes.device.index, stream, p);
+    return cuda::launch(Op::kName, unpack<width()>, cuda::grid_for(p.units), a.codes.device.index,
+                        stream, p);
   });
 }
 
