@@ -23,11 +23,7 @@ constexpr int kFewRows = 4;      // a multiprocessor: no more than these are lef
 constexpr int kCellBytes = 32 << 10;  // of the table of cells, all its copies
 constexpr int kLookupCopies = 32;     // of the codebook: one for each bank
 
-// Registers decide how many warps a multiprocessor holds.
-template <class Tile>
-constexpr int kMostWarps = Tile::kEach <= 64   ? 14
-                           : Tile::kRows == 32 ? 12
-                                               : 11;
+constexpr int kMostWarps = 12;  // of a block of encode_by_lanes: its registers
 
 struct Problem {
   const void* x;
@@ -61,7 +57,8 @@ __device__ void store_norm(const Problem& p, std::int64_t row, float s) {
 
 // ---- a warp to a row ----
 
-// The number of sorted boundaries below r, 0 for a NaN: one bit of it after the other.
+// The number of sorted boundaries below r, 0 for a NaN: one bit of it
+// after the other.
 __device__ unsigned count_below(const float* boundaries, int bits, float r) {
   unsigned count = 0;
   for (unsigned step = 1u << (bits - 1); step > 0; step /= 2)
@@ -105,7 +102,8 @@ __device__ __noinline__ void encode_row(const Problem& p, std::int64_t row, floa
   __syncwarp();
   for (int w = lane; w < p.words; w += 32) {
     std::uint32_t word = 0;
-    int j = 32 * w / p.bits, at = j * p.bits - 32 * w;  // the first code that reaches this word
+    int j = 32 * w / p.bits,
+        at = j * p.bits - 32 * w;  // the first code that reaches this word
     for (; at < 32 && j < n; ++j, at += p.bits) word |= at < 0 ? codes[j] >> -at : codes[j] << at;
     p.packed[row * p.packed_stride + w] = word;
   }
@@ -136,17 +134,19 @@ Status run_by_warps(const Problem& p, int device, Stream stream) {
 
 // ---- a lane to a row ----
 
-// Finds codes without a search: [-1.0625, 1.0625], where the coordinates of a unit vector lie, is
-// cut into equal cells, so fine that none holds two boundaries. cell(r) = fma(r, slope, 2^23 + half
-// the cells), whose low bits number the cell, never descends in r, so code(r) = boundaries in the
-// cells before, plus 1 if r is above the one in its own.
+// Finds codes without a search: [-1.0625, 1.0625], where the coordinates
+// of a unit vector lie, is cut into equal cells, so fine that none holds
+// two boundaries. cell(r) = fma(r, slope, 2^23 + half the cells), whose
+// low bits number the cell, never descends in r, so code(r) = boundaries
+// in the cells before, plus 1 if r is above the one in its own.
 struct Cell {
   float boundary;  // +inf if there is none
   unsigned before;
 };
 struct Cells {
   int count;   // a power of two
-  int copies;  // for lanes l % copies, so that they rarely meet in a bank
+  int copies;  // for lanes l % copies, so that they rarely meet in a
+               // bank
   float slope, middle;
 
   static constexpr float kReach = 1.0625f;
@@ -155,7 +155,8 @@ struct Cells {
   static constexpr unsigned kFirst = 0x4b000000;  // the bits of kInteger
 };
 
-// Lloyd-Max boundaries in the middle are about 4.1 sigma / levels apart, sigma = dim^-1/2.
+// Lloyd-Max boundaries in the middle are about 4.1 sigma / levels apart,
+// sigma = dim^-1/2.
 Cells cells_for(int dim, int bits) {
   const double apart = 4.1 / std::sqrt(dim) / (1 << bits);
   const auto needed = static_cast<unsigned>(1.1 * 2 * Cells::kReach / apart) + 2;
@@ -167,15 +168,17 @@ Cells cells_for(int dim, int bits) {
           .middle = Cells::kInteger + static_cast<float>(count / 2)};
 }
 
-// Shared memory of encode_by_lanes: cells, lookup, factors; then for each warp the rows of x and
-// the packed rows.
+// Shared memory of encode_by_lanes: cells, lookup, factors; then for
+// each warp the rows of x and the packed rows.
 struct Layout {
   int element_bytes;
-  int lookup, factors, warps;   // offsets in bytes
-  int stage, out_stride, warp;  // bytes of a warp's rows; of a packed row; of a warp
+  int lookup, factors, warps;  // offsets in bytes
+  int stage, out_stride,
+      warp;  // bytes of a warp's rows; of a packed row; of a warp
 };
 
-// The whole block fills table[entry][copy], copies of what value(entry) gives.
+// The whole block fills table[entry][copy], copies of what value(entry)
+// gives.
 template <class T, class F>
 __device__ void fill_table(T* table, int entries, int copies, const F& value) {
   for (int i = static_cast<int>(threadIdx.x); i < entries; i += static_cast<int>(blockDim.x)) {
@@ -187,7 +190,8 @@ __device__ void fill_table(T* table, int entries, int copies, const F& value) {
 // Are the cells fine enough?
 __device__ bool fill_cells(Cell* table, const Cells& cells, const Problem& p) {
   const int boundaries = (1 << p.bits) - 1;
-  // The cell of a boundary; before the first or after the last, where r never is.
+  // The cell of a boundary; before the first or after the last, where r
+  // never is.
   const auto cell_of = [&](int i) {
     const float b = __ldg(p.boundaries + i);
     if (fabsf(b) > Cells::kReach) return b < 0 ? -1 : cells.count;
@@ -207,7 +211,8 @@ __device__ bool fill_cells(Cell* table, const Cells& cells, const Problem& p) {
   return __syncthreads_and(fine ? 1 : 0) != 0;
 }
 
-// Eight codes, `bits` bytes, to shared memory. All of it is uniform but for the codes.
+// Eight codes, `bits` bytes, to shared memory. All of it is uniform but
+// for the codes.
 __device__ void store_chunk(std::uint8_t* to, int bits, std::uint32_t low, std::uint32_t high) {
   const int each = 4 * bits;
   if (bits == 4) {
@@ -223,13 +228,14 @@ __device__ void store_chunk(std::uint8_t* to, int bits, std::uint32_t low, std::
   }
 }
 
-// What the scale rule needs beyond the norm, and how it is found: nothing, or C, whose first sums,
-// of two squares, are looked up by both codes at once (at most 4 bits); C; or C and D.
+// What the scale rule needs beyond the norm, and how it is found:
+// nothing, or C, whose first sums, of two squares, are looked up by both
+// codes at once (at most 4 bits); C; or C and D.
 enum class Sums { pairs, squares, products };
 
 // A warp takes RowTile::kRows rows at a time.
 template <class Tile, Sums kSums>
-__global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
+__global__ void __launch_bounds__(32 * kMostWarps, 1)
     encode_by_lanes(const __grid_constant__ Problem p, const Cells cells, const Layout layout) {
   constexpr int kEach = Tile::kEach;
   char* const shared = cuda::dynamic_shared<char>();
@@ -277,8 +283,8 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
              [&](int j) { return p.rotation.table[j] * p.rotation.scale; });
   __syncthreads();
 
-  // Addresses in the tables are one integer multiplication and addition: bits of a cell times
-  // cell_step, and so on.
+  // Addresses in the tables are one integer multiplication and addition:
+  // bits of a cell times cell_step, and so on.
   const unsigned cell_step = static_cast<unsigned>(cells.copies) * sizeof(Cell);
   const unsigned cell_base =
       static_cast<unsigned>(lane & (cells.copies - 1)) * sizeof(Cell) - Cells::kFirst * cell_step;
@@ -302,7 +308,8 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
     __syncwarp();
     fetch(first + step);
 
-    // 1. and 2. Rows whose squares overflow or that are not finite are left to encode_row.
+    // 1. and 2. Rows whose squares overflow or that are not finite are
+    // left to encode_row.
     const float squares = Tile::template sum<kEach>([&](int i) { return x[i] * x[i]; });
     const bool extreme = !(squares <= max_finite<float>());
     const float norm = sqrtf(squares);
@@ -389,8 +396,7 @@ Status run_by_lanes(const Problem& p, int device, Stream stream) {
   const std::int64_t tiles = (p.rows + Tile::kRows - 1) / Tile::kRows;
   const int room = (static_cast<int>(limits.shared_per_block) - l.warps) / l.warp;
   const auto share = (tiles + limits.multiprocessors - 1) / limits.multiprocessors;
-  const int warps =
-      static_cast<int>(std::min<std::int64_t>(std::min(room, kMostWarps<Tile>), share));
+  const int warps = static_cast<int>(std::min<std::int64_t>(std::min(room, kMostWarps), share));
   const cuda::Grid grid{
       .blocks = std::min<std::int64_t>(limits.multiprocessors, (tiles + warps - 1) / warps),
       .threads = 32 * warps,
