@@ -41,15 +41,26 @@ __device__ inline void store_element(void* p, DType type, std::int64_t i, float 
 
 // ---- sums in the order of the halving tree ----
 
+// Two sums at once.
+struct TwoSums {
+  float a, b;
+};
+__device__ inline TwoSums operator+(TwoSums x, TwoSums y) { return {x.a + y.a, x.b + y.b}; }
+
+__device__ inline float across(float x, int step) { return __shfl_xor_sync(kAllLanes, x, step); }
+__device__ inline TwoSums across(TwoSums x, int step) {
+  return {across(x.a, step), across(x.b, step)};
+}
+
 // Of leaf(first), leaf(first + step), ... below kCount: the last addition joins the leaves that
 // differ in the lowest bit, the first ones those that differ in the highest. Zeros that pad a tree
 // are not added: that could only turn -0 into 0.
 template <int kFirst, int kStep, int kCount, class Leaf>
-__device__ inline float halving_sum(const Leaf& leaf) {
+__device__ inline auto halving_sum(const Leaf& leaf) {
   if constexpr (kFirst + kStep >= kCount) {
     return leaf(kFirst);
   } else {
-    const float even = halving_sum<kFirst, 2 * kStep, kCount>(leaf);
+    const auto even = halving_sum<kFirst, 2 * kStep, kCount>(leaf);
     return even + halving_sum<kFirst + kStep, 2 * kStep, kCount>(leaf);
   }
 }
@@ -64,7 +75,7 @@ __device__ inline float sum_by_warp(int n, const Term& term) {
     return j < n ? term(j) : 0.0f;
   });
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+  for (int step = 16; step > 0; step /= 2) sum += across(sum, step);
   return sum;
 }
 
@@ -329,8 +340,7 @@ struct RowTile {
       if (h >= 8 && h < 8 * kLanes) {
         const float sign = (part() & h / 8) != 0 ? -1.0f : 1.0f;
 #pragma unroll
-        for (int i = 0; i < kEach; ++i)
-          t[i] = fmaf(t[i], sign, __shfl_xor_sync(kAllLanes, t[i], h / 8));
+        for (int i = 0; i < kEach; ++i) t[i] = fmaf(t[i], sign, across(t[i], h / 8));
       } else {
         const int step = h < 8 ? h : h / kLanes;
 #pragma unroll
@@ -364,20 +374,20 @@ struct RowTile {
   // lower half where leaf(i) gives the first sum of the tree, of registers i and i + kEach / 2.
   // Leaves are called for e = i % 8 from 7 down. Every lane of the row gets the sum.
   template <int kCount, class Leaf>
-  __device__ static float sum(const Leaf& leaf) {
-    float terms[8];
+  __device__ static auto sum(const Leaf& leaf) {
+    decltype(leaf(0)) terms[8];
 #pragma unroll
     for (int e = 7; e >= 0; --e)
       terms[e] = halving_sum<0, 1, kCount / 8>([&](int k) { return leaf(8 * k + e); });
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) {
 #pragma unroll
-      for (float& term : terms) term += __shfl_xor_sync(kAllLanes, term, step);
+      for (auto& term : terms) term = term + across(term, step);
     }
 #pragma unroll
     for (int step = 4; step > 0; step /= 2) {
 #pragma unroll
-      for (int e = 0; e < step; ++e) terms[e] += terms[e + step];
+      for (int e = 0; e < step; ++e) terms[e] = terms[e] + terms[e + step];
     }
     return terms[0];
   }
@@ -433,6 +443,13 @@ __device__ inline void copy_rows_in(char* shared, int shared_stride, const std::
         *reinterpret_cast<std::uint32_t*>(shared + row * shared_stride + 4 * word) =
             device[row * stride + word];
       });
+}
+
+// Does each row begin where 16 bytes do?
+template <class View>
+bool pieces_aligned(const View& view, std::int64_t rows) {
+  const auto step = static_cast<std::uintptr_t>(view.row_stride()) * size_of(view.dtype);
+  return reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 && (rows <= 1 || step % 16 == 0);
 }
 
 // f(RowTile) for a tuned length, otherwise() for any other.

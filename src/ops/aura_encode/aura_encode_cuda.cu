@@ -23,9 +23,7 @@ constexpr int kFewRows = 4;      // a multiprocessor: no more than these are lef
 constexpr int kCellBytes = 32 << 10;  // of the table of cells, all its copies
 constexpr int kLookupCopies = 32;     // of the codebook: one for each bank
 
-// Registers decide how many warps a multiprocessor holds.
-template <int kEach>
-constexpr int kMostWarps = kEach > 96 ? 12 : 16;
+constexpr int kMostWarps = 12;  // of a block of encode_by_lanes: its registers
 
 struct Problem {
   const void* x;
@@ -59,7 +57,8 @@ __device__ void store_norm(const Problem& p, std::int64_t row, float s) {
 
 // ---- a warp to a row ----
 
-// The number of sorted boundaries below r, 0 for a NaN: one bit of it after the other.
+// The number of sorted boundaries below r, 0 for a NaN: one bit of it
+// after the other.
 __device__ unsigned count_below(const float* boundaries, int bits, float r) {
   unsigned count = 0;
   for (unsigned step = 1u << (bits - 1); step > 0; step /= 2)
@@ -68,7 +67,7 @@ __device__ unsigned count_below(const float* boundaries, int bits, float r) {
 }
 
 // `scratch` holds two rows of floats.
-__device__ void encode_row(const Problem& p, std::int64_t row, float* scratch) {
+__device__ __noinline__ void encode_row(const Problem& p, std::int64_t row, float* scratch) {
   const int lane = lane_index(), n = p.rotation.dim;
   float* t = scratch;
   bool finite = true;
@@ -103,7 +102,8 @@ __device__ void encode_row(const Problem& p, std::int64_t row, float* scratch) {
   __syncwarp();
   for (int w = lane; w < p.words; w += 32) {
     std::uint32_t word = 0;
-    int j = 32 * w / p.bits, at = j * p.bits - 32 * w;  // the first code that reaches this word
+    int j = 32 * w / p.bits,
+        at = j * p.bits - 32 * w;  // the first code that reaches this word
     for (; at < 32 && j < n; ++j, at += p.bits) word |= at < 0 ? codes[j] >> -at : codes[j] << at;
     p.packed[row * p.packed_stride + w] = word;
   }
@@ -114,7 +114,8 @@ __device__ void encode_row(const Problem& p, std::int64_t row, float* scratch) {
   __syncwarp();
 }
 
-__global__ void __launch_bounds__(32 * kWarpsOfRows) encode_by_warps(const Problem p) {
+__global__ void __launch_bounds__(32 * kWarpsOfRows)
+    encode_by_warps(const __grid_constant__ Problem p) {
   float* const scratch = cuda::dynamic_shared<float>() + warp_index() * 2 * p.rotation.dim;
   const std::int64_t warps = std::int64_t{gridDim.x} * kWarpsOfRows;
   for (std::int64_t row = std::int64_t{blockIdx.x} * kWarpsOfRows + warp_index(); row < p.rows;
@@ -133,17 +134,19 @@ Status run_by_warps(const Problem& p, int device, Stream stream) {
 
 // ---- a lane to a row ----
 
-// Finds codes without a search: [-1.0625, 1.0625], where the coordinates of a unit vector lie, is
-// cut into equal cells, so fine that none holds two boundaries. cell(r) = fma(r, slope, 2^23 + half
-// the cells), whose low bits number the cell, never descends in r, so code(r) = boundaries in the
-// cells before, plus 1 if r is above the one in its own.
+// Finds codes without a search: [-1.0625, 1.0625], where the coordinates
+// of a unit vector lie, is cut into equal cells, so fine that none holds
+// two boundaries. cell(r) = fma(r, slope, 2^23 + half the cells), whose
+// low bits number the cell, never descends in r, so code(r) = boundaries
+// in the cells before, plus 1 if r is above the one in its own.
 struct Cell {
   float boundary;  // +inf if there is none
   unsigned before;
 };
 struct Cells {
   int count;   // a power of two
-  int copies;  // for lanes l % copies, so that they rarely meet in a bank
+  int copies;  // for lanes l % copies, so that they rarely meet in a
+               // bank
   float slope, middle;
 
   static constexpr float kReach = 1.0625f;
@@ -152,7 +155,8 @@ struct Cells {
   static constexpr unsigned kFirst = 0x4b000000;  // the bits of kInteger
 };
 
-// Lloyd-Max boundaries in the middle are about 4.1 sigma / levels apart, sigma = dim^-1/2.
+// Lloyd-Max boundaries in the middle are about 4.1 sigma / levels apart,
+// sigma = dim^-1/2.
 Cells cells_for(int dim, int bits) {
   const double apart = 4.1 / std::sqrt(dim) / (1 << bits);
   const auto needed = static_cast<unsigned>(1.1 * 2 * Cells::kReach / apart) + 2;
@@ -164,14 +168,17 @@ Cells cells_for(int dim, int bits) {
           .middle = Cells::kInteger + static_cast<float>(count / 2)};
 }
 
-// Shared memory of encode_by_lanes: cells, lookup, factors; then for each warp the rows of x and
-// the packed rows.
+// Shared memory of encode_by_lanes: cells, lookup, factors; then for
+// each warp the rows of x and the packed rows.
 struct Layout {
-  int lookup, factors, warps;   // offsets in bytes
-  int stage, out_stride, warp;  // bytes of a warp's rows; of a packed row; of a warp
+  int element_bytes;
+  int lookup, factors, warps;  // offsets in bytes
+  int stage, out_stride,
+      warp;  // bytes of a warp's rows; of a packed row; of a warp
 };
 
-// The whole block fills table[entry][copy], copies of what value(entry) gives.
+// The whole block fills table[entry][copy], copies of what value(entry)
+// gives.
 template <class T, class F>
 __device__ void fill_table(T* table, int entries, int copies, const F& value) {
   for (int i = static_cast<int>(threadIdx.x); i < entries; i += static_cast<int>(blockDim.x)) {
@@ -183,7 +190,8 @@ __device__ void fill_table(T* table, int entries, int copies, const F& value) {
 // Are the cells fine enough?
 __device__ bool fill_cells(Cell* table, const Cells& cells, const Problem& p) {
   const int boundaries = (1 << p.bits) - 1;
-  // The cell of a boundary; before the first or after the last, where r never is.
+  // The cell of a boundary; before the first or after the last, where r
+  // never is.
   const auto cell_of = [&](int i) {
     const float b = __ldg(p.boundaries + i);
     if (fabsf(b) > Cells::kReach) return b < 0 ? -1 : cells.count;
@@ -203,7 +211,8 @@ __device__ bool fill_cells(Cell* table, const Cells& cells, const Problem& p) {
   return __syncthreads_and(fine ? 1 : 0) != 0;
 }
 
-// Eight codes, `bits` bytes, to shared memory. All of it is uniform but for the codes.
+// Eight codes, `bits` bytes, to shared memory. All of it is uniform but
+// for the codes.
 __device__ void store_chunk(std::uint8_t* to, int bits, std::uint32_t low, std::uint32_t high) {
   const int each = 4 * bits;
   if (bits == 4) {
@@ -219,11 +228,15 @@ __device__ void store_chunk(std::uint8_t* to, int bits, std::uint32_t low, std::
   }
 }
 
-// A warp takes RowTile::kRows rows at a time. kPairs: the rule needs no more than C, codes have at
-// most 4 bits, and the first sum of C's tree, of two squares, is looked up by both codes at once.
-template <class Tile, class X, bool kPairs>
-__global__ void __launch_bounds__(32 * kMostWarps<Tile::kEach>, 1)
-    encode_by_lanes(const Problem p, const Cells cells, const Layout layout) {
+// What the scale rule needs beyond the norm, and how it is found:
+// nothing, or C, whose first sums, of two squares, are looked up by both
+// codes at once (at most 4 bits); C; or C and D.
+enum class Sums { pairs, squares, products };
+
+// A warp takes RowTile::kRows rows at a time.
+template <class Tile, Sums kSums>
+__global__ void __launch_bounds__(32 * kMostWarps, 1)
+    encode_by_lanes(const __grid_constant__ Problem p, const Cells cells, const Layout layout) {
   constexpr int kEach = Tile::kEach;
   char* const shared = cuda::dynamic_shared<char>();
   auto* const cell_table = reinterpret_cast<Cell*>(shared);
@@ -241,9 +254,13 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile::kEach>, 1)
   };
   const auto fetch = [&](std::int64_t row) {
     if (row >= p.rows) return;
-    Tile::template fetch<X>(
-        stage, static_cast<const char*>(p.x) + row * p.x_stride * static_cast<int>(sizeof(X)),
-        p.x_stride * static_cast<int>(sizeof(X)), rows_at(row));
+    const std::int64_t stride = p.x_stride * layout.element_bytes;
+    const char* const from = static_cast<const char*>(p.x) + row * stride;
+    if (p.element == DType::f32) {
+      Tile::template fetch<float>(stage, from, stride, rows_at(row));
+    } else {
+      Tile::template fetch<bf16>(stage, from, stride, rows_at(row));
+    }
   };
   fetch(first);
 
@@ -254,7 +271,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile::kEach>, 1)
       for (int i = 0; i < rows_at(first); ++i) encode_row(p, first + i, scratch);
     return;
   }
-  if constexpr (kPairs) {
+  if constexpr (kSums == Sums::pairs) {
     fill_table(lookup, levels * levels, kLookupCopies, [&](int pair) {
       const float low = __ldg(p.codebook + pair % levels), high = __ldg(p.codebook + pair / levels);
       return low * low + high * high;
@@ -266,8 +283,8 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile::kEach>, 1)
              [&](int j) { return p.rotation.table[j] * p.rotation.scale; });
   __syncthreads();
 
-  // Addresses in the tables are one integer multiplication and addition: bits of a cell times
-  // cell_step, and so on.
+  // Addresses in the tables are one integer multiplication and addition:
+  // bits of a cell times cell_step, and so on.
   const unsigned cell_step = static_cast<unsigned>(cells.copies) * sizeof(Cell);
   const unsigned cell_base =
       static_cast<unsigned>(lane & (cells.copies - 1)) * sizeof(Cell) - Cells::kFirst * cell_step;
@@ -277,18 +294,22 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile::kEach>, 1)
   const auto look_up = [&](unsigned index) {
     return *reinterpret_cast<const float*>(lane_lookup + index * kLookupStep);
   };
-  const bool products = p.rule == ScaleRule::least_squares || p.rule == ScaleRule::unbiased;
 
   for (; first < p.rows; first += step) {
     const int rows = rows_at(first);
     float x[kEach];
     cuda::copy_async_wait<0>();
     __syncwarp();
-    Tile::template load<X>(stage, x);
+    switch (p.element) {
+      case DType::f16: Tile::template load<f16>(stage, x); break;
+      case DType::bf16: Tile::template load<bf16>(stage, x); break;
+      default: Tile::template load<float>(stage, x);
+    }
     __syncwarp();
     fetch(first + step);
 
-    // 1. and 2. Rows whose squares overflow or that are not finite are left to encode_row.
+    // 1. and 2. Rows whose squares overflow or that are not finite are
+    // left to encode_row.
     const float squares = Tile::template sum<kEach>([&](int i) { return x[i] * x[i]; });
     const bool extreme = !(squares <= max_finite<float>());
     const float norm = sqrtf(squares);
@@ -305,26 +326,32 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile::kEach>, 1)
 
     // 3. and 5. Codes gather in words of four, the last one first.
     std::uint32_t four[kEach / 4] = {};
-    const auto code_at = [&](int i) {
+    const auto gather = [&](int i) {
+      const float r = x[i];
       const Cell& cell = *reinterpret_cast<const Cell*>(reinterpret_cast<const char*>(cell_table) +
-                                                        (cells.cell(x[i]) * cell_step + cell_base));
-      const unsigned code = cell.before + (x[i] > cell.boundary ? 1u : 0u);
+                                                        (cells.cell(r) * cell_step + cell_base));
+      const unsigned code = cell.before + (r > cell.boundary ? 1u : 0u);
       four[i / 4] = four[i / 4] * radix + code;
       return code;
     };
     float cc, rc = 0;
-    if constexpr (kPairs) {
+    if constexpr (kSums == Sums::pairs) {
       cc = Tile::template sum<kEach / 2>([&](int i) {
-        const unsigned low = code_at(i), high = code_at(i + kEach / 2);
+        const unsigned low = gather(i), high = gather(i + kEach / 2);
         return look_up(high * radix + low);
       });
-    } else {
+    } else if constexpr (kSums == Sums::squares) {
       cc = Tile::template sum<kEach>([&](int i) {
-        const float c = look_up(code_at(i));
-        x[i] *= c;
+        const float c = look_up(gather(i));
         return c * c;
       });
-      if (products) rc = Tile::template sum<kEach>([&](int i) { return x[i]; }) + 0.0f;
+    } else {
+      const cuda::TwoSums both = Tile::template sum<kEach>([&](int i) -> cuda::TwoSums {
+        const float c = look_up(gather(i));
+        return {c * c, x[i] * c};
+      });
+      cc = both.a;
+      rc = both.b + 0.0f;
     }
     if (Tile::row() < rows && Tile::part() == 0)
       store_norm(p, first + Tile::row(), stored_scale(p.rule, norm, cc, rc));
@@ -349,38 +376,39 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile::kEach>, 1)
   }
 }
 
-template <class Tile, class X>
+template <class Tile>
 Status run_by_lanes(const Problem& p, int device, Stream stream) {
   constexpr int kDim = Tile::kEach * (32 / Tile::kRows);
   const Cells cells = cells_for(kDim, p.bits);
   constexpr bool kPower = Tile::kFactor == 1;
-  const bool pairs =
-      kPower && p.bits <= 4 && (p.rule == ScaleRule::matched || p.rule == ScaleRule::none);
+  const bool products = p.rule == ScaleRule::least_squares || p.rule == ScaleRule::unbiased;
+  const bool pairs = kPower && p.bits <= 4 && !products;
   const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
-  Layout l{};
+  Layout l{.element_bytes = static_cast<int>(size_of(p.element))};
   l.lookup = cells.count * cells.copies * static_cast<int>(sizeof(Cell));
   l.factors = l.lookup + (1 << (pairs ? 2 * p.bits : p.bits)) * kLookupCopies * 4;
   l.warps = l.factors + align(4 * kDim);
-  l.stage = Tile::kRows * Tile::template kStageStride<X>;
+  l.stage = Tile::kRows * (p.element == DType::f32 ? Tile::template kStageStride<float>
+                                                   : Tile::template kStageStride<bf16>);
   l.out_stride = align(4 * p.words) | 16;
   l.warp = l.stage + std::max(Tile::kRows * l.out_stride, 2 * 4 * kDim);
   const auto& limits = cuda::limits(device);
   const std::int64_t tiles = (p.rows + Tile::kRows - 1) / Tile::kRows;
   const int room = (static_cast<int>(limits.shared_per_block) - l.warps) / l.warp;
   const auto share = (tiles + limits.multiprocessors - 1) / limits.multiprocessors;
-  const int warps =
-      static_cast<int>(std::min<std::int64_t>(std::min(room, kMostWarps<Tile::kEach>), share));
+  const int warps = static_cast<int>(std::min<std::int64_t>(std::min(room, kMostWarps), share));
   const cuda::Grid grid{
       .blocks = std::min<std::int64_t>(limits.multiprocessors, (tiles + warps - 1) / warps),
       .threads = 32 * warps,
       .shared = static_cast<std::size_t>(l.warps + warps * l.warp)};
+  const auto launch = [&](auto kernel) {
+    return cuda::launch(Op::kName, kernel, grid, device, stream, p, cells, l);
+  };
+  if (products) return launch(encode_by_lanes<Tile, Sums::products>);
   if constexpr (kPower) {
-    if (pairs)
-      return cuda::launch(Op::kName, encode_by_lanes<Tile, X, true>, grid, device, stream, p, cells,
-                          l);
+    if (pairs) return launch(encode_by_lanes<Tile, Sums::pairs>);
   }
-  return cuda::launch(Op::kName, encode_by_lanes<Tile, X, false>, grid, device, stream, p, cells,
-                      l);
+  return launch(encode_by_lanes<Tile, Sums::squares>);
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
@@ -402,16 +430,13 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
       .words = static_cast<int>(packed_words(d.axis_size, d.bits))};
   const int device = a.x.device.index;
   const auto by_warps = [&] { return run_by_warps(p, device, stream); };
-  return visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
-    const bool aligned = cuda::packs_aligned<X, 16 / sizeof(X)>(p.x, p.rows, p.x_stride);
-    if (d.rotation != Rotation::hadamard || !aligned ||
-        p.rows < kFewRows * cuda::limits(device).multiprocessors) {
-      return by_warps();
-    }
-    return cuda::visit_tuned_dim(
-        d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile, X>(p, device, stream); },
-        by_warps);
-  });
+  if (d.rotation != Rotation::hadamard || !cuda::pieces_aligned(a.x, p.rows) ||
+      p.rows < kFewRows * cuda::limits(device).multiprocessors) {
+    return by_warps();
+  }
+  return cuda::visit_tuned_dim(
+      d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile>(p, device, stream); },
+      by_warps);
 }
 
 constexpr Kernel<Op> kKernels[] = {
