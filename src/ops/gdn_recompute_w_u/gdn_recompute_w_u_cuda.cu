@@ -76,11 +76,7 @@ struct Problem {
   __device__ int terms(int i, int rows) const { return i >= rows ? 0 : lower ? i + 1 : rows; }
 };
 
-// X(x * beta), X((x * beta) * decay)
-template <class X>
-__device__ float scaled(X x, float beta) {
-  return cuda::load_math(cuda::store_math<X>(cuda::load_math(x) * beta));
-}
+// X((x * beta) * decay); with decay 1, X(x * beta).
 template <class X>
 __device__ float scaled(X x, float beta, float decay) {
   return cuda::load_math(cuda::store_math<X>(cuda::load_math(x) * beta * decay));
@@ -163,8 +159,7 @@ __global__ void __launch_bounds__(kThreads) recompute(const Problem p) {
 #pragma unroll
         for (int r = 0; r < kTileRows; ++r) {
           float* row = s.b + (first_row + r) * kSlab + first_column;
-          *reinterpret_cast<float4*>(row) =
-              make_float4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+          *reinterpret_cast<float4*>(row) = make_float4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
           *reinterpret_cast<float4*>(row + kHalf) =
               make_float4(acc[r][4], acc[r][5], acc[r][6], acc[r][7]);
         }
@@ -180,13 +175,13 @@ __global__ void __launch_bounds__(kThreads) recompute(const Problem p) {
     if (p.u != nullptr) {
       product(static_cast<const X*>(p.v) + first * p.value_dim, p.value_heads * p.value_dim,
               p.value_dim, static_cast<X*>(p.u),
-              [&](int j, X x) { return scaled(x, s.beta[j]); });
+              [&](int j, X x) { return scaled(x, s.beta[j], 1.0f); });
     }
     if (p.w != nullptr) {
-      product(static_cast<const X*>(p.k) +
-                  (item.chunk.begin * p.key_heads + item.key_head) * p.key_dim,
-              p.key_heads * p.key_dim, p.key_dim, static_cast<X*>(p.w),
-              [&](int j, X x) { return scaled(x, s.beta[j], s.decay[j]); });
+      product(
+          static_cast<const X*>(p.k) + (item.chunk.begin * p.key_heads + item.key_head) * p.key_dim,
+          p.key_heads * p.key_dim, p.key_dim, static_cast<X*>(p.w),
+          [&](int j, X x) { return scaled(x, s.beta[j], s.decay[j]); });
     }
   }
 }
@@ -208,15 +203,17 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
 
 // ---- cuda_mma: on the tensor cores ----
 //
-// The traffic is 6 times what the products take, so all that counts is to keep copies in flight: a
-// block asks for all its tiles at once, three or four blocks share a multiprocessor, and one's
-// products hide behind the others' copies. The two value heads of a key head go to one block, which
-// reads k once.
+// The traffic takes 6 times as long as the products, so all that counts is to keep copies in
+// flight: a block asks for all its tiles at once, three or four blocks share a multiprocessor, and
+// one's products hide behind the others' copies. Two value heads of a key head go to one block,
+// which reads k once.
 //
 //   tile        rows of 16-bit elements in shared memory, in pieces of 16 bytes, swizzled
-//   warp        has slabs of 32 columns and all rows: it alone reads these columns of k and v, so
-//               it scales them in registers, and what it makes of them takes v's place on the way
-//               out. Nothing but the arrival of tiles needs a barrier.
+//   warp        has slabs of 64 columns (128 bytes: whole lines are written) and all rows. With two
+//               heads, warps 0 and 1 do the first one's u, then its w, 2 and 3 the second one's;
+//               with one, warps 0 and 1 do u, 2 and 3 w. A warp alone reads its columns of v (with
+//               one head, of k), so it scales them in registers, and its results take their place
+//               on the way out: after the tiles' arrival no barrier is needed.
 //   A in f32    a = high + middle + low, the significand's first, second and last 8 bits: exact
 //               down to 2^-109, and within 2^-133 below
 //   k, v in f16 x = leading + rest in bf16, exactly
@@ -226,23 +223,28 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
 // of magnitudes where addends are aligned with two extra bits (sm_80: 8 of 8 terms, 6.5). That is
 // 52 * 2^-24 at most, inside the header's bound.
 //
-// 0 * inf of a part or of the padding would be NaN where the definition has none: a slab with a
-// non-finite factor is done again by the definition.
+// 0 * inf of a part or of the padding would be NaN where the definition has none: columns with a
+// non-finite factor are done by the definition.
 
-constexpr int kWarps = kThreads / 32;
-constexpr int kHeads = 2;                             // value heads of a block, at most
-constexpr int kWarpColumns = 32;                      // columns of a slab
-constexpr int kSteps = kMostRows / 16;                // 16 x 16 tiles along an axis of A
-constexpr int kTilesAcross = kWarpColumns / 8;        // 16 x 8 tiles of a slab
-constexpr int kTilesDown = 2;                         // that a warp sums at a time
-constexpr int kPiece = 16;                            // bytes
-constexpr int kMatrixBytes = kMostRows * 2;           // of a row of a part of A
-constexpr int kRawBytes = kMostRows * sizeof(float);  // of a row of A in f32
+constexpr int kHeads = 2;                    // value heads of a block, at most
+constexpr int kMmaSlab = 64;                 // columns of a warp: summed in two halves
+constexpr int kMmaHalf = kMmaSlab / 2;       //
+constexpr int kSteps = kMostRows / 16;       // 16 x 16 tiles along an axis of A
+constexpr int kTilesAcross = kMmaHalf / 8;   // 16 x 8 tiles of the result that a warp sums at
+constexpr int kTilesDown = 2;                // a time
+constexpr int kPiece = 16;                   // bytes
+constexpr int kMatrixBytes = 2 * kMostRows;  // of a row of a part of A
+constexpr int kRawBytes = 2 * kMatrixBytes;  // of a row of A in f32
 
 template <class M>
 constexpr int kMatrixParts = sizeof(M) == 4 ? 3 : 1;
 template <class X>
 constexpr int kValueParts = std::is_same_v<X, f16> ? 2 : 1;
+// Blocks whose registers must fit a multiprocessor.
+template <class X, class M>
+constexpr int kBlocks = kMatrixParts<M> * kValueParts<X> == 1  ? 4
+                        : kMatrixParts<M> * kValueParts<X> < 6 ? 3
+                                                               : 2;
 
 // Rows that are filled, with zeros past the chunk: whole 16 x 16 tiles.
 __device__ int padded(int rows) { return (rows + 15) & ~15; }
@@ -253,17 +255,18 @@ __device__ int swizzled(int row, int piece, int pitch) {
   return row * pitch + ((piece ^ (row & 7)) * kPiece);
 }
 
+// Bytes of shared memory: k's tile, v's tile of each head, A's parts of each head (in f32 it comes
+// into the first two), beta and e^g of each head.
 struct Layout {
-  int pitch;  // bytes of a row of k's and v's tiles
-  int tile, matrix, low;
-  __host__ __device__ Layout(int widest, int chunk, bool split)
+  int pitch;  // of a row of k's and v's tiles
+  int tile, part, matrix;
+  __host__ __device__ Layout(int widest, int chunk, int parts)
       : pitch((widest + 63) / 64 * 128),
         tile(chunk * pitch),
-        matrix(chunk * (split ? kRawBytes : kMatrixBytes)),
-        low(split ? chunk * kMatrixBytes : 0) {}
+        part(chunk * kMatrixBytes),
+        matrix(parts * part) {}
   __host__ __device__ int bytes(int heads) const {
-    return tile + heads * (tile + matrix) + low +
-           2 * heads * kMostRows * static_cast<int>(sizeof(float));
+    return tile + heads * (tile + matrix + 2 * kMostRows * static_cast<int>(sizeof(float)));
   }
 };
 
@@ -304,8 +307,8 @@ __device__ std::uint32_t upper_halves(std::uint32_t x, std::uint32_t y) {
 }
 __device__ float upper_half(float x) { return __uint_as_float(__float_as_uint(x) & 0xffff0000u); }
 
-// A as copied becomes its high and middle parts, and `low`.
-__device__ void split_matrix(char* a, char* low, int chunk, int rows) {
+// A as it came becomes its three parts.
+__device__ void split_matrix(char* a, int part_bytes, int rows) {
   constexpr int kPieces = kRawBytes / kPiece, kTurns = kMostRows * kPieces / kThreads;
   const int first = static_cast<int>(threadIdx.x) / kPieces;
   const int piece = static_cast<int>(threadIdx.x) % kPieces;
@@ -331,30 +334,26 @@ __device__ void split_matrix(char* a, char* low, int chunk, int rows) {
       part[1][e] = __float_as_uint(rest);
       part[2][e] = __float_as_uint(rest - upper_half(rest));
     }
-    const int at = swizzled(row, piece / 2, kMatrixBytes) + piece % 2 * 8;
-    char* const planes[3] = {a, a + chunk * kMatrixBytes, low};
+    char* const at = a + swizzled(row, piece / 2, kMatrixBytes) + piece % 2 * 8;
 #pragma unroll
     for (int n = 0; n < 3; ++n)
-      *reinterpret_cast<uint2*>(planes[n] + at) =
+      *reinterpret_cast<uint2*>(at + n * part_bytes) =
           make_uint2(upper_halves(part[n][0], part[n][1]), upper_halves(part[n][2], part[n][3]));
   }
-  __syncthreads();
 }
 
 // Two elements in a register, the first in the lower half.
 template <class X>
 __device__ std::uint32_t pack_pair(float x, float y) {
+  std::uint32_t bits;
   if constexpr (std::is_same_v<X, bf16>) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-    std::uint32_t bits;
     memcpy(&bits, &pair, sizeof bits);
-    return bits;
   } else {
     const __half2 pair = __floats2half2_rn(x, y);
-    std::uint32_t bits;
     memcpy(&bits, &pair, sizeof bits);
-    return bits;
   }
+  return bits;
 }
 template <class X>
 __device__ float2 unpack_pair(std::uint32_t bits) {
@@ -370,21 +369,49 @@ __device__ std::uint32_t mark_non_finite(std::uint32_t pair) {
 }
 __device__ bool marked(std::uint32_t marks) { return (marks & 0x80008000u) != 0; }
 
-// One product of a chunk and head: out = X(A b), b = X(x * beta) or, with kDecay,
-// X((x * beta) * decay).
-template <class X, class M, bool kDecay>
+// One product of a chunk and head: out = X(A b), b = X((x * beta) * decay), decay being 1 for u.
+template <class X, class M>
 struct Product {
-  const Problem& p;
-  const char* planes[kMatrixParts<M>];  // A's parts, the largest first
-  const char* x;                        // the tile that b comes from
-  char* stage;                          // the tile whose columns the result passes through
-  const float *beta, *decay;
-  X* out;  // the result's row 0
+  static constexpr int kElements = kPiece / sizeof(X), kFloat = sizeof(float);
+  // Places in shared memory, in bytes: 32 bits where a pointer would have 64.
+  int a;      // its parts, the largest first
+  int x;      // the tile that b comes from
+  int stage;  // the tile whose columns the result passes through
+  int beta, decay;
+  bool decays;  // otherwise decay is 1
+  X* out;       // the result's row 0
   std::int64_t out_stride;
-  int pitch, rows, width;
+  int pitch, part_bytes, rows, width;
+  bool lower;
 
-  // Columns column .. column + kWarpColumns - 1, by one warp.
+  template <class T>
+  __device__ static T& at(int place) {
+    return *reinterpret_cast<T*>(cuda::dynamic_shared<char>() + place);
+  }
+
+  // Columns column .. column + kMmaSlab - 1, by one warp.
   __device__ void slab(int column) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    int staged = 0;  // bit h: half h
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const int first = column + half * kMmaHalf;
+      if (first < width) staged |= sum(first) << half;
+    }
+    __syncwarp();
+    // Out again in pieces: lane l has piece l % 8 of row l / 8 of 4.
+    const int mine = column + lane % 8 * kElements;
+    if (mine < width && (staged >> lane / 4 % 2 & 1) != 0) {
+#pragma unroll 4
+      for (int row = lane / 8; row < rows; row += 4)
+        __stcs(reinterpret_cast<uint4*>(out + row * out_stride + mine),
+               at<uint4>(stage + swizzled(row, mine / kElements, pitch)));
+    }
+    __syncwarp();
+  }
+
+  // Columns column .. column + kMmaHalf - 1, into `stage`; or straight out, and 0.
+  __device__ int sum(int column) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int steps = padded(rows) / 16;
     std::uint32_t b[kValueParts<X>][kSteps][kTilesAcross][2];
@@ -397,26 +424,23 @@ struct Product {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = 16 * step + 8 * half + lane % 4 * 2;
-        row_beta[half] = *reinterpret_cast<const float2*>(beta + row);
-        if constexpr (kDecay) row_decay[half] = *reinterpret_cast<const float2*>(decay + row);
+        row_beta[half] = at<float2>(beta + row * kFloat);
+        row_decay[half] = decays ? at<float2>(decay + row * kFloat) : make_float2(1, 1);
       }
 #pragma unroll
       for (int tile = 0; tile < kTilesAcross; tile += 2) {
         std::uint32_t pairs[4] = {};
         if (column + 8 * tile < width) {
           cuda::load_tiles_transposed(
-              pairs, x + swizzled(16 * step + lane % 16, column / 8 + tile + lane / 16, pitch));
+              pairs,
+              &at<char>(x + swizzled(16 * step + lane % 16, column / 8 + tile + lane / 16, pitch)));
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int half = i % 2;
           float2 pair = unpack_pair<X>(pairs[i]);
-          pair.x *= row_beta[half].x;
-          pair.y *= row_beta[half].y;
-          if constexpr (kDecay) {
-            pair.x *= row_decay[half].x;
-            pair.y *= row_decay[half].y;
-          }
+          pair.x = pair.x * row_beta[half].x * row_decay[half].x;
+          pair.y = pair.y * row_beta[half].y * row_decay[half].y;
           const std::uint32_t rounded = pack_pair<X>(pair.x, pair.y);
           marks |= mark_non_finite<X>(rounded);
           if constexpr (kValueParts<X> == 1) {
@@ -434,36 +458,33 @@ struct Product {
     }
     if constexpr (kValueParts<X> > 1) {  // inf * rest would be NaN where rest is 0
       for (int tile = 0; tile < steps * steps; ++tile) {
-        std::uint32_t a[4];
-        load_matrix(a, 0, tile / steps, tile % steps);
+        std::uint32_t tiles[4];
+        load_matrix(tiles, 0, tile / steps, tile % steps);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) marks |= mark_non_finite<bf16>(a[i]);
+        for (int i = 0; i < 4; ++i) marks |= mark_non_finite<bf16>(tiles[i]);
       }
     }
     if (__any_sync(~0u, marked(marks))) {
       by_definition(column + lane);
-      __syncwarp();
-      return;
+      return 0;
     }
-    __syncwarp();
-#pragma unroll
-    for (int first = 0; first < kSteps; first += kTilesDown) {
-      if (first >= steps) continue;
+#pragma unroll 1
+    for (int first = 0; first < steps; first += kTilesDown) {
       float sums[kTilesDown][kTilesAcross][4] = {};
-#pragma unroll
+#pragma unroll 1
       for (int part = kMatrixParts<M> - 1; part >= 0; --part) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
           for (int down = 0; down < kTilesDown; ++down) {
-            if (step >= steps || first + down >= steps || (p.lower && step > first + down)) continue;
-            std::uint32_t a[4];
-            load_matrix(a, part, first + down, step);
+            if (step >= steps || first + down >= steps || (lower && step > first + down)) continue;
+            std::uint32_t tiles[4];
+            load_matrix(tiles, part, first + down, step);
 #pragma unroll
             for (int of_b = kValueParts<X> - 1; of_b >= 0; --of_b)
 #pragma unroll
               for (int tile = 0; tile < kTilesAcross; ++tile)
-                cuda::multiply_bf16(sums[down][tile], a, b[of_b][step][tile]);
+                cuda::multiply_bf16(sums[down][tile], tiles, b[of_b][step][tile]);
           }
         }
       }
@@ -474,58 +495,40 @@ struct Product {
         for (int tile = 0; tile < kTilesAcross; ++tile) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const float* sum = sums[down][tile] + 2 * half;
+            const float* pair = sums[down][tile] + 2 * half;
             const int row = 16 * (first + down) + 8 * half + lane / 4;
-            char* at = stage + swizzled(row, column / 8 + tile, pitch);
-            reinterpret_cast<std::uint32_t*>(at)[lane % 4] = pack_pair<X>(sum[0], sum[1]);
+            at<std::uint32_t>(stage + swizzled(row, column / 8 + tile, pitch) + lane % 4 * 4) =
+                pack_pair<X>(pair[0], pair[1]);
           }
         }
       }
     }
-    __syncwarp();
-    // Out again in pieces: lane l has piece l % 4 of a row; rows r and r + 4 meet different banks.
-    constexpr int kElements = kPiece / sizeof(X);
-    const int at = column + lane % 4 * kElements;
-    if (at < width) {
-#pragma unroll
-      for (int turn = 0; turn < kMostRows / 8; ++turn) {
-        const int row = turn * 8 + lane / 8 + lane / 4 % 2 * 4;
-        if (row >= rows) continue;
-        __stcs(reinterpret_cast<uint4*>(out + row * out_stride + at),
-               *reinterpret_cast<const uint4*>(stage + swizzled(row, at / kElements, pitch)));
-      }
-    }
-    __syncwarp();
+    return 1;
   }
 
   // This lane's elements of the 16 x 16 tile (down, across) of a part of A.
-  __device__ void load_matrix(std::uint32_t (&a)[4], int part, int down, int across) const {
+  __device__ void load_matrix(std::uint32_t (&to)[4], int part, int down, int across) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     cuda::load_tiles(
-        a, planes[part] + swizzled(16 * down + lane % 16, 2 * across + lane / 16, kMatrixBytes));
+        to, &at<char>(a + part * part_bytes +
+                      swizzled(16 * down + lane % 16, 2 * across + lane / 16, kMatrixBytes)));
   }
-  __device__ X element(const char* tile, int row, int column, int tile_pitch) const {
-    constexpr int kElements = kPiece / sizeof(X);
-    const char* piece = tile + swizzled(row, column / kElements, tile_pitch);
-    return reinterpret_cast<const X*>(piece)[column % kElements];
-  }
-  __device__ float matrix(int i, int j) const {
-    float sum = 0;
-#pragma unroll
-    for (int part = kMatrixParts<M> - 1; part >= 0; --part) {
-      const char* piece = planes[part] + swizzled(i, j / 8, kMatrixBytes);
-      sum += cuda::load_math(reinterpret_cast<const bf16*>(piece)[j % 8]);
-    }
-    return sum;
-  }
+
   __device__ void by_definition(int column) const {
     if (column >= width) return;
     for (int i = 0; i < rows; ++i) {
       float acc = 0;
-      for (int j = 0; j < p.terms(i, rows); ++j) {
-        const X value = element(x, j, column, pitch);
-        acc = std::fma(matrix(i, j),
-                       kDecay ? scaled(value, beta[j], decay[j]) : scaled(value, beta[j]), acc);
+      for (int j = 0; j < (lower ? i + 1 : rows); ++j) {
+        float factor = 0;
+        for (int part = kMatrixParts<M> - 1; part >= 0; --part) {
+          factor += cuda::load_math(
+              at<bf16>(a + part * part_bytes + swizzled(i, j / 8, kMatrixBytes) + j % 8 * 2));
+        }
+        const X value = at<X>(x + swizzled(j, column / kElements, pitch) + column % kElements * 2);
+        acc = std::fma(factor,
+                       scaled(value, at<float>(beta + j * kFloat),
+                              decays ? at<float>(decay + j * kFloat) : 1.0f),
+                       acc);
       }
       out[i * out_stride + column] = cuda::store_math<X>(acc);
     }
@@ -533,17 +536,15 @@ struct Product {
 };
 
 template <class X, class M>
-__global__ void __launch_bounds__(kThreads, kValueParts<X> > 1 ? 3 : 4)
-    recompute_mma(const Problem p) {
-  constexpr bool kSplit = kMatrixParts<M> > 1;
+__global__ void __launch_bounds__(kThreads, kBlocks<X, M>) recompute_mma(const Problem p) {
   const int chunk = p.slots.chunk;
-  const Layout layout(max(p.key_dim, p.value_dim), chunk, kSplit);
-  char* const k_tile = cuda::dynamic_shared<char>();
-  char* const v_tiles = k_tile + layout.tile;
-  char* const matrices = v_tiles + p.heads_per_block * layout.tile;
-  char* const low = matrices + p.heads_per_block * layout.matrix;
-  auto* const betas = reinterpret_cast<float*>(low + layout.low);
-  float* const decays = betas + p.heads_per_block * kMostRows;
+  const Layout layout(max(p.key_dim, p.value_dim), chunk, kMatrixParts<M>);
+  char* const shared = cuda::dynamic_shared<char>();
+  constexpr int kKeys = 0, kGates = kMostRows * sizeof(float);
+  const int values = layout.tile;
+  const int matrices = values + p.heads_per_block * layout.tile;
+  const int betas = matrices + p.heads_per_block * layout.matrix;
+  const int decays = betas + p.heads_per_block * kGates;
   const int warp = static_cast<int>(threadIdx.x) / 32;
 
   for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
@@ -555,62 +556,56 @@ __global__ void __launch_bounds__(kThreads, kValueParts<X> > 1 ? 3 : 4)
     };
     if (p.w != nullptr) {
       const std::int64_t at = item.chunk.begin * p.key_heads + item.key_head;
-      copy_tile(k_tile, layout.pitch, static_cast<const X*>(p.k) + at * p.key_dim,
+      copy_tile(shared + kKeys, layout.pitch, static_cast<const X*>(p.k) + at * p.key_dim,
                 p.key_heads * p.key_dim, rows, p.key_dim);
     }
     for (int h = 0; h < item.heads; ++h) {
-      copy_matrix(p, matrices + h * layout.matrix, static_cast<const M*>(p.a) + first(h) * chunk,
-                  rows);
+      copy_matrix(p, shared + matrices + h * layout.matrix,
+                  static_cast<const M*>(p.a) + first(h) * chunk, rows);
       if (p.u != nullptr) {
-        copy_tile(v_tiles + h * layout.tile, layout.pitch,
+        copy_tile(shared + values + h * layout.tile, layout.pitch,
                   static_cast<const X*>(p.v) + first(h) * p.value_dim, p.value_heads * p.value_dim,
                   rows, p.value_dim);
       }
-      cuda::copy_async_commit();
     }
+    cuda::copy_async_commit();
     for (int i = static_cast<int>(threadIdx.x); i < item.heads * kMostRows; i += kThreads) {
       const int row = i % kMostRows;
       const std::int64_t at = first(i / kMostRows) + row * p.value_heads;
-      betas[i] = row < rows ? p.beta[at] : 0.0f;
-      decays[i] = row < rows ? math::exp(p.g[at]) : 0.0f;
+      reinterpret_cast<float*>(shared + betas)[i] = row < rows ? p.beta[at] : 0.0f;
+      reinterpret_cast<float*>(shared + decays)[i] = row < rows ? math::exp(p.g[at]) : 0.0f;
     }
-    for (int h = 0; h < item.heads; ++h) {
-      static_assert(kHeads == 2);
-      if (h + 1 < item.heads) {
-        cuda::copy_async_wait<1>();
-      } else {
-        cuda::copy_async_wait<0>();
-      }
+    cuda::copy_async_wait<0>();
+    __syncthreads();
+    if constexpr (kMatrixParts<M> > 1) {
+      for (int h = 0; h < item.heads; ++h)
+        split_matrix(shared + matrices + h * layout.matrix, layout.part, rows);
       __syncthreads();
-      char* const a = matrices + h * layout.matrix;
-      char* const v_tile = v_tiles + h * layout.tile;
-      if constexpr (kSplit) split_matrix(a, low, chunk, rows);
-      const auto product = [&]<bool kDecay>(std::bool_constant<kDecay>, const char* x, int width,
-                                            void* out) {
-        Product<X, M, kDecay> of{.p = p,
-                                 .planes = {a},
-                                 .x = x,
-                                 .stage = v_tile,
-                                 .beta = betas + h * kMostRows,
-                                 .decay = decays + h * kMostRows,
-                                 .out = static_cast<X*>(out) + first(h) * width,
-                                 .out_stride = p.value_heads * width,
-                                 .pitch = layout.pitch,
-                                 .rows = rows,
-                                 .width = width};
-        if constexpr (kSplit) {
-          of.planes[1] = a + chunk * kMatrixBytes;
-          of.planes[2] = low;
-        }
-        return of;
-      };
-      const auto u = product(std::false_type(), v_tile, p.value_dim, p.u);
-      const auto w = product(std::true_type(), k_tile, p.key_dim, p.w);
-      for (int column = warp * kWarpColumns; column < max(p.key_dim, p.value_dim);
-           column += kWarps * kWarpColumns) {
-        if (p.u != nullptr && column < p.value_dim) u.slab(column);
-        if (p.w != nullptr && column < p.key_dim) w.slab(column);
-      }
+    }
+    static_assert(kHeads == 2 && kThreads == 128);
+    const int head = item.heads == 2 ? warp / 2 : 0;
+    const int v_tile = values + head * layout.tile;
+#pragma unroll 1
+    for (int of_keys = item.heads == 2 ? 0 : warp / 2; of_keys < 2; of_keys += 3 - item.heads) {
+      void* const out = of_keys != 0 ? p.w : p.u;
+      if (out == nullptr) continue;
+      const int width = of_keys != 0 ? p.key_dim : p.value_dim;
+      const Product<X, M> product{.a = matrices + head * layout.matrix,
+                                  .x = of_keys != 0 ? kKeys : v_tile,
+                                  .stage = of_keys != 0 && item.heads == 1 ? kKeys : v_tile,
+                                  .beta = betas + head * kGates,
+                                  .decay = decays + head * kGates,
+                                  .decays = of_keys != 0,
+                                  .out = static_cast<X*>(out) + first(head) * width,
+                                  .out_stride = p.value_heads * width,
+                                  .pitch = layout.pitch,
+                                  .part_bytes = layout.part,
+                                  .rows = rows,
+                                  .width = width,
+                                  .lower = p.lower};
+#pragma unroll 1
+      for (int column = warp % 2 * kMmaSlab; column < width; column += 2 * kMmaSlab)
+        product.slab(column);
     }
     __syncthreads();
   }
@@ -636,7 +631,7 @@ Status run_mma(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace wo
   return visit<f16, bf16>(d.element, [&]<class X>(Type<X>) {
     return visit<float, bf16>(d.a_element, [&]<class M>(Type<M>) {
       const Problem p(d, a, kHeads);
-      const Layout layout(max(p.key_dim, p.value_dim), d.chunk, sizeof(M) == 4);
+      const Layout layout(std::max(p.key_dim, p.value_dim), d.chunk, kMatrixParts<M>);
       return cuda::launch(Op::kName, recompute_mma<X, M>,
                           {.blocks = p.items,
                            .threads = kThreads,
@@ -652,16 +647,14 @@ PrecisionGuarantee mma_guarantee(const Op::Desc& d) {
   return guarantee;
 }
 
-constexpr Kernel<Op> kKernels[] = {{.name = "cuda_mma",
-                                    .backend = "cuda",
-                                    .weaker = mma_guarantee,
-                                    .supports = supports_mma,
-                                    .architecture = cuda::architecture,
-                                    .run = run_mma},
-                                   {.name = "cuda",
-                                    .backend = "cuda",
-                                    .architecture = cuda::architecture,
-                                    .run = run}};
+constexpr Kernel<Op> kKernels[] = {
+    {.name = "cuda_mma",
+     .backend = "cuda",
+     .weaker = mma_guarantee,
+     .supports = supports_mma,
+     .architecture = cuda::architecture,
+     .run = run_mma},
+    {.name = "cuda", .backend = "cuda", .architecture = cuda::architecture, .run = run}};
 
 }  // namespace
 
