@@ -1,8 +1,307 @@
 #include "bittern/ops/causal_conv1d_backward.h"
+#include "cuda/conv.cuh"
+#include "cuda/runtime.cuh"
+#include "cuda/silu.cuh"
+#include "cuda/tree_rows.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
+namespace {
 
-std::span<const Kernel<CausalConv1dBackward>> causal_conv1d_backward_cuda() { return {}; }
+using Op = CausalConv1dBackward;
+using cuda::ConvSequence;
+using cuda::Pack;
+
+constexpr int kThreads = 128;
+constexpr int kChannels = 4;      // of a thread: packs of 16 bytes of f32, 8 of the half types
+constexpr int kBytesAhead = 32;   // of x, and of dy, that a thread has under way while it computes
+constexpr int kBlockTokens = 64;  // summed one after the other
+constexpr int kScanThreads = 1024;
+
+// Places for blocks of tokens. Where cu_seqlens has the lengths, sequence i's places start at
+// begin / 64 + i: that leaves room for all of its blocks, or one where it has no tokens, and needs
+// no sum over the sequences before it. Some places stay empty.
+struct Places {
+  const std::int32_t* bounds;  // null: each sequence has `each` places
+  std::int64_t sequences, all;
+  cuda::Divisor each;
+
+  __device__ std::int64_t first_of(std::int64_t i) const {
+    return bounds != nullptr ? bounds[i] / kBlockTokens + i : i * each.value();
+  }
+  __device__ std::int64_t sequence_at(std::int64_t place) const {
+    if (bounds == nullptr) return each.divide(place);
+    std::int64_t low = 0, high = sequences;
+    while (high - low > 1) {
+      const std::int64_t middle = (low + high) / 2;
+      (first_of(middle) <= place ? low : high) = middle;
+    }
+    return low;
+  }
+};
+
+struct Problem {
+  cuda::ConvInputs in;
+  const void *dy, *d_final_state;
+  void *dx, *d_initial_state;
+  bool silu;
+  Places places;
+  float* partial;               // [blocks, width + 1, channels]; null: not wanted
+  const std::int64_t* numbers;  // of each sequence's first block; null: its first place
+};
+
+// numbers[i]: the blocks of the sequences before i; numbers[sequences]: all of them. One block of
+// threads, each with neighbouring sequences.
+__global__ void __launch_bounds__(kScanThreads)
+    number_blocks(const std::int32_t* bounds, std::int64_t sequences, std::int64_t* numbers) {
+  __shared__ std::int64_t sums[kScanThreads];
+  const auto thread = static_cast<int>(threadIdx.x);
+  const std::int64_t each = (sequences + kScanThreads - 1) / kScanThreads;
+  const std::int64_t first = thread * each < sequences ? thread * each : sequences;
+  const std::int64_t end = first + each < sequences ? first + each : sequences;
+  const auto blocks = [&](std::int64_t i) {
+    return (bounds[i + 1] - bounds[i] + kBlockTokens - 1) / kBlockTokens;
+  };
+  std::int64_t own = 0;
+  for (std::int64_t i = first; i < end; ++i) own += blocks(i);
+  sums[thread] = own;
+  for (int stride = 1; stride < kScanThreads; stride *= 2) {
+    __syncthreads();
+    const std::int64_t before = thread >= stride ? sums[thread - stride] : 0;
+    __syncthreads();
+    sums[thread] += before;
+  }
+  std::int64_t number = sums[thread] - own;
+  for (std::int64_t i = first; i < end; ++i) {
+    numbers[i] = number;
+    number += blocks(i);
+  }
+  if (thread == kScanThreads - 1) numbers[sequences] = number;
+}
+
+// N channels of one block of tokens. At step t (a position) u and du of t are computed, and with
+// them dx of t - (width - 1): the last steps lie past the block, where du is another block's too,
+// or past the sequence, where it is 0; the first give what lies before the block, which is
+// d_initial_state if the sequence starts here and another block's dx if not.
+template <class X, int kWidth, int N>
+class Walk {
+ public:
+  __device__ Walk(const Problem& p, const ConvSequence& s, std::int64_t first, std::int64_t channel)
+      : p_(p), s_(s), first_(first), channel_(channel), taps_(p.in, channel) {}
+
+  __device__ void run(float (&weight_sum)[kWidth][N], float (&bias_sum)[N]) {
+    constexpr int kAhead = kBytesAhead / (kChannels * static_cast<int>(sizeof(X)));
+    const std::int64_t length = s_.end - s_.begin, step = p_.in.channels;
+    const auto rows =
+        static_cast<int>(length - first_ < kBlockTokens ? length - first_ : kBlockTokens);
+    const auto inside = static_cast<int>(  // steps that have a token
+        length - first_ < rows + kReach ? length - first_ : rows + kReach);
+    {
+      Pack<X, N> packs[kReach];
+      cuda::inputs_before<X, kWidth, N>(p_.in, s_, s_.begin + first_, channel_, packs);
+#pragma unroll
+      for (int i = 0; i < kReach; ++i) cuda::widen(packs[i], before_[i]);
+    }
+    // Step t waits in slot t % kAhead.
+    Pack<X, N> x_slot[kAhead], dy_slot[kAhead];
+    bool live_slot[kAhead];
+    std::int64_t offset = (s_.begin + first_) * step + channel_;
+    const auto fetch = [&](int t, int k) {
+      live_slot[k] = t < inside && !p_.in.masked(s_.begin + first_ + t);
+      x_slot[k] = dy_slot[k] = cuda::zeros<X, N>();
+      if (live_slot[k]) {
+        x_slot[k] = Pack<X, N>::load(static_cast<const X*>(p_.in.x) + offset);
+        dy_slot[k] = Pack<X, N>::load(static_cast<const X*>(p_.dy) + offset);
+      }
+      offset += step;
+    };
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) fetch(k, k);
+    for (int t = 0; t < rows + kReach; t += kAhead) {
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (t + k >= rows + kReach) break;
+        const bool live = live_slot[k];
+        float x[N], dy[N], du[N];
+        cuda::widen(x_slot[k], x);
+        cuda::widen(dy_slot[k], dy);
+        fetch(t + k + kAhead, k);
+#pragma unroll
+        for (int c = 0; c < N; ++c) {
+          du[c] = dy[c];
+          if (p_.silu) {
+            const float u = taps_.sum(before_, x[c], c);
+            du[c] = dy[c] * math::silu_slope(u, cuda::sigmoid(u));
+          }
+          du[c] = live ? du[c] : 0.0f;
+        }
+        if (t + k < rows) {
+#pragma unroll
+          for (int c = 0; c < N; ++c) {
+#pragma unroll
+            for (int j = 0; j < kReach; ++j)
+              weight_sum[j][c] = fmaf(du[c], before_[j][c], weight_sum[j][c]);
+            weight_sum[kReach][c] = fmaf(du[c], x[c], weight_sum[kReach][c]);
+            bias_sum[c] += du[c];
+          }
+        }
+        emit(first_ + t + k - kReach, t + k >= kReach, du);
+#pragma unroll
+        for (int c = 0; c < N; ++c) {
+#pragma unroll
+          for (int j = 0; j + 1 < kReach; ++j) {
+            before_[j][c] = before_[j + 1][c];
+            du_before_[j][c] = du_before_[j + 1][c];
+          }
+          before_[kReach - 1][c] = x[c];
+          du_before_[kReach - 1][c] = du[c];
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr int kReach = kWidth - 1;
+
+  // dx, or d_initial_state, of a position.
+  __device__ void emit(std::int64_t position, bool own, const float (&du)[N]) const {
+    const bool state = position < 0;
+    if (state ? p_.d_initial_state == nullptr : !own || p_.dx == nullptr) return;
+    float sum[N];
+#pragma unroll
+    for (int c = 0; c < N; ++c) {
+      sum[c] = fmaf(taps_.weight[0][c], du[c], 0.0f);
+#pragma unroll
+      for (int j = 1; j < kWidth; ++j)
+        sum[c] = fmaf(taps_.weight[j][c], du_before_[kReach - j][c], sum[c]);
+    }
+    const std::int64_t state_at = (s_.index * p_.in.channels + channel_) * kReach;
+    const std::int64_t i = position - (s_.end - s_.begin - kReach);  // its place in final_state
+    if (i >= 0 && p_.d_final_state != nullptr) {
+#pragma unroll
+      for (int c = 0; c < N; ++c) {
+        sum[c] +=
+            cuda::load_math(static_cast<const X*>(p_.d_final_state)[state_at + c * kReach + i]);
+      }
+    }
+    if (state) {
+#pragma unroll
+      for (int c = 0; c < N; ++c) {
+        static_cast<X*>(p_.d_initial_state)[state_at + c * kReach + position + kReach] =
+            cuda::store_math<X>(sum[c]);
+      }
+      return;
+    }
+    const std::int64_t token = s_.begin + position;
+    const Pack<X, N> dx = p_.in.masked(token) ? cuda::zeros<X, N>() : cuda::narrow<X>(sum);
+    dx.store(static_cast<X*>(p_.dx) + token * p_.in.channels + channel_);
+  }
+
+  const Problem& p_;
+  const ConvSequence s_;
+  const std::int64_t first_, channel_;
+  const cuda::ConvTaps<X, kWidth, N> taps_;
+  float before_[kReach][N], du_before_[kReach][N] = {};  // oldest first
+};
+
+// Item: (place, N channels), channels fastest.
+template <class X, int kWidth, int N>
+__global__ void __launch_bounds__(kThreads, 4) differentiate(const Problem p) {
+  const std::int64_t items = p.places.all * p.in.packs.value();
+  for (std::int64_t item = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; item < items;
+       item += std::int64_t{gridDim.x} * kThreads) {
+    const std::int64_t place = p.in.packs.divide(item);
+    const std::int64_t channel = (item - place * p.in.packs.value()) * N;
+    const ConvSequence s = p.in.sequence(p.places.sequence_at(place));
+    const std::int64_t block = place - p.places.first_of(s.index), first = block * kBlockTokens;
+    if (block > 0 && first >= s.end - s.begin) continue;  // an empty place
+    float sums[kWidth][N] = {}, bias_sum[N] = {};
+    Walk<X, kWidth, N>(p, s, first, channel).run(sums, bias_sum);
+    if (p.partial == nullptr || s.begin == s.end) continue;
+    const std::int64_t number = p.numbers != nullptr ? p.numbers[s.index] + block : place;
+    float* to = p.partial + number * (kWidth + 1) * p.in.channels + channel;
+#pragma unroll
+    for (int j = 0; j <= kWidth; ++j) {
+      cuda::narrow<float>(j < kWidth ? sums[j] : bias_sum).store(to + j * p.in.channels);
+    }
+  }
+}
+
+// Columns are (tap or bias, channel).
+template <class X>
+struct WriteSums {
+  X *d_weight, *d_bias;  // null: not wanted
+  int width;
+  cuda::Divisor channels;
+
+  __device__ void operator()(std::int64_t column, float sum) const {
+    const std::int64_t j = channels.divide(column), c = column - j * channels.value();
+    X* to = j < width ? d_weight : d_bias;
+    if (to != nullptr) to[j < width ? c * width + j : c] = cuda::store_math<X>(sum);
+  }
+};
+
+// Rows of partial sums, then the numbers of blocks.
+std::int64_t partial_sums(const Op::Desc& d) { return d.blocks() * (d.width + 1) * d.channels; }
+
+std::size_t workspace(const Op::Desc& d) {
+  const std::int64_t numbers = d.n_sequences > 0 ? d.n_sequences + 1 : 0;
+  return static_cast<std::size_t>((partial_sums(d) + 1) / 2 + numbers) * sizeof(std::int64_t);
+}
+
+template <class X, int kWidth, int N>
+Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace space) {
+  const int device = a.x.device.index;
+  const bool sums = a.d_weight || a.d_bias;
+  auto* numbers = static_cast<std::int64_t*>(space.data) + (partial_sums(d) + 1) / 2;
+  const std::int64_t each = std::max<std::int64_t>(d.rows().chunks(d.tokens), 1);
+  const Problem p{
+      .in = {d, a, N},
+      .dy = a.dy.data,
+      .d_final_state = a.d_final_state.data,
+      .dx = a.dx.data,
+      .d_initial_state = a.d_initial_state.data,
+      .silu = d.silu,
+      .places = {.bounds = d.n_sequences > 0 ? a.cu_seqlens.as<std::int32_t>() : nullptr,
+                 .sequences = d.sequences(),
+                 .all = d.n_sequences > 0 ? d.blocks() : d.batch * each,
+                 .each = cuda::Divisor(each)},
+      .partial = sums ? static_cast<float*>(space.data) : nullptr,
+      .numbers = sums && d.n_sequences > 0 ? numbers : nullptr};
+  if (p.numbers != nullptr) {
+    BITTERN_TRY(cuda::launch(Op::kName, number_blocks, {.blocks = 1, .threads = kScanThreads},
+                             device, stream, p.places.bounds, d.n_sequences, numbers));
+  }
+  BITTERN_TRY(cuda::launch(Op::kName, differentiate<X, kWidth, N>,
+                           cuda::grid_for(p.places.all * (d.channels / N), kThreads), device,
+                           stream, p));
+  if (!sums) return {};
+  const cuda::TreeRows tree{.partial = p.partial,
+                            .columns = (d.width + 1) * d.channels,
+                            .rows = d.blocks(),
+                            .counted = p.numbers != nullptr ? p.numbers + d.n_sequences : nullptr};
+  return cuda::sum_rows(
+      Op::kName, tree,
+      WriteSums<X>{a.d_weight.as<X>(), a.d_bias.as<X>(), d.width, cuda::Divisor(d.channels)},
+      device, stream);
+}
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace space) {
+  return cuda::visit_conv(d, [&]<class X, class Width>(Type<X>, Width width) {
+    return cuda::conv_packs<X, kChannels>(d, a.x, a.weight, a.dy, a.bias, a.initial_state, a.dx)
+               ? run_packs<X, width(), kChannels>(d, a, stream, space)
+               : run_packs<X, width(), 1>(d, a, stream, space);
+  });
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cuda",
+                                    .backend = "cuda",
+                                    .workspace = workspace,
+                                    .architecture = cuda::architecture,
+                                    .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<CausalConv1dBackward>> causal_conv1d_backward_cuda() { return kKernels; }
 
 }  // namespace bittern
