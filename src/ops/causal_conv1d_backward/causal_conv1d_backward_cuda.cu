@@ -79,134 +79,131 @@ __global__ void __launch_bounds__(kScanThreads)
   if (thread == kScanThreads - 1) numbers[sequences] = number;
 }
 
-// N channels of one block of tokens. At step t (a position) u and du of t are computed, and with
-// them dx of t - (width - 1): the last steps lie past the block, where du is another block's too,
-// or past the sequence, where it is 0; the first give what lies before the block, which is
+// N channels of one block of tokens. Step t computes u and du of the block's token t and, with
+// them, dx of token t - (width - 1): the last steps lie past the block, where du is another block's
+// too, or past the sequence, where it is 0; the first give what lies before the block, which is
 // d_initial_state if the sequence starts here and another block's dx if not.
 template <class X, int kWidth, int N>
-class Walk {
- public:
-  __device__ Walk(const Problem& p, const ConvSequence& s, std::int64_t first, std::int64_t channel)
-      : p_(p), s_(s), first_(first), channel_(channel), taps_(p.in, channel) {}
+struct Walk {
+  static constexpr int kReach = kWidth - 1;
+  static constexpr int kAhead = kBytesAhead / (kChannels * static_cast<int>(sizeof(X)));
 
-  __device__ void run(float (&weight_sum)[kWidth][N], float (&bias_sum)[N]) {
-    constexpr int kAhead = kBytesAhead / (kChannels * static_cast<int>(sizeof(X)));
-    const std::int64_t length = s_.end - s_.begin, step = p_.in.channels;
-    const auto rows =
-        static_cast<int>(length - first_ < kBlockTokens ? length - first_ : kBlockTokens);
-    const auto inside = static_cast<int>(  // steps that have a token
-        length - first_ < rows + kReach ? length - first_ : rows + kReach);
-    {
-      Pack<X, N> packs[kReach];
-      cuda::inputs_before<X, kWidth, N>(p_.in, s_, s_.begin + first_, channel_, packs);
+  const Problem& p;
+  const cuda::ConvTaps<X, kWidth, N> taps;
+  std::int64_t offset;  // of step 0's elements in x, dy and dx
+  std::int64_t state;   // of the first channel's oldest element in a state
+  bool starts;          // the sequence starts with this block
+  int rows, inside;     // tokens of the block; steps that have a token
+  const std::uint8_t* mask;
+  float before[kReach][N], du_before[kReach][N] = {};  // oldest first
+  float weight_sum[kWidth][N] = {}, bias_sum[N] = {};
+
+  __device__ Walk(const Problem& problem, const ConvSequence& s, std::int64_t first,
+                  std::int64_t channel)
+      : p(problem), taps(problem.in, channel) {
+    const std::int64_t token = s.begin + first, left = s.end - token;
+    offset = token * p.in.channels + channel;
+    state = (s.index * p.in.channels + channel) * kReach;
+    starts = first == 0;
+    rows = static_cast<int>(left < kBlockTokens ? left : kBlockTokens);
+    inside = static_cast<int>(left < kBlockTokens + kReach ? left : kBlockTokens + kReach);
+    mask = p.in.mask != nullptr ? p.in.mask + token : nullptr;
+    Pack<X, N> packs[kReach];
+    cuda::inputs_before<X, kWidth, N>(p.in, s, token, channel, packs);
 #pragma unroll
-      for (int i = 0; i < kReach; ++i) cuda::widen(packs[i], before_[i]);
-    }
+    for (int i = 0; i < kReach; ++i) cuda::widen(packs[i], before[i]);
+  }
+
+  __device__ void run() {
     // Step t waits in slot t % kAhead.
     Pack<X, N> x_slot[kAhead], dy_slot[kAhead];
     bool live_slot[kAhead];
-    std::int64_t offset = (s_.begin + first_) * step + channel_;
+    const X* x_from = static_cast<const X*>(p.in.x) + offset;
+    const X* dy_from = static_cast<const X*>(p.dy) + offset;
     const auto fetch = [&](int t, int k) {
-      live_slot[k] = t < inside && !p_.in.masked(s_.begin + first_ + t);
-      x_slot[k] = dy_slot[k] = cuda::zeros<X, N>();
-      if (live_slot[k]) {
-        x_slot[k] = Pack<X, N>::load(static_cast<const X*>(p_.in.x) + offset);
-        dy_slot[k] = Pack<X, N>::load(static_cast<const X*>(p_.dy) + offset);
-      }
-      offset += step;
+      live_slot[k] = t < inside && (mask == nullptr || mask[t] != 0);
+      x_slot[k] = live_slot[k] ? Pack<X, N>::load(x_from) : cuda::zeros<X, N>();
+      dy_slot[k] = live_slot[k] ? Pack<X, N>::load(dy_from) : cuda::zeros<X, N>();
+      x_from += p.in.channels;
+      dy_from += p.in.channels;
     };
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) fetch(k, k);
+    X* dx = static_cast<X*>(p.dx) + offset - kReach * p.in.channels;
     for (int t = 0; t < rows + kReach; t += kAhead) {
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         if (t + k >= rows + kReach) break;
         const bool live = live_slot[k];
-        float x[N], dy[N], du[N];
+        float x[N], du[N];
         cuda::widen(x_slot[k], x);
-        cuda::widen(dy_slot[k], dy);
+        cuda::widen(dy_slot[k], du);
         fetch(t + k + kAhead, k);
-#pragma unroll
-        for (int c = 0; c < N; ++c) {
-          du[c] = dy[c];
-          if (p_.silu) {
-            const float u = taps_.sum(before_, x[c], c);
-            du[c] = dy[c] * math::silu_slope(u, cuda::sigmoid(u));
-          }
-          du[c] = live ? du[c] : 0.0f;
-        }
-        if (t + k < rows) {
+        if (p.silu) {
 #pragma unroll
           for (int c = 0; c < N; ++c) {
-#pragma unroll
-            for (int j = 0; j < kReach; ++j)
-              weight_sum[j][c] = fmaf(du[c], before_[j][c], weight_sum[j][c]);
-            weight_sum[kReach][c] = fmaf(du[c], x[c], weight_sum[kReach][c]);
-            bias_sum[c] += du[c];
+            const float u = taps.sum(before, x[c], c);
+            du[c] = live ? du[c] * math::silu_slope(u, cuda::sigmoid(u)) : 0.0f;
           }
         }
-        emit(first_ + t + k - kReach, t + k >= kReach, du);
+        if (t + k < rows) add_to_sums(x, du);
+        if (t + k >= kReach ? p.dx != nullptr : starts && p.d_initial_state != nullptr)
+          emit(t + k, du, dx);
+        dx += p.in.channels;
 #pragma unroll
         for (int c = 0; c < N; ++c) {
 #pragma unroll
           for (int j = 0; j + 1 < kReach; ++j) {
-            before_[j][c] = before_[j + 1][c];
-            du_before_[j][c] = du_before_[j + 1][c];
+            before[j][c] = before[j + 1][c];
+            du_before[j][c] = du_before[j + 1][c];
           }
-          before_[kReach - 1][c] = x[c];
-          du_before_[kReach - 1][c] = du[c];
+          before[kReach - 1][c] = x[c];
+          du_before[kReach - 1][c] = du[c];
         }
       }
     }
   }
 
- private:
-  static constexpr int kReach = kWidth - 1;
+  __device__ void add_to_sums(const float (&x)[N], const float (&du)[N]) {
+#pragma unroll
+    for (int c = 0; c < N; ++c) {
+#pragma unroll
+      for (int j = 0; j < kReach; ++j)
+        weight_sum[j][c] = fmaf(du[c], before[j][c], weight_sum[j][c]);
+      weight_sum[kReach][c] = fmaf(du[c], x[c], weight_sum[kReach][c]);
+      bias_sum[c] += du[c];
+    }
+  }
 
-  // dx, or d_initial_state, of a position.
-  __device__ void emit(std::int64_t position, bool own, const float (&du)[N]) const {
-    const bool state = position < 0;
-    if (state ? p_.d_initial_state == nullptr : !own || p_.dx == nullptr) return;
+  // What step t has of dx, or of d_initial_state.
+  __device__ void emit(int t, const float (&du)[N], X* dx) const {
     float sum[N];
 #pragma unroll
     for (int c = 0; c < N; ++c) {
-      sum[c] = fmaf(taps_.weight[0][c], du[c], 0.0f);
+      sum[c] = fmaf(taps.weight[0][c], du[c], 0.0f);
 #pragma unroll
       for (int j = 1; j < kWidth; ++j)
-        sum[c] = fmaf(taps_.weight[j][c], du_before_[kReach - j][c], sum[c]);
+        sum[c] = fmaf(taps.weight[j][c], du_before[kReach - j][c], sum[c]);
     }
-    const std::int64_t state_at = (s_.index * p_.in.channels + channel_) * kReach;
-    const std::int64_t i = position - (s_.end - s_.begin - kReach);  // its place in final_state
-    if (i >= 0 && p_.d_final_state != nullptr) {
+    if (t >= inside && p.d_final_state != nullptr) {  // final_state holds this input
+      const X* from = static_cast<const X*>(p.d_final_state) + state + (t - inside);
 #pragma unroll
-      for (int c = 0; c < N; ++c) {
-        sum[c] +=
-            cuda::load_math(static_cast<const X*>(p_.d_final_state)[state_at + c * kReach + i]);
-      }
+      for (int c = 0; c < N; ++c) sum[c] += cuda::load_math(from[c * kReach]);
     }
-    if (state) {
+    if (t < kReach && starts) {
+      X* to = static_cast<X*>(p.d_initial_state) + state + t;
 #pragma unroll
-      for (int c = 0; c < N; ++c) {
-        static_cast<X*>(p_.d_initial_state)[state_at + c * kReach + position + kReach] =
-            cuda::store_math<X>(sum[c]);
-      }
+      for (int c = 0; c < N; ++c) to[c * kReach] = cuda::store_math<X>(sum[c]);
       return;
     }
-    const std::int64_t token = s_.begin + position;
-    const Pack<X, N> dx = p_.in.masked(token) ? cuda::zeros<X, N>() : cuda::narrow<X>(sum);
-    dx.store(static_cast<X*>(p_.dx) + token * p_.in.channels + channel_);
+    const bool masked = mask != nullptr && mask[t - kReach] == 0;
+    (masked ? cuda::zeros<X, N>() : cuda::narrow<X>(sum)).store(dx);
   }
-
-  const Problem& p_;
-  const ConvSequence s_;
-  const std::int64_t first_, channel_;
-  const cuda::ConvTaps<X, kWidth, N> taps_;
-  float before_[kReach][N], du_before_[kReach][N] = {};  // oldest first
 };
 
 // Item: (place, N channels), channels fastest.
 template <class X, int kWidth, int N>
-__global__ void __launch_bounds__(kThreads, 4) differentiate(const Problem p) {
+__global__ void __launch_bounds__(kThreads, 3) differentiate(const Problem p) {
   const std::int64_t items = p.places.all * p.in.packs.value();
   for (std::int64_t item = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; item < items;
        item += std::int64_t{gridDim.x} * kThreads) {
@@ -215,14 +212,15 @@ __global__ void __launch_bounds__(kThreads, 4) differentiate(const Problem p) {
     const ConvSequence s = p.in.sequence(p.places.sequence_at(place));
     const std::int64_t block = place - p.places.first_of(s.index), first = block * kBlockTokens;
     if (block > 0 && first >= s.end - s.begin) continue;  // an empty place
-    float sums[kWidth][N] = {}, bias_sum[N] = {};
-    Walk<X, kWidth, N>(p, s, first, channel).run(sums, bias_sum);
+    Walk<X, kWidth, N> walk(p, s, first, channel);
+    walk.run();
     if (p.partial == nullptr || s.begin == s.end) continue;
     const std::int64_t number = p.numbers != nullptr ? p.numbers[s.index] + block : place;
     float* to = p.partial + number * (kWidth + 1) * p.in.channels + channel;
 #pragma unroll
     for (int j = 0; j <= kWidth; ++j) {
-      cuda::narrow<float>(j < kWidth ? sums[j] : bias_sum).store(to + j * p.in.channels);
+      cuda::narrow<float>(j < kWidth ? walk.weight_sum[j] : walk.bias_sum)
+          .store(to + j * p.in.channels);
     }
   }
 }
