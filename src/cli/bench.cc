@@ -42,6 +42,10 @@ constexpr int kCudaGemmSize = 8192, kQuickCudaGemmSize = 4096;
 constexpr int kRepeat = 15, kQuickRepeat = 5, kLeast = 3;
 constexpr double kSecondsPerCase = 4, kQuickSecondsPerCase = 0.3;
 
+std::int64_t shrink_factor(const BenchFlags& flags) {
+  return flags.shrink > 0 ? flags.shrink : flags.quick ? kQuickShrink : 1;
+}
+
 // OpenMP reads these when it is loaded, so the program starts anew with them; a user's own settings
 // are left alone.
 void pin_threads(char** argv) {
@@ -203,9 +207,9 @@ class Machine {
   }
 
   Json json() const {
-    Json j{{"cpu", cpu_model()},   {"cores", omp_get_num_procs()}, {"threads", num_threads()},
-           {"pinned", pinned()},   {"isa", cpu::architecture()},   {"version", version()},
-           {"quick", flags_.quick}};
+    Json j{{"cpu", cpu_model()},    {"cores", omp_get_num_procs()},   {"threads", num_threads()},
+           {"pinned", pinned()},    {"isa", cpu::architecture()},     {"version", version()},
+           {"quick", flags_.quick}, {"shrink", shrink_factor(flags_)}};
     if (cpu_) {
       j["copy_gb_s"] = std::max(limits_.streaming_gb_s, limits_.memcpy_gb_s);
       j["streaming_gb_s"] = limits_.streaming_gb_s;
@@ -291,10 +295,6 @@ struct Task {
 bool wants_plan_overhead(const BenchFlags& flags) {
   return flags.ops.empty() &&
          std::string_view(kPlanOverhead).find(flags.filter) != std::string_view::npos;
-}
-
-std::int64_t shrink_factor(const BenchFlags& flags) {
-  return flags.shrink > 0 ? flags.shrink : flags.quick ? kQuickShrink : 1;
 }
 
 Result<std::vector<Task>> tasks(const BenchFlags& flags, const DeviceChoice& choice) {

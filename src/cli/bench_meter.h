@@ -60,7 +60,7 @@ Result<std::unique_ptr<Meter>> cpu_meter(std::size_t copy_bytes, int gemm_size, 
                                          CpuLimits& limits);
 
 struct CudaLimits {
-  std::string name, architecture;
+  std::string name;
   int multiprocessors = 0;
   std::size_t l2_bytes = 0;
   double memcpy_gb_s = 0;        // cudaMemcpyAsync
