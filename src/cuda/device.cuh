@@ -76,6 +76,8 @@ struct alignas(sizeof(T) * N) Pack {
     constexpr int kBytes = sizeof(Pack);
     if constexpr (kBytes == 16) {
       reinterpret_cast<uint4&>(pack) = __ldcs(reinterpret_cast<const uint4*>(p));
+    } else if constexpr (kBytes == 8) {
+      reinterpret_cast<uint2&>(pack) = __ldcs(reinterpret_cast<const uint2*>(p));
     } else {
       static_assert(N == 1);
       pack.at[0] = *p;
@@ -84,7 +86,9 @@ struct alignas(sizeof(T) * N) Pack {
   }
   __device__ void store(T* p) const {
     constexpr int kBytes = sizeof(Pack);
-    if constexpr (kBytes == 8) {
+    if constexpr (kBytes == 16) {
+      __stcs(reinterpret_cast<uint4*>(p), reinterpret_cast<const uint4&>(*this));
+    } else if constexpr (kBytes == 8) {
       __stcs(reinterpret_cast<uint2*>(p), reinterpret_cast<const uint2&>(*this));
     } else if constexpr (kBytes == 4) {
       __stcs(reinterpret_cast<unsigned*>(p), reinterpret_cast<const unsigned&>(*this));

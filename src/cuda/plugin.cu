@@ -173,25 +173,17 @@ Status stream_copy(int device, Stream stream, void* dst, const void* src, std::s
       "cuda: copy");
 }
 
-// A block's packs lie together; each thread moves kCopyPacks of them, a block's width apart, and
-// has all its loads under way before the first store.
-constexpr int kCopyPacks = 1;
+// One pack to a thread: where as much is written as read, more in flight per thread is slower.
 __global__ void __launch_bounds__(kBlock)
     copy_packs(uint4* __restrict__ to, const uint4* __restrict__ from, std::int64_t packs) {
-  const std::int64_t first = std::int64_t{blockIdx.x} * (kBlock * kCopyPacks) + threadIdx.x;
-  uint4 held[kCopyPacks];
-#pragma unroll
-  for (int i = 0; i < kCopyPacks; ++i)
-    if (first + i * kBlock < packs) held[i] = __ldcs(from + first + i * kBlock);
-#pragma unroll
-  for (int i = 0; i < kCopyPacks; ++i)
-    if (first + i * kBlock < packs) __stcs(to + first + i * kBlock, held[i]);
+  const std::int64_t i = std::int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  if (i < packs) __stcs(to + i, __ldcs(from + i));
 }
 
 Status kernel_copy(int device, Stream stream, void* dst, const void* src, std::size_t bytes) {
   const auto packs = static_cast<std::int64_t>(bytes / sizeof(uint4));
-  return launch("cuda: copy", copy_packs, grid_for((packs + kCopyPacks - 1) / kCopyPacks), device,
-                stream, static_cast<uint4*>(dst), static_cast<const uint4*>(src), packs);
+  return launch("cuda: copy", copy_packs, grid_for(packs), device, stream, static_cast<uint4*>(dst),
+                static_cast<const uint4*>(src), packs);
 }
 
 struct Known {
