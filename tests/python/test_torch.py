@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ import pytest
 
 import bittern
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.peer("torch")
 if importlib.util.find_spec("torch") is not None:
     import torch
@@ -330,6 +333,27 @@ def test_errors(device):
 def test_bittern_does_not_import_torch():
     code = "import bittern, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 0
+
+
+# ---- what readers copy ----
+
+
+def test_the_page_runs():
+    page = (ROOT / "docs" / "torch.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    assert blocks
+    for block in blocks:
+        exec(block, {})
+
+
+def test_the_example_runs(device):
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "learn_scales.py", device.type],
+        env={**os.environ, "PYTHONPATH": str(pathlib.Path(bittern.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---- CUDA tensors ----
