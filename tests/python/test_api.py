@@ -205,7 +205,7 @@ def test_an_array_says_why_it_does_not_export(problem):
 
 
 class OnCuda:
-    """A numpy array that DLPack declares to be on a CUDA device; it notes the streams it is told."""
+    """A numpy array that DLPack declares to be on a CUDA device; notes the streams it is told."""
 
     def __init__(self, array, index=0):
         self.array, self.index, self.streams = array, index, []
