@@ -220,9 +220,14 @@ class OnCuda:
         pointer = ctypes.pythonapi.PyCapsule_GetPointer
         pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
         # DLTensor: the address, then the device's type and index.
-        device = (ctypes.c_int32 * 2).from_address(pointer(capsule, b"dltensor") + 8)
+        tensor = pointer(capsule, b"dltensor")
+        ctypes.c_uint64.from_address(tensor).value = self.data_pointer()
+        device = (ctypes.c_int32 * 2).from_address(tensor + 8)
         device[0], device[1] = 2, self.index
         return capsule
+
+    def data_pointer(self):
+        return self.array.ctypes.data
 
 
 class OldOnCuda(OnCuda):

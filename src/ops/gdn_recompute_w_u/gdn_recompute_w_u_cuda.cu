@@ -163,8 +163,7 @@ __global__ void __launch_bounds__(kThreads) recompute(const Problem p) {
 #pragma unroll
         for (int r = 0; r < kTileRows; ++r) {
           float* row = s.b + (first_row + r) * kSlab + first_column;
-          *reinterpret_cast<float4*>(row) =
-              make_float4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+          *reinterpret_cast<float4*>(row) = make_float4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
           *reinterpret_cast<float4*>(row + kHalf) =
               make_float4(acc[r][4], acc[r][5], acc[r][6], acc[r][7]);
         }
@@ -179,14 +178,13 @@ __global__ void __launch_bounds__(kThreads) recompute(const Problem p) {
     if (rows == 0) continue;
     if (p.u != nullptr) {
       product(static_cast<const X*>(p.v) + first * p.value_dim, p.value_heads * p.value_dim,
-              p.value_dim, static_cast<X*>(p.u),
-              [&](int j, X x) { return scaled(x, s.beta[j]); });
+              p.value_dim, static_cast<X*>(p.u), [&](int j, X x) { return scaled(x, s.beta[j]); });
     }
     if (p.w != nullptr) {
-      product(static_cast<const X*>(p.k) +
-                  (item.chunk.begin * p.key_heads + item.key_head) * p.key_dim,
-              p.key_heads * p.key_dim, p.key_dim, static_cast<X*>(p.w),
-              [&](int j, X x) { return scaled(x, s.beta[j], s.decay[j]); });
+      product(
+          static_cast<const X*>(p.k) + (item.chunk.begin * p.key_heads + item.key_head) * p.key_dim,
+          p.key_heads * p.key_dim, p.key_dim, static_cast<X*>(p.w),
+          [&](int j, X x) { return scaled(x, s.beta[j], s.decay[j]); });
     }
   }
 }
@@ -456,7 +454,8 @@ struct Product {
         for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
           for (int down = 0; down < kTilesDown; ++down) {
-            if (step >= steps || first + down >= steps || (p.lower && step > first + down)) continue;
+            if (step >= steps || first + down >= steps || (p.lower && step > first + down))
+              continue;
             std::uint32_t a[4];
             load_matrix(a, part, first + down, step);
 #pragma unroll
@@ -652,16 +651,14 @@ PrecisionGuarantee mma_guarantee(const Op::Desc& d) {
   return guarantee;
 }
 
-constexpr Kernel<Op> kKernels[] = {{.name = "cuda_mma",
-                                    .backend = "cuda",
-                                    .weaker = mma_guarantee,
-                                    .supports = supports_mma,
-                                    .architecture = cuda::architecture,
-                                    .run = run_mma},
-                                   {.name = "cuda",
-                                    .backend = "cuda",
-                                    .architecture = cuda::architecture,
-                                    .run = run}};
+constexpr Kernel<Op> kKernels[] = {
+    {.name = "cuda_mma",
+     .backend = "cuda",
+     .weaker = mma_guarantee,
+     .supports = supports_mma,
+     .architecture = cuda::architecture,
+     .run = run_mma},
+    {.name = "cuda", .backend = "cuda", .architecture = cuda::architecture, .run = run}};
 
 }  // namespace
 
