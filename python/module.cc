@@ -303,7 +303,8 @@ class PyPlan {
     if (!workspace.is_none()) {
       const std::string where = op_ + ": workspace";
       given_workspace = import_tensor(where, workspace, true, handle);
-      if (given_workspace.shape.size() != 1 || given_workspace.stride[0] != 1) {
+      const auto& shape = given_workspace.shape;
+      if (shape.size() != 1 || (shape[0] > 1 && given_workspace.stride[0] != 1)) {
         check(invalid(where + ": expected one axis of stride 1"));
       }
       if (given_workspace.device != device_) {

@@ -352,7 +352,7 @@ class _Function:
         yield "stream", "option", None
         yield "workspace", "option", None
 
-    def choose(self, problem, *environment):
+    def choose(self, problem, environment):
         """The plan for a problem and the shapes of its outputs, once for each problem."""
         try:
             return self._remembered(problem, environment)
@@ -406,8 +406,8 @@ class _Function:
             tuple((n, given[n]) for n in ("axis", "axis_size") if n in given),
             (device, given["preference"], given["kernel"]),
         )
-        # What select() reads beside its arguments.
-        chosen, output_shapes = self.choose(problem, num_threads(), _os.environ.get("BITTERN_KERNEL"))
+        read_by_select = num_threads(), _os.environ.get("BITTERN_KERNEL")
+        chosen, output_shapes = self.choose(problem, read_by_select)
 
         # A CUDA array that is not torch's brings no way to make another.
         can_allocate = like_device == "cpu" or _cuda.torch_of(like) is not None

@@ -3,8 +3,8 @@
     y = bittern.torch.fake_quantize_per_group(x, scale, zero_point, group_size=64)
     w = bittern.torch.qdq_affine(q, scales, biases, group_size=64, bits=4)
 
-Both are custom operators of torch (>= 2.4): torch.compile(fullgraph=True) keeps them whole. They take
-CPU and CUDA tensors, on torch's current stream. Values and gradients have the bits of bittern's ops,
+Both are custom operators of torch (>= 2.4): torch.compile(fullgraph=True) keeps them whole. They
+take CPU and CUDA tensors, on torch's current stream. Values and gradients have the bits of the ops,
 whose headers give the formulas (bittern/ops/fake_quantize_per_group_backward.h and its like).
 
 A tensor that is not contiguous is copied first; results are contiguous. A gradient has no gradient

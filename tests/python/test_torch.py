@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ import pytest
 
 import bittern
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.peer("torch")
 if importlib.util.find_spec("torch") is not None:
     import torch
@@ -260,9 +263,8 @@ def test_compiled_whole_with_the_same_bits(device, backend):
     torch.compiler.reset()
     results = []
     for function in (both, torch.compile(both, fullgraph=True, backend=backend)):
-        leaves = [
-            t.detach().clone().requires_grad_() for t in (x, scale, zero_point.float(), scales, biases)
-        ]
+        starts = (x, scale, zero_point.float(), scales, biases)
+        leaves = [t.detach().clone().requires_grad_() for t in starts]
         y, w = function(*leaves)
         torch.autograd.backward((y, w), (dy, torch.ones_like(w)))
         results.append([y.detach(), w.detach(), *(leaf.grad for leaf in leaves)])
@@ -330,6 +332,27 @@ def test_errors(device):
 def test_bittern_does_not_import_torch():
     code = "import bittern, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 0
+
+
+# ---- what readers copy ----
+
+
+def test_the_page_runs():
+    page = (ROOT / "docs" / "torch.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    assert blocks
+    for block in blocks:
+        exec(block, {})
+
+
+def test_the_example_runs(device):
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "learn_scales.py", device.type],
+        env={**os.environ, "PYTHONPATH": str(pathlib.Path(bittern.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---- CUDA tensors ----
@@ -410,15 +433,13 @@ def test_another_stream_waits_for_the_current_one(cuda, kind):
 
 def test_scratch_comes_from_torch(cuda):
     """An op with a workspace on CUDA runs without being given one, by function and by plan."""
-    fields = {"granularity": "tensor", "q_min": -8, "q_max": 7}
+    op, fields = "fake_quantize_per_group_backward", {"granularity": "tensor", **RANGE}
     dy, x = (torch.randn(512, 1024, device=cuda) for _ in range(2))
     scale = torch.full((1,), 0.2, device=cuda)
     results = bittern.fake_quantize_per_group_backward(dy, x, scale, **fields)
     expected = bittern.fake_quantize_per_group_backward(dy.cpu(), x.cpu(), scale.cpu(), **fields)
     assert all(same(a.cpu(), b) for a, b in zip(results, expected))
-    plan = bittern.plan(
-        "fake_quantize_per_group_backward", outer_size=512, axis_size=1024, device="cuda:0", **fields
-    )
+    plan = bittern.plan(op, outer_size=512, axis_size=1024, device="cuda:0", **fields)
     d_scale = torch.zeros(1, device=cuda)
     plan.run(dy=dy, x=x, scale=scale, d_scale=d_scale)
     assert same(d_scale.cpu(), expected[1])
