@@ -112,6 +112,17 @@ template <class T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
   T at[N];
 
+  // load_math(at[i]); two bf16 in a register are a shift and a mask.
+  __device__ Math<T> math(int i) const {
+    if constexpr (std::is_same_v<T, bf16> && N % 2 == 0) {
+      std::uint32_t pair;
+      memcpy(&pair, at + (i & ~1), sizeof pair);
+      return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
+    } else {
+      return load_math(at[i]);
+    }
+  }
+
   __device__ static Pack load(const T* p) {
     Pack pack;
     constexpr int kBytes = sizeof(Pack);

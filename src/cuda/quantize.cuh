@@ -53,6 +53,16 @@ struct Params {
     }
     return scale_as<X>(p);
   }
+  // A gradient of it; null: left out.
+  template <class X>
+  __device__ void store_for(void* to, std::int64_t p, Math<X> value) const {
+    if (to == nullptr) return;
+    if (sizeof(X) == 2 && f32_scale) {
+      static_cast<float*>(to)[p] = static_cast<float>(value);
+    } else {
+      static_cast<X*>(to)[p] = store_math<X>(value);
+    }
+  }
   __device__ std::int32_t zero(std::int64_t p) const {
     return zero_point != nullptr ? zero_point[p] : 0;
   }
@@ -79,34 +89,53 @@ __device__ inline Pack<X, N> rounded(const float (&values)[N]) {
 
 // ---- R(x / s) without a division ----
 
+// Of halves with scales of the same dtype.
+template <class X, class S>
+inline constexpr bool kHalves = sizeof(X) == 2 && sizeof(S) == 2;
+
 // Added to |z| <= 2^22, rounds it to an integer, half to even, and leaves that in the low bits.
 inline constexpr float kToInteger = 0x1.8p23f;
 
-// Sizes of x and s for which divide() may be trusted.
+// Sizes for which divide() may be trusted. (Smaller x are as good, except that a tiny quotient may
+// be off: see Watch.)
 inline constexpr float kLeastOrdinary = 0x1p-60f, kMostOrdinary = 0x1p60f;
 
 // x / s as IEEE rounds it, given r = 1 / s rounded: the first correction brings z within one ulp;
-// then the remainder is exact, and by Markstein's theorem the second gives the quotient. For
-// ordinary x and s. A smaller x gives a small z; 0 gives 0, of the right sign where s > 0: the
-// remainder is then +0, and what is added -0.
+// then the remainder is exact, and by Markstein's theorem the second gives the quotient. 0 gives 0,
+// of the right sign where s > 0: the remainder is then +0, and what is added -0.
+//
+// kHalf: x and s have at most 11 significant bits each. The first remainder is then exact (its
+// product has 35 bits, of which 22 cancel), so the first correction adds the true one within
+// 2^-46 of z, while z is 2^-36 away from where rounding would change: one correction does.
+template <bool kHalf>
 __device__ inline float divide(float x, float s, float r) {
   float z = x * r;
   z = fmaf(fmaf(z, s, -x), -r, z);
-  return fmaf(fmaf(z, s, -x), -r, z);
+  return kHalf ? z : fmaf(fmaf(z, s, -x), -r, z);
 }
 
-// Whether some x is tiny: neither 0 nor at least kLeastOrdinary.
-class TinyWatch {
+// Sees whether all x are ordinary enough.
+class Watch {
  public:
-  // Twice the bits drop the sign, and 0 becomes the largest.
-  __device__ void take(float x) { least_ = min(least_, 2 * __float_as_uint(x) - 2); }
-  __device__ bool none() const { return least_ >= 2 * (127 - 60 << 23) - 2; }
+  __device__ void take(float x) { sum_ += fabsf(x); }
+  // Also looks for x that are tiny but not 0, in dtypes that have them. Twice the bits drop the
+  // sign, and 0 becomes the largest.
+  template <class X>
+  __device__ void take_exactly(float x) {
+    take(x);
+    if constexpr (!std::is_same_v<X, f16>) least_ = min(least_, 2 * __float_as_uint(x) - 2);
+  }
+  // No NaN, infinity or huge x (and no tiny one).
+  __device__ bool ordinary() const {
+    return (sum_ < kMostOrdinary) & (least_ >= 2 * __float_as_uint(kLeastOrdinary) - 2);
+  }
 
  private:
+  float sum_ = 0;
   std::uint32_t least_ = ~0u;
 };
 
-// The elements of one parameter, in f32. kHalf: x and s have at most 11 significant bits each.
+// The elements of one parameter, in f32; for x that Watch passes.
 template <bool kHalf>
 class Quick {
  public:
@@ -115,23 +144,16 @@ class Quick {
         inverse(1.0f / s),
         zero(static_cast<float>(zp)),
         lo(static_cast<float>(t.q_min) - zero),
-        hi(static_cast<float>(t.q_max) - zero),
-        x_least(fminf((lo - 1) * s, (hi + 1) * s)),
-        x_most(fmaxf((lo - 1) * s, (hi + 1) * s)) {
+        hi(static_cast<float>(t.q_max) - zero) {
     constexpr std::int32_t kFarZero = 1 << 22;  // beyond it, f32 might round q_min - zp
-    constexpr float kFar = kHalf ? 511 : 0x1p22f - 2;
+    constexpr float kFar = kHalf ? 511 : 0x1p22f - 1;
     usable = fabsf(s) > kLeastOrdinary && fabsf(s) < kMostOrdinary && zp >= -kFarZero &&
              zp <= kFarZero && lo >= -kFar && hi <= kFar;
   }
 
-  // x / s for x that is not NaN, limited to [lo - 1, hi + 1] (give or take a rounding, which R
-  // undoes: these are at most 2^22).
-  __device__ float quotient(float x) const {
-    return divide(fminf(fmaxf(x, x_least), x_most), scale, inverse);
-  }
+  __device__ float quotient(float x) const { return divide<kHalf>(x, scale, inverse); }
 
   // kToInteger + R(x / s) where that is in [lo, hi]; otherwise a number on the same side of them.
-  // For x that is not NaN.
   //
   // kHalf: x / s is a tie k + 1/2 exactly, or at least 2^-12 away from one. Up to |z| = 512, x
   // times the rounded 1 / s is within 2^-15 of it, and the sum with kToTies, one rounding of the
@@ -158,8 +180,7 @@ class Quick {
 
   float scale, inverse, zero;
   float lo, hi;  // q_min - zp, q_max - zp
-  float x_least, x_most;
-  bool usable;  // false: go by the definition
+  bool usable;   // false: go by the definition
 };
 
 // The low bytes of four registers.
@@ -234,15 +255,14 @@ struct Place {
 // Rows cut into units of N consecutive elements, each within one run.
 struct Units {
   std::uint32_t count;
-  bool one_row;
   Divisor32 per_row, per_run;
   std::int64_t param_step;
 
-  template <int N>
+  template <int N, bool kOneRow>
   __device__ Place at(std::uint32_t unit) const {
-    const std::uint32_t row = one_row ? 0 : per_row.divide(unit);
-    const std::uint32_t in_row = one_row ? unit : unit - row * per_row.value();
-    return {row, static_cast<std::int64_t>(in_row) * N, row * param_step + per_run.divide(in_row)};
+    if constexpr (kOneRow) return {0, std::int64_t{unit} * N, per_run.divide(unit)};
+    const std::uint32_t row = per_row.divide(unit), in_row = unit - row * per_row.value();
+    return {row, std::int64_t{in_row} * N, row * param_step + per_run.divide(in_row)};
   }
 };
 
@@ -259,18 +279,19 @@ struct Units {
 //
 // Thread -> unit. A warp's accesses are then whole lines; it is the number of warps, not of loads
 // in a thread, that hides the latency of memory.
-template <class Body, class S, int N>
+template <class Body, class S, int N, bool kOneRow>
 __global__ void __launch_bounds__(kBlock) walk_quick(const Body body, const Units units) {
   const std::uint32_t unit = blockIdx.x * kBlock + threadIdx.x;
   if (unit >= units.count) return;
-  const Place at = units.template at<N>(unit);
+  const Place at = units.template at<N, kOneRow>(unit);
   const auto loaded = body.template load<N>(at.row, at.column);
   const typename Body::template Param<S> param(body.params.template scale_as<S>(at.param),
                                                body.params.zero(at.param), body.params);
   // One decision, after all loads: a branch upon the scale alone would hold back those of x.
   bool sure = param.usable;
   const auto results = body.quick(param, loaded, sure);
-  if (sure) return body.store(results, at.row, at.column);
+  if (sure) [[likely]]
+    return body.store(results, at.row, at.column);
 #pragma unroll 1
   for (int i = 0; i < N; ++i) body.exact(at.row, at.column + i, at.param);
 }
@@ -302,13 +323,39 @@ Result<std::int64_t> launch_quick(std::string_view op, const Body& body, const J
   const bool one_run = g.rows == 1 && g.run == g.row_length;
   const std::int64_t per_row = g.row_length / N, count = g.rows * per_row;
   const Units units{.count = static_cast<std::uint32_t>(count),
-                    .one_row = g.rows == 1,
                     .per_row = Divisor32(per_row > 0 ? per_row : 1),
                     .per_run = Divisor32(one_run ? per_row + 1 : g.run / N),
                     .param_step = g.param_step};
-  BITTERN_TRY(launch(op, walk_quick<Body, S, N>, grid_for(count), device, stream, body, units));
+  auto* kernel = walk_quick<Body, S, N, false>;
+  if constexpr (N == Body::kWide) {
+    if (g.rows == 1) kernel = walk_quick<Body, S, N, true>;
+  }
+  BITTERN_TRY(launch(op, kernel, grid_for(count), device, stream, body, units));
   return count * N;
 }
+
+// Are the rows of every tensor next to each other?
+template <class Body>
+bool dense_rows(const Body& body, const GroupGeometry& g) {
+  bool dense = true;
+  body.each_operand([&](const auto& rows) {
+    dense &= rows.data == nullptr || g.rows <= 1 || rows.stride == g.row_length;
+  });
+  return dense;
+}
+
+// May N elements at a time be read and written?
+template <int N, class Body>
+bool aligned_rows(const Body& body, const GroupGeometry& g) {
+  bool aligned = true;
+  body.each_operand([&]<class T>(const Rows<T>& rows) {
+    aligned &= rows.data == nullptr ||
+               packs_aligned<std::remove_const_t<T>, N>(rows.data, g.rows, rows.stride);
+  });
+  return aligned;
+}
+
+inline constexpr std::int64_t kMostThreads = (std::int64_t{1} << 31) - 2;  // of 32-bit indices
 
 template <class Body>
 Status run_elements(std::string_view op, const QuantizeDesc& d, const Body& body, int device,
@@ -316,27 +363,21 @@ Status run_elements(std::string_view op, const QuantizeDesc& d, const Body& body
   using X = typename Body::Element;
   static_assert(Body::kWide % kPack<X> == 0);
   const GroupGeometry geometry = d.geometry();
-  bool dense = true;
-  body.each_operand([&](const auto& rows) { dense &= rows.stride == geometry.row_length; });
-  const JoinedRows g(geometry, dense);
+  const JoinedRows g(geometry, dense_rows(body, geometry));
   std::int64_t done = 0;  // elements
   if constexpr (sizeof(X) < 8) {
-    constexpr int kNarrow = kPack<X>;
     const auto fits = [&]<int N>(std::integral_constant<int, N>) {
-      constexpr std::int64_t kMostUnits = (std::int64_t{1} << 31) - 2;
       // A single run may end within a unit: what is left over goes one by one.
-      bool fit = (g.run % N == 0 || (g.rows == 1 && g.run == g.row_length)) &&
-                 g.rows * g.row_length / N <= kMostUnits;
-      body.each_operand([&]<class T>(const Rows<T>& rows) {
-        fit &= packs_aligned<std::remove_const_t<T>, N>(rows.data, g.rows, rows.stride);
-      });
-      return fit;
+      return (g.run % N == 0 || (g.rows == 1 && g.run == g.row_length)) &&
+             g.rows * g.row_length / N <= kMostThreads && aligned_rows<N>(body, g);
     };
     const auto quick = [&]<class S>(Type<S>) -> Result<std::int64_t> {
       if (fits(std::integral_constant<int, Body::kWide>()))
         return launch_quick<Body, S, Body::kWide>(op, body, g, device, stream);
-      if (fits(std::integral_constant<int, kNarrow>()))
-        return launch_quick<Body, S, kNarrow>(op, body, g, device, stream);
+      if constexpr (kPack<X> != Body::kWide) {
+        if (fits(std::integral_constant<int, kPack<X>>()))
+          return launch_quick<Body, S, kPack<X>>(op, body, g, device, stream);
+      }
       return std::int64_t{0};
     };
     const auto covered = d.f32_scale || sizeof(X) == 4 ? quick(Type<float>()) : quick(Type<X>());
@@ -352,5 +393,56 @@ Status run_elements(std::string_view op, const QuantizeDesc& d, const Body& body
                 grid_for((rest.end - rest.first + kElementTurns - 1) / kElementTurns), device,
                 stream, body, rest);
 }
+
+// ---- bodies that several ops need ----
+
+// q = clamp(R(x / s) + zp, q_min, q_max)
+template <class X>
+struct QuantizeBody {
+  using Element = X;
+  template <class S>
+  using Param = Quick<kHalves<X, S>>;
+  static constexpr int kWide = 16;  // a store of 16 bytes
+
+  Params params;
+  Rows<const X> x;
+  Rows<std::uint8_t> q;
+
+  template <class F>
+  void each_operand(F&& f) const {
+    f(x);
+    f(q);
+  }
+  template <int N>
+  __device__ auto load(std::int64_t row, std::int64_t column) const {
+    return Pack<X, N>::load(x.at(row, column));
+  }
+  template <class P, int N>
+  __device__ auto quick(const P& p, const Pack<X, N>& from, bool& sure) const {
+    Pack<std::uint32_t, N / 4> to;
+    Watch watch;
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) {
+      const auto code = [&](int k) {
+        const float v = from.math(4 * i + k);
+        watch.take(v);
+        return p.code(v);
+      };
+      const std::uint32_t first = code(0), second = code(1), third = code(2);
+      to.at[i] = low_bytes(first, second, third, code(3));
+    }
+    sure &= watch.ordinary();
+    return to;
+  }
+  template <int N>
+  __device__ void store(const Pack<std::uint32_t, N>& to, std::int64_t row,
+                        std::int64_t column) const {
+    to.store(reinterpret_cast<std::uint32_t*>(q.at(row, column)));
+  }
+  __device__ void exact(std::int64_t row, std::int64_t column, std::int64_t p) const {
+    *q.at(row, column) = exact_code(load_math(*x.at(row, column)), params.template scale_for<X>(p),
+                                    params.zero(p), params);
+  }
+};
 
 }  // namespace bittern::cuda

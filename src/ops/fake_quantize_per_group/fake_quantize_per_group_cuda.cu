@@ -11,7 +11,7 @@ template <class X>
 struct Body {
   using Element = X;
   template <class S>
-  using Param = cuda::Quick<sizeof(X) == 2 && sizeof(S) == 2>;
+  using Param = cuda::Quick<cuda::kHalves<X, S>>;
   static constexpr int kWide = cuda::kPack<X>;
 
   cuda::Params params;
@@ -30,14 +30,14 @@ struct Body {
   template <class P, int N>
   __device__ cuda::Pack<X, N> quick(const P& p, const cuda::Pack<X, N>& from, bool& sure) const {
     float to[N];
-    float sum = 0;  // NaN if an x is
+    cuda::Watch watch;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float v = cuda::load_math(from.at[i]);
-      sum += v;
+      const float v = from.math(i);
+      watch.take(v);
       to[i] = (p.clamped(v) - cuda::kToInteger) * p.scale;
     }
-    sure &= !isnan(sum);
+    sure &= watch.ordinary();
     return cuda::rounded<X>(to);
   }
   template <int N>

@@ -9,20 +9,22 @@ using Op = QuantizePerGroupBackward;
 
 template <bool kHalf>
 struct Divided : cuda::Quick<kHalf> {
-  float size, size_inverse, sign;  // s = sign * size
+  float size, sign;  // s = sign * size
 
   __device__ Divided(float s, std::int32_t zp, const cuda::Params& t)
-      : cuda::Quick<kHalf>(s, zp, t),
-        size(fabsf(s)),
-        size_inverse(fabsf(this->inverse)),
-        sign(copysignf(1.0f, s)) {}
+      : cuda::Quick<kHalf>(s, zp, t), size(fabsf(s)), sign(copysignf(1.0f, s)) {}
+
+  // dy / s, zeros with their signs.
+  __device__ float gradient(float dy) const {
+    return sign * cuda::divide<kHalf>(dy, size, fabsf(this->inverse));
+  }
 };
 
 template <class X>
 struct Body {
   using Element = X;
   template <class S>
-  using Param = Divided<sizeof(X) == 2 && sizeof(S) == 2>;
+  using Param = Divided<cuda::kHalves<X, S>>;
   template <int N>
   struct Loaded {
     cuda::Pack<X, N> dy, x;
@@ -46,19 +48,15 @@ struct Body {
   template <class P, int N>
   __device__ cuda::Pack<X, N> quick(const P& p, const Loaded<N>& from, bool& sure) const {
     float to[N];
-    float sum = 0;   // NaN if an x is
-    float most = 0;  // of |dy|
-    cuda::TinyWatch tiny;
+    cuda::Watch watch_x, watch_dy;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float v = cuda::load_math(from.x.at[i]), g = cuda::load_math(from.dy.at[i]);
-      sum += v;
-      most = fmaxf(most, fabsf(g));
-      if constexpr (!std::is_same_v<X, f16>) tiny.take(g);  // f16 has none
-      const float quotient = p.sign * cuda::divide(g, p.size, p.size_inverse);
-      to[i] = p.inside(p.nearest(v)) ? quotient : 0.0f;
+      const float v = from.x.math(i), g = from.dy.math(i);
+      watch_x.take(v);
+      watch_dy.template take_exactly<X>(g);
+      to[i] = p.inside(p.nearest(v)) ? p.gradient(g) : 0.0f;
     }
-    sure &= !isnan(sum) & (most < cuda::kMostOrdinary) & tiny.none();
+    sure &= watch_x.ordinary() & watch_dy.ordinary();
     return cuda::rounded<X>(to);
   }
   template <int N>
