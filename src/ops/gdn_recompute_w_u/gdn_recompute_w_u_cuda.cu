@@ -209,11 +209,11 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
 // which reads k once.
 //
 //   tile        rows of 16-bit elements in shared memory, in pieces of 16 bytes, swizzled
-//   warp        has slabs of 64 columns (128 bytes: whole lines are written) and all rows. With two
-//               heads, warps 0 and 1 do the first one's u, then its w, 2 and 3 the second one's;
-//               with one, warps 0 and 1 do u, 2 and 3 w. A warp alone reads its columns of v (with
-//               one head, of k), so it scales them in registers, and its results take their place
-//               on the way out: after the tiles' arrival no barrier is needed.
+//   warp        has slabs of 32 columns and all rows. With two heads, warps 0 to 3 do the first
+//               one's u, then its w, 4 to 7 the second one's; with one, warps 0 to 3 do u, 4 to 7 w.
+//               A warp alone reads its columns of v (with one head, of k), so it scales them in
+//               registers, and its results take their place on the way out: after the tiles'
+//               arrival no barrier is needed.
 //   A in f32    a = high + middle + low, the significand's first, second and last 8 bits: exact
 //               down to 2^-109, and within 2^-133 below
 //   k, v in f16 x = leading + rest in bf16, exactly
@@ -227,11 +227,11 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
 // non-finite factor are done by the definition.
 
 constexpr int kHeads = 2;                    // value heads of a block, at most
-constexpr int kMmaSlab = 64;                 // columns of a warp: summed in two halves
-constexpr int kMmaHalf = kMmaSlab / 2;       //
+constexpr int kMmaThreads = 256;             //
+constexpr int kMmaSlab = 32;                 // columns of a warp
 constexpr int kSteps = kMostRows / 16;       // 16 x 16 tiles along an axis of A
-constexpr int kTilesAcross = kMmaHalf / 8;   // 16 x 8 tiles of the result that a warp sums at
-constexpr int kTilesDown = 2;                // a time
+constexpr int kTilesAcross = kMmaSlab / 8;   // 16 x 8 tiles of the result that a warp sums at
+constexpr int kTilesDown = 1;                // a time
 constexpr int kPiece = 16;                   // bytes
 constexpr int kMatrixBytes = 2 * kMostRows;  // of a row of a part of A
 constexpr int kRawBytes = 2 * kMatrixBytes;  // of a row of A in f32
@@ -242,9 +242,7 @@ template <class X>
 constexpr int kValueParts = std::is_same_v<X, f16> ? 2 : 1;
 // Blocks whose registers must fit a multiprocessor.
 template <class X, class M>
-constexpr int kBlocks = kMatrixParts<M> * kValueParts<X> == 1  ? 4
-                        : kMatrixParts<M> * kValueParts<X> < 6 ? 3
-                                                               : 2;
+constexpr int kBlocks = kMatrixParts<M> * kValueParts<X> == 1 ? 3 : 2;
 
 // Rows that are filled, with zeros past the chunk: whole 16 x 16 tiles.
 __device__ int padded(int rows) { return (rows + 15) & ~15; }
@@ -276,7 +274,7 @@ __device__ void copy_tile(char* tile, int pitch, const X* from, std::int64_t str
                           int width) {
   constexpr int kElements = kPiece / sizeof(X);
   const int first = static_cast<int>(threadIdx.x) % 16;
-  for (int row = static_cast<int>(threadIdx.x) / 16; row < padded(rows); row += kThreads / 16) {
+  for (int row = static_cast<int>(threadIdx.x) / 16; row < padded(rows); row += kMmaThreads / 16) {
     const X* at = row < rows ? from + row * stride : from;
     for (int piece = first; piece * kElements < width; piece += 16)
       cuda::copy_async_16(tile + swizzled(row, piece, pitch), at + piece * kElements,
@@ -291,7 +289,7 @@ __device__ void copy_matrix(const Problem& p, char* to, const M* from, int rows)
   const int piece = static_cast<int>(threadIdx.x) % kPieces;
   if (piece * kElements >= padded(rows)) return;
   for (int row = static_cast<int>(threadIdx.x) / kPieces; row < padded(rows);
-       row += kThreads / kPieces) {
+       row += kMmaThreads / kPieces) {
     const int bytes = (p.terms(row, rows) - piece * kElements) * static_cast<int>(sizeof(M));
     const int read = max(0, min(bytes, kPiece));
     const M* at = from + row * p.value_heads * p.slots.chunk + piece * kElements;
@@ -309,20 +307,20 @@ __device__ float upper_half(float x) { return __uint_as_float(__float_as_uint(x)
 
 // A as it came becomes its three parts.
 __device__ void split_matrix(char* a, int part_bytes, int rows) {
-  constexpr int kPieces = kRawBytes / kPiece, kTurns = kMostRows * kPieces / kThreads;
+  constexpr int kPieces = kRawBytes / kPiece, kTurns = kMostRows * kPieces / kMmaThreads;
   const int first = static_cast<int>(threadIdx.x) / kPieces;
   const int piece = static_cast<int>(threadIdx.x) % kPieces;
   const auto wanted = [&](int row) { return row < padded(rows) && piece * 4 < padded(rows); };
   float4 raw[kTurns];
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
-    const int row = first + i * kThreads / kPieces;
+    const int row = first + i * kMmaThreads / kPieces;
     if (wanted(row)) raw[i] = *reinterpret_cast<float4*>(a + row * kRawBytes + piece * kPiece);
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
-    const int row = first + i * kThreads / kPieces;
+    const int row = first + i * kMmaThreads / kPieces;
     if (!wanted(row)) continue;
     const float x[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
     std::uint32_t part[3][4];
@@ -392,26 +390,21 @@ struct Product {
   // Columns column .. column + kMmaSlab - 1, by one warp.
   __device__ void slab(int column) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    int staged = 0;  // bit h: half h
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      const int first = column + half * kMmaHalf;
-      if (first < width) staged |= sum(first) << half;
-    }
+    const bool staged = sum(column);
     __syncwarp();
-    // Out again in pieces: lane l has piece l % 8 of row l / 8 of 4.
-    const int mine = column + lane % 8 * kElements;
-    if (mine < width && (staged >> lane / 4 % 2 & 1) != 0) {
+    // Out again in pieces: lane l has piece l % 4 of row l / 4 of 8.
+    const int mine = column + lane % 4 * kElements;
+    if (staged && mine < width) {
 #pragma unroll 4
-      for (int row = lane / 8; row < rows; row += 4)
+      for (int row = lane / 4; row < rows; row += 8)
         __stcs(reinterpret_cast<uint4*>(out + row * out_stride + mine),
                at<uint4>(stage + swizzled(row, mine / kElements, pitch)));
     }
     __syncwarp();
   }
 
-  // Columns column .. column + kMmaHalf - 1, into `stage`; or straight out, and 0.
-  __device__ int sum(int column) const {
+  // The same, into `stage`; or straight out, and false.
+  __device__ bool sum(int column) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int steps = padded(rows) / 16;
     std::uint32_t b[kValueParts<X>][kSteps][kTilesAcross][2];
@@ -466,7 +459,7 @@ struct Product {
     }
     if (__any_sync(~0u, marked(marks))) {
       by_definition(column + lane);
-      return 0;
+      return false;
     }
 #pragma unroll 1
     for (int first = 0; first < steps; first += kTilesDown) {
@@ -503,7 +496,7 @@ struct Product {
         }
       }
     }
-    return 1;
+    return true;
   }
 
   // This lane's elements of the 16 x 16 tile (down, across) of a part of A.
@@ -536,7 +529,7 @@ struct Product {
 };
 
 template <class X, class M>
-__global__ void __launch_bounds__(kThreads, kBlocks<X, M>) recompute_mma(const Problem p) {
+__global__ void __launch_bounds__(kMmaThreads, kBlocks<X, M>) recompute_mma(const Problem p) {
   const int chunk = p.slots.chunk;
   const Layout layout(max(p.key_dim, p.value_dim), chunk, kMatrixParts<M>);
   char* const shared = cuda::dynamic_shared<char>();
@@ -569,7 +562,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, M>) recompute_mma(const P
       }
     }
     cuda::copy_async_commit();
-    for (int i = static_cast<int>(threadIdx.x); i < item.heads * kMostRows; i += kThreads) {
+    for (int i = static_cast<int>(threadIdx.x); i < item.heads * kMostRows; i += kMmaThreads) {
       const int row = i % kMostRows;
       const std::int64_t at = first(i / kMostRows) + row * p.value_heads;
       reinterpret_cast<float*>(shared + betas)[i] = row < rows ? p.beta[at] : 0.0f;
@@ -582,11 +575,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, M>) recompute_mma(const P
         split_matrix(shared + matrices + h * layout.matrix, layout.part, rows);
       __syncthreads();
     }
-    static_assert(kHeads == 2 && kThreads == 128);
-    const int head = item.heads == 2 ? warp / 2 : 0;
+    static_assert(kHeads == 2 && kMmaThreads == 256);
+    const int head = item.heads == 2 ? warp / 4 : 0;
     const int v_tile = values + head * layout.tile;
 #pragma unroll 1
-    for (int of_keys = item.heads == 2 ? 0 : warp / 2; of_keys < 2; of_keys += 3 - item.heads) {
+    for (int of_keys = item.heads == 2 ? 0 : warp / 4; of_keys < 2; of_keys += 3 - item.heads) {
       void* const out = of_keys != 0 ? p.w : p.u;
       if (out == nullptr) continue;
       const int width = of_keys != 0 ? p.key_dim : p.value_dim;
@@ -604,7 +597,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, M>) recompute_mma(const P
                                   .width = width,
                                   .lower = p.lower};
 #pragma unroll 1
-      for (int column = warp % 2 * kMmaSlab; column < width; column += 2 * kMmaSlab)
+      for (int column = warp % 4 * kMmaSlab; column < width; column += 4 * kMmaSlab)
         product.slab(column);
     }
     __syncthreads();
@@ -634,7 +627,7 @@ Status run_mma(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace wo
       const Layout layout(std::max(p.key_dim, p.value_dim), d.chunk, kMatrixParts<M>);
       return cuda::launch(Op::kName, recompute_mma<X, M>,
                           {.blocks = p.items,
-                           .threads = kThreads,
+                           .threads = kMmaThreads,
                            .shared = static_cast<std::size_t>(layout.bytes(p.heads_per_block))},
                           a.k.device.index, stream, p);
     });
