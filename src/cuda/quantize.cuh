@@ -105,8 +105,8 @@ inline constexpr float kLeastOrdinary = 0x1p-60f, kMostOrdinary = 0x1p60f;
 // of the right sign where s > 0: the remainder is then +0, and what is added -0.
 //
 // kHalf: x and s have at most 11 significant bits each. The first remainder is then exact (its
-// product has 35 bits, of which 22 cancel), so the first correction adds the true one within
-// 2^-46 of z, while z is 2^-36 away from where rounding would change: one correction does.
+// product has 35 bits, of which 22 cancel), so the first correction adds the true one within 2^-46
+// of z, while z is 2^-36 away from where rounding would change: one correction does.
 template <bool kHalf>
 __device__ inline float divide(float x, float s, float r) {
   float z = x * r;
@@ -204,8 +204,8 @@ class Codes {
     for (int i = 0; i < N / 4; ++i) pin(words.at[i]);
     return words;
   }
-  // Code i less the zero point, exactly: the byte in the low bits of 2^23 makes the float
-  // 2^23 + q (+ 128).
+  // Code i less the zero point, exactly: the byte in the low bits of 2^23 makes the float 2^23 + q
+  // (+ 128).
   template <int N, class Param>
   __device__ float difference(const Pack<std::uint32_t, N>& words, int i, const Param& p) const {
     const std::uint32_t bits =
@@ -252,6 +252,18 @@ struct Place {
   std::int64_t row, column, param;
 };
 
+// Elements' parameters: one for all, or each its own.
+template <class Param>
+struct OneParam {
+  Param param;
+  __device__ const Param& operator()(int) const { return param; }
+};
+template <class Param, int N>
+struct EachParam {
+  Param param[N];
+  __device__ const Param& operator()(int i) const { return param[i]; }
+};
+
 // Rows cut into units of N consecutive elements, each within one run.
 struct Units {
   std::uint32_t count;
@@ -273,7 +285,8 @@ struct Units {
 //   params
 //   Param<S>                       made of (scale, zero point, params), with `usable`
 //   load<N>(row, column)           N elements of every input
-//   quick(param, loaded, sure)     their results; sets sure to false where exact must be taken
+//   quick(param, loaded, sure)     their results, with param(i) for element i; sets sure to false
+//                                  where exact must be taken
 //   store(results, row, column)
 //   exact(row, column, param)      one element, by the definition
 //
@@ -285,15 +298,66 @@ __global__ void __launch_bounds__(kBlock) walk_quick(const Body body, const Unit
   if (unit >= units.count) return;
   const Place at = units.template at<N, kOneRow>(unit);
   const auto loaded = body.template load<N>(at.row, at.column);
-  const typename Body::template Param<S> param(body.params.template scale_as<S>(at.param),
-                                               body.params.zero(at.param), body.params);
+  const OneParam<typename Body::template Param<S>> param{
+      {body.params.template scale_as<S>(at.param), body.params.zero(at.param), body.params}};
   // One decision, after all loads: a branch upon the scale alone would hold back those of x.
-  bool sure = param.usable;
+  bool sure = param(0).usable;
   const auto results = body.quick(param, loaded, sure);
   if (sure) [[likely]]
     return body.store(results, at.row, at.column);
 #pragma unroll 1
   for (int i = 0; i < N; ++i) body.exact(at.row, at.column + i, at.param);
+}
+
+// Where every column has a parameter of its own: a thread keeps those of N columns and goes down
+// kColumnRows rows, kAhead of which are in flight.
+struct Columns {
+  std::int64_t rows;
+  std::uint32_t units, tiles;  // of N columns; of kBlock units
+};
+
+inline constexpr int kColumnRows = 32, kAhead = 4;
+
+template <class Body, class S, int N>
+__global__ void __launch_bounds__(kBlock) walk_columns(const Body body, const Columns columns) {
+  using Param = typename Body::template Param<S>;
+  const std::uint32_t slab = blockIdx.x / columns.tiles;
+  const std::uint32_t unit = (blockIdx.x - slab * columns.tiles) * kBlock + threadIdx.x;
+  if (unit >= columns.units) return;
+  const std::int64_t column = std::int64_t{unit} * N;
+  const auto param_of = [&](int i) {
+    return Param(body.params.template scale_as<S>(column + i), body.params.zero(column + i),
+                 body.params);
+  };
+  const auto params = [&]<int... i>(std::integer_sequence<int, i...>) {
+    return EachParam<Param, N>{{param_of(i)...}};
+  }(std::make_integer_sequence<int, N>());
+  bool usable = true;
+#pragma unroll
+  for (int i = 0; i < N; ++i) usable &= params(i).usable;
+
+  const std::int64_t first = std::int64_t{slab} * kColumnRows;
+  const std::int64_t left = columns.rows - first;
+  const int rows = left < kColumnRows ? static_cast<int>(left) : kColumnRows;
+#pragma unroll 1
+  for (int from = 0; from < rows; from += kAhead) {
+    decltype(body.template load<N>(0, 0)) loaded[kAhead];
+    const auto row = [&](int k) { return first + (from + k < rows ? from + k : rows - 1); };
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) loaded[k] = body.template load<N>(row(k), column);
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      if (from + k >= rows) break;
+      bool sure = usable;
+      const auto results = body.quick(params, loaded[k], sure);
+      if (sure) [[likely]] {
+        body.store(results, row(k), column);
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < N; ++i) body.exact(row(k), column + i, column + i);
+      }
+    }
+  }
 }
 
 // Elements [first, end) of the joined rows, one by one.
@@ -316,6 +380,8 @@ __global__ void __launch_bounds__(kBlock) walk_exact(const Body body, const Elem
   }
 }
 
+inline constexpr std::int64_t kMostThreads = (std::int64_t{1} << 31) - 2;  // of 32-bit indices
+
 // Units of N; returns how many elements they cover, the first ones.
 template <class Body, class S, int N>
 Result<std::int64_t> launch_quick(std::string_view op, const Body& body, const JoinedRows& g,
@@ -332,6 +398,20 @@ Result<std::int64_t> launch_quick(std::string_view op, const Body& body, const J
   }
   BITTERN_TRY(launch(op, kernel, grid_for(count), device, stream, body, units));
   return count * N;
+}
+
+template <class Body, class S>
+Result<std::int64_t> launch_columns(std::string_view op, const Body& body, const JoinedRows& g,
+                                    int device, Stream stream) {
+  constexpr int N = kPack<typename Body::Element>;
+  const std::int64_t units = g.row_length / N, tiles = (units + kBlock - 1) / kBlock;
+  const std::int64_t blocks = (g.rows + kColumnRows - 1) / kColumnRows * tiles;
+  if (blocks > kMostThreads) return std::int64_t{0};
+  const Columns columns{g.rows, static_cast<std::uint32_t>(units),
+                        static_cast<std::uint32_t>(tiles)};
+  BITTERN_TRY(
+      launch(op, walk_columns<Body, S, N>, {.blocks = blocks}, device, stream, body, columns));
+  return g.rows * g.row_length;
 }
 
 // Are the rows of every tensor next to each other?
@@ -355,8 +435,6 @@ bool aligned_rows(const Body& body, const GroupGeometry& g) {
   return aligned;
 }
 
-inline constexpr std::int64_t kMostThreads = (std::int64_t{1} << 31) - 2;  // of 32-bit indices
-
 template <class Body>
 Status run_elements(std::string_view op, const QuantizeDesc& d, const Body& body, int device,
                     Stream stream) {
@@ -377,6 +455,11 @@ Status run_elements(std::string_view op, const QuantizeDesc& d, const Body& body
       if constexpr (kPack<X> != Body::kWide) {
         if (fits(std::integral_constant<int, kPack<X>>()))
           return launch_quick<Body, S, kPack<X>>(op, body, g, device, stream);
+      }
+      if (g.run == 1 && g.param_step == 0 && g.row_length % kPack<X> == 0 &&
+          g.row_length / kPack<X> <= kMostThreads / kColumnRows &&
+          aligned_rows<kPack<X>>(body, g)) {
+        return launch_columns<Body, S>(op, body, g, device, stream);
       }
       return std::int64_t{0};
     };
@@ -426,7 +509,7 @@ struct QuantizeBody {
       const auto code = [&](int k) {
         const float v = from.math(4 * i + k);
         watch.take(v);
-        return p.code(v);
+        return p(4 * i + k).code(v);
       };
       const std::uint32_t first = code(0), second = code(1), third = code(2);
       to.at[i] = low_bytes(first, second, third, code(3));

@@ -108,6 +108,7 @@ std::vector<QuantizeDesc> quantize_cases(const QuantizeFields& fields) {
                                            {3, 5, 3},
                                            {4, 2, 129},
                                            {65, 19, 1},
+                                           {33, 48, 1},
                                            {2, 0, 4},
                                            {0, 6, 2}})
     geometries.push_back({.outer_size = outer,

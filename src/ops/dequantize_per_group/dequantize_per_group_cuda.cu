@@ -28,12 +28,11 @@ struct Body {
   __device__ auto load(std::int64_t row, std::int64_t column) const {
     return codes.load<N>(q.at(row, column));
   }
-  template <int N>
-  __device__ auto quick(const cuda::CodeParam& p, const cuda::Pack<std::uint32_t, N>& from,
-                        bool&) const {
+  template <class P, int N>
+  __device__ auto quick(const P& p, const cuda::Pack<std::uint32_t, N>& from, bool&) const {
     float to[4 * N];
 #pragma unroll
-    for (int i = 0; i < 4 * N; ++i) to[i] = codes.difference(from, i, p) * p.scale;
+    for (int i = 0; i < 4 * N; ++i) to[i] = codes.difference(from, i, p(i)) * p(i).scale;
     return cuda::rounded<X>(to);
   }
   template <int N>

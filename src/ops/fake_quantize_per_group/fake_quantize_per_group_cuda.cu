@@ -35,7 +35,7 @@ struct Body {
     for (int i = 0; i < N; ++i) {
       const float v = from.math(i);
       watch.take(v);
-      to[i] = (p.clamped(v) - cuda::kToInteger) * p.scale;
+      to[i] = (p(i).clamped(v) - cuda::kToInteger) * p(i).scale;
     }
     sure &= watch.ordinary();
     return cuda::rounded<X>(to);

@@ -54,7 +54,7 @@ struct Body {
       const float v = from.x.math(i), g = from.dy.math(i);
       watch_x.take(v);
       watch_dy.template take_exactly<X>(g);
-      to[i] = p.inside(p.nearest(v)) ? p.gradient(g) : 0.0f;
+      to[i] = p(i).inside(p(i).nearest(v)) ? p(i).gradient(g) : 0.0f;
     }
     sure &= watch_x.ordinary() & watch_dy.ordinary();
     return cuda::rounded<X>(to);
