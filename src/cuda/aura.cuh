@@ -1,6 +1,7 @@
-// The KV codec's rows on the device, in two ways that give the same bits (bittern/aura_desc.h):
+// The KV codec's rows on the device, in ways that give the same bits (bittern/aura_desc.h):
 //
-//   a warp to a row     any length and rotation, in shared memory: rotate_by_warp(), sum_by_warp()
+//   a warp to a row     any length and rotation, in shared memory: rotate_by_warp(), sum_by_warp();
+//                       of a dense rotation, a block to many rows: DenseBlock
 //   a lane to a row     hadamard rows of a tuned length, in registers: RowTile. (Two or four lanes
 //                       share a row that is too long for one.) Rows come and go through shared
 //                       memory, so that accesses to device memory are 16 bytes wide and coalesced.
@@ -164,6 +165,80 @@ __device__ inline float* rotate_by_warp(const RowRotation& p, float* row, float*
   }
   return row;
 }
+
+// ---- a block to many rows of a dense rotation ----
+
+// Eight rows to a warp, P through shared memory in tiles of [32 j, 128 i]. A lane has the sums of 8
+// rows x 4 columns i = lane + 32 q, so that 24 reads of shared memory feed 128 fma.
+struct DenseBlock {
+  static constexpr int kRows = 8;  // of a warp
+  static constexpr int kDepth = 32, kWidth = 128, kTileStride = kWidth + 1;
+  static constexpr int kTileBytes = (kDepth * kTileStride * 4 + 15) / 16 * 16;
+  static constexpr int kMostWarps = 8;
+
+  int stride;  // floats from row to row
+  int warps;
+  std::size_t shared;  // bytes
+
+  // Of a kernel that keeps x and y for each row and `extra` bytes for each warp.
+  static DenseBlock plan(int dim, int extra, int device) {
+    DenseBlock b{.stride = (dim + 3) / 4 * 4};
+    const int warp = 2 * kRows * b.stride * 4 + extra;
+    const int room = static_cast<int>(limits(device).shared_per_block) - kTileBytes;
+    b.warps = std::min(kMostWarps, room / warp);
+    b.shared = static_cast<std::size_t>(kTileBytes + b.warps * warp);
+    return b;
+  }
+
+  // y := P x, or its inverse, for the rows [kRows, stride] of each warp, by the whole block.
+  __device__ void rotate(const RowRotation& p, const float* x, float* y, float* tile) const {
+    const int lane = lane_index(), threads = static_cast<int>(blockDim.x);
+    for (int first = 0; first < p.dim; first += kWidth) {
+      const int width = p.dim - first < kWidth ? p.dim - first : kWidth;
+      float acc[kRows][4] = {};
+      for (int from = 0; from < p.dim; from += kDepth) {
+        const int depth = p.dim - from < kDepth ? p.dim - from : kDepth;
+        __syncthreads();
+        // Along rows of the table: j for P, i for its transpose.
+        for (int at = static_cast<int>(threadIdx.x); at < kDepth * kWidth; at += threads) {
+          const int i = p.inverse ? at % kWidth : at / kDepth;
+          const int j = p.inverse ? at / kWidth : at % kDepth;
+          if (i >= width || j >= depth) continue;
+          const std::int64_t row = p.inverse ? from + j : first + i;
+          tile[j * kTileStride + i] =
+              __ldg(p.table + row * p.dim + (p.inverse ? first + i : from + j));
+        }
+        __syncthreads();
+        for (int j = 0; j < depth; j += 4) {
+          float4 t[kRows];
+#pragma unroll
+          for (int r = 0; r < kRows; ++r)
+            t[r] = *reinterpret_cast<const float4*>(x + r * stride + from + j);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            if (j + k >= depth) break;
+            float column[4];
+#pragma unroll
+            for (int q = 0; q < 4; ++q) column[q] = tile[(j + k) * kTileStride + lane + 32 * q];
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+              const float u = k == 0 ? t[r].x : k == 1 ? t[r].y : k == 2 ? t[r].z : t[r].w;
+#pragma unroll
+              for (int q = 0; q < 4; ++q) acc[r][q] = fmaf(column[q], u, acc[r][q]);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q)
+          if (lane + 32 * q < width) y[r * stride + first + lane + 32 * q] = acc[r][q];
+      }
+    }
+    __syncwarp();
+  }
+};
 
 // ---- H_m at compile time ----
 

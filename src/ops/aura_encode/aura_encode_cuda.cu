@@ -66,10 +66,14 @@ __device__ unsigned count_below(const float* boundaries, int bits, float r) {
   return count;
 }
 
-// `scratch` holds two rows of floats.
-__device__ __noinline__ void encode_row(const Problem& p, std::int64_t row, float* scratch) {
+struct Length {
+  float norm;
+  bool finite;
+};
+
+// Steps 1 and 2 but for the rotation: t = u.
+__device__ Length normalise_row(const Problem& p, std::int64_t row, float* t) {
   const int lane = lane_index(), n = p.rotation.dim;
-  float* t = scratch;
   bool finite = true;
   for (int j = lane; j < n; j += 32) {
     t[j] = cuda::load_element(p.x, p.element, row * p.x_stride + j);
@@ -88,11 +92,15 @@ __device__ __noinline__ void encode_row(const Problem& p, std::int64_t row, floa
   const float inv = norm > kAuraTiny ? 1 / norm : 0;
   if (overflows) norm = fminf(norm / kAuraShrink, max_finite<float>());
   for (int j = lane; j < n; j += 32) t[j] *= inv;
+  return {norm, finite};
+}
 
-  const float* r = cuda::rotate_by_warp(p.rotation, t, scratch + n);
-  auto* codes = reinterpret_cast<std::uint32_t*>(r == t ? scratch + n : t);
+// Steps 3 to 5, with room for the codes of a row.
+__device__ void quantise_row(const Problem& p, std::int64_t row, Length length, const float* r,
+                             std::uint32_t* codes) {
+  const int lane = lane_index(), n = p.rotation.dim;
   for (int j = lane; j < n; j += 32)
-    codes[j] = finite ? count_below(p.boundaries, p.bits, r[j]) : 0;
+    codes[j] = length.finite ? count_below(p.boundaries, p.bits, r[j]) : 0;
   const auto level = [&](int j) { return __ldg(p.codebook + codes[j]); };
   float cc = 0, rc = 0;
   if (p.rule != ScaleRule::none)
@@ -102,16 +110,23 @@ __device__ __noinline__ void encode_row(const Problem& p, std::int64_t row, floa
   __syncwarp();
   for (int w = lane; w < p.words; w += 32) {
     std::uint32_t word = 0;
-    int j = 32 * w / p.bits,
-        at = j * p.bits - 32 * w;  // the first code that reaches this word
+    int j = 32 * w / p.bits, at = j * p.bits - 32 * w;  // the first code that reaches this word
     for (; at < 32 && j < n; ++j, at += p.bits) word |= at < 0 ? codes[j] >> -at : codes[j] << at;
     p.packed[row * p.packed_stride + w] = word;
   }
   if (lane == 0) {
-    const float s = stored_scale(p.rule, norm, cc, rc);
-    store_norm(p, row, finite ? s : std::numeric_limits<float>::quiet_NaN());
+    const float s = stored_scale(p.rule, length.norm, cc, rc);
+    store_norm(p, row, length.finite ? s : std::numeric_limits<float>::quiet_NaN());
   }
   __syncwarp();
+}
+
+// `scratch` holds two rows of floats.
+__device__ __noinline__ void encode_row(const Problem& p, std::int64_t row, float* scratch) {
+  float* const spare = scratch + p.rotation.dim;
+  const Length length = normalise_row(p, row, scratch);
+  const float* r = cuda::rotate_by_warp(p.rotation, scratch, spare);
+  quantise_row(p, row, length, r, reinterpret_cast<std::uint32_t*>(r == scratch ? spare : scratch));
 }
 
 __global__ void __launch_bounds__(32 * kWarpsOfRows)
@@ -130,6 +145,45 @@ Status run_by_warps(const Problem& p, int device, Stream stream) {
       .threads = 32 * kWarpsOfRows,
       .shared = sizeof(float) * 2 * kWarpsOfRows * static_cast<std::size_t>(p.rotation.dim)};
   return cuda::launch(Op::kName, encode_by_warps, grid, device, stream, p);
+}
+
+// ---- a block to many rows, for dense rotations ----
+
+__global__ void __launch_bounds__(32 * cuda::DenseBlock::kMostWarps)
+    encode_dense(const __grid_constant__ Problem p, const cuda::DenseBlock block) {
+  constexpr int kRows = cuda::DenseBlock::kRows;
+  auto* const tile = cuda::dynamic_shared<float>();
+  const int floats = 2 * kRows * block.stride + 2 * kRows;  // of a warp
+  float* const x = tile + cuda::DenseBlock::kTileBytes / 4 + warp_index() * floats;
+  float* const r = x + kRows * block.stride;
+  auto* const lengths = reinterpret_cast<Length*>(r + kRows * block.stride);
+  const std::int64_t step = std::int64_t{gridDim.x} * block.warps * kRows;
+  for (std::int64_t base = std::int64_t{blockIdx.x} * block.warps * kRows; base < p.rows;
+       base += step) {
+    const std::int64_t first = base + warp_index() * kRows;
+    const auto for_rows = [&](auto&& f) {
+      for (int i = 0; i < kRows && first + i < p.rows; ++i) f(i);
+    };
+    for_rows([&](int i) {
+      const Length length = normalise_row(p, first + i, x + i * block.stride);
+      if (lane_index() == 0) lengths[i] = length;
+    });
+    __syncwarp();
+    block.rotate(p.rotation, x, r, tile);
+    for_rows([&](int i) {
+      quantise_row(p, first + i, lengths[i], r + i * block.stride,
+                   reinterpret_cast<std::uint32_t*>(x + i * block.stride));
+    });
+  }
+}
+
+Status run_dense(const Problem& p, int device, Stream stream) {
+  const auto block = cuda::DenseBlock::plan(
+      p.rotation.dim, cuda::DenseBlock::kRows * static_cast<int>(sizeof(Length)), device);
+  const std::int64_t rows = block.warps * cuda::DenseBlock::kRows;
+  const cuda::Grid grid{
+      .blocks = (p.rows + rows - 1) / rows, .threads = 32 * block.warps, .shared = block.shared};
+  return cuda::launch(Op::kName, encode_dense, grid, device, stream, p, block);
 }
 
 // ---- a lane to a row ----
@@ -430,10 +484,9 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
       .words = static_cast<int>(packed_words(d.axis_size, d.bits))};
   const int device = a.x.device.index;
   const auto by_warps = [&] { return run_by_warps(p, device, stream); };
-  if (d.rotation != Rotation::hadamard || !cuda::pieces_aligned(a.x, p.rows) ||
-      p.rows < kFewRows * cuda::limits(device).multiprocessors) {
-    return by_warps();
-  }
+  if (p.rows < kFewRows * cuda::limits(device).multiprocessors) return by_warps();
+  if (d.rotation == Rotation::dense) return run_dense(p, device, stream);
+  if (d.rotation != Rotation::hadamard || !cuda::pieces_aligned(a.x, p.rows)) return by_warps();
   return cuda::visit_tuned_dim(
       d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile>(p, device, stream); },
       by_warps);
