@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "bittern/dtype.h"
 
@@ -25,6 +26,21 @@ __device__ inline T store_math(Math<T> x) {
   } else {
     return x;
   }
+}
+
+// Two halves in one register, the first in the lower bits.
+template <class T>
+__device__ inline std::uint32_t store_pair(float first, float second) {
+  std::uint32_t bits;
+  if constexpr (std::is_same_v<T, f16>) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    memcpy(&bits, &pair, sizeof bits);
+  } else {
+    static_assert(std::is_same_v<T, bf16>);
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    memcpy(&bits, &pair, sizeof bits);
+  }
+  return bits;
 }
 
 // The memory that Grid::shared asked for, 16-byte aligned.
@@ -66,18 +82,58 @@ class Divisor {
   int shift_ = 0;
 };
 
-// N elements moved by one access, past the caches: each is used once.
+// The same in 32 bits, for 0 <= n < 2^31 and 1 <= d < 2^31: floor(n m / 2^(31+k)) with
+// k = ceil(log2 d) and m = ceil(2^(31+k) / d), which is below 2^32; n (m d - 2^(31+k)) < 2^(31+k)
+// makes it exact.
+class Divisor32 {
+ public:
+  Divisor32() = default;
+  explicit Divisor32(std::int64_t d) : value_(static_cast<std::uint32_t>(d)) {
+    int log2 = 0;
+    while ((std::int64_t{1} << log2) < d) ++log2;
+    shift_ = 31 + log2;
+    const auto divisor = static_cast<std::uint64_t>(d);
+    multiplier_ =
+        static_cast<std::uint32_t>(((std::uint64_t{1} << shift_) + divisor - 1) / divisor);
+  }
+  __host__ __device__ std::uint32_t value() const { return value_; }
+  __device__ std::uint32_t divide(std::uint32_t n) const {
+    return static_cast<std::uint32_t>(std::uint64_t{n} * multiplier_ >> shift_);
+  }
+
+ private:
+  std::uint32_t value_ = 1;
+  std::uint32_t multiplier_ = 1u << 31;
+  int shift_ = 31;
+};
+
+// N elements, 16 bytes at a time where there are so many, past the caches: each is used once.
 template <class T, int N>
-struct alignas(sizeof(T) * N) Pack {
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
   T at[N];
+
+  // load_math(at[i]); two bf16 in a register are a shift and a mask.
+  __device__ Math<T> math(int i) const {
+    if constexpr (std::is_same_v<T, bf16> && N % 2 == 0) {
+      std::uint32_t pair;
+      memcpy(&pair, at + (i & ~1), sizeof pair);
+      return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
+    } else {
+      return load_math(at[i]);
+    }
+  }
 
   __device__ static Pack load(const T* p) {
     Pack pack;
     constexpr int kBytes = sizeof(Pack);
-    if constexpr (kBytes == 16) {
-      reinterpret_cast<uint4&>(pack) = __ldcs(reinterpret_cast<const uint4*>(p));
+    if constexpr (kBytes % 16 == 0) {
+#pragma unroll
+      for (int i = 0; i < kBytes / 16; ++i)
+        reinterpret_cast<uint4*>(&pack)[i] = __ldcs(reinterpret_cast<const uint4*>(p) + i);
     } else if constexpr (kBytes == 8) {
       reinterpret_cast<uint2&>(pack) = __ldcs(reinterpret_cast<const uint2*>(p));
+    } else if constexpr (kBytes == 4) {
+      reinterpret_cast<unsigned&>(pack) = __ldcs(reinterpret_cast<const unsigned*>(p));
     } else {
       static_assert(N == 1);
       pack.at[0] = *p;

@@ -5,6 +5,10 @@
 
 namespace bittern::cuda {
 
+// Makes x count as used here: the load it comes from is not moved behind a later branch. Nothing
+// waits for it.
+__device__ inline void pin(std::uint32_t& x) { asm volatile("" : "+r"(x)); }
+
 // ---- asynchronous copies into shared memory (sm_80) ----
 
 __device__ inline unsigned shared_address(const void* p) {
@@ -22,6 +26,21 @@ __device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group
 template <int kPending>
 __device__ inline void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ---- approximations ----
+
+// 2^x within 2^-22 of it, 1 for 0 and subnormals; results below 2^-126 are 0.
+__device__ inline float approximate_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// 1 / x within an ulp, exact for powers of two; for x neither subnormal nor above 2^126.
+__device__ inline float approximate_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // ---- matrix fragments ----

@@ -108,6 +108,7 @@ std::vector<QuantizeDesc> quantize_cases(const QuantizeFields& fields) {
                                            {3, 5, 3},
                                            {4, 2, 129},
                                            {65, 19, 1},
+                                           {33, 48, 1},
                                            {2, 0, 4},
                                            {0, 6, 2}})
     geometries.push_back({.outer_size = outer,
@@ -184,10 +185,23 @@ std::vector<BenchCase<QuantizeDesc>> codeless_bench_cases() {
   bf16.element = DType::bf16;
   token.granularity = Granularity::token;
   channel.granularity = Granularity::channel;
-  return {{"f32 group 128", f32},
-          {"bf16 group 128", bf16},
-          {"f32 token", token},
-          {"f32 channel", channel}};
+  return with_large_cases({{"f32 group 128", f32},
+                           {"bf16 group 128", bf16},
+                           {"f32 token", token},
+                           {"f32 channel", channel}});
+}
+
+std::vector<BenchCase<QuantizeDesc>> with_large_cases(std::vector<BenchCase<QuantizeDesc>> cases) {
+  const std::size_t small = cases.size();
+  for (std::size_t i = 0; i < small; ++i) {
+    BenchCase<QuantizeDesc> large = cases[i];
+    large.label += " 16384x8192";
+    large.desc.outer_size = 16384;
+    large.desc.axis_size = 8192;
+    large.gpu_only = true;
+    cases.push_back(large);
+  }
+  return cases;
 }
 
 std::vector<AffineDesc> affine_cases() {
@@ -333,6 +347,20 @@ std::vector<CausalConvDesc> causal_conv_cases() {
       }
     }
   }
+  // Channels that make whole packs.
+  for (std::int32_t width = 2; width <= 4; ++width) {
+    for (const DType element : kElements) {
+      const bool packed = cases.size() % 2 != 0;
+      cases.push_back({.batch = packed ? 1 : 2,
+                       .tokens = 75,
+                       .channels = 24,
+                       .width = width,
+                       .n_sequences = packed ? 4 : 0,
+                       .element = element,
+                       .silu = element != DType::f16});
+    }
+  }
+  cases.push_back({.tokens = 600, .channels = 1, .n_sequences = 600});
   cases.push_back({.tokens = 300, .channels = 5, .n_sequences = 2});
   cases.push_back({.tokens = 0, .channels = 5, .n_sequences = 2});
   cases.push_back({.tokens = 5, .channels = 0});
@@ -352,7 +380,11 @@ std::vector<GatedNormDesc> gated_norm_cases() {
                        .rounding = turn % 4 < 2 ? NormRounding::once : NormRounding::each});
     }
   }
+  for (const std::int64_t dim : {128, 256})
+    for (const DType element : {DType::f32, DType::bf16, DType::f16})
+      cases.push_back({.rows = 140, .dim = dim, .element = element});
   cases.push_back({.rows = 64 * 9, .dim = 3});
+  cases.push_back({.rows = 64 * 513, .dim = 1});
   cases.push_back({.rows = 0, .dim = 16});
   return cases;
 }

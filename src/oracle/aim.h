@@ -27,6 +27,9 @@ std::vector<QuantizeDesc> quantize_cases(const QuantizeFields& fields);
 std::vector<QuantizeDesc> codeless_cases(const QuantizeFields& fields);
 std::vector<BenchCase<QuantizeDesc>> codeless_bench_cases();
 
+// Each case once more at a GPU's size.
+std::vector<BenchCase<QuantizeDesc>> with_large_cases(std::vector<BenchCase<QuantizeDesc>> cases);
+
 // The same for the affine ops: groups of 2 3 5 32 48 64 80 96 128 1000 1024, bits and bins,
 // storages.
 std::vector<AffineDesc> affine_cases();

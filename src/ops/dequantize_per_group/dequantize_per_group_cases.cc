@@ -12,10 +12,10 @@ std::vector<BenchCase<QuantizeDesc>> dequantize_per_group_bench_cases() {
   bf16.element = DType::bf16;
   token.granularity = Granularity::token;
   channel.granularity = Granularity::channel;
-  return {{"s8->f32 group 128", f32},
-          {"s8->bf16 group 128", bf16},
-          {"s8->f32 token", token},
-          {"s8->f32 channel", channel}};
+  return with_large_cases({{"s8->f32 group 128", f32},
+                           {"s8->bf16 group 128", bf16},
+                           {"s8->f32 token", token},
+                           {"s8->f32 channel", channel}});
 }
 
 void dequantize_per_group_aim(const QuantizeDesc&, const DequantizePerGroup::Args& a, Rng& rng) {

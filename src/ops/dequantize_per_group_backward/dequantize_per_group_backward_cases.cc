@@ -15,7 +15,7 @@ std::vector<BenchCase<QuantizeDesc>> dequantize_per_group_backward_bench_cases()
   QuantizeDesc d = base;
   d.element = DType::bf16;
   cases.push_back({"bf16 group 128", d});
-  return cases;
+  return with_large_cases(std::move(cases));
 }
 
 void dequantize_per_group_backward_aim(const QuantizeDesc&,

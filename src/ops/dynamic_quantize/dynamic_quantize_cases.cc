@@ -19,7 +19,7 @@ std::vector<BenchCase<QuantizeDesc>> dynamic_quantize_bench_cases() {
   cases.push_back({"bf16->s8 token", d});
   d.element = DType::f32;
   cases.push_back({"f32->s8 token", d});
-  return cases;
+  return with_large_cases(std::move(cases));
 }
 
 // Per parameter: as it is, all of one sign, all zero, denormal, so wide that hi - lo overflows, or

@@ -12,10 +12,10 @@ std::vector<BenchCase<QuantizeDesc>> quantize_per_group_bench_cases() {
   bf16.element = DType::bf16;
   token.granularity = Granularity::token;
   channel.granularity = Granularity::channel;
-  return {{"f32->s8 group 128", f32},
-          {"bf16->s8 group 128", bf16},
-          {"f32->s8 token", token},
-          {"f32->s8 channel", channel}};
+  return with_large_cases({{"f32->s8 group 128", f32},
+                           {"bf16->s8 group 128", bf16},
+                           {"f32->s8 token", token},
+                           {"f32->s8 channel", channel}});
 }
 
 void quantize_per_group_aim(const QuantizeDesc& d, const QuantizePerGroup::Args& a, Rng& rng) {

@@ -7,6 +7,8 @@
 
 namespace bittern::cuda {
 
+inline void pin(std::uint32_t&) {}
+
 inline void copy_async_16(void* shared, const void* global, int bytes = 16) {
   std::memcpy(shared, global, static_cast<std::size_t>(bytes));
   std::memset(static_cast<std::byte*>(shared) + bytes, 0, static_cast<std::size_t>(16 - bytes));
@@ -14,6 +16,20 @@ inline void copy_async_16(void* shared, const void* global, int bytes = 16) {
 inline void copy_async_commit() {}
 template <int kPending>
 inline void copy_async_wait() {}
+
+// As wrong as the instructions may be, now up, now down.
+inline float approximate_exp2(float x) {
+  if (std::fabs(x) < 0x1p-126f) return 1;
+  const double error = __float_as_uint(x) % 3 * 0x1p-22 - 0x1p-22;
+  const auto y = static_cast<float>(std::exp2(static_cast<double>(x)) * (1 + error));
+  return y < 0x1p-126f ? 0.0f : y;
+}
+inline float approximate_reciprocal(float x) {
+  const float y = 1 / x;
+  const unsigned bits = __float_as_uint(x);
+  if (bits << 9 == 0 || !(y >= 0x1p-126f)) return y >= 0x1p-126f ? y : 0.0f * y;
+  return __uint_as_float(__float_as_uint(y) + bits % 3 - 1);
+}
 
 namespace emulated {
 
