@@ -125,8 +125,26 @@ std::string refusal(nb::handle object) {
   return "not an array";
 }
 
-// `where` is "op: operand".
-Tensor import_tensor(const std::string& where, nb::handle object, bool output) {
+nb::object cuda_helper(const char* function) {
+  return nb::module_::import_("bittern._cuda").attr(function);
+}
+
+// The CUDA device an array says it is on.
+std::optional<int> cuda_index(nb::handle object) {
+  if (!nb::hasattr(object, "__dlpack_device__")) return {};
+  try {
+    const nb::object device = object.attr("__dlpack_device__")();
+    const int type = nb::cast<int>(device[0]);
+    if (type == nb::device::cuda::value || type == nb::device::cuda_managed::value)
+      return nb::cast<int>(device[1]);
+  } catch (const nb::python_error&) {  // it will say so again when it is to export
+  }
+  return {};
+}
+
+// `where` is "op: operand". The producer of a CUDA array orders its work before `stream`'s.
+Tensor import_tensor(const std::string& where, nb::handle object, bool output,
+                     std::uintptr_t stream) {
   if (nb::isinstance<Tensor>(object)) {
     auto tensor = nb::cast<Tensor>(object);
     if (output && !tensor.writable)
@@ -134,6 +152,13 @@ Tensor import_tensor(const std::string& where, nb::handle object, bool output) {
     return tensor;
   }
   auto source = nb::borrow<nb::object>(object);
+  if (const auto index = cuda_index(object)) {
+    try {
+      source = cuda_helper("export")(object, *index, stream);
+    } catch (const nb::python_error& error) {
+      check(invalid(where + ": " + nb::str(error.value()).c_str()));
+    }
+  }
   Tensor tensor;
   tensor.writable = output;
   bool imported = import_array(source, output, tensor.array);
@@ -261,20 +286,25 @@ class PyPlan {
 
   void can_implement(const nb::kwargs& given) const {
     std::vector<Tensor> tensors;
-    check(plan_->can_implement(bind(given, tensors)));
+    check(plan_->can_implement(bind(given, stream_for(nb::none(), given), tensors)));
   }
 
-  void run(std::optional<std::uintptr_t> stream, nb::handle workspace,
-           const nb::kwargs& given) const {
+  void run(nb::object stream, nb::object workspace, const nb::kwargs& given) const {
+    const bool on_cpu = device_.type == Device::Type::cpu;
+    const std::size_t needed = plan_->workspace_bytes();
+    const std::uintptr_t handle = stream_for(stream, given);
     std::vector<Tensor> tensors;
-    const std::vector<MutView> views = bind(given, tensors);
+    const std::vector<MutView> views = bind(given, handle, tensors);
+    if (!on_cpu && needed != 0 && workspace.is_none())
+      workspace = cuda_helper("new_workspace")(given.values(), needed, handle);
     std::unique_ptr<void, FreeAligned> own;
     Tensor given_workspace;
     Workspace space;
     if (!workspace.is_none()) {
       const std::string where = op_ + ": workspace";
-      given_workspace = import_tensor(where, workspace, true);
-      if (given_workspace.shape.size() != 1 || given_workspace.stride[0] != 1) {
+      given_workspace = import_tensor(where, workspace, true, handle);
+      const auto& shape = given_workspace.shape;
+      if (shape.size() != 1 || (shape[0] > 1 && given_workspace.stride[0] != 1)) {
         check(invalid(where + ": expected one axis of stride 1"));
       }
       if (given_workspace.device != device_) {
@@ -282,8 +312,8 @@ class PyPlan {
                       name(device_)));
       }
       space = {given_workspace.data, given_workspace.array.nbytes()};
-    } else if (device_.type == Device::Type::cpu && plan_->workspace_bytes() != 0) {
-      space.bytes = (plan_->workspace_bytes() + 63) / 64 * 64;
+    } else if (on_cpu && needed != 0) {
+      space.bytes = (needed + 63) / 64 * 64;
       own.reset(std::aligned_alloc(64, space.bytes));
       if (own == nullptr) throw std::bad_alloc();
       space.data = own.get();
@@ -291,14 +321,21 @@ class PyPlan {
     Status status;
     {
       const nb::gil_scoped_release unlocked;
-      status = plan_->run(views, {reinterpret_cast<void*>(stream.value_or(0))}, space);
+      status = plan_->run(views, {reinterpret_cast<void*>(handle)}, space);
     }
     check(status);
   }
 
  private:
+  // The CUDA stream to run on; 0 for the CPU, which has none.
+  std::uintptr_t stream_for(const nb::object& stream, const nb::kwargs& given) const {
+    if (device_.type == Device::Type::cpu) return 0;
+    return nb::cast<std::uintptr_t>(cuda_helper("stream_handle")(stream, given.values()));
+  }
+
   // The views in table order; `tensors` keeps their memory alive.
-  std::vector<MutView> bind(const nb::kwargs& given, std::vector<Tensor>& tensors) const {
+  std::vector<MutView> bind(const nb::kwargs& given, std::uintptr_t stream,
+                            std::vector<Tensor>& tensors) const {
     std::vector<MutView> views;
     std::size_t used = 0;
     std::string known;
@@ -316,7 +353,7 @@ class PyPlan {
         views.emplace_back();
         continue;
       }
-      tensors.push_back(import_tensor(where, given[key], operand.output));
+      tensors.push_back(import_tensor(where, given[key], operand.output, stream));
       views.push_back(to_view(where, tensors.back(), operand.expected));
     }
     if (used != given.size()) {
@@ -525,10 +562,11 @@ NB_MODULE(_bittern, m) {
   nb::class_<Tensor>(m, "Tensor")
       .def(
           "__init__",
-          [](Tensor* self, const std::string& where, nb::object array, bool output) {
-            new (self) Tensor(import_tensor(where, array, output));
+          [](Tensor* self, const std::string& where, nb::object array, bool output,
+             std::uintptr_t stream) {
+            new (self) Tensor(import_tensor(where, array, output, stream));
           },
-          nb::arg("where"), nb::arg("array"), nb::arg("output") = false)
+          nb::arg("where"), nb::arg("array"), nb::arg("output") = false, nb::arg("stream") = 0)
       .def_ro("dtype", &Tensor::dtype_name)
       .def_prop_ro("shape", [](const Tensor& t) { return to_tuple(t.shape); })
       .def_prop_ro("strides", [](const Tensor& t) { return to_tuple(t.stride); })

@@ -1,14 +1,201 @@
 // On a GPU: what the parity tests of the ops do not reach.
+//
+//   Cuda        quick, and also run on the emulated device and under a memory checker
+//   CudaLarge   grids and offsets past 16 and 32 bits: for a real device
+//   CudaFault   a kernel that faults, in a process of its own
 #include <gtest/gtest.h>
 
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
 #include <vector>
 
+#include "oracle/oracle_impl.h"
 #include "oracle/oracle_test.h"
 
 namespace bittern {
 namespace {
 
 constexpr Device kDevice{Device::Type::cuda, 0};
+
+const CudaPlugin& gpu() { return **cuda_plugin(0); }
+
+bool is_emulated() {
+  CudaDeviceInfo info;
+  return gpu().info(0, &info).ok() && info.name.find("emulated") != std::string::npos;
+}
+
+// Device memory for the length of a test, all zeros.
+class Memory {
+ public:
+  static Result<std::unique_ptr<Memory>> make(std::size_t bytes, bool zeros = true) {
+    std::unique_ptr<Memory> memory(new Memory());
+    if (Status s = gpu().alloc(0, std::max<std::size_t>(bytes, 1), &memory->data_); !s.ok())
+      return s;
+    const std::vector<std::byte> nothing(zeros ? bytes : 0);
+    if (Status s = gpu().copy(memory->data_, nothing.data(), nothing.size()); !s.ok()) return s;
+    return memory;
+  }
+  ~Memory() {
+    if (data_ != nullptr) gpu().release(0, data_);
+  }
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+
+ private:
+  Memory() = default;
+  void* data_ = nullptr;
+};
+
+// A stream that does not wait for the default one.
+class OwnStream {
+ public:
+  OwnStream() : status_(gpu().make_stream(0, &stream_)) {}
+  ~OwnStream() {
+    if (status_.ok()) gpu().end_stream(0, stream_);
+  }
+  const Status& status() const { return status_; }
+  Stream get() const { return stream_; }
+
+ private:
+  Stream stream_{};
+  Status status_;
+};
+
+// A problem of the oracle's on the device: operands that hold zeros until restore(), put on a
+// stream, copies the problem into them.
+template <class Op>
+class OnDevice {
+ public:
+  Status make(oracle::Problem<Op>& problem, std::size_t workspace_bytes) {
+    args_ = problem.args;
+    for (oracle::Store& store : problem.stores) {
+      Part& part = parts_.emplace_back(Part{&store, nullptr, nullptr});
+      for (auto* memory : {&part.start, &part.operand}) {
+        auto made = Memory::make(store.bytes.size());
+        if (!made) return made.status();
+        *memory = std::move(*made);
+      }
+      BITTERN_TRY(gpu().copy(part.start->data(), store.bytes.data(), store.bytes.size()));
+      Op::operands(problem.desc, args_, [&](const char*, auto& v, const Operand&) {
+        v.device = kDevice;
+        if (v.data == store.bytes.data() + store.offset)
+          v.data = part.operand->data() + store.offset;
+      });
+    }
+    auto scratch = Memory::make(workspace_bytes);
+    if (!scratch) return scratch.status();
+    scratch_ = std::move(*scratch);
+    workspace_ = {scratch_->data(), workspace_bytes};
+    return {};
+  }
+  Status restore(Stream stream) const {
+    for (const Part& part : parts_) {
+      BITTERN_TRY(gpu().stream_copy(0, stream, part.operand->data(), part.start->data(),
+                                    part.store->bytes.size()));
+    }
+    return {};
+  }
+  Status download() const {
+    BITTERN_TRY(gpu().synchronize(0));
+    for (const Part& part : parts_) {
+      BITTERN_TRY(
+          gpu().copy(part.store->bytes.data(), part.operand->data(), part.store->bytes.size()));
+    }
+    return {};
+  }
+  const typename Op::Args& args() const { return args_; }
+  Workspace workspace() const { return workspace_; }
+
+ private:
+  struct Part {
+    oracle::Store* store;
+    std::unique_ptr<Memory> start, operand;
+  };
+  std::vector<Part> parts_;
+  std::unique_ptr<Memory> scratch_;
+  typename Op::Args args_{};
+  Workspace workspace_{};
+};
+
+// visit.operator()<Op>() for each op that has a kernel on the device.
+template <class F>
+void for_each_cuda_op(F&& visit) {
+#define BITTERN_OP(T, f, CPU, CUDA) \
+  BITTERN_IF_##CUDA(if (!gpu().f.empty()) visit.template operator()<T>();)
+#include "ops/ops.inc"
+}
+
+// A few of an op's check cases, small enough to be quick and with something to write.
+template <class Op>
+std::vector<typename Op::Desc> some_cases() {
+  constexpr std::size_t kMost = 4, kBytes = 1 << 20;
+  std::vector<typename Op::Desc> fit;
+  for (const auto& desc : oracle::Cases<Op>::check()) {
+    std::size_t bytes = 0;
+    std::int64_t written = 0;
+    const typename Op::Args args;
+    Op::operands(desc, args, [&](const char*, const auto& v, const Operand& expected) {
+      const std::int64_t numel = expected.shape.numel();
+      bytes += static_cast<std::size_t>(numel) * size_of(expected.dtype);
+      if constexpr (std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>) written += numel;
+    });
+    if (written > 0 && bytes < kBytes) fit.push_back(desc);
+  }
+  std::vector<typename Op::Desc> some;
+  for (std::size_t i = 0; i < std::min(kMost, fit.size()); ++i)
+    some.push_back(fit[(2 * i + 1) * fit.size() / (2 * std::min(kMost, fit.size()))]);
+  return some;
+}
+
+// Runs `submit(stream, work)` for each op, each case and each kernel that `exact` or `fastest`
+// chooses, where `work` puts the problem and the op on `stream`; then compares with ref, or for a
+// weaker kernel with its own run on the default stream.
+template <class Submit>
+void expect_work_on_streams(Submit&& submit) {
+  const OwnStream own;
+  ASSERT_TRUE(own.status().ok()) << own.status().message();
+  const Stream stream = own.get();
+  for_each_cuda_op([&]<class Op>() {
+    SCOPED_TRACE(Op::kName);
+    int compared = 0;
+    for (const auto& desc : some_cases<Op>()) {
+      std::string_view exact_kernel;
+      for (const Preference preference : {Preference::exact, Preference::fastest}) {
+        const auto plan = Plan<Op>::select(desc, kDevice, preference);
+        if (!plan) {
+          EXPECT_EQ(plan.status().code(), Code::unsupported) << plan.status().message();
+          continue;
+        }
+        if (plan->sku().kernel == exact_kernel) continue;
+        exact_kernel = plan->sku().kernel;
+        const auto judge = preference == Preference::exact
+                               ? Plan<Op>::select(desc, {}, Preference::exact, "ref")
+                               : Plan<Op>::select(desc, kDevice, preference);
+        ASSERT_TRUE(judge.ok()) << judge.status().message();
+        auto want = oracle::make_problem<Op>(desc, 11, {});
+        auto got = oracle::make_problem<Op>(desc, 11, {});
+        Status s =
+            oracle::run_on(judge->device(), want, judge->workspace_bytes(),
+                           [&](const auto& args, Workspace w) { return judge->run(args, {}, w); });
+        ASSERT_TRUE(s.ok()) << s.message();
+        OnDevice<Op> there;
+        s = there.make(got, plan->workspace_bytes());
+        if (s.ok()) {
+          s = submit(stream, [&] {
+            BITTERN_TRY(there.restore(stream));
+            return plan->run(there.args(), stream, there.workspace());
+          });
+        }
+        if (s.ok()) s = there.download();
+        ASSERT_TRUE(s.ok()) << s.message();
+        EXPECT_EQ(oracle::compare(got, want), "")
+            << plan->sku().kernel << ": " << flags_text<Op>(desc);
+        ++compared;
+      }
+    }
+    EXPECT_GT(compared, 0);
+  });
+}
 
 TEST(Cuda, SkuNamesTheDevice) {
   BITTERN_NEEDS_CUDA();
@@ -35,6 +222,131 @@ TEST(Cuda, HostMemoryIsRefused) {
   EXPECT_EQ(status.message(), "quantize_per_group: x: on cpu, expected cuda:0");
 }
 
+// Only the declaration lies: the plug-in asks the driver where the memory really is.
+TEST(Cuda, HostMemoryDeclaredAsTheDevicesIsRefused) {
+  BITTERN_NEEDS_CUDA();
+  const QuantizeDesc d{.outer_size = 1, .axis_size = 128};
+  const auto plan = Plan<QuantizePerGroup>::select(d, kDevice);
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  std::vector<float> host(128);
+  const auto there = Memory::make(1024);
+  ASSERT_TRUE(there.ok()) << there.status().message();
+  auto* const floats = reinterpret_cast<float*>((*there)->data());
+  auto* const codes = reinterpret_cast<std::int8_t*>((*there)->data() + 640);
+  QuantizePerGroup::Args args{.x = view(floats, d.tensor_shape(), kDevice),
+                              .scale = view(floats + 128, d.param_shape(), kDevice),
+                              .zero_point = {},
+                              .q = view(codes, d.tensor_shape(), kDevice)};
+  EXPECT_TRUE(plan->can_implement(args).ok());
+  args.x.data = host.data();
+  for (const Status& status : {plan->can_implement(args), plan->run(args)}) {
+    EXPECT_EQ(status.code(), Code::invalid_argument);
+    EXPECT_EQ(status.message(), "quantize_per_group: x: host memory, expected memory of cuda:0");
+  }
+  args.x.data = floats;
+  args.q.data = host.data();
+  EXPECT_EQ(plan->run(args).message(),
+            "quantize_per_group: q: host memory, expected memory of cuda:0");
+  EXPECT_EQ(gpu().check_pointer(0, floats).message(), "");  // and nothing was left broken
+}
+
+TEST(Cuda, HostMemoryForScratchIsRefused) {
+  BITTERN_NEEDS_CUDA();
+  int refused = 0;
+  for_each_cuda_op([&]<class Op>() {
+    for (const auto& desc : some_cases<Op>()) {
+      const auto plan = Plan<Op>::select(desc, kDevice);
+      if (!plan || plan->workspace_bytes() == 0) continue;
+      auto problem = oracle::make_problem<Op>(desc, 1, {});
+      OnDevice<Op> there;
+      Status s = there.make(problem, plan->workspace_bytes());
+      ASSERT_TRUE(s.ok()) << s.message();
+      std::vector<std::byte> host(plan->workspace_bytes() + 64);
+      const auto at = reinterpret_cast<std::uintptr_t>(host.data());
+      s = plan->run(there.args(), {}, {host.data() + (64 - at % 64) % 64, host.size() - 64});
+      EXPECT_EQ(s.message(),
+                std::string(Op::kName) + ": workspace: host memory, expected memory of cuda:0");
+      ++refused;
+    }
+  });
+  if (refused == 0) GTEST_SKIP() << "no kernel asks for scratch";
+}
+
+TEST(Cuda, NoSuchDevice) {
+  BITTERN_NEEDS_CUDA();
+  const QuantizeDesc d{.outer_size = 1, .axis_size = 128};
+  const auto none = Plan<QuantizePerGroup>::select(d, {Device::Type::cuda, 99});
+  ASSERT_FALSE(none.ok());
+  EXPECT_EQ(none.status().code(), Code::unavailable);
+  EXPECT_EQ(none.status().message().find("cuda:99: no such device, there are "), 0u)
+      << none.status().message();
+  const auto plan = Plan<QuantizePerGroup>::select(d, kDevice);
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  const auto there = Memory::make(1024);
+  ASSERT_TRUE(there.ok());
+  const Device other{Device::Type::cuda, 1};
+  const auto* const floats = reinterpret_cast<const float*>((*there)->data());
+  auto* const codes = reinterpret_cast<std::int8_t*>((*there)->data() + 640);
+  const Status status = plan->run({.x = view(floats, d.tensor_shape(), other),
+                                   .scale = view(floats + 128, d.param_shape(), kDevice),
+                                   .zero_point = {},
+                                   .q = view(codes, d.tensor_shape(), kDevice)});
+  EXPECT_EQ(status.message(), "quantize_per_group: x: on cuda:1, expected cuda:0");
+}
+
+// The stream is busy when the problem and the op are put on it: an op that went to another stream
+// would see operands that are still zero.
+TEST(Cuda, WorkGoesToTheStreamGiven) {
+  BITTERN_NEEDS_CUDA();
+  constexpr std::size_t kBytes = 32 << 20;
+  const auto from = Memory::make(kBytes), to = Memory::make(kBytes);
+  ASSERT_TRUE(from.ok() && to.ok());
+  const int rounds = is_emulated() ? 1 : 64;
+  expect_work_on_streams([&](Stream stream, auto&& work) {
+    for (int i = 0; i < rounds; ++i)
+      BITTERN_TRY(gpu().stream_copy(0, stream, (*to)->data(), (*from)->data(), kBytes));
+    return work();
+  });
+}
+
+// Nothing runs while the graph is captured, and a replay does everything: an op that waited, or
+// allocated, or went to another stream would fail or leave its operands as they were.
+TEST(Cuda, EveryOpCanBeCapturedInAGraph) {
+  BITTERN_NEEDS_CUDA();
+  expect_work_on_streams([](Stream stream, auto&& work) {
+    double seconds = 0;
+    return gpu().replay(0, stream, work, 2, &seconds);
+  });
+}
+
+TEST(Cuda, NothingToDo) {
+  BITTERN_NEEDS_CUDA();
+  const auto nothing = [](const auto& report) {
+    for (const std::string& failure : report.failures) ADD_FAILURE() << failure;
+    EXPECT_GT(report.compared_cuda, 0);
+  };
+  const oracle::Settings cuda_only{.cpu = false};
+  for (const QuantizeDesc& d :
+       {QuantizeDesc{.outer_size = 0, .axis_size = 128},
+        QuantizeDesc{.outer_size = 3, .axis_size = 0},
+        QuantizeDesc{.granularity = Granularity::tensor},
+        // gradients that are sums over nothing, and are still written
+        QuantizeDesc{.outer_size = 0, .axis_size = 5, .granularity = Granularity::channel},
+        QuantizeDesc{.outer_size = 3, .axis_size = 0, .granularity = Granularity::token}}) {
+    nothing(oracle::parity<QuantizePerGroup>(d, cuda_only));
+    if (!gpu().fake_quantize_per_group_backward.empty())
+      nothing(oracle::parity<FakeQuantizePerGroupBackward>(d, cuda_only));
+  }
+  // An operand without elements needs no memory.
+  const auto plan = Plan<QuantizePerGroup>::select({.outer_size = 0, .axis_size = 128}, kDevice);
+  ASSERT_TRUE(plan.ok());
+  QuantizePerGroup::Args args{.x = view(static_cast<const float*>(nullptr), {0, 128}, kDevice),
+                              .scale = view(static_cast<const float*>(nullptr), {0, 1}, kDevice),
+                              .zero_point = {},
+                              .q = view(static_cast<std::int8_t*>(nullptr), {0, 128}, kDevice)};
+  EXPECT_TRUE(plan->run(args).ok());
+}
+
 // Few enough to run under a memory checker: each granularity, with tails, padding and a channel
 // axis whose parameters repeat.
 TEST(Cuda, SmallProblems) {
@@ -54,16 +366,15 @@ TEST(Cuda, SmallProblems) {
 }
 
 // Offsets beyond 2^32 bytes and elements.
-TEST(Cuda, RowsFarApart) {
+TEST(CudaLarge, RowsFarApart) {
   BITTERN_NEEDS_CUDA();
-  const CudaPlugin& gpu = **cuda_plugin(0);
   constexpr std::int64_t kRow = 64, kStride = (std::int64_t{1} << 32) + 64;
   const QuantizeDesc d{.outer_size = 2, .axis_size = kRow, .granularity = Granularity::tensor};
   void *x = nullptr, *q = nullptr, *scale = nullptr;
   const auto bytes = static_cast<std::size_t>(kStride + kRow);
-  Status status = gpu.alloc(0, bytes * sizeof(float), &x);
-  if (status.ok()) status = gpu.alloc(0, bytes, &q);
-  if (status.ok()) status = gpu.alloc(0, sizeof(float), &scale);
+  Status status = gpu().alloc(0, bytes * sizeof(float), &x);
+  if (status.ok()) status = gpu().alloc(0, bytes, &q);
+  if (status.ok()) status = gpu().alloc(0, sizeof(float), &scale);
   if (status.code() == Code::out_of_memory) GTEST_SKIP() << status.message();
   ASSERT_TRUE(status.ok()) << status.message();
   std::vector<float> row(kRow);
@@ -71,9 +382,9 @@ TEST(Cuda, RowsFarApart) {
   const float one = 1;
   auto* const far_x = static_cast<float*>(x) + kStride;
   auto* const far_q = static_cast<std::int8_t*>(q) + kStride;
-  ASSERT_TRUE(gpu.copy(x, row.data(), row.size() * sizeof(float)).ok());
-  ASSERT_TRUE(gpu.copy(far_x, row.data(), row.size() * sizeof(float)).ok());
-  ASSERT_TRUE(gpu.copy(scale, &one, sizeof one).ok());
+  ASSERT_TRUE(gpu().copy(x, row.data(), row.size() * sizeof(float)).ok());
+  ASSERT_TRUE(gpu().copy(far_x, row.data(), row.size() * sizeof(float)).ok());
+  ASSERT_TRUE(gpu().copy(scale, &one, sizeof one).ok());
 
   auto x_view = view(static_cast<float*>(x), d.tensor_shape(), kDevice);
   auto q_view = view(static_cast<std::int8_t*>(q), d.tensor_shape(), kDevice);
@@ -85,13 +396,176 @@ TEST(Cuda, RowsFarApart) {
                       .zero_point = {},
                       .q = q_view});
   ASSERT_TRUE(status.ok()) << status.message();
-  ASSERT_TRUE(gpu.synchronize(0).ok());
+  ASSERT_TRUE(gpu().synchronize(0).ok());
   for (const void* from : {static_cast<const void*>(q), static_cast<const void*>(far_q)}) {
     std::vector<std::int8_t> codes(kRow);
-    ASSERT_TRUE(gpu.copy(codes.data(), from, codes.size()).ok());
+    ASSERT_TRUE(gpu().copy(codes.data(), from, codes.size()).ok());
     for (std::size_t i = 0; i < codes.size(); ++i) EXPECT_EQ(codes[i], static_cast<int>(i) - 20);
   }
-  for (void* p : {x, q, scale}) gpu.release(0, p);
+  for (void* p : {x, q, scale}) gpu().release(0, p);
+}
+
+// More than 2^32 elements, compared with ref in windows of rows: the first, those around elements
+// 2^31 and 2^32, and the last. The other rows hold whatever the memory held.
+template <class Op>
+void expect_windows(QuantizeDesc d) {
+  BITTERN_NEEDS_CUDA();
+  constexpr std::int64_t kRow = 4096, k2To31 = (std::int64_t{1} << 31) / kRow,
+                         kRows = 2 * k2To31 + 5;
+  d.outer_size = kRows;
+  d.axis_size = kRow;
+  const auto plan = Plan<Op>::select(d, kDevice);
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+
+  typename Op::Args args;
+  std::vector<std::unique_ptr<Memory>> memory;
+  Status status;
+  const auto allocate = [&](std::size_t bytes) -> void* {
+    auto made = Memory::make(bytes, false);
+    if (!made) status = made.status();
+    return made ? memory.emplace_back(std::move(*made))->data() : nullptr;
+  };
+  Op::operands(d, args, [&](const char*, auto& v, const Operand& expected) {
+    if (!status.ok()) return;
+    v.dtype = expected.dtype;
+    v.device = kDevice;
+    v.shape = expected.shape;
+    v.stride = expected.shape.dense_strides();
+    v.data = allocate(static_cast<std::size_t>(expected.shape.numel()) * size_of(expected.dtype));
+  });
+  const Workspace workspace{allocate(plan->workspace_bytes()), plan->workspace_bytes()};
+  if (status.code() == Code::out_of_memory) GTEST_SKIP() << status.message();
+  ASSERT_TRUE(status.ok()) << status.message();
+
+  struct Window {
+    std::int64_t row, rows;
+  };
+  std::vector<oracle::Problem<Op>> wants, gots;
+  const Window windows[] = {{0, 2}, {k2To31 - 2, 4}, {2 * k2To31 - 2, 4}, {kRows - 3, 3}};
+  // The part of operand `index` in a window: where it is on the device, and its bytes.
+  const auto part = [&](std::size_t index, const Window& w, const oracle::Store& store) {
+    std::byte* at = nullptr;
+    std::size_t i = 0;
+    Op::operands(d, args, [&](const char*, auto& v, const Operand&) {
+      if (i++ != index) return;
+      const auto row = static_cast<std::size_t>(v.stride[0]) * size_of(v.dtype);
+      at = const_cast<std::byte*>(static_cast<const std::byte*>(v.data)) +
+           static_cast<std::size_t>(w.row) * row;
+    });
+    const auto bytes =
+        static_cast<std::size_t>(store.expected.shape.numel()) * size_of(store.expected.dtype);
+    return std::pair(at, bytes);
+  };
+  for (const Window& w : windows) {
+    QuantizeDesc small = d;
+    small.outer_size = w.rows;
+    const auto seed = static_cast<std::uint64_t>(w.row);
+    wants.push_back(oracle::make_problem<Op>(small, seed, {}));
+    gots.push_back(oracle::make_problem<Op>(small, seed, {}));
+    const auto ref = Plan<Op>::select(small, {}, Preference::exact, "ref");
+    ASSERT_TRUE(ref.ok()) << ref.status().message();
+    ASSERT_TRUE(oracle::run_on(Device{}, wants.back(), ref->workspace_bytes(),
+                               [&](const auto& a, Workspace s) { return ref->run(a, {}, s); })
+                    .ok());
+    for (std::size_t i = 0; i < gots.back().stores.size(); ++i) {
+      oracle::Store& store = gots.back().stores[i];
+      const auto [at, bytes] = part(i, w, store);
+      ASSERT_TRUE(gpu().copy(at, store.bytes.data() + store.offset, bytes).ok());
+    }
+  }
+  status = plan->run(args, {}, workspace);
+  if (status.ok()) status = gpu().synchronize(0);
+  ASSERT_TRUE(status.ok()) << status.message();
+  for (std::size_t n = 0; n < std::size(windows); ++n) {
+    for (std::size_t i = 0; i < gots[n].stores.size(); ++i) {
+      oracle::Store& store = gots[n].stores[i];
+      const auto [at, bytes] = part(i, windows[n], store);
+      ASSERT_TRUE(gpu().copy(store.bytes.data() + store.offset, at, bytes).ok());
+    }
+    EXPECT_EQ(oracle::compare(gots[n], wants[n]), "") << "rows from " << windows[n].row;
+  }
+}
+
+TEST(CudaLarge, QuantizeMoreThan2To32Elements) {  // 13 GB
+  expect_windows<QuantizePerGroup>(
+      {.q_min = 0, .q_max = 255, .element = DType::bf16, .code = DType::u8});
+}
+
+TEST(CudaLarge, QuantizeBackwardMoreThan2To32Elements) {  // 26 GB
+  expect_windows<QuantizePerGroupBackward>({.element = DType::bf16});
+}
+
+// A block or a thread for each row, token, channel, group: more than 65535 of each.
+TEST(CudaLarge, Grids) {
+  BITTERN_NEEDS_CUDA();
+  constexpr std::int64_t kMany = 70001;
+  const auto check = []<class Op>(const typename Op::Desc& desc) {
+    const auto report = oracle::parity<Op>(desc, {.cpu = false});
+    for (const std::string& failure : report.failures) ADD_FAILURE() << failure;
+  };
+  const QuantizeDesc quantize[] = {
+      {.outer_size = kMany, .axis_size = 4, .group_size = 4},
+      {.outer_size = 3, .axis_size = 2 * kMany, .group_size = 2},
+      {.outer_size = kMany, .axis_size = 3, .granularity = Granularity::token},
+      {.outer_size = 2, .axis_size = kMany, .inner_size = 2, .granularity = Granularity::channel},
+      {.outer_size = kMany, .axis_size = 3, .granularity = Granularity::channel},
+      {.outer_size = kMany, .axis_size = 3, .granularity = Granularity::tensor}};
+  for_each_cuda_op([&]<class Op>() {
+    SCOPED_TRACE(Op::kName);
+    if constexpr (std::is_same_v<typename Op::Desc, QuantizeDesc>) {
+      for (const QuantizeDesc& d : quantize)
+        if (Op::check(d).ok()) check.template operator()<Op>(d);
+    } else if constexpr (std::is_same_v<typename Op::Desc, AffineDesc>) {
+      check.template operator()<Op>({.outer_size = kMany, .axis_size = 8, .group_size = 4});
+    } else if constexpr (std::is_same_v<typename Op::Desc, PackDesc>) {
+      check.template operator()<Op>({.outer_size = kMany, .axis_size = 9, .bits = 3});
+    } else if constexpr (std::is_same_v<typename Op::Desc, AuraDesc>) {
+      check.template operator()<Op>({.outer_size = kMany, .axis_size = 8});
+    } else if constexpr (std::is_same_v<typename Op::Desc, GatedNormDesc>) {
+      check.template operator()<Op>({.rows = kMany, .dim = 8});
+    } else if constexpr (std::is_same_v<typename Op::Desc, CausalConvDesc>) {
+      check.template operator()<Op>({.batch = kMany, .tokens = 2, .channels = 3});
+      check.template operator()<Op>({.batch = 2, .tokens = 3, .channels = kMany});
+    }
+  });
+}
+
+// A kernel that faults ends the process's use of the device, and nothing else: the next call on
+// the device says so, those after it too, and the process goes on. The caller's fault here is a row
+// stride of a terabyte on a small allocation; in a process of its own, as no other test could use
+// the device afterwards.
+[[noreturn]] void fault_and_go_on() {
+  const auto expect = [](const char* what, const Status& status) {
+    std::fprintf(stderr, "%s: %s: %s\n", what, name(status.code()),
+                 std::string(status.message()).c_str());
+    if (status.code() != Code::device_error) std::_Exit(1);
+  };
+  const auto there = Memory::make(1 << 20);
+  const QuantizeDesc d{.outer_size = 2, .axis_size = 128};
+  const auto plan = Plan<QuantizePerGroup>::select(d, kDevice);
+  if (!there.ok() || !plan.ok()) std::_Exit(2);
+  // x comes last: what its stride spans must not cover the others.
+  auto* const codes = reinterpret_cast<std::int8_t*>((*there)->data());
+  auto* const floats = reinterpret_cast<float*>((*there)->data() + 4096);
+  QuantizePerGroup::Args args{.x = view(floats + 256, d.tensor_shape(), kDevice),
+                              .scale = view(floats, d.param_shape(), kDevice),
+                              .zero_point = {},
+                              .q = view(codes, d.tensor_shape(), kDevice)};
+  args.x.stride[0] = std::int64_t{1} << 38;
+  if (const Status s = plan->run(args); !s.ok()) expect("run", s);  // it may fault that early
+  expect("synchronize", gpu().synchronize(0));
+  args.x.stride[0] = 128;
+  expect("run again", plan->run(args));
+  expect("synchronize again", gpu().synchronize(0));
+  std::fprintf(stderr, "still here\n");
+  std::_Exit(0);
+}
+
+TEST(CudaFault, IsReportedAndSticks) {
+  BITTERN_NEEDS_CUDA();
+  if (is_emulated()) GTEST_SKIP() << "the emulated device shares this process's memory";
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(fault_and_go_on(), ::testing::ExitedWithCode(0), "IllegalAddress");
 }
 
 }  // namespace

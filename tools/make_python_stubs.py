@@ -28,6 +28,13 @@ class Array(Protocol):
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+class CudaStream(Protocol):
+    """torch.cuda.Stream, or any object with `__cuda_stream__`."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+Stream = int | CudaStream  # an int is a cudaStream_t
+
 class Field:
     """A field of an op's descriptor: a number, or one of `choices`."""
 
@@ -104,11 +111,17 @@ class Plan:
     """A kernel for one problem. Threads may share it."""
 
     def run(
-        self, *, stream: int | None = None, workspace: Array | None = None, **operands: Array | None
+        self,
+        *,
+        stream: Stream | None = None,
+        workspace: Array | None = None,
+        **operands: Array | None,
     ) -> None:
         """Runs on `operands`, outputs included; the GIL is free meanwhile.
 
-        Without `workspace` (64-byte aligned, at least `workspace_bytes`) a CPU plan takes its own.
+        `stream` is read by a CUDA plan: by default torch's current one if an operand is torch's,
+        else the default stream. Without `workspace` (64-byte aligned, at least `workspace_bytes`) a
+        CPU plan takes its own, and a CUDA plan with an operand of torch's takes it from torch.
         """
     def can_implement(self, **operands: Array | None) -> None:
         """Raises what `run` would raise about the operands."""
@@ -159,7 +172,7 @@ OPTIONS = {
     "device": "str | None",
     "preference": 'Literal["exact", "fastest"]',
     "kernel": "str | None",
-    "stream": "int | None",
+    "stream": "Stream | None",
     "workspace": "Array | None",
 }
 

@@ -88,7 +88,7 @@ class Plan {
                              Preference preference = Preference::exact,
                              std::string_view kernel = {});
 
-  // Checks dtype, shape, device, strides, null and overlap of every operand.
+  // Checks each operand's dtype, shape, device (for CUDA, where its memory is), strides, overlap.
   Status can_implement(const Args& args) const;
 
   // The caller owns scratch: at least this many bytes, 64-byte aligned, go to run(). Settled by

@@ -18,6 +18,9 @@ How a function fills in what it was not told:
              operand that is read and then written is given, and not returned.
   numbers    a Python number given for an input fills it.
   device     that of the first array.
+  stream     on CUDA, an int (cudaStream_t) or a stream of torch's; by default torch's current one.
+             Another stream first waits for what the current one has to do; the results belong to
+             it, as if made under torch.cuda.stream().
 
 Tables of the KV codec come from `sphere_codebook`, `gaussian_codebook` and `make_rotation`:
 
@@ -34,7 +37,10 @@ import functools as _functools
 import inspect as _inspect
 import itertools as _itertools
 import math as _math
+import os as _os
+import types as _types
 
+from . import _cuda
 from ._bittern import (
     Field,
     Op,
@@ -100,9 +106,7 @@ def _new_array(like, shape, dtype, value=None):
     """An array of `like`'s framework and device, filled with `value` if there is one."""
     framework = type(like).__module__.partition(".")[0]
     dtype = _FRAMEWORK_DTYPES[dtype]
-    if framework == "torch":
-        import torch
-
+    if torch := _cuda.torch_of(like):
         array = torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
         return array if value is None else array.fill_(value)
     if framework == "mlx":
@@ -321,6 +325,7 @@ class _Function:
         self.fields = {f.name: f for f in op.fields}
         self.inputs = [o for o in op.operands if not o.output or o.in_out]
         self.outputs = [o for o in op.operands if o.output and not o.in_out]
+        self._remembered = _functools.lru_cache(maxsize=1024)(self._choose)
         try:
             self.sizes = _RowSizes(op, self.inputs)
         except (ValueError, NotImplementedError):  # no rows, or not rows of any length
@@ -347,6 +352,31 @@ class _Function:
         yield "stream", "option", None
         yield "workspace", "option", None
 
+    def choose(self, problem, environment):
+        """The plan for a problem and the shapes of its outputs, once for each problem."""
+        try:
+            return self._remembered(problem, environment)
+        except TypeError as error:
+            if "unhashable" not in str(error):
+                raise
+            return self._choose(problem, environment)
+
+    def _choose(self, problem, _):
+        fields, described, options, selection = problem
+        op, given_fields = self.op.name, dict(fields)
+        desc = _make_desc(op, fields)
+        free = tuple(
+            f for n, f in self.fields.items() if n not in given_fields and _is_dtype_field(f)
+        )
+        dtypes = tuple((name, dtype) for name, dtype, _ in described)
+        values, found = _infer_dtypes(op, fields, free, dtypes, self.sizes.probe)
+        for field, value in zip(free, values):
+            desc.set(field.name, value)
+        tensors = {name: _types.SimpleNamespace(shape=shape) for name, _, shape in described}
+        output_shape = self.sizes.set(desc, tensors, found, given_fields, dict(options))
+        chosen = desc.select(*selection)
+        return chosen, {o.name: output_shape(o) for o in chosen.operands if o.output}
+
     def run(self, given):
         op = self.op.name
         where = {o.name: f"{op}: {o.name}" for o in self.op.operands}
@@ -361,40 +391,51 @@ class _Function:
             del arrays[name]
             if name in written:
                 raise ValueError(f"{where[name]}: {numbers[name]}, expected an array or False")
-        tensors = {n: _Tensor(where[n], a, n in written) for n, a in arrays.items()}
+        stream = _cuda.stream_handle(given["stream"], arrays.values())
+        tensors = {n: _Tensor(where[n], a, n in written, stream) for n, a in arrays.items()}
         if not tensors:
             raise ValueError(f"{op}: no arrays, expected at least one")
 
+        first, like = next(iter(arrays.items()))
+        like_device = tensors[first].device
+        device = given["device"] or like_device
         names = self.sizes.names
-        fields = {n: given[n] for n in self.fields if n not in names and given[n] is not None}
-        desc = _make_desc(op, fields.items())
-        free = tuple(f for n, f in self.fields.items() if n not in fields and _is_dtype_field(f))
-        dtypes = tuple((n, t.dtype) for n, t in tensors.items())
-        values, found = _infer_dtypes(op, tuple(fields.items()), free, dtypes, self.sizes.probe)
-        for field, value in zip(free, values):
-            desc.set(field.name, value)
-        output_shape = self.sizes.set(desc, tensors, found, fields, given)
-        device = given["device"] or next(iter(tensors.values())).device
-        chosen = desc.select(device, given["preference"], given["kernel"])
+        problem = (
+            tuple((n, given[n]) for n in self.fields if n not in names and given[n] is not None),
+            tuple((n, t.dtype, t.shape) for n, t in tensors.items()),
+            tuple((n, given[n]) for n in ("axis", "axis_size") if n in given),
+            (device, given["preference"], given["kernel"]),
+        )
+        read_by_select = num_threads(), _os.environ.get("BITTERN_KERNEL")
+        chosen, output_shapes = self.choose(problem, read_by_select)
 
-        like = next(iter(arrays.values()))
+        # A CUDA array that is not torch's brings no way to make another.
+        can_allocate = like_device == "cpu" or _cuda.torch_of(like) is not None
         operands, results = {}, []
         for o in chosen.operands:
             made = o.output and not o.in_out
-            if o.name in numbers:
-                arrays[o.name] = _new_array(like, o.shape, o.dtype, numbers[o.name])
-            elif made and o.name not in arrays:
-                if not (o.optional and given.get(o.name) is False):
-                    arrays[o.name] = _new_array(like, output_shape(o), o.dtype)
+            left_out = o.optional and given.get(o.name) is False
+            if o.name in numbers or (made and o.name not in arrays and not left_out):
+                if not can_allocate:
+                    raise NotImplementedError(
+                        f"{where[o.name]}: no array, and on {like_device} only torch's are made"
+                    )
+                shape = o.shape if o.name in numbers else output_shapes[o.name]
+                with _cuda.allocating_for(like, stream):
+                    arrays[o.name] = _new_array(like, shape, o.dtype, numbers.get(o.name))
             if o.name in arrays:
                 tensor = tensors.pop(o.name, None) or _Tensor(
-                    where[o.name], arrays[o.name], o.output
+                    where[o.name], arrays[o.name], o.output, stream
                 )
                 operands[o.name] = tensor.merge_axes(where[o.name], o.shape)
                 if made:
                     results.append(arrays[o.name])
         operands.update(tensors)  # operands this problem does not have: the plan names them
-        chosen.run(stream=given["stream"], workspace=given["workspace"], **operands)
+        workspace = given["workspace"]
+        if workspace is None and device != "cpu" and chosen.workspace_bytes:
+            workspace = _cuda.new_workspace(arrays.values(), chosen.workspace_bytes, stream)
+        chosen.run(stream=stream, workspace=workspace, **operands)
+        _cuda.keep_until_done(arrays.values(), stream)
         return results[0] if len(results) == 1 else tuple(results)
 
 

@@ -19,6 +19,9 @@ How a function fills in what it was not told:
              operand that is read and then written is given, and not returned.
   numbers    a Python number given for an input fills it.
   device     that of the first array.
+  stream     on CUDA, an int (cudaStream_t) or a stream of torch's; by default torch's current one.
+             Another stream first waits for what the current one has to do; the results belong to
+             it, as if made under torch.cuda.stream().
 
 Tables of the KV codec come from `sphere_codebook`, `gaussian_codebook` and `make_rotation`:
 
@@ -84,6 +87,13 @@ class Array(Protocol):
     """An array of numpy, mlx, torch or any library that speaks DLPack."""
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+class CudaStream(Protocol):
+    """torch.cuda.Stream, or any object with `__cuda_stream__`."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+Stream = int | CudaStream  # an int is a cudaStream_t
 
 class Field:
     """A field of an op's descriptor: a number, or one of `choices`."""
@@ -161,11 +171,17 @@ class Plan:
     """A kernel for one problem. Threads may share it."""
 
     def run(
-        self, *, stream: int | None = None, workspace: Array | None = None, **operands: Array | None
+        self,
+        *,
+        stream: Stream | None = None,
+        workspace: Array | None = None,
+        **operands: Array | None,
     ) -> None:
         """Runs on `operands`, outputs included; the GIL is free meanwhile.
 
-        Without `workspace` (64-byte aligned, at least `workspace_bytes`) a CPU plan takes its own.
+        `stream` is read by a CUDA plan: by default torch's current one if an operand is torch's,
+        else the default stream. Without `workspace` (64-byte aligned, at least `workspace_bytes`) a
+        CPU plan takes its own, and a CUDA plan with an operand of torch's takes it from torch.
         """
     def can_implement(self, **operands: Array | None) -> None:
         """Raises what `run` would raise about the operands."""
@@ -230,7 +246,7 @@ def quantize_per_group(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> Any:
     """Returns q.
@@ -260,7 +276,7 @@ def quantize_per_group_backward(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> Any:
     """Returns dx.
@@ -288,7 +304,7 @@ def dequantize_per_group(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> Any:
     """Returns y.
@@ -316,7 +332,7 @@ def dequantize_per_group_backward(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns dq, d_scale.
@@ -346,7 +362,7 @@ def fake_quantize_per_group(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> Any:
     """Returns y.
@@ -376,7 +392,7 @@ def fake_quantize_per_group_backward(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns dx, d_scale, d_zero_point.
@@ -412,7 +428,7 @@ def dynamic_quantize(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns scale, zero_point, q.
@@ -448,7 +464,7 @@ def qdq_affine_init(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns scales, biases, q.
@@ -500,7 +516,7 @@ def qdq_affine_forward(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> Any:
     """Returns y.
@@ -530,7 +546,7 @@ def qdq_affine_backward(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns d_scales, d_biases.
@@ -550,7 +566,7 @@ def pack_codes(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> Any:
     """Returns words.
@@ -572,7 +588,7 @@ def unpack_codes(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> Any:
     """Returns codes.
@@ -606,7 +622,7 @@ def gdn_recompute_w_u(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns w, u.
@@ -644,7 +660,7 @@ def gdn_cumsum(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> Any:
     """Returns sum.
@@ -677,7 +693,7 @@ def gdn_kkt(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> Any:
     """Returns l.
@@ -707,7 +723,7 @@ def gdn_solve(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> Any:
     """Returns a.
@@ -748,7 +764,7 @@ def gdn_state(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns h, v_new, final_state.
@@ -793,7 +809,7 @@ def gdn_output(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> Any:
     """Returns o.
@@ -843,7 +859,7 @@ def gdn_chunk_forward(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns o, final_state.
@@ -898,7 +914,7 @@ def aura_encode(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns packed, norms.
@@ -949,7 +965,7 @@ def aura_decode(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> Any:
     """Returns y.
@@ -976,7 +992,7 @@ def aura_rotate(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> Any:
     """Returns y.
@@ -1032,7 +1048,7 @@ def aura_attention(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> Any:
     """Returns out.
@@ -1131,7 +1147,7 @@ def gdn_recurrent_step(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns o, snapshots.
@@ -1205,7 +1221,7 @@ def gdn_chunk_backward(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns d_q, d_k, d_v, d_g, d_beta, d_a_log, d_dt_bias, d_initial_state.
@@ -1281,7 +1297,7 @@ def causal_conv1d(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns y, final_state.
@@ -1327,7 +1343,7 @@ def causal_conv1d_backward(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns dx, d_weight, d_bias, d_initial_state.
@@ -1367,7 +1383,7 @@ def gated_rms_norm(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> Any:
     """Returns y.
@@ -1400,7 +1416,7 @@ def gated_rms_norm_backward(
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: int | None = None,
+    stream: Stream | None = None,
     workspace: Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns dx, dz, d_weight.

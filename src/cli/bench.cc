@@ -2,7 +2,8 @@
 //
 // The copy is interleaved with the op, because a machine's bandwidth may change in mid-run:
 // copy, op, copy, op, ... copy. A sample's ratio compares the op with the copies before and after
-// it; what is reported is the median of the samples.
+// it; what is reported is the median of the samples. On a GPU a sample is a graph of many calls
+// that take turns with several sets of operands, so that none finds its own in the L2.
 #include <fmt/format.h>
 #include <omp.h>
 #include <unistd.h>
@@ -12,6 +13,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <limits>
+#include <optional>
 
 #include "cli/bench_meter.h"
 #include "cli/bench_problem.h"
@@ -25,17 +27,24 @@ struct BenchFlags {
   CommonFlags common;
   std::vector<std::string> ops;
   std::string filter;
-  int repeat = 0;  // 0: by the time a case takes
+  int repeat = 0;           // 0: by the time a case takes
+  std::int64_t shrink = 0;  // 0: 1, or kQuickShrink when quick
   bool quick = false;
 };
 
 // Quick problems have 1/8 of the elements. Its copy is still larger than most caches, so that ops
 // find their operands in memory as in a full run.
-constexpr std::int64_t kQuickFactor = 8;
+constexpr std::int64_t kQuickShrink = 8;
 constexpr std::size_t kCopyBytes = std::size_t{128} << 20, kQuickCopyBytes = std::size_t{64} << 20;
 constexpr int kGemmSize = 2048, kQuickGemmSize = 1024;
+constexpr int kCudaCopyCaches = 16, kQuickCudaCopyCaches = 8;
+constexpr int kCudaGemmSize = 8192, kQuickCudaGemmSize = 4096;
 constexpr int kRepeat = 15, kQuickRepeat = 5, kLeast = 3;
 constexpr double kSecondsPerCase = 4, kQuickSecondsPerCase = 0.3;
+
+std::int64_t shrink_factor(const BenchFlags& flags) {
+  return flags.shrink > 0 ? flags.shrink : flags.quick ? kQuickShrink : 1;
+}
 
 // OpenMP reads these when it is loaded, so the program starts anew with them; a user's own settings
 // are left alone.
@@ -61,11 +70,12 @@ std::string cpu_model() {
 struct Row {
   std::string kernel, architecture, device;
   double seconds = 0;
-  double gb_s = 0, copy_gb_s = 0;
-  double gflop_s = 0;                               // 0: bound by memory, so compared with the copy
-  double ratio = 0, ratio_low = 0, ratio_high = 0;  // median and quartiles
+  double gb_s = 0, copy_gb_s = 0, traffic_ratio = 0;
+  double gflop_s = 0, gemm_gflop_s = 0, gemm_ratio = 0;  // 0: not a matrix op, or no GEMM measured
+  bool by_gemm = false;                                  // which of the two `ratio` is
+  double ratio = 0, ratio_low = 0, ratio_high = 0;       // median and quartiles
   double elements_s_core = 0;
-  int repeat = 0;
+  int repeat = 0, calls = 0, sets = 0;
 };
 
 double quartile(std::vector<double> values, double part) {
@@ -83,47 +93,59 @@ Result<Row> measure(const Problem& problem, const AnyPlan& plan, Meter& meter, d
   if (!operands) return operands.status();
   const auto scratch = meter.allocate(std::max<std::size_t>(plan.workspace_bytes(), 64));
   if (!scratch) return scratch.status();
-  const auto work = [&] {
-    return plan.run(operands->views, {}, Workspace{*scratch, plan.workspace_bytes()});
+  const int sets = static_cast<int>(operands->sets.size());
+  const auto work = [&](int call) {
+    return plan.run(operands->sets[static_cast<std::size_t>(call % sets)], meter.stream(),
+                    Workspace{*scratch, plan.workspace_bytes()});
   };
-  const auto first = meter.time(work);
+  const auto first = meter.time(work, sets);
   if (!first) return first.status();
   auto copy = meter.time_copy();
   if (!copy) return copy.status();
+  // Each set as often as any other.
+  const int calls = (meter.calls(*first) + sets - 1) / sets * sets;
   int repeat = flags.repeat;
   if (repeat == 0) {
     const double budget = flags.quick ? kQuickSecondsPerCase : kSecondsPerCase;
-    const double fit = budget / (*first + 2 * *copy);
+    const double fit = budget / (calls * *first + 2 * *copy);
     repeat =
         static_cast<int>(std::clamp<double>(fit, kLeast, flags.quick ? kQuickRepeat : kRepeat));
   }
-  std::vector<double> times, copies = {*copy}, ratios;
   const double gigaflops = 1e-9 * problem.desc->flops();
   const double gigabytes = 1e-9 * static_cast<double>(operands->bytes);
   const double copied = 2e-9 * static_cast<double>(meter.copy_bytes());
+  const Sku sku = plan.sku();
+  Row row{std::string(sku.kernel), std::string(sku.architecture), name(meter.device())};
+  // A GPU multiplies so much faster than it moves data that even ops made of products are held
+  // against the copy there.
+  row.by_gemm = gigaflops > 0 && gemm_gflop_s > 0 && meter.host();
+  std::vector<double> times, copies = {*copy}, traffic_ratios, ratios;
   for (int i = 0; i < repeat; ++i) {
-    const auto t = meter.time(work);
+    const auto t = meter.time(work, calls);
     if (!t) return t.status();
     copy = meter.time_copy();
     if (!copy) return copy.status();
     const double around = (copies.back() + *copy) / 2;
     times.push_back(*t);
     copies.push_back(*copy);
-    ratios.push_back(gigaflops > 0 && gemm_gflop_s > 0 ? gigaflops / *t / gemm_gflop_s
-                                                       : gigabytes / *t / (copied / around));
+    traffic_ratios.push_back(gigabytes / *t / (copied / around));
+    ratios.push_back(row.by_gemm ? gigaflops / *t / gemm_gflop_s : traffic_ratios.back());
   }
-  const Sku sku = plan.sku();
-  Row row{std::string(sku.kernel), std::string(sku.architecture), name(meter.device())};
   row.seconds = median(times);
   row.gb_s = gigabytes / row.seconds;
-  row.gflop_s = gigaflops / row.seconds;
   row.copy_gb_s = copied / median(copies);
+  row.traffic_ratio = median(traffic_ratios);
+  row.gflop_s = gigaflops / row.seconds;
+  row.gemm_gflop_s = gigaflops > 0 ? gemm_gflop_s : 0;
+  row.gemm_ratio = row.gemm_gflop_s > 0 ? row.gflop_s / row.gemm_gflop_s : 0;
   row.ratio = median(ratios);
   row.ratio_low = quartile(ratios, 0.25);
   row.ratio_high = quartile(ratios, 0.75);
   row.elements_s_core =
       static_cast<double>(problem.desc->elements()) / row.seconds / std::max(num_threads(), 1);
   row.repeat = repeat;
+  row.calls = calls;
+  row.sets = sets;
   return row;
 }
 
@@ -164,10 +186,12 @@ class Machine {
     const bool cuda = device.type == Device::Type::cuda;
     std::unique_ptr<Meter>& slot = cuda ? cuda_ : cpu_;
     if (!slot) {
-      const std::size_t bytes = flags_.quick ? kQuickCopyBytes : kCopyBytes;
-      // A GPU's cache and launch overhead call for more.
-      auto made = cuda ? cuda_meter(device.index, 8 * bytes)
-                       : cpu_meter(bytes, gemm_size(), flags_.quick ? 5 : 9, limits_);
+      const int repeat = flags_.quick ? 5 : 9;
+      auto made =
+          cuda ? cuda_meter(device.index, flags_.quick ? kQuickCudaCopyCaches : kCudaCopyCaches,
+                            cuda_gemm_size(), repeat, cuda_limits_)
+               : cpu_meter(flags_.quick ? kQuickCopyBytes : kCopyBytes, gemm_size(), repeat,
+                           limits_);
       if (!made) return made.status();
       slot = std::move(*made);
       if (!flags_.common.quiet) print(device);
@@ -175,16 +199,17 @@ class Machine {
     return slot.get();
   }
 
-  // That of the element's dtype; of f32 where no other was measured.
-  double gemm_gflop_s(DType element) const {
+  // That of the element's dtype; of f32 where no other was measured, on a GPU of bf16.
+  double gemm_gflop_s(Device device, DType element) const {
+    if (device.type == Device::Type::cuda) return cuda_limits_.gemm_bf16_gflop_s;
     const bool bf16 = element == DType::bf16 && limits_.gemm_bf16_gflop_s > 0;
     return bf16 ? limits_.gemm_bf16_gflop_s : limits_.gemm_gflop_s;
   }
 
   Json json() const {
-    Json j{{"cpu", cpu_model()},   {"cores", omp_get_num_procs()}, {"threads", num_threads()},
-           {"pinned", pinned()},   {"isa", cpu::architecture()},   {"version", version()},
-           {"quick", flags_.quick}};
+    Json j{{"cpu", cpu_model()},    {"cores", omp_get_num_procs()},   {"threads", num_threads()},
+           {"pinned", pinned()},    {"isa", cpu::architecture()},     {"version", version()},
+           {"quick", flags_.quick}, {"shrink", shrink_factor(flags_)}};
     if (cpu_) {
       j["copy_gb_s"] = std::max(limits_.streaming_gb_s, limits_.memcpy_gb_s);
       j["streaming_gb_s"] = limits_.streaming_gb_s;
@@ -193,35 +218,70 @@ class Machine {
       j["gemm_gflop_s"] = limits_.gemm_gflop_s;
       j["gemm_bf16_gflop_s"] = limits_.gemm_bf16_gflop_s;
     }
+    if (cuda_) {
+      const CudaLimits& c = cuda_limits_;
+      j["cuda"] = {{"name", c.name},
+                   {"multiprocessors", c.multiprocessors},
+                   {"l2_bytes", c.l2_bytes},
+                   {"copy_bytes", cuda_->copy_bytes()},
+                   {"copy_gb_s", std::max(c.memcpy_gb_s, c.kernel_gb_s)},
+                   {"memcpy_gb_s", c.memcpy_gb_s},
+                   {"kernel_copy_gb_s", c.kernel_gb_s},
+                   {"gemm_bf16_gflop_s", c.gemm_bf16_gflop_s}};
+    }
     return j;
   }
 
  private:
   static bool pinned() { return omp_get_proc_bind() != omp_proc_bind_false; }
   int gemm_size() const { return flags_.quick ? kQuickGemmSize : kGemmSize; }
+  int cuda_gemm_size() const { return flags_.quick ? kQuickCudaGemmSize : kCudaGemmSize; }
 
   void print(Device device) const {
     if (device.type == Device::Type::cuda) {
-      fmt::print("{}: the limit is the device's own copy, bytes read plus written\n", name(device));
+      const CudaLimits& c = cuda_limits_;
+      fmt::print("{}: {}, {} multiprocessors, {} MiB of L2\n", name(device), c.name,
+                 c.multiprocessors, c.l2_bytes >> 20);
+      fmt::print(
+          "limits: copy kernel {:.1f} GB/s, cudaMemcpy {:.1f} GB/s (bytes read plus written, {} "
+          "MiB), {}\n",
+          c.kernel_gb_s, c.memcpy_gb_s, cuda_->copy_bytes() >> 20,
+          c.no_gemm.empty() ? fmt::format("GEMM bf16 {:.0f} GFLOP/s ({}^3)", c.gemm_bf16_gflop_s,
+                                          cuda_gemm_size())
+                            : "no GEMM rate (" + c.no_gemm + ")");
       return;
     }
     fmt::print("{}, {} cores, {} threads{}, {}\n", cpu_model(), omp_get_num_procs(), num_threads(),
                pinned() ? " (pinned)" : " (not pinned)", cpu::architecture());
     fmt::print(
         "limits: streaming copy {:.1f} GB/s, memcpy {:.1f} GB/s (bytes read plus written), "
-        "reading alone {:.1f} GB/s, GEMM f32 {:.0f}{} GFLOP/s ({}^3)\n",
-        limits_.streaming_gb_s, limits_.memcpy_gb_s, limits_.read_gb_s, limits_.gemm_gflop_s,
-        limits_.gemm_bf16_gflop_s > 0 ? fmt::format(", bf16 {:.0f}", limits_.gemm_bf16_gflop_s)
-                                      : "",
-        gemm_size());
+        "reading alone {:.1f} GB/s, {}\n",
+        limits_.streaming_gb_s, limits_.memcpy_gb_s, limits_.read_gb_s,
+        limits_.gemm_gflop_s == 0
+            ? "no GEMM rate (built without oneDNN)"
+            : fmt::format("GEMM f32 {:.0f}{} GFLOP/s ({}^3)", limits_.gemm_gflop_s,
+                          limits_.gemm_bf16_gflop_s > 0
+                              ? fmt::format(", bf16 {:.0f}", limits_.gemm_bf16_gflop_s)
+                              : "",
+                          gemm_size()));
   }
 
   const BenchFlags& flags_;
   CpuLimits limits_;
+  CudaLimits cuda_limits_;
   std::unique_ptr<Meter> cpu_, cuda_;
 };
 
 constexpr const char* kLine = "{:<33} {:<31} {:<12} {:>9} {:>10} {:>10} {:>6} {:>12}\n";
+
+void print_heading(Device::Type device) {
+  const bool cuda = device == Device::Type::cuda;
+  fmt::print("ratio: the op's minimum traffic per second over the copy's, measured in turn; {}\n",
+             cuda ? "of GEMM: its FLOP/s over the bf16 GEMM's, for matrix work"
+                  : "for matrix work its FLOP/s over the GEMM's of its dtype");
+  fmt::print(kLine, "op", "case", "kernel", "ms", "rate", "limit", "ratio",
+             cuda ? "of GEMM" : "Melem/s/core");
+}
 
 std::string rate(double value, const char* unit) { return fmt::format("{:.1f} {}", value, unit); }
 
@@ -237,7 +297,7 @@ bool wants_plan_overhead(const BenchFlags& flags) {
          std::string_view(kPlanOverhead).find(flags.filter) != std::string_view::npos;
 }
 
-Result<std::vector<Task>> tasks(const BenchFlags& flags) {
+Result<std::vector<Task>> tasks(const BenchFlags& flags, const DeviceChoice& choice) {
   std::vector<const AnyOp*> ops;
   for (const std::string& name : flags.ops) {
     const auto op = find_op(name);
@@ -246,13 +306,21 @@ Result<std::vector<Task>> tasks(const BenchFlags& flags) {
   }
   if (ops.empty()) ops.assign(all_ops().begin(), all_ops().end());
   std::vector<Task> out;
+  bool too_large = false;
   for (const AnyOp* op : ops) {
     for (Problem& problem : bench_problems(*op)) {
       const std::string title = std::string(op->name()).append(" ") + problem.label;
       if (title.find(flags.filter) == std::string::npos) continue;
-      if (flags.quick) shrink(*problem.desc, kQuickFactor);
+      if (problem.gpu_only && choice.device.type == Device::Type::cpu) {
+        too_large = true;
+        continue;
+      }
+      if (shrink_factor(flags) > 1) shrink(*problem.desc, shrink_factor(flags));
       out.push_back({op, std::move(problem)});
     }
+  }
+  if (out.empty() && too_large && !wants_plan_overhead(flags)) {
+    return invalid("bench: the cases asked for are of a GPU's size, expected --device cuda");
   }
   if (out.empty() && !wants_plan_overhead(flags)) {
     return invalid("bench: --filter: " + flags.filter +
@@ -263,47 +331,45 @@ Result<std::vector<Task>> tasks(const BenchFlags& flags) {
 
 Status run(const BenchFlags& flags, char** argv) {
   BITTERN_TRY(check_json_flag(flags.common));
-  const auto todo = tasks(flags);
-  if (!todo) return todo.status();
   const auto choice = choose_device(flags.common);
   if (!choice) return choice.status();
+  const auto todo = tasks(flags, *choice);
+  if (!todo) return todo.status();
   pin_threads(argv);
   if (flags.common.threads > 0) set_num_threads(flags.common.threads);
 
   const bool print = !flags.common.quiet;
   if (print) {
-    fmt::print("bittern {} bench{}{}\n", version(),
-               flags.quick ? ", QUICK: 1/8 of the elements, few samples; not for the record" : "",
+    const std::int64_t less = shrink_factor(flags);
+    fmt::print("bittern {} bench{}{}{}\n", version(),
+               flags.quick ? ", QUICK: few samples, not for the record" : "",
+               less > 1 ? fmt::format(", 1/{} of the elements", less) : "",
                choice->automatic ? ", device auto: " + name(choice->device) : "");
   }
   Machine machine(flags);
   Progress progress(flags.common.quiet);
   Json rows = Json::array();
   Status refused;
-  bool heading = false;
+  std::optional<Device::Type> heading;
   for (const Task& task : *todo) {
     const AnyDesc& desc = *task.problem.desc;
     const std::string& label = task.problem.label;
     Device device = choice->device;
     auto plan = desc.select(device, task.problem.preference);
-    if (!plan && choice->automatic && device.type == Device::Type::cuda) {
+    if (!plan && choice->automatic && !task.problem.gpu_only && device.type == Device::Type::cuda) {
       device = {};
       plan = desc.select(device, task.problem.preference);
     }
     Result<Row> row = plan.status();
-    double gemm_gflop_s = 0;
     if (plan) {
       progress.show(fmt::format("{} {}", task.op->name(), label));
       const auto meter = machine.meter(device);
       if (!meter) return meter.status();
-      if (print && !heading) {
-        fmt::print(
-            "ratio: the op's minimum traffic per second over the copy's, measured in turn; for "
-            "matrix work its FLOP/s over the GEMM's of its dtype\n");
-        fmt::print(kLine, "op", "case", "kernel", "ms", "rate", "limit", "ratio", "Melem/s/core");
-        heading = true;
+      if (print && heading != device.type) {
+        print_heading(device.type);
+        heading = device.type;
       }
-      gemm_gflop_s = machine.gemm_gflop_s((*plan)->sku().element);
+      const double gemm_gflop_s = machine.gemm_gflop_s(device, (*plan)->sku().element);
       row = measure(task.problem, **plan, **meter, gemm_gflop_s, flags);
       progress.clear();
     }
@@ -314,15 +380,17 @@ Status run(const BenchFlags& flags, char** argv) {
         fmt::print("{:<33} {:<31} unsupported: {}\n", task.op->name(), label, refused.message());
       continue;
     }
-    const bool host = device.type == Device::Type::cpu, matrix = row->gflop_s > 0;
+    const bool host = device.type == Device::Type::cpu;
     if (print) {
       fmt::print(kLine, task.op->name(), label,
                  row->kernel + (row->architecture == "any" ? "" : " " + row->architecture),
                  fmt::format("{:.3f}", 1e3 * row->seconds),
-                 matrix ? rate(row->gflop_s, "GF/s") : rate(row->gb_s, "GB/s"),
-                 matrix ? rate(gemm_gflop_s, "GF/s") : rate(row->copy_gb_s, "GB/s"),
+                 row->by_gemm ? rate(row->gflop_s, "GF/s") : rate(row->gb_s, "GB/s"),
+                 row->by_gemm ? rate(row->gemm_gflop_s, "GF/s") : rate(row->copy_gb_s, "GB/s"),
                  fmt::format("{:.2f}", row->ratio),
-                 host ? fmt::format("{:.0f}", 1e-6 * row->elements_s_core) : "-");
+                 host                  ? fmt::format("{:.0f}", 1e-6 * row->elements_s_core)
+                 : row->gemm_ratio > 0 ? fmt::format("{:.3f}", row->gemm_ratio)
+                                       : "-");
       std::fflush(stdout);
     }
     Json j{{"op", task.op->name()},
@@ -336,11 +404,15 @@ Status run(const BenchFlags& flags, char** argv) {
            {"limit_gb_s", row->copy_gb_s},
            {"ratio", row->ratio},
            {"ratio_quartiles", {row->ratio_low, row->ratio_high}},
-           {"repeat", row->repeat}};
+           {"traffic_ratio", row->traffic_ratio},
+           {"repeat", row->repeat},
+           {"calls", row->calls},
+           {"sets", row->sets}};
     if (host) j["elements_s_core"] = row->elements_s_core;
-    if (matrix) {
-      j["gflop_s"] = row->gflop_s;
-      j["limit_gflop_s"] = gemm_gflop_s;
+    if (row->gflop_s > 0) j["gflop_s"] = row->gflop_s;
+    if (row->gemm_ratio > 0) {
+      j["limit_gflop_s"] = row->gemm_gflop_s;
+      j["gemm_ratio"] = row->gemm_ratio;
     }
     rows.push_back(std::move(j));
   }
@@ -376,6 +448,9 @@ Verb bench_verb(CLI::App& main, char** argv) {
   verb->add_option("--filter", flags->filter, "only cases whose \"OP CASE\" contains this text");
   verb->add_option("--repeat", flags->repeat, "samples per case (default: 15, fewer when slow)")
       ->check(integer_in(1, 100000));
+  verb->add_option("--shrink", flags->shrink,
+                   "1/N of each case's elements (default: 1, 8 with --quick)")
+      ->check(integer_in(1, 1 << 20));
   verb->add_flag("--quick", flags->quick, "small problems, few samples: a glance, not a result");
   add_common_flags(*verb, flags->common);
   verb->footer("Example: bittern bench quantize_per_group --threads 2 --json results.json");

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "cli/bench_random.h"
 #include "cpu/dispatch.h"
 #include "cpu/gemm.h"
 #include "cpu/parallel.h"
@@ -170,13 +171,15 @@ class CpuMeter final : public Meter {
     return {};
   }
   bool host() const override { return true; }
+  // A CPU's operands are larger than its caches, and its calls longer than a clock's tick.
+  int sets(std::size_t) const override { return 1; }
+  int calls(double) const override { return 1; }
 
-  Result<double> time(const std::function<Status()>& work) override {
+  Result<double> time(const Work& work, int calls) override {
     const auto start = std::chrono::steady_clock::now();
-    Status status = work();
-    const double seconds = seconds_since(start);
-    if (!status.ok()) return status;
-    return seconds;
+    for (int i = 0; i < calls; ++i)
+      if (Status status = work(i); !status.ok()) return status;
+    return seconds_since(start) / calls;
   }
   // An op may leave dirty lines that the next copy would write back: an untimed copy goes first.
   Result<double> time_copy() override {
@@ -222,7 +225,7 @@ class CpuMeter final : public Meter {
     };
     const auto f32 =
         rate([&] { return cpu::gemm_f32(size, size, size, a.data(), b.data(), c.data()); });
-    if (!f32) return f32.status();
+    if (!f32) return f32.status().code() == Code::unsupported ? Status() : f32.status();
     limits.gemm_gflop_s = *f32;
     std::vector<bf16> half_a, half_b, half_c(n * n);
     for (const float x : a) half_a.push_back(to_bf16(x));
@@ -240,20 +243,56 @@ class CpuMeter final : public Meter {
   std::vector<std::unique_ptr<Pages>> operands_;
 };
 
+// A sample of a call that takes microseconds is many calls, captured once as a graph: what is timed
+// is the device, not the host's launching. Copies last long enough to be launched one by one.
 class CudaMeter final : public Meter {
  public:
-  CudaMeter(int index, std::size_t copy_bytes, const CudaPlugin* plugin)
-      : Meter({Device::Type::cuda, index}, copy_bytes), plugin_(plugin) {}
+  CudaMeter(int index, const CudaPlugin* plugin)
+      : Meter({Device::Type::cuda, index}, 0), plugin_(plugin) {}
   ~CudaMeter() override {
     release_all();
     for (void* p : {from_, to_})
       if (p != nullptr) plugin_->release(device_.index, p);
+    if (stream_.native != nullptr) plugin_->end_stream(device_.index, stream_);
   }
-  Status prepare() {
+
+  Status prepare(int caches, int gemm_size, int repeat, CudaLimits& limits) {
+    CudaDeviceInfo info;
+    BITTERN_TRY(plugin_->info(device_.index, &info));
+    l2_bytes_ = std::max<std::size_t>(info.l2_bytes, std::size_t{1} << 20);
+    copy_bytes_ = static_cast<std::size_t>(caches) * l2_bytes_ / kHugePage * kHugePage;
+    limits.name = info.name;
+    limits.multiprocessors = info.multiprocessors;
+    limits.l2_bytes = info.l2_bytes;
+    BITTERN_TRY(plugin_->make_stream(device_.index, &stream_));
     BITTERN_TRY(plugin_->alloc(device_.index, copy_bytes_, &from_));
     BITTERN_TRY(plugin_->alloc(device_.index, copy_bytes_, &to_));
-    return plugin_->synchronize(device_.index);
+    // Not zeros, which memory may move faster.
+    std::vector<std::uint64_t> noise(copy_bytes_ / sizeof(std::uint64_t));
+    generate<std::uint64_t>(noise.data(), static_cast<std::int64_t>(noise.size()), 0,
+                            [](std::uint64_t bits) { return bits; });
+    BITTERN_TRY(upload(from_, noise.data(), copy_bytes_));
+    std::vector<double> library, kernel;
+    for (int i = -1; i < repeat; ++i) {
+      const auto l = timed_copy(plugin_->stream_copy), k = timed_copy(plugin_->kernel_copy);
+      if (!l) return l.status();
+      if (!k) return k.status();
+      if (i < 0) continue;
+      library.push_back(*l);
+      kernel.push_back(*k);
+    }
+    const double gigabytes = 2e-9 * static_cast<double>(copy_bytes_);
+    limits.memcpy_gb_s = gigabytes / median(library);
+    limits.kernel_gb_s = gigabytes / median(kernel);
+    best_ = limits.kernel_gb_s > limits.memcpy_gb_s ? plugin_->kernel_copy : plugin_->stream_copy;
+    const Status measured = measure_gemm(gemm_size, repeat, limits.gemm_bf16_gflop_s);
+    release_all();
+    if (measured.code() != Code::unavailable) return measured;
+    limits.no_gemm = measured.message();
+    return {};
   }
+
+  Stream stream() const override { return stream_; }
   Result<void*> allocate(std::size_t bytes) override {
     void* p = nullptr;
     if (Status s = plugin_->alloc(device_.index, std::max<std::size_t>(bytes, 1), &p); !s.ok())
@@ -269,24 +308,77 @@ class CudaMeter final : public Meter {
     return plugin_->copy(to, from, bytes);
   }
   bool host() const override { return false; }
-  Result<double> time(const std::function<Status()>& work) override {
-    // Several launches per wait: one wait costs as much as a small kernel.
-    constexpr int kLaunches = 20;
-    if (Status s = plugin_->synchronize(device_.index); !s.ok()) return s;
-    const auto start = std::chrono::steady_clock::now();
-    for (int i = 0; i < kLaunches; ++i)
-      if (Status s = work(); !s.ok()) return s;
-    if (Status s = plugin_->synchronize(device_.index); !s.ok()) return s;
-    return seconds_since(start) / kLaunches;
+
+  int sets(std::size_t bytes) const override {
+    const std::size_t enough = (4 * l2_bytes_ + bytes) / std::max<std::size_t>(bytes, 1);
+    return static_cast<int>(std::min<std::size_t>(enough, kMostCalls));
   }
-  Result<double> time_copy() override {
-    return time([&] { return plugin_->copy(to_, from_, copy_bytes_); });
+  int calls(double seconds) const override {
+    return static_cast<int>(std::clamp<double>(kSampleSeconds / seconds, 1, kMostCalls));
   }
+  Result<double> time(const Work& work, int calls) override {
+    // Outside a graph first: loading a kernel cannot be captured.
+    double seconds = 0;
+    if (Status s = plugin_->time(
+            device_.index, stream_, [&] { return work(0); }, &seconds);
+        !s.ok())
+      return s;
+    const auto all = [&] {
+      for (int i = 0; i < calls; ++i) BITTERN_TRY(work(i));
+      return Status();
+    };
+    if (Status s = plugin_->replay(device_.index, stream_, all, 1, &seconds); !s.ok()) return s;
+    return seconds / calls;
+  }
+  Result<double> time_copy() override { return timed_copy(best_); }
 
  private:
+  static constexpr double kSampleSeconds = 2e-3;
+  static constexpr int kMostCalls = 256;
+  using Copy = decltype(CudaPlugin::stream_copy);
+
+  Result<double> timed_copy(Copy copy) {
+    constexpr int kCopies = 4;
+    const auto work = [&] {
+      for (int i = 0; i < kCopies; ++i)
+        BITTERN_TRY(copy(device_.index, stream_, to_, from_, copy_bytes_));
+      return Status();
+    };
+    double seconds = 0;
+    if (Status s = plugin_->time(device_.index, stream_, work, &seconds); !s.ok()) return s;
+    return seconds / kCopies;
+  }
+
+  Status measure_gemm(int size, int repeat, double& gflop_s) {
+    const auto n = static_cast<std::size_t>(size);
+    std::vector<bf16> values(n * n);
+    void* matrices[3];
+    for (std::uint64_t i = 0; i < 3; ++i) {
+      const auto memory = allocate(n * n * sizeof(bf16));
+      if (!memory) return memory.status();
+      matrices[i] = *memory;
+      if (i == 2) break;
+      generate<bf16>(values.data(), static_cast<std::int64_t>(values.size()), i << 40,
+                     [](std::uint64_t bits) { return to_bf16(gaussians()[bits & 0xffff]); });
+      BITTERN_TRY(upload(matrices[i], values.data(), n * n * sizeof(bf16)));
+    }
+    std::vector<double> times;
+    for (int i = -1; i < repeat; ++i) {
+      double seconds = 0;
+      BITTERN_TRY(
+          plugin_->gemm_bf16(device_.index, size, matrices[0], matrices[1], matrices[2], &seconds));
+      if (i >= 0) times.push_back(seconds);
+    }
+    gflop_s = 2e-9 * static_cast<double>(size) * size * size / median(times);
+    return {};
+  }
+
   const CudaPlugin* plugin_;
+  std::size_t l2_bytes_ = 0;
+  Stream stream_;
   void* from_ = nullptr;
   void* to_ = nullptr;
+  Copy best_ = nullptr;
   std::vector<void*> operands_;
 };
 
@@ -306,11 +398,12 @@ Result<std::unique_ptr<Meter>> cpu_meter(std::size_t copy_bytes, int gemm_size, 
   return std::unique_ptr<Meter>(std::move(meter));
 }
 
-Result<std::unique_ptr<Meter>> cuda_meter(int index, std::size_t copy_bytes) {
+Result<std::unique_ptr<Meter>> cuda_meter(int index, int caches, int gemm_size, int repeat,
+                                          CudaLimits& limits) {
   const auto plugin = cuda_plugin(index);
   if (!plugin) return plugin.status();
-  auto meter = std::make_unique<CudaMeter>(index, copy_bytes, *plugin);
-  if (Status s = meter->prepare(); !s.ok()) return s;
+  auto meter = std::make_unique<CudaMeter>(index, *plugin);
+  if (Status s = meter->prepare(caches, gemm_size, repeat, limits); !s.ok()) return s;
   return std::unique_ptr<Meter>(std::move(meter));
 }
 

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "bittern/device.h"
@@ -18,6 +19,8 @@ class Meter {
   Device device() const { return device_; }
   // How many bytes a copy reads; it writes as many.
   std::size_t copy_bytes() const { return copy_bytes_; }
+  // What is timed goes here.
+  virtual Stream stream() const { return {}; }
 
   // Memory for an operand; lives as long as the meter or until release_all().
   virtual Result<void*> allocate(std::size_t bytes) = 0;
@@ -26,8 +29,14 @@ class Meter {
   virtual Status upload(void* to, const void* from, std::size_t bytes) = 0;
   virtual bool host() const = 0;
 
-  // Seconds per call of `work`, or its error.
-  virtual Result<double> time(const std::function<Status()>& work) = 0;
+  // Calls take turns with this many sets of operands of `bytes` bytes each, so that none finds its
+  // own in the cache.
+  virtual int sets(std::size_t bytes) const = 0;
+  // How many calls of `seconds` seconds make a sample.
+  virtual int calls(double seconds) const = 0;
+  // Seconds per call of work(0), work(1), ... work(calls - 1), or its error.
+  using Work = std::function<Status(int call)>;
+  virtual Result<double> time(const Work& work, int calls) = 0;
   // Seconds for one copy by the better of the ways this device has.
   virtual Result<double> time_copy() = 0;
 
@@ -42,13 +51,26 @@ struct CpuLimits {
   double streaming_gb_s = 0;  // loads and whole-line non-temporal stores
   double memcpy_gb_s = 0;
   double read_gb_s = 0;          // loads alone: what an op that writes next to nothing can reach
-  double gemm_gflop_s = 0;       // of f32
+  double gemm_gflop_s = 0;       // of f32; 0: built without oneDNN
   double gemm_bf16_gflop_s = 0;  // 0: this CPU multiplies no bf16
 };
 
 // Measures copies of `copy_bytes` bytes and GEMMs of size n^3, `repeat` times each.
 Result<std::unique_ptr<Meter>> cpu_meter(std::size_t copy_bytes, int gemm_size, int repeat,
                                          CpuLimits& limits);
-Result<std::unique_ptr<Meter>> cuda_meter(int index, std::size_t copy_bytes);
+
+struct CudaLimits {
+  std::string name;
+  int multiprocessors = 0;
+  std::size_t l2_bytes = 0;
+  double memcpy_gb_s = 0;        // cudaMemcpyAsync
+  double kernel_gb_s = 0;        // a copy kernel
+  double gemm_bf16_gflop_s = 0;  // 0: not measured, for this reason
+  std::string no_gemm;
+};
+
+// Measures copies of `caches` times the device's L2 and a GEMM of size n^3, `repeat` times each.
+Result<std::unique_ptr<Meter>> cuda_meter(int index, int caches, int gemm_size, int repeat,
+                                          CudaLimits& limits);
 
 }  // namespace bittern::cli

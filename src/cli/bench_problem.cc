@@ -1,47 +1,13 @@
 #include "cli/bench_problem.h"
 
 #include <algorithm>
-#include <cmath>
 
-#include "cpu/parallel.h"
+#include "cli/bench_random.h"
 
 namespace bittern::cli {
 namespace {
 
 constexpr double kSigma = 0.02;  // of a trained weight
-
-std::uint64_t hash(std::uint64_t x) {  // splitmix64
-  x += 0x9E3779B97F4A7C15u;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  return x ^ (x >> 31);
-}
-
-// 64 Ki samples of N(0, 1), to be drawn from at random: quick, and Gaussian enough.
-const std::vector<float>& gaussian() {
-  static const std::vector<float> table = [] {
-    std::vector<float> t(1 << 16);
-    for (std::size_t i = 0; i < t.size(); i += 2) {
-      const double u = (static_cast<double>(hash(i) >> 11) + 0.5) * 0x1p-53;
-      const double v = (static_cast<double>(hash(i + 1) >> 11) + 0.5) * 0x1p-53;
-      const double r = std::sqrt(-2 * std::log(u));
-      t[i] = static_cast<float>(r * std::cos(2 * 3.14159265358979323846 * v));
-      t[i + 1] = static_cast<float>(r * std::sin(2 * 3.14159265358979323846 * v));
-    }
-    return t;
-  }();
-  return table;
-}
-
-// Calls make(64 random bits) for each of n elements, on the threads that will use them.
-template <class T, class F>
-void generate(void* data, std::int64_t n, std::uint64_t seed, F&& make) {
-  T* to = static_cast<T*>(data);
-  cpu::parallel(n, 1 << 14, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i)
-      to[i] = make(hash(seed + static_cast<std::uint64_t>(i)));
-  });
-}
 
 std::int64_t field_or(const AnyDesc& desc, std::string_view field, std::int64_t otherwise) {
   const auto value = desc.get(field);
@@ -79,7 +45,7 @@ Status fill(const AnyDesc& desc, const OperandInfo& o, void* data, std::uint64_t
                              ? static_cast<double>(code_range(desc, DType::u8).high) / 2
                              : 127.0;
     const double size = scale ? 3 * kSigma / std::max(reach, 0.5) : gradient ? 1.0 : kSigma;
-    const std::vector<float>& table = gaussian();
+    const std::vector<float>& table = gaussians();
     return visit_float(dtype, [&]<class T>(Type<T>) {
       generate<T>(data, n, seed, [&](std::uint64_t bits) {
         const double spread = scale ? 0.75 + 0.5 * static_cast<double>(bits & 0xffff) * 0x1p-16
@@ -112,34 +78,54 @@ Result<Operands> make_operands(const Problem& problem, Meter& meter) {
     BITTERN_TRY(fill(desc, o, data, seed << 40));
     view.data = data;
     oracle::Rng rng(seed);
-    if (problem.fill) problem.fill(o.name, view, rng);
+    if (problem.fill) problem.fill(desc, o.name, view, rng);
     return Status();
   };
+  const std::vector<OperandInfo> infos = desc.operands();
+  const std::string left_out = " " + problem.left_out + " ";
+  const auto present = [&](const OperandInfo& o) {
+    return left_out.find(" " + std::string(o.name) + " ") == std::string::npos;
+  };
+  const auto bytes_of = [](const OperandInfo& o) {
+    return static_cast<std::size_t>(o.expected.shape.numel()) * size_of(o.expected.dtype);
+  };
   Operands out;
+  std::size_t memory = 0;
+  for (const OperandInfo& o : infos) {
+    if (!present(o)) continue;
+    memory += bytes_of(o);
+    out.bytes += (o.expected.flags & Operand::kInOut) != 0 ? 2 * bytes_of(o) : bytes_of(o);
+  }
+  out.sets.resize(static_cast<std::size_t>(meter.sets(memory)));
   std::uint64_t seed = 1;
-  for (const OperandInfo& o : desc.operands()) {
-    MutView& v = out.views.emplace_back();
+  for (const OperandInfo& o : infos) {
+    MutView v;
     v.dtype = o.expected.dtype;
     v.shape = o.expected.shape;
     v.stride = o.expected.shape.dense_strides();
     v.device = meter.device();
-    const std::string left_out = " " + problem.left_out + " ";
-    if (left_out.find(" " + std::string(o.name) + " ") != std::string::npos) continue;
-    const std::size_t bytes =
-        static_cast<std::size_t>(o.expected.shape.numel()) * size_of(o.expected.dtype);
-    auto data = meter.allocate(bytes);
-    if (!data) return data.status();
-    v.data = *data;
-    const bool both = (o.expected.flags & Operand::kInOut) != 0;
-    out.bytes += both ? 2 * bytes : bytes;
-    if (o.output && !both) continue;
-    if (meter.host()) {
-      if (Status s = fill_input(o, v, v.data, seed++); !s.ok()) return s;
-    } else {
-      std::vector<std::byte> host(bytes);
-      if (Status s = fill_input(o, v, host.data(), seed++); !s.ok()) return s;
-      if (Status s = meter.upload(v.data, host.data(), bytes); !s.ok()) return s;
+    for (auto& set : out.sets) {
+      if (present(o)) {
+        auto data = meter.allocate(bytes_of(o));
+        if (!data) return data.status();
+        v.data = *data;
+      }
+      set.push_back(v);
     }
+    const bool both = (o.expected.flags & Operand::kInOut) != 0;
+    if (!present(o) || (o.output && !both)) continue;
+    // Every set holds the same values.
+    if (meter.host()) {
+      for (auto& set : out.sets)
+        if (Status s = fill_input(o, v, set.back().data, seed); !s.ok()) return s;
+    } else {
+      std::vector<std::byte> staged(bytes_of(o));
+      if (Status s = fill_input(o, v, staged.data(), seed); !s.ok()) return s;
+      for (auto& set : out.sets)
+        if (Status s = meter.upload(set.back().data, staged.data(), staged.size()); !s.ok())
+          return s;
+    }
+    ++seed;
   }
   return out;
 }

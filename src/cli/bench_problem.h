@@ -9,12 +9,13 @@
 namespace bittern::cli {
 
 struct Operands {
-  std::vector<MutView> views;  // in the order of AnyDesc::operands()
-  std::size_t bytes = 0;       // of all that are present, read or written once (a state: both)
+  std::vector<std::vector<MutView>> sets;  // each in the order of AnyDesc::operands()
+  std::size_t bytes = 0;  // of one set: all that are present, read or written once (a state: both)
 };
 
-// Allocates and fills: weights and activations are Gaussian, scales cover three sigma of them, zero
-// points are small, codes uniform over their range; then the case's own fill.
+// Allocates and fills as many sets as the meter asks for: weights and activations are Gaussian,
+// scales cover three sigma of them, zero points are small, codes uniform over their range; then the
+// case's own fill.
 Result<Operands> make_operands(const Problem& problem, Meter& meter);
 
 // The same problem with about 1/factor of the rows (or of a lone row).

@@ -68,10 +68,13 @@ class Progress {
 struct Problem {
   std::string label;
   std::unique_ptr<AnyDesc> desc;
-  // As oracle::BenchCase has them.
-  std::function<void(std::string_view operand, const ConstView& view, oracle::Rng& rng)> fill;
+  // As oracle::BenchCase has them; fill for a descriptor that may have been shrunk.
+  std::function<void(const AnyDesc& desc, std::string_view operand, const ConstView& view,
+                     oracle::Rng& rng)>
+      fill;
   std::string left_out;
   Preference preference = Preference::exact;
+  bool gpu_only = false;
 };
 std::vector<Problem> bench_problems(const AnyOp& op);
 

@@ -131,9 +131,20 @@ std::vector<Problem> problems(const AnyOp& op) {
     problem.desc = std::move(any);
     problem.left_out = bench.left_out;
     problem.preference = bench.preference;
+    problem.gpu_only = bench.gpu_only;
     if (bench.fill != nullptr) {
-      problem.fill = [bench](std::string_view operand, const ConstView& view, oracle::Rng& rng) {
-        bench.fill(bench.desc, operand, view, rng);
+      problem.fill = [fill = bench.fill](const AnyDesc& shrunk, std::string_view operand,
+                                         const ConstView& view, oracle::Rng& rng) {
+        typename Op::Desc desc;
+        Op::fields(desc, [&](const char* field, auto& member, const char*) {
+          using Member = std::remove_cvref_t<decltype(member)>;
+          if constexpr (kIsReal<Member>) {
+            member = static_cast<Member>(*shrunk.get_real(field));
+          } else {
+            member = static_cast<Member>(*shrunk.get(field));
+          }
+        });
+        fill(desc, operand, view, rng);
       };
     }
   }

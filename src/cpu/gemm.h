@@ -1,4 +1,4 @@
-// Matrix products on the CPU, by oneDNN.
+// Matrix products on the CPU, by oneDNN; unsupported in a build without it.
 #pragma once
 #include <cstdint>
 

@@ -54,7 +54,8 @@ Status gemm_bf16(int device, int n, const void* a, const void* b, void* c, doubl
   const DeviceScope scope(device);
   if (scope.error() != cudaSuccess) return status_of(scope.error(), "cuda: gemm");
   void* handle = nullptr;
-  BITTERN_TRY(status_of_cublas((*cublas)->create(&handle)));
+  if (const int code = (*cublas)->create(&handle); code != 0)
+    return unavailable("cuda: cuBLAS does not start, error " + std::to_string(code));
   cudaEvent_t start = nullptr, end = nullptr;
   const auto run = [&]() -> Status {
     const float one = 1, zero = 0;

@@ -61,6 +61,15 @@ Status check_pointer(int device, const void* p) {
   return invalid("memory of cuda:" + std::to_string(found.device) + ", expected " + here);
 }
 
+Status info(int device, CudaDeviceInfo* out) {
+  cudaDeviceProp found{};
+  BITTERN_TRY(status_of(cudaGetDeviceProperties(&found, device), "cuda: device"));
+  *out = {.name = found.name,
+          .multiprocessors = found.multiProcessorCount,
+          .l2_bytes = static_cast<std::size_t>(found.l2CacheSize)};
+  return {};
+}
+
 Status make_stream(int device, Stream* out) {
   const DeviceScope scope(device);
   if (scope.error() != cudaSuccess) return status_of(scope.error(), "cuda: stream");
@@ -156,6 +165,27 @@ Status replay(int device, Stream stream, const std::function<Status()>& work, in
   return {};
 }
 
+Status stream_copy(int device, Stream stream, void* dst, const void* src, std::size_t bytes) {
+  const DeviceScope scope(device);
+  if (scope.error() != cudaSuccess) return status_of(scope.error(), "cuda: copy");
+  return status_of(
+      cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream.native)),
+      "cuda: copy");
+}
+
+// One pack to a thread: where as much is written as read, more in flight per thread is slower.
+__global__ void __launch_bounds__(kBlock)
+    copy_packs(uint4* __restrict__ to, const uint4* __restrict__ from, std::int64_t packs) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kBlock + threadIdx.x;
+  if (i < packs) __stcs(to + i, __ldcs(from + i));
+}
+
+Status kernel_copy(int device, Stream stream, void* dst, const void* src, std::size_t bytes) {
+  const auto packs = static_cast<std::int64_t>(bytes / sizeof(uint4));
+  return launch("cuda: copy", copy_packs, grid_for(packs), device, stream, static_cast<uint4*>(dst),
+                static_cast<const uint4*>(src), packs);
+}
+
 struct Known {
   std::string architecture;
   Limits limits;
@@ -209,10 +239,13 @@ extern "C" __attribute__((visibility("default"))) const bittern::CudaPlugin* bit
       .copy = cuda::copy,
       .synchronize = cuda::synchronize,
       .check_pointer = cuda::check_pointer,
+      .info = cuda::info,
       .make_stream = cuda::make_stream,
       .end_stream = cuda::end_stream,
       .time = cuda::time,
       .replay = cuda::replay,
+      .stream_copy = cuda::stream_copy,
+      .kernel_copy = cuda::kernel_copy,
       .gemm_bf16 = cuda::gemm_bf16,
 #define BITTERN_OP(T, f, CPU, CUDA) BITTERN_IF_##CUDA(.f = f##_cuda(), )
 #include "ops/ops.inc"

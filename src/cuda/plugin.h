@@ -9,6 +9,13 @@
 
 namespace bittern {
 
+// What benchmarks say of a device, and size their problems by.
+struct CudaDeviceInfo {
+  std::string name;
+  int multiprocessors = 0;
+  std::size_t l2_bytes = 0;
+};
+
 struct CudaPlugin {
   std::uint64_t abi;
   // The number of devices; 0 and a reason when there is none.
@@ -19,6 +26,7 @@ struct CudaPlugin {
   Status (*synchronize)(int device);
   // Whether kernels on `device` can use the memory at `p`; why not, if they cannot.
   Status (*check_pointer)(int device, const void* p);
+  Status (*info)(int device, CudaDeviceInfo* out);
   Status (*make_stream)(int device, Stream* out);
   void (*end_stream)(int device, Stream stream);
   // Seconds that what `work` puts on the stream takes there, from event to event.
@@ -26,6 +34,10 @@ struct CudaPlugin {
   // The same, captured as a graph and replayed: the mean of `replays`.
   Status (*replay)(int device, Stream stream, const std::function<Status()>& work, int replays,
                    double* seconds);
+  // Put a copy within the device's memory on the stream: the runtime's own, and a plain kernel that
+  // moves 16 bytes per access (`bytes` is a multiple of 16, both ends are aligned).
+  Status (*stream_copy)(int device, Stream stream, void* dst, const void* src, std::size_t bytes);
+  Status (*kernel_copy)(int device, Stream stream, void* dst, const void* src, std::size_t bytes);
   // Seconds of c = a b, bf16 with f32 sums, all [n, n], by cuBLAS; unavailable without it.
   Status (*gemm_bf16)(int device, int n, const void* a, const void* b, void* c, double* seconds);
 #define BITTERN_OP(T, f, CPU, CUDA) BITTERN_IF_##CUDA(std::span<const Kernel<T>> f;)

@@ -28,6 +28,21 @@ __device__ inline void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// ---- approximations ----
+
+// 2^x within 2^-22 of it, 1 for 0 and subnormals; results below 2^-126 are 0.
+__device__ inline float approximate_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// 1 / x within an ulp, exact for powers of two; for x neither subnormal nor above 2^126.
+__device__ inline float approximate_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // ---- matrix fragments ----
 
 // Four 8x8 tiles of 16-bit elements: lane l gives the address of row l % 8 of tile l / 8 and gets,

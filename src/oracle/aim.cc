@@ -347,6 +347,20 @@ std::vector<CausalConvDesc> causal_conv_cases() {
       }
     }
   }
+  // Channels that make whole packs.
+  for (std::int32_t width = 2; width <= 4; ++width) {
+    for (const DType element : kElements) {
+      const bool packed = cases.size() % 2 != 0;
+      cases.push_back({.batch = packed ? 1 : 2,
+                       .tokens = 75,
+                       .channels = 24,
+                       .width = width,
+                       .n_sequences = packed ? 4 : 0,
+                       .element = element,
+                       .silu = element != DType::f16});
+    }
+  }
+  cases.push_back({.tokens = 600, .channels = 1, .n_sequences = 600});
   cases.push_back({.tokens = 300, .channels = 5, .n_sequences = 2});
   cases.push_back({.tokens = 0, .channels = 5, .n_sequences = 2});
   cases.push_back({.tokens = 5, .channels = 0});
@@ -366,7 +380,11 @@ std::vector<GatedNormDesc> gated_norm_cases() {
                        .rounding = turn % 4 < 2 ? NormRounding::once : NormRounding::each});
     }
   }
+  for (const std::int64_t dim : {128, 256})
+    for (const DType element : {DType::f32, DType::bf16, DType::f16})
+      cases.push_back({.rows = 140, .dim = dim, .element = element});
   cases.push_back({.rows = 64 * 9, .dim = 3});
+  cases.push_back({.rows = 64 * 513, .dim = 1});
   cases.push_back({.rows = 0, .dim = 16});
   return cases;
 }

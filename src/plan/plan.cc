@@ -85,6 +85,15 @@ Status check_overlap(std::string_view op, std::span<const Extent> extents) {
   return {};
 }
 
+Status check_memory(std::string_view op, const char* operand, const void* p, Device device) {
+  const auto plugin = cuda_plugin(device.index);
+  if (!plugin) return plugin.status();
+  const Status found = (*plugin)->check_pointer(device.index, p);
+  if (found.ok()) return {};
+  return {found.code(),
+          std::string(op).append(": ").append(operand).append(": ").append(found.message())};
+}
+
 }  // namespace plan_detail
 
 #define BITTERN_OP(T, f, CPU, CUDA)                                               \

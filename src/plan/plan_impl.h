@@ -34,6 +34,8 @@ Status check_operand(std::string_view op, const char* name, const ConstView& vie
                      const Operand& expected, Device device, Extent& extent);
 // No output may overlap another operand, but for exact in-place use.
 Status check_overlap(std::string_view op, std::span<const Extent> extents);
+// Whether `p` is memory that kernels on a CUDA device can use, whatever its view declares.
+Status check_memory(std::string_view op, const char* name, const void* p, Device device);
 
 }  // namespace plan_detail
 
@@ -104,8 +106,13 @@ Status Plan<Op>::can_implement(const Args& args) const {
         std::string(Op::kName).append(": every output is left out, expected at least one"));
   }
   BITTERN_TRY(plan_detail::check_overlap(Op::kName, std::span(extents.data(), count)));
+  if (device_.type == Device::Type::cuda) {
+    for (const plan_detail::Extent& extent : std::span(extents.data(), count))
+      BITTERN_TRY(plan_detail::check_memory(Op::kName, extent.name, extent.begin, device_));
+    return {};  // nor can the host look at their contents
+  }
   if constexpr (requires { Op::check_contents(desc_, args); }) {
-    if (device_.type == Device::Type::cpu) return Op::check_contents(desc_, args);
+    return Op::check_contents(desc_, args);
   }
   return {};
 }
@@ -139,6 +146,8 @@ Status Plan<Op>::run(const Args& args, Stream stream, Workspace workspace) const
     if (reinterpret_cast<std::uintptr_t>(workspace.data) % 64 != 0 && needed != 0) {
       return invalid(std::string(Op::kName).append(": workspace: not aligned to 64 bytes"));
     }
+    if (device_.type == Device::Type::cuda && needed != 0)
+      BITTERN_TRY(plan_detail::check_memory(Op::kName, "workspace", workspace.data, device_));
     bool work = false;  // no output element: nothing to do, nothing to launch
     Op::operands(desc_, args, [&](const char*, const auto& v, const Operand& expected) {
       if constexpr (std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>) {

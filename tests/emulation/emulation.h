@@ -254,10 +254,19 @@ inline float __int_as_float(int x) { return emulation::cast<float>(x); }
 inline float __uint_as_float(unsigned x) { return emulation::cast<float>(x); }
 inline long long __double_as_longlong(double x) { return emulation::cast<long long>(x); }
 inline double __longlong_as_double(long long x) { return emulation::cast<double>(x); }
+inline double __hiloint2double(int high, int low) {
+  return __longlong_as_double(static_cast<long long>(high) << 32 | static_cast<unsigned>(low));
+}
+inline float __saturatef(float x) { return x > 0 ? std::min(x, 1.0f) : 0.0f; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fadd_rz(float a, float b) {  // for sums that are exact in f64
+  const double sum = static_cast<double>(a) + static_cast<double>(b);
+  const float near = static_cast<float>(sum);
+  return std::abs(static_cast<double>(near)) > std::abs(sum) ? std::nextafter(near, 0.0f) : near;
+}
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }

@@ -1,17 +1,19 @@
 """The Python interface itself: copies, strides, errors, threads, what plans say, stubs."""
 
+import ctypes
 import inspect
 import pathlib
 import subprocess
 import sys
 import threading
+import types
 
 import numpy as np
 import pytest
 from arrays import assert_same_bits, from_f32
 
 import bittern
-from bittern import _bittern
+from bittern import _bittern, _cuda
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 OPS = [op.name for op in bittern.ops()]
@@ -199,7 +201,164 @@ def test_an_array_says_why_it_does_not_export(problem):
         bittern.quantize_per_group(Refuses(), problem[1])
 
 
+# ---- CUDA arrays, as far as they can be tried without a device ----
+
+
+class OnCuda:
+    """A numpy array that DLPack declares to be on a CUDA device; notes the streams it is told."""
+
+    def __init__(self, array, index=0):
+        self.array, self.index, self.streams = array, index, []
+        self.is_cuda, self.device = True, index  # as torch names them
+
+    def __dlpack_device__(self):
+        return 2, self.index
+
+    def __dlpack__(self, *, stream=None, max_version=None):
+        self.streams.append(stream)
+        capsule = self.array.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        # DLTensor: the address, then the device's type and index.
+        tensor = pointer(capsule, b"dltensor")
+        ctypes.c_uint64.from_address(tensor).value = self.data_pointer()
+        device = (ctypes.c_int32 * 2).from_address(tensor + 8)
+        device[0], device[1] = 2, self.index
+        return capsule
+
+    def data_pointer(self):
+        return self.array.ctypes.data
+
+
+class OldOnCuda(OnCuda):
+    """A producer from before DLPack 1.0."""
+
+    def __dlpack__(self, *, stream=None):
+        return super().__dlpack__(stream=stream)
+
+
+@pytest.mark.parametrize("kind", [OnCuda, OldOnCuda])
+def test_cuda_arrays(kind, problem):
+    x = problem[0]
+    array = kind(x, index=3)
+    tensor = _bittern.Tensor("op: x", array)
+    assert (tensor.address, tensor.device) == (x.ctypes.data, "cuda:3")
+    _bittern.Tensor("op: x", array, stream=0x1234)
+    assert array.streams == [1, 0x1234]  # 1 is DLPack's name for the default stream
+
+
+def test_cuda_arrays_are_not_mixed_with_others(problem):
+    x, scale, expected = problem
+    q = np.zeros(x.shape, np.int8)
+    message = "quantize_per_group: scale: on cuda:0, expected cpu"
+    with pytest.raises(ValueError, match=message):
+        bittern.quantize_per_group(x, OnCuda(scale), q=q, group_size=64)
+    for call in (plan_for(x).run, plan_for(x).can_implement):
+        with pytest.raises(ValueError, match=message):
+            call(x=x, scale=OnCuda(scale), q=q)
+    with pytest.raises(ValueError, match="fake_quantize_per_group_backward: workspace: on cuda:1"):
+        bittern.plan("fake_quantize_per_group_backward", outer_size=1, axis_size=128).run(
+            dy=x[:1, :128],
+            x=x[:1, :128],
+            scale=scale[:1, :1],
+            d_scale=np.zeros((1, 1), np.float32),
+            workspace=OnCuda(np.zeros(64, np.uint8), index=1),
+        )
+
+
+def test_a_cuda_array_says_why_it_does_not_export(problem):
+    class RefusesOnCuda(OnCuda):
+        def __dlpack__(self, **kwargs):
+            raise BufferError("this one stays there")
+
+    with pytest.raises(ValueError, match="quantize_per_group: x: this one stays there"):
+        bittern.quantize_per_group(RefusesOnCuda(problem[0]), problem[1])
+
+
+class Context:
+    """Notes that it was entered."""
+
+    def __init__(self, log, *what):
+        self.log, self.what = log, what
+
+    def __enter__(self):
+        self.log.append(self.what)
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.fixture
+def torch_with_cuda(monkeypatch):
+    """As much of torch as streams need: its tensors are OnCuda, its current stream is 77."""
+    log = []
+    stream = types.SimpleNamespace
+    cuda = types.SimpleNamespace(
+        current_stream=lambda device: stream(cuda_stream=77),
+        default_stream=lambda device: stream(cuda_stream=0),
+        ExternalStream=lambda handle, device: stream(cuda_stream=handle),
+        device=lambda index: Context(log, "device", index),
+        stream=lambda s: Context(log, "stream", s.cuda_stream),
+    )
+    empty = lambda n, dtype, device: OnCuda(np.zeros(n, np.uint8), device)  # noqa: E731
+    torch = types.SimpleNamespace(Tensor=OnCuda, cuda=cuda, uint8="uint8", empty=empty)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    return log
+
+
+def test_torchs_current_stream_needs_no_waiting(torch_with_cuda):
+    log, array = torch_with_cuda, OnCuda(np.zeros(4, np.float32), index=2)
+    assert _cuda.stream_handle(None, ["not torch's", array]) == 77
+    _bittern.Tensor("op: x", array, stream=77)
+    _bittern.Tensor("op: x", array, stream=5)
+    _bittern.Tensor("op: x", array, stream=0)
+    assert array.streams == [-1, 5, 1]
+    assert log == [("device", 2)] * 3  # torch exports from its current device alone
+
+
+def test_torch_allocates_for_the_stream(torch_with_cuda):
+    log, array = torch_with_cuda, OnCuda(np.zeros(4, np.float32))
+    for handle in (77, 5, 0):
+        assert _cuda.new_workspace([None, array], 100, handle).array.size == 100
+    assert log == [("stream", 5), ("stream", 0)]
+    used = []
+    array.record_stream = lambda stream: used.append(stream.cuda_stream)
+    for handle in (77, 5):
+        _cuda.keep_until_done([array], handle)
+    assert used == [5]
+    assert _cuda.new_workspace([np.zeros(3)], 100, 5) is None
+
+
+def test_streams():
+    class Stream:
+        def __cuda_stream__(self):
+            return 0, 9
+
+    assert _cuda.stream_handle(None) == 0
+    assert _cuda.stream_handle(np.int64(8)) == 8
+    assert _cuda.stream_handle(types.SimpleNamespace(cuda_stream=7)) == 7
+    assert _cuda.stream_handle(Stream()) == 9
+    with pytest.raises(ValueError, match="stream: 'fast', expected an int or a CUDA stream"):
+        bittern.quantize_per_group(np.zeros((1, 128), np.float32), 1.0, stream="fast")
+
+
 # ---- the functions ----
+
+
+def test_a_plan_is_chosen_once(problem, monkeypatch):
+    """For each problem, and again when what the choice depends on changes."""
+    x, scale, expected = problem
+    call = bittern.quantize_per_group
+    remembered = call._body._remembered
+    call(x, scale, group_size=64)
+    before = remembered.cache_info()
+    assert np.array_equal(call(-x, scale, group_size=64), quantize(-x, scale))
+    assert remembered.cache_info().hits == before.hits + 1
+    monkeypatch.setenv("BITTERN_KERNEL", "ref")
+    assert np.array_equal(call(x, scale, group_size=64), expected)
+    assert remembered.cache_info().misses == before.misses + 1
+    with pytest.raises(ValueError, match=r"group_size: \[64\], expected a number"):
+        call(x, scale, group_size=[64])
 
 
 def test_granularities():

@@ -73,6 +73,7 @@ def test_help_of_a_verb_has_an_example(verb):
         (["bench", "--threads", "0"], ["--threads", "0, expected an integer 1.."]),
         (["bench", "--threads", "two"], ["--threads", "two, expected an integer 1.."]),
         (["bench", "--threads"], ["--threads"]),
+        (["bench", "--shrink", "0"], ["--shrink", "0, expected an integer 1.."]),
         (["bench", "--repeat", "-1"], ["--repeat", "-1, expected an integer 1.."]),
         (["check", "--seed", "x"], ["--seed", "x, expected an integer"]),
         (["ops", "--device", "tpu"], ["--device", "tpu", "expected auto, cpu, cuda or cuda:n"]),
@@ -172,7 +173,43 @@ def test_bench_prints_its_limits_and_ratios(tmp_path):
     for row in report["rows"]:
         assert row["ms"] > 0 and row["gb_s"] > 0 and row["limit_gb_s"] > 0 and row["ratio"] > 0
         assert row["kernel"] in ("cpu", "ref") and row["device"] == "cpu"
+        assert row["traffic_ratio"] == row["ratio"] and row["sets"] == row["calls"] == 1
         assert row["problem"]["outer_size"] > 0 and row["case"]
+
+
+def test_bench_leaves_a_gpus_cases_off_the_cpu():
+    label = "gated_rms_norm bf16 1048576 x 128"
+    refused(bittern("bench", "--device", "cpu", "--filter", label), 2, "GPU's size", "--device cuda")
+
+
+def test_bench_on_an_emulated_gpu(tmp_path):
+    """The flow alone: streams, graphs, operands that take turns. Its times mean nothing."""
+    plugin = pathlib.Path(COMMAND).parent / "libbittern_cuda_emulated.so"
+    if not plugin.exists():
+        pytest.skip("no emulated device beside the command")
+    path = tmp_path / "bench.json"
+    result = bittern(
+        "bench", "quantize_per_group", "gdn_kkt", "--device", "cuda", "--quick", "--shrink", 2048,
+        "--repeat", 1, "--json", path, env={"BITTERN_CUDA_PLUGIN": str(plugin)},
+    )  # fmt: skip
+    assert result.returncode == 0, result
+    assert "1/2048 of the elements" in result.stdout and "multiprocessors" in result.stdout
+    assert "copy kernel" in result.stdout and "no GEMM rate" in result.stdout
+    assert "gdn_kkt: no kernel on cuda:0" in result.stdout
+    heading = next(l for l in result.stdout.splitlines() if l.startswith("op "))
+    assert heading.split() == ["op", "case", "kernel", "ms", "rate", "limit", "ratio", "of", "GEMM"]
+    report = json.loads(path.read_text())
+    cuda = report["machine"]["cuda"]
+    for key in ("multiprocessors", "l2_bytes", "copy_bytes", "memcpy_gb_s", "kernel_copy_gb_s"):
+        assert cuda[key] > 0
+    assert cuda["copy_gb_s"] == max(cuda["memcpy_gb_s"], cuda["kernel_copy_gb_s"])
+    assert report["machine"]["shrink"] == 2048
+    assert {r["op"] for r in report["rows"]} == {"quantize_per_group"}
+    for row in report["rows"]:
+        assert row["device"] == "cuda:0" and row["ms"] > 0
+        assert row["ratio"] == row["traffic_ratio"] > 0
+        # Four caches' worth of operands take turns, each as often as any other.
+        assert row["sets"] > 1 and row["calls"] % row["sets"] == 0
 
 
 def test_bench_measures_the_plan(tmp_path):
@@ -188,6 +225,12 @@ def test_peers_script_explains_itself():
         [sys.executable, ROOT / "bench" / "peers.py", "--help"], capture_output=True, text=True
     )
     assert result.returncode == 0 and "torch" in result.stdout
+
+
+def test_cuda_peers_script_explains_itself():
+    script = ROOT / "bench" / "peers_cuda.py"
+    result = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
+    assert result.returncode == 0 and "FLA" in result.stdout
 
 
 def test_peers_script_names_what_is_missing(tmp_path):

@@ -21,11 +21,21 @@ std::vector<BenchCase<AuraDesc>> aura_decode_bench_cases() {
   turned.rotated = false;
   dense.rotated = false;
   dense.rotation = Rotation::dense;
+  const auto large = [](AuraDesc small, std::int32_t bits) {
+    small.outer_size = 1 << 20;
+    small.bits = bits;
+    return small;
+  };
+  const auto exact = Preference::exact;
   return {{"rotated d128 4 bit bf16", d, fill_aura},
           {"rotated d128 4 bit f32", f32, fill_aura},
           {"rotated d128 8 bit bf16", eight, fill_aura},
           {"hadamard d128 4 bit bf16", turned, fill_aura},
-          {"dense d128 4 bit bf16", dense, fill_aura}};
+          {"dense d128 4 bit bf16", dense, fill_aura},
+          {"bf16 d128 4 bit hadamard 1Mi rows", large(turned, 4), fill_aura, "", exact, true},
+          {"bf16 d128 4 bit rotated 1Mi rows", large(d, 4), fill_aura, "", exact, true},
+          {"bf16 d128 8 bit hadamard 1Mi rows", large(turned, 8), fill_aura, "", exact, true},
+          {"bf16 d128 4 bit dense 1Mi rows", large(dense, 4), fill_aura, "", exact, true}};
 }
 
 // Norms keep the NaN, infinities and zeros that fill() gave some.

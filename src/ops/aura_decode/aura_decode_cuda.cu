@@ -1,8 +1,343 @@
 #include "bittern/ops/aura_decode.h"
+#include "cuda/aura.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
+namespace {
 
-std::span<const Kernel<AuraDecode>> aura_decode_cuda() { return {}; }
+using Op = AuraDecode;
+using cuda::lane_index;
+using cuda::RowRotation;
+using cuda::RowTile;
+using cuda::warp_index;
+
+// ---- tuning ----
+
+constexpr int kWarpsOfRows = 8;  // of a block of decode_by_warps
+constexpr int kFewRows = 4;      // a multiprocessor: no more than these are left to decode_by_warps
+constexpr int kMostWarps = 12;   // of a block of decode_by_lanes: its registers
+constexpr int kPairCopies = 16;  // of the table of pairs of levels: 8 bytes meet each bank once
+constexpr int kLevelCopies = 32;
+
+struct Problem {
+  const std::uint32_t* packed;
+  const void* norms;
+  const float* codebook;
+  void* y;
+  std::int64_t packed_stride, norm_stride, y_stride;  // in elements
+  std::int64_t rows;
+  RowRotation rotation;  // identity if y stays in rotated space
+  DType element, norm_element;
+  int bits, words;  // of a code; of a packed row
+};
+
+__device__ float norm_at(const Problem& p, std::int64_t row) {
+  return cuda::load_element(p.norms, p.norm_element, row * p.norm_stride);
+}
+
+// ---- a warp to a row ----
+
+// A row of norm * codebook[code] in shared memory, and a finished row from there.
+__device__ void look_up_row(const Problem& p, std::int64_t row, float* t) {
+  const std::uint32_t* words = p.packed + row * p.packed_stride;
+  const float norm = norm_at(p, row);
+  for (int j = lane_index(); j < p.rotation.dim; j += 32) {
+    const int word = j * p.bits / 32, at = j * p.bits % 32;
+    std::uint32_t code = words[word] >> at;
+    if (at + p.bits > 32) code |= words[word + 1] << (32 - at);
+    t[j] = norm * __ldg(p.codebook + (code & ((1u << p.bits) - 1)));
+  }
+}
+__device__ void store_row(const Problem& p, std::int64_t row, const float* y) {
+  for (int j = lane_index(); j < p.rotation.dim; j += 32)
+    cuda::store_element(p.y, p.element, row * p.y_stride + j, y[j]);
+}
+
+__global__ void __launch_bounds__(32 * kWarpsOfRows)
+    decode_by_warps(const __grid_constant__ Problem p) {
+  const int n = p.rotation.dim;
+  float* const t = cuda::dynamic_shared<float>() + warp_index() * 2 * n;
+  const std::int64_t warps = std::int64_t{gridDim.x} * kWarpsOfRows;
+  for (std::int64_t row = std::int64_t{blockIdx.x} * kWarpsOfRows + warp_index(); row < p.rows;
+       row += warps) {
+    look_up_row(p, row, t);
+    store_row(p, row, cuda::rotate_by_warp(p.rotation, t, t + n));
+    __syncwarp();
+  }
+}
+
+Status run_by_warps(const Problem& p, int device, Stream stream) {
+  const cuda::Grid grid{
+      .blocks = (p.rows + kWarpsOfRows - 1) / kWarpsOfRows,
+      .threads = 32 * kWarpsOfRows,
+      .shared = sizeof(float) * 2 * kWarpsOfRows * static_cast<std::size_t>(p.rotation.dim)};
+  return cuda::launch(Op::kName, decode_by_warps, grid, device, stream, p);
+}
+
+// ---- a block to many rows, for dense rotations ----
+
+__global__ void __launch_bounds__(32 * cuda::DenseBlock::kMostWarps)
+    decode_dense(const __grid_constant__ Problem p, const cuda::DenseBlock block) {
+  constexpr int kRows = cuda::DenseBlock::kRows;
+  auto* const tile = cuda::dynamic_shared<float>();
+  float* const t =
+      tile + cuda::DenseBlock::kTileBytes / 4 + warp_index() * 2 * kRows * block.stride;
+  float* const y = t + kRows * block.stride;
+  const std::int64_t step = std::int64_t{gridDim.x} * block.warps * kRows;
+  for (std::int64_t base = std::int64_t{blockIdx.x} * block.warps * kRows; base < p.rows;
+       base += step) {
+    const std::int64_t first = base + warp_index() * kRows;
+    for (int i = 0; i < kRows && first + i < p.rows; ++i)
+      look_up_row(p, first + i, t + i * block.stride);
+    __syncwarp();
+    block.rotate(p.rotation, t, y, tile);
+    for (int i = 0; i < kRows && first + i < p.rows; ++i)
+      store_row(p, first + i, y + i * block.stride);
+    __syncwarp();
+  }
+}
+
+Status run_dense(const Problem& p, int device, Stream stream) {
+  const auto block = cuda::DenseBlock::plan(p.rotation.dim, 0, device);
+  const std::int64_t rows = block.warps * cuda::DenseBlock::kRows;
+  const cuda::Grid grid{
+      .blocks = (p.rows + rows - 1) / rows, .threads = 32 * block.warps, .shared = block.shared};
+  return cuda::launch(Op::kName, decode_dense, grid, device, stream, p, block);
+}
+
+// ---- a lane to a row ----
+
+// Shared memory of decode_by_lanes: levels, signs; then for each warp its packed rows and its rows
+// of y.
+struct Layout {
+  int element_bytes;
+  int signs, warps;              // offsets in bytes
+  int in_stride, y_stage, warp;  // bytes of a packed row; offset of y; bytes of a warp
+};
+
+// The levels of a lane's codes: `Codes` is what it reads of the lane's packed row.
+template <class Tile, int kBits>
+class Levels;
+
+// Two codes, a byte, at once.
+template <class Tile>
+class Levels<Tile, 4> {
+ public:
+  static constexpr int kBytes = 256 * kPairCopies * sizeof(float2);
+  __device__ Levels(char* table, const Problem& p)
+      : mine_(table + lane_index() % kPairCopies * static_cast<int>(sizeof(float2))) {
+    for (int i = static_cast<int>(threadIdx.x); i < 256; i += static_cast<int>(blockDim.x)) {
+      const float2 pair{__ldg(p.codebook + i % 16), __ldg(p.codebook + i / 16)};
+      for (int copy = 0; copy < kPairCopies; ++copy)
+        reinterpret_cast<float2*>(table)[i * kPairCopies + copy] = pair;
+    }
+  }
+  struct Codes {
+    std::uint32_t words[Tile::kChunks];
+  };
+  __device__ Codes read(const char* row) const {
+    Codes codes;
+    auto& words = codes.words;
+    if constexpr (Tile::kRows == 32 && Tile::kChunks % 4 == 0) {
+#pragma unroll
+      for (int k = 0; k < Tile::kChunks; k += 4) {
+        const uint4 four = reinterpret_cast<const uint4*>(row)[k / 4];
+        words[k] = four.x, words[k + 1] = four.y, words[k + 2] = four.z, words[k + 3] = four.w;
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < Tile::kChunks; ++k)
+        words[k] = reinterpret_cast<const std::uint32_t*>(row)[Tile::first_of_chunk(k) / 8];
+    }
+    return codes;
+  }
+  __device__ void look_up(const Codes& codes, float (&y)[Tile::kEach]) const {
+#pragma unroll
+    for (int i = 0; i < Tile::kEach; i += 2) {
+      // Byte i / 2 % 4 of the word, times the 2^7 bytes of its entry.
+      constexpr int kShift = 7;
+      static_assert(kPairCopies * sizeof(float2) == 1 << kShift);
+      const int at = 8 * (i / 2 % 4);
+      const std::uint32_t word = codes.words[i / 8];
+      const std::uint32_t entry =
+          (at < kShift ? word << (kShift - at) : word >> (at - kShift)) & (0xffu << kShift);
+      const float2 pair = *reinterpret_cast<const float2*>(mine_ + entry);
+      y[i] = pair.x;
+      y[i + 1] = pair.y;
+    }
+  }
+
+ private:
+  const char* mine_;
+};
+
+// Any number of bits.
+template <class Tile>
+class Levels<Tile, 0> {
+ public:
+  static constexpr int kBytes = 256 * kLevelCopies * sizeof(float);
+  __device__ Levels(char* table, const Problem& p)
+      : mine_(reinterpret_cast<const float*>(table) + lane_index()), bits_(p.bits) {
+    for (int i = static_cast<int>(threadIdx.x); i < 1 << p.bits; i += static_cast<int>(blockDim.x))
+      for (int copy = 0; copy < kLevelCopies; ++copy)
+        reinterpret_cast<float*>(table)[i * kLevelCopies + copy] = __ldg(p.codebook + i);
+  }
+  struct Codes {
+    std::uint32_t four[2 * Tile::kChunks];  // the low bits are four codes
+  };
+  __device__ Codes read(const char* row) const {
+    Codes codes;
+    const auto* words = reinterpret_cast<const std::uint32_t*>(row);
+#pragma unroll
+    for (int k = 0; k < Tile::kChunks; ++k) {
+      // The chunk is `bits` bytes, in one to three words. A word past the row is not used.
+      const int byte = Tile::first_of_chunk(k) / 8 * bits_;
+      const std::uint32_t* at = words + byte / 4;
+      const unsigned shift = 8 * static_cast<unsigned>(byte % 4);
+      const unsigned low = __funnelshift_r(at[0], at[1], shift);
+      const unsigned high = __funnelshift_r(at[1], at[2], shift);
+      codes.four[2 * k] = low;
+      codes.four[2 * k + 1] = __funnelshift_rc(low, high, static_cast<unsigned>(4 * bits_));
+    }
+    return codes;
+  }
+  __device__ void look_up(const Codes& codes, float (&y)[Tile::kEach]) const {
+    const unsigned mask = (1u << bits_) - 1;
+#pragma unroll
+    for (int i = 0; i < Tile::kEach; ++i)
+      y[i] = mine_[(codes.four[i / 4] >> i % 4 * bits_ & mask) * kLevelCopies];
+  }
+
+ private:
+  const float* mine_;
+  int bits_;
+};
+
+template <class Tile, int kBits>
+__global__ void __launch_bounds__(32 * kMostWarps, 1)
+    decode_by_lanes(const __grid_constant__ Problem p, const Layout layout) {
+  char* const shared = cuda::dynamic_shared<char>();
+  const Levels<Tile, kBits> levels(shared, p);
+  auto* const signs = reinterpret_cast<float*>(shared + layout.signs);
+  const bool rotates = p.rotation.kind == Rotation::hadamard;
+  if (rotates) {
+    for (int j = static_cast<int>(threadIdx.x); j < p.rotation.dim;
+         j += static_cast<int>(blockDim.x))
+      signs[j] = p.rotation.table[j];
+  }
+  char* const in = shared + layout.warps + warp_index() * layout.warp;
+  char* const stage = in + layout.y_stage;
+
+  const int warps = static_cast<int>(blockDim.x / 32);
+  const std::int64_t step = std::int64_t{gridDim.x} * warps * Tile::kRows;
+  std::int64_t first = (std::int64_t{blockIdx.x} * warps + warp_index()) * Tile::kRows;
+  const auto rows_at = [&](std::int64_t row) {
+    return static_cast<int>(p.rows - row < Tile::kRows ? p.rows - row : Tile::kRows);
+  };
+  float norm = 0;  // of the rows fetched
+  const auto fetch = [&](std::int64_t row) {
+    if (row >= p.rows) return;
+    const int rows = rows_at(row);
+    cuda::copy_rows_in(in, layout.in_stride, p.packed + row * p.packed_stride, p.packed_stride,
+                       p.words, rows);
+    cuda::copy_async_commit();
+    norm = Tile::row() < rows ? norm_at(p, row + Tile::row()) : 0.0f;
+  };
+  fetch(first);
+  __syncthreads();
+
+  for (; first < p.rows; first += step) {
+    cuda::copy_async_wait<0>();
+    __syncwarp();
+    const auto codes = levels.read(in + Tile::row() * layout.in_stride);
+    const float s = norm;
+    __syncwarp();
+    fetch(first + step);
+    float y[Tile::kEach];
+    levels.look_up(codes, y);
+#pragma unroll
+    for (float& v : y) v *= s;
+    if (rotates) {
+#pragma unroll
+      for (float& v : y) v *= p.rotation.scale;
+      Tile::template mix<true>(y);
+      Tile::butterflies(y);
+      Tile::multiply(y, signs);
+    }
+    const int rows = rows_at(first);
+    const std::int64_t stride = p.y_stride * layout.element_bytes;
+    char* const to = static_cast<char*>(p.y) + first * stride;
+    switch (p.element) {
+      case DType::f16: Tile::template store<f16>(y, stage); break;
+      case DType::bf16: Tile::template store<bf16>(y, stage); break;
+      default: Tile::template store<float>(y, stage);
+    }
+    __syncwarp();
+    if (p.element == DType::f32) {
+      Tile::template put_out<float>(stage, to, stride, rows);
+    } else {
+      Tile::template put_out<bf16>(stage, to, stride, rows);
+    }
+    __syncwarp();
+  }
+}
+
+template <class Tile, int kBits>
+Status run_by_lanes(const Problem& p, int device, Stream stream) {
+  const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
+  Layout l{.element_bytes = static_cast<int>(size_of(p.element))};
+  l.signs = Levels<Tile, kBits>::kBytes;
+  l.warps = l.signs + align(4 * p.rotation.dim);
+  l.in_stride = align(4 * p.words) | 16;
+  l.y_stage = Tile::kRows * l.in_stride;
+  l.warp = l.y_stage + Tile::kRows * (p.element == DType::f32 ? Tile::template kStageStride<float>
+                                                              : Tile::template kStageStride<bf16>);
+  const auto& limits = cuda::limits(device);
+  const std::int64_t tiles = (p.rows + Tile::kRows - 1) / Tile::kRows;
+  const int room = (static_cast<int>(limits.shared_per_block) - l.warps) / l.warp;
+  const auto share = (tiles + limits.multiprocessors - 1) / limits.multiprocessors;
+  const int warps = static_cast<int>(std::min<std::int64_t>(std::min(room, kMostWarps), share));
+  const cuda::Grid grid{
+      .blocks = std::min<std::int64_t>(limits.multiprocessors, (tiles + warps - 1) / warps),
+      .threads = 32 * warps,
+      .shared = static_cast<std::size_t>(l.warps + warps * l.warp)};
+  return cuda::launch(Op::kName, decode_by_lanes<Tile, kBits>, grid, device, stream, p, l);
+}
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
+  const Rotation rotation = d.rotated ? Rotation::identity : d.rotation;
+  const Problem p{.packed = a.packed.as<std::uint32_t>(),
+                  .norms = a.norms.data,
+                  .codebook = a.codebook.as<float>(),
+                  .y = a.y.data,
+                  .packed_stride = a.packed.row_stride(),
+                  .norm_stride = a.norms.row_stride(),
+                  .y_stride = a.y.row_stride(),
+                  .rows = d.outer_size,
+                  .rotation = cuda::row_rotation(rotation, d.axis_size, a.table.as<float>(), true),
+                  .element = d.element,
+                  .norm_element = d.norm_element(),
+                  .bits = d.bits,
+                  .words = static_cast<int>(packed_words(d.axis_size, d.bits))};
+  const int device = a.y.device.index;
+  const auto by_warps = [&] { return run_by_warps(p, device, stream); };
+  if (p.rows < kFewRows * cuda::limits(device).multiprocessors) return by_warps();
+  if (rotation == Rotation::dense) return run_dense(p, device, stream);
+  if (!cuda::pieces_aligned(a.y, p.rows)) return by_warps();
+  return cuda::visit_tuned_dim(
+      d.axis_size,
+      [&]<class Tile>(Tile) {
+        return d.bits == 4 ? run_by_lanes<Tile, 4>(p, device, stream)
+                           : run_by_lanes<Tile, 0>(p, device, stream);
+      },
+      by_warps);
+}
+
+constexpr Kernel<Op> kKernels[] = {
+    {.name = "cuda", .backend = "cuda", .architecture = cuda::architecture, .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<AuraDecode>> aura_decode_cuda() { return kKernels; }
 
 }  // namespace bittern

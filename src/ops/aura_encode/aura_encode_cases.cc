@@ -13,15 +13,33 @@ std::vector<BenchCase<AuraDesc>> aura_encode_bench_cases() {
     return d;
   };
   using D = AuraDesc&;
-  return {{"hadamard d128 4 bit f32", hadamard, fill_aura},
-          {"hadamard d128 4 bit bf16", with([](D d) { d.element = DType::bf16; }), fill_aura},
-          {"hadamard d128 3 bit f32", with([](D d) { d.bits = 3; }), fill_aura},
-          {"hadamard d128 8 bit f32", with([](D d) { d.bits = 8; }), fill_aura},
-          {"hadamard d64 4 bit f32", with([](D d) { d.axis_size = 64; }), fill_aura},
-          {"hadamard d80 4 bit f32", with([](D d) { d.axis_size = 80; }), fill_aura},
-          {"hadamard d192 4 bit f32", with([](D d) { d.axis_size = 192; }), fill_aura},
-          {"hadamard d512 4 bit f32", with([](D d) { d.axis_size = 512; }), fill_aura},
-          {"dense d128 4 bit f32", with([](D d) { d.rotation = Rotation::dense; }), fill_aura}};
+  std::vector<BenchCase<AuraDesc>> cases = {
+      {"hadamard d128 4 bit f32", hadamard, fill_aura},
+      {"hadamard d128 4 bit bf16", with([](D d) { d.element = DType::bf16; }), fill_aura},
+      {"hadamard d128 3 bit f32", with([](D d) { d.bits = 3; }), fill_aura},
+      {"hadamard d128 8 bit f32", with([](D d) { d.bits = 8; }), fill_aura},
+      {"hadamard d64 4 bit f32", with([](D d) { d.axis_size = 64; }), fill_aura},
+      {"hadamard d80 4 bit f32", with([](D d) { d.axis_size = 80; }), fill_aura},
+      {"hadamard d192 4 bit f32", with([](D d) { d.axis_size = 192; }), fill_aura},
+      {"hadamard d512 4 bit f32", with([](D d) { d.axis_size = 512; }), fill_aura},
+      {"dense d128 4 bit f32", with([](D d) { d.rotation = Rotation::dense; }), fill_aura}};
+  const auto add_large = [&](std::int64_t dim, std::int32_t bits, Rotation rotation,
+                             Preference preference = Preference::exact) {
+    const AuraDesc d{.outer_size = 1 << 20,
+                     .axis_size = dim,
+                     .bits = bits,
+                     .element = DType::bf16,
+                     .rotation = rotation};
+    cases.push_back({"bf16 d" + std::to_string(dim) + " " + std::to_string(bits) + " bit " +
+                         std::string(kRotationNames[static_cast<std::size_t>(rotation)]) +
+                         (preference == Preference::fastest ? " fastest" : "") + " 1Mi rows",
+                     d, fill_aura, "", preference, true});
+  };
+  for (const std::int64_t dim : {128, 64, 80, 256, 512}) add_large(dim, 4, Rotation::hadamard);
+  for (const std::int32_t bits : {2, 3, 8}) add_large(128, bits, Rotation::hadamard);
+  add_large(128, 4, Rotation::dense);
+  add_large(128, 4, Rotation::dense, Preference::fastest);
+  return cases;
 }
 
 namespace {

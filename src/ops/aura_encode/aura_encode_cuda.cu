@@ -1,8 +1,502 @@
+#include <cmath>
+#include <limits>
+
 #include "bittern/ops/aura_encode.h"
+#include "core/numerics.h"
+#include "cuda/aura.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
+namespace {
 
-std::span<const Kernel<AuraEncode>> aura_encode_cuda() { return {}; }
+using Op = AuraEncode;
+using cuda::kAllLanes;
+using cuda::lane_index;
+using cuda::RowRotation;
+using cuda::RowTile;
+using cuda::warp_index;
+
+// ---- tuning ----
+
+constexpr int kWarpsOfRows = 8;  // of a block of encode_by_warps
+constexpr int kFewRows = 4;      // a multiprocessor: no more than these are left to encode_by_warps
+constexpr int kCellBytes = 32 << 10;  // of the table of cells, all its copies
+constexpr int kLookupCopies = 32;     // of the codebook: one for each bank
+
+constexpr int kMostWarps = 12;  // of a block of encode_by_lanes: its registers
+
+struct Problem {
+  const void* x;
+  const float *boundaries, *codebook;
+  std::uint32_t* packed;
+  void* norms;
+  std::int64_t x_stride, packed_stride, norm_stride;  // in elements
+  std::int64_t rows;
+  RowRotation rotation;
+  DType element;
+  ScaleRule rule;
+  bool f16_norm;
+  int bits, words;  // of a code; of a packed row
+};
+
+__device__ float stored_scale(ScaleRule rule, float norm, float cc, float rc) {
+  switch (rule) {
+    case ScaleRule::matched: return sqrtf(cc) > kAuraTiny ? norm / sqrtf(cc) : norm;
+    case ScaleRule::least_squares: return sqrtf(cc) > kAuraTiny ? norm * (rc / cc) : norm;
+    case ScaleRule::unbiased: return rc > kAuraTiny ? norm / rc : norm;
+    default: return norm;
+  }
+}
+
+__device__ void store_norm(const Problem& p, std::int64_t row, float s) {
+  const float most = p.f16_norm ? max_finite<f16>() : max_finite<float>();
+  if (s > most) s = most;
+  if (s < -most) s = -most;
+  cuda::store_element(p.norms, p.f16_norm ? DType::f16 : DType::f32, row * p.norm_stride, s);
+}
+
+// ---- a warp to a row ----
+
+// The number of sorted boundaries below r, 0 for a NaN: one bit of it
+// after the other.
+__device__ unsigned count_below(const float* boundaries, int bits, float r) {
+  unsigned count = 0;
+  for (unsigned step = 1u << (bits - 1); step > 0; step /= 2)
+    if (r > __ldg(boundaries + count + step - 1)) count += step;
+  return count;
+}
+
+struct Length {
+  float norm;
+  bool finite;
+};
+
+// Steps 1 and 2 but for the rotation: t = u.
+__device__ Length normalise_row(const Problem& p, std::int64_t row, float* t) {
+  const int lane = lane_index(), n = p.rotation.dim;
+  bool finite = true;
+  for (int j = lane; j < n; j += 32) {
+    t[j] = cuda::load_element(p.x, p.element, row * p.x_stride + j);
+    finite = finite && fabsf(t[j]) <= max_finite<float>();
+  }
+  finite = __all_sync(kAllLanes, finite);
+  const auto length = [&] {
+    return sqrtf(cuda::sum_by_warp(n, [&](int j) { return t[j] * t[j]; }));
+  };
+  float norm = length();
+  const bool overflows = norm > max_finite<float>();
+  if (overflows) {
+    for (int j = lane; j < n; j += 32) t[j] *= kAuraShrink;
+    norm = length();
+  }
+  const float inv = norm > kAuraTiny ? 1 / norm : 0;
+  if (overflows) norm = fminf(norm / kAuraShrink, max_finite<float>());
+  for (int j = lane; j < n; j += 32) t[j] *= inv;
+  return {norm, finite};
+}
+
+// Steps 3 to 5, with room for the codes of a row.
+__device__ void quantise_row(const Problem& p, std::int64_t row, Length length, const float* r,
+                             std::uint32_t* codes) {
+  const int lane = lane_index(), n = p.rotation.dim;
+  for (int j = lane; j < n; j += 32)
+    codes[j] = length.finite ? count_below(p.boundaries, p.bits, r[j]) : 0;
+  const auto level = [&](int j) { return __ldg(p.codebook + codes[j]); };
+  float cc = 0, rc = 0;
+  if (p.rule != ScaleRule::none)
+    cc = cuda::sum_by_warp(n, [&](int j) { return level(j) * level(j); });
+  if (p.rule == ScaleRule::least_squares || p.rule == ScaleRule::unbiased)
+    rc = cuda::sum_by_warp(n, [&](int j) { return r[j] * level(j); }) + 0.0f;
+  __syncwarp();
+  for (int w = lane; w < p.words; w += 32) {
+    std::uint32_t word = 0;
+    int j = 32 * w / p.bits, at = j * p.bits - 32 * w;  // the first code that reaches this word
+    for (; at < 32 && j < n; ++j, at += p.bits) word |= at < 0 ? codes[j] >> -at : codes[j] << at;
+    p.packed[row * p.packed_stride + w] = word;
+  }
+  if (lane == 0) {
+    const float s = stored_scale(p.rule, length.norm, cc, rc);
+    store_norm(p, row, length.finite ? s : std::numeric_limits<float>::quiet_NaN());
+  }
+  __syncwarp();
+}
+
+// `scratch` holds two rows of floats.
+__device__ __noinline__ void encode_row(const Problem& p, std::int64_t row, float* scratch) {
+  float* const spare = scratch + p.rotation.dim;
+  const Length length = normalise_row(p, row, scratch);
+  const float* r = cuda::rotate_by_warp(p.rotation, scratch, spare);
+  quantise_row(p, row, length, r, reinterpret_cast<std::uint32_t*>(r == scratch ? spare : scratch));
+}
+
+__global__ void __launch_bounds__(32 * kWarpsOfRows)
+    encode_by_warps(const __grid_constant__ Problem p) {
+  float* const scratch = cuda::dynamic_shared<float>() + warp_index() * 2 * p.rotation.dim;
+  const std::int64_t warps = std::int64_t{gridDim.x} * kWarpsOfRows;
+  for (std::int64_t row = std::int64_t{blockIdx.x} * kWarpsOfRows + warp_index(); row < p.rows;
+       row += warps) {
+    encode_row(p, row, scratch);
+  }
+}
+
+Status run_by_warps(const Problem& p, int device, Stream stream) {
+  const cuda::Grid grid{
+      .blocks = (p.rows + kWarpsOfRows - 1) / kWarpsOfRows,
+      .threads = 32 * kWarpsOfRows,
+      .shared = sizeof(float) * 2 * kWarpsOfRows * static_cast<std::size_t>(p.rotation.dim)};
+  return cuda::launch(Op::kName, encode_by_warps, grid, device, stream, p);
+}
+
+// ---- a block to many rows, for dense rotations ----
+
+__global__ void __launch_bounds__(32 * cuda::DenseBlock::kMostWarps)
+    encode_dense(const __grid_constant__ Problem p, const cuda::DenseBlock block) {
+  constexpr int kRows = cuda::DenseBlock::kRows;
+  auto* const tile = cuda::dynamic_shared<float>();
+  const int floats = 2 * kRows * block.stride + 2 * kRows;  // of a warp
+  float* const x = tile + cuda::DenseBlock::kTileBytes / 4 + warp_index() * floats;
+  float* const r = x + kRows * block.stride;
+  auto* const lengths = reinterpret_cast<Length*>(r + kRows * block.stride);
+  const std::int64_t step = std::int64_t{gridDim.x} * block.warps * kRows;
+  for (std::int64_t base = std::int64_t{blockIdx.x} * block.warps * kRows; base < p.rows;
+       base += step) {
+    const std::int64_t first = base + warp_index() * kRows;
+    const auto for_rows = [&](auto&& f) {
+      for (int i = 0; i < kRows && first + i < p.rows; ++i) f(i);
+    };
+    for_rows([&](int i) {
+      const Length length = normalise_row(p, first + i, x + i * block.stride);
+      if (lane_index() == 0) lengths[i] = length;
+    });
+    __syncwarp();
+    block.rotate(p.rotation, x, r, tile);
+    for_rows([&](int i) {
+      quantise_row(p, first + i, lengths[i], r + i * block.stride,
+                   reinterpret_cast<std::uint32_t*>(x + i * block.stride));
+    });
+  }
+}
+
+Status run_dense(const Problem& p, int device, Stream stream) {
+  const auto block = cuda::DenseBlock::plan(
+      p.rotation.dim, cuda::DenseBlock::kRows * static_cast<int>(sizeof(Length)), device);
+  const std::int64_t rows = block.warps * cuda::DenseBlock::kRows;
+  const cuda::Grid grid{
+      .blocks = (p.rows + rows - 1) / rows, .threads = 32 * block.warps, .shared = block.shared};
+  return cuda::launch(Op::kName, encode_dense, grid, device, stream, p, block);
+}
+
+// ---- a lane to a row ----
+
+// Finds codes without a search: [-1.0625, 1.0625], where the coordinates
+// of a unit vector lie, is cut into equal cells, so fine that none holds
+// two boundaries. cell(r) = fma(r, slope, 2^23 + half the cells), whose
+// low bits number the cell, never descends in r, so code(r) = boundaries
+// in the cells before, plus 1 if r is above the one in its own.
+struct Cell {
+  float boundary;  // +inf if there is none
+  unsigned before;
+};
+struct Cells {
+  int count;   // a power of two
+  int copies;  // for lanes l % copies, so that they rarely meet in a
+               // bank
+  float slope, middle;
+
+  static constexpr float kReach = 1.0625f;
+  static constexpr float kInteger = 0x1p23f;
+  __device__ unsigned cell(float r) const { return __float_as_uint(fmaf(r, slope, middle)); }
+  static constexpr unsigned kFirst = 0x4b000000;  // the bits of kInteger
+};
+
+// Lloyd-Max boundaries in the middle are about 4.1 sigma / levels apart,
+// sigma = dim^-1/2.
+Cells cells_for(int dim, int bits) {
+  const double apart = 4.1 / std::sqrt(dim) / (1 << bits);
+  const auto needed = static_cast<unsigned>(1.1 * 2 * Cells::kReach / apart) + 2;
+  const int most = kCellBytes / static_cast<int>(sizeof(Cell));
+  const int count = std::min(static_cast<int>(std::bit_ceil(needed)), most);
+  return {.count = count,
+          .copies = std::min(most / count, 16),
+          .slope = (static_cast<float>(count / 2) - 1) / Cells::kReach,
+          .middle = Cells::kInteger + static_cast<float>(count / 2)};
+}
+
+// Shared memory of encode_by_lanes: cells, lookup, factors; then for
+// each warp the rows of x and the packed rows.
+struct Layout {
+  int element_bytes;
+  int lookup, factors, warps;  // offsets in bytes
+  int stage, out_stride,
+      warp;  // bytes of a warp's rows; of a packed row; of a warp
+};
+
+// The whole block fills table[entry][copy], copies of what value(entry)
+// gives.
+template <class T, class F>
+__device__ void fill_table(T* table, int entries, int copies, const F& value) {
+  for (int i = static_cast<int>(threadIdx.x); i < entries; i += static_cast<int>(blockDim.x)) {
+    const T v = value(i);
+    for (int copy = 0; copy < copies; ++copy) table[i * copies + copy] = v;
+  }
+}
+
+// Are the cells fine enough?
+__device__ bool fill_cells(Cell* table, const Cells& cells, const Problem& p) {
+  const int boundaries = (1 << p.bits) - 1;
+  // The cell of a boundary; before the first or after the last, where r
+  // never is.
+  const auto cell_of = [&](int i) {
+    const float b = __ldg(p.boundaries + i);
+    if (fabsf(b) > Cells::kReach) return b < 0 ? -1 : cells.count;
+    return static_cast<int>(cells.cell(b) - Cells::kFirst);
+  };
+  bool fine = true;
+  fill_table(table, cells.count, cells.copies, [&](int cell) {
+    int before = 0;
+    for (int step = 1 << (p.bits - 1); step > 0; step /= 2)
+      if (cell_of(before + step - 1) < cell) before += step;
+    Cell made{INFINITY, static_cast<unsigned>(before)};
+    if (before < boundaries && cell_of(before) == cell)
+      made.boundary = __ldg(p.boundaries + before);
+    if (before + 1 < boundaries && cell_of(before + 1) == cell) fine = false;
+    return made;
+  });
+  return __syncthreads_and(fine ? 1 : 0) != 0;
+}
+
+// Eight codes, `bits` bytes, to shared memory. All of it is uniform but
+// for the codes.
+__device__ void store_chunk(std::uint8_t* to, int bits, std::uint32_t low, std::uint32_t high) {
+  const int each = 4 * bits;
+  if (bits == 4) {
+    *reinterpret_cast<std::uint32_t*>(to) = low | high << 16;
+  } else if (bits == 8) {
+    reinterpret_cast<std::uint32_t*>(to)[0] = low;
+    reinterpret_cast<std::uint32_t*>(to)[1] = high;
+  } else if (bits == 2) {
+    *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(low | high << 8);
+  } else {
+    const std::uint64_t all = low | static_cast<std::uint64_t>(high) << each;
+    for (int i = 0; i < bits; ++i) to[i] = static_cast<std::uint8_t>(all >> 8 * i);
+  }
+}
+
+// What the scale rule needs beyond the norm, and how it is found:
+// nothing, or C, whose first sums, of two squares, are looked up by both
+// codes at once (at most 4 bits); C; or C and D.
+enum class Sums { pairs, squares, products };
+
+// A warp takes RowTile::kRows rows at a time.
+template <class Tile, Sums kSums>
+__global__ void __launch_bounds__(32 * kMostWarps, 1)
+    encode_by_lanes(const __grid_constant__ Problem p, const Cells cells, const Layout layout) {
+  constexpr int kEach = Tile::kEach;
+  char* const shared = cuda::dynamic_shared<char>();
+  auto* const cell_table = reinterpret_cast<Cell*>(shared);
+  auto* const lookup = reinterpret_cast<float*>(shared + layout.lookup);
+  auto* const factors = reinterpret_cast<float*>(shared + layout.factors);
+  char* const stage = shared + layout.warps + warp_index() * layout.warp;
+  char* const out = stage + layout.stage;
+  auto* const scratch = reinterpret_cast<float*>(out);  // of encode_row
+
+  const int warps = static_cast<int>(blockDim.x / 32), lane = lane_index();
+  const std::int64_t step = std::int64_t{gridDim.x} * warps * Tile::kRows;
+  std::int64_t first = (std::int64_t{blockIdx.x} * warps + warp_index()) * Tile::kRows;
+  const auto rows_at = [&](std::int64_t row) {
+    return static_cast<int>(p.rows - row < Tile::kRows ? p.rows - row : Tile::kRows);
+  };
+  const auto fetch = [&](std::int64_t row) {
+    if (row >= p.rows) return;
+    const std::int64_t stride = p.x_stride * layout.element_bytes;
+    const char* const from = static_cast<const char*>(p.x) + row * stride;
+    if (p.element == DType::f32) {
+      Tile::template fetch<float>(stage, from, stride, rows_at(row));
+    } else {
+      Tile::template fetch<bf16>(stage, from, stride, rows_at(row));
+    }
+  };
+  fetch(first);
+
+  const int levels = 1 << p.bits;
+  if (!fill_cells(cell_table, cells, p)) {
+    cuda::copy_async_wait<0>();
+    for (; first < p.rows; first += step)
+      for (int i = 0; i < rows_at(first); ++i) encode_row(p, first + i, scratch);
+    return;
+  }
+  if constexpr (kSums == Sums::pairs) {
+    fill_table(lookup, levels * levels, kLookupCopies, [&](int pair) {
+      const float low = __ldg(p.codebook + pair % levels), high = __ldg(p.codebook + pair / levels);
+      return low * low + high * high;
+    });
+  } else {
+    fill_table(lookup, levels, kLookupCopies, [&](int i) { return __ldg(p.codebook + i); });
+  }
+  fill_table(factors, p.rotation.dim, 1,
+             [&](int j) { return p.rotation.table[j] * p.rotation.scale; });
+  __syncthreads();
+
+  // Addresses in the tables are one integer multiplication and addition:
+  // bits of a cell times cell_step, and so on.
+  const unsigned cell_step = static_cast<unsigned>(cells.copies) * sizeof(Cell);
+  const unsigned cell_base =
+      static_cast<unsigned>(lane & (cells.copies - 1)) * sizeof(Cell) - Cells::kFirst * cell_step;
+  constexpr unsigned kLookupStep = kLookupCopies * sizeof(float);
+  const unsigned radix = 1u << p.bits;
+  const char* const lane_lookup = reinterpret_cast<const char*>(lookup + lane);
+  const auto look_up = [&](unsigned index) {
+    return *reinterpret_cast<const float*>(lane_lookup + index * kLookupStep);
+  };
+
+  for (; first < p.rows; first += step) {
+    const int rows = rows_at(first);
+    float x[kEach];
+    cuda::copy_async_wait<0>();
+    __syncwarp();
+    switch (p.element) {
+      case DType::f16: Tile::template load<f16>(stage, x); break;
+      case DType::bf16: Tile::template load<bf16>(stage, x); break;
+      default: Tile::template load<float>(stage, x);
+    }
+    __syncwarp();
+    fetch(first + step);
+
+    // 1. and 2. Rows whose squares overflow or that are not finite are
+    // left to encode_row.
+    const float squares = Tile::template sum<kEach>([&](int i) { return x[i] * x[i]; });
+    const bool extreme = !(squares <= max_finite<float>());
+    const float norm = sqrtf(squares);
+    const float inv = norm > kAuraTiny ? 1 / norm : 0;
+    if (extreme) {
+#pragma unroll
+      for (float& v : x) v = 0;
+    }
+#pragma unroll
+    for (float& v : x) v *= inv;
+    Tile::multiply(x, factors);
+    Tile::butterflies(x);
+    Tile::template mix<false>(x);
+
+    // 3. and 5. Codes gather in words of four, the last one first.
+    std::uint32_t four[kEach / 4] = {};
+    const auto gather = [&](int i) {
+      const float r = x[i];
+      const Cell& cell = *reinterpret_cast<const Cell*>(reinterpret_cast<const char*>(cell_table) +
+                                                        (cells.cell(r) * cell_step + cell_base));
+      const unsigned code = cell.before + (r > cell.boundary ? 1u : 0u);
+      four[i / 4] = four[i / 4] * radix + code;
+      return code;
+    };
+    float cc, rc = 0;
+    if constexpr (kSums == Sums::pairs) {
+      cc = Tile::template sum<kEach / 2>([&](int i) {
+        const unsigned low = gather(i), high = gather(i + kEach / 2);
+        return look_up(high * radix + low);
+      });
+    } else if constexpr (kSums == Sums::squares) {
+      cc = Tile::template sum<kEach>([&](int i) {
+        const float c = look_up(gather(i));
+        return c * c;
+      });
+    } else {
+      const cuda::TwoSums both = Tile::template sum<kEach>([&](int i) -> cuda::TwoSums {
+        const float c = look_up(gather(i));
+        return {c * c, x[i] * c};
+      });
+      cc = both.a;
+      rc = both.b + 0.0f;
+    }
+    if (Tile::row() < rows && Tile::part() == 0)
+      store_norm(p, first + Tile::row(), stored_scale(p.rule, norm, cc, rc));
+
+    // 4. Through shared memory, so that the warp writes whole lines.
+    auto* const row_out = reinterpret_cast<std::uint8_t*>(out + Tile::row() * layout.out_stride);
+#pragma unroll
+    for (int k = 0; k < Tile::kChunks; ++k)
+      store_chunk(row_out + Tile::first_of_chunk(k) / 8 * p.bits, p.bits, four[2 * k],
+                  four[2 * k + 1]);
+    if (Tile::part() == 0) {
+      for (int i = p.rotation.dim / 8 * p.bits; i < 4 * p.words; ++i) row_out[i] = 0;
+    }
+    __syncwarp();
+    cuda::copy_rows_out(out, layout.out_stride, p.packed + first * p.packed_stride, p.packed_stride,
+                        p.words, rows);
+    __syncwarp();
+    // The lanes of a row agree; its first one tells.
+    unsigned left = __ballot_sync(kAllLanes, extreme && Tile::part() == 0 && Tile::row() < rows);
+    for (; left != 0; left &= left - 1)
+      encode_row(p, first + (__ffs(static_cast<int>(left)) - 1) / (32 / Tile::kRows), scratch);
+  }
+}
+
+template <class Tile>
+Status run_by_lanes(const Problem& p, int device, Stream stream) {
+  constexpr int kDim = Tile::kEach * (32 / Tile::kRows);
+  const Cells cells = cells_for(kDim, p.bits);
+  constexpr bool kPower = Tile::kFactor == 1;
+  const bool products = p.rule == ScaleRule::least_squares || p.rule == ScaleRule::unbiased;
+  const bool pairs = kPower && p.bits <= 4 && !products;
+  const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
+  Layout l{.element_bytes = static_cast<int>(size_of(p.element))};
+  l.lookup = cells.count * cells.copies * static_cast<int>(sizeof(Cell));
+  l.factors = l.lookup + (1 << (pairs ? 2 * p.bits : p.bits)) * kLookupCopies * 4;
+  l.warps = l.factors + align(4 * kDim);
+  l.stage = Tile::kRows * (p.element == DType::f32 ? Tile::template kStageStride<float>
+                                                   : Tile::template kStageStride<bf16>);
+  l.out_stride = align(4 * p.words) | 16;
+  l.warp = l.stage + std::max(Tile::kRows * l.out_stride, 2 * 4 * kDim);
+  const auto& limits = cuda::limits(device);
+  const std::int64_t tiles = (p.rows + Tile::kRows - 1) / Tile::kRows;
+  const int room = (static_cast<int>(limits.shared_per_block) - l.warps) / l.warp;
+  const auto share = (tiles + limits.multiprocessors - 1) / limits.multiprocessors;
+  const int warps = static_cast<int>(std::min<std::int64_t>(std::min(room, kMostWarps), share));
+  const cuda::Grid grid{
+      .blocks = std::min<std::int64_t>(limits.multiprocessors, (tiles + warps - 1) / warps),
+      .threads = 32 * warps,
+      .shared = static_cast<std::size_t>(l.warps + warps * l.warp)};
+  const auto launch = [&](auto kernel) {
+    return cuda::launch(Op::kName, kernel, grid, device, stream, p, cells, l);
+  };
+  if (products) return launch(encode_by_lanes<Tile, Sums::products>);
+  if constexpr (kPower) {
+    if (pairs) return launch(encode_by_lanes<Tile, Sums::pairs>);
+  }
+  return launch(encode_by_lanes<Tile, Sums::squares>);
+}
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
+  const Problem p{
+      .x = a.x.data,
+      .boundaries = a.boundaries.as<float>(),
+      .codebook = a.codebook.as<float>(),
+      .packed = a.packed.as<std::uint32_t>(),
+      .norms = a.norms.data,
+      .x_stride = a.x.row_stride(),
+      .packed_stride = a.packed.row_stride(),
+      .norm_stride = a.norms.row_stride(),
+      .rows = d.outer_size,
+      .rotation = cuda::row_rotation(d.rotation, d.axis_size, a.table.as<float>(), false),
+      .element = d.element,
+      .rule = d.scale_rule,
+      .f16_norm = d.f16_norm,
+      .bits = d.bits,
+      .words = static_cast<int>(packed_words(d.axis_size, d.bits))};
+  const int device = a.x.device.index;
+  const auto by_warps = [&] { return run_by_warps(p, device, stream); };
+  if (p.rows < kFewRows * cuda::limits(device).multiprocessors) return by_warps();
+  if (d.rotation == Rotation::dense) return run_dense(p, device, stream);
+  if (d.rotation != Rotation::hadamard || !cuda::pieces_aligned(a.x, p.rows)) return by_warps();
+  return cuda::visit_tuned_dim(
+      d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile>(p, device, stream); },
+      by_warps);
+}
+
+constexpr Kernel<Op> kKernels[] = {
+    {.name = "cuda", .backend = "cuda", .architecture = cuda::architecture, .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<AuraEncode>> aura_encode_cuda() { return kKernels; }
 
 }  // namespace bittern

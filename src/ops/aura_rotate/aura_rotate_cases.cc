@@ -17,9 +17,13 @@ std::vector<BenchCase<AuraDesc>> aura_rotate_bench_cases() {
   AuraDesc kronecker = hadamard, dense = hadamard;
   kronecker.axis_size = 192;
   dense.rotation = Rotation::dense;
+  AuraDesc large = hadamard;
+  large.outer_size = 1 << 20;
+  large.element = DType::bf16;
   return {{"hadamard d128 f32", hadamard, fill_aura},
           {"hadamard d192 f32", kronecker, fill_aura},
-          {"dense d128 f32", dense, fill_aura}};
+          {"dense d128 f32", dense, fill_aura},
+          {"bf16 d128 hadamard 1Mi rows", large, fill_aura, "", Preference::exact, true}};
 }
 
 void aura_rotate_aim(const AuraDesc& d, const AuraRotate::Args& a, Rng& rng) {

@@ -1,8 +1,196 @@
 #include "bittern/ops/aura_rotate.h"
+#include "cuda/aura.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
+namespace {
 
-std::span<const Kernel<AuraRotate>> aura_rotate_cuda() { return {}; }
+using Op = AuraRotate;
+using cuda::lane_index;
+using cuda::RowRotation;
+using cuda::warp_index;
+
+// ---- tuning ----
+
+constexpr int kWarpsOfRows = 8;  // of a block of rotate_by_warps
+constexpr int kFewRows = 4;      // a multiprocessor: no more than these are left to rotate_by_warps
+constexpr int kMostWarps = 12;   // of a block of rotate_by_lanes: its registers
+
+struct Problem {
+  const void* x;
+  void* y;
+  std::int64_t x_stride, y_stride;  // in elements
+  std::int64_t rows;
+  RowRotation rotation;
+  DType element;
+};
+
+__device__ void load_row(const Problem& p, std::int64_t row, float* t) {
+  for (int j = lane_index(); j < p.rotation.dim; j += 32)
+    t[j] = cuda::load_element(p.x, p.element, row * p.x_stride + j);
+}
+__device__ void store_row(const Problem& p, std::int64_t row, const float* t) {
+  for (int j = lane_index(); j < p.rotation.dim; j += 32)
+    cuda::store_element(p.y, p.element, row * p.y_stride + j, t[j]);
+}
+
+// ---- a warp to a row ----
+
+__global__ void __launch_bounds__(32 * kWarpsOfRows)
+    rotate_by_warps(const __grid_constant__ Problem p) {
+  const int n = p.rotation.dim;
+  float* const t = cuda::dynamic_shared<float>() + warp_index() * 2 * n;
+  const std::int64_t warps = std::int64_t{gridDim.x} * kWarpsOfRows;
+  for (std::int64_t row = std::int64_t{blockIdx.x} * kWarpsOfRows + warp_index(); row < p.rows;
+       row += warps) {
+    load_row(p, row, t);
+    store_row(p, row, cuda::rotate_by_warp(p.rotation, t, t + n));
+    __syncwarp();
+  }
+}
+
+Status run_by_warps(const Problem& p, int device, Stream stream) {
+  const cuda::Grid grid{
+      .blocks = (p.rows + kWarpsOfRows - 1) / kWarpsOfRows,
+      .threads = 32 * kWarpsOfRows,
+      .shared = sizeof(float) * 2 * kWarpsOfRows * static_cast<std::size_t>(p.rotation.dim)};
+  return cuda::launch(Op::kName, rotate_by_warps, grid, device, stream, p);
+}
+
+// ---- a block to many rows, for dense rotations ----
+
+__global__ void __launch_bounds__(32 * cuda::DenseBlock::kMostWarps)
+    rotate_dense(const __grid_constant__ Problem p, const cuda::DenseBlock block) {
+  constexpr int kRows = cuda::DenseBlock::kRows;
+  auto* const tile = cuda::dynamic_shared<float>();
+  float* const x =
+      tile + cuda::DenseBlock::kTileBytes / 4 + warp_index() * 2 * kRows * block.stride;
+  float* const y = x + kRows * block.stride;
+  const std::int64_t step = std::int64_t{gridDim.x} * block.warps * kRows;
+  for (std::int64_t base = std::int64_t{blockIdx.x} * block.warps * kRows; base < p.rows;
+       base += step) {
+    const std::int64_t first = base + warp_index() * kRows;
+    for (int i = 0; i < kRows && first + i < p.rows; ++i)
+      load_row(p, first + i, x + i * block.stride);
+    __syncwarp();
+    block.rotate(p.rotation, x, y, tile);
+    for (int i = 0; i < kRows && first + i < p.rows; ++i)
+      store_row(p, first + i, y + i * block.stride);
+    __syncwarp();
+  }
+}
+
+Status run_dense(const Problem& p, int device, Stream stream) {
+  const auto block = cuda::DenseBlock::plan(p.rotation.dim, 0, device);
+  const std::int64_t rows = block.warps * cuda::DenseBlock::kRows;
+  const cuda::Grid grid{
+      .blocks = (p.rows + rows - 1) / rows, .threads = 32 * block.warps, .shared = block.shared};
+  return cuda::launch(Op::kName, rotate_dense, grid, device, stream, p, block);
+}
+
+// ---- a lane to a row ----
+
+// Shared memory of rotate_by_lanes: what x or y is multiplied by; then two tiles of rows for each
+// warp: the next ones of x, and these, which become those of y.
+template <class Tile, class X>
+__global__ void __launch_bounds__(32 * kMostWarps, 1)
+    rotate_by_lanes(const __grid_constant__ Problem p) {
+  constexpr int kStage = Tile::kRows * Tile::template kStageStride<X>;
+  auto* const factors = cuda::dynamic_shared<float>();
+  char* stage = reinterpret_cast<char*>(factors + p.rotation.dim) + warp_index() * 2 * kStage;
+  char* next = stage + kStage;
+  const float scale = p.rotation.inverse ? 1.0f : p.rotation.scale;
+  for (int j = static_cast<int>(threadIdx.x); j < p.rotation.dim; j += static_cast<int>(blockDim.x))
+    factors[j] = p.rotation.table[j] * scale;
+
+  const std::int64_t x_bytes = p.x_stride * static_cast<int>(sizeof(X));
+  const std::int64_t y_bytes = p.y_stride * static_cast<int>(sizeof(X));
+  const int warps = static_cast<int>(blockDim.x / 32);
+  const std::int64_t step = std::int64_t{gridDim.x} * warps * Tile::kRows;
+  std::int64_t first = (std::int64_t{blockIdx.x} * warps + warp_index()) * Tile::kRows;
+  const auto rows_at = [&](std::int64_t row) {
+    return static_cast<int>(p.rows - row < Tile::kRows ? p.rows - row : Tile::kRows);
+  };
+  const auto fetch = [&](std::int64_t row) {
+    if (row >= p.rows) return;
+    Tile::template fetch<X>(next, static_cast<const char*>(p.x) + row * x_bytes, x_bytes,
+                            rows_at(row));
+  };
+  fetch(first);
+  __syncthreads();
+  for (; first < p.rows; first += step) {
+    std::swap(stage, next);
+    cuda::copy_async_wait<0>();
+    __syncwarp();
+    fetch(first + step);
+    float t[Tile::kEach];
+    Tile::template load<X>(stage, t);
+    if (p.rotation.inverse) {
+#pragma unroll
+      for (float& v : t) v *= p.rotation.scale;
+      Tile::template mix<true>(t);
+      Tile::butterflies(t);
+      Tile::multiply(t, factors);
+    } else {
+      Tile::multiply(t, factors);
+      Tile::butterflies(t);
+      Tile::template mix<false>(t);
+    }
+    Tile::template store<X>(t, stage);  // each lane where it has read
+    __syncwarp();
+    Tile::template put_out<X>(stage, static_cast<char*>(p.y) + first * y_bytes, y_bytes,
+                              rows_at(first));
+    __syncwarp();
+  }
+}
+
+template <class Tile, class X>
+Status run_by_lanes(const Problem& p, int device, Stream stream) {
+  const int factors = 4 * p.rotation.dim;
+  const int warp = 2 * Tile::kRows * Tile::template kStageStride<X>;
+  const auto& limits = cuda::limits(device);
+  const std::int64_t tiles = (p.rows + Tile::kRows - 1) / Tile::kRows;
+  const int room = (static_cast<int>(limits.shared_per_block) - factors) / warp;
+  const auto share = (tiles + limits.multiprocessors - 1) / limits.multiprocessors;
+  const int warps = static_cast<int>(std::min<std::int64_t>(std::min(room, kMostWarps), share));
+  const cuda::Grid grid{
+      .blocks = std::min<std::int64_t>(limits.multiprocessors, (tiles + warps - 1) / warps),
+      .threads = 32 * warps,
+      .shared = static_cast<std::size_t>(factors + warps * warp)};
+  return cuda::launch(Op::kName, rotate_by_lanes<Tile, X>, grid, device, stream, p);
+}
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
+  const Problem p{
+      .x = a.x.data,
+      .y = a.y.data,
+      .x_stride = a.x.row_stride(),
+      .y_stride = a.y.row_stride(),
+      .rows = d.outer_size,
+      .rotation = cuda::row_rotation(d.rotation, d.axis_size, a.table.as<float>(), d.inverse),
+      .element = d.element};
+  const int device = a.y.device.index;
+  const auto by_warps = [&] { return run_by_warps(p, device, stream); };
+  if (p.rows < kFewRows * cuda::limits(device).multiprocessors) return by_warps();
+  if (d.rotation == Rotation::dense) return run_dense(p, device, stream);
+  if (d.rotation == Rotation::identity || !cuda::pieces_aligned(a.x, p.rows) ||
+      !cuda::pieces_aligned(a.y, p.rows)) {
+    return by_warps();
+  }
+  return cuda::visit_tuned_dim(
+      d.axis_size,
+      [&]<class Tile>(Tile) {
+        return visit<float, f16, bf16>(
+            d.element, [&]<class X>(Type<X>) { return run_by_lanes<Tile, X>(p, device, stream); });
+      },
+      by_warps);
+}
+
+constexpr Kernel<Op> kKernels[] = {
+    {.name = "cuda", .backend = "cuda", .architecture = cuda::architecture, .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<AuraRotate>> aura_rotate_cuda() { return kKernels; }
 
 }  // namespace bittern

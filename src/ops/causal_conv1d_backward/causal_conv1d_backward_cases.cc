@@ -12,10 +12,13 @@ std::vector<CausalConvDesc> causal_conv1d_backward_check_cases() {
 
 std::vector<BenchCase<CausalConvDesc>> causal_conv1d_backward_bench_cases() {
   const CausalConvDesc bf16{.tokens = 4096, .channels = 8192, .element = DType::bf16};
-  CausalConvDesc f32 = bf16;
+  CausalConvDesc f32 = bf16, large = bf16;
   f32.element = DType::f32;
+  large.tokens = 32768;
   const char* plain = "bias initial_state d_final_state mask cu_seqlens d_bias d_initial_state";
-  return {{"bf16 4096 x 8192", bf16, nullptr, plain}, {"f32 4096 x 8192", f32, nullptr, plain}};
+  return {{"bf16 4096 x 8192", bf16, nullptr, plain},
+          {"f32 4096 x 8192", f32, nullptr, plain},
+          {.label = "bf16 32768 x 8192", .desc = large, .left_out = plain, .gpu_only = true}};
 }
 
 // One NaN would hide every other fault of a sum, so all but a few problems are finite.

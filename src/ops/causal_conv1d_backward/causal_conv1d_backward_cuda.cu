@@ -1,8 +1,305 @@
 #include "bittern/ops/causal_conv1d_backward.h"
+#include "cuda/conv.cuh"
+#include "cuda/runtime.cuh"
+#include "cuda/silu.cuh"
+#include "cuda/tree_rows.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
+namespace {
 
-std::span<const Kernel<CausalConv1dBackward>> causal_conv1d_backward_cuda() { return {}; }
+using Op = CausalConv1dBackward;
+using cuda::ConvSequence;
+using cuda::Pack;
+
+constexpr int kThreads = 128;
+constexpr int kChannels = 4;      // of a thread: packs of 16 bytes of f32, 8 of the half types
+constexpr int kBytesAhead = 32;   // of x, and of dy, that a thread has under way while it computes
+constexpr int kBlockTokens = 64;  // summed one after the other
+constexpr int kScanThreads = 1024;
+
+// Places for blocks of tokens. Where cu_seqlens has the lengths, sequence i's places start at
+// begin / 64 + i: that leaves room for all of its blocks, or one where it has no tokens, and needs
+// no sum over the sequences before it. Some places stay empty.
+struct Places {
+  const std::int32_t* bounds;  // null: each sequence has `each` places
+  std::int64_t sequences, all;
+  cuda::Divisor each;
+
+  __device__ std::int64_t first_of(std::int64_t i) const {
+    return bounds != nullptr ? bounds[i] / kBlockTokens + i : i * each.value();
+  }
+  __device__ std::int64_t sequence_at(std::int64_t place) const {
+    if (bounds == nullptr) return each.divide(place);
+    std::int64_t low = 0, high = sequences;
+    while (high - low > 1) {
+      const std::int64_t middle = (low + high) / 2;
+      (first_of(middle) <= place ? low : high) = middle;
+    }
+    return low;
+  }
+};
+
+struct Problem {
+  cuda::ConvInputs in;
+  const void *dy, *d_final_state;
+  void *dx, *d_initial_state;
+  bool silu;
+  Places places;
+  float* partial;               // [blocks, width + 1, channels]; null: not wanted
+  const std::int64_t* numbers;  // of each sequence's first block; null: its first place
+};
+
+// numbers[i]: the blocks of the sequences before i; numbers[sequences]: all of them. One block of
+// threads, each with neighbouring sequences.
+__global__ void __launch_bounds__(kScanThreads)
+    number_blocks(const std::int32_t* bounds, std::int64_t sequences, std::int64_t* numbers) {
+  __shared__ std::int64_t sums[kScanThreads];
+  const auto thread = static_cast<int>(threadIdx.x);
+  const std::int64_t each = (sequences + kScanThreads - 1) / kScanThreads;
+  const std::int64_t first = thread * each < sequences ? thread * each : sequences;
+  const std::int64_t end = first + each < sequences ? first + each : sequences;
+  const auto blocks = [&](std::int64_t i) {
+    return (bounds[i + 1] - bounds[i] + kBlockTokens - 1) / kBlockTokens;
+  };
+  std::int64_t own = 0;
+  for (std::int64_t i = first; i < end; ++i) own += blocks(i);
+  sums[thread] = own;
+  for (int stride = 1; stride < kScanThreads; stride *= 2) {
+    __syncthreads();
+    const std::int64_t before = thread >= stride ? sums[thread - stride] : 0;
+    __syncthreads();
+    sums[thread] += before;
+  }
+  std::int64_t number = sums[thread] - own;
+  for (std::int64_t i = first; i < end; ++i) {
+    numbers[i] = number;
+    number += blocks(i);
+  }
+  if (thread == kScanThreads - 1) numbers[sequences] = number;
+}
+
+// N channels of one block of tokens. Step t computes u and du of the block's token t and, with
+// them, dx of token t - (width - 1): the last steps lie past the block, where du is another block's
+// too, or past the sequence, where it is 0; the first give what lies before the block, which is
+// d_initial_state if the sequence starts here and another block's dx if not.
+template <class X, int kWidth, int N>
+struct Walk {
+  static constexpr int kReach = kWidth - 1;
+  static constexpr int kAhead = kBytesAhead / (kChannels * static_cast<int>(sizeof(X)));
+
+  const Problem& p;
+  const cuda::ConvTaps<X, kWidth, N> taps;
+  std::int64_t offset;  // of step 0's elements in x, dy and dx
+  std::int64_t state;   // of the first channel's oldest element in a state
+  bool starts;          // the sequence starts with this block
+  int rows, inside;     // tokens of the block; steps that have a token
+  const std::uint8_t* mask;
+  float before[kReach][N], du_before[kReach][N] = {};  // oldest first
+  float weight_sum[kWidth][N] = {}, bias_sum[N] = {};
+
+  __device__ Walk(const Problem& problem, const ConvSequence& s, std::int64_t first,
+                  std::int64_t channel)
+      : p(problem), taps(problem.in, channel) {
+    const std::int64_t token = s.begin + first, left = s.end - token;
+    offset = token * p.in.channels + channel;
+    state = (s.index * p.in.channels + channel) * kReach;
+    starts = first == 0;
+    rows = static_cast<int>(left < kBlockTokens ? left : kBlockTokens);
+    inside = static_cast<int>(left < kBlockTokens + kReach ? left : kBlockTokens + kReach);
+    mask = p.in.mask != nullptr ? p.in.mask + token : nullptr;
+    Pack<X, N> packs[kReach];
+    cuda::inputs_before<X, kWidth, N>(p.in, s, token, channel, packs);
+#pragma unroll
+    for (int i = 0; i < kReach; ++i) cuda::widen(packs[i], before[i]);
+  }
+
+  __device__ void run() {
+    // Step t waits in slot t % kAhead.
+    Pack<X, N> x_slot[kAhead], dy_slot[kAhead];
+    bool live_slot[kAhead];
+    const X* x_from = static_cast<const X*>(p.in.x) + offset;
+    const X* dy_from = static_cast<const X*>(p.dy) + offset;
+    const auto fetch = [&](int t, int k) {
+      live_slot[k] = t < inside && (mask == nullptr || mask[t] != 0);
+      x_slot[k] = live_slot[k] ? Pack<X, N>::load(x_from) : cuda::zeros<X, N>();
+      dy_slot[k] = live_slot[k] ? Pack<X, N>::load(dy_from) : cuda::zeros<X, N>();
+      x_from += p.in.channels;
+      dy_from += p.in.channels;
+    };
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) fetch(k, k);
+    X* dx = static_cast<X*>(p.dx) + offset - kReach * p.in.channels;
+    for (int t = 0; t < rows + kReach; t += kAhead) {
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        if (t + k >= rows + kReach) break;
+        const bool live = live_slot[k];
+        float x[N], du[N];
+        cuda::widen(x_slot[k], x);
+        cuda::widen(dy_slot[k], du);
+        fetch(t + k + kAhead, k);
+        if (p.silu) {
+#pragma unroll
+          for (int c = 0; c < N; ++c) {
+            const float u = taps.sum(before, x[c], c);
+            du[c] = live ? du[c] * math::silu_slope(u, cuda::sigmoid(u)) : 0.0f;
+          }
+        }
+        if (t + k < rows) add_to_sums(x, du);
+        if (t + k >= kReach ? p.dx != nullptr : starts && p.d_initial_state != nullptr)
+          emit(t + k, du, dx);
+        dx += p.in.channels;
+#pragma unroll
+        for (int c = 0; c < N; ++c) {
+#pragma unroll
+          for (int j = 0; j + 1 < kReach; ++j) {
+            before[j][c] = before[j + 1][c];
+            du_before[j][c] = du_before[j + 1][c];
+          }
+          before[kReach - 1][c] = x[c];
+          du_before[kReach - 1][c] = du[c];
+        }
+      }
+    }
+  }
+
+  __device__ void add_to_sums(const float (&x)[N], const float (&du)[N]) {
+#pragma unroll
+    for (int c = 0; c < N; ++c) {
+#pragma unroll
+      for (int j = 0; j < kReach; ++j)
+        weight_sum[j][c] = fmaf(du[c], before[j][c], weight_sum[j][c]);
+      weight_sum[kReach][c] = fmaf(du[c], x[c], weight_sum[kReach][c]);
+      bias_sum[c] += du[c];
+    }
+  }
+
+  // What step t has of dx, or of d_initial_state.
+  __device__ void emit(int t, const float (&du)[N], X* dx) const {
+    float sum[N];
+#pragma unroll
+    for (int c = 0; c < N; ++c) {
+      sum[c] = fmaf(taps.weight[0][c], du[c], 0.0f);
+#pragma unroll
+      for (int j = 1; j < kWidth; ++j)
+        sum[c] = fmaf(taps.weight[j][c], du_before[kReach - j][c], sum[c]);
+    }
+    if (t >= inside && p.d_final_state != nullptr) {  // final_state holds this input
+      const X* from = static_cast<const X*>(p.d_final_state) + state + (t - inside);
+#pragma unroll
+      for (int c = 0; c < N; ++c) sum[c] += cuda::load_math(from[c * kReach]);
+    }
+    if (t < kReach && starts) {
+      X* to = static_cast<X*>(p.d_initial_state) + state + t;
+#pragma unroll
+      for (int c = 0; c < N; ++c) to[c * kReach] = cuda::store_math<X>(sum[c]);
+      return;
+    }
+    const bool masked = mask != nullptr && mask[t - kReach] == 0;
+    (masked ? cuda::zeros<X, N>() : cuda::narrow<X>(sum)).store(dx);
+  }
+};
+
+// Item: (place, N channels), channels fastest.
+template <class X, int kWidth, int N>
+__global__ void __launch_bounds__(kThreads, 3) differentiate(const Problem p) {
+  const std::int64_t items = p.places.all * p.in.packs.value();
+  for (std::int64_t item = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; item < items;
+       item += std::int64_t{gridDim.x} * kThreads) {
+    const std::int64_t place = p.in.packs.divide(item);
+    const std::int64_t channel = (item - place * p.in.packs.value()) * N;
+    const ConvSequence s = p.in.sequence(p.places.sequence_at(place));
+    const std::int64_t block = place - p.places.first_of(s.index), first = block * kBlockTokens;
+    if (block > 0 && first >= s.end - s.begin) continue;  // an empty place
+    Walk<X, kWidth, N> walk(p, s, first, channel);
+    walk.run();
+    if (p.partial == nullptr || s.begin == s.end) continue;
+    const std::int64_t number = p.numbers != nullptr ? p.numbers[s.index] + block : place;
+    float* to = p.partial + number * (kWidth + 1) * p.in.channels + channel;
+#pragma unroll
+    for (int j = 0; j <= kWidth; ++j) {
+      cuda::narrow<float>(j < kWidth ? walk.weight_sum[j] : walk.bias_sum)
+          .store(to + j * p.in.channels);
+    }
+  }
+}
+
+// Columns are (tap or bias, channel).
+template <class X>
+struct WriteSums {
+  X *d_weight, *d_bias;  // null: not wanted
+  int width;
+  cuda::Divisor channels;
+
+  __device__ void operator()(std::int64_t column, float sum) const {
+    const std::int64_t j = channels.divide(column), c = column - j * channels.value();
+    X* to = j < width ? d_weight : d_bias;
+    if (to != nullptr) to[j < width ? c * width + j : c] = cuda::store_math<X>(sum);
+  }
+};
+
+// Rows of partial sums, then the numbers of blocks.
+std::int64_t partial_sums(const Op::Desc& d) { return d.blocks() * (d.width + 1) * d.channels; }
+
+std::size_t workspace(const Op::Desc& d) {
+  const std::int64_t numbers = d.n_sequences > 0 ? d.n_sequences + 1 : 0;
+  return static_cast<std::size_t>((partial_sums(d) + 1) / 2 + numbers) * sizeof(std::int64_t);
+}
+
+template <class X, int kWidth, int N>
+Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace space) {
+  const int device = a.x.device.index;
+  const bool sums = a.d_weight || a.d_bias;
+  auto* numbers = static_cast<std::int64_t*>(space.data) + (partial_sums(d) + 1) / 2;
+  const std::int64_t each = std::max<std::int64_t>(d.rows().chunks(d.tokens), 1);
+  const Problem p{
+      .in = {d, a, N},
+      .dy = a.dy.data,
+      .d_final_state = a.d_final_state.data,
+      .dx = a.dx.data,
+      .d_initial_state = a.d_initial_state.data,
+      .silu = d.silu,
+      .places = {.bounds = d.n_sequences > 0 ? a.cu_seqlens.as<std::int32_t>() : nullptr,
+                 .sequences = d.sequences(),
+                 .all = d.n_sequences > 0 ? d.blocks() : d.batch * each,
+                 .each = cuda::Divisor(each)},
+      .partial = sums ? static_cast<float*>(space.data) : nullptr,
+      .numbers = sums && d.n_sequences > 0 ? numbers : nullptr};
+  if (p.numbers != nullptr) {
+    BITTERN_TRY(cuda::launch(Op::kName, number_blocks, {.blocks = 1, .threads = kScanThreads},
+                             device, stream, p.places.bounds, d.n_sequences, numbers));
+  }
+  BITTERN_TRY(cuda::launch(Op::kName, differentiate<X, kWidth, N>,
+                           cuda::grid_for(p.places.all * (d.channels / N), kThreads), device,
+                           stream, p));
+  if (!sums) return {};
+  const cuda::TreeRows tree{.partial = p.partial,
+                            .columns = (d.width + 1) * d.channels,
+                            .rows = d.blocks(),
+                            .counted = p.numbers != nullptr ? p.numbers + d.n_sequences : nullptr};
+  return cuda::sum_rows(
+      Op::kName, tree,
+      WriteSums<X>{a.d_weight.as<X>(), a.d_bias.as<X>(), d.width, cuda::Divisor(d.channels)},
+      device, stream);
+}
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace space) {
+  return cuda::visit_conv(d, [&]<class X, class Width>(Type<X>, Width width) {
+    return cuda::conv_packs<X, kChannels>(d, a.x, a.weight, a.dy, a.bias, a.initial_state, a.dx)
+               ? run_packs<X, width(), kChannels>(d, a, stream, space)
+               : run_packs<X, width(), 1>(d, a, stream, space);
+  });
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cuda",
+                                    .backend = "cuda",
+                                    .workspace = workspace,
+                                    .architecture = cuda::architecture,
+                                    .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<CausalConv1dBackward>> causal_conv1d_backward_cuda() { return kKernels; }
 
 }  // namespace bittern

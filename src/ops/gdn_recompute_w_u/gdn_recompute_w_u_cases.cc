@@ -10,12 +10,24 @@ std::vector<BenchCase<GdnDesc>> gdn_recompute_w_u_bench_cases() {
   GdnDesc bf16 = f32, full = f32;
   bf16.element = full.element = DType::bf16;
   full.lower_triangular = false;
+  GdnDesc long_f32 = full, small_f32 = full;
+  long_f32.tokens = 32768;
+  small_f32.batch = 16;
+  small_f32.tokens = 2048;
+  small_f32.key_heads = small_f32.value_heads = 4;
+  GdnDesc long_bf16 = long_f32, small_bf16 = small_f32;
+  long_bf16.a_element = small_bf16.a_element = DType::bf16;
   const auto fill = [](const GdnDesc&, std::string_view operand, const ConstView& view, Rng& rng) {
     if (operand == "g") aim_log_decay(view, rng);
   };
   return {{"f32 16/32 heads 128 lower", f32, fill},
           {"bf16 16/32 heads 128 lower", bf16, fill},
-          {"bf16 16/32 heads 128", full, fill}};
+          {"bf16 16/32 heads 128", full, fill},
+          {"T 32768 16/32 heads, A bf16", long_bf16, fill, "", Preference::fastest, true},
+          {"T 32768 16/32 heads, A f32", long_f32, fill, "", Preference::fastest, true},
+          {"16 x 2048 4/4 heads, A bf16", small_bf16, fill, "", Preference::fastest, true},
+          {"16 x 2048 4/4 heads, A f32", small_f32, fill, "", Preference::fastest, true},
+          {"T 32768 16/32 heads, A f32, exact", long_f32, fill, "", Preference::exact, true}};
 }
 
 // A is unlike a real one: full, so that each term shows; what must not be read is NaN.

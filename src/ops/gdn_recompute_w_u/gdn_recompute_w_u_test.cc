@@ -152,6 +152,206 @@ TEST(GdnRecomputeWU, SequencesDoNotMeet) {
   }
 }
 
+// ---- on the tensor cores ----
+
+constexpr Device kGpu{Device::Type::cuda, 0};
+
+Status run_mma(oracle::Problem<Op>& p) {
+  const auto plan = Plan<Op>::select(p.desc, kGpu, Preference::fastest, "cuda_mma");
+  if (!plan) return plan.status();
+  return oracle::run_on(kGpu, p, plan->workspace_bytes(),
+                        [&](const auto& args, Workspace w) { return plan->run(args, {}, w); });
+}
+
+// Heads, dims, chunks and sequences in every combination that the kernel treats differently.
+std::vector<GdnDesc> mma_problems() {
+  std::vector<GdnDesc> all;
+  const auto add = [&](GdnDesc d) {
+    std::size_t turn = all.size();
+    for (const DType element : {DType::bf16, DType::f16}) {
+      for (const DType matrix : {DType::f32, DType::bf16}) {
+        d.element = element;
+        d.a_element = matrix;
+        d.lower_triangular = turn++ % 2 != 0;
+        all.push_back(d);
+      }
+    }
+  };
+  add({.tokens = 64});
+  add({.tokens = 100, .key_heads = 2, .value_heads = 4});
+  add({.tokens = 37, .key_heads = 2, .value_heads = 6, .key_dim = 16, .value_dim = 48});
+  add({.batch = 2, .tokens = 65, .value_heads = 2, .key_dim = 256, .value_dim = 32, .chunk = 32});
+  add({.tokens = 50, .key_dim = 48, .value_dim = 144, .chunk = 16});
+  GdnDesc packed{.tokens = 150, .key_heads = 2, .value_heads = 6, .key_dim = 80, .value_dim = 64};
+  packed.n_sequences = 5;
+  packed.head_map = HeadMap::tiled;
+  add(packed);
+  return all;
+}
+
+// Keys that have much in common, as a model's do; A neither small nor triangular, NaN where it must
+// not be read.
+oracle::Problem<Op> mma_problem(const GdnDesc& d, const oracle::Layout& layout = {}) {
+  auto p = make_problem<Op>(d, 11, layout);
+  oracle::Rng rng(12);
+  oracle::fill_keys(d, p.args.k, 0.9, rng);
+  oracle::fill_normal(p.args.v, rng);
+  const auto starts = oracle::gdn_starts(d, p.args.cu_seqlens);
+  for (std::size_t s = 0; s + 1 < starts.size(); ++s) {
+    for (std::int64_t t = starts[s]; t < starts[s + 1]; ++t) {
+      const std::int64_t row = (t - starts[s]) % d.chunk;
+      const std::int64_t read =
+          d.lower_triangular ? row + 1 : std::min<std::int64_t>(d.chunk, starts[s + 1] - t + row);
+      for (std::int64_t i = 0; i < d.value_heads * d.chunk; ++i)
+        put(p.args.a, t * d.value_heads * d.chunk + i, i % d.chunk < read ? rng.normal() : NAN);
+    }
+  }
+  oracle::fill_uniform(p.args.beta, 0, 1, rng);
+  oracle::fill_uniform(p.args.g, -2, 0, rng);
+  return p;
+}
+
+void expect_untouched_around(const oracle::Problem<Op>& p) {
+  for (const oracle::Store& s : p.stores) {
+    const auto poisoned = [](std::byte b) { return b == oracle::kPoison; };
+    EXPECT_TRUE(std::all_of(s.bytes.begin(), s.bytes.begin() + std::ptrdiff_t(s.offset), poisoned))
+        << s.name;
+    EXPECT_TRUE(std::all_of(s.bytes.end() - oracle::kCanary, s.bytes.end(), poisoned)) << s.name;
+  }
+}
+
+TEST(GdnRecomputeWU, TensorCoresStayWithinTheBound) {
+  BITTERN_NEEDS_CUDA();
+  for (const GdnDesc& d : mma_problems()) {
+    auto p = mma_problem(d);
+    oracle::expect_ok(run_mma(p));
+    expect_untouched_around(p);
+    const auto round = [&](double x) {
+      const auto f = static_cast<float>(x);
+      return static_cast<double>(d.element == DType::f16 ? to_f32(to_f16(f)) : to_f32(to_bf16(f)));
+    };
+    const auto starts = oracle::gdn_starts(d, p.args.cu_seqlens);
+    double worst = 0;  // error beyond the rounding of the result, in 2^-24 of the terms' magnitudes
+    for (std::size_t s = 0; s + 1 < starts.size(); ++s) {
+      for (std::int64_t t = starts[s]; t < starts[s + 1]; ++t) {
+        const std::int64_t first = starts[s] + (t - starts[s]) / d.chunk * d.chunk;
+        const std::int64_t last =
+            d.lower_triangular ? t + 1 : std::min<std::int64_t>(first + d.chunk, starts[s + 1]);
+        for (std::int64_t h = 0; h < d.value_heads; ++h) {
+          const auto check = [&](const MutView& out, std::int64_t width, auto&& b) {
+            for (std::int64_t c = 0; c < width; ++c) {
+              double want = 0, size = 0;
+              for (std::int64_t j = first; j < last; ++j) {
+                const double term =
+                    get(p.args.a, (t * d.value_heads + h) * d.chunk + j - first) * b(j, c);
+                want += term;
+                size += std::fabs(term);
+              }
+              const double near = std::fabs(round(want));
+              const double half_ulp = (oracle::step(d.element, near, 1) - near) / 2;
+              const double error = std::fabs(get(out, (t * d.value_heads + h) * width + c) - want);
+              EXPECT_LE(error, 64 * 0x1p-24 * size + half_ulp);
+              worst = std::max(worst, (error - half_ulp) / size * 0x1p24);
+            }
+          };
+          check(p.args.u, d.value_dim, [&](std::int64_t j, std::int64_t c) {
+            return round(get(p.args.v, (j * d.value_heads + h) * d.value_dim + c) *
+                         get(p.args.beta, j * d.value_heads + h));
+          });
+          check(p.args.w, d.key_dim, [&](std::int64_t j, std::int64_t c) {
+            const auto kb = static_cast<float>(
+                get(p.args.k, (j * d.key_heads + d.key_head(h)) * d.key_dim + c) *
+                get(p.args.beta, j * d.value_heads + h));
+            return round(kb * math::exp(static_cast<float>(get(p.args.g, j * d.value_heads + h))));
+          });
+        }
+      }
+    }
+    ::testing::Test::RecordProperty("worst", std::to_string(worst));
+  }
+}
+
+TEST(GdnRecomputeWU, TensorCoresRepeatThemselves) {
+  BITTERN_NEEDS_CUDA();
+  GdnDesc d{.tokens = 100, .key_heads = 2, .value_heads = 4, .key_dim = 32, .value_dim = 64};
+  d.element = DType::bf16;
+  auto first = mma_problem(d);
+  const auto fresh = first.stores;
+  oracle::expect_ok(run_mma(first));
+  auto again = mma_problem(d);
+  for (int i = 1; i < 100; ++i) {
+    for (std::size_t s = 0; s < fresh.size(); ++s)
+      std::copy(fresh[s].bytes.begin(), fresh[s].bytes.end(), again.stores[s].bytes.begin());
+    oracle::expect_ok(run_mma(again));
+    ASSERT_EQ(oracle::compare(again, first), "") << i;
+  }
+}
+
+// Infinities and NaN are where the definition has them, and nowhere else.
+TEST(GdnRecomputeWU, TensorCoresPutNonFiniteValuesWhereTheyBelong) {
+  BITTERN_NEEDS_CUDA();
+  for (const GdnDesc& d : mma_problems()) {
+    auto want = mma_problem(d), got = mma_problem(d);
+    for (auto* p : {&want, &got}) {
+      const std::int64_t row = d.key_heads * d.key_dim;
+      put(p->args.k, 5 * row + 3, INFINITY);
+      put(p->args.v, 9 * d.value_heads * d.value_dim + 1, NAN);
+      put(p->args.v, 20 * d.value_heads * d.value_dim + 15, -INFINITY);
+      put(p->args.a, 30 * d.value_heads * d.chunk, INFINITY);
+      put(p->args.a, 31 * d.value_heads * d.chunk, NAN);
+      put(p->args.v, 30 / d.chunk * d.chunk * d.value_heads * d.value_dim + 2, 0);
+    }
+    oracle::expect_ok(run_problem(want, "ref"));
+    oracle::expect_ok(run_mma(got));
+    for (const auto& [w, g] :
+         {std::pair{want.args.u, got.args.u}, std::pair{want.args.w, got.args.w}}) {
+      for (std::int64_t i = 0; i < w.shape.numel(); ++i) {
+        const double expected = get(w, i), result = get(g, i);
+        if (!std::isfinite(expected)) {
+          EXPECT_TRUE(std::isnan(expected) ? std::isnan(result) : result == expected)
+              << i << ": " << result << ", expected " << expected;
+        } else {
+          EXPECT_NEAR(result, expected, 0.01 * (1 + std::fabs(expected))) << i;
+        }
+      }
+    }
+  }
+}
+
+// Addresses that no 16-byte access can use.
+TEST(GdnRecomputeWU, TensorCoresLeaveUnalignedOperandsToTheExactKernel) {
+  BITTERN_NEEDS_CUDA();
+  for (const GdnDesc& d : mma_problems()) {
+    const oracle::Layout layout{.unaligned = true};
+    auto want = mma_problem(d, layout), got = mma_problem(d, layout);
+    oracle::expect_ok(run_problem(want, "ref"));
+    oracle::expect_ok(run_mma(got));
+    EXPECT_EQ(oracle::compare(got, want), "");
+  }
+}
+
+TEST(GdnRecomputeWU, TensorCoresAreForTheFastestPreference) {
+  BITTERN_NEEDS_CUDA();
+  GdnDesc d{.tokens = 64};
+  d.element = DType::bf16;
+  const auto fastest = Plan<Op>::select(d, kGpu, Preference::fastest);
+  ASSERT_TRUE(fastest.ok()) << fastest.status().message();
+  EXPECT_EQ(fastest->sku().kernel, "cuda_mma");
+  EXPECT_FALSE(fastest->precision_guarantee().same_bits_on_all_backends);
+  EXPECT_TRUE(fastest->precision_guarantee().deterministic);
+  const auto exact = Plan<Op>::select(d, kGpu);
+  ASSERT_TRUE(exact.ok()) << exact.status().message();
+  EXPECT_EQ(exact->sku().kernel, "cuda");
+  d.key_dim = 24;
+  const auto other = Plan<Op>::select(d, kGpu, Preference::fastest);
+  ASSERT_TRUE(other.ok()) << other.status().message();
+  EXPECT_EQ(other->sku().kernel, "cuda");
+  oracle::expect_error(
+      Plan<Op>::select(d, kGpu, Preference::fastest, "cuda_mma").status(), Code::unsupported,
+      "gdn_recompute_w_u: no kernel on cuda:0 named cuda_mma: cuda_mma: key_dim: 24, expected a "
+      "multiple of 16;");
+}
+
 TEST(GdnRecomputeWU, RefusesWhatItCannotDo) {
   const auto refuse = [](const GdnDesc& d, Code code, std::string_view message) {
     oracle::expect_error(Plan<Op>::select(d).status(), code, message);

@@ -76,12 +76,16 @@ std::vector<BenchCase<GdnStepDesc>> gdn_recurrent_step_bench_cases() {
   four.tokens = 4;
   four.batch = 32;
   pool.pool = 64;
+  GdnStepDesc gpu = base, gpu_value_key = value_key;
+  gpu.batch = gpu_value_key.batch = 128;
   pool.qk_l2norm = pool.gate = pool.beta_sigmoid = true;
   const char* plain = "a_log dt_bias state_index snapshots";
   return {{"64 x 32 heads, state k v", base, fill_bench, plain},
           {"64 x 32 heads, state v k", value_key, fill_bench, plain},
           {"pool, norm, gate, sigmoid", pool, fill_bench, "snapshots"},
-          {"4 tokens, snapshots", four, fill_bench, "a_log dt_bias state_index"}};
+          {"4 tokens, snapshots", four, fill_bench, "a_log dt_bias state_index"},
+          {"128 x 32 heads, state k v", gpu, fill_bench, plain, Preference::exact, true},
+          {"128 x 32 heads, state v k", gpu_value_key, fill_bench, plain, Preference::exact, true}};
 }
 
 // Random values make every order of additions visible; here gates and strengths are what models

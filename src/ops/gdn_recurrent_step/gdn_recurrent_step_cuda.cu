@@ -1,8 +1,351 @@
+// A block has a part of one head's state in shared memory: it comes with one burst of copies, is
+// summed over, changed, and written once. What makes it fast is that several such blocks share a
+// multiprocessor, so that one's sums hide behind the others' traffic.
+#include <cmath>
+
 #include "bittern/ops/gdn_recurrent_step.h"
+#include "core/dot.h"
+#include "core/gdn.h"
+#include "cuda/device.cuh"
+#include "cuda/ptx.cuh"
+#include "cuda/runtime.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
+namespace {
 
-std::span<const Kernel<GdnRecurrentStep>> gdn_recurrent_step_cuda() { return {}; }
+using Op = GdnRecurrentStep;
+using cuda::Divisor;
+
+// What a block takes of a head.      128 x 128: shared memory and threads of a block
+constexpr int kColumns = 64;  // of S [key_dim, value_dim]:   33 KiB, 64
+constexpr int kRows = 32;     // of S [value_dim, key_dim]:   17 KiB, 128
+constexpr int kRowThreads = 128;
+
+struct Problem {
+  const void *q, *k, *v;
+  const float *g, *beta, *a_log, *dt_bias;
+  const std::int32_t* state_index;  // null: sequence s has state s
+  float* state;
+  void* o;
+  float* snapshots;  // null: left out
+  std::int64_t q_stride, k_stride, v_stride, g_stride, beta_stride, o_stride;
+  std::int64_t tokens, key_heads, value_heads, states;
+  Divisor sharing;  // value heads of a key head
+  int keys, values;
+  float scale;
+  bool tiled, l2norm, gate, beta_sigmoid, allow_neg_eigval;
+  bool pieces;           // the state can be copied 16 bytes at a time
+  Divisor parts, heads;  // blocks of a head; heads of a sequence
+  std::int64_t items;
+
+  Problem(const Op::Desc& d, const Op::Args& a, std::int64_t parts_of_a_head)
+      : q(a.q.data),
+        k(a.k.data),
+        v(a.v.data),
+        g(a.g.as<float>()),
+        beta(a.beta.as<float>()),
+        a_log(a.a_log.as<float>()),
+        dt_bias(a.dt_bias.as<float>()),
+        state_index(d.pool > 0 ? a.state_index.as<std::int32_t>() : nullptr),
+        state(a.state.as<float>()),
+        o(a.o.data),
+        snapshots(a.snapshots.as<float>()),
+        q_stride(a.q.row_stride()),
+        k_stride(a.k.row_stride()),
+        v_stride(a.v.row_stride()),
+        g_stride(a.g.row_stride()),
+        beta_stride(a.beta.row_stride()),
+        o_stride(a.o.row_stride()),
+        tokens(d.tokens),
+        key_heads(d.key_heads),
+        value_heads(d.value_heads),
+        states(d.states()),
+        sharing(d.value_heads / d.key_heads),
+        keys(static_cast<int>(d.key_dim)),
+        values(static_cast<int>(d.value_dim)),
+        scale(d.heads().query_scale()),
+        tiled(d.head_map == HeadMap::tiled),
+        l2norm(d.qk_l2norm),
+        gate(d.gate),
+        beta_sigmoid(d.beta_sigmoid),
+        allow_neg_eigval(d.allow_neg_eigval),
+        pieces(reinterpret_cast<std::uintptr_t>(state) % 16 == 0 &&
+               (d.state_layout == StateLayout::key_value ? values : keys) % 4 == 0),
+        parts(parts_of_a_head),
+        heads(d.value_heads),
+        items(d.batch * d.value_heads * parts_of_a_head) {}
+
+  struct Item {
+    std::int64_t sequence, head, part;
+    float* state;  // of the whole head; null: an index that is out of range
+  };
+  __device__ Item item(std::int64_t index) const {
+    const std::int64_t row = parts.divide(index), part = index - row * parts.value();
+    const std::int64_t sequence = heads.divide(row), head = row - sequence * heads.value();
+    const std::int64_t slot = state_index != nullptr ? state_index[sequence] : sequence;
+    if (slot < 0 || slot >= states) return {sequence, head, part, nullptr};
+    return {sequence, head, part, state + (slot * value_heads + head) * keys * values};
+  }
+  __device__ float* snapshot(const Item& i, std::int64_t token) const {
+    const std::int64_t at = (i.sequence * tokens + token) * value_heads + i.head;
+    return snapshots + at * keys * values;
+  }
+  // Of q, k and v, and of the gates: where a sequence's token starts, for this item's heads.
+  __device__ std::int64_t key_at(const Item& i, std::int64_t token) const {
+    const std::int64_t turn = sharing.divide(i.head);  // of heads that share, or, tiled, of all
+    const std::int64_t key_head = tiled ? i.head - i.head / key_heads * key_heads : turn;
+    return (token * key_heads + key_head) * keys;
+  }
+  __device__ std::int64_t gate_at(const Item& i, std::int64_t token) const {
+    return token * value_heads + i.head;
+  }
+};
+
+struct Pair {
+  float k, q;
+};
+
+// core/dot.h by each half of a warp: lane l has sum l % 16, and all get the result.
+template <class Left, class Right>
+__device__ float strided_dot(int n, Left&& left, Right&& right) {
+  float sum = 0;
+  for (int i = static_cast<int>(threadIdx.x) % kDotLanes; i < n; i += kDotLanes)
+    sum = std::fma(left(i), right(i), sum);
+  for (int stride = kDotLanes / 2; stride > 0; stride /= 2)
+    sum += __shfl_xor_sync(~0u, sum, stride);
+  return sum;
+}
+
+struct Token {
+  float decay, beta, kq;
+};
+
+// By the whole block: k and q, normalised and scaled, into `pairs`; the rest to every thread.
+template <class X>
+__device__ Token read_token(const Problem& p, const Problem::Item& item, std::int64_t token,
+                            Pair* pairs) {
+  const auto* q = static_cast<const X*>(p.q) + item.sequence * p.q_stride + p.key_at(item, token);
+  const auto* k = static_cast<const X*>(p.k) + item.sequence * p.k_stride + p.key_at(item, token);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  for (int i = thread; i < p.keys; i += threads) {
+    const float wide = cuda::load_math(q[i]);
+    pairs[i] = {cuda::load_math(k[i]), p.l2norm ? wide : wide * p.scale};
+  }
+  Token t;
+  float g = p.g[item.sequence * p.g_stride + p.gate_at(item, token)];
+  if (p.gate) g = gdn_log_decay(g, p.a_log[item.head], p.dt_bias[item.head]);
+  t.decay = math::exp(g);
+  t.beta = p.beta[item.sequence * p.beta_stride + p.gate_at(item, token)];
+  if (p.beta_sigmoid) t.beta = math::sigmoid(t.beta);
+  if (p.allow_neg_eigval) t.beta = 2 * t.beta;
+  __syncthreads();
+  if (p.l2norm) {
+    const bool of_q = thread % 32 >= kDotLanes;
+    const auto x = [&](int i) { return of_q ? pairs[i].q : pairs[i].k; };
+    const float inverse = 1.0f / std::sqrt(strided_dot(p.keys, x, x) + 1e-6f);
+    const float of_k = __shfl_sync(~0u, inverse, 0);
+    const float of_queries = __shfl_sync(~0u, inverse, kDotLanes);
+    __syncthreads();
+    for (int i = thread; i < p.keys; i += threads)
+      pairs[i] = {pairs[i].k * of_k, pairs[i].q * of_queries * p.scale};
+    __syncthreads();
+  }
+  t.kq = strided_dot(p.keys, [&](int i) { return pairs[i].k; }, [&](int i) { return pairs[i].q; });
+  return t;
+}
+
+// delta_j and o_j from sk_j and sq_j.
+template <class X>
+__device__ float emit(const Problem& p, const Problem::Item& item, std::int64_t token,
+                      const Token& t, int j, float sk, float sq) {
+  const std::int64_t at = p.gate_at(item, token) * p.values + j;
+  const float v = cuda::load_math((static_cast<const X*>(p.v) + item.sequence * p.v_stride)[at]);
+  const float delta = t.beta * std::fma(-t.decay, sk, v);
+  (static_cast<X*>(p.o) + item.sequence * p.o_stride)[at] =
+      cuda::store_math<X>(std::fma(t.kq, delta, t.decay * sq));
+  return delta;
+}
+
+// ---- state [key_dim, value_dim]: a thread has a column ----
+
+template <class X>
+__global__ void __launch_bounds__(kColumns) step_columns(const Problem p) {
+  auto* const tile = cuda::dynamic_shared<float>();  // [keys][blockDim.x]
+  const int width = static_cast<int>(blockDim.x), column = static_cast<int>(threadIdx.x);
+  auto* const pairs = reinterpret_cast<Pair*>(tile + p.keys * width);
+  for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
+    const Problem::Item item = p.item(index);
+    if (item.state == nullptr) continue;
+    const int first = static_cast<int>(item.part) * width, j = first + column;
+    if (p.pieces) {
+      // Four rows at a time: a quarter of the threads, 4 columns each.
+      const int at = column % (width / 4) * 4;
+      if (first + at < p.values) {
+        for (int i = column / (width / 4); i < p.keys; i += 4)
+          cuda::copy_async_16(tile + i * width + at, item.state + i * p.values + first + at);
+      }
+      cuda::copy_async_commit();
+    } else if (j < p.values) {
+#pragma unroll 8
+      for (int i = 0; i < p.keys; ++i) tile[i * width + column] = item.state[i * p.values + j];
+    }
+    for (std::int64_t token = 0; token < p.tokens; ++token) {
+      const Token t = read_token<X>(p, item, token, pairs);
+      if (token == 0) {
+        cuda::copy_async_wait<0>();
+        __syncthreads();
+      }
+      if (j < p.values) {
+        float sk = 0, sq = 0;
+#pragma unroll 8
+        for (int i = 0; i < p.keys; ++i) {
+          const float s = tile[i * width + column];
+          sk = std::fma(s, pairs[i].k, sk);
+          sq = std::fma(s, pairs[i].q, sq);
+        }
+        const float delta = emit<X>(p, item, token, t, j, sk, sq);
+        const bool last = token + 1 == p.tokens;
+        // S = fma(k_i, delta_j, a S), to wherever it is wanted.
+        const auto update = [&](auto&& store) {
+#pragma unroll 8
+          for (int i = 0; i < p.keys; ++i)
+            store(i, std::fma(pairs[i].k, delta, t.decay * tile[i * width + column]));
+        };
+        if (last && p.snapshots == nullptr) {
+          update([&](int i, float s) { item.state[i * p.values + j] = s; });
+        } else {
+          float* snapshot = p.snapshots != nullptr ? p.snapshot(item, token) : nullptr;
+          update([&](int i, float s) {
+            if (snapshot != nullptr) snapshot[i * p.values + j] = s;
+            if (last) {
+              item.state[i * p.values + j] = s;
+            } else {
+              tile[i * width + column] = s;
+            }
+          });
+        }
+      }
+      __syncthreads();
+    }
+  }
+}
+
+// ---- state [value_dim, key_dim]: 16 lanes have a row ----
+
+struct Sums {
+  float sk, sq;
+};
+
+template <class X>
+__global__ void __launch_bounds__(kRowThreads) step_rows(const Problem p) {
+  auto* const tile = cuda::dynamic_shared<float>();  // [kRows][keys]
+  auto* const pairs = reinterpret_cast<Pair*>(tile + kRows * p.keys);
+  __shared__ Sums sums[kRows];
+  __shared__ float deltas[kRows];
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
+    const Problem::Item item = p.item(index);
+    if (item.state == nullptr) continue;
+    const int first = static_cast<int>(item.part) * kRows;
+    const int rows = min(kRows, p.values - first);
+    float* const state = item.state + first * p.keys;  // the rows lie together
+    if (p.pieces) {
+      for (int i = thread * 4; i < rows * p.keys; i += kRowThreads * 4)
+        cuda::copy_async_16(tile + i, state + i);
+      cuda::copy_async_commit();
+    } else {
+#pragma unroll 8
+      for (int i = thread; i < rows * p.keys; i += kRowThreads) tile[i] = state[i];
+    }
+    for (std::int64_t token = 0; token < p.tokens; ++token) {
+      const Token t = read_token<X>(p, item, token, pairs);
+      if (token == 0) {
+        cuda::copy_async_wait<0>();
+        __syncthreads();
+      }
+      // Each half of a warp has four rows, 8 apart: lane l has their sums l % 16.
+      constexpr int kTogether = kRows * kDotLanes / kRowThreads, kApart = kRows / kTogether;
+      const int own = thread / static_cast<int>(kDotLanes);
+      Sums s[kTogether] = {};
+#pragma unroll 8
+      for (int i = lane % static_cast<int>(kDotLanes); i < p.keys; i += kDotLanes) {
+        const Pair pair = pairs[i];
+#pragma unroll
+        for (int r = 0; r < kTogether; ++r) {
+          const float x = tile[min(own + r * kApart, rows - 1) * p.keys + i];
+          s[r].sk = std::fma(x, pair.k, s[r].sk);
+          s[r].sq = std::fma(x, pair.q, s[r].sq);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kTogether; ++r) {
+#pragma unroll
+        for (int stride = kDotLanes / 2; stride > 0; stride /= 2) {
+          s[r].sk += __shfl_xor_sync(~0u, s[r].sk, stride);
+          s[r].sq += __shfl_xor_sync(~0u, s[r].sq, stride);
+        }
+        if (lane % kDotLanes == 0) sums[own + r * kApart] = s[r];
+      }
+      __syncthreads();
+      if (thread < rows)
+        deltas[thread] =
+            emit<X>(p, item, token, t, first + thread, sums[thread].sk, sums[thread].sq);
+      __syncthreads();
+      const bool last = token + 1 == p.tokens;
+      // S = fma(k_i, delta_j, a S), a warp along a row, to wherever it is wanted.
+      const auto update = [&](auto&& store) {
+        for (int i = lane; i < p.keys; i += 32) {
+          const float k = pairs[i].k;
+#pragma unroll 8
+          for (int r = warp; r < rows; r += kRowThreads / 32)
+            store(r * p.keys + i, std::fma(k, deltas[r], t.decay * tile[r * p.keys + i]));
+        }
+      };
+      if (last && p.snapshots == nullptr) {
+        update([&](int at, float x) { state[at] = x; });
+      } else {
+        float* snapshot =
+            p.snapshots != nullptr ? p.snapshot(item, token) + first * p.keys : nullptr;
+        update([&](int at, float x) {
+          if (snapshot != nullptr) snapshot[at] = x;
+          (last ? state : tile)[at] = x;
+        });
+      }
+      __syncthreads();
+    }
+  }
+}
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
+  if (d.tokens == 0) return {};
+  const int device = a.state.device.index;
+  const auto keys = static_cast<std::size_t>(d.key_dim);
+  return visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
+    if (d.state_layout == StateLayout::value_key) {
+      const Problem p(d, a, (d.value_dim + kRows - 1) / kRows);
+      return cuda::launch(Op::kName, step_rows<X>,
+                          {.blocks = p.items,
+                           .threads = kRowThreads,
+                           .shared = keys * (kRows * sizeof(float) + sizeof(Pair))},
+                          device, stream, p);
+    }
+    const int columns = d.value_dim > 32 ? kColumns : 32;
+    const Problem p(d, a, (d.value_dim + columns - 1) / columns);
+    return cuda::launch(
+        Op::kName, step_columns<X>,
+        {.blocks = p.items,
+         .threads = columns,
+         .shared = keys * (static_cast<std::size_t>(columns) * sizeof(float) + sizeof(Pair))},
+        device, stream, p);
+  });
+}
+
+constexpr Kernel<Op> kKernels[] = {
+    {.name = "cuda", .backend = "cuda", .architecture = cuda::architecture, .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<GdnRecurrentStep>> gdn_recurrent_step_cuda() { return kKernels; }
 
 }  // namespace bittern

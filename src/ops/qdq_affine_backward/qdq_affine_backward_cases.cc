@@ -19,7 +19,14 @@ std::vector<BenchCase<AffineDesc>> qdq_affine_backward_bench_cases() {
   const AffineDesc base{.outer_size = 8192, .axis_size = 4096, .group_size = 64, .bits = 4};
   AffineDesc packed = base;
   packed.storage = CodeStorage::packed;
-  return {{"f32 group 64", base}, {"f32 group 64 packed 4 bit", packed}};
+  AffineDesc large = base, large_packed = packed;
+  large.outer_size = large_packed.outer_size = 16384;
+  large.axis_size = large_packed.axis_size = 8192;
+  return {
+      {"f32 group 64", base},
+      {"f32 group 64 packed 4 bit", packed},
+      {.label = "f32 group 64 16384x8192", .desc = large, .gpu_only = true},
+      {.label = "f32 group 64 packed 4 bit 16384x8192", .desc = large_packed, .gpu_only = true}};
 }
 
 // Random values already make the order of additions visible. A third of the groups get finite

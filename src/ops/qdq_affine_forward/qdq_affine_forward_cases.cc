@@ -21,7 +21,15 @@ std::vector<BenchCase<AffineDesc>> qdq_affine_forward_bench_cases() {
   AffineDesc packed = base, half = base;
   packed.storage = CodeStorage::packed;
   half.element = DType::bf16;
-  return {{"f32 group 64", base}, {"f32 group 64 packed 4 bit", packed}, {"bf16 group 64", half}};
+  AffineDesc large = base, large_packed = packed;
+  large.outer_size = large_packed.outer_size = 16384;
+  large.axis_size = large_packed.axis_size = 8192;
+  return {
+      {"f32 group 64", base},
+      {"f32 group 64 packed 4 bit", packed},
+      {"bf16 group 64", half},
+      {.label = "f32 group 64 16384x8192", .desc = large, .gpu_only = true},
+      {.label = "f32 group 64 packed 4 bit 16384x8192", .desc = large_packed, .gpu_only = true}};
 }
 
 // About half the biases nearly cancel a product, where one rounding and two differ most.

@@ -1,5 +1,5 @@
 // The rules of qdq_affine_init for one group, in plain scalar form: all of `ref`, and what `cpu`
-// does with the rare group that is not finite.
+// and `cuda` do with the rare group that is not finite.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -20,8 +20,8 @@ Math<S> stored(Math<S> x) {
 template <class F>
 struct Range {
   F min = std::numeric_limits<F>::infinity(), max = -std::numeric_limits<F>::infinity();
-  bool empty() const { return min > max; }
-  bool overflows() const { return !empty() && !std::isfinite(max - min); }
+  BITTERN_HOST_DEVICE bool empty() const { return min > max; }
+  BITTERN_HOST_DEVICE bool overflows() const { return !empty() && !std::isfinite(max - min); }
 };
 
 template <class F>
@@ -40,20 +40,24 @@ struct Params {
   F s = 1, b = 0;
 };
 
-// s and b as stored.
-template <class S>
-Params<Math<S>> minmax_params(const Range<Math<S>>& r, std::int32_t bins) {
-  using F = Math<S>;
+// s and b as stored: `round` rounds to their dtype, whose largest finite value is `largest`.
+template <class F, class Round>
+BITTERN_HOST_DEVICE Params<F> minmax_params(const Range<F>& r, std::int32_t bins, F largest,
+                                            const Round& round) {
   if (r.empty()) return {};
   const F n = static_cast<F>(bins - 1);
   F s = r.overflows() ? (r.max / 2 - r.min / 2) / (n / 2) : (r.max - r.min) / n;
-  s = stored<S>(std::min(s, max_finite<S>()));
+  s = round(std::min(s, largest));
   return {s > 0 ? s : F(1), r.min + F(0)};
+}
+template <class S>
+Params<Math<S>> minmax_params(const Range<Math<S>>& r, std::int32_t bins) {
+  return minmax_params(r, bins, max_finite<S>(), stored<S>);
 }
 
 // s and b before rounding to their dtype. For a range that does not overflow.
 template <class F>
-Params<F> mlx_params(const Range<F>& r, std::int32_t bins) {
+BITTERN_HOST_DEVICE Params<F> mlx_params(const Range<F>& r, std::int32_t bins) {
   if (r.empty()) return {};
   const F s = std::max((r.max - r.min) / static_cast<F>(bins - 1), F(1e-7));
   if (bins == 2) return {s, r.min + F(0)};
@@ -66,26 +70,26 @@ Params<F> mlx_params(const Range<F>& r, std::int32_t bins) {
 
 // clamp(A(z), 0, n) and clamp(R(z), 0, n); 0 for NaN.
 template <class F>
-std::uint8_t code_half_away(F z, F n) {
+BITTERN_HOST_DEVICE std::uint8_t code_half_away(F z, F n) {
   if (!(z > 0)) return 0;
   z = std::min(z, n);
   const F whole = std::trunc(z);
   return static_cast<std::uint8_t>(z - whole >= F(0.5) ? whole + 1 : whole);
 }
 template <class F>
-std::uint8_t code_half_even(F z, F n) {
+BITTERN_HOST_DEVICE std::uint8_t code_half_even(F z, F n) {
   if (!(z > 0)) return 0;
   return static_cast<std::uint8_t>(std::nearbyint(std::min(z, n)));
 }
 
 // As minmax: half away from zero. `halved` is for a range that overflows.
 template <class F>
-std::uint8_t minmax_code(F w, Params<F> p, std::int32_t bins, bool halved) {
+BITTERN_HOST_DEVICE std::uint8_t minmax_code(F w, Params<F> p, std::int32_t bins, bool halved) {
   const F z = halved ? (w / 2 - p.b / 2) / (p.s / 2) : (w - p.b) / p.s;
   return code_half_away(z, static_cast<F>(bins - 1));
 }
 template <class F>
-std::uint8_t mlx_code(F w, Params<F> p, std::int32_t bins) {
+BITTERN_HOST_DEVICE std::uint8_t mlx_code(F w, Params<F> p, std::int32_t bins) {
   return code_half_even((w - p.b) / p.s, static_cast<F>(bins - 1));
 }
 

@@ -16,7 +16,13 @@ std::vector<PackDesc> unpack_codes_check_cases() {
 
 std::vector<BenchCase<PackDesc>> unpack_codes_bench_cases() {
   return {{"4 bit", {.outer_size = 8192, .axis_size = 4096, .bits = 4}},
-          {"3 bit", {.outer_size = 8192, .axis_size = 4096, .bits = 3}}};
+          {"3 bit", {.outer_size = 8192, .axis_size = 4096, .bits = 3}},
+          {.label = "4 bit 16384x8192",
+           .desc = {.outer_size = 16384, .axis_size = 8192, .bits = 4},
+           .gpu_only = true},
+          {.label = "3 bit 16384x8192",
+           .desc = {.outer_size = 16384, .axis_size = 8192, .bits = 3},
+           .gpu_only = true}};
 }
 
 // Random words already hold every code at every place, and spare bits that are not zero.

@@ -1,8 +1,112 @@
+// A thread unpacks a unit of 16 codes into one 16-byte store. Unit l of a row is the 16 * bits bits
+// from half word l * bits on: (bits + 1) / 2 words, from the upper half of the first where l * bits
+// is odd. Neighbours share words, and lines, through L1.
 #include "bittern/ops/unpack_codes.h"
+#include "cuda/codes.cuh"
+#include "cuda/device.cuh"
+#include "cuda/runtime.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
+namespace {
 
-std::span<const Kernel<UnpackCodes>> unpack_codes_cuda() { return {}; }
+using Op = UnpackCodes;
+using cuda::Divisor;
+using cuda::Pack;
+
+constexpr int kUnit = 16;  // codes
+
+struct Problem {
+  const std::uint32_t* words;
+  std::uint8_t* codes;
+  std::int64_t words_stride, codes_stride, row_length;
+  std::int64_t units;
+  Divisor row_units;  // the last unit of a row may be short
+  bool one_row;       // or rows that follow each other as one
+  bool aligned;       // 16 bytes of codes may be written, and the words of a unit read, at once
+};
+
+// Widths whose units are one aligned vector of words.
+constexpr bool is_vector(int bits) { return bits == 2 || bits == 4 || bits == 8; }
+
+template <int kBits>
+__global__ void __launch_bounds__(cuda::kBlock) unpack(const Problem p) {
+  constexpr int kWords = (kBits + 1) / 2;
+  const std::int64_t unit = std::int64_t{blockIdx.x} * cuda::kBlock + threadIdx.x;
+  if (unit >= p.units) return;
+  const std::int64_t row = p.one_row ? 0 : p.row_units.divide(unit);
+  const std::int64_t at = unit - row * p.row_units.value(), left = p.row_length - at * kUnit;
+  const int count = left < kUnit ? static_cast<int>(left) : kUnit;
+  const std::uint32_t* from = p.words + row * p.words_stride + at * kBits / 2;
+  const int shift = kBits % 2 == 0 ? 0 : static_cast<int>(at % 2) * 16;
+  std::uint32_t words[kWords];
+  if (is_vector(kBits) && p.aligned && count == kUnit) {
+    const auto v = Pack < std::uint32_t, is_vector(kBits) ? kWords : 1 > ::load(from);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = v.at[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      words[i] = i * 32 < shift + count * kBits ? __ldg(from + i) : 0;
+  }
+  if constexpr (kBits % 2 != 0) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      words[i] = __funnelshift_r(words[i], i + 1 < kWords ? words[i + 1] : 0u,
+                                 static_cast<unsigned>(shift));
+  }
+  Pack<std::uint32_t, kUnit / 4> codes;
+#pragma unroll
+  for (int f = 0; f < kUnit / 4; ++f) {
+    const int word = f * 4 * kBits / 32, low = f * 4 * kBits % 32;
+    const std::uint32_t next = word + 1 < kWords ? words[word + 1] : 0;
+    codes.at[f] = cuda::spread_out<kBits>(
+        low + 4 * kBits > 32 ? __funnelshift_r(words[word], next, static_cast<unsigned>(low))
+                             : words[word] >> low);
+  }
+  std::uint8_t* to = p.codes + row * p.codes_stride + at * kUnit;
+  if (p.aligned && count == kUnit) {
+    codes.store(reinterpret_cast<std::uint32_t*>(to));
+  } else {
+#pragma unroll
+    for (int j = 0; j < kUnit; ++j)
+      if (j < count) to[j] = static_cast<std::uint8_t>(codes.at[j / 4] >> j % 4 * 8);
+  }
+}
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
+  const std::int64_t rows = d.outer_size, bits = d.bits;
+  const bool one_row =
+      rows <= 1 || (d.axis_size * bits % 32 == 0 && a.codes.row_stride() == d.axis_size &&
+                    a.words.row_stride() == d.axis_size * bits / 32);
+  const std::int64_t length = one_row ? rows * d.axis_size : d.axis_size;
+  const std::int64_t row_units = (length + kUnit - 1) / kUnit;
+  const auto lies_on = [&](const void* data, std::int64_t stride_bytes, std::uintptr_t align) {
+    return reinterpret_cast<std::uintptr_t>(data) % align == 0 &&
+           (one_row || stride_bytes % static_cast<std::int64_t>(align) == 0);
+  };
+  const std::uintptr_t word_align = is_vector(d.bits) ? 2u * d.bits : 4;
+  const Problem p{.words = a.words.as<std::uint32_t>(),
+                  .codes = a.codes.as<std::uint8_t>(),
+                  .words_stride = a.words.row_stride(),
+                  .codes_stride = a.codes.row_stride(),
+                  .row_length = length,
+                  .units = (one_row ? 1 : rows) * row_units,
+                  .row_units = Divisor(row_units),
+                  .one_row = one_row,
+                  .aligned = lies_on(a.codes.data, a.codes.row_stride(), 16) &&
+                             lies_on(a.words.data, 4 * a.words.row_stride(), word_align)};
+  return cuda::visit_bits(d.bits, [&](auto width) {
+    return cuda::launch(Op::kName, unpack<width()>, cuda::grid_for(p.units), a.codes.device.index,
+                        stream, p);
+  });
+}
+
+constexpr Kernel<Op> kKernels[] = {
+    {.name = "cuda", .backend = "cuda", .architecture = cuda::architecture, .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<UnpackCodes>> unpack_codes_cuda() { return kKernels; }
 
 }  // namespace bittern

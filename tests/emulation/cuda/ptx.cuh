@@ -17,6 +17,20 @@ inline void copy_async_commit() {}
 template <int kPending>
 inline void copy_async_wait() {}
 
+// As wrong as the instructions may be, now up, now down.
+inline float approximate_exp2(float x) {
+  if (std::fabs(x) < 0x1p-126f) return 1;
+  const double error = __float_as_uint(x) % 3 * 0x1p-22 - 0x1p-22;
+  const auto y = static_cast<float>(std::exp2(static_cast<double>(x)) * (1 + error));
+  return y < 0x1p-126f ? 0.0f : y;
+}
+inline float approximate_reciprocal(float x) {
+  const float y = 1 / x;
+  const unsigned bits = __float_as_uint(x);
+  if (bits << 9 == 0 || !(y >= 0x1p-126f)) return y >= 0x1p-126f ? y : 0.0f * y;
+  return __uint_as_float(__float_as_uint(y) + bits % 3 - 1);
+}
+
 namespace emulated {
 
 inline void load_tiles(std::uint32_t (&to)[4], const void* row, bool transposed) {

@@ -1,0 +1,250 @@
+"""bittern's backward passes as torch autograd: `import bittern.torch`.
+
+    y = bittern.torch.fake_quantize_per_group(x, scale, zero_point, group_size=64)
+    w = bittern.torch.qdq_affine(q, scales, biases, group_size=64, bits=4)
+
+Both are custom operators of torch (>= 2.4): torch.compile(fullgraph=True) keeps them whole. They
+take CPU and CUDA tensors, on torch's current stream. Values and gradients have the bits of the ops,
+whose headers give the formulas (bittern/ops/fake_quantize_per_group_backward.h and its like).
+
+A tensor that is not contiguous is copied first; results are contiguous. A gradient has no gradient
+of its own.
+"""
+
+import torch as _torch
+from torch import Tensor
+
+import bittern as _bittern
+
+__all__ = ["fake_quantize_per_group", "qdq_affine"]
+
+
+def _plain(tensor):
+    """What DLPack exports: dense, and free of autograd."""
+    return None if tensor is None else tensor.detach().contiguous()
+
+
+def _gradients_like(tensors, wanted):
+    """Memory for a gradient of each tensor, without elements where it is not wanted."""
+    return tuple(t.new_empty(t.shape if w else (0,)) for t, w in zip(tensors, wanted))
+
+
+def _given(names, gradients, wanted):
+    """The gradients as outputs of a bittern function: False leaves one out."""
+    return {n: g if w else False for n, g, w in zip(names, gradients, wanted)}
+
+
+# ---- fake_quantize_per_group ----
+
+
+def fake_quantize_per_group(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    *,
+    group_size: int = 128,
+    q_min: int = -128,
+    q_max: int = 127,
+    granularity: str = "group",
+    axis: int = -1,
+) -> Tensor:
+    """(clamp(R(x / scale) + zero_point, q_min, q_max) - zero_point) * scale, differentiable.
+
+    x             any shape; its last axis is quantised (granularity "channel": `axis`)
+    scale         x's dtype, or float32 beside a half x; per group [..., axis / group_size], per
+                  "token" x's shape without the last axis, per "channel" [axis], per "tensor" [1]
+    zero_point    shaped as scale; int32, or floating: then it is rounded to the nearest integer
+                  and learns, its gradient passing the rounding unchanged
+
+    The gradients are those of fake_quantize_per_group_backward: for x straight through where the
+    code is in range, for the scale that of LSQ, for the zero point -scale where x is clamped.
+    """
+    return _fake_quantize(x, scale, zero_point, group_size, q_min, q_max, granularity, axis)
+
+
+def _integers(zero_point):
+    if zero_point is None or not zero_point.is_floating_point():
+        return _plain(zero_point)
+    rounded = _plain(zero_point).double().round().nan_to_num(nan=0)
+    return rounded.clamp(-(2**31), 2**31 - 1).to(_torch.int32)
+
+
+@_torch.library.custom_op("bittern::fake_quantize_per_group", mutates_args=())
+def _fake_quantize(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+    q_min: int,
+    q_max: int,
+    granularity: str,
+    axis: int,
+) -> Tensor:
+    return _bittern.fake_quantize_per_group(
+        _plain(x),
+        _plain(scale),
+        _integers(zero_point),
+        y=x.new_empty(x.shape),
+        group_size=group_size,
+        q_min=q_min,
+        q_max=q_max,
+        granularity=granularity,
+        axis=axis,
+    )
+
+
+@_fake_quantize.register_fake
+def _(x, *_):
+    return x.new_empty(x.shape)
+
+
+@_torch.library.custom_op("bittern::fake_quantize_per_group_backward", mutates_args=())
+def _fake_quantize_backward(
+    dy: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    group_size: int,
+    q_min: int,
+    q_max: int,
+    granularity: str,
+    axis: int,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = _gradients_like((x, scale, scale), wanted)
+    _bittern.fake_quantize_per_group_backward(
+        _plain(dy),
+        _plain(x),
+        _plain(scale),
+        _integers(zero_point),
+        **_given(("dx", "d_scale", "d_zero_point"), gradients, wanted),
+        group_size=group_size,
+        q_min=q_min,
+        q_max=q_max,
+        granularity=granularity,
+        axis=axis,
+    )
+    return gradients
+
+
+@_fake_quantize_backward.register_fake
+def _(dy, x, scale, *rest):
+    return _gradients_like((x, scale, scale), rest[-1])
+
+
+def _save_fake_quantize(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3])
+    ctx.fields = inputs[3:]
+
+
+def _differentiate_fake_quantize(ctx, dy):
+    x, scale, zero_point = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[:3])
+    gradients = list(_fake_quantize_backward(dy, x, scale, zero_point, *ctx.fields, wanted))
+    if wanted[2]:
+        gradients[2] = gradients[2].view(zero_point.shape).to(zero_point.dtype)
+    return *(g if w else None for g, w in zip(gradients, wanted)), *(None for _ in ctx.fields)
+
+
+_fake_quantize.register_autograd(_differentiate_fake_quantize, setup_context=_save_fake_quantize)
+
+
+# ---- qdq_affine ----
+
+
+def qdq_affine(
+    q: Tensor,
+    scales: Tensor,
+    biases: Tensor,
+    *,
+    group_size: int = 64,
+    bits: int = 0,
+    n_bins: int = 0,
+    rounding: str = "once",
+    dtype: _torch.dtype | None = None,
+) -> Tensor:
+    """q * scales + biases, group by group, differentiable in scales and biases.
+
+    q         codes: uint8 [..., axis], or packed into uint32 (or int32) [..., words]
+    scales    and biases: [..., axis / group_size]
+    dtype     of the result: that of the scales, or a half one beside float32 scales
+
+    The gradients are those of qdq_affine_backward: the sums of q * dy and of dy over each group.
+    """
+    if q.dtype == _torch.int32:
+        q = q.view(_torch.uint32)
+    return _qdq_affine(q, scales, biases, group_size, bits, n_bins, rounding, dtype or scales.dtype)
+
+
+def _restored(scales, group_size, dtype):
+    return scales.new_empty((*scales.shape[:-1], scales.shape[-1] * group_size), dtype=dtype)
+
+
+@_torch.library.custom_op("bittern::qdq_affine", mutates_args=())
+def _qdq_affine(
+    q: Tensor,
+    scales: Tensor,
+    biases: Tensor,
+    group_size: int,
+    bits: int,
+    n_bins: int,
+    rounding: str,
+    dtype: _torch.dtype,
+) -> Tensor:
+    return _bittern.qdq_affine_forward(
+        _plain(q),
+        _plain(scales),
+        _plain(biases),
+        y=_restored(scales, group_size, dtype),
+        group_size=group_size,
+        bits=bits,
+        n_bins=n_bins,
+        rounding=rounding,
+    )
+
+
+@_qdq_affine.register_fake
+def _(q, scales, biases, group_size, bits, n_bins, rounding, dtype):
+    return _restored(scales, group_size, dtype)
+
+
+@_torch.library.custom_op("bittern::qdq_affine_backward", mutates_args=())
+def _qdq_affine_backward(
+    q: Tensor,
+    dy: Tensor,
+    scales: Tensor,
+    group_size: int,
+    bits: int,
+    n_bins: int,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor]:
+    gradients = _gradients_like((scales, scales), wanted)
+    _bittern.qdq_affine_backward(
+        _plain(q),
+        _plain(dy),
+        **_given(("d_scales", "d_biases"), gradients, wanted),
+        group_size=group_size,
+        bits=bits,
+        n_bins=n_bins,
+    )
+    return gradients
+
+
+@_qdq_affine_backward.register_fake
+def _(q, dy, scales, group_size, bits, n_bins, wanted):
+    return _gradients_like((scales, scales), wanted)
+
+
+def _save_qdq_affine(ctx, inputs, output):
+    q, scales, _, *ctx.fields = inputs
+    ctx.save_for_backward(q, scales)
+
+
+def _differentiate_qdq_affine(ctx, dy):
+    wanted = list(ctx.needs_input_grad[1:3])
+    q, scales = ctx.saved_tensors
+    gradients = _qdq_affine_backward(q, dy, scales, *ctx.fields[:3], wanted)
+    return None, *(g if w else None for g, w in zip(gradients, wanted)), *(None for _ in ctx.fields)
+
+
+_qdq_affine.register_autograd(_differentiate_qdq_affine, setup_context=_save_qdq_affine)

@@ -1,0 +1,543 @@
+// The KV codec's rows on the device, in ways that give the same bits (bittern/aura_desc.h):
+//
+//   a warp to a row     any length and rotation, in shared memory: rotate_by_warp(), sum_by_warp();
+//                       of a dense rotation, a block to many rows: DenseBlock
+//   a lane to a row     hadamard rows of a tuned length, in registers: RowTile. (Two or four lanes
+//                       share a row that is too long for one.) Rows come and go through shared
+//                       memory, so that accesses to device memory are 16 bytes wide and coalesced.
+#pragma once
+#include <bit>
+#include <numeric>
+#include <utility>
+
+#include "bittern/aura_desc.h"
+#include "core/aura.h"
+#include "cuda/device.cuh"
+#include "cuda/ptx.cuh"
+#include "cuda/runtime.cuh"
+
+namespace bittern::cuda {
+
+inline constexpr unsigned kAllLanes = ~0u;
+
+__device__ inline int lane_index() { return static_cast<int>(threadIdx.x % 32); }
+__device__ inline int warp_index() { return static_cast<int>(threadIdx.x / 32); }
+
+// ---- elements whose dtype is known at run time ----
+
+__device__ inline float load_element(const void* p, DType type, std::int64_t i) {
+  switch (type) {
+    case DType::f16: return load_math(static_cast<const f16*>(p)[i]);
+    case DType::bf16: return load_math(static_cast<const bf16*>(p)[i]);
+    default: return static_cast<const float*>(p)[i];
+  }
+}
+__device__ inline void store_element(void* p, DType type, std::int64_t i, float value) {
+  switch (type) {
+    case DType::f16: static_cast<f16*>(p)[i] = store_math<f16>(value); break;
+    case DType::bf16: static_cast<bf16*>(p)[i] = store_math<bf16>(value); break;
+    default: static_cast<float*>(p)[i] = value;
+  }
+}
+
+// ---- sums in the order of the halving tree ----
+
+// Two sums at once.
+struct TwoSums {
+  float a, b;
+};
+__device__ inline TwoSums operator+(TwoSums x, TwoSums y) { return {x.a + y.a, x.b + y.b}; }
+
+__device__ inline float across(float x, int step) { return __shfl_xor_sync(kAllLanes, x, step); }
+__device__ inline TwoSums across(TwoSums x, int step) {
+  return {across(x.a, step), across(x.b, step)};
+}
+
+// Of leaf(first), leaf(first + step), ... below kCount: the last addition joins the leaves that
+// differ in the lowest bit, the first ones those that differ in the highest. Zeros that pad a tree
+// are not added: that could only turn -0 into 0.
+template <int kFirst, int kStep, int kCount, class Leaf>
+__device__ inline auto halving_sum(const Leaf& leaf) {
+  if constexpr (kFirst + kStep >= kCount) {
+    return leaf(kFirst);
+  } else {
+    const auto even = halving_sum<kFirst, 2 * kStep, kCount>(leaf);
+    return even + halving_sum<kFirst + kStep, 2 * kStep, kCount>(leaf);
+  }
+}
+
+// The same over term(0) ... term(n - 1), n at most kAuraMaxDim, by a warp; lane l takes those of
+// j % 32 = l. Every lane gets the sum.
+template <class Term>
+__device__ inline float sum_by_warp(int n, const Term& term) {
+  const int lane = lane_index();
+  float sum = halving_sum<0, 1, kAuraMaxDim / 32>([&](int q) {
+    const int j = 32 * q + lane;
+    return j < n ? term(j) : 0.0f;
+  });
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) sum += across(sum, step);
+  return sum;
+}
+
+// ---- a warp to a row ----
+
+// A rotation, as a kernel's parameter.
+struct RowRotation {
+  const float* table = nullptr;
+  Rotation kind = Rotation::identity;
+  bool inverse = false;
+  int dim = 0, factor = 1, block = 0;  // d, m, n
+  float scale = 1;                     // d^-1/2
+  // H_m, or its transpose if `inverse`: bit c of negative[a] is set where entry [a, c] is -1.
+  std::uint64_t negative[60] = {};
+};
+
+inline RowRotation row_rotation(Rotation kind, std::int64_t dim, const float* table, bool inverse) {
+  RowRotation r{.table = table, .kind = kind, .inverse = inverse, .dim = static_cast<int>(dim)};
+  if (kind != Rotation::hadamard) return r;
+  r.factor = static_cast<int>(hadamard_factor(dim));
+  r.block = r.dim / r.factor;
+  r.scale = hadamard_scale(dim);
+  const float* h = hadamard_matrix(r.factor);
+  for (int a = 0; a < r.factor; ++a)
+    for (int c = 0; c < r.factor; ++c)
+      if (h[inverse ? c * r.factor + a : a * r.factor + c] < 0)
+        r.negative[a] |= std::uint64_t{1} << c;
+  return r;
+}
+
+// P row, or its inverse, of a row in shared memory where lane l has written the elements of
+// j % 32 = l. The result is in `row` or in `spare`, which holds as much: the one that is returned.
+// Any lane may read it.
+__device__ inline float* rotate_by_warp(const RowRotation& p, float* row, float* spare) {
+  const int lane = lane_index();
+  if (p.kind == Rotation::identity) {
+    __syncwarp();
+    return row;
+  }
+  if (p.kind == Rotation::dense) {
+    __syncwarp();
+    const std::int64_t step = p.inverse ? p.dim : 1;
+    for (int i = lane; i < p.dim; i += 32) {
+      const float* matrix = p.table + std::int64_t{i} * (p.inverse ? 1 : p.dim);
+      float acc = 0;
+      for (int j = 0; j < p.dim; ++j) acc = fmaf(__ldg(matrix + j * step), row[j], acc);
+      spare[i] = acc;
+    }
+    __syncwarp();
+    return spare;
+  }
+  for (int j = lane; j < p.dim; j += 32) row[j] *= p.inverse ? p.scale : p.table[j] * p.scale;
+  __syncwarp();
+  const auto butterflies = [&] {
+    for (int h = 1; h < p.block; h *= 2) {
+      for (int i = lane; i < p.dim / 2; i += 32) {
+        const int j = 2 * i - (i & (h - 1));  // i with a zero bit put in at h
+        const float a = row[j], b = row[j + h];
+        row[j] = a + b;
+        row[j + h] = a - b;
+      }
+      __syncwarp();
+    }
+  };
+  if (!p.inverse) butterflies();
+  if (p.factor > 1) {
+    for (int i = lane; i < p.dim; i += 32) {
+      const int a = i / p.block, b = i & (p.block - 1);
+      const std::uint64_t negative = p.negative[a];
+      float acc = 0;
+      for (int c = 0; c < p.factor; ++c) {
+        const float t = row[c * p.block + b];
+        acc += (negative >> c & 1) != 0 ? -t : t;
+      }
+      spare[i] = acc;
+    }
+    __syncwarp();
+    float* const result = spare;
+    spare = row;
+    row = result;
+  }
+  if (p.inverse) {
+    butterflies();
+    for (int j = lane; j < p.dim; j += 32) row[j] *= p.table[j];
+    __syncwarp();
+  }
+  return row;
+}
+
+// ---- a block to many rows of a dense rotation ----
+
+// Eight rows to a warp, P through shared memory in tiles of [32 j, 128 i]. A lane has the sums of 8
+// rows x 4 columns i = lane + 32 q, so that 24 reads of shared memory feed 128 fma.
+struct DenseBlock {
+  static constexpr int kRows = 8;  // of a warp
+  static constexpr int kDepth = 32, kWidth = 128, kTileStride = kWidth + 1;
+  static constexpr int kTileBytes = (kDepth * kTileStride * 4 + 15) / 16 * 16;
+  static constexpr int kMostWarps = 8;
+
+  int stride;  // floats from row to row
+  int warps;
+  std::size_t shared;  // bytes
+
+  // Of a kernel that keeps x and y for each row and `extra` bytes for each warp.
+  static DenseBlock plan(int dim, int extra, int device) {
+    DenseBlock b{.stride = (dim + 3) / 4 * 4};
+    const int warp = 2 * kRows * b.stride * 4 + extra;
+    const int room = static_cast<int>(limits(device).shared_per_block) - kTileBytes;
+    b.warps = std::min(kMostWarps, room / warp);
+    b.shared = static_cast<std::size_t>(kTileBytes + b.warps * warp);
+    return b;
+  }
+
+  // y := P x, or its inverse, for the rows [kRows, stride] of each warp, by the whole block.
+  __device__ void rotate(const RowRotation& p, const float* x, float* y, float* tile) const {
+    const int lane = lane_index(), threads = static_cast<int>(blockDim.x);
+    for (int first = 0; first < p.dim; first += kWidth) {
+      const int width = p.dim - first < kWidth ? p.dim - first : kWidth;
+      float acc[kRows][4] = {};
+      for (int from = 0; from < p.dim; from += kDepth) {
+        const int depth = p.dim - from < kDepth ? p.dim - from : kDepth;
+        __syncthreads();
+        // Along rows of the table: j for P, i for its transpose.
+        for (int at = static_cast<int>(threadIdx.x); at < kDepth * kWidth; at += threads) {
+          const int i = p.inverse ? at % kWidth : at / kDepth;
+          const int j = p.inverse ? at / kWidth : at % kDepth;
+          if (i >= width || j >= depth) continue;
+          const std::int64_t row = p.inverse ? from + j : first + i;
+          tile[j * kTileStride + i] =
+              __ldg(p.table + row * p.dim + (p.inverse ? first + i : from + j));
+        }
+        __syncthreads();
+        for (int j = 0; j < depth; j += 4) {
+          float4 t[kRows];
+#pragma unroll
+          for (int r = 0; r < kRows; ++r)
+            t[r] = *reinterpret_cast<const float4*>(x + r * stride + from + j);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            if (j + k >= depth) break;
+            float column[4];
+#pragma unroll
+            for (int q = 0; q < 4; ++q) column[q] = tile[(j + k) * kTileStride + lane + 32 * q];
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+              const float u = k == 0 ? t[r].x : k == 1 ? t[r].y : k == 2 ? t[r].z : t[r].w;
+#pragma unroll
+              for (int q = 0; q < 4; ++q) acc[r][q] = fmaf(column[q], u, acc[r][q]);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q)
+          if (lane + 32 * q < width) y[r * stride + first + lane + 32 * q] = acc[r][q];
+      }
+    }
+    __syncwarp();
+  }
+};
+
+// ---- H_m at compile time ----
+
+// chi(a mod q)
+constexpr int legendre(int a, int q) {
+  a = (a % q + q) % q;
+  if (a == 0) return 0;
+  for (int x = 1; x < q; ++x)
+    if (x * x % q == a) return 1;
+  return -1;
+}
+// Is entry [i, j] of Paley's matrix of order m -1?
+constexpr bool paley_negative(int m, int i, int j) {
+  const bool first_kind = m != 28 && m != 36;
+  const int order = first_kind ? m : m / 2;
+  const int a = i % order, b = j % order;
+  const bool lower = i >= order, right = j >= order;
+  const int identity = a == b ? 1 : 0;
+  const int left = first_kind ? -1 : 1;
+  const int c = a == 0 || b == 0 ? (a == b ? 0 : a == 0 ? 1 : left) : legendre(b - a, order - 1);
+  return (lower && right ? -1 : 1) * c + (lower || right ? -1 : 1) * identity < 0;
+}
+
+template <int kOrder, bool kTransposed, int kRow, int... kColumn>
+__device__ inline float paley_row(const float (&t)[kOrder],
+                                  std::integer_sequence<int, kColumn...>) {
+  float acc = 0;
+  ((acc = std::bool_constant<paley_negative(kOrder, kTransposed ? kColumn : kRow,
+                                            kTransposed ? kRow : kColumn)>::value
+              ? acc - t[kColumn]
+              : acc + t[kColumn]),
+   ...);
+  return acc;
+}
+template <int kOrder, bool kTransposed, int... kRow>
+__device__ inline void paley_product(const float (&t)[kOrder], float (&y)[kOrder],
+                                     std::integer_sequence<int, kRow...> all) {
+  ((y[kRow] = paley_row<kOrder, kTransposed, kRow>(t, all)), ...);
+}
+
+// ---- a lane to a row ----
+
+// Rows of kDim elements, each held by kLanes neighbouring lanes. Register 8k + e of the lane whose
+// `part` is l % kLanes holds element 8 (k kLanes + part) + e: 16-byte pieces dealt out in turn.
+template <int kDim, int kLanes>
+struct RowTile {
+  static constexpr int kFactor = static_cast<int>(hadamard_factor(kDim));
+  static constexpr int kBlock = kDim / kFactor;
+  static constexpr int kEach = kDim / kLanes;
+  static constexpr int kChunks = kEach / 8;
+  static constexpr int kRows = 32 / kLanes;  // of a warp
+  static_assert(kFactor != 0 && kDim % (8 * kLanes) == 0);
+  static_assert(kLanes == 1 || kBlock % (8 * kLanes) == 0);  // H_m mixes within a lane
+
+  // Bytes from row to row in shared memory. An odd multiple of kLanes 16-byte pieces: eight
+  // lanes reading 16 bytes each then meet every bank once.
+  template <class X>
+  static constexpr int kRowBytes = static_cast<int>(kDim * sizeof(X));
+  template <class X>
+  static constexpr int kStageStride =
+      kRowBytes<X> / 16 / kLanes % 2 == 0 ? kRowBytes<X> + 16 * kLanes : kRowBytes<X>;
+
+  __device__ static int row() { return lane_index() / kLanes; }
+  __device__ static int part() { return lane_index() % kLanes; }
+  __device__ static int first_of_chunk(int k) { return 8 * (k * kLanes + part()); }
+
+  // f(row, piece) for the 16-byte pieces of kRows rows, lane by lane.
+  template <class X, class F>
+  __device__ static void for_pieces(const F& f) {
+    constexpr int kPieces = kRowBytes<X> / 16;
+    constexpr int kWide = std::gcd(32, kPieces), kTall = 32 / kWide;
+    const int row = lane_index() / kWide, piece = lane_index() % kWide;
+#pragma unroll
+    for (int i = 0; i < kRows; i += kTall) {
+      if (kTall > kRows && row >= kRows) return;
+#pragma unroll
+      for (int j = 0; j < kPieces; j += kWide) f(row + i, piece + j);
+    }
+  }
+  // Starts copying `rows` rows from device memory, `stride` bytes apart; others become zeros.
+  template <class X>
+  __device__ static void fetch(char* stage, const char* from, std::int64_t stride, int rows) {
+    if (rows >= kRows) {
+      for_pieces<X>([&](int i, int piece) {
+        copy_async_16(stage + i * kStageStride<X> + 16 * piece, from + i * stride + 16 * piece);
+      });
+    } else {
+      for_pieces<X>([&](int i, int piece) {
+        copy_async_16(stage + i * kStageStride<X> + 16 * piece,
+                      from + (i < rows ? i * stride + 16 * piece : 0), i < rows ? 16 : 0);
+      });
+    }
+    copy_async_commit();
+  }
+  template <class X>
+  __device__ static void put_out(const char* stage, char* to, std::int64_t stride, int rows) {
+    for_pieces<X>([&](int i, int piece) {
+      if (i >= rows) return;
+      __stcs(reinterpret_cast<uint4*>(to + i * stride + 16 * piece),
+             *reinterpret_cast<const uint4*>(stage + i * kStageStride<X> + 16 * piece));
+    });
+  }
+
+  // Between shared memory and this lane's registers.
+  template <class X>
+  __device__ static void load(const char* stage, float (&x)[kEach]) {
+    const char* from = stage + row() * kStageStride<X>;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const auto* chunk =
+          reinterpret_cast<const uint4*>(from + first_of_chunk(k) * static_cast<int>(sizeof(X)));
+      if constexpr (sizeof(X) == 4) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint4 words = chunk[half];
+          float* t = x + 8 * k + 4 * half;
+          t[0] = __uint_as_float(words.x), t[1] = __uint_as_float(words.y);
+          t[2] = __uint_as_float(words.z), t[3] = __uint_as_float(words.w);
+        }
+      } else {
+        const uint4 words = chunk[0];
+        const unsigned pair[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          x[8 * k + 2 * e] = load_math(X{static_cast<std::uint16_t>(pair[e])});
+          x[8 * k + 2 * e + 1] = load_math(X{static_cast<std::uint16_t>(pair[e] >> 16)});
+        }
+      }
+    }
+  }
+  template <class X>
+  __device__ static void store(const float (&x)[kEach], char* stage) {
+    char* to = stage + row() * kStageStride<X>;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      auto* chunk = reinterpret_cast<uint4*>(to + first_of_chunk(k) * static_cast<int>(sizeof(X)));
+      if constexpr (sizeof(X) == 4) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float* t = x + 8 * k + 4 * half;
+          chunk[half] = make_uint4(__float_as_uint(t[0]), __float_as_uint(t[1]),
+                                   __float_as_uint(t[2]), __float_as_uint(t[3]));
+        }
+      } else {
+        unsigned pair[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          pair[e] = store_math<X>(x[8 * k + 2 * e]).bits |
+                    static_cast<unsigned>(store_math<X>(x[8 * k + 2 * e + 1]).bits) << 16;
+        }
+        chunk[0] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+      }
+    }
+  }
+
+  // x_j := x_j * factor_j, factors of a row in shared memory.
+  __device__ static void multiply(float (&x)[kEach], const float* factors) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const auto* four = reinterpret_cast<const float4*>(factors + first_of_chunk(k));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4 f = four[half];
+        float* t = x + 8 * k + 4 * half;
+        t[0] *= f.x, t[1] *= f.y, t[2] *= f.z, t[3] *= f.w;
+      }
+    }
+  }
+
+  // Step 2 of the hadamard rotation. A stage across lanes: fma by +-1 is an exact sum.
+  __device__ static void butterflies(float (&t)[kEach]) {
+#pragma unroll
+    for (int h = 1; h < kBlock; h *= 2) {
+      if (h >= 8 && h < 8 * kLanes) {
+        const float sign = (part() & h / 8) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) t[i] = fmaf(t[i], sign, across(t[i], h / 8));
+      } else {
+        const int step = h < 8 ? h : h / kLanes;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          if ((i & step) != 0) continue;
+          const float a = t[i], b = t[i + step];
+          t[i] = a + b;
+          t[i + step] = a - b;
+        }
+      }
+    }
+  }
+  // Step 3: H_m, or its transpose, on the registers seen as [m, n / kLanes].
+  template <bool kInverse>
+  __device__ static void mix(float (&t)[kEach]) {
+    if constexpr (kFactor > 1) {
+      constexpr int kColumns = kBlock / kLanes;
+#pragma unroll
+      for (int b = 0; b < kColumns; ++b) {
+        float column[kFactor], mixed[kFactor];
+#pragma unroll
+        for (int c = 0; c < kFactor; ++c) column[c] = t[c * kColumns + b];
+        paley_product<kFactor, kInverse>(column, mixed, std::make_integer_sequence<int, kFactor>());
+#pragma unroll
+        for (int c = 0; c < kFactor; ++c) t[c * kColumns + b] = mixed[c];
+      }
+    }
+  }
+
+  // The sum over a row of leaf(i), a term for each register i below kCount: all of them, or the
+  // lower half where leaf(i) gives the first sum of the tree, of registers i and i + kEach / 2.
+  // Leaves are called for e = i % 8 from 7 down. Every lane of the row gets the sum.
+  template <int kCount, class Leaf>
+  __device__ static auto sum(const Leaf& leaf) {
+    decltype(leaf(0)) terms[8];
+#pragma unroll
+    for (int e = 7; e >= 0; --e)
+      terms[e] = halving_sum<0, 1, kCount / 8>([&](int k) { return leaf(8 * k + e); });
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (auto& term : terms) term = term + across(term, step);
+    }
+#pragma unroll
+    for (int step = 4; step > 0; step /= 2) {
+#pragma unroll
+      for (int e = 0; e < step; ++e) terms[e] = terms[e] + terms[e + step];
+    }
+    return terms[0];
+  }
+};
+
+// ---- packed rows ----
+
+// v / d for v below 2^16 and d above 0.
+__device__ inline int small_quotient(int v, int d, unsigned reciprocal) {
+  return d == 1 ? v : static_cast<int>(__umulhi(static_cast<unsigned>(v), reciprocal));
+}
+
+// A warp moves `rows` rows of `words` words between shared memory, a multiple of 16 bytes apart,
+// and device memory, in whole 16 bytes where those are aligned.
+template <class Move4, class Move1>
+__device__ inline void for_packed(const std::uint32_t* device, std::int64_t stride, int words,
+                                  int rows, const Move4& move4, const Move1& move1) {
+  const bool wide =
+      words % 4 == 0 && stride % 4 == 0 && reinterpret_cast<std::uintptr_t>(device) % 16 == 0;
+  const int units = wide ? words / 4 : words;
+  const unsigned reciprocal = units == 1 ? 0u : 0xffffffffu / static_cast<unsigned>(units) + 1u;
+  for (int v = lane_index(); v < rows * units; v += 32) {
+    const int row = small_quotient(v, units, reciprocal), unit = v - row * units;
+    if (wide) {
+      move4(row, 4 * unit);
+    } else {
+      move1(row, unit);
+    }
+  }
+}
+__device__ inline void copy_rows_out(const char* shared, int shared_stride, std::uint32_t* device,
+                                     std::int64_t stride, int words, int rows) {
+  for_packed(
+      device, stride, words, rows,
+      [&](int row, int word) {
+        __stcs(reinterpret_cast<uint4*>(device + row * stride + word),
+               *reinterpret_cast<const uint4*>(shared + row * shared_stride + 4 * word));
+      },
+      [&](int row, int word) {
+        __stcs(device + row * stride + word,
+               *reinterpret_cast<const std::uint32_t*>(shared + row * shared_stride + 4 * word));
+      });
+}
+// Starts copying them in: copy_async_commit() ends the group.
+__device__ inline void copy_rows_in(char* shared, int shared_stride, const std::uint32_t* device,
+                                    std::int64_t stride, int words, int rows) {
+  for_packed(
+      device, stride, words, rows,
+      [&](int row, int word) {
+        copy_async_16(shared + row * shared_stride + 4 * word, device + row * stride + word);
+      },
+      [&](int row, int word) {
+        *reinterpret_cast<std::uint32_t*>(shared + row * shared_stride + 4 * word) =
+            device[row * stride + word];
+      });
+}
+
+// Does each row begin where 16 bytes do?
+template <class View>
+bool pieces_aligned(const View& view, std::int64_t rows) {
+  const auto step = static_cast<std::uintptr_t>(view.row_stride()) * size_of(view.dtype);
+  return reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 && (rows <= 1 || step % 16 == 0);
+}
+
+// f(RowTile) for a tuned length, otherwise() for any other.
+template <class F, class Otherwise>
+Status visit_tuned_dim(std::int64_t dim, F&& f, Otherwise&& otherwise) {
+  switch (dim) {
+    case 64: return f(RowTile<64, 1>());
+    case 80: return f(RowTile<80, 1>());
+    case 128: return f(RowTile<128, 1>());
+    case 256: return f(RowTile<256, 2>());
+    case 512: return f(RowTile<512, 4>());
+    default: return otherwise();
+  }
+}
+
+}  // namespace bittern::cuda

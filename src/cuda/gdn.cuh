@@ -1,0 +1,62 @@
+// Where the gated delta rule's chunks lie, found on the device: the host cannot read cu_seqlens.
+#pragma once
+#include <cstdint>
+
+#include "bittern/gdn_desc.h"
+#include "cuda/device.cuh"
+
+namespace bittern::cuda {
+
+struct ChunkTokens {
+  std::int64_t begin;  // its first token, counted over the whole tensor
+  int rows;            // its tokens; 0: there is no such chunk
+};
+
+// Every chunk has a slot, and some slots have none. Of packed sequences, sequence s owns the slots
+//
+//   cu[s] / chunk + s  ..  cu[s+1] / chunk + s
+//
+// which are at least its ceil((cu[s+1] - cu[s]) / chunk), rise strictly with s and number
+// GdnDesc::state_chunks() in all: so a search over cu_seqlens finds a slot's sequence.
+struct ChunkSlots {
+  const std::int32_t* cu_seqlens;
+  std::int64_t sequences;  // packed; 0: each batch row is one
+  std::int64_t tokens;     // of a batch row
+  int chunk;
+  Divisor per_row;
+  std::int64_t count;
+
+  ChunkSlots(const GdnDesc& d, const ConstView& cu)
+      : cu_seqlens(cu.as<std::int32_t>()),
+        sequences(d.n_sequences),
+        tokens(d.tokens),
+        chunk(d.chunk),
+        per_row(d.state_chunks()),
+        count(d.batch * d.state_chunks()) {}
+
+  __device__ ChunkTokens at(std::int64_t slot) const {
+    std::int64_t begin, end;
+    if (sequences == 0) {
+      const std::int64_t row = per_row.divide(slot);
+      begin = row * tokens + (slot - row * per_row.value()) * chunk;
+      end = (row + 1) * tokens;
+    } else {
+      // The last s whose first slot is not after this one.
+      const auto first_slot = [&](std::int64_t s) { return cu_seqlens[s] / chunk + s; };
+      std::int64_t s = 0;
+      for (std::int64_t past = sequences; past - s > 1;) {
+        const std::int64_t middle = s + (past - s) / 2;
+        (first_slot(middle) <= slot ? s : past) = middle;
+      }
+      begin = cu_seqlens[s] + (slot - first_slot(s)) * chunk;
+      end = cu_seqlens[s + 1];
+      // Whatever cu_seqlens holds, no token outside the tensor is touched.
+      if (begin < 0) return {0, 0};
+      if (end > tokens) end = tokens;
+    }
+    if (begin >= end) return {begin, 0};
+    return {begin, end - begin < chunk ? static_cast<int>(end - begin) : chunk};
+  }
+};
+
+}  // namespace bittern::cuda

@@ -1,0 +1,79 @@
+// sigmoid and silu with core/math.h's bits, in fewer instructions.
+#pragma once
+#include "core/math.h"
+#include "cuda/device.cuh"
+#include "cuda/ptx.cuh"
+
+namespace bittern::cuda {
+
+// math::sigmoid, line by line, but for what needs no saying on -|x|, and NaN, which gives 1:
+// whoever multiplies by x gets it back.
+__device__ inline float sigmoid(float x) {
+  const float least = fmaxf(-fabsf(x), math::kExpLeast);
+  const float shifted = fmaf(least, math::kLog2E, math::kRounder);
+  const float n = shifted - math::kRounder;
+  float r = fmaf(n, -math::kLn2High, least);
+  r = fmaf(n, -math::kLn2Low, r);
+  float q = fmaf(math::exp_term(4), r, math::exp_term(3));
+  q = fmaf(q, r, math::exp_term(2));
+  q = fmaf(q, r, math::exp_term(1));
+  q = fmaf(q, r, math::exp_term(0));
+  const float line = 1.0f + r;
+  const float tail = fmaf(r * r, q, r - (line - 1.0f));
+  const float high = line + tail;
+  const float low = tail - (high - line);
+  // Times 2^n, n in [-150, 0], as 2^(n + 64) and 2^-64: as there, only the last product can round.
+  const float scale =
+      __uint_as_float((__float_as_uint(shifted) << 23) + (unsigned{127 + 64} << 23));
+  const float e = high * scale * 0x1p-64f;
+  const float e_low = low * scale * 0x1p-64f;
+  const float d = 1.0f + e;
+  const float d_low = ((1.0f - d) + e) + e_low;
+  // 1 / d for d in [1, 2]: one step of Newton's rounds it as division does, for all 2^23 of them.
+  const float near = approximate_reciprocal(d);
+  const float inverse = fmaf(near, fmaf(-d, near, 1.0f), near);
+  const float quotient = (x < 0 ? e : 1.0f) * inverse;
+  float rest = fmaf(-quotient, d, x < 0 ? e : 1.0f);
+  rest = fmaf(-quotient, d_low, rest);
+  if (x < 0) rest = rest + e_low;
+  return fmaf(rest, inverse, quotient);
+}
+
+// y[i] = finish(silu(z[i]), i), where finish returns what it is given or a product with it. What is
+// to be stored as f32 or f16 has math::silu's bits. What is to be stored as bf16 has bits that
+// round alike: an estimate s of silu is enough unless y lies near a tie.
+//
+// In units of 2^-24 of y, and for z >= -16: the argument of exp2 is wrong by 15, exp2 by 4, the sum
+// and its reciprocal by 3, the two products by 2; the contract's value by 2.2 ulp and one product.
+// An ulp is at least one unit, so that y and the contract's value are at most 29 ulp apart.
+template <class X, int N, class Finish>
+__device__ inline void with_silu(const float (&z)[N], float (&y)[N], const Finish& finish) {
+  if constexpr (!std::is_same_v<X, bf16>) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = finish(z[i] * sigmoid(z[i]), i);
+  } else {
+    constexpr float kLeast = -16;
+    constexpr unsigned kApart = 32;
+    // The bits that bf16 drops, as a distance above the lowest value near a tie.
+    const auto past_tie = [](float v) {
+      return (__float_as_uint(v) << 16) - ((0x8000u - kApart) << 16);
+    };
+    constexpr unsigned kSure = 2 * kApart << 16;
+    float least = z[0];
+    unsigned nearest = ~0u;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float e = approximate_exp2(z[i] * -math::kLog2E);
+      y[i] = finish(z[i] * approximate_reciprocal(1.0f + e), i);
+      least = fminf(least, z[i]);
+      nearest = min(nearest, past_tie(y[i]));
+    }
+    if (least >= kLeast && nearest >= kSure) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (!(z[i] >= kLeast) || past_tie(y[i]) < kSure) y[i] = finish(z[i] * sigmoid(z[i]), i);
+    }
+  }
+}
+
+}  // namespace bittern::cuda
