@@ -43,13 +43,13 @@ __device__ inline std::uint32_t store_pair(float first, float second) {
   return bits;
 }
 
-// The memory that Grid::shared asked for, 16-byte aligned.
+// The memory that Grid::shared asked for, aligned to 1024 bytes as tensor cores want it.
 template <class T>
 __device__ inline T* dynamic_shared() {
 #ifdef BITTERN_CUDA_EMULATED
   return static_cast<T*>(emulation::dynamic_shared());
 #else
-  extern __shared__ uint4 bittern_dynamic_shared[];
+  extern __shared__ __align__(1024) uint4 bittern_dynamic_shared[];
   return reinterpret_cast<T*>(bittern_dynamic_shared);
 #endif
 }

@@ -588,6 +588,208 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kWidth, X, M>) recompute_mma
   }
 }
 
+// ---- cuda_mma with products of a warpgroup (sm_90a): bf16, chunks of 64, heads of 128 ----
+//
+// What the kernel above does in 256 instructions to a warp takes 16 to 48 here, and the tensor
+// cores read b where it lies, so the work hides behind the copies of the other blocks. A comes in
+// registers, its parts made there.
+//
+//   tile   64 rows of 128 columns in two panels, as warpgroup_multiply_bf16 wants b: piece p of row
+//          j is in panel p / 8, at 128 j + 16 (p % 8 ^ j % 8)
+//   A      f32: row i at 256 i, piece p at 16 (p ^ i % 8);  bf16: row i at 128 i, likewise
+//   warp   w has rows 16 w .. 16 w + 15 of both results
+
+constexpr int kPanel = kMostRows * 128;  // bytes
+constexpr int kTile = 2 * kPanel;
+
+template <class M>
+struct WarpgroupShared {
+  char values[kTile], keys[kTile];
+  char matrix[kMostRows * kMostRows * sizeof(M)];
+  float beta[kMostRows], decay[kMostRows];
+};
+template <class M>
+constexpr int kWarpgroupBlocks = sizeof(M) == 4 ? 4 : 5;  // that a multiprocessor has room for
+
+__device__ int panel_place(int row, int piece) {
+  return piece / 8 * kPanel + row * 128 + ((piece ^ row) & 7) * kPiece;
+}
+template <class M>
+__device__ int matrix_place(int row, int piece) {
+  return row * kMostRows * static_cast<int>(sizeof(M)) + (piece ^ (row & 7)) * kPiece;
+}
+
+// Thread t copies and scales piece t % 16 of rows t / 16, t / 16 + 8 ..
+__device__ void copy_panels(char* tile, const bf16* from, std::int64_t stride, int rows) {
+  const int first = static_cast<int>(threadIdx.x) / 16, piece = static_cast<int>(threadIdx.x) % 16;
+  const bf16* at = from + first * stride + piece * 8;
+#pragma unroll
+  for (int row = first; row < kMostRows; row += 8, at += 8 * stride)
+    cuda::copy_async_16(tile + panel_place(row, piece), row < rows ? at : from,
+                        row < rows ? kPiece : 0);
+}
+
+template <bool kDecay>
+__device__ void scale_panels(char* tile, const float* beta, const float* decay) {
+  const int first = static_cast<int>(threadIdx.x) / 16, piece = static_cast<int>(threadIdx.x) % 16;
+#pragma unroll
+  for (int row = first; row < kMostRows; row += 8) {
+    auto& place = *reinterpret_cast<uint4*>(tile + panel_place(row, piece));
+    std::uint32_t pairs[4] = {place.x, place.y, place.z, place.w};
+    const float b = beta[row], e = kDecay ? decay[row] : 1.0f;
+#pragma unroll
+    for (std::uint32_t& pair : pairs) {
+      const float2 x = unpack_pair<bf16>(pair);
+      pair = kDecay ? pack_pair<bf16>(x.x * b * e, x.y * b * e) : pack_pair<bf16>(x.x * b, x.y * b);
+    }
+    place = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+}
+
+// The elements of A that count, zeros for the others.
+template <class M>
+__device__ void copy_whole_matrix(const Problem& p, char* to, const M* from, int rows) {
+  constexpr int kElements = kPiece / sizeof(M), kPieces = kMostRows / kElements;
+  const int piece = static_cast<int>(threadIdx.x) % kPieces;
+#pragma unroll
+  for (int row = static_cast<int>(threadIdx.x) / kPieces; row < kMostRows;
+       row += kThreads / kPieces) {
+    const int bytes = (p.terms(row, rows) - piece * kElements) * static_cast<int>(sizeof(M));
+    const int read = max(0, min(bytes, kPiece));
+    cuda::copy_async_16(to + matrix_place<M>(row, piece),
+                        from + (read > 0 ? row * p.value_heads * kMostRows + piece * kElements : 0),
+                        read);
+  }
+}
+
+// This lane's elements of columns 16 step .. of the warp's rows of A, as multiply_bf16 wants them;
+// of A in f32, of one of its parts.
+template <class M>
+__device__ void matrix_fragment(std::uint32_t (&to)[4], const char* matrix, int step, int part) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int first = static_cast<int>(threadIdx.x) / 32 * 16;
+  if constexpr (sizeof(M) == 2) {
+    cuda::load_tiles(to, matrix + matrix_place<M>(first + lane % 16, 2 * step + lane / 16));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first + lane / 4 + i % 2 * 8, piece = 4 * step + i / 2 * 2 + lane % 4 / 2;
+      const auto raw =
+          *reinterpret_cast<const float2*>(matrix + matrix_place<M>(row, piece) + lane % 2 * 8);
+      const auto of = [&](float x) {
+        const float rest = x - upper_half(x), last = rest - upper_half(rest);
+        return __float_as_uint(part == 0 ? x : part == 1 ? rest : last);
+      };
+      to[i] = upper_halves(of(raw.x), of(raw.y));
+    }
+  }
+}
+
+// sum over j of A[row][j] b[j][column], as the header has it.
+template <class M>
+__device__ __noinline__ float sum_as_defined(const char* matrix, const char* tile, int row,
+                                             int column, int terms) {
+  constexpr int kElements = kPiece / sizeof(M);
+  float sum = 0;
+  for (int j = 0; j < terms; ++j) {
+    const auto a =
+        reinterpret_cast<const M*>(matrix + matrix_place<M>(row, j / kElements))[j % kElements];
+    const auto b = reinterpret_cast<const bf16*>(tile + panel_place(j, column / 8))[column % 8];
+    sum = std::fma(cuda::load_math(a), cuda::load_math(b), sum);
+  }
+  return sum;
+}
+
+// The parts of A, as fragments of every 16 columns.
+template <class M>
+using MatrixFragments = std::uint32_t[kMatrixParts<M>][kMostRows / 16][4];
+
+// out = bf16(A b) for the 64 columns of a panel, through b's place.
+template <class M>
+__device__ void panel_product(const Problem& p, const MatrixFragments<M>& a, const char* matrix,
+                              char* panel, bf16* out, int rows) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int first = static_cast<int>(threadIdx.x) / 32 * 16;
+  float sums[32] = {};
+  cuda::warpgroup_begin();
+#pragma unroll
+  for (int part = kMatrixParts<M> - 1; part >= 0; --part)
+#pragma unroll
+    for (int step = 0; step < kMostRows / 16; ++step)
+      cuda::warpgroup_multiply_bf16(sums, a[part][step], panel + step * 16 * 128);
+  cuda::warpgroup_end();
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) finite = finite && fabsf(sums[i]) < INFINITY;
+  const bool staged = __all_sync(~0u, finite);
+  if (!staged) {
+    for (int i = lane; i < 16 * 64; i += 32) {
+      const int row = first + i / 64, column = i % 64;
+      if (row < rows)
+        out[row * p.value_heads * kWide + column] = cuda::store_math<bf16>(
+            sum_as_defined<M>(matrix, panel, row, column, p.terms(row, rows)));
+    }
+  }
+  __syncthreads();  // every warp is done with b
+  if (!staged) return;
+#pragma unroll
+  for (int i = 0; i < 32; i += 2)
+    *reinterpret_cast<std::uint32_t*>(panel + (first + lane / 4) * 128 + i / 2 % 2 * 1024 +
+                                      (i / 4 ^ lane / 4) * kPiece + lane % 4 * 4) =
+        pack_pair<bf16>(sums[i], sums[i + 1]);
+  __syncwarp();
+  // Out: lane l has piece l % 8 of row l / 8 of 4.
+#pragma unroll
+  for (int row = first + lane / 8; row < first + 16; row += 4) {
+    if (row < rows)
+      __stcs(reinterpret_cast<uint4*>(out + row * p.value_heads * kWide + lane % 8 * 8),
+             *reinterpret_cast<const uint4*>(panel + panel_place(row, lane % 8)));
+  }
+}
+
+template <class M>
+__global__ void __launch_bounds__(kThreads, kWarpgroupBlocks<M>)
+    recompute_warpgroup(const Problem p) {
+  auto& s = *cuda::dynamic_shared<WarpgroupShared<M>>();
+  for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
+    const Problem::Item item = p.item(index);
+    const int rows = item.chunk.rows;
+    if (rows == 0) continue;
+    copy_whole_matrix(p, s.matrix, static_cast<const M*>(p.a) + item.value_row * kMostRows, rows);
+    if (p.u != nullptr)
+      copy_panels(s.values, static_cast<const bf16*>(p.v) + item.value_row * kWide,
+                  p.value_heads * kWide, rows);
+    if (p.w != nullptr)
+      copy_panels(s.keys, static_cast<const bf16*>(p.k) + item.key_row * kWide, p.key_heads * kWide,
+                  rows);
+    cuda::copy_async_commit();
+    if (const int row = static_cast<int>(threadIdx.x); row < kMostRows) {
+      const std::int64_t at = item.value_row + row * p.value_heads;
+      s.beta[row] = row < rows ? p.beta[at] : 0.0f;
+      s.decay[row] = row < rows ? math::exp(p.g[at]) : 0.0f;
+    }
+    cuda::copy_async_wait<0>();
+    __syncthreads();
+    if (p.u != nullptr) scale_panels<false>(s.values, s.beta, s.decay);
+    if (p.w != nullptr) scale_panels<true>(s.keys, s.beta, s.decay);
+    cuda::fence_shared_for_tensor_cores();
+    MatrixFragments<M> a;
+#pragma unroll
+    for (int step = 0; step < kMostRows / 16; ++step)
+#pragma unroll
+      for (int part = 0; part < kMatrixParts<M>; ++part)
+        matrix_fragment<M>(a[part][step], s.matrix, step, part);
+    __syncthreads();
+    // Two panels of u, then of w.
+#pragma unroll 1
+    for (int turn = p.u != nullptr ? 0 : 2; turn < (p.w != nullptr ? 4 : 2); ++turn) {
+      bf16* const out = static_cast<bf16*>(turn < 2 ? p.u : p.w) + item.value_row * kWide;
+      panel_product<M>(p, a, s.matrix, s.values + turn * kPanel, out + turn % 2 * 64, rows);
+    }
+    __syncthreads();
+  }
+}
+
 Status supports_mma(const Op::Desc& d) {
   if (d.element != DType::bf16 && d.element != DType::f16)
     return unsupported(std::string("element: ") + name(d.element) + ", expected bf16 or f16");
@@ -616,8 +818,19 @@ Status run_mma(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace wo
                              .shared = static_cast<std::size_t>(layout.bytes)},
                             a.k.device.index, stream, p);
       };
-      if (d.chunk == 64 && d.key_dim == kWide && d.value_dim == kWide)
+      if (d.chunk == 64 && d.key_dim == kWide && d.value_dim == kWide) {
+        if constexpr (std::is_same_v<X, bf16>) {
+          const int device = a.k.device.index;
+          if (cuda::has_warpgroups(device)) {
+            const Problem p(d, a);
+            return cuda::launch(
+                Op::kName, recompute_warpgroup<M>,
+                {.blocks = p.items, .threads = kThreads, .shared = sizeof(WarpgroupShared<M>)},
+                device, stream, p);
+          }
+        }
         return launch(recompute_mma<64, kWide, X, M>);
+      }
       if (d.chunk == 64) return launch(recompute_mma<64, 0, X, M>);
       if (d.chunk == 32) return launch(recompute_mma<32, 0, X, M>);
       return launch(recompute_mma<16, 0, X, M>);
