@@ -24,6 +24,7 @@ struct Problem {
   bool packed;
   bool wide_codes;  // codes one per byte, or of 8 bits, may be written 8 at a time
   int group_size, bits, bins;
+  float n;  // bins - 1
 };
 
 // x rounded to the dtype of scales and biases.
@@ -79,31 +80,32 @@ __device__ Range<F> team_range(Range<F> r) {
 
 // ---- codes without a division ----
 
-// Weights and biases below kOrdinary, and scales between 2^-90 and 2^90, are far from overflow and
-// underflow: there x / s is the IEEE quotient in five operations from inverse = 1 / s. The first
-// correction brings z within one ulp; then the remainder is exact, and by Markstein's theorem the
-// second correction rounds correctly. A quotient too small for that is far below 1/2.
-constexpr float kOrdinary = 0x1p30f;
+// clamp(A(z), 0, n) and clamp(R(z), 0, n) for z = x / s, without dividing: with v = x / (s n)
+// clamped to [0, 1], the code is n v to the nearest integer, unless n v is so near to a half that
+// its error may matter. The 4 roundings on the way to v and the definition's one are each worth at
+// most 2^-24 of z <= n + 1/2 (beyond, both clamp); an `offset` added to x, in units of s n, brings
+// three more of its own size. NaN gives 0 and infinities the ends, as they should.
+class NearCodes {
+ public:
+  __device__ NearCodes(Params<float> p, float n, float shift = 0)
+      : n_(n), inverse_(__frcp_rn(p.s * n)), offset_(shift * inverse_) {
+    const float size = fabsf(p.s), margin = (n + 1 + fabsf(offset_) * n) * 0x1p-21f;
+    limit_ = size > 0x1p-90f && size < 0x1p90f ? 0.5f - margin : -1.0f;
+  }
+  // The code of (x + shift) / s, in the low bits of a register.
+  __device__ std::uint32_t code(float x) { return __float_as_uint(at_2_23(x)); }
+  __device__ float value(float x) { return at_2_23(x) - 0x1p23f; }
+  // Were all codes so far far enough from a tie?
+  __device__ bool certain() const { return worst_ < limit_; }
 
-__device__ inline bool is_ordinary(Params<float> p) {
-  const float size = fabsf(p.s);
-  return fabsf(p.b) < kOrdinary && size > 0x1p-90f && size < 0x1p90f;
-}
-
-__device__ inline float divide_by(float s, float inverse, float x) {
-  float z = x * inverse;
-  z = fmaf(fmaf(-z, s, x), inverse, z);
-  return fmaf(fmaf(-z, s, x), inverse, z);
-}
-
-// A float whose low byte is clamp(A(z), 0, n), or clamp(R(z), 0, n) for kHalfEven; 0 for NaN. For
-// 0 <= z < 2^22 adding the f32 below 1/2 reaches the next integer just when the fraction is at
-// least 1/2, and adding 2^23 leaves the integer in the low bits.
-template <bool kHalfEven>
-__device__ std::uint32_t rounded_code(float z, float n) {
-  z = fminf(fmaxf(z, 0.0f), n);
-  return __float_as_uint(kHalfEven ? z + 0x1p23f : __fadd_rz(z + 0x1.fffffep-2f, 0x1p23f));
-}
+ private:
+  __device__ float at_2_23(float x) {
+    const float v = __saturatef(fmaf(x, inverse_, offset_)), shifted = fmaf(v, n_, 0x1p23f);
+    worst_ = fmaxf(worst_, fabsf(fmaf(v, n_, -(shifted - 0x1p23f))));
+    return shifted;
+  }
+  float n_, inverse_, offset_, limit_, worst_ = 0;
+};
 
 // The low bytes of four registers.
 __device__ inline std::uint32_t four_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t c,

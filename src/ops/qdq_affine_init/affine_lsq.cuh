@@ -17,10 +17,7 @@ class LsqTeam {
   using Values = float[kRows][V];
 
   __device__ explicit LsqTeam(const Problem& p)
-      : p_(p),
-        t_(static_cast<int>(threadIdx.x % kLanes)),
-        n_(static_cast<float>(p.bins - 1)),
-        stored_{p.scale_element} {
+      : p_(p), t_(static_cast<int>(threadIdx.x % kLanes)), n_(p.n), stored_{p.scale_element} {
     each([&](int i, int j) { w_[i][j] = u_[i][j] = q_[i][j] = 0; });
   }
 
@@ -208,22 +205,11 @@ class LsqTeam {
     }
   }
 
-  // The codes of s and b, as minmax_code gives them. With v = (w - b) / (s n) clamped to [0, 1],
-  // the code is n v rounded, unless n v is so near to a half that its error may matter. From
-  // u = w - start.b it comes by 6 roundings, the definition's quotient by 2; each is worth at most
-  // 2^-24 of n, or of |start.b - b| / s.
+  // The codes of s and b, as minmax_code gives them.
   __device__ void quantize(Params<float> by) {
-    const float shift = start_.b - by.b, inverse = __frcp_rn(by.s * n_);
-    const float offset = shift * inverse;
-    float worst = 0;
-    each([&](int i, int j) {
-      const float v = __saturatef(fmaf(u_[i][j], inverse, offset));
-      q_[i][j] = fmaf(v, n_, 0x1p23f) - 0x1p23f;
-      worst = fmaxf(worst, fabsf(fmaf(v, n_, -q_[i][j])));
-    });
-    const float margin = (n_ + 1 + fabsf(offset) * n_) * 0x1p-21f;
-    const bool ordinary = refines_ && by.s > 0x1p-90f && by.s < 0x1p90f;
-    if (ordinary && worst < 0.5f - margin) return;
+    NearCodes near(by, n_, start_.b - by.b);
+    each([&](int i, int j) { q_[i][j] = near.value(u_[i][j]); });
+    if (refines_ && near.certain()) return;
     each([&](int i, int j) {
       q_[i][j] = static_cast<float>(minmax_code(w_[i][j], by, p_.bins, halved_));
     });

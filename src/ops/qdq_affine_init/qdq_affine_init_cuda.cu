@@ -36,15 +36,22 @@ __device__ Params<F> params(const Problem& p, const Range<F>& range, bool mlx) {
 
 template <class X, int kLanes, bool kMlx>
 __global__ void __launch_bounds__(cuda::kBlock) init_teams(const Problem p) {
-  constexpr int V = 16 / sizeof(X), kSize = kLanes * kChunk;
+  constexpr int V = 16 / sizeof(X);
   const std::int64_t thread = std::int64_t{blockIdx.x} * cuda::kBlock + threadIdx.x;
   const int t = static_cast<int>(threadIdx.x % kLanes);
   // Teams beyond the last group take it again, so that whole warps meet in the shuffles.
-  const bool valid = thread / kLanes < p.groups;
-  const std::int64_t group = valid ? thread / kLanes : p.groups - 1;
-  const std::int64_t row = p.one_row ? 0 : p.row_groups.divide(group);
-  const std::int64_t in_row = group - row * p.row_groups.value();
-  const X* from = static_cast<const X*>(p.w) + row * p.w_stride + in_row * kSize + t * kChunk;
+  const bool valid = thread < p.groups * kLanes;
+  std::int64_t chunk = valid ? thread : (p.groups - 1) * kLanes + t;
+  const std::int64_t group = chunk / kLanes;
+  const X* from = static_cast<const X*>(p.w);
+  auto* codes = static_cast<std::uint8_t*>(p.q);
+  if (!p.one_row) {
+    const std::int64_t row = p.row_groups.divide(group);
+    chunk -= row * p.row_groups.value() * kLanes;
+    from += row * p.w_stride;
+    codes += row * p.q_stride * (p.packed ? 4 : 1);
+  }
+  from += chunk * kChunk;
   float w[kChunk];
 #pragma unroll
   for (int i = 0; i < kChunk; i += V) {
@@ -61,8 +68,7 @@ __global__ void __launch_bounds__(cuda::kBlock) init_teams(const Problem p) {
     range.max = fmaxf(range.max, w[i]);
   }
   range = affine::team_range<kLanes>(range);
-  const bool finite = std::isfinite(range.max - range.min);
-  if (__any_sync(kWarp, !finite)) {
+  if (__any_sync(kWarp, !std::isfinite(range.max - range.min))) {
     Range<float> numbers;
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) affine::extend(numbers, w[i]);
@@ -70,28 +76,20 @@ __global__ void __launch_bounds__(cuda::kBlock) init_teams(const Problem p) {
   }
   const bool halved = range.overflows(), mlx = kMlx && !halved;
   const Params<float> found = params(p, range, mlx);
+  if (valid && t == 0) affine::store_param(p.scales, p.scale_element, group, found.s);
+  if (valid && t == 1) affine::store_param(p.biases, p.scale_element, group, found.b);
 
-  const bool ordinary = finite && affine::is_ordinary(found) &&
-                        fmaxf(fabsf(range.min), fabsf(range.max)) < affine::kOrdinary;
-  const float n = static_cast<float>(p.bins - 1);
+  affine::NearCodes near(found, p.n);
   std::uint32_t code[kChunk];
-  if (__all_sync(kWarp, ordinary)) {
-    const float inverse = __frcp_rn(found.s);
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i)
-      code[i] = affine::rounded_code<kMlx>(affine::divide_by(found.s, inverse, w[i] - found.b), n);
-  } else {
+  for (int i = 0; i < kChunk; ++i) code[i] = near.code(w[i] - found.b);
+  if (halved || !near.certain()) {
 #pragma unroll
     for (int i = 0; i < kChunk; ++i)
       code[i] = mlx ? affine::mlx_code(w[i], found, p.bins)
                     : affine::minmax_code(w[i], found, p.bins, halved);
   }
-
-  if (valid && t == 0) affine::store_param(p.scales, p.scale_element, group, found.s);
-  if (valid && t == 1) affine::store_param(p.biases, p.scale_element, group, found.b);
-  auto* codes = static_cast<std::uint8_t*>(p.q) + row * p.q_stride * (p.packed ? 4 : 1);
-  affine::write_codes(p, codes, in_row * kLanes + t,
-                      affine::four_bytes(code[0], code[1], code[2], code[3]),
+  affine::write_codes(p, codes, chunk, affine::four_bytes(code[0], code[1], code[2], code[3]),
                       affine::four_bytes(code[4], code[5], code[6], code[7]), valid);
 }
 
@@ -272,7 +270,8 @@ Status run_typed(const Op::Desc& d, const Op::Args& a, Stream stream) {
                   .wide_codes = wide_codes,
                   .group_size = static_cast<int>(d.group_size),
                   .bits = d.code_bits(),
-                  .bins = d.bins()};
+                  .bins = d.bins(),
+                  .n = static_cast<float>(d.bins() - 1)};
   const int device = a.q.device.index;
   if constexpr (sizeof(X) <= 4) {
     if (cuda::codes_aligned<4>(d, a.q.data, a.q.row_stride()) &&
