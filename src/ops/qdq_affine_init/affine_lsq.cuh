@@ -149,7 +149,8 @@ class LsqTeam {
     const std::int64_t in_row = group_ - row * p_.row_groups.value();
     if (ready && t_ == 0) store_param(p_.scales, p_.scale_element, group_, found.s);
     if (ready && t_ == 1) store_param(p_.biases, p_.scale_element, group_, found.b);
-    // Through shared memory to 8 neighbouring codes a lane.
+    // Through shared memory to 16 neighbouring codes a lane.
+    static_assert(kEach == 16);
     std::uint32_t* team = staged + threadIdx.x % 32 / kLanes * (kSize / 4);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -161,10 +162,9 @@ class LsqTeam {
     }
     __syncwarp();
     auto* codes = static_cast<std::uint8_t*>(p_.q) + row * p_.q_stride * (p_.packed ? 4 : 1);
-#pragma unroll
-    for (int chunk = t_; chunk < kSize / 8; chunk += kLanes)
-      write_codes(p_, codes, in_row * (kSize / 8) + chunk, team[2 * chunk], team[2 * chunk + 1],
-                  ready);
+    const std::uint32_t bytes[4] = {team[4 * t_], team[4 * t_ + 1], team[4 * t_ + 2],
+                                    team[4 * t_ + 3]};
+    write_codes(p_, codes, in_row * kLanes + t_, bytes, ready);
     __syncwarp();
     if (ready) active_ = false;
   }
