@@ -80,6 +80,8 @@ __device__ Range<F> team_range(Range<F> r) {
 
 // ---- without a division ----
 
+__device__ inline float reciprocal(float x) { return __frcp_rn(x); }
+
 // x / y for inverse = 1 / y as division rounds it. The first correction brings z within one ulp;
 // then the remainder is exact, and by Markstein's theorem the second gives the IEEE quotient. For y
 // and x / y far from the ends of the exponent range; a smaller x gives a smaller z.
@@ -98,8 +100,9 @@ __device__ bool usual_params(const Range<float>& r, const Problem& p, Params<flo
     s = fmaxf(s, 1e-7f);
     const bool negative = fabsf(r.min) > fabsf(r.max);
     const float step = negative ? s : -s, edge = negative ? r.min : r.max;
-    const float k = rintf(divide_by(step, __frcp_rn(step), edge));
-    found = k == 0 ? Params<float>{step, 0} : Params<float>{divide_by(k, __frcp_rn(k), edge), edge};
+    const float k = rintf(divide_by(step, reciprocal(step), edge));
+    found =
+        k == 0 ? Params<float>{step, 0} : Params<float>{divide_by(k, reciprocal(k), edge), edge};
     if (p.bins == 2) found = {s, r.min + 0.0f};
     return width < 0x1p60f && fabsf(edge) < 0x1p60f;
   } else {
@@ -117,7 +120,7 @@ __device__ bool usual_params(const Range<float>& r, const Problem& p, Params<flo
 class NearCodes {
  public:
   __device__ NearCodes(Params<float> p, float n, float shift = 0)
-      : n_(n), inverse_(__frcp_rn(p.s * n)), offset_(shift * inverse_) {
+      : n_(n), inverse_(reciprocal(p.s * n)), offset_(shift * inverse_) {
     const float size = fabsf(p.s), margin = (n + 1 + fabsf(offset_) * n) * 0x1p-21f;
     limit_ = size > 0x1p-90f && size < 0x1p90f ? 0.5f - margin : -1.0f;
   }
@@ -135,6 +138,18 @@ class NearCodes {
   }
   float n_, inverse_, offset_, limit_, worst_ = 0;
 };
+
+// v[i] = f(v[i]) where it hardly ever happens: a loop through local memory, to keep kernels short.
+template <int N, class F>
+__device__ void rarely(float (&v)[N], const F& f) {
+  float spare[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) spare[i] = v[i];
+#pragma unroll 1
+  for (int i = 0; i < N; ++i) spare[i] = f(spare[i]);
+#pragma unroll
+  for (int i = 0; i < N; ++i) v[i] = spare[i];
+}
 
 // The low bytes of four registers.
 __device__ inline std::uint32_t four_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t c,

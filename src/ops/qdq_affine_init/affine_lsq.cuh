@@ -210,9 +210,10 @@ class LsqTeam {
     NearCodes near(by, n_, start_.b - by.b);
     each([&](int i, int j) { q_[i][j] = near.value(u_[i][j]); });
     if (refines_ && near.certain()) return;
-    each([&](int i, int j) {
-      q_[i][j] = static_cast<float>(minmax_code(w_[i][j], by, p_.bins, halved_));
-    });
+    float codes[kEach];
+    each([&](int i, int j) { codes[i * V + j] = w_[i][j]; });
+    rarely(codes, [&](float w) -> float { return minmax_code(w, by, p_.bins, halved_); });
+    each([&](int i, int j) { q_[i][j] = codes[i * V + j]; });
   }
 
   // sum c (w - fma(q, s, b))^2, nearly.

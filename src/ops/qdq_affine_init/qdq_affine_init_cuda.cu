@@ -91,14 +91,14 @@ __global__ void __launch_bounds__(cuda::kBlock) init_teams(const Problem p) {
     bytes[i / 4] = affine::four_bytes(near.code(w[i] - found.b), near.code(w[i + 1] - found.b),
                                       near.code(w[i + 2] - found.b), near.code(w[i + 3] - found.b));
   if (halved || !near.certain()) {
-    const auto exact = [&](float x) -> std::uint32_t {
+    affine::rarely(w, [&](float x) -> float {
       return kMlx && !halved ? affine::mlx_code(x, found, p.bins)
                              : affine::minmax_code(x, found, p.bins, halved);
-    };
+    });
+    const auto code = [&](int i) { return __float_as_uint(w[i] + 0x1p23f); };
 #pragma unroll
     for (int i = 0; i < kChunk; i += 4)
-      bytes[i / 4] =
-          exact(w[i]) | exact(w[i + 1]) << 8 | exact(w[i + 2]) << 16 | exact(w[i + 3]) << 24;
+      bytes[i / 4] = affine::four_bytes(code(i), code(i + 1), code(i + 2), code(i + 3));
   }
   affine::write_codes(p, codes, chunk, bytes, valid);
 }
