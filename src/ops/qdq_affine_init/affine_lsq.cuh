@@ -17,10 +17,7 @@ class LsqTeam {
   using Values = float[kRows][V];
 
   __device__ explicit LsqTeam(const Problem& p)
-      : p_(p),
-        t_(static_cast<int>(threadIdx.x % kLanes)),
-        n_(static_cast<float>(p.bins - 1)),
-        stored_{p.scale_element} {
+      : p_(p), t_(static_cast<int>(threadIdx.x % kLanes)), n_(p.n), stored_{p.scale_element} {
     each([&](int i, int j) { w_[i][j] = u_[i][j] = q_[i][j] = 0; });
   }
 
@@ -152,7 +149,8 @@ class LsqTeam {
     const std::int64_t in_row = group_ - row * p_.row_groups.value();
     if (ready && t_ == 0) store_param(p_.scales, p_.scale_element, group_, found.s);
     if (ready && t_ == 1) store_param(p_.biases, p_.scale_element, group_, found.b);
-    // Through shared memory to 8 neighbouring codes a lane.
+    // Through shared memory to 16 neighbouring codes a lane.
+    static_assert(kEach == 16);
     std::uint32_t* team = staged + threadIdx.x % 32 / kLanes * (kSize / 4);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -164,10 +162,9 @@ class LsqTeam {
     }
     __syncwarp();
     auto* codes = static_cast<std::uint8_t*>(p_.q) + row * p_.q_stride * (p_.packed ? 4 : 1);
-#pragma unroll
-    for (int chunk = t_; chunk < kSize / 8; chunk += kLanes)
-      write_codes(p_, codes, in_row * (kSize / 8) + chunk, team[2 * chunk], team[2 * chunk + 1],
-                  ready);
+    const std::uint32_t bytes[4] = {team[4 * t_], team[4 * t_ + 1], team[4 * t_ + 2],
+                                    team[4 * t_ + 3]};
+    write_codes(p_, codes, in_row * kLanes + t_, bytes, ready);
     __syncwarp();
     if (ready) active_ = false;
   }
@@ -208,25 +205,15 @@ class LsqTeam {
     }
   }
 
-  // The codes of s and b, as minmax_code gives them. With v = (w - b) / (s n) clamped to [0, 1],
-  // the code is n v rounded, unless n v is so near to a half that its error may matter. From
-  // u = w - start.b it comes by 6 roundings, the definition's quotient by 2; each is worth at most
-  // 2^-24 of n, or of |start.b - b| / s.
+  // The codes of s and b, as minmax_code gives them.
   __device__ void quantize(Params<float> by) {
-    const float shift = start_.b - by.b, inverse = __frcp_rn(by.s * n_);
-    const float offset = shift * inverse;
-    float worst = 0;
-    each([&](int i, int j) {
-      const float v = __saturatef(fmaf(u_[i][j], inverse, offset));
-      q_[i][j] = fmaf(v, n_, 0x1p23f) - 0x1p23f;
-      worst = fmaxf(worst, fabsf(fmaf(v, n_, -q_[i][j])));
-    });
-    const float margin = (n_ + 1 + fabsf(offset) * n_) * 0x1p-21f;
-    const bool ordinary = refines_ && by.s > 0x1p-90f && by.s < 0x1p90f;
-    if (ordinary && worst < 0.5f - margin) return;
-    each([&](int i, int j) {
-      q_[i][j] = static_cast<float>(minmax_code(w_[i][j], by, p_.bins, halved_));
-    });
+    NearCodes near(by, n_, start_.b - by.b);
+    each([&](int i, int j) { q_[i][j] = near.value(u_[i][j]); });
+    if (refines_ && near.certain()) return;
+    float codes[kEach];
+    each([&](int i, int j) { codes[i * V + j] = w_[i][j]; });
+    rarely(codes, [&](float w) -> float { return minmax_code(w, by, p_.bins, halved_); });
+    each([&](int i, int j) { q_[i][j] = codes[i * V + j]; });
   }
 
   // sum c (w - fma(q, s, b))^2, nearly.
