@@ -193,7 +193,7 @@ Status run_dense(const Problem& p, int device, Stream stream) {
 // fma(r, slope, 2^23 + half the cells), never descends in r, so code(r) = boundaries in the cells
 // before, plus 1 if r is above the one in its own.
 struct Cell {
-  float boundary;  // +inf if there is none
+  float boundary;  // +inf if there is none; not -0, so that r is above it where boundary - r < 0
   unsigned before;
 };
 struct Cells {
@@ -251,7 +251,7 @@ __device__ bool fill_cells(Cell* table, const Cells& cells, const float* boundar
     for (int step = 1 << (bits - 1); step > 0; step /= 2)
       if (cell_of(before + step - 1) < cell) before += step;
     Cell made{INFINITY, static_cast<unsigned>(before)};
-    if (before < count && cell_of(before) == cell) made.boundary = boundaries[before];
+    if (before < count && cell_of(before) == cell) made.boundary = boundaries[before] + 0.0f;
     if (before + 1 < count && cell_of(before + 1) == cell) fine = false;
     return made;
   });
@@ -415,7 +415,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       const float r = x[i];
       const Cell& cell = *reinterpret_cast<const Cell*>(reinterpret_cast<const char*>(cell_table) +
                                                         (cells.cell(r) * cell_step + cell_base));
-      const unsigned code = cell.before - cuda::all_ones_if_above(r, cell.boundary);
+      const unsigned code = cell.before + (__float_as_uint(cell.boundary - r) >> 31);
       four[i / 4] = four[i / 4] * radix + code;
       return code;
     };
