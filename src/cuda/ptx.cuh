@@ -43,6 +43,15 @@ __device__ inline float approximate_reciprocal(float x) {
   return y;
 }
 
+// ---- the compiler ----
+
+// The same value, about which the compiler knows nothing: what is computed from it in a loop is not
+// moved in front of the loop, where it would take registers.
+__device__ inline std::uint32_t opaque(std::uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // ---- matrix fragments ----
 
 // Four 8x8 tiles of 16-bit elements: lane l gives the address of row l % 8 of tile l / 8 and gets,

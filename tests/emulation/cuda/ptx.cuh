@@ -31,6 +31,8 @@ inline float approximate_reciprocal(float x) {
   return __uint_as_float(__float_as_uint(y) + bits % 3 - 1);
 }
 
+inline std::uint32_t opaque(std::uint32_t x) { return x; }
+
 namespace emulated {
 
 inline void load_tiles(std::uint32_t (&to)[4], const void* row, bool transposed) {
