@@ -353,9 +353,41 @@ struct RowTile {
     }
   }
 
-  // Between shared memory and this lane's registers.
+  // The signs of this lane's elements, as bits: bit 15 - p of a word is that of register 2p, bit
+  // 31 - p that of register 2p + 1, p below 16; so a shift by p puts them where a pair of 16-bit
+  // elements has its signs.
+  struct Signs {
+    std::uint32_t word[(kEach + 31) / 32] = {};
+
+    // All positive without a table.
+    __device__ static Signs of(const float* table) {
+      Signs signs;
+      if (table == nullptr) return signs;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (table[first_of_chunk(i / 8) + i % 8] < 0)
+          signs.word[i / 32] |= 1u << (15 - i % 32 / 2 + i % 2 * 16);
+      }
+      return signs;
+    }
+    // For one pass of a loop: see opaque().
+    __device__ Signs again() const {
+      Signs signs;
+#pragma unroll
+      for (int i = 0; i < (kEach + 31) / 32; ++i) signs.word[i] = opaque(word[i]);
+      return signs;
+    }
+    __device__ std::uint32_t of_pair(int i) const {
+      return word[i / 32] << i % 32 / 2 & 0x80008000u;
+    }
+    __device__ std::uint32_t of_element(int i) const {
+      return word[i / 32] << (i % 32 / 2 + (i % 2 == 0 ? 16 : 0)) & 0x80000000u;
+    }
+  };
+
+  // Between shared memory and this lane's registers, with the signs of some elements turned.
   template <class X>
-  __device__ static void load(const char* stage, float (&x)[kEach]) {
+  __device__ static void load(const char* stage, const Signs& signs, float (&x)[kEach]) {
     const char* from = stage + row() * kStageStride<X>;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
@@ -365,23 +397,28 @@ struct RowTile {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const uint4 words = chunk[half];
-          float* t = x + 8 * k + 4 * half;
-          t[0] = __uint_as_float(words.x), t[1] = __uint_as_float(words.y);
-          t[2] = __uint_as_float(words.z), t[3] = __uint_as_float(words.w);
+          const unsigned word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int i = 8 * k + 4 * half + e;
+            x[i] = __uint_as_float(word[e] ^ signs.of_element(i));
+          }
         }
       } else {
         const uint4 words = chunk[0];
         const unsigned pair[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          x[8 * k + 2 * e] = load_math(X{static_cast<std::uint16_t>(pair[e])});
-          x[8 * k + 2 * e + 1] = load_math(X{static_cast<std::uint16_t>(pair[e] >> 16)});
+          const int i = 8 * k + 2 * e;
+          const unsigned turned = pair[e] ^ signs.of_pair(i);
+          x[i] = load_math(X{static_cast<std::uint16_t>(turned)});
+          x[i + 1] = load_math(X{static_cast<std::uint16_t>(turned >> 16)});
         }
       }
     }
   }
   template <class X>
-  __device__ static void store(const float (&x)[kEach], char* stage) {
+  __device__ static void store(const float (&x)[kEach], const Signs& signs, char* stage) {
     char* to = stage + row() * kStageStride<X>;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
@@ -389,32 +426,20 @@ struct RowTile {
       if constexpr (sizeof(X) == 4) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float* t = x + 8 * k + 4 * half;
-          chunk[half] = make_uint4(__float_as_uint(t[0]), __float_as_uint(t[1]),
-                                   __float_as_uint(t[2]), __float_as_uint(t[3]));
+          const auto word = [&](int e) {
+            const int i = 8 * k + 4 * half + e;
+            return __float_as_uint(x[i]) ^ signs.of_element(i);
+          };
+          chunk[half] = make_uint4(word(0), word(1), word(2), word(3));
         }
       } else {
         unsigned pair[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          pair[e] = store_math<X>(x[8 * k + 2 * e]).bits |
-                    static_cast<unsigned>(store_math<X>(x[8 * k + 2 * e + 1]).bits) << 16;
+          const int i = 8 * k + 2 * e;
+          pair[e] = store_pair<X>(x[i], x[i + 1]) ^ signs.of_pair(i);
         }
         chunk[0] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
-      }
-    }
-  }
-
-  // x_j := x_j * factor_j, factors of a row in shared memory.
-  __device__ static void multiply(float (&x)[kEach], const float* factors) {
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      const auto* four = reinterpret_cast<const float4*>(factors + first_of_chunk(k));
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float4 f = four[half];
-        float* t = x + 8 * k + 4 * half;
-        t[0] *= f.x, t[1] *= f.y, t[2] *= f.z, t[3] *= f.w;
       }
     }
   }

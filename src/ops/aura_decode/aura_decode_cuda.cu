@@ -107,11 +107,11 @@ Status run_dense(const Problem& p, int device, Stream stream) {
 
 // ---- a lane to a row ----
 
-// Shared memory of decode_by_lanes: levels, signs; then for each warp its packed rows and its rows
+// Shared memory of decode_by_lanes: levels; then for each warp its packed rows and its rows
 // of y.
 struct Layout {
   int element_bytes;
-  int signs, warps;              // offsets in bytes
+  int warps;                     // offset in bytes
   int in_stride, y_stage, warp;  // bytes of a packed row; offset of y; bytes of a warp
 };
 
@@ -126,10 +126,11 @@ class Levels<Tile, 4> {
   static constexpr int kBytes = 256 * kPairCopies * sizeof(float2);
   __device__ Levels(char* table, const Problem& p)
       : mine_(table + lane_index() % kPairCopies * static_cast<int>(sizeof(float2))) {
-    for (int i = static_cast<int>(threadIdx.x); i < 256; i += static_cast<int>(blockDim.x)) {
-      const float2 pair{__ldg(p.codebook + i % 16), __ldg(p.codebook + i / 16)};
-      for (int copy = 0; copy < kPairCopies; ++copy)
-        reinterpret_cast<float2*>(table)[i * kPairCopies + copy] = pair;
+    for (int i = static_cast<int>(threadIdx.x); i < 256 * kPairCopies;
+         i += static_cast<int>(blockDim.x)) {
+      const int byte = i / kPairCopies;
+      reinterpret_cast<float2*>(table)[i] = {__ldg(p.codebook + byte % 16),
+                                             __ldg(p.codebook + byte / 16)};
     }
   }
   struct Codes {
@@ -178,9 +179,9 @@ class Levels<Tile, 0> {
   static constexpr int kBytes = 256 * kLevelCopies * sizeof(float);
   __device__ Levels(char* table, const Problem& p)
       : mine_(reinterpret_cast<const float*>(table) + lane_index()), bits_(p.bits) {
-    for (int i = static_cast<int>(threadIdx.x); i < 1 << p.bits; i += static_cast<int>(blockDim.x))
-      for (int copy = 0; copy < kLevelCopies; ++copy)
-        reinterpret_cast<float*>(table)[i * kLevelCopies + copy] = __ldg(p.codebook + i);
+    for (int i = static_cast<int>(threadIdx.x); i < kLevelCopies << p.bits;
+         i += static_cast<int>(blockDim.x))
+      reinterpret_cast<float*>(table)[i] = __ldg(p.codebook + i / kLevelCopies);
   }
   struct Codes {
     std::uint32_t four[2 * Tile::kChunks];  // the low bits are four codes
@@ -218,13 +219,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
     decode_by_lanes(const __grid_constant__ Problem p, const Layout layout) {
   char* const shared = cuda::dynamic_shared<char>();
   const Levels<Tile, kBits> levels(shared, p);
-  auto* const signs = reinterpret_cast<float*>(shared + layout.signs);
   const bool rotates = p.rotation.kind == Rotation::hadamard;
-  if (rotates) {
-    for (int j = static_cast<int>(threadIdx.x); j < p.rotation.dim;
-         j += static_cast<int>(blockDim.x))
-      signs[j] = p.rotation.table[j];
-  }
+  const auto signs = Tile::Signs::of(rotates ? p.rotation.table : nullptr);
   char* const in = shared + layout.warps + warp_index() * layout.warp;
   char* const stage = in + layout.y_stage;
 
@@ -262,15 +258,14 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       for (float& v : y) v *= p.rotation.scale;
       Tile::template mix<true>(y);
       Tile::butterflies(y);
-      Tile::multiply(y, signs);
     }
     const int rows = rows_at(first);
     const std::int64_t stride = p.y_stride * layout.element_bytes;
     char* const to = static_cast<char*>(p.y) + first * stride;
     switch (p.element) {
-      case DType::f16: Tile::template store<f16>(y, stage); break;
-      case DType::bf16: Tile::template store<bf16>(y, stage); break;
-      default: Tile::template store<float>(y, stage);
+      case DType::f16: Tile::template store<f16>(y, signs.again(), stage); break;
+      case DType::bf16: Tile::template store<bf16>(y, signs.again(), stage); break;
+      default: Tile::template store<float>(y, signs.again(), stage);
     }
     __syncwarp();
     if (p.element == DType::f32) {
@@ -286,8 +281,7 @@ template <class Tile, int kBits>
 Status run_by_lanes(const Problem& p, int device, Stream stream) {
   const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
   Layout l{.element_bytes = static_cast<int>(size_of(p.element))};
-  l.signs = Levels<Tile, kBits>::kBytes;
-  l.warps = l.signs + align(4 * p.rotation.dim);
+  l.warps = Levels<Tile, kBits>::kBytes;
   l.in_stride = align(4 * p.words) | 16;
   l.y_stage = Tile::kRows * l.in_stride;
   l.warp = l.y_stage + Tile::kRows * (p.element == DType::f32 ? Tile::template kStageStride<float>

@@ -193,7 +193,7 @@ Status run_dense(const Problem& p, int device, Stream stream) {
 // fma(r, slope, 2^23 + half the cells), never descends in r, so code(r) = boundaries in the cells
 // before, plus 1 if r is above the one in its own.
 struct Cell {
-  float boundary;  // +inf if there is none
+  float boundary;  // +inf if there is none; not -0, so that r is above it where boundary - r < 0
   unsigned before;
 };
 struct Cells {
@@ -219,13 +219,13 @@ Cells cells_for(int dim, int bits) {
           .middle = Cells::kInteger + static_cast<float>(count / 2)};
 }
 
-// Shared memory of encode_by_lanes: cells, lookup, factors, the operands' tables; then for each
+// Shared memory of encode_by_lanes: cells, lookup, the operands' tables; then for each
 // warp its rows of x and its packed rows.
 struct Layout {
   int element_bytes;
-  unsigned radix;                      // 2^bits, but the compiler must not know
-  int lookup, factors, tables, warps;  // offsets in bytes
-  int stage, out_stride, warp;         // bytes of a warp's rows; of a packed row; of a warp
+  unsigned radix;               // 2^bits, but the compiler must not know
+  int lookup, tables, warps;    // offsets in bytes
+  int stage, out_stride, warp;  // bytes of a warp's rows; of a packed row; of a warp
 };
 
 // The whole block fills table[entry][copy] with what value(entry) gives; copies are a power of two.
@@ -251,7 +251,7 @@ __device__ bool fill_cells(Cell* table, const Cells& cells, const float* boundar
     for (int step = 1 << (bits - 1); step > 0; step /= 2)
       if (cell_of(before + step - 1) < cell) before += step;
     Cell made{INFINITY, static_cast<unsigned>(before)};
-    if (before < count && cell_of(before) == cell) made.boundary = boundaries[before];
+    if (before < count && cell_of(before) == cell) made.boundary = boundaries[before] + 0.0f;
     if (before + 1 < count && cell_of(before + 1) == cell) fine = false;
     return made;
   });
@@ -320,7 +320,6 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
   char* const shared = cuda::dynamic_shared<char>();
   auto* const cell_table = reinterpret_cast<Cell*>(shared);
   auto* const lookup = reinterpret_cast<float*>(shared + layout.lookup);
-  auto* const factors = reinterpret_cast<float*>(shared + layout.factors);
   char* const stage = shared + layout.warps + warp_index() * layout.warp;
   char* const out = stage + layout.stage;
   auto* const scratch = reinterpret_cast<float*>(out);  // of encode_row
@@ -342,6 +341,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
     }
   };
   fetch(first);
+  const auto signs = Tile::Signs::of(p.rotation.table);
 
   const int levels = 1 << p.bits;
   auto* const boundaries = reinterpret_cast<float*>(shared + layout.tables);
@@ -350,8 +350,6 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
     if (i + 1 < levels) boundaries[i] = p.boundaries[i];
     codebook[i] = p.codebook[i];
   }
-  fill_table(factors, p.rotation.dim, 1,
-             [&](int j) { return p.rotation.table[j] * p.rotation.scale; });
   __syncthreads();
   if constexpr (kSums == Sums::pairs) {
     fill_table(lookup, levels * levels, kLookupCopies, [&](int pair) {
@@ -386,9 +384,9 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
     cuda::copy_async_wait<0>();
     __syncwarp();
     switch (p.element) {
-      case DType::f16: Tile::template load<f16>(stage, x); break;
-      case DType::bf16: Tile::template load<bf16>(stage, x); break;
-      default: Tile::template load<float>(stage, x);
+      case DType::f16: Tile::template load<f16>(stage, signs.again(), x); break;
+      case DType::bf16: Tile::template load<bf16>(stage, signs.again(), x); break;
+      default: Tile::template load<float>(stage, signs.again(), x);
     }
     __syncwarp();
     fetch(first + step);
@@ -404,8 +402,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       for (float& v : x) v = 0;
     }
 #pragma unroll
-    for (float& v : x) v *= inv;
-    Tile::multiply(x, factors);
+    for (float& v : x) v = v * inv * p.rotation.scale;
     Tile::butterflies(x);
     Tile::template mix<false>(x);
 
@@ -415,7 +412,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       const float r = x[i];
       const Cell& cell = *reinterpret_cast<const Cell*>(reinterpret_cast<const char*>(cell_table) +
                                                         (cells.cell(r) * cell_step + cell_base));
-      const unsigned code = cell.before - cuda::all_ones_if_above(r, cell.boundary);
+      const unsigned code = cell.before + (__float_as_uint(cell.boundary - r) >> 31);
       four[i / 4] = four[i / 4] * radix + code;
       return code;
     };
@@ -468,8 +465,7 @@ Status run_by_lanes(const Problem& p, int device, Stream stream) {
   const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
   Layout l{.element_bytes = static_cast<int>(size_of(p.element)), .radix = 1u << p.bits};
   l.lookup = cells.count * cells.copies * static_cast<int>(sizeof(Cell));
-  l.factors = l.lookup + (1 << (pairs ? 2 * p.bits : p.bits)) * kLookupCopies * 4;
-  l.tables = l.factors + align(4 * kDim);
+  l.tables = l.lookup + (1 << (pairs ? 2 * p.bits : p.bits)) * kLookupCopies * 4;
   l.warps = l.tables + 2 * 4 * (1 << p.bits);
   l.stage = Tile::kRows * (p.element == DType::f32 ? Tile::template kStageStride<float>
                                                    : Tile::template kStageStride<bf16>);

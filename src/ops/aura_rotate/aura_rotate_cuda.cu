@@ -90,18 +90,16 @@ Status run_dense(const Problem& p, int device, Stream stream) {
 
 // ---- a lane to a row ----
 
-// Shared memory of rotate_by_lanes: what x or y is multiplied by; then two tiles of rows for each
-// warp: the next ones of x, and these, which become those of y.
+// Two tiles of rows in shared memory for each warp: the next ones of x, and these, which become
+// those of y.
 template <class Tile, class X>
 __global__ void __launch_bounds__(32 * kMostWarps, 1)
     rotate_by_lanes(const __grid_constant__ Problem p) {
   constexpr int kStage = Tile::kRows * Tile::template kStageStride<X>;
-  auto* const factors = cuda::dynamic_shared<float>();
-  char* stage = reinterpret_cast<char*>(factors + p.rotation.dim) + warp_index() * 2 * kStage;
+  char* stage = cuda::dynamic_shared<char>() + warp_index() * 2 * kStage;
   char* next = stage + kStage;
-  const float scale = p.rotation.inverse ? 1.0f : p.rotation.scale;
-  for (int j = static_cast<int>(threadIdx.x); j < p.rotation.dim; j += static_cast<int>(blockDim.x))
-    factors[j] = p.rotation.table[j] * scale;
+  const auto before = Tile::Signs::of(p.rotation.inverse ? nullptr : p.rotation.table);  // of x
+  const auto after = Tile::Signs::of(p.rotation.inverse ? p.rotation.table : nullptr);   // of y
 
   const std::int64_t x_bytes = p.x_stride * static_cast<int>(sizeof(X));
   const std::int64_t y_bytes = p.y_stride * static_cast<int>(sizeof(X));
@@ -117,26 +115,23 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
                             rows_at(row));
   };
   fetch(first);
-  __syncthreads();
   for (; first < p.rows; first += step) {
     std::swap(stage, next);
     cuda::copy_async_wait<0>();
     __syncwarp();
     fetch(first + step);
     float t[Tile::kEach];
-    Tile::template load<X>(stage, t);
-    if (p.rotation.inverse) {
+    Tile::template load<X>(stage, before.again(), t);
 #pragma unroll
-      for (float& v : t) v *= p.rotation.scale;
+    for (float& v : t) v *= p.rotation.scale;
+    if (p.rotation.inverse) {
       Tile::template mix<true>(t);
       Tile::butterflies(t);
-      Tile::multiply(t, factors);
     } else {
-      Tile::multiply(t, factors);
       Tile::butterflies(t);
       Tile::template mix<false>(t);
     }
-    Tile::template store<X>(t, stage);  // each lane where it has read
+    Tile::template store<X>(t, after.again(), stage);  // where it has read
     __syncwarp();
     Tile::template put_out<X>(stage, static_cast<char*>(p.y) + first * y_bytes, y_bytes,
                               rows_at(first));
@@ -146,17 +141,16 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
 
 template <class Tile, class X>
 Status run_by_lanes(const Problem& p, int device, Stream stream) {
-  const int factors = 4 * p.rotation.dim;
   const int warp = 2 * Tile::kRows * Tile::template kStageStride<X>;
   const auto& limits = cuda::limits(device);
   const std::int64_t tiles = (p.rows + Tile::kRows - 1) / Tile::kRows;
-  const int room = (static_cast<int>(limits.shared_per_block) - factors) / warp;
+  const int room = static_cast<int>(limits.shared_per_block) / warp;
   const auto share = (tiles + limits.multiprocessors - 1) / limits.multiprocessors;
   const int warps = static_cast<int>(std::min<std::int64_t>(std::min(room, kMostWarps), share));
   const cuda::Grid grid{
       .blocks = std::min<std::int64_t>(limits.multiprocessors, (tiles + warps - 1) / warps),
       .threads = 32 * warps,
-      .shared = static_cast<std::size_t>(factors + warps * warp)};
+      .shared = static_cast<std::size_t>(warps * warp)};
   return cuda::launch(Op::kName, rotate_by_lanes<Tile, X>, grid, device, stream, p);
 }
 

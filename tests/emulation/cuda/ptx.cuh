@@ -31,7 +31,7 @@ inline float approximate_reciprocal(float x) {
   return __uint_as_float(__float_as_uint(y) + bits % 3 - 1);
 }
 
-inline unsigned all_ones_if_above(float a, float b) { return a > b ? ~0u : 0u; }
+inline std::uint32_t opaque(std::uint32_t x) { return x; }
 
 namespace emulated {
 
