@@ -210,8 +210,8 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
 //
 //   tile        rows of 16-bit elements in shared memory, in pieces of 16 bytes, swizzled
 //   warp        has slabs of 32 columns and all rows. With two heads, warps 0 to 3 do the first
-//               one's u, then its w, 4 to 7 the second one's; with one, warps 0 to 3 do u, 4 to 7 w.
-//               A warp alone reads its columns of v (with one head, of k), so it scales them in
+//               one's u, then its w, 4 to 7 the second one's; with one, warps 0 to 3 do u, 4 to 7
+//               w. A warp alone reads its columns of v (with one head, of k), so it scales them in
 //               registers, and its results take their place on the way out: after the tiles'
 //               arrival no barrier is needed.
 //   A in f32    a = high + middle + low, the significand's first, second and last 8 bits: exact
