@@ -1,11 +1,13 @@
 // minmax and mlx of groups of 32, 64 and 128: a team of lanes per group, 8 neighbouring weights a
 // lane, so that 32 (16) bytes are read and 8 codes written by each, and a warp's are whole lines.
 // All else: a warp per run of groups that fills whole words, weights read again for each pass.
+#include <algorithm>
 #include <numeric>
 
 #include "bittern/ops/qdq_affine_init.h"
 #include "cuda/runtime.cuh"
 #include "ops/qdq_affine_init/affine_device.cuh"
+#include "ops/qdq_affine_init/affine_lsq.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
@@ -222,8 +224,25 @@ __global__ void __launch_bounds__(cuda::kBlock)
   }
 }
 
-template <class X, int kLanes>
+// Enough runs for every multiprocessor to have several warps' worth one after the other.
+template <class X, int kLanes, int kEach>
+Status launch_lsq(const Problem& p, int device, Stream stream) {
+  constexpr std::int64_t kTeams = 32 / kLanes, kLongest = 128;
+  const std::int64_t warps = std::int64_t{cuda::limits(device).multiprocessors} * 64;
+  const std::int64_t run = std::clamp(p.groups / warps, kTeams, kLongest);
+  const auto kernel = p.importance != nullptr ? affine::lsq_teams<X, kLanes, kEach, true>
+                                              : affine::lsq_teams<X, kLanes, kEach, false>;
+  return cuda::launch(Op::kName, kernel,
+                      cuda::grid_for((p.groups + run - 1) / run * 32, affine::kLsqBlock), device,
+                      stream, p, static_cast<int>(run));
+}
+
+// A team of lanes per group of kSize.
+template <class X, int kSize>
 Status launch_teams(const Problem& p, int device, Stream stream) {
+  if (p.method == AffineMethod::lsq)
+    return launch_lsq < X, kSize == 128 ? 8 : 4, kSize == 32 ? 8 : 16 > (p, device, stream);
+  constexpr int kLanes = kSize / kChunk;
   const auto kernel =
       p.method == AffineMethod::mlx ? init_teams<X, kLanes, true> : init_teams<X, kLanes, false>;
   return cuda::launch(Op::kName, kernel, cuda::grid_for(p.groups * kLanes), device, stream, p);
@@ -256,12 +275,12 @@ Status run_typed(const Op::Desc& d, const Op::Args& a, Stream stream) {
                   .bins = d.bins()};
   const int device = a.q.device.index;
   if constexpr (sizeof(X) <= 4) {
-    if (d.method != AffineMethod::lsq && cuda::codes_aligned<4>(d, a.q.data, a.q.row_stride()) &&
+    if (cuda::codes_aligned<4>(d, a.q.data, a.q.row_stride()) &&
         cuda::packs_aligned<X, 16 / sizeof(X)>(a.w.data, rows, a.w.row_stride())) {
       switch (d.group_size) {
-        case 32: return launch_teams<X, 4>(p, device, stream);
-        case 64: return launch_teams<X, 8>(p, device, stream);
-        case 128: return launch_teams<X, 16>(p, device, stream);
+        case 32: return launch_teams<X, 32>(p, device, stream);
+        case 64: return launch_teams<X, 64>(p, device, stream);
+        case 128: return launch_teams<X, 128>(p, device, stream);
         default: break;
       }
     }
