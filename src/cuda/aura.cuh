@@ -321,7 +321,12 @@ struct RowTile {
   // Starts copying `rows` rows from device memory, `stride` bytes apart; others become zeros.
   template <class X>
   __device__ static void fetch(char* stage, const char* from, std::int64_t stride, int rows) {
-    if (rows >= kRows) {
+    if (rows >= kRows && stride == kRowBytes<X>) {  // then addresses are constants away
+      for_pieces<X>([&](int i, int piece) {
+        copy_async_16(stage + i * kStageStride<X> + 16 * piece,
+                      from + i * kRowBytes<X> + 16 * piece);
+      });
+    } else if (rows >= kRows) {
       for_pieces<X>([&](int i, int piece) {
         copy_async_16(stage + i * kStageStride<X> + 16 * piece, from + i * stride + 16 * piece);
       });
@@ -335,11 +340,17 @@ struct RowTile {
   }
   template <class X>
   __device__ static void put_out(const char* stage, char* to, std::int64_t stride, int rows) {
-    for_pieces<X>([&](int i, int piece) {
-      if (i >= rows) return;
-      __stcs(reinterpret_cast<uint4*>(to + i * stride + 16 * piece),
+    const auto move = [&](int i, int piece, std::int64_t row_bytes) {
+      __stcs(reinterpret_cast<uint4*>(to + i * row_bytes + 16 * piece),
              *reinterpret_cast<const uint4*>(stage + i * kStageStride<X> + 16 * piece));
-    });
+    };
+    if (rows >= kRows && stride == kRowBytes<X>) {
+      for_pieces<X>([&](int i, int piece) { move(i, piece, kRowBytes<X>); });
+    } else {
+      for_pieces<X>([&](int i, int piece) {
+        if (i < rows) move(i, piece, stride);
+      });
+    }
   }
 
   // Between shared memory and this lane's registers.

@@ -43,6 +43,15 @@ __device__ inline float approximate_reciprocal(float x) {
   return y;
 }
 
+// ---- comparisons ----
+
+// a > b ? 0xffffffff : 0, in one instruction.
+__device__ inline unsigned all_ones_if_above(float a, float b) {
+  unsigned result;
+  asm("set.gt.u32.f32 %0, %1, %2;" : "=r"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 // ---- matrix fragments ----
 
 // Four 8x8 tiles of 16-bit elements: lane l gives the address of row l % 8 of tile l / 8 and gets,

@@ -188,29 +188,26 @@ Status run_dense(const Problem& p, int device, Stream stream) {
 
 // ---- a lane to a row ----
 
-// Finds codes without a search: [-1.0625, 1.0625], where the coordinates
-// of a unit vector lie, is cut into equal cells, so fine that none holds
-// two boundaries. cell(r) = fma(r, slope, 2^23 + half the cells), whose
-// low bits number the cell, never descends in r, so code(r) = boundaries
-// in the cells before, plus 1 if r is above the one in its own.
+// Finds codes without a search: [-1.0625, 1.0625], where the coordinates of a unit vector lie, is
+// cut into equal cells, so fine that none holds two boundaries. cell(r), the low bits of
+// fma(r, slope, 2^23 + half the cells), never descends in r, so code(r) = boundaries in the cells
+// before, plus 1 if r is above the one in its own.
 struct Cell {
   float boundary;  // +inf if there is none
   unsigned before;
 };
 struct Cells {
   int count;   // a power of two
-  int copies;  // for lanes l % copies, so that they rarely meet in a
-               // bank
+  int copies;  // lane l has copy l % copies, so that lanes rarely meet in a bank
   float slope, middle;
 
   static constexpr float kReach = 1.0625f;
   static constexpr float kInteger = 0x1p23f;
+  static constexpr unsigned kFirst = 0x4b000000;  // its bits
   __device__ unsigned cell(float r) const { return __float_as_uint(fmaf(r, slope, middle)); }
-  static constexpr unsigned kFirst = 0x4b000000;  // the bits of kInteger
 };
 
-// Lloyd-Max boundaries in the middle are about 4.1 sigma / levels apart,
-// sigma = dim^-1/2.
+// Lloyd-Max boundaries in the middle are about 4.1 sigma / levels apart, sigma = dim^-1/2.
 Cells cells_for(int dim, int bits) {
   const double apart = 4.1 / std::sqrt(dim) / (1 << bits);
   const auto needed = static_cast<unsigned>(1.1 * 2 * Cells::kReach / apart) + 2;
@@ -222,69 +219,97 @@ Cells cells_for(int dim, int bits) {
           .middle = Cells::kInteger + static_cast<float>(count / 2)};
 }
 
-// Shared memory of encode_by_lanes: cells, lookup, factors; then for
-// each warp the rows of x and the packed rows.
+// Shared memory of encode_by_lanes: cells, lookup, factors, the operands' tables; then for each
+// warp its rows of x and its packed rows.
 struct Layout {
   int element_bytes;
-  int lookup, factors, warps;  // offsets in bytes
-  int stage, out_stride,
-      warp;  // bytes of a warp's rows; of a packed row; of a warp
+  unsigned radix;                      // 2^bits, but the compiler must not know
+  int lookup, factors, tables, warps;  // offsets in bytes
+  int stage, out_stride, warp;         // bytes of a warp's rows; of a packed row; of a warp
 };
 
-// The whole block fills table[entry][copy], copies of what value(entry)
-// gives.
+// The whole block fills table[entry][copy] with what value(entry) gives; copies are a power of two.
 template <class T, class F>
 __device__ void fill_table(T* table, int entries, int copies, const F& value) {
-  for (int i = static_cast<int>(threadIdx.x); i < entries; i += static_cast<int>(blockDim.x)) {
-    const T v = value(i);
-    for (int copy = 0; copy < copies; ++copy) table[i * copies + copy] = v;
-  }
+  const int shift = 31 - __clz(copies), step = static_cast<int>(blockDim.x);
+  for (int i = static_cast<int>(threadIdx.x); i < entries << shift; i += step)
+    table[i] = value(i >> shift);
 }
 
-// Are the cells fine enough?
-__device__ bool fill_cells(Cell* table, const Cells& cells, const Problem& p) {
-  const int boundaries = (1 << p.bits) - 1;
-  // The cell of a boundary; before the first or after the last, where r
-  // never is.
+// From the boundaries in shared memory. Are the cells fine enough?
+__device__ bool fill_cells(Cell* table, const Cells& cells, const float* boundaries, int bits) {
+  const int count = (1 << bits) - 1;
+  // The cell of a boundary; before the first or after the last, where r never is.
   const auto cell_of = [&](int i) {
-    const float b = __ldg(p.boundaries + i);
+    const float b = boundaries[i];
     if (fabsf(b) > Cells::kReach) return b < 0 ? -1 : cells.count;
     return static_cast<int>(cells.cell(b) - Cells::kFirst);
   };
   bool fine = true;
   fill_table(table, cells.count, cells.copies, [&](int cell) {
     int before = 0;
-    for (int step = 1 << (p.bits - 1); step > 0; step /= 2)
+    for (int step = 1 << (bits - 1); step > 0; step /= 2)
       if (cell_of(before + step - 1) < cell) before += step;
     Cell made{INFINITY, static_cast<unsigned>(before)};
-    if (before < boundaries && cell_of(before) == cell)
-      made.boundary = __ldg(p.boundaries + before);
-    if (before + 1 < boundaries && cell_of(before + 1) == cell) fine = false;
+    if (before < count && cell_of(before) == cell) made.boundary = boundaries[before];
+    if (before + 1 < count && cell_of(before + 1) == cell) fine = false;
     return made;
   });
   return __syncthreads_and(fine ? 1 : 0) != 0;
 }
 
-// Eight codes, `bits` bytes, to shared memory. All of it is uniform but
-// for the codes.
-__device__ void store_chunk(std::uint8_t* to, int bits, std::uint32_t low, std::uint32_t high) {
-  const int each = 4 * bits;
-  if (bits == 4) {
-    *reinterpret_cast<std::uint32_t*>(to) = low | high << 16;
+// A lane's codes to its packed row in shared memory; four[i] holds codes 4i to 4i + 3. A chunk of
+// eight codes is `bits` bytes.
+template <class Tile>
+__device__ void store_codes(const std::uint32_t (&four)[Tile::kEach / 4], int bits, char* row) {
+  constexpr int kChunks = Tile::kChunks;
+  constexpr bool kWhole = Tile::kRows == 32 && kChunks % 4 == 0;  // the lane has the whole row
+  if (kWhole && bits == 4) {
+#pragma unroll
+    for (int k = 0; k < kChunks / 4 * 4; k += 4) {
+      reinterpret_cast<uint4*>(row)[k / 4] = make_uint4(
+          four[2 * k] | four[2 * k + 1] << 16, four[2 * k + 2] | four[2 * k + 3] << 16,
+          four[2 * k + 4] | four[2 * k + 5] << 16, four[2 * k + 6] | four[2 * k + 7] << 16);
+    }
+  } else if (kWhole && bits == 3) {
+#pragma unroll
+    for (int k = 0; k < kChunks / 4 * 4; k += 4) {
+      std::uint32_t chunk[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) chunk[i] = four[2 * (k + i)] | four[2 * (k + i) + 1] << 12;
+      auto* const words = reinterpret_cast<std::uint32_t*>(row) + k / 4 * 3;
+      words[0] = chunk[0] | chunk[1] << 24;
+      words[1] = chunk[1] >> 8 | chunk[2] << 16;
+      words[2] = chunk[2] >> 16 | chunk[3] << 8;
+    }
+  } else if (bits == 4) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k)
+      reinterpret_cast<std::uint32_t*>(row)[Tile::first_of_chunk(k) / 8] =
+          four[2 * k] | four[2 * k + 1] << 16;
   } else if (bits == 8) {
-    reinterpret_cast<std::uint32_t*>(to)[0] = low;
-    reinterpret_cast<std::uint32_t*>(to)[1] = high;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k)
+      reinterpret_cast<uint2*>(row)[Tile::first_of_chunk(k) / 8] =
+          make_uint2(four[2 * k], four[2 * k + 1]);
   } else if (bits == 2) {
-    *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(low | high << 8);
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k)
+      reinterpret_cast<std::uint16_t*>(row)[Tile::first_of_chunk(k) / 8] =
+          static_cast<std::uint16_t>(four[2 * k] | four[2 * k + 1] << 8);
   } else {
-    const std::uint64_t all = low | static_cast<std::uint64_t>(high) << each;
-    for (int i = 0; i < bits; ++i) to[i] = static_cast<std::uint8_t>(all >> 8 * i);
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const std::uint64_t chunk = four[2 * k] | static_cast<std::uint64_t>(four[2 * k + 1])
+                                                    << 4 * bits;
+      char* const to = row + Tile::first_of_chunk(k) / 8 * bits;
+      for (int i = 0; i < bits; ++i) to[i] = static_cast<char>(chunk >> 8 * i);
+    }
   }
 }
 
-// What the scale rule needs beyond the norm, and how it is found:
-// nothing, or C, whose first sums, of two squares, are looked up by both
-// codes at once (at most 4 bits); C; or C and D.
+// What the scale rule needs beyond the norm, and how it is found: nothing, or C, whose first sums,
+// of two squares, are looked up by both codes at once (at most 4 bits); C; or C and D.
 enum class Sums { pairs, squares, products };
 
 // A warp takes RowTile::kRows rows at a time.
@@ -319,23 +344,29 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
   fetch(first);
 
   const int levels = 1 << p.bits;
-  if (!fill_cells(cell_table, cells, p)) {
+  auto* const boundaries = reinterpret_cast<float*>(shared + layout.tables);
+  float* const codebook = boundaries + levels;
+  for (int i = static_cast<int>(threadIdx.x); i < levels; i += static_cast<int>(blockDim.x)) {
+    if (i + 1 < levels) boundaries[i] = p.boundaries[i];
+    codebook[i] = p.codebook[i];
+  }
+  fill_table(factors, p.rotation.dim, 1,
+             [&](int j) { return p.rotation.table[j] * p.rotation.scale; });
+  __syncthreads();
+  if constexpr (kSums == Sums::pairs) {
+    fill_table(lookup, levels * levels, kLookupCopies, [&](int pair) {
+      const float low = codebook[pair & (levels - 1)], high = codebook[pair >> p.bits];
+      return low * low + high * high;
+    });
+  } else {
+    fill_table(lookup, levels, kLookupCopies, [&](int i) { return codebook[i]; });
+  }
+  if (!fill_cells(cell_table, cells, boundaries, p.bits)) {
     cuda::copy_async_wait<0>();
     for (; first < p.rows; first += step)
       for (int i = 0; i < rows_at(first); ++i) encode_row(p, first + i, scratch);
     return;
   }
-  if constexpr (kSums == Sums::pairs) {
-    fill_table(lookup, levels * levels, kLookupCopies, [&](int pair) {
-      const float low = __ldg(p.codebook + pair % levels), high = __ldg(p.codebook + pair / levels);
-      return low * low + high * high;
-    });
-  } else {
-    fill_table(lookup, levels, kLookupCopies, [&](int i) { return __ldg(p.codebook + i); });
-  }
-  fill_table(factors, p.rotation.dim, 1,
-             [&](int j) { return p.rotation.table[j] * p.rotation.scale; });
-  __syncthreads();
 
   // Addresses in the tables are one integer multiplication and addition:
   // bits of a cell times cell_step, and so on.
@@ -343,7 +374,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
   const unsigned cell_base =
       static_cast<unsigned>(lane & (cells.copies - 1)) * sizeof(Cell) - Cells::kFirst * cell_step;
   constexpr unsigned kLookupStep = kLookupCopies * sizeof(float);
-  const unsigned radix = 1u << p.bits;
+  const unsigned radix = layout.radix;
   const char* const lane_lookup = reinterpret_cast<const char*>(lookup + lane);
   const auto look_up = [&](unsigned index) {
     return *reinterpret_cast<const float*>(lane_lookup + index * kLookupStep);
@@ -384,7 +415,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       const float r = x[i];
       const Cell& cell = *reinterpret_cast<const Cell*>(reinterpret_cast<const char*>(cell_table) +
                                                         (cells.cell(r) * cell_step + cell_base));
-      const unsigned code = cell.before + (r > cell.boundary ? 1u : 0u);
+      const unsigned code = cell.before - cuda::all_ones_if_above(r, cell.boundary);
       four[i / 4] = four[i / 4] * radix + code;
       return code;
     };
@@ -411,11 +442,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
       store_norm(p, first + Tile::row(), stored_scale(p.rule, norm, cc, rc));
 
     // 4. Through shared memory, so that the warp writes whole lines.
-    auto* const row_out = reinterpret_cast<std::uint8_t*>(out + Tile::row() * layout.out_stride);
-#pragma unroll
-    for (int k = 0; k < Tile::kChunks; ++k)
-      store_chunk(row_out + Tile::first_of_chunk(k) / 8 * p.bits, p.bits, four[2 * k],
-                  four[2 * k + 1]);
+    char* const row_out = out + Tile::row() * layout.out_stride;
+    store_codes<Tile>(four, p.bits, row_out);
     if (Tile::part() == 0) {
       for (int i = p.rotation.dim / 8 * p.bits; i < 4 * p.words; ++i) row_out[i] = 0;
     }
@@ -438,10 +466,11 @@ Status run_by_lanes(const Problem& p, int device, Stream stream) {
   const bool products = p.rule == ScaleRule::least_squares || p.rule == ScaleRule::unbiased;
   const bool pairs = kPower && p.bits <= 4 && !products;
   const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
-  Layout l{.element_bytes = static_cast<int>(size_of(p.element))};
+  Layout l{.element_bytes = static_cast<int>(size_of(p.element)), .radix = 1u << p.bits};
   l.lookup = cells.count * cells.copies * static_cast<int>(sizeof(Cell));
   l.factors = l.lookup + (1 << (pairs ? 2 * p.bits : p.bits)) * kLookupCopies * 4;
-  l.warps = l.factors + align(4 * kDim);
+  l.tables = l.factors + align(4 * kDim);
+  l.warps = l.tables + 2 * 4 * (1 << p.bits);
   l.stage = Tile::kRows * (p.element == DType::f32 ? Tile::template kStageStride<float>
                                                    : Tile::template kStageStride<bf16>);
   l.out_stride = align(4 * p.words) | 16;

@@ -263,25 +263,29 @@ __device__ T& shared_at(int place) {
   return *reinterpret_cast<T*>(cuda::dynamic_shared<char>() + place);
 }
 
-// What each thread copies of a tile, and then scales: pieces t % 16, t % 16 + 16.. of rows t / 16,
-// t / 16 + 8..: each(row, piece).
+// What each thread copies of a tile, and then scales: each(turn, row, piece) for pieces t % 16,
+// t % 16 + 16.. of rows t / 16, t / 16 + kRowsApart..
+constexpr int kRowsApart = kThreads / 16;
 template <int kChunk, class F>
 __device__ void each_piece(int width, F&& each) {
+  const int row = static_cast<int>(threadIdx.x) / 16, piece = static_cast<int>(threadIdx.x) % 16;
 #pragma unroll
-  for (int turn = 0; turn < kChunk / 8; ++turn) {
-    const int row = turn * 8 + static_cast<int>(threadIdx.x) / 16;
-    for (int piece = static_cast<int>(threadIdx.x) % 16; piece * 8 < width; piece += 16)
-      each(row, piece);
-  }
+  for (int turn = 0; turn < kChunk / kRowsApart; ++turn)
+#pragma unroll
+    for (int across = 0; across < 256 / kWide; ++across)
+      if (across * kWide < width && (width % kWide == 0 || across * kWide + piece * 8 < width))
+        each(turn, turn * kRowsApart + row, across * 16 + piece);
 }
 
 template <int kChunk, class X>
 __device__ void copy_tile(int tile, int pitch, const X* from, std::int64_t stride, int rows,
                           int width) {
-  each_piece<kChunk>(width, [&](int row, int piece) {
+  const X* first = from + static_cast<int>(threadIdx.x) / 16 * stride;
+  const std::int64_t apart = kRowsApart * stride;
+  each_piece<kChunk>(width, [&](int turn, int row, int piece) {
     const bool in = row < rows;
     cuda::copy_async_16(&shared_at<char>(tile + swizzled(row, piece, pitch)),
-                        from + (in ? row * stride : 0) + piece * 8, in ? kPiece : 0);
+                        in ? first + turn * apart + piece * 8 : from, in ? kPiece : 0);
   });
 }
 
@@ -292,16 +296,18 @@ __device__ void copy_matrix(const Problem& p, int to, const M* from, int rows) {
   constexpr int kAtOnce = kThreads / kPieces;
   const int piece = static_cast<int>(threadIdx.x) % kPieces;
   if (piece * kElements >= kChunk) return;
+  const int first_row = static_cast<int>(threadIdx.x) / kPieces;
+  const M* first = from + first_row * p.value_heads * kChunk + piece * kElements;
+  const std::int64_t apart = kAtOnce * p.value_heads * kChunk;
 #pragma unroll
-  for (int turn = 0; turn < (kChunk + kAtOnce - 1) / kAtOnce; ++turn) {
-    const int row = turn * kAtOnce + static_cast<int>(threadIdx.x) / kPieces;
+  for (int turn = 0; turn < kChunk / kAtOnce; ++turn) {
+    const int row = turn * kAtOnce + first_row;
     const int bytes = (p.terms(row, rows) - piece * kElements) * static_cast<int>(sizeof(M));
     const int read = max(0, min(bytes, kPiece));
-    const M* at = from + (read > 0 ? row * p.value_heads * kChunk + piece * kElements : 0);
     cuda::copy_async_16(
         &shared_at<char>(to + (sizeof(M) == 4 ? row * kRawBytes + piece * kPiece
                                               : swizzled(row, piece, kMatrixBytes))),
-        at, read);
+        read > 0 ? first + turn * apart : from, read);
   }
 }
 
@@ -368,7 +374,7 @@ __device__ float2 unpack_pair(std::uint32_t bits) {
 // b = X(x * beta), or X((x * beta) * decay), in x's place.
 template <int kChunk, class X, bool kDecay>
 __device__ void scale_tile(int tile, int pitch, int gates, int width) {
-  each_piece<kChunk>(width, [&](int row, int piece) {
+  each_piece<kChunk>(width, [&](int, int row, int piece) {
     const float beta = shared_at<float>(gates + row * 4);
     const float decay = kDecay ? shared_at<float>(gates + (kMostRows + row) * 4) : 1.0f;
     auto& place = shared_at<uint4>(tile + swizzled(row, piece, pitch));
@@ -407,11 +413,13 @@ struct Product {
     // Out in pieces: lane l has piece l % 8 of row l / 8 of 4.
     const int mine = column + lane % 8 * 8;
     if (mine >= width || (staged >> lane / 4 % 2 & 1) == 0) return;
+    X* const first = out + lane / 8 * out_stride + mine;
+    const std::int64_t apart = 4 * out_stride;
 #pragma unroll
     for (int turn = 0; turn < kChunk / 4; ++turn) {
       const int row = turn * 4 + lane / 8;
       if (row < rows)
-        __stcs(reinterpret_cast<uint4*>(out + row * out_stride + mine),
+        __stcs(reinterpret_cast<uint4*>(first + turn * apart),
                shared_at<uint4>(b + swizzled(row, mine / 8, pitch)));
     }
   }

@@ -31,6 +31,8 @@ inline float approximate_reciprocal(float x) {
   return __uint_as_float(__float_as_uint(y) + bits % 3 - 1);
 }
 
+inline unsigned all_ones_if_above(float a, float b) { return a > b ? ~0u : 0u; }
+
 namespace emulated {
 
 inline void load_tiles(std::uint32_t (&to)[4], const void* row, bool transposed) {
