@@ -112,10 +112,11 @@ struct Walk {
     cuda::inputs_before<X>(p.in, s, token, channel, before);
   }
 
+  __device__ bool live(int t) const { return t < inside && (mask == nullptr || mask[t] != 0); }
+
   // Steps t .. t + kAhead - 1 as they lie in memory; zeros where there is nothing to read.
   struct Steps {
     Raw<X, N> x[kAhead], dy[kAhead];
-    bool live[kAhead];
 
     __device__ void load(const Walk& w, int t) {
       const std::int64_t at = w.offset + t * w.p.in.channels;
@@ -123,9 +124,9 @@ struct Walk {
       const X* from_dy = static_cast<const X*>(w.p.dy) + at;
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
-        live[k] = t + k < w.inside && (w.mask == nullptr || w.mask[t + k] != 0);
-        x[k] = Raw<X, N>::load(from_x, live[k]);
-        dy[k] = Raw<X, N>::load(from_dy, live[k]);
+        const bool live = w.live(t + k);
+        x[k] = Raw<X, N>::load(from_x, live);
+        dy[k] = Raw<X, N>::load(from_dy, live);
         from_x += w.p.in.channels;
         from_dy += w.p.in.channels;
       }
@@ -135,30 +136,48 @@ struct Walk {
   __device__ void run() {
     Steps next;
     next.load(*this, 0);
+    const bool plain = p.silu && p.dx != nullptr && mask == nullptr;
     X* dx = static_cast<X*>(p.dx) + offset - kReach * p.in.channels;
     for (int t = 0; t < rows + kReach; t += kAhead) {
       const Steps steps = next;
       next.load(*this, t + kAhead);
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        if (t + k >= rows + kReach) break;
-        float x[N], du[N];
-        steps.x[k].widen(x);
-        steps.dy[k].widen(du);
-        if (p.silu && steps.live[k]) {
-#pragma unroll
-          for (int c = 0; c < N; ++c) {
-            const float u = taps.sum(before, x[c], c);
-            du[c] *= math::silu_slope(u, cuda::sigmoid(u));
-          }
-        }
-        if (t + k < rows) add_to_sums(x, du);
-        if (t + k >= kReach ? p.dx != nullptr : starts && p.d_initial_state != nullptr)
-          emit(t + k, du, dx);
-        dx += p.in.channels;
-        cuda::shift_in(before, x);
-        cuda::shift_in(du_before, du);
+      if (plain && t >= kReach && t + kAhead <= rows) {
+        take<false>(steps, t, dx);
+      } else {
+        take<true>(steps, t, dx);
       }
+      dx += kAhead * p.in.channels;
+    }
+  }
+
+  // kEdge: any steps. Otherwise all of them are of this block, have their dx in it, and nothing is
+  // masked or left out; most are, and need no branches.
+  template <bool kEdge>
+  __device__ void take(const Steps& steps, int t, X* dx) {
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      if (kEdge && t + k >= rows + kReach) break;
+      float x[N], du[N];
+      steps.x[k].widen(x);
+      steps.dy[k].widen(du);
+      if (!kEdge || (p.silu && live(t + k))) {
+#pragma unroll
+        for (int c = 0; c < N; ++c) {
+          const float u = taps.sum(before, x[c], c);
+          du[c] *= math::silu_slope(u, cuda::sigmoid(u));
+        }
+      }
+      if (!kEdge || t + k < rows) add_to_sums(x, du);
+      if constexpr (!kEdge) {
+        float sum[N];
+        input_gradient(du, sum);
+        Raw<X, N>::narrow(sum).store(dx);
+      } else if (t + k >= kReach ? p.dx != nullptr : starts && p.d_initial_state != nullptr) {
+        emit(t + k, du, dx);
+      }
+      dx += p.in.channels;
+      cuda::shift_in(before, x);
+      cuda::shift_in(du_before, du);
     }
   }
 
@@ -173,9 +192,7 @@ struct Walk {
     }
   }
 
-  // What step t has of dx, or of d_initial_state.
-  __device__ void emit(int t, const float (&du)[N], X* dx) const {
-    float sum[N];
+  __device__ void input_gradient(const float (&du)[N], float (&sum)[N]) const {
 #pragma unroll
     for (int c = 0; c < N; ++c) {
       sum[c] = fmaf(taps.weight[0][c], du[c], 0.0f);
@@ -183,6 +200,12 @@ struct Walk {
       for (int j = 1; j < kWidth; ++j)
         sum[c] = fmaf(taps.weight[j][c], du_before[kReach - j][c], sum[c]);
     }
+  }
+
+  // What step t has of dx, or of d_initial_state.
+  __device__ void emit(int t, const float (&du)[N], X* dx) const {
+    float sum[N];
+    input_gradient(du, sum);
     if (t >= inside && p.d_final_state != nullptr) {  // final_state holds this input
       const X* from = static_cast<const X*>(p.d_final_state) + state + (t - inside);
 #pragma unroll
