@@ -31,7 +31,7 @@ struct Problem {
   float* snapshots;  // null: left out
   std::int64_t q_stride, k_stride, v_stride, g_stride, beta_stride, o_stride;
   std::int64_t tokens, key_heads, value_heads, states;
-  Divisor sharing;  // value heads of a key head
+  Divisor turns;  // value heads of a key head; tiled, key heads
   int keys, values;
   float scale;
   bool tiled, l2norm, gate, beta_sigmoid, allow_neg_eigval;
@@ -61,7 +61,7 @@ struct Problem {
         key_heads(d.key_heads),
         value_heads(d.value_heads),
         states(d.states()),
-        sharing(d.value_heads / d.key_heads),
+        turns(d.head_map == HeadMap::tiled ? d.key_heads : d.value_heads / d.key_heads),
         keys(static_cast<int>(d.key_dim)),
         values(static_cast<int>(d.value_dim)),
         scale(d.heads().query_scale()),
@@ -93,8 +93,8 @@ struct Problem {
   }
   // Of q, k and v, and of the gates: where a sequence's token starts, for this item's heads.
   __device__ std::int64_t key_at(const Item& i, std::int64_t token) const {
-    const std::int64_t turn = sharing.divide(i.head);  // of heads that share, or, tiled, of all
-    const std::int64_t key_head = tiled ? i.head - i.head / key_heads * key_heads : turn;
+    const std::int64_t turn = turns.divide(i.head);
+    const std::int64_t key_head = tiled ? i.head - turn * key_heads : turn;
     return (token * key_heads + key_head) * keys;
   }
   __device__ std::int64_t gate_at(const Item& i, std::int64_t token) const {
