@@ -241,8 +241,8 @@ constexpr int kBlocks = (kMatrixParts<M> * kValueParts<X> == 1  ? 5
 
 // Where a piece lies. Every eight rows permute the pieces of 128 bytes among themselves: a column
 // of pieces meets every bank.
-__device__ int swizzled(int row, int piece, int pitch) {
-  return row * pitch + ((piece ^ (row & 7)) * kPiece);
+__device__ int swizzled(unsigned row, unsigned piece, int pitch) {
+  return static_cast<int>(row * static_cast<unsigned>(pitch) + ((piece ^ (row & 7)) * kPiece));
 }
 
 // Bytes of shared memory: k's and v's tile, A's parts (in f32 it comes into the first two), beta
@@ -263,51 +263,48 @@ __device__ T& shared_at(int place) {
   return *reinterpret_cast<T*>(cuda::dynamic_shared<char>() + place);
 }
 
-// What each thread copies of a tile, and then scales: each(turn, row, piece) for pieces t % 16,
-// t % 16 + 16.. of rows t / 16, t / 16 + kRowsApart..
+// What each thread copies of a tile, and then scales: pieces t % 16, t % 16 + 16.. of rows t / 16,
+// t / 16 + kRowsApart..
 constexpr int kRowsApart = kThreads / 16;
-template <int kChunk, class F>
-__device__ void each_piece(int width, F&& each) {
-  const int row = static_cast<int>(threadIdx.x) / 16, piece = static_cast<int>(threadIdx.x) % 16;
-#pragma unroll
-  for (int turn = 0; turn < kChunk / kRowsApart; ++turn)
-#pragma unroll
-    for (int across = 0; across < 256 / kWide; ++across)
-      if (across * kWide < width && (width % kWide == 0 || across * kWide + piece * 8 < width))
-        each(turn, turn * kRowsApart + row, across * 16 + piece);
+__device__ bool has_piece(int piece, int width) {
+  return width % kWide == 0 ? piece / 16 * kWide < width : piece * 8 < width;
 }
 
 template <int kChunk, class X>
 __device__ void copy_tile(int tile, int pitch, const X* from, std::int64_t stride, int rows,
                           int width) {
-  const X* first = from + static_cast<int>(threadIdx.x) / 16 * stride;
-  const std::int64_t apart = kRowsApart * stride;
-  each_piece<kChunk>(width, [&](int turn, int row, int piece) {
-    const bool in = row < rows;
-    cuda::copy_async_16(&shared_at<char>(tile + swizzled(row, piece, pitch)),
-                        in ? first + turn * apart + piece * 8 : from, in ? kPiece : 0);
-  });
+  const unsigned first_row = threadIdx.x / 16, first_piece = threadIdx.x % 16;
+  const auto* at = reinterpret_cast<const char*>(from + first_row * stride) + first_piece * kPiece;
+#pragma unroll
+  for (unsigned turn = 0; turn < kChunk / kRowsApart; ++turn) {
+    const unsigned row = turn * kRowsApart + first_row;
+#pragma unroll
+    for (unsigned piece = first_piece; piece < 32; piece += 16)
+      if (has_piece(static_cast<int>(piece), width))
+        cuda::copy_async_16(&shared_at<char>(tile + swizzled(row, piece, pitch)),
+                            at + (piece - first_piece) * kPiece,
+                            static_cast<int>(row) < rows ? kPiece : 0);  // 0: not even looked at
+    at += kRowsApart * stride * static_cast<std::int64_t>(sizeof(X));
+  }
 }
 
 // The elements of A that count, zeros for the others. In bf16 swizzled, in f32 as they come.
 template <int kChunk, class M>
 __device__ void copy_matrix(const Problem& p, int to, const M* from, int rows) {
-  constexpr int kElements = kPiece / sizeof(M), kPieces = kMostRows / kElements;
-  constexpr int kAtOnce = kThreads / kPieces;
-  const int piece = static_cast<int>(threadIdx.x) % kPieces;
+  constexpr unsigned kElements = kPiece / sizeof(M), kPieces = kMostRows / kElements;
+  constexpr unsigned kAtOnce = kThreads / kPieces;
+  const unsigned first_row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
   if (piece * kElements >= kChunk) return;
-  const int first_row = static_cast<int>(threadIdx.x) / kPieces;
-  const M* first = from + first_row * p.value_heads * kChunk + piece * kElements;
-  const std::int64_t apart = kAtOnce * p.value_heads * kChunk;
+  const M* at = from + first_row * p.value_heads * kChunk + piece * kElements;
 #pragma unroll
-  for (int turn = 0; turn < kChunk / kAtOnce; ++turn) {
-    const int row = turn * kAtOnce + first_row;
-    const int bytes = (p.terms(row, rows) - piece * kElements) * static_cast<int>(sizeof(M));
-    const int read = max(0, min(bytes, kPiece));
+  for (unsigned turn = 0; turn < kChunk / kAtOnce; ++turn) {
+    const unsigned row = turn * kAtOnce + first_row;
+    const int terms = p.terms(static_cast<int>(row), rows) - static_cast<int>(piece * kElements);
     cuda::copy_async_16(
-        &shared_at<char>(to + (sizeof(M) == 4 ? row * kRawBytes + piece * kPiece
+        &shared_at<char>(to + (sizeof(M) == 4 ? static_cast<int>(row * kRawBytes + piece * kPiece)
                                               : swizzled(row, piece, kMatrixBytes))),
-        read > 0 ? first + turn * apart : from, read);
+        at, max(0, min(terms * static_cast<int>(sizeof(M)), kPiece)));
+    at += kAtOnce * p.value_heads * kChunk;
   }
 }
 
@@ -374,19 +371,33 @@ __device__ float2 unpack_pair(std::uint32_t bits) {
 // b = X(x * beta), or X((x * beta) * decay), in x's place.
 template <int kChunk, class X, bool kDecay>
 __device__ void scale_tile(int tile, int pitch, int gates, int width) {
-  each_piece<kChunk>(width, [&](int, int row, int piece) {
-    const float beta = shared_at<float>(gates + row * 4);
-    const float decay = kDecay ? shared_at<float>(gates + (kMostRows + row) * 4) : 1.0f;
-    auto& place = shared_at<uint4>(tile + swizzled(row, piece, pitch));
-    std::uint32_t pairs[4] = {place.x, place.y, place.z, place.w};
+  constexpr int kTogether = kChunk / kRowsApart < 4 ? kChunk / kRowsApart : 4;
+  const unsigned first_row = threadIdx.x / 16;
 #pragma unroll
-    for (std::uint32_t& pair : pairs) {
-      const float2 x = unpack_pair<X>(pair);
-      pair = kDecay ? pack_pair<X>(x.x * beta * decay, x.y * beta * decay)
-                    : pack_pair<X>(x.x * beta, x.y * beta);
+  for (unsigned first = first_row; first < kChunk; first += kTogether * kRowsApart) {
+#pragma unroll
+    for (unsigned piece = threadIdx.x % 16; piece < 32; piece += 16) {
+      if (!has_piece(static_cast<int>(piece), width)) continue;
+      uint4 x[kTogether];
+#pragma unroll
+      for (unsigned i = 0; i < kTogether; ++i)
+        x[i] = shared_at<uint4>(tile + swizzled(first + i * kRowsApart, piece, pitch));
+#pragma unroll
+      for (unsigned i = 0; i < kTogether; ++i) {
+        const unsigned row = first + i * kRowsApart;
+        const float beta = shared_at<float>(gates + static_cast<int>(row * 4));
+        const float decay =
+            kDecay ? shared_at<float>(gates + static_cast<int>((kMostRows + row) * 4)) : 1.0f;
+        const auto scale = [&](std::uint32_t pair) {
+          const float2 of = unpack_pair<X>(pair);
+          return kDecay ? pack_pair<X>(of.x * beta * decay, of.y * beta * decay)
+                        : pack_pair<X>(of.x * beta, of.y * beta);
+        };
+        shared_at<uint4>(tile + swizzled(row, piece, pitch)) =
+            make_uint4(scale(x[i].x), scale(x[i].y), scale(x[i].z), scale(x[i].w));
+      }
     }
-    place = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-  });
+  }
 }
 
 // One product of a chunk and head: out = X(A b), through b's place.
@@ -402,7 +413,7 @@ struct Product {
 
   // Columns column .. column + kMmaSlab - 1, by one warp.
   __device__ void slab(int column) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const unsigned lane = threadIdx.x % 32;
     int staged = 0;  // bit h: half h
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
@@ -410,23 +421,29 @@ struct Product {
       if (first < width) staged |= sum(first) << half;
     }
     __syncwarp();
-    // Out in pieces: lane l has piece l % 8 of row l / 8 of 4.
-    const int mine = column + lane % 8 * 8;
-    if (mine >= width || (staged >> lane / 4 % 2 & 1) == 0) return;
-    X* const first = out + lane / 8 * out_stride + mine;
-    const std::int64_t apart = 4 * out_stride;
+    // Out in pieces: lane l has piece l % 8 of row l / 8 of 4, and reads several ahead.
+    constexpr int kTogether = kChunk / 4 < 8 ? kChunk / 4 : 8;
+    const unsigned mine = static_cast<unsigned>(column) / 8 + lane % 8;
+    if (mine * 8 >= static_cast<unsigned>(width) || (staged >> lane / 4 % 2 & 1) == 0) return;
+    auto* to = reinterpret_cast<char*>(out + lane / 8 * out_stride) + mine * kPiece;
+    const std::int64_t apart = 4 * out_stride * static_cast<std::int64_t>(sizeof(X));
 #pragma unroll
-    for (int turn = 0; turn < kChunk / 4; ++turn) {
-      const int row = turn * 4 + lane / 8;
-      if (row < rows)
-        __stcs(reinterpret_cast<uint4*>(first + turn * apart),
-               shared_at<uint4>(b + swizzled(row, mine / 8, pitch)));
+    for (unsigned first = lane / 8; first < kChunk; first += 4 * kTogether) {
+      uint4 pieces[kTogether];
+#pragma unroll
+      for (unsigned i = 0; i < kTogether; ++i)
+        pieces[i] = shared_at<uint4>(b + swizzled(first + 4 * i, mine, pitch));
+#pragma unroll
+      for (unsigned i = 0; i < kTogether; ++i) {
+        if (static_cast<int>(first + 4 * i) < rows) __stcs(reinterpret_cast<uint4*>(to), pieces[i]);
+        to += apart;
+      }
     }
   }
 
   // Columns column .. column + kMmaHalf - 1, into b's place; or straight out, and 0.
   __device__ int sum(int column) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const unsigned lane = threadIdx.x % 32;
     std::uint32_t of_b[kValueParts<X>][kSteps][kTilesAcross][2];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -461,7 +478,7 @@ struct Product {
         for (int i = 0; i < 4; ++i) marks |= (of_a[i] & 0x7f807f80u) + 0x00800080u;
       }
       if (__any_sync(~0u, (marks & 0x80008000u) != 0)) {
-        by_definition(column + lane);
+        by_definition(column + static_cast<int>(lane));
         return 0;
       }
     }
@@ -509,7 +526,7 @@ struct Product {
 
   // This lane's elements of the 16 x 16 tile (down, across) of a part of A.
   __device__ void load_matrix(std::uint32_t (&to)[4], int part, int down, int across) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const unsigned lane = threadIdx.x % 32;
     cuda::load_tiles(to, &shared_at<char>(a + part * kPart +
                                           swizzled(16 * down + lane % 16, 2 * across + lane / 16,
                                                    kMatrixBytes)));
