@@ -82,29 +82,27 @@ class Divisor {
   int shift_ = 0;
 };
 
-// The same in 32 bits, for 0 <= n < 2^31 and 1 <= d < 2^31: floor(n m / 2^(31+k)) with
+// The same in 32 bits, for 0 <= n < 2^31 and 1 <= d < 2^31: floor(2 n m / 2^(32+k)) with
 // k = ceil(log2 d) and m = ceil(2^(31+k) / d), which is below 2^32; n (m d - 2^(31+k)) < 2^(31+k)
 // makes it exact.
 class Divisor32 {
  public:
   Divisor32() = default;
   explicit Divisor32(std::int64_t d) : value_(static_cast<std::uint32_t>(d)) {
-    int log2 = 0;
-    while ((std::int64_t{1} << log2) < d) ++log2;
-    shift_ = 31 + log2;
+    while ((std::int64_t{1} << shift_) < d) ++shift_;
     const auto divisor = static_cast<std::uint64_t>(d);
     multiplier_ =
-        static_cast<std::uint32_t>(((std::uint64_t{1} << shift_) + divisor - 1) / divisor);
+        static_cast<std::uint32_t>(((std::uint64_t{1} << (31 + shift_)) + divisor - 1) / divisor);
   }
   __host__ __device__ std::uint32_t value() const { return value_; }
   __device__ std::uint32_t divide(std::uint32_t n) const {
-    return static_cast<std::uint32_t>(std::uint64_t{n} * multiplier_ >> shift_);
+    return __umulhi(2 * n, multiplier_) >> shift_;
   }
 
  private:
   std::uint32_t value_ = 1;
   std::uint32_t multiplier_ = 1u << 31;
-  int shift_ = 31;
+  int shift_ = 0;
 };
 
 // N elements, 16 bytes at a time where there are so many. Each is used once, so they go past the

@@ -9,6 +9,14 @@ namespace bittern::cuda {
 // waits for it.
 __device__ inline void pin(std::uint32_t& x) { asm volatile("" : "+r"(x)); }
 
+// 1 / x rounded to nearest, for x far from the ends of the exponent range: what 1.0f / x compiles
+// to, less the test for all other x.
+__device__ inline float ordinary_reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return fmaf(r, -fmaf(x, r, -1.0f), r);
+}
+
 // ---- asynchronous copies into shared memory (sm_80) ----
 
 __device__ inline unsigned shared_address(const void* p) {

@@ -1,6 +1,7 @@
 // What the quantise family shares on the GPU: its arithmetic without divisions, and run_elements,
 // which walks a tensor of any granularity, so that an elementwise op is one small body.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <string_view>
 
@@ -33,13 +34,26 @@ struct Params {
   const std::int32_t* zero_point;  // null: 0
   std::int32_t q_min, q_max;
   bool f32_scale;
+  // For Quick: the zero points [first, first + count) with which it is exact.
+  float q_least, q_most;
+  std::int32_t first_zero;
+  std::uint32_t zero_count;
 
   Params(const QuantizeDesc& d, const ConstView& scales, const ConstView& zero_points)
       : scale(scales.data),
         zero_point(zero_points.as<std::int32_t>()),
         q_min(d.q_min),
         q_max(d.q_max),
-        f32_scale(d.f32_scale) {}
+        f32_scale(d.f32_scale),
+        q_least(static_cast<float>(d.q_min)),
+        q_most(static_cast<float>(d.q_max)) {
+    constexpr std::int64_t kFarZero = 1 << 22;  // beyond it, f32 might round q_min - zp
+    const std::int64_t far = is_half(d.element) && !d.f32_scale ? 511 : kFarZero - 1;
+    const std::int64_t least = std::max(d.q_max - far, -kFarZero);
+    const std::int64_t most = std::min(d.q_min + far, kFarZero);
+    first_zero = static_cast<std::int32_t>(std::clamp(least, -kFarZero, kFarZero));
+    zero_count = most < least ? 0 : static_cast<std::uint32_t>(most - least + 1);
+  }
 
   template <class S>
   __device__ Math<S> scale_as(std::int64_t p) const {
@@ -98,7 +112,8 @@ inline constexpr float kToInteger = 0x1.8p23f;
 
 // Sizes for which divide() may be trusted. (Smaller x are as good, except that a tiny quotient may
 // be off: see Watch.)
-inline constexpr float kLeastOrdinary = 0x1p-60f, kMostOrdinary = 0x1p60f;
+inline constexpr float kMostOrdinary = 0x1p60f;
+inline constexpr std::uint32_t kLeastBits = (127 - 60) << 23, kMostBits = (127 + 60) << 23;
 
 // x / s as IEEE rounds it, given r = 1 / s rounded: the first correction brings z within one ulp;
 // then the remainder is exact, and by Markstein's theorem the second gives the quotient. 0 gives 0,
@@ -127,7 +142,7 @@ class Watch {
   }
   // No NaN, infinity or huge x (and no tiny one).
   __device__ bool ordinary() const {
-    return (sum_ < kMostOrdinary) & (least_ >= 2 * __float_as_uint(kLeastOrdinary) - 2);
+    return (sum_ < kMostOrdinary) & (least_ >= 2 * kLeastBits - 2);
   }
 
  private:
@@ -141,14 +156,13 @@ class Quick {
  public:
   __device__ Quick(float s, std::int32_t zp, const Params& t)
       : scale(s),
-        inverse(1.0f / s),
+        inverse(ordinary_reciprocal(s)),
         zero(static_cast<float>(zp)),
-        lo(static_cast<float>(t.q_min) - zero),
-        hi(static_cast<float>(t.q_max) - zero) {
-    constexpr std::int32_t kFarZero = 1 << 22;  // beyond it, f32 might round q_min - zp
-    constexpr float kFar = kHalf ? 511 : 0x1p22f - 1;
-    usable = fabsf(s) > kLeastOrdinary && fabsf(s) < kMostOrdinary && zp >= -kFarZero &&
-             zp <= kFarZero && lo >= -kFar && hi <= kFar;
+        lo(t.q_least - zero),
+        hi(t.q_most - zero) {
+    // Twice the bits drop the sign.
+    usable = (2 * (__float_as_uint(s) - kLeastBits) < 2 * (kMostBits - kLeastBits)) &
+             (static_cast<std::uint32_t>(zp - t.first_zero) < t.zero_count);
   }
 
   __device__ float quotient(float x) const { return divide<kHalf>(x, scale, inverse); }
@@ -180,7 +194,7 @@ class Quick {
 
   float scale, inverse, zero;
   float lo, hi;  // q_min - zp, q_max - zp
-  bool usable;   // false: go by the definition
+  bool usable;   // lo and hi are at most 511 (2^22 - 1) in size, and s is ordinary
 };
 
 // The low bytes of four registers.

@@ -73,6 +73,10 @@ struct ShortRun {
   static constexpr int kPacks = kPadded / (kElements * kLanes);
 };
 
+// Blocks on a multiprocessor at once, as many as there are registers for.
+template <class X>
+inline constexpr int kSumBlocks = std::is_same_v<X, f16> ? 3 : 4;
+
 struct Runs {
   std::uint32_t count;
   std::uint32_t length;
@@ -85,8 +89,11 @@ struct Runs {
 //   exact(row, column, param)                   one element, stored, and its Terms
 //   join(terms, terms)
 //   finish(param, terms)                        stores them
-template <class Body, class S, int kPadded>
-__global__ void __launch_bounds__(kBlock) sum_runs(const Body body, const Runs runs) {
+//
+// kPlain: one row, runs of kPadded.
+template <class Body, class S, int kPadded, bool kPlain>
+__global__ void __launch_bounds__(kBlock, kPlain ? kSumBlocks<typename Body::Element> : 1)
+    sum_runs(const Body body, const Runs runs) {
   using X = typename Body::Element;
   using Shape = ShortRun<X, kPadded>;
   constexpr int N = Shape::kElements, kPacks = Shape::kPacks;
@@ -95,10 +102,12 @@ __global__ void __launch_bounds__(kBlock) sum_runs(const Body body, const Runs r
   const std::uint32_t slot = blockIdx.x * kBlock + threadIdx.x, lane = slot % kLanes;
   const bool active = slot / kLanes < runs.count;  // every lane takes part in the shuffles
   const std::uint32_t run = active ? slot / kLanes : 0;
-  const std::uint32_t row = runs.per_row.divide(run), in_row = run - row * runs.per_row.value();
-  const std::int64_t first = std::int64_t{in_row} * runs.length;
+  const std::uint32_t row = kPlain ? 0 : runs.per_row.divide(run);
+  const std::uint32_t in_row = kPlain ? run : run - row * runs.per_row.value();
+  const int length = kPlain ? kPadded : static_cast<int>(runs.length);
+  const std::int64_t first = std::int64_t{in_row} * length;
   const auto offset = [&](int k) { return static_cast<int>((lane + kLanes * k) * N); };
-  const auto has = [&](int k) { return offset(k) < static_cast<int>(runs.length); };
+  const auto has = [&](int k) { return kPlain || offset(k) < length; };
 
   // Packs beyond the run's end are read from its beginning and ignored: loads behind a branch would
   // wait for each other.
@@ -115,13 +124,13 @@ __global__ void __launch_bounds__(kBlock) sum_runs(const Body body, const Runs r
   };
   const auto terms = [&](int k) {
     Pair pair{};
-    if (!active || !has(k)) return pair;
+    if (!has(k)) return pair;
     bool sure = param.usable;
     const auto results = body.quick(param, loaded[k], pair.first, pair.second, sure);
     const std::int64_t column = first + offset(k);
     if (sure) [[likely]] {
-      body.store(results, row, column);
-    } else {
+      if (active) body.store(results, row, column);
+    } else if (active) {
       Pair by_definition;
 #pragma unroll 1
       for (int i = 0; i < N; ++i) {
@@ -323,8 +332,12 @@ Status run_sums(std::string_view op, const QuantizeDesc& d, const Body& body, in
       const Runs runs{.count = static_cast<std::uint32_t>(g.params),
                       .length = static_cast<std::uint32_t>(g.run),
                       .per_row = Divisor32(g.row_length / g.run)};
-      return launch(op, sum_runs<Body, S, kPadded>,
-                    grid_for(g.params * ShortRun<X, kPadded>::kLanes), device, stream, body, runs);
+      auto* kernel = sum_runs<Body, S, kPadded, false>;
+      if constexpr (kPadded == 64 || kPadded == 128) {
+        if (g.rows == 1 && g.run == kPadded) kernel = sum_runs<Body, S, kPadded, true>;
+      }
+      return launch(op, kernel, grid_for(g.params * ShortRun<X, kPadded>::kLanes), device, stream,
+                    body, runs);
     };
     const auto launch_padded = [&]<class S>(Type<S> s) {
       if (g.run <= 32) return launch_runs(s, std::integral_constant<int, 32>());

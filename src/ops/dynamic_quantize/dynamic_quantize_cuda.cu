@@ -126,12 +126,18 @@ __global__ void __launch_bounds__(kBlock)
 
   // fminf and fmaxf pass over NaN. Infinities are rare: where one is seen, once more without them.
   FiniteRange<float> range;
+  const bool symmetric = to.zero_point == nullptr;
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) {
+    if (symmetric) {  // max|x| is enough
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      range.lo = fminf(range.lo, x[k].math(i));
-      range.hi = fmaxf(range.hi, x[k].math(i));
+      for (int i = 0; i < kUnit; ++i) range.hi = fmaxf(range.hi, fabsf(x[k].math(i)));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        range.lo = fminf(range.lo, x[k].math(i));
+        range.hi = fmaxf(range.hi, x[k].math(i));
+      }
     }
   }
   range = joined<kTeam>(range);

@@ -8,6 +8,7 @@
 namespace bittern::cuda {
 
 inline void pin(std::uint32_t&) {}
+inline float ordinary_reciprocal(float x) { return 1.0f / x; }
 
 inline void copy_async_16(void* shared, const void* global, int bytes = 16) {
   std::memcpy(shared, global, static_cast<std::size_t>(bytes));
