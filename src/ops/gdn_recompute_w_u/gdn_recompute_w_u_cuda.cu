@@ -623,7 +623,7 @@ template <class M>
 struct WarpgroupShared {
   char values[kTile], keys[kTile];
   char matrix[kMostRows * kMostRows * sizeof(M)];
-  float beta[kMostRows], decay[kMostRows];
+  float beta[2][kMostRows], decay[2][kMostRows];  // of the present chunk, and of the next
 };
 template <class M>
 constexpr int kWarpgroupBlocks = sizeof(M) == 4 ? 4 : 5;  // that a multiprocessor has room for
@@ -702,17 +702,13 @@ __device__ void matrix_fragment(std::uint32_t (&to)[4], const char* matrix, int 
   }
 }
 
-// sum over j of A[row][j] b[j][column], as the header has it.
+// sum over j of a[j] b[j][column], as the header has it; a is a row of A.
 template <class M>
-__device__ __noinline__ float sum_as_defined(const char* matrix, const char* tile, int row,
-                                             int column, int terms) {
-  constexpr int kElements = kPiece / sizeof(M);
+__device__ __noinline__ float sum_as_defined(const M* a, const char* tile, int column, int terms) {
   float sum = 0;
   for (int j = 0; j < terms; ++j) {
-    const auto a =
-        reinterpret_cast<const M*>(matrix + matrix_place<M>(row, j / kElements))[j % kElements];
     const auto b = reinterpret_cast<const bf16*>(tile + panel_place(j, column / 8))[column % 8];
-    sum = std::fma(cuda::load_math(a), cuda::load_math(b), sum);
+    sum = std::fma(cuda::load_math(a[j]), cuda::load_math(b), sum);
   }
   return sum;
 }
@@ -723,8 +719,9 @@ using MatrixFragments = std::uint32_t[kMatrixParts<M>][kMostRows / 16][4];
 
 // out = bf16(A b) for the 64 columns of a panel, through b's place.
 template <class M>
-__device__ void panel_product(const Problem& p, const MatrixFragments<M>& a, const char* matrix,
-                              char* panel, bf16* out, int rows) {
+__device__ void panel_product(const Problem& p, const MatrixFragments<M>& a,
+                              const Problem::Item& item, char* panel, bf16* out) {
+  const int rows = item.chunk.rows;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int first = static_cast<int>(threadIdx.x) / 32 * 16;
   float sums[32] = {};
@@ -742,9 +739,11 @@ __device__ void panel_product(const Problem& p, const MatrixFragments<M>& a, con
   if (!staged) {
     for (int i = lane; i < 16 * 64; i += 32) {
       const int row = first + i / 64, column = i % 64;
+      const auto* of_a =
+          static_cast<const M*>(p.a) + (item.value_row + row * p.value_heads) * kMostRows;
       if (row < rows)
-        out[row * p.value_heads * kWide + column] = cuda::store_math<bf16>(
-            sum_as_defined<M>(matrix, panel, row, column, p.terms(row, rows)));
+        out[row * p.value_heads * kWide + column] =
+            cuda::store_math<bf16>(sum_as_defined<M>(of_a, panel, column, p.terms(row, rows)));
     }
   }
   __syncthreads();  // every warp is done with b
@@ -764,46 +763,78 @@ __device__ void panel_product(const Problem& p, const MatrixFragments<M>& a, con
   }
 }
 
+// Blocks stay, and each asks for its next chunk's tiles as soon as it has no more use for the
+// present ones: v's and A's once u is out, k's once w is.
 template <class M>
 __global__ void __launch_bounds__(kThreads, kWarpgroupBlocks<M>)
     recompute_warpgroup(const Problem p) {
   auto& s = *cuda::dynamic_shared<WarpgroupShared<M>>();
-  for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
-    const Problem::Item item = p.item(index);
-    const int rows = item.chunk.rows;
-    if (rows == 0) continue;
-    copy_whole_matrix(p, s.matrix, static_cast<const M*>(p.a) + item.value_row * kMostRows, rows);
+  const auto load_values = [&](const Problem::Item& item, int gates) {
+    copy_whole_matrix(p, s.matrix, static_cast<const M*>(p.a) + item.value_row * kMostRows,
+                      item.chunk.rows);
     if (p.u != nullptr)
       copy_panels(s.values, static_cast<const bf16*>(p.v) + item.value_row * kWide,
-                  p.value_heads * kWide, rows);
-    if (p.w != nullptr)
-      copy_panels(s.keys, static_cast<const bf16*>(p.k) + item.key_row * kWide, p.key_heads * kWide,
-                  rows);
+                  p.value_heads * kWide, item.chunk.rows);
     cuda::copy_async_commit();
     if (const int row = static_cast<int>(threadIdx.x); row < kMostRows) {
       const std::int64_t at = item.value_row + row * p.value_heads;
-      s.beta[row] = row < rows ? p.beta[at] : 0.0f;
-      s.decay[row] = row < rows ? math::exp(p.g[at]) : 0.0f;
+      s.beta[gates][row] = row < item.chunk.rows ? p.beta[at] : 0.0f;
+      s.decay[gates][row] = row < item.chunk.rows ? math::exp(p.g[at]) : 0.0f;
     }
-    cuda::copy_async_wait<0>();
+  };
+  const auto load_keys = [&](const Problem::Item& item) {
+    if (p.w != nullptr)
+      copy_panels(s.keys, static_cast<const bf16*>(p.k) + item.key_row * kWide, p.key_heads * kWide,
+                  item.chunk.rows);
+    cuda::copy_async_commit();
+  };
+  if (blockIdx.x >= p.items) return;
+  Problem::Item item = p.item(blockIdx.x);
+  load_values(item, 0);
+  load_keys(item);
+  int gates = 0;
+  for (std::int64_t index = blockIdx.x;; gates ^= 1) {
+    cuda::copy_async_wait<1>();
     __syncthreads();
-    if (p.u != nullptr) scale_panels<false>(s.values, s.beta, s.decay);
-    if (p.w != nullptr) scale_panels<true>(s.keys, s.beta, s.decay);
-    cuda::fence_shared_for_tensor_cores();
     MatrixFragments<M> a;
 #pragma unroll
     for (int step = 0; step < kMostRows / 16; ++step)
 #pragma unroll
       for (int part = 0; part < kMatrixParts<M>; ++part)
         matrix_fragment<M>(a[part][step], s.matrix, step, part);
-    __syncthreads();
-    // Two panels of u, then of w.
+    if (p.u != nullptr) {
+      scale_panels<false>(s.values, s.beta[gates], s.decay[gates]);
+      cuda::fence_shared_for_tensor_cores();
+      __syncthreads();
+      bf16* const out = static_cast<bf16*>(p.u) + item.value_row * kWide;
 #pragma unroll 1
-    for (int turn = p.u != nullptr ? 0 : 2; turn < (p.w != nullptr ? 4 : 2); ++turn) {
-      bf16* const out = static_cast<bf16*>(turn < 2 ? p.u : p.w) + item.value_row * kWide;
-      panel_product<M>(p, a, s.matrix, s.values + turn * kPanel, out + turn % 2 * 64, rows);
+      for (int panel = 0; panel < 2; ++panel)
+        panel_product<M>(p, a, item, s.values + panel * kPanel, out + panel * 64);
     }
     __syncthreads();
+    const Problem::Item now = item;
+    index += gridDim.x;
+    const bool more = index < p.items;
+    if (more) {
+      item = p.item(index);
+      load_values(item, gates ^ 1);
+    } else {
+      cuda::copy_async_commit();
+    }
+    if (p.w != nullptr) {
+      cuda::copy_async_wait<1>();
+      __syncthreads();
+      scale_panels<true>(s.keys, s.beta[gates], s.decay[gates]);
+      cuda::fence_shared_for_tensor_cores();
+      __syncthreads();
+      bf16* const out = static_cast<bf16*>(p.w) + now.value_row * kWide;
+#pragma unroll 1
+      for (int panel = 0; panel < 2; ++panel)
+        panel_product<M>(p, a, now, s.keys + panel * kPanel, out + panel * 64);
+    }
+    if (!more) return;
+    __syncthreads();
+    load_keys(item);
   }
 }
 
