@@ -233,13 +233,13 @@ __global__ void __launch_bounds__(cuda::kBlock)
 }
 
 // Enough runs for every multiprocessor to have several warps' worth one after the other.
-template <class X, int kLanes>
+template <class X, int kLanes, int kEach>
 Status launch_lsq(const Problem& p, int device, Stream stream) {
   constexpr std::int64_t kTeams = 32 / kLanes, kLongest = 128;
   const std::int64_t warps = std::int64_t{cuda::limits(device).multiprocessors} * 64;
   const std::int64_t run = std::clamp(p.groups / warps, kTeams, kLongest);
-  const auto kernel = p.importance != nullptr ? affine::lsq_teams<X, kLanes, kChunk, true>
-                                              : affine::lsq_teams<X, kLanes, kChunk, false>;
+  const auto kernel = p.importance != nullptr ? affine::lsq_teams<X, kLanes, kEach, true>
+                                              : affine::lsq_teams<X, kLanes, kEach, false>;
   return cuda::launch(Op::kName, kernel,
                       cuda::grid_for((p.groups + run - 1) / run * 32, affine::kLsqBlock), device,
                       stream, p, static_cast<int>(run));
@@ -248,7 +248,10 @@ Status launch_lsq(const Problem& p, int device, Stream stream) {
 // A team of lanes per group of kSize.
 template <class X, int kSize>
 Status launch_teams(const Problem& p, int device, Stream stream) {
-  if (p.method == AffineMethod::lsq) return launch_lsq<X, kSize / kChunk>(p, device, stream);
+  if (p.method == AffineMethod::lsq) {
+    constexpr int kEach = kSize == 32 ? 16 : 32;
+    return launch_lsq<X, kSize / kEach, kEach>(p, device, stream);
+  }
   constexpr int kLanes = kSize / kChunk;
   const auto launch = [&]<class S>(Type<S>) {
     const auto kernel = p.method == AffineMethod::mlx ? init_teams<X, S, kLanes, true>
