@@ -7,6 +7,8 @@
 // go on to new ones: not each at once, for loading and storing cost the whole warp, but when half
 // of them are done.
 #pragma once
+#include <bit>
+
 #include "ops/qdq_affine_init/affine_device.cuh"
 
 namespace bittern::affine {
@@ -20,6 +22,27 @@ __device__ __forceinline__ auto row_sums(const Leaf& leaf, int first = 0) {
     const auto even = row_sums<kCount / 2, 2 * kStep>(leaf, first);
     return even + row_sums<kCount / 2, 2 * kStep>(leaf, first + kStep);
   }
+}
+
+// The same, one leaf at a time: for what hardly ever happens, to keep kernels short. Bit-reversed
+// order makes neighbours of those to be added first; a binary counter holds the rest.
+template <int kCount, class Sum, class Leaf>
+__device__ Sum rare_row_sums(const Leaf& leaf) {
+  constexpr int kLog2 = std::bit_width(unsigned{kCount}) - 1;
+  Sum sum, partial[kLog2 + 1];
+#pragma unroll 1
+  for (unsigned i = 0; i < kCount; ++i) {
+    sum = leaf(static_cast<int>(kLog2 == 0 ? 0 : __brev(i) >> (32 - kLog2) % 32));
+#pragma unroll
+    for (int level = 0; level <= kLog2; ++level) {
+      if ((i >> level & 1) == 0) {
+        partial[level] = sum;
+        break;
+      }
+      sum = partial[level] + sum;
+    }
+  }
+  return sum;
 }
 
 template <class X, int kLanes, int kEach, bool kWeighted>
@@ -141,9 +164,12 @@ class LsqTeam {
         if (!clear) gain = exact;
       }
       kept = sure_ || (gain && fits_ > 0);
+      if (ready && !kept) {
+#pragma unroll
+        for (int i = 0; i < kEach / 4; ++i) codes_[i] = first[i];
+      }
     }
-    const Params<float> found = kept ? now_ : start_;
-    if (ready && !kept) quantize(start_, codes_);
+    const Params<float> found = kept ? now_ : start_;  // without a fit they are the same
 
     const std::int64_t row = p_.one_row ? 0 : p_.row_groups.divide(group_);
     const std::int64_t in_row = group_ - row * p_.row_groups.value();
@@ -235,16 +261,17 @@ class LsqTeam {
     }
   }
 
-  // The terms of codes q of row i.
-  __device__ void add_terms(int i, const float (&q)[V], decltype(Terms::tree)& terms) const {
+  // The terms of u and codes q of row i.
+  __device__ void add_terms(int i, const float (&u)[V], const float (&q)[V],
+                            decltype(Terms::tree)& terms) const {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       if constexpr (kWeighted) {
         terms.at[j] = importance(i, j) * q[j];
         terms.at[V + j] = terms.at[j] * q[j];
-        terms.at[2 * V + j] = terms.at[j] * u_[i][j];
+        terms.at[2 * V + j] = terms.at[j] * u[j];
       } else {
-        terms.at[j] = q[j] * u_[i][j];
+        terms.at[j] = q[j] * u[j];
       }
     }
   }
@@ -271,7 +298,7 @@ class LsqTeam {
         codes[(i * V + j) / 4] = four_bytes(bits[j], bits[j + 1], bits[j + 2], bits[j + 3]);
         add_integers(codes[(i * V + j) / 4], terms);
       }
-      add_terms(i, q, row);
+      add_terms(i, u_[i], q, row);
       return row;
     });
     if (near.certain() && !halved_) return terms;
@@ -292,20 +319,22 @@ class LsqTeam {
       }
       spare[i / 4] = word;
     }
+    float u[kRows][V];
+    each([&](int i, int j) { u[i][j] = u_[i][j]; });
     Terms terms;
-    terms.tree = row_sums<kRows>([&](int i) {
+    terms.tree = rare_row_sums<kRows, decltype(terms.tree)>([&](int i) {
       decltype(terms.tree) row;
       float q[V];
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        codes[(i * V + j) / 4] = spare[(i * V + j) / 4];
-        q[j] = code_at(codes, i, j);
-      }
-      add_terms(i, q, row);
+      for (int j = 0; j < V; ++j) q[j] = code_at(spare, i, j);
+      add_terms(i, u[i], q, row);
       return row;
     });
 #pragma unroll
-    for (int i = 0; i < kEach / 4; ++i) add_integers(codes[i], terms);
+    for (int i = 0; i < kEach / 4; ++i) {
+      codes[i] = spare[i];
+      add_integers(codes[i], terms);
+    }
     return terms;
   }
 
@@ -330,12 +359,15 @@ class LsqTeam {
   template <class F>
   __device__ F error(Params<float> by, const std::uint32_t (&codes)[kEach / 4]) const {
     const X* w = weights();
-    return team_sums(row_sums<kRows>([&](int i) {
+    std::uint32_t spare[kEach / 4];
+#pragma unroll
+    for (int i = 0; i < kEach / 4; ++i) spare[i] = codes[i];
+    return team_sums(rare_row_sums<kRows, cuda::Sums<F, V>>([&](int i) {
              cuda::Sums<F, V> row;
 #pragma unroll
              for (int j = 0; j < V; ++j) {
                const float x = cuda::load_math(w[i * kLanes * V + j]);
-               const F d = x - fmaf(code_at(codes, i, j), by.s, by.b);
+               const F d = x - fmaf(code_at(spare, i, j), by.s, by.b);
                if constexpr (!kWeighted) {
                  row.at[j] = d * d;
                } else if constexpr (sizeof(F) == 8) {
