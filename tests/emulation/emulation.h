@@ -332,6 +332,10 @@ inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned shift) {
   const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
   return static_cast<unsigned>(both >> std::min(shift, 32u));
 }
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
+  for (int i = 0; i < 32; i += 8) c += (a >> i & 0xff) * (b >> i & 0xff);
+  return c;
+}
 inline void __nanosleep(unsigned) {}
 inline void __trap() { __builtin_trap(); }
 using std::isfinite;

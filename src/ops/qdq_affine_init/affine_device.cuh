@@ -91,6 +91,15 @@ __device__ inline float divide_by(float y, float inverse, float x) {
   return fmaf(fmaf(-z, y, x), inverse, z);
 }
 
+// minmax_params of a range in which nothing is extreme; false for all others.
+__device__ inline bool usual_minmax(const Range<float>& r, const Problem& p, Params<float>& found) {
+  const float width = r.max - r.min;
+  const float s = Stored{p.scale_element}(
+      fminf(divide_by(p.n, p.inverse_n, width), largest_stored<float>(p.scale_element)));
+  found = {s > 0 ? s : 1.0f, r.min + 0.0f};
+  return width < 0x1p60f && (width > 0x1p-60f || width == 0);
+}
+
 // minmax_params or mlx_params of a range in which nothing is extreme; false for all others.
 template <class S, bool kMlx>
 __device__ bool usual_params(const Range<float>& r, const Problem& p, Params<float>& found) {
@@ -115,8 +124,8 @@ __device__ bool usual_params(const Range<float>& r, const Problem& p, Params<flo
 // clamp(A(z), 0, n) and clamp(R(z), 0, n) for z = x / s, without dividing: with v = x / (s n)
 // clamped to [0, 1], the code is n v to the nearest integer, unless n v is so near to a half that
 // its error may matter. The 4 roundings on the way to v and the definition's one are each worth at
-// most 2^-24 of z <= n + 1/2 (beyond, both clamp); an `offset` added to x, in units of s n, brings
-// three more of its own size. NaN gives 0 and infinities the ends, as they should.
+// most 2^-24 of z <= n + 1/2 (beyond, both clamp); a `shift` added to x brings three more of its
+// own size. NaN gives 0 and infinities the ends, as they should.
 class NearCodes {
  public:
   __device__ NearCodes(Params<float> p, float n, float shift = 0)

@@ -233,14 +233,14 @@ __global__ void __launch_bounds__(cuda::kBlock)
 }
 
 // Enough runs for every multiprocessor to have several warps' worth one after the other.
-template <class X, int kLanes>
+template <class X, int kSize, bool kWeighted>
 Status launch_lsq(const Problem& p, int device, Stream stream) {
-  constexpr std::int64_t kTeams = 32 / kLanes, kLongest = 128;
+  // Importance is read again for each fit: lanes with fewer weights leave registers for it.
+  constexpr int kEach = kWeighted || kSize == 32 ? 16 : 32, kLanes = kSize / kEach;
+  constexpr std::int64_t kTeams = 32 / kLanes, kLongest = 16 * kTeams;
   const std::int64_t warps = std::int64_t{cuda::limits(device).multiprocessors} * 64;
   const std::int64_t run = std::clamp(p.groups / warps, kTeams, kLongest);
-  const auto kernel = p.importance != nullptr ? affine::lsq_teams<X, kLanes, kChunk, true>
-                                              : affine::lsq_teams<X, kLanes, kChunk, false>;
-  return cuda::launch(Op::kName, kernel,
+  return cuda::launch(Op::kName, affine::lsq_teams<X, kLanes, kEach, kWeighted>,
                       cuda::grid_for((p.groups + run - 1) / run * 32, affine::kLsqBlock), device,
                       stream, p, static_cast<int>(run));
 }
@@ -248,7 +248,10 @@ Status launch_lsq(const Problem& p, int device, Stream stream) {
 // A team of lanes per group of kSize.
 template <class X, int kSize>
 Status launch_teams(const Problem& p, int device, Stream stream) {
-  if (p.method == AffineMethod::lsq) return launch_lsq<X, kSize / kChunk>(p, device, stream);
+  if (p.method == AffineMethod::lsq) {
+    return p.importance != nullptr ? launch_lsq<X, kSize, true>(p, device, stream)
+                                   : launch_lsq<X, kSize, false>(p, device, stream);
+  }
   constexpr int kLanes = kSize / kChunk;
   const auto launch = [&]<class S>(Type<S>) {
     const auto kernel = p.method == AffineMethod::mlx ? init_teams<X, S, kLanes, true>
