@@ -1,3 +1,5 @@
+#include <bit>
+
 #include "bittern/codec.h"
 #include "oracle/op_test.h"
 #include "oracle/oracle_test.h"
@@ -387,7 +389,7 @@ TEST(AuraEncode, TensorCoresAgreeWithF64) {
         }));
         EXPECT_LE(static_cast<double>(different),
                   1e-4 * static_cast<double>(d.tensor_shape().numel()))
-            << dim << " " << bits << " " << name_of(element);
+            << dim << " " << bits << " " << name(element);
       }
     }
   }
