@@ -544,10 +544,11 @@ TEST(CudaLarge, Grids) {
   const QuantizeDesc d{.outer_size = 2, .axis_size = 128};
   const auto plan = Plan<QuantizePerGroup>::select(d, kDevice);
   if (!there.ok() || !plan.ok()) std::_Exit(2);
-  auto* const floats = reinterpret_cast<float*>((*there)->data());
-  auto* const codes = reinterpret_cast<std::int8_t*>((*there)->data() + 4096);
-  QuantizePerGroup::Args args{.x = view(floats, d.tensor_shape(), kDevice),
-                              .scale = view(floats + 256, d.param_shape(), kDevice),
+  // x comes last: what its stride spans must not cover the others.
+  auto* const codes = reinterpret_cast<std::int8_t*>((*there)->data());
+  auto* const floats = reinterpret_cast<float*>((*there)->data() + 4096);
+  QuantizePerGroup::Args args{.x = view(floats + 256, d.tensor_shape(), kDevice),
+                              .scale = view(floats, d.param_shape(), kDevice),
                               .zero_point = {},
                               .q = view(codes, d.tensor_shape(), kDevice)};
   args.x.stride[0] = std::int64_t{1} << 38;

@@ -18,6 +18,13 @@ __device__ inline F small_integer(std::uint32_t x) {
   }
 }
 
+// An unsigned integer of kCount bits, as memory has it.
+template <int kCount>
+using Bits = std::conditional_t<
+    kCount == 8, std::uint8_t,
+    std::conditional_t<kCount == 16, std::uint16_t,
+                       std::conditional_t<kCount == 32, std::uint32_t, unsigned long long>>>;
+
 // One row of codes. They are read in fields: 1, 2 or 4 neighbours in one register, the first
 // lowest, 8 or `bits` bits apart. Bits above a field's last code are arbitrary.
 template <bool kPacked>

@@ -55,19 +55,36 @@ bool conv_packs(const CausalConvDesc& d, const Views&... views) {
   return d.channels % N == 0 && (... && packs_aligned<X, N>(views.data, 1, 0));
 }
 
+// K values for each of N channels, [N, K] in memory: taps, or a state.
+template <class X, int K, int N>
+__device__ inline void load_columns(const X* from, float (&to)[K][N]) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    const auto raw = Raw<X, N>::template load<true>(from + k * N);
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[(k * N + i) % K][(k * N + i) / K] = raw[i];
+  }
+}
+template <class X, int K, int N>
+__device__ inline void store_columns(const float (&from)[K][N], X* to) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    float part[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) part[i] = from[(k * N + i) % K][(k * N + i) / K];
+    Raw<X, N>::narrow(part).store(to + k * N);
+  }
+}
+
 // Taps and bias of N channels, from `channel` on.
 template <class X, int kWidth, int N>
 struct ConvTaps {
   float weight[kWidth][N], bias[N];
 
   __device__ ConvTaps(const ConvInputs& in, std::int64_t channel) {
-    Pack<X, N> taps[kWidth], biases[1] = {zeros<X, N>()};
-    load_shared_packs(static_cast<const X*>(in.weight) + channel * kWidth, taps);
-    if (in.bias != nullptr) load_shared_packs(static_cast<const X*>(in.bias) + channel, biases);
-    widen(biases[0], bias);
-#pragma unroll
-    for (int i = 0; i < kWidth * N; ++i)
-      weight[i % kWidth][i / kWidth] = load_math(taps[i / N].at[i % N]);
+    load_columns(static_cast<const X*>(in.weight) + channel * kWidth, weight);
+    Raw<X, N>::template load<true>(static_cast<const X*>(in.bias) + channel, in.bias != nullptr)
+        .widen(bias);
   }
   // The sum before silu: `before` holds the inputs of the tokens before, oldest first.
   __device__ float sum(const float (&before)[kWidth - 1][N], float x, int c) const {
@@ -78,42 +95,42 @@ struct ConvTaps {
   }
 };
 
-// The element of a state that position `i` of channel `c` of N has, in packs that follow each
-// other.
-template <class X, int K, int N>
-__device__ inline X& state_element(Pack<X, N> (&packs)[K], int i, int c) {
-  return packs[(c * K + i) / N].at[(c * K + i) % N];
+// One token later.
+template <int kReach, int N>
+__device__ inline void shift_in(float (&before)[kReach][N], const float (&now)[N]) {
+#pragma unroll
+  for (int c = 0; c < N; ++c) {
+#pragma unroll
+    for (int j = 0; j + 1 < kReach; ++j) before[j][c] = before[j + 1][c];
+    before[kReach - 1][c] = now[c];
+  }
 }
 
-// The inputs at the kWidth - 1 positions before `token`, which may lie before the sequence's start.
-template <class X, int kWidth, int N>
+// The inputs at the kReach positions before `token`, which may lie before the sequence's start.
+template <class X, int kReach, int N>
 __device__ inline void inputs_before(const ConvInputs& in, const ConvSequence& s,
                                      std::int64_t token, std::int64_t channel,
-                                     Pack<X, N> (&before)[kWidth - 1]) {
-  constexpr int kReach = kWidth - 1;
-  Pack<X, N> state[kReach];
-#pragma unroll
-  for (auto& pack : state) pack = zeros<X, N>();
-  if (token - kReach < s.begin && in.initial_state != nullptr) {
-    load_shared_packs(
-        static_cast<const X*>(in.initial_state) + (s.index * in.channels + channel) * kReach,
-        state);
-  }
+                                     float (&before)[kReach][N]) {
+  const X* x = static_cast<const X*>(in.x) + (token - kReach) * in.channels + channel;
 #pragma unroll
   for (int i = 0; i < kReach; ++i) {
     const std::int64_t at = token - kReach + i;
-    before[i] = zeros<X, N>();
-    if (at >= s.begin) {
-      if (!in.masked(at))
-        before[i] = Pack<X, N>::load(static_cast<const X*>(in.x) + at * in.channels + channel);
-      continue;
-    }
-    // Registers have no run-time index: of all places in the state, the one that is meant.
+    Raw<X, N>::load(x, at >= s.begin && !in.masked(at)).widen(before[i]);
+    x += in.channels;
+  }
+  const std::int64_t known = token - s.begin;  // positions of the sequence before the token
+  if (known >= kReach || in.initial_state == nullptr) return;
+  float state[kReach][N];
+  load_columns(static_cast<const X*>(in.initial_state) + (s.index * in.channels + channel) * kReach,
+               state);
+  // before[i] is state[i + known] where there is one; registers have no run-time index.
 #pragma unroll
-    for (int k = 0; k < kReach; ++k) {
-      if (at - s.begin != k - kReach) continue;
+  for (int shift = 0; shift < kReach; ++shift) {
+    if (shift != known) continue;
 #pragma unroll
-      for (int c = 0; c < N; ++c) before[i].at[c] = state_element(state, k, c);
+    for (int i = 0; i + shift < kReach; ++i) {
+#pragma unroll
+      for (int c = 0; c < N; ++c) before[i][c] = state[i + shift][c];
     }
   }
 }

@@ -43,13 +43,13 @@ __device__ inline std::uint32_t store_pair(float first, float second) {
   return bits;
 }
 
-// The memory that Grid::shared asked for, 16-byte aligned.
+// The memory that Grid::shared asked for, aligned to 1024 bytes as tensor cores want it.
 template <class T>
 __device__ inline T* dynamic_shared() {
 #ifdef BITTERN_CUDA_EMULATED
   return static_cast<T*>(emulation::dynamic_shared());
 #else
-  extern __shared__ uint4 bittern_dynamic_shared[];
+  extern __shared__ __align__(1024) uint4 bittern_dynamic_shared[];
   return reinterpret_cast<T*>(bittern_dynamic_shared);
 #endif
 }
@@ -107,7 +107,8 @@ class Divisor32 {
   int shift_ = 31;
 };
 
-// N elements, 16 bytes at a time where there are so many, past the caches: each is used once.
+// N elements, 16 bytes at a time where there are so many. Each is used once, so they go past the
+// caches; not so several loads of one lane, which share lines with each other.
 template <class T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
   T at[N];
@@ -126,10 +127,12 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
   __device__ static Pack load(const T* p) {
     Pack pack;
     constexpr int kBytes = sizeof(Pack);
-    if constexpr (kBytes % 16 == 0) {
+    if constexpr (kBytes == 16) {
+      reinterpret_cast<uint4&>(pack) = __ldcs(reinterpret_cast<const uint4*>(p));
+    } else if constexpr (kBytes % 16 == 0) {
 #pragma unroll
       for (int i = 0; i < kBytes / 16; ++i)
-        reinterpret_cast<uint4*>(&pack)[i] = __ldcs(reinterpret_cast<const uint4*>(p) + i);
+        reinterpret_cast<uint4*>(&pack)[i] = reinterpret_cast<const uint4*>(p)[i];
     } else if constexpr (kBytes == 8) {
       reinterpret_cast<uint2&>(pack) = __ldcs(reinterpret_cast<const uint2*>(p));
     } else if constexpr (kBytes == 4) {

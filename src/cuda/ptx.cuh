@@ -96,4 +96,57 @@ __device__ inline void multiply_f16(float (&d)[4], const std::uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// ---- products of a warpgroup: four warps, the first one's number a multiple of 4 (sm_90a) ----
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+#define BITTERN_WARPGROUP_CODE 1
+#else
+#define BITTERN_WARPGROUP_CODE 0
+#endif
+
+// What threads have stored in shared memory becomes visible to the tensor cores; a barrier follows.
+__device__ inline void fence_shared_for_tensor_cores() {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+// Before the first product that uses registers written since the last one.
+__device__ inline void warpgroup_begin() {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+// Waits for all products begun; until then neither their registers nor b may be touched.
+__device__ inline void warpgroup_end() {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#endif
+}
+
+// d += a b for a [64, 16], b [16, 64], d [64, 64]. Warp w has rows 16 w .. 16 w + 15 of a and d,
+// laid out as for multiply_bf16: d[4 i ..] is the tile of columns 8 i .. 8 i + 7. b is in shared
+// memory: row k at 128 k bytes, its 16-byte pieces permuted, piece p in place p ^ (k % 8), aligned
+// to 1024 bytes.
+__device__ inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32_t (&a)[4],
+                                               const void* b) {
+#if BITTERN_WARPGROUP_CODE
+  constexpr std::uint64_t kPermuted128 = std::uint64_t{1} << 62, kEightRows = 1024 >> 4;
+  const std::uint64_t matrix =
+      kPermuted128 | kEightRows << 32 | kEightRows << 16 | (shared_address(b) & 0x3ffff) >> 4;
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+      "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(matrix)
+      : "memory");
+#endif
+}
+
 }  // namespace bittern::cuda

@@ -93,4 +93,15 @@ struct Limits {
 };
 const Limits& limits(int device);
 
+// Whether kernels may use products of a warpgroup: this device has them, and they were compiled for
+// it (sm_90a, whose code runs on 9.0 alone).
+inline bool has_warpgroups(int device) {
+#ifdef BITTERN_SM90A
+  return limits(device).capability == 90;
+#else
+  (void)device;
+  return false;
+#endif
+}
+
 }  // namespace bittern::cuda

@@ -39,18 +39,31 @@ __device__ inline float sigmoid(float x) {
   return fmaf(rest, inverse, quotient);
 }
 
-// y[i] = finish(silu(z[i]), i), where finish returns what it is given or a product with it. What is
-// to be stored as f32 or f16 has math::silu's bits. What is to be stored as bf16 has bits that
-// round alike: an estimate s of silu is enough unless y lies near a tie.
+// a[i] for an index known only at run time, of registers.
+template <int N>
+__device__ inline float pick(const float (&a)[N], int i) {
+  float v = a[0];
+#pragma unroll
+  for (int k = 1; k < N; ++k) v = i == k ? a[k] : v;
+  return v;
+}
+
+// y[i] = silu(z[i]), or with kTimes y[i] * silu(z[i]). What is to be stored as f32 or f16 has
+// math::silu's bits. What is to be stored as bf16 has bits that round alike: an estimate of silu is
+// enough unless y lies near a tie.
 //
 // In units of 2^-24 of y, and for z >= -16: the argument of exp2 is wrong by 15, exp2 by 4, the sum
 // and its reciprocal by 3, the two products by 2; the contract's value by 2.2 ulp and one product.
 // An ulp is at least one unit, so that y and the contract's value are at most 29 ulp apart.
-template <class X, int N, class Finish>
-__device__ inline void with_silu(const float (&z)[N], float (&y)[N], const Finish& finish) {
+template <class X, bool kTimes, int N>
+__device__ inline void with_silu(const float (&z)[N], float (&y)[N]) {
+  const auto exact = [](float gate, float factor) {
+    const float silu = gate * sigmoid(gate);
+    return kTimes ? factor * silu : silu;
+  };
   if constexpr (!std::is_same_v<X, bf16>) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) y[i] = finish(z[i] * sigmoid(z[i]), i);
+    for (int i = 0; i < N; ++i) y[i] = exact(z[i], y[i]);
   } else {
     constexpr float kLeast = -16;
     constexpr unsigned kApart = 32;
@@ -59,19 +72,26 @@ __device__ inline void with_silu(const float (&z)[N], float (&y)[N], const Finis
       return (__float_as_uint(v) << 16) - ((0x8000u - kApart) << 16);
     };
     constexpr unsigned kSure = 2 * kApart << 16;
-    float least = z[0];
+    float factor[N], least = z[0];
     unsigned nearest = ~0u;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float e = approximate_exp2(z[i] * -math::kLog2E);
-      y[i] = finish(z[i] * approximate_reciprocal(1.0f + e), i);
+      factor[i] = y[i];
+      const float silu =
+          z[i] * approximate_reciprocal(1.0f + approximate_exp2(z[i] * -math::kLog2E));
+      y[i] = kTimes ? factor[i] * silu : silu;
       least = fminf(least, z[i]);
       nearest = min(nearest, past_tie(y[i]));
     }
     if (least >= kLeast && nearest >= kSure) return;
-#pragma unroll
+    // Seldom: a loop, to be short.
+#pragma unroll 1
     for (int i = 0; i < N; ++i) {
-      if (!(z[i] >= kLeast) || past_tie(y[i]) < kSure) y[i] = finish(z[i] * sigmoid(z[i]), i);
+      const float gate = pick(z, i);
+      if (gate >= kLeast && past_tie(pick(y, i)) >= kSure) continue;
+      const float value = exact(gate, pick(factor, i));
+#pragma unroll
+      for (int k = 0; k < N; ++k) y[k] = i == k ? value : y[k];
     }
   }
 }

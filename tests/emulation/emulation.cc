@@ -78,7 +78,7 @@ std::mutex running;
 std::vector<Fibre> fibres;
 void* scheduler = nullptr;
 Block block;
-alignas(128) std::byte shared_memory[kMostShared];
+alignas(1024) std::byte shared_memory[kMostShared];
 
 void resume(int thread) {
   block.present = thread;

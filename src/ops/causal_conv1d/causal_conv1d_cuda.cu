@@ -9,109 +9,117 @@ namespace {
 
 using Op = CausalConv1d;
 using cuda::ConvSequence;
-using cuda::Pack;
+using cuda::Raw;
 
 constexpr int kThreads = 128;
-constexpr int kMostTokens = 32;  // that a thread walks over: a power of two
-constexpr int kChannels = 4;     // of a thread: packs of 16 bytes of f32, 8 of the half types
-constexpr int kBytesAhead = 64;  // that a thread has under way while it computes
-// Threads that fill the device: below, threads walk over fewer tokens.
+constexpr int kChannels = 4;  // of a thread: packs of 16 bytes of f32, 8 of the half types
+constexpr int kBytes = 128;   // of x that a thread has under way at once
+template <class X>
+constexpr int kTokens = kBytes / (kChannels * sizeof(X));  // of a thread
+// Threads that fill the device: below, threads take fewer tokens.
 constexpr std::int64_t kThreadsPerMultiprocessor = 1024;
 
 struct Problem {
   cuda::ConvInputs in;
   void *y, *final_state;
   bool silu;
-  std::int64_t run;            // tokens of a thread
-  std::int64_t walks, states;  // items: runs of tokens, then sequences, times the packs of a token
+  std::int64_t run;           // tokens of a thread
+  std::int64_t runs, states;  // items: runs of tokens, then sequences, times the packs of a token
 };
 
-// N channels of tokens first .. end - 1, of one sequence after the other.
+// y of a token and N channels; a masked one has +0.
 template <class X, int kWidth, int N>
-__device__ void walk(const Problem& p, std::int64_t first, std::int64_t end, std::int64_t channel) {
-  constexpr int kAhead = kBytesAhead / (kChannels * sizeof(X));
-  const cuda::ConvTaps<X, kWidth, N> taps(p.in, channel);
+__device__ inline void emit(const Problem& p, const cuda::ConvTaps<X, kWidth, N>& taps,
+                            const float (&before)[kWidth - 1][N], const float (&now)[N], bool live,
+                            X* y) {
+  float u[N], out[N];
+#pragma unroll
+  for (int c = 0; c < N; ++c) out[c] = u[c] = taps.sum(before, now[c], c);
+  if (p.silu) cuda::with_silu<X, false>(u, out);
+  if (!live) {
+#pragma unroll
+    for (float& value : out) value = 0;
+  }
+  Raw<X, N>::narrow(out).store(y);
+}
+
+// All kTokens tokens of a run, inside one sequence as those that they see before them: loaded
+// together.
+template <class X, int kWidth, int N>
+__device__ void convolve_run(const Problem& p, std::int64_t token, std::int64_t channel) {
+  constexpr int kReach = kWidth - 1, kAll = kReach + kTokens<X>;
   const std::int64_t step = p.in.channels;
-  for (std::int64_t token = first; token < end;) {
-    const ConvSequence s = p.in.sequence_of(token);
-    float before[kWidth - 1][N];
-    {
-      Pack<X, N> packs[kWidth - 1];
-      cuda::inputs_before<X, kWidth, N>(p.in, s, token, channel, packs);
+  unsigned live = ~0u;  // bit i: token - kReach + i is not masked
+  if (p.in.mask != nullptr) {
+    live = 0;
 #pragma unroll
-      for (int i = 0; i < kWidth - 1; ++i) cuda::widen(packs[i], before[i]);
-    }
-    const auto left = static_cast<int>((s.end < end ? s.end : end) - token);
-    const X* x = static_cast<const X*>(p.in.x) + token * step + channel;
-    X* y = static_cast<X*>(p.y) + token * step + channel;
-    const std::uint8_t* mask = p.in.mask != nullptr ? p.in.mask + token : nullptr;
-    token += left;
-    // Token t of the walk waits in slot t % kAhead.
-    Pack<X, N> slot[kAhead];
-    bool live[kAhead];
-    const auto fetch = [&](int t, int k) {
-      live[k] = t < left && (mask == nullptr || mask[t] != 0);
-      slot[k] = live[k] ? Pack<X, N>::load(x) : cuda::zeros<X, N>();
-      x += step;
-    };
+    for (int i = 0; i < kAll; ++i)
+      live |= static_cast<unsigned>(p.in.mask[token - kReach + i] != 0) << i;
+  }
+  Raw<X, N> x[kAll];
+  const X* from = static_cast<const X*>(p.in.x) + (token - kReach) * step + channel;
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) fetch(k, k);
-    for (int t = 0; t < left; t += kAhead) {
+  for (int i = 0; i < kAll; ++i) {
+    x[i] = Raw<X, N>::load(from, (live >> i & 1) != 0);
+    from += step;
+  }
+  const cuda::ConvTaps<X, kWidth, N> taps(p.in, channel);
+  float before[kReach][N];
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        if (t + k >= left) break;
-        const bool seen = live[k];
-        float now[N], u[N], out[N];
-        cuda::widen(slot[k], now);
-        fetch(t + k + kAhead, k);
+  for (int i = 0; i < kReach; ++i) x[i].widen(before[i]);
+  X* y = static_cast<X*>(p.y) + token * step + channel;
 #pragma unroll
-        for (int c = 0; c < N; ++c) {
-          u[c] = taps.sum(before, now[c], c);
-#pragma unroll
-          for (int j = 0; j + 2 < kWidth; ++j) before[j][c] = before[j + 1][c];
-          before[kWidth - 2][c] = now[c];
-        }
-        if (!seen) {
-          cuda::zeros<X, N>().store(y);
-        } else if (p.silu) {
-          cuda::with_silu<X>(u, out, [](float silu, int) { return silu; });
-          cuda::narrow<X>(out).store(y);
-        } else {
-          cuda::narrow<X>(u).store(y);
-        }
-        y += step;
-      }
-    }
+  for (int i = kReach; i < kAll; ++i) {
+    float now[N];
+    x[i].widen(now);
+    emit<X, kWidth, N>(p, taps, before, now, (live >> i & 1) != 0, y);
+    cuda::shift_in(before, now);
+    y += step;
+  }
+}
+
+// Tokens first .. end - 1, of any sequences, one by one.
+template <class X, int kWidth, int N>
+__device__ void convolve_tokens(const Problem& p, std::int64_t first, std::int64_t end,
+                                std::int64_t channel) {
+  const cuda::ConvTaps<X, kWidth, N> taps(p.in, channel);
+  for (std::int64_t token = first; token < end; ++token) {
+    const bool live = !p.in.masked(token);
+    const std::int64_t at = token * p.in.channels + channel;
+    float before[kWidth - 1][N], now[N];
+    Raw<X, N>::load(static_cast<const X*>(p.in.x) + at, live).widen(now);
+    cuda::inputs_before<X>(p.in, p.in.sequence_of(token), token, channel, before);
+    emit<X, kWidth, N>(p, taps, before, now, live, static_cast<X*>(p.y) + at);
   }
 }
 
 // Item: (run of tokens, N channels), channels fastest; behind them (sequence, N channels) for the
 // final states.
 template <class X, int kWidth, int N>
-__global__ void __launch_bounds__(kThreads, 4) convolve(const Problem p) {
+__global__ void __launch_bounds__(kThreads) convolve(const Problem p) {
   const std::int64_t threads = std::int64_t{gridDim.x} * kThreads;
   for (std::int64_t item = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
-       item < p.walks + p.states; item += threads) {
-    const bool walks = item < p.walks;
-    const std::int64_t unit = p.in.packs.divide(walks ? item : item - p.walks);
-    const std::int64_t channel = ((walks ? item : item - p.walks) - unit * p.in.packs.value()) * N;
-    if (walks) {
-      const std::int64_t first = unit * p.run, end = first + p.run;
-      walk<X, kWidth, N>(p, first, end < p.in.tokens ? end : p.in.tokens, channel);
-      continue;
+       item < p.runs + p.states; item += threads) {
+    const bool run = item < p.runs;
+    const std::int64_t rest = run ? item : item - p.runs;
+    const std::int64_t unit = p.in.packs.divide(rest);
+    const std::int64_t channel = (rest - unit * p.in.packs.value()) * N;
+    if (run) {
+      const std::int64_t first = unit * p.run;
+      const std::int64_t end = first + p.run < p.in.tokens ? first + p.run : p.in.tokens;
+      const ConvSequence s = p.in.sequence_of(first);
+      if (N > 1 && end - first == kTokens<X> && end <= s.end && first - s.begin >= kWidth - 1) {
+        convolve_run<X, kWidth, N>(p, first, channel);
+      } else {
+        convolve_tokens<X, kWidth, N>(p, first, end, channel);
+      }
+    } else {
+      const ConvSequence s = p.in.sequence(unit);
+      float last[kWidth - 1][N];
+      cuda::inputs_before<X>(p.in, s, s.end, channel, last);
+      cuda::store_columns(last, static_cast<X*>(p.final_state) +
+                                    (s.index * p.in.channels + channel) * (kWidth - 1));
     }
-    constexpr int kReach = kWidth - 1;
-    const ConvSequence s = p.in.sequence(unit);
-    Pack<X, N> last[kReach], state[kReach];
-    cuda::inputs_before<X, kWidth, N>(p.in, s, s.end, channel, last);
-#pragma unroll
-    for (int i = 0; i < kReach; ++i) {
-#pragma unroll
-      for (int c = 0; c < N; ++c) cuda::state_element(state, i, c) = last[i].at[c];
-    }
-    X* to = static_cast<X*>(p.final_state) + (s.index * p.in.channels + channel) * kReach;
-#pragma unroll
-    for (int k = 0; k < kReach; ++k) state[k].store(to + k * N);
   }
 }
 
@@ -123,15 +131,15 @@ Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream) {
             .y = a.y.data,
             .final_state = a.final_state.data,
             .silu = d.silu,
-            .run = kMostTokens,
-            .walks = 0,
+            .run = kTokens<X>,
+            .runs = 0,
             .states = a.final_state ? d.sequences() * packs : 0};
   const std::int64_t full = cuda::limits(device).multiprocessors * kThreadsPerMultiprocessor;
   const auto runs = [&] { return (p.in.tokens + p.run - 1) / p.run; };
   while (p.run > 1 && runs() * packs < full) p.run /= 2;
-  if (a.y) p.walks = runs() * packs;
+  if (a.y) p.runs = runs() * packs;
   return cuda::launch(Op::kName, convolve<X, kWidth, N>,
-                      cuda::grid_for(p.walks + p.states, kThreads), device, stream, p);
+                      cuda::grid_for(p.runs + p.states, kThreads), device, stream, p);
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {

@@ -10,11 +10,13 @@ namespace {
 
 using Op = CausalConv1dBackward;
 using cuda::ConvSequence;
-using cuda::Pack;
+using cuda::Raw;
 
 constexpr int kThreads = 128;
-constexpr int kChannels = 4;      // of a thread: packs of 16 bytes of f32, 8 of the half types
-constexpr int kBytesAhead = 32;   // of x, and of dy, that a thread has under way while it computes
+constexpr int kChannels = 4;  // of a thread: packs of 16 bytes of f32, 8 of the half types
+// Tokens that are under way while as many are computed.
+template <class X>
+constexpr int kTokensAhead = 8 / sizeof(X);
 constexpr int kBlockTokens = 64;  // summed one after the other
 constexpr int kScanThreads = 1024;
 
@@ -85,8 +87,7 @@ __global__ void __launch_bounds__(kScanThreads)
 // d_initial_state if the sequence starts here and another block's dx if not.
 template <class X, int kWidth, int N>
 struct Walk {
-  static constexpr int kReach = kWidth - 1;
-  static constexpr int kAhead = kBytesAhead / (kChannels * static_cast<int>(sizeof(X)));
+  static constexpr int kReach = kWidth - 1, kAhead = kTokensAhead<X>;
 
   const Problem& p;
   const cuda::ConvTaps<X, kWidth, N> taps;
@@ -108,59 +109,75 @@ struct Walk {
     rows = static_cast<int>(left < kBlockTokens ? left : kBlockTokens);
     inside = static_cast<int>(left < kBlockTokens + kReach ? left : kBlockTokens + kReach);
     mask = p.in.mask != nullptr ? p.in.mask + token : nullptr;
-    Pack<X, N> packs[kReach];
-    cuda::inputs_before<X, kWidth, N>(p.in, s, token, channel, packs);
-#pragma unroll
-    for (int i = 0; i < kReach; ++i) cuda::widen(packs[i], before[i]);
+    cuda::inputs_before<X>(p.in, s, token, channel, before);
   }
 
-  __device__ void run() {
-    // Step t waits in slot t % kAhead.
-    Pack<X, N> x_slot[kAhead], dy_slot[kAhead];
-    bool live_slot[kAhead];
-    const X* x_from = static_cast<const X*>(p.in.x) + offset;
-    const X* dy_from = static_cast<const X*>(p.dy) + offset;
-    const auto fetch = [&](int t, int k) {
-      live_slot[k] = t < inside && (mask == nullptr || mask[t] != 0);
-      x_slot[k] = live_slot[k] ? Pack<X, N>::load(x_from) : cuda::zeros<X, N>();
-      dy_slot[k] = live_slot[k] ? Pack<X, N>::load(dy_from) : cuda::zeros<X, N>();
-      x_from += p.in.channels;
-      dy_from += p.in.channels;
-    };
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) fetch(k, k);
-    X* dx = static_cast<X*>(p.dx) + offset - kReach * p.in.channels;
-    for (int t = 0; t < rows + kReach; t += kAhead) {
+  __device__ bool live(int t) const { return t < inside && (mask == nullptr || mask[t] != 0); }
+
+  // Steps t .. t + kAhead - 1 as they lie in memory; zeros where there is nothing to read.
+  struct Steps {
+    Raw<X, N> x[kAhead], dy[kAhead];
+
+    __device__ void load(const Walk& w, int t) {
+      const std::int64_t at = w.offset + t * w.p.in.channels;
+      const X* from_x = static_cast<const X*>(w.p.in.x) + at;
+      const X* from_dy = static_cast<const X*>(w.p.dy) + at;
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
-        if (t + k >= rows + kReach) break;
-        const bool live = live_slot[k];
-        float x[N], du[N];
-        cuda::widen(x_slot[k], x);
-        cuda::widen(dy_slot[k], du);
-        fetch(t + k + kAhead, k);
-        if (p.silu) {
+        const bool live = w.live(t + k);
+        x[k] = Raw<X, N>::load(from_x, live);
+        dy[k] = Raw<X, N>::load(from_dy, live);
+        from_x += w.p.in.channels;
+        from_dy += w.p.in.channels;
+      }
+    }
+  };
+
+  __device__ void run() {
+    Steps next;
+    next.load(*this, 0);
+    const bool plain = p.silu && p.dx != nullptr && mask == nullptr;
+    X* dx = static_cast<X*>(p.dx) + offset - kReach * p.in.channels;
+    for (int t = 0; t < rows + kReach; t += kAhead) {
+      const Steps steps = next;
+      next.load(*this, t + kAhead);
+      if (plain && t >= kReach && t + kAhead <= rows) {
+        take<false>(steps, t, dx);
+      } else {
+        take<true>(steps, t, dx);
+      }
+      dx += kAhead * p.in.channels;
+    }
+  }
+
+  // kEdge: any steps. Otherwise all of them are of this block, have their dx in it, and nothing is
+  // masked or left out; most are, and need no branches.
+  template <bool kEdge>
+  __device__ void take(const Steps& steps, int t, X* dx) {
 #pragma unroll
-          for (int c = 0; c < N; ++c) {
-            const float u = taps.sum(before, x[c], c);
-            du[c] = live ? du[c] * math::silu_slope(u, cuda::sigmoid(u)) : 0.0f;
-          }
-        }
-        if (t + k < rows) add_to_sums(x, du);
-        if (t + k >= kReach ? p.dx != nullptr : starts && p.d_initial_state != nullptr)
-          emit(t + k, du, dx);
-        dx += p.in.channels;
+    for (int k = 0; k < kAhead; ++k) {
+      if (kEdge && t + k >= rows + kReach) break;
+      float x[N], du[N];
+      steps.x[k].widen(x);
+      steps.dy[k].widen(du);
+      if (!kEdge || (p.silu && live(t + k))) {
 #pragma unroll
         for (int c = 0; c < N; ++c) {
-#pragma unroll
-          for (int j = 0; j + 1 < kReach; ++j) {
-            before[j][c] = before[j + 1][c];
-            du_before[j][c] = du_before[j + 1][c];
-          }
-          before[kReach - 1][c] = x[c];
-          du_before[kReach - 1][c] = du[c];
+          const float u = taps.sum(before, x[c], c);
+          du[c] *= math::silu_slope(u, cuda::sigmoid(u));
         }
       }
+      if (!kEdge || t + k < rows) add_to_sums(x, du);
+      if constexpr (!kEdge) {
+        float sum[N];
+        input_gradient(du, sum);
+        Raw<X, N>::narrow(sum).store(dx);
+      } else if (t + k >= kReach ? p.dx != nullptr : starts && p.d_initial_state != nullptr) {
+        emit(t + k, du, dx);
+      }
+      dx += p.in.channels;
+      cuda::shift_in(before, x);
+      cuda::shift_in(du_before, du);
     }
   }
 
@@ -175,9 +192,7 @@ struct Walk {
     }
   }
 
-  // What step t has of dx, or of d_initial_state.
-  __device__ void emit(int t, const float (&du)[N], X* dx) const {
-    float sum[N];
+  __device__ void input_gradient(const float (&du)[N], float (&sum)[N]) const {
 #pragma unroll
     for (int c = 0; c < N; ++c) {
       sum[c] = fmaf(taps.weight[0][c], du[c], 0.0f);
@@ -185,6 +200,12 @@ struct Walk {
       for (int j = 1; j < kWidth; ++j)
         sum[c] = fmaf(taps.weight[j][c], du_before[kReach - j][c], sum[c]);
     }
+  }
+
+  // What step t has of dx, or of d_initial_state.
+  __device__ void emit(int t, const float (&du)[N], X* dx) const {
+    float sum[N];
+    input_gradient(du, sum);
     if (t >= inside && p.d_final_state != nullptr) {  // final_state holds this input
       const X* from = static_cast<const X*>(p.d_final_state) + state + (t - inside);
 #pragma unroll
@@ -196,8 +217,11 @@ struct Walk {
       for (int c = 0; c < N; ++c) to[c * kReach] = cuda::store_math<X>(sum[c]);
       return;
     }
-    const bool masked = mask != nullptr && mask[t - kReach] == 0;
-    (masked ? cuda::zeros<X, N>() : cuda::narrow<X>(sum)).store(dx);
+    if (mask != nullptr && mask[t - kReach] == 0) {
+#pragma unroll
+      for (float& value : sum) value = 0;
+    }
+    Raw<X, N>::narrow(sum).store(dx);
   }
 };
 
@@ -219,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, 3) differentiate(const Problem p) {
     float* to = p.partial + number * (kWidth + 1) * p.in.channels + channel;
 #pragma unroll
     for (int j = 0; j <= kWidth; ++j) {
-      cuda::narrow<float>(j < kWidth ? walk.weight_sum[j] : walk.bias_sum)
+      Raw<float, N>::narrow(j < kWidth ? walk.weight_sum[j] : walk.bias_sum)
           .store(to + j * p.in.channels);
     }
   }

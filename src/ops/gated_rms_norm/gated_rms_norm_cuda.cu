@@ -9,7 +9,7 @@ namespace {
 
 using Op = GatedRmsNorm;
 using cuda::kNormRows;
-using cuda::Pack;
+using cuda::Raw;
 
 struct Problem {
   const void *x, *z, *weight;
@@ -40,18 +40,21 @@ __global__ void __launch_bounds__(cuda::kNormThreads) normalise_tiles(const Prob
 
   const X* x_row = static_cast<const X*>(p.x) + first * p.x_stride + lane * N;
   const X* z_row = static_cast<const X*>(p.z) + first * p.z_stride + lane * N;
-  Pack<X, N> x[kNormRows], z[kNormRows], weights[1];
+  Raw<X, N> x[kNormRows], z[kNormRows];
 #pragma unroll
   for (int r = 0; r < kNormRows; ++r) {
-    x[r] = r < count ? Pack<X, N>::load(x_row + r * p.x_stride) : cuda::zeros<X, N>();
-    z[r] = r < count ? Pack<X, N>::load(z_row + r * p.z_stride) : cuda::zeros<X, N>();
+    x[r] = Raw<X, N>::load(x_row, r < count);
+    z[r] = Raw<X, N>::load(z_row, r < count);
+    x_row += p.x_stride;
+    z_row += p.z_stride;
   }
-  cuda::load_shared_packs(static_cast<const X*>(p.weight) + lane * N, weights);
+  float weight[N];
+  Raw<X, N>::template load<true>(static_cast<const X*>(p.weight) + lane * N).widen(weight);
 
 #pragma unroll
   for (int r = 0; r < kNormRows; ++r) {
     float values[N];
-    cuda::widen(x[r], values);
+    x[r].widen(values);
     tile.put(r, lane, values);
   }
   __syncwarp();
@@ -61,31 +64,27 @@ __global__ void __launch_bounds__(cuda::kNormThreads) normalise_tiles(const Prob
   });
   const float rstd = cuda::norm_rstd(squares, kDim, p.eps);
 
-  float weight[N];
-  cuda::widen(weights[0], weight);
   X* y = static_cast<X*>(p.y) + first * p.y_stride + lane * N;
 #pragma unroll
   for (int r = 0; r < kNormRows; r += kAtOnce) {
-    float before[kAtOnce * N], gate[kAtOnce * N], out[kAtOnce * N];
+    float gate[kAtOnce * N], out[kAtOnce * N];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const float rstd_of_row = __shfl_sync(~0u, rstd, 4 * (r + k));
-      float values[N], gates[N];
-      cuda::widen(x[r + k], values);
-      cuda::widen(z[r + k], gates);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        before[k * N + i] = weighted<X, kEach>(values[i], rstd_of_row, weight[i]);
-        gate[k * N + i] = gates[i];
+        out[k * N + i] = weighted<X, kEach>(x[r + k][i], rstd_of_row, weight[i]);
+        gate[k * N + i] = z[r + k][i];
       }
     }
-    cuda::with_silu<X>(gate, out, [&](float silu, int i) { return before[i] * silu; });
+    cuda::with_silu<X, true>(gate, out);
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       float part[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) part[i] = out[k * N + i];
-      if (r + k < count) cuda::narrow<X>(part).store(y + (r + k) * p.y_stride);
+      if (r + k < count) Raw<X, N>::narrow(part).store(y);
+      y += p.y_stride;
     }
   }
 }
@@ -108,10 +107,9 @@ __global__ void __launch_bounds__(cuda::kRowsThreads) normalise_rows(const Probl
     const float rstd = cuda::norm_rstd(squares, static_cast<float>(p.dim), p.eps);
     for (std::int64_t j = lane; j < dim; j += kDotLanes) {
       const float weight = cuda::load_math(static_cast<const X*>(p.weight)[j]);
-      const float before = weighted<X, kEach>(cuda::load_math(x[j]), rstd, weight);
       const float gate[1] = {cuda::load_math(z[j])};
-      float out[1];
-      cuda::with_silu<X>(gate, out, [&](float silu, int) { return before * silu; });
+      float out[1] = {weighted<X, kEach>(cuda::load_math(x[j]), rstd, weight)};
+      cuda::with_silu<X, true>(gate, out);
       y[j] = cuda::store_math<X>(out[0]);
     }
   }

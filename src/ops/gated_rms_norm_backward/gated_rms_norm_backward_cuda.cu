@@ -10,7 +10,7 @@ namespace {
 
 using Op = GatedRmsNormBackward;
 using cuda::kNormRows;
-using cuda::Pack;
+using cuda::Raw;
 
 constexpr std::int64_t kBlockRows = Op::Desc::kBlock;
 constexpr int kDim = 128;  // rows of other lengths go the general way
@@ -55,27 +55,26 @@ __global__ void __launch_bounds__(cuda::kNormThreads, sizeof(X) == 2 ? 4 : 2)
   const std::int64_t end = (block + 1) * kBlockRows < p.rows ? (block + 1) * kBlockRows : p.rows;
 
   float weight[N], sums[N] = {};
-  {
-    Pack<X, N> weights[1];
-    cuda::load_shared_packs(static_cast<const X*>(p.weight) + lane * N, weights);
-    cuda::widen(weights[0], weight);
-  }
+  Raw<X, N>::template load<true>(static_cast<const X*>(p.weight) + lane * N).widen(weight);
   for (std::int64_t first = block * kBlockRows; first < end; first += kNormRows) {
     const auto count = static_cast<int>(end - first < kNormRows ? end - first : kNormRows);
     const X* x_row = static_cast<const X*>(p.x) + first * p.x_stride + lane * N;
     const X* z_row = static_cast<const X*>(p.z) + first * p.z_stride + lane * N;
     const X* dy_row = static_cast<const X*>(p.dy) + first * p.dy_stride + lane * N;
-    Pack<X, N> x[kNormRows], z[kNormRows], dy[kNormRows];
+    Raw<X, N> x[kNormRows], z[kNormRows], dy[kNormRows];
 #pragma unroll
     for (int r = 0; r < kNormRows; ++r) {
-      x[r] = r < count ? Pack<X, N>::load(x_row + r * p.x_stride) : cuda::zeros<X, N>();
-      z[r] = r < count ? Pack<X, N>::load(z_row + r * p.z_stride) : cuda::zeros<X, N>();
-      dy[r] = r < count ? Pack<X, N>::load(dy_row + r * p.dy_stride) : cuda::zeros<X, N>();
+      x[r] = Raw<X, N>::load(x_row, r < count);
+      z[r] = Raw<X, N>::load(z_row, r < count);
+      dy[r] = Raw<X, N>::load(dy_row, r < count);
+      x_row += p.x_stride;
+      z_row += p.z_stride;
+      dy_row += p.dy_stride;
     }
 #pragma unroll
     for (int r = 0; r < kNormRows; ++r) {
       float values[N];
-      cuda::widen(x[r], values);
+      x[r].widen(values);
       x_tile.put(r, lane, values);
     }
     __syncwarp();
@@ -92,19 +91,17 @@ __global__ void __launch_bounds__(cuda::kNormThreads, sizeof(X) == 2 ? 4 : 2)
     for (int r = 0; r < kNormRows; ++r) {
       if (r >= count) break;
       const float rstd_of_row = __shfl_sync(~0u, rstd, 4 * r);
-      float xs[N], zs[N], dys[N], e[N], dz[N];
-      cuda::widen(x[r], xs);
-      cuda::widen(z[r], zs);
-      cuda::widen(dy[r], dys);
+      float e[N], dz[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const Element element(xs[i], zs[i], dys[i], weight[i], rstd_of_row);
+        const Element element(x[r][i], z[r][i], dy[r][i], weight[i], rstd_of_row);
         sums[i] = fmaf(element.h, element.n, sums[i]);
         e[i] = element.e;
         dz[i] = element.dz;
       }
       e_tile.put(r, lane, e);
-      if (p.dz != nullptr) cuda::narrow<X>(dz).store(dz_row + r * p.dz_stride);
+      if (p.dz != nullptr) Raw<X, N>::narrow(dz).store(dz_row);
+      dz_row += p.dz_stride;
     }
     __syncwarp();
     if (p.dx == nullptr) continue;
@@ -121,12 +118,13 @@ __global__ void __launch_bounds__(cuda::kNormThreads, sizeof(X) == 2 ? 4 : 2)
       if (r >= count) break;
       const float rstd_of_row = __shfl_sync(~0u, rstd, 4 * r);
       const float along_row = __shfl_sync(~0u, along, 4 * r);
-      float xs[N], e[N], dx[N];
-      cuda::widen(x[r], xs);
+      float e[N], dx[N];
       e_tile.get(r, lane, e);
 #pragma unroll
-      for (int i = 0; i < N; ++i) dx[i] = dx_of(xs[i] * rstd_of_row, e[i], along_row, rstd_of_row);
-      cuda::narrow<X>(dx).store(dx_row + r * p.dx_stride);
+      for (int i = 0; i < N; ++i)
+        dx[i] = dx_of(x[r][i] * rstd_of_row, e[i], along_row, rstd_of_row);
+      Raw<X, N>::narrow(dx).store(dx_row);
+      dx_row += p.dx_stride;
     }
     __syncwarp();
   }

@@ -22,19 +22,20 @@ using cuda::Divisor;
 constexpr int kThreads = 128;
 constexpr int kMostRows = 64;  // of a chunk
 
-// A block does a chunk of up to `heads_per_block` of the value heads that share a key head.
+// A block does one chunk of one value head. Heads that share a key head are neighbours: what one
+// reads of k, the others find in L2.
 struct Problem {
   cuda::ChunkSlots slots;
   const void *k, *v, *a;
   const float *beta, *g;
   void *w, *u;  // null: left out
-  std::int64_t key_heads, value_heads, sharing;
-  int key_dim, value_dim, heads_per_block;
+  std::int64_t key_heads, value_heads;
+  int key_dim, value_dim;
   bool tiled, lower;
-  Divisor groups, units;  // blocks of a key head; of a chunk
+  Divisor sharing, heads;  // value heads of a key head, and all
   std::int64_t items;
 
-  Problem(const Op::Desc& d, const Op::Args& args, int most_heads)
+  Problem(const Op::Desc& d, const Op::Args& args)
       : slots(d, args.cu_seqlens),
         k(args.k.data),
         v(args.v.data),
@@ -45,32 +46,25 @@ struct Problem {
         u(args.u.data),
         key_heads(d.key_heads),
         value_heads(d.value_heads),
-        sharing(d.value_heads / d.key_heads),
         key_dim(static_cast<int>(d.key_dim)),
         value_dim(static_cast<int>(d.value_dim)),
-        heads_per_block(static_cast<int>(std::min<std::int64_t>(sharing, most_heads))),
         tiled(d.head_map == HeadMap::tiled),
         lower(d.lower_triangular),
-        groups((sharing + heads_per_block - 1) / heads_per_block),
-        units(key_heads * groups.value()),
-        items(slots.count * units.value()) {}
+        sharing(d.value_heads / d.key_heads),
+        heads(d.value_heads),
+        items(slots.count * d.value_heads) {}
 
   struct Item {
     ChunkTokens chunk;
-    std::int64_t key_head, first;  // the first of its value heads among the key head's
-    int heads;
+    std::int64_t key_row, value_row;  // of the first token, among the rows of all heads
   };
   __device__ Item item(std::int64_t index) const {
-    const std::int64_t slot = units.divide(index), unit = index - slot * units.value();
-    const std::int64_t key_head = groups.divide(unit);
-    const std::int64_t first = (unit - key_head * groups.value()) * heads_per_block;
-    const std::int64_t left = sharing - first;
-    return {slots.at(slot), key_head, first,
-            left < heads_per_block ? static_cast<int>(left) : heads_per_block};
-  }
-  // As GdnDesc::value_head.
-  __device__ std::int64_t value_head(std::int64_t key_head, std::int64_t i) const {
-    return tiled ? key_head + i * key_heads : key_head * sharing + i;
+    const std::int64_t slot = heads.divide(index), turn = index - slot * value_heads;
+    const std::int64_t key_head = sharing.divide(turn);
+    const std::int64_t i = turn - key_head * sharing.value();  // as in GdnDesc::value_head
+    const ChunkTokens chunk = slots.at(slot);
+    return {chunk, chunk.begin * key_heads + key_head,
+            chunk.begin * value_heads + (tiled ? key_head + i * key_heads : turn)};
   }
   // How many columns of A's row i count, in a chunk of `rows`.
   __device__ int terms(int i, int rows) const { return i >= rows ? 0 : lower ? i + 1 : rows; }
@@ -103,8 +97,7 @@ __global__ void __launch_bounds__(kThreads) recompute(const Problem p) {
   for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
     const Problem::Item item = p.item(index);
     const int rows = item.chunk.rows, chunk = p.slots.chunk;
-    const std::int64_t head = p.value_head(item.key_head, item.first);
-    const std::int64_t first = item.chunk.begin * p.value_heads + head;  // row of the value heads
+    const std::int64_t first = item.value_row;
     __syncthreads();
     const int column = static_cast<int>(threadIdx.x) % chunk;
     for (int i = static_cast<int>(threadIdx.x) / chunk; i < rows; i += kThreads / chunk) {
@@ -178,17 +171,16 @@ __global__ void __launch_bounds__(kThreads) recompute(const Problem p) {
               [&](int j, X x) { return scaled(x, s.beta[j], 1.0f); });
     }
     if (p.w != nullptr) {
-      product(
-          static_cast<const X*>(p.k) + (item.chunk.begin * p.key_heads + item.key_head) * p.key_dim,
-          p.key_heads * p.key_dim, p.key_dim, static_cast<X*>(p.w),
-          [&](int j, X x) { return scaled(x, s.beta[j], s.decay[j]); });
+      product(static_cast<const X*>(p.k) + item.key_row * p.key_dim, p.key_heads * p.key_dim,
+              p.key_dim, static_cast<X*>(p.w),
+              [&](int j, X x) { return scaled(x, s.beta[j], s.decay[j]); });
     }
   }
 }
 
 template <class X, class M>
 Status run_exact(const Op::Desc& d, const Op::Args& a, Stream stream) {
-  const Problem p(d, a, 1);
+  const Problem p(d, a);
   return cuda::launch(Op::kName, recompute<X, M>,
                       {.blocks = p.items, .threads = kThreads, .shared = sizeof(ExactShared)},
                       a.k.device.index, stream, p);
@@ -203,17 +195,15 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
 
 // ---- cuda_mma: on the tensor cores ----
 //
-// The traffic takes 6 times as long as the products, so all that counts is to keep copies in
-// flight: a block asks for all its tiles at once, three or four blocks share a multiprocessor, and
-// one's products hide behind the others' copies. Two value heads of a key head go to one block,
-// which reads k once.
+// The traffic takes several times as long as the products, so all that counts is to keep copies in
+// flight: a block asks for all its tiles at once, several blocks share a multiprocessor, and one's
+// work hides behind the others' copies.
 //
-//   tile        rows of 16-bit elements in shared memory, in pieces of 16 bytes, swizzled
-//   warp        has slabs of 32 columns and all rows. With two heads, warps 0 to 3 do the first
-//               one's u, then its w, 4 to 7 the second one's; with one, warps 0 to 3 do u, 4 to 7
-//               w. A warp alone reads its columns of v (with one head, of k), so it scales them in
-//               registers, and its results take their place on the way out: after the tiles'
-//               arrival no barrier is needed.
+//   tile        rows of 16-bit elements in shared memory, in pieces of 16 bytes, swizzled; zeros
+//               past the chunk's end. k and v are scaled and rounded where they lie.
+//   warp        0 and 1 do u, 2 and 3 w, each in slabs of 64 columns (whole lines are written) of
+//               all rows. No other warp reads these columns, so results take their place on the
+//               way out, without a barrier.
 //   A in f32    a = high + middle + low, the significand's first, second and last 8 bits: exact
 //               down to 2^-109, and within 2^-133 below
 //   k, v in f16 x = leading + rest in bf16, exactly
@@ -223,79 +213,98 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
 // of magnitudes where addends are aligned with two extra bits (sm_80: 8 of 8 terms, 6.5). That is
 // 52 * 2^-24 at most, inside the header's bound.
 //
-// 0 * inf of a part or of the padding would be NaN where the definition has none: columns with a
-// non-finite factor are done by the definition.
+// 0 * inf of a part, of the padding or above the diagonal would be NaN where the definition has
+// none: columns with a result that is not finite are done again by the definition.
 
-constexpr int kHeads = 2;                    // value heads of a block, at most
-constexpr int kMmaThreads = 256;             //
-constexpr int kMmaSlab = 32;                 // columns of a warp
-constexpr int kSteps = kMostRows / 16;       // 16 x 16 tiles along an axis of A
-constexpr int kTilesAcross = kMmaSlab / 8;   // 16 x 8 tiles of the result that a warp sums at
-constexpr int kTilesDown = 1;                // a time
-constexpr int kPiece = 16;                   // bytes
-constexpr int kMatrixBytes = 2 * kMostRows;  // of a row of a part of A
-constexpr int kRawBytes = 2 * kMatrixBytes;  // of a row of A in f32
+constexpr int kMmaSlab = 64;       // columns of a warp: summed in two halves,
+constexpr int kMmaHalf = 32;       // which are
+constexpr int kTilesAcross = 4;    // 16 x 8 tiles of the result
+constexpr int kPiece = 16;         // bytes
+constexpr int kMatrixBytes = 128;  // of a row of a part of A, whatever the chunk
+constexpr int kRawBytes = 256;     // of a row of A in f32
+constexpr int kWide = 128;         // the width with constant addresses
 
 template <class M>
 constexpr int kMatrixParts = sizeof(M) == 4 ? 3 : 1;
 template <class X>
 constexpr int kValueParts = std::is_same_v<X, f16> ? 2 : 1;
-// Blocks whose registers must fit a multiprocessor.
-template <class X, class M>
-constexpr int kBlocks = kMatrixParts<M> * kValueParts<X> == 1 ? 3 : 2;
-
-// Rows that are filled, with zeros past the chunk: whole 16 x 16 tiles.
-__device__ int padded(int rows) { return (rows + 15) & ~15; }
+// Blocks whose registers must fit a multiprocessor. Shared memory has room for as many.
+template <int kWidth, class X, class M>
+constexpr int kBlocks = (kMatrixParts<M> * kValueParts<X> == 1  ? 5
+                         : kMatrixParts<M> * kValueParts<X> < 6 ? 4
+                                                                : 3) -
+                        (kWidth == 0 ? 1 : 0)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+                        - 1  // less shared memory, and other registers
+#endif
+    ;
 
 // Where a piece lies. Every eight rows permute the pieces of 128 bytes among themselves: a column
 // of pieces meets every bank.
-__device__ int swizzled(int row, int piece, int pitch) {
-  return row * pitch + ((piece ^ (row & 7)) * kPiece);
+__device__ int swizzled(unsigned row, unsigned piece, int pitch) {
+  return static_cast<int>(row * static_cast<unsigned>(pitch) + ((piece ^ (row & 7)) * kPiece));
 }
 
-// Bytes of shared memory: k's tile, v's tile of each head, A's parts of each head (in f32 it comes
-// into the first two), beta and e^g of each head.
+// Bytes of shared memory: k's and v's tile, A's parts (in f32 it comes into the first two), beta
+// and e^g.
 struct Layout {
   int pitch;  // of a row of k's and v's tiles
-  int tile, part, matrix;
+  int values, matrix, gates, bytes;
   __host__ __device__ Layout(int widest, int chunk, int parts)
       : pitch((widest + 63) / 64 * 128),
-        tile(chunk * pitch),
-        part(chunk * kMatrixBytes),
-        matrix(parts * part) {}
-  __host__ __device__ int bytes(int heads) const {
-    return tile + heads * (tile + matrix + 2 * kMostRows * static_cast<int>(sizeof(float)));
-  }
+        values(chunk * pitch),
+        matrix(2 * values),
+        gates(matrix + parts * chunk * kMatrixBytes),
+        bytes(gates + 2 * kMostRows * static_cast<int>(sizeof(float))) {}
 };
 
-// Thread t has pieces t % 16, t % 16 + 16.. of rows t / 16, t / 16 + 8..
-template <class X>
-__device__ void copy_tile(char* tile, int pitch, const X* from, std::int64_t stride, int rows,
+template <class T>
+__device__ T& shared_at(int place) {
+  return *reinterpret_cast<T*>(cuda::dynamic_shared<char>() + place);
+}
+
+// What each thread copies of a tile, and then scales: pieces t % 16, t % 16 + 16.. of rows t / 16,
+// t / 16 + kRowsApart..
+constexpr int kRowsApart = kThreads / 16;
+__device__ bool has_piece(int piece, int width) {
+  return width % kWide == 0 ? piece / 16 * kWide < width : piece * 8 < width;
+}
+
+template <int kChunk, class X>
+__device__ void copy_tile(int tile, int pitch, const X* from, std::int64_t stride, int rows,
                           int width) {
-  constexpr int kElements = kPiece / sizeof(X);
-  const int first = static_cast<int>(threadIdx.x) % 16;
-  for (int row = static_cast<int>(threadIdx.x) / 16; row < padded(rows); row += kMmaThreads / 16) {
-    const X* at = row < rows ? from + row * stride : from;
-    for (int piece = first; piece * kElements < width; piece += 16)
-      cuda::copy_async_16(tile + swizzled(row, piece, pitch), at + piece * kElements,
-                          row < rows ? kPiece : 0);
+  const unsigned first_row = threadIdx.x / 16, first_piece = threadIdx.x % 16;
+  const auto* at = reinterpret_cast<const char*>(from + first_row * stride) + first_piece * kPiece;
+#pragma unroll
+  for (unsigned turn = 0; turn < kChunk / kRowsApart; ++turn) {
+    const unsigned row = turn * kRowsApart + first_row;
+#pragma unroll
+    for (unsigned piece = first_piece; piece < 32; piece += 16)
+      if (has_piece(static_cast<int>(piece), width))
+        cuda::copy_async_16(&shared_at<char>(tile + swizzled(row, piece, pitch)),
+                            at + (piece - first_piece) * kPiece,
+                            static_cast<int>(row) < rows ? kPiece : 0);  // 0: not even looked at
+    at += kRowsApart * stride * static_cast<std::int64_t>(sizeof(X));
   }
 }
 
 // The elements of A that count, zeros for the others. In bf16 swizzled, in f32 as they come.
-template <class M>
-__device__ void copy_matrix(const Problem& p, char* to, const M* from, int rows) {
-  constexpr int kElements = kPiece / sizeof(M), kPieces = kMostRows / kElements;
-  const int piece = static_cast<int>(threadIdx.x) % kPieces;
-  if (piece * kElements >= padded(rows)) return;
-  for (int row = static_cast<int>(threadIdx.x) / kPieces; row < padded(rows);
-       row += kMmaThreads / kPieces) {
-    const int bytes = (p.terms(row, rows) - piece * kElements) * static_cast<int>(sizeof(M));
-    const int read = max(0, min(bytes, kPiece));
-    const M* at = from + row * p.value_heads * p.slots.chunk + piece * kElements;
-    cuda::copy_async_16(to + (sizeof(M) == 4 ? row * kRawBytes + piece * kPiece
-                                             : swizzled(row, piece, kMatrixBytes)),
-                        read > 0 ? at : from, read);
+template <int kChunk, class M>
+__device__ void copy_matrix(const Problem& p, int to, const M* from, int rows) {
+  constexpr unsigned kElements = kPiece / sizeof(M), kPieces = kMostRows / kElements;
+  constexpr unsigned kAtOnce = kThreads / kPieces;
+  const unsigned first_row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+  if (piece * kElements >= kChunk) return;
+  const M* at = from + first_row * p.value_heads * kChunk + piece * kElements;
+#pragma unroll
+  for (unsigned turn = 0; turn < kChunk / kAtOnce; ++turn) {
+    const unsigned row = turn * kAtOnce + first_row;
+    const int terms = p.terms(static_cast<int>(row), rows) - static_cast<int>(piece * kElements);
+    cuda::copy_async_16(
+        &shared_at<char>(to + (sizeof(M) == 4 ? static_cast<int>(row * kRawBytes + piece * kPiece)
+                                              : swizzled(row, piece, kMatrixBytes))),
+        at, max(0, min(terms * static_cast<int>(sizeof(M)), kPiece)));
+    at += kAtOnce * p.value_heads * kChunk;
   }
 }
 
@@ -305,24 +314,24 @@ __device__ std::uint32_t upper_halves(std::uint32_t x, std::uint32_t y) {
 }
 __device__ float upper_half(float x) { return __uint_as_float(__float_as_uint(x) & 0xffff0000u); }
 
-// A as it came becomes its three parts.
-__device__ void split_matrix(char* a, int part_bytes, int rows) {
-  constexpr int kPieces = kRawBytes / kPiece, kTurns = kMostRows * kPieces / kMmaThreads;
-  const int first = static_cast<int>(threadIdx.x) / kPieces;
+// A as it came becomes its three parts, in two halves of the rows: parts of the upper half of the
+// rows lie where raw rows of the lower half lay, so all is read before anything is written.
+template <int kChunk>
+__device__ void split_matrix(int a) {
+  constexpr int kPieces = kRawBytes / kPiece, kAtOnce = kThreads / kPieces;
   const int piece = static_cast<int>(threadIdx.x) % kPieces;
-  const auto wanted = [&](int row) { return row < padded(rows) && piece * 4 < padded(rows); };
-  float4 raw[kTurns];
+  float4 raw[kChunk / kAtOnce];
 #pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    const int row = first + i * kMmaThreads / kPieces;
-    if (wanted(row)) raw[i] = *reinterpret_cast<float4*>(a + row * kRawBytes + piece * kPiece);
+  for (int turn = 0; turn < kChunk / kAtOnce; ++turn) {
+    const int row = turn * kAtOnce + static_cast<int>(threadIdx.x) / kPieces;
+    raw[turn] = shared_at<float4>(a + row * kRawBytes + piece * kPiece);
   }
   __syncthreads();
+  if (piece * 4 >= kChunk) return;
 #pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    const int row = first + i * kMmaThreads / kPieces;
-    if (!wanted(row)) continue;
-    const float x[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+  for (int turn = 0; turn < kChunk / kAtOnce; ++turn) {
+    const int row = turn * kAtOnce + static_cast<int>(threadIdx.x) / kPieces;
+    const float x[4] = {raw[turn].x, raw[turn].y, raw[turn].z, raw[turn].w};
     std::uint32_t part[3][4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -332,10 +341,10 @@ __device__ void split_matrix(char* a, int part_bytes, int rows) {
       part[1][e] = __float_as_uint(rest);
       part[2][e] = __float_as_uint(rest - upper_half(rest));
     }
-    char* const at = a + swizzled(row, piece / 2, kMatrixBytes) + piece % 2 * 8;
+    const int at = a + swizzled(row, piece / 2, kMatrixBytes) + piece % 2 * 8;
 #pragma unroll
     for (int n = 0; n < 3; ++n)
-      *reinterpret_cast<uint2*>(at + n * part_bytes) =
+      shared_at<uint2>(at + n * kChunk * kMatrixBytes) =
           make_uint2(upper_halves(part[n][0], part[n][1]), upper_halves(part[n][2], part[n][3]));
   }
 }
@@ -359,152 +368,168 @@ __device__ float2 unpack_pair(std::uint32_t bits) {
                      cuda::load_math(X{static_cast<std::uint16_t>(bits >> 16)}));
 }
 
-// Sets bit 15 or 31 if an element's exponent is all ones.
-template <class X>
-__device__ std::uint32_t mark_non_finite(std::uint32_t pair) {
-  return std::is_same_v<X, bf16> ? (pair & 0x7f807f80u) + 0x00800080u
-                                 : (pair & 0x7c007c00u) + 0x04000400u;
-}
-__device__ bool marked(std::uint32_t marks) { return (marks & 0x80008000u) != 0; }
-
-// One product of a chunk and head: out = X(A b), b = X((x * beta) * decay), decay being 1 for u.
-template <class X, class M>
-struct Product {
-  static constexpr int kElements = kPiece / sizeof(X), kFloat = sizeof(float);
-  // Places in shared memory, in bytes: 32 bits where a pointer would have 64.
-  int a;      // its parts, the largest first
-  int x;      // the tile that b comes from
-  int stage;  // the tile whose columns the result passes through
-  int beta, decay;
-  bool decays;  // otherwise decay is 1
-  X* out;       // the result's row 0
-  std::int64_t out_stride;
-  int pitch, part_bytes, rows, width;
-  bool lower;
-
-  template <class T>
-  __device__ static T& at(int place) {
-    return *reinterpret_cast<T*>(cuda::dynamic_shared<char>() + place);
+// b = X(x * beta), or X((x * beta) * decay), in x's place.
+template <int kChunk, class X, bool kDecay>
+__device__ void scale_tile(int tile, int pitch, int gates, int width) {
+  constexpr int kTogether = kChunk / kRowsApart < 4 ? kChunk / kRowsApart : 4;
+  const unsigned first_row = threadIdx.x / 16;
+#pragma unroll
+  for (unsigned first = first_row; first < kChunk; first += kTogether * kRowsApart) {
+#pragma unroll
+    for (unsigned piece = threadIdx.x % 16; piece < 32; piece += 16) {
+      if (!has_piece(static_cast<int>(piece), width)) continue;
+      uint4 x[kTogether];
+#pragma unroll
+      for (unsigned i = 0; i < kTogether; ++i)
+        x[i] = shared_at<uint4>(tile + swizzled(first + i * kRowsApart, piece, pitch));
+#pragma unroll
+      for (unsigned i = 0; i < kTogether; ++i) {
+        const unsigned row = first + i * kRowsApart;
+        const float beta = shared_at<float>(gates + static_cast<int>(row * 4));
+        const float decay =
+            kDecay ? shared_at<float>(gates + static_cast<int>((kMostRows + row) * 4)) : 1.0f;
+        const auto scale = [&](std::uint32_t pair) {
+          const float2 of = unpack_pair<X>(pair);
+          return kDecay ? pack_pair<X>(of.x * beta * decay, of.y * beta * decay)
+                        : pack_pair<X>(of.x * beta, of.y * beta);
+        };
+        shared_at<uint4>(tile + swizzled(row, piece, pitch)) =
+            make_uint4(scale(x[i].x), scale(x[i].y), scale(x[i].z), scale(x[i].w));
+      }
+    }
   }
+}
+
+// One product of a chunk and head: out = X(A b), through b's place.
+template <int kChunk, class X, class M>
+struct Product {
+  static constexpr int kSteps = kChunk / 16;  // 16 x 16 tiles along an axis of A
+  static constexpr int kPart = kChunk * kMatrixBytes;
+  int a, b, pitch;  // A's parts, the largest first
+  X* out;           // the result's row 0
+  std::int64_t out_stride;
+  int rows, width;
+  bool lower;
 
   // Columns column .. column + kMmaSlab - 1, by one warp.
   __device__ void slab(int column) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const bool staged = sum(column);
-    __syncwarp();
-    // Out again in pieces: lane l has piece l % 4 of row l / 4 of 8.
-    const int mine = column + lane % 4 * kElements;
-    if (staged && mine < width) {
-#pragma unroll 4
-      for (int row = lane / 4; row < rows; row += 8)
-        __stcs(reinterpret_cast<uint4*>(out + row * out_stride + mine),
-               at<uint4>(stage + swizzled(row, mine / kElements, pitch)));
+    const unsigned lane = threadIdx.x % 32;
+    int staged = 0;  // bit h: half h
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const int first = column + half * kMmaHalf;
+      if (first < width) staged |= sum(first) << half;
     }
     __syncwarp();
+    // Out in pieces: lane l has piece l % 8 of row l / 8 of 4, and reads several ahead.
+    constexpr int kTogether = kChunk / 4 < 8 ? kChunk / 4 : 8;
+    const unsigned mine = static_cast<unsigned>(column) / 8 + lane % 8;
+    if (mine * 8 >= static_cast<unsigned>(width) || (staged >> lane / 4 % 2 & 1) == 0) return;
+    auto* to = reinterpret_cast<char*>(out + lane / 8 * out_stride) + mine * kPiece;
+    const std::int64_t apart = 4 * out_stride * static_cast<std::int64_t>(sizeof(X));
+#pragma unroll
+    for (unsigned first = lane / 8; first < kChunk; first += 4 * kTogether) {
+      uint4 pieces[kTogether];
+#pragma unroll
+      for (unsigned i = 0; i < kTogether; ++i)
+        pieces[i] = shared_at<uint4>(b + swizzled(first + 4 * i, mine, pitch));
+#pragma unroll
+      for (unsigned i = 0; i < kTogether; ++i) {
+        if (static_cast<int>(first + 4 * i) < rows) __stcs(reinterpret_cast<uint4*>(to), pieces[i]);
+        to += apart;
+      }
+    }
   }
 
-  // The same, into `stage`; or straight out, and false.
-  __device__ bool sum(int column) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int steps = padded(rows) / 16;
-    std::uint32_t b[kValueParts<X>][kSteps][kTilesAcross][2];
-    std::uint32_t marks = 0;
+  // Columns column .. column + kMmaHalf - 1, into b's place; or straight out, and 0.
+  __device__ int sum(int column) const {
+    const unsigned lane = threadIdx.x % 32;
+    std::uint32_t of_b[kValueParts<X>][kSteps][kTilesAcross][2];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      if (step >= steps) continue;
-      // Lane l's elements of b are in rows 2 (l % 4) and 2 (l % 4) + 1 of 8: see multiply_bf16.
-      float2 row_beta[2], row_decay[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = 16 * step + 8 * half + lane % 4 * 2;
-        row_beta[half] = at<float2>(beta + row * kFloat);
-        row_decay[half] = decays ? at<float2>(decay + row * kFloat) : make_float2(1, 1);
-      }
 #pragma unroll
       for (int tile = 0; tile < kTilesAcross; tile += 2) {
-        std::uint32_t pairs[4] = {};
-        if (column + 8 * tile < width) {
-          cuda::load_tiles_transposed(
-              pairs,
-              &at<char>(x + swizzled(16 * step + lane % 16, column / 8 + tile + lane / 16, pitch)));
-        }
+        std::uint32_t pairs[4];
+        // Past the width's end lies the tile's own padding, which is not used.
+        cuda::load_tiles_transposed(
+            pairs, &shared_at<char>(
+                       b + swizzled(16 * step + lane % 16, column / 8 + tile + lane / 16, pitch)));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int half = i % 2;
-          float2 pair = unpack_pair<X>(pairs[i]);
-          pair.x = pair.x * row_beta[half].x * row_decay[half].x;
-          pair.y = pair.y * row_beta[half].y * row_decay[half].y;
-          const std::uint32_t rounded = pack_pair<X>(pair.x, pair.y);
-          marks |= mark_non_finite<X>(rounded);
           if constexpr (kValueParts<X> == 1) {
-            b[0][step][tile + i / 2][half] = rounded;
+            of_b[0][step][tile + i / 2][i % 2] = pairs[i];
           } else {
-            pair = unpack_pair<X>(rounded);
-            b[0][step][tile + i / 2][half] =
-                upper_halves(__float_as_uint(pair.x), __float_as_uint(pair.y));
-            b[1][step][tile + i / 2][half] =
-                upper_halves(__float_as_uint(pair.x - upper_half(pair.x)),
-                             __float_as_uint(pair.y - upper_half(pair.y)));
+            const float2 x = unpack_pair<X>(pairs[i]);
+            of_b[0][step][tile + i / 2][i % 2] =
+                upper_halves(__float_as_uint(x.x), __float_as_uint(x.y));
+            of_b[1][step][tile + i / 2][i % 2] = upper_halves(
+                __float_as_uint(x.x - upper_half(x.x)), __float_as_uint(x.y - upper_half(x.y)));
           }
         }
       }
     }
     if constexpr (kValueParts<X> > 1) {  // inf * rest would be NaN where rest is 0
-      for (int tile = 0; tile < steps * steps; ++tile) {
-        std::uint32_t tiles[4];
-        load_matrix(tiles, 0, tile / steps, tile % steps);
+      std::uint32_t marks = 0;
+      for (int tile = 0; tile < kSteps * kSteps; ++tile) {
+        std::uint32_t of_a[4];
+        load_matrix(of_a, 0, tile / kSteps, tile % kSteps);
+        // Bit 15 or 31, if an element's exponent is all ones.
 #pragma unroll
-        for (int i = 0; i < 4; ++i) marks |= mark_non_finite<bf16>(tiles[i]);
+        for (int i = 0; i < 4; ++i) marks |= (of_a[i] & 0x7f807f80u) + 0x00800080u;
+      }
+      if (__any_sync(~0u, (marks & 0x80008000u) != 0)) {
+        by_definition(column + static_cast<int>(lane));
+        return 0;
       }
     }
-    if (__any_sync(~0u, marked(marks))) {
-      by_definition(column + lane);
-      return false;
-    }
-#pragma unroll 1
-    for (int first = 0; first < steps; first += kTilesDown) {
-      float sums[kTilesDown][kTilesAcross][4] = {};
-#pragma unroll 1
+    // From the bottom: with a factor of b that is not finite, the last rows' sums are not.
+#pragma unroll
+    for (int down = kSteps - 1; down >= 0; --down) {
+      float sums[kTilesAcross][4] = {};
+      bool finite = true;
+#pragma unroll
       for (int part = kMatrixParts<M> - 1; part >= 0; --part) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
+          std::uint32_t of_a[4];
+          load_matrix(of_a, part, down, step);
 #pragma unroll
-          for (int down = 0; down < kTilesDown; ++down) {
-            if (step >= steps || first + down >= steps || (lower && step > first + down)) continue;
-            std::uint32_t tiles[4];
-            load_matrix(tiles, part, first + down, step);
+          for (int n = kValueParts<X> - 1; n >= 0; --n)
 #pragma unroll
-            for (int of_b = kValueParts<X> - 1; of_b >= 0; --of_b)
+            for (int tile = 0; tile < kTilesAcross; ++tile)
+              cuda::multiply_bf16(sums[tile], of_a, of_b[n][step][tile]);
+        }
+      }
+      if (down == kSteps - 1) {
 #pragma unroll
-              for (int tile = 0; tile < kTilesAcross; ++tile)
-                cuda::multiply_bf16(sums[down][tile], tiles, b[of_b][step][tile]);
-          }
+        for (int tile = 0; tile < kTilesAcross; ++tile)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            if (column + 8 * tile < width) finite = finite && fabsf(sums[tile][i]) < INFINITY;
+        if (!__all_sync(~0u, finite)) {
+          by_definition(column + lane);
+          return 0;
         }
       }
 #pragma unroll
-      for (int down = 0; down < kTilesDown; ++down) {
-        if (first + down >= steps) continue;
+      for (int tile = 0; tile < kTilesAcross; ++tile) {
 #pragma unroll
-        for (int tile = 0; tile < kTilesAcross; ++tile) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float* pair = sums[down][tile] + 2 * half;
-            const int row = 16 * (first + down) + 8 * half + lane / 4;
-            at<std::uint32_t>(stage + swizzled(row, column / 8 + tile, pitch) + lane % 4 * 4) =
-                pack_pair<X>(pair[0], pair[1]);
-          }
+        for (int half = 0; half < 2; ++half) {
+          const int row = 16 * down + 8 * half + lane / 4;
+          shared_at<std::uint32_t>(b + swizzled(row, column / 8 + tile, pitch) + lane % 4 * 4) =
+              pack_pair<X>(sums[tile][2 * half], sums[tile][2 * half + 1]);
         }
       }
     }
-    return true;
+    return 1;
   }
 
   // This lane's elements of the 16 x 16 tile (down, across) of a part of A.
   __device__ void load_matrix(std::uint32_t (&to)[4], int part, int down, int across) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    cuda::load_tiles(
-        to, &at<char>(a + part * part_bytes +
-                      swizzled(16 * down + lane % 16, 2 * across + lane / 16, kMatrixBytes)));
+    const unsigned lane = threadIdx.x % 32;
+    cuda::load_tiles(to, &shared_at<char>(a + part * kPart +
+                                          swizzled(16 * down + lane % 16, 2 * across + lane / 16,
+                                                   kMatrixBytes)));
   }
 
   __device__ void by_definition(int column) const {
@@ -513,92 +538,270 @@ struct Product {
       float acc = 0;
       for (int j = 0; j < (lower ? i + 1 : rows); ++j) {
         float factor = 0;
-        for (int part = kMatrixParts<M> - 1; part >= 0; --part) {
+        for (int part = kMatrixParts<M> - 1; part >= 0; --part)
           factor += cuda::load_math(
-              at<bf16>(a + part * part_bytes + swizzled(i, j / 8, kMatrixBytes) + j % 8 * 2));
-        }
-        const X value = at<X>(x + swizzled(j, column / kElements, pitch) + column % kElements * 2);
-        acc = std::fma(factor,
-                       scaled(value, at<float>(beta + j * kFloat),
-                              decays ? at<float>(decay + j * kFloat) : 1.0f),
-                       acc);
+              shared_at<bf16>(a + part * kPart + swizzled(i, j / 8, kMatrixBytes) + j % 8 * 2));
+        const X x = shared_at<X>(b + swizzled(j, column / 8, pitch) + column % 8 * 2);
+        acc = std::fma(factor, cuda::load_math(x), acc);
       }
       out[i * out_stride + column] = cuda::store_math<X>(acc);
     }
   }
 };
 
-template <class X, class M>
-__global__ void __launch_bounds__(kMmaThreads, kBlocks<X, M>) recompute_mma(const Problem p) {
-  const int chunk = p.slots.chunk;
-  const Layout layout(max(p.key_dim, p.value_dim), chunk, kMatrixParts<M>);
-  char* const shared = cuda::dynamic_shared<char>();
-  constexpr int kKeys = 0, kGates = kMostRows * sizeof(float);
-  const int values = layout.tile;
-  const int matrices = values + p.heads_per_block * layout.tile;
-  const int betas = matrices + p.heads_per_block * layout.matrix;
-  const int decays = betas + p.heads_per_block * kGates;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-
+// kWidth: key_dim and value_dim, when they are kWide; otherwise 0.
+template <int kChunk, int kWidth, class X, class M>
+__global__ void __launch_bounds__(kThreads, kBlocks<kWidth, X, M>) recompute_mma(const Problem p) {
+  const int key_dim = kWidth > 0 ? kWidth : p.key_dim;
+  const int value_dim = kWidth > 0 ? kWidth : p.value_dim;
+  const Layout layout(max(key_dim, value_dim), kChunk, kMatrixParts<M>);
+  constexpr int kKeys = 0;
   for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
     const Problem::Item item = p.item(index);
     const int rows = item.chunk.rows;
     if (rows == 0) continue;
-    const auto first = [&](int h) {  // head h's row of the chunk's first token
-      return item.chunk.begin * p.value_heads + p.value_head(item.key_head, item.first + h);
-    };
-    if (p.w != nullptr) {
-      const std::int64_t at = item.chunk.begin * p.key_heads + item.key_head;
-      copy_tile(shared + kKeys, layout.pitch, static_cast<const X*>(p.k) + at * p.key_dim,
-                p.key_heads * p.key_dim, rows, p.key_dim);
+    copy_matrix<kChunk>(p, layout.matrix, static_cast<const M*>(p.a) + item.value_row * kChunk,
+                        rows);
+    if (p.u != nullptr) {
+      copy_tile<kChunk>(layout.values, layout.pitch,
+                        static_cast<const X*>(p.v) + item.value_row * value_dim,
+                        p.value_heads * value_dim, rows, value_dim);
     }
-    for (int h = 0; h < item.heads; ++h) {
-      copy_matrix(p, shared + matrices + h * layout.matrix,
-                  static_cast<const M*>(p.a) + first(h) * chunk, rows);
-      if (p.u != nullptr) {
-        copy_tile(shared + values + h * layout.tile, layout.pitch,
-                  static_cast<const X*>(p.v) + first(h) * p.value_dim, p.value_heads * p.value_dim,
-                  rows, p.value_dim);
-      }
+    if (p.w != nullptr) {
+      copy_tile<kChunk>(kKeys, layout.pitch, static_cast<const X*>(p.k) + item.key_row * key_dim,
+                        p.key_heads * key_dim, rows, key_dim);
     }
     cuda::copy_async_commit();
-    for (int i = static_cast<int>(threadIdx.x); i < item.heads * kMostRows; i += kMmaThreads) {
-      const int row = i % kMostRows;
-      const std::int64_t at = first(i / kMostRows) + row * p.value_heads;
-      reinterpret_cast<float*>(shared + betas)[i] = row < rows ? p.beta[at] : 0.0f;
-      reinterpret_cast<float*>(shared + decays)[i] = row < rows ? math::exp(p.g[at]) : 0.0f;
+    if (const int row = static_cast<int>(threadIdx.x); row < kChunk) {
+      const std::int64_t at = item.value_row + row * p.value_heads;
+      shared_at<float>(layout.gates + row * 4) = row < rows ? p.beta[at] : 0.0f;
+      shared_at<float>(layout.gates + (kMostRows + row) * 4) =
+          row < rows ? math::exp(p.g[at]) : 0.0f;
     }
     cuda::copy_async_wait<0>();
     __syncthreads();
-    if constexpr (kMatrixParts<M> > 1) {
-      for (int h = 0; h < item.heads; ++h)
-        split_matrix(shared + matrices + h * layout.matrix, layout.part, rows);
-      __syncthreads();
-    }
-    static_assert(kHeads == 2 && kMmaThreads == 256);
-    const int head = item.heads == 2 ? warp / 4 : 0;
-    const int v_tile = values + head * layout.tile;
-#pragma unroll 1
-    for (int of_keys = item.heads == 2 ? 0 : warp / 4; of_keys < 2; of_keys += 3 - item.heads) {
-      void* const out = of_keys != 0 ? p.w : p.u;
-      if (out == nullptr) continue;
-      const int width = of_keys != 0 ? p.key_dim : p.value_dim;
-      const Product<X, M> product{.a = matrices + head * layout.matrix,
-                                  .x = of_keys != 0 ? kKeys : v_tile,
-                                  .stage = of_keys != 0 && item.heads == 1 ? kKeys : v_tile,
-                                  .beta = betas + head * kGates,
-                                  .decay = decays + head * kGates,
-                                  .decays = of_keys != 0,
-                                  .out = static_cast<X*>(out) + first(head) * width,
-                                  .out_stride = p.value_heads * width,
-                                  .pitch = layout.pitch,
-                                  .part_bytes = layout.part,
-                                  .rows = rows,
-                                  .width = width,
-                                  .lower = p.lower};
-#pragma unroll 1
-      for (int column = warp % 4 * kMmaSlab; column < width; column += 4 * kMmaSlab)
+    if (p.u != nullptr)
+      scale_tile<kChunk, X, false>(layout.values, layout.pitch, layout.gates, value_dim);
+    if (p.w != nullptr) scale_tile<kChunk, X, true>(kKeys, layout.pitch, layout.gates, key_dim);
+    if constexpr (kMatrixParts<M> > 1) split_matrix<kChunk>(layout.matrix);
+    __syncthreads();
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const bool of_keys = warp >= 2;
+    void* const out = of_keys ? p.w : p.u;
+    if (out != nullptr) {
+      const int width = of_keys ? key_dim : value_dim;
+      const Product<kChunk, X, M> product{.a = layout.matrix,
+                                          .b = of_keys ? kKeys : layout.values,
+                                          .pitch = layout.pitch,
+                                          .out = static_cast<X*>(out) + item.value_row * width,
+                                          .out_stride = p.value_heads * width,
+                                          .rows = rows,
+                                          .width = width,
+                                          .lower = p.lower};
+      for (int column = warp % 2 * kMmaSlab; column < width; column += 2 * kMmaSlab)
         product.slab(column);
+    }
+    __syncthreads();
+  }
+}
+
+// ---- cuda_mma with products of a warpgroup (sm_90a): bf16, chunks of 64, heads of 128 ----
+//
+// What the kernel above does in 256 instructions to a warp takes 16 to 48 here, and the tensor
+// cores read b where it lies, so the work hides behind the copies of the other blocks. A comes in
+// registers, its parts made there.
+//
+//   tile   64 rows of 128 columns in two panels, as warpgroup_multiply_bf16 wants b: piece p of row
+//          j is in panel p / 8, at 128 j + 16 (p % 8 ^ j % 8)
+//   A      f32: row i at 256 i, piece p at 16 (p ^ i % 8);  bf16: row i at 128 i, likewise
+//   warp   w has rows 16 w .. 16 w + 15 of both results
+
+constexpr int kPanel = kMostRows * 128;  // bytes
+constexpr int kTile = 2 * kPanel;
+
+template <class M>
+struct WarpgroupShared {
+  char values[kTile], keys[kTile];
+  char matrix[kMostRows * kMostRows * sizeof(M)];
+  float beta[kMostRows], decay[kMostRows];
+};
+template <class M>
+constexpr int kWarpgroupBlocks = sizeof(M) == 4 ? 4 : 5;  // that a multiprocessor has room for
+
+__device__ int panel_place(int row, int piece) {
+  return piece / 8 * kPanel + row * 128 + ((piece ^ row) & 7) * kPiece;
+}
+template <class M>
+__device__ int matrix_place(int row, int piece) {
+  return row * kMostRows * static_cast<int>(sizeof(M)) + (piece ^ (row & 7)) * kPiece;
+}
+
+// Thread t copies and scales piece t % 16 of rows t / 16, t / 16 + 8 ..
+__device__ void copy_panels(char* tile, const bf16* from, std::int64_t stride, int rows) {
+  const int first = static_cast<int>(threadIdx.x) / 16, piece = static_cast<int>(threadIdx.x) % 16;
+  const bf16* at = from + first * stride + piece * 8;
+#pragma unroll
+  for (int row = first; row < kMostRows; row += 8, at += 8 * stride)
+    cuda::copy_async_16(tile + panel_place(row, piece), row < rows ? at : from,
+                        row < rows ? kPiece : 0);
+}
+
+template <bool kDecay>
+__device__ void scale_panels(char* tile, const float* beta, const float* decay) {
+  const int first = static_cast<int>(threadIdx.x) / 16, piece = static_cast<int>(threadIdx.x) % 16;
+#pragma unroll
+  for (int row = first; row < kMostRows; row += 8) {
+    auto& place = *reinterpret_cast<uint4*>(tile + panel_place(row, piece));
+    std::uint32_t pairs[4] = {place.x, place.y, place.z, place.w};
+    const float b = beta[row], e = kDecay ? decay[row] : 1.0f;
+#pragma unroll
+    for (std::uint32_t& pair : pairs) {
+      const float2 x = unpack_pair<bf16>(pair);
+      pair = kDecay ? pack_pair<bf16>(x.x * b * e, x.y * b * e) : pack_pair<bf16>(x.x * b, x.y * b);
+    }
+    place = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+}
+
+// The elements of A that count, zeros for the others.
+template <class M>
+__device__ void copy_whole_matrix(const Problem& p, char* to, const M* from, int rows) {
+  constexpr int kElements = kPiece / sizeof(M), kPieces = kMostRows / kElements;
+  const int piece = static_cast<int>(threadIdx.x) % kPieces;
+#pragma unroll
+  for (int row = static_cast<int>(threadIdx.x) / kPieces; row < kMostRows;
+       row += kThreads / kPieces) {
+    const int bytes = (p.terms(row, rows) - piece * kElements) * static_cast<int>(sizeof(M));
+    const int read = max(0, min(bytes, kPiece));
+    cuda::copy_async_16(to + matrix_place<M>(row, piece),
+                        from + (read > 0 ? row * p.value_heads * kMostRows + piece * kElements : 0),
+                        read);
+  }
+}
+
+// This lane's elements of columns 16 step .. of the warp's rows of A, as multiply_bf16 wants them;
+// of A in f32, of one of its parts.
+template <class M>
+__device__ void matrix_fragment(std::uint32_t (&to)[4], const char* matrix, int step, int part) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int first = static_cast<int>(threadIdx.x) / 32 * 16;
+  if constexpr (sizeof(M) == 2) {
+    cuda::load_tiles(to, matrix + matrix_place<M>(first + lane % 16, 2 * step + lane / 16));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first + lane / 4 + i % 2 * 8, piece = 4 * step + i / 2 * 2 + lane % 4 / 2;
+      const auto raw =
+          *reinterpret_cast<const float2*>(matrix + matrix_place<M>(row, piece) + lane % 2 * 8);
+      const auto of = [&](float x) {
+        const float rest = x - upper_half(x), last = rest - upper_half(rest);
+        return __float_as_uint(part == 0 ? x : part == 1 ? rest : last);
+      };
+      to[i] = upper_halves(of(raw.x), of(raw.y));
+    }
+  }
+}
+
+// sum over j of A[row][j] b[j][column], as the header has it.
+template <class M>
+__device__ __noinline__ float sum_as_defined(const char* matrix, const char* tile, int row,
+                                             int column, int terms) {
+  constexpr int kElements = kPiece / sizeof(M);
+  float sum = 0;
+  for (int j = 0; j < terms; ++j) {
+    const auto a =
+        reinterpret_cast<const M*>(matrix + matrix_place<M>(row, j / kElements))[j % kElements];
+    const auto b = reinterpret_cast<const bf16*>(tile + panel_place(j, column / 8))[column % 8];
+    sum = std::fma(cuda::load_math(a), cuda::load_math(b), sum);
+  }
+  return sum;
+}
+
+// The parts of A, as fragments of every 16 columns.
+template <class M>
+using MatrixFragments = std::uint32_t[kMatrixParts<M>][kMostRows / 16][4];
+
+// out = bf16(A b) for the 64 columns of a panel, through b's place.
+template <class M>
+__device__ void panel_product(const Problem& p, const MatrixFragments<M>& a, const char* matrix,
+                              char* panel, bf16* out, int rows) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int first = static_cast<int>(threadIdx.x) / 32 * 16;
+  float sums[32] = {};
+  cuda::warpgroup_begin();
+#pragma unroll
+  for (int part = kMatrixParts<M> - 1; part >= 0; --part)
+#pragma unroll
+    for (int step = 0; step < kMostRows / 16; ++step)
+      cuda::warpgroup_multiply_bf16(sums, a[part][step], panel + step * 16 * 128);
+  cuda::warpgroup_end();
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) finite = finite && fabsf(sums[i]) < INFINITY;
+  const bool staged = __all_sync(~0u, finite);
+  if (!staged) {
+    for (int i = lane; i < 16 * 64; i += 32) {
+      const int row = first + i / 64, column = i % 64;
+      if (row < rows)
+        out[row * p.value_heads * kWide + column] = cuda::store_math<bf16>(
+            sum_as_defined<M>(matrix, panel, row, column, p.terms(row, rows)));
+    }
+  }
+  __syncthreads();  // every warp is done with b
+  if (!staged) return;
+#pragma unroll
+  for (int i = 0; i < 32; i += 2)
+    *reinterpret_cast<std::uint32_t*>(panel + (first + lane / 4) * 128 + i / 2 % 2 * 1024 +
+                                      (i / 4 ^ lane / 4) * kPiece + lane % 4 * 4) =
+        pack_pair<bf16>(sums[i], sums[i + 1]);
+  __syncwarp();
+  // Out: lane l has piece l % 8 of row l / 8 of 4.
+#pragma unroll
+  for (int row = first + lane / 8; row < first + 16; row += 4) {
+    if (row < rows)
+      __stcs(reinterpret_cast<uint4*>(out + row * p.value_heads * kWide + lane % 8 * 8),
+             *reinterpret_cast<const uint4*>(panel + panel_place(row, lane % 8)));
+  }
+}
+
+template <class M>
+__global__ void __launch_bounds__(kThreads, kWarpgroupBlocks<M>)
+    recompute_warpgroup(const Problem p) {
+  auto& s = *cuda::dynamic_shared<WarpgroupShared<M>>();
+  for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
+    const Problem::Item item = p.item(index);
+    const int rows = item.chunk.rows;
+    if (rows == 0) continue;
+    copy_whole_matrix(p, s.matrix, static_cast<const M*>(p.a) + item.value_row * kMostRows, rows);
+    if (p.u != nullptr)
+      copy_panels(s.values, static_cast<const bf16*>(p.v) + item.value_row * kWide,
+                  p.value_heads * kWide, rows);
+    if (p.w != nullptr)
+      copy_panels(s.keys, static_cast<const bf16*>(p.k) + item.key_row * kWide, p.key_heads * kWide,
+                  rows);
+    cuda::copy_async_commit();
+    if (const int row = static_cast<int>(threadIdx.x); row < kMostRows) {
+      const std::int64_t at = item.value_row + row * p.value_heads;
+      s.beta[row] = row < rows ? p.beta[at] : 0.0f;
+      s.decay[row] = row < rows ? math::exp(p.g[at]) : 0.0f;
+    }
+    cuda::copy_async_wait<0>();
+    __syncthreads();
+    if (p.u != nullptr) scale_panels<false>(s.values, s.beta, s.decay);
+    if (p.w != nullptr) scale_panels<true>(s.keys, s.beta, s.decay);
+    cuda::fence_shared_for_tensor_cores();
+    MatrixFragments<M> a;
+#pragma unroll
+    for (int step = 0; step < kMostRows / 16; ++step)
+#pragma unroll
+      for (int part = 0; part < kMatrixParts<M>; ++part)
+        matrix_fragment<M>(a[part][step], s.matrix, step, part);
+    __syncthreads();
+    // Two panels of u, then of w.
+#pragma unroll 1
+    for (int turn = p.u != nullptr ? 0 : 2; turn < (p.w != nullptr ? 4 : 2); ++turn) {
+      bf16* const out = static_cast<bf16*>(turn < 2 ? p.u : p.w) + item.value_row * kWide;
+      panel_product<M>(p, a, s.matrix, s.values + turn * kPanel, out + turn % 2 * 64, rows);
     }
     __syncthreads();
   }
@@ -623,13 +826,31 @@ Status run_mma(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace wo
     if (reinterpret_cast<std::uintptr_t>(data) % kPiece != 0) return run(d, a, stream, workspace);
   return visit<f16, bf16>(d.element, [&]<class X>(Type<X>) {
     return visit<float, bf16>(d.a_element, [&]<class M>(Type<M>) {
-      const Problem p(d, a, kHeads);
-      const Layout layout(std::max(p.key_dim, p.value_dim), d.chunk, kMatrixParts<M>);
-      return cuda::launch(Op::kName, recompute_mma<X, M>,
-                          {.blocks = p.items,
-                           .threads = kMmaThreads,
-                           .shared = static_cast<std::size_t>(layout.bytes(p.heads_per_block))},
-                          a.k.device.index, stream, p);
+      const auto launch = [&](void (*kernel)(Problem)) {
+        const Problem p(d, a);
+        const Layout layout(std::max(p.key_dim, p.value_dim), d.chunk, kMatrixParts<M>);
+        return cuda::launch(Op::kName, kernel,
+                            {.blocks = p.items,
+                             .threads = kThreads,
+                             .shared = static_cast<std::size_t>(layout.bytes)},
+                            a.k.device.index, stream, p);
+      };
+      if (d.chunk == 64 && d.key_dim == kWide && d.value_dim == kWide) {
+        if constexpr (std::is_same_v<X, bf16>) {
+          const int device = a.k.device.index;
+          if (cuda::has_warpgroups(device)) {
+            const Problem p(d, a);
+            return cuda::launch(
+                Op::kName, recompute_warpgroup<M>,
+                {.blocks = p.items, .threads = kThreads, .shared = sizeof(WarpgroupShared<M>)},
+                device, stream, p);
+          }
+        }
+        return launch(recompute_mma<64, kWide, X, M>);
+      }
+      if (d.chunk == 64) return launch(recompute_mma<64, 0, X, M>);
+      if (d.chunk == 32) return launch(recompute_mma<32, 0, X, M>);
+      return launch(recompute_mma<16, 0, X, M>);
     });
   });
 }

@@ -17,9 +17,12 @@ namespace {
 using Op = GdnRecurrentStep;
 using cuda::Divisor;
 
-// What a block takes of a head.      128 x 128: shared memory and threads of a block
-constexpr int kColumns = 64;  // of S [key_dim, value_dim]:   33 KiB, 64
-constexpr int kRows = 32;     // of S [value_dim, key_dim]:   17 KiB, 128
+// What a block takes of a head: memory that lies together, read and written in its order.
+//                              128 x 128: shared memory and threads of a block
+constexpr int kColumns = 128;    // of S [key_dim, value_dim]   66 KiB, 128
+constexpr int kFewColumns = 64;  // beyond kManyKeys
+constexpr int kManyKeys = 128;
+constexpr int kRows = 32;  // of S [value_dim, key_dim]   17 KiB, 128
 constexpr int kRowThreads = 128;
 
 struct Problem {
@@ -31,11 +34,11 @@ struct Problem {
   float* snapshots;  // null: left out
   std::int64_t q_stride, k_stride, v_stride, g_stride, beta_stride, o_stride;
   std::int64_t tokens, key_heads, value_heads, states;
-  Divisor sharing;  // value heads of a key head
+  Divisor turns;  // value heads of a key head; tiled, key heads
   int keys, values;
   float scale;
   bool tiled, l2norm, gate, beta_sigmoid, allow_neg_eigval;
-  bool pieces;           // the state can be copied 16 bytes at a time
+  bool pieces;           // states can be accessed 16 bytes at a time
   Divisor parts, heads;  // blocks of a head; heads of a sequence
   std::int64_t items;
 
@@ -61,7 +64,7 @@ struct Problem {
         key_heads(d.key_heads),
         value_heads(d.value_heads),
         states(d.states()),
-        sharing(d.value_heads / d.key_heads),
+        turns(d.head_map == HeadMap::tiled ? d.key_heads : d.value_heads / d.key_heads),
         keys(static_cast<int>(d.key_dim)),
         values(static_cast<int>(d.value_dim)),
         scale(d.heads().query_scale()),
@@ -71,6 +74,7 @@ struct Problem {
         beta_sigmoid(d.beta_sigmoid),
         allow_neg_eigval(d.allow_neg_eigval),
         pieces(reinterpret_cast<std::uintptr_t>(state) % 16 == 0 &&
+               reinterpret_cast<std::uintptr_t>(snapshots) % 16 == 0 &&
                (d.state_layout == StateLayout::key_value ? values : keys) % 4 == 0),
         parts(parts_of_a_head),
         heads(d.value_heads),
@@ -93,8 +97,8 @@ struct Problem {
   }
   // Of q, k and v, and of the gates: where a sequence's token starts, for this item's heads.
   __device__ std::int64_t key_at(const Item& i, std::int64_t token) const {
-    const std::int64_t turn = sharing.divide(i.head);  // of heads that share, or, tiled, of all
-    const std::int64_t key_head = tiled ? i.head - i.head / key_heads * key_heads : turn;
+    const std::int64_t turn = turns.divide(i.head);
+    const std::int64_t key_head = tiled ? i.head - turn * key_heads : turn;
     return (token * key_heads + key_head) * keys;
   }
   __device__ std::int64_t gate_at(const Item& i, std::int64_t token) const {
@@ -167,63 +171,94 @@ __device__ float emit(const Problem& p, const Problem::Item& item, std::int64_t 
   return delta;
 }
 
-// ---- state [key_dim, value_dim]: a thread has a column ----
+// N elements of a state that lie together.
+template <int N>
+struct alignas(N * sizeof(float)) Vec {
+  float at[N];
+  __device__ static Vec& of(float* p) { return *reinterpret_cast<Vec*>(p); }
+};
 
-template <class X>
+// S = fma(k_i, delta_j, a S)
+__device__ float updated(float k, float delta, float decay, float s) {
+  return std::fma(k, delta, decay * s);
+}
+
+// Where a token's state goes: to the snapshots, if there are any, and to the state after the last
+// token, or to be used for the next one.
+struct Destinations {
+  float *snapshot, *state, *tile;  // the first two may be null
+  template <int N>
+  __device__ void put(int outside, int inside, const Vec<N>& s) const {
+    if (snapshot != nullptr) Vec<N>::of(snapshot + outside) = s;
+    if (state != nullptr) {
+      Vec<N>::of(state + outside) = s;
+    } else {
+      Vec<N>::of(tile + inside) = s;
+    }
+  }
+};
+
+// ---- state [key_dim, value_dim]: a thread sums a column ----
+
+template <class X, int N>
 __global__ void __launch_bounds__(kColumns) step_columns(const Problem p) {
   auto* const tile = cuda::dynamic_shared<float>();  // [keys][blockDim.x]
-  const int width = static_cast<int>(blockDim.x), column = static_cast<int>(threadIdx.x);
+  __shared__ Vec<4> deltas[kColumns / 4];
+  const int width = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
   auto* const pairs = reinterpret_cast<Pair*>(tile + p.keys * width);
+  // To copy and to update, width / N threads have a row, N columns each: N rows at a time.
+  const int across = thread % (width / N) * N, down = thread / (width / N);
   for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
     const Problem::Item item = p.item(index);
     if (item.state == nullptr) continue;
-    const int first = static_cast<int>(item.part) * width, j = first + column;
-    if (p.pieces) {
-      // Four rows at a time: a quarter of the threads, 4 columns each.
-      const int at = column % (width / 4) * 4;
-      if (first + at < p.values) {
-        for (int i = column / (width / 4); i < p.keys; i += 4)
-          cuda::copy_async_16(tile + i * width + at, item.state + i * p.values + first + at);
-      }
-      cuda::copy_async_commit();
-    } else if (j < p.values) {
+    const int first = static_cast<int>(item.part) * width, j = first + thread;
+    const bool inside = first + across < p.values;
+    if (inside) {
 #pragma unroll 8
-      for (int i = 0; i < p.keys; ++i) tile[i * width + column] = item.state[i * p.values + j];
+      for (int i = down; i < p.keys; i += N) {
+        const float* from = item.state + i * p.values + first + across;
+        if constexpr (N == 4) {
+          cuda::copy_async_16(tile + i * width + across, from);
+        } else {
+          tile[i * width + across] = *from;
+        }
+      }
     }
+    cuda::copy_async_commit();
     for (std::int64_t token = 0; token < p.tokens; ++token) {
       const Token t = read_token<X>(p, item, token, pairs);
-      if (token == 0) {
-        cuda::copy_async_wait<0>();
-        __syncthreads();
-      }
+      cuda::copy_async_wait<0>();
+      __syncthreads();
       if (j < p.values) {
         float sk = 0, sq = 0;
-#pragma unroll 8
+#pragma unroll 16
         for (int i = 0; i < p.keys; ++i) {
-          const float s = tile[i * width + column];
+          const float s = tile[i * width + thread];
           sk = std::fma(s, pairs[i].k, sk);
           sq = std::fma(s, pairs[i].q, sq);
         }
-        const float delta = emit<X>(p, item, token, t, j, sk, sq);
+        reinterpret_cast<float*>(deltas)[thread] = emit<X>(p, item, token, t, j, sk, sq);
+      }
+      __syncthreads();
+      if (inside) {
         const bool last = token + 1 == p.tokens;
-        // S = fma(k_i, delta_j, a S), to wherever it is wanted.
-        const auto update = [&](auto&& store) {
-#pragma unroll 8
-          for (int i = 0; i < p.keys; ++i)
-            store(i, std::fma(pairs[i].k, delta, t.decay * tile[i * width + column]));
+        const auto delta = Vec<N>::of(reinterpret_cast<float*>(deltas) + across);
+        const auto update = [&](auto&& put) {
+#pragma unroll 4
+          for (int i = down; i < p.keys; i += N) {
+            auto s = Vec<N>::of(tile + i * width + across);
+#pragma unroll
+            for (int e = 0; e < N; ++e)
+              s.at[e] = updated(pairs[i].k, delta.at[e], t.decay, s.at[e]);
+            put(i * p.values + first + across, i * width + across, s);
+          }
         };
         if (last && p.snapshots == nullptr) {
-          update([&](int i, float s) { item.state[i * p.values + j] = s; });
+          update([&](int at, int, const Vec<N>& s) { Vec<N>::of(item.state + at) = s; });
         } else {
-          float* snapshot = p.snapshots != nullptr ? p.snapshot(item, token) : nullptr;
-          update([&](int i, float s) {
-            if (snapshot != nullptr) snapshot[i * p.values + j] = s;
-            if (last) {
-              item.state[i * p.values + j] = s;
-            } else {
-              tile[i * width + column] = s;
-            }
-          });
+          const Destinations to{p.snapshots != nullptr ? p.snapshot(item, token) : nullptr,
+                                last ? item.state : nullptr, tile};
+          update([&](int at, int in_tile, const Vec<N>& s) { to.put(at, in_tile, s); });
         }
       }
       __syncthreads();
@@ -231,13 +266,13 @@ __global__ void __launch_bounds__(kColumns) step_columns(const Problem p) {
   }
 }
 
-// ---- state [value_dim, key_dim]: 16 lanes have a row ----
+// ---- state [value_dim, key_dim]: 16 lanes sum a row ----
 
 struct Sums {
   float sk, sq;
 };
 
-template <class X>
+template <class X, int N>
 __global__ void __launch_bounds__(kRowThreads) step_rows(const Problem p) {
   auto* const tile = cuda::dynamic_shared<float>();  // [kRows][keys]
   auto* const pairs = reinterpret_cast<Pair*>(tile + kRows * p.keys);
@@ -250,26 +285,26 @@ __global__ void __launch_bounds__(kRowThreads) step_rows(const Problem p) {
     const int first = static_cast<int>(item.part) * kRows;
     const int rows = min(kRows, p.values - first);
     float* const state = item.state + first * p.keys;  // the rows lie together
-    if (p.pieces) {
-      for (int i = thread * 4; i < rows * p.keys; i += kRowThreads * 4)
-        cuda::copy_async_16(tile + i, state + i);
-      cuda::copy_async_commit();
-    } else {
 #pragma unroll 8
-      for (int i = thread; i < rows * p.keys; i += kRowThreads) tile[i] = state[i];
+    for (int i = thread * N; i < rows * p.keys; i += kRowThreads * N) {
+      if constexpr (N == 4) {
+        cuda::copy_async_16(tile + i, state + i);
+      } else {
+        tile[i] = state[i];
+      }
     }
+    cuda::copy_async_commit();
     for (std::int64_t token = 0; token < p.tokens; ++token) {
       const Token t = read_token<X>(p, item, token, pairs);
-      if (token == 0) {
-        cuda::copy_async_wait<0>();
-        __syncthreads();
-      }
+      cuda::copy_async_wait<0>();
+      __syncthreads();
       // Each half of a warp has four rows, 8 apart: lane l has their sums l % 16.
-      constexpr int kTogether = kRows * kDotLanes / kRowThreads, kApart = kRows / kTogether;
-      const int own = thread / static_cast<int>(kDotLanes);
+      constexpr int kLanes = kDotLanes;
+      constexpr int kTogether = kRows * kLanes / kRowThreads, kApart = kRows / kTogether;
+      const int own = thread / kLanes;
       Sums s[kTogether] = {};
 #pragma unroll 8
-      for (int i = lane % static_cast<int>(kDotLanes); i < p.keys; i += kDotLanes) {
+      for (int i = lane % kLanes; i < p.keys; i += kLanes) {
         const Pair pair = pairs[i];
 #pragma unroll
         for (int r = 0; r < kTogether; ++r) {
@@ -281,11 +316,11 @@ __global__ void __launch_bounds__(kRowThreads) step_rows(const Problem p) {
 #pragma unroll
       for (int r = 0; r < kTogether; ++r) {
 #pragma unroll
-        for (int stride = kDotLanes / 2; stride > 0; stride /= 2) {
+        for (int stride = kLanes / 2; stride > 0; stride /= 2) {
           s[r].sk += __shfl_xor_sync(~0u, s[r].sk, stride);
           s[r].sq += __shfl_xor_sync(~0u, s[r].sq, stride);
         }
-        if (lane % kDotLanes == 0) sums[own + r * kApart] = s[r];
+        if (lane % kLanes == 0) sums[own + r * kApart] = s[r];
       }
       __syncthreads();
       if (thread < rows)
@@ -293,24 +328,28 @@ __global__ void __launch_bounds__(kRowThreads) step_rows(const Problem p) {
             emit<X>(p, item, token, t, first + thread, sums[thread].sk, sums[thread].sq);
       __syncthreads();
       const bool last = token + 1 == p.tokens;
-      // S = fma(k_i, delta_j, a S), a warp along a row, to wherever it is wanted.
-      const auto update = [&](auto&& store) {
-        for (int i = lane; i < p.keys; i += 32) {
-          const float k = pairs[i].k;
-#pragma unroll 8
-          for (int r = warp; r < rows; r += kRowThreads / 32)
-            store(r * p.keys + i, std::fma(k, deltas[r], t.decay * tile[r * p.keys + i]));
+      // A warp along a row.
+      const auto update = [&](auto&& put) {
+        for (int i = lane * N; i < p.keys; i += 32 * N) {
+          float k[N];
+#pragma unroll
+          for (int e = 0; e < N; ++e) k[e] = pairs[i + e].k;
+#pragma unroll 4
+          for (int row = warp; row < rows; row += kRowThreads / 32) {
+            auto x = Vec<N>::of(tile + row * p.keys + i);
+#pragma unroll
+            for (int e = 0; e < N; ++e) x.at[e] = updated(k[e], deltas[row], t.decay, x.at[e]);
+            put(row * p.keys + i, x);
+          }
         }
       };
       if (last && p.snapshots == nullptr) {
-        update([&](int at, float x) { state[at] = x; });
+        update([&](int at, const Vec<N>& x) { Vec<N>::of(state + at) = x; });
       } else {
-        float* snapshot =
-            p.snapshots != nullptr ? p.snapshot(item, token) + first * p.keys : nullptr;
-        update([&](int at, float x) {
-          if (snapshot != nullptr) snapshot[at] = x;
-          (last ? state : tile)[at] = x;
-        });
+        const Destinations to{
+            p.snapshots != nullptr ? p.snapshot(item, token) + first * p.keys : nullptr,
+            last ? state : nullptr, tile};
+        update([&](int at, const Vec<N>& x) { to.put(at, at, x); });
       }
       __syncthreads();
     }
@@ -324,18 +363,19 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   return visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
     if (d.state_layout == StateLayout::value_key) {
       const Problem p(d, a, (d.value_dim + kRows - 1) / kRows);
-      return cuda::launch(Op::kName, step_rows<X>,
+      return cuda::launch(Op::kName, p.pieces ? step_rows<X, 4> : step_rows<X, 1>,
                           {.blocks = p.items,
                            .threads = kRowThreads,
                            .shared = keys * (kRows * sizeof(float) + sizeof(Pair))},
                           device, stream, p);
     }
-    const int columns = d.value_dim > 32 ? kColumns : 32;
+    const std::int64_t most = d.key_dim > kManyKeys ? kFewColumns : kColumns;
+    const std::int64_t columns = std::min(most, (d.value_dim + 31) / 32 * 32);
     const Problem p(d, a, (d.value_dim + columns - 1) / columns);
     return cuda::launch(
-        Op::kName, step_columns<X>,
+        Op::kName, p.pieces ? step_columns<X, 4> : step_columns<X, 1>,
         {.blocks = p.items,
-         .threads = columns,
+         .threads = static_cast<int>(columns),
          .shared = keys * (static_cast<std::size_t>(columns) * sizeof(float) + sizeof(Pair))},
         device, stream, p);
   });

@@ -1,5 +1,6 @@
 #include "core/numerics.h"
 #include "oracle/op_test.h"
+#include "oracle/oracle_impl.h"
 #include "oracle/oracle_test.h"
 
 namespace bittern {
@@ -246,6 +247,43 @@ TEST(GdnRecurrentStep, ExtremeGatesGiveNoNaN) {
     p.run();
     for (const float x : p.o) EXPECT_TRUE(std::isfinite(x));
     for (const float x : p.state) EXPECT_TRUE(std::isfinite(x));
+  }
+}
+
+// The host cannot look at a device's indices: one out of range is passed over.
+TEST(GdnRecurrentStep, OnTheGpuAnIndexOutOfRangeTouchesNothing) {
+  BITTERN_NEEDS_CUDA();
+  constexpr Device kGpu{Device::Type::cuda, 0};
+  for (const StateLayout layout : {StateLayout::key_value, StateLayout::value_key}) {
+    for (const std::int32_t wrong : {-1, 4, INT32_MAX, INT32_MIN}) {
+      const GdnStepDesc d{.batch = 3,
+                          .value_heads = 2,
+                          .key_dim = 8,
+                          .value_dim = 40,
+                          .pool = 4,
+                          .state_layout = layout};
+      auto whole = oracle::make_problem<Op>(d, 1, {});
+      auto broken = oracle::make_problem<Op>(d, 1, {});
+      const std::int64_t slot = whole.args.state_index.as<std::int32_t>()[1];
+      oracle::data<std::int32_t>(broken.args.state_index)[1] = wrong;
+      const auto before = oracle::make_problem<Op>(d, 1, {});
+      const auto plan = Plan<Op>::select(d, kGpu);
+      ASSERT_TRUE(plan.ok()) << plan.status().message();
+      for (auto* p : {&whole, &broken})
+        expect_ok(oracle::run_on(
+            kGpu, *p, 0, [&](const auto& args, Workspace w) { return plan->run(args, {}, w); }));
+      const auto same = [](const MutView& a, const MutView& b, std::int64_t row, const char* what) {
+        const std::int64_t n = a.shape.numel() / a.shape[0];
+        EXPECT_EQ(std::memcmp(a.as<float>() + row * n, b.as<float>() + row * n,
+                              static_cast<std::size_t>(n) * sizeof(float)),
+                  0)
+            << what << " " << row;
+      };
+      for (std::int64_t s = 0; s < 3; ++s)
+        same(broken.args.o, s == 1 ? before.args.o : whole.args.o, s, "o");
+      for (std::int64_t s = 0; s < 4; ++s)
+        same(broken.args.state, s == slot ? before.args.state : whole.args.state, s, "state");
+    }
   }
 }
 

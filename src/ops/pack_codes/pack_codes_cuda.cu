@@ -32,6 +32,15 @@ constexpr bool is_vector(int bits) { return bits == 1 || bits == 2 || bits == 4 
 
 template <int kBits>
 __device__ void pack_unit(const std::uint32_t (&bytes)[kUnit / 4], std::uint32_t (&words)[kBits]) {
+  if constexpr (kBits == 4) {
+    // The odd codes move to the upper halves of the even bytes, and these close up.
+    const auto pairs = [&](int i) {
+      return (bytes[i] & 0x0f0f0f0fu) | (bytes[i] >> 4 & 0xf0f0f0f0u);
+    };
+#pragma unroll
+    for (int i = 0; i < kBits; ++i) words[i] = __byte_perm(pairs(2 * i), pairs(2 * i + 1), 0x6420);
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < kBits; ++i) words[i] = 0;
 #pragma unroll

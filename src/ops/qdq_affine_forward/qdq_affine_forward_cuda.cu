@@ -1,6 +1,8 @@
 // Rows are cut into chunks of V elements that share a group, a thread each: one 16-byte store, so
-// that a warp writes whole lines. The codes of a chunk are one 4-byte field (two for half types),
-// the parameters come through L1. More chunks a thread were slower: writes are 4/5 of the traffic.
+// that a warp writes whole lines. The parameters come through L1. More chunks a thread were slower:
+// writes are 4/5 of the traffic, and what counts beside them is the number of instructions, so the
+// common layout has a kernel of its own.
+#include <bit>
 #include <cmath>
 
 #include "bittern/ops/qdq_affine_forward.h"
@@ -35,6 +37,32 @@ __device__ X affine_value(Math<X> code, Math<X> s, Math<X> b, bool once) {
   return cuda::store_math<X>(cuda::load_math(cuda::store_math<X>(code * s)) + b);
 }
 
+// Rows without gaps, groups of a power of two, codes in bytes (kBits = 8) or packed to 4 bits: a
+// block's chunks are whole groups, and no index is divided.
+template <class X, class S, int kBits, bool kOnce>
+__global__ void __launch_bounds__(cuda::kBlock)
+    dequantize_dense(const Problem p, unsigned block_groups, unsigned group_shift) {
+  using F = Math<X>;
+  constexpr int V = 16 / sizeof(X);
+  using Codes = cuda::Bits<V * kBits>;
+  const unsigned t = threadIdx.x;
+  if (std::int64_t{blockIdx.x} * cuda::kBlock + t >= p.chunks) return;
+  const std::int64_t block = blockIdx.x;
+  const Codes codes = __ldcs(static_cast<const Codes*>(p.q) + block * cuda::kBlock + t);
+  const S* scales = static_cast<const S*>(p.scales) + block * block_groups;
+  const S* biases = static_cast<const S*>(p.biases) + block * block_groups;
+  const F s = cuda::load_math(scales[t >> group_shift]);
+  const F b = cuda::load_math(biases[t >> group_shift]);
+  Pack<X, V> y;
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    const auto code = static_cast<std::uint32_t>(codes >> i * kBits) & ((1u << kBits) - 1);
+    y.at[i] = affine_value<X>(cuda::small_integer<F>(code), s, b, kOnce);
+  }
+  y.store(static_cast<X*>(p.y) + (block * cuda::kBlock + t) * V);
+}
+
+// Any layout.
 template <class X, class S, int V, bool kPacked>
 __global__ void __launch_bounds__(cuda::kBlock) dequantize(const Problem p) {
   using F = Math<X>;
@@ -76,9 +104,23 @@ Status run_chunks(const Op::Desc& d, const Op::Args& a, Stream stream) {
                   .one_row = one_row,
                   .bits = d.code_bits(),
                   .once = d.rounding == AffineRounding::once};
+  const int device = a.y.device.index, width = d.storage == CodeStorage::u8 ? 8 : p.bits;
+  const auto group_chunks = static_cast<unsigned>(d.group_size / V);
+  if constexpr (V >= 4) {
+    if (one_row && std::has_single_bit(group_chunks) && (width == 4 || width == 8) &&
+        reinterpret_cast<std::uintptr_t>(p.q) % (V * width / 8) == 0) {
+      const auto bytes =
+          p.once ? dequantize_dense<X, S, 8, true> : dequantize_dense<X, S, 8, false>;
+      const auto halves =
+          p.once ? dequantize_dense<X, S, 4, true> : dequantize_dense<X, S, 4, false>;
+      return cuda::launch(Op::kName, width == 8 ? bytes : halves, cuda::grid_for(p.chunks), device,
+                          stream, p, cuda::kBlock / group_chunks,
+                          static_cast<unsigned>(std::countr_zero(group_chunks)));
+    }
+  }
   const auto kernel =
       d.storage == CodeStorage::packed ? dequantize<X, S, V, true> : dequantize<X, S, V, false>;
-  return cuda::launch(Op::kName, kernel, cuda::grid_for(p.chunks), a.y.device.index, stream, p);
+  return cuda::launch(Op::kName, kernel, cuda::grid_for(p.chunks), device, stream, p);
 }
 
 template <class X, class S>

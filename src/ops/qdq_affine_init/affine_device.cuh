@@ -22,8 +22,9 @@ struct Problem {
   cuda::Divisor row_groups;
   bool one_row;  // or rows that follow each other as one
   bool packed;
-  bool wide_codes;  // codes one per byte, or of 8 bits, may be written 8 at a time
+  int code_align;  // bytes that codes of a row begin on, up to 16
   int group_size, bits, bins;
+  float n, inverse_n;  // bins - 1 and the f32 next to its reciprocal
 };
 
 // x rounded to the dtype of scales and biases.
@@ -77,32 +78,77 @@ __device__ Range<F> team_range(Range<F> r) {
   return r;
 }
 
-// ---- codes without a division ----
+// ---- without a division ----
 
-// Weights and biases below kOrdinary, and scales between 2^-90 and 2^90, are far from overflow and
-// underflow: there x / s is the IEEE quotient in five operations from inverse = 1 / s. The first
-// correction brings z within one ulp; then the remainder is exact, and by Markstein's theorem the
-// second correction rounds correctly. A quotient too small for that is far below 1/2.
-constexpr float kOrdinary = 0x1p30f;
+__device__ inline float reciprocal(float x) { return __frcp_rn(x); }
 
-__device__ inline bool is_ordinary(Params<float> p) {
-  const float size = fabsf(p.s);
-  return fabsf(p.b) < kOrdinary && size > 0x1p-90f && size < 0x1p90f;
-}
-
-__device__ inline float divide_by(float s, float inverse, float x) {
+// x / y for inverse = 1 / y as division rounds it. The first correction brings z within one ulp;
+// then the remainder is exact, and by Markstein's theorem the second gives the IEEE quotient. For y
+// and x / y far from the ends of the exponent range; a smaller x gives a smaller z.
+__device__ inline float divide_by(float y, float inverse, float x) {
   float z = x * inverse;
-  z = fmaf(fmaf(-z, s, x), inverse, z);
-  return fmaf(fmaf(-z, s, x), inverse, z);
+  z = fmaf(fmaf(-z, y, x), inverse, z);
+  return fmaf(fmaf(-z, y, x), inverse, z);
 }
 
-// A float whose low byte is clamp(A(z), 0, n), or clamp(R(z), 0, n) for kHalfEven; 0 for NaN. For
-// 0 <= z < 2^22 adding the f32 below 1/2 reaches the next integer just when the fraction is at
-// least 1/2, and adding 2^23 leaves the integer in the low bits.
-template <bool kHalfEven>
-__device__ std::uint32_t rounded_code(float z, float n) {
-  z = fminf(fmaxf(z, 0.0f), n);
-  return __float_as_uint(kHalfEven ? z + 0x1p23f : __fadd_rz(z + 0x1.fffffep-2f, 0x1p23f));
+// minmax_params or mlx_params of a range in which nothing is extreme; false for all others.
+template <class S, bool kMlx>
+__device__ bool usual_params(const Range<float>& r, const Problem& p, Params<float>& found) {
+  const float width = r.max - r.min;
+  float s = divide_by(p.n, p.inverse_n, width);
+  if constexpr (kMlx) {
+    s = fmaxf(s, 1e-7f);
+    const bool negative = fabsf(r.min) > fabsf(r.max);
+    const float step = negative ? s : -s, edge = negative ? r.min : r.max;
+    const float k = rintf(divide_by(step, reciprocal(step), edge));
+    found =
+        k == 0 ? Params<float>{step, 0} : Params<float>{divide_by(k, reciprocal(k), edge), edge};
+    if (p.bins == 2) found = {s, r.min + 0.0f};
+    return width < 0x1p60f && fabsf(edge) < 0x1p60f;
+  } else {
+    s = cuda::load_math(cuda::store_math<S>(fminf(s, max_finite<S>())));
+    found = {s > 0 ? s : 1.0f, r.min + 0.0f};
+    return width < 0x1p60f && (width > 0x1p-60f || width == 0);
+  }
+}
+
+// clamp(A(z), 0, n) and clamp(R(z), 0, n) for z = x / s, without dividing: with v = x / (s n)
+// clamped to [0, 1], the code is n v to the nearest integer, unless n v is so near to a half that
+// its error may matter. The 4 roundings on the way to v and the definition's one are each worth at
+// most 2^-24 of z <= n + 1/2 (beyond, both clamp); an `offset` added to x, in units of s n, brings
+// three more of its own size. NaN gives 0 and infinities the ends, as they should.
+class NearCodes {
+ public:
+  __device__ NearCodes(Params<float> p, float n, float shift = 0)
+      : n_(n), inverse_(reciprocal(p.s * n)), offset_(shift * inverse_) {
+    const float size = fabsf(p.s), margin = (n + 1 + fabsf(offset_) * n) * 0x1p-21f;
+    limit_ = size > 0x1p-90f && size < 0x1p90f ? 0.5f - margin : -1.0f;
+  }
+  // The code of (x + shift) / s, in the low bits of a register.
+  __device__ std::uint32_t code(float x) { return __float_as_uint(at_2_23(x)); }
+  __device__ float value(float x) { return at_2_23(x) - 0x1p23f; }
+  // Were all codes so far far enough from a tie?
+  __device__ bool certain() const { return worst_ < limit_; }
+
+ private:
+  __device__ float at_2_23(float x) {
+    const float v = __saturatef(fmaf(x, inverse_, offset_)), shifted = fmaf(v, n_, 0x1p23f);
+    worst_ = fmaxf(worst_, fabsf(fmaf(v, n_, -(shifted - 0x1p23f))));
+    return shifted;
+  }
+  float n_, inverse_, offset_, limit_, worst_ = 0;
+};
+
+// v[i] = f(v[i]) where it hardly ever happens: a loop through local memory, to keep kernels short.
+template <int N, class F>
+__device__ void rarely(float (&v)[N], const F& f) {
+  float spare[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) spare[i] = v[i];
+#pragma unroll 1
+  for (int i = 0; i < N; ++i) spare[i] = f(spare[i]);
+#pragma unroll
+  for (int i = 0; i < N; ++i) v[i] = spare[i];
 }
 
 // The low bytes of four registers.
@@ -111,7 +157,7 @@ __device__ inline std::uint32_t four_bytes(std::uint32_t a, std::uint32_t b, std
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// ---- 8 neighbouring codes of a lane ----
+// ---- 16 neighbouring codes of a lane ----
 
 // Four codes in bytes, closed up to `bits` bits each.
 __device__ inline std::uint32_t close_up(std::uint32_t bytes, int bits) {
@@ -119,48 +165,70 @@ __device__ inline std::uint32_t close_up(std::uint32_t bytes, int bits) {
   return (pairs & 0xffffu) + (pairs >> 16 << 2 * bits);
 }
 
-// Writes codes 8 chunk .. 8 chunk + 7 of a row whose codes begin at `row`, given as bytes in `low`
-// and `high`. Packed, 8 codes are `bits` bytes and a quad of lanes, with neighbouring chunks from a
-// multiple of 4 on, has `bits` whole words: a width that is not a store's is put together there.
-// Whole warps call this; lanes that are not to `store` still take part.
+// N words of a lane to where they belong, in stores as wide as `align` allows.
+template <int N>
+__device__ void store_words(void* to, const std::uint32_t (&words)[N], int align) {
+  if (align >= 4 * N) {
+    cuda::Pack<std::uint32_t, N> v;
+#pragma unroll
+    for (int i = 0; i < N; ++i) v.at[i] = words[i];
+    v.store(static_cast<std::uint32_t*>(to));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) static_cast<std::uint32_t*>(to)[i] = words[i];
+  }
+}
+
+// Writes codes 16 chunk .. 16 chunk + 15 of a row whose codes begin at `row`, given as bytes.
+// Packed, 16 codes are 2 `bits` bytes, and a pair of lanes with neighbouring chunks, the first of
+// them even, has `bits` whole words: a width that is not a store's is put together there. Whole
+// warps call this; lanes that are not to `store` still take part.
 __device__ inline void write_codes(const Problem& p, std::uint8_t* row, std::int64_t chunk,
-                                   std::uint32_t low, std::uint32_t high, bool store) {
-  const int bits = p.packed ? p.bits : 8;
-  if (bits == 8) {
-    auto* to = reinterpret_cast<std::uint32_t*>(row + 8 * chunk);
-    if (store && p.wide_codes) __stcs(reinterpret_cast<uint2*>(to), make_uint2(low, high));
-    if (store && !p.wide_codes) {
-      to[0] = low;
-      to[1] = high;
-    }
+                                   const std::uint32_t (&bytes)[4], bool store) {
+  if (!p.packed || p.bits == 8) {
+    if (store) store_words(row + 16 * chunk, bytes, p.code_align);
     return;
   }
-  const std::uint64_t stream = close_up(low, bits) | std::uint64_t{close_up(high, bits)}
-                                                         << 4 * bits;
-  std::uint8_t* to = row + bits * chunk;
+  const int bits = p.bits;
+  std::uint64_t half[2];  // 8 codes each
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    half[i] = close_up(bytes[2 * i], bits) | std::uint64_t{close_up(bytes[2 * i + 1], bits)}
+                                                 << 4 * bits;
+  std::uint8_t* to = row + 2 * bits * chunk;
   if (bits == 4) {
-    if (store) __stcs(reinterpret_cast<unsigned*>(to), static_cast<unsigned>(stream));
+    const std::uint32_t words[2] = {static_cast<std::uint32_t>(half[0]),
+                                    static_cast<std::uint32_t>(half[1])};
+    if (store) store_words(to, words, p.code_align);
   } else if (bits == 2) {
-    if (store) *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(stream);
+    const std::uint32_t words[1] = {static_cast<std::uint32_t>(half[0] | half[1] << 16)};
+    if (store) store_words(to, words, 4);
   } else if (bits == 1) {
-    if (store) *to = static_cast<std::uint8_t>(stream);
+    if (store)
+      *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(half[0] | half[1] << 8);
   } else {
-    const int lane = static_cast<int>(threadIdx.x % 32), quad = lane % 4;
-    auto* words = reinterpret_cast<std::uint32_t*>(row + bits * (chunk - quad));
-    std::uint32_t word[2] = {0, 0};  // words quad and quad + 4 of the quad
+    const int odd = static_cast<int>(threadIdx.x % 2);
+    auto* words = reinterpret_cast<std::uint32_t*>(to - odd * 2 * bits);
+    std::uint64_t part[4];  // of the pair
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const std::uint64_t part =
-          __shfl_sync(cuda::kWarp, static_cast<unsigned long long>(stream), lane - quad + i);
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int shift = 8 * bits * i - 32 * (quad + 4 * k);
-        if (shift >= 0 && shift < 32) word[k] |= static_cast<std::uint32_t>(part << shift);
-        if (shift < 0 && shift > -64) word[k] |= static_cast<std::uint32_t>(part >> -shift);
-      }
+    for (int i = 0; i < 2; ++i) {
+      const std::uint64_t other =
+          __shfl_xor_sync(cuda::kWarp, static_cast<unsigned long long>(half[i]), 1);
+      part[i] = odd != 0 ? other : half[i];
+      part[2 + i] = odd != 0 ? half[i] : other;
     }
-    if (store && quad < bits) words[quad] = word[0];
-    if (store && quad + 4 < bits) words[quad + 4] = word[1];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {  // the even lane's words are 0 .. 3
+      const int index = 4 * odd + k;
+      std::uint32_t word = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int shift = 8 * bits * i - 32 * index;
+        if (shift >= 0 && shift < 32) word |= static_cast<std::uint32_t>(part[i] << shift);
+        if (shift < 0 && shift > -64) word |= static_cast<std::uint32_t>(part[i] >> -shift);
+      }
+      if (store && index < bits) words[index] = word;
+    }
   }
 }
 

@@ -1,11 +1,14 @@
-// minmax and mlx of groups of 32, 64 and 128: a team of lanes per group, 8 neighbouring weights a
-// lane, so that 32 (16) bytes are read and 8 codes written by each, and a warp's are whole lines.
-// All else: a warp per run of groups that fills whole words, weights read again for each pass.
+// minmax and mlx of groups of 32, 64 and 128: a team of lanes per group, 16 neighbouring weights a
+// lane, so that 64 (32) bytes are read and 16 codes written by each, and a warp's are whole lines.
+// lsq of these: affine_lsq.cuh. All else: a warp per run of groups that fills whole words, weights
+// read again for each pass.
+#include <algorithm>
 #include <numeric>
 
 #include "bittern/ops/qdq_affine_init.h"
 #include "cuda/runtime.cuh"
 #include "ops/qdq_affine_init/affine_device.cuh"
+#include "ops/qdq_affine_init/affine_lsq.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
@@ -21,7 +24,7 @@ using cuda::kWarp;
 using cuda::Pack;
 using cuda::Sums;
 
-constexpr int kChunk = 8;        // weights of a lane
+constexpr int kChunk = 16;       // weights of a lane
 constexpr int kMaxGroup = 1024;  // of check_affine_desc
 constexpr int kWarps = cuda::kBlock / 32;
 
@@ -32,24 +35,31 @@ __device__ Params<F> params(const Problem& p, const Range<F>& range, bool mlx) {
                                Stored{p.scale_element});
 }
 
-template <class X, int kLanes, bool kMlx>
+template <class X, class S, int kLanes, bool kMlx>
 __global__ void __launch_bounds__(cuda::kBlock) init_teams(const Problem p) {
-  constexpr int V = 16 / sizeof(X), kSize = kLanes * kChunk;
-  const std::int64_t thread = std::int64_t{blockIdx.x} * cuda::kBlock + threadIdx.x;
+  constexpr int V = 16 / sizeof(X);
   const int t = static_cast<int>(threadIdx.x % kLanes);
   // Teams beyond the last group take it again, so that whole warps meet in the shuffles.
-  const bool valid = thread / kLanes < p.groups;
-  const std::int64_t group = valid ? thread / kLanes : p.groups - 1;
-  const std::int64_t row = p.one_row ? 0 : p.row_groups.divide(group);
-  const std::int64_t in_row = group - row * p.row_groups.value();
-  const X* from = static_cast<const X*>(p.w) + row * p.w_stride + in_row * kSize + t * kChunk;
+  std::int64_t group = (std::int64_t{blockIdx.x} * cuda::kBlock + threadIdx.x) / kLanes;
+  const bool valid = group < p.groups;
+  if (!valid) group = p.groups - 1;
+  std::int64_t in_row = group;
+  const X* from = static_cast<const X*>(p.w);
+  auto* codes = static_cast<std::uint8_t*>(p.q);
+  if (!p.one_row) {
+    const std::int64_t row = p.row_groups.divide(group);
+    in_row -= row * p.row_groups.value();
+    from += row * p.w_stride;
+    codes += row * p.q_stride * (p.packed ? 4 : 1);
+  }
+  const std::int64_t chunk = in_row * kLanes + t;
+  from += chunk * kChunk;
+  Pack<X, V> loaded[kChunk / V];
+#pragma unroll
+  for (int i = 0; i < kChunk / V; ++i) loaded[i] = Pack<X, V>::load(from + i * V);
   float w[kChunk];
 #pragma unroll
-  for (int i = 0; i < kChunk; i += V) {
-    const auto v = Pack<X, V>::load(from + i);
-#pragma unroll
-    for (int j = 0; j < V; ++j) w[i + j] = cuda::load_math(v.at[j]);
-  }
+  for (int i = 0; i < kChunk; ++i) w[i] = cuda::load_math(loaded[i / V].at[i % V]);
 
   // fmin and fmax pass over NaN; an infinity, or no number at all, shows in the difference.
   Range<float> range{w[0], w[0]};
@@ -59,38 +69,38 @@ __global__ void __launch_bounds__(cuda::kBlock) init_teams(const Problem p) {
     range.max = fmaxf(range.max, w[i]);
   }
   range = affine::team_range<kLanes>(range);
-  const bool finite = std::isfinite(range.max - range.min);
-  if (__any_sync(kWarp, !finite)) {
+  Params<float> found;
+  bool halved = false;
+  if (!__all_sync(kWarp, affine::usual_params<S, kMlx>(range, p, found))) {
     Range<float> numbers;
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) affine::extend(numbers, w[i]);
     range = affine::team_range<kLanes>(numbers);
+    halved = range.overflows();
+    found = params(p, range, kMlx && !halved);
   }
-  const bool halved = range.overflows(), mlx = kMlx && !halved;
-  const Params<float> found = params(p, range, mlx);
-
-  const bool ordinary = finite && affine::is_ordinary(found) &&
-                        fmaxf(fabsf(range.min), fabsf(range.max)) < affine::kOrdinary;
-  const float n = static_cast<float>(p.bins - 1);
-  std::uint32_t code[kChunk];
-  if (__all_sync(kWarp, ordinary)) {
-    const float inverse = __frcp_rn(found.s);
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i)
-      code[i] = affine::rounded_code<kMlx>(affine::divide_by(found.s, inverse, w[i] - found.b), n);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i)
-      code[i] = mlx ? affine::mlx_code(w[i], found, p.bins)
-                    : affine::minmax_code(w[i], found, p.bins, halved);
+  if (valid && t < 2) {
+    S* to = static_cast<S*>(t == 0 ? p.scales : p.biases);
+    to[group] = cuda::store_math<S>(t == 0 ? found.s : found.b);
   }
 
-  if (valid && t == 0) affine::store_param(p.scales, p.scale_element, group, found.s);
-  if (valid && t == 1) affine::store_param(p.biases, p.scale_element, group, found.b);
-  auto* codes = static_cast<std::uint8_t*>(p.q) + row * p.q_stride * (p.packed ? 4 : 1);
-  affine::write_codes(p, codes, in_row * kLanes + t,
-                      affine::four_bytes(code[0], code[1], code[2], code[3]),
-                      affine::four_bytes(code[4], code[5], code[6], code[7]), valid);
+  affine::NearCodes near(found, p.n);
+  std::uint32_t bytes[kChunk / 4];
+#pragma unroll
+  for (int i = 0; i < kChunk; i += 4)
+    bytes[i / 4] = affine::four_bytes(near.code(w[i] - found.b), near.code(w[i + 1] - found.b),
+                                      near.code(w[i + 2] - found.b), near.code(w[i + 3] - found.b));
+  if (halved || !near.certain()) {
+    affine::rarely(w, [&](float x) -> float {
+      return kMlx && !halved ? affine::mlx_code(x, found, p.bins)
+                             : affine::minmax_code(x, found, p.bins, halved);
+    });
+    const auto code = [&](int i) { return __float_as_uint(w[i] + 0x1p23f); };
+#pragma unroll
+    for (int i = 0; i < kChunk; i += 4)
+      bytes[i / 4] = affine::four_bytes(code(i), code(i + 1), code(i + 2), code(i + 3));
+  }
+  affine::write_codes(p, codes, chunk, bytes, valid);
 }
 
 // One group for a whole warp.
@@ -222,11 +232,30 @@ __global__ void __launch_bounds__(cuda::kBlock)
   }
 }
 
+// Enough runs for every multiprocessor to have several warps' worth one after the other.
 template <class X, int kLanes>
+Status launch_lsq(const Problem& p, int device, Stream stream) {
+  constexpr std::int64_t kTeams = 32 / kLanes, kLongest = 128;
+  const std::int64_t warps = std::int64_t{cuda::limits(device).multiprocessors} * 64;
+  const std::int64_t run = std::clamp(p.groups / warps, kTeams, kLongest);
+  const auto kernel = p.importance != nullptr ? affine::lsq_teams<X, kLanes, kChunk, true>
+                                              : affine::lsq_teams<X, kLanes, kChunk, false>;
+  return cuda::launch(Op::kName, kernel,
+                      cuda::grid_for((p.groups + run - 1) / run * 32, affine::kLsqBlock), device,
+                      stream, p, static_cast<int>(run));
+}
+
+// A team of lanes per group of kSize.
+template <class X, int kSize>
 Status launch_teams(const Problem& p, int device, Stream stream) {
-  const auto kernel =
-      p.method == AffineMethod::mlx ? init_teams<X, kLanes, true> : init_teams<X, kLanes, false>;
-  return cuda::launch(Op::kName, kernel, cuda::grid_for(p.groups * kLanes), device, stream, p);
+  if (p.method == AffineMethod::lsq) return launch_lsq<X, kSize / kChunk>(p, device, stream);
+  constexpr int kLanes = kSize / kChunk;
+  const auto launch = [&]<class S>(Type<S>) {
+    const auto kernel = p.method == AffineMethod::mlx ? init_teams<X, S, kLanes, true>
+                                                      : init_teams<X, S, kLanes, false>;
+    return cuda::launch(Op::kName, kernel, cuda::grid_for(p.groups * kLanes), device, stream, p);
+  };
+  return p.scale_element == DType::f32 ? launch(Type<float>()) : launch(Type<X>());
 }
 
 template <class X>
@@ -235,8 +264,10 @@ Status run_typed(const Op::Desc& d, const Op::Args& a, Stream stream) {
   const bool one_row =
       cuda::codes_dense(d, a.q.row_stride()) && (rows <= 1 || a.w.row_stride() == d.axis_size);
   const std::int64_t code_bytes = d.storage == CodeStorage::packed ? 4 : 1;
-  const bool wide_codes = reinterpret_cast<std::uintptr_t>(a.q.data) % 8 == 0 &&
-                          (rows <= 1 || a.q.row_stride() * code_bytes % 8 == 0);
+  std::uintptr_t code_align = 16;
+  while (reinterpret_cast<std::uintptr_t>(a.q.data) % code_align != 0 ||
+         (rows > 1 && a.q.row_stride() * code_bytes % static_cast<std::int64_t>(code_align) != 0))
+    code_align /= 2;
   const Problem p{.w = a.w.data,
                   .importance = a.importance.as<float>(),
                   .scales = a.scales.data,
@@ -250,18 +281,20 @@ Status run_typed(const Op::Desc& d, const Op::Args& a, Stream stream) {
                   .row_groups = Divisor(d.num_groups()),
                   .one_row = one_row,
                   .packed = d.storage == CodeStorage::packed,
-                  .wide_codes = wide_codes,
+                  .code_align = static_cast<int>(code_align),
                   .group_size = static_cast<int>(d.group_size),
                   .bits = d.code_bits(),
-                  .bins = d.bins()};
+                  .bins = d.bins(),
+                  .n = static_cast<float>(d.bins() - 1),
+                  .inverse_n = 1.0f / static_cast<float>(d.bins() - 1)};
   const int device = a.q.device.index;
   if constexpr (sizeof(X) <= 4) {
-    if (d.method != AffineMethod::lsq && cuda::codes_aligned<4>(d, a.q.data, a.q.row_stride()) &&
+    if (cuda::codes_aligned<4>(d, a.q.data, a.q.row_stride()) &&
         cuda::packs_aligned<X, 16 / sizeof(X)>(a.w.data, rows, a.w.row_stride())) {
       switch (d.group_size) {
-        case 32: return launch_teams<X, 4>(p, device, stream);
-        case 64: return launch_teams<X, 8>(p, device, stream);
-        case 128: return launch_teams<X, 16>(p, device, stream);
+        case 32: return launch_teams<X, 32>(p, device, stream);
+        case 64: return launch_teams<X, 64>(p, device, stream);
+        case 128: return launch_teams<X, 128>(p, device, stream);
         default: break;
       }
     }

@@ -56,13 +56,22 @@ __global__ void __launch_bounds__(cuda::kBlock) unpack(const Problem p) {
                                  static_cast<unsigned>(shift));
   }
   Pack<std::uint32_t, kUnit / 4> codes;
+  if constexpr (kBits == 4) {
 #pragma unroll
-  for (int f = 0; f < kUnit / 4; ++f) {
-    const int word = f * 4 * kBits / 32, low = f * 4 * kBits % 32;
-    const std::uint32_t next = word + 1 < kWords ? words[word + 1] : 0;
-    codes.at[f] = cuda::spread_out<kBits>(
-        low + 4 * kBits > 32 ? __funnelshift_r(words[word], next, static_cast<unsigned>(low))
-                             : words[word] >> low);
+    for (int i = 0; i < kWords; ++i) {
+      const std::uint32_t even = words[i] & 0x0f0f0f0fu, odd = words[i] >> 4 & 0x0f0f0f0fu;
+      codes.at[2 * i] = __byte_perm(even, odd, 0x5140);
+      codes.at[2 * i + 1] = __byte_perm(even, odd, 0x7362);
+    }
+  } else {
+#pragma unroll
+    for (int f = 0; f < kUnit / 4; ++f) {
+      const int word = f * 4 * kBits / 32, low = f * 4 * kBits % 32;
+      const std::uint32_t next = word + 1 < kWords ? words[word + 1] : 0;
+      codes.at[f] = cuda::spread_out<kBits>(
+          low + 4 * kBits > 32 ? __funnelshift_r(words[word], next, static_cast<unsigned>(low))
+                               : words[word] >> low);
+    }
   }
   std::uint8_t* to = p.codes + row * p.codes_stride + at * kUnit;
   if (p.aligned && count == kUnit) {

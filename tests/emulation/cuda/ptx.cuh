@@ -91,4 +91,28 @@ inline void multiply_f16(float (&d)[4], const std::uint32_t (&a)[4], const std::
   emulated::multiply<f16>(d, a, b);
 }
 
+inline void fence_shared_for_tensor_cores() {}
+inline void warpgroup_begin() {}
+inline void warpgroup_end() {}
+inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32_t (&a)[4], const void* b) {
+  const emulation::Slot* slots = emulation::exchange(~0u, a, sizeof a);
+  const auto element = [](const std::byte* at) {
+    std::uint16_t bits;
+    std::memcpy(&bits, at, sizeof bits);
+    return static_cast<double>(to_f32(bf16{bits}));
+  };
+  const int lane = emulation::lane(), r = lane / 4, c = 2 * (lane % 4);
+  for (int i = 0; i < 32; ++i) {
+    const int row = r + 8 * (i / 2 % 2), column = 8 * (i / 4) + c + i % 2;
+    double sum = d[i];
+    for (int k = 0; k < 16; ++k) {
+      const std::byte* x = slots[row % 8 * 4 + k % 8 / 2].bytes + 4 * (row / 8 + 2 * (k / 8));
+      const std::byte* y =
+          static_cast<const std::byte*>(b) + k * 128 + (column / 8 ^ k % 8) * 16 + column % 8 * 2;
+      sum += element(x + k % 2 * 2) * element(y);
+    }
+    d[i] = static_cast<float>(sum);
+  }
+}
+
 }  // namespace bittern::cuda
