@@ -305,50 +305,57 @@ struct RowTile {
   __device__ static int part() { return lane_index() % kLanes; }
   __device__ static int first_of_chunk(int k) { return 8 * (k * kLanes + part()); }
 
-  // f(row, piece) for the 16-byte pieces of kRows rows, lane by lane.
-  template <class X, class F>
-  __device__ static void for_pieces(const F& f) {
-    constexpr int kPieces = kRowBytes<X> / 16;
-    constexpr int kWide = std::gcd(32, kPieces), kTall = 32 / kWide;
-    const int row = lane_index() / kWide, piece = lane_index() % kWide;
+  // The 16-byte pieces of kRows rows, by a warp: lane l has piece l % kWide of row l / kWide, and
+  // those that lie rows and pieces after it: f(i, j) for i rows and j pieces.
+  template <class X>
+  struct Pieces {
+    static constexpr int kAll = kRowBytes<X> / 16;
+    static constexpr int kWide = std::gcd(32, kAll), kTall = 32 / kWide;
+    static_assert(kRows % kTall == 0);
+    __device__ static int row() { return lane_index() / kWide; }
+    __device__ static int piece() { return lane_index() % kWide; }
+    template <class F>
+    __device__ static void each(const F& f) {
 #pragma unroll
-    for (int i = 0; i < kRows; i += kTall) {
-      if (kTall > kRows && row >= kRows) return;
+      for (int i = 0; i < kRows; i += kTall) {
 #pragma unroll
-      for (int j = 0; j < kPieces; j += kWide) f(row + i, piece + j);
+        for (int j = 0; j < kAll; j += kWide) f(i, j);
+      }
     }
-  }
+  };
   // Starts copying `rows` rows from device memory, `stride` bytes apart; others become zeros.
   template <class X>
   __device__ static void fetch(char* stage, const char* from, std::int64_t stride, int rows) {
+    using P = Pieces<X>;
+    char* const to = stage + P::row() * kStageStride<X> + 16 * P::piece();
+    const char* const mine = opaque(from + P::row() * stride + 16 * P::piece());
     if (rows >= kRows && stride == kRowBytes<X>) {  // then addresses are constants away
-      for_pieces<X>([&](int i, int piece) {
-        copy_async_16(stage + i * kStageStride<X> + 16 * piece,
-                      from + i * kRowBytes<X> + 16 * piece);
-      });
-    } else if (rows >= kRows) {
-      for_pieces<X>([&](int i, int piece) {
-        copy_async_16(stage + i * kStageStride<X> + 16 * piece, from + i * stride + 16 * piece);
+      P::each([&](int i, int j) {
+        copy_async_16(to + i * kStageStride<X> + 16 * j, mine + i * kRowBytes<X> + 16 * j);
       });
     } else {
-      for_pieces<X>([&](int i, int piece) {
-        copy_async_16(stage + i * kStageStride<X> + 16 * piece,
-                      from + (i < rows ? i * stride + 16 * piece : 0), i < rows ? 16 : 0);
+      P::each([&](int i, int j) {
+        const bool there = i + P::row() < rows;
+        copy_async_16(to + i * kStageStride<X> + 16 * j, there ? mine + i * stride + 16 * j : from,
+                      there ? 16 : 0);
       });
     }
     copy_async_commit();
   }
   template <class X>
   __device__ static void put_out(const char* stage, char* to, std::int64_t stride, int rows) {
-    const auto move = [&](int i, int piece, std::int64_t row_bytes) {
-      __stcs(reinterpret_cast<uint4*>(to + i * row_bytes + 16 * piece),
-             *reinterpret_cast<const uint4*>(stage + i * kStageStride<X> + 16 * piece));
+    using P = Pieces<X>;
+    const char* const from = stage + P::row() * kStageStride<X> + 16 * P::piece();
+    char* const mine = opaque(to + P::row() * stride + 16 * P::piece());
+    const auto move = [&](int i, int j, std::int64_t row_bytes) {
+      __stcs(reinterpret_cast<uint4*>(mine + i * row_bytes + 16 * j),
+             *reinterpret_cast<const uint4*>(from + i * kStageStride<X> + 16 * j));
     };
     if (rows >= kRows && stride == kRowBytes<X>) {
-      for_pieces<X>([&](int i, int piece) { move(i, piece, kRowBytes<X>); });
+      P::each([&](int i, int j) { move(i, j, kRowBytes<X>); });
     } else {
-      for_pieces<X>([&](int i, int piece) {
-        if (i < rows) move(i, piece, stride);
+      P::each([&](int i, int j) {
+        if (i + P::row() < rows) move(i, j, stride);
       });
     }
   }

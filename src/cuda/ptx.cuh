@@ -59,6 +59,12 @@ __device__ inline std::uint32_t opaque(std::uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+// The same of a pointer: addresses a constant away from it are not computed from the start.
+template <class T>
+__device__ inline T* opaque(T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
 
 // ---- matrix fragments ----
 

@@ -33,6 +33,10 @@ inline float approximate_reciprocal(float x) {
 }
 
 inline std::uint32_t opaque(std::uint32_t x) { return x; }
+template <class T>
+inline T* opaque(T* p) {
+  return p;
+}
 
 namespace emulated {
 
