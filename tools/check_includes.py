@@ -41,6 +41,7 @@ LAYERS = [
     ("src/distill/*", MODEL + ["distill/*", "report/*"]),
     ("src/report/*", MODEL + ["report/*"]),
     ("src/c/*", ["bittern/*", "plan/any_op.h"]),
+    ("tests/emulation/*", ["bittern/*", "emulation.h"] + CUDA),
     ("examples/*", ["bittern/*", "CLI/*", "fmt/*"]),
     ("*", ["*"]),  # the command, Python, tests, benchmarks: all but CUDA
 ]
@@ -55,7 +56,7 @@ def allowed(path, header):
     own = path.startswith("src/ops/") and path.split("/")[2]
     if other_op and own and other_op[1] != own:
         return False
-    sees_cuda = path.startswith("src/cuda/") or path.endswith((".cu", ".cuh"))
+    sees_cuda = path.startswith(("src/cuda/", "tests/emulation/")) or path.endswith((".cu", ".cuh"))
     if not sees_cuda and header != "cuda/plugin.h" and any(fnmatch.fnmatch(header, c) for c in CUDA):
         return False
     headers = next(rule for pattern, rule in LAYERS if fnmatch.fnmatch(path, pattern))

@@ -39,17 +39,17 @@ __device__ void pack_unit(const std::uint32_t (&bytes)[kUnit / 4], std::uint32_t
     };
 #pragma unroll
     for (int i = 0; i < kBits; ++i) words[i] = __byte_perm(pairs(2 * i), pairs(2 * i + 1), 0x6420);
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int i = 0; i < kBits; ++i) words[i] = 0;
+    for (int i = 0; i < kBits; ++i) words[i] = 0;
 #pragma unroll
-  for (int f = 0; f < kUnit / 4; ++f) {
-    constexpr int kField = 4 * kBits;
-    const std::uint32_t field = cuda::close_up<kBits>(bytes[f]);
-    const int word = f * kField / 32, shift = f * kField % 32;
-    words[word] |= field << shift;
-    if (shift + kField > 32) words[word + 1] |= field >> (32 - shift) % 32;
+    for (int f = 0; f < kUnit / 4; ++f) {
+      constexpr int kField = 4 * kBits;
+      const std::uint32_t field = cuda::close_up<kBits>(bytes[f]);
+      const int word = f * kField / 32, shift = f * kField % 32;
+      words[word] |= field << shift;
+      if (shift + kField > 32) words[word + 1] |= field >> (32 - shift) % 32;
+    }
   }
 }
 
