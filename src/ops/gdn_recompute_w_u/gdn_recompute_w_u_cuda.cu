@@ -758,8 +758,8 @@ __device__ void panel_product(const Problem& p, const MatrixFragments<M>& a,
 #pragma unroll
   for (int row = first + lane / 8; row < first + 16; row += 4) {
     if (row < rows)
-      __stcs(reinterpret_cast<uint4*>(out + row * p.value_heads * kWide + lane % 8 * 8),
-             *reinterpret_cast<const uint4*>(panel + panel_place(row, lane % 8)));
+      *reinterpret_cast<uint4*>(out + row * p.value_heads * kWide + lane % 8 * 8) =
+          *reinterpret_cast<const uint4*>(panel + panel_place(row, lane % 8));
   }
 }
 

@@ -37,7 +37,6 @@ __device__ Params<F> params(const Problem& p, const Range<F>& range, bool mlx) {
 
 template <class X, class S, int kLanes, bool kMlx>
 __global__ void __launch_bounds__(cuda::kBlock) init_teams(const Problem p) {
-  constexpr int V = 16 / sizeof(X);
   const int t = static_cast<int>(threadIdx.x % kLanes);
   // Teams beyond the last group take it again, so that whole warps meet in the shuffles.
   std::int64_t group = (std::int64_t{blockIdx.x} * cuda::kBlock + threadIdx.x) / kLanes;
@@ -54,12 +53,10 @@ __global__ void __launch_bounds__(cuda::kBlock) init_teams(const Problem p) {
   }
   const std::int64_t chunk = in_row * kLanes + t;
   from += chunk * kChunk;
-  Pack<X, V> loaded[kChunk / V];
-#pragma unroll
-  for (int i = 0; i < kChunk / V; ++i) loaded[i] = Pack<X, V>::load(from + i * V);
+  const auto loaded = Pack<X, kChunk>::load(from);
   float w[kChunk];
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) w[i] = cuda::load_math(loaded[i / V].at[i % V]);
+  for (int i = 0; i < kChunk; ++i) w[i] = cuda::load_math(loaded.at[i]);
 
   // fmin and fmax pass over NaN; an infinity, or no number at all, shows in the difference.
   Range<float> range{w[0], w[0]};
