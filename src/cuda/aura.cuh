@@ -570,14 +570,15 @@ bool pieces_aligned(const View& view, std::int64_t rows) {
   return reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 && (rows <= 1 || step % 16 == 0);
 }
 
-// f(RowTile) for a tuned length, otherwise() for any other.
-template <class F, class Otherwise>
+// f(RowTile) for a tuned length, otherwise() for any other. Rows of 128 and 256 have kEach elements
+// to a lane, 64 or 128: fewer leave room for more warps and cost a shuffle more for each.
+template <int kEach, class F, class Otherwise>
 Status visit_tuned_dim(std::int64_t dim, F&& f, Otherwise&& otherwise) {
   switch (dim) {
     case 64: return f(RowTile<64, 1>());
     case 80: return f(RowTile<80, 1>());
-    case 128: return f(RowTile<128, 1>());
-    case 256: return f(RowTile<256, 2>());
+    case 128: return f(RowTile<128, 128 / kEach>());
+    case 256: return f(RowTile<256, 256 / kEach>());
     case 512: return f(RowTile<512, 4>());
     default: return otherwise();
   }

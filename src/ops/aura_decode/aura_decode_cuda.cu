@@ -15,7 +15,9 @@ using cuda::warp_index;
 
 constexpr int kWarpsOfRows = 8;  // of a block of decode_by_warps
 constexpr int kFewRows = 4;      // a multiprocessor: no more than these are left to decode_by_warps
-constexpr int kMostWarps = 12;   // of a block of decode_by_lanes: its registers
+// Of a block of decode_by_lanes: what its registers allow.
+template <class Tile>
+constexpr int kMostWarps = Tile::kEach <= 64 ? 20 : 12;
 constexpr int kPairCopies = 16;  // of the table of pairs of levels: 8 bytes meet each bank once
 constexpr int kLevelCopies = 32;
 
@@ -215,7 +217,7 @@ class Levels<Tile, 0> {
 };
 
 template <class Tile, int kBits>
-__global__ void __launch_bounds__(32 * kMostWarps, 1)
+__global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
     decode_by_lanes(const __grid_constant__ Problem p, const Layout layout) {
   char* const shared = cuda::dynamic_shared<char>();
   const Levels<Tile, kBits> levels(shared, p);
@@ -290,7 +292,8 @@ Status run_by_lanes(const Problem& p, int device, Stream stream) {
   const std::int64_t tiles = (p.rows + Tile::kRows - 1) / Tile::kRows;
   const int room = (static_cast<int>(limits.shared_per_block) - l.warps) / l.warp;
   const auto share = (tiles + limits.multiprocessors - 1) / limits.multiprocessors;
-  const int warps = static_cast<int>(std::min<std::int64_t>(std::min(room, kMostWarps), share));
+  const int warps =
+      static_cast<int>(std::min<std::int64_t>(std::min(room, kMostWarps<Tile>), share));
   const cuda::Grid grid{
       .blocks = std::min<std::int64_t>(limits.multiprocessors, (tiles + warps - 1) / warps),
       .threads = 32 * warps,
@@ -318,12 +321,13 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   if (p.rows < kFewRows * cuda::limits(device).multiprocessors) return by_warps();
   if (rotation == Rotation::dense) return run_dense(p, device, stream);
   if (!cuda::pieces_aligned(a.y, p.rows)) return by_warps();
-  return cuda::visit_tuned_dim(
-      d.axis_size,
-      [&]<class Tile>(Tile) {
-        return d.bits == 4 ? run_by_lanes<Tile, 4>(p, device, stream)
-                           : run_by_lanes<Tile, 0>(p, device, stream);
-      },
+  if (d.bits == 4) {
+    return cuda::visit_tuned_dim<64>(
+        d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile, 4>(p, device, stream); },
+        by_warps);
+  }
+  return cuda::visit_tuned_dim<128>(
+      d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile, 0>(p, device, stream); },
       by_warps);
 }
 

@@ -23,7 +23,9 @@ constexpr int kFewRows = 4;      // a multiprocessor: no more than these are lef
 constexpr int kCellBytes = 32 << 10;  // of the table of cells, all its copies
 constexpr int kLookupCopies = 32;     // of the codebook: one for each bank
 
-constexpr int kMostWarps = 12;  // of a block of encode_by_lanes: its registers
+// Of a block of encode_by_lanes: what its registers allow.
+template <class Tile>
+constexpr int kMostWarps = Tile::kEach <= 64 ? 20 : 12;
 
 struct Problem {
   const void* x;
@@ -314,7 +316,7 @@ enum class Sums { pairs, squares, products };
 
 // A warp takes RowTile::kRows rows at a time.
 template <class Tile, Sums kSums>
-__global__ void __launch_bounds__(32 * kMostWarps, 1)
+__global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
     encode_by_lanes(const __grid_constant__ Problem p, const Cells cells, const Layout layout) {
   constexpr int kEach = Tile::kEach;
   char* const shared = cuda::dynamic_shared<char>();
@@ -475,7 +477,8 @@ Status run_by_lanes(const Problem& p, int device, Stream stream) {
   const std::int64_t tiles = (p.rows + Tile::kRows - 1) / Tile::kRows;
   const int room = (static_cast<int>(limits.shared_per_block) - l.warps) / l.warp;
   const auto share = (tiles + limits.multiprocessors - 1) / limits.multiprocessors;
-  const int warps = static_cast<int>(std::min<std::int64_t>(std::min(room, kMostWarps), share));
+  const int warps =
+      static_cast<int>(std::min<std::int64_t>(std::min(room, kMostWarps<Tile>), share));
   const cuda::Grid grid{
       .blocks = std::min<std::int64_t>(limits.multiprocessors, (tiles + warps - 1) / warps),
       .threads = 32 * warps,
@@ -816,7 +819,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   if (p.rows < kFewRows * cuda::limits(device).multiprocessors) return by_warps();
   if (d.rotation == Rotation::dense) return run_dense(p, device, stream);
   if (d.rotation != Rotation::hadamard || !cuda::pieces_aligned(a.x, p.rows)) return by_warps();
-  return cuda::visit_tuned_dim(
+  return cuda::visit_tuned_dim<64>(
       d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile>(p, device, stream); },
       by_warps);
 }

@@ -171,7 +171,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
       !cuda::pieces_aligned(a.y, p.rows)) {
     return by_warps();
   }
-  return cuda::visit_tuned_dim(
+  return cuda::visit_tuned_dim<128>(
       d.axis_size,
       [&]<class Tile>(Tile) {
         return visit<float, f16, bf16>(
