@@ -2,8 +2,6 @@
 // pack that may be zero instead of loaded is put together half a word at a time, which waits for
 // each load before the next is issued.)
 #pragma once
-#include <cstring>
-
 #include "cuda/device.cuh"
 
 namespace bittern::cuda {
@@ -71,15 +69,7 @@ struct Raw {
       raw.word[0] = store_math<X>(from[0]).bits;
     } else {
 #pragma unroll
-      for (int i = 0; i < N; i += 2) {
-        if constexpr (std::is_same_v<X, bf16>) {
-          const __nv_bfloat162 pair = __floats2bfloat162_rn(from[i], from[i + 1]);
-          memcpy(&raw.word[i / 2], &pair, sizeof pair);
-        } else {
-          const __half2 pair = __floats2half2_rn(from[i], from[i + 1]);
-          memcpy(&raw.word[i / 2], &pair, sizeof pair);
-        }
-      }
+      for (int i = 0; i < N; i += 2) raw.word[i / 2] = store_pair<X>(from[i], from[i + 1]);
     }
     return raw;
   }

@@ -1,5 +1,5 @@
 #include "bittern/ops/aura_decode.h"
-#include "cuda/aura.cuh"
+#include "cuda/aura_rows.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
@@ -13,8 +13,6 @@ using cuda::warp_index;
 
 // ---- tuning ----
 
-constexpr int kWarpsOfRows = 8;  // of a block of decode_by_warps
-constexpr int kFewRows = 4;      // a multiprocessor: no more than these are left to decode_by_warps
 // Of a block of decode_by_lanes: what its registers allow.
 template <class Tile>
 constexpr int kMostWarps = Tile::kEach <= 64 ? 20 : 12;
@@ -31,81 +29,26 @@ struct Problem {
   RowRotation rotation;  // identity if y stays in rotated space
   DType element, norm_element;
   int bits, words;  // of a code; of a packed row
+
+  __device__ float norm(std::int64_t row) const {
+    return cuda::load_element(norms, norm_element, row * norm_stride);
+  }
+  // norm * codebook[code]
+  __device__ void load(std::int64_t row, float* t) const {
+    const std::uint32_t* from = packed + row * packed_stride;
+    const float s = norm(row);
+    for (int j = lane_index(); j < rotation.dim; j += 32) {
+      const int word = j * bits / 32, at = j * bits % 32;
+      std::uint32_t code = from[word] >> at;
+      if (at + bits > 32) code |= from[word + 1] << (32 - at);
+      t[j] = s * __ldg(codebook + (code & ((1u << bits) - 1)));
+    }
+  }
+  __device__ void store(std::int64_t row, const float* t) const {
+    for (int j = lane_index(); j < rotation.dim; j += 32)
+      cuda::store_element(y, element, row * y_stride + j, t[j]);
+  }
 };
-
-__device__ float norm_at(const Problem& p, std::int64_t row) {
-  return cuda::load_element(p.norms, p.norm_element, row * p.norm_stride);
-}
-
-// ---- a warp to a row ----
-
-// A row of norm * codebook[code] in shared memory, and a finished row from there.
-__device__ void look_up_row(const Problem& p, std::int64_t row, float* t) {
-  const std::uint32_t* words = p.packed + row * p.packed_stride;
-  const float norm = norm_at(p, row);
-  for (int j = lane_index(); j < p.rotation.dim; j += 32) {
-    const int word = j * p.bits / 32, at = j * p.bits % 32;
-    std::uint32_t code = words[word] >> at;
-    if (at + p.bits > 32) code |= words[word + 1] << (32 - at);
-    t[j] = norm * __ldg(p.codebook + (code & ((1u << p.bits) - 1)));
-  }
-}
-__device__ void store_row(const Problem& p, std::int64_t row, const float* y) {
-  for (int j = lane_index(); j < p.rotation.dim; j += 32)
-    cuda::store_element(p.y, p.element, row * p.y_stride + j, y[j]);
-}
-
-__global__ void __launch_bounds__(32 * kWarpsOfRows)
-    decode_by_warps(const __grid_constant__ Problem p) {
-  const int n = p.rotation.dim;
-  float* const t = cuda::dynamic_shared<float>() + warp_index() * 2 * n;
-  const std::int64_t warps = std::int64_t{gridDim.x} * kWarpsOfRows;
-  for (std::int64_t row = std::int64_t{blockIdx.x} * kWarpsOfRows + warp_index(); row < p.rows;
-       row += warps) {
-    look_up_row(p, row, t);
-    store_row(p, row, cuda::rotate_by_warp(p.rotation, t, t + n));
-    __syncwarp();
-  }
-}
-
-Status run_by_warps(const Problem& p, int device, Stream stream) {
-  const cuda::Grid grid{
-      .blocks = (p.rows + kWarpsOfRows - 1) / kWarpsOfRows,
-      .threads = 32 * kWarpsOfRows,
-      .shared = sizeof(float) * 2 * kWarpsOfRows * static_cast<std::size_t>(p.rotation.dim)};
-  return cuda::launch(Op::kName, decode_by_warps, grid, device, stream, p);
-}
-
-// ---- a block to many rows, for dense rotations ----
-
-__global__ void __launch_bounds__(32 * cuda::DenseBlock::kMostWarps)
-    decode_dense(const __grid_constant__ Problem p, const cuda::DenseBlock block) {
-  constexpr int kRows = cuda::DenseBlock::kRows;
-  auto* const tile = cuda::dynamic_shared<float>();
-  float* const t =
-      tile + cuda::DenseBlock::kTileBytes / 4 + warp_index() * 2 * kRows * block.stride;
-  float* const y = t + kRows * block.stride;
-  const std::int64_t step = std::int64_t{gridDim.x} * block.warps * kRows;
-  for (std::int64_t base = std::int64_t{blockIdx.x} * block.warps * kRows; base < p.rows;
-       base += step) {
-    const std::int64_t first = base + warp_index() * kRows;
-    for (int i = 0; i < kRows && first + i < p.rows; ++i)
-      look_up_row(p, first + i, t + i * block.stride);
-    __syncwarp();
-    block.rotate(p.rotation, t, y, tile);
-    for (int i = 0; i < kRows && first + i < p.rows; ++i)
-      store_row(p, first + i, y + i * block.stride);
-    __syncwarp();
-  }
-}
-
-Status run_dense(const Problem& p, int device, Stream stream) {
-  const auto block = cuda::DenseBlock::plan(p.rotation.dim, 0, device);
-  const std::int64_t rows = block.warps * cuda::DenseBlock::kRows;
-  const cuda::Grid grid{
-      .blocks = (p.rows + rows - 1) / rows, .threads = 32 * block.warps, .shared = block.shared};
-  return cuda::launch(Op::kName, decode_dense, grid, device, stream, p, block);
-}
 
 // ---- a lane to a row ----
 
@@ -239,7 +182,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
     cuda::copy_rows_in(in, layout.in_stride, p.packed + row * p.packed_stride, p.packed_stride,
                        p.words, rows);
     cuda::copy_async_commit();
-    norm = Tile::row() < rows ? norm_at(p, row + Tile::row()) : 0.0f;
+    norm = Tile::row() < rows ? p.norm(row + Tile::row()) : 0.0f;
   };
   fetch(first);
   __syncthreads();
@@ -317,9 +260,9 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
                   .bits = d.bits,
                   .words = static_cast<int>(packed_words(d.axis_size, d.bits))};
   const int device = a.y.device.index;
-  const auto by_warps = [&] { return run_by_warps(p, device, stream); };
-  if (p.rows < kFewRows * cuda::limits(device).multiprocessors) return by_warps();
-  if (rotation == Rotation::dense) return run_dense(p, device, stream);
+  const auto by_warps = [&] { return cuda::run_by_warps(Op::kName, p, device, stream); };
+  if (p.rows < cuda::kFewRows * cuda::limits(device).multiprocessors) return by_warps();
+  if (rotation == Rotation::dense) return cuda::run_dense(Op::kName, p, device, stream);
   if (!cuda::pieces_aligned(a.y, p.rows)) return by_warps();
   if (d.bits == 4) {
     return cuda::visit_tuned_dim<64>(

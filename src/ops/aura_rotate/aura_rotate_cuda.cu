@@ -1,5 +1,5 @@
 #include "bittern/ops/aura_rotate.h"
-#include "cuda/aura.cuh"
+#include "cuda/aura_rows.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
@@ -12,9 +12,7 @@ using cuda::warp_index;
 
 // ---- tuning ----
 
-constexpr int kWarpsOfRows = 8;  // of a block of rotate_by_warps
-constexpr int kFewRows = 4;      // a multiprocessor: no more than these are left to rotate_by_warps
-constexpr int kMostWarps = 12;   // of a block of rotate_by_lanes: its registers
+constexpr int kMostWarps = 12;  // of a block of rotate_by_lanes: its registers
 
 struct Problem {
   const void* x;
@@ -23,70 +21,16 @@ struct Problem {
   std::int64_t rows;
   RowRotation rotation;
   DType element;
+
+  __device__ void load(std::int64_t row, float* t) const {
+    for (int j = lane_index(); j < rotation.dim; j += 32)
+      t[j] = cuda::load_element(x, element, row * x_stride + j);
+  }
+  __device__ void store(std::int64_t row, const float* t) const {
+    for (int j = lane_index(); j < rotation.dim; j += 32)
+      cuda::store_element(y, element, row * y_stride + j, t[j]);
+  }
 };
-
-__device__ void load_row(const Problem& p, std::int64_t row, float* t) {
-  for (int j = lane_index(); j < p.rotation.dim; j += 32)
-    t[j] = cuda::load_element(p.x, p.element, row * p.x_stride + j);
-}
-__device__ void store_row(const Problem& p, std::int64_t row, const float* t) {
-  for (int j = lane_index(); j < p.rotation.dim; j += 32)
-    cuda::store_element(p.y, p.element, row * p.y_stride + j, t[j]);
-}
-
-// ---- a warp to a row ----
-
-__global__ void __launch_bounds__(32 * kWarpsOfRows)
-    rotate_by_warps(const __grid_constant__ Problem p) {
-  const int n = p.rotation.dim;
-  float* const t = cuda::dynamic_shared<float>() + warp_index() * 2 * n;
-  const std::int64_t warps = std::int64_t{gridDim.x} * kWarpsOfRows;
-  for (std::int64_t row = std::int64_t{blockIdx.x} * kWarpsOfRows + warp_index(); row < p.rows;
-       row += warps) {
-    load_row(p, row, t);
-    store_row(p, row, cuda::rotate_by_warp(p.rotation, t, t + n));
-    __syncwarp();
-  }
-}
-
-Status run_by_warps(const Problem& p, int device, Stream stream) {
-  const cuda::Grid grid{
-      .blocks = (p.rows + kWarpsOfRows - 1) / kWarpsOfRows,
-      .threads = 32 * kWarpsOfRows,
-      .shared = sizeof(float) * 2 * kWarpsOfRows * static_cast<std::size_t>(p.rotation.dim)};
-  return cuda::launch(Op::kName, rotate_by_warps, grid, device, stream, p);
-}
-
-// ---- a block to many rows, for dense rotations ----
-
-__global__ void __launch_bounds__(32 * cuda::DenseBlock::kMostWarps)
-    rotate_dense(const __grid_constant__ Problem p, const cuda::DenseBlock block) {
-  constexpr int kRows = cuda::DenseBlock::kRows;
-  auto* const tile = cuda::dynamic_shared<float>();
-  float* const x =
-      tile + cuda::DenseBlock::kTileBytes / 4 + warp_index() * 2 * kRows * block.stride;
-  float* const y = x + kRows * block.stride;
-  const std::int64_t step = std::int64_t{gridDim.x} * block.warps * kRows;
-  for (std::int64_t base = std::int64_t{blockIdx.x} * block.warps * kRows; base < p.rows;
-       base += step) {
-    const std::int64_t first = base + warp_index() * kRows;
-    for (int i = 0; i < kRows && first + i < p.rows; ++i)
-      load_row(p, first + i, x + i * block.stride);
-    __syncwarp();
-    block.rotate(p.rotation, x, y, tile);
-    for (int i = 0; i < kRows && first + i < p.rows; ++i)
-      store_row(p, first + i, y + i * block.stride);
-    __syncwarp();
-  }
-}
-
-Status run_dense(const Problem& p, int device, Stream stream) {
-  const auto block = cuda::DenseBlock::plan(p.rotation.dim, 0, device);
-  const std::int64_t rows = block.warps * cuda::DenseBlock::kRows;
-  const cuda::Grid grid{
-      .blocks = (p.rows + rows - 1) / rows, .threads = 32 * block.warps, .shared = block.shared};
-  return cuda::launch(Op::kName, rotate_dense, grid, device, stream, p, block);
-}
 
 // ---- a lane to a row ----
 
@@ -164,9 +108,9 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
       .rotation = cuda::row_rotation(d.rotation, d.axis_size, a.table.as<float>(), d.inverse),
       .element = d.element};
   const int device = a.y.device.index;
-  const auto by_warps = [&] { return run_by_warps(p, device, stream); };
-  if (p.rows < kFewRows * cuda::limits(device).multiprocessors) return by_warps();
-  if (d.rotation == Rotation::dense) return run_dense(p, device, stream);
+  const auto by_warps = [&] { return cuda::run_by_warps(Op::kName, p, device, stream); };
+  if (p.rows < cuda::kFewRows * cuda::limits(device).multiprocessors) return by_warps();
+  if (d.rotation == Rotation::dense) return cuda::run_dense(Op::kName, p, device, stream);
   if (d.rotation == Rotation::identity || !cuda::pieces_aligned(a.x, p.rows) ||
       !cuda::pieces_aligned(a.y, p.rows)) {
     return by_warps();

@@ -2,7 +2,6 @@
 // the tensor cores: the operands are rounded where the header says, products are exact, and what
 // differs is the order of the sums and that tensor cores truncate where fma rounds.
 #include <cmath>
-#include <cstring>
 #include <string>
 
 #include "bittern/ops/gdn_recompute_w_u.h"
@@ -349,19 +348,7 @@ __device__ void split_matrix(int a) {
   }
 }
 
-// Two elements in a register, the first in the lower half.
-template <class X>
-__device__ std::uint32_t pack_pair(float x, float y) {
-  std::uint32_t bits;
-  if constexpr (std::is_same_v<X, bf16>) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-    memcpy(&bits, &pair, sizeof bits);
-  } else {
-    const __half2 pair = __floats2half2_rn(x, y);
-    memcpy(&bits, &pair, sizeof bits);
-  }
-  return bits;
-}
+// Two elements of a register, the first in the lower half.
 template <class X>
 __device__ float2 unpack_pair(std::uint32_t bits) {
   return make_float2(cuda::load_math(X{static_cast<std::uint16_t>(bits)}),
@@ -390,8 +377,8 @@ __device__ void scale_tile(int tile, int pitch, int gates, int width) {
             kDecay ? shared_at<float>(gates + static_cast<int>((kMostRows + row) * 4)) : 1.0f;
         const auto scale = [&](std::uint32_t pair) {
           const float2 of = unpack_pair<X>(pair);
-          return kDecay ? pack_pair<X>(of.x * beta * decay, of.y * beta * decay)
-                        : pack_pair<X>(of.x * beta, of.y * beta);
+          return kDecay ? cuda::store_pair<X>(of.x * beta * decay, of.y * beta * decay)
+                        : cuda::store_pair<X>(of.x * beta, of.y * beta);
         };
         shared_at<uint4>(tile + swizzled(row, piece, pitch)) =
             make_uint4(scale(x[i].x), scale(x[i].y), scale(x[i].z), scale(x[i].w));
@@ -517,7 +504,7 @@ struct Product {
         for (int half = 0; half < 2; ++half) {
           const int row = 16 * down + 8 * half + lane / 4;
           shared_at<std::uint32_t>(b + swizzled(row, column / 8 + tile, pitch) + lane % 4 * 4) =
-              pack_pair<X>(sums[tile][2 * half], sums[tile][2 * half + 1]);
+              cuda::store_pair<X>(sums[tile][2 * half], sums[tile][2 * half + 1]);
         }
       }
     }
@@ -657,7 +644,8 @@ __device__ void scale_panels(char* tile, const float* beta, const float* decay) 
 #pragma unroll
     for (std::uint32_t& pair : pairs) {
       const float2 x = unpack_pair<bf16>(pair);
-      pair = kDecay ? pack_pair<bf16>(x.x * b * e, x.y * b * e) : pack_pair<bf16>(x.x * b, x.y * b);
+      pair = kDecay ? cuda::store_pair<bf16>(x.x * b * e, x.y * b * e)
+                    : cuda::store_pair<bf16>(x.x * b, x.y * b);
     }
     place = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
@@ -752,7 +740,7 @@ __device__ void panel_product(const Problem& p, const MatrixFragments<M>& a,
   for (int i = 0; i < 32; i += 2)
     *reinterpret_cast<std::uint32_t*>(panel + (first + lane / 4) * 128 + i / 2 % 2 * 1024 +
                                       (i / 4 ^ lane / 4) * kPiece + lane % 4 * 4) =
-        pack_pair<bf16>(sums[i], sums[i + 1]);
+        cuda::store_pair<bf16>(sums[i], sums[i + 1]);
   __syncwarp();
   // Out: lane l has piece l % 8 of row l / 8 of 4.
 #pragma unroll
