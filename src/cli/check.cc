@@ -73,6 +73,9 @@ Status run(const CheckFlags& flags, const std::vector<std::string>& rest) {
   }
   if (flags.common.threads > 0) settings.threads = {flags.common.threads};
 
+  if (!flags.op.empty() && !settings.cpu && !ops.front()->has_cuda()) {
+    return unsupported(fmt::format("{}: no kernel on {}", flags.op, name(choice->device)));
+  }
   const bool print = !flags.common.quiet;
   if (print) {
     std::string on = settings.cpu ? "cpu" : "";
@@ -85,6 +88,10 @@ Status run(const CheckFlags& flags, const std::vector<std::string>& rest) {
   Json rows = Json::array();
   std::size_t failures = 0;
   for (const AnyOp* op : ops) {
+    if (!settings.cpu && !op->has_cuda()) {  // nothing to compare
+      if (print) fmt::print("{:<33} {:>9}\n", op->name(), "unsupported");
+      continue;
+    }
     const auto start = std::chrono::steady_clock::now();
     oracle::Report report;
     if (fields->empty()) {

@@ -73,7 +73,7 @@ std::string guarantee_text(const PrecisionGuarantee& g) {
 }
 
 std::string cell(const Support& s) {
-  return !s.exists ? "-" : s.dtypes.empty() ? "not here" : join(s.dtypes);
+  return !s.exists ? "unsupported" : s.dtypes.empty() ? "not here" : join(s.dtypes);
 }
 
 // What `--device auto` would run: the first of cuda, cpu, ref that can.
