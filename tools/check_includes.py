@@ -14,6 +14,8 @@ CORE = ["bittern/*", "core/*"]
 KERNEL = CORE + ["plan/kernel.h", "cpu/*", "hwy/*", "*intrin.h"]
 ORACLE = CORE + ["plan/*", "cpu/*", "cuda/plugin.h", "ops/ops.inc", "oracle/*"]
 CUDA = ["cuda*", "cub/*", "cutlass/*", "cublas*", "nv*"]
+JSON = ["nlohmann/*"]
+POSIX = ["fcntl.h", "sched.h", "sys/*.h", "unistd.h"]
 FILES = CORE + ["formats/*", "codec/*"]
 MODEL = FILES + ["plan/*", "model/*", "text/*"]
 
@@ -33,7 +35,8 @@ LAYERS = [
     ("src/ops/*.cu*", CORE + ["plan/kernel.h", "cuda/*"] + CUDA),
     ("src/ops/*", KERNEL),
     ("src/oracle/*", ORACLE + ["gtest/*"]),
-    ("src/formats/*", CORE + ["formats/*"]),
+    ("src/formats/*_test.cc", ORACLE + ["formats/*", "gtest/*"] + JSON + POSIX),
+    ("src/formats/*", CORE + ["formats/*"] + JSON + POSIX),
     ("src/codec/*_test.cc", ORACLE + ["codec/*", "gtest/*"]),
     ("src/codec/*", CORE + ["codec/*"]),
     ("src/model/*", MODEL),
