@@ -140,7 +140,12 @@ void shrink(AnyDesc& desc, std::int64_t factor) {
       less -= group > 0 ? less % group : 0;
     }
     if (less < 1) continue;
-    if (desc.set(field, less).ok() && desc.check().ok()) return;
+    if (desc.set(field, less).ok() && desc.check().ok()) {
+      // A pool of states shrinks with the sequences that use it, or its traffic would count whole.
+      const std::int64_t pool = field == "batch" ? field_or(desc, "pool", 0) / factor : 0;
+      if (pool > 0) (void)desc.set("pool", pool);
+      return;
+    }
     (void)desc.set(field, size);
   }
 }
