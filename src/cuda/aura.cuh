@@ -570,6 +570,26 @@ bool pieces_aligned(const View& view, std::int64_t rows) {
   return reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 && (rows <= 1 || step % 16 == 0);
 }
 
+// A warp to a row serves small problems and whatever has no tile.
+inline constexpr int kWarpsOfRows = 8;  // of a block of such warps
+inline constexpr int kFewRows = 4;      // a multiprocessor: no more than these are left to them
+
+// A block to a multiprocessor, of warps that take tiles of `tile_rows` rows in turn: as many as
+// shared memory has room for (`fixed` bytes for the block, `warp` for each), as `most_warps`, and
+// as there is work for.
+inline Grid tiles_grid(std::int64_t rows, int tile_rows, int most_warps, int fixed, int warp,
+                       int device) {
+  const Limits& has = limits(device);
+  const std::int64_t tiles = (rows + tile_rows - 1) / tile_rows;
+  const std::int64_t room = (static_cast<int>(has.shared_per_block) - fixed) / warp;
+  const std::int64_t share = (tiles + has.multiprocessors - 1) / has.multiprocessors;
+  const auto warps =
+      static_cast<int>(std::min({room, static_cast<std::int64_t>(most_warps), share}));
+  return {.blocks = std::min<std::int64_t>(has.multiprocessors, (tiles + warps - 1) / warps),
+          .threads = 32 * warps,
+          .shared = static_cast<std::size_t>(fixed + warps * warp)};
+}
+
 // f(RowTile) for a tuned length, otherwise() for any other. Rows of 128 and 256 have kEach elements
 // to a lane, 64 or 128: fewer leave room for more warps and cost a shuffle more for each.
 template <int kEach, class F, class Otherwise>

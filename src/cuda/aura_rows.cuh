@@ -6,9 +6,6 @@
 
 namespace bittern::cuda {
 
-inline constexpr int kWarpsOfRows = 8;  // of a block of rotate_by_warps
-inline constexpr int kFewRows = 4;      // a multiprocessor: no more than these are left to it
-
 // A warp to a row.
 template <class Rows>
 __global__ void __launch_bounds__(32 * kWarpsOfRows)

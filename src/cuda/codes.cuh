@@ -126,4 +126,39 @@ auto visit_bits(int bits, F&& f) {
   }
 }
 
+// Rows of codes and of the words that hold them, cut into units of kUnit codes, a thread each.
+// Rows that follow each other without spare bits count as one.
+template <class Code, class Word, int kUnit>
+struct PackedUnits {
+  Code* codes;
+  Word* words;
+  std::int64_t codes_stride, words_stride;
+  bool one_row;
+  std::int64_t row_length;
+  Divisor row_units;  // the last unit of a row may be short
+  std::int64_t units;
+  bool aligned;  // 16 bytes of codes, and `word_align` of words, may be accessed at once
+
+  template <class Desc, class Codes, class Words>
+  PackedUnits(const Desc& d, const Codes& of_codes, const Words& of_words,
+              std::uintptr_t word_align)
+      : codes(static_cast<Code*>(of_codes.data)),
+        words(static_cast<Word*>(of_words.data)),
+        codes_stride(of_codes.row_stride()),
+        words_stride(of_words.row_stride()),
+        one_row(d.outer_size <= 1 ||
+                (d.axis_size * d.bits % 32 == 0 && codes_stride == d.axis_size &&
+                 words_stride == d.axis_size * d.bits / 32)),
+        row_length(one_row ? d.outer_size * d.axis_size : d.axis_size),
+        row_units((row_length + kUnit - 1) / kUnit),
+        units((one_row ? 1 : d.outer_size) * row_units.value()),
+        aligned(lies_on(codes, codes_stride, 16) && lies_on(words, 4 * words_stride, word_align)) {}
+
+ private:
+  bool lies_on(const void* data, std::int64_t stride_bytes, std::uintptr_t align) const {
+    return reinterpret_cast<std::uintptr_t>(data) % align == 0 &&
+           (one_row || stride_bytes % static_cast<std::int64_t>(align) == 0);
+  }
+};
+
 }  // namespace bittern::cuda

@@ -56,29 +56,14 @@ Status gemm_bf16(int device, int n, const void* a, const void* b, void* c, doubl
   void* handle = nullptr;
   if (const int code = (*cublas)->create(&handle); code != 0)
     return unavailable("cuda: cuBLAS does not start, error " + std::to_string(code));
-  cudaEvent_t start = nullptr, end = nullptr;
-  const auto run = [&]() -> Status {
+  const auto product = [&] {
     const float one = 1, zero = 0;
-    const auto product = [&] {
-      return status_of_cublas((*cublas)->gemm(handle, kNoTranspose, kNoTranspose, n, n, n, &one, a,
-                                              kBf16, n, b, kBf16, n, &zero, c, kBf16, n,
-                                              kComputeF32, kDefaultAlgorithm));
-    };
-    BITTERN_TRY(status_of(cudaEventCreate(&start), "cuda: gemm"));
-    BITTERN_TRY(status_of(cudaEventCreate(&end), "cuda: gemm"));
-    BITTERN_TRY(product());  // chooses and loads its kernel
-    BITTERN_TRY(status_of(cudaEventRecord(start), "cuda: gemm"));
-    BITTERN_TRY(product());
-    BITTERN_TRY(status_of(cudaEventRecord(end), "cuda: gemm"));
-    BITTERN_TRY(status_of(cudaEventSynchronize(end), "cuda: gemm"));
-    float milliseconds = 0;
-    BITTERN_TRY(status_of(cudaEventElapsedTime(&milliseconds, start, end), "cuda: gemm"));
-    *seconds = 1e-3 * static_cast<double>(milliseconds);
-    return {};
+    return status_of_cublas((*cublas)->gemm(handle, kNoTranspose, kNoTranspose, n, n, n, &one, a,
+                                            kBf16, n, b, kBf16, n, &zero, c, kBf16, n, kComputeF32,
+                                            kDefaultAlgorithm));
   };
-  const Status status = run();
-  for (const cudaEvent_t event : {start, end})
-    if (event != nullptr) (void)cudaEventDestroy(event);
+  Status status = product();  // chooses and loads its kernel
+  if (status.ok()) status = time(device, Stream(), product, seconds);
   (void)(*cublas)->destroy(handle);
   return status;
 }

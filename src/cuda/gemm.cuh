@@ -1,7 +1,5 @@
 // The bf16 matrix product that benchmarks are held against: cuBLAS's, where it is installed.
 #pragma once
-#include <functional>
-
 #include "bittern/status.h"
 
 namespace bittern::cuda {

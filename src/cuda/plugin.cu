@@ -111,6 +111,8 @@ class Event {
   cudaError_t error_;
 };
 
+}  // namespace
+
 Status time(int device, Stream stream, const std::function<Status()>& work, double* seconds) {
   const DeviceScope scope(device);
   if (scope.error() != cudaSuccess) return status_of(scope.error(), "cuda: time");
@@ -120,6 +122,8 @@ Status time(int device, Stream stream, const std::function<Status()>& work, doub
   BITTERN_TRY(end.record(stream));
   return end.seconds_since(start, seconds);
 }
+
+namespace {
 
 // What `work` puts on a stream, kept for replaying.
 class Graph {

@@ -3,11 +3,13 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 
 #include "bittern/device.h"
 #include "bittern/status.h"
+#include "plan/kernel.h"
 
 namespace bittern::cuda {
 
@@ -48,7 +50,21 @@ class DeviceScope {
 // "sm_90": the device itself, whichever of the plug-in's images it runs.
 std::string_view architecture(Device device);
 
+// The row of an op's one kernel, which meets the op's contract.
+template <class Op>
+constexpr Kernel<Op> exact_kernel(decltype(Kernel<Op>::run) run,
+                                  decltype(Kernel<Op>::workspace) workspace = nullptr) {
+  return {.name = "cuda",
+          .backend = "cuda",
+          .workspace = workspace,
+          .architecture = architecture,
+          .run = run};
+}
+
 inline constexpr int kBlock = 256;
+
+// As CudaPlugin::time.
+Status time(int device, Stream stream, const std::function<Status()>& work, double* seconds);
 
 // The shape of a launch. Kernels loop where a grid cannot hold every block.
 struct Grid {

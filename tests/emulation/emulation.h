@@ -262,11 +262,6 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fadd_rz(float a, float b) {  // for sums that are exact in f64
-  const double sum = static_cast<double>(a) + static_cast<double>(b);
-  const float near = static_cast<float>(sum);
-  return std::abs(static_cast<double>(near)) > std::abs(sum) ? std::nextafter(near, 0.0f) : near;
-}
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }

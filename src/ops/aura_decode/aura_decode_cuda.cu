@@ -231,16 +231,8 @@ Status run_by_lanes(const Problem& p, int device, Stream stream) {
   l.y_stage = Tile::kRows * l.in_stride;
   l.warp = l.y_stage + Tile::kRows * (p.element == DType::f32 ? Tile::template kStageStride<float>
                                                               : Tile::template kStageStride<bf16>);
-  const auto& limits = cuda::limits(device);
-  const std::int64_t tiles = (p.rows + Tile::kRows - 1) / Tile::kRows;
-  const int room = (static_cast<int>(limits.shared_per_block) - l.warps) / l.warp;
-  const auto share = (tiles + limits.multiprocessors - 1) / limits.multiprocessors;
-  const int warps =
-      static_cast<int>(std::min<std::int64_t>(std::min(room, kMostWarps<Tile>), share));
-  const cuda::Grid grid{
-      .blocks = std::min<std::int64_t>(limits.multiprocessors, (tiles + warps - 1) / warps),
-      .threads = 32 * warps,
-      .shared = static_cast<std::size_t>(l.warps + warps * l.warp)};
+  const auto grid =
+      cuda::tiles_grid(p.rows, Tile::kRows, kMostWarps<Tile>, l.warps, l.warp, device);
   return cuda::launch(Op::kName, decode_by_lanes<Tile, kBits>, grid, device, stream, p, l);
 }
 
@@ -274,8 +266,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
       by_warps);
 }
 
-constexpr Kernel<Op> kKernels[] = {
-    {.name = "cuda", .backend = "cuda", .architecture = cuda::architecture, .run = run}};
+constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run)};
 
 }  // namespace
 

@@ -18,8 +18,8 @@ using cuda::warp_index;
 
 // ---- tuning ----
 
-constexpr int kWarpsOfRows = 8;  // of a block of encode_by_warps
-constexpr int kFewRows = 4;      // a multiprocessor: no more than these are left to encode_by_warps
+using cuda::kFewRows;
+using cuda::kWarpsOfRows;
 constexpr int kCellBytes = 32 << 10;  // of the table of cells, all its copies
 constexpr int kLookupCopies = 32;     // of the codebook: one for each bank
 
@@ -473,16 +473,8 @@ Status run_by_lanes(const Problem& p, int device, Stream stream) {
                                                    : Tile::template kStageStride<bf16>);
   l.out_stride = align(4 * p.words) | 16;
   l.warp = l.stage + std::max(Tile::kRows * l.out_stride, 2 * 4 * kDim);
-  const auto& limits = cuda::limits(device);
-  const std::int64_t tiles = (p.rows + Tile::kRows - 1) / Tile::kRows;
-  const int room = (static_cast<int>(limits.shared_per_block) - l.warps) / l.warp;
-  const auto share = (tiles + limits.multiprocessors - 1) / limits.multiprocessors;
-  const int warps =
-      static_cast<int>(std::min<std::int64_t>(std::min(room, kMostWarps<Tile>), share));
-  const cuda::Grid grid{
-      .blocks = std::min<std::int64_t>(limits.multiprocessors, (tiles + warps - 1) / warps),
-      .threads = 32 * warps,
-      .shared = static_cast<std::size_t>(l.warps + warps * l.warp)};
+  const auto grid =
+      cuda::tiles_grid(p.rows, Tile::kRows, kMostWarps<Tile>, l.warps, l.warp, device);
   const auto launch = [&](auto kernel) {
     return cuda::launch(Op::kName, kernel, grid, device, stream, p, cells, l);
   };
@@ -779,16 +771,7 @@ Status run_by_tensors(const Problem& p, int device, Stream stream) {
   l.out = l.codes + kRows * Tile::kCodeStride;
   l.out_stride = align(4 * p.words) | 16;
   l.warp = l.out + std::max(kRows * l.out_stride, 2 * 4 * Tile::kDim);
-  const auto& limits = cuda::limits(device);
-  const std::int64_t tiles = (p.rows + kRows - 1) / kRows;
-  const int room = (static_cast<int>(limits.shared_per_block) - l.warps) / l.warp;
-  const auto share = (tiles + limits.multiprocessors - 1) / limits.multiprocessors;
-  const int warps =
-      static_cast<int>(std::min<std::int64_t>(std::min(room, Tile::kMostWarps), share));
-  const cuda::Grid grid{
-      .blocks = std::min<std::int64_t>(limits.multiprocessors, (tiles + warps - 1) / warps),
-      .threads = 32 * warps,
-      .shared = static_cast<std::size_t>(l.warps + warps * l.warp)};
+  const auto grid = cuda::tiles_grid(p.rows, kRows, Tile::kMostWarps, l.warps, l.warp, device);
   return cuda::launch(Op::kName, encode_by_tensors<Tile>, grid, device, stream, p, cells, l);
 }
 
@@ -846,14 +829,13 @@ PrecisionGuarantee tensor_guarantee(const Op::Desc&) {
           .same_bits_on_all_backends = false};
 }
 
-constexpr Kernel<Op> kKernels[] = {
-    {.name = "cuda_tensor",
-     .backend = "cuda",
-     .weaker = tensor_guarantee,
-     .supports = supports_tensors,
-     .architecture = cuda::architecture,
-     .run = run_tensors},
-    {.name = "cuda", .backend = "cuda", .architecture = cuda::architecture, .run = run}};
+constexpr Kernel<Op> kKernels[] = {{.name = "cuda_tensor",
+                                    .backend = "cuda",
+                                    .weaker = tensor_guarantee,
+                                    .supports = supports_tensors,
+                                    .architecture = cuda::architecture,
+                                    .run = run_tensors},
+                                   cuda::exact_kernel<Op>(run)};
 
 }  // namespace
 

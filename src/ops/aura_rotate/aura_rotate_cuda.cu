@@ -86,15 +86,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
 template <class Tile, class X>
 Status run_by_lanes(const Problem& p, int device, Stream stream) {
   const int warp = 2 * Tile::kRows * Tile::template kStageStride<X>;
-  const auto& limits = cuda::limits(device);
-  const std::int64_t tiles = (p.rows + Tile::kRows - 1) / Tile::kRows;
-  const int room = static_cast<int>(limits.shared_per_block) / warp;
-  const auto share = (tiles + limits.multiprocessors - 1) / limits.multiprocessors;
-  const int warps = static_cast<int>(std::min<std::int64_t>(std::min(room, kMostWarps), share));
-  const cuda::Grid grid{
-      .blocks = std::min<std::int64_t>(limits.multiprocessors, (tiles + warps - 1) / warps),
-      .threads = 32 * warps,
-      .shared = static_cast<std::size_t>(warps * warp)};
+  const auto grid = cuda::tiles_grid(p.rows, Tile::kRows, kMostWarps, 0, warp, device);
   return cuda::launch(Op::kName, rotate_by_lanes<Tile, X>, grid, device, stream, p);
 }
 
@@ -124,8 +116,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
       by_warps);
 }
 
-constexpr Kernel<Op> kKernels[] = {
-    {.name = "cuda", .backend = "cuda", .architecture = cuda::architecture, .run = run}};
+constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run)};
 
 }  // namespace
 

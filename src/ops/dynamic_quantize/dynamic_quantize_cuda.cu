@@ -220,11 +220,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace worksp
                      [&]<class X>(Type<X>) { return run_typed<X>(d, a, stream, workspace); });
 }
 
-constexpr Kernel<Op> kKernels[] = {{.name = "cuda",
-                                    .backend = "cuda",
-                                    .workspace = cuda::reduction_workspace,
-                                    .architecture = cuda::architecture,
-                                    .run = run}};
+constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run, cuda::reduction_workspace)};
 
 }  // namespace
 

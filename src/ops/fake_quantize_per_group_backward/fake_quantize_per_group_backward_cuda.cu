@@ -87,11 +87,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace worksp
   });
 }
 
-constexpr Kernel<Op> kKernels[] = {{.name = "cuda",
-                                    .backend = "cuda",
-                                    .workspace = cuda::reduction_workspace,
-                                    .architecture = cuda::architecture,
-                                    .run = run}};
+constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run, cuda::reduction_workspace)};
 
 }  // namespace
 

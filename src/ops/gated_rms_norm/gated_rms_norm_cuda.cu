@@ -155,8 +155,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   });
 }
 
-constexpr Kernel<Op> kKernels[] = {
-    {.name = "cuda", .backend = "cuda", .architecture = cuda::architecture, .run = run}};
+constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run)};
 
 }  // namespace
 

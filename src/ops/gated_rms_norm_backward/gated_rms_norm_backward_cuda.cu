@@ -257,11 +257,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace space)
   });
 }
 
-constexpr Kernel<Op> kKernels[] = {{.name = "cuda",
-                                    .backend = "cuda",
-                                    .workspace = workspace,
-                                    .architecture = cuda::architecture,
-                                    .run = run}};
+constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run, workspace)};
 
 }  // namespace
 

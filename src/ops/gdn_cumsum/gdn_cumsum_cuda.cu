@@ -88,8 +88,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
                       {.blocks = p.items, .threads = kThreads}, a.sum.device.index, stream, p);
 }
 
-constexpr Kernel<Op> kKernels[] = {
-    {.name = "cuda", .backend = "cuda", .architecture = cuda::architecture, .run = run}};
+constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run)};
 
 }  // namespace
 

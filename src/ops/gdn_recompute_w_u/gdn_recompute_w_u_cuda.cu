@@ -751,8 +751,8 @@ __device__ void panel_product(const Problem& p, const MatrixFragments<M>& a,
   }
 }
 
-// Blocks stay, and each asks for its next chunk's tiles as soon as it has no more use for the
-// present ones: v's and A's once u is out, k's once w is.
+// u is made while k is still on its way. A block with further chunks asks for the next one's tiles
+// as soon as it has no more use for the present ones: v's and A's once u is out, k's once w is.
 template <class M>
 __global__ void __launch_bounds__(kThreads, kWarpgroupBlocks<M>)
     recompute_warpgroup(const Problem p) {
@@ -845,28 +845,27 @@ Status run_mma(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace wo
     if (reinterpret_cast<std::uintptr_t>(data) % kPiece != 0) return run(d, a, stream, workspace);
   return visit<f16, bf16>(d.element, [&]<class X>(Type<X>) {
     return visit<float, bf16>(d.a_element, [&]<class M>(Type<M>) {
+      const int device = a.k.device.index;
+      const Problem p(d, a);
+      if constexpr (std::is_same_v<X, bf16>) {
+        if (d.chunk == 64 && d.key_dim == kWide && d.value_dim == kWide &&
+            cuda::has_warpgroups(device)) {
+          return cuda::launch(
+              Op::kName, recompute_warpgroup<M>,
+              {.blocks = p.items, .threads = kThreads, .shared = sizeof(WarpgroupShared<M>)},
+              device, stream, p);
+        }
+      }
       const auto launch = [&](void (*kernel)(Problem)) {
-        const Problem p(d, a);
         const Layout layout(std::max(p.key_dim, p.value_dim), d.chunk, kMatrixParts<M>);
         return cuda::launch(Op::kName, kernel,
                             {.blocks = p.items,
                              .threads = kThreads,
                              .shared = static_cast<std::size_t>(layout.bytes)},
-                            a.k.device.index, stream, p);
+                            device, stream, p);
       };
-      if (d.chunk == 64 && d.key_dim == kWide && d.value_dim == kWide) {
-        if constexpr (std::is_same_v<X, bf16>) {
-          const int device = a.k.device.index;
-          if (cuda::has_warpgroups(device)) {
-            const Problem p(d, a);
-            return cuda::launch(
-                Op::kName, recompute_warpgroup<M>,
-                {.blocks = p.items, .threads = kThreads, .shared = sizeof(WarpgroupShared<M>)},
-                device, stream, p);
-          }
-        }
+      if (d.chunk == 64 && d.key_dim == kWide && d.value_dim == kWide)
         return launch(recompute_mma<64, kWide, X, M>);
-      }
       if (d.chunk == 64) return launch(recompute_mma<64, 0, X, M>);
       if (d.chunk == 32) return launch(recompute_mma<32, 0, X, M>);
       return launch(recompute_mma<16, 0, X, M>);
@@ -880,14 +879,13 @@ PrecisionGuarantee mma_guarantee(const Op::Desc& d) {
   return guarantee;
 }
 
-constexpr Kernel<Op> kKernels[] = {
-    {.name = "cuda_mma",
-     .backend = "cuda",
-     .weaker = mma_guarantee,
-     .supports = supports_mma,
-     .architecture = cuda::architecture,
-     .run = run_mma},
-    {.name = "cuda", .backend = "cuda", .architecture = cuda::architecture, .run = run}};
+constexpr Kernel<Op> kKernels[] = {{.name = "cuda_mma",
+                                    .backend = "cuda",
+                                    .weaker = mma_guarantee,
+                                    .supports = supports_mma,
+                                    .architecture = cuda::architecture,
+                                    .run = run_mma},
+                                   cuda::exact_kernel<Op>(run)};
 
 }  // namespace
 

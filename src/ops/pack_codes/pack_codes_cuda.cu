@@ -12,20 +12,11 @@ namespace bittern {
 namespace {
 
 using Op = PackCodes;
-using cuda::Divisor;
 using cuda::Pack;
 
 constexpr int kUnit = 32;  // codes
 
-struct Problem {
-  const std::uint8_t* codes;
-  std::uint32_t* words;
-  std::int64_t codes_stride, words_stride, row_length;
-  std::int64_t units;
-  Divisor row_units;  // the last unit of a row may be short
-  bool one_row;       // or rows that follow each other as one
-  bool aligned;       // 16 bytes of codes may be read, and the words of a unit written, at once
-};
+using Problem = cuda::PackedUnits<const std::uint8_t, std::uint32_t, kUnit>;
 
 // Widths whose units are one aligned vector of words, or two.
 constexpr bool is_vector(int bits) { return bits == 1 || bits == 2 || bits == 4 || bits == 8; }
@@ -114,35 +105,14 @@ __global__ void __launch_bounds__(cuda::kBlock) pack(const Problem p) {
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
-  const std::int64_t rows = d.outer_size, bits = d.bits;
-  const bool one_row =
-      rows <= 1 || (d.axis_size * bits % 32 == 0 && a.codes.row_stride() == d.axis_size &&
-                    a.words.row_stride() == d.axis_size * bits / 32);
-  const std::int64_t length = one_row ? rows * d.axis_size : d.axis_size;
-  const std::int64_t row_units = (length + kUnit - 1) / kUnit;
-  const auto lies_on = [&](const void* data, std::int64_t stride_bytes, std::uintptr_t align) {
-    return reinterpret_cast<std::uintptr_t>(data) % align == 0 &&
-           (one_row || stride_bytes % static_cast<std::int64_t>(align) == 0);
-  };
-  const std::uintptr_t word_align = !is_vector(d.bits) ? 4 : d.bits < 4 ? 4u * d.bits : 16;
-  const Problem p{.codes = a.codes.as<std::uint8_t>(),
-                  .words = a.words.as<std::uint32_t>(),
-                  .codes_stride = a.codes.row_stride(),
-                  .words_stride = a.words.row_stride(),
-                  .row_length = length,
-                  .units = (one_row ? 1 : rows) * row_units,
-                  .row_units = Divisor(row_units),
-                  .one_row = one_row,
-                  .aligned = lies_on(a.codes.data, a.codes.row_stride(), 16) &&
-                             lies_on(a.words.data, 4 * a.words.row_stride(), word_align)};
+  const Problem p(d, a.codes, a.words, !is_vector(d.bits) ? 4 : d.bits < 4 ? 4u * d.bits : 16);
   return cuda::visit_bits(d.bits, [&](auto width) {
     return cuda::launch(Op::kName, pack<width()>, cuda::grid_for(p.units), a.words.device.index,
                         stream, p);
   });
 }
 
-constexpr Kernel<Op> kKernels[] = {
-    {.name = "cuda", .backend = "cuda", .architecture = cuda::architecture, .run = run}};
+constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run)};
 
 }  // namespace
 

@@ -310,8 +310,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   return visit_float(d.element, [&]<class X>(Type<X>) { return run_typed<X>(d, a, stream); });
 }
 
-constexpr Kernel<Op> kKernels[] = {
-    {.name = "cuda", .backend = "cuda", .architecture = cuda::architecture, .run = run}};
+constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run)};
 
 }  // namespace
 
