@@ -2,7 +2,7 @@
 """check_includes.py [ROOT]: who may include whom. Prints FILE:LINE for each breach and exits 1.
 
 The layers, top to bottom; a file includes its own layer and what its row names, nothing else:
-    cli, python, examples -> distill, report -> model, text -> formats, codec -> include/bittern
+    cli, python, examples -> distill, report -> model, text -> convert -> formats, codec -> include/bittern
     include/bittern <- plan <- core, and the kernels of an op never see another op.
 """
 import fnmatch
@@ -37,6 +37,8 @@ LAYERS = [
     ("src/oracle/*", ORACLE + ["gtest/*"]),
     ("src/formats/*_test.cc", ORACLE + ["formats/*", "gtest/*"] + JSON + POSIX),
     ("src/formats/*", CORE + ["formats/*"] + JSON + POSIX),
+    ("src/convert/*_test.cc", ORACLE + ["formats/*", "convert/*", "gtest/*"] + JSON + POSIX),
+    ("src/convert/*", CORE + ["formats/*", "convert/*"] + JSON + POSIX),
     ("src/codec/*_test.cc", ORACLE + ["codec/*", "gtest/*"]),
     ("src/codec/*", CORE + ["codec/*"]),
     ("src/model/*", MODEL),

@@ -1,0 +1,55 @@
+// What a model's tensors are called and how their rows lie, in three worlds:
+//   hf     Hugging Face's names, as transformers saves them
+//   mlx    those mlx-lm's models expect after their own sanitising: stacked experts (switch_mlp),
+//          conv1d weights [C, K, 1], norms with their +1 folded in where mlx-lm does that
+//   gguf   llama.cpp's names and row orders
+// and what config.json says as GGUF metadata, both ways.
+#pragma once
+#include <nlohmann/json.hpp>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "bittern/status.h"
+#include "bittern/tensor.h"
+#include "convert/recipe.h"
+#include "formats/gguf.h"
+
+namespace bittern {
+
+enum class World { hf, mlx, gguf };
+
+struct NamedShape {
+  std::string name;
+  Shape shape;  // of the numbers, row major
+};
+
+using GgufMetadata = std::vector<std::pair<std::string, GgufData>>;
+
+// Whether the model type of a config.json ("llama") or the architecture of a GGUF file is one whose
+// names are known; the error lists those that are.
+Status known_architecture(const nlohmann::ordered_json& config);
+
+// config.json of a GGUF model: everything transformers and mlx-lm need to build it. dtype names
+// the weights' ("float32", "bfloat16").
+Result<nlohmann::ordered_json> config_from_gguf(const GgufFile& file, std::string_view dtype);
+// general.architecture and all keys of the architecture llama.cpp needs; no tokenizer, no
+// general.file_type.
+Result<GgufMetadata> metadata_from_config(const nlohmann::ordered_json& config,
+                                          std::span<const NamedShape> hf_tensors,
+                                          std::string_view model_name);
+
+// Every tensor of the model in the world `to`, made from those in `from`. `config` is Hugging
+// Face's (for a GGUF source: what config_from_gguf gave). A tensor whose name is not understood is
+// an error; those the other world has no place for (rotary frequencies, mtp.*) are left out and
+// listed in `left_out`. A tied output head is written once.
+struct Renaming {
+  std::vector<Recipe> tensors;
+  std::vector<std::string> left_out;
+};
+Result<Renaming> rename_tensors(const nlohmann::ordered_json& config,
+                                std::span<const NamedShape> tensors, World from, World to);
+
+}  // namespace bittern

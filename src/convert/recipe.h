@@ -1,0 +1,32 @@
+// How a tensor to be written comes from tensors that are there. Renaming, llama.cpp's order of q
+// and k rows, stacks of experts, fused and split projections and V-head orders all move whole rows
+// (and, once, whole blocks of columns), so quantised rows move unchanged; only small vectors change
+// value.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "bittern/tensor.h"
+
+namespace bittern {
+
+struct RowRun {
+  std::uint32_t source = 0;  // of Recipe::sources
+  std::int64_t first = 0, count = 0, step = 1;
+};
+
+enum class ValueMap { same, plus_one, minus_one, negative_exp, log_negative };
+
+struct Recipe {
+  std::string name;
+  Shape shape;
+  std::vector<std::string> sources;
+  std::vector<RowRun> rows;  // in order; empty: all rows of the one source
+  // Block b of the columns is block columns[b] of the source's; empty: columns stay.
+  std::int64_t column_block = 0;
+  std::vector<std::int64_t> columns;
+  ValueMap map = ValueMap::same;  // anything but `same` is for plain numbers only
+};
+
+}  // namespace bittern
