@@ -913,33 +913,45 @@ std::uint64_t GgufWriter::file_bytes() const {
   return n;
 }
 
+OutputLayout GgufWriter::lay_out() const {
+  OutputLayout layout;
+  OutputLayout::File& file = layout.files.emplace_back();
+  file.name = path_;
+  file.bytes = file_bytes();
+  file.head = "GGUF";
+  file.head.reserve(aligned_to(header_bytes(), alignment_));
+  const auto encode = [&](auto x) {
+    file.head.append(reinterpret_cast<const char*>(&x), sizeof x);
+  };
+  encode(std::uint32_t{3});
+  encode(std::uint64_t{tensors_.size()});
+  encode(std::uint64_t{keys_.size()});
+  file.head += encoded_keys_;
+  const std::uint64_t data = aligned_to(header_bytes(), alignment_);
+  std::uint64_t offset = 0;
+  for (const Tensor& t : tensors_) {
+    encode(std::uint64_t{t.name.size()});
+    file.head += t.name;
+    encode(static_cast<std::uint32_t>(t.shape.rank));
+    for (int d = t.shape.rank - 1; d >= 0; --d) encode(t.shape[d]);
+    encode(static_cast<std::uint32_t>(t.type));
+    encode(offset);
+    layout.tensors.push_back({.begin = data + offset, .bytes = t.bytes});
+    offset += aligned_to(t.bytes, alignment_);
+  }
+  file.head.resize(data, '\0');
+  return layout;
+}
+
 Status GgufWriter::begin(bool force) {
   if (began_) return refuse("begun twice, expected once");
   auto file = PartialFile::create(path_, force);
   if (!file) return file.status();
   try {
-    std::string header = "GGUF";
-    header.reserve(header_bytes());
-    const auto encode = [&](auto x) { header.append(reinterpret_cast<const char*>(&x), sizeof x); };
-    encode(std::uint32_t{3});
-    encode(std::uint64_t{tensors_.size()});
-    encode(std::uint64_t{keys_.size()});
-    header += encoded_keys_;
-    std::uint64_t offset = 0;
-    for (const Tensor& t : tensors_) {
-      encode(std::uint64_t{t.name.size()});
-      header += t.name;
-      encode(static_cast<std::uint32_t>(t.shape.rank));
-      for (int d = t.shape.rank - 1; d >= 0; --d) encode(t.shape[d]);
-      encode(static_cast<std::uint32_t>(t.type));
-      encode(offset);
-      offset += aligned_to(t.bytes, alignment_);
-    }
     file_.emplace(std::move(*file));
     began_ = true;
     BITTERN_TRY(file_->check_room(file_bytes()));
-    BITTERN_TRY(put(std::as_bytes(std::span(header))));
-    BITTERN_TRY(pad(header.size()));
+    BITTERN_TRY(put(std::as_bytes(std::span(lay_out().files[0].head))));
   } catch (const std::bad_alloc&) {
     return {Code::out_of_memory, path_ + ": header"};
   }

@@ -280,6 +280,7 @@ class GgufWriter {
   Status add(std::string_view key, const GgufData& value);
   Status add_tensor(std::string_view name, GgmlType type, const Shape& shape);
   std::uint64_t file_bytes() const;  // of what was added so far
+  OutputLayout lay_out() const;      // of the same, for who writes the bytes himself
 
   Status begin(bool force = false);  // force: may replace a file
   Status write(std::string_view tensor, std::span<const std::byte> bytes);

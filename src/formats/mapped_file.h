@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "bittern/status.h"
 
@@ -58,6 +59,20 @@ class PartialFile {
   bool force_ = false;
   int fd_ = -1;
   std::uint64_t size_ = 0;
+};
+
+// Files before they are written: how each begins, and where the bytes of each tensor go.
+struct OutputLayout {
+  struct File {
+    std::string name{}, head{};
+    std::uint64_t bytes = 0;  // of the whole file
+  };
+  struct Extent {
+    std::uint32_t file = 0;
+    std::uint64_t begin = 0, bytes = 0;
+  };
+  std::vector<File> files;
+  std::vector<Extent> tensors;  // in the order they were given
 };
 
 }  // namespace bittern

@@ -255,8 +255,7 @@ Status sort_metadata(const std::string& where, SafetensorsMetadata& metadata) {
 }
 
 // The order of `tensors` by name, without duplicates.
-template <class Tensor>
-Status sort_names(const std::string& where, const std::vector<Tensor>& tensors,
+Status sort_names(const std::string& where, const auto& tensors,
                   std::vector<std::uint32_t>& by_name) {
   by_name.resize(tensors.size());
   std::iota(by_name.begin(), by_name.end(), 0u);
@@ -566,18 +565,10 @@ std::vector<std::string> parts_of_model(const std::string& folder) {
   return parts;
 }
 
-}  // namespace
-
-Result<SafetensorsWriter> SafetensorsWriter::make(const std::string& folder,
-                                                  std::vector<std::string> file_names,
-                                                  std::vector<SafetensorsSpec> tensors,
-                                                  std::vector<Place> places,
-                                                  SafetensorsMetadata metadata, bool force) {
-  SafetensorsWriter writer;
-  writer.folder_ = folder;
-  writer.force_ = force;
-  const std::string where = folder + (file_names.size() == 1 ? file_names[0] : kIndex);
-
+// Fills in the heads of files whose names are known and whose tensors know their file.
+Status lay_out_files(const std::string& where, const std::string& folder,
+                     std::span<const SafetensorsSpec> tensors, SafetensorsMetadata metadata,
+                     OutputLayout& layout) {
   std::string opening = "{";
   BITTERN_TRY(sort_metadata(where, metadata));
   for (const auto& [key, value] : metadata) {
@@ -592,19 +583,18 @@ Result<SafetensorsWriter> SafetensorsWriter::make(const std::string& folder,
   std::vector<std::uint32_t> order;
   BITTERN_TRY(sort_names(where, tensors, order));
   std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) {
-    return std::tuple(places[a].shard, tensors[b].dtype) <
-           std::tuple(places[b].shard, tensors[a].dtype);
+    return std::tuple(layout.tensors[a].file, tensors[b].dtype) <
+           std::tuple(layout.tensors[b].file, tensors[a].dtype);
   });
   std::size_t next = 0;
-  std::uint64_t total = 0;
-  std::vector<std::string> headers;
-  for (std::uint32_t shard = 0; shard < file_names.size(); ++shard) {
+  for (std::uint32_t i = 0; i < layout.files.size(); ++i) {
+    OutputLayout::File& file = layout.files[i];
     std::string header = opening;
     std::uint64_t offset = 0;
     const std::size_t first = next;
-    for (; next < order.size() && places[order[next]].shard == shard; ++next) {
+    for (; next < order.size() && layout.tensors[order[next]].file == i; ++next) {
       const SafetensorsSpec& tensor = tensors[order[next]];
-      Place& place = places[order[next]];
+      OutputLayout::Extent& extent = layout.tensors[order[next]];
       const auto escaped = json_string(tensor.name);
       if (!escaped || tensor.name == kMetadata) {
         return invalid(tensor_of(where, tensor.name) + (escaped ? "reserved" : "not UTF-8") +
@@ -612,36 +602,112 @@ Result<SafetensorsWriter> SafetensorsWriter::make(const std::string& folder,
       }
       header.append(header.size() == 1 ? "" : ",").append(*escaped).append(":{\"dtype\":\"");
       header.append(name(tensor.dtype)).append("\",\"shape\":").append(list(tensor.shape));
-      place.begin = offset;  // of the data, until the header's size is known
-      offset += place.size;
-      header.append(",\"data_offsets\":").append(list(std::vector{place.begin, offset}));
+      extent.begin = offset;  // of the data, until the header's size is known
+      offset += extent.bytes;
+      header.append(",\"data_offsets\":").append(list(std::vector{extent.begin, offset}));
       header.append("}");
     }
     header += "}";
     header.append((8 - header.size() % 8) % 8, ' ');
     if (header.size() > kSafetensorsMaxHeader) {
-      return invalid(folder + file_names[shard] + ": header of " + std::to_string(header.size()) +
+      return invalid(folder + file.name + ": header of " + std::to_string(header.size()) +
                      " bytes, expected at most " + std::to_string(kSafetensorsMaxHeader));
     }
-    for (std::size_t i = first; i < next; ++i) places[order[i]].begin += 8 + header.size();
-    total += 8 + header.size() + offset;
-    headers.push_back(std::move(header));
+    for (std::size_t byte = 0; byte < 8; ++byte)
+      file.head.push_back(static_cast<char>(header.size() >> (8 * byte) & 255));
+    file.head += header;
+    file.bytes = file.head.size() + offset;
+    for (std::size_t t = first; t < next; ++t) layout.tensors[order[t]].begin += file.head.size();
   }
+  return {};
+}
 
-  for (std::size_t shard = 0; shard < file_names.size(); ++shard) {
-    auto file = PartialFile::create(folder + file_names[shard], force);
+Status size_tensors(const std::string& where, std::span<const SafetensorsSpec> tensors,
+                    OutputLayout& layout) {
+  std::uint64_t total = 0;
+  for (const SafetensorsSpec& tensor : tensors) {
+    const auto size = byte_size(tensor_of(where, tensor.name), tensor);
+    if (!size) return size.status();
+    layout.tensors.push_back({.bytes = *size});
+    total += *size;
+    if (total >> 61 != 0) return invalid(where + ": 2^61 bytes or more, expected less");
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<OutputLayout> lay_out_safetensors(const std::string& folder,
+                                         std::span<const SafetensorsSpec> tensors,
+                                         std::uint64_t shard_bytes, SafetensorsMetadata metadata) {
+  return guarded<OutputLayout>(folder, [&]() -> Result<OutputLayout> {
+    if (shard_bytes == 0) return invalid(folder + ": shards of 0 bytes, expected at least 1");
+    OutputLayout layout;
+    BITTERN_TRY(size_tensors(folder, tensors, layout));
+    std::uint32_t shard = 0;
+    std::uint64_t filled = 0;
+    for (OutputLayout::Extent& tensor : layout.tensors) {
+      if (filled != 0 && (filled > shard_bytes || tensor.bytes > shard_bytes - filled)) {
+        ++shard;
+        filled = 0;
+      }
+      tensor.file = shard;
+      filled += tensor.bytes;
+    }
+    const std::uint32_t count = shard + 1;
+    if (count > kSafetensorsMaxShards) {
+      return invalid(folder + ": " + std::to_string(count) + " shards, expected at most " +
+                     std::to_string(kSafetensorsMaxShards));
+    }
+    for (std::uint32_t i = 1; count > 1 && i <= count; ++i) {
+      const auto five = [](std::uint32_t n) { return std::to_string(100000 + n).substr(1); };
+      layout.files.push_back({.name = "model-" + five(i) + "-of-" + five(count) + ".safetensors"});
+    }
+    if (count == 1) layout.files.push_back({.name = kSingle});
+    const std::string slashed = with_slash(folder);
+    BITTERN_TRY(lay_out_files(slashed + (count == 1 ? kSingle : kIndex), slashed, tensors,
+                              std::move(metadata), layout));
+    return layout;
+  });
+}
+
+Result<std::string> safetensors_index(const std::string& folder,
+                                      std::span<const SafetensorsSpec> tensors,
+                                      const OutputLayout& layout,
+                                      std::span<const std::string> metadata) {
+  std::vector<std::uint32_t> order;
+  BITTERN_TRY(sort_names(with_slash(folder) + kIndex, tensors, order));
+  std::string text = "{\n  \"metadata\": {";
+  for (std::size_t i = 0; i < metadata.size(); ++i)
+    text += (i == 0 ? "\n    " : ",\n    ") + metadata[i];
+  text += "\n  },\n  \"weight_map\": {";
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    text += (i == 0 ? "\n    " : ",\n    ") + *json_string(tensors[order[i]].name) + ": \"" +
+            layout.files[layout.tensors[order[i]].file].name + "\"";
+  }
+  text += "\n  }\n}\n";
+  return text;
+}
+
+Result<SafetensorsWriter> SafetensorsWriter::make(const std::string& folder,
+                                                  std::vector<SafetensorsSpec> tensors,
+                                                  OutputLayout layout, bool force) {
+  SafetensorsWriter writer;
+  writer.folder_ = folder;
+  writer.force_ = force;
+  std::uint64_t total = 0;
+  for (const OutputLayout::File& file : layout.files) total += file.bytes;
+  for (OutputLayout::File& laid_out : layout.files) {
+    auto file = PartialFile::create(folder + laid_out.name, force);
     if (!file) return file.status();
-    if (shard == 0) BITTERN_TRY(file->check_room(total));
-    std::byte size[8];
-    for (std::size_t i = 0; i < 8; ++i)
-      size[i] = static_cast<std::byte>(headers[shard].size() >> (8 * i) & 255);
-    BITTERN_TRY(file->write(size));
-    BITTERN_TRY(file->write(as_bytes(headers[shard])));
+    if (writer.files_.empty()) BITTERN_TRY(file->check_room(total));
+    BITTERN_TRY(file->write(as_bytes(laid_out.head)));
+    laid_out.head = {};
     writer.files_.push_back(std::move(*file));
   }
-  writer.file_names_ = std::move(file_names);
   writer.tensors_ = std::move(tensors);
-  writer.places_ = std::move(places);
+  writer.layout_ = std::move(layout);
+  writer.written_.resize(writer.tensors_.size());
   return writer;
 }
 
@@ -649,16 +715,11 @@ Result<SafetensorsWriter> SafetensorsWriter::create(const std::string& path,
                                                     std::vector<SafetensorsSpec> tensors,
                                                     SafetensorsMetadata metadata, bool force) {
   return guarded<SafetensorsWriter>(path, [&]() -> Result<SafetensorsWriter> {
-    std::vector<Place> places(tensors.size());
-    std::uint64_t total = 0;
-    for (std::size_t i = 0; i < tensors.size(); ++i) {
-      const auto size = byte_size(tensor_of(path, tensors[i].name), tensors[i]);
-      if (!size) return size.status();
-      places[i].size = *size;
-      total += *size;
-      if (total >> 61 != 0) return invalid(path + ": 2^61 bytes or more, expected less");
-    }
-    return make("", {path}, std::move(tensors), std::move(places), std::move(metadata), force);
+    OutputLayout layout;
+    BITTERN_TRY(size_tensors(path, tensors, layout));
+    layout.files.push_back({.name = path});
+    BITTERN_TRY(lay_out_files(path, "", tensors, std::move(metadata), layout));
+    return make("", std::move(tensors), std::move(layout), force);
   });
 }
 
@@ -668,75 +729,42 @@ Result<SafetensorsWriter> SafetensorsWriter::create_folder(const std::string& fo
                                                            SafetensorsMetadata metadata,
                                                            bool force) {
   return guarded<SafetensorsWriter>(folder, [&]() -> Result<SafetensorsWriter> {
-    if (shard_bytes == 0) return invalid(folder + ": shards of 0 bytes, expected at least 1");
     if (const auto parts = parts_of_model(folder); !parts.empty() && !force) {
       return invalid(with_slash(folder) + parts[0] +
                      ": exists, expected a folder without a model (or force)");
     }
-    std::vector<Place> places(tensors.size());
-    std::uint32_t shard = 0;
-    std::uint64_t filled = 0, total = 0;
-    for (std::size_t i = 0; i < tensors.size(); ++i) {
-      const auto size = byte_size(tensor_of(folder, tensors[i].name), tensors[i]);
-      if (!size) return size.status();
-      if (filled != 0 && (filled > shard_bytes || *size > shard_bytes - filled)) {
-        ++shard;
-        filled = 0;
-      }
-      places[i].shard = shard;
-      places[i].size = *size;
-      filled += *size;
-      total += *size;
-      if (total >> 61 != 0) return invalid(folder + ": 2^61 bytes or more, expected less");
-    }
-    const std::uint32_t count = shard + 1;
-    if (count > kSafetensorsMaxShards) {
-      return invalid(folder + ": " + std::to_string(count) + " shards, expected at most " +
-                     std::to_string(kSafetensorsMaxShards));
-    }
-    std::vector<std::string> names;
-    for (std::uint32_t i = 1; count > 1 && i <= count; ++i) {
-      const auto five = [](std::uint32_t n) { return std::to_string(100000 + n).substr(1); };
-      names.push_back("model-" + five(i) + "-of-" + five(count) + ".safetensors");
-    }
-    if (count == 1) names.push_back(kSingle);
-    return make(with_slash(folder), std::move(names), std::move(tensors), std::move(places),
-                std::move(metadata), force);
+    auto layout = lay_out_safetensors(folder, tensors, shard_bytes, std::move(metadata));
+    if (!layout) return layout.status();
+    return make(with_slash(folder), std::move(tensors), std::move(*layout), force);
   });
 }
 
 Status SafetensorsWriter::append(std::size_t i, std::span<const std::byte> bytes) {
-  if (i >= places_.size()) {
+  if (i >= tensors_.size()) {
     return invalid(files_[0].path() + ": tensor " + std::to_string(i) + ", expected one of " +
-                   std::to_string(places_.size()));
+                   std::to_string(tensors_.size()));
   }
-  Place& place = places_[i];
-  PartialFile& file = files_[place.shard];
-  if (bytes.size() > place.size - place.written) {
+  const OutputLayout::Extent& extent = layout_.tensors[i];
+  PartialFile& file = files_[extent.file];
+  if (bytes.size() > extent.bytes - written_[i]) {
     return invalid(tensor_of(file.path(), tensors_[i].name) +
-                   std::to_string(place.written + bytes.size()) + " bytes, expected " +
-                   std::to_string(place.size));
+                   std::to_string(written_[i] + bytes.size()) + " bytes, expected " +
+                   std::to_string(extent.bytes));
   }
-  BITTERN_TRY(file.pwrite(place.begin + place.written, bytes));
-  place.written += bytes.size();
+  BITTERN_TRY(file.pwrite(extent.begin + written_[i], bytes));
+  written_[i] += bytes.size();
   return {};
 }
 
 Status SafetensorsWriter::write_index() {
   std::uint64_t total = 0;
-  for (const Place& place : places_) total += place.size;
-  std::vector<std::uint32_t> order;
-  BITTERN_TRY(sort_names(folder_ + kIndex, tensors_, order));
+  for (const OutputLayout::Extent& extent : layout_.tensors) total += extent.bytes;
+  const std::string metadata[] = {"\"total_size\": " + std::to_string(total)};
+  auto text = safetensors_index(folder_, tensors_, layout_, metadata);
+  if (!text) return text.status();
   auto file = PartialFile::create(folder_ + kIndex, force_);
   if (!file) return file.status();
-  std::string text = "{\n  \"metadata\": {\n    \"total_size\": " + std::to_string(total) +
-                     "\n  },\n  \"weight_map\": {";
-  for (std::size_t i = 0; i < order.size(); ++i) {
-    text += (i == 0 ? "\n    " : ",\n    ") + *json_string(tensors_[order[i]].name) + ": \"" +
-            file_names_[places_[order[i]].shard] + "\"";
-  }
-  text += "\n  }\n}\n";
-  BITTERN_TRY(file->write(as_bytes(text)));
+  BITTERN_TRY(file->write(as_bytes(*text)));
   return file->commit();
 }
 
@@ -749,11 +777,12 @@ Status SafetensorsWriter::commit() {
 }
 
 Status SafetensorsWriter::commit_all() {
-  for (std::size_t i = 0; i < places_.size(); ++i) {
-    if (places_[i].written == places_[i].size) continue;
-    return invalid(tensor_of(files_[places_[i].shard].path(), tensors_[i].name) +
-                   std::to_string(places_[i].written) + " bytes, expected " +
-                   std::to_string(places_[i].size));
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    const OutputLayout::Extent& extent = layout_.tensors[i];
+    if (written_[i] == extent.bytes) continue;
+    return invalid(tensor_of(files_[extent.file].path(), tensors_[i].name) +
+                   std::to_string(written_[i]) + " bytes, expected " +
+                   std::to_string(extent.bytes));
   }
   // An old index goes first: it must not describe the new shards.
   std::error_code error;
@@ -763,8 +792,12 @@ Status SafetensorsWriter::commit_all() {
   for (PartialFile& file : files_) BITTERN_TRY(file.commit());
   if (!folder) return {};
   if (force_) {
+    const auto is_ours = [&](const std::string& part) {
+      return std::any_of(layout_.files.begin(), layout_.files.end(),
+                         [&](const OutputLayout::File& file) { return file.name == part; });
+    };
     for (const std::string& part : parts_of_model(folder_)) {
-      if (std::find(file_names_.begin(), file_names_.end(), part) != file_names_.end()) continue;
+      if (is_ours(part)) continue;
       if (!std::filesystem::remove(folder_ + part, error) && error)
         return {Code::io_error, folder_ + part + ": cannot remove: " + error.message()};
     }

@@ -143,6 +143,19 @@ class SafetensorsFolder {
   std::size_t unlisted_ = 0;
 };
 
+// A folder's model.safetensors, or, where the tensors have more than `shard_bytes` bytes,
+// model-00001-of-00005.safetensors and so on: tensors fill the shards in the order given, and a
+// larger one has a shard of its own. `folder` opens the error messages.
+Result<OutputLayout> lay_out_safetensors(const std::string& folder,
+                                         std::span<const SafetensorsSpec> tensors,
+                                         std::uint64_t shard_bytes,
+                                         SafetensorsMetadata metadata = {});
+// model.safetensors.index.json of such a folder; `metadata` is JSON, a member each: "\"a\": 1".
+Result<std::string> safetensors_index(const std::string& folder,
+                                      std::span<const SafetensorsSpec> tensors,
+                                      const OutputLayout& layout,
+                                      std::span<const std::string> metadata);
+
 // Names, dtypes and shapes are given first, so that the header is written before the data; the
 // bytes then come in any order, tensor by tensor or in turns. Bytes are laid out as the reference
 // implementation does, by falling alignment and then by name, which keeps every tensor aligned.
@@ -151,9 +164,8 @@ class SafetensorsWriter {
   static Result<SafetensorsWriter> create(const std::string& path,
                                           std::vector<SafetensorsSpec> tensors,
                                           SafetensorsMetadata metadata = {}, bool force = false);
-  // model.safetensors in a folder that exists, or, where the tensors have more than `shard_bytes`
-  // bytes, model-00001-of-00005.safetensors and so on and the index: tensors fill the shards in
-  // the order given, and a larger one has a shard of its own. `force` replaces the model there.
+  // The files of lay_out_safetensors in a folder that exists, and the index where there are
+  // several. `force` replaces the model there.
   static Result<SafetensorsWriter> create_folder(const std::string& folder,
                                                  std::vector<SafetensorsSpec> tensors,
                                                  std::uint64_t shard_bytes,
@@ -166,24 +178,18 @@ class SafetensorsWriter {
   Status commit();
 
  private:
-  struct Place {
-    std::uint32_t shard = 0;
-    std::uint64_t begin = 0, size = 0, written = 0;
-  };
   SafetensorsWriter() = default;
   static Result<SafetensorsWriter> make(const std::string& folder,
-                                        std::vector<std::string> file_names,
-                                        std::vector<SafetensorsSpec> tensors,
-                                        std::vector<Place> places, SafetensorsMetadata metadata,
+                                        std::vector<SafetensorsSpec> tensors, OutputLayout layout,
                                         bool force);
   Status commit_all();
   Status write_index();
 
   std::string folder_;  // with its slash; empty for a single file
-  std::vector<std::string> file_names_;
   std::vector<PartialFile> files_;
   std::vector<SafetensorsSpec> tensors_;
-  std::vector<Place> places_;
+  OutputLayout layout_;
+  std::vector<std::uint64_t> written_;  // bytes of each tensor
   bool force_ = false;
 };
 
