@@ -37,19 +37,6 @@ Status exists(const std::string& path) {
   return invalid(path + ": exists, expected a new file (or force)");
 }
 
-// A name is on the disk only when its folder is.
-Status sync_folder(const std::string& path) {
-  const std::size_t slash = path.rfind('/');
-  const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
-  const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) return failed(folder, "cannot open", errno);
-  // Some network file systems have no fsync for folders.
-  const int error = ::fsync(fd) == 0 || errno == EINVAL ? 0 : errno;
-  ::close(fd);
-  if (error == 0) return {};
-  return failed(folder, "cannot sync", error);
-}
-
 }  // namespace
 
 // ---- MappedFile ----
@@ -96,92 +83,74 @@ Result<MappedFile> MappedFile::open(const std::string& path) {
   return MappedFile(path, {static_cast<const std::byte*>(data), size});
 }
 
-// ---- PartialFile ----
+// ---- WritableFile ----
 
-PartialFile::PartialFile(std::string path, bool force, int fd)
-    : path_(std::move(path)), force_(force), fd_(fd) {}
+WritableFile::WritableFile(WritableFile&& other) noexcept
+    : path_(std::move(other.path_)), fd_(std::exchange(other.fd_, -1)), size_(other.size_) {}
 
-PartialFile::PartialFile(PartialFile&& other) noexcept
-    : path_(std::move(other.path_)),
-      force_(other.force_),
-      fd_(std::exchange(other.fd_, -1)),
-      size_(other.size_) {}
-
-PartialFile& PartialFile::operator=(PartialFile&& other) noexcept {
+WritableFile& WritableFile::operator=(WritableFile&& other) noexcept {
   if (this != &other) {
-    discard();
+    close();
     path_ = std::move(other.path_);
-    force_ = other.force_;
     fd_ = std::exchange(other.fd_, -1);
     size_ = other.size_;
   }
   return *this;
 }
 
-PartialFile::~PartialFile() { discard(); }
-
-void PartialFile::discard() {
-  if (fd_ < 0) return;
-  ::unlink(partial().c_str());
-  ::close(std::exchange(fd_, -1));
+void WritableFile::close() {
+  if (fd_ >= 0) ::close(std::exchange(fd_, -1));
 }
 
-Result<PartialFile> PartialFile::create(const std::string& path, bool force) {
-  struct stat info;
-  if (::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode))
-    return invalid(path + ": a folder, expected a file");
-  if (!force && is_there(path)) return exists(path);
-  const std::string partial = path + ".partial";
+Result<WritableFile> WritableFile::open(const std::string& path, bool empty) {
   // The file is emptied only under the lock, and only when the name is still its own: its writer
-  // may have committed it since the open.
-  const int fd = ::open(partial.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
-  if (fd < 0) return failed(partial, "cannot create", errno);
+  // may have renamed it since the open.
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
+  if (fd < 0) return failed(path, "cannot create", errno);
   const auto refuse = [&](Status status) {
     ::close(fd);
     return status;
   };
+  const auto in_work = [&] {
+    return refuse(unavailable(path + ": being written by another process, expected none"));
+  };
   // A file system without locks is trusted.
-  if (::flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
-    return refuse(unavailable(partial + ": being written by another process, expected none"));
-  struct stat named;
-  if (::fstat(fd, &info) != 0 || ::lstat(partial.c_str(), &named) != 0 ||
+  if (::flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return in_work();
+  struct stat info, named;
+  if (::fstat(fd, &info) != 0 || ::lstat(path.c_str(), &named) != 0 ||
       info.st_dev != named.st_dev || info.st_ino != named.st_ino) {
-    return refuse(unavailable(partial + ": being written by another process, expected none"));
+    return in_work();
   }
-  if (!S_ISREG(info.st_mode)) return refuse(invalid(partial + ": expected a file"));
-  if (::ftruncate(fd, 0) != 0) return refuse(failed(partial, "cannot empty", errno));
-  return PartialFile(path, force, fd);
+  if (!S_ISREG(info.st_mode)) return refuse(invalid(path + ": expected a file"));
+  if (empty && ::ftruncate(fd, 0) != 0) return refuse(failed(path, "cannot empty", errno));
+  return WritableFile(path, fd, empty ? 0 : static_cast<std::uint64_t>(info.st_size));
 }
 
-Status PartialFile::check_room(std::uint64_t bytes) const {
+Status WritableFile::check_room(std::uint64_t bytes) const {
   struct statvfs disk;
   // A file system that does not count its blocks is asked no questions.
   if (::fstatvfs(fd_, &disk) != 0 || disk.f_blocks == 0) return {};
   const std::uint64_t block = disk.f_frsize;
   if (disk.f_bavail >= bytes / block + (bytes % block != 0)) return {};
-  return {Code::io_error, partial() + ": disk has room for " +
-                              std::to_string(disk.f_bavail * block) + " bytes, expected " +
-                              std::to_string(bytes)};
+  return {Code::io_error, path_ + ": disk has room for " + std::to_string(disk.f_bavail * block) +
+                              " bytes, expected " + std::to_string(bytes)};
 }
 
-Status PartialFile::write(std::span<const std::byte> bytes) { return pwrite(size_, bytes); }
-
-Status PartialFile::pwrite(std::uint64_t offset, std::span<const std::byte> bytes) {
-  if (fd_ < 0) return invalid(path_ + ": written after commit, expected before");
+Status WritableFile::pwrite(std::uint64_t offset, std::span<const std::byte> bytes) {
   constexpr auto kMost = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
   if (offset > kMost || bytes.size() > kMost - offset)
-    return invalid(partial() + ": offset " + std::to_string(offset) + ", expected less than 2^63");
+    return invalid(path_ + ": offset " + std::to_string(offset) + ", expected less than 2^63");
   while (!bytes.empty()) {
     const ssize_t written = ::pwrite(fd_, bytes.data(), std::min(bytes.size(), kMostAtOnce),
                                      static_cast<off_t>(offset));
     if (written < 0) {
       if (errno == EINTR) continue;
       if (errno == ENOSPC || errno == EDQUOT) {
-        return {Code::io_error, partial() + ": disk full at byte " + std::to_string(offset) +
+        return {Code::io_error, path_ + ": disk full at byte " + std::to_string(offset) +
                                     ", expected room for " + std::to_string(bytes.size()) +
                                     " more"};
       }
-      return failed(partial(), "cannot write", errno);
+      return failed(path_, "cannot write", errno);
     }
     bytes = bytes.subspan(static_cast<std::size_t>(written));
     offset += static_cast<std::uint64_t>(written);
@@ -190,15 +159,65 @@ Status PartialFile::pwrite(std::uint64_t offset, std::span<const std::byte> byte
   return {};
 }
 
+Status WritableFile::sync() {
+  if (::fsync(fd_) != 0) return failed(path_, "cannot sync", errno);
+  return {};
+}
+
+Status sync_name(const std::string& path) {
+  const std::size_t slash = path.rfind('/');
+  const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+  const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) return failed(folder, "cannot open", errno);
+  // Some network file systems have no fsync for folders.
+  const int error = ::fsync(fd) == 0 || errno == EINVAL ? 0 : errno;
+  ::close(fd);
+  if (error == 0) return {};
+  return failed(folder, "cannot sync", error);
+}
+
+// ---- PartialFile ----
+
+PartialFile& PartialFile::operator=(PartialFile&& other) noexcept {
+  if (this != &other) {
+    discard();
+    path_ = std::move(other.path_);
+    force_ = other.force_;
+    file_ = std::move(other.file_);
+  }
+  return *this;
+}
+
+void PartialFile::discard() {
+  if (!file_.is_open()) return;
+  ::unlink(file_.path().c_str());
+  file_.close();
+}
+
+Result<PartialFile> PartialFile::create(const std::string& path, bool force) {
+  struct stat info;
+  if (::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode))
+    return invalid(path + ": a folder, expected a file");
+  if (!force && is_there(path)) return exists(path);
+  auto file = WritableFile::open(path + ".partial", true);
+  if (!file) return file.status();
+  return PartialFile(path, force, std::move(*file));
+}
+
+Status PartialFile::pwrite(std::uint64_t offset, std::span<const std::byte> bytes) {
+  if (!file_.is_open()) return invalid(path_ + ": written after commit, expected before");
+  return file_.pwrite(offset, bytes);
+}
+
 Status PartialFile::commit() {
-  if (fd_ < 0) return invalid(path_ + ": committed twice, expected once");
+  if (!file_.is_open()) return invalid(path_ + ": committed twice, expected once");
   // Delayed allocation may find the disk full only now.
-  if (::fsync(fd_) != 0) return failed(partial(), "cannot sync", errno);
+  BITTERN_TRY(file_.sync());
   if (!force_ && is_there(path_)) return exists(path_);
-  if (std::rename(partial().c_str(), path_.c_str()) != 0)
+  if (std::rename(file_.path().c_str(), path_.c_str()) != 0)
     return failed(path_, "cannot rename to it", errno);
-  ::close(std::exchange(fd_, -1));
-  return sync_folder(path_);
+  file_.close();
+  return sync_name(path_);
 }
 
 }  // namespace bittern

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bittern/status.h"
@@ -29,36 +30,65 @@ class MappedFile {
   std::span<const std::byte> bytes_;
 };
 
+// An open file that is written anywhere in it, locked against other processes that do the same.
+class WritableFile {
+ public:
+  // The file at `path`, made where there is none; what is in it stays, unless `empty`.
+  static Result<WritableFile> open(const std::string& path, bool empty);
+  WritableFile(WritableFile&& other) noexcept;
+  WritableFile& operator=(WritableFile&& other) noexcept;
+  ~WritableFile() { close(); }
+
+  const std::string& path() const { return path_; }
+  bool is_open() const { return fd_ >= 0; }
+  std::uint64_t size() const { return size_; }  // the end of what is in it
+
+  // An error when the disk has no room for `bytes` more now; it reserves nothing.
+  Status check_room(std::uint64_t bytes) const;
+  Status pwrite(std::uint64_t offset, std::span<const std::byte> bytes);
+  Status sync();
+  void close();
+
+ private:
+  WritableFile(std::string path, int fd, std::uint64_t size)
+      : path_(std::move(path)), fd_(fd), size_(size) {}
+
+  std::string path_;
+  int fd_ = -1;
+  std::uint64_t size_ = 0;
+};
+
+// The name `path` is on the disk, not the file's bytes, when this is ok.
+Status sync_name(const std::string& path);
+
 // A file that is written as PATH.partial and becomes PATH in commit(); without commit() nothing
 // stays. A lock on PATH.partial tells a stale one, which is overwritten, from one in work.
 class PartialFile {
  public:
   // Refuses a PATH that exists, unless `force`: then commit() replaces it.
   static Result<PartialFile> create(const std::string& path, bool force = false);
-  PartialFile(PartialFile&& other) noexcept;
+  PartialFile(PartialFile&& other) noexcept = default;
   PartialFile& operator=(PartialFile&& other) noexcept;
-  ~PartialFile();
+  ~PartialFile() { discard(); }
 
   const std::string& path() const { return path_; }
-  std::uint64_t size() const { return size_; }  // the end of what was written
+  std::uint64_t size() const { return file_.size(); }  // the end of what was written
 
-  // An error when the disk has no room for `bytes` now; it reserves nothing.
-  Status check_room(std::uint64_t bytes) const;
+  Status check_room(std::uint64_t bytes) const { return file_.check_room(bytes); }
   // At the end of the file, and anywhere.
-  Status write(std::span<const std::byte> bytes);
+  Status write(std::span<const std::byte> bytes) { return pwrite(size(), bytes); }
   Status pwrite(std::uint64_t offset, std::span<const std::byte> bytes);
   // Everything is on the disk under its final name when this is ok.
   Status commit();
 
  private:
-  PartialFile(std::string path, bool force, int fd);
+  PartialFile(std::string path, bool force, WritableFile file)
+      : path_(std::move(path)), force_(force), file_(std::move(file)) {}
   void discard();
-  std::string partial() const { return path_ + ".partial"; }
 
   std::string path_;
   bool force_ = false;
-  int fd_ = -1;
-  std::uint64_t size_ = 0;
+  WritableFile file_;
 };
 
 // Files before they are written: how each begins, and where the bytes of each tensor go.
