@@ -34,6 +34,7 @@ struct Verb {
 Verb ops_verb(CLI::App& main);
 Verb check_verb(CLI::App& main);
 Verb bench_verb(CLI::App& main, char** argv);
+Verb quantize_verb(CLI::App& main);
 
 void add_common_flags(CLI::App& verb, CommonFlags& flags);
 // A CLI11 check whose message says what would be right.

@@ -20,12 +20,12 @@ enum class ValueMap { same, plus_one, minus_one, negative_exp, log_negative };
 
 struct Recipe {
   std::string name;
-  Shape shape;
-  std::vector<std::string> sources;
-  std::vector<RowRun> rows;  // in order; empty: all rows of the one source
+  Shape shape{};
+  std::vector<std::string> sources{};
+  std::vector<RowRun> rows{};  // in order; empty: all rows of the one source
   // Block b of the columns is block columns[b] of the source's; empty: columns stay.
   std::int64_t column_block = 0;
-  std::vector<std::int64_t> columns;
+  std::vector<std::int64_t> columns{};
   ValueMap map = ValueMap::same;  // anything but `same` is for plain numbers only
 };
 
