@@ -8,7 +8,6 @@
 #include <numeric>
 #include <utility>
 
-#include "bittern/ops/gguf_quantize.h"
 #include "bittern/ops/qdq_affine_forward.h"
 #include "bittern/ops/qdq_affine_init.h"
 
@@ -116,66 +115,60 @@ Result<RowBytes> row_bytes(const Storage& storage, std::int64_t columns) {
 // ---- RowReader ----
 
 Result<RowReader> RowReader::open(const Checkpoint& source, const Recipe& recipe) {
+  const auto refuse = [&](const std::string& tensor, const std::string& what) {
+    return invalid(source.path() + ": " + of_tensor(tensor) + what + " to make " + recipe.name);
+  };
   RowReader reader;
   reader.name_ = recipe.name;
-  for (const std::string& name : recipe.sources) {
-    const CheckpointTensor* tensor = source.find(name);
-    if (tensor == nullptr)
-      return invalid(source.path() + ": " + of_tensor(name) + "not there, expected for " +
-                     recipe.name);
-    if (!reader.sources_.empty()) {
-      const CheckpointTensor& first = *reader.sources_[0];
-      if (tensor->storage != first.storage || tensor->columns() != first.columns()) {
-        return unsupported(source.path() + ": " + of_tensor(name) + tensor->shape.str() + " " +
-                           tensor->storage.str() + ", expected " + first.storage.str() +
-                           " rows like those of " + first.name + " to make " + recipe.name);
-      }
-    }
-    reader.sources_.push_back(tensor);
-  }
-  if (reader.sources_.empty())
-    return Status{Code::internal, of_tensor(recipe.name) + "made from nothing"};
-  const CheckpointTensor& first = *reader.sources_[0];
-  // A conv weight [C, 1, K] and its [C, K] are the same rows; so is what differs in leading ones.
   reader.columns_ = recipe.shape.rank == 0 ? 1 : recipe.shape[recipe.shape.rank - 1];
   reader.rows_ = reader.columns_ == 0 ? 0 : recipe.shape.numel() / reader.columns_;
   reader.column_block_ = recipe.column_block;
   reader.order_ = recipe.columns;
   reader.map_ = recipe.map;
-  std::vector<RowRun> runs = recipe.rows;
-  if (runs.empty()) runs.push_back({.source = 0, .first = 0, .count = first.rows()});
-  if (recipe.rows.empty() && first.columns() != reader.columns_ &&
-      first.shape.numel() == recipe.shape.numel() && !first.storage.quantized() &&
-      recipe.columns.empty()) {
-    // A plain tensor read whole may have another shape over the same numbers.
-    runs[0].count = reader.rows_;
-  } else if (first.columns() != reader.columns_) {
-    return invalid(source.path() + ": " + of_tensor(first.name) + "rows of " +
-                   std::to_string(first.columns()) + ", expected " +
-                   std::to_string(reader.columns_) + " for " + recipe.name);
+  for (const std::string& name : recipe.sources) {
+    const CheckpointTensor* found = source.find(name);
+    if (found == nullptr) return refuse(name, "not there, expected");
+    CheckpointTensor& tensor = reader.sources_.emplace_back(*found);
+    // A conv weight [C, 1, K] and its [C, K] or [C, K, 1] are the same numbers.
+    if (tensor.columns() != reader.columns_ && !tensor.storage.quantized() &&
+        reader.columns_ > 0 && tensor.shape.numel() % reader.columns_ == 0)
+      tensor.shape = {tensor.shape.numel() / reader.columns_, reader.columns_};
+    if (tensor.columns() != reader.columns_) {
+      return refuse(name, "rows of " + std::to_string(tensor.columns()) + ", expected " +
+                              std::to_string(reader.columns_));
+    }
+    if (tensor.storage != reader.storage()) {
+      return refuse(name, tensor.storage.str() + ", expected " + reader.storage().str() +
+                              " like " + recipe.sources[0]);
+    }
   }
+  if (reader.sources_.empty())
+    return Status{Code::internal, of_tensor(recipe.name) + "made from nothing"};
+  std::vector<RowRun> runs = recipe.rows;
+  if (runs.empty()) runs.push_back({.source = 0, .first = 0, .count = reader.sources_[0].rows()});
   std::int64_t row = 0;
   for (const RowRun& run : runs) {
-    const std::int64_t there =
-        reader.sources_[run.source]->shape.numel() / std::max<std::int64_t>(reader.columns_, 1);
+    const std::int64_t there = reader.sources_[run.source].rows();
     const std::int64_t last = run.first + (run.count - 1) * run.step;
-    if (run.count < 0 || run.first < 0 || (run.count > 0 && (last < 0 || last >= there))) {
-      return invalid(source.path() + ": " + of_tensor(recipe.sources[run.source]) +
-                     std::to_string(there) + " rows, expected at least " +
-                     std::to_string(std::max(run.first, last) + 1) + " for " + recipe.name);
+    if (run.count < 0 || run.first < 0 || (run.count > 0 && (last < 0 || last >= there)) ||
+        run.first > there) {
+      return refuse(recipe.sources[run.source],
+                    std::to_string(there) + " rows, expected at least " +
+                        std::to_string(std::max(run.first, last) + 1));
     }
+    if (run.count == 0) continue;
     reader.runs_.push_back({{run}, row});
     row += run.count;
   }
   if (row != reader.rows_) {
-    return invalid(source.path() + ": " + of_tensor(recipe.name) + std::to_string(row) +
-                   " rows, expected " + std::to_string(reader.rows_));
+    return refuse(recipe.sources[0], std::to_string(row) + " rows, expected " +
+                                         std::to_string(reader.rows_));
   }
   return reader;
 }
 
 bool RowReader::movable() const {
-  if (map_ != ValueMap::same || sources_[0]->layout != CheckpointTensor::Layout::rows) return false;
+  if (map_ != ValueMap::same || sources_[0].layout != CheckpointTensor::Layout::rows) return false;
   return order_.empty() || column_block_ % unit_columns(storage()) == 0;
 }
 
@@ -207,7 +200,7 @@ Status RowReader::each_range(const std::vector<Pick>& picks, F&& f) const {
       low = l;
       high = h;
     }
-    BITTERN_TRY(f(*sources_[picks[from].source], low, high - low + 1, from, to));
+    BITTERN_TRY(f(sources_[picks[from].source], low, high - low + 1, from, to));
     from = to;
   }
   return {};
@@ -215,7 +208,7 @@ Status RowReader::each_range(const std::vector<Pick>& picks, F&& f) const {
 
 Status RowReader::numbers(std::int64_t first, std::int64_t count, RowNumbers& out) const {
   const std::vector<Pick> wanted = picks(first, count);
-  const CheckpointTensor& source = *sources_[wanted.empty() ? 0 : wanted[0].source];
+  const CheckpointTensor& source = sources_[wanted.empty() ? 0 : wanted[0].source];
   const auto dtype = to_dtype(source.storage.dtype);
   const bool in_order = std::adjacent_find(wanted.begin(), wanted.end(), [](Pick a, Pick b) {
                           return a.source != b.source || b.row != a.row + 1;
@@ -294,7 +287,7 @@ Status RowReader::stored(std::int64_t first, std::int64_t count, EncodedRows& ou
   out.biases.resize(at(count) * row->biases);
   std::size_t i = 0;
   for (const Pick& pick : picks(first, count)) {
-    const CheckpointTensor& source = *sources_[pick.source];
+    const CheckpointTensor& source = sources_[pick.source];
     const auto copy = [&](std::span<const std::byte> from, std::vector<std::byte>& to,
                           std::uint64_t bytes) {
       if (bytes > 0) std::memcpy(to.data() + i * bytes, from.data() + at(pick.row) * bytes, bytes);

@@ -36,7 +36,7 @@ class RowReader {
   std::int64_t rows() const { return rows_; }
   std::int64_t columns() const { return columns_; }
   // The sources' storage; they all have one.
-  const Storage& storage() const { return sources_[0]->storage; }
+  const Storage& storage() const { return sources_[0].storage; }
   // Whether rows move, blocks of columns included, without being decoded.
   bool movable() const;
 
@@ -58,7 +58,7 @@ class RowReader {
   Status each_range(const std::vector<Pick>& picks, F&& f) const;
 
   std::string name_;
-  std::vector<const CheckpointTensor*> sources_;
+  std::vector<CheckpointTensor> sources_;  // views, of the recipe's columns
   std::vector<Run> runs_;
   std::int64_t rows_ = 0, columns_ = 0, column_block_ = 0;
   std::vector<std::int64_t> order_;  // of column blocks; empty: as they are
