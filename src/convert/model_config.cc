@@ -163,9 +163,12 @@ void read_rope(Fields& fields, const Json& text, const ModelType& type, std::int
   rope.part = in.number_or("partial_rotary_factor", rope.part);
   if (const Json* sections = in.find("mrope_section")) {
     for (const Json& x : *sections)
-      if (x.is_number_integer()) rope.sections.push_back(x.get<std::int64_t>());
-    if (!sections->is_array() || rope.sections.size() != sections->size() || sections->size() > 4)
-      in.refuse("mrope_section", sections->dump() + ", expected up to four whole numbers");
+      rope.sections.push_back(x.is_number_integer() ? x.get<std::int64_t>() : -1);
+    const auto whole = [](std::int64_t x) { return x >= 0 && x <= kMost; };
+    if (!sections->is_array() || sections->size() != 3 ||
+        !std::all_of(rope.sections.begin(), rope.sections.end(), whole)) {
+      in.refuse("mrope_section", sections->dump() + ", expected three whole numbers");
+    }
   }
   if (rope.type == "linear") {
     rope.factor = in.number_or("factor", 1);
@@ -330,6 +333,13 @@ Result<Model> model_from_config(const Json& config) {
     fields.refuse("partial_rotary_factor", "one that turns " + std::to_string(m.rotary_dim()) +
                                                " of head_dim " + std::to_string(m.head_dim) +
                                                ", expected an even number up to it");
+
+  const auto& sections = m.rope.sections;
+  if (!sections.empty() && fields.status().ok() &&
+      sections[0] + sections[1] + sections[2] != m.rotary_dim() / 2)
+    fields.refuse("rope_parameters", "one whose mrope_section does not add up to the " +
+                                         std::to_string(m.rotary_dim() / 2) +
+                                         " frequencies, expected it to");
 
   const bool bias = fields.truth_or("attention_bias", false);
   if (m.arch() == Arch::llama) {

@@ -259,10 +259,9 @@ Result<Model> model_from_gguf(const GgufFile& file) {
   if (keys.has("rope.dimension_sections")) {
     const auto sections = file.integers(keys.full("rope.dimension_sections"));
     if (!sections) return sections.status();
-    if (sections->size() > 4)
-      return invalid(keys.name("rope.dimension_sections") + "more than 4, expected at most 4");
-    m.rope.sections = *sections;
-    while (!m.rope.sections.empty() && m.rope.sections.back() == 0) m.rope.sections.pop_back();
+    if (sections->size() != 4 || (*sections)[3] != 0)
+      return unsupported(keys.name("rope.dimension_sections") + "expected three and a 0");
+    m.rope.sections.assign(sections->begin(), sections->end() - 1);
   }
   if (!keys.status().ok()) return keys.status();
   if (const GgufTensor* factors = file.tensor("rope_freqs.weight"))
@@ -380,10 +379,12 @@ Status add_metadata(const Model& m, GgufMetadata& out) {
   put(out, key("ssm.inner_size"), m.value_heads * m.value_dim);
   put(out, key("full_attention_interval"), m.period);
   if (m.arch() != Arch::qwen3next) {
-    std::array<std::int32_t, 4> sections{11, 11, 10, 0};
-    if (!m.rope.sections.empty()) sections = {};
-    for (std::size_t i = 0; i < m.rope.sections.size(); ++i)
-      sections[i] = static_cast<std::int32_t>(m.rope.sections[i]);
+    // Frequencies turn with time, height and width in turns; text has the same of all three.
+    const std::int64_t turning = m.rotary_dim() / 2;
+    std::array<std::int32_t, 4> sections{};
+    for (std::size_t i = 0; i < 3; ++i)
+      sections[i] = static_cast<std::int32_t>(
+          m.rope.sections.empty() ? (turning + 2 - std::int64_t(i)) / 3 : m.rope.sections[i]);
     out.emplace_back(key("rope.dimension_sections"),
                      GgufData::array(std::span<const std::int32_t>(sections)));
   }
