@@ -79,12 +79,6 @@ bool is_float(SafeDType dtype) {
   return dtype == SafeDType::f32 || dtype == SafeDType::f16 || dtype == SafeDType::bf16;
 }
 
-World world_of(Checkpoint::Kind kind) {
-  return kind == Checkpoint::Kind::gguf  ? World::gguf
-         : kind == Checkpoint::Kind::mlx ? World::mlx
-                                         : World::hf;
-}
-
 World world_of(ModelFormat format) {
   return format == ModelFormat::gguf  ? World::gguf
          : format == ModelFormat::mlx ? World::mlx
@@ -115,6 +109,11 @@ bool is_matrix(const Recipe& recipe) {
 bool is_embedding_or_head(std::string_view name) {
   return has(name, "embed_tokens") || has(name, "token_embd") || has(name, "lm_head") ||
          name == "output.weight" || has(name, "word_embeddings");
+}
+
+// What messages call it: the source's name, as the user knows it.
+const std::string& source_of(const Recipe& recipe) {
+  return recipe.sources.empty() ? recipe.name : recipe.sources[0];
 }
 
 std::int64_t columns_of(const Shape& shape) { return shape.rank == 0 ? 1 : shape[shape.rank - 1]; }
@@ -312,18 +311,18 @@ class ConversionPlanner {
   // ---- names ----
 
   Status make_recipes() {
-    const World from = world_of(source_.kind()), to = world_of(options_.format);
-    std::vector<NamedShape> shapes;
     for (const CheckpointTensor& tensor : source_.tensors())
-      shapes.push_back({tensor.name, tensor.shape});
+      shapes_.push_back({tensor.name, tensor.shape});
+    from_ = source_.gguf() != nullptr ? World::gguf : world_of_folder(shapes_);
+    const World to = world_of(options_.format);
     config_ = source_.config();
     if (source_.gguf() != nullptr && to != World::gguf) {
       auto config = config_from_gguf(*source_.gguf(), float_name(folder_dtype()));
       if (!config) return config.status();
       config_ = std::move(*config);
     }
-    bool renames = from != to;
-    if (from != World::gguf && to != World::gguf && renames) {
+    bool renames = from_ != to;
+    if (from_ != World::gguf && to != World::gguf && renames) {
       // Folders may keep names nobody knows; a GGUF file may not.
       if (const Status known = known_architecture(config_); !known.ok()) {
         renames = false;
@@ -331,13 +330,19 @@ class ConversionPlanner {
       }
     }
     if (!renames) {
-      for (const NamedShape& tensor : shapes)
+      written_config_ = config_;
+      for (const NamedShape& tensor : shapes_)
         conversion_.tensors_.push_back(
             {.recipe = {.name = tensor.name, .shape = tensor.shape, .sources = {tensor.name}}});
       return {};
     }
-    auto renaming = rename_tensors(config_, shapes, from, to);
+    auto renaming = rename_tensors(config_, shapes_, from_, to);
     if (!renaming) return renaming.status();
+    if (to != World::gguf) {
+      auto config = config_for(to, config_);
+      if (!config) return config.status();
+      written_config_ = std::move(*config);
+    }
     for (Recipe& recipe : renaming->tensors)
       conversion_.tensors_.push_back({.recipe = std::move(recipe)});
     for (const std::string& name : renaming->left_out)
@@ -378,10 +383,7 @@ class ConversionPlanner {
     // The matrix has GGUF's names: those of the source's tensors, by the tensors made of them.
     std::map<std::string, std::string> gguf_name;
     if (source_.gguf() == nullptr) {
-      std::vector<NamedShape> shapes;
-      for (const CheckpointTensor& tensor : source_.tensors())
-        shapes.push_back({tensor.name, tensor.shape});
-      auto renaming = rename_tensors(config_, shapes, world_of(source_.kind()), World::gguf);
+      auto renaming = rename_tensors(config_, shapes_, from_, World::gguf);
       if (!renaming) return renaming.status();
       for (const Recipe& recipe : renaming->tensors)
         for (const std::string& from : recipe.sources) gguf_name.emplace(from, recipe.name);
@@ -391,7 +393,7 @@ class ConversionPlanner {
     for (std::size_t i = 0; i < conversion_.tensors_.size(); ++i) {
       const Recipe& recipe = conversion_.tensors_[i].recipe;
       if (!is_matrix(recipe) || !recipe.columns.empty()) continue;
-      const std::string& from = recipe.sources[0];
+      const std::string& from = source_of(recipe);
       const std::string name = source_.gguf() != nullptr ? from : gguf_name[from];
       const std::int64_t matrices = recipe.shape.rank >= 3 ? recipe.shape[0] : 1;
       auto weights = importance->find(name, columns_of(recipe.shape), matrices);
@@ -485,7 +487,7 @@ class ConversionPlanner {
       wanted = Storage::affine(bits, group, scale_dtype(tensor.from));
     }
     if (tensor.from.quantized() && tensor.from != wanted && !options_.allow_requantize) {
-      return refuse("tensor " + recipe.sources[0] + " is quantised already (" + tensor.from.str() +
+      return refuse("tensor " + source_of(recipe) + " is quantised already (" + tensor.from.str() +
                     "), expected plain numbers; --transcode keeps them exact, --dequantize writes "
                     "them plain, "
                     "--allow-requantize quantises once more");
@@ -531,7 +533,7 @@ class ConversionPlanner {
       if (options_.format == ModelFormat::gguf && tensor.from.kind == Storage::Kind::blocks)
         return {};  // moved as it is
       if (!options_.lossy) {
-        return unsupported(source_.path() + ": tensor " + recipe.sources[0] + ": " +
+        return unsupported(source_.path() + ": tensor " + source_of(recipe) + ": " +
                            tensor.from.str() +
                            " has groups of 16, which MLX has not, expected --lossy (numbers "
                            "change) or --dequantize");
@@ -570,7 +572,7 @@ class ConversionPlanner {
       why = std::string(fits.message());
       if (options_.type) break;
     }
-    return unsupported(source_.path() + ": tensor " + recipe.sources[0] +
+    return unsupported(source_.path() + ": tensor " + source_of(recipe) +
                        ": no type of GGUF holds its numbers exactly (" + why +
                        "), expected --dequantize, or --allow-requantize with --type");
   }
@@ -639,10 +641,7 @@ class ConversionPlanner {
         BITTERN_TRY(add(key, GgufData(entry.value)));
       }
     } else {
-      std::vector<NamedShape> shapes;
-      for (const CheckpointTensor& tensor : source_.tensors())
-        shapes.push_back({tensor.name, tensor.shape});
-      auto metadata = metadata_from_config(config_, shapes, model_name());
+      auto metadata = metadata_from_config(config_, shapes_, model_name());
       if (!metadata) return metadata.status();
       for (const auto& [key, value] : *metadata) BITTERN_TRY(add(key, value));
       std::int64_t vocabulary = 0;
@@ -660,7 +659,7 @@ class ConversionPlanner {
     for (OutputTensor& tensor : conversion_.tensors_) {
       const auto type = ggml_type_of(tensor.to);
       if (!type)
-        return unsupported(source_.path() + ": tensor " + tensor.recipe.sources[0] + ": " +
+        return unsupported(source_.path() + ": tensor " + source_of(tensor.recipe) + ": " +
                            tensor.to.str() + ": GGUF has no such type");
       tensor.part = static_cast<std::size_t>(&tensor - conversion_.tensors_.data());
       BITTERN_TRY(writer.add_tensor(tensor.recipe.name, *type, tensor.recipe.shape));
@@ -724,8 +723,8 @@ class ConversionPlanner {
     auto index = safetensors_index(out_, specs, conversion_.layout_, metadata);
     if (!index) return index.status();
     conversion_.texts_.push_back({"model.safetensors.index.json", std::move(*index)});
-    if (!config_.is_null()) {
-      Json config = config_;
+    if (!written_config_.is_null()) {
+      Json config = written_config_;
       config.erase("quantization");
       config.erase("quantization_config");
       if (mlx) write_quantization(config);
@@ -791,7 +790,9 @@ class ConversionPlanner {
   const ProgressFunction& progress_;
   Conversion conversion_;
   std::vector<std::regex> patterns_;
-  Json config_;
+  std::vector<NamedShape> shapes_;  // of the source
+  World from_ = World::hf;
+  Json config_, written_config_;  // of the source, of the output
   std::vector<OutputTensor*> adjustable_;
 };
 
@@ -885,7 +886,7 @@ Status ConversionPlanner::meet_target() {
       const std::int64_t count = std::min(reader->rows() - row, rows_at_once(columns));
       BITTERN_TRY(reader->numbers(row, count, numbers));
       if (!all_finite(numbers, count * columns))
-        return refuse("tensor " + tensor.recipe.sources[0] +
+        return refuse("tensor " + source_of(tensor.recipe) +
                       ": holds infinities or NaN, expected finite numbers");
       w.resize(static_cast<std::size_t>(count * columns));
       y.resize(w.size());

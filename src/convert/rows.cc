@@ -120,7 +120,9 @@ Result<RowReader> RowReader::open(const Checkpoint& source, const Recipe& recipe
   };
   RowReader reader;
   reader.name_ = recipe.name;
-  reader.columns_ = recipe.shape.rank == 0 ? 1 : recipe.shape[recipe.shape.rank - 1];
+  reader.columns_ = recipe.width > 0         ? recipe.width
+                    : recipe.shape.rank == 0 ? 1
+                                             : recipe.shape[recipe.shape.rank - 1];
   reader.rows_ = reader.columns_ == 0 ? 0 : recipe.shape.numel() / reader.columns_;
   reader.column_block_ = recipe.column_block;
   reader.order_ = recipe.columns;
@@ -130,20 +132,29 @@ Result<RowReader> RowReader::open(const Checkpoint& source, const Recipe& recipe
     if (found == nullptr) return refuse(name, "not there, expected");
     CheckpointTensor& tensor = reader.sources_.emplace_back(*found);
     // A conv weight [C, 1, K] and its [C, K] or [C, K, 1] are the same numbers.
-    if (tensor.columns() != reader.columns_ && !tensor.storage.quantized() &&
-        reader.columns_ > 0 && tensor.shape.numel() % reader.columns_ == 0)
+    if (tensor.columns() != reader.columns_ && !tensor.storage.quantized() && reader.columns_ > 0 &&
+        tensor.shape.numel() % reader.columns_ == 0)
       tensor.shape = {tensor.shape.numel() / reader.columns_, reader.columns_};
     if (tensor.columns() != reader.columns_) {
       return refuse(name, "rows of " + std::to_string(tensor.columns()) + ", expected " +
                               std::to_string(reader.columns_));
     }
     if (tensor.storage != reader.storage()) {
-      return refuse(name, tensor.storage.str() + ", expected " + reader.storage().str() +
-                              " like " + recipe.sources[0]);
+      return refuse(name, tensor.storage.str() + ", expected " + reader.storage().str() + " like " +
+                              recipe.sources[0]);
     }
   }
-  if (reader.sources_.empty())
-    return Status{Code::internal, of_tensor(recipe.name) + "made from nothing"};
+  if (recipe.sources.empty()) {
+    if (static_cast<std::int64_t>(recipe.values.size()) != recipe.shape.numel())
+      return Status{Code::internal, of_tensor(recipe.name) + "made from nothing"};
+    reader.sources_.push_back({.name = recipe.name,
+                               .shape = recipe.shape,
+                               .storage = Storage::plain(SafeDType::f32),
+                               .data = std::as_bytes(std::span(recipe.values)),
+                               .scales = {},
+                               .biases = {},
+                               .group_index = {}});
+  }
   std::vector<RowRun> runs = recipe.rows;
   if (runs.empty()) runs.push_back({.source = 0, .first = 0, .count = reader.sources_[0].rows()});
   std::int64_t row = 0;
@@ -152,7 +163,7 @@ Result<RowReader> RowReader::open(const Checkpoint& source, const Recipe& recipe
     const std::int64_t last = run.first + (run.count - 1) * run.step;
     if (run.count < 0 || run.first < 0 || (run.count > 0 && (last < 0 || last >= there)) ||
         run.first > there) {
-      return refuse(recipe.sources[run.source],
+      return refuse(reader.sources_[run.source].name,
                     std::to_string(there) + " rows, expected at least " +
                         std::to_string(std::max(run.first, last) + 1));
     }
@@ -161,8 +172,8 @@ Result<RowReader> RowReader::open(const Checkpoint& source, const Recipe& recipe
     row += run.count;
   }
   if (row != reader.rows_) {
-    return refuse(recipe.sources[0], std::to_string(row) + " rows, expected " +
-                                         std::to_string(reader.rows_));
+    return refuse(reader.sources_[0].name,
+                  std::to_string(row) + " rows, expected " + std::to_string(reader.rows_));
   }
   return reader;
 }
@@ -227,8 +238,8 @@ Status RowReader::numbers(std::int64_t first, std::int64_t count, RowNumbers& ou
   }
   out.own.resize(at(count * columns_));
   std::vector<float> range;
-  BITTERN_TRY(each_range(wanted, [&](const CheckpointTensor& tensor, std::int64_t low,
-                                     std::int64_t rows, std::size_t from, std::size_t to) {
+  const auto decode = [&](const CheckpointTensor& tensor, std::int64_t low, std::int64_t rows,
+                          std::size_t from, std::size_t to) {
     if (in_order)
       return decode_rows(tensor, low, rows,
                          std::span(out.own).subspan(from * at(columns_), at(rows * columns_)));
@@ -238,7 +249,8 @@ Status RowReader::numbers(std::int64_t first, std::int64_t count, RowNumbers& ou
       std::copy_n(range.data() + (wanted[i].row - low) * columns_, columns_,
                   out.own.data() + at(columns_) * i);
     return Status{};
-  }));
+  };
+  BITTERN_TRY(each_range(wanted, decode));
   move_blocks(out.own, count, order_);
   if (map_ != ValueMap::same)
     for (float& x : out.own) x = mapped(map_, x);
@@ -250,8 +262,8 @@ Status RowReader::numbers(std::int64_t first, std::int64_t count, RowNumbers& ou
 Status RowReader::grid(std::int64_t first, std::int64_t count, GridRows& out) const {
   const std::vector<Pick> wanted = picks(first, count);
   GridRows range;
-  BITTERN_TRY(each_range(wanted, [&](const CheckpointTensor& tensor, std::int64_t low,
-                                     std::int64_t rows, std::size_t from, std::size_t to) {
+  const auto decode = [&](const CheckpointTensor& tensor, std::int64_t low, std::int64_t rows,
+                          std::size_t from, std::size_t to) -> Status {
     BITTERN_TRY(decode_grid(tensor, low, rows, range));
     const std::int64_t groups = columns_ / range.group;
     out.bits = range.bits;
@@ -266,8 +278,9 @@ Status RowReader::grid(std::int64_t first, std::int64_t count, GridRows& out) co
       std::copy_n(range.scales.data() + row * groups, groups, out.scales.data() + to_row * groups);
       std::copy_n(range.biases.data() + row * groups, groups, out.biases.data() + to_row * groups);
     }
-    return Status{};
-  }));
+    return {};
+  };
+  BITTERN_TRY(each_range(wanted, decode));
   if (!order_.empty() && (out.group == 0 || column_block_ % out.group != 0)) {
     return unsupported(of_tensor(name_) + "columns move in blocks of " +
                        std::to_string(column_block_) + ", expected a multiple of its groups of " +
@@ -365,7 +378,7 @@ Status encode_blocks(GgmlType type, std::optional<AffineMethod> method, const Ro
 Status RowEncoder::encode(const RowNumbers& numbers, std::int64_t count, std::int64_t columns,
                           std::span<const float> importance, EncodedRows& out) const {
   if (through.quantized()) {
-    RowEncoder inner{.to = through, .method = method};
+    const RowEncoder inner{.to = through, .method = method, .through = {}};
     EncodedRows codes;
     BITTERN_TRY(inner.encode(numbers, count, columns, importance, codes));
     const CheckpointTensor tensor{.name = "the quantised rows",
@@ -373,7 +386,8 @@ Status RowEncoder::encode(const RowNumbers& numbers, std::int64_t count, std::in
                                   .storage = through,
                                   .data = codes.data,
                                   .scales = codes.scales,
-                                  .biases = codes.biases};
+                                  .biases = codes.biases,
+                                  .group_index = {}};
     RowNumbers back;
     back.own.resize(at(count * columns));
     BITTERN_TRY(decode_rows(tensor, 0, count, back.own));

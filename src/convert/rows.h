@@ -30,7 +30,7 @@ struct RowNumbers {
 
 class RowReader {
  public:
-  // Refuses a recipe whose sources are not there or not of its shape.
+  // Refuses a recipe whose sources are not there or not of its shape. It outlives the reader.
   static Result<RowReader> open(const Checkpoint& source, const Recipe& recipe);
 
   std::int64_t rows() const { return rows_; }

@@ -45,7 +45,7 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
         BITTERN_TRY(reader->numbers(row, count, numbers));
         if (tensor.way == OutputTensor::Way::quantize &&
             !all_finite(numbers, count * reader->columns())) {
-          return invalid(source.path() + ": tensor " + tensor.recipe.sources[0] +
+          return invalid(source.path() + ": tensor " + tensor.recipe.name +
                          ": holds infinities or NaN, expected finite numbers");
         }
         BITTERN_TRY(encoder.encode(numbers, count, reader->columns(), weights, encoded));
