@@ -10,6 +10,7 @@
 
 #include "cli/cli.h"
 #include "convert/conversion.h"
+#include "convert/output.h"
 #include "formats/checkpoint.h"
 
 namespace bittern::cli {
@@ -239,6 +240,7 @@ Status run(const QuantizeFlags& flags) {
     return invalid("-o: not given, expected the name of the output (or --dry-run)");
   auto options = options_of(flags);
   if (!options) return options.status();
+  if (!flags.dry_run) BITTERN_TRY(check_output(flags.out, flags.force, flags.resume));
   if (flags.common.threads > 0) set_num_threads(flags.common.threads);
   const auto source = Checkpoint::open(flags.model);
   if (!source) return source.status();

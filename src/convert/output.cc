@@ -73,6 +73,19 @@ Status rename_over(const std::string& from, const std::string& to) {
 
 }  // namespace
 
+Status check_output(const std::string& path, bool force, bool resume) {
+  if (is_there(path)) {
+    if (!force) return invalid(path + ": exists, expected a new name (--force replaces it)");
+    BITTERN_TRY(check_replaceable(path));
+  }
+  if (is_there(path + ".partial") && !resume && !force) {
+    return invalid(path +
+                   ".partial: left by a run that was stopped, expected none (--resume goes on with "
+                   "it, --force starts anew)");
+  }
+  return {};
+}
+
 // True when the partial output may be gone on with.
 Result<bool> ModelOutput::read_journal(const std::string& opening) {
   std::ifstream file(journal_.path());
@@ -99,18 +112,9 @@ Result<bool> ModelOutput::read_journal(const std::string& opening) {
 
 Result<ModelOutput> ModelOutput::create(const std::string& path, OutputLayout layout,
                                         const OutputOptions& options) {
+  BITTERN_TRY(check_output(path, options.force, options.resume));
   const std::string partial = path + ".partial";
-  if (is_there(path)) {
-    if (!options.force)
-      return invalid(path + ": exists, expected a new name (--force replaces it)");
-    BITTERN_TRY(check_replaceable(path));
-  }
   const bool left = is_there(partial);
-  if (left && !options.resume && !options.force) {
-    return invalid(partial +
-                   ": left by a run that was stopped, expected none (--resume goes on with it, "
-                   "--force starts anew)");
-  }
   auto journal = WritableFile::open(partial + ".journal", false);
   if (!journal) return journal.status();
   ModelOutput output(path, std::move(layout), options, std::move(*journal));

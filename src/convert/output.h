@@ -18,6 +18,9 @@
 
 namespace bittern {
 
+// Refuses OUT that exists (unless force) and OUT.partial (unless resume or force).
+Status check_output(const std::string& path, bool force, bool resume);
+
 struct OutputOptions {
   bool folder = false;  // OUT is a folder of the layout's files; otherwise it is its one file
   bool force = false;   // OUT may be there, and is replaced when the new one is whole
@@ -27,8 +30,8 @@ struct OutputOptions {
 
 class ModelOutput {
  public:
-  // Refuses, before anything is made: OUT that exists (unless force), OUT.partial (unless resume or
-  // force), a partial of another fingerprint (unless force), a disk without room.
+  // Refuses, before anything is made, what check_output does, a partial of another fingerprint
+  // (unless force) and a disk without room.
   static Result<ModelOutput> create(const std::string& path, OutputLayout layout,
                                     const OutputOptions& options);
   ModelOutput(ModelOutput&&) noexcept = default;
