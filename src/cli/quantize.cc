@@ -255,10 +255,15 @@ Status run(const QuantizeFlags& flags) {
   if (print && flags.dry_run) print_fates(*conversion);
   if (print) print_notes(*conversion);
   if (!flags.dry_run) {
-    const Status status =
+    const auto ran =
         conversion->run(flags.out, {.force = flags.force, .resume = flags.resume}, progress);
     reporter.clear();
-    BITTERN_TRY(status);
+    if (!ran) return ran.status();
+    if (print && ran->resumed > 0)
+      fmt::print("note: {} tensors were whole already\n", ran->resumed);
+    if (print && options->transcode && options->scale_dtype)
+      fmt::print("note: not exact: {} changed scales and biases by up to {:.2g} of their value\n",
+                 flags.scale_dtype, ran->scale_change);
   }
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
   if (print) {

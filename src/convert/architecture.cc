@@ -499,6 +499,10 @@ class Renamer {
       factors.values = llama3_factors(m_.rope, m_.head_dim);
       out_.tensors.push_back(std::move(factors));
     }
+    if (m_.arch() == Arch::llama && m_.window != 0 && to_ != World::hf)
+      out_.notes.push_back("sliding_window " + std::to_string(m_.window) + ": " +
+                           (to_ == World::gguf ? "llama.cpp" : "mlx-lm") + "'s " + m_.type->name +
+                           " sees all tokens before, not the last of them only");
     for (const auto& [name, shape] : shapes_) {
       if (used_.contains(name)) continue;
       if (!may_be_left_out(name))

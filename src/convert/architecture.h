@@ -42,7 +42,8 @@ Result<nlohmann::ordered_json> config_from_gguf(const GgufFile& file, std::strin
 
 // The config.json to write beside tensors renamed from one world of folders to the other (or from
 // config_from_gguf's, which is of world hf): mlx-lm wants the rotary parameters at the top level
-// and a vision model's type; of a vision model, the language model is what is left.
+// and, of qwen3_5, the vision model's type; of a vision model, the language model is what is left.
+// It says nothing of quantisation: who writes adds that, and the dtype where it changes.
 Result<nlohmann::ordered_json> config_for(World to, const nlohmann::ordered_json& config);
 
 // general.architecture and all keys of the architecture llama.cpp needs; no tokenizer, no
@@ -59,6 +60,7 @@ Result<GgufMetadata> metadata_from_config(const nlohmann::ordered_json& config,
 struct Renaming {
   std::vector<Recipe> tensors;
   std::vector<std::string> left_out;
+  std::vector<std::string> notes;  // what the other world's programs will do differently
 };
 Result<Renaming> rename_tensors(const nlohmann::ordered_json& config,
                                 std::span<const NamedShape> tensors, World from, World to);

@@ -91,7 +91,12 @@ class Conversion {
   struct RunOptions {
     bool force = false, resume = false;
   };
-  Status run(const std::string& out, const RunOptions& how, const ProgressFunction& progress) const;
+  struct RunReport {
+    std::size_t resumed = 0;  // tensors that were whole already
+    double scale_change = 0;  // the largest relative change of a scale or bias that was rounded
+  };
+  Result<RunReport> run(const std::string& out, const RunOptions& how,
+                        const ProgressFunction& progress) const;
 
  private:
   friend class ConversionPlanner;

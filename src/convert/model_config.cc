@@ -76,13 +76,6 @@ class Fields {
     if (!value->is_string()) refuse(key, value->dump() + ", expected a string");
     return value->is_string() ? value->get<std::string>() : otherwise;
   }
-  std::optional<std::int64_t> token(const char* key) {
-    const Json* value = find(key);
-    if (value != nullptr && value->is_array() && !value->empty()) value = &value->front();
-    if (value == nullptr || !value->is_number_integer()) return {};
-    return value->get<std::int64_t>();
-  }
-
   void refuse(const char* key, const std::string& what) {
     fail(invalid(name(key) + " is " + (what.size() > 200 ? what.substr(0, 200) + "..." : what)));
   }
@@ -319,14 +312,15 @@ Result<Model> model_from_config(const Json& config) {
   m.eps = fields.number_or("rms_norm_eps", m.type->eps);
   m.tied = fields.truth_or("tie_word_embeddings",
                            Fields(config).truth_or("tie_word_embeddings", m.type->tied));
-  m.bos = fields.token("bos_token_id");
-  m.eos = fields.token("eos_token_id");
-  m.pad = fields.token("pad_token_id");
   m.activation = gemma ? fields.text_or("hidden_activation", "gelu_pytorch_tanh")
                        : fields.text_or("hidden_act", "silu");
   if (m.activation != (gemma ? "gelu_pytorch_tanh" : "silu"))
     fields.cannot(gemma ? "hidden_activation" : "hidden_act",
                   " " + in_quotes(m.activation) + " is not what the other worlds compute");
+  if (m.arch() == Arch::qwen2 && m.head_dim != m.hidden / m.heads)
+    fields.cannot("head_dim",
+                  " is not hidden_size / num_attention_heads, which other worlds take "
+                  "it for in a qwen2");
   if (m.arch() != Arch::qwen35moe) m.feed_forward = fields.count("intermediate_size");
   read_rope(fields, text, *m.type, m.context, m.rope);
   if (m.rope.part > 1 || m.rotary_dim() < 2 || m.rotary_dim() % 2 != 0)
@@ -455,42 +449,48 @@ Json config_from_model(const Model& m, std::string_view dtype) {
 }
 
 Result<Json> config_for(World to, const Json& config) {
-  auto model = model_from_config(config);
+  const auto model = model_from_config(config);
   if (!model) return model.status();
   Json text = text_config(config);
-  for (const char* key : {"dtype", "torch_dtype", "quantization", "quantization_config"})
+  for (const char* key : {"dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"})
     if (!text.contains(key) && config.contains(key)) text[key] = config[key];
+  for (const char* key : {"quantization", "quantization_config"}) text.erase(key);
   text["model_type"] = model->type->name;
   text["architectures"] = {model->type->class_name};
-  if (model->arch() == Arch::gemma3) text["vocab_size"] = model->vocab;
+  text["vocab_size"] = model->vocab;
   text["tie_word_embeddings"] = model->tied;
   if (to != World::mlx) return text;
 
-  // mlx-lm reads these where transformers before 5 had them, and has its own defaults.
-  const Json sane = config_from_model(*model, "");
+  const auto cannot = [&](const std::string& what) {
+    return unsupported("config.json: mlx-lm's " + std::string(model->type->name) + what);
+  };
+  if (model->is("mixtral") && model->head_dim != model->hidden / model->heads)
+    return cannot(" has a head_dim of hidden_size / num_attention_heads only");
+  if (model->is("mixtral") && model->rope.type != "default")
+    return cannot(" does not scale its rotary embedding");
+  if (model->logit_softcap != 0) return cannot(" has no final_logit_softcapping");
+
+  // mlx-lm reads these where transformers before 5 had them, and has defaults of its own.
+  const Json usual = config_from_model(*model, "");
   for (const char* key :
        {"num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
         "rms_norm_eps", "max_position_embeddings", "rope_theta", "rope_local_base_freq",
-        "rope_scaling", "partial_rotary_factor", "sliding_window", "sliding_window_pattern",
-        "query_pre_attn_scalar", "full_attention_interval", "norm_topk_prob", "decoder_sparse_step",
-        "mlp_only_layers"})
-    if (sane.contains(key)) text[key] = sane[key];
-  if (model->arch() == Arch::qwen35 || model->arch() == Arch::qwen35moe) {
-    text["rope_parameters"] = sane["rope_parameters"];
-    Json outer;
-    outer["architectures"] = {model->type->vision_class};
-    outer["model_type"] = model->type->vision;
-    for (const char* key : {"dtype", "torch_dtype", "quantization", "quantization_config"}) {
-      if (!text.contains(key)) continue;
-      outer[key] = text[key];
-      text.erase(key);
-    }
-    outer["tie_word_embeddings"] = model->tied;
-    text.erase("architectures");
-    outer["text_config"] = std::move(text);
-    return outer;
-  }
-  return text;
+        "rope_scaling", "rope_parameters", "partial_rotary_factor", "sliding_window",
+        "sliding_window_pattern", "query_pre_attn_scalar", "full_attention_interval",
+        "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"})
+    if (usual.contains(key)) text[key] = usual[key];
+  if (model->arch() != Arch::qwen35 && model->arch() != Arch::qwen35moe) return text;
+
+  // Known to it as the vision model's language model only.
+  Json outer;
+  outer["architectures"] = {model->type->vision_class};
+  outer["model_type"] = model->type->vision;
+  for (const char* key : {"dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"})
+    if (text.contains(key)) outer[key] = text[key];
+  outer["tie_word_embeddings"] = model->tied;
+  text.erase("architectures");
+  outer["text_config"] = std::move(text);
+  return outer;
 }
 
 }  // namespace bittern

@@ -415,7 +415,7 @@ Status as_f32(const RowNumbers& numbers, std::span<float> out) {
 }
 
 std::int64_t rows_at_once(std::int64_t columns) {
-  return std::max<std::int64_t>(1, (std::int64_t{1} << 21) / std::max<std::int64_t>(columns, 1));
+  return std::max<std::int64_t>(1, (std::int64_t{1} << 19) / std::max<std::int64_t>(columns, 1));
 }
 
 bool all_finite(const RowNumbers& numbers, std::int64_t count) {

@@ -11,7 +11,8 @@ namespace {
 
 Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
                      std::optional<AffineMethod> method, std::span<const float> importance,
-                     ModelOutput& output, const std::function<void(std::int64_t rows)>& progress) {
+                     ModelOutput& output, Conversion::RunReport& report,
+                     const std::function<void(std::int64_t rows)>& progress) {
   const auto reader = RowReader::open(source, tensor.recipe);
   if (!reader) return reader.status();
   const auto bytes = row_bytes(tensor.to, reader->columns());
@@ -37,7 +38,7 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
       case OutputTensor::Way::transcode:
         BITTERN_TRY(reader->grid(row, count, grid));
         if (tensor.to.kind == Storage::Kind::affine && tensor.to.dtype != SafeDType::f32)
-          (void)round_params(grid, tensor.to.dtype);
+          report.scale_change = std::max(report.scale_change, round_params(grid, tensor.to.dtype));
         BITTERN_TRY(encode_grid(grid, reader->columns(), tensor.to, encoded));
         break;
       case OutputTensor::Way::quantize:
@@ -65,14 +66,15 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
 
 }  // namespace
 
-Status Conversion::run(const std::string& out, const RunOptions& how,
-                       const ProgressFunction& progress) const {
+Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunOptions& how,
+                                              const ProgressFunction& progress) const {
   auto output = ModelOutput::create(out, layout_,
                                     {.folder = options_.format != ModelFormat::gguf,
                                      .force = how.force,
                                      .resume = how.resume,
                                      .fingerprint = fingerprint_});
   if (!output) return output.status();
+  RunReport report;
   ConversionProgress state{.doing = "writing", .tensor = {}, .done = 0, .all = weights()};
   const auto work = [&]() -> Status {
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
@@ -82,11 +84,12 @@ Status Conversion::run(const std::string& out, const RunOptions& how,
       state.tensor = tensor.recipe.name;
       if (output->finished(tensor.part)) {
         state.done += static_cast<std::uint64_t>(tensor.recipe.shape.numel());
+        ++report.resumed;
         continue;
       }
       const std::span<const float> importance =
           importance_.empty() ? std::span<const float>{} : std::span(importance_[i]);
-      BITTERN_TRY(stream_tensor(*source_, tensor, options_.method, importance, *output,
+      BITTERN_TRY(stream_tensor(*source_, tensor, options_.method, importance, *output, report,
                                 [&](std::int64_t rows) {
                                   state.done += static_cast<std::uint64_t>(rows * columns);
                                   progress(state);
@@ -98,7 +101,8 @@ Status Conversion::run(const std::string& out, const RunOptions& how,
   const Status status = work();
   // A full disk may be mended; what was written until then is worth keeping.
   if (status.code() == Code::io_error) output->keep();
-  return status;
+  if (!status.ok()) return status;
+  return report;
 }
 
 }  // namespace bittern
