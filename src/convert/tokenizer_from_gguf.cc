@@ -20,7 +20,8 @@ struct Source {
   std::vector<std::string_view> tokens;
   std::vector<TokenType> types;
   TokenIndex index{0};
-  std::optional<std::size_t> bos, eos, unk, pad, sep, cls, mask, eot, eom;
+  std::array<std::optional<std::size_t>, std::size(kNamedTokens)> named;
+  std::optional<std::size_t> eot, eom;
   bool add_bos = false, add_eos = false;
 
   std::string where(std::string_view key) const {
@@ -107,21 +108,16 @@ Status read_flag(const Source& s, const char* name, bool& flag) {
 }
 
 Status read_specials(Source& s) {
-  BITTERN_TRY(read_id(s, "bos", s.bos));
-  BITTERN_TRY(read_id(s, "eos", s.eos));
-  BITTERN_TRY(read_id(s, "unknown", s.unk));
-  BITTERN_TRY(read_id(s, "padding", s.pad));
-  BITTERN_TRY(read_id(s, "seperator", s.sep));  // llama.cpp's spelling
-  BITTERN_TRY(read_id(s, "cls", s.cls));
-  BITTERN_TRY(read_id(s, "mask", s.mask));
+  for (std::size_t i = 0; i < s.named.size(); ++i)
+    BITTERN_TRY(read_id(s, kNamedTokens[i].gguf, s.named[i]));
   BITTERN_TRY(read_id(s, "eot", s.eot));
   BITTERN_TRY(read_id(s, "eom", s.eom));
   BITTERN_TRY(read_flag(s, "add_bos_token", s.add_bos));
   BITTERN_TRY(read_flag(s, "add_eos_token", s.add_eos));
-  if (s.add_bos && !s.bos)
-    return invalid(s.where("ggml.add_bos_token") + "true without bos_token_id");
-  if (s.add_eos && !s.eos)
-    return invalid(s.where("ggml.add_eos_token") + "true without eos_token_id");
+  if (s.add_bos && !s.named[kBos])
+    return invalid(s.where("ggml.add_bos_token") + "true, expected a bos_token_id then");
+  if (s.add_eos && !s.named[kEos])
+    return invalid(s.where("ggml.add_eos_token") + "true, expected an eos_token_id then");
   return {};
 }
 
@@ -156,9 +152,9 @@ Json template_of(const Source& s) {
     return Json{{"SpecialToken", {{"id", s.token(id)}, {"type_id", type}}}};
   };
   const auto sequence = [&](Json& to, const char* name, int type) {
-    if (s.add_bos) to.push_back(special(*s.bos, type));
+    if (s.add_bos) to.push_back(special(*s.named[kBos], type));
     to.push_back({{"Sequence", {{"id", name}, {"type_id", type}}}});
-    if (s.add_eos) to.push_back(special(*s.eos, type));
+    if (s.add_eos) to.push_back(special(*s.named[kEos], type));
   };
   sequence(single, "A", 0);
   sequence(pair, "A", 0);
@@ -360,15 +356,10 @@ Result<Json> chat_template_of(const Source& s) {
   return templates;
 }
 
-using Named = std::pair<const char*, std::optional<std::size_t>>;
-std::array<Named, 7> named_tokens(const Source& s) {
-  return {{{"bos_token", s.bos},
-           {"eos_token", s.eos},
-           {"unk_token", s.unk},
-           {"pad_token", s.pad},
-           {"sep_token", s.sep},
-           {"cls_token", s.cls},
-           {"mask_token", s.mask}}};
+void put_named_tokens(Json& to, const Source& s) {
+  for (std::size_t i = 0; i < s.named.size(); ++i) {
+    if (s.named[i]) to[std::string(kNamedTokens[i].hf) + "_token"] = s.token(*s.named[i]);
+  }
 }
 
 Result<TextFile> tokenizer_config(const Source& s) {
@@ -376,9 +367,7 @@ Result<TextFile> tokenizer_config(const Source& s) {
                  {"add_bos_token", s.add_bos},
                  {"add_eos_token", s.add_eos},
                  {"clean_up_tokenization_spaces", false}};
-  for (const auto& [key, id] : named_tokens(s)) {
-    if (id) config[key] = s.token(*id);
-  }
+  put_named_tokens(config, s);
   const auto architecture = s.file.string("general.architecture");
   if (architecture) {
     const std::string key = std::string(*architecture) + ".context_length";
@@ -396,22 +385,20 @@ Result<TextFile> tokenizer_config(const Source& s) {
 
 TextFile special_tokens_map(const Source& s) {
   Json map = Json::object();
-  for (const auto& [key, id] : named_tokens(s)) {
-    if (id) map[key] = s.token(*id);
-  }
+  put_named_tokens(map, s);
   return {"special_tokens_map.json", map.dump(2) + "\n"};
 }
 
 // Generation ends with any of eos, eot and eom.
 TextFile generation_config(const Source& s) {
   Json config = Json::object();
-  if (s.bos) config["bos_token_id"] = *s.bos;
+  if (s.named[kBos]) config["bos_token_id"] = *s.named[kBos];
   Json ends = Json::array();
-  for (const auto& id : {s.eos, s.eot, s.eom}) {
+  for (const auto& id : {s.named[kEos], s.eot, s.eom}) {
     if (id && std::find(ends.begin(), ends.end(), *id) == ends.end()) ends.push_back(*id);
   }
   if (!ends.empty()) config["eos_token_id"] = ends.size() == 1 ? ends[0] : ends;
-  if (s.pad) config["pad_token_id"] = *s.pad;
+  if (s.named[kPad]) config["pad_token_id"] = *s.named[kPad];
   return {"generation_config.json", config.dump(2) + "\n"};
 }
 

@@ -109,22 +109,12 @@ const std::vector<PreTokenizer>& table() {
         "\\p{N}{1,3}|" SIGNS
         "|\\s*[\\r\\n]+|\\s{512}(?!\\S)|\\s{256}(?!\\S)|\\s{128}(?!\\S)|\\s{64}(?!\\S)|"
         "\\s{32}(?!\\S)|\\s{16}(?!\\S)|\\s{8}(?!\\S)|\\s{4}(?!\\S)|\\s{1,2}(?!\\S)|\\s{1}"}},
-      {"youtu",
-       {"[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b"
-        "\uff0c\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-"
-        "\u30ff]+",
-        "[^\\r\\n\\p{L}\\p{N}]?" UPPER "*" LOWER "+" CONTRACTIONS "?|"
-        "[^\\r\\n\\p{L}\\p{N}]?" UPPER "+" LOWER "*" CONTRACTIONS "?|"
-        "\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|" SPACES},
-       false,
-       true},
       {"chameleon",
        {"<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", "([\\t\\n]|    |  )", kDigitCut,
         "[\\p{P}!-/:-@\\[-`{-~]", kByteLevelCut},
        false,
        false,
        true},
-      {"tiny_aya cohere2moe", {"\\d{1,3}(?=(?:\\d{3})*\\b)", kSuffixed}},
       {"superbpe", {"\\p{N}+", "(?=(\\d{3})+(?!\\d))"}},
       {"default", {"[\\p{P}\\$\\+<=>\\^~\\|]+", kByteLevelCut, kDigitsCut, "[0-9][0-9][0-9]"}},
   };

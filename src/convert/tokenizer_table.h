@@ -40,6 +40,18 @@ enum class TokenType : int {
   byte = 6,
 };
 
+// Tokens with a part to play, as GGUF and as Hugging Face calls them.
+struct NamedToken {
+  const char* gguf;  // tokenizer.ggml.NAME_token_id
+  const char* hf;    // NAME_token
+};
+inline constexpr NamedToken kNamedTokens[] = {
+    {"bos", "bos"},     {"eos", "eos"},       {"unknown", "unk"},
+    {"padding", "pad"}, {"seperator", "sep"},  // llama.cpp's spelling
+    {"cls", "cls"},     {"mask", "mask"},
+};
+inline constexpr std::size_t kBos = 0, kEos = 1, kUnk = 2, kPad = 3;
+
 // What hostile files are held to.
 inline constexpr std::size_t kMostTokens = std::size_t{1} << 20;
 inline constexpr std::size_t kMostAddedTokens = std::size_t{1} << 17;
