@@ -52,7 +52,8 @@ class TreeReader : public JsonEvents {
       case JsonScalar::null: return add(Json(), node);
       case JsonScalar::boolean: return add(Json(value.truth), node);
       case JsonScalar::natural: return add(Json(value.number), node);
-      case JsonScalar::other_number: return add(Json(value.real), node);
+      case JsonScalar::negative: return add(Json(value.integer), node);
+      case JsonScalar::fraction: return add(Json(value.real), node);
       case JsonScalar::text: return add(Json(*value.string), node);
     }
     return {};
