@@ -34,8 +34,11 @@ struct Verb {
 Verb ops_verb(CLI::App& main);
 Verb check_verb(CLI::App& main);
 Verb bench_verb(CLI::App& main, char** argv);
+Verb inspect_verb(CLI::App& main);
+Verb quantize_verb(CLI::App& main);
 
 void add_common_flags(CLI::App& verb, CommonFlags& flags);
+void add_output_flags(CLI::App& verb, CommonFlags& flags);  // those without a device
 // A CLI11 check whose message says what would be right.
 CLI::Validator integer_in(std::int64_t low, std::int64_t high);
 

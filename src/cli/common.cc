@@ -14,6 +14,10 @@ namespace bittern::cli {
 
 void add_common_flags(CLI::App& verb, CommonFlags& flags) {
   verb.add_option("--device", flags.device, "auto, cpu, cuda or cuda:n")->capture_default_str();
+  add_output_flags(verb, flags);
+}
+
+void add_output_flags(CLI::App& verb, CommonFlags& flags) {
   verb.add_option("--threads", flags.threads, "CPU threads (default: one per core)")
       ->check(integer_in(1, 4096));
   verb.add_option("--json", flags.json, "also write the result to this file");
@@ -76,7 +80,8 @@ Status check_json_flag(const CommonFlags& flags) {
 
 Status write_json(const CommonFlags& flags, const Json& json) {
   if (flags.json.empty()) return {};
-  const std::string text = json.dump(1) + "\n";
+  // Names in files of strangers need not be UTF-8.
+  const std::string text = json.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";
   const std::string beside = fmt::format("{}.{}.tmp", flags.json, getpid());
   const int file = open(beside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (file < 0) return json_error(flags.json, errno);

@@ -159,6 +159,22 @@ Status check_pack_desc(std::string_view op, const PackDesc& d) {
   return expect_countable(op, {d.outer_size, d.axis_size});
 }
 
+Status check_gguf_desc(std::string_view op, const GgufDesc& d) {
+  const auto types = static_cast<std::int64_t>(std::size(kBlockTypeNames));
+  BITTERN_TRY(expect_between(op, "type", static_cast<std::int64_t>(d.type), 0, types - 1));
+  BITTERN_TRY(expect_at_least(op, "outer_size", d.outer_size, 0));
+  BITTERN_TRY(expect_at_least(op, "axis_size", d.axis_size, 0));
+  const std::int32_t block = block_size(d.type).weights;
+  if (d.axis_size % block != 0) {
+    return fail(op, "axis_size",
+                std::to_string(d.axis_size) + ", expected a multiple of " + std::to_string(block) +
+                    ", the block of " +
+                    std::string(kBlockTypeNames[static_cast<std::size_t>(d.type)]));
+  }
+  BITTERN_TRY(expect_countable(op, {d.outer_size, d.axis_size}));
+  return expect_no_f64(op, d.element);
+}
+
 Status check_gdn_desc(std::string_view op, const GdnDesc& d) {
   BITTERN_TRY(expect_at_least(op, "batch", d.batch, 0));
   BITTERN_TRY(expect_at_least(op, "tokens", d.tokens, 0));

@@ -8,29 +8,29 @@
 // Nothing is read before it is asked for; tensors are views into mapped files.
 #pragma once
 #include <cstdint>
-#include <memory>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "bittern/gguf_desc.h"
 #include "bittern/status.h"
 #include "bittern/tensor.h"
 #include "formats/gguf.h"
+#include "formats/json_tree.h"
 #include "formats/safetensors.h"
 
 namespace bittern {
 
-using OrderedJson = nlohmann::ordered_json;
+inline constexpr std::size_t kCheckpointMostTensors = std::size_t{1} << 18;
 
 // How a tensor's numbers are, or are to be, stored.
 struct Storage {
-  enum class Kind { plain, blocks, affine };
+  enum class Kind : std::uint8_t { plain, blocks, affine };
   Kind kind = Kind::plain;
   SafeDType dtype = SafeDType::f32;  // plain; of scales and biases where affine
-  GgmlType type = GgmlType::f32;     // blocks: never F32, F16, BF16 or an integer type
+  GgmlType type = GgmlType::f32;     // blocks: never a type that is plain numbers
   int bits = 0, group = 0;           // affine
 
   static Storage plain(SafeDType dtype) { return {.kind = Kind::plain, .dtype = dtype}; }
@@ -48,15 +48,15 @@ struct Storage {
 
 struct CheckpointTensor {
   // How codes, scales and biases lie when affine: MLX's rows; or AWQ's and GPTQ's columns, where
-  // scales and packed zero points are [columns / group, rows].
-  enum class Layout { rows, awq, gptq };
+  // scales and packed zero points are [columns / group, rows]. gptq stores zero points less one.
+  enum class Layout : std::uint8_t { rows, awq, gptq, gptq_v2 };
 
   std::string name;  // with its suffix: "model.layers.0.mlp.up_proj.weight"
   Shape shape;       // of the numbers, row major, a vector is one row
   Storage storage;
   Layout layout = Layout::rows;
   std::span<const std::byte> data, scales, biases;  // biases: zero points for awq and gptq
-  std::span<const std::byte> group_index;           // gptq with act-order, else empty
+  std::span<const std::byte> group_index;           // gptq: the group of each column, or empty
 
   std::int64_t columns() const { return shape.rank == 0 ? 1 : shape[shape.rank - 1]; }
   std::int64_t rows() const { return columns() == 0 ? 0 : shape.numel() / columns(); }
@@ -67,12 +67,16 @@ struct CheckpointTensor {
 
 class Checkpoint {
  public:
-  enum class Kind { gguf, hf, mlx, safetensors };  // folders: mlx when config.json says so
+  // A folder is mlx when its config.json or its files' metadata say so.
+  enum class Kind { gguf, hf, mlx, safetensors };
 
+  // A GGUF file (any part of a split one), a safetensors file, a folder with model.safetensors or
+  // its index, or a folder of the Hugging Face cache (models--org--name), whose main snapshot it
+  // is. A config.json beside a safetensors file says how its tensors are packed.
   static Result<Checkpoint> open(const std::string& path);
 
   Kind kind() const { return kind_; }
-  const std::string& path() const { return path_; }
+  const std::string& path() const { return path_; }  // as given, or the snapshot
   const std::vector<CheckpointTensor>& tensors() const { return tensors_; }  // in the files' order
   const CheckpointTensor* find(std::string_view name) const;
 
@@ -86,9 +90,18 @@ class Checkpoint {
 
  private:
   Checkpoint() = default;
+  Status open_gguf();
+  Status open_file();
+  Status open_folder();
+  Status read_config(const std::string& folder);
+  template <class Source>
+  Status take_tensors(const Source& source, bool whole);
+  Status list_other_files();
+  Status index_tensors();
+  Status take_fingerprint();
 
   Kind kind_ = Kind::gguf;
-  std::string path_;
+  std::string path_, config_path_;
   std::optional<GgufFile> gguf_;
   std::optional<SafetensorsFolder> folder_;
   std::optional<SafetensorsFile> file_;
@@ -101,16 +114,21 @@ class Checkpoint {
 
 // ---- numbers out ----
 
-// Rows [first, first + count) as f32 [count, columns]. Unsupported types name the tensor.
+// The block format of gguf_dequantize and gguf_quantize, where they have it.
+std::optional<BlockType> block_type(GgmlType type);
+
+// Rows [first, first + count) as f32 [count, columns]: of a GGUF block as the `gguf` package
+// computes it, of MLX's groups as mx.dequantize does on the CPU (rounded to the dtype of the
+// scales), of AWQ's and GPTQ's (code - zero) * scale in f32. Unsupported types name the tensor.
 Status decode_rows(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
                    std::span<float> out);
 
 // ---- exact transcoding: codes stay what they are ----
 
-// The numbers as codes on a grid, w = fma(code, scale, bias) exactly as the storage's own
-// dequantiser rounds it.
+// Rows as codes on a grid, w = code * scale + bias.
 struct GridRows {
   int bits = 0, group = 0;
+  std::int64_t first = 0;             // the number of the first row, for messages
   std::vector<std::uint8_t> codes;    // [count, columns], one a byte
   std::vector<float> scales, biases;  // [count, columns / group]
 };
@@ -121,16 +139,23 @@ struct Grid {
   int bits, group;
 };
 std::optional<Grid> grid_of(const Storage& storage);
+
+// Refuses scales and biases that are not finite or, made from zero points, not exact in f32, and
+// columns of a group that lie apart (GPTQ's act-order).
 Status decode_grid(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
                    GridRows& out);
 
-// The same numbers in another storage, bit for bit, or why not: a scale that f16 does not hold, a
-// bias that is no multiple, scales that no super-block yields, codes too wide, groups that do not
-// fit. `rows` x `columns`; out.data/scales/biases have the bytes `Storage::bytes` splits into.
+// The same grid in another storage, exactly, or why not: a scale that f16 does not hold, a bias
+// that is no multiple, scales that no super-block yields, codes too wide, groups that do not fit.
+// out.data, scales and biases have the bytes of those rows; blocks are all data.
 struct EncodedRows {
   std::vector<std::byte> data, scales, biases;
 };
 Status encode_grid(const GridRows& grid, std::int64_t columns, const Storage& storage,
                    EncodedRows& out);
+
+// Rounds scales and biases to F16 or BF16: the largest change relative to what it changes, which is
+// infinite when something overflows. (F32 changes nothing.)
+double round_params(GridRows& grid, SafeDType dtype);
 
 }  // namespace bittern

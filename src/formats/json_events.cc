@@ -48,7 +48,8 @@ std::string in_quotes(std::string_view text) {
 }
 
 const char* JsonScalar::what() const {
-  constexpr const char* kNames[] = {"null", "a boolean", "a number", "a number", "a string"};
+  constexpr const char* kNames[] = {"null",     "a boolean", "a number",
+                                    "a number", "a number",  "a string"};
   return kNames[kind];
 }
 
@@ -86,13 +87,13 @@ struct JsonEvents::Sax {
   bool null() { return value({}); }
   bool boolean(bool v) { return value({.kind = JsonScalar::boolean, .truth = v}); }
   bool number_integer(Json::number_integer_t v) {
-    return value({.kind = JsonScalar::other_number, .real = static_cast<double>(v)});
+    return value({.kind = JsonScalar::negative, .integer = v, .real = static_cast<double>(v)});
   }
   bool number_unsigned(Json::number_unsigned_t v) {
     return value({.kind = JsonScalar::natural, .number = v, .real = static_cast<double>(v)});
   }
   bool number_float(Json::number_float_t v, const Json::string_t&) {
-    return value({.kind = JsonScalar::other_number, .real = v});
+    return value({.kind = JsonScalar::fraction, .real = v});
   }
   bool string(Json::string_t& v) { return value({.kind = JsonScalar::text, .string = &v}); }
   bool binary(Json::binary_t&) { return false; }

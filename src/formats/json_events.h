@@ -19,10 +19,11 @@ inline constexpr int kJsonMaxDepth = 64;
 std::string in_quotes(std::string_view text);
 
 struct JsonScalar {
-  enum Kind { null, boolean, natural, other_number, text };
+  enum Kind { null, boolean, natural, negative, fraction, text };
   Kind kind = null;
   bool truth = false;
   std::uint64_t number = 0;             // of a natural
+  std::int64_t integer = 0;             // of a negative whole number
   double real = 0;                      // of any number
   const std::string* string = nullptr;  // of a text, during the call
 

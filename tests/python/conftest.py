@@ -6,8 +6,13 @@ asks for a tier that holds it, the test fails instead.
 
 import importlib.util
 import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 LIGHT = ("numpy", "pytest", "mlx", "gguf", "safetensors")
 HEAVY = LIGHT + ("torch", "transformers", "mlx_lm", "llama_cpp")
@@ -32,6 +37,26 @@ def pytest_runtest_setup(item):
             if name in TIERS[asked]:
                 pytest.fail(f"{message}, and BITTERN_PEERS={asked} asks for it", pytrace=False)
             pytest.skip(message)
+
+
+def real_model(name):
+    """The path of a model of tools/get_model; without a network the test is skipped."""
+    tool = [sys.executable, ROOT / "tools" / "get_model", name]
+    result = subprocess.run(tool, capture_output=True, text=True)
+    if result.returncode == 4:
+        pytest.skip(result.stderr.strip())
+    assert result.returncode == 0, result.stderr
+    return pathlib.Path(result.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    return real_model("smollm2")
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    return real_model("minilm")
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def test_version():
 def test_help_names_the_verbs():
     result = bittern("--help")
     assert result.returncode == 0
-    for verb in ("ops", "check", "bench"):
+    for verb in ("ops", "check", "bench", "inspect"):
         assert verb in result.stdout
 
 

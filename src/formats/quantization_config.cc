@@ -1,0 +1,196 @@
+#include "formats/quantization_config.h"
+
+#include <algorithm>
+#include <new>
+#include <span>
+#include <vector>
+
+#include "formats/json_events.h"
+
+namespace bittern {
+namespace {
+
+using Method = QuantizationConfig::Method;
+using Module = QuantizationConfig::Module;
+
+// The member of an object, null when it is not there or is JSON's null.
+const OrderedJson* find(const OrderedJson& object, std::string_view key) {
+  if (!object.is_object()) return nullptr;
+  for (const auto& [name, value] : object.get_ref<const OrderedJson::object_t&>())
+    if (name == key) return value.is_null() ? nullptr : &value;
+  return nullptr;
+}
+
+// One line that shows a value of a file.
+std::string shown(const OrderedJson& value) {
+  if (value.is_string()) return in_quotes(value.get_ref<const std::string&>());
+  if (value.is_boolean()) return value.get<bool>() ? "true" : "false";
+  if (value.is_number()) return value.dump();
+  if (value.is_null()) return "null";
+  return value.is_object() ? "an object" : "a list";
+}
+
+// A member that must be one of a few whole numbers.
+Result<std::int64_t> one_of(const std::string& where, const OrderedJson& object,
+                            std::string_view key, std::span<const std::int64_t> choices) {
+  const OrderedJson* value = find(object, key);
+  std::string expected = ", expected one of";
+  for (const std::int64_t choice : choices) expected += " " + std::to_string(choice);
+  if (value == nullptr) return invalid(where + ": no " + std::string(key) + expected);
+  // -1 and 2^64 - 1 are equal to nlohmann.
+  if (value->is_number_integer()) {
+    const bool natural = value->is_number_unsigned();
+    for (const std::int64_t choice : choices)
+      if ((choice >= 0) == natural && *value == choice) return choice;
+  }
+  return unsupported(where + ": " + std::string(key) + " " + shown(*value) + expected);
+}
+
+Result<std::string_view> text_of(const std::string& where, const OrderedJson& value) {
+  if (!value.is_string()) return invalid(where + ": " + shown(value) + ", expected a string");
+  return std::string_view(value.get_ref<const std::string&>());
+}
+
+// The first of two spellings that the object has.
+std::string_view spelling(const OrderedJson& object, std::string_view usual,
+                          std::string_view other) {
+  return find(object, usual) == nullptr && find(object, other) != nullptr ? other : usual;
+}
+
+bool is_any_case(std::string_view text, std::string_view lower) {
+  return std::equal(text.begin(), text.end(), lower.begin(), lower.end(),
+                    [](char a, char b) { return (a >= 'A' && a <= 'Z' ? a + 32 : a) == b; });
+}
+
+// ---- MLX ----
+
+Result<Module> mlx_module(const std::string& where, const OrderedJson& object) {
+  if (const OrderedJson* mode = find(object, "mode")) {
+    const auto name = text_of(where + ": mode", *mode);
+    if (!name) return name.status();
+    if (*name != "affine")
+      return unsupported(where + ": mode " + in_quotes(*name) + ", expected \"affine\"");
+  }
+  constexpr std::int64_t kBits[] = {1, 2, 3, 4, 5, 6, 8}, kGroups[] = {32, 64, 128};
+  const auto bits = one_of(where, object, "bits", kBits);
+  if (!bits) return bits.status();
+  const auto group = one_of(where, object, "group_size", kGroups);
+  if (!group) return group.status();
+  return Module{static_cast<int>(*bits), *group};
+}
+
+Result<QuantizationConfig> mlx_config(const std::string& where, const OrderedJson& object) {
+  QuantizationConfig config;
+  config.method = Method::mlx;
+  const auto all = mlx_module(where, object);
+  if (!all) return all.status();
+  config.all = *all;
+  for (const auto& [name, value] : object.get_ref<const OrderedJson::object_t&>()) {
+    if (value.is_object()) {
+      const auto module = mlx_module(where + ": " + in_quotes(name), value);
+      if (!module) return module.status();
+      config.modules.emplace(name, *module);
+    } else if (value.is_boolean()) {
+      config.modules.emplace(name, value.get<bool>() ? std::optional(config.all) : std::nullopt);
+    }
+  }
+  return config;
+}
+
+// ---- AWQ and GPTQ ----
+
+Result<QuantizationConfig> awq_config(const std::string& where, const OrderedJson& object) {
+  QuantizationConfig config;
+  config.method = Method::awq;
+  if (const OrderedJson* version = find(object, "version")) {
+    const auto name = text_of(where + ": version", *version);
+    if (!name) return name.status();
+    if (!is_any_case(*name, "gemm"))
+      return unsupported(where + ": version " + in_quotes(*name) + ", expected \"gemm\"");
+  }
+  constexpr std::int64_t kBits[] = {4}, kGroups[] = {-1, 16, 32, 64, 128, 256};
+  const auto bits = one_of(where, object, spelling(object, "bits", "w_bit"), kBits);
+  if (!bits) return bits.status();
+  const auto group = one_of(where, object, spelling(object, "group_size", "q_group_size"), kGroups);
+  if (!group) return group.status();
+  config.all = {static_cast<int>(*bits), *group};
+  return config;
+}
+
+Result<QuantizationConfig> gptq_config(const std::string& where, const OrderedJson& object) {
+  QuantizationConfig config;
+  config.method = Method::gptq;
+  constexpr std::int64_t kBits[] = {2, 3, 4, 8}, kGroups[] = {-1, 16, 32, 64, 128, 256, 512, 1024};
+  const auto bits = one_of(where, object, "bits", kBits);
+  if (!bits) return bits.status();
+  const auto group = one_of(where, object, "group_size", kGroups);
+  if (!group) return group.status();
+  config.all = {static_cast<int>(*bits), *group};
+  if (const OrderedJson* format = find(object, "checkpoint_format")) {
+    const auto name = text_of(where + ": checkpoint_format", *format);
+    if (!name) return name.status();
+    if (*name != "gptq" && *name != "gptq_v2") {
+      return unsupported(where + ": checkpoint_format " + in_quotes(*name) +
+                         ", expected \"gptq\" or \"gptq_v2\"");
+    }
+    config.zeros_minus_one = *name == "gptq";
+  }
+  // Rules for single modules, by regular expression; "-:" only says that some are left alone.
+  if (const OrderedJson* dynamic = find(object, "dynamic"); dynamic && dynamic->is_object()) {
+    for (const auto& [rule, value] : dynamic->get_ref<const OrderedJson::object_t&>()) {
+      if (!rule.starts_with("-:")) {
+        return unsupported(where + ": dynamic " + in_quotes(rule) +
+                           ", expected the same bits and group for all modules");
+      }
+    }
+  }
+  return config;
+}
+
+Result<QuantizationConfig> read_config(const std::string& where, const OrderedJson& config) {
+  if (config.is_null()) return QuantizationConfig();
+  if (!config.is_object()) return invalid(where + ": " + shown(config) + ", expected an object");
+  const auto section = [&](const OrderedJson& in, const char* key) -> Result<const OrderedJson*> {
+    const OrderedJson* found = find(in, key);
+    if (found == nullptr || found->is_object()) return found;
+    return invalid(where + ": " + key + ": " + shown(*found) + ", expected an object");
+  };
+  auto found = section(config, "quantization");
+  if (!found) return found.status();
+  if (*found != nullptr) return mlx_config(where + ": quantization", **found);
+
+  const std::string inner = where + ": quantization_config";
+  found = section(config, "quantization_config");
+  if (!found) return found.status();
+  // Of a model for text and images, it may stand beside the rest of the text's.
+  if (const OrderedJson* text = find(config, "text_config"); *found == nullptr && text) {
+    found = section(*text, "quantization_config");
+    if (!found) return found.status();
+  }
+  if (*found == nullptr) return QuantizationConfig();
+  const OrderedJson& object = **found;
+  const OrderedJson* method = find(object, "quant_method");
+  if (method == nullptr) {
+    if (find(object, "bits") == nullptr || find(object, "group_size") == nullptr)
+      return QuantizationConfig();
+    return mlx_config(inner, object);  // MLX writes its config under both names
+  }
+  const auto name = text_of(inner + ": quant_method", *method);
+  if (!name) return name.status();
+  if (*name == "awq") return awq_config(inner, object);
+  if (*name == "gptq") return gptq_config(inner, object);
+  return QuantizationConfig();
+}
+
+}  // namespace
+
+Result<QuantizationConfig> read_quantization_config(const std::string& where,
+                                                    const OrderedJson& config) {
+  try {
+    return read_config(where, config);
+  } catch (const std::bad_alloc&) {
+    return Status(Code::out_of_memory, where + ": out of memory");
+  }
+}
+
+}  // namespace bittern

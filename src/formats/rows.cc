@@ -1,0 +1,294 @@
+#include "formats/rows.h"
+
+#include <algorithm>
+#include <bit>
+#include <new>
+#include <string_view>
+
+#include "bittern/ops/gguf_dequantize.h"
+#include "bittern/ops/qdq_affine_forward.h"
+#include "formats/json_events.h"
+
+namespace bittern {
+namespace {
+
+using Layout = CheckpointTensor::Layout;
+
+// Numbers decoded at once where they need scratch.
+constexpr std::int64_t kPieceElements = std::int64_t{1} << 20;
+
+template <class T>
+T load(const std::byte* at) {
+  T x;
+  std::memcpy(&x, at, sizeof x);
+  return x;
+}
+
+// to_f32(f16) without branches, for vectors: the exponent's excess is that of a factor 2^112, which
+// subnormals need as well; infinities and NaN have the highest exponent there is.
+float widened(std::uint16_t bits) {
+  const std::uint32_t magnitude = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
+  const auto scaled = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112f);
+  const std::uint32_t special = magnitude >= 0x7c00u << 13 ? 0x7f800000u : 0u;
+  return std::bit_cast<float>(sign | scaled | special);
+}
+
+std::string unsupported_type(const CheckpointTensor& tensor) {
+  const std::string quoted = in_quotes(tensor.name);
+  return "unsupported type " + tensor.storage.str() + " in tensor " +
+         quoted.substr(1, quoted.size() - 2);
+}
+
+// ---- MLX ----
+
+template <class X>
+Status decode_affine(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
+                     float* out) {
+  const AffineDesc desc{.outer_size = count,
+                        .axis_size = tensor.columns(),
+                        .group_size = tensor.storage.group,
+                        .bits = tensor.storage.bits,
+                        .element = dtype_of<X>(),
+                        .storage = CodeStorage::packed,
+                        .rounding = AffineRounding::mlx};
+  const auto row_words = static_cast<std::size_t>(desc.code_shape()[1]);
+  const auto row_groups = static_cast<std::size_t>(desc.num_groups());
+  const AlignedRows<std::uint32_t> words(rows_of(tensor.data, 4 * row_words, first, count));
+  const AlignedRows<X> scales(rows_of(tensor.scales, sizeof(X) * row_groups, first, count));
+  const AlignedRows<X> biases(rows_of(tensor.biases, sizeof(X) * row_groups, first, count));
+  const auto plan = Plan<QdqAffineForward>::select(desc);
+  if (!plan) return plan.status();
+  const auto run = [&](X* y) {
+    return plan->run({view(words.data(), desc.code_shape()),
+                      view(scales.data(), desc.param_shape()),
+                      view(biases.data(), desc.param_shape()), view(y, desc.tensor_shape())});
+  };
+  if constexpr (std::is_same_v<X, float>) {
+    return run(out);
+  } else {
+    const auto elements = static_cast<std::size_t>(count * tensor.columns());
+    std::vector<X> y(elements);
+    BITTERN_TRY(run(y.data()));
+    return widen(tensor.storage.dtype, std::as_bytes(std::span(y)), {out, elements});
+  }
+}
+
+Status decode_columns(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
+                      float* out) {
+  ColumnRows rows;
+  BITTERN_TRY(unpack_columns(tensor, first, count, rows));
+  const auto columns = static_cast<std::size_t>(tensor.columns());
+  const std::size_t groups = columns / static_cast<std::size_t>(tensor.storage.group);
+  for (std::size_t r = 0; r < static_cast<std::size_t>(count); ++r) {
+    for (std::size_t c = 0; c < columns; ++c) {
+      const std::size_t g = r * groups + static_cast<std::size_t>(rows.group_of[c]);
+      const int difference = rows.codes[r * columns + c] - rows.zeros[g];
+      out[r * columns + c] = static_cast<float>(difference) * rows.scales[g];
+    }
+  }
+  return {};
+}
+
+Status decode_blocks(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
+                     float* out) {
+  const auto type = block_type(tensor.storage.type);
+  if (!type) {
+    return unsupported(unsupported_type(tensor));
+  }
+  const GgufDesc desc{.outer_size = count, .axis_size = tensor.columns(), .type = *type};
+  const auto blocks =
+      rows_of(tensor.data, static_cast<std::size_t>(desc.row_bytes()), first, count);
+  const auto plan = Plan<GgufDequantize>::select(desc);
+  if (!plan) return plan.status();
+  return plan->run({view(reinterpret_cast<const std::uint8_t*>(blocks.data()), desc.block_shape()),
+                    view(out, desc.tensor_shape())});
+}
+
+Status decode(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count, float* out) {
+  const Storage& storage = tensor.storage;
+  if (storage.kind == Storage::Kind::blocks) return decode_blocks(tensor, first, count, out);
+  if (storage.kind == Storage::Kind::plain) {
+    const std::int64_t columns = tensor.columns();
+    const auto row_bytes = static_cast<std::size_t>(columns * bits_of(storage.dtype) / 8);
+    Status status = widen(storage.dtype, rows_of(tensor.data, row_bytes, first, count),
+                          {out, static_cast<std::size_t>(count * columns)});
+    if (status.ok()) return status;
+    return {
+        status.code(),
+        unsupported_type(tensor) + ", expected F64, F32, F16 or BF16" +
+            (storage.dtype == SafeDType::u32 ? " (or config.json to say how it is packed)" : "")};
+  }
+  const std::int64_t at_once =
+      std::max<std::int64_t>(1, kPieceElements / std::max<std::int64_t>(1, tensor.columns()));
+  for (std::int64_t row = 0; row < count; row += at_once) {
+    const std::int64_t n = std::min(at_once, count - row);
+    float* to = out + row * tensor.columns();
+    if (tensor.layout != Layout::rows) {
+      BITTERN_TRY(decode_columns(tensor, first + row, n, to));
+    } else if (storage.dtype == SafeDType::f32) {
+      BITTERN_TRY(decode_affine<float>(tensor, first + row, n, to));
+    } else if (storage.dtype == SafeDType::f16) {
+      BITTERN_TRY(decode_affine<f16>(tensor, first + row, n, to));
+    } else {
+      BITTERN_TRY(decode_affine<bf16>(tensor, first + row, n, to));
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+std::optional<BlockType> block_type(GgmlType type) {
+  const GgmlTypeInfo* known = ggml_type(static_cast<std::uint32_t>(type));
+  if (known == nullptr) return std::nullopt;
+  for (std::size_t i = 0; i < std::size(kBlockTypeNames); ++i)
+    if (kBlockTypeNames[i] == known->name) return static_cast<BlockType>(i);
+  return std::nullopt;
+}
+
+std::string of_tensor(const CheckpointTensor& tensor) {
+  return "tensor " + in_quotes(tensor.name) + ": ";
+}
+
+Status check_rows(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count) {
+  if (first < 0 || count < 0 || first > tensor.rows() || count > tensor.rows() - first) {
+    return invalid(of_tensor(tensor) + std::to_string(count) + " rows from row " +
+                   std::to_string(first) + ", expected some of its " +
+                   std::to_string(tensor.rows()));
+  }
+  if (tensor.layout != Layout::rows) return {};  // checked by unpack_columns
+  const auto size = tensor.storage.bytes(tensor.shape);
+  if (!size) return invalid(of_tensor(tensor) + std::string(size.status().message()));
+  if (*size == tensor.bytes() && tensor.scales.size() == tensor.biases.size()) return {};
+  return invalid(of_tensor(tensor) + std::to_string(tensor.bytes()) + " bytes, expected " +
+                 std::to_string(*size) + " for " + tensor.shape.str() + " of " +
+                 tensor.storage.str());
+}
+
+Status widen(SafeDType dtype, std::span<const std::byte> bytes, std::span<float> out) {
+  const std::byte* from = bytes.data();
+  const std::size_t n = out.size();
+  switch (dtype) {
+    case SafeDType::f32:
+      if (n > 0) std::memcpy(out.data(), from, n * sizeof(float));
+      return {};
+    case SafeDType::f16:
+      for (std::size_t i = 0; i < n; ++i) out[i] = widened(load<std::uint16_t>(from + 2 * i));
+      return {};
+    case SafeDType::bf16:
+      for (std::size_t i = 0; i < n; ++i) out[i] = to_f32(load<bf16>(from + 2 * i));
+      return {};
+    case SafeDType::f64:
+      for (std::size_t i = 0; i < n; ++i) out[i] = static_cast<float>(load<double>(from + 8 * i));
+      return {};
+    default: return unsupported(name(dtype));
+  }
+}
+
+Status decode_rows(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
+                   std::span<float> out) {
+  BITTERN_TRY(check_rows(tensor, first, count));
+  if (out.size() != static_cast<std::size_t>(count * tensor.columns())) {
+    return invalid(of_tensor(tensor) + "room for " + std::to_string(out.size()) +
+                   " numbers, expected for " + std::to_string(count * tensor.columns()));
+  }
+  if (out.empty()) return {};
+  try {
+    return decode(tensor, first, count, out.data());
+  } catch (const std::bad_alloc&) {
+    return {Code::out_of_memory, of_tensor(tensor) + "out of memory"};
+  }
+}
+
+// ---- AWQ and GPTQ ----
+
+namespace {
+
+// Code j of a bit stream of `bits`-bit codes in words that lie `stride` words apart.
+std::uint8_t stream_code(const std::byte* words, std::size_t stride, std::size_t j, unsigned bits) {
+  const std::size_t bit = j * bits, word = bit / 32;
+  std::uint64_t pair = load<std::uint32_t>(words + 4 * word * stride);
+  if (bit % 32 + bits > 32)
+    pair |= std::uint64_t{load<std::uint32_t>(words + 4 * (word + 1) * stride)} << 32;
+  return static_cast<std::uint8_t>(pair >> bit % 32 & ((1u << bits) - 1));
+}
+
+// AWQ has 8 neighbours in a word, in the order 0 2 4 6 1 3 5 7 from its low bits on.
+std::uint8_t awq_code(const std::byte* words, std::size_t j) {
+  constexpr std::uint8_t kPlace[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+  const auto word = load<std::uint32_t>(words + j / 8 * 4);
+  return static_cast<std::uint8_t>(word >> 4 * kPlace[j % 8] & 15);
+}
+
+}  // namespace
+
+Status unpack_columns(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
+                      ColumnRows& out) {
+  const auto rows = static_cast<std::size_t>(tensor.rows());
+  const auto columns = static_cast<std::size_t>(tensor.columns());
+  const auto group = static_cast<std::size_t>(tensor.storage.group);
+  const auto bits = static_cast<unsigned>(tensor.storage.bits);
+  const std::size_t groups = columns / group, row_words = rows * bits / 32;
+  const auto param_bytes = static_cast<std::size_t>(bits_of(tensor.storage.dtype) / 8);
+  const bool awq = tensor.layout == Layout::awq;
+  if (tensor.data.size() != (awq ? columns * row_words : columns * bits / 32 * rows) * 4 ||
+      tensor.scales.size() != groups * rows * param_bytes ||
+      tensor.biases.size() != groups * row_words * 4 ||
+      (!tensor.group_index.empty() && tensor.group_index.size() != columns * 4)) {
+    return invalid(of_tensor(tensor) + std::to_string(tensor.bytes()) +
+                   " bytes, expected those of " + tensor.shape.str() + " of " +
+                   tensor.storage.str());
+  }
+
+  out.in_order = true;
+  out.group_of.resize(columns);
+  for (std::size_t c = 0; c < columns; ++c) {
+    const auto in_order = static_cast<std::int32_t>(c / group);
+    const std::int32_t g = tensor.group_index.empty()
+                               ? in_order
+                               : load<std::int32_t>(tensor.group_index.data() + 4 * c);
+    if (g < 0 || static_cast<std::size_t>(g) >= groups) {
+      return invalid(of_tensor(tensor) + "g_idx has " + std::to_string(g) + " for column " +
+                     std::to_string(c) + ", expected one of its " + std::to_string(groups) +
+                     " groups");
+    }
+    out.in_order &= g == in_order;
+    out.group_of[c] = g;
+  }
+
+  const auto n = static_cast<std::size_t>(count), from = static_cast<std::size_t>(first);
+  out.scales.resize(n * groups);
+  out.zeros.resize(n * groups);
+  std::vector<float> row(rows == 0 ? 0 : n);
+  for (std::size_t g = 0; g < groups; ++g) {
+    BITTERN_TRY(widen(tensor.storage.dtype,
+                      tensor.scales.subspan((g * rows + from) * param_bytes, n * param_bytes),
+                      row));
+    const std::byte* zeros = tensor.biases.data() + g * row_words * 4;
+    for (std::size_t r = 0; r < n; ++r) {
+      out.scales[r * groups + g] = row[r];
+      unsigned zero = awq ? awq_code(zeros, from + r) : stream_code(zeros, 1, from + r, bits);
+      // A zero point is a code, so that 0 less one is the highest.
+      if (tensor.layout == Layout::gptq) zero = (zero + 1) & ((1u << bits) - 1);
+      out.zeros[r * groups + g] = static_cast<std::uint8_t>(zero);
+    }
+  }
+
+  // Some columns at a time, so that what is read and what is written both stay in the cache.
+  constexpr std::size_t kTile = 32;
+  out.codes.resize(n * columns);
+  for (std::size_t begin = 0; begin < columns; begin += kTile) {
+    const std::size_t end = std::min(columns, begin + kTile);
+    for (std::size_t r = 0; r < n; ++r) {
+      std::uint8_t* codes = out.codes.data() + r * columns;
+      const std::byte* column = tensor.data.data() + (from + r) * 4;
+      for (std::size_t c = begin; c < end; ++c) {
+        codes[c] = awq ? awq_code(tensor.data.data() + c * row_words * 4, from + r)
+                       : stream_code(column, rows, c, bits);
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace bittern

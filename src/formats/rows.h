@@ -1,0 +1,63 @@
+// What decoding numbers and decoding grids share.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "formats/checkpoint.h"
+
+namespace bittern {
+
+// "tensor NAME: ", on one line.
+std::string of_tensor(const CheckpointTensor& tensor);
+
+// ok when there are such rows, and the tensor has the bytes its storage and shape say.
+Status check_rows(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count);
+
+// `out.size()` numbers of F32, F16, BF16 or F64, at any address.
+Status widen(SafeDType dtype, std::span<const std::byte> bytes, std::span<float> out);
+
+// Rows of T as an op takes them: where they lie, or a copy when that is not aligned.
+template <class T>
+class AlignedRows {
+ public:
+  explicit AlignedRows(std::span<const std::byte> bytes) {
+    if (reinterpret_cast<std::uintptr_t>(bytes.data()) % alignof(T) == 0) {
+      data_ = reinterpret_cast<const T*>(bytes.data());
+      return;
+    }
+    copy_.resize(bytes.size() / sizeof(T));
+    std::memcpy(copy_.data(), bytes.data(), copy_.size() * sizeof(T));
+    data_ = copy_.data();
+  }
+  AlignedRows(const AlignedRows&) = delete;
+  AlignedRows& operator=(const AlignedRows&) = delete;
+  const T* data() const { return data_; }
+
+ private:
+  std::vector<T> copy_;
+  const T* data_ = nullptr;
+};
+
+// Rows [first, first + count) of a matrix whose rows have `row_bytes` bytes.
+inline std::span<const std::byte> rows_of(std::span<const std::byte> bytes, std::size_t row_bytes,
+                                          std::int64_t first, std::int64_t count) {
+  return bytes.subspan(static_cast<std::size_t>(first) * row_bytes,
+                       static_cast<std::size_t>(count) * row_bytes);
+}
+
+// ---- AWQ and GPTQ: w = (code - zero) * scale, a weight [rows, columns] kept by columns ----
+
+struct ColumnRows {
+  std::vector<std::uint8_t> codes;     // [count, columns]
+  std::vector<float> scales;           // [count, columns / group]
+  std::vector<std::uint8_t> zeros;     // the same
+  std::vector<std::int32_t> group_of;  // [columns]
+  bool in_order = true;                // whether group_of[c] is c / group
+};
+Status unpack_columns(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
+                      ColumnRows& out);
+
+}  // namespace bittern

@@ -1,0 +1,59 @@
+#include "core/blocks.h"
+#include "oracle/aim.h"
+
+namespace bittern::oracle {
+
+std::vector<GgufDesc> gguf_dequantize_check_cases() {
+  std::vector<GgufDesc> cases;
+  for (std::size_t i = 0; i < std::size(kBlockTypeNames); ++i) {
+    const auto type = static_cast<BlockType>(i);
+    const std::int64_t block = block_size(type).weights;
+    constexpr DType kElements[] = {DType::f32, DType::f16, DType::bf16};
+    for (const DType element : kElements)
+      for (const std::int64_t blocks : {0, 1, 3, 8, 17})
+        cases.push_back({3, blocks * block, type, element});
+    // Large enough for streaming stores, in rows of several chunks and a tail.
+    cases.push_back({i % 3 == 0 ? 66 : 131, 4096 + block, type, kElements[i % 3]});
+    cases.push_back({0, block, type, DType::f32});
+  }
+  return cases;
+}
+
+std::vector<BenchCase<GgufDesc>> gguf_dequantize_bench_cases() {
+  std::vector<BenchCase<GgufDesc>> cases;
+  for (std::size_t i = 0; i < std::size(kBlockTypeNames); ++i)
+    cases.push_back({std::string(kBlockTypeNames[i]) + "->f32",
+                     {8192, 4096, static_cast<BlockType>(i), DType::f32}});
+  cases.push_back({"Q4_K->bf16", {8192, 4096, BlockType::q4_k, DType::bf16}});
+  return cases;
+}
+
+// Random bytes hold every code; of the f16 fields they would make mostly odd numbers, so half of
+// them become ordinary ones: then roundings to half types and differences s q - m show.
+void gguf_dequantize_aim(const GgufDesc& d, const GgufDequantize::Args& a, Rng& rng) {
+  const BlockSize size = block_size(d.type);
+  const auto aim = [&](std::uint8_t* at) {
+    if (rng.chance(2)) return;
+    const f16 x = to_f16(static_cast<float>(rng.normal() * 0.01));
+    std::memcpy(at, &x, sizeof x);
+  };
+  for (std::int64_t i = 0; i < d.outer_size; ++i) {
+    for (std::int64_t k = 0; k < d.row_blocks(); ++k) {
+      auto* block = data<std::uint8_t>(a.blocks) + i * a.blocks.row_stride() + k * size.bytes;
+      switch (d.type) {
+        case BlockType::q4_1:
+        case BlockType::q5_1:
+        case BlockType::q4_k:
+        case BlockType::q5_k: aim(block + 2); [[fallthrough]];
+        case BlockType::q4_0:
+        case BlockType::q5_0:
+        case BlockType::q8_0: aim(block); break;
+        case BlockType::q2_k: aim(block + 80); [[fallthrough]];
+        case BlockType::q3_k:
+        case BlockType::q6_k: aim(block + size.bytes - 2); break;
+      }
+    }
+  }
+}
+
+}  // namespace bittern::oracle

@@ -1,0 +1,54 @@
+"""GGUF's block formats against the gguf package: its files (tests/golden) and itself."""
+
+import functools
+import sys
+
+import numpy as np
+import pytest
+from arrays import GOLDEN, assert_same_bits, from_f32, load_golden, zeros
+
+import bittern
+
+sys.path.insert(0, str(GOLDEN))  # the generators aim well
+
+golden = functools.cache(lambda: load_golden("gguf_blocks.safetensors"))
+TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+
+
+def assert_same(ours, theirs):
+    """Bit for bit, but for the bits of a NaN."""
+    assert np.array_equal(np.isnan(ours), np.isnan(theirs))
+    assert_same_bits(np.nan_to_num(ours, nan=7), np.nan_to_num(theirs, nan=7))
+
+
+def dequantize(blocks, name, columns, dtype="f32"):
+    y = zeros((len(blocks), columns), dtype)
+    bittern.gguf_dequantize(blocks, y=y, type=name)
+    return y
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_golden_read(name):
+    blocks, y = (golden()[f"read.{name}.{k}"] for k in ("blocks", "y"))
+    assert np.isinf(y).any() and np.isnan(y).any()
+    assert_same(dequantize(blocks, name, y.shape[1]), y)
+
+
+@pytest.mark.peer("gguf")
+@pytest.mark.parametrize("name", TYPES)
+def test_read(name):
+    """f32 as gguf has it; halves are that value, rounded once."""
+    import gguf
+    import make_gguf_goldens as aimed
+
+    kind = gguf.GGMLQuantizationType[name]
+    columns = 2560
+    count = columns // gguf.GGML_QUANT_SIZES[kind][0]
+    with np.errstate(all="ignore"):
+        blocks = aimed.random_blocks(np.random.default_rng(77), name, 40, count)
+        theirs = gguf.quants.dequantize(blocks, kind)
+    assert_same(dequantize(blocks, name, columns), theirs)
+    ordinary = np.ascontiguousarray(blocks[::4])
+    for dtype in ("f16", "bf16"):
+        ours = dequantize(ordinary, name, columns, dtype)
+        assert_same_bits(ours, from_f32(theirs[::4], dtype))

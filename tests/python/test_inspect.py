@@ -1,0 +1,218 @@
+"""bittern inspect: models written by the gguf and safetensors packages, and what is said of them."""
+import json
+
+import numpy as np
+import pytest
+from test_cli import bittern, pytestmark, refused  # noqa: F401
+
+gguf = pytest.importorskip("gguf")
+safetensors_numpy = pytest.importorskip("safetensors.numpy")
+
+RNG = np.random.default_rng(6)
+
+
+def numbers(*shape):
+    return RNG.standard_normal(shape, dtype=np.float32)
+
+
+def write_gguf(path, tensors, name="tiny", keys=lambda writer: None, **options):
+    """tensors: name -> f32 array, or (f32 array, type)."""
+    writer = gguf.GGUFWriter(path, "llama", **options)
+    writer.add_name(name)
+    writer.add_block_count(2)
+    writer.add_embedding_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_token_list(["a", "b", "c"])
+    keys(writer)
+    for key, value in tensors.items():
+        if isinstance(value, tuple):
+            array, kind = value
+            writer.add_tensor(key, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_folder(folder, tensors, metadata=None, **config):
+    folder.mkdir()
+    safetensors_numpy.save_file(tensors, folder / "model.safetensors", metadata)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def inspect(tmp_path, *args):
+    out = tmp_path / "out.json"
+    result = bittern("inspect", *args, "--json", out, "--force")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(out.read_text())
+    assert report["schema"] == 1
+    return result.stdout, report
+
+
+def test_a_gguf_file(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {
+        "blk.0.attn_q.weight": (numbers(64, 64), gguf.GGMLQuantizationType.Q4_1),
+        "blk.1.attn_q.weight": (numbers(64, 64), gguf.GGMLQuantizationType.Q4_1),
+        "token_embd.weight": (numbers(3, 64), gguf.GGMLQuantizationType.Q8_0),
+        "output_norm.weight": numbers(64),
+    })
+    text, report = inspect(tmp_path, path, "--tensors")
+    model = report["model"]
+    assert model["path"] == str(path) and model["kind"] == "gguf"
+    assert (model["architecture"], model["name"]) == ("llama", "tiny")
+    assert [model[k] for k in ("layers", "hidden_size", "heads", "key_value_heads", "vocabulary")] \
+        == [2, 64, 4, 2, 3]
+    assert model["class"] is None and model["experts"] is None and model["quantization"] is None
+    assert model["parameters"] == 2 * 64 * 64 + 3 * 64 + 64
+    q4_1, q8_0, f32 = 2 * 64 * 2 * 20, 3 * 2 * 34, 64 * 4
+    assert model["bytes"] == q4_1 + q8_0 + f32
+    assert model["bits_per_weight"] == pytest.approx(8 * model["bytes"] / model["parameters"])
+    assert model["storages"] == [
+        {"storage": "Q4_1", "tensors": 2, "parameters": 8192, "bytes": q4_1},
+        {"storage": "F32", "tensors": 1, "parameters": 64, "bytes": f32},
+        {"storage": "Q8_0", "tensors": 1, "parameters": 192, "bytes": q8_0},
+    ]
+    assert model["tensors"][2] == {"name": "token_embd.weight", "shape": [3, 64],
+                                   "storage": "Q8_0", "bytes": q8_0, "bits_per_weight": 8.5,
+                                   "decodable": True}
+    assert model["notes"] == []
+    assert "GGUF file, version 3" in text and "4, 2 for keys and values" in text
+    assert "token_embd.weight" in text and "[3,64]" in text and "5.000" in text
+
+
+def test_without_tensors_there_is_no_line_for_each(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {"token_embd.weight": numbers(3, 64)})
+    assert "token_embd" not in inspect(tmp_path, path)[0]
+
+
+def test_what_cannot_be_decoded_is_listed_and_noted(tmp_path):
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for i in range(2):
+        writer.add_tensor(f"x{i}", np.zeros((2, 74), np.uint8),
+                          raw_dtype=gguf.GGMLQuantizationType.IQ2_XS)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    text, report = inspect(tmp_path, path)
+    assert report["model"]["storages"][0] == {"storage": "IQ2_XS", "tensors": 2,
+                                              "parameters": 1024, "bytes": 296}
+    assert not report["model"]["tensors"][0]["decodable"]
+    assert "note: 2 tensors of IQ2_XS: bittern does not turn it into numbers" in text
+
+
+def test_a_part_of_a_split_file(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {f"blk.{i}.w": numbers(64, 64) for i in range(3)}, split_max_tensors=1)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) == 3
+    text, report = inspect(tmp_path, parts[1])
+    assert "GGUF file, version 3, 3 parts" in text
+    assert len(report["model"]["tensors"]) == 3 and report["model"]["architecture"] == "llama"
+    parts[2].unlink()
+    text, report = inspect(tmp_path, parts[1])
+    assert "one part of a split file" in text
+    assert [t["name"] for t in report["model"]["tensors"]] == ["blk.1.w"]
+    assert report["model"]["notes"] == [
+        f"this part alone, as the whole does not open: {parts[2]}: no such file or folder, "
+        f"expected part 3 of 3 of {path.with_suffix('')}"]
+
+
+def test_a_hugging_face_folder(tmp_path):
+    folder = write_folder(
+        tmp_path / "hf", {"a.weight": numbers(8, 32).astype(np.float16), "n": numbers(8)},
+        {"format": "pt"}, model_type="llama", architectures=["LlamaForCausalLM"],
+        num_hidden_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=8)
+    text, report = inspect(tmp_path, folder)
+    model = report["model"]
+    assert model["kind"] == "huggingface" and model["class"] == "LlamaForCausalLM"
+    assert (model["layers"], model["heads"], model["key_value_heads"]) == (1, 4, None)
+    assert "llama (LlamaForCausalLM)" in text and "Hugging Face folder" in text
+    # One shard alone, with the config.json beside it.
+    text, report = inspect(tmp_path, folder / "model.safetensors")
+    assert report["model"]["kind"] == "safetensors" and report["model"]["layers"] == 1
+
+
+def test_sizes_of_a_text_config_and_other_spellings(tmp_path):
+    folder = write_folder(tmp_path / "a", {"a": numbers(2)}, model_type="gemma3",
+                          text_config={"num_hidden_layers": 7, "hidden_size": -1})
+    model = inspect(tmp_path, folder)[1]["model"]
+    assert (model["layers"], model["hidden_size"]) == (7, None)
+    folder = write_folder(tmp_path / "b", {"a": numbers(2)}, model_type="gpt2", n_layer=3,
+                          n_embd="many")
+    model = inspect(tmp_path, folder)[1]["model"]
+    assert (model["layers"], model["hidden_size"]) == (3, None)
+
+
+def test_an_mlx_folder(tmp_path):
+    words = RNG.integers(0, 2**32, (8, 64 * 4 // 32), dtype=np.uint32)
+    params = np.ones((8, 1), np.float16)
+    settings = {"group_size": 64, "bits": 4, "mode": "affine", "norm": False}
+    folder = write_folder(
+        tmp_path / "mlx",
+        {"up.weight": words, "up.scales": params, "up.biases": params, "norm.weight": numbers(64)},
+        {"format": "mlx"}, model_type="llama", quantization=settings, quantization_config=settings)
+    text, report = inspect(tmp_path, folder)
+    model = report["model"]
+    assert model["kind"] == "mlx" and model["quantization"] == settings
+    assert {"storage": "4 bit, group 64, F16", "tensors": 1, "parameters": 512, "bytes": 288} \
+        in model["storages"]
+    assert "4 bit, group 64, affine; 1 module apart" in text and "MLX folder" in text
+
+
+def test_a_method_that_is_not_known_is_noted(tmp_path):
+    folder = write_folder(tmp_path / "m", {"a.weight": np.zeros((4, 4), np.uint8)},
+                          quantization_config={"quant_method": "bitsandbytes"})
+    text, _ = inspect(tmp_path, folder)
+    assert "note: quantised by bitsandbytes, which bittern does not decode" in text
+    assert "note: 1 tensor of U8: bittern does not turn it into numbers" in text
+
+
+def test_names_of_strangers_do_not_steer_the_terminal(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {"a\x1b[31mb": numbers(2, 32)}, name="x\r\x1b[2Jy")
+    text, report = inspect(tmp_path, path, "--tensors")
+    assert "\x1b" not in text and "\r" not in text and "a?[31mb" in text
+    assert report["model"]["tensors"][0]["name"] == "a\x1b[31mb"
+
+
+def test_names_that_are_not_utf_8_are_written_all_the_same(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {"abcd": numbers(2, 32)})
+    path.write_bytes(path.read_bytes().replace(b"abcd", b"ab\xff\xfe"))
+    assert inspect(tmp_path, path)[1]["model"]["tensors"][0]["name"].startswith("ab\ufffd")
+
+
+@pytest.mark.parametrize("case, status, text", [
+    ("missing", 4, "missing: no such file or folder"),
+    ("text", 3, 'starts with "hell", expected a GGUF or safetensors file or a folder'),
+    ("folder", 4, "neither model.safetensors.index.json nor model.safetensors, expected one"),
+    ("cut.gguf", 2, "cut.gguf: "),
+    ("cut.safetensors", 2, "cut.safetensors: "),
+])
+def test_refused(tmp_path, case, status, text):
+    path = tmp_path / case
+    if case == "text":
+        path.write_text("hello, model")
+    if case == "folder":
+        path.mkdir()
+    if case == "cut.gguf":
+        write_gguf(path, {"a": numbers(64, 64)})
+        path.write_bytes(path.read_bytes()[:-4096])
+    if case == "cut.safetensors":
+        safetensors_numpy.save_file({"a": numbers(64, 64)}, path)
+        path.write_bytes(path.read_bytes()[:-100])
+    refused(bittern("inspect", path), status, str(path), text)
+
+
+def test_json_is_not_overwritten(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, {"a": numbers(2, 32)})
+    refused(bittern("inspect", path, "--json", path), 2, "exists, expected a new name")
