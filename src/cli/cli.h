@@ -35,6 +35,7 @@ Verb ops_verb(CLI::App& main);
 Verb check_verb(CLI::App& main);
 Verb bench_verb(CLI::App& main, char** argv);
 Verb inspect_verb(CLI::App& main);
+Verb quantize_verb(CLI::App& main);
 
 void add_common_flags(CLI::App& verb, CommonFlags& flags);
 void add_output_flags(CLI::App& verb, CommonFlags& flags);  // those without a device

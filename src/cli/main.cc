@@ -39,7 +39,8 @@ int run(int argc, char** argv) {
   app.set_version_flag("--version", std::string("bittern ") + version());
   app.footer("bittern VERB --help tells more.\nExample: bittern bench --quick");
   app.allow_extras();
-  const Verb verbs[] = {ops_verb(app), check_verb(app), bench_verb(app, argv), inspect_verb(app)};
+  const Verb verbs[] = {ops_verb(app), check_verb(app), bench_verb(app, argv), inspect_verb(app),
+                        quantize_verb(app)};
   std::string names;
   for (const Verb& verb : verbs) names += " " + verb.app->get_name();
   try {

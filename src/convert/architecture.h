@@ -28,26 +28,39 @@ struct NamedShape {
 
 using GgufMetadata = std::vector<std::pair<std::string, GgufData>>;
 
-// Whether the model type of a config.json ("llama") or the architecture of a GGUF file is one whose
-// names are known; the error lists those that are.
+// Whether the model type of a config.json ("llama") is one whose names are known; the error lists
+// those that are.
 Status known_architecture(const nlohmann::ordered_json& config);
+
+// Whether a folder's tensors are named and shaped as mlx-lm writes them or as transformers does.
+// Where both do the same, hf.
+World world_of_folder(std::span<const NamedShape> tensors);
 
 // config.json of a GGUF model: everything transformers and mlx-lm need to build it. dtype names
 // the weights' ("float32", "bfloat16").
 Result<nlohmann::ordered_json> config_from_gguf(const GgufFile& file, std::string_view dtype);
+
+// The config.json to write beside tensors renamed from one world of folders to the other (or from
+// config_from_gguf's, which is of world hf): mlx-lm wants the rotary parameters at the top level
+// and, of qwen3_5, the vision model's type; of a vision model, the language model is what is left.
+// It says nothing of quantisation: who writes adds that, and the dtype where it changes.
+Result<nlohmann::ordered_json> config_for(World to, const nlohmann::ordered_json& config);
+
 // general.architecture and all keys of the architecture llama.cpp needs; no tokenizer, no
-// general.file_type.
+// general.file_type. `tensors` are those of the folder.
 Result<GgufMetadata> metadata_from_config(const nlohmann::ordered_json& config,
-                                          std::span<const NamedShape> hf_tensors,
+                                          std::span<const NamedShape> tensors,
                                           std::string_view model_name);
 
-// Every tensor of the model in the world `to`, made from those in `from`. `config` is Hugging
-// Face's (for a GGUF source: what config_from_gguf gave). A tensor whose name is not understood is
-// an error; those the other world has no place for (rotary frequencies, mtp.*) are left out and
-// listed in `left_out`. A tied output head is written once.
+// Every tensor of the model in the world `to`, made from those in `from`. `config` is that of the
+// source (for a GGUF source: what config_from_gguf gave). A tensor whose name is not understood is
+// an error, as is one that is missing or whose shape is not what the config makes it; those the
+// other world has no place for (rotary frequencies, mtp.*, a tied head's copy, what sees images)
+// are left out and listed in `left_out`.
 struct Renaming {
   std::vector<Recipe> tensors;
   std::vector<std::string> left_out;
+  std::vector<std::string> notes;  // what the other world's programs will do differently
 };
 Result<Renaming> rename_tensors(const nlohmann::ordered_json& config,
                                 std::span<const NamedShape> tensors, World from, World to);

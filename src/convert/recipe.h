@@ -20,13 +20,19 @@ enum class ValueMap { same, plus_one, minus_one, negative_exp, log_negative };
 
 struct Recipe {
   std::string name;
-  Shape shape;
-  std::vector<std::string> sources;
-  std::vector<RowRun> rows;  // in order; empty: all rows of the one source
-  // Block b of the columns is block columns[b] of the source's; empty: columns stay.
+  Shape shape{};
+  std::vector<std::string> sources{};
+  // In order; empty: the numbers of the one source, in their order. A row is `width` numbers, in
+  // the sources and here alike: mostly the last dimension (0 says so); 1 where elements of a
+  // vector move.
+  std::vector<RowRun> rows{};
+  std::int64_t width = 0;
+  // Block b of the columns is block columns[b] of the source's; empty: columns stay. Never together
+  // with rows.
   std::int64_t column_block = 0;
-  std::vector<std::int64_t> columns;
+  std::vector<std::int64_t> columns{};
   ValueMap map = ValueMap::same;  // anything but `same` is for plain numbers only
+  std::vector<float> values{};    // the numbers themselves, of a tensor without sources
 };
 
 }  // namespace bittern

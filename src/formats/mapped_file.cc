@@ -122,8 +122,9 @@ Result<WritableFile> WritableFile::open(const std::string& path, bool empty) {
     return in_work();
   }
   if (!S_ISREG(info.st_mode)) return refuse(invalid(path + ": expected a file"));
-  if (empty && ::ftruncate(fd, 0) != 0) return refuse(failed(path, "cannot empty", errno));
-  return WritableFile(path, fd, empty ? 0 : static_cast<std::uint64_t>(info.st_size));
+  WritableFile file(path, fd, static_cast<std::uint64_t>(info.st_size));
+  if (empty) BITTERN_TRY(file.truncate());
+  return file;
 }
 
 Status WritableFile::check_room(std::uint64_t bytes) const {
@@ -156,6 +157,12 @@ Status WritableFile::pwrite(std::uint64_t offset, std::span<const std::byte> byt
     offset += static_cast<std::uint64_t>(written);
     size_ = std::max(size_, offset);
   }
+  return {};
+}
+
+Status WritableFile::truncate() {
+  if (::ftruncate(fd_, 0) != 0) return failed(path_, "cannot empty", errno);
+  size_ = 0;
   return {};
 }
 

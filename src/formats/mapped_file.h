@@ -46,6 +46,7 @@ class WritableFile {
   // An error when the disk has no room for `bytes` more now; it reserves nothing.
   Status check_room(std::uint64_t bytes) const;
   Status pwrite(std::uint64_t offset, std::span<const std::byte> bytes);
+  Status truncate();  // to nothing
   Status sync();
   void close();
 

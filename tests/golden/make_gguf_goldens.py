@@ -44,7 +44,7 @@ def random_blocks(rng, name, rows, blocks):
     for at in HALVES[name]:
         shape = (rows, blocks)
         wild = np.array([0x7C00, 0x7E00, 0xFC00, 0x7BFF, 0xFBFF, 0, 0x8000, 1], np.uint16)
-        wild = np.resize(rng.permuted(wild[:3]).tolist() + wild[3:].tolist(), shape).astype(np.uint16)
+        wild = np.tile(np.resize(np.roll(wild, -3 * HALVES[name].index(at)), blocks), (rows, 1))
         choices = [(rng.normal(size=shape) * 0.05).astype(np.float16).view(np.uint16), wild,
                    rng.integers(0, 1024, shape).astype(np.uint16) | np.uint16(0x8000) * rng.integers(0, 2, shape, np.uint16)]
         for row in range(rows):

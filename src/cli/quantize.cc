@@ -1,0 +1,334 @@
+// bittern quantize MODEL -o OUT: a smaller model, or the same one in another form.
+#include <fmt/format.h>
+
+#include <unistd.h>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cli/cli.h"
+#include "convert/conversion.h"
+#include "convert/output.h"
+#include "formats/checkpoint.h"
+
+namespace bittern::cli {
+namespace {
+
+struct QuantizeFlags {
+  std::string model, out, format, method, type, policy, imatrix, dequantize, scale_dtype;
+  int bits = 0, group = 0;
+  double target_bpw = 0;
+  std::vector<std::string> overrides, tensor_types;
+  bool pure = false, allow_requantize = false, transcode = false, lossy = false;
+  bool dry_run = false, force = false, resume = false;
+  CommonFlags common;
+};
+
+std::string upper(std::string text) {
+  for (char& c : text) c = static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
+  return text;
+}
+
+Result<GgmlType> parse_type(const std::string& flag, const std::string& text) {
+  const GgmlTypeInfo* type = ggml_type(std::string_view(text));
+  if (type != nullptr) return type->type;
+  return invalid(
+      fmt::format("{}: {}: no type of GGUF, expected one like Q4_K or Q8_0", flag, text));
+}
+
+Result<SafeDType> parse_float(const std::string& flag, const std::string& text) {
+  const auto dtype = find_safe_dtype(upper(text));
+  if (dtype && (*dtype == SafeDType::f32 || *dtype == SafeDType::f16 || *dtype == SafeDType::bf16))
+    return *dtype;
+  return invalid(fmt::format("{}: {}, expected f32, f16 or bf16", flag, text));
+}
+
+// REGEX=4:64, REGEX=4, REGEX=Q8_0 or REGEX=keep; the last '=' counts.
+Result<TensorRule> parse_rule(const std::string& flag, const std::string& text) {
+  const std::size_t equals = text.rfind('=');
+  const auto refuse = [&] {
+    return invalid(fmt::format(
+        "{}: {}, expected REGEX=BITS, REGEX=BITS:GROUP, REGEX=TYPE or REGEX=keep", flag, text));
+  };
+  if (equals == std::string::npos || equals == 0) return refuse();
+  TensorRule rule{.pattern = text.substr(0, equals)};
+  const std::string value = text.substr(equals + 1);
+  if (value == "keep") {
+    rule.keep = true;
+    return rule;
+  }
+  if (!value.empty() && std::isdigit(static_cast<unsigned char>(value[0]))) {
+    int read = 0;
+    const int fields =
+        std::sscanf(value.c_str(), "%3d%n:%4d%n", &rule.bits, &read, &rule.group, &read);
+    if (fields < 1 || static_cast<std::size_t>(read) != value.size()) return refuse();
+    return rule;
+  }
+  if (ggml_type(std::string_view(value)) == nullptr) return refuse();
+  rule.type = ggml_type(std::string_view(value))->type;
+  return rule;
+}
+
+Result<ConversionOptions> options_of(const QuantizeFlags& flags) {
+  ConversionOptions options;
+  const bool gguf_name = flags.out.ends_with(".gguf");
+  if (flags.format.empty()) {
+    options.format = gguf_name || !flags.type.empty() ? ModelFormat::gguf
+                     : flags.dequantize.empty()       ? ModelFormat::mlx
+                                                      : ModelFormat::safetensors;
+  } else if (flags.format == "mlx") {
+    options.format = ModelFormat::mlx;
+  } else if (flags.format == "gguf") {
+    options.format = ModelFormat::gguf;
+  } else if (flags.format == "safetensors") {
+    options.format = ModelFormat::safetensors;
+  } else {
+    return invalid(fmt::format("--format: {}, expected mlx, gguf or safetensors", flags.format));
+  }
+  options.bits = flags.bits;
+  options.group = flags.group;
+  if (!flags.type.empty()) {
+    const auto type = parse_type("--type", flags.type);
+    if (!type) return type.status();
+    options.type = *type;
+  }
+  if (!flags.method.empty()) {
+    for (std::size_t i = 0; i < std::size(kAffineMethodNames); ++i)
+      if (flags.method == kAffineMethodNames[i]) options.method = static_cast<AffineMethod>(i);
+    if (!options.method)
+      return invalid(fmt::format("--method: {}, expected minmax, mlx or lsq", flags.method));
+  }
+  for (const auto& [flag, texts] : {std::pair("--override", &flags.overrides),
+                                    std::pair("--tensor-type", &flags.tensor_types)}) {
+    for (const std::string& text : *texts) {
+      auto rule = parse_rule(flag, text);
+      if (!rule) return rule.status();
+      options.rules.push_back(std::move(*rule));
+    }
+  }
+  if (!flags.dequantize.empty()) {
+    const auto dtype = parse_float("--dequantize", flags.dequantize);
+    if (!dtype) return dtype.status();
+    options.dequantize = *dtype;
+  }
+  if (!flags.scale_dtype.empty()) {
+    const auto dtype = parse_float("--scale-dtype", flags.scale_dtype);
+    if (!dtype) return dtype.status();
+    options.scale_dtype = *dtype;
+  }
+  options.target_bpw = flags.target_bpw;
+  options.pure = flags.pure;
+  options.allow_requantize = flags.allow_requantize;
+  options.transcode = flags.transcode;
+  options.lossy = flags.lossy;
+  options.imatrix = flags.imatrix;
+  if (!flags.policy.empty()) BITTERN_TRY(read_policy(flags.policy, options));
+  return options;
+}
+
+std::string size_text(std::uint64_t bytes) {
+  const auto x = static_cast<double>(bytes);
+  if (bytes < 1000) return fmt::format("{} B", bytes);
+  if (x < 1e6) return fmt::format("{:.1f} kB", x / 1e3);
+  if (x < 1e9) return fmt::format("{:.1f} MB", x / 1e6);
+  return fmt::format("{:.2f} GB", x / 1e9);
+}
+
+const char* way_text(OutputTensor::Way way) {
+  constexpr const char* kNames[] = {"copied", "cast", "quantised", "transcoded"};
+  return kNames[static_cast<int>(way)];
+}
+
+// A line on the terminal; elsewhere a plain line every few seconds.
+class Reporter {
+ public:
+  explicit Reporter(bool quiet) : line_(quiet), plain_(!quiet && isatty(STDERR_FILENO) != 1) {}
+  void operator()(const ConversionProgress& state) {
+    const auto now = std::chrono::steady_clock::now();
+    if (state.doing != doing_) {
+      doing_ = state.doing;
+      begin_ = now;
+      first_ = state.done;
+      shown_ = now;
+    }
+    const std::chrono::duration<double> took = now - begin_, since = now - shown_;
+    const double rate = static_cast<double>(state.done - first_) / std::max(took.count(), 1e-3);
+    if (since.count() < (plain_ ? 5 : 0.1)) return;
+    shown_ = now;
+    const auto text =
+        fmt::format("{} {:3.0f} %, {:.0f} M weights/s, {:.0f} s left: {}", state.doing,
+                    100.0 * static_cast<double>(state.done) /
+                        static_cast<double>(std::max<std::uint64_t>(state.all, 1)),
+                    rate / 1e6, static_cast<double>(state.all - state.done) / std::max(rate, 1.0),
+                    state.tensor);
+    if (plain_) {
+      fmt::print(stderr, "{}\n", text);
+    } else {
+      line_.show(text);
+    }
+  }
+  void clear() { line_.clear(); }
+
+ private:
+  Progress line_;
+  bool plain_;
+  std::string doing_;
+  std::uint64_t first_ = 0;
+  std::chrono::steady_clock::time_point begin_, shown_;
+};
+
+Json report_json(const Conversion& conversion, const QuantizeFlags& flags, double seconds) {
+  Json tensors = Json::array();
+  for (const OutputTensor& tensor : conversion.tensors()) {
+    Json shape = Json::array();
+    for (int d = 0; d < tensor.recipe.shape.rank; ++d) shape.push_back(tensor.recipe.shape[d]);
+    tensors.push_back({{"name", tensor.recipe.name},
+                       {"shape", shape},
+                       {"sources", tensor.recipe.sources},
+                       {"from", tensor.from.str()},
+                       {"to", tensor.to.str()},
+                       {"way", way_text(tensor.way)},
+                       {"bytes", tensor.bytes},
+                       {"note", tensor.note}});
+  }
+  return {{"schema", 1},
+          {"model", flags.model},
+          {"output", flags.out},
+          {"weights", conversion.weights()},
+          {"bytes", conversion.bytes()},
+          {"bits_per_weight", conversion.bits_per_weight()},
+          {"seconds", seconds},
+          {"notes", conversion.notes()},
+          {"tensors", tensors}};
+}
+
+void print_fates(const Conversion& conversion) {
+  std::size_t width = 20;
+  for (const OutputTensor& tensor : conversion.tensors())
+    width = std::max(width, tensor.recipe.name.size());
+  fmt::print("{:<{}} {:>20} {:>24} {:>28} {:>10}\n", "tensor", width, "shape", "from", "to",
+             "bytes");
+  for (const OutputTensor& tensor : conversion.tensors()) {
+    fmt::print("{:<{}} {:>20} {:>24} {:>28} {:>10}{}{}\n", tensor.recipe.name, width,
+               tensor.recipe.shape.str(), tensor.from.str(), tensor.to.str(),
+               size_text(tensor.bytes), tensor.note.empty() ? "" : "  ", tensor.note);
+  }
+}
+
+// What is not as it was asked for, told once a reason.
+void print_notes(const Conversion& conversion) {
+  std::vector<std::pair<std::string, std::vector<std::string>>> reasons;
+  for (const OutputTensor& tensor : conversion.tensors()) {
+    if (tensor.note.empty()) continue;
+    auto found = std::find_if(reasons.begin(), reasons.end(),
+                              [&](const auto& r) { return r.first == tensor.note; });
+    if (found == reasons.end()) found = reasons.insert(reasons.end(), {tensor.note, {}});
+    found->second.push_back(tensor.recipe.name);
+  }
+  for (const auto& [reason, names] : reasons) {
+    fmt::print("note: {}: {}{}\n", reason, names[0],
+               names.size() == 1 ? "" : fmt::format(" and {} more", names.size() - 1));
+  }
+  for (const std::string& note : conversion.notes()) fmt::print("note: {}\n", note);
+}
+
+Status run(const QuantizeFlags& flags) {
+  BITTERN_TRY(check_json_flag(flags.common));
+  if (flags.out.empty() && !flags.dry_run)
+    return invalid("-o: not given, expected the name of the output (or --dry-run)");
+  auto options = options_of(flags);
+  if (!options) return options.status();
+  if (!flags.dry_run) BITTERN_TRY(check_output(flags.out, flags.force, flags.resume));
+  if (flags.common.threads > 0) set_num_threads(flags.common.threads);
+  const auto source = Checkpoint::open(flags.model);
+  if (!source) return source.status();
+  const bool print = !flags.common.quiet;
+  Reporter reporter(flags.common.quiet);
+  const auto progress = [&](const ConversionProgress& state) { reporter(state); };
+  const auto start = std::chrono::steady_clock::now();
+  auto conversion =
+      Conversion::plan(*source, *options, flags.out.empty() ? "OUT" : flags.out, progress);
+  reporter.clear();
+  if (!conversion) return conversion.status();
+  if (print && flags.dry_run) print_fates(*conversion);
+  if (print) print_notes(*conversion);
+  if (!flags.dry_run) {
+    const auto ran =
+        conversion->run(flags.out, {.force = flags.force, .resume = flags.resume}, progress);
+    reporter.clear();
+    if (!ran) return ran.status();
+    if (print && ran->resumed > 0)
+      fmt::print("note: {} tensors were whole already\n", ran->resumed);
+    if (print && options->transcode && options->scale_dtype)
+      fmt::print("note: not exact: {} changed scales and biases by up to {:.2g} of their value\n",
+                 flags.scale_dtype, ran->scale_change);
+  }
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+  if (print) {
+    fmt::print("{}: {:.1f} M weights, {}, {:.3f} bits per weight{}\n",
+               flags.dry_run ? "would be" : flags.out,
+               static_cast<double>(conversion->weights()) / 1e6, size_text(conversion->bytes()),
+               conversion->bits_per_weight(),
+               flags.dry_run ? "" : fmt::format(", {:.2f} s", took.count()));
+  }
+  return write_json(flags.common, report_json(*conversion, flags, took.count()));
+}
+
+}  // namespace
+
+Verb quantize_verb(CLI::App& main) {
+  auto flags = std::make_shared<QuantizeFlags>();
+  CLI::App* verb = main.add_subcommand("quantize", "make a model smaller, or give it another form");
+  verb->add_option("MODEL", flags->model,
+                   "a .gguf file, a Hugging Face or MLX folder, a .safetensors file")
+      ->required();
+  verb->add_option("-o,--output,--mlx-path", flags->out, "the folder or .gguf file to write");
+  verb->add_option("--format", flags->format,
+                   "mlx, gguf or safetensors (default: by OUT's name, else mlx)");
+  verb->add_option("--bits,--q-bits", flags->bits, "of a weight: 2 3 4 5 6 8");
+  verb->add_option("--group-size,--q-group-size", flags->group,
+                   "weights that share a scale: 32 64 128 (default 64; GGUF 32)");
+  verb->add_option("--type", flags->type,
+                   "of GGUF: Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K F16 BF16 F32");
+  verb->add_option(
+      "--method", flags->method,
+      "rule for scales and biases: minmax mlx lsq (default lsq; GGUF: the type's own)");
+  verb->add_option("--target-bpw", flags->target_bpw,
+                   "bits per weight of the whole: bits are chosen by measured error")
+      ->check(CLI::Range(1.0, 32.0));
+  verb->add_option("--override", flags->overrides,
+                   "REGEX=BITS[:GROUP], REGEX=TYPE or REGEX=keep; the first that fits decides");
+  verb->add_option("--tensor-type", flags->tensor_types, "REGEX=TYPE, as llama-quantize has it");
+  verb->add_option("--policy", flags->policy, "a JSON file of such rules (docs/quantize.md)");
+  verb->add_option("--imatrix", flags->imatrix,
+                   "importance matrix of llama.cpp, as GGUF: weighs lsq");
+  verb->add_flag("--transcode", flags->transcode, "change the storage, not one number");
+  verb->add_flag("--lossy", flags->lossy,
+                 "with --transcode: what cannot be exact is quantised again");
+  verb->add_option("--scale-dtype", flags->scale_dtype, "of scales and biases: f32 f16 bf16");
+  verb->add_option("--dequantize", flags->dequantize, "write plain numbers: f32 f16 bf16");
+  verb->add_flag("--pure", flags->pure,
+                 "also quantise routers, gates and what else is kept by default");
+  verb->add_flag("--allow-requantize", flags->allow_requantize,
+                 "take a model that is quantised already");
+  verb->add_flag("--dry-run", flags->dry_run, "print what would become of every tensor");
+  verb->add_flag("--resume", flags->resume, "go on with what a stopped run left");
+  verb->add_option("--threads", flags->common.threads, "CPU threads (default: one per core)")
+      ->check(integer_in(1, 4096));
+  verb->add_option("--json", flags->common.json, "also write the report to this file");
+  verb->add_flag("--force", flags->force, "replace OUT (and the file of --json)");
+  verb->add_flag("--quiet", flags->common.quiet, "print errors only");
+  verb->footer(
+      "Examples:\n"
+      "  bittern quantize model-folder -o model-4bit --bits 4\n"
+      "  bittern quantize model.gguf -o model-mlx --transcode\n"
+      "  bittern quantize model-folder -o model.gguf --type Q4_K --imatrix imatrix.gguf");
+  return {verb, [flags] {
+            flags->common.force = flags->force;
+            return run(*flags);
+          }};
+}
+
+}  // namespace bittern::cli

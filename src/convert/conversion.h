@@ -1,0 +1,113 @@
+// From a model on disk to another: first a plan, which says what becomes of every tensor and fails
+// where it must; then the run, which streams rows from mapped files through the ops into the
+// output.
+//
+// A tensor goes one of four ways:
+//   copy       its rows move as they are stored
+//   cast       plain numbers of another dtype
+//   quantize   numbers to codes, by the method asked for
+//   transcode  codes to the same codes in another storage: every number keeps its bits
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "bittern/affine_desc.h"
+#include "bittern/status.h"
+#include "convert/recipe.h"
+#include "formats/checkpoint.h"
+
+namespace bittern {
+
+enum class ModelFormat { mlx, gguf, safetensors };
+const char* name(ModelFormat format);
+
+// What tensors whose name fits the pattern become: a line of a policy.
+struct TensorRule {
+  std::string pattern;      // a regular expression, found anywhere in the name
+  bool keep = false;        // as it is stored
+  int bits = 0, group = 0;  // 0: what the model gets
+  std::optional<GgmlType> type{};
+};
+
+struct ConversionOptions {
+  ModelFormat format = ModelFormat::mlx;
+  int bits = 0, group = 0;             // 0: not asked for
+  std::optional<GgmlType> type;        // of a GGUF file
+  std::optional<AffineMethod> method;  // lsq; for GGUF the type's own
+  std::vector<TensorRule> rules;       // the first that fits decides
+  double target_bpw = 0;               // 0: none; bits per weight of the whole model
+  bool pure = false;                   // also what is kept by default is quantised
+  bool allow_requantize = false;
+  bool transcode = false, lossy = false;
+  std::optional<SafeDType> dequantize;   // all plain, of this dtype
+  std::optional<SafeDType> scale_dtype;  // of scales and biases
+  std::string imatrix;                   // path of an importance matrix
+};
+
+// One line each: {"bits": 4, "group_size": 64, "rules": [{"match": "lm_head", "bits": 8}, ...]}.
+// Fills what the options do not say; its rules come after theirs.
+Status read_policy(const std::string& path, ConversionOptions& options);
+
+struct OutputTensor {
+  enum class Way { copy, cast, quantize, transcode };
+  Recipe recipe;
+  Storage from{}, to{};
+  Storage through{};  // when it is quantised: `to` holds the plain numbers it makes
+  Way way = Way::copy;
+  std::string note{};       // why it is not what was asked for; often empty
+  std::uint64_t bytes = 0;  // in the output
+  std::size_t part = 0;     // its first tensor in the layout: codes, then scales, then biases
+  int parts() const { return to.kind == Storage::Kind::affine ? 3 : 1; }
+};
+
+// A file of the output that is text: config.json, the index, what is copied through.
+struct OutputText {
+  std::string name, text;
+};
+
+struct ConversionProgress {
+  std::string_view doing;  // "measuring", "writing"
+  std::string_view tensor;
+  std::uint64_t done = 0, all = 0;  // weights
+};
+using ProgressFunction = std::function<void(const ConversionProgress&)>;
+
+class Conversion {
+ public:
+  // `source` outlives the conversion. `out` decides nothing but names in messages.
+  static Result<Conversion> plan(const Checkpoint& source, const ConversionOptions& options,
+                                 const std::string& out, const ProgressFunction& progress);
+
+  const std::vector<OutputTensor>& tensors() const { return tensors_; }
+  const std::vector<std::string>& notes() const { return notes_; }  // about the model as a whole
+  std::uint64_t weights() const;                                    // numbers in all tensors
+  std::uint64_t bytes() const;                                      // of all files
+  double bits_per_weight() const;
+
+  struct RunOptions {
+    bool force = false, resume = false;
+  };
+  struct RunReport {
+    std::size_t resumed = 0;  // tensors that were whole already
+    double scale_change = 0;  // the largest relative change of a scale or bias that was rounded
+  };
+  Result<RunReport> run(const std::string& out, const RunOptions& how,
+                        const ProgressFunction& progress) const;
+
+ private:
+  friend class ConversionPlanner;
+  const Checkpoint* source_ = nullptr;
+  ConversionOptions options_;
+  std::vector<OutputTensor> tensors_;
+  std::vector<std::vector<float>> importance_;  // of tensors_: empty, or [matrices, columns]
+  std::vector<std::string> notes_;
+  OutputLayout layout_;
+  std::vector<OutputText> texts_;
+  std::uint64_t fingerprint_ = 0;
+};
+
+}  // namespace bittern

@@ -1,0 +1,496 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "convert/model.h"
+#include "formats/json_events.h"
+
+namespace bittern {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// clang-format off
+constexpr ModelType kTypes[] = {
+    // name, class, architecture, vision model, its class, tied, kv, head, context, theta, eps
+    {"llama", "LlamaForCausalLM", Arch::llama, nullptr, nullptr, false, 0, 0, 2048, 1e4, 1e-6},
+    {"mistral", "MistralForCausalLM", Arch::llama, nullptr, nullptr, false, 8, 0, 131072, 1e4, 1e-6},
+    {"mixtral", "MixtralForCausalLM", Arch::llama, nullptr, nullptr, false, 8, 0, 131072, 1e6, 1e-5},
+    {"qwen2", "Qwen2ForCausalLM", Arch::qwen2, nullptr, nullptr, false, 32, 0, 32768, 1e4, 1e-6},
+    {"qwen3", "Qwen3ForCausalLM", Arch::qwen3, nullptr, nullptr, false, 32, 128, 32768, 1e4, 1e-6},
+    {"gemma3_text", "Gemma3ForCausalLM", Arch::gemma3, "gemma3", "Gemma3ForConditionalGeneration", true, 4, 256, 131072, 1e6, 1e-6},
+    {"qwen3_next", "Qwen3NextForCausalLM", Arch::qwen3next, nullptr, nullptr, false, 2, 256, 32768, 1e4, 1e-6},
+    {"qwen3_5_text", "Qwen3_5ForCausalLM", Arch::qwen35, "qwen3_5", "Qwen3_5ForConditionalGeneration", false, 4, 256, 32768, 1e4, 1e-6},
+    {"qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", Arch::qwen35moe, "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", false, 2, 256, 32768, 1e4, 1e-6},
+};
+// clang-format on
+
+constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+
+// The first thing wrong is kept; what is read after it does not matter.
+class Fields {
+ public:
+  explicit Fields(const Json& object, std::string path = "") : object_(object), path_(path) {}
+
+  const Json* find(const char* key) const {
+    const auto it = object_.find(key);
+    return it == object_.end() || it->is_null() ? nullptr : &*it;
+  }
+  std::int64_t count(const char* key, std::int64_t least = 1) {
+    const Json* value = find(key);
+    if (value == nullptr) {
+      refuse(key, "missing");
+      return least;
+    }
+    if (value->is_number_integer()) {
+      const auto x = value->get<std::int64_t>();  // of a number above 2^63: negative
+      if (x >= least && x <= kMost) return x;
+    }
+    refuse(key, value->dump() + ", expected a whole number from " + std::to_string(least) + " to " +
+                    std::to_string(kMost));
+    return least;
+  }
+  std::int64_t count_or(const char* key, std::int64_t otherwise, std::int64_t least = 1) {
+    return find(key) == nullptr ? otherwise : count(key, least);
+  }
+  // A number above 0.
+  double number_or(const char* key, double otherwise) {
+    const Json* value = find(key);
+    if (value == nullptr) return otherwise;
+    if (value->is_number()) {
+      const auto x = value->get<double>();
+      if (std::isfinite(x) && x > 0) return x;
+    }
+    refuse(key, value->dump() + ", expected a number above 0");
+    return otherwise;
+  }
+  bool truth_or(const char* key, bool otherwise) {
+    const Json* value = find(key);
+    if (value == nullptr) return otherwise;
+    if (!value->is_boolean()) refuse(key, value->dump() + ", expected true or false");
+    return value->is_boolean() ? value->get<bool>() : otherwise;
+  }
+  std::string text_or(const char* key, const char* otherwise) {
+    const Json* value = find(key);
+    if (value == nullptr) return otherwise;
+    if (!value->is_string()) refuse(key, value->dump() + ", expected a string");
+    return value->is_string() ? value->get<std::string>() : otherwise;
+  }
+  void refuse(const char* key, const std::string& what) {
+    fail(invalid(name(key) + " is " + (what.size() > 200 ? what.substr(0, 200) + "..." : what)));
+  }
+  void cannot(const char* key, const std::string& what) { fail(unsupported(name(key) + what)); }
+  void fail(Status status) {
+    if (status_.ok()) status_ = std::move(status);
+  }
+  const Status& status() const { return status_; }
+
+ private:
+  std::string name(const char* key) const { return "config.json: \"" + path_ + key + "\""; }
+
+  const Json& object_;
+  std::string path_;
+  Status status_;
+};
+
+const Json* object_in(const Json& object, const char* key) {
+  const auto it = object.find(key);
+  return it == object.end() || !it->is_object() ? nullptr : &*it;
+}
+
+std::string known_types() {
+  std::string all;
+  for (const ModelType& type : kTypes) {
+    all.append(all.empty() ? "" : ", ").append(type.name);
+    if (type.vision != nullptr) all.append(", ").append(type.vision);
+  }
+  return all;
+}
+
+// The type and whether config is that of the vision model around it.
+Result<std::pair<const ModelType*, bool>> type_of(const Json& config) {
+  if (!config.is_object()) return invalid("config.json is not an object");
+  const auto it = config.find("model_type");
+  if (it == config.end() || !it->is_string())
+    return invalid("config.json: no \"model_type\", expected one of " + known_types());
+  const auto name = it->get<std::string>();
+  for (const ModelType& type : kTypes) {
+    if (name == type.name) return std::pair{&type, false};
+    if (type.vision != nullptr && name == type.vision) return std::pair{&type, true};
+  }
+  return unsupported("config.json: model type " + in_quotes(name) +
+                     " is not known, expected one of " + known_types());
+}
+
+// Types and values of rope_parameters (transformers 5) or rope_scaling, rope_theta and
+// partial_rotary_factor beside it (before).
+void read_rope(Fields& fields, const Json& text, const ModelType& type, std::int64_t context,
+               Rope& rope) {
+  rope.theta = fields.number_or("rope_theta", type.theta);
+  rope.local_theta = fields.number_or("rope_local_base_freq", 1e4);
+  const bool delta =
+      type.arch == Arch::qwen3next || type.arch == Arch::qwen35 || type.arch == Arch::qwen35moe;
+  rope.part = fields.number_or("partial_rotary_factor", delta ? 0.25 : 1.0);
+
+  const char* where = "rope_parameters.";
+  const Json* scaling = object_in(text, "rope_parameters");
+  if (scaling == nullptr) {
+    where = "rope_scaling.";
+    scaling = object_in(text, "rope_scaling");
+  }
+  if (scaling == nullptr) return;
+  if (const Json* local = object_in(*scaling, "sliding_attention")) {
+    Fields in(*local, std::string(where) + "sliding_attention.");
+    rope.local_theta = in.number_or("rope_theta", rope.local_theta);
+    if (in.text_or("rope_type", "default") != "default")
+      in.cannot("rope_type",
+                " is not \"default\": the rotary embedding of sliding layers is not "
+                "scaled by any of the other worlds");
+    fields.fail(in.status());
+  }
+  if (const Json* full = object_in(*scaling, "full_attention")) scaling = full;
+  Fields in(*scaling, where);
+  rope.type = in.text_or(in.find("rope_type") == nullptr ? "type" : "rope_type", "default");
+  if (rope.type == "mrope") rope.type = "default";  // of text, M-RoPE is the ordinary one
+  rope.theta = in.number_or("rope_theta", rope.theta);
+  rope.part = in.number_or("partial_rotary_factor", rope.part);
+  if (const Json* sections = in.find("mrope_section")) {
+    for (const Json& x : *sections)
+      rope.sections.push_back(x.is_number_integer() ? x.get<std::int64_t>() : -1);
+    const auto whole = [](std::int64_t x) { return x >= 0 && x <= kMost; };
+    if (!sections->is_array() || sections->size() != 3 ||
+        !std::all_of(rope.sections.begin(), rope.sections.end(), whole)) {
+      in.refuse("mrope_section", sections->dump() + ", expected three whole numbers");
+    }
+  }
+  if (rope.type == "linear") {
+    rope.factor = in.number_or("factor", 1);
+  } else if (rope.type == "yarn") {
+    rope.factor = in.number_or("factor", 1);
+    rope.context = in.count_or("original_max_position_embeddings", context);
+    // llama.cpp and mlx-lm know yarn with its usual constants only.
+    const double usual = 0.1 * std::log(rope.factor) + 1;
+    if (std::abs(in.number_or("attention_factor", usual) - usual) > 1e-6 * usual)
+      in.cannot("attention_factor", " is not 0.1 ln(factor) + 1, which other worlds take it for");
+    if (in.number_or("beta_fast", 32) != 32) in.cannot("beta_fast", " is not 32");
+    if (in.number_or("beta_slow", 1) != 1) in.cannot("beta_slow", " is not 1");
+    if (in.find("mscale") != nullptr) in.cannot("mscale", " is not understood");
+    if (!in.truth_or("truncate", true)) in.cannot("truncate", " is false");
+  } else if (rope.type == "llama3") {
+    if (type.arch != Arch::llama) in.cannot("rope_type", " llama3 is for llama only");
+    rope.factor = in.number_or("factor", 8);
+    rope.low = in.number_or("low_freq_factor", 1);
+    rope.high = in.number_or("high_freq_factor", 4);
+    rope.context = in.count_or("original_max_position_embeddings", 8192);
+    if (rope.high <= rope.low)
+      in.refuse("high_freq_factor", "not above low_freq_factor, expected it to be");
+  } else if (rope.type != "default") {
+    in.cannot("rope_type", " " + in_quotes(rope.type) +
+                               " is not supported, expected default, linear, yarn or llama3");
+  }
+  fields.fail(in.status());
+}
+
+// The period of layer_types, whose every period-th layer is full_attention and all others `other`.
+void read_period(Fields& fields, const char* other, Model& m) {
+  const Json* types = fields.find("layer_types");
+  if (types == nullptr) return;
+  if (!types->is_array() || types->size() != static_cast<std::size_t>(m.layers)) {
+    fields.refuse("layer_types", "no list of num_hidden_layers (" + std::to_string(m.layers) +
+                                     ") names, expected one");
+    return;
+  }
+  const auto full = [&](std::int64_t i) { return (*types)[i] == "full_attention"; };
+  std::int64_t first = 0;
+  while (first < m.layers && !full(first)) ++first;
+  if (m.period == 0 || (first < m.layers || m.period <= m.layers)) m.period = first + 1;
+  for (std::int64_t i = 0; i < m.layers; ++i) {
+    const bool expected = (i + 1) % m.period == 0;
+    if (full(i) == expected && (expected || (*types)[i] == other)) continue;
+    fields.cannot("layer_types", ": layer " + std::to_string(i) + " is " + (*types)[i].dump() +
+                                     ", expected \"full_attention\" in every " +
+                                     std::to_string(m.period) + "th layer and \"" + other +
+                                     "\" in the others");
+    return;
+  }
+}
+
+void read_gated_delta(Fields& fields, Model& m) {
+  m.period = fields.count_or("full_attention_interval", 4);
+  read_period(fields, "linear_attention", m);
+  m.conv_kernel = fields.count("linear_conv_kernel_dim");
+  m.key_heads = fields.count("linear_num_key_heads");
+  m.value_heads = fields.count("linear_num_value_heads");
+  m.key_dim = fields.count("linear_key_head_dim");
+  m.value_dim = fields.count("linear_value_head_dim");
+  if (m.value_heads % m.key_heads != 0)
+    fields.refuse("linear_num_value_heads", "no multiple of linear_num_key_heads, expected one");
+  if (m.arch() == Arch::qwen35) return;
+  m.experts = fields.count("num_experts");
+  m.experts_used = fields.count("num_experts_per_tok");
+  m.expert_feed_forward = fields.count("moe_intermediate_size");
+  m.shared_feed_forward = fields.count("shared_expert_intermediate_size");
+  if (!fields.truth_or("norm_topk_prob", true))
+    fields.cannot("norm_topk_prob", " is false, which the other worlds have no key for");
+  const Json* dense = fields.find("mlp_only_layers");
+  if (fields.count_or("decoder_sparse_step", 1) != 1 || (dense != nullptr && !dense->empty()))
+    fields.cannot("decoder_sparse_step",
+                  ", \"mlp_only_layers\": layers without experts are not "
+                  "supported");
+}
+
+void put_rope(const Model& m, Json& config) {
+  const Rope& rope = m.rope;
+  config["rope_theta"] = rope.theta;
+  if (m.arch() == Arch::gemma3) config["rope_local_base_freq"] = rope.local_theta;
+  if (rope.type == "default") {
+    config["rope_scaling"] = nullptr;
+    return;
+  }
+  Json scaling = {{"rope_type", rope.type}, {"factor", rope.factor}};
+  if (rope.type == "llama3") {
+    scaling["low_freq_factor"] = rope.low;
+    scaling["high_freq_factor"] = rope.high;
+  }
+  if (rope.context != 0) scaling["original_max_position_embeddings"] = rope.context;
+  config["rope_scaling"] = std::move(scaling);
+}
+
+// What transformers 5 calls for where the model is younger than it.
+Json rope_parameters(const Model& m) {
+  const Rope& rope = m.rope;
+  Json all = {{"rope_type", rope.type}, {"rope_theta", rope.theta}};
+  all["partial_rotary_factor"] = rope.part;
+  if (!rope.sections.empty()) {
+    all["mrope_section"] = rope.sections;
+    all["mrope_interleaved"] = true;
+  }
+  if (rope.type != "default") all["factor"] = rope.factor;
+  if (rope.context != 0) all["original_max_position_embeddings"] = rope.context;
+  return all;
+}
+
+}  // namespace
+
+const ModelType* model_type(std::string_view name) {
+  for (const ModelType& type : kTypes)
+    if (name == type.name) return &type;
+  return nullptr;
+}
+
+const Json& text_config(const Json& config) {
+  const Json* text = object_in(config, "text_config");
+  return text == nullptr ? config : *text;
+}
+
+Status known_architecture(const Json& config) { return type_of(config).status(); }
+
+Result<Model> model_from_config(const Json& config) {
+  const auto known = type_of(config);
+  if (!known) return known.status();
+  Model m;
+  m.type = known->first;
+  const Json& text = text_config(config);
+  m.in_vision = known->second && &text != &config;
+  const bool gemma = m.arch() == Arch::gemma3;
+
+  Fields fields(text, m.in_vision ? "text_config." : "");
+  m.layers = gemma ? fields.count_or("num_hidden_layers", 26) : fields.count("num_hidden_layers");
+  if (m.layers > kMostLayers)
+    fields.refuse("num_hidden_layers", "above " + std::to_string(kMostLayers));
+  m.hidden = fields.count("hidden_size");
+  m.heads = gemma ? fields.count_or("num_attention_heads", 8) : fields.count("num_attention_heads");
+  m.kv_heads =
+      fields.count_or("num_key_value_heads", m.type->kv_heads == 0 ? m.heads : m.type->kv_heads);
+  m.head_dim =
+      fields.count_or("head_dim", m.type->head_dim != 0 ? m.type->head_dim : m.hidden / m.heads);
+  if (m.head_dim == 0) fields.refuse("hidden_size", "less than num_attention_heads");
+  if (m.heads % m.kv_heads != 0)
+    fields.refuse("num_attention_heads", "no multiple of num_key_value_heads, expected one");
+  m.vocab = gemma ? fields.count_or("vocab_size", 262208) : fields.count("vocab_size");
+  m.context = fields.count_or("max_position_embeddings", m.type->context);
+  m.eps = fields.number_or("rms_norm_eps", m.type->eps);
+  m.tied = fields.truth_or("tie_word_embeddings",
+                           Fields(config).truth_or("tie_word_embeddings", m.type->tied));
+  m.activation = gemma ? fields.text_or("hidden_activation", "gelu_pytorch_tanh")
+                       : fields.text_or("hidden_act", "silu");
+  if (m.activation != (gemma ? "gelu_pytorch_tanh" : "silu"))
+    fields.cannot(gemma ? "hidden_activation" : "hidden_act",
+                  " " + in_quotes(m.activation) + " is not what the other worlds compute");
+  if (m.arch() == Arch::qwen2 && m.head_dim != m.hidden / m.heads)
+    fields.cannot("head_dim",
+                  " is not hidden_size / num_attention_heads, which other worlds take "
+                  "it for in a qwen2");
+  if (m.arch() != Arch::qwen35moe) m.feed_forward = fields.count("intermediate_size");
+  read_rope(fields, text, *m.type, m.context, m.rope);
+  if (m.rope.part > 1 || m.rotary_dim() < 2 || m.rotary_dim() % 2 != 0)
+    fields.refuse("partial_rotary_factor", "one that turns " + std::to_string(m.rotary_dim()) +
+                                               " of head_dim " + std::to_string(m.head_dim) +
+                                               ", expected an even number up to it");
+
+  const auto& sections = m.rope.sections;
+  if (!sections.empty() && fields.status().ok() &&
+      sections[0] + sections[1] + sections[2] != m.rotary_dim() / 2)
+    fields.refuse("rope_parameters", "one whose mrope_section does not add up to the " +
+                                         std::to_string(m.rotary_dim() / 2) +
+                                         " frequencies, expected it to");
+
+  const bool bias = fields.truth_or("attention_bias", false);
+  if (m.arch() == Arch::llama) {
+    m.attention_bias = bias;
+    m.mlp_bias = fields.truth_or("mlp_bias", false);
+    if (m.rope.part != 1)
+      fields.cannot("partial_rotary_factor", " is not 1: llama turns whole heads");
+    if (m.is("mistral"))
+      m.window = text.contains("sliding_window") ? fields.count_or("sliding_window", 0) : 4096;
+    if (m.is("mixtral")) {
+      m.window = fields.count_or("sliding_window", 0);
+      m.experts = fields.count_or("num_local_experts", 8);
+      m.experts_used = fields.count_or("num_experts_per_tok", 2);
+      m.expert_feed_forward = m.feed_forward;
+    }
+  } else if (bias) {
+    fields.cannot("attention_bias", " is true, expected false of a " + std::string(m.type->name));
+  }
+  if ((m.arch() == Arch::qwen2 || m.arch() == Arch::qwen3) &&
+      fields.truth_or("use_sliding_window", false))
+    fields.cannot("use_sliding_window", " is true, which no other world has for this model");
+  if (gemma) {
+    m.window = fields.count_or("sliding_window", 4096);
+    m.period =
+        fields.count_or("sliding_window_pattern", fields.count_or("_sliding_window_pattern", 6));
+    read_period(fields, "sliding_attention", m);
+    m.query_scale = fields.number_or("query_pre_attn_scalar", 256);
+    m.logit_softcap = fields.number_or("final_logit_softcapping", 0);
+    if (fields.find("attn_logit_softcapping") != nullptr)
+      fields.cannot("attn_logit_softcapping", " is not null");
+    if (fields.truth_or("use_bidirectional_attention", false))
+      fields.cannot("use_bidirectional_attention", " is true");
+  }
+  if (m.arch() == Arch::qwen3next || m.arch() == Arch::qwen35 || m.arch() == Arch::qwen35moe)
+    read_gated_delta(fields, m);
+  if (!fields.status().ok()) return fields.status();
+  return m;
+}
+
+Json config_from_model(const Model& m, std::string_view dtype) {
+  Json config;
+  config["architectures"] = {m.type->class_name};
+  config["model_type"] = m.type->name;
+  config["dtype"] = dtype;
+  config["vocab_size"] = m.vocab;
+  config["hidden_size"] = m.hidden;
+  if (m.feed_forward != 0) config["intermediate_size"] = m.feed_forward;
+  config["num_hidden_layers"] = m.layers;
+  config["num_attention_heads"] = m.heads;
+  config["num_key_value_heads"] = m.kv_heads;
+  config["head_dim"] = m.head_dim;
+  config[m.arch() == Arch::gemma3 ? "hidden_activation" : "hidden_act"] = m.activation;
+  config["max_position_embeddings"] = m.context;
+  config["rms_norm_eps"] = m.eps;
+  config["tie_word_embeddings"] = m.tied;
+  config["attention_bias"] = m.attention_bias;
+  if (m.arch() == Arch::llama) config["mlp_bias"] = m.mlp_bias;
+  if (m.arch() == Arch::qwen2 || m.arch() == Arch::qwen3) config["use_sliding_window"] = false;
+  if (m.window != 0 || m.is("mistral"))
+    config["sliding_window"] = m.window == 0 ? Json() : Json(m.window);
+
+  if (m.arch() == Arch::qwen35 || m.arch() == Arch::qwen35moe) {
+    config["rope_parameters"] = rope_parameters(m);
+  } else {
+    put_rope(m, config);
+    if (m.arch() == Arch::qwen3next) config["partial_rotary_factor"] = m.rope.part;
+  }
+  if (m.arch() == Arch::gemma3) {
+    config["sliding_window_pattern"] = m.period;
+    config["query_pre_attn_scalar"] = m.query_scale == std::floor(m.query_scale)
+                                          ? Json(static_cast<std::int64_t>(m.query_scale))
+                                          : Json(m.query_scale);
+    if (m.logit_softcap != 0) config["final_logit_softcapping"] = m.logit_softcap;
+  }
+  if (m.gated_delta()) {
+    config["full_attention_interval"] = m.period;
+    config["linear_conv_kernel_dim"] = m.conv_kernel;
+    config["linear_num_key_heads"] = m.key_heads;
+    config["linear_num_value_heads"] = m.value_heads;
+    config["linear_key_head_dim"] = m.key_dim;
+    config["linear_value_head_dim"] = m.value_dim;
+  }
+  if (m.period != 0) {
+    Json types = Json::array();
+    for (std::int64_t i = 0; i < m.layers; ++i) {
+      types.push_back((i + 1) % m.period == 0 ? "full_attention"
+                      : m.gated_delta()       ? "linear_attention"
+                                              : "sliding_attention");
+    }
+    config["layer_types"] = std::move(types);
+  }
+  if (m.arch() == Arch::llama && m.experts != 0) {
+    config["num_local_experts"] = m.experts;
+    config["num_experts_per_tok"] = m.experts_used;
+  } else if (m.experts != 0) {
+    config["num_experts"] = m.experts;
+    config["num_experts_per_tok"] = m.experts_used;
+    config["moe_intermediate_size"] = m.expert_feed_forward;
+    config["shared_expert_intermediate_size"] = m.shared_feed_forward;
+    if (m.arch() == Arch::qwen3next) {
+      config["norm_topk_prob"] = true;
+      config["decoder_sparse_step"] = 1;
+      config["mlp_only_layers"] = Json::array();
+    }
+  }
+  const auto token = [&](const char* key, const std::optional<std::int64_t>& id) {
+    if (id) config[key] = *id;
+  };
+  token("bos_token_id", m.bos);
+  token("eos_token_id", m.eos);
+  token("pad_token_id", m.pad);
+  return config;
+}
+
+Result<Json> config_for(World to, const Json& config) {
+  const auto model = model_from_config(config);
+  if (!model) return model.status();
+  Json text = text_config(config);
+  for (const char* key : {"dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"})
+    if (!text.contains(key) && config.contains(key)) text[key] = config[key];
+  for (const char* key : {"quantization", "quantization_config"}) text.erase(key);
+  text["model_type"] = model->type->name;
+  text["architectures"] = {model->type->class_name};
+  text["vocab_size"] = model->vocab;
+  text["tie_word_embeddings"] = model->tied;
+  if (to != World::mlx) return text;
+
+  const auto cannot = [&](const std::string& what) {
+    return unsupported("config.json: mlx-lm's " + std::string(model->type->name) + what);
+  };
+  if (model->is("mixtral") && model->head_dim != model->hidden / model->heads)
+    return cannot(" has a head_dim of hidden_size / num_attention_heads only");
+  if (model->is("mixtral") && model->rope.type != "default")
+    return cannot(" does not scale its rotary embedding");
+  if (model->logit_softcap != 0) return cannot(" has no final_logit_softcapping");
+
+  // mlx-lm reads these where transformers before 5 had them, and has defaults of its own.
+  const Json usual = config_from_model(*model, "");
+  for (const char* key :
+       {"num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+        "rms_norm_eps", "max_position_embeddings", "rope_theta", "rope_local_base_freq",
+        "rope_scaling", "rope_parameters", "partial_rotary_factor", "sliding_window",
+        "sliding_window_pattern", "query_pre_attn_scalar", "full_attention_interval",
+        "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"})
+    if (usual.contains(key)) text[key] = usual[key];
+  if (model->arch() != Arch::qwen35 && model->arch() != Arch::qwen35moe) return text;
+
+  // Known to it as the vision model's language model only.
+  Json outer;
+  outer["architectures"] = {model->type->vision_class};
+  outer["model_type"] = model->type->vision;
+  for (const char* key : {"dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"})
+    if (text.contains(key)) outer[key] = text[key];
+  outer["tie_word_embeddings"] = model->tied;
+  text.erase("architectures");
+  outer["text_config"] = std::move(text);
+  return outer;
+}
+
+}  // namespace bittern

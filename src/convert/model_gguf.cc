@@ -1,0 +1,394 @@
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numbers>
+
+#include "convert/model.h"
+#include "formats/json_events.h"
+
+namespace bittern {
+namespace {
+
+struct ArchName {
+  Arch arch;
+  const char* gguf;
+  const char* model_type;
+};
+constexpr ArchName kArchs[] = {
+    {Arch::llama, "llama", "llama"},
+    {Arch::qwen2, "qwen2", "qwen2"},
+    {Arch::qwen3, "qwen3", "qwen3"},
+    {Arch::gemma3, "gemma3", "gemma3_text"},
+    {Arch::qwen3next, "qwen3next", "qwen3_next"},
+    {Arch::qwen35, "qwen35", "qwen3_5_text"},
+    {Arch::qwen35moe, "qwen35moe", "qwen3_5_moe_text"},
+};
+
+// Keys below the architecture's name. The first thing wrong is kept.
+class Keys {
+ public:
+  Keys(const GgufFile& file, std::string arch) : file_(file), arch_(std::move(arch)) {}
+
+  bool has(const char* key) const { return file_.find(full(key)) != nullptr; }
+
+  // One number, or a list with one for each layer that are all the same or 0 (a layer without).
+  std::int64_t count(const char* key) {
+    std::int64_t x = 0;
+    const GgufValue* value = file_.find(full(key));
+    if (value != nullptr && value->type() == GgufType::array) {
+      const auto all = file_.integers(full(key));
+      if (!all) return fail(all.status());
+      for (const std::int64_t y : *all) {
+        if (x != 0 && y != 0 && x != y)
+          return fail(unsupported(name(key) + "differs between layers, expected one number"));
+        if (y != 0) x = y;
+      }
+    } else {
+      const auto one = file_.integer(full(key));
+      if (!one) return fail(one.status());
+      x = *one;
+    }
+    if (x < 1 || x > std::numeric_limits<std::int32_t>::max())
+      return fail(invalid(name(key) + std::to_string(x) + ", expected 1 or more, below 2^31"));
+    return x;
+  }
+  std::int64_t count_or(const char* key, std::int64_t otherwise) {
+    return has(key) ? count(key) : otherwise;
+  }
+  double number(const char* key) {
+    const auto x = file_.number(full(key));
+    if (!x) {
+      fail(x.status());
+      return 1;
+    }
+    if (!std::isfinite(*x) || *x <= 0) fail(invalid(name(key) + "not above 0, expected it to be"));
+    return *x;
+  }
+  double number_or(const char* key, double otherwise) { return has(key) ? number(key) : otherwise; }
+  std::string text_or(const char* key, const char* otherwise) {
+    if (!has(key)) return otherwise;
+    const auto x = file_.string(full(key));
+    if (!x) fail(x.status());
+    return x ? std::string(*x) : otherwise;
+  }
+  std::optional<std::int64_t> token(const char* key) const {
+    const GgufValue* value = file_.find(key);
+    return value == nullptr ? std::nullopt : value->as_integer();
+  }
+
+  std::int64_t fail(Status status) {
+    if (status_.ok()) status_ = std::move(status);
+    return 1;
+  }
+  std::string name(const char* key) const { return file_.path() + ": " + full(key) + ": "; }
+  std::string full(const char* key) const { return arch_ + "." + key; }
+  const Status& status() const { return status_; }
+
+ private:
+  const GgufFile& file_;
+  std::string arch_;
+  Status status_;
+};
+
+// A number that was made of a decimal one and lost digits as an f32: 1e-6, not 9.99999997e-07.
+double decimal(double x) {
+  std::array<char, 32> text{};
+  for (int digits = 1; digits < 9; ++digits) {
+    std::snprintf(text.data(), text.size(), "%.*g", digits, x);
+    const double shorter = std::strtod(text.data(), nullptr);
+    if (static_cast<float>(shorter) == static_cast<float>(x)) return shorter;
+  }
+  return x;
+}
+
+// The parameters of llama3 from its factors: between the wavelengths L / high and L / low a factor
+// is 1 / ((1 - s) / factor + s) with s = (L / wavelength - low) / (high - low), a line in
+// 1 / wavelength; only the ratios of L, low and high show, so low is 1.
+Status read_llama3(const GgufFile& file, const GgufTensor& tensor, Rope& rope, std::int64_t dim) {
+  const auto refuse = [&](const std::string& what) {
+    return unsupported(file.path() + ": tensor rope_freqs.weight: " + what);
+  };
+  if (tensor.type != GgmlType::f32 || tensor.shape != Shape{dim / 2})
+    return refuse(std::string(info(tensor.type).name) + " " + tensor.shape.str() +
+                  ", expected F32 " + Shape{dim / 2}.str());
+  std::vector<float> factors(static_cast<std::size_t>(dim / 2));
+  std::memcpy(factors.data(), tensor.bytes.data(), tensor.bytes.size());
+  const auto same = [&](const std::vector<float>& other) {
+    return std::equal(factors.begin(), factors.end(), other.begin(),
+                      [](float a, float b) { return std::abs(a - b) <= 1e-5f * std::abs(b); });
+  };
+
+  rope.type = "llama3";
+  rope.factor = decimal(*std::max_element(factors.begin(), factors.end()));
+  rope.low = 1;
+  std::vector<std::pair<double, double>> line;  // of 1 / wavelength and s
+  for (std::size_t i = 0; i < factors.size(); ++i) {
+    const double f = factors[i];
+    if (!(f >= 1)) return refuse("a factor is " + std::to_string(f) + ", expected 1 or more");
+    if (f == 1 || f > rope.factor * (1 - 1e-6)) continue;
+    const double wavelength =
+        2 * std::numbers::pi * std::pow(rope.theta, 2.0 * double(i) / double(dim));
+    line.emplace_back(1 / wavelength, (1 / f - 1 / rope.factor) / (1 - 1 / rope.factor));
+  }
+  // The usual values are tried first: they are exact, and with less than two points all there is.
+  for (const std::int64_t context : {8192, 4096, 2048, 16384, 32768}) {
+    rope.context = context;
+    rope.high = 4;
+    if (same(llama3_factors(rope, dim))) return {};
+  }
+  if (line.size() >= 2) {
+    const auto [x0, s0] = line.front();
+    const auto [x1, s1] = line.back();
+    const double slope = (s1 - s0) / (x1 - x0);  // L / (high - low)
+    const double below = slope * x0 - s0;        // low / (high - low)
+    rope.high = std::round((1 + 1 / below) * 1000) / 1000;
+    rope.context = std::llround(slope / below);
+    if (rope.context > 0 && rope.high > 1 && same(llama3_factors(rope, dim))) return {};
+  }
+  return refuse("not the factors of a llama3 rotary embedding, expected them to be");
+}
+
+void put(GgufMetadata& out, std::string key, std::int64_t x) {
+  out.emplace_back(std::move(key), GgufData(static_cast<std::uint32_t>(x)));
+}
+void put(GgufMetadata& out, std::string key, double x) {
+  out.emplace_back(std::move(key), GgufData(static_cast<float>(x)));
+}
+
+}  // namespace
+
+const char* gguf_name(Arch arch) {
+  for (const ArchName& row : kArchs)
+    if (row.arch == arch) return row.gguf;
+  return "";
+}
+
+std::vector<float> llama3_factors(const Rope& rope, std::int64_t rotary_dim) {
+  std::vector<float> factors;
+  for (std::int64_t i = 0; i < rotary_dim; i += 2) {
+    const double wavelength =
+        2 * std::numbers::pi * std::pow(rope.theta, double(i) / double(rotary_dim));
+    const double turns = double(rope.context) / wavelength;
+    double factor = 1;
+    if (turns < rope.low) {
+      factor = rope.factor;
+    } else if (turns <= rope.high) {
+      const double s = (turns - rope.low) / (rope.high - rope.low);
+      factor = 1 / ((1 - s) / rope.factor + s);
+    }
+    factors.push_back(static_cast<float>(factor));
+  }
+  return factors;
+}
+
+Result<Model> model_from_gguf(const GgufFile& file) {
+  const auto arch_name = file.string("general.architecture");
+  if (!arch_name) return arch_name.status();
+  const auto known = std::find_if(std::begin(kArchs), std::end(kArchs),
+                                  [&](const ArchName& row) { return *arch_name == row.gguf; });
+  if (known == std::end(kArchs)) {
+    std::string all;
+    for (const ArchName& row : kArchs) all.append(all.empty() ? "" : ", ").append(row.gguf);
+    return unsupported(file.path() + ": architecture " + in_quotes(*arch_name) +
+                       " is not known, expected one of " + all);
+  }
+  Keys keys(file, known->gguf);
+  Model m;
+  const char* type = known->model_type;
+  if (known->arch == Arch::llama && keys.has("attention.sliding_window")) type = "mistral";
+  if (known->arch == Arch::llama && keys.has("expert_count")) type = "mixtral";
+  m.type = model_type(type);
+
+  m.layers = keys.count("block_count") - keys.count_or("nextn_predict_layers", 0);
+  if (m.layers < 1 || m.layers > kMostLayers)
+    keys.fail(invalid(keys.name("block_count") + std::to_string(m.layers) +
+                      " layers, expected from 1 to " + std::to_string(kMostLayers)));
+  m.hidden = keys.count("embedding_length");
+  m.heads = keys.count("attention.head_count");
+  m.kv_heads = keys.count_or("attention.head_count_kv", m.heads);
+  if (m.heads % m.kv_heads != 0)
+    keys.fail(invalid(keys.name("attention.head_count") +
+                      "no multiple of attention.head_count_kv, expected one"));
+  m.head_dim = keys.count_or("attention.key_length", m.hidden / m.heads);
+  if (keys.count_or("attention.value_length", m.head_dim) != m.head_dim)
+    keys.fail(unsupported(keys.name("attention.value_length") +
+                          "not attention.key_length, expected it to be"));
+  if (m.head_dim < 1)
+    keys.fail(invalid(keys.name("embedding_length") + "less than attention.head_count"));
+  m.context = keys.count("context_length");
+  m.eps = decimal(keys.number("attention.layer_norm_rms_epsilon"));
+  if (known->arch != Arch::qwen35moe) m.feed_forward = keys.count("feed_forward_length");
+  m.activation = m.arch() == Arch::gemma3 ? "gelu_pytorch_tanh" : "silu";
+
+  const GgufTensor* embedding = file.tensor("token_embd.weight");
+  if (embedding == nullptr || embedding->shape.rank != 2)
+    return invalid(file.path() + ": no tensor token_embd.weight of rank 2, expected one");
+  m.vocab = embedding->shape[0];
+  m.tied = file.tensor("output.weight") == nullptr;
+  m.bos = keys.token("tokenizer.ggml.bos_token_id");
+  m.eos = keys.token("tokenizer.ggml.eos_token_id");
+  m.pad = keys.token("tokenizer.ggml.padding_token_id");
+
+  // ---- rotary embedding ----
+  m.rope.theta = decimal(keys.number_or("rope.freq_base", 1e4));
+  m.rope.local_theta = decimal(keys.number_or("rope.freq_base_swa", 1e4));
+  const std::int64_t turning = keys.count_or("rope.dimension_count", m.head_dim);
+  m.rope.part = double(turning) / double(m.head_dim);
+  if (turning > m.head_dim || turning % 2 != 0 ||
+      (turning != m.head_dim && !(known->arch >= Arch::qwen3next)))
+    keys.fail(unsupported(keys.name("rope.dimension_count") + std::to_string(turning) +
+                          " of a head's " + std::to_string(m.head_dim) +
+                          ", expected all of them, or an even number in a qwen3next or qwen35"));
+  const std::string scaling = keys.text_or("rope.scaling.type", "none");
+  const double factor =
+      keys.number_or("rope.scaling.factor", keys.number_or("rope.scale_linear", 1));
+  if (scaling == "yarn") {
+    m.rope.type = "yarn";
+    m.rope.context = keys.count_or("rope.scaling.original_context_length", m.context);
+    if (keys.has("rope.scaling.attn_factor") && keys.number("rope.scaling.attn_factor") != 1)
+      keys.fail(unsupported(keys.name("rope.scaling.attn_factor") + "not 1, expected it to be"));
+  } else if (scaling == "linear" || (scaling == "none" && factor != 1)) {
+    m.rope.type = "linear";
+  } else if (scaling != "none") {
+    keys.fail(unsupported(keys.name("rope.scaling.type") + in_quotes(scaling) +
+                          ", expected none, linear or yarn"));
+  }
+  if (m.rope.type != "default") m.rope.factor = decimal(factor);
+  if (keys.has("rope.dimension_sections")) {
+    const auto sections = file.integers(keys.full("rope.dimension_sections"));
+    if (!sections) return sections.status();
+    if (sections->size() != 4 || (*sections)[3] != 0)
+      return unsupported(keys.name("rope.dimension_sections") + "expected three and a 0");
+    m.rope.sections.assign(sections->begin(), sections->end() - 1);
+  }
+  if (!keys.status().ok()) return keys.status();
+  if (const GgufTensor* factors = file.tensor("rope_freqs.weight"))
+    if (known->arch == Arch::llama) BITTERN_TRY(read_llama3(file, *factors, m.rope, m.head_dim));
+
+  // ---- what only some have ----
+  if (known->arch == Arch::llama) {
+    m.window = keys.count_or("attention.sliding_window", 0);
+    m.attention_bias = file.tensor("blk.0.attn_q.bias") != nullptr;
+    m.mlp_bias = file.tensor("blk.0.ffn_gate.bias") != nullptr;
+    if (m.is("mixtral")) m.expert_feed_forward = m.feed_forward;
+  }
+  if (known->arch == Arch::gemma3) {
+    m.window = keys.count_or("attention.sliding_window", 0);
+    m.period = m.window == 0 ? 1 : keys.count_or("attention.sliding_window_pattern", 6);
+    m.query_scale = double(m.layers == 62 ? m.hidden / m.heads : m.head_dim);
+    m.logit_softcap = keys.number_or("final_logit_softcapping", 0);
+  }
+  if (known->arch >= Arch::qwen3next) {
+    m.period = keys.count_or("full_attention_interval", 4);
+    m.conv_kernel = keys.count("ssm.conv_kernel");
+    m.key_heads = keys.count("ssm.group_count");
+    m.value_heads = keys.count("ssm.time_step_rank");
+    m.key_dim = m.value_dim = keys.count("ssm.state_size");
+    if (m.value_heads % m.key_heads != 0 ||
+        keys.count("ssm.inner_size") != m.value_dim * m.value_heads)
+      keys.fail(invalid(keys.name("ssm.inner_size") +
+                        "the heads of the gated delta net do not fit together, expected "
+                        "ssm.state_size x ssm.time_step_rank, which is a multiple of "
+                        "ssm.group_count"));
+    if (keys.has("attention.recurrent_layers")) {
+      const auto recurrent = file.array(keys.full("attention.recurrent_layers"));
+      if (!recurrent) return recurrent.status();
+      std::int64_t layer = 0, wrong = 0;
+      recurrent->each([&](const GgufValue& x) {
+        const bool is = x.as_bool().value_or(x.as_integer().value_or(0) != 0);
+        if (layer < m.layers && is != m.is_linear(layer)) ++wrong;
+        ++layer;
+      });
+      if (wrong != 0 || layer < m.layers)
+        return unsupported(keys.name("attention.recurrent_layers") +
+                           "not all but every full_attention_interval-th layer, expected that");
+    }
+  }
+  if (keys.has("expert_count")) {
+    m.experts = keys.count("expert_count");
+    m.experts_used = keys.count("expert_used_count");
+    if (m.experts > kMostExperts)
+      keys.fail(invalid(keys.name("expert_count") + std::to_string(m.experts) +
+                        ", expected at most " + std::to_string(kMostExperts)));
+    if (!m.is("mixtral")) {
+      m.expert_feed_forward = keys.count("expert_feed_forward_length");
+      m.shared_feed_forward = keys.count("expert_shared_feed_forward_length");
+    }
+  }
+  if (!keys.status().ok()) return keys.status();
+  return m;
+}
+
+Result<nlohmann::ordered_json> config_from_gguf(const GgufFile& file, std::string_view dtype) {
+  const auto model = model_from_gguf(file);
+  if (!model) return model.status();
+  return config_from_model(*model, dtype);
+}
+
+Status add_metadata(const Model& m, GgufMetadata& out) {
+  const std::string arch = gguf_name(m.arch());
+  const auto key = [&](const char* name) { return arch + "." + name; };
+  put(out, key("block_count"), m.layers);
+  put(out, key("context_length"), m.context);
+  put(out, key("embedding_length"), m.hidden);
+  if (m.feed_forward != 0) put(out, key("feed_forward_length"), m.feed_forward);
+  put(out, key("attention.head_count"), m.heads);
+  put(out, key("attention.head_count_kv"), m.kv_heads);
+  put(out, key("attention.key_length"), m.head_dim);
+  put(out, key("attention.value_length"), m.head_dim);
+  put(out, key("attention.layer_norm_rms_epsilon"), m.eps);
+  put(out, key("vocab_size"), m.vocab);
+  put(out, key("rope.freq_base"), m.rope.theta);
+  put(out, key("rope.dimension_count"), m.rotary_dim());
+  if (m.rope.type == "linear" || m.rope.type == "yarn") {
+    out.emplace_back(key("rope.scaling.type"), GgufData(std::string_view(m.rope.type)));
+    put(out, key("rope.scaling.factor"), m.rope.factor);
+    if (m.rope.type == "yarn")
+      put(out, key("rope.scaling.original_context_length"), m.rope.context);
+  }
+  if (m.window != 0) put(out, key("attention.sliding_window"), m.window);
+  if (m.arch() == Arch::gemma3) {
+    const double scale = double(m.layers == 62 ? m.hidden / m.heads : m.head_dim);
+    if (m.query_scale != scale)
+      return unsupported("config.json: \"query_pre_attn_scalar\" is not " +
+                         std::to_string(static_cast<std::int64_t>(scale)) +
+                         ", which llama.cpp takes it for in a gemma3 of this size");
+    put(out, key("attention.sliding_window_pattern"), m.period);
+    put(out, key("rope.freq_base_swa"), m.rope.local_theta);
+    if (m.logit_softcap != 0) put(out, key("final_logit_softcapping"), m.logit_softcap);
+  }
+  if (m.experts != 0) {
+    put(out, key("expert_count"), m.experts);
+    put(out, key("expert_used_count"), m.experts_used);
+    if (!m.is("mixtral")) {
+      put(out, key("expert_feed_forward_length"), m.expert_feed_forward);
+      put(out, key("expert_shared_feed_forward_length"), m.shared_feed_forward);
+    }
+  }
+  if (!m.gated_delta()) return {};
+  if (m.key_dim != m.value_dim)
+    return unsupported(
+        "config.json: \"linear_key_head_dim\" is not \"linear_value_head_dim\", "
+        "which llama.cpp has one number for");
+  put(out, key("ssm.conv_kernel"), m.conv_kernel);
+  put(out, key("ssm.state_size"), m.key_dim);
+  put(out, key("ssm.group_count"), m.key_heads);
+  put(out, key("ssm.time_step_rank"), m.value_heads);
+  put(out, key("ssm.inner_size"), m.value_heads * m.value_dim);
+  put(out, key("full_attention_interval"), m.period);
+  if (m.arch() != Arch::qwen3next) {
+    // Frequencies turn with time, height and width in turns; text has the same of all three.
+    const std::int64_t turning = m.rotary_dim() / 2;
+    std::array<std::int32_t, 4> sections{};
+    for (std::size_t i = 0; i < 3; ++i)
+      sections[i] = static_cast<std::int32_t>(
+          m.rope.sections.empty() ? (turning + 2 - std::int64_t(i)) / 3 : m.rope.sections[i]);
+    out.emplace_back(key("rope.dimension_sections"),
+                     GgufData::array(std::span<const std::int32_t>(sections)));
+  }
+  return {};
+}
+
+}  // namespace bittern

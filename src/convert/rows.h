@@ -1,0 +1,88 @@
+// Rows of a tensor to be written, made from rows of the source: gathered as a recipe says, and
+// turned into the storage they are to have.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "bittern/affine_desc.h"
+#include "bittern/status.h"
+#include "convert/recipe.h"
+#include "formats/checkpoint.h"
+
+namespace bittern {
+
+// Bytes of one row of codes (or plain numbers, or blocks), scales and biases.
+struct RowBytes {
+  std::uint64_t data = 0, scales = 0, biases = 0;
+};
+Result<RowBytes> row_bytes(const Storage& storage, std::int64_t columns);
+
+// Numbers of f32, f16 or bf16: in the mapped source where they lie there as they are wanted.
+struct RowNumbers {
+  DType dtype = DType::f32;
+  const void* data = nullptr;
+  std::vector<float> own;  // f32 that had to be made
+};
+
+class RowReader {
+ public:
+  // Refuses a recipe whose sources are not there or not of its shape. It outlives the reader.
+  static Result<RowReader> open(const Checkpoint& source, const Recipe& recipe);
+
+  std::int64_t rows() const { return rows_; }
+  std::int64_t columns() const { return columns_; }
+  // The sources' storage; they all have one.
+  const Storage& storage() const { return sources_[0].storage; }
+  // Whether rows move, blocks of columns included, without being decoded.
+  bool movable() const;
+
+  Status numbers(std::int64_t first, std::int64_t count, RowNumbers& out) const;
+  Status grid(std::int64_t first, std::int64_t count, GridRows& out) const;
+  Status stored(std::int64_t first, std::int64_t count, EncodedRows& out) const;
+
+ private:
+  struct Run : RowRun {
+    std::int64_t at = 0;  // its first row in the output
+  };
+  struct Pick {
+    std::uint32_t source;
+    std::int64_t row;
+  };
+  RowReader() = default;
+  std::vector<Pick> picks(std::int64_t first, std::int64_t count) const;
+  template <class F>
+  Status each_range(const std::vector<Pick>& picks, F&& f) const;
+
+  std::string name_;
+  std::vector<CheckpointTensor> sources_;  // views, of the recipe's columns
+  std::vector<Run> runs_;
+  std::int64_t rows_ = 0, columns_ = 0, column_block_ = 0;
+  std::vector<std::int64_t> order_;  // of column blocks; empty: as they are
+  ValueMap map_ = ValueMap::same;
+};
+
+// Numbers into a storage. `importance`, one a column, weighs errors where the method can.
+struct RowEncoder {
+  Storage to;
+  std::optional<AffineMethod> method;
+  // When it is quantised: `to` is plain, and gets the numbers this storage makes of them.
+  Storage through;
+
+  Status encode(const RowNumbers& numbers, std::int64_t count, std::int64_t columns,
+                std::span<const float> importance, EncodedRows& out) const;
+};
+
+// The numbers as f32.
+Status as_f32(const RowNumbers& numbers, std::span<float> out);
+
+// Rows of a chunk: a few MiB, so that what one pass has read the next finds in a cache.
+std::int64_t rows_at_once(std::int64_t columns);
+
+// False when a number is infinite or NaN.
+bool all_finite(const RowNumbers& numbers, std::int64_t count);
+
+}  // namespace bittern

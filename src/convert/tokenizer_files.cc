@@ -1,0 +1,275 @@
+#include "convert/tokenizer_files.h"
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <optional>
+
+#include "formats/json_events.h"
+#include "formats/mapped_file.h"
+
+namespace bittern {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+Result<MappedFile> open_small(const std::string& path) {
+  auto file = MappedFile::open(path);
+  if (file && file->bytes().size() > kMostTokenizerBytes)
+    return invalid(path + ": " + std::to_string(file->bytes().size()) +
+                   " bytes, expected at most " + std::to_string(kMostTokenizerBytes));
+  return file;
+}
+
+// ---- JSON as a tree of bounded size ----
+
+class TreeReader : public JsonEvents {
+ public:
+  explicit TreeReader(const std::string& path)
+      : JsonEvents(path, path + ": not JSON, expected JSON"), path_(path) {}
+  Json take() { return std::move(root_); }
+
+ protected:
+  Status begin(bool object) override {
+    Json* node = nullptr;
+    BITTERN_TRY(add(object ? Json::object() : Json::array(), node));
+    open_.push_back(node);
+    return {};
+  }
+  Status key(const std::string& text) override {
+    // Looking through a large object for each key takes for ever; python's last one wins there.
+    constexpr std::size_t kChecked = 256;
+    const auto& object = open_.back()->get_ref<const Json::object_t&>();
+    if (object.size() < kChecked && object.find(text) != object.end())
+      return invalid(path_ + ": key " + in_quotes(text) + " twice, expected once");
+    key_ = text;
+    return {};
+  }
+  Status scalar(const JsonScalar& value) override {
+    Json* node = nullptr;
+    switch (value.kind) {
+      case JsonScalar::null: return add(Json(), node);
+      case JsonScalar::boolean: return add(Json(value.truth), node);
+      case JsonScalar::natural: return add(Json(value.number), node);
+      case JsonScalar::negative: return add(Json(value.integer), node);
+      case JsonScalar::fraction: return add(Json(value.real), node);
+      case JsonScalar::text: return add(Json(*value.string), node);
+    }
+    return {};
+  }
+  Status end() override {
+    open_.pop_back();
+    return {};
+  }
+
+  const std::string path_;
+
+ private:
+  Status add(Json value, Json*& node) {
+    if (++nodes_ > kMostJsonNodes)
+      return invalid(path_ + ": more than " + std::to_string(kMostJsonNodes) +
+                     " values, expected less");
+    if (open_.empty()) {
+      root_ = std::move(value);
+      node = &root_;
+    } else if (open_.back()->is_array()) {
+      auto& list = open_.back()->get_ref<Json::array_t&>();
+      list.push_back(std::move(value));
+      node = &list.back();
+    } else {
+      auto& object = open_.back()->get_ref<Json::object_t&>();
+      object.push_back({key_, std::move(value)});
+      node = &object.back().second;
+    }
+    return {};
+  }
+
+  Json root_;
+  std::vector<Json*> open_;
+  std::string key_;
+  std::size_t nodes_ = 0;
+};
+
+// ---- tokenizer.json ----
+
+// One pass makes a tree of what is small and lists of tokens and merges.
+class TokenizerReader : public TreeReader {
+ public:
+  TokenizerReader(const std::string& path, TokenizerJson& out) : TreeReader(path), out_(out) {}
+
+ protected:
+  Status begin(bool object) override {
+    if (depth() == 0 && !object) return invalid(path_ + ": a list, expected an object");
+    switch (list()) {
+      case List::none: return TreeReader::begin(object);
+      case List::added:
+        if (depth() == 1 && !object) return {};
+        if (depth() == 2 && object) {
+          out_.added.emplace_back();
+          if (out_.added.size() > kMostAddedTokens)
+            return too_many("added_tokens", kMostAddedTokens);
+          return {};
+        }
+        return invalid(path_ + ": added_tokens: expected a list of objects");
+      case List::vocabulary:
+        if (depth() == 2 && object) return {};
+        return invalid(path_ +
+                       ": model.vocab: expected an object of ids, as model.type BPE has it");
+      case List::merges:
+        if (!object && depth() == 2) return {};
+        if (!object && depth() == 3) {
+          parts_ = 0;
+          return {};
+        }
+        return invalid(path_ + ": model.merges: expected a list of pairs");
+    }
+    return {};
+  }
+
+  Status key(const std::string& text) override {
+    if (depth() == 1) section_ = text;
+    if (depth() == 2) model_key_ = text;
+    if ((depth() == 1 && section_ == "added_tokens") ||
+        (depth() == 2 && section_ == "model" && (text == "vocab" || text == "merges"))) {
+      bool& seen = text == "vocab" ? seen_vocab_ : text == "merges" ? seen_merges_ : seen_added_;
+      if (std::exchange(seen, true))
+        return invalid(path_ + ": key " + in_quotes(text) + " twice, expected once");
+      return {};
+    }
+    if (list() == List::none) return TreeReader::key(text);
+    key_ = text;
+    return {};
+  }
+
+  Status scalar(const JsonScalar& value) override {
+    switch (list()) {
+      case List::none: return TreeReader::scalar(value);
+      case List::added: return depth() == 3 ? added(value) : wrong("added_tokens", value, "a list");
+      case List::vocabulary:
+        if (depth() != 3) return wrong("model.vocab", value, "an object");
+        if (value.kind != JsonScalar::natural || value.number >= kMostTokens)
+          return invalid(
+              path_ + ": model.vocab: " + in_quotes(key_) + ": " +
+              (value.kind == JsonScalar::natural ? std::to_string(value.number) : value.what()) +
+              ", expected an id below " + std::to_string(kMostTokens));
+        if (out_.vocabulary.size() == kMostTokens) return too_many("model.vocab", kMostTokens);
+        out_.vocabulary.push_back({out_.texts.add(key_), static_cast<std::uint32_t>(value.number)});
+        return {};
+      case List::merges:
+        if (value.kind != JsonScalar::text || depth() < 3)
+          return wrong("model.merges", value, "a list of pairs of tokens");
+        if (out_.merges.size() == kMostMerges) return too_many("model.merges", kMostMerges);
+        return depth() == 3 ? merge(*value.string) : part(*value.string);
+    }
+    return {};
+  }
+
+  Status end() override {
+    if (list() == List::none) return TreeReader::end();
+    if (list() == List::merges && depth() == 3 && parts_ != 2)
+      return invalid(merge_name() + "a list of " + std::to_string(parts_) +
+                     ", expected two tokens");
+    if (list() == List::added && depth() == 2) {
+      const AddedToken& token = out_.added.back();
+      if (!token.has_id || token.content.empty())
+        return invalid(path_ + ": added_tokens: token " + std::to_string(out_.added.size() - 1) +
+                       " lacks its id or content, expected both");
+    }
+    return {};
+  }
+
+ private:
+  enum class List { none, added, vocabulary, merges };
+  List list() const {
+    if (depth() >= 1 && section_ == "added_tokens") return List::added;
+    if (depth() >= 2 && section_ == "model") {
+      if (model_key_ == "vocab") return List::vocabulary;
+      if (model_key_ == "merges") return List::merges;
+    }
+    return List::none;
+  }
+
+  Status wrong(const char* what, const JsonScalar& value, const char* expected) const {
+    return invalid(path_ + ": " + what + ": " + value.what() + ", expected " + expected);
+  }
+  Status too_many(const char* what, std::size_t most) const {
+    return invalid(path_ + ": " + what + ": more than " + std::to_string(most) + ", expected less");
+  }
+  std::string merge_name() const {
+    return path_ + ": model.merges: merge " + std::to_string(out_.merges.size() - (parts_ == 2)) +
+           ": ";
+  }
+
+  Status added(const JsonScalar& value) {
+    AddedToken& token = out_.added.back();
+    const std::string name = "added_tokens." + key_;
+    if (key_ == "id") {
+      if (value.kind != JsonScalar::natural || value.number >= kMostTokens)
+        return wrong(name.c_str(), value, "an id below 1048576");
+      token.id = static_cast<std::uint32_t>(value.number);
+      token.has_id = true;
+    } else if (key_ == "content") {
+      if (value.kind != JsonScalar::text) return wrong(name.c_str(), value, "a string");
+      token.content = *value.string;
+    } else if (key_ == "special" || key_ == "lstrip" || key_ == "rstrip" || key_ == "single_word") {
+      if (value.kind != JsonScalar::boolean) return wrong(name.c_str(), value, "a boolean");
+      (key_ == "special" ? token.special : token.stripped) |= value.truth;
+    }
+    return {};
+  }
+
+  // "left right", as files were before tokens could have spaces.
+  Status merge(const std::string& text) {
+    const std::size_t space = text.find(' ');
+    if (space == text.npos || text.find(' ', space + 1) != text.npos)
+      return invalid(path_ + ": model.merges: merge " + std::to_string(out_.merges.size()) + ", " +
+                     in_quotes(text) + ": expected two tokens and a space between them");
+    const std::string_view view = text;
+    out_.merges.push_back(
+        {out_.texts.add(view.substr(0, space)), out_.texts.add(view.substr(space + 1))});
+    return {};
+  }
+  Status part(const std::string& text) {
+    const TextPool::Span span = out_.texts.add(text);
+    if (parts_ == 0) {
+      left_ = span;
+    } else if (parts_ == 1) {
+      out_.merges.push_back({left_, span});
+    }
+    ++parts_;
+    return {};
+  }
+
+  TokenizerJson& out_;
+  std::string section_, model_key_, key_;
+  bool seen_added_ = false, seen_vocab_ = false, seen_merges_ = false;
+  TextPool::Span left_;
+  int parts_ = 0;
+};
+
+}  // namespace
+
+Result<Json> read_json_file(const std::string& path) {
+  std::error_code error;
+  if (!std::filesystem::exists(path, error)) return Json();
+  const auto file = open_small(path);
+  if (!file) return file.status();
+  TreeReader reader(path);
+  BITTERN_TRY(reader.parse(file->bytes()));
+  Json tree = reader.take();
+  if (!tree.is_object()) return invalid(path + ": expected an object");
+  return tree;
+}
+
+Result<TokenizerJson> read_tokenizer_json(const std::string& path) {
+  const auto file = open_small(path);
+  if (!file) return file.status();
+  TokenizerJson out;
+  TokenizerReader reader(path, out);
+  BITTERN_TRY(reader.parse(file->bytes()));
+  out.rest = reader.take();
+  return out;
+}
+
+}  // namespace bittern

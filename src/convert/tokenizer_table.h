@@ -1,0 +1,77 @@
+// What tokenisers of both worlds have in common: how text is cut into words before byte-level BPE
+// merges them, under the name llama.cpp has for it (tokenizer.ggml.pre), and the kinds of tokens.
+// One table, read both ways.
+#pragma once
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace bittern {
+
+// Each cut splits every piece the one before it left: matches and the text between them are pieces.
+struct PreTokenizer {
+  const char* names;  // between spaces; the first is the one written
+  std::vector<std::string> cuts;
+  bool nfc = false;            // text is put into NFC before, which llama.cpp leaves out
+  bool ignore_merges = false;  // a word that is a token is that token, whatever the merges say
+  bool add_bos = false;        // where the metadata do not say
+};
+
+const PreTokenizer* find_pre_tokenizer(std::string_view name);
+// The one that cuts so, if possible with the same normalisation; null: llama.cpp has none.
+const PreTokenizer* find_pre_tokenizer(std::span<const std::string> cuts, bool ignore_merges,
+                                       bool nfc);
+std::string pre_tokenizer_names();  // all, with commas
+
+// What ByteLevel cuts by unless told not to, and what Digits and Punctuation are.
+extern const char* const kByteLevelCut;
+inline constexpr const char* kDigitCut = "\\p{N}";
+inline constexpr const char* kDigitsCut = "\\p{N}+";
+inline constexpr const char* kPunctuationCut = "[\\p{P}\\$\\+<=>\\^~\\|`]+";
+
+// tokenizer.ggml.token_type
+enum class TokenType : int {
+  normal = 1,
+  unknown = 2,
+  control = 3,
+  user_defined = 4,
+  unused = 5,
+  byte = 6,
+};
+
+// Tokens with a part to play, as GGUF and as Hugging Face calls them.
+struct NamedToken {
+  const char* gguf;  // tokenizer.ggml.NAME_token_id
+  const char* hf;    // NAME_token
+};
+inline constexpr NamedToken kNamedTokens[] = {
+    {"bos", "bos"},     {"eos", "eos"},       {"unknown", "unk"},
+    {"padding", "pad"}, {"seperator", "sep"},  // llama.cpp's spelling
+    {"cls", "cls"},     {"mask", "mask"},
+};
+inline constexpr std::size_t kBos = 0, kEos = 1, kUnk = 2, kPad = 3;
+
+// What hostile files are held to.
+inline constexpr std::size_t kMostTokens = std::size_t{1} << 20;
+inline constexpr std::size_t kMostAddedTokens = std::size_t{1} << 17;
+inline constexpr std::size_t kMostMerges = std::size_t{1} << 22;
+inline constexpr std::size_t kMostTokenizerBytes = std::size_t{64} << 20;
+
+// Which token has a text: open addressing over ids, since a node for each costs more than the text.
+class TokenIndex {
+ public:
+  explicit TokenIndex(std::size_t tokens);
+  // The id that is there already, or -1 when `id` was put.
+  std::int64_t put(std::span<const std::string_view> texts, std::uint32_t id);
+  std::int64_t find(std::span<const std::string_view> texts, std::string_view text) const;  // or -1
+
+ private:
+  std::size_t slot(std::span<const std::string_view> texts, std::string_view text) const;
+  std::vector<std::uint32_t> slots_;  // id + 1
+};
+
+bool is_utf8(std::string_view text);
+std::string padding_token(std::size_t id);  // "[PAD123]", llama.cpp's for an id without a token
+
+}  // namespace bittern
