@@ -434,6 +434,20 @@ bool goes_through(std::string_view name) {
   return false;
 }
 
+// A folder without safetensors is often one of GGUF files, of which one is to be chosen.
+Status with_hint(const std::string& folder, const Status& status) {
+  if (status.code() != Code::unavailable) return status;
+  std::string least;
+  std::error_code error;
+  for (fs::directory_iterator file(folder, error), end; !error && file != end;
+       file.increment(error)) {
+    std::string name = file->path().filename().string();
+    if (name.ends_with(".gguf") && (least.empty() || name < least)) least = std::move(name);
+  }
+  if (least.empty()) return status;
+  return unavailable(std::string(status.message()) + " (or a file of it: " + least + ")");
+}
+
 }  // namespace
 
 Status Checkpoint::list_other_files() {
@@ -460,7 +474,7 @@ Status Checkpoint::open_folder() {
   if (!snapshot) return snapshot.status();
   path_ = std::move(*snapshot);
   auto folder = SafetensorsFolder::open(path_);
-  if (!folder) return folder.status();
+  if (!folder) return with_hint(path_, folder.status());
   folder_ = std::move(*folder);
   for (const SafetensorsFile& file : folder_->files())
     for (const auto& [key, value] : file.metadata())
