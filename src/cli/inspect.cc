@@ -1,18 +1,21 @@
-// bittern inspect MODEL: what a model file holds, tensor by tensor, without reading its numbers.
+// bittern inspect MODEL [--compare OTHER]: what a model file holds, and how far another is from it.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <optional>
 
 #include "cli/cli.h"
+#include "convert/compare.h"
 #include "formats/checkpoint.h"
 
 namespace bittern::cli {
 namespace {
 
+constexpr std::size_t kWorstGroups = 10;
+
 struct InspectFlags {
   CommonFlags common;
-  std::string model;
+  std::string model, other;
   bool tensors = false;
 };
 
@@ -359,6 +362,53 @@ void print_tensors(const Summary& summary) {
   }
 }
 
+void print_comparison(const Comparison& comparison) {
+  std::size_t width = 10, equal = 0;
+  for (const TensorDifference& tensor : comparison.tensors) {
+    width = std::max(width, tensor.name.size());
+    equal += tensor.different == 0;
+  }
+  width = std::min<std::size_t>(width, 72);
+  fmt::print("\n{:<{}} {:>20} {:>26} {:>26} {:>14} {:>13}\n", "tensor", width, "shape", "storage",
+             "of the other", "relative error", "max abs error");
+  for (const TensorDifference& tensor : comparison.tensors) {
+    fmt::print("{:<{}} {:>20} {:>26} {:>26} {:>14.4g} {:>13.4g}{}\n", printable(tensor.name), width,
+               tensor.shape.str(), tensor.a.str(), tensor.b.str(), tensor.relative_error(),
+               tensor.max_abs_error,
+               tensor.not_finite == 0
+                   ? ""
+                   : fmt::format("  {} infinite or NaN in one alone", tensor.not_finite));
+  }
+  if (!comparison.worst_groups.empty()) {
+    fmt::print(
+        "\nworst groups of {} columns: their root mean square error over that of the "
+        "tensor's numbers\n",
+        kComparedGroup);
+    for (const GroupDifference& group : comparison.worst_groups) {
+      fmt::print("{:<{}} row {}, column {}: {:.4g}\n",
+                 printable(comparison.tensors[group.tensor].name), width, group.row, group.column,
+                 group.error);
+    }
+  }
+  const auto names = [](const char* where, const std::vector<std::string>& all) {
+    if (all.empty()) return;
+    fmt::print("\nonly in {}:\n", where);
+    for (const std::string& name : all) fmt::print("  {}\n", printable(name));
+  };
+  names("the model", comparison.only_in_a);
+  names("the other", comparison.only_in_b);
+  if (!comparison.shapes_differ.empty()) fmt::print("\nof other shapes:\n");
+  for (const Comparison::Shapes& shapes : comparison.shapes_differ)
+    fmt::print("  {} {} and {}\n", printable(shapes.name), shapes.a.str(), shapes.b.str());
+  if (!comparison.not_compared.empty()) fmt::print("\nnot compared:\n");
+  for (const Comparison::Skipped& skipped : comparison.not_compared)
+    fmt::print("  {}: {}\n", printable(skipped.name), printable(skipped.reason));
+  fmt::print(
+      "\n{} tensors compared, {} equal; over all numbers: relative error {:.6g}, "
+      "max abs error {:.6g}\n",
+      comparison.tensors.size(), equal, comparison.relative_error(), comparison.max_abs_error());
+}
+
 // ---- as JSON: docs/inspect.md ----
 
 template <class T>
@@ -410,8 +460,79 @@ Json summary_json(const Summary& summary) {
           {"tensors", tensors}};
 }
 
+Json comparison_json(const Comparison& comparison) {
+  Json tensors = Json::array(), groups = Json::array(), shapes = Json::array(),
+       skipped = Json::array();
+  std::size_t equal = 0;
+  for (const TensorDifference& tensor : comparison.tensors) {
+    equal += tensor.different == 0;
+    tensors.push_back({{"name", tensor.name},
+                       {"shape", shape_json(tensor.shape)},
+                       {"storage", tensor.a.str()},
+                       {"other_storage", tensor.b.str()},
+                       {"relative_error", tensor.relative_error()},
+                       {"max_abs_error", tensor.max_abs_error},
+                       {"different", tensor.different},
+                       {"not_finite", tensor.not_finite}});
+  }
+  for (const GroupDifference& group : comparison.worst_groups) {
+    groups.push_back({{"tensor", comparison.tensors[group.tensor].name},
+                      {"row", group.row},
+                      {"column", group.column},
+                      {"error", group.error}});
+  }
+  for (const Comparison::Shapes& one : comparison.shapes_differ) {
+    shapes.push_back(
+        {{"name", one.name}, {"shape", shape_json(one.a)}, {"other_shape", shape_json(one.b)}});
+  }
+  for (const Comparison::Skipped& one : comparison.not_compared)
+    skipped.push_back({{"name", one.name}, {"reason", one.reason}});
+  return {{"relative_error", comparison.relative_error()},
+          {"max_abs_error", comparison.max_abs_error()},
+          {"equal", equal},
+          {"group_columns", kComparedGroup},
+          {"tensors", tensors},
+          {"worst_groups", groups},
+          {"only_in_model", comparison.only_in_a},
+          {"only_in_other", comparison.only_in_b},
+          {"shapes_differ", shapes},
+          {"not_compared", skipped}};
+}
+
+Status run_compare(const InspectFlags& flags) {
+  const auto model = Checkpoint::open(flags.model);
+  if (!model) return model.status();
+  const auto other = Checkpoint::open(flags.other);
+  if (!other) return other.status();
+  Progress progress(flags.common.quiet);
+  const auto comparison =
+      compare(*model, *other, kWorstGroups, [&](const ComparisonProgress& state) {
+        progress.show(fmt::format("comparing {:3.0f} %: {}",
+                                  100 * static_cast<double>(state.done) /
+                                      static_cast<double>(std::max<std::uint64_t>(state.all, 1)),
+                                  printable(state.tensor)));
+      });
+  progress.clear();
+  if (!comparison) return comparison.status();
+  const Summary summary = summarize(*model), other_summary = summarize(*other);
+  if (!flags.common.quiet) {
+    print_summary(summary);
+    if (flags.tensors) print_tensors(summary);
+    fmt::print("\n");
+    print_summary(other_summary);
+    if (flags.tensors) print_tensors(other_summary);
+    print_comparison(*comparison);
+  }
+  return write_json(flags.common, {{"schema", 1},
+                                   {"model", summary_json(summary)},
+                                   {"other", summary_json(other_summary)},
+                                   {"comparison", comparison_json(*comparison)}});
+}
+
 Status run(const InspectFlags& flags) {
+  if (flags.common.threads > 0) set_num_threads(flags.common.threads);
   BITTERN_TRY(check_json_flag(flags.common));
+  if (!flags.other.empty()) return run_compare(flags);
   const auto summary = summarize(flags.model);
   if (!summary) return summary.status();
   if (!flags.common.quiet) {
@@ -430,8 +551,12 @@ Verb inspect_verb(CLI::App& main) {
                    "a .gguf or .safetensors file, or a folder of Hugging Face or MLX")
       ->required();
   verb->add_flag("--tensors", flags->tensors, "a line for each tensor");
+  verb->add_option("--compare", flags->other,
+                   "another model: how far each of its tensors is from MODEL's");
   add_output_flags(*verb, flags->common);
-  verb->footer("Example: bittern inspect model.gguf --tensors");
+  verb->footer(
+      "Example: bittern inspect model.gguf --tensors\n"
+      "         bittern inspect model-bf16 --compare model-4bit --json report.json");
   return {verb, [flags] { return run(*flags); }};
 }
 

@@ -3,10 +3,16 @@ import json
 
 import numpy as np
 import pytest
-from test_cli import bittern, pytestmark, refused  # noqa: F401
+import test_cli
+from test_cli import bittern, refused
 
-gguf = pytest.importorskip("gguf")
-safetensors_numpy = pytest.importorskip("safetensors.numpy")
+try:
+    import gguf
+    import safetensors.numpy as safetensors_numpy
+except ImportError:
+    pass  # the mark below tells
+
+pytestmark = [test_cli.pytestmark, pytest.mark.peer("gguf", "safetensors")]
 
 RNG = np.random.default_rng(6)
 
@@ -216,3 +222,85 @@ def test_json_is_not_overwritten(tmp_path):
     path = tmp_path / "m.gguf"
     write_gguf(path, {"a": numbers(2, 32)})
     refused(bittern("inspect", path, "--json", path), 2, "exists, expected a new name")
+
+
+# ---- --compare ----
+
+
+def test_compare_with_numpy(tmp_path):
+    """Blocks against the numbers they were made from, as gguf and numpy see them."""
+    kinds = {name: getattr(gguf.GGMLQuantizationType, name)
+             for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")}
+    tensors = {name: numbers(70, 96) for name in kinds}
+    tensors["plain"] = numbers(33)
+    a, b = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    write_gguf(a, tensors)
+    write_gguf(b, {name: (w, kinds[name]) if name in kinds else w for name, w in tensors.items()})
+    text, report = inspect(tmp_path, a, "--compare", b)
+    assert set(report) == {"schema", "model", "other", "comparison"}
+    comparison = report["comparison"]
+    error = norm = 0.0
+    groups = []
+    for tensor in comparison["tensors"]:
+        name = tensor["name"]
+        w = tensors[name].astype(np.float64)
+        y = w if name == "plain" else gguf.quants.dequantize(
+            gguf.quants.quantize(tensors[name], kinds[name]), kinds[name]).astype(np.float64)
+        assert tensor["storage"] == "F32"
+        assert tensor["other_storage"] == ("F32" if name == "plain" else name)
+        assert tensor["relative_error"] == pytest.approx(
+            np.linalg.norm(w - y) / np.linalg.norm(w), rel=1e-12)
+        assert tensor["max_abs_error"] == np.abs(w - y).max()
+        assert tensor["different"] == np.count_nonzero(w != y) and tensor["not_finite"] == 0
+        error, norm = error + np.sum((w - y) ** 2), norm + np.sum(w**2)
+        if name != "plain":
+            rms = np.sqrt(np.mean((w - y).reshape(70, 3, 32) ** 2, -1)) / np.sqrt(np.mean(w**2))
+            groups += [(float(rms[r, g]), name, r, 32 * g) for r in range(70) for g in range(3)]
+    assert comparison["relative_error"] == pytest.approx(np.sqrt(error / norm), rel=1e-12)
+    assert comparison["equal"] == 1 and comparison["group_columns"] == 32
+    worst = [(g["tensor"], g["row"], g["column"]) for g in comparison["worst_groups"]]
+    expected = sorted(groups, reverse=True)[:10]
+    assert worst == [group[1:] for group in expected]
+    assert [g["error"] for g in comparison["worst_groups"]] == pytest.approx(
+        [group[0] for group in expected], rel=1e-12)
+    assert "6 tensors compared, 1 equal" in text and "worst groups of 32 columns" in text
+
+
+def test_compare_lists_what_has_no_counterpart(tmp_path):
+    w = numbers(4, 32)
+    a = write_folder(tmp_path / "a", {"same": w, "ours": w, "turned": w, "ids": np.arange(4)})
+    b = write_folder(tmp_path / "b", {"same": w, "theirs": w, "turned": w.reshape(32, 4),
+                                      "ids": np.arange(4)})
+    text, report = inspect(tmp_path, a, "--compare", b)
+    comparison = report["comparison"]
+    assert [t["name"] for t in comparison["tensors"]] == ["same"]
+    assert comparison["relative_error"] == 0 and comparison["worst_groups"] == []
+    assert comparison["only_in_model"] == ["ours"] and comparison["only_in_other"] == ["theirs"]
+    assert comparison["shapes_differ"] == [
+        {"name": "turned", "shape": [4, 32], "other_shape": [32, 4]}]
+    assert comparison["not_compared"][0]["name"] == "ids"
+    for line in ("only in the model:\n  ours", "only in the other:\n  theirs",
+                 "turned [4,32] and [32,4]", "not compared:\n  ids: unsupported type I64"):
+        assert line in text
+
+
+def test_compare_writes_the_same_for_any_number_of_threads(tmp_path):
+    a = write_folder(tmp_path / "a", {"w": numbers(999, 2048)})
+    b = write_folder(tmp_path / "b", {"w": numbers(999, 2048)})
+    reports = []
+    for threads in (1, 2, 5):
+        reports.append(inspect(tmp_path, a, "--compare", b, "--threads", threads)[1])
+    assert reports[0] == reports[1] == reports[2]
+
+
+def test_an_infinite_error_is_null_in_json(tmp_path):
+    a = write_folder(tmp_path / "a", {"w": np.zeros((1, 4), np.float32)})
+    b = write_folder(tmp_path / "b", {"w": np.ones((1, 4), np.float32)})
+    text, report = inspect(tmp_path, a, "--compare", b)
+    assert report["comparison"]["tensors"][0]["relative_error"] is None
+    assert "inf" in text
+
+
+def test_compare_refuses(tmp_path):
+    a = write_folder(tmp_path / "a", {"w": numbers(1, 4)})
+    refused(bittern("inspect", a, "--compare", tmp_path / "none"), 4, "none: no such file or folder")
