@@ -24,6 +24,7 @@
 #include "bittern/ops/gdn_solve.h"
 #include "bittern/ops/gdn_state.h"
 #include "bittern/ops/gguf_dequantize.h"
+#include "bittern/ops/gguf_quantize.h"
 #include "bittern/ops/pack_codes.h"
 #include "bittern/ops/qdq_affine_backward.h"
 #include "bittern/ops/qdq_affine_forward.h"

@@ -476,6 +476,12 @@ Status missing(const std::vector<Part>& parts, Q quantity, std::int64_t row) {
   return {Code::internal, "a tensor's rows are nowhere"};
 }
 
+// Of a vision model, but not of its language model.
+bool sees(std::string_view name) {
+  return name.find("visual.") != name.npos || name.find("vision_tower.") != name.npos ||
+         name.find("multi_modal_projector.") != name.npos;
+}
+
 class Renamer {
  public:
   Renamer(const Model& model, std::span<const NamedShape> tensors, World from, World to)
@@ -702,6 +708,7 @@ Result<GgufMetadata> metadata_from_config(const Json& config, std::span<const Na
   if (!model) return model.status();
   std::int64_t parameters = 0, expert_parameters = 0;
   for (const NamedShape& tensor : tensors) {
+    if (sees(tensor.name)) continue;
     parameters += tensor.shape.numel();
     if (in_experts(tensor.name)) expert_parameters += tensor.shape.numel();
   }

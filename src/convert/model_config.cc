@@ -50,6 +50,14 @@ class Fields {
                     std::to_string(kMost));
     return least;
   }
+  void at_most(const char* key, std::int64_t x, std::int64_t most) {
+    if (x > most) refuse(key, std::to_string(x) + ", expected at most " + std::to_string(most));
+  }
+  void multiple(const char* key, std::int64_t x, const char* of, std::int64_t y) {
+    if (x % y != 0)
+      refuse(key,
+             std::to_string(x) + ", expected a multiple of " + of + " (" + std::to_string(y) + ")");
+  }
   std::int64_t count_or(const char* key, std::int64_t otherwise, std::int64_t least = 1) {
     return find(key) == nullptr ? otherwise : count(key, least);
   }
@@ -177,7 +185,7 @@ void read_rope(Fields& fields, const Json& text, const ModelType& type, std::int
     if (in.find("mscale") != nullptr) in.cannot("mscale", " is not understood");
     if (!in.truth_or("truncate", true)) in.cannot("truncate", " is false");
   } else if (rope.type == "llama3") {
-    if (type.arch != Arch::llama) in.cannot("rope_type", " llama3 is for llama only");
+    if (type.arch != Arch::llama) in.cannot("rope_type", " \"llama3\" is for llama only");
     rope.factor = in.number_or("factor", 8);
     rope.low = in.number_or("low_freq_factor", 1);
     rope.high = in.number_or("high_freq_factor", 4);
@@ -208,8 +216,8 @@ void read_period(Fields& fields, const char* other, Model& m) {
     const bool expected = (i + 1) % m.period == 0;
     if (full(i) == expected && (expected || (*types)[i] == other)) continue;
     fields.cannot("layer_types", ": layer " + std::to_string(i) + " is " + (*types)[i].dump() +
-                                     ", expected \"full_attention\" in every " +
-                                     std::to_string(m.period) + "th layer and \"" + other +
+                                     ", expected \"full_attention\" in the last of every " +
+                                     std::to_string(m.period) + " layers and \"" + other +
                                      "\" in the others");
     return;
   }
@@ -223,10 +231,10 @@ void read_gated_delta(Fields& fields, Model& m) {
   m.value_heads = fields.count("linear_num_value_heads");
   m.key_dim = fields.count("linear_key_head_dim");
   m.value_dim = fields.count("linear_value_head_dim");
-  if (m.value_heads % m.key_heads != 0)
-    fields.refuse("linear_num_value_heads", "no multiple of linear_num_key_heads, expected one");
+  fields.multiple("linear_num_value_heads", m.value_heads, "linear_num_key_heads", m.key_heads);
   if (m.arch() == Arch::qwen35) return;
   m.experts = fields.count("num_experts");
+  fields.at_most("num_experts", m.experts, kMostExperts);
   m.experts_used = fields.count("num_experts_per_tok");
   m.expert_feed_forward = fields.count("moe_intermediate_size");
   m.shared_feed_forward = fields.count("shared_expert_intermediate_size");
@@ -296,8 +304,7 @@ Result<Model> model_from_config(const Json& config) {
 
   Fields fields(text, m.in_vision ? "text_config." : "");
   m.layers = gemma ? fields.count_or("num_hidden_layers", 26) : fields.count("num_hidden_layers");
-  if (m.layers > kMostLayers)
-    fields.refuse("num_hidden_layers", "above " + std::to_string(kMostLayers));
+  fields.at_most("num_hidden_layers", m.layers, kMostLayers);
   m.hidden = fields.count("hidden_size");
   m.heads = gemma ? fields.count_or("num_attention_heads", 8) : fields.count("num_attention_heads");
   m.kv_heads =
@@ -305,8 +312,7 @@ Result<Model> model_from_config(const Json& config) {
   m.head_dim =
       fields.count_or("head_dim", m.type->head_dim != 0 ? m.type->head_dim : m.hidden / m.heads);
   if (m.head_dim == 0) fields.refuse("hidden_size", "less than num_attention_heads");
-  if (m.heads % m.kv_heads != 0)
-    fields.refuse("num_attention_heads", "no multiple of num_key_value_heads, expected one");
+  fields.multiple("num_attention_heads", m.heads, "num_key_value_heads", m.kv_heads);
   m.vocab = gemma ? fields.count_or("vocab_size", 262208) : fields.count("vocab_size");
   m.context = fields.count_or("max_position_embeddings", m.type->context);
   m.eps = fields.number_or("rms_norm_eps", m.type->eps);
@@ -346,6 +352,7 @@ Result<Model> model_from_config(const Json& config) {
     if (m.is("mixtral")) {
       m.window = fields.count_or("sliding_window", 0);
       m.experts = fields.count_or("num_local_experts", 8);
+      fields.at_most("num_local_experts", m.experts, kMostExperts);
       m.experts_used = fields.count_or("num_experts_per_tok", 2);
       m.expert_feed_forward = m.feed_forward;
     }

@@ -175,6 +175,14 @@ Status check_gguf_desc(std::string_view op, const GgufDesc& d) {
   return expect_no_f64(op, d.element);
 }
 
+Status GgufQuantize::check(const Desc& d) {
+  BITTERN_TRY(check_gguf_desc(kName, d));
+  if (d.type <= BlockType::q8_0) return {};
+  return unsupported(std::string(kName).append(": type: ") +
+                     std::string(kBlockTypeNames[static_cast<std::size_t>(d.type)]) +
+                     ", expected Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0");
+}
+
 Status check_gdn_desc(std::string_view op, const GdnDesc& d) {
   BITTERN_TRY(expect_at_least(op, "batch", d.batch, 0));
   BITTERN_TRY(expect_at_least(op, "tokens", d.tokens, 0));

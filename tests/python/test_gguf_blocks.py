@@ -52,3 +52,32 @@ def test_read(name):
     for dtype in ("f16", "bf16"):
         ours = dequantize(ordinary, name, columns, dtype)
         assert_same_bits(ours, from_f32(theirs[::4], dtype))
+
+
+# ---- writing ----
+
+WRITTEN = TYPES[:5]
+
+
+def quantize(w, name, **operands):
+    return bittern.gguf_quantize(w, type=name, **operands)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_golden_write(name):
+    w, blocks = (golden()[f"write.{name}.{k}"] for k in ("w", "blocks"))
+    assert_same_bits(quantize(w, name), blocks)
+
+
+@pytest.mark.peer("gguf")
+@pytest.mark.parametrize("name", WRITTEN)
+def test_write(name):
+    import gguf
+    import make_gguf_goldens as aimed
+
+    rng = np.random.default_rng(78)
+    random = rng.normal(size=(64, 256)) * np.exp(rng.normal(size=(64, 1)))
+    w = np.concatenate([aimed.weights(rng, name), random]).astype(np.float32)
+    for values in (w, w.astype(np.float16)):
+        theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name])
+        assert_same_bits(quantize(values, name), theirs)

@@ -1,0 +1,195 @@
+// Blocks of 32 are quantised one at a time, in vectors along the row.
+#include "bittern/ops/gguf_quantize.h"
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+#include "ops/gguf_quantize/block_rules.h"
+#include "plan/kernel.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/gguf_quantize/gguf_quantize_cpu.cc"
+#include "hwy/foreach_target.h"
+// after foreach_target.h
+#include "cpu/stream-inl.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace {
+
+using Op = GgufQuantize;
+
+constexpr hn::CappedTag<float, 16> kF;
+constexpr hn::Rebind<std::int32_t, decltype(kF)> kI;
+using Floats = hn::Vec<decltype(kF)>;
+constexpr int kWidth = static_cast<int>(hn::MaxLanes(kF));
+
+constexpr hn::FixedTag<std::uint8_t, 32> kBytes;
+constexpr hn::FixedTag<std::uint8_t, 16> kHalfBytes;
+
+HWY_INLINE void PutHalf(std::uint8_t* at, float x) {
+  const hn::CappedTag<float, 4> d;
+  const hn::Rebind<hwy::float16_t, decltype(d)> dh;
+  alignas(8) hwy::float16_t half[4];
+  hn::Store(hn::DemoteTo(dh, hn::Set(d, x)), dh, half);
+  std::memcpy(at, half, sizeof half[0]);
+}
+
+// Weights as the rules see them.
+template <class X>
+HWY_INLINE Floats LoadWeights(const X* w, Floats most) {
+  const auto v = LoadMath(kF, w);
+  return hn::Max(hn::Min(hn::IfThenElseZero(hn::Eq(v, v), v), most), hn::Neg(most));
+}
+
+HWY_INLINE float Inverse(float d) {
+  const float r = d == 0 ? 0 : 1 / d;
+  return std::isinf(r) ? 0 : r;
+}
+
+// Codes as bytes from a float that is truncated; kWidth of them.
+HWY_INLINE void StoreCodes(Floats z, std::uint8_t* q) {
+  const hn::Rebind<std::int8_t, decltype(kF)> d8;
+  hn::StoreU(hn::DemoteTo(d8, hn::ConvertTo(kI, z)), d8, reinterpret_cast<std::int8_t*>(q));
+}
+
+HWY_INLINE void PackHalves(const std::uint8_t* q, std::uint8_t* qs) {
+  const auto low = hn::And(hn::Load(kHalfBytes, q), hn::Set(kHalfBytes, std::uint8_t{15}));
+  const auto high = hn::ShiftLeft<4>(hn::Load(kHalfBytes, q + 16));
+  hn::StoreU(hn::Or(low, high), kHalfBytes, qs);
+}
+HWY_INLINE void PackFifthBits(const std::uint8_t* q, std::uint8_t* qh) {
+  const auto sixteen = hn::Set(kBytes, std::uint8_t{16});
+  const auto set = hn::Eq(hn::And(hn::Load(kBytes, q), sixteen), sixteen);
+  std::uint8_t bits[8];
+  hn::StoreMaskBits(kBytes, set, bits);
+  std::memcpy(qh, bits, 4);
+}
+
+template <BlockType kType, class X>
+HWY_INLINE void QuantizeSmall(const X* w, std::uint8_t* block) {
+  constexpr bool kFive = kType == BlockType::q5_0 || kType == BlockType::q5_1;
+  constexpr bool kMin = kType == BlockType::q4_1 || kType == BlockType::q5_1;
+  constexpr int kParts = 32 / kWidth;
+  const auto most = hn::Set(kF, blocks::limit(kType));
+  Floats x[kParts];
+  for (int i = 0; i < kParts; ++i) x[i] = LoadWeights(w + i * kWidth, most);
+  auto low = x[0], high = x[0];
+  for (int i = 1; i < kParts; ++i) {
+    low = hn::Min(low, x[i]);
+    high = hn::Max(high, x[i]);
+  }
+  const float min = hn::GetLane(hn::MinOfLanes(kF, low));
+  const float max = hn::GetLane(hn::MaxOfLanes(kF, high));
+  alignas(32) std::uint8_t q[32];
+  if constexpr (kType == BlockType::q8_0) {
+    const float d = (std::max(max, -min) + 0.0f) / 127;
+    const auto r = hn::Set(kF, Inverse(d));
+    PutHalf(block, d);
+    for (int i = 0; i < kParts; ++i) {
+      // Towards zero from here is half away: the sum reaches the next integer just when the
+      // fraction is at least 1/2.
+      const auto z = hn::Mul(x[i], r);
+      StoreCodes(hn::Add(z, hn::CopySign(hn::Set(kF, 0x1.fffffep-2f), z)), q + i * kWidth);
+    }
+    std::memcpy(block + 2, q, sizeof q);
+  } else if constexpr (kMin) {
+    constexpr int n = kFive ? 31 : 15;
+    const float m = min + 0.0f, d = (max - m + 0.0f) / n;
+    const auto r = hn::Set(kF, Inverse(d));
+    PutHalf(block, d);
+    PutHalf(block + 2, m);
+    for (int i = 0; i < kParts; ++i) {
+      const auto z = hn::Mul(hn::Sub(x[i], hn::Set(kF, m)), r);
+      StoreCodes(hn::Min(hn::Add(z, hn::Set(kF, 0.5f)), hn::Set(kF, n)), q + i * kWidth);
+    }
+    if (kFive) PackFifthBits(q, block + 4);
+    PackHalves(q, block + (kFive ? 8 : 4));
+  } else {
+    constexpr int n = kFive ? 16 : 8;
+    float e = max > -min ? max : min;
+    if (max == -min) {
+      // Both signs of it: the first one counts.
+      alignas(64) float weights[32];
+      for (int i = 0; i < kParts; ++i) hn::Store(x[i], kF, weights + i * kWidth);
+      e = *std::find_if(weights, weights + 32, [&](float v) { return std::abs(v) == max; });
+    }
+    const float d = e / -n;
+    const auto r = hn::Set(kF, Inverse(d));
+    PutHalf(block, d);
+    for (int i = 0; i < kParts; ++i) {
+      const auto z = hn::Add(hn::Mul(x[i], r), hn::Set(kF, n + 0.5f));
+      StoreCodes(hn::Min(z, hn::Set(kF, 2 * n - 1)), q + i * kWidth);
+    }
+    if (kFive) PackFifthBits(q, block + 2);
+    PackHalves(q, block + (kFive ? 6 : 2));
+  }
+}
+
+// Blocks [begin, end), counted through all rows.
+template <BlockType kType, class X>
+void QuantizeSmallBlocks(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
+                         std::int64_t end) {
+  const std::int64_t per_row = d.row_blocks();
+  for (std::int64_t i = begin; i < end;) {
+    const std::int64_t row = i / per_row, first = i % per_row;
+    const std::int64_t count = std::min(per_row - first, end - i);
+    const X* w = a.w.as<X>() + row * a.w.row_stride() + first * 32;
+    std::uint8_t* block =
+        a.blocks.as<std::uint8_t>() + row * a.blocks.row_stride() + first * block_size(kType).bytes;
+    for (std::int64_t k = 0; k < count; ++k, w += 32, block += block_size(kType).bytes) {
+      PrefetchNext(w, 32);
+      QuantizeSmall<kType>(w, block);
+    }
+    i += count;
+  }
+}
+
+void RunGgufQuantize(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
+  (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
+    switch (d.type) {
+      case BlockType::q4_0: QuantizeSmallBlocks<BlockType::q4_0, X>(d, a, begin, end); break;
+      case BlockType::q4_1: QuantizeSmallBlocks<BlockType::q4_1, X>(d, a, begin, end); break;
+      case BlockType::q5_0: QuantizeSmallBlocks<BlockType::q5_0, X>(d, a, begin, end); break;
+      case BlockType::q5_1: QuantizeSmallBlocks<BlockType::q5_1, X>(d, a, begin, end); break;
+      default: QuantizeSmallBlocks<BlockType::q8_0, X>(d, a, begin, end);
+    }
+    return Status();
+  });
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif  // BITTERN_SIMD
+
+#if HWY_ONCE
+namespace bittern {
+namespace {
+
+using Op = GgufQuantize;
+BITTERN_EXPORT(RunGgufQuantize);
+
+Status supports(const Op::Desc&) { return cpu::supported(); }
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
+  cpu::parallel(d.outer_size * d.row_blocks(), cpu::kGrain / block_size(d.type).weights,
+                [&](std::int64_t begin, std::int64_t end) {
+                  BITTERN_CALL(RunGgufQuantize)(d, a, begin, end);
+                });
+  return {};
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cpu",
+                                    .backend = "cpu",
+                                    .supports = supports,
+                                    .architecture = cpu::architecture,
+                                    .run = run}};
+
+}  // namespace
+
+std::span<const Kernel<GgufQuantize>> gguf_quantize_cpu() { return kKernels; }
+
+}  // namespace bittern
+#endif  // HWY_ONCE
