@@ -56,13 +56,6 @@ bool is_float(SafeDType dtype) {
   return dtype == SafeDType::f32 || dtype == SafeDType::f16 || dtype == SafeDType::bf16;
 }
 
-// a * b * c, unless it does not fit.
-std::optional<std::uint64_t> product(std::uint64_t a, std::uint64_t b, std::uint64_t c) {
-  std::uint64_t x = 0;
-  if (__builtin_mul_overflow(a, b, &x) || __builtin_mul_overflow(x, c, &x)) return std::nullopt;
-  return x;
-}
-
 }  // namespace
 
 // ---- Storage ----
@@ -87,33 +80,29 @@ Result<std::uint64_t> Storage::bytes(const Shape& shape) const {
     const auto n = static_cast<std::uint64_t>(std::max<std::int64_t>(shape[i], 1));
     fits &= !__builtin_mul_overflow(elements, n, &elements);
   }
-  const auto too_large = [&] {
-    return invalid("shape " + shape.str() + " of " + str() + ", expected fewer than 2^61 bytes");
-  };
-  if (!fits || elements >> 61 != 0) return too_large();
-  if (kind == Kind::plain) {
-    const auto size = product(elements, static_cast<std::uint64_t>(bits_of(dtype)), 1);
-    if (!size) return too_large();
-    if (empty) return std::uint64_t{0};
-    if (*size % 8 != 0)
-      return invalid("shape " + shape.str() + " of " + str() + ", expected whole bytes");
-    return *size / 8;
-  }
-  if (bits < 1 || bits > 8 || group < 1 || !is_float(dtype)) {
-    return invalid(str() + ", expected 1..8 bits, a group of at least 1 and F32, F16 or BF16");
-  }
   const std::int64_t columns = shape.rank == 0 ? 1 : shape[shape.rank - 1];
-  if (columns % group != 0) {
-    return invalid("row of " + std::to_string(columns) + " in groups of " + std::to_string(group) +
-                   ", expected a multiple");
+  if (kind == Kind::affine) {
+    if (bits < 1 || bits > 8 || group < 1 || !is_float(dtype))
+      return invalid(str() + ", expected 1..8 bits, a group of at least 1 and F32, F16 or BF16");
+    if (columns % group != 0) {
+      return invalid("row of " + std::to_string(columns) + " in groups of " +
+                     std::to_string(group) + ", expected a multiple");
+    }
   }
+  // An element has at most 13 bytes: a code's word, a scale and a bias of its own.
+  if (!fits || elements >> (empty ? 63 : 57) != 0)
+    return invalid("shape " + shape.str() + " of " + str() + ", expected fewer than 2^57 elements");
   if (empty) return std::uint64_t{0};
-  // At most 13 bytes an element, as a group may have one.
-  if (elements >> 57 != 0) return too_large();
+  const auto element_bits = static_cast<std::uint64_t>(bits_of(dtype));
+  if (kind == Kind::plain) {
+    if (elements * element_bits % 8 != 0)
+      return invalid("shape " + shape.str() + " of " + str() + ", expected whole bytes");
+    return elements * element_bits / 8;
+  }
   const std::uint64_t rows = elements / static_cast<std::uint64_t>(columns);
   const auto words = static_cast<std::uint64_t>(packed_words(columns, bits));
   const auto groups = static_cast<std::uint64_t>(columns / group);
-  return rows * (4 * words + 2 * groups * static_cast<std::uint64_t>(bits_of(dtype) / 8));
+  return rows * (4 * words + 2 * groups * element_bits / 8);
 }
 
 // ---- the tensors of safetensors files ----
@@ -445,6 +434,20 @@ bool goes_through(std::string_view name) {
   return false;
 }
 
+// A folder without safetensors is often one of GGUF files, of which one is to be chosen.
+Status with_hint(const std::string& folder, const Status& status) {
+  if (status.code() != Code::unavailable) return status;
+  std::string least;
+  std::error_code error;
+  for (fs::directory_iterator file(folder, error), end; !error && file != end;
+       file.increment(error)) {
+    std::string name = file->path().filename().string();
+    if (name.ends_with(".gguf") && (least.empty() || name < least)) least = std::move(name);
+  }
+  if (least.empty()) return status;
+  return unavailable(std::string(status.message()) + " (or a file of it: " + least + ")");
+}
+
 }  // namespace
 
 Status Checkpoint::list_other_files() {
@@ -471,7 +474,7 @@ Status Checkpoint::open_folder() {
   if (!snapshot) return snapshot.status();
   path_ = std::move(*snapshot);
   auto folder = SafetensorsFolder::open(path_);
-  if (!folder) return folder.status();
+  if (!folder) return with_hint(path_, folder.status());
   folder_ = std::move(*folder);
   for (const SafetensorsFile& file : folder_->files())
     for (const auto& [key, value] : file.metadata())
