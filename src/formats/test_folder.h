@@ -2,6 +2,7 @@
 #pragma once
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -46,18 +47,21 @@ class TestFolder : public testing::Test {
     std::vector<std::uint64_t> shape;
     std::vector<float> values;
   };
-  void put_model(const std::string& name, const std::vector<F32>& tensors,
-                 const std::string& config = R"({"model_type": "nobodys"})") const {
-    std::filesystem::create_directories(path(name));
+  // A file of tensors.
+  void put_tensors(const std::string& name, const std::vector<F32>& tensors) const {
     std::vector<SafetensorsSpec> specs;
     for (const F32& tensor : tensors) specs.push_back({tensor.name, SafeDType::f32, tensor.shape});
-    auto writer = SafetensorsWriter::create(path(name + "/model.safetensors"), specs,
-                                            {{"format", "pt"}}, true);
+    auto writer = SafetensorsWriter::create(path(name), specs, {{"format", "pt"}}, true);
     ASSERT_TRUE(writer) << writer.status().message();
     for (std::size_t i = 0; i < tensors.size(); ++i)
       ASSERT_TRUE(writer->append(i, std::as_bytes(std::span(tensors[i].values))).ok());
     ASSERT_TRUE(writer->commit().ok());
+  }
+  // A folder of Hugging Face.
+  void put_model(const std::string& name, const std::vector<F32>& tensors,
+                 const std::string& config = R"({"model_type": "nobodys"})") const {
     put(name + "/config.json", config);
+    put_tensors(name + "/model.safetensors", tensors);
   }
 
  private:
