@@ -1061,7 +1061,7 @@ TEST_F(Metadata, NothingInItDoesHarm) {
                                          GgufData(-1e30f),
                                          GgufData(std::numeric_limits<float>::quiet_NaN()),
                                          GgufData::array(std::span<const std::int64_t>(list))};
-  for (const std::string_view name : {"llama", "gemma3", "qwen35moe"}) {
+  for (const std::string_view name : {"llama", "qwen35moe"}) {
     const Tensors hf = numbered(hf_tensors(tiny(name)));
     const auto shapes = shapes_of(renamed(config_of(name), hf, World::hf, World::gguf));
     Tensors few;  // the file has what config_from_gguf looks at
@@ -1069,6 +1069,7 @@ TEST_F(Metadata, NothingInItDoesHarm) {
     few["rope_freqs.weight"] = {{2}, {1, 8}};
     const GgufMetadata keys = metadata(config_of(name), hf);
     for (const auto& [key, value] : keys) {
+      if (name == "llama" && key.find(".rope.") == key.npos) continue;  // the rest is the same
       for (const GgufData& bad : hostile) {
         const auto written = file(with(keys, key, bad), few);
         ASSERT_TRUE(written.ok());
