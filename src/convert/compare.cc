@@ -3,9 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <span>
+#include <map>
+#include <numeric>
 
 #include "bittern/device.h"
+#include "convert/architecture.h"
+#include "convert/rows.h"
 
 namespace bittern {
 namespace {
@@ -79,30 +82,56 @@ void keep_largest(std::vector<T>& all, T one, std::size_t most, Key key) {
   all.insert(at, std::move(one));
 }
 
-// The two tensors are of one shape, which is not empty.
-Status compare_tensor(const CheckpointTensor& a, const CheckpointTensor& b, std::size_t worst,
+// A tensor's numbers in their order, as f32.
+class Numbers {
+ public:
+  explicit Numbers(RowReader reader) : reader_(std::move(reader)) {}
+  const Storage& storage() const { return reader_.storage(); }
+  std::int64_t width() const { return reader_.columns(); }
+
+  // Numbers [first, first + count), whole rows; valid until the next call.
+  Result<const float*> read(std::int64_t first, std::int64_t count) {
+    if (Status status = reader_.numbers(first / width(), count / width(), rows_); !status.ok())
+      return status;
+    if (rows_.dtype == DType::f32) return static_cast<const float*>(rows_.data);
+    f32_.resize(static_cast<std::size_t>(count));
+    if (Status status = as_f32(rows_, f32_); !status.ok()) return status;
+    return f32_.data();
+  }
+
+ private:
+  RowReader reader_;
+  RowNumbers rows_;
+  std::vector<float> f32_;
+};
+
+// Both have the numbers of out.shape, which is not empty.
+Status compare_tensor(Numbers& a, Numbers& b, std::size_t worst,
                       const std::function<void(std::int64_t numbers)>& progress,
                       TensorDifference& out, std::vector<Candidate>& candidates) {
-  const std::int64_t rows = a.rows(), columns = a.columns();
-  const std::int64_t groups = (columns + kComparedGroup - 1) / kComparedGroup;
-  const std::int64_t at_once = std::clamp<std::int64_t>(kChunkNumbers / columns, 1, rows);
-  std::vector<float> numbers_a, numbers_b;
+  const std::int64_t all = out.shape.numel();
+  const std::int64_t columns = out.shape.rank == 0 ? 1 : out.shape[out.shape.rank - 1];
+  const std::int64_t groups = (columns + kComparedGroup - 1) / kComparedGroup;  // of a row
+  // Whole rows of both, whose widths differ where elements of a vector move.
+  const std::int64_t unit = std::lcm(columns, std::lcm(a.width(), b.width()));
+  const std::int64_t at_once = unit * std::max<std::int64_t>(1, kChunkNumbers / unit);
   std::vector<GroupSums> sums;
-  for (std::int64_t first = 0; first < rows; first += at_once) {
-    const std::int64_t count = std::min(at_once, rows - first);
-    numbers_a.resize(static_cast<std::size_t>(count * columns));
-    numbers_b.resize(static_cast<std::size_t>(count * columns));
-    sums.resize(static_cast<std::size_t>(count * groups));
-    BITTERN_TRY(decode_rows(a, first, count, numbers_a));
-    BITTERN_TRY(decode_rows(b, first, count, numbers_b));
-#pragma omp parallel for num_threads(num_threads()) schedule(static) if (count * columns > 65536)
-    for (std::int64_t i = 0; i < count * groups; ++i) {
+  for (std::int64_t first = 0; first < all; first += at_once) {
+    const std::int64_t count = std::min(at_once, all - first);
+    const auto numbers_a = a.read(first, count);
+    if (!numbers_a) return numbers_a.status();
+    const auto numbers_b = b.read(first, count);
+    if (!numbers_b) return numbers_b.status();
+    const std::int64_t chunk_groups = count / columns * groups;
+    sums.resize(static_cast<std::size_t>(chunk_groups));
+#pragma omp parallel for num_threads(num_threads()) schedule(static) if (count > 65536)
+    for (std::int64_t i = 0; i < chunk_groups; ++i) {
       const std::int64_t column = i % groups * kComparedGroup;
       const std::int64_t at = i / groups * columns + column;
-      sums[static_cast<std::size_t>(i)] = sums_of(numbers_a.data() + at, numbers_b.data() + at,
-                                                  std::min(kComparedGroup, columns - column));
+      sums[static_cast<std::size_t>(i)] =
+          sums_of(*numbers_a + at, *numbers_b + at, std::min(kComparedGroup, columns - column));
     }
-    for (std::int64_t i = 0; i < count * groups; ++i) {
+    for (std::int64_t i = 0; i < chunk_groups; ++i) {
       const GroupSums& group = sums[static_cast<std::size_t>(i)];
       const std::int64_t column = i % groups * kComparedGroup;
       out.squared_error += group.error;
@@ -111,12 +140,62 @@ Status compare_tensor(const CheckpointTensor& a, const CheckpointTensor& b, std:
       out.different += group.different;
       out.not_finite += group.not_finite;
       const auto n = static_cast<double>(std::min(kComparedGroup, columns - column));
-      keep_largest(candidates, {group.error / n, first + i / groups, column}, worst,
+      keep_largest(candidates, {group.error / n, first / columns + i / groups, column}, worst,
                    [](const Candidate& c) { return c.mean_square; });
     }
-    progress(count * columns);
+    progress(count);
   }
   return {};
+}
+
+// ---- names ----
+
+std::vector<NamedShape> shapes_of(const Checkpoint& model) {
+  std::vector<NamedShape> shapes;
+  for (const CheckpointTensor& tensor : model.tensors())
+    shapes.push_back({tensor.name, tensor.shape});
+  return shapes;
+}
+
+World world_of(const Checkpoint& model, const std::vector<NamedShape>& shapes) {
+  return model.gguf() != nullptr ? World::gguf : world_of_folder(shapes);
+}
+
+// b's tensors as a names and orders them.
+Result<Renaming> in_world_of(const Checkpoint& a, const Checkpoint& b) {
+  const std::vector<NamedShape> shapes = shapes_of(b);
+  const World from = world_of(b, shapes), to = world_of(a, shapes_of(a));
+  OrderedJson config = b.config();
+  bool renames = from != to;
+  // Folders may have names nobody knows: they are compared as they are.
+  if (renames && from != World::gguf && to != World::gguf)
+    renames = known_architecture(config).ok();
+  if (!renames) {
+    Renaming same;
+    for (const NamedShape& tensor : shapes)
+      same.tensors.push_back(
+          {.name = tensor.name, .shape = tensor.shape, .sources = {tensor.name}});
+    return same;
+  }
+  if (from == World::gguf) {
+    auto made = config_from_gguf(*b.gguf(), "float32");
+    if (!made) return made.status();
+    config = std::move(*made);
+  } else if (config.is_null()) {
+    return invalid(b.path() +
+                   ": no config.json, expected one that tells its names beside those of " +
+                   a.path());
+  }
+  auto renaming = rename_tensors(config, shapes, from, to);
+  if (!renaming)
+    return Status(renaming.status().code(),
+                  b.path() + ": " + std::string(renaming.status().message()));
+  return renaming;
+}
+
+bool is_empty(const Shape& shape) {
+  return std::any_of(shape.dim.begin(), shape.dim.begin() + shape.rank,
+                     [](std::int64_t n) { return n == 0; });
 }
 
 }  // namespace
@@ -140,57 +219,71 @@ double Comparison::max_abs_error() const {
 
 Result<Comparison> compare(const Checkpoint& a, const Checkpoint& b, std::size_t worst_groups,
                            const std::function<void(const ComparisonProgress&)>& progress) {
+  auto others = in_world_of(a, b);
+  if (!others) return others.status();
+  std::map<std::string_view, const Recipe*> by_name;
+  for (const Recipe& recipe : others->tensors) by_name.emplace(recipe.name, &recipe);
+
   Comparison result;
   struct Pair {
-    const CheckpointTensor *a, *b;
+    const CheckpointTensor* a;
+    const Recipe* b;
   };
   std::vector<Pair> pairs;
   ComparisonProgress state;
-  const auto empty = [](const Shape& shape) {
-    return std::any_of(shape.dim.begin(), shape.dim.begin() + shape.rank,
-                       [](std::int64_t n) { return n == 0; });
-  };
   for (const CheckpointTensor& tensor : a.tensors()) {
-    const CheckpointTensor* other = b.find(tensor.name);
-    if (other == nullptr) {
+    const auto other = by_name.find(tensor.name);
+    if (other == by_name.end()) {
       result.only_in_a.push_back(tensor.name);
-    } else if (other->shape != tensor.shape) {
-      result.shapes_differ.push_back({tensor.name, tensor.shape, other->shape});
+    } else if (other->second->shape != tensor.shape) {
+      result.shapes_differ.push_back({tensor.name, tensor.shape, other->second->shape});
     } else {
-      pairs.push_back({&tensor, other});
-      if (!empty(tensor.shape)) state.all += static_cast<std::uint64_t>(tensor.shape.numel());
+      pairs.push_back({&tensor, other->second});
+      if (!is_empty(tensor.shape)) state.all += static_cast<std::uint64_t>(tensor.shape.numel());
     }
   }
-  for (const CheckpointTensor& tensor : b.tensors())
-    if (a.find(tensor.name) == nullptr) result.only_in_b.push_back(tensor.name);
+  for (const Recipe& recipe : others->tensors)
+    if (a.find(recipe.name) == nullptr) result.only_in_b.push_back(recipe.name);
+  for (std::string& name : others->left_out) result.only_in_b.push_back(std::move(name));
 
   for (const Pair& pair : pairs) {
     TensorDifference tensor{
-        .name = pair.a->name, .shape = pair.a->shape, .a = pair.a->storage, .b = pair.b->storage};
+        .name = pair.a->name, .shape = pair.a->shape, .a = pair.a->storage, .b = pair.a->storage};
+    if (is_empty(tensor.shape)) {
+      result.tensors.push_back(std::move(tensor));
+      continue;
+    }
     std::vector<Candidate> candidates;
     state.tensor = tensor.name;
-    if (!empty(tensor.shape)) {
-      const Status status = compare_tensor(
-          *pair.a, *pair.b, worst_groups,
+    const auto work = [&]() -> Status {
+      const Recipe own{.name = tensor.name, .shape = tensor.shape, .sources = {tensor.name}};
+      auto reader_a = RowReader::open(a, own);
+      if (!reader_a) return reader_a.status();
+      auto reader_b = RowReader::open(b, *pair.b);
+      if (!reader_b) return reader_b.status();
+      Numbers numbers_a(std::move(*reader_a)), numbers_b(std::move(*reader_b));
+      tensor.b = numbers_b.storage();
+      return compare_tensor(
+          numbers_a, numbers_b, worst_groups,
           [&](std::int64_t numbers) {
             state.done += static_cast<std::uint64_t>(numbers);
             progress(state);
           },
           tensor, candidates);
-      if (status.code() == Code::unsupported) {
-        result.not_compared.push_back({tensor.name, std::string(status.message())});
-        continue;
-      }
-      BITTERN_TRY(status);
-      const double mean_square = tensor.squared_norm / static_cast<double>(tensor.shape.numel());
-      for (const Candidate& c : candidates) {
-        keep_largest(result.worst_groups,
-                     {.tensor = result.tensors.size(),
-                      .row = c.row,
-                      .column = c.column,
-                      .error = ratio(c.mean_square, mean_square)},
-                     worst_groups, [](const GroupDifference& group) { return group.error; });
-      }
+    };
+    if (const Status status = work(); !status.ok()) {
+      if (status.code() == Code::out_of_memory) return status;
+      result.not_compared.push_back({tensor.name, std::string(status.message())});
+      continue;
+    }
+    const double mean_square = tensor.squared_norm / static_cast<double>(tensor.shape.numel());
+    for (const Candidate& c : candidates) {
+      keep_largest(result.worst_groups,
+                   {.tensor = result.tensors.size(),
+                    .row = c.row,
+                    .column = c.column,
+                    .error = ratio(c.mean_square, mean_square)},
+                   worst_groups, [](const GroupDifference& group) { return group.error; });
     }
     result.tensors.push_back(std::move(tensor));
   }

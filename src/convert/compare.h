@@ -21,7 +21,7 @@ inline constexpr std::int64_t kComparedGroup = 32;
 struct TensorDifference {
   std::string name;  // in a
   Shape shape;
-  Storage a, b;
+  Storage a, b;                  // of b: of what it is made from
   std::uint64_t different = 0;   // numbers that are not equal; two NaN are
   std::uint64_t not_finite = 0;  // those of them where one is infinite or NaN, left out of the sums
   double squared_error = 0, squared_norm = 0;  // ||a - b||^2, ||a||^2
@@ -49,7 +49,7 @@ struct Comparison {
   std::vector<GroupDifference> worst_groups;  // the worst first; none without an error
   std::vector<std::string> only_in_a, only_in_b;
   std::vector<Shapes> shapes_differ;
-  std::vector<Skipped> not_compared;  // what cannot be decoded
+  std::vector<Skipped> not_compared;  // what cannot be decoded or put together
 
   // Of all tensors compared as one vector.
   double relative_error() const;
@@ -61,7 +61,9 @@ struct ComparisonProgress {
   std::uint64_t done = 0, all = 0;  // numbers
 };
 
-// Streams rows: memory does not grow with the models.
+// Streams rows: memory does not grow with the models. Where one is a GGUF file and the other a
+// folder, or the folders name tensors differently, b's tensors are those it would have in a's world
+// (convert/architecture.h), and what a has no place for is only in b.
 Result<Comparison> compare(const Checkpoint& a, const Checkpoint& b, std::size_t worst_groups,
                            const std::function<void(const ComparisonProgress&)>& progress);
 

@@ -21,7 +21,7 @@ def numbers(*shape):
     return RNG.standard_normal(shape, dtype=np.float32)
 
 
-def write_gguf(path, tensors, name="tiny", keys=lambda writer: None, **options):
+def write_gguf(path, tensors, name="tiny", keys=None, **options):
     """tensors: name -> f32 array, or (f32 array, type)."""
     writer = gguf.GGUFWriter(path, "llama", **options)
     writer.add_name(name)
@@ -30,7 +30,8 @@ def write_gguf(path, tensors, name="tiny", keys=lambda writer: None, **options):
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
     writer.add_token_list(["a", "b", "c"])
-    keys(writer)
+    for key, value in (keys or {}).items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for key, value in tensors.items():
         if isinstance(value, tuple):
             array, kind = value
@@ -291,6 +292,90 @@ def test_compare_writes_the_same_for_any_number_of_threads(tmp_path):
     for threads in (1, 2, 5):
         reports.append(inspect(tmp_path, a, "--compare", b, "--threads", threads)[1])
     assert reports[0] == reports[1] == reports[2]
+
+
+HIDDEN, HEADS, KEY_VALUE_HEADS, FEED, VOCABULARY = 64, 4, 2, 96, 3
+LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], num_hidden_layers=2,
+             hidden_size=HIDDEN, num_attention_heads=HEADS, num_key_value_heads=KEY_VALUE_HEADS,
+             intermediate_size=FEED, vocab_size=VOCABULARY, max_position_embeddings=128,
+             rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=True, hidden_act="silu")
+LAYER = {  # Hugging Face's name, llama.cpp's, shape
+    "input_layernorm": ("attn_norm", [HIDDEN]),
+    "post_attention_layernorm": ("ffn_norm", [HIDDEN]),
+    "self_attn.q_proj": ("attn_q", [HIDDEN, HIDDEN]),
+    "self_attn.k_proj": ("attn_k", [HIDDEN // 2, HIDDEN]),
+    "self_attn.v_proj": ("attn_v", [HIDDEN // 2, HIDDEN]),
+    "self_attn.o_proj": ("attn_output", [HIDDEN, HIDDEN]),
+    "mlp.gate_proj": ("ffn_gate", [FEED, HIDDEN]),
+    "mlp.up_proj": ("ffn_up", [FEED, HIDDEN]),
+    "mlp.down_proj": ("ffn_down", [HIDDEN, FEED]),
+}
+
+
+def llama(tmp_path, kind=None):
+    """A model as a folder and as llama.cpp has it: q and k with the halves of each head in turns."""
+    folder, file = {}, {}
+
+    def add(hf, llama_cpp, shape, heads=None):
+        w = folder[hf + ".weight"] = numbers(*shape)
+        if heads:
+            w = w.reshape(heads, 2, shape[0] // heads // 2, shape[1]).swapaxes(1, 2).reshape(shape)
+        w = np.ascontiguousarray(w)
+        file[llama_cpp + ".weight"] = (w, kind) if kind and w.ndim == 2 else w
+
+    add("model.embed_tokens", "token_embd", [VOCABULARY, HIDDEN])
+    add("model.norm", "output_norm", [HIDDEN])
+    for layer in range(2):
+        for hf, (name, shape) in LAYER.items():
+            heads = {"attn_q": HEADS, "attn_k": KEY_VALUE_HEADS}.get(name)
+            add(f"model.layers.{layer}.{hf}", f"blk.{layer}.{name}", shape, heads)
+    path = tmp_path / "llama.gguf"
+    write_gguf(path, file, keys={
+        "llama.feed_forward_length": FEED, "llama.context_length": 128,
+        "llama.rope.dimension_count": HIDDEN // HEADS, "llama.rope.freq_base": 10000.0,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5})
+    return write_folder(tmp_path / "llama", folder, **LLAMA), path, folder
+
+
+def test_compare_between_worlds(tmp_path):
+    folder, path, tensors = llama(tmp_path)
+    for a, b in ((folder, path), (path, folder)):
+        comparison = inspect(tmp_path, a, "--compare", b)[1]["comparison"]
+        assert comparison["equal"] == len(comparison["tensors"]) == len(tensors)
+        assert comparison["relative_error"] == 0
+        for key in ("only_in_model", "only_in_other", "shapes_differ", "not_compared"):
+            assert comparison[key] == []
+
+
+def test_an_error_between_worlds_is_that_of_the_numbers(tmp_path):
+    folder, path, tensors = llama(tmp_path, gguf.GGMLQuantizationType.Q4_0)
+    comparison = inspect(tmp_path, folder, "--compare", path)[1]["comparison"]
+    for tensor in comparison["tensors"]:
+        w = tensors[tensor["name"]]
+        if w.ndim == 1:
+            assert tensor["different"] == 0
+            continue
+        kind = gguf.GGMLQuantizationType.Q4_0  # a row is quantised by itself, wherever it lies
+        y = gguf.quants.dequantize(gguf.quants.quantize(w, kind), kind).astype(np.float64)
+        assert tensor["other_storage"] == "Q4_0"
+        assert tensor["relative_error"] == pytest.approx(
+            np.linalg.norm(w - y) / np.linalg.norm(w.astype(np.float64)), rel=1e-12)
+
+
+def test_compare_between_worlds_refuses(tmp_path):
+    folder, path, tensors = llama(tmp_path)
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "model_type": "nobodys"}))
+    refused(bittern("inspect", path, "--compare", folder), 3, f"{folder}: ", "nobodys")
+    (folder / "config.json").unlink()
+    refused(bittern("inspect", path, "--compare", folder), 2, f"{folder}: no config.json, expected")
+
+
+def test_a_real_model_transcoded_is_the_same(tmp_path, smollm2):
+    result = bittern("quantize", smollm2, "-o", tmp_path / "mlx", "--transcode")
+    assert result.returncode == 0, result.stderr
+    comparison = inspect(tmp_path, smollm2, "--compare", tmp_path / "mlx")[1]["comparison"]
+    assert comparison["equal"] == len(comparison["tensors"]) == 272
+    assert comparison["only_in_model"] == comparison["only_in_other"] == []
 
 
 def test_an_infinite_error_is_null_in_json(tmp_path):
