@@ -67,6 +67,10 @@ class Progress {
   bool shown_ = false;
 };
 
+std::string size_text(std::uint64_t bytes);  // "1.2 MB"
+// Names come from strangers: nothing in them may steer a terminal.
+std::string printable(std::string_view text);
+
 // A problem of the op as its benchmark has it.
 struct Problem {
   std::string label;

@@ -117,6 +117,21 @@ void Progress::clear() {
   shown_ = false;
 }
 
+std::string printable(std::string_view text) {
+  std::string out(text);
+  for (char& c : out)
+    if (static_cast<unsigned char>(c) < 32 || c == 127) c = '?';
+  return out;
+}
+
+std::string size_text(std::uint64_t bytes) {
+  const auto x = static_cast<double>(bytes);
+  if (bytes < 1000) return fmt::format("{} B", bytes);
+  if (x < 1e6) return fmt::format("{:.1f} kB", x / 1e3);
+  if (x < 1e9) return fmt::format("{:.1f} MB", x / 1e6);
+  return fmt::format("{:.2f} GB", x / 1e9);
+}
+
 namespace {
 
 template <class Op>

@@ -50,27 +50,11 @@ struct Summary {
   }
 };
 
-// Names come from strangers: nothing in them may steer a terminal.
-std::string printable(std::string_view text) {
-  std::string out(text);
-  for (char& c : out)
-    if (static_cast<unsigned char>(c) < 32 || c == 127) c = '?';
-  return out;
-}
-
 std::string with_commas(std::uint64_t n) {
   std::string text = std::to_string(n);
   for (auto at = static_cast<std::ptrdiff_t>(text.size()) - 3; at > 0; at -= 3)
     text.insert(static_cast<std::size_t>(at), ",");
   return text;
-}
-
-std::string size_text(std::uint64_t bytes) {
-  const auto x = static_cast<double>(bytes);
-  if (bytes < 1000) return fmt::format("{} B", bytes);
-  if (x < 1e6) return fmt::format("{:.1f} kB", x / 1e3);
-  if (x < 1e9) return fmt::format("{:.1f} MB", x / 1e6);
-  return fmt::format("{:.2f} GB", x / 1e9);
 }
 
 std::optional<double> bits_per_weight(std::uint64_t bytes, std::uint64_t parameters) {

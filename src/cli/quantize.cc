@@ -128,14 +128,6 @@ Result<ConversionOptions> options_of(const QuantizeFlags& flags) {
   return options;
 }
 
-std::string size_text(std::uint64_t bytes) {
-  const auto x = static_cast<double>(bytes);
-  if (bytes < 1000) return fmt::format("{} B", bytes);
-  if (x < 1e6) return fmt::format("{:.1f} kB", x / 1e3);
-  if (x < 1e9) return fmt::format("{:.1f} MB", x / 1e6);
-  return fmt::format("{:.2f} GB", x / 1e9);
-}
-
 const char* way_text(OutputTensor::Way way) {
   constexpr const char* kNames[] = {"copied", "cast", "quantised", "transcoded"};
   return kNames[static_cast<int>(way)];
@@ -162,7 +154,7 @@ class Reporter {
                     100.0 * static_cast<double>(state.done) /
                         static_cast<double>(std::max<std::uint64_t>(state.all, 1)),
                     rate / 1e6, static_cast<double>(state.all - state.done) / std::max(rate, 1.0),
-                    state.tensor);
+                    printable(state.tensor));
     if (plain_) {
       fmt::print(stderr, "{}\n", text);
     } else {
@@ -211,7 +203,7 @@ void print_fates(const Conversion& conversion) {
   fmt::print("{:<{}} {:>20} {:>24} {:>28} {:>10}\n", "tensor", width, "shape", "from", "to",
              "bytes");
   for (const OutputTensor& tensor : conversion.tensors()) {
-    fmt::print("{:<{}} {:>20} {:>24} {:>28} {:>10}{}{}\n", tensor.recipe.name, width,
+    fmt::print("{:<{}} {:>20} {:>24} {:>28} {:>10}{}{}\n", printable(tensor.recipe.name), width,
                tensor.recipe.shape.str(), tensor.from.str(), tensor.to.str(),
                size_text(tensor.bytes), tensor.note.empty() ? "" : "  ", tensor.note);
   }
@@ -228,10 +220,10 @@ void print_notes(const Conversion& conversion) {
     found->second.push_back(tensor.recipe.name);
   }
   for (const auto& [reason, names] : reasons) {
-    fmt::print("note: {}: {}{}\n", reason, names[0],
+    fmt::print("note: {}: {}{}\n", printable(reason), printable(names[0]),
                names.size() == 1 ? "" : fmt::format(" and {} more", names.size() - 1));
   }
-  for (const std::string& note : conversion.notes()) fmt::print("note: {}\n", note);
+  for (const std::string& note : conversion.notes()) fmt::print("note: {}\n", printable(note));
 }
 
 Status run(const QuantizeFlags& flags) {

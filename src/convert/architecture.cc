@@ -582,6 +582,9 @@ class Renamer {
         there.whole = index;
         break;
       }
+      // Experts come in order: what is missing shows before room is made for those after it.
+      if (part.rows.size() == 1 && run.first > std::int64_t(there.rows.size()))
+        return missing(source, run.quantity, std::int64_t(there.rows.size()));
       const auto size = std::size_t(run.first + (run.count - 1) * run.step + 1);
       if (there.rows.size() < size) there.rows.resize(size);
       for (std::int64_t i = 0; i < run.count; ++i) {

@@ -648,9 +648,13 @@ TEST(Config, WhatIsWrongIsSaid) {
   EXPECT_EQ(refused("llama", "hidden_size", 8.5), "config.json: \"hidden_size\" is 8.5" + whole);
   EXPECT_EQ(refused("llama", "hidden_size", nullptr), "config.json: \"hidden_size\" is missing");
   EXPECT_EQ(refused("llama", "num_hidden_layers", 5000),
-            "config.json: \"num_hidden_layers\" is 5000, expected at most 4096");
+            "a model with 5000 layers, expected at most 4096");
   EXPECT_EQ(refused("mixtral", "num_local_experts", 70000),
-            "config.json: \"num_local_experts\" is 70000, expected at most 65536");
+            "a model with 70000 experts, expected at most 4096");
+  EXPECT_EQ(refused("llama", "vocab_size", 1 << 30),
+            "a model with 1073741824 tokens, expected at most 16777216");
+  EXPECT_EQ(refused("llama", "head_dim", 2147483646),
+            "a model with 8589934584 rows of queries, expected at most 1048576");
   EXPECT_EQ(refused("llama", "num_key_value_heads", 3),
             "config.json: \"num_attention_heads\" is 4, expected a multiple of "
             "num_key_value_heads (3)");
@@ -941,7 +945,9 @@ TEST_F(Metadata, WhatIsWrongIsSaid) {
             "architecture \"bert\" is not known, expected one of llama, qwen2, qwen3, gemma3, "
             "qwen3next, qwen35, qwen35moe");
   EXPECT_EQ(refused("llama", "llama.block_count", GgufData(std::uint32_t{5000})),
-            "llama.block_count: 5000 layers, expected from 1 to 4096");
+            "a model with 5000 layers, expected at most 4096");
+  EXPECT_EQ(refused("qwen35", "qwen35.nextn_predict_layers", GgufData(std::uint32_t{2})),
+            "qwen35.block_count: not above nextn_predict_layers, expected it to be");
   EXPECT_EQ(refused("llama", "llama.embedding_length", GgufData(std::int32_t{-1})),
             "llama.embedding_length: -1, expected 1 or more, below 2^31");
   const std::vector<std::uint32_t> uneven{2, 1}, even{2, 0};

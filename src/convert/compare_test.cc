@@ -1,10 +1,8 @@
 #include "convert/compare.h"
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <cmath>
-#include <filesystem>
 #include <limits>
 #include <numeric>
 #include <random>
@@ -12,43 +10,22 @@
 #include "bittern/device.h"
 #include "formats/gguf.h"
 #include "formats/safetensors.h"
+#include "formats/test_folder.h"
 
 namespace bittern {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-struct Numbers {
-  std::string name;
-  std::vector<std::uint64_t> shape;
-  std::vector<float> values;
-};
-
-class Compare : public testing::Test {
+class Compare : public TestFolder {
  protected:
-  Compare() {
-    std::string path = (fs::temp_directory_path() / "bittern_compare_XXXXXX").string();
-    if (::mkdtemp(path.data()) != nullptr) folder_ = path;
-  }
-  ~Compare() override {
-    set_num_threads(0);
-    std::error_code error;
-    if (!folder_.empty()) fs::remove_all(folder_, error);
-  }
+  using Numbers = F32;
+  ~Compare() override { set_num_threads(0); }
 
   std::string write(const std::string& name, const std::vector<Numbers>& tensors) const {
-    std::vector<SafetensorsSpec> specs;
-    for (const Numbers& t : tensors) specs.push_back({t.name, SafeDType::f32, t.shape});
-    const std::string path = folder_ + "/" + name;
-    auto writer = SafetensorsWriter::create(path, specs);
-    EXPECT_TRUE(writer.ok()) << writer.status().message();
-    for (std::size_t i = 0; i < tensors.size(); ++i)
-      EXPECT_TRUE(writer->append(i, std::as_bytes(std::span(tensors[i].values))).ok());
-    EXPECT_TRUE(writer->commit().ok());
-    return path;
+    put_tensors(name, tensors);
+    return path(name);
   }
 
   static Comparison compared(const std::string& a, const std::string& b, std::size_t worst = 5) {
@@ -64,8 +41,6 @@ class Compare : public testing::Test {
     EXPECT_TRUE(done == all || !result->not_compared.empty());
     return *result;
   }
-
-  std::string folder_;
 };
 
 TEST_F(Compare, ByHand) {
@@ -200,14 +175,14 @@ TEST_F(Compare, EmptyTensorsAreEqual) {
 }
 
 TEST_F(Compare, WhatCannotBeDecodedIsNamed) {
-  const std::string path = folder_ + "/m.gguf";
-  GgufWriter writer(path);
+  const std::string file = path("m.gguf");
+  GgufWriter writer(file);
   ASSERT_TRUE(writer.add_tensor("x", GgmlType::iq2_xs, Shape{1, 256}).ok());
   ASSERT_TRUE(writer.begin().ok());
   const std::vector<std::byte> zeros(74);
   ASSERT_TRUE(writer.write("x", zeros).ok());
   ASSERT_TRUE(writer.commit().ok());
-  const auto result = compared(path, path);
+  const auto result = compared(file, file);
   EXPECT_TRUE(result.tensors.empty());
   ASSERT_EQ(result.not_compared.size(), 1u);
   EXPECT_EQ(result.not_compared[0].name, "x");

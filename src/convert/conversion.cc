@@ -13,10 +13,10 @@
 #include <utility>
 
 #include "convert/architecture.h"
-#include "convert/fingerprint.h"
 #include "convert/importance.h"
 #include "convert/rows.h"
 #include "convert/tokenizer.h"
+#include "formats/fingerprint.h"
 
 namespace bittern {
 
@@ -52,31 +52,6 @@ std::string written_names() {
   std::string names;
   for (const TypeName& t : kWritten) names += std::string(" ") + info(t.type).name;
   return names;
-}
-
-// GGUF's types of plain numbers, and those of them safetensors has too.
-constexpr std::pair<GgmlType, SafeDType> kPlainTypes[] = {
-    {GgmlType::f32, SafeDType::f32},   {GgmlType::f16, SafeDType::f16},
-    {GgmlType::bf16, SafeDType::bf16}, {GgmlType::f64, SafeDType::f64},
-    {GgmlType::i8, SafeDType::i8},     {GgmlType::i16, SafeDType::i16},
-    {GgmlType::i32, SafeDType::i32},   {GgmlType::i64, SafeDType::i64}};
-
-std::optional<GgmlType> ggml_type_of(const Storage& storage) {
-  if (storage.kind == Storage::Kind::blocks) return storage.type;
-  if (storage.kind == Storage::Kind::affine) return {};
-  for (const auto& [type, dtype] : kPlainTypes)
-    if (dtype == storage.dtype) return type;
-  return {};
-}
-
-Storage storage_of(GgmlType type) {
-  for (const auto& [plain, dtype] : kPlainTypes)
-    if (plain == type) return Storage::plain(dtype);
-  return Storage::blocks(type);
-}
-
-bool is_float(SafeDType dtype) {
-  return dtype == SafeDType::f32 || dtype == SafeDType::f16 || dtype == SafeDType::bf16;
 }
 
 World world_of(ModelFormat format) {

@@ -35,17 +35,17 @@ struct TensorRule {
 
 struct ConversionOptions {
   ModelFormat format = ModelFormat::mlx;
-  int bits = 0, group = 0;             // 0: not asked for
-  std::optional<GgmlType> type;        // of a GGUF file
-  std::optional<AffineMethod> method;  // lsq; for GGUF the type's own
-  std::vector<TensorRule> rules;       // the first that fits decides
-  double target_bpw = 0;               // 0: none; bits per weight of the whole model
-  bool pure = false;                   // also what is kept by default is quantised
+  int bits = 0, group = 0;               // 0: not asked for
+  std::optional<GgmlType> type{};        // of a GGUF file
+  std::optional<AffineMethod> method{};  // lsq; for GGUF the type's own
+  std::vector<TensorRule> rules{};       // the first that fits decides
+  double target_bpw = 0;                 // 0: none; bits per weight of the whole model
+  bool pure = false;                     // also what is kept by default is quantised
   bool allow_requantize = false;
   bool transcode = false, lossy = false;
-  std::optional<SafeDType> dequantize;   // all plain, of this dtype
-  std::optional<SafeDType> scale_dtype;  // of scales and biases
-  std::string imatrix;                   // path of an importance matrix
+  std::optional<SafeDType> dequantize{};   // all plain, of this dtype
+  std::optional<SafeDType> scale_dtype{};  // of scales and biases
+  std::string imatrix{};                   // path of an importance matrix
 };
 
 // One line each: {"bits": 4, "group_size": 64, "rules": [{"match": "lm_head", "bits": 8}, ...]}.

@@ -34,8 +34,6 @@ struct ModelType {
 const ModelType* model_type(std::string_view name);  // null: not known
 const char* gguf_name(Arch arch);
 
-inline constexpr std::int64_t kMostLayers = 4096, kMostExperts = 1 << 16;
-
 struct Rope {
   double theta = 10000;
   double local_theta = 10000;          // of gemma3's sliding layers
@@ -82,6 +80,10 @@ struct Model {
     return static_cast<std::int64_t>(rope.part * double(head_dim));
   }
 };
+
+// Bounds on what strangers' files claim, far above any model, so that no product of sizes overflows
+// and no list grows beyond reason before tensors are compared with them.
+Status check_sizes(const Model& model);
 
 // The text model's part of a config.json: text_config where there is one.
 const nlohmann::ordered_json& text_config(const nlohmann::ordered_json& config);

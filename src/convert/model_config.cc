@@ -27,6 +27,11 @@ constexpr ModelType kTypes[] = {
 
 constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
 
+std::string shown(const Json& value) {
+  const std::string text = value.dump(-1, ' ', true, Json::error_handler_t::replace);
+  return text.size() > 100 ? text.substr(0, 100) + "..." : text;
+}
+
 // The first thing wrong is kept; what is read after it does not matter.
 class Fields {
  public:
@@ -46,12 +51,9 @@ class Fields {
       const auto x = value->get<std::int64_t>();  // of a number above 2^63: negative
       if (x >= least && x <= kMost) return x;
     }
-    refuse(key, value->dump() + ", expected a whole number from " + std::to_string(least) + " to " +
+    refuse(key, shown(*value) + ", expected a whole number from " + std::to_string(least) + " to " +
                     std::to_string(kMost));
     return least;
-  }
-  void at_most(const char* key, std::int64_t x, std::int64_t most) {
-    if (x > most) refuse(key, std::to_string(x) + ", expected at most " + std::to_string(most));
   }
   void multiple(const char* key, std::int64_t x, const char* of, std::int64_t y) {
     if (x % y != 0)
@@ -69,23 +71,23 @@ class Fields {
       const auto x = value->get<double>();
       if (std::isfinite(x) && x > 0) return x;
     }
-    refuse(key, value->dump() + ", expected a number above 0");
+    refuse(key, shown(*value) + ", expected a number above 0");
     return otherwise;
   }
   bool truth_or(const char* key, bool otherwise) {
     const Json* value = find(key);
     if (value == nullptr) return otherwise;
-    if (!value->is_boolean()) refuse(key, value->dump() + ", expected true or false");
+    if (!value->is_boolean()) refuse(key, shown(*value) + ", expected true or false");
     return value->is_boolean() ? value->get<bool>() : otherwise;
   }
   std::string text_or(const char* key, const char* otherwise) {
     const Json* value = find(key);
     if (value == nullptr) return otherwise;
-    if (!value->is_string()) refuse(key, value->dump() + ", expected a string");
+    if (!value->is_string()) refuse(key, shown(*value) + ", expected a string");
     return value->is_string() ? value->get<std::string>() : otherwise;
   }
   void refuse(const char* key, const std::string& what) {
-    fail(invalid(name(key) + " is " + (what.size() > 200 ? what.substr(0, 200) + "..." : what)));
+    fail(invalid(name(key) + " is " + what));
   }
   void cannot(const char* key, const std::string& what) { fail(unsupported(name(key) + what)); }
   void fail(Status status) {
@@ -168,7 +170,7 @@ void read_rope(Fields& fields, const Json& text, const ModelType& type, std::int
     const auto whole = [](std::int64_t x) { return x >= 0 && x <= kMost; };
     if (!sections->is_array() || sections->size() != 3 ||
         !std::all_of(rope.sections.begin(), rope.sections.end(), whole)) {
-      in.refuse("mrope_section", sections->dump() + ", expected three whole numbers");
+      in.refuse("mrope_section", shown(*sections) + ", expected three whole numbers");
     }
   }
   if (rope.type == "linear") {
@@ -215,7 +217,7 @@ void read_period(Fields& fields, const char* other, Model& m) {
   for (std::int64_t i = 0; i < m.layers; ++i) {
     const bool expected = (i + 1) % m.period == 0;
     if (full(i) == expected && (expected || (*types)[i] == other)) continue;
-    fields.cannot("layer_types", ": layer " + std::to_string(i) + " is " + (*types)[i].dump() +
+    fields.cannot("layer_types", ": layer " + std::to_string(i) + " is " + shown((*types)[i]) +
                                      ", expected \"full_attention\" in the last of every " +
                                      std::to_string(m.period) + " layers and \"" + other +
                                      "\" in the others");
@@ -234,7 +236,6 @@ void read_gated_delta(Fields& fields, Model& m) {
   fields.multiple("linear_num_value_heads", m.value_heads, "linear_num_key_heads", m.key_heads);
   if (m.arch() == Arch::qwen35) return;
   m.experts = fields.count("num_experts");
-  fields.at_most("num_experts", m.experts, kMostExperts);
   m.experts_used = fields.count("num_experts_per_tok");
   m.expert_feed_forward = fields.count("moe_intermediate_size");
   m.shared_feed_forward = fields.count("shared_expert_intermediate_size");
@@ -280,6 +281,30 @@ Json rope_parameters(const Model& m) {
 
 }  // namespace
 
+Status check_sizes(const Model& m) {
+  struct Size {
+    const char* what;
+    std::int64_t size, most;
+  };
+  for (const Size& row : {
+           Size{"layers", m.layers, 1 << 12},
+           Size{"experts", m.experts, 1 << 12},
+           Size{"tokens", m.vocab, 1 << 24},
+           Size{"hidden numbers", m.hidden, 1 << 24},
+           Size{"numbers of a feed forward layer",
+                std::max({m.feed_forward, m.expert_feed_forward, m.shared_feed_forward}), 1 << 24},
+           Size{"rows of queries", m.heads * m.head_dim, 1 << 20},
+           Size{"rows of keys of the gated delta net", m.key_heads * m.key_dim, 1 << 20},
+           Size{"rows of values of the gated delta net", m.value_heads * m.value_dim, 1 << 20},
+           Size{"taps of its convolution", m.conv_kernel, 1 << 12},
+       }) {
+    if (row.size > row.most)
+      return invalid("a model with " + std::to_string(row.size) + " " + row.what +
+                     ", expected at most " + std::to_string(row.most));
+  }
+  return {};
+}
+
 const ModelType* model_type(std::string_view name) {
   for (const ModelType& type : kTypes)
     if (name == type.name) return &type;
@@ -304,7 +329,6 @@ Result<Model> model_from_config(const Json& config) {
 
   Fields fields(text, m.in_vision ? "text_config." : "");
   m.layers = gemma ? fields.count_or("num_hidden_layers", 26) : fields.count("num_hidden_layers");
-  fields.at_most("num_hidden_layers", m.layers, kMostLayers);
   m.hidden = fields.count("hidden_size");
   m.heads = gemma ? fields.count_or("num_attention_heads", 8) : fields.count("num_attention_heads");
   m.kv_heads =
@@ -352,7 +376,6 @@ Result<Model> model_from_config(const Json& config) {
     if (m.is("mixtral")) {
       m.window = fields.count_or("sliding_window", 0);
       m.experts = fields.count_or("num_local_experts", 8);
-      fields.at_most("num_local_experts", m.experts, kMostExperts);
       m.experts_used = fields.count_or("num_experts_per_tok", 2);
       m.expert_feed_forward = m.feed_forward;
     }
@@ -376,6 +399,7 @@ Result<Model> model_from_config(const Json& config) {
   }
   if (m.arch() == Arch::qwen3next || m.arch() == Arch::qwen35 || m.arch() == Arch::qwen35moe)
     read_gated_delta(fields, m);
+  fields.fail(check_sizes(m));
   if (!fields.status().ok()) return fields.status();
   return m;
 }

@@ -19,7 +19,7 @@ struct RowRun {
 enum class ValueMap { same, plus_one, minus_one, negative_exp, log_negative };
 
 struct Recipe {
-  std::string name;
+  std::string name{};
   Shape shape{};
   std::vector<std::string> sources{};
   // In order; empty: the numbers of the one source, in their order. A row is `width` numbers, in

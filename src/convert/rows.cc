@@ -8,7 +8,7 @@
 #include <numeric>
 #include <utility>
 
-#include "bittern/ops/qdq_affine_forward.h"
+#include "bittern/ops/gguf_quantize.h"
 #include "bittern/ops/qdq_affine_init.h"
 
 namespace bittern {
@@ -320,6 +320,11 @@ Status RowReader::stored(std::int64_t first, std::int64_t count, EncodedRows& ou
 
 namespace {
 
+template <class Void>
+View<Void> dense(Void* data, DType dtype, const Shape& shape) {
+  return {data, dtype, {}, shape, shape.dense_strides()};
+}
+
 // Codes packed into words, scales and biases, of the storage's dtype.
 Status encode_affine(const Storage& to, AffineMethod method, const RowNumbers& numbers,
                      std::int64_t count, std::int64_t columns, std::span<const float> importance,
@@ -346,11 +351,6 @@ Status encode_affine(const Storage& to, AffineMethod method, const RowNumbers& n
   out.data.resize(at(count) * row->data);
   out.scales.resize(at(count) * row->scales);
   out.biases.resize(at(count) * row->biases);
-  const auto dense = [](auto* data, DType dtype, const Shape& shape) {
-    using Void = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(data)>>,
-                                    const void, void>;
-    return View<Void>{data, dtype, {}, shape, shape.dense_strides()};
-  };
   QdqAffineInit::Args args{
       .w = dense(w, desc.element, desc.tensor_shape()),
       .scales = dense(static_cast<void*>(out.scales.data()), params, desc.param_shape()),
@@ -365,12 +365,16 @@ Status encode_affine(const Storage& to, AffineMethod method, const RowNumbers& n
 
 namespace {
 
-// Where a method is given and the type has scales and minima of its own, they are fitted to the
-// method's.
-Status encode_blocks(GgmlType type, std::optional<AffineMethod> method, const RowNumbers& numbers,
-                     std::int64_t count, std::int64_t columns, std::span<const float> importance,
-                     EncodedRows& out) {
-  return {};
+Status encode_blocks(GgmlType type, const RowNumbers& numbers, std::int64_t count,
+                     std::int64_t columns, EncodedRows& out) {
+  const auto blocks = block_type(type);
+  if (!blocks) return unsupported(std::string("blocks of ") + info(type).name + ": not written");
+  const GgufDesc desc{
+      .outer_size = count, .axis_size = columns, .type = *blocks, .element = numbers.dtype};
+  out.data.resize(at(count * desc.row_bytes()));
+  return run_op<GgufQuantize>(
+      desc, {.w = dense(numbers.data, numbers.dtype, desc.tensor_shape()),
+             .blocks = dense(static_cast<void*>(out.data.data()), DType::u8, desc.block_shape())});
 }
 
 }  // namespace
@@ -403,8 +407,7 @@ Status RowEncoder::encode(const RowNumbers& numbers, std::int64_t count, std::in
     case Storage::Kind::affine:
       return encode_affine(to, method.value_or(AffineMethod::lsq), numbers, count, columns,
                            importance, out);
-    case Storage::Kind::blocks:
-      return encode_blocks(to.type, method, numbers, count, columns, importance, out);
+    case Storage::Kind::blocks: return encode_blocks(to.type, numbers, count, columns, out);
   }
   return {};
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <functional>
+#include <map>
 
 namespace bittern {
 namespace {
@@ -173,6 +174,61 @@ std::int64_t TokenIndex::put(std::span<const std::string_view> texts, std::uint3
 std::int64_t TokenIndex::find(std::span<const std::string_view> texts,
                               std::string_view text) const {
   return slots_[slot(texts, text)] - std::int64_t{1};
+}
+
+std::vector<PieceSplit> piece_splits(std::span<const std::string_view> texts,
+                                     const TokenIndex& index, std::string_view piece) {
+  const auto starts_letter = [&](std::size_t i) { return (piece[i] & 0xc0) != 0x80; };
+  std::size_t letters = 0, second = piece.size(), last = 0;  // where the second and last begin
+  for (std::size_t i = 0; i < piece.size(); ++i) {
+    if (!starts_letter(i)) continue;
+    if (++letters == 2) second = i;
+    last = i;
+  }
+  std::vector<PieceSplit> splits;
+  for (std::size_t i = piece.size(); i-- > 1;) {
+    if (!starts_letter(i)) continue;
+    const bool left = index.find(texts, piece.substr(0, i)) >= 0;
+    const bool right = index.find(texts, piece.substr(i)) >= 0;
+    if ((left || i == second) && (right || i == last)) splits.push_back({i, left && right});
+  }
+  return splits;
+}
+
+bool one_letter_runs(std::span<const std::string_view> tokens) {
+  std::map<std::string_view, std::vector<std::size_t>> lengths;  // by letter
+  for (const std::string_view token : tokens) {
+    std::size_t letter = 1;
+    while (letter < token.size() && (token[letter] & 0xc0) == 0x80) ++letter;
+    if (token.size() % letter != 0) return false;
+    for (std::size_t i = letter; i < token.size(); ++i) {
+      if (token[i] != token[i - letter]) return false;
+    }
+    lengths[token.substr(0, letter)].push_back(token.size() / letter);
+  }
+  for (auto& [letter, all] : lengths) {
+    std::ranges::sort(all);
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      if (all[i] != i + 2) return false;
+    }
+  }
+  return true;
+}
+
+int byte_token(std::string_view text) {
+  if (text.size() != 6 || text.substr(0, 3) != "<0x" || text[5] != '>') return -1;
+  int value = 0;
+  for (const char c : text.substr(3, 2)) {
+    const bool digit = c >= '0' && c <= '9';
+    if (!digit && !(c >= 'A' && c <= 'F')) return -1;
+    value = 16 * value + (digit ? c - '0' : c - 'A' + 10);
+  }
+  return value;
+}
+
+std::string byte_token(int byte) {
+  constexpr const char* kHex = "0123456789ABCDEF";
+  return std::string("<0x") + kHex[byte >> 4] + kHex[byte & 15] + '>';
 }
 
 bool is_utf8(std::string_view text) {

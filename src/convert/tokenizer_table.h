@@ -56,7 +56,9 @@ inline constexpr std::size_t kBos = 0, kEos = 1, kUnk = 2, kPad = 3;
 inline constexpr std::size_t kMostTokens = std::size_t{1} << 20;
 inline constexpr std::size_t kMostAddedTokens = std::size_t{1} << 17;
 inline constexpr std::size_t kMostMerges = std::size_t{1} << 22;
-inline constexpr std::size_t kMostTokenizerBytes = std::size_t{64} << 20;
+inline constexpr std::size_t kMostTokenizerBytes = std::size_t{64} << 20;  // of a file read
+inline constexpr std::size_t kMostWrittenBytes = std::size_t{48} << 20;    // of tokenizer.json
+inline constexpr std::size_t kMostPieceBytes = 512;  // of a token whose merges are looked for
 
 // Which token has a text: open addressing over ids, since a node for each costs more than the text.
 class TokenIndex {
@@ -70,6 +72,23 @@ class TokenIndex {
   std::size_t slot(std::span<const std::string_view> texts, std::string_view text) const;
   std::vector<std::uint32_t> slots_;  // id + 1
 };
+
+// How sentencepiece's BPE comes to a token: from any two that make it, longer left parts first, as
+// Hugging Face orders them. A letter that is no token is one of a pair to llama.cpp alone.
+struct PieceSplit {
+  std::size_t left = 0;  // bytes
+  bool tokens = true;    // both are tokens; else one is a single letter that is none
+};
+std::vector<PieceSplit> piece_splits(std::span<const std::string_view> texts,
+                                     const TokenIndex& index, std::string_view piece);
+// Whether tokens of equal rank are runs of 2, 3, ... m of one letter (several letters may have
+// theirs). Then both ways to break ties agree: the leftmost run grows letter by letter up to m when
+// the leftmost pair goes first, and also when the pair with the longest left part does.
+bool one_letter_runs(std::span<const std::string_view> tokens);
+int byte_token(std::string_view text);  // 10 for "<0x0A>", -1 for any other text
+std::string byte_token(int byte);
+
+inline constexpr const char* kSpaceMark = "\xe2\x96\x81";  // U+2581, a space to sentencepiece
 
 bool is_utf8(std::string_view text);
 std::string padding_token(std::size_t id);  // "[PAD123]", llama.cpp's for an id without a token

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <array>
 #include <filesystem>
+#include <map>
 #include <new>
 #include <numeric>
 #include <optional>
@@ -16,8 +17,6 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 using Metadata = std::vector<std::pair<std::string, GgufData>>;
-
-constexpr const char* kSpaceMark = "\xe2\x96\x81";  // U+2581, a space to sentencepiece
 
 // What is to be written of the tokens, whatever files it came from.
 struct Tokens {
@@ -147,6 +146,15 @@ Result<std::vector<MergeIds>> merge_ids(const TokenizerJson& json, const Tokens&
     }
     ids.push_back({found[0], found[1], found[2]});
   }
+  // Which of two equal merges counts differs from reader to reader.
+  std::vector<std::uint64_t> pairs(ids.size());
+  std::ranges::transform(ids, pairs.begin(), [](const MergeIds& merge) {
+    return std::uint64_t{merge.left} << 32 | merge.right;
+  });
+  std::ranges::sort(pairs);
+  if (const auto twice = std::ranges::adjacent_find(pairs); twice != pairs.end())
+    return invalid(t.path + ": model.merges: " + in_quotes(t.texts[*twice >> 32]) + " " +
+                   in_quotes(t.texts[*twice & 0xffffffff]) + " twice, expected once");
   return ids;
 }
 
@@ -314,23 +322,47 @@ Result<NamedIds> named_ids(const Companions& c, const Tokens& t) {
   return ids;
 }
 
-// Whether a template puts this token first or last: {"SpecialToken": {"id": "<s>"}} beside "A".
-bool in_template(const Json& json, bool first, std::string_view token) {
-  std::vector<const Json*> steps;
-  if (!flatten(member(json, "post_processor"), "processors", steps).ok()) return false;
-  for (const Json* step : steps) {
-    const Json* single = member(*step, "single");
-    if (single == nullptr || !single->is_array() || single->size() < 2) continue;
-    const Json* special = member(first ? single->front() : single->back(), "SpecialToken");
-    if (special != nullptr && text_member(*special, "id") == token) return true;
-  }
-  return false;
-}
+struct Affixes {
+  bool bos = false, eos = false;
+};
 
-bool adds(const Companions& c, const Json& json, const Tokens& t, const char* key, bool first,
-          std::optional<std::uint32_t> id) {
-  if (!id) return false;
-  return true_member(c.config, key, in_template(json, first, t.texts[*id]));
+// What is put around the text: tokenizer.json's post_processor decides, as it does for
+// transformers; tokenizer_config.json only where there is none.
+Result<Affixes> affixes_of(const Companions& c, const Json& json, const std::string& path,
+                           const Tokens& t, const NamedIds& ids) {
+  const std::string where = path + ": post_processor: ";
+  std::vector<const Json*> steps;
+  if (const Status status = flatten(member(json, "post_processor"), "processors", steps);
+      !status.ok())
+    return invalid(where + std::string(status.message()));
+  if (steps.empty())
+    return Affixes{ids[kBos] && true_member(c.config, "add_bos_token"),
+                   ids[kEos] && true_member(c.config, "add_eos_token")};
+  Affixes out;
+  for (const Json* step : steps) {
+    const std::string type = text_member(*step, "type");
+    if (type == "ByteLevel") continue;
+    const Json* single = member(*step, "single");
+    if (type != "TemplateProcessing" || single == nullptr || !single->is_array())
+      return unsupported(where + type + ", expected ByteLevel or TemplateProcessing");
+    bool text_seen = false;
+    for (const Json& part : *single) {
+      const Json* special = member(part, "SpecialToken");
+      if (special == nullptr) {
+        text_seen = true;
+        continue;
+      }
+      const std::string token = text_member(*special, "id");
+      const auto& id = ids[text_seen ? kEos : kBos];
+      bool& put = text_seen ? out.eos : out.bos;
+      if (!id || t.texts[*id] != token || put)
+        return unsupported(where + "puts " + in_quotes(token) + (text_seen ? " after" : " before") +
+                           " the text, expected one " + (text_seen ? "eos" : "bos") +
+                           "_token at most, which is all GGUF can say");
+      put = true;
+    }
+  }
+  return out;
 }
 
 Status add_template(Metadata& out, const std::string& where, const std::string& name,
@@ -400,14 +432,14 @@ void put_tokens(Metadata& out, const Tokens& t, const char* model, const char* p
                    GgufData::array(std::span<const std::int32_t>(types)));
 }
 
-void put_ids(Metadata& out, const NamedIds& ids, bool add_bos, bool add_eos) {
+void put_ids(Metadata& out, const NamedIds& ids, const Affixes& affixes) {
   for (std::size_t i = 0; i < ids.size(); ++i) {
     if (ids[i])
       out.emplace_back(std::string("tokenizer.ggml.") + kNamedTokens[i].gguf + "_token_id",
                        GgufData(*ids[i]));
   }
-  out.emplace_back("tokenizer.ggml.add_bos_token", GgufData(add_bos));
-  out.emplace_back("tokenizer.ggml.add_eos_token", GgufData(add_eos));
+  out.emplace_back("tokenizer.ggml.add_bos_token", GgufData(affixes.bos));
+  out.emplace_back("tokenizer.ggml.add_eos_token", GgufData(affixes.eos));
 }
 
 // ---- byte-level BPE ----
@@ -460,12 +492,142 @@ Result<Metadata> from_byte_level(TokenizerJson& json, const std::string& path, c
   const auto ids = named_ids(c, *tokens);
   if (!ids) return ids.status();
 
+  const auto affixes = affixes_of(c, json.rest, path, *tokens, *ids);
+  if (!affixes) return affixes.status();
   const std::string_view names = row->names;
   Metadata out;
   put_tokens(out, *tokens, "gpt2", std::string(names.substr(0, names.find(' '))).c_str());
   BITTERN_TRY(put_merges(out, *tokens, *merges));
-  put_ids(out, *ids, adds(c, json.rest, *tokens, "add_bos_token", true, (*ids)[kBos]),
-          adds(c, json.rest, *tokens, "add_eos_token", false, (*ids)[kEos]));
+  put_ids(out, *ids, *affixes);
+  BITTERN_TRY(put_chat_template(out, c));
+  return out;
+}
+
+// ---- sentencepiece's BPE ----
+
+bool found_beforehand(TokenType type) {
+  return type == TokenType::control || type == TokenType::user_defined ||
+         type == TokenType::unknown;
+}
+
+// Of runs that share a rank, the one with the longest left part must come first when one letter is
+// joined to it.
+Status check_runs(const Tokens& t, std::span<const MergeIds> merges, std::size_t tokens) {
+  if (tokens < 2) return {};
+  std::map<std::string_view, std::size_t> before;  // by letter: bytes of the run before
+  for (const MergeIds& merge : merges) {
+    const std::string_view left = t.texts[merge.left], letter = t.texts[merge.right];
+    if (std::ranges::count_if(letter, [](char c) { return (c & 0xc0) != 0x80; }) != 1) continue;
+    const auto [it, fresh] = before.emplace(letter, left.size());
+    if (!fresh && left.size() > it->second)
+      return unsupported(
+          t.path + ": model.merges: " + in_quotes(left) + " " + in_quotes(letter) +
+          " comes after a shorter run, expected before: llama.cpp joins the leftmost");
+    it->second = left.size();
+  }
+  return {};
+}
+
+// Scores that make llama.cpp join what the merges would, or why there are none. It joins any two
+// neighbours that make a token, so every such pair must be a merge; it ranks tokens, not pairs, so
+// a token's merges must follow each other, but for runs of one letter, see one_letter_runs.
+Result<std::vector<float>> scores_of(const Tokens& t, std::span<const MergeIds> merges) {
+  const std::string where = t.path + ": model.merges: ";
+  std::vector<std::uint32_t> count(t.texts.size()), last(t.texts.size());
+  for (std::uint32_t i = 0; i < merges.size(); ++i) {
+    ++count[merges[i].joined];
+    last[merges[i].joined] = i;
+  }
+  for (std::uint32_t id = 0; id < t.texts.size(); ++id) {
+    const std::string_view text = t.texts[id];
+    if (found_beforehand(t.types[id]) || t.types[id] == TokenType::unused) continue;
+    if (text.size() > kMostPieceBytes)
+      return invalid(t.path + ": model.vocab: token " + std::to_string(id) + " has " +
+                     std::to_string(text.size()) + " bytes, expected at most " +
+                     std::to_string(kMostPieceBytes));
+    std::size_t pairs = 0;
+    for (const PieceSplit& split : piece_splits(t.texts, t.index, text)) {
+      const std::string_view left = text.substr(0, split.left), right = text.substr(split.left);
+      if (!split.tokens)
+        return unsupported(t.path + ": model.vocab: " + in_quotes(text) + " is made of " +
+                           in_quotes(left) + " and " + in_quotes(right) +
+                           ", expected both to be tokens: llama.cpp joins them");
+      ++pairs;
+    }
+    if (pairs != count[id])
+      return unsupported(where + std::to_string(count[id]) + " of the " + std::to_string(pairs) +
+                         " pairs of tokens that make " + in_quotes(text) +
+                         ", expected all: llama.cpp joins any");
+  }
+  std::vector<float> scores(t.texts.size());
+  std::size_t rank = 0;
+  for (std::size_t i = 0, end; i < merges.size(); i = end, ++rank) {
+    std::vector<std::string_view> block;
+    std::size_t k = i;
+    for (end = i + 1; k < end; ++k) {
+      const std::uint32_t id = merges[k].joined;
+      end = std::max<std::size_t>(end, last[id] + 1);
+      if (scores[id] != -static_cast<float>(rank + 1)) block.push_back(t.texts[id]);
+      scores[id] = -static_cast<float>(rank + 1);
+    }
+    // The shortest runs have one merge each, which may follow after all others.
+    for (; block.size() > 1 && end < merges.size() && merges[end].left == merges[end].right &&
+           count[merges[end].joined] == 1;
+         ++end) {
+      block.push_back(t.texts[merges[end].joined]);
+      scores[merges[end].joined] = -static_cast<float>(rank + 1);
+    }
+    if (block.size() > 1 && !one_letter_runs(block))
+      return unsupported(
+          where + "those of " + in_quotes(block[0]) + " and of " + in_quotes(block[1]) +
+          " are mixed, expected a token's to follow each other: llama.cpp ranks tokens");
+    BITTERN_TRY(check_runs(t, merges.subspan(i, end - i), block.size()));
+  }
+  return scores;
+}
+
+Result<Metadata> from_sentencepiece_json(TokenizerJson& json, const std::string& path,
+                                         const Companions& c, const Cutting& cutting,
+                                         std::int64_t vocab_size) {
+  const Json& model = json.rest["model"];
+  const auto normalizing = normalizing_of(json.rest, path);
+  if (!normalizing) return normalizing.status();
+  const bool metaspace = cutting.metaspace.has_value();
+  if (normalizing->nfc || normalizing->marks_spaces == metaspace ||
+      !true_member(model, "byte_fallback") || true_member(model, "ignore_merges"))
+    return unsupported(
+        path + ": expected byte-level BPE, or BPE with byte_fallback and spaces marked by U+2581");
+  for (const std::string& cut : cutting.cuts) {
+    if (cut != " ")
+      return unsupported(path + ": pre_tokenizer: cuts by " + in_quotes(cut) +
+                         ", expected none where spaces are marked by U+2581");
+  }
+  auto tokens = gather(json, path, vocab_size, true);
+  if (!tokens) return tokens.status();
+  Tokens& t = *tokens;
+  const auto ids = named_ids(c, t);
+  if (!ids) return ids.status();
+  if ((*ids)[kUnk]) t.types[*(*ids)[kUnk]] = TokenType::unknown;
+  for (int byte = 0; byte < 256; ++byte) {
+    const std::int64_t id = t.find(byte_token(byte));
+    if (id < 0)
+      return unsupported(path + ": model.vocab: lacks " + in_quotes(byte_token(byte)) +
+                         ", expected a token for every byte");
+    t.types[id] = TokenType::byte;
+  }
+  const auto merges = merge_ids(json, t);
+  if (!merges) return merges.status();
+  auto scores = scores_of(t, *merges);
+  if (!scores) return scores.status();
+  t.scores = std::move(*scores);
+
+  const auto affixes = affixes_of(c, json.rest, path, t, *ids);
+  if (!affixes) return affixes.status();
+  Metadata out;
+  put_tokens(out, t, "llama", "default");
+  put_ids(out, *ids, *affixes);
+  const bool prefix = metaspace ? *cutting.metaspace != "never" : normalizing->prepends;
+  out.emplace_back("tokenizer.ggml.add_space_prefix", GgufData(prefix));
   BITTERN_TRY(put_chat_template(out, c));
   return out;
 }
@@ -496,7 +658,7 @@ Result<Metadata> from_json(const std::string& folder, std::int64_t vocab_size) {
   const auto cutting = cutting_of(json->rest, path);
   if (!cutting) return cutting.status();
   if (cutting->byte_level) return from_byte_level(*json, path, *companions, *cutting, vocab_size);
-  return unsupported(path + ": expected byte-level BPE");
+  return from_sentencepiece_json(*json, path, *companions, *cutting, vocab_size);
 }
 
 }  // namespace

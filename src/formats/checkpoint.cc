@@ -12,6 +12,7 @@
 #include <system_error>
 
 #include "bittern/affine_desc.h"
+#include "formats/fingerprint.h"
 #include "formats/json_events.h"
 #include "formats/quantization_config.h"
 
@@ -38,32 +39,27 @@ bool exists(const std::string& path) {
   return fs::exists(path, error);
 }
 
-std::optional<SafeDType> plain_dtype(GgmlType type) {
-  switch (type) {
-    case GgmlType::f32: return SafeDType::f32;
-    case GgmlType::f16: return SafeDType::f16;
-    case GgmlType::bf16: return SafeDType::bf16;
-    case GgmlType::f64: return SafeDType::f64;
-    case GgmlType::i8: return SafeDType::i8;
-    case GgmlType::i16: return SafeDType::i16;
-    case GgmlType::i32: return SafeDType::i32;
-    case GgmlType::i64: return SafeDType::i64;
-    default: return std::nullopt;
-  }
-}
-
-bool is_float(SafeDType dtype) {
-  return dtype == SafeDType::f32 || dtype == SafeDType::f16 || dtype == SafeDType::bf16;
-}
-
-// a * b * c, unless it does not fit.
-std::optional<std::uint64_t> product(std::uint64_t a, std::uint64_t b, std::uint64_t c) {
-  std::uint64_t x = 0;
-  if (__builtin_mul_overflow(a, b, &x) || __builtin_mul_overflow(x, c, &x)) return std::nullopt;
-  return x;
-}
+constexpr std::pair<GgmlType, SafeDType> kPlainTypes[] = {
+    {GgmlType::f32, SafeDType::f32},   {GgmlType::f16, SafeDType::f16},
+    {GgmlType::bf16, SafeDType::bf16}, {GgmlType::f64, SafeDType::f64},
+    {GgmlType::i8, SafeDType::i8},     {GgmlType::i16, SafeDType::i16},
+    {GgmlType::i32, SafeDType::i32},   {GgmlType::i64, SafeDType::i64}};
 
 }  // namespace
+
+Storage storage_of(GgmlType type) {
+  for (const auto& [plain, dtype] : kPlainTypes)
+    if (plain == type) return Storage::plain(dtype);
+  return Storage::blocks(type);
+}
+
+std::optional<GgmlType> ggml_type_of(const Storage& storage) {
+  if (storage.kind == Storage::Kind::blocks) return storage.type;
+  if (storage.kind == Storage::Kind::affine) return std::nullopt;
+  for (const auto& [plain, dtype] : kPlainTypes)
+    if (dtype == storage.dtype) return plain;
+  return std::nullopt;
+}
 
 // ---- Storage ----
 
@@ -87,33 +83,29 @@ Result<std::uint64_t> Storage::bytes(const Shape& shape) const {
     const auto n = static_cast<std::uint64_t>(std::max<std::int64_t>(shape[i], 1));
     fits &= !__builtin_mul_overflow(elements, n, &elements);
   }
-  const auto too_large = [&] {
-    return invalid("shape " + shape.str() + " of " + str() + ", expected fewer than 2^61 bytes");
-  };
-  if (!fits || elements >> 61 != 0) return too_large();
-  if (kind == Kind::plain) {
-    const auto size = product(elements, static_cast<std::uint64_t>(bits_of(dtype)), 1);
-    if (!size) return too_large();
-    if (empty) return std::uint64_t{0};
-    if (*size % 8 != 0)
-      return invalid("shape " + shape.str() + " of " + str() + ", expected whole bytes");
-    return *size / 8;
-  }
-  if (bits < 1 || bits > 8 || group < 1 || !is_float(dtype)) {
-    return invalid(str() + ", expected 1..8 bits, a group of at least 1 and F32, F16 or BF16");
-  }
   const std::int64_t columns = shape.rank == 0 ? 1 : shape[shape.rank - 1];
-  if (columns % group != 0) {
-    return invalid("row of " + std::to_string(columns) + " in groups of " + std::to_string(group) +
-                   ", expected a multiple");
+  if (kind == Kind::affine) {
+    if (bits < 1 || bits > 8 || group < 1 || !is_float(dtype))
+      return invalid(str() + ", expected 1..8 bits, a group of at least 1 and F32, F16 or BF16");
+    if (columns % group != 0) {
+      return invalid("row of " + std::to_string(columns) + " in groups of " +
+                     std::to_string(group) + ", expected a multiple");
+    }
   }
+  // An element has at most 13 bytes: a code's word, a scale and a bias of its own.
+  if (!fits || elements >> (empty ? 63 : 57) != 0)
+    return invalid("shape " + shape.str() + " of " + str() + ", expected fewer than 2^57 elements");
   if (empty) return std::uint64_t{0};
-  // At most 13 bytes an element, as a group may have one.
-  if (elements >> 57 != 0) return too_large();
+  const auto element_bits = static_cast<std::uint64_t>(bits_of(dtype));
+  if (kind == Kind::plain) {
+    if (elements * element_bits % 8 != 0)
+      return invalid("shape " + shape.str() + " of " + str() + ", expected whole bytes");
+    return elements * element_bits / 8;
+  }
   const std::uint64_t rows = elements / static_cast<std::uint64_t>(columns);
   const auto words = static_cast<std::uint64_t>(packed_words(columns, bits));
   const auto groups = static_cast<std::uint64_t>(columns / group);
-  return rows * (4 * words + 2 * groups * static_cast<std::uint64_t>(bits_of(dtype) / 8));
+  return rows * (4 * words + 2 * groups * element_bits / 8);
 }
 
 // ---- the tensors of safetensors files ----
@@ -379,8 +371,7 @@ Status Checkpoint::open_gguf() {
     CheckpointTensor tensor;
     tensor.name = stored.name;
     tensor.shape = stored.shape;
-    const auto dtype = plain_dtype(stored.type);
-    tensor.storage = dtype ? Storage::plain(*dtype) : Storage::blocks(stored.type);
+    tensor.storage = storage_of(stored.type);
     tensor.data = stored.bytes;
     tensors_.push_back(std::move(tensor));
   }
@@ -445,6 +436,20 @@ bool goes_through(std::string_view name) {
   return false;
 }
 
+// A folder without safetensors is often one of GGUF files, of which one is to be chosen.
+Status with_hint(const std::string& folder, const Status& status) {
+  if (status.code() != Code::unavailable) return status;
+  std::string least;
+  std::error_code error;
+  for (fs::directory_iterator file(folder, error), end; !error && file != end;
+       file.increment(error)) {
+    std::string name = file->path().filename().string();
+    if (name.ends_with(".gguf") && (least.empty() || name < least)) least = std::move(name);
+  }
+  if (least.empty()) return status;
+  return unavailable(std::string(status.message()) + " (or a file of it: " + least + ")");
+}
+
 }  // namespace
 
 Status Checkpoint::list_other_files() {
@@ -471,7 +476,7 @@ Status Checkpoint::open_folder() {
   if (!snapshot) return snapshot.status();
   path_ = std::move(*snapshot);
   auto folder = SafetensorsFolder::open(path_);
-  if (!folder) return folder.status();
+  if (!folder) return with_hint(path_, folder.status());
   folder_ = std::move(*folder);
   for (const SafetensorsFile& file : folder_->files())
     for (const auto& [key, value] : file.metadata())
@@ -505,47 +510,24 @@ const CheckpointTensor* Checkpoint::find(std::string_view name) const {
 
 namespace {
 
-// FNV-1a over 64-bit words, the last filled up with zeros.
-class Hash {
- public:
-  std::uint64_t value() const { return value_; }
-  void add(std::uint64_t word) {
-    value_ = (value_ ^ word) * 0x100000001b3;
-    value_ ^= value_ >> 32;  // a product's low bits know nothing of the word's high ones
+// Name, size and time of a file.
+Status add_file(const std::string& path, Fingerprint& to) {
+  struct stat info;
+  if (::stat(path.c_str(), &info) != 0) {
+    return {Code::io_error,
+            path + ": cannot read its time: " + std::generic_category().message(errno)};
   }
-  void add(std::span<const std::byte> bytes) {
-    add(bytes.size());
-    while (!bytes.empty()) {
-      std::uint64_t word = 0;
-      const std::size_t n = std::min(bytes.size(), sizeof word);
-      std::memcpy(&word, bytes.data(), n);
-      add(word);
-      bytes = bytes.subspan(n);
-    }
-  }
-  // Name, size and time of a file.
-  Status add_file(const std::string& path) {
-    struct stat info;
-    if (::stat(path.c_str(), &info) != 0) {
-      return {Code::io_error,
-              path + ": cannot read its time: " + std::generic_category().message(errno)};
-    }
-    const std::string name = fs::path(path).filename().string();
-    add(std::as_bytes(std::span(name.data(), name.size())));
-    add(static_cast<std::uint64_t>(info.st_size));
-    add(static_cast<std::uint64_t>(info.st_mtim.tv_sec));
-    add(static_cast<std::uint64_t>(info.st_mtim.tv_nsec));
-    return {};
-  }
-
- private:
-  std::uint64_t value_ = 0xcbf29ce484222325;
-};
+  to.add(fs::path(path).filename().string());
+  to.add(static_cast<std::uint64_t>(info.st_size));
+  to.add(static_cast<std::uint64_t>(info.st_mtim.tv_sec));
+  to.add(static_cast<std::uint64_t>(info.st_mtim.tv_nsec));
+  return {};
+}
 
 }  // namespace
 
 Status Checkpoint::take_fingerprint() {
-  Hash hash;
+  Fingerprint hash;
   // A header is what lies before the first tensor's bytes.
   if (gguf_) {
     const auto parts = gguf_->parts();
@@ -557,12 +539,12 @@ Status Checkpoint::take_fingerprint() {
       header[tensor.part] = std::min(header[tensor.part], static_cast<std::size_t>(at));
     }
     for (std::size_t i = 0; i < parts.size(); ++i) {
-      BITTERN_TRY(hash.add_file(parts[i].path()));
+      BITTERN_TRY(add_file(parts[i].path(), hash));
       hash.add(parts[i].bytes().first(header[i]));
     }
   }
   const auto add_safetensors = [&](const SafetensorsFile& file) -> Status {
-    BITTERN_TRY(hash.add_file(file.path()));
+    BITTERN_TRY(add_file(file.path(), hash));
     const auto mapped = MappedFile::open(file.path());
     if (!mapped) return mapped.status();
     const auto header = file.tensors().empty() ? mapped->bytes().size() : file.tensors()[0].begin;
@@ -573,9 +555,9 @@ Status Checkpoint::take_fingerprint() {
   if (folder_) {
     for (const SafetensorsFile& file : folder_->files()) BITTERN_TRY(add_safetensors(file));
     for (const std::string& other : other_files_)
-      BITTERN_TRY(hash.add_file(with_slash(path_) + other));
+      BITTERN_TRY(add_file(with_slash(path_) + other, hash));
   }
-  if (!config_.is_null()) BITTERN_TRY(hash.add_file(config_path_));
+  if (!config_.is_null()) BITTERN_TRY(add_file(config_path_, hash));
   fingerprint_ = hash.value();
   return {};
 }

@@ -46,6 +46,10 @@ struct Storage {
   Result<std::uint64_t> bytes(const Shape& shape) const;
 };
 
+// GGUF's type as a storage, and back where it has one.
+Storage storage_of(GgmlType type);
+std::optional<GgmlType> ggml_type_of(const Storage& storage);
+
 struct CheckpointTensor {
   // How codes, scales and biases lie when affine: MLX's rows; or AWQ's and GPTQ's columns, where
   // scales and packed zero points are [columns / group, rows]. gptq stores zero points less one.

@@ -2,7 +2,10 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -120,7 +123,7 @@ TEST(Storage, CountsBytes) {
   EXPECT_EQ(bytes(Storage::plain(SafeDType::f16), {3, 5}), 30u);
   EXPECT_EQ(bytes(Storage::plain(SafeDType::f4), {3, 6}), 9u);
   EXPECT_EQ(bytes(Storage::plain(SafeDType::f64), {}), 8u);
-  EXPECT_EQ(bytes(Storage::plain(SafeDType::f64), {0, std::int64_t{1} << 50}), 0u);
+  EXPECT_EQ(bytes(Storage::plain(SafeDType::f64), {0, std::int64_t{1} << 62}), 0u);
   EXPECT_EQ(bytes(Storage::blocks(GgmlType::q4_k), {2, 512}), 4u * 144);
   // 2 x 3 rows: 12 words of 3 bits, and 2 x 2 half scales and biases.
   EXPECT_EQ(bytes(Storage::affine(3, 64, SafeDType::f16), {2, 3, 128}), 6u * (12 * 4 + 2 * 2 * 2));
@@ -132,7 +135,7 @@ TEST(Storage, CountsBytes) {
   EXPECT_EQ(why(Storage::plain(SafeDType::f4), {3}), "shape [3] of F4, expected whole bytes");
   EXPECT_EQ(why(Storage::plain(SafeDType::f32), {-1}), "dimension -1, expected at least 0");
   EXPECT_EQ(why(Storage::plain(SafeDType::f32), {std::int64_t{1} << 60, 16}),
-            "shape [1152921504606846976,16] of F32, expected fewer than 2^61 bytes");
+            "shape [1152921504606846976,16] of F32, expected fewer than 2^57 elements");
   EXPECT_EQ(why(Storage::affine(4, 64, SafeDType::f32), {2, 96}),
             "row of 96 in groups of 64, expected a multiple");
   EXPECT_EQ(why(Storage::affine(9, 64, SafeDType::f32), {2, 64}),
@@ -263,6 +266,12 @@ TEST_F(Checkpoints, OneShard) {
 TEST_F(Checkpoints, WhatIsNoModel) {
   refused(": neither model.safetensors.index.json nor model.safetensors, expected one",
           Code::unavailable);
+  put("b.gguf", "GGUF");
+  put("a.gguf", "GGUF");
+  refused(
+      ": neither model.safetensors.index.json nor model.safetensors, expected one (or a file of "
+      "it: a.gguf)",
+      Code::unavailable);
   put("pytorch_model.bin", "PK\x03\x04 and more than nine bytes");
   auto model = Checkpoint::open(path("pytorch_model.bin"));
   EXPECT_EQ(model.status().message(),
@@ -828,6 +837,78 @@ TEST_F(Checkpoints, ColumnPartsThatDisagree) {
   put_tensors("model.safetensors", parts);
   refused(": tensor \"m.weight\": plain and packed, expected one");
 }
+
+// ---- memory ----
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define BITTERN_SANITIZED
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define BITTERN_SANITIZED
+#endif
+#endif
+
+#ifndef BITTERN_SANITIZED  // sanitizers map more than any limit allows
+// Whether a model opens with 64 MiB and twice its size of memory that is not a file's.
+bool opens_within_bounds(const std::string& model, std::uint64_t bytes) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::uint64_t pages[6] = {};  // of /proc/self/statm: the last is data and stack
+    std::ifstream statm("/proc/self/statm");
+    for (std::uint64_t& n : pages) statm >> n;
+    const std::uint64_t page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+    const rlim_t most = pages[5] * page + (std::uint64_t{64} << 20) + 2 * bytes;
+    const struct rlimit limit = {most, most};
+    if (::setrlimit(RLIMIT_DATA, &limit) != 0) ::_exit(2);
+    const bool ok = Checkpoint::open(model).ok();
+    ::_exit(ok ? 0 : 1);
+  }
+  int status = -1;
+  return ::waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+// A short name for each number below 2^18.
+std::string short_name(std::uint32_t i) {
+  std::string name;
+  for (int digit = 0; digit < 3; ++digit, i /= 64) name += static_cast<char>(' ' + 10 + i % 64);
+  std::replace(name.begin(), name.end(), '\\', '~');
+  return name;
+}
+
+TEST_F(Checkpoints, MemoryStaysWithinBounds) {
+  constexpr std::uint32_t kMany = kCheckpointMostTensors;
+  std::string header = "{";
+  for (std::uint32_t i = 0; i < kMany; ++i) {
+    header += "\"" + short_name(i) + R"(":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},)";
+  }
+  header.back() = '}';
+  const auto with_size = [](const std::string& text) {
+    const std::uint64_t size = text.size();
+    return std::string(reinterpret_cast<const char*>(&size), 8) + text;
+  };
+  put("many.safetensors", with_size(header));
+  EXPECT_TRUE(opens_within_bounds(path("many.safetensors"), header.size()));
+  header.back() = ',';
+  put("more.safetensors",
+      with_size(header + R"("one more":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}})"));
+  EXPECT_EQ(Checkpoint::open(path("more.safetensors")).status().message(),
+            path("more.safetensors") + ": more than 262144 tensors, expected fewer");
+
+  const std::uint64_t counts[2] = {kMany, 0};
+  std::string gguf = "GGUF" + std::string("\3\0\0\0", 4) +
+                     std::string(reinterpret_cast<const char*>(counts), sizeof counts);
+  for (std::uint32_t i = 0; i < kMany; ++i)  // rank 1, of 0 elements, F32, offset 0
+    gguf += with_size(short_name(i)) + std::string("\1\0\0\0", 4) + std::string(20, '\0');
+  put("many.gguf", gguf);
+  EXPECT_TRUE(opens_within_bounds(path("many.gguf"), gguf.size()));
+
+  put_tensors("model.safetensors", {blank("a", SafeDType::f32, {1})});
+  std::string config = "{\"a\":[{\"\":\"\"}";
+  for (std::size_t i = 0; i < kJsonMaxValues / 2 - 4; ++i) config += ",{\"\":\"\"}";
+  put("config.json", config + "]}");
+  EXPECT_TRUE(opens_within_bounds(folder_, config.size()));
+}
+#endif
 
 // ---- configs ----
 

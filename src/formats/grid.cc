@@ -193,7 +193,7 @@ void put_f16(std::uint8_t* at, float x) {
 }
 
 // d * k[i] == x[i] with d in f16 and 0 <= k[i] <= 63. Of several such d the smallest in magnitude,
-// whose k reach highest, as ggml's quantiser chooses it: the largest of its k is always 63.
+// whose k reach highest: ggml makes the largest k 63, so that its own super-blocks come back.
 struct SuperScale {
   float d = 0;
   std::array<int, kMostGroups> k{};

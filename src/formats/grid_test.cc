@@ -444,6 +444,13 @@ TEST(Grid, GptqToBlocks) {
     const EncodedRows rows = encoded(grid(gptq.tensor), 32, storage);
     EXPECT_EQ(numbers(tensor_of(storage, {16, 32}, rows)), numbers(gptq.tensor));
   }
+  // Any zero point of 4 bits leaves codes that Q5_0 holds.
+  Gptq any;
+  for (std::size_t i = 0; i < any.zeros.size(); ++i)
+    any.zeros[i] = static_cast<std::byte>(i * 0x21 + 0xf0);
+  const Storage q5_0 = Storage::blocks(GgmlType::q5_0);
+  EXPECT_EQ(numbers(tensor_of(q5_0, {16, 32}, encoded(grid(any.tensor), 32, q5_0))),
+            numbers(any.tensor));
   // With f16 scales MLX would round each number to f16.
   const Storage mlx = Storage::affine(4, 32, SafeDType::f32);
   EXPECT_EQ(numbers(tensor_of(mlx, {16, 32}, encoded(grid(gptq.tensor), 32, mlx))),

@@ -12,8 +12,8 @@ namespace {
 
 class TreeEvents : public JsonEvents {
  public:
-  explicit TreeEvents(const std::string& where)
-      : JsonEvents(where, where + ": not valid JSON"), where_(where) {}
+  TreeEvents(const std::string& where, std::size_t most_values)
+      : JsonEvents(where, where + ": not valid JSON"), where_(where), most_values_(most_values) {}
 
   OrderedJson take() { return std::move(root_); }
 
@@ -65,8 +65,8 @@ class TreeEvents : public JsonEvents {
 
   // Puts a value where the text has it: the root, the next of a list, or that of the last key.
   Status add(OrderedJson value, OrderedJson*& added) {
-    if (++values_ > kJsonMaxValues) {
-      return invalid(where_ + ": more than " + std::to_string(kJsonMaxValues) +
+    if (++values_ > most_values_) {
+      return invalid(where_ + ": more than " + std::to_string(most_values_) +
                      " values, expected fewer");
     }
     if (open_.empty()) {
@@ -87,18 +87,19 @@ class TreeEvents : public JsonEvents {
   std::string where_;
   OrderedJson root_;
   std::vector<OrderedJson*> open_;
-  std::size_t values_ = 0;
+  std::size_t values_ = 0, most_values_;
 };
 
 }  // namespace
 
-Result<OrderedJson> parse_json_tree(const std::string& where, std::span<const std::byte> text) {
-  if (text.size() > kJsonMaxBytes) {
+Result<OrderedJson> parse_json_tree(const std::string& where, std::span<const std::byte> text,
+                                    std::size_t most_bytes, std::size_t most_values) {
+  if (text.size() > most_bytes) {
     return invalid(where + ": " + std::to_string(text.size()) + " bytes, expected at most " +
-                   std::to_string(kJsonMaxBytes));
+                   std::to_string(most_bytes));
   }
   try {
-    TreeEvents events(where);
+    TreeEvents events(where, most_values);
     BITTERN_TRY(events.parse(text));
     return events.take();
   } catch (const std::bad_alloc&) {

@@ -12,11 +12,13 @@ namespace bittern {
 
 using OrderedJson = nlohmann::ordered_json;
 
+// Of a config. A value takes about 100 bytes beside its text: 26 MiB at most.
 inline constexpr std::size_t kJsonMaxBytes = std::size_t{16} << 20;
-// A value takes about 100 bytes beside its text: 26 MiB at most.
 inline constexpr std::size_t kJsonMaxValues = std::size_t{1} << 18;
 
 // A key given twice in one object is an error; `where` opens the messages.
-Result<OrderedJson> parse_json_tree(const std::string& where, std::span<const std::byte> text);
+Result<OrderedJson> parse_json_tree(const std::string& where, std::span<const std::byte> text,
+                                    std::size_t most_bytes = kJsonMaxBytes,
+                                    std::size_t most_values = kJsonMaxValues);
 
 }  // namespace bittern

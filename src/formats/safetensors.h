@@ -50,6 +50,10 @@ inline constexpr int kSafeDTypeCount = 22;
 const char* name(SafeDType dtype);  // as the file spells it: "F8_E4M3"
 int bits_of(SafeDType dtype);       // of an element: 4 and 6 are packed without gaps
 std::optional<SafeDType> find_safe_dtype(std::string_view name);
+// Of the three floats weights are computed with.
+inline bool is_float(SafeDType dtype) {
+  return dtype == SafeDType::f32 || dtype == SafeDType::f16 || dtype == SafeDType::bf16;
+}
 // The library's own type of the same values, and back.
 std::optional<DType> to_dtype(SafeDType dtype);
 SafeDType to_safe_dtype(DType dtype);
