@@ -400,8 +400,8 @@ Result<ScoredMerges> merges_by_score(const Source& s, std::span<const float> sco
     if (end - i == 1) continue;
     std::map<std::string_view, std::size_t> here;
     for (std::size_t k = i; k < end; ++k) ++here[repeated_letter(s.tokens[out.order[k]])];
-    for (const auto& [letter, count] : here) {
-      if (!letter.empty() && count == runs[letter]) continue;
+    for (const auto& [letter, times] : here) {
+      if (!letter.empty() && times == runs[letter]) continue;
       return unsupported(
           s.where("ggml.scores") + in_quotes(s.tokens[out.order[i]]) + " and " +
           in_quotes(s.tokens[out.order[i + 1]]) +
