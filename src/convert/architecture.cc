@@ -87,7 +87,8 @@ using Archs = unsigned;
 constexpr Archs only(Arch arch) { return 1u << static_cast<unsigned>(arch); }
 constexpr Archs kAll = ~0u;
 constexpr Archs kDelta = only(Arch::qwen3next) | only(Arch::qwen35) | only(Arch::qwen35moe);
-constexpr Archs kTwoNorms = only(Arch::llama) | only(Arch::qwen2) | only(Arch::qwen3);
+constexpr Archs kQwen3 = only(Arch::qwen3) | only(Arch::qwen3moe);
+constexpr Archs kTwoNorms = only(Arch::llama) | only(Arch::qwen2) | kQwen3;
 constexpr Archs kGemma = only(Arch::gemma3);
 
 // A quantity that is a tensor of its own, under these names. For others see composed().
@@ -143,10 +144,10 @@ constexpr Plain kPlain[] = {
      [](const Model& m) { return Shape{kv_rows(m)}; }},
     {Q::o_bias, only(Arch::llama), When::attention_bias, Fold::none, "attn_output.bias",
      "self_attn.o_proj.bias", hidden},
-    {Q::q_norm, kDelta | kGemma | only(Arch::qwen3), When::attention, Fold::norm,
-     "attn_q_norm.weight", "self_attn.q_norm.weight", head_norm},
-    {Q::k_norm, kDelta | kGemma | only(Arch::qwen3), When::attention, Fold::norm,
-     "attn_k_norm.weight", "self_attn.k_norm.weight", head_norm},
+    {Q::q_norm, kDelta | kGemma | kQwen3, When::attention, Fold::norm, "attn_q_norm.weight",
+     "self_attn.q_norm.weight", head_norm},
+    {Q::k_norm, kDelta | kGemma | kQwen3, When::attention, Fold::norm, "attn_k_norm.weight",
+     "self_attn.k_norm.weight", head_norm},
 
     {Q::gate, kAll, When::dense, Fold::none, "ffn_gate.weight", "mlp.gate_proj.weight",
      [](const Model& m) { return Shape{m.feed_forward, m.hidden}; }},
@@ -159,8 +160,8 @@ constexpr Plain kPlain[] = {
     {Q::up_bias, kAll, When::mlp_bias, Fold::none, "ffn_up.bias", "mlp.up_proj.bias",
      [](const Model& m) { return Shape{m.feed_forward}; }},
     {Q::down_bias, kAll, When::mlp_bias, Fold::none, "ffn_down.bias", "mlp.down_proj.bias", hidden},
-    {Q::router, kDelta, When::experts, Fold::none, "ffn_gate_inp.weight", "mlp.gate.weight",
-     [](const Model& m) { return Shape{m.experts, m.hidden}; }},
+    {Q::router, kDelta | kQwen3, When::experts, Fold::none, "ffn_gate_inp.weight",
+     "mlp.gate.weight", [](const Model& m) { return Shape{m.experts, m.hidden}; }},
     {Q::router, only(Arch::llama), When::experts, Fold::none, "ffn_gate_inp.weight",
      "block_sparse_moe.gate.weight", [](const Model& m) { return Shape{m.experts, m.hidden}; }},
     {Q::shared_gate, kAll, When::shared, Fold::none, "ffn_gate_shexp.weight",

@@ -118,6 +118,12 @@ const std::vector<Tiny>& tiny() {
        R"({"model_type":"qwen3","intermediate_size":6,"num_key_value_heads":2,"head_dim":4,)" SIZES
        R"(,"tie_word_embeddings":true,"rope_theta":1000000})",
        kTied, kHeadNorms, "", kMlp},
+      {"qwen3moe",
+       R"({"model_type":"qwen3_moe","intermediate_size":7,"num_key_value_heads":2,"head_dim":4,)" SIZES
+       R"(,"num_experts":3,"num_experts_per_tok":2,"moe_intermediate_size":6,"norm_topk_prob":true})",
+       kEnds, kHeadNorms, "",
+       "input_layernorm.weight 8\npost_attention_layernorm.weight 8\nmlp.gate.weight 3 8\n",
+       kExperts},
       {"gemma3",
        R"({"model_type":"gemma3_text","intermediate_size":6,"num_key_value_heads":2,"head_dim":4,)" SIZES
        R"(,"query_pre_attn_scalar":4,"sliding_window":16,
@@ -632,7 +638,8 @@ std::string refused(std::string_view model, const char* key, const Json& value) 
 TEST(Config, WhatIsWrongIsSaid) {
   EXPECT_TRUE(known_architecture(config_of("llama")).ok());
   const std::string all =
-      "expected one of llama, mistral, mixtral, qwen2, qwen3, gemma3_text, gemma3, qwen3_next, "
+      "expected one of llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma3_text, gemma3, "
+      "qwen3_next, "
       "qwen3_5_text, qwen3_5, qwen3_5_moe_text, qwen3_5_moe";
   EXPECT_EQ(known_architecture(Json{{"model_type", "bert"}}).message(),
             "config.json: model type \"bert\" is not known, " + all);
@@ -668,6 +675,8 @@ TEST(Config, WhatIsWrongIsSaid) {
   EXPECT_EQ(refused("llama", "rope_scaling", {{"rope_type", "dynamic"}}),
             "config.json: \"rope_scaling.rope_type\" \"dynamic\" is not supported, expected "
             "default, linear, yarn or llama3");
+  EXPECT_EQ(refused("qwen3", "rope_scaling", "linear"),
+            "config.json: \"rope_scaling\" is \"linear\", expected an object");
   EXPECT_EQ(refused("qwen3", "rope_scaling", {{"type", "llama3"}}),
             "config.json: \"rope_scaling.rope_type\" \"llama3\" is for llama only");
   EXPECT_EQ(refused("llama", "rope_scaling",
@@ -704,7 +713,7 @@ TEST(Config, WhatIsWrongIsSaid) {
             "config.json: \"linear_num_value_heads\" is 6, expected a multiple of "
             "linear_num_key_heads (4)");
   EXPECT_EQ(refused("qwen3next", "norm_topk_prob", false),
-            "config.json: \"norm_topk_prob\" is false, which the other worlds have no key for");
+            "config.json: \"norm_topk_prob\" is not true, which llama.cpp takes it for");
   EXPECT_EQ(refused("qwen3next", "mlp_only_layers", {1}),
             "config.json: \"decoder_sparse_step\", \"mlp_only_layers\": layers without experts are "
             "not supported");
@@ -822,6 +831,15 @@ TEST(Config, MlxLmFindsItsKeys) {
   EXPECT_EQ(config_for(World::mlx, wide).status().message(),
             "config.json: mlx-lm's mixtral has a head_dim of hidden_size / num_attention_heads "
             "only");
+}
+
+TEST(Config, ExpertsAreCountedUnderEitherName) {
+  Json config = config_of("qwen3moe");
+  config["num_local_experts"] = config["num_experts"];
+  config.erase("num_experts");
+  const auto mlx = config_for(World::mlx, config);
+  ASSERT_TRUE(mlx.ok()) << mlx.status().message();
+  EXPECT_EQ((*mlx)["num_experts"], 3);
 }
 
 TEST(Config, GemmasOfTheHubLeaveTheirDefaultsOut) {
@@ -1006,8 +1024,8 @@ TEST_F(Metadata, WhatIsWrongIsSaid) {
     return message.starts_with(path) ? message.substr(path.size()) : message;
   };
   EXPECT_EQ(refused("llama", "general.architecture", GgufData("bert")),
-            "architecture \"bert\" is not known, expected one of llama, qwen2, qwen3, gemma3, "
-            "qwen3next, qwen35, qwen35moe");
+            "architecture \"bert\" is not known, expected one of llama, qwen2, qwen3, qwen3moe, "
+            "gemma3, qwen3next, qwen35, qwen35moe");
   EXPECT_EQ(refused("llama", "llama.block_count", GgufData(std::uint32_t{5000})),
             "a model with 5000 layers, expected at most 4096");
   EXPECT_EQ(refused("qwen35", "qwen35.nextn_predict_layers", GgufData(std::uint32_t{2})),

@@ -14,7 +14,12 @@
 
 namespace bittern {
 
-enum class Arch { llama, qwen2, qwen3, gemma3, qwen3next, qwen35, qwen35moe };
+enum class Arch { llama, qwen2, qwen3, qwen3moe, gemma3, qwen3next, qwen35, qwen35moe };
+
+// Whether most layers are gated delta nets.
+constexpr bool gated_delta(Arch arch) {
+  return arch == Arch::qwen3next || arch == Arch::qwen35 || arch == Arch::qwen35moe;
+}
 
 // A model type of transformers and what its configuration takes for granted.
 struct ModelType {
@@ -74,7 +79,7 @@ struct Model {
 
   Arch arch() const { return type->arch; }
   bool is(std::string_view model_type) const { return model_type == type->name; }
-  bool gated_delta() const { return key_heads > 0; }
+  bool gated_delta() const { return bittern::gated_delta(type->arch); }
   bool is_linear(std::int64_t layer) const { return gated_delta() && (layer + 1) % period != 0; }
   std::int64_t rotary_dim() const {
     return static_cast<std::int64_t>(rope.part * double(head_dim));

@@ -18,6 +18,7 @@ constexpr ModelType kTypes[] = {
     {"mixtral", "MixtralForCausalLM", Arch::llama, nullptr, nullptr, false, 8, 0, 131072, 1e6, 1e-5},
     {"qwen2", "Qwen2ForCausalLM", Arch::qwen2, nullptr, nullptr, false, 32, 0, 32768, 1e4, 1e-6},
     {"qwen3", "Qwen3ForCausalLM", Arch::qwen3, nullptr, nullptr, false, 32, 128, 32768, 1e4, 1e-6},
+    {"qwen3_moe", "Qwen3MoeForCausalLM", Arch::qwen3moe, nullptr, nullptr, false, 4, 0, 32768, 1e4, 1e-6},
     {"gemma3_text", "Gemma3ForCausalLM", Arch::gemma3, "gemma3", "Gemma3ForConditionalGeneration", true, 4, 256, 131072, 1e6, 1e-6},
     {"qwen3_next", "Qwen3NextForCausalLM", Arch::qwen3next, nullptr, nullptr, false, 2, 256, 32768, 1e4, 1e-6},
     {"qwen3_5_text", "Qwen3_5ForCausalLM", Arch::qwen35, "qwen3_5", "Qwen3_5ForConditionalGeneration", false, 4, 256, 32768, 1e4, 1e-6},
@@ -138,9 +139,10 @@ void read_rope(Fields& fields, const Json& text, const ModelType& type, std::int
                Rope& rope) {
   rope.theta = fields.number_or("rope_theta", type.theta);
   rope.local_theta = fields.number_or("rope_local_base_freq", 1e4);
-  const bool delta =
-      type.arch == Arch::qwen3next || type.arch == Arch::qwen35 || type.arch == Arch::qwen35moe;
-  rope.part = fields.number_or("partial_rotary_factor", delta ? 0.25 : 1.0);
+  rope.part = fields.number_or("partial_rotary_factor", gated_delta(type.arch) ? 0.25 : 1.0);
+  for (const char* key : {"rope_parameters", "rope_scaling"})
+    if (const Json* value = fields.find(key); value != nullptr && !value->is_object())
+      fields.refuse(key, shown(*value) + ", expected an object");
 
   const char* where = "rope_parameters.";
   const Json* scaling = object_in(text, "rope_parameters");
@@ -234,18 +236,21 @@ void read_gated_delta(Fields& fields, Model& m) {
   m.key_dim = fields.count("linear_key_head_dim");
   m.value_dim = fields.count("linear_value_head_dim");
   fields.multiple("linear_num_value_heads", m.value_heads, "linear_num_key_heads", m.key_heads);
-  if (m.arch() == Arch::qwen35) return;
-  m.experts = fields.count("num_experts");
+}
+
+void read_experts(Fields& fields, Model& m) {
+  // transformers 5 writes either.
+  m.experts =
+      fields.count(fields.find("num_experts") == nullptr ? "num_local_experts" : "num_experts");
   m.experts_used = fields.count("num_experts_per_tok");
   m.expert_feed_forward = fields.count("moe_intermediate_size");
-  m.shared_feed_forward = fields.count("shared_expert_intermediate_size");
-  if (!fields.truth_or("norm_topk_prob", true))
-    fields.cannot("norm_topk_prob", " is false, which the other worlds have no key for");
+  if (m.gated_delta()) m.shared_feed_forward = fields.count("shared_expert_intermediate_size");
+  if (!fields.truth_or("norm_topk_prob", m.gated_delta()))
+    fields.cannot("norm_topk_prob", " is not true, which llama.cpp takes it for");
   const Json* dense = fields.find("mlp_only_layers");
   if (fields.count_or("decoder_sparse_step", 1) != 1 || (dense != nullptr && !dense->empty()))
     fields.cannot("decoder_sparse_step",
-                  ", \"mlp_only_layers\": layers without experts are not "
-                  "supported");
+                  ", \"mlp_only_layers\": layers without experts are not supported");
 }
 
 void put_rope(const Model& m, Json& config) {
@@ -382,7 +387,7 @@ Result<Model> model_from_config(const Json& config) {
   } else if (bias) {
     fields.cannot("attention_bias", " is true, expected false of a " + std::string(m.type->name));
   }
-  if ((m.arch() == Arch::qwen2 || m.arch() == Arch::qwen3) &&
+  if ((m.arch() == Arch::qwen2 || m.arch() == Arch::qwen3 || m.arch() == Arch::qwen3moe) &&
       fields.truth_or("use_sliding_window", false))
     fields.cannot("use_sliding_window", " is true, which no other world has for this model");
   if (gemma) {
@@ -397,8 +402,9 @@ Result<Model> model_from_config(const Json& config) {
     if (fields.truth_or("use_bidirectional_attention", false))
       fields.cannot("use_bidirectional_attention", " is true");
   }
-  if (m.arch() == Arch::qwen3next || m.arch() == Arch::qwen35 || m.arch() == Arch::qwen35moe)
-    read_gated_delta(fields, m);
+  if (m.gated_delta()) read_gated_delta(fields, m);
+  if (m.arch() == Arch::qwen3moe || m.arch() == Arch::qwen3next || m.arch() == Arch::qwen35moe)
+    read_experts(fields, m);
   fields.fail(check_sizes(m));
   if (!fields.status().ok()) return fields.status();
   return m;
@@ -422,7 +428,8 @@ Json config_from_model(const Model& m, std::string_view dtype) {
   config["tie_word_embeddings"] = m.tied;
   config["attention_bias"] = m.attention_bias;
   if (m.arch() == Arch::llama) config["mlp_bias"] = m.mlp_bias;
-  if (m.arch() == Arch::qwen2 || m.arch() == Arch::qwen3) config["use_sliding_window"] = false;
+  if (m.arch() == Arch::qwen2 || m.arch() == Arch::qwen3 || m.arch() == Arch::qwen3moe)
+    config["use_sliding_window"] = false;
   if (m.window != 0 || m.is("mistral"))
     config["sliding_window"] = m.window == 0 ? Json() : Json(m.window);
 
@@ -463,8 +470,9 @@ Json config_from_model(const Model& m, std::string_view dtype) {
     config["num_experts"] = m.experts;
     config["num_experts_per_tok"] = m.experts_used;
     config["moe_intermediate_size"] = m.expert_feed_forward;
-    config["shared_expert_intermediate_size"] = m.shared_feed_forward;
-    if (m.arch() == Arch::qwen3next) {
+    if (m.shared_feed_forward != 0)
+      config["shared_expert_intermediate_size"] = m.shared_feed_forward;
+    if (m.arch() != Arch::qwen35moe) {
       config["norm_topk_prob"] = true;
       config["decoder_sparse_step"] = 1;
       config["mlp_only_layers"] = Json::array();
@@ -497,7 +505,7 @@ Result<Json> config_for(World to, const Json& config) {
   };
   if (model->is("mixtral") && model->head_dim != model->hidden / model->heads)
     return cannot(" has a head_dim of hidden_size / num_attention_heads only");
-  if (model->is("mixtral") && model->rope.type != "default")
+  if ((model->is("mixtral") || model->is("qwen3_moe")) && model->rope.type != "default")
     return cannot(" does not scale its rotary embedding");
   if (model->logit_softcap != 0) return cannot(" has no final_logit_softcapping");
 
@@ -507,7 +515,7 @@ Result<Json> config_for(World to, const Json& config) {
        {"num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
         "rms_norm_eps", "max_position_embeddings", "rope_theta", "rope_local_base_freq",
         "rope_scaling", "rope_parameters", "partial_rotary_factor", "sliding_window",
-        "sliding_window_pattern", "query_pre_attn_scalar", "full_attention_interval",
+        "sliding_window_pattern", "query_pre_attn_scalar", "full_attention_interval", "num_experts",
         "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"})
     if (usual.contains(key)) text[key] = usual[key];
   if (model->arch() != Arch::qwen35 && model->arch() != Arch::qwen35moe) return text;

@@ -17,13 +17,10 @@ struct ArchName {
   const char* model_type;
 };
 constexpr ArchName kArchs[] = {
-    {Arch::llama, "llama", "llama"},
-    {Arch::qwen2, "qwen2", "qwen2"},
-    {Arch::qwen3, "qwen3", "qwen3"},
-    {Arch::gemma3, "gemma3", "gemma3_text"},
-    {Arch::qwen3next, "qwen3next", "qwen3_next"},
-    {Arch::qwen35, "qwen35", "qwen3_5_text"},
-    {Arch::qwen35moe, "qwen35moe", "qwen3_5_moe_text"},
+    {Arch::llama, "llama", "llama"},          {Arch::qwen2, "qwen2", "qwen2"},
+    {Arch::qwen3, "qwen3", "qwen3"},          {Arch::qwen3moe, "qwen3moe", "qwen3_moe"},
+    {Arch::gemma3, "gemma3", "gemma3_text"},  {Arch::qwen3next, "qwen3next", "qwen3_next"},
+    {Arch::qwen35, "qwen35", "qwen3_5_text"}, {Arch::qwen35moe, "qwen35moe", "qwen3_5_moe_text"},
 };
 
 // Keys below the architecture's name. The first thing wrong is kept.
@@ -236,8 +233,7 @@ Result<Model> model_from_gguf(const GgufFile& file) {
   m.rope.local_theta = decimal(keys.number_or("rope.freq_base_swa", 1e4));
   const std::int64_t turning = keys.count_or("rope.dimension_count", m.head_dim);
   m.rope.part = double(turning) / double(m.head_dim);
-  if (turning > m.head_dim || turning % 2 != 0 ||
-      (turning != m.head_dim && !(known->arch >= Arch::qwen3next)))
+  if (turning > m.head_dim || turning % 2 != 0 || (turning != m.head_dim && !m.gated_delta()))
     keys.fail(unsupported(keys.name("rope.dimension_count") + std::to_string(turning) +
                           " of a head's " + std::to_string(m.head_dim) +
                           ", expected all of them, or an even number in a qwen3next or qwen35"));
@@ -281,7 +277,7 @@ Result<Model> model_from_gguf(const GgufFile& file) {
     m.query_scale = double(m.layers == 62 ? m.hidden / m.heads : m.head_dim);
     m.logit_softcap = keys.number_or("final_logit_softcapping", 0);
   }
-  if (known->arch >= Arch::qwen3next) {
+  if (m.gated_delta()) {
     m.period = keys.count_or("full_attention_interval", 4);
     m.conv_kernel = keys.count("ssm.conv_kernel");
     m.key_heads = keys.count("ssm.group_count");
@@ -312,7 +308,7 @@ Result<Model> model_from_gguf(const GgufFile& file) {
     m.experts_used = keys.count("expert_used_count");
     if (!m.is("mixtral")) {
       m.expert_feed_forward = keys.count("expert_feed_forward_length");
-      m.shared_feed_forward = keys.count("expert_shared_feed_forward_length");
+      m.shared_feed_forward = m.gated_delta() ? keys.count("expert_shared_feed_forward_length") : 0;
     }
   }
   if (!keys.status().ok()) return keys.status();
@@ -364,7 +360,8 @@ Status add_metadata(const Model& m, GgufMetadata& out) {
     put(out, key("expert_used_count"), m.experts_used);
     if (!m.is("mixtral")) {
       put(out, key("expert_feed_forward_length"), m.expert_feed_forward);
-      put(out, key("expert_shared_feed_forward_length"), m.shared_feed_forward);
+      if (m.shared_feed_forward != 0)
+        put(out, key("expert_shared_feed_forward_length"), m.shared_feed_forward);
     }
   }
   if (!m.gated_delta()) return {};

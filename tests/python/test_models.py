@@ -76,6 +76,7 @@ MODELS = {
     "qwen2": ("qwen2", {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2-yarn": ("qwen2", {"head_dim": 8, "rope_parameters": YARN}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}),
     "gemma3": ("gemma3_text", GEMMA),
     "gemma3-vision": ("gemma3", GEMMA),
     "qwen3next": ("qwen3_next", {**DELTA, **EXPERTS}),
@@ -289,3 +290,16 @@ def test_quantised_modules_have_the_names_mlx_lm_looks_for(name, written, tmp_pa
     error = distance(of_mlx_lm(mlx), of_transformers(plain))
     show(f"{name}: 4 bits, mlx-lm: {error:.1e}")
     assert error < 2e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_runs_quantised_models(name, written, tmp_path, show):
+    """Close to what transformers computes with the same weights: llama.cpp quantises activations
+    too. Gated delta nets of random weights answer to that most: the sign of a product near 0 of a
+    first query and key is all that their norms leave of it."""
+    source, _ = written(name)
+    gguf = convert(source, tmp_path / "m.gguf", "gguf", "--type", "Q8_0")
+    expected = of_transformers(convert(gguf, tmp_path / "plain", "safetensors"))
+    error = np.square(of_llama_cpp(gguf) - expected).mean() / np.square(expected).mean()
+    show(f"{name}: Q8_0, llama.cpp: squared error {error:.1e}")
+    assert error < (0.3 if "qwen35" in name or "next" in name else 0.01)
