@@ -171,7 +171,8 @@ class Reporter {
   std::chrono::steady_clock::time_point begin_, shown_;
 };
 
-Json report_json(const Conversion& conversion, const QuantizeFlags& flags, double seconds) {
+Json report_json(const Conversion& conversion, const QuantizeFlags& flags, double seconds,
+                 const Conversion::RunReport& ran) {
   Json tensors = Json::array();
   for (const OutputTensor& tensor : conversion.tensors()) {
     Json shape = Json::array();
@@ -192,6 +193,11 @@ Json report_json(const Conversion& conversion, const QuantizeFlags& flags, doubl
           {"bytes", conversion.bytes()},
           {"bits_per_weight", conversion.bits_per_weight()},
           {"seconds", seconds},
+          {"seconds_making", ran.making},
+          {"seconds_writing", ran.writing},
+          {"seconds_syncing", ran.syncing},
+          {"resumed", ran.resumed},
+          {"scale_change", ran.scale_change},
           {"notes", conversion.notes()},
           {"tensors", tensors}};
 }
@@ -246,16 +252,18 @@ Status run(const QuantizeFlags& flags) {
   if (!conversion) return conversion.status();
   if (print && flags.dry_run) print_fates(*conversion);
   if (print) print_notes(*conversion);
+  Conversion::RunReport report;
   if (!flags.dry_run) {
     const auto ran =
         conversion->run(flags.out, {.force = flags.force, .resume = flags.resume}, progress);
     reporter.clear();
     if (!ran) return ran.status();
-    if (print && ran->resumed > 0)
-      fmt::print("note: {} tensors were whole already\n", ran->resumed);
+    report = *ran;
+    if (print && report.resumed > 0)
+      fmt::print("note: {} tensors were whole already\n", report.resumed);
     if (print && options->transcode && options->scale_dtype)
       fmt::print("note: not exact: {} changed scales and biases by up to {:.2g} of their value\n",
-                 flags.scale_dtype, ran->scale_change);
+                 flags.scale_dtype, report.scale_change);
   }
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
   if (print) {
@@ -265,7 +273,7 @@ Status run(const QuantizeFlags& flags) {
                conversion->bits_per_weight(),
                flags.dry_run ? "" : fmt::format(", {:.2f} s", took.count()));
   }
-  return write_json(flags.common, report_json(*conversion, flags, took.count()));
+  return write_json(flags.common, report_json(*conversion, flags, took.count(), report));
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <limits>
 #include <map>
 #include <numeric>
 #include <sstream>
@@ -719,6 +720,69 @@ TEST(Config, WhatIsWrongIsSaid) {
             "config.json: \"text_config.hidden_size\" is 0" + whole);
 }
 
+// Whatever stands in a config, the answer is a value or one line.
+TEST(Config, NothingInItDoesHarm) {
+  const std::vector<Json> hostile = {
+      nullptr,
+      true,
+      -1,
+      0,
+      1,
+      3,
+      4096,
+      2147483647,
+      9223372036854775807,
+      18446744073709551615u,
+      0.5,
+      -1e300,
+      1e300,
+      "",
+      "full_attention",
+      "llama3",
+      Json::array(),
+      Json::object(),
+      Json{1, 2, 3},
+      Json{{"rope_type", "llama3"}, {"factor", 1e300}},
+      Json{{"rope_type", 7}},
+      Json{{"full_attention", {{"rope_type", "yarn"}, {"factor", 0}}}},
+      Json{{"mrope_section", "abc"}},
+      Json{{"sliding_attention", {{"rope_theta", "x"}}}}};
+  std::size_t answers = 0, refusals = 0;
+  const auto take = [&](const Status& status) {
+    ++(status.ok() ? answers : refusals);
+    EXPECT_EQ(status.message().find('\n'), std::string_view::npos);
+  };
+  const auto ask = [&](const Json& config, const std::vector<NamedShape>& hf,
+                       const std::vector<NamedShape>& gguf) {
+    for (const World world : {World::hf, World::mlx}) {
+      take(config_for(world, config).status());
+      take(rename_tensors(config, gguf, World::gguf, world).status());
+    }
+    take(metadata_from_config(config, hf, "name").status());
+    take(rename_tensors(config, hf, World::hf, World::gguf).status());
+  };
+  for (const Tiny& model : tiny()) {
+    const Json config = config_of(model);
+    const auto hf = hf_tensors(model);
+    const auto gguf = shapes_of(renamed(config, numbered(hf), World::hf, World::gguf));
+    for (const auto& [key, value] : config.items()) {
+      for (const Json& bad : hostile) {
+        Json changed = config;
+        changed[key] = bad;
+        ask(changed, hf, gguf);
+        if (!value.is_object()) continue;
+        for (const auto& [inner, unused] : value.items()) {
+          changed[key] = value;
+          changed[key][inner] = bad;
+          ask(changed, hf, gguf);
+        }
+      }
+    }
+  }
+  EXPECT_GT(answers, 1000u);
+  EXPECT_GT(refusals, 1000u);
+}
+
 TEST(Config, MlxLmFindsItsKeys) {
   Json config = config_of("qwen2");
   config["quantization_config"] = {{"quant_method", "awq"}};
@@ -983,6 +1047,38 @@ TEST_F(Metadata, WhatIsWrongIsSaid) {
   EXPECT_EQ(refused("qwen35", "qwen35.rope.dimension_sections",
                     GgufData::array(std::span<const std::uint32_t>(even))),
             "qwen35.rope.dimension_sections: expected three and a 0");
+}
+
+TEST_F(Metadata, NothingInItDoesHarm) {
+  const std::vector<std::int64_t> list{1, -1, 1, 0};
+  const std::vector<GgufData> hostile = {GgufData(true),
+                                         GgufData("text"),
+                                         GgufData(std::int32_t{-1}),
+                                         GgufData(std::uint32_t{0}),
+                                         GgufData(std::uint32_t{3}),
+                                         GgufData(std::uint32_t{0xffffffff}),
+                                         GgufData(std::uint64_t{0xffffffffffffffff}),
+                                         GgufData(-1e30f),
+                                         GgufData(std::numeric_limits<float>::quiet_NaN()),
+                                         GgufData::array(std::span<const std::int64_t>(list))};
+  for (const std::string_view name : {"llama", "qwen35moe"}) {
+    const Tensors hf = numbered(hf_tensors(tiny(name)));
+    const auto shapes = shapes_of(renamed(config_of(name), hf, World::hf, World::gguf));
+    Tensors few;  // the file has what config_from_gguf looks at
+    few["token_embd.weight"] = {{10, 8}, std::vector<float>(80)};
+    few["rope_freqs.weight"] = {{2}, {1, 8}};
+    const GgufMetadata keys = metadata(config_of(name), hf);
+    for (const auto& [key, value] : keys) {
+      if (name == "llama" && key.find(".rope.") == key.npos) continue;  // the rest is the same
+      for (const GgufData& bad : hostile) {
+        const auto written = file(with(keys, key, bad), few);
+        ASSERT_TRUE(written.ok());
+        const auto config = config_from_gguf(*written, "float32");
+        EXPECT_EQ(config.status().message().find('\n'), std::string_view::npos);
+        if (config) (void)rename_tensors(*config, shapes, World::gguf, World::hf).ok();
+      }
+    }
+  }
 }
 
 TEST_F(Metadata, LayersThatPredictFurtherAreNotCounted) {

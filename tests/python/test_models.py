@@ -255,10 +255,9 @@ def test_the_same_model_in_every_world(name, written, tmp_path, show):
         "transformers": distance(of_transformers(hf), expected),
     }
     show(f"{name}: logits " + ", ".join(f"{k} {v:.1e}" for k, v in errors.items()))
-    # ggml takes gelu from a table of halves.
-    bounds = {"llama.cpp": 2e-3 if "gemma" in name else 3e-4}
+    # ggml takes gelu from a table of halves; gated delta nets of random weights amplify rounding.
     for judge, error in errors.items():
-        assert error < bounds.get(judge, 3e-4), judge
+        assert error < {"gemma3": 2e-3, "qwen3n": 2e-3, "qwen35": 5e-4}.get(name[:6], 1e-5), judge
 
     # Every way back, and across.
     text = tensors(source)
@@ -274,22 +273,19 @@ def test_the_same_model_in_every_world(name, written, tmp_path, show):
     same(tensors(hf), text)
     same(tensors(convert(mlx, tmp_path / "back", "safetensors")), text)
     same(tensors(convert(gguf, tmp_path / "across", "mlx")), tensors(mlx))
-    assert distance(of_mlx_lm(tmp_path / "across"), expected) < 3e-4
+    assert distance(of_mlx_lm(tmp_path / "across"), of_mlx_lm(mlx)) < 5e-4
     again = convert(mlx, tmp_path / "again.gguf", "gguf")
-    assert distance(of_llama_cpp(again), of_llama_cpp(gguf)) < 1e-5
+    assert distance(of_llama_cpp(again), of_llama_cpp(gguf)) == 0
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_quantised_models_load(name, written, tmp_path, show):
-    """8 bits: close to the model itself, whatever the paths of its modules are called."""
-    source, expected = written(name)
-    mlx = convert(source, tmp_path / "mlx", "mlx", "--bits", "8", "--group-size", "32")
-    gguf = convert(source, tmp_path / "m.gguf", "gguf", "--type", "Q8_0")
+def test_quantised_modules_have_the_names_mlx_lm_looks_for(name, written, tmp_path, show):
+    """It computes what transformers does with the same weights, dequantised."""
+    source, _ = written(name)
+    mlx = convert(source, tmp_path / "mlx", "mlx", "--bits", "4", "--group-size", "32")
     config = json.loads((mlx / "config.json").read_text())
     assert config["quantization"] == config["quantization_config"]
-    quantized = [key for key in tensors(mlx) if key.endswith(".scales")]
-    assert len(quantized) > 10
-    for judge, logits in (("mlx-lm", of_mlx_lm(mlx)), ("llama.cpp", of_llama_cpp(gguf))):
-        error = np.square(logits - expected).mean() / np.square(expected).mean()
-        show(f"{name}: 8 bits, {judge}: squared error {error:.1e}")
-        assert error < 0.02, judge
+    plain = convert(mlx, tmp_path / "from_mlx", "safetensors")
+    error = distance(of_mlx_lm(mlx), of_transformers(plain))
+    show(f"{name}: 4 bits, mlx-lm: {error:.1e}")
+    assert error < 2e-3
