@@ -325,56 +325,96 @@ View<Void> dense(Void* data, DType dtype, const Shape& shape) {
   return {data, dtype, {}, shape, shape.dense_strides()};
 }
 
-// Codes packed into words, scales and biases, of the storage's dtype.
-Status encode_affine(const Storage& to, AffineMethod method, const RowNumbers& numbers,
-                     std::int64_t count, std::int64_t columns, std::span<const float> importance,
-                     EncodedRows& out) {
-  const DType params = *to_dtype(to.dtype);
-  // As mlx-lm does: weights take the dtype of their scales first. Halves may have f32 scales.
-  const bool f32_scale = params == DType::f32 && numbers.dtype != DType::f32;
+// Scales, biases and codes by one of the affine rules. Halves may have f32 scales; otherwise, as
+// mlx-lm does, the weights take the dtype of their scales first.
+Status run_affine(AffineDesc desc, DType params, const RowNumbers& numbers,
+                  std::span<const float> importance, std::vector<std::byte>& scales,
+                  std::vector<std::byte>& biases, std::vector<std::byte>& codes) {
+  const std::int64_t count = desc.outer_size * desc.axis_size;
+  desc.f32_scale = params == DType::f32 && numbers.dtype != DType::f32;
+  desc.element = desc.f32_scale ? numbers.dtype : params;
   std::vector<std::byte> rounded;
   const void* w = numbers.data;
-  if (params != numbers.dtype && !f32_scale) {
-    BITTERN_TRY(cast_numbers(numbers, count * columns, params, rounded));
+  if (params != numbers.dtype && !desc.f32_scale) {
+    BITTERN_TRY(cast_numbers(numbers, count, params, rounded));
     w = rounded.data();
+    if (params == DType::f16 && !all_finite({.dtype = params, .data = w, .own = {}}, count))
+      return invalid("a number beyond 65504, expected scales of f32 or bf16 for it");
   }
-  const AffineDesc desc{.outer_size = count,
-                        .axis_size = columns,
-                        .group_size = to.group,
-                        .bits = to.bits,
-                        .element = f32_scale ? numbers.dtype : params,
-                        .storage = CodeStorage::packed,
-                        .f32_scale = f32_scale,
-                        .method = method};
-  const auto row = row_bytes(to, columns);
-  if (!row) return row.status();
-  out.data.resize(at(count) * row->data);
-  out.scales.resize(at(count) * row->scales);
-  out.biases.resize(at(count) * row->biases);
-  QdqAffineInit::Args args{
-      .w = dense(w, desc.element, desc.tensor_shape()),
-      .scales = dense(static_cast<void*>(out.scales.data()), params, desc.param_shape()),
-      .biases = dense(static_cast<void*>(out.biases.data()), params, desc.param_shape()),
-      .q = dense(static_cast<void*>(out.data.data()), DType::u32, desc.code_shape())};
-  if (method == AffineMethod::lsq && !importance.empty())
-    args.importance = view(importance.data(), {columns});
+  scales.resize(at(desc.param_shape().numel()) * size_of(params));
+  biases.resize(scales.size());
+  codes.resize(at(desc.code_shape().numel()) * size_of(desc.code_element()));
+  const auto out = [](std::vector<std::byte>& bytes, DType dtype, const Shape& shape) {
+    return dense(static_cast<void*>(bytes.data()), dtype, shape);
+  };
+  QdqAffineInit::Args args{.w = dense(w, desc.element, desc.tensor_shape()),
+                           .scales = out(scales, params, desc.param_shape()),
+                           .biases = out(biases, params, desc.param_shape()),
+                           .q = out(codes, desc.code_element(), desc.code_shape())};
+  if (desc.method == AffineMethod::lsq && !importance.empty())
+    args.importance = view(importance.data(), {desc.axis_size});
   return run_op<QdqAffineInit>(desc, args);
 }
 
-}  // namespace
+Status encode_affine(const Storage& to, AffineMethod method, const RowNumbers& numbers,
+                     std::int64_t count, std::int64_t columns, std::span<const float> importance,
+                     EncodedRows& out) {
+  return run_affine({.outer_size = count,
+                     .axis_size = columns,
+                     .group_size = to.group,
+                     .bits = to.bits,
+                     .storage = CodeStorage::packed,
+                     .method = method},
+                    *to_dtype(to.dtype), numbers, importance, out.scales, out.biases, out.data);
+}
 
-namespace {
+constexpr bool has_minimum(BlockType type) {
+  return type == BlockType::q4_1 || type == BlockType::q5_1 || type == BlockType::q4_k ||
+         type == BlockType::q5_k;
+}
 
-Status encode_blocks(GgmlType type, const RowNumbers& numbers, std::int64_t count,
-                     std::int64_t columns, EncodedRows& out) {
-  const auto blocks = block_type(type);
-  if (!blocks) return unsupported(std::string("blocks of ") + info(type).name + ": not written");
-  const GgufDesc desc{
-      .outer_size = count, .axis_size = columns, .type = *blocks, .element = numbers.dtype};
+// By the type's own rule, or, where a method is given and the type has minima, by that: Q4_1 and
+// Q5_1 are such a grid with f16 scales; super-blocks are fitted to it.
+Status encode_blocks(BlockType type, std::optional<AffineMethod> method, const RowNumbers& numbers,
+                     std::int64_t count, std::int64_t columns, std::span<const float> importance,
+                     EncodedRows& out) {
+  GgufDesc desc{.outer_size = count, .axis_size = columns, .type = type, .element = numbers.dtype};
   out.data.resize(at(count * desc.row_bytes()));
-  return run_op<GgufQuantize>(
-      desc, {.w = dense(numbers.data, numbers.dtype, desc.tensor_shape()),
-             .blocks = dense(static_cast<void*>(out.data.data()), DType::u8, desc.block_shape())});
+  GgufQuantize::Args args{
+      .w = dense(numbers.data, numbers.dtype, desc.tensor_shape()),
+      .blocks = dense(static_cast<void*>(out.data.data()), DType::u8, desc.block_shape())};
+  const bool super = block_size(type).weights == 256;
+  if (super && !importance.empty()) args.importance = view(importance.data(), {columns});
+  if (!method || !has_minimum(type)) return run_op<GgufQuantize>(desc, args);
+
+  const AffineDesc affine{.outer_size = count,
+                          .axis_size = columns,
+                          .group_size = 32,
+                          .bits = type == BlockType::q4_1 || type == BlockType::q4_k ? 4 : 5,
+                          .method = *method};
+  std::vector<std::byte> scales, biases, codes;
+  const DType params = super ? DType::f32 : DType::f16;
+  BITTERN_TRY(run_affine(affine, params, numbers, importance, scales, biases, codes));
+  if (super) {
+    desc.given_grid = true;
+    args.scales = dense(static_cast<const void*>(scales.data()), params, affine.param_shape());
+    args.biases = dense(static_cast<const void*>(biases.data()), params, affine.param_shape());
+    return run_op<GgufQuantize>(desc, args);
+  }
+  GridRows grid;
+  grid.bits = affine.bits;
+  grid.group = 32;
+  grid.codes.assign(reinterpret_cast<const std::uint8_t*>(codes.data()),
+                    reinterpret_cast<const std::uint8_t*>(codes.data() + codes.size()));
+  const auto widen = [&](const std::vector<std::byte>& from, std::vector<float>& to) {
+    to.resize(from.size() / sizeof(f16));
+    return as_f32({.dtype = params, .data = from.data(), .own = {}}, to);
+  };
+  BITTERN_TRY(widen(scales, grid.scales));
+  BITTERN_TRY(widen(biases, grid.biases));
+  return encode_grid(grid, columns,
+                     Storage::blocks(type == BlockType::q4_1 ? GgmlType::q4_1 : GgmlType::q5_1),
+                     out);
 }
 
 }  // namespace
@@ -407,7 +447,11 @@ Status RowEncoder::encode(const RowNumbers& numbers, std::int64_t count, std::in
     case Storage::Kind::affine:
       return encode_affine(to, method.value_or(AffineMethod::lsq), numbers, count, columns,
                            importance, out);
-    case Storage::Kind::blocks: return encode_blocks(to.type, numbers, count, columns, out);
+    case Storage::Kind::blocks: {
+      const auto type = block_type(to.type);
+      if (!type) return unsupported(std::string("blocks of ") + info(to.type).name);
+      return encode_blocks(*type, method, numbers, count, columns, importance, out);
+    }
   }
   return {};
 }

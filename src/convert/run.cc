@@ -64,7 +64,12 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
           return invalid(source.path() + ": tensor " + tensor.recipe.name +
                          ": holds infinities or NaN, expected finite numbers");
         }
-        BITTERN_TRY(encoder.encode(numbers, count, reader->columns(), weights, encoded));
+        if (const Status status =
+                encoder.encode(numbers, count, reader->columns(), weights, encoded);
+            !status.ok()) {
+          return {status.code(), source.path() + ": tensor " + tensor.recipe.name + ": " +
+                                     std::string(status.message())};
+        }
         break;
     }
     watch.lap(report.making);

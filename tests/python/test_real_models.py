@@ -2,32 +2,15 @@
 mlx; with the heavy peers, what mlx-lm, transformers and llama.cpp say when they run the outputs."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from test_cli import COMMAND, ROOT, bittern, refused
+from test_cli import COMMAND, bittern, refused
 
 pytestmark = pytest.mark.skipif(
     COMMAND is None, reason="the command is not built (build/release/bittern)"
 )
-
-
-def model(name):
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "get_model"), name], capture_output=True, text=True
-    )
-    if result.returncode == 4:
-        pytest.skip(f"{name} cannot be fetched: {result.stderr.strip()}")
-    assert result.returncode == 0, result
-    return result.stdout.strip()
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    return model("smollm2")
 
 
 def made(folder, source, name, *flags):
@@ -143,15 +126,14 @@ def test_requantising_is_refused_unless_asked_for(smollm2, tmp_path):
 
 
 @pytest.mark.peer("mlx", "safetensors")
-def test_lsq_is_never_worse_than_minmax_in_any_group_of_a_real_model(tmp_path):
+def test_lsq_is_never_worse_than_minmax_in_any_group_of_a_real_model(minilm, tmp_path):
     import mlx.core as mx
     from safetensors.numpy import load_file
 
-    source = model("minilm")
-    truth = load_file(f"{source}/model.safetensors")
+    truth = load_file(f"{minilm}/model.safetensors")
     for bits in (2, 4):
         out = {
-            m: made(tmp_path, source, f"{m}{bits}", "--bits", bits, "--method", m)
+            m: made(tmp_path, minilm, f"{m}{bits}", "--bits", bits, "--method", m)
             for m in ("minmax", "lsq")
         }
         packed = {m: mx.load(str(o / "model.safetensors")) for m, o in out.items()}
