@@ -16,7 +16,6 @@ one pays for page faults. GB/s counts the bytes the op must read and write at le
 
 import argparse
 import ctypes
-import glob
 import importlib.metadata
 import importlib.util
 import json
@@ -54,6 +53,15 @@ OPS = {
         "qdq_affine_backward", {"element": "f32", "storage": "u8"}, ("torch",)),
     "pack_codes 4 bit": ("pack_codes", {"bits": 4}, ("torch",)),
     "unpack_codes 4 bit": ("unpack_codes", {"bits": 4}, ("torch",)),
+    "gguf_quantize Q4_0": ("gguf_quantize", {"type": "Q4_0"}, ("ggml",)),
+    "gguf_quantize Q8_0": ("gguf_quantize", {"type": "Q8_0"}, ("ggml",)),
+    "gguf_quantize Q4_K": (
+        "gguf_quantize", {"type": "Q4_K", "given_grid": "false"}, ("ggml",)),
+    "gguf_quantize Q5_K": (
+        "gguf_quantize", {"type": "Q5_K", "given_grid": "false"}, ("ggml",)),
+    "gguf_quantize Q6_K": ("gguf_quantize", {"type": "Q6_K"}, ("ggml",)),
+    "gguf_dequantize Q4_K": ("gguf_dequantize", {"type": "Q4_K", "element": "f32"}, ("ggml",)),
+    "gguf_dequantize Q6_K": ("gguf_dequantize", {"type": "Q6_K", "element": "f32"}, ("ggml",)),
     "aura_encode d128 4 bit": (
         "aura_encode", {"element": "f32", "axis_size": 128, "bits": 4, "rotation": "hadamard"},
         ("torch",)),
@@ -64,11 +72,17 @@ OPS = {
     "gdn_chunk_forward bf16": (
         "gdn_chunk_forward", {"element": "bf16", "qk_l2norm": "false"}, ("transformers",)),
 }  # fmt: skip
-MODULES = {"torch": "torch", "mlx": "mlx", "ggml": "llama_cpp", "transformers": "transformers"}
+# Any one of a peer's modules will do.
+MODULES = {
+    "torch": ("torch",),
+    "mlx": ("mlx",),
+    "ggml": ("llama_cpp", "libggml"),
+    "transformers": ("transformers",),
+}
 TITLES = {
     "torch": ("torch eager", "torch.compile"),
     "mlx": ("mlx",),
-    "ggml": ("ggml Q4_1",),
+    "ggml": ("ggml",),
     "transformers": ("transformers",),
 }
 
@@ -217,33 +231,87 @@ def mlx_rows(op, rows, threads, repeat):
     return [("mlx", version, seconds(work, repeat), size, "threads as mlx chooses")]
 
 
+# ggml's number of a type, the weights and the bytes of its block.
+GGML_TYPES = {
+    "Q4_0": (2, 32, 18),
+    "Q4_1": (3, 32, 20),
+    "Q8_0": (8, 32, 34),
+    "Q4_K": (12, 256, 144),
+    "Q5_K": (13, 256, 176),
+    "Q6_K": (14, 256, 210),
+}
+
+
+def ggml_library():
+    """The library of llama-cpp-python or of libggml-python, and its version."""
+    for module, package in (("llama_cpp", "llama-cpp-python"), ("libggml", "libggml-python")):
+        spec = importlib.util.find_spec(module)
+        if spec is None:
+            continue
+        found = sorted(pathlib.Path(spec.origin).parent.glob("lib*/libggml-base.so*"))
+        if found:
+            version = importlib.metadata.version(package)
+            return ctypes.CDLL(str(found[0])), f"{package} {version}"
+    raise FileNotFoundError("libggml-base.so")
+
+
 def ggml_rows(op, rows, threads, repeat):
     import concurrent.futures
 
     import numpy
 
-    folder = pathlib.Path(importlib.util.find_spec("llama_cpp").origin).parent / "lib"
-    library = ctypes.CDLL(sorted(glob.glob(str(folder / "libggml-base.so*")))[0])
+    library, version = ggml_library()
     quantize = library.ggml_quantize_chunk
     quantize.restype = ctypes.c_size_t
     quantize.argtypes = [
         ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
         ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
     ]  # fmt: skip
-    q4_1 = 3
+    name = op.split()[1] if op.startswith("gguf") else "Q4_1"
+    number, block, block_bytes = GGML_TYPES[name]
+    dequantize = getattr(library, f"dequantize_row_{name.lower().replace('_k', '_K')}")
+    dequantize.restype, dequantize.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     n = rows * COLUMNS
     w = (numpy.random.default_rng(1).standard_normal(n, dtype=numpy.float32) * 0.02).copy()
-    out = numpy.zeros(n // 32 * 20, dtype=numpy.uint8)
+    out = numpy.zeros(n // block * block_bytes, dtype=numpy.uint8)
+    back = numpy.zeros(n, dtype=numpy.float32)
     edges = [rows * t // threads for t in range(threads + 1)]
     pool = concurrent.futures.ThreadPoolExecutor(threads)
 
-    def part(t):  # ctypes releases the GIL
+    # ctypes releases the GIL.
+    def write(t):
         first, count = edges[t], edges[t + 1] - edges[t]
-        quantize(q4_1, w.ctypes.data, out.ctypes.data, first * COLUMNS, count, COLUMNS, None)
+        quantize(number, w.ctypes.data, out.ctypes.data, first * COLUMNS, count, COLUMNS, None)
 
-    took = seconds(lambda: list(pool.map(part, range(threads))), repeat)
-    version = "llama-cpp-python " + importlib.metadata.version("llama-cpp-python")
-    return [("ggml Q4_1", version, took, 4 * n + out.nbytes, "groups of 32, scales f16")]
+    def read(t):
+        first, count = edges[t] * COLUMNS, (edges[t + 1] - edges[t]) * COLUMNS
+        blocks = out.ctypes.data + first // block * block_bytes
+        dequantize(blocks, back.ctypes.data + 4 * first, count)
+
+    def on_all(part):
+        list(pool.map(part, range(threads)))
+
+    on_all(write)
+    if op.startswith("gguf_dequantize"):
+        took, note = seconds(lambda: on_all(read), repeat), ""
+    elif op.startswith("gguf_quantize"):
+        took = seconds(lambda: on_all(write), min(repeat, 5))
+        on_all(read)
+        note = f"{n / took / threads / 1e6:.1f} M weights/s a thread, error {error(w, back):.4e}"
+        if importlib.util.find_spec("bittern") is not None:
+            import bittern
+
+            blocks = bittern.gguf_quantize(w.reshape(rows, COLUMNS), type=name)
+            bittern.gguf_dequantize(blocks, y=back.reshape(rows, COLUMNS), type=name)
+            note += f", bittern's {error(w, back):.4e}"
+    else:
+        took, note = seconds(lambda: on_all(write), repeat), "Q4_1: groups of 32, scales f16"
+    return [("ggml", version, took, 4 * n + out.nbytes, note)]
+
+
+def error(w, y):
+    """Squared, relative to the weights'."""
+    return float((abs(w - y) ** 2).sum(dtype="f8") / (w**2).sum(dtype="f8"))
 
 
 WORKERS = {"torch": torch_rows, "mlx": mlx_rows, "ggml": ggml_rows, "transformers": transformers_rows}
@@ -280,7 +348,7 @@ def run_peer(args, peer, op, rows):
 
 
 def run_worker(args):
-    if importlib.util.find_spec(MODULES[args.worker]) is None:
+    if not any(importlib.util.find_spec(m) for m in MODULES[args.worker]):
         result = [(t, "", None, None, "not installed") for t in TITLES[args.worker]]
     else:
         result = WORKERS[args.worker](args.op[0], args.rows, args.threads, args.repeat)
@@ -315,7 +383,7 @@ def main():
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument(
         "--python", action="append", default=[], metavar="PEER=PATH",
-        help="the Python that has torch, mlx, transformers or ggml (llama_cpp); default: this one",
+        help="the Python that has torch, mlx, transformers or ggml (llama_cpp or libggml); default: this one",
     )  # fmt: skip
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=int, default=ROWS, help=argparse.SUPPRESS)

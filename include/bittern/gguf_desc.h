@@ -70,11 +70,16 @@ struct GgufDesc {
   std::int64_t axis_size = 0;  // a multiple of the type's block
   BlockType type = BlockType::q4_0;
   DType element = DType::f32;  // of the weights: f32 f16 bf16
+  bool given_grid = false;     // read by gguf_quantize: scales and biases are given
   bool operator==(const GgufDesc&) const = default;
 
   std::int64_t row_blocks() const { return axis_size / block_size(type).weights; }
   std::int64_t row_bytes() const { return row_blocks() * block_size(type).bytes; }
   Shape tensor_shape() const { return {outer_size, axis_size}; }
+  // Of scales and biases.
+  Shape grid_shape() const {
+    return {outer_size, given_grid ? axis_size / block_size(type).group : 0};
+  }
   Shape block_shape() const { return {outer_size, row_bytes()}; }
 };
 

@@ -2,11 +2,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <optional>
 
 #include "cli/cli.h"
 #include "convert/compare.h"
 #include "formats/checkpoint.h"
+#include "formats/json_tree.h"
+#include "formats/safetensors.h"
 
 namespace bittern::cli {
 namespace {
@@ -22,7 +25,7 @@ struct InspectFlags {
 // A tensor as it is listed.
 struct Listed {
   std::string name;
-  Shape shape;
+  std::vector<std::uint64_t> shape;
   std::string storage;
   std::uint64_t parameters = 0, bytes = 0;
   bool decodable = true;
@@ -67,11 +70,15 @@ std::string bits_text(std::uint64_t bytes, std::uint64_t parameters) {
   return bits ? fmt::format("{:.3f}", *bits) : "-";
 }
 
-// An empty tensor may have dimensions whose product overflows before it meets the zero.
-std::uint64_t parameters_of(const Shape& shape) {
-  for (int i = 0; i < shape.rank; ++i)
-    if (shape[i] == 0) return 0;
-  return static_cast<std::uint64_t>(shape.numel());
+std::vector<std::uint64_t> dims(const Shape& shape) {
+  return {shape.dim.begin(), shape.dim.begin() + shape.rank};
+}
+
+// Of an empty tensor the product may wrap around before it meets the zero.
+std::uint64_t parameters_of(const std::vector<std::uint64_t>& shape) {
+  std::uint64_t n = 1;
+  for (const std::uint64_t d : shape) n *= d;
+  return n;
 }
 
 bool decodable(const Storage& storage) {
@@ -214,15 +221,57 @@ Summary summarize_part(const GgufFile& file, const Status& why) {
   summary.form += ", one part of a split file";
   for (const GgufTensor& tensor : file.tensors()) {
     summary.tensors.push_back({.name = std::string(tensor.name),
-                               .shape = tensor.shape,
+                               .shape = dims(tensor.shape),
                                .storage = info(tensor.type).name,
-                               .parameters = parameters_of(tensor.shape),
+                               .parameters = parameters_of(dims(tensor.shape)),
                                .bytes = tensor.bytes.size(),
                                .decodable = info(tensor.type).readable});
   }
   note_what_is_not_decoded(summary);
   summary.notes.push_back("this part alone, as the whole does not open: " +
                           std::string(why.message()));
+  return summary;
+}
+
+// A folder, or a safetensors file, that is packed in a way bittern does not read.
+Result<Summary> summarize_stored(const std::string& path, const Status& why) {
+  Summary summary;
+  summary.path = path;
+  const auto list = [&](const SafetensorsTensor& tensor) {
+    summary.tensors.push_back({.name = tensor.name,
+                               .shape = tensor.shape,
+                               .storage = name(tensor.dtype),
+                               .parameters = parameters_of(tensor.shape),
+                               .bytes = tensor.end - tensor.begin,
+                               .decodable = decodable(Storage::plain(tensor.dtype))});
+  };
+  namespace fs = std::filesystem;
+  fs::path config_path = path;
+  if (std::error_code error; fs::is_directory(path, error)) {
+    const auto folder = SafetensorsFolder::open(path);
+    if (!folder) return folder.status();
+    for (std::size_t i = 0; i < folder->size(); ++i) list(folder->tensor(i));
+    summary.kind = "huggingface";
+    summary.form = "folder of safetensors";
+  } else {
+    const auto file = SafetensorsFile::open(path);
+    if (!file) return file.status();
+    for (const SafetensorsTensor& tensor : file->tensors()) list(tensor);
+    summary.kind = "safetensors";
+    summary.form = "safetensors file";
+    config_path = config_path.parent_path();
+  }
+  config_path /= "config.json";
+  if (const auto text = MappedFile::open(config_path.string())) {
+    const auto config = parse_json_tree(config_path.string(), text->bytes());
+    if (!config) return config.status();
+    describe_config(*config, summary);
+  }
+  note_what_is_not_decoded(summary);
+  summary.notes.push_back(
+      "tensors are shown as they are stored, as bittern does not read the "
+      "model: " +
+      std::string(why.message()));
   return summary;
 }
 
@@ -247,9 +296,9 @@ Summary summarize(const Checkpoint& model) {
   if (model.config().is_object()) describe_config(model.config(), summary);
   for (const CheckpointTensor& tensor : model.tensors()) {
     summary.tensors.push_back({.name = tensor.name,
-                               .shape = tensor.shape,
+                               .shape = dims(tensor.shape),
                                .storage = tensor.storage.str(),
-                               .parameters = parameters_of(tensor.shape),
+                               .parameters = parameters_of(dims(tensor.shape)),
                                .bytes = tensor.bytes(),
                                .decodable = decodable(tensor.storage)});
   }
@@ -262,6 +311,8 @@ Result<Summary> summarize(const std::string& path) {
   if (model) return summarize(*model);
   if (const auto part = GgufFile::open(path, true); part && part->find("split.count") != nullptr)
     return summarize_part(*part, model.status());
+  if (model.status().code() == Code::unsupported)
+    if (auto stored = summarize_stored(path, model.status())) return stored;
   return model.status();
 }
 
@@ -341,7 +392,7 @@ void print_tensors(const Summary& summary) {
              "bits");
   for (const Listed& tensor : summary.tensors) {
     fmt::print("{:<{}} {:>20} {:>26} {:>12} {:>7}\n", printable(tensor.name), width,
-               tensor.shape.str(), tensor.storage, tensor.bytes,
+               fmt::format("[{}]", fmt::join(tensor.shape, ",")), tensor.storage, tensor.bytes,
                bits_text(tensor.bytes, tensor.parameters));
   }
 }
@@ -400,12 +451,6 @@ Json or_null(const std::optional<T>& value) {
   return value ? Json(*value) : Json();
 }
 
-Json shape_json(const Shape& shape) {
-  Json json = Json::array();
-  for (int i = 0; i < shape.rank; ++i) json.push_back(shape[i]);
-  return json;
-}
-
 Json summary_json(const Summary& summary) {
   Json storages = Json::array(), tensors = Json::array();
   for (const StorageTotal& total : totals(summary)) {
@@ -417,7 +462,7 @@ Json summary_json(const Summary& summary) {
   for (const Listed& tensor : summary.tensors) {
     tensors.push_back(
         {{"name", tensor.name},
-         {"shape", shape_json(tensor.shape)},
+         {"shape", tensor.shape},
          {"storage", tensor.storage},
          {"bytes", tensor.bytes},
          {"bits_per_weight", or_null(bits_per_weight(tensor.bytes, tensor.parameters))},
@@ -451,7 +496,7 @@ Json comparison_json(const Comparison& comparison) {
   for (const TensorDifference& tensor : comparison.tensors) {
     equal += tensor.different == 0;
     tensors.push_back({{"name", tensor.name},
-                       {"shape", shape_json(tensor.shape)},
+                       {"shape", dims(tensor.shape)},
                        {"storage", tensor.a.str()},
                        {"other_storage", tensor.b.str()},
                        {"relative_error", tensor.relative_error()},
@@ -466,8 +511,7 @@ Json comparison_json(const Comparison& comparison) {
                       {"error", group.error}});
   }
   for (const Comparison::Shapes& one : comparison.shapes_differ) {
-    shapes.push_back(
-        {{"name", one.name}, {"shape", shape_json(one.a)}, {"other_shape", shape_json(one.b)}});
+    shapes.push_back({{"name", one.name}, {"shape", dims(one.a)}, {"other_shape", dims(one.b)}});
   }
   for (const Comparison::Skipped& one : comparison.not_compared)
     skipped.push_back({{"name", one.name}, {"reason", one.reason}});
@@ -507,6 +551,7 @@ Status run_compare(const InspectFlags& flags) {
     if (flags.tensors) print_tensors(other_summary);
     print_comparison(*comparison);
   }
+  if (flags.common.json.empty()) return {};
   return write_json(flags.common, {{"schema", 1},
                                    {"model", summary_json(summary)},
                                    {"other", summary_json(other_summary)},
@@ -523,6 +568,7 @@ Status run(const InspectFlags& flags) {
     print_summary(*summary);
     if (flags.tensors) print_tensors(*summary);
   }
+  if (flags.common.json.empty()) return {};
   return write_json(flags.common, {{"schema", 1}, {"model", summary_json(*summary)}});
 }
 

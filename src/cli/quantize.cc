@@ -171,7 +171,8 @@ class Reporter {
   std::chrono::steady_clock::time_point begin_, shown_;
 };
 
-Json report_json(const Conversion& conversion, const QuantizeFlags& flags, double seconds) {
+Json report_json(const Conversion& conversion, const QuantizeFlags& flags, double seconds,
+                 const Conversion::RunReport& ran) {
   Json tensors = Json::array();
   for (const OutputTensor& tensor : conversion.tensors()) {
     Json shape = Json::array();
@@ -192,6 +193,11 @@ Json report_json(const Conversion& conversion, const QuantizeFlags& flags, doubl
           {"bytes", conversion.bytes()},
           {"bits_per_weight", conversion.bits_per_weight()},
           {"seconds", seconds},
+          {"seconds_making", ran.making},
+          {"seconds_writing", ran.writing},
+          {"seconds_syncing", ran.syncing},
+          {"resumed", ran.resumed},
+          {"scale_change", ran.scale_change},
           {"notes", conversion.notes()},
           {"tensors", tensors}};
 }
@@ -246,16 +252,21 @@ Status run(const QuantizeFlags& flags) {
   if (!conversion) return conversion.status();
   if (print && flags.dry_run) print_fates(*conversion);
   if (print) print_notes(*conversion);
+  Conversion::RunReport report;
   if (!flags.dry_run) {
     const auto ran =
         conversion->run(flags.out, {.force = flags.force, .resume = flags.resume}, progress);
     reporter.clear();
     if (!ran) return ran.status();
-    if (print && ran->resumed > 0)
-      fmt::print("note: {} tensors were whole already\n", ran->resumed);
-    if (print && options->transcode && options->scale_dtype)
-      fmt::print("note: not exact: {} changed scales and biases by up to {:.2g} of their value\n",
-                 flags.scale_dtype, ran->scale_change);
+    report = *ran;
+    if (print && report.resumed > 0)
+      fmt::print("note: {} tensors were whole already\n", report.resumed);
+    if (print && options->transcode && options->scale_dtype) {
+      fmt::print("note: {}: scales and biases {}; MLX computes in it\n", flags.scale_dtype,
+                 report.scale_change == 0
+                     ? "are exact"
+                     : fmt::format("change by up to {:.2g} of their value", report.scale_change));
+    }
   }
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
   if (print) {
@@ -265,7 +276,7 @@ Status run(const QuantizeFlags& flags) {
                conversion->bits_per_weight(),
                flags.dry_run ? "" : fmt::format(", {:.2f} s", took.count()));
   }
-  return write_json(flags.common, report_json(*conversion, flags, took.count()));
+  return write_json(flags.common, report_json(*conversion, flags, took.count(), report));
 }
 
 }  // namespace
@@ -279,9 +290,11 @@ Verb quantize_verb(CLI::App& main) {
   verb->add_option("-o,--output,--mlx-path", flags->out, "the folder or .gguf file to write");
   verb->add_option("--format", flags->format,
                    "mlx, gguf or safetensors (default: by OUT's name, else mlx)");
-  verb->add_option("--bits,--q-bits", flags->bits, "of a weight: 2 3 4 5 6 8");
+  verb->add_option("--bits,--q-bits", flags->bits, "of a weight: 2 3 4 5 6 8")
+      ->check(integer_in(1, 64));
   verb->add_option("--group-size,--q-group-size", flags->group,
-                   "weights that share a scale: 32 64 128 (default 64; GGUF 32)");
+                   "weights that share a scale: 32 64 128 (default 64; GGUF 32)")
+      ->check(integer_in(1, 1 << 20));
   verb->add_option("--type", flags->type,
                    "of GGUF: Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K F16 BF16 F32");
   verb->add_option(

@@ -150,47 +150,74 @@ Status compare_tensor(Numbers& a, Numbers& b, std::size_t worst,
 
 // ---- names ----
 
-std::vector<NamedShape> shapes_of(const Checkpoint& model) {
-  std::vector<NamedShape> shapes;
-  for (const CheckpointTensor& tensor : model.tensors())
-    shapes.push_back({tensor.name, tensor.shape});
-  return shapes;
-}
+// A model's tensors under the names and in the row orders of a world.
+class Named {
+ public:
+  explicit Named(const Checkpoint& model) : model_(model) {
+    for (const CheckpointTensor& tensor : model.tensors())
+      shapes_.push_back({tensor.name, tensor.shape});
+    own_ = model.gguf() != nullptr ? World::gguf : world_of_folder(shapes_);
+    for (const NamedShape& tensor : shapes_)
+      tensors_.push_back({.name = tensor.name, .shape = tensor.shape, .sources = {tensor.name}});
+    sort();
+  }
+  World world() const { return own_; }
+  const std::vector<Recipe>& tensors() const { return tensors_; }
+  const std::vector<std::string>& left_out() const { return left_out_; }
+  const Recipe* find(std::string_view name) const {
+    const auto found = by_name_.find(name);
+    return found == by_name_.end() ? nullptr : found->second;
+  }
+  bool shares_a_name(const Named& other) const {
+    return std::any_of(tensors_.begin(), tensors_.end(),
+                       [&](const Recipe& recipe) { return other.find(recipe.name) != nullptr; });
+  }
+  bool known() const { return own_ != World::gguf && known_architecture(model_.config()).ok(); }
 
-World world_of(const Checkpoint& model, const std::vector<NamedShape>& shapes) {
-  return model.gguf() != nullptr ? World::gguf : world_of_folder(shapes);
-}
+  Status move_to(World world) {
+    OrderedJson config = model_.config();
+    if (own_ == World::gguf) {
+      auto made = config_from_gguf(*model_.gguf(), "float32");
+      if (!made) return made.status();
+      config = std::move(*made);
+    } else if (config.is_null()) {
+      return invalid(model_.path() +
+                     ": no config.json, expected one that tells what its tensors are");
+    }
+    auto renaming = rename_tensors(config, shapes_, own_, world);
+    if (!renaming) {
+      return {renaming.status().code(),
+              model_.path() + ": " + std::string(renaming.status().message())};
+    }
+    tensors_ = std::move(renaming->tensors);
+    left_out_ = std::move(renaming->left_out);
+    sort();
+    return {};
+  }
 
-// b's tensors as a names and orders them.
-Result<Renaming> in_world_of(const Checkpoint& a, const Checkpoint& b) {
-  const std::vector<NamedShape> shapes = shapes_of(b);
-  const World from = world_of(b, shapes), to = world_of(a, shapes_of(a));
-  OrderedJson config = b.config();
-  bool renames = from != to;
+ private:
+  void sort() {
+    by_name_.clear();
+    for (const Recipe& recipe : tensors_) by_name_.emplace(recipe.name, &recipe);
+  }
+
+  const Checkpoint& model_;
+  std::vector<NamedShape> shapes_;
+  World own_;
+  std::vector<Recipe> tensors_;
+  std::vector<std::string> left_out_;
+  std::map<std::string_view, const Recipe*> by_name_;  // into tensors_
+};
+
+// b as a has it. Of two folders that still share no name, one is perhaps a model for images too
+// (language_model.model.layers...): llama.cpp's names are then those of both.
+Status bring_together(Named& a, Named& b) {
+  const bool folders = a.world() != World::gguf && b.world() != World::gguf;
   // Folders may have names nobody knows: they are compared as they are.
-  if (renames && from != World::gguf && to != World::gguf)
-    renames = known_architecture(config).ok();
-  if (!renames) {
-    Renaming same;
-    for (const NamedShape& tensor : shapes)
-      same.tensors.push_back(
-          {.name = tensor.name, .shape = tensor.shape, .sources = {tensor.name}});
-    return same;
-  }
-  if (from == World::gguf) {
-    auto made = config_from_gguf(*b.gguf(), "float32");
-    if (!made) return made.status();
-    config = std::move(*made);
-  } else if (config.is_null()) {
-    return invalid(b.path() +
-                   ": no config.json, expected one that tells its names beside those of " +
-                   a.path());
-  }
-  auto renaming = rename_tensors(config, shapes, from, to);
-  if (!renaming)
-    return Status(renaming.status().code(),
-                  b.path() + ": " + std::string(renaming.status().message()));
-  return renaming;
+  if (a.world() != b.world() && (!folders || b.known())) BITTERN_TRY(b.move_to(a.world()));
+  if (!folders || !a.known() || !b.known() || a.shares_a_name(b)) return {};
+  BITTERN_TRY(a.move_to(World::gguf));
+  return b.move_to(World::gguf);
 }
 
 bool is_empty(const Shape& shape) {
@@ -219,36 +246,33 @@ double Comparison::max_abs_error() const {
 
 Result<Comparison> compare(const Checkpoint& a, const Checkpoint& b, std::size_t worst_groups,
                            const std::function<void(const ComparisonProgress&)>& progress) {
-  auto others = in_world_of(a, b);
-  if (!others) return others.status();
-  std::map<std::string_view, const Recipe*> by_name;
-  for (const Recipe& recipe : others->tensors) by_name.emplace(recipe.name, &recipe);
+  Named names_a(a), names_b(b);
+  BITTERN_TRY(bring_together(names_a, names_b));
 
   Comparison result;
   struct Pair {
-    const CheckpointTensor* a;
-    const Recipe* b;
+    const Recipe *a, *b;
   };
   std::vector<Pair> pairs;
   ComparisonProgress state;
-  for (const CheckpointTensor& tensor : a.tensors()) {
-    const auto other = by_name.find(tensor.name);
-    if (other == by_name.end()) {
-      result.only_in_a.push_back(tensor.name);
-    } else if (other->second->shape != tensor.shape) {
-      result.shapes_differ.push_back({tensor.name, tensor.shape, other->second->shape});
+  for (const Recipe& recipe : names_a.tensors()) {
+    const Recipe* other = names_b.find(recipe.name);
+    if (other == nullptr) {
+      result.only_in_a.push_back(recipe.name);
+    } else if (other->shape != recipe.shape) {
+      result.shapes_differ.push_back({recipe.name, recipe.shape, other->shape});
     } else {
-      pairs.push_back({&tensor, other->second});
-      if (!is_empty(tensor.shape)) state.all += static_cast<std::uint64_t>(tensor.shape.numel());
+      pairs.push_back({&recipe, other});
+      if (!is_empty(recipe.shape)) state.all += static_cast<std::uint64_t>(recipe.shape.numel());
     }
   }
-  for (const Recipe& recipe : others->tensors)
-    if (a.find(recipe.name) == nullptr) result.only_in_b.push_back(recipe.name);
-  for (std::string& name : others->left_out) result.only_in_b.push_back(std::move(name));
+  for (const Recipe& recipe : names_b.tensors())
+    if (names_a.find(recipe.name) == nullptr) result.only_in_b.push_back(recipe.name);
+  for (const std::string& name : names_a.left_out()) result.only_in_a.push_back(name);
+  for (const std::string& name : names_b.left_out()) result.only_in_b.push_back(name);
 
   for (const Pair& pair : pairs) {
-    TensorDifference tensor{
-        .name = pair.a->name, .shape = pair.a->shape, .a = pair.a->storage, .b = pair.a->storage};
+    TensorDifference tensor{.name = pair.a->name, .shape = pair.a->shape, .a = {}, .b = {}};
     if (is_empty(tensor.shape)) {
       result.tensors.push_back(std::move(tensor));
       continue;
@@ -256,12 +280,12 @@ Result<Comparison> compare(const Checkpoint& a, const Checkpoint& b, std::size_t
     std::vector<Candidate> candidates;
     state.tensor = tensor.name;
     const auto work = [&]() -> Status {
-      const Recipe own{.name = tensor.name, .shape = tensor.shape, .sources = {tensor.name}};
-      auto reader_a = RowReader::open(a, own);
+      auto reader_a = RowReader::open(a, *pair.a);
       if (!reader_a) return reader_a.status();
       auto reader_b = RowReader::open(b, *pair.b);
       if (!reader_b) return reader_b.status();
       Numbers numbers_a(std::move(*reader_a)), numbers_b(std::move(*reader_b));
+      tensor.a = numbers_a.storage();
       tensor.b = numbers_b.storage();
       return compare_tensor(
           numbers_a, numbers_b, worst_groups,

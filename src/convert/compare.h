@@ -63,7 +63,8 @@ struct ComparisonProgress {
 
 // Streams rows: memory does not grow with the models. Where one is a GGUF file and the other a
 // folder, or the folders name tensors differently, b's tensors are those it would have in a's world
-// (convert/architecture.h), and what a has no place for is only in b.
+// (convert/architecture.h), and what a has no place for is only in b. Folders without a common name
+// are compared under llama.cpp's.
 Result<Comparison> compare(const Checkpoint& a, const Checkpoint& b, std::size_t worst_groups,
                            const std::function<void(const ComparisonProgress&)>& progress);
 

@@ -199,6 +199,12 @@ class ConversionPlanner {
 
  private:
   Status refuse(const std::string& what) const { return invalid(source_.path() + ": " + what); }
+  // What knows of names and configs does not know whose they are.
+  Status of_source(const Status& status) const {
+    const std::string message(status.message());
+    if (message.starts_with(source_.path())) return status;
+    return {status.code(), source_.path() + ": " + message};
+  }
   void note(std::string text) { conversion_.notes_.push_back(std::move(text)); }
 
   // ---- what was asked for ----
@@ -293,7 +299,7 @@ class ConversionPlanner {
     config_ = source_.config();
     if (source_.gguf() != nullptr && to != World::gguf) {
       auto config = config_from_gguf(*source_.gguf(), float_name(folder_dtype()));
-      if (!config) return config.status();
+      if (!config) return of_source(config.status());
       config_ = std::move(*config);
     }
     bool renames = from_ != to;
@@ -312,10 +318,10 @@ class ConversionPlanner {
       return {};
     }
     auto renaming = rename_tensors(config_, shapes_, from_, to);
-    if (!renaming) return renaming.status();
+    if (!renaming) return of_source(renaming.status());
     if (to != World::gguf) {
       auto config = config_for(to, config_);
-      if (!config) return config.status();
+      if (!config) return of_source(config.status());
       written_config_ = std::move(*config);
     }
     for (Recipe& recipe : renaming->tensors)
@@ -359,7 +365,7 @@ class ConversionPlanner {
     std::map<std::string, std::string> gguf_name;
     if (source_.gguf() == nullptr) {
       auto renaming = rename_tensors(config_, shapes_, from_, World::gguf);
-      if (!renaming) return renaming.status();
+      if (!renaming) return of_source(renaming.status());
       for (const Recipe& recipe : renaming->tensors)
         for (const std::string& from : recipe.sources) gguf_name.emplace(from, recipe.name);
     }
@@ -617,13 +623,13 @@ class ConversionPlanner {
       }
     } else {
       auto metadata = metadata_from_config(config_, shapes_, model_name());
-      if (!metadata) return metadata.status();
+      if (!metadata) return of_source(metadata.status());
       for (const auto& [key, value] : *metadata) BITTERN_TRY(add(key, value));
       std::int64_t vocabulary = 0;
       for (const OutputTensor& tensor : conversion_.tensors_)
         if (tensor.recipe.name == "token_embd.weight") vocabulary = tensor.recipe.shape[0];
       auto tokenizer = tokenizer_to_gguf(source_.path(), vocabulary);
-      if (!tokenizer) return tokenizer.status();
+      if (!tokenizer) return of_source(tokenizer.status());
       for (const auto& [key, value] : *tokenizer) BITTERN_TRY(add(key, value));
     }
     BITTERN_TRY(add("general.quantization_version", GgufData(std::uint32_t{2})));
@@ -707,7 +713,7 @@ class ConversionPlanner {
     }
     if (source_.gguf() != nullptr) {
       auto files = tokenizer_from_gguf(*source_.gguf());
-      if (!files) return files.status();
+      if (!files) return of_source(files.status());
       for (TextFile& file : *files)
         conversion_.texts_.push_back({std::move(file.name), std::move(file.text)});
     } else {

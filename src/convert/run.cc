@@ -1,5 +1,6 @@
 // The streaming loop: memory is one chunk of rows and its codes, whatever the model's size.
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "convert/conversion.h"
@@ -8,6 +9,19 @@
 
 namespace bittern {
 namespace {
+
+// Adds the time since it was made, or since it last did, to one sum or another.
+class Stopwatch {
+ public:
+  void lap(double& seconds) {
+    const auto now = std::chrono::steady_clock::now();
+    seconds += std::chrono::duration<double>(now - since_).count();
+    since_ = now;
+  }
+
+ private:
+  std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
+};
 
 Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
                      std::optional<AffineMethod> method, std::span<const float> importance,
@@ -23,6 +37,7 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
   RowNumbers numbers;
   GridRows grid;
   EncodedRows encoded;
+  Stopwatch watch;
   for (std::int64_t row = 0; row < reader->rows();) {
     std::int64_t count = std::min(reader->rows() - row, rows_at_once(reader->columns()));
     std::span<const float> weights;
@@ -52,12 +67,14 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
         BITTERN_TRY(encoder.encode(numbers, count, reader->columns(), weights, encoded));
         break;
     }
+    watch.lap(report.making);
     const auto at = static_cast<std::uint64_t>(row);
     BITTERN_TRY(output.write(tensor.part, at * bytes->data, encoded.data));
     if (tensor.parts() == 3) {
       BITTERN_TRY(output.write(tensor.part + 1, at * bytes->scales, encoded.scales));
       BITTERN_TRY(output.write(tensor.part + 2, at * bytes->biases, encoded.biases));
     }
+    watch.lap(report.writing);
     row += count;
     progress(count);
   }
@@ -95,8 +112,11 @@ Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunO
                                   progress(state);
                                 }));
     }
+    Stopwatch watch;
     for (const OutputText& text : texts_) BITTERN_TRY(output->add_file(text.name, text.text));
-    return output->commit();
+    BITTERN_TRY(output->commit());
+    watch.lap(report.syncing);
+    return {};
   };
   const Status status = work();
   // A full disk may be mended; what was written until then is worth keeping.

@@ -272,4 +272,153 @@ Result<TokenizerJson> read_tokenizer_json(const std::string& path) {
   return out;
 }
 
+// ---- tokenizer.model ----
+
+namespace {
+
+// Protocol buffers: fields of a number and a wire type, all of it checked against the bytes there.
+struct Field {
+  std::uint32_t number = 0;
+  std::uint64_t integer = 0;  // of wire types 0 and 5
+  std::string_view bytes;     // of wire type 2
+};
+
+std::optional<std::uint64_t> read_varint(std::string_view& from) {
+  std::uint64_t value = 0;
+  for (int shift = 0; shift < 64 && !from.empty(); shift += 7) {
+    const auto byte = static_cast<unsigned char>(from[0]);
+    from.remove_prefix(1);
+    value |= std::uint64_t{byte & 0x7fU} << shift;
+    if (byte < 0x80) return value;
+  }
+  return std::nullopt;
+}
+
+std::optional<Field> read_field(std::string_view& from) {
+  const auto tag = read_varint(from);
+  if (!tag || *tag >> 3 == 0 || *tag >> 32 != 0) return std::nullopt;
+  Field field;
+  field.number = static_cast<std::uint32_t>(*tag >> 3);
+  std::uint64_t size = 0;
+  switch (*tag & 7) {
+    case 0: {
+      const auto value = read_varint(from);
+      if (!value) return std::nullopt;
+      field.integer = *value;
+      return field;
+    }
+    case 1: size = 8; break;
+    case 2: {
+      const auto length = read_varint(from);
+      if (!length) return std::nullopt;
+      size = *length;
+      break;
+    }
+    case 5: size = 4; break;
+    default: return std::nullopt;
+  }
+  if (size > from.size()) return std::nullopt;
+  field.bytes = from.substr(0, size);
+  from.remove_prefix(size);
+  if ((*tag & 7) == 5) {
+    std::uint32_t bits = 0;
+    std::memcpy(&bits, field.bytes.data(), 4);
+    field.integer = bits;
+  }
+  return field;
+}
+
+// f(field) for each; false when the bytes are no message or f says so.
+template <class F>
+bool each_field(std::string_view message, F&& f) {
+  while (!message.empty()) {
+    const auto field = read_field(message);
+    if (!field || !f(*field)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+Result<SentencePieces> read_sentencepiece(const std::string& path) {
+  const auto file = open_small(path);
+  if (!file) return file.status();
+  const std::string_view text(reinterpret_cast<const char*>(file->bytes().data()),
+                              file->bytes().size());
+  SentencePieces out;
+  Status status;
+  const auto refuse = [&](Status why) {
+    status = std::move(why);
+    return false;
+  };
+  std::uint64_t model_type = 1;  // unigram
+  bool remove_extra_whitespaces = true, escape_whitespaces = true, charsmap = false;
+  const auto piece = [&](std::string_view message) {
+    if (out.pieces.size() == kMostTokens)
+      return refuse(
+          invalid(path + ": more than " + std::to_string(kMostTokens) + " pieces, expected less"));
+    SentencePieces::Piece p;
+    std::string_view piece_text;
+    std::uint64_t type = 1;
+    const bool whole = each_field(message, [&](const Field& f) {
+      if (f.number == 1) piece_text = f.bytes;
+      if (f.number == 2) p.score = std::bit_cast<float>(static_cast<std::uint32_t>(f.integer));
+      if (f.number == 3) type = f.integer;
+      return true;
+    });
+    const std::string where = path + ": piece " + std::to_string(out.pieces.size()) + ": ";
+    if (!whole) return refuse(invalid(where + "broken off, expected a message"));
+    if (piece_text.empty() || !is_utf8(piece_text))
+      return refuse(invalid(where + in_quotes(piece_text) + ", expected UTF-8 text"));
+    if (!std::isfinite(p.score))
+      return refuse(invalid(where + "its score is not finite, expected a number"));
+    if (type < 1 || type > 6)
+      return refuse(invalid(where + "type " + std::to_string(type) + ", expected 1 to 6"));
+    p.text = out.texts.add(piece_text);
+    p.type = static_cast<TokenType>(type);  // sentencepiece's numbers are GGUF's
+    out.pieces.push_back(p);
+    return true;
+  };
+  const auto id = [](std::uint64_t value) {
+    return static_cast<std::int64_t>(static_cast<std::int32_t>(value));
+  };
+  const bool whole = each_field(text, [&](const Field& f) {
+    if (f.number == 1) return piece(f.bytes);
+    if (f.number == 2) {
+      return each_field(f.bytes, [&](const Field& g) {
+        if (g.number == 3) model_type = g.integer;
+        if (g.number == 40) out.unk = id(g.integer);
+        if (g.number == 41) out.bos = id(g.integer);
+        if (g.number == 42) out.eos = id(g.integer);
+        if (g.number == 43) out.pad = id(g.integer);
+        return true;
+      });
+    }
+    if (f.number == 3) {
+      return each_field(f.bytes, [&](const Field& g) {
+        if (g.number == 2) charsmap = !g.bytes.empty();
+        if (g.number == 3) out.add_dummy_prefix = g.integer != 0;
+        if (g.number == 4) remove_extra_whitespaces = g.integer != 0;
+        if (g.number == 5) escape_whitespaces = g.integer != 0;
+        return true;
+      });
+    }
+    return true;
+  });
+  if (!status.ok()) return status;
+  if (!whole || out.pieces.empty())
+    return invalid(path + ": not a sentencepiece model, expected one");
+  constexpr std::uint64_t kBpe = 2;
+  if (model_type != kBpe)
+    return unsupported(path + ": trainer_spec.model_type " + std::to_string(model_type) +
+                       ", expected 2, BPE");
+  if (charsmap)
+    return unsupported(
+        path + ": normalizer_spec changes letters, which GGUF cannot say: expected identity");
+  if (remove_extra_whitespaces || !escape_whitespaces)
+    return unsupported(
+        path + ": normalizer_spec removes or keeps spaces, expected all of them marked by U+2581");
+  return out;
+}
+
 }  // namespace bittern

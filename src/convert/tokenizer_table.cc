@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <functional>
-#include <map>
 
 namespace bittern {
 namespace {
@@ -195,24 +194,14 @@ std::vector<PieceSplit> piece_splits(std::span<const std::string_view> texts,
   return splits;
 }
 
-bool one_letter_runs(std::span<const std::string_view> tokens) {
-  std::map<std::string_view, std::vector<std::size_t>> lengths;  // by letter
-  for (const std::string_view token : tokens) {
-    std::size_t letter = 1;
-    while (letter < token.size() && (token[letter] & 0xc0) == 0x80) ++letter;
-    if (token.size() % letter != 0) return false;
-    for (std::size_t i = letter; i < token.size(); ++i) {
-      if (token[i] != token[i - letter]) return false;
-    }
-    lengths[token.substr(0, letter)].push_back(token.size() / letter);
+std::string_view repeated_letter(std::string_view token) {
+  std::size_t letter = 1;
+  while (letter < token.size() && (token[letter] & 0xc0) == 0x80) ++letter;
+  if (letter >= token.size() || token.size() % letter != 0) return {};
+  for (std::size_t i = letter; i < token.size(); ++i) {
+    if (token[i] != token[i - letter]) return {};
   }
-  for (auto& [letter, all] : lengths) {
-    std::ranges::sort(all);
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      if (all[i] != i + 2) return false;
-    }
-  }
-  return true;
+  return token.substr(0, letter);
 }
 
 int byte_token(std::string_view text) {

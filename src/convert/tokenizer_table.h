@@ -81,10 +81,13 @@ struct PieceSplit {
 };
 std::vector<PieceSplit> piece_splits(std::span<const std::string_view> texts,
                                      const TokenIndex& index, std::string_view piece);
-// Whether tokens of equal rank are runs of 2, 3, ... m of one letter (several letters may have
-// theirs). Then both ways to break ties agree: the leftmost run grows letter by letter up to m when
-// the leftmost pair goes first, and also when the pair with the longest left part does.
-bool one_letter_runs(std::span<const std::string_view> tokens);
+// The letter that a token repeats, or nothing where it has others or just one.
+//
+// Tokens of equal rank are told apart by place in llama.cpp, the leftmost first, and by an order of
+// merges in tokenizer.json. When they are all runs of one letter there are, both agree if merges
+// with the longer left part come first: left to right, a run grows until it can grow no more, so
+// that the leftmost pair that fits is the one with the longest left part.
+std::string_view repeated_letter(std::string_view token);
 int byte_token(std::string_view text);  // 10 for "<0x0A>", -1 for any other text
 std::string byte_token(int byte);
 

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <filesystem>
 #include <map>
 #include <new>
@@ -93,6 +94,17 @@ Status check_vocabulary_size(const std::string& path, std::int64_t size) {
                  std::to_string(kMostTokens));
 }
 
+// llama.cpp looks for tokens of the user's before spaces are marked.
+std::string with_spaces(std::string_view text) {
+  std::string out;
+  for (std::size_t i = 0; i < text.size();) {
+    const bool mark = text.substr(i, 3) == kSpaceMark;
+    out += mark ? ' ' : text[i];
+    i += mark ? 3 : 1;
+  }
+  return out;
+}
+
 // vocab and added_tokens together. An added token may be in vocab too, under the same id.
 Result<Tokens> gather(TokenizerJson& json, const std::string& path, std::int64_t vocab_size,
                       bool sentencepiece) {
@@ -111,11 +123,8 @@ Result<Tokens> gather(TokenizerJson& json, const std::string& path, std::int64_t
         t.pool.view(slots[token.id].text) == token.content) {
       slots[token.id].taken = false;
     }
-    std::string text = token.content;
-    if (sentencepiece && !token.special) {
-      // llama.cpp looks for these before spaces are marked.
-      for (std::size_t i; (i = text.find(kSpaceMark)) != text.npos;) text.replace(i, 3, " ");
-    }
+    const std::string text =
+        sentencepiece && !token.special ? with_spaces(token.content) : token.content;
     BITTERN_TRY(place(t, slots, "added_tokens", token.id, t.pool.add(text),
                       token.special ? TokenType::control : TokenType::user_defined));
   }
@@ -510,27 +519,28 @@ bool found_beforehand(TokenType type) {
          type == TokenType::unknown;
 }
 
-// Of runs that share a rank, the one with the longest left part must come first when one letter is
-// joined to it.
-Status check_runs(const Tokens& t, std::span<const MergeIds> merges, std::size_t tokens) {
-  if (tokens < 2) return {};
-  std::map<std::string_view, std::size_t> before;  // by letter: bytes of the run before
+// Tokens whose merges are mixed share a rank: runs of a letter, longer left parts first.
+Status check_runs(const Tokens& t, std::span<const MergeIds> merges) {
+  using Lengths = std::pair<std::size_t, std::size_t>;
+  std::map<std::string_view, Lengths> before;  // by letter
   for (const MergeIds& merge : merges) {
-    const std::string_view left = t.texts[merge.left], letter = t.texts[merge.right];
-    if (std::ranges::count_if(letter, [](char c) { return (c & 0xc0) != 0x80; }) != 1) continue;
-    const auto [it, fresh] = before.emplace(letter, left.size());
-    if (!fresh && left.size() > it->second)
+    const std::string_view left = t.texts[merge.left], right = t.texts[merge.right];
+    const std::string_view letter = repeated_letter(t.texts[merge.joined]);
+    const Lengths lengths(left.size(), right.size());
+    const auto [it, fresh] = before.emplace(letter, lengths);
+    if (letter.empty() || (!fresh && lengths >= it->second))
       return unsupported(
-          t.path + ": model.merges: " + in_quotes(left) + " " + in_quotes(letter) +
-          " comes after a shorter run, expected before: llama.cpp joins the leftmost");
-    it->second = left.size();
+          t.path + ": model.merges: " + in_quotes(left) + " " + in_quotes(right) +
+          " is between those of another token, expected a token's to follow each other: " +
+          "llama.cpp ranks tokens");
+    it->second = lengths;
   }
   return {};
 }
 
 // Scores that make llama.cpp join what the merges would, or why there are none. It joins any two
 // neighbours that make a token, so every such pair must be a merge; it ranks tokens, not pairs, so
-// a token's merges must follow each other, but for runs of one letter, see one_letter_runs.
+// a token's merges must follow each other, but for runs of one letter, see repeated_letter.
 Result<std::vector<float>> scores_of(const Tokens& t, std::span<const MergeIds> merges) {
   const std::string where = t.path + ": model.merges: ";
   std::vector<std::uint32_t> count(t.texts.size()), last(t.texts.size());
@@ -560,28 +570,24 @@ Result<std::vector<float>> scores_of(const Tokens& t, std::span<const MergeIds> 
                          ", expected all: llama.cpp joins any");
   }
   std::vector<float> scores(t.texts.size());
-  std::size_t rank = 0;
-  for (std::size_t i = 0, end; i < merges.size(); i = end, ++rank) {
-    std::vector<std::string_view> block;
-    std::size_t k = i;
-    for (end = i + 1; k < end; ++k) {
+  float score = 0;
+  for (std::size_t i = 0, end; i < merges.size(); i = end) {
+    score -= 1;
+    bool mixed = false;
+    end = i + 1;
+    for (std::size_t k = i; k < end; ++k) {
       const std::uint32_t id = merges[k].joined;
       end = std::max<std::size_t>(end, last[id] + 1);
-      if (scores[id] != -static_cast<float>(rank + 1)) block.push_back(t.texts[id]);
-      scores[id] = -static_cast<float>(rank + 1);
+      mixed |= id != merges[i].joined;
+      scores[id] = score;
     }
     // The shortest runs have one merge each, which may follow after all others.
-    for (; block.size() > 1 && end < merges.size() && merges[end].left == merges[end].right &&
+    for (; mixed && end < merges.size() && merges[end].left == merges[end].right &&
            count[merges[end].joined] == 1;
          ++end) {
-      block.push_back(t.texts[merges[end].joined]);
-      scores[merges[end].joined] = -static_cast<float>(rank + 1);
+      scores[merges[end].joined] = score;
     }
-    if (block.size() > 1 && !one_letter_runs(block))
-      return unsupported(
-          where + "those of " + in_quotes(block[0]) + " and of " + in_quotes(block[1]) +
-          " are mixed, expected a token's to follow each other: llama.cpp ranks tokens");
-    BITTERN_TRY(check_runs(t, merges.subspan(i, end - i), block.size()));
+    if (mixed) BITTERN_TRY(check_runs(t, merges.subspan(i, end - i)));
   }
   return scores;
 }
@@ -661,10 +667,100 @@ Result<Metadata> from_json(const std::string& folder, std::int64_t vocab_size) {
   return from_sentencepiece_json(*json, path, *companions, *cutting, vocab_size);
 }
 
+// ---- tokenizer.model ----
+
+// Tokens that tokenizer_config.json or added_tokens.json puts beside or over the pieces.
+Status place_added(Tokens& t, std::vector<Slot>& slots, const Companions& c, const Json& added) {
+  const auto put = [&](const std::string& where, std::uint64_t id, const std::string& content,
+                       bool special) -> Status {
+    if (id >= slots.size())
+      return invalid(where + ": token " + std::to_string(id) + ", " + in_quotes(content) +
+                     ": expected an id below the model's " + std::to_string(slots.size()) +
+                     " tokens");
+    const bool unknown = slots[id].taken && slots[id].type == TokenType::unknown;
+    slots[id] = {t.pool.add(special ? content : with_spaces(content)),
+                 unknown   ? TokenType::unknown
+                 : special ? TokenType::control
+                           : TokenType::user_defined,
+                 true};
+    return {};
+  };
+  if (added.is_object()) {
+    for (const auto& [content, id] : added.items()) {
+      const std::string where = c.folder + "/added_tokens.json";
+      if (!id.is_number_unsigned())
+        return invalid(where + ": " + in_quotes(content) + ": " + id.dump() + ", expected an id");
+      BITTERN_TRY(put(where, id.get<std::uint64_t>(), content, false));
+    }
+  }
+  const Json* decoder = member(c.config, "added_tokens_decoder");
+  if (decoder == nullptr || !decoder->is_object()) return {};
+  for (const auto& [key, token] : decoder->items()) {
+    const std::string where = c.folder + "/tokenizer_config.json: added_tokens_decoder";
+    std::uint64_t id = 0;
+    const auto [end, error] = std::from_chars(key.data(), key.data() + key.size(), id);
+    const std::string content = text_member(token, "content");
+    if (error != std::errc() || end != key.data() + key.size() || content.empty())
+      return invalid(where + ": " + in_quotes(key) + ", expected an id and its token's content");
+    BITTERN_TRY(put(where, id, content, true_member(token, "special")));
+  }
+  return {};
+}
+
+Result<Metadata> from_sentencepiece_model(const std::string& folder, std::int64_t vocab_size) {
+  const std::string path = folder + "/tokenizer.model";
+  auto model = read_sentencepiece(path);
+  if (!model) return model.status();
+  BITTERN_TRY(check_vocabulary_size(path, vocab_size));
+  const auto companions = read_companions(folder);
+  if (!companions) return companions.status();
+  const auto added = read_json_file(folder + "/added_tokens.json");
+  if (!added) return added.status();
+
+  Tokens t;
+  t.path = path;
+  t.pool = std::move(model->texts);
+  t.scores.resize(static_cast<std::size_t>(vocab_size));
+  std::vector<Slot> slots(t.scores.size());
+  for (std::size_t id = 0; id < model->pieces.size(); ++id) {
+    const auto& piece = model->pieces[id];
+    TextPool::Span text = piece.text;
+    if (piece.type == TokenType::user_defined) text = t.pool.add(with_spaces(t.pool.view(text)));
+    BITTERN_TRY(place(t, slots, "pieces", id, text, piece.type));
+    t.scores[id] = piece.score;
+  }
+  BITTERN_TRY(place_added(t, slots, *companions, *added));
+  BITTERN_TRY(finish(t, slots));
+
+  auto ids = named_ids(*companions, t);
+  if (!ids) return ids.status();
+  const std::pair<std::size_t, std::int64_t> own[] = {
+      {kBos, model->bos}, {kEos, model->eos}, {kUnk, model->unk}, {kPad, model->pad}};
+  for (const auto& [which, id] : own) {
+    if (!(*ids)[which] && id >= 0 && id < static_cast<std::int64_t>(model->pieces.size()))
+      (*ids)[which] = static_cast<std::uint32_t>(id);
+  }
+  // sentencepiece itself puts nothing around the text; Hugging Face's classes for it put bos.
+  const Affixes affixes{(*ids)[kBos] && true_member(companions->config, "add_bos_token", true),
+                        (*ids)[kEos] && true_member(companions->config, "add_eos_token", false)};
+  Metadata out;
+  put_tokens(out, t, "llama", "default");
+  put_ids(out, *ids, affixes);
+  out.emplace_back("tokenizer.ggml.add_space_prefix", GgufData(model->add_dummy_prefix));
+  BITTERN_TRY(put_chat_template(out, *companions));
+  return out;
+}
+
 }  // namespace
 
 Result<Metadata> tokenizer_to_gguf(const std::string& folder, std::int64_t vocab_size) {
   try {
+    std::error_code error;
+    const auto is_there = [&](const char* name) {
+      return std::filesystem::exists(folder + name, error);
+    };
+    if (!is_there("/tokenizer.json") && is_there("/tokenizer.model"))
+      return from_sentencepiece_model(folder, vocab_size);
     return from_json(folder, vocab_size);
   } catch (const std::bad_alloc&) {
     return Status(Code::out_of_memory, folder + ": tokenizer");

@@ -57,6 +57,7 @@ class WritableFile {
   std::string path_;
   int fd_ = -1;
   std::uint64_t size_ = 0;
+  std::uint64_t unsent_ = 0;  // bytes written since the disk was last asked to take them
 };
 
 // The name `path` is on the disk, not the file's bytes, when this is ok.

@@ -182,6 +182,28 @@ def test_a_method_that_is_not_known_is_noted(tmp_path):
     assert "note: 1 tensor of U8: bittern does not turn it into numbers" in text
 
 
+def test_a_packing_that_is_not_read_is_listed_as_it_is_stored(tmp_path):
+    settings = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    folder = write_folder(
+        tmp_path / "mlx", {"a.weight": np.zeros((8, 8), np.uint32), "a.scales": numbers(8, 2)},
+        {"format": "mlx"}, model_type="llama", num_hidden_layers=1, quantization=settings)
+    for path in (folder, folder / "model.safetensors"):
+        text, report = inspect(tmp_path, path)
+        model = report["model"]
+        assert sorted(t["name"] for t in model["tensors"]) == ["a.scales", "a.weight"]
+        assert (model["layers"], model["quantization"]) == (1, settings)
+        assert "tensors are shown as they are stored" in model["notes"][-1]
+        assert 'mode "mxfp4", expected "affine"' in model["notes"][-1]
+    refused(bittern("inspect", folder, "--compare", folder), 3, 'mode "mxfp4"')
+
+
+def test_help_has_an_example():
+    result = bittern("inspect", "--help")
+    assert result.returncode == 0 and "Example: bittern inspect" in result.stdout
+    for flag in ("--tensors", "--compare", "--json", "--threads", "--quiet"):
+        assert flag in result.stdout
+
+
 def test_names_of_strangers_do_not_steer_the_terminal(tmp_path):
     path = tmp_path / "m.gguf"
     write_gguf(path, {"a\x1b[31mb": numbers(2, 32)}, name="x\r\x1b[2Jy")
@@ -360,6 +382,35 @@ def test_an_error_between_worlds_is_that_of_the_numbers(tmp_path):
         assert tensor["other_storage"] == "Q4_0"
         assert tensor["relative_error"] == pytest.approx(
             np.linalg.norm(w - y) / np.linalg.norm(w.astype(np.float64)), rel=1e-12)
+
+
+def test_a_model_for_images_too_against_its_text_alone(tmp_path):
+    """Folders that share no name: both are compared under llama.cpp's."""
+    shapes = {"embed_tokens": [8, 32], "norm": [32], "layers.0.self_attn.q_proj": [32, 32],
+              "layers.0.self_attn.k_proj": [16, 32], "layers.0.self_attn.v_proj": [16, 32],
+              "layers.0.self_attn.o_proj": [32, 32], "layers.0.self_attn.q_norm": [16],
+              "layers.0.self_attn.k_norm": [16], "layers.0.mlp.gate_proj": [48, 32],
+              "layers.0.mlp.up_proj": [48, 32], "layers.0.mlp.down_proj": [32, 48]}
+    for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+        shapes[f"layers.0.{norm}_layernorm"] = [32]
+    tensors = {f"model.{name}.weight": numbers(*shape) for name, shape in shapes.items()}
+    config = dict(
+        model_type="gemma3_text", num_hidden_layers=1, hidden_size=32, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, intermediate_size=48, vocab_size=8,
+        max_position_embeddings=64, rms_norm_eps=1e-6, sliding_window=8, query_pre_attn_scalar=16,
+        rope_theta=1e6, rope_local_base_freq=1e4, tie_word_embeddings=True,
+        layer_types=["sliding_attention"], hidden_activation="gelu_pytorch_tanh")
+    text = write_folder(tmp_path / "text", tensors, **config)
+    changed = {f"language_model.{name}": w.copy() for name, w in tensors.items()}
+    changed["language_model.model.layers.0.mlp.up_proj.weight"][3, 5] += 1
+    changed["vision_tower.embed.weight"] = numbers(4)
+    both = write_folder(tmp_path / "both", changed, model_type="gemma3", text_config=config)
+    comparison = inspect(tmp_path, text, "--compare", both)[1]["comparison"]
+    assert len(comparison["tensors"]) == len(tensors) == comparison["equal"] + 1
+    [group] = comparison["worst_groups"]
+    assert (group["tensor"], group["row"], group["column"]) == ("blk.0.ffn_up.weight", 3, 0)
+    assert comparison["only_in_model"] == []
+    assert comparison["only_in_other"] == ["vision_tower.embed.weight"]
 
 
 def test_compare_between_worlds_refuses(tmp_path):

@@ -52,11 +52,29 @@ def folder(tmp_path):
 
 
 def load(path):
-    """All tensors of a folder, bfloat16 too."""
-    from safetensors import safe_open
+    """All tensors of a folder."""
     from safetensors.numpy import load_file
 
     return load_file(path / "model.safetensors")
+
+
+def load_numbers(path):
+    return {name: t.astype(np.float32) for name, t in load(path).items()}
+
+
+def write_gguf(path, tensors, **strings):
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "nobodys")
+    for key, value in strings.items():
+        writer.add_string(f"general.{key}", value)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def mlx_numbers(path, module, bits, group):
@@ -277,26 +295,18 @@ def test_a_quantised_model_is_not_quantised_by_accident(folder, tmp_path):
 def test_an_importance_matrix_weighs_lsq(folder, tmp_path):
     import gguf
 
-    rng = np.random.default_rng(5)
-    source = tmp_path / "in.gguf"
-    writer = gguf.GGUFWriter(source, "nobodys")
-    w = weights(rng, 16, 256)
-    writer.add_tensor("blk.0.a.weight", w)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    w = weights(np.random.default_rng(5), 16, 256)
+    source = write_gguf(tmp_path / "in.gguf", {"blk.0.a.weight": w})
     importance = np.zeros(256, np.float32)
     importance[::2] = 1
-    imatrix = tmp_path / "imatrix.gguf"
-    writer = gguf.GGUFWriter(imatrix, "nobodys")
-    writer.add_type("imatrix")
-    writer.add_tensor("blk.0.a.weight.in_sum2", importance * 7)
-    writer.add_tensor("blk.0.a.weight.counts", np.array([7], np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    imatrix = write_gguf(
+        tmp_path / "imatrix.gguf",
+        {
+            "blk.0.a.weight.in_sum2": importance * 7,
+            "blk.0.a.weight.counts": np.array([7], np.float32),
+        },
+        type="imatrix",
+    )
 
     def error(*flags):
         out = tmp_path / f"out{len(flags)}.gguf"
@@ -319,21 +329,32 @@ def larger(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("larger") / "hf", tensors)
 
 
-@pytest.mark.parametrize("form", ["mlx", "safetensors"])
+def contents(path):
+    return {p.name: p.read_bytes() for p in (path.iterdir() if path.is_dir() else [path])}
+
+
+def remove(path):
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+@pytest.mark.peer("gguf")
+@pytest.mark.parametrize("form", ["mlx", "safetensors", "gguf"])
 def test_killed_at_any_moment_a_rerun_ends_the_same(larger, tmp_path, form):
-    args = ["quantize", larger, "--bits", 4, "--format", form]
-    whole = tmp_path / "whole"
+    if form == "gguf":
+        larger = write_gguf(tmp_path / "larger.gguf", load_numbers(larger))
+    args = ["quantize", larger, "--bits", 8, "--format", form]
+    whole = tmp_path / "whole" / "out"
+    whole.parent.mkdir()
     start = time.monotonic()
     assert bittern(*args, "-o", whole).returncode == 0
     took = time.monotonic() - start
-    expected = {p.name: p.read_bytes() for p in whole.iterdir()}
+    expected = contents(whole)
     moments = random.Random(4)
     out = tmp_path / "out"
     resumed = 0
     for _ in range(20):
-        shutil.rmtree(out, ignore_errors=True)
-        shutil.rmtree(tmp_path / "out.partial", ignore_errors=True)
-        (tmp_path / "out.partial.journal").unlink(missing_ok=True)
+        for name in ("out", "out.partial", "out.partial.journal"):
+            remove(tmp_path / name)
         process = subprocess.Popen([COMMAND, *map(str, args), "-o", str(out), "--quiet"])
         time.sleep(moments.random() * took)
         process.send_signal(signal.SIGKILL)
@@ -342,7 +363,7 @@ def test_killed_at_any_moment_a_rerun_ends_the_same(larger, tmp_path, form):
             resumed += (tmp_path / "out.partial").exists()
             result = bittern(*args, "-o", out, "--resume")
             assert result.returncode == 0, result
-        assert {p.name: p.read_bytes() for p in out.iterdir()} == expected
+        assert contents(out) == expected
         assert not (tmp_path / "out.partial").exists()
     assert resumed > 0
 

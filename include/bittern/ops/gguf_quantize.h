@@ -2,7 +2,7 @@
 // x are the weights of a block: NaN counts as 0, and a weight beyond the largest that the type can
 // hold, infinities among them, is clamped to +-65504 times
 //
-//   Q4_0 8   Q5_0 16   Q8_0 127   Q4_1 Q5_1 1
+//   Q4_0 8   Q5_0 16   Q8_0 127   Q4_1 Q5_1 1   Q4_K Q5_K 63   Q6_K 2048
 //
 // so no scale that is stored is infinite or NaN. With f16() to nearest even, A() half away from
 // zero, and r = 1 / d, or 0 where d = 0 or 1 / d overflows:
@@ -16,6 +16,23 @@
 // and f16(d), f16(m) are stored. These are ggml's rules: the blocks equal those of the `gguf`
 // Python package bit for bit, but for weights that were clamped and the signs of zeros in
 // Q4_1 and Q5_1.
+//
+// Q4_K, Q5_K and Q6_K minimise the squared error, weighted by `importance` per column where it is
+// given. Their codes are the nearest of the stored grid, half to even.
+//
+//   Q4_K Q5_K   each group of 32 has an ideal scale and minimum: by a search (16 steps for its
+//   range,
+//               a least-squares line for the codes of each), or, with given_grid, from `scales` and
+//               `biases`, w = scale q + bias. d and dmin are those of 16 tries each whose multiples
+//               sc and mn come nearest to the ideal; then every group tries sc and its neighbours,
+//               each with the best mn, and keeps the least error. Once more with d and dmin fitted
+//               to these codes by least squares, if that is better.
+//   Q6_K        the same for groups of 16, with a signed scale and no minimum.
+//
+// The error is at most ggml's, over a tensor of weights as models have them. Of a given grid, a
+// negative scale is the same grid counted from its other end; a bias above 0 cannot be held, so the
+// grid then runs from 0 to the same top; what is not finite counts as 0. An importance that is not
+// > 0 or not finite counts as 0, and one above 2^40 as 2^40. docs/numerics.md gives every step.
 #pragma once
 #include "bittern/gguf_desc.h"
 
@@ -28,6 +45,8 @@ struct GgufQuantize {
   using Desc = GgufDesc;
   struct Args {
     ConstView w;
+    ConstView importance{};        // Q4_K, Q5_K, Q6_K only, one weight per column
+    ConstView scales{}, biases{};  // with given_grid only, one per group of 32
     MutView blocks;
   };
 
@@ -40,10 +59,17 @@ struct GgufQuantize {
   template <class D, class F>
   static void fields(D& d, F&& f) {
     visit_gguf_fields(d, f);
+    f("given_grid", d.given_grid, "scales and biases are given (Q4_K, Q5_K)");
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
     f("w", a.w, Operand{d.element, d.tensor_shape(), Operand::kRowStride});
+    if (block_size(d.type).weights == 256)
+      f("importance", a.importance, Operand{DType::f32, {d.axis_size}, Operand::kOptional});
+    const unsigned grid =
+        Operand::kRowStride | (d.given_grid ? 0u : static_cast<unsigned>(Operand::kOptional));
+    f("scales", a.scales, Operand{DType::f32, d.grid_shape(), grid});
+    f("biases", a.biases, Operand{DType::f32, d.grid_shape(), grid});
     f("blocks", a.blocks, Operand{DType::u8, d.block_shape(), Operand::kRowStride});
   }
 };
