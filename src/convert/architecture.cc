@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <map>
@@ -535,15 +536,15 @@ class Renamer {
     const auto contains = [&](std::string_view what) { return name.find(what) != name.npos; };
     if (from_ == World::gguf) {
       if (name == "rope_freqs.weight") return true;
+      if (!m_.gated_delta() || !name.starts_with("blk.")) return false;
       std::int64_t layer = -1;  // those that predict further tokens come after the model's
-      if (std::sscanf(std::string(name).c_str(), "blk.%ld.", &layer) != 1) return false;
-      return m_.gated_delta() && layer >= m_.layers;
+      std::from_chars(name.data() + 4, name.data() + name.size(), layer);
+      return layer >= m_.layers;
     }
     if (name.ends_with("lm_head.weight")) return m_.tied;
     if (contains("rotary_emb.inv_freq")) return true;
     if (m_.gated_delta() && (name.starts_with("mtp.") || contains(".mtp."))) return true;
-    return m_.in_vision &&
-           (contains("visual.") || contains("vision_tower.") || contains("multi_modal_projector."));
+    return m_.in_vision && sees(name);
   }
 
   Status rename(const std::vector<Part>& source, const std::vector<Part>& target) {
@@ -600,12 +601,15 @@ class Renamer {
   static Status fill(const std::vector<Part>& source, const std::map<Q, Where>& where,
                      const Part& part, Recipe& recipe) {
     std::vector<std::int32_t> parts;  // behind recipe.sources
+    std::size_t last = 0;             // rows of a part follow each other
     const auto source_of = [&](std::int32_t p) {
-      const auto it = std::find(parts.begin(), parts.end(), p);
-      if (it != parts.end()) return static_cast<std::uint32_t>(it - parts.begin());
-      parts.push_back(p);
-      recipe.sources.push_back(source[std::size_t(p)].name);
-      return static_cast<std::uint32_t>(parts.size() - 1);
+      if (last >= parts.size() || parts[last] != p)
+        last = static_cast<std::size_t>(std::find(parts.begin(), parts.end(), p) - parts.begin());
+      if (last == parts.size()) {
+        parts.push_back(p);
+        recipe.sources.push_back(source[std::size_t(p)].name);
+      }
+      return static_cast<std::uint32_t>(last);
     };
     for (Rows run : part.rows) {
       const auto found = where.find(run.quantity);

@@ -150,6 +150,18 @@ def text_logits(model):
         return model.eval()(input_ids=torch.tensor([TOKENS])).logits[0].numpy()
 
 
+def keys_like_queries(key, p):
+    """In a gated delta net: the output is normed, so of a query and key whose product is near 0
+    rounding would decide the sign."""
+    heads, dim = DELTA["linear_num_key_heads"], DELTA["linear_key_head_dim"]
+    if "in_proj_qkvz" in key:
+        by_head = p.view(heads, -1, p.shape[-1])
+        by_head[:, dim : 2 * dim] = by_head[:, :dim] + 0.3 * by_head[:, dim : 2 * dim]
+    elif "in_proj_qkv" in key or "conv1d" in key:
+        rows = heads * dim
+        p[rows : 2 * rows] = p[:rows] + 0.3 * p[rows : 2 * rows]
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """written(name): the folder of a model and its logits."""
@@ -177,6 +189,8 @@ def written(tmp_path_factory):
                     p.copy_(noise * (0.5 if "conv1d" in key else p.shape[-1] ** -0.5))
                 else:  # so that adding 1 to a norm and taking it off again is exact
                     p.copy_(((p + 0.3 * noise) * 1024).round() / 1024)
+            for key, p in model.named_parameters():
+                keys_like_queries(key, p)
         model.save_pretrained(folder)
         byte_tokenizer(folder)
         known[name] = folder, text_logits(model)
@@ -256,9 +270,8 @@ def test_the_same_model_in_every_world(name, written, tmp_path, show):
         "transformers": distance(of_transformers(hf), expected),
     }
     show(f"{name}: logits " + ", ".join(f"{k} {v:.1e}" for k, v in errors.items()))
-    # ggml takes gelu from a table of halves; gated delta nets of random weights amplify rounding.
-    for judge, error in errors.items():
-        assert error < {"gemma3": 2e-3, "qwen3n": 2e-3, "qwen35": 5e-4}.get(name[:6], 1e-5), judge
+    for judge, error in errors.items():  # ggml takes gelu from a table of halves
+        assert error < (2e-3 if "gemma" in name and judge == "llama.cpp" else 1e-5), judge
 
     # Every way back, and across.
     text = tensors(source)
@@ -274,7 +287,7 @@ def test_the_same_model_in_every_world(name, written, tmp_path, show):
     same(tensors(hf), text)
     same(tensors(convert(mlx, tmp_path / "back", "safetensors")), text)
     same(tensors(convert(gguf, tmp_path / "across", "mlx")), tensors(mlx))
-    assert distance(of_mlx_lm(tmp_path / "across"), of_mlx_lm(mlx)) < 5e-4
+    assert distance(of_mlx_lm(tmp_path / "across"), of_mlx_lm(mlx)) < 1e-5
     again = convert(mlx, tmp_path / "again.gguf", "gguf")
     assert distance(of_llama_cpp(again), of_llama_cpp(gguf)) == 0
 
@@ -289,17 +302,16 @@ def test_quantised_modules_have_the_names_mlx_lm_looks_for(name, written, tmp_pa
     plain = convert(mlx, tmp_path / "from_mlx", "safetensors")
     error = distance(of_mlx_lm(mlx), of_transformers(plain))
     show(f"{name}: 4 bits, mlx-lm: {error:.1e}")
-    assert error < 2e-3
+    assert error < 1e-5
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_llama_cpp_runs_quantised_models(name, written, tmp_path, show):
     """Close to what transformers computes with the same weights: llama.cpp quantises activations
-    too. Gated delta nets of random weights answer to that most: the sign of a product near 0 of a
-    first query and key is all that their norms leave of it."""
+    too, and another expert may be taken."""
     source, _ = written(name)
     gguf = convert(source, tmp_path / "m.gguf", "gguf", "--type", "Q8_0")
     expected = of_transformers(convert(gguf, tmp_path / "plain", "safetensors"))
     error = np.square(of_llama_cpp(gguf) - expected).mean() / np.square(expected).mean()
     show(f"{name}: Q8_0, llama.cpp: squared error {error:.1e}")
-    assert error < (0.3 if "qwen35" in name or "next" in name else 0.01)
+    assert error < (0.1 if "moe" in name or "next" in name else 0.01)
