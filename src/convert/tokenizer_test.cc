@@ -254,6 +254,10 @@ TEST(Tokenizer, BadMetadataIsNamed) {
             "tokenizer.ggml.model: \"bert\", expected gpt2 or llama");
   EXPECT_EQ(error("tokenizer.ggml.pre", GgufData("nobody")),
             "tokenizer.ggml.pre: \"nobody\", expected one of " + pre_tokenizer_names());
+  EXPECT_EQ(error("general.name", GgufData("My Phi-3")),
+            "general.name: \"My Phi-3\", expected another model than Phi-3, whose tokens llama.cpp "
+            "treats "
+            "by this name");
   Strings tokens = kTokens;
   tokens[2] = "a";
   EXPECT_EQ(error("tokenizer.ggml.tokens", strings(tokens)),
