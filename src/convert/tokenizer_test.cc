@@ -632,6 +632,16 @@ TEST(Tokenizer, MergesThatScoresCannotSayAreRefused) {
   std::swap(json["model"]["merges"][4], json["model"]["merges"][6]);  // shorter runs first
   EXPECT_NE(error(json).find("is between those of another token"), std::string::npos);
   json = good;
+  json["added_tokens"].push_back({{"id", 264}, {"content", "b"}, {"special", false}});
+  EXPECT_EQ(error(json),
+            "tokenizer.json: model.merges: \"ab\" is joined from \"b\", expected no added token: "
+            "llama.cpp "
+            "finds it in the text beforehand");
+  // Merges of an added token itself say nothing; its spaces are looked for as they are.
+  json = good;
+  json["added_tokens"].push_back({{"id", 261}, {"content", "\u2581ab"}, {"special", false}});
+  EXPECT_EQ(error(json), "");
+  json = good;
   json["model"]["vocab"].erase("<0x0A>");
   EXPECT_EQ(error(json),
             "tokenizer.json: model.vocab: lacks \"<0x0A>\", expected a token for every byte");
