@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <cctype>
 #include <cmath>
 #include <map>
 #include <new>
@@ -553,8 +554,21 @@ TextFile generation_config(const Source& s) {
   return {"generation_config.json", config.dump(2) + "\n"};
 }
 
+// llama.cpp lets the special tokens of models of this name take the spaces after them, which no key
+// says.
+Status check_name(const GgufFile& file) {
+  const auto given = file.string("general.name");
+  std::string name(given ? *given : "");
+  for (char& c : name) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  if (name.find("phi-3") == name.npos && name.find("phi3") == name.npos) return {};
+  return unsupported(
+      file.path() + ": general.name: " + in_quotes(*given) +
+      ", expected another model than Phi-3, whose tokens llama.cpp treats by this name");
+}
+
 Result<std::vector<TextFile>> convert(const GgufFile& file) {
   Source s(file);
+  BITTERN_TRY(check_name(file));
   const auto model = file.string("tokenizer.ggml.model");
   if (!model) return model.status();
   BITTERN_TRY(read_tokens(s));

@@ -254,6 +254,10 @@ TEST(Tokenizer, BadMetadataIsNamed) {
             "tokenizer.ggml.model: \"bert\", expected gpt2 or llama");
   EXPECT_EQ(error("tokenizer.ggml.pre", GgufData("nobody")),
             "tokenizer.ggml.pre: \"nobody\", expected one of " + pre_tokenizer_names());
+  EXPECT_EQ(error("general.name", GgufData("My Phi-3")),
+            "general.name: \"My Phi-3\", expected another model than Phi-3, whose tokens llama.cpp "
+            "treats "
+            "by this name");
   Strings tokens = kTokens;
   tokens[2] = "a";
   EXPECT_EQ(error("tokenizer.ggml.tokens", strings(tokens)),
@@ -627,6 +631,16 @@ TEST(Tokenizer, MergesThatScoresCannotSayAreRefused) {
   json = good;
   std::swap(json["model"]["merges"][4], json["model"]["merges"][6]);  // shorter runs first
   EXPECT_NE(error(json).find("is between those of another token"), std::string::npos);
+  json = good;
+  json["added_tokens"].push_back({{"id", 264}, {"content", "b"}, {"special", false}});
+  EXPECT_EQ(error(json),
+            "tokenizer.json: model.merges: \"ab\" is joined from \"b\", expected no added token: "
+            "llama.cpp "
+            "finds it in the text beforehand");
+  // Merges of an added token itself say nothing; its spaces are looked for as they are.
+  json = good;
+  json["added_tokens"].push_back({{"id", 261}, {"content", "\u2581ab"}, {"special", false}});
+  EXPECT_EQ(error(json), "");
   json = good;
   json["model"]["vocab"].erase("<0x0A>");
   EXPECT_EQ(error(json),

@@ -136,7 +136,8 @@ struct MergeIds {
   std::uint32_t left, right, joined;
 };
 
-Result<std::vector<MergeIds>> merge_ids(const TokenizerJson& json, const Tokens& t) {
+Result<std::vector<MergeIds>> merge_ids(const TokenizerJson& json, const Tokens& t,
+                                        bool sentencepiece) {
   std::vector<MergeIds> ids;
   ids.reserve(json.merges.size());
   std::string joined;
@@ -146,7 +147,8 @@ Result<std::vector<MergeIds>> merge_ids(const TokenizerJson& json, const Tokens&
     std::uint32_t found[3];
     int k = 0;
     for (const std::string_view part : {left, right, std::string_view(joined)}) {
-      const std::int64_t id = t.find(part);
+      std::int64_t id = t.find(part);
+      if (id < 0 && sentencepiece) id = t.find(with_spaces(part));  // a token of the user's
       if (id < 0)
         return invalid(t.path + ": model.merges: merge " + std::to_string(ids.size()) + ", " +
                        in_quotes(left) + " " + in_quotes(right) + ": " + in_quotes(part) +
@@ -496,7 +498,7 @@ Result<Metadata> from_byte_level(TokenizerJson& json, const std::string& path, c
                        ", expected what llama.cpp knows as one of " + pre_tokenizer_names());
   const auto tokens = gather(json, path, vocab_size, false);
   if (!tokens) return tokens.status();
-  const auto merges = merge_ids(json, *tokens);
+  const auto merges = merge_ids(json, *tokens, false);
   if (!merges) return merges.status();
   const auto ids = named_ids(c, *tokens);
   if (!ids) return ids.status();
@@ -545,6 +547,12 @@ Result<std::vector<float>> scores_of(const Tokens& t, std::span<const MergeIds> 
   const std::string where = t.path + ": model.merges: ";
   std::vector<std::uint32_t> count(t.texts.size()), last(t.texts.size());
   for (std::uint32_t i = 0; i < merges.size(); ++i) {
+    for (const std::uint32_t part : {merges[i].left, merges[i].right}) {
+      if (found_beforehand(t.types[part]))
+        return unsupported(where + in_quotes(t.texts[merges[i].joined]) + " is joined from " +
+                           in_quotes(t.texts[part]) +
+                           ", expected no added token: llama.cpp finds it in the text beforehand");
+    }
     ++count[merges[i].joined];
     last[merges[i].joined] = i;
   }
@@ -558,6 +566,10 @@ Result<std::vector<float>> scores_of(const Tokens& t, std::span<const MergeIds> 
     std::size_t pairs = 0;
     for (const PieceSplit& split : piece_splits(t.texts, t.index, text)) {
       const std::string_view left = text.substr(0, split.left), right = text.substr(split.left);
+      const auto found = [&](std::string_view part) {
+        return found_beforehand(t.types[t.find(part)]);
+      };
+      if (split.tokens && (found(left) || found(right))) continue;
       if (!split.tokens)
         return unsupported(t.path + ": model.vocab: " + in_quotes(text) + " is made of " +
                            in_quotes(left) + " and " + in_quotes(right) +
@@ -611,9 +623,12 @@ Result<Metadata> from_sentencepiece_json(TokenizerJson& json, const std::string&
   auto tokens = gather(json, path, vocab_size, true);
   if (!tokens) return tokens.status();
   Tokens& t = *tokens;
-  const auto ids = named_ids(c, t);
+  auto ids = named_ids(c, t);
   if (!ids) return ids.status();
-  if ((*ids)[kUnk]) t.types[*(*ids)[kUnk]] = TokenType::unknown;
+  auto& unk = (*ids)[kUnk];
+  if (const std::int64_t id = t.find(text_member(model, "unk_token")); !unk && id >= 0)
+    unk = static_cast<std::uint32_t>(id);
+  if (unk) t.types[*unk] = TokenType::unknown;
   for (int byte = 0; byte < 256; ++byte) {
     const std::int64_t id = t.find(byte_token(byte));
     if (id < 0)
@@ -621,8 +636,11 @@ Result<Metadata> from_sentencepiece_json(TokenizerJson& json, const std::string&
                          ", expected a token for every byte");
     t.types[id] = TokenType::byte;
   }
-  const auto merges = merge_ids(json, t);
+  auto merges = merge_ids(json, t, true);
   if (!merges) return merges.status();
+  // Tokens found in the text beforehand are never joined.
+  std::erase_if(*merges,
+                [&](const MergeIds& merge) { return found_beforehand(t.types[merge.joined]); });
   auto scores = scores_of(t, *merges);
   if (!scores) return scores.status();
   t.scores = std::move(*scores);
