@@ -80,6 +80,8 @@ __all__ = [
     "causal_conv1d_backward",
     "gated_rms_norm",
     "gated_rms_norm_backward",
+    "gguf_dequantize",
+    "gguf_quantize",
 ]
 __version__: str
 
@@ -1433,4 +1435,86 @@ def gated_rms_norm_backward(
     core/math.h's. Results are rounded to `element`. The forward's roundings pass gradients straight
     through. d_weight goes over rows in blocks of 64: sum = fma(h, n, sum) from 0, then the halving
     tree over the blocks, in order. NaN and infinities stay in their row, and in d_weight's column.
+    """
+
+def gguf_dequantize(
+    blocks: Array | float,
+    *,
+    y: Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    type: Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"] = "Q4_0",
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: Stream | None = None,
+    workspace: Array | None = None,
+) -> Any:
+    """Returns y.
+
+    y[j] = s q[j] - m (s q[j] + m in Q4_1 and Q5_1), with s = d sc and m = dmin mn in the K formats,
+    from the blocks of bittern/gguf_desc.h: each operation in f32, rounded, in this order; then y is
+    rounded to its dtype. Types without m subtract nothing.
+
+    f32 results equal those of the `gguf` Python package bit for bit, infinities and signed zeros
+    included: blocks are any bytes, so d, m and dmin may be infinite, NaN or subnormal, and follow
+    IEEE arithmetic (an infinite scale times code 0 is NaN). Bits of a NaN are not promised.
+    """
+
+def gguf_quantize(
+    w: Array | float,
+    importance: Array | float | None = None,
+    scales: Array | float | None = None,
+    biases: Array | float | None = None,
+    *,
+    blocks: Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    type: Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"] = "Q4_0",
+    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    given_grid: bool = False,
+    device: str | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    stream: Stream | None = None,
+    workspace: Array | None = None,
+) -> Any:
+    """Returns blocks.
+
+    Weights into the blocks of bittern/gguf_desc.h. All arithmetic is f32, each operation rounded;
+    x are the weights of a block: NaN counts as 0, and a weight beyond the largest that the type can
+    hold, infinities among them, is clamped to +-65504 times
+
+      Q4_0 8   Q5_0 16   Q8_0 127   Q4_1 Q5_1 1   Q4_K Q5_K 63   Q6_K 2048
+
+    so no scale that is stored is infinite or NaN. With f16() to nearest even, A() half away from
+    zero, and r = 1 / d, or 0 where d = 0 or 1 / d overflows:
+
+      Q4_0 Q5_0   e = the first weight of largest magnitude;  d = e / -8 (-16)
+                  q = min(trunc(x r + 8.5), 15)  (16.5, 31):  ties towards the higher code
+      Q4_1 Q5_1   d = (max - min + 0) / 15 (31);  m = min + 0:  never -0
+                  q = min(trunc((x - m) r + 0.5), 15 (31)):   ties towards the higher code
+      Q8_0        d = max |x| / 127;  q = A(x r)
+
+    and f16(d), f16(m) are stored. These are ggml's rules: the blocks equal those of the `gguf`
+    Python package bit for bit, but for weights that were clamped and the signs of zeros in
+    Q4_1 and Q5_1.
+
+    Q4_K, Q5_K and Q6_K minimise the squared error, weighted by `importance` per column where it is
+    given. Their codes are the nearest of the stored grid, half to even.
+
+      Q4_K Q5_K   each group of 32 has an ideal scale and minimum: by a search (16 steps for its
+      range,
+                  a least-squares line for the codes of each), or, with given_grid, from `scales` and
+                  `biases`, w = scale q + bias. d and dmin are those of 16 tries each whose multiples
+                  sc and mn come nearest to the ideal; then every group tries sc and its neighbours,
+                  each with the best mn, and keeps the least error. Once more with d and dmin fitted
+                  to these codes by least squares, if that is better.
+      Q6_K        the same for groups of 16, with a signed scale and no minimum.
+
+    The error is at most ggml's, over a tensor of weights as models have them. Of a given grid, a
+    negative scale is the same grid counted from its other end; a bias above 0 cannot be held, so the
+    grid then runs from 0 to the same top; what is not finite counts as 0. An importance that is not
+    > 0 or not finite counts as 0, and one above 2^40 as 2^40. docs/numerics.md gives every step.
     """
