@@ -12,10 +12,16 @@ std::vector<GgufDesc> gguf_dequantize_check_cases() {
     for (const DType element : kElements)
       for (const std::int64_t blocks : {0, 1, 3, 8, 17})
         cases.push_back({3, blocks * block, type, element});
-    // Large enough for streaming stores, in rows of several chunks and a tail.
-    cases.push_back({i % 3 == 0 ? 66 : 131, 4096 + block, type, kElements[i % 3]});
     cases.push_back({0, block, type, DType::f32});
   }
+  // Large enough for streaming stores, in rows of several chunks and a tail; groups of 32 and
+  // of 16.
+  cases.push_back({66, 4128, BlockType::q4_0, DType::f32});
+  cases.push_back({130, 4128, BlockType::q5_1, DType::f16});
+  cases.push_back({130, 4352, BlockType::q4_k, DType::bf16});
+  cases.push_back({66, 4352, BlockType::q6_k, DType::f32});
+  cases.push_back({130, 4352, BlockType::q2_k, DType::f16});
+  cases.push_back({130, 4352, BlockType::q3_k, DType::bf16});
   return cases;
 }
 
