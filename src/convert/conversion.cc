@@ -326,6 +326,7 @@ class ConversionPlanner {
     }
     for (Recipe& recipe : renaming->tensors)
       conversion_.tensors_.push_back({.recipe = std::move(recipe)});
+    for (std::string& text : renaming->notes) note(std::move(text));
     for (const std::string& name : renaming->left_out)
       note("left out, as " + std::string(name_of(to)) + " has no place for it: " + name);
     return {};

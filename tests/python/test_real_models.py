@@ -241,7 +241,8 @@ def test_llama_runs_the_plain_file(outputs, truth):
 @pytest.mark.peer("torch", "transformers", "llama_cpp")
 @pytest.mark.parametrize("type", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_llama_runs_what_is_quantised(outputs, type, show):
-    """llama.cpp rounds activations to 8 bits; beside that it sees the numbers we say it does."""
+    """llama.cpp rounds activations to 8 bits, which alone gives a KL of 0.02 or so; beside that it
+    sees the numbers we say it does: other numbers of that size would give 0.1 to 1."""
     source = outputs("hf", "--dequantize", "f32")
     path = outputs(f"{type}.gguf", "--type", type, source=source)
     ids, logits = llama_logits(path)
@@ -249,4 +250,4 @@ def test_llama_runs_what_is_quantised(outputs, type, show):
     _, exact = transformers_logits(source)
     show(f"SmolLM2 {type}: KL to the source {divergence(exact, logits):.5f}, "
          f"to its own numbers {divergence(plain, logits):.6f}")
-    assert divergence(plain, logits) < 0.01
+    assert divergence(plain, logits) < 0.05
