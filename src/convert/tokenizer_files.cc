@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "formats/json_events.h"
+#include "formats/json_tree.h"
 #include "formats/mapped_file.h"
 
 namespace bittern {
@@ -22,87 +23,24 @@ Result<MappedFile> open_small(const std::string& path) {
   return file;
 }
 
-// ---- JSON as a tree of bounded size ----
-
-class TreeReader : public JsonEvents {
- public:
-  explicit TreeReader(const std::string& path)
-      : JsonEvents(path, path + ": not JSON, expected JSON"), path_(path) {}
-  Json take() { return std::move(root_); }
-
- protected:
-  Status begin(bool object) override {
-    Json* node = nullptr;
-    BITTERN_TRY(add(object ? Json::object() : Json::array(), node));
-    open_.push_back(node);
-    return {};
-  }
-  Status key(const std::string& text) override {
-    // Looking through a large object for each key takes for ever; python's last one wins there.
-    constexpr std::size_t kChecked = 256;
-    const auto& object = open_.back()->get_ref<const Json::object_t&>();
-    if (object.size() < kChecked && object.find(text) != object.end())
-      return invalid(path_ + ": key " + in_quotes(text) + " twice, expected once");
-    key_ = text;
-    return {};
-  }
-  Status scalar(const JsonScalar& value) override {
-    Json* node = nullptr;
-    switch (value.kind) {
-      case JsonScalar::null: return add(Json(), node);
-      case JsonScalar::boolean: return add(Json(value.truth), node);
-      case JsonScalar::natural: return add(Json(value.number), node);
-      case JsonScalar::negative: return add(Json(value.integer), node);
-      case JsonScalar::fraction: return add(Json(value.real), node);
-      case JsonScalar::text: return add(Json(*value.string), node);
-    }
-    return {};
-  }
-  Status end() override {
-    open_.pop_back();
-    return {};
-  }
-
-  const std::string path_;
-
- private:
-  Status add(Json value, Json*& node) {
-    if (++nodes_ > kMostJsonNodes)
-      return invalid(path_ + ": more than " + std::to_string(kMostJsonNodes) +
-                     " values, expected less");
-    if (open_.empty()) {
-      root_ = std::move(value);
-      node = &root_;
-    } else if (open_.back()->is_array()) {
-      auto& list = open_.back()->get_ref<Json::array_t&>();
-      list.push_back(std::move(value));
-      node = &list.back();
-    } else {
-      auto& object = open_.back()->get_ref<Json::object_t&>();
-      object.push_back({key_, std::move(value)});
-      node = &object.back().second;
-    }
-    return {};
-  }
-
-  Json root_;
-  std::vector<Json*> open_;
-  std::string key_;
-  std::size_t nodes_ = 0;
-};
-
 // ---- tokenizer.json ----
 
-// One pass makes a tree of what is small and lists of tokens and merges.
-class TokenizerReader : public TreeReader {
+// One pass makes lists of tokens and merges, and a JSON text of the rest, which is small.
+class TokenizerReader : public JsonEvents {
  public:
-  TokenizerReader(const std::string& path, TokenizerJson& out) : TreeReader(path), out_(out) {}
+  TokenizerReader(const std::string& path, TokenizerJson& out)
+      : JsonEvents(path, path + ": not valid JSON"), path_(path), out_(out) {}
+  const std::string& rest() const { return rest_; }
 
  protected:
   Status begin(bool object) override {
     if (depth() == 0 && !object) return invalid(path_ + ": a list, expected an object");
     switch (list()) {
-      case List::none: return TreeReader::begin(object);
+      case List::none:
+        separate();
+        rest_ += object ? '{' : '[';
+        closing_ += object ? '}' : ']';
+        return {};
       case List::added:
         if (depth() == 1 && !object) return {};
         if (depth() == 2 && object) {
@@ -137,14 +75,20 @@ class TokenizerReader : public TreeReader {
         return invalid(path_ + ": key " + in_quotes(text) + " twice, expected once");
       return {};
     }
-    if (list() == List::none) return TreeReader::key(text);
+    if (list() == List::none) {
+      separate();
+      rest_ += Json(text).dump() + ':';
+    }
     key_ = text;
     return {};
   }
 
   Status scalar(const JsonScalar& value) override {
     switch (list()) {
-      case List::none: return TreeReader::scalar(value);
+      case List::none:
+        separate();
+        rest_ += text_of(value);
+        return {};
       case List::added: return depth() == 3 ? added(value) : wrong("added_tokens", value, "a list");
       case List::vocabulary:
         if (depth() != 3) return wrong("model.vocab", value, "an object");
@@ -166,7 +110,11 @@ class TokenizerReader : public TreeReader {
   }
 
   Status end() override {
-    if (list() == List::none) return TreeReader::end();
+    if (list() == List::none) {
+      rest_ += closing_.back();
+      closing_.pop_back();
+      return {};
+    }
     if (list() == List::merges && depth() == 3 && parts_ != 2)
       return invalid(merge_name() + "a list of " + std::to_string(parts_) +
                      ", expected two tokens");
@@ -188,6 +136,22 @@ class TokenizerReader : public TreeReader {
       if (model_key_ == "merges") return List::merges;
     }
     return List::none;
+  }
+
+  void separate() {
+    const char last = rest_.empty() ? '[' : rest_.back();
+    if (last != '{' && last != '[' && last != ':') rest_ += ',';
+  }
+  static std::string text_of(const JsonScalar& value) {
+    switch (value.kind) {
+      case JsonScalar::null: return "null";
+      case JsonScalar::boolean: return value.truth ? "true" : "false";
+      case JsonScalar::natural: return std::to_string(value.number);
+      case JsonScalar::negative: return std::to_string(value.integer);
+      case JsonScalar::fraction: return Json(value.real).dump();
+      case JsonScalar::text: return Json(*value.string).dump();
+    }
+    return {};
   }
 
   Status wrong(const char* what, const JsonScalar& value, const char* expected) const {
@@ -241,7 +205,9 @@ class TokenizerReader : public TreeReader {
     return {};
   }
 
+  const std::string path_;
   TokenizerJson& out_;
+  std::string rest_, closing_;
   std::string section_, model_key_, key_;
   bool seen_added_ = false, seen_vocab_ = false, seen_merges_ = false;
   TextPool::Span left_;
@@ -255,10 +221,8 @@ Result<Json> read_json_file(const std::string& path) {
   if (!std::filesystem::exists(path, error)) return Json();
   const auto file = open_small(path);
   if (!file) return file.status();
-  TreeReader reader(path);
-  BITTERN_TRY(reader.parse(file->bytes()));
-  Json tree = reader.take();
-  if (!tree.is_object()) return invalid(path + ": expected an object");
+  auto tree = parse_json_tree(path, file->bytes(), kMostTokenizerBytes, kMostJsonValues);
+  if (tree && !tree->is_object()) return invalid(path + ": expected an object");
   return tree;
 }
 
@@ -268,7 +232,11 @@ Result<TokenizerJson> read_tokenizer_json(const std::string& path) {
   TokenizerJson out;
   TokenizerReader reader(path, out);
   BITTERN_TRY(reader.parse(file->bytes()));
-  out.rest = reader.take();
+  const std::string& rest = reader.rest();
+  auto tree =
+      parse_json_tree(path, std::as_bytes(std::span(rest)), kMostTokenizerBytes, kMostJsonValues);
+  if (!tree) return tree.status();
+  out.rest = std::move(*tree);
   return out;
 }
 

@@ -11,8 +11,8 @@
 
 namespace bittern {
 
-// A JSON file as a tree of at most kMostJsonNodes; null where the file is not there.
-inline constexpr std::size_t kMostJsonNodes = std::size_t{1} << 19;
+// A JSON file as a tree of at most kMostJsonValues; null where the file is not there.
+inline constexpr std::size_t kMostJsonValues = std::size_t{1} << 19;
 Result<nlohmann::ordered_json> read_json_file(const std::string& path);
 
 struct AddedToken {

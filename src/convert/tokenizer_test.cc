@@ -595,7 +595,7 @@ TEST(Tokenizer, BadTokenizerJsonIsNamed) {
       "tokenizer_config.json: chat_template: a template called \"a/b\", expected letters, digits "
       "and _");
   EXPECT_EQ(convert(small_json(), 6, R"({"a": 1, "a": 2})").error,
-            "tokenizer_config.json: key \"a\" twice, expected once");
+            "tokenizer_config.json: \"a\": given twice, expected once");
   EXPECT_EQ(convert(small_json(), 6, "[]").error, "tokenizer_config.json: expected an object");
 
   const auto raw = [](const std::string& text) {
@@ -606,11 +606,11 @@ TEST(Tokenizer, BadTokenizerJsonIsNamed) {
   EXPECT_EQ(raw("[]"), "tokenizer.json: a list, expected an object");
   EXPECT_EQ(raw(R"({"model": {"vocab": {}, "vocab": {}}})"),
             "tokenizer.json: key \"vocab\" twice, expected once");
-  EXPECT_EQ(raw("{").rfind("tokenizer.json: not JSON, expected JSON", 0), 0u);
+  EXPECT_EQ(raw("{").rfind("tokenizer.json: not valid JSON", 0), 0u);
   EXPECT_NE(raw("{\"x\": [" + std::string(1200000, '0') + "]}"), "");
   std::string many = "{\"x\": [0";
   for (int i = 0; i < 600000; ++i) many += ",0";
-  EXPECT_EQ(raw(many + "]}"), "tokenizer.json: more than 524288 values, expected less");
+  EXPECT_EQ(raw(many + "]}"), "tokenizer.json: more than 524288 values, expected fewer");
   EXPECT_NE(to_gguf(Folder(), 6).error, "");  // nothing there
 }
 
