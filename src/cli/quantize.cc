@@ -136,7 +136,15 @@ const char* way_text(OutputTensor::Way way) {
 // A line on the terminal; elsewhere a plain line every few seconds.
 class Reporter {
  public:
-  explicit Reporter(bool quiet) : line_(quiet), plain_(!quiet && isatty(STDERR_FILENO) != 1) {}
+  Reporter(bool quiet, const Checkpoint& source)
+      : line_(quiet), plain_(!quiet && isatty(STDERR_FILENO) != 1) {
+    std::uint64_t bytes = 0, weights = 0;
+    for (const CheckpointTensor& tensor : source.tensors()) {
+      bytes += tensor.bytes();
+      weights += static_cast<std::uint64_t>(tensor.rows() * tensor.columns());
+    }
+    if (weights > 0) bytes_per_weight_ = static_cast<double>(bytes) / static_cast<double>(weights);
+  }
   void operator()(const ConversionProgress& state) {
     const auto now = std::chrono::steady_clock::now();
     if (state.doing != doing_) {
@@ -149,12 +157,12 @@ class Reporter {
     const double rate = static_cast<double>(state.done - first_) / std::max(took.count(), 1e-3);
     if (since.count() < (plain_ ? 5 : 0.1)) return;
     shown_ = now;
-    const auto text =
-        fmt::format("{} {:3.0f} %, {:.0f} M weights/s, {:.0f} s left: {}", state.doing,
-                    100.0 * static_cast<double>(state.done) /
-                        static_cast<double>(std::max<std::uint64_t>(state.all, 1)),
-                    rate / 1e6, static_cast<double>(state.all - state.done) / std::max(rate, 1.0),
-                    printable(state.tensor));
+    const auto text = fmt::format("{} {:3.0f} %, {}/s, {:.0f} s left: {}", state.doing,
+                                  100.0 * static_cast<double>(state.done) /
+                                      static_cast<double>(std::max<std::uint64_t>(state.all, 1)),
+                                  size_text(static_cast<std::uint64_t>(rate * bytes_per_weight_)),
+                                  static_cast<double>(state.all - state.done) / std::max(rate, 1.0),
+                                  printable(state.tensor));
     if (plain_) {
       fmt::print(stderr, "{}\n", text);
     } else {
@@ -166,6 +174,7 @@ class Reporter {
  private:
   Progress line_;
   bool plain_;
+  double bytes_per_weight_ = 0;  // of the source
   std::string doing_;
   std::uint64_t first_ = 0;
   std::chrono::steady_clock::time_point begin_, shown_;
@@ -243,7 +252,7 @@ Status run(const QuantizeFlags& flags) {
   const auto source = Checkpoint::open(flags.model);
   if (!source) return source.status();
   const bool print = !flags.common.quiet;
-  Reporter reporter(flags.common.quiet);
+  Reporter reporter(flags.common.quiet, *source);
   const auto progress = [&](const ConversionProgress& state) { reporter(state); };
   const auto start = std::chrono::steady_clock::now();
   auto conversion =
