@@ -212,14 +212,17 @@ void read_period(Fields& fields, const char* other, Model& m) {
                                      ") names, expected one");
     return;
   }
-  const auto full = [&](std::int64_t i) { return (*types)[i] == "full_attention"; };
+  const auto type = [&](std::int64_t i) -> const Json& {
+    return (*types)[static_cast<std::size_t>(i)];
+  };
+  const auto full = [&](std::int64_t i) { return type(i) == "full_attention"; };
   std::int64_t first = 0;
   while (first < m.layers && !full(first)) ++first;
   if (m.period == 0 || (first < m.layers || m.period <= m.layers)) m.period = first + 1;
   for (std::int64_t i = 0; i < m.layers; ++i) {
     const bool expected = (i + 1) % m.period == 0;
-    if (full(i) == expected && (expected || (*types)[i] == other)) continue;
-    fields.cannot("layer_types", ": layer " + std::to_string(i) + " is " + shown((*types)[i]) +
+    if (full(i) == expected && (expected || type(i) == other)) continue;
+    fields.cannot("layer_types", ": layer " + std::to_string(i) + " is " + shown(type(i)) +
                                      ", expected \"full_attention\" in the last of every " +
                                      std::to_string(m.period) + " layers and \"" + other +
                                      "\" in the others");

@@ -223,15 +223,14 @@ std::string byte_token(int byte) {
 bool is_utf8(std::string_view text) {
   for (std::size_t i = 0; i < text.size();) {
     const auto first = static_cast<unsigned char>(text[i]);
-    const int length = first < 0x80   ? 1
-                       : first < 0xc2 ? 0
-                       : first < 0xe0 ? 2
-                       : first < 0xf0 ? 3
-                                      : 4;
-    if (length == 0 || first > 0xf4 || text.size() - i < static_cast<std::size_t>(length))
-      return false;
-    std::uint32_t point = length == 1 ? first : first & (0x7f >> length);
-    for (int k = 1; k < length; ++k) {
+    const std::size_t length = first < 0x80   ? 1
+                               : first < 0xc2 ? 0
+                               : first < 0xe0 ? 2
+                               : first < 0xf0 ? 3
+                                              : 4;
+    if (length == 0 || first > 0xf4 || text.size() - i < length) return false;
+    std::uint32_t point = length == 1 ? first : first & (0x7fu >> length);
+    for (std::size_t k = 1; k < length; ++k) {
       const auto next = static_cast<unsigned char>(text[i + k]);
       if ((next & 0xc0) != 0x80) return false;
       point = point << 6 | (next & 0x3f);

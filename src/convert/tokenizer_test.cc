@@ -383,7 +383,7 @@ TEST(Tokenizer, MergesBecomeScores) {
                                     {"\u2581\u2581\u2581", -4.0f},
                                     {"\u2581\u2581\u2581\u2581", -4.0f}}) {
     const auto at = std::ranges::find(expected.tokens, token) - expected.tokens.begin();
-    expected.scores[at] = score;
+    expected.scores[static_cast<std::size_t>(at)] = score;
   }
   const Keys wanted = sentencepiece(expected);
   for (const auto& [key, value] : wanted) {
@@ -668,17 +668,19 @@ std::string varint(std::uint64_t value) {
   for (; value >= 0x80; value >>= 7) out += static_cast<char>(value | 0x80);
   return out + static_cast<char>(value);
 }
-std::string number(int field, std::uint64_t value) { return varint(field << 3) + varint(value); }
-std::string message(int field, const std::string& bytes) {
+std::string number(std::uint64_t field, std::uint64_t value) {
+  return varint(field << 3) + varint(value);
+}
+std::string message(std::uint64_t field, const std::string& bytes) {
   return varint(field << 3 | 2) + varint(bytes.size()) + bytes;
 }
-std::string piece(const std::string& text, float score, int type) {
+std::string piece(const std::string& text, float score, std::uint64_t type) {
   const auto bits = std::bit_cast<std::uint32_t>(score);
   std::string out = message(1, text) + varint(2 << 3 | 5);
   for (int shift = 0; shift < 32; shift += 8) out += static_cast<char>(bits >> shift);
   return message(1, out + number(3, type));
 }
-std::string model(const std::string& pieces, int model_type = 2, bool charsmap = false,
+std::string model(const std::string& pieces, std::uint64_t model_type = 2, bool charsmap = false,
                   bool remove = false) {
   return pieces + message(2, number(3, model_type) + number(43, ~std::uint64_t{0})) +
          message(3, message(1, "identity") + message(2, charsmap ? "x" : "") + number(3, 0) +

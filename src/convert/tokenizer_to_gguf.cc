@@ -567,7 +567,7 @@ Result<std::vector<float>> scores_of(const Tokens& t, std::span<const MergeIds> 
     for (const PieceSplit& split : piece_splits(t.texts, t.index, text)) {
       const std::string_view left = text.substr(0, split.left), right = text.substr(split.left);
       const auto found = [&](std::string_view part) {
-        return found_beforehand(t.types[t.find(part)]);
+        return found_beforehand(t.types[static_cast<std::size_t>(t.find(part))]);
       };
       if (split.tokens && (found(left) || found(right))) continue;
       if (!split.tokens)
@@ -634,7 +634,7 @@ Result<Metadata> from_sentencepiece_json(TokenizerJson& json, const std::string&
     if (id < 0)
       return unsupported(path + ": model.vocab: lacks " + in_quotes(byte_token(byte)) +
                          ", expected a token for every byte");
-    t.types[id] = TokenType::byte;
+    t.types[static_cast<std::size_t>(id)] = TokenType::byte;
   }
   auto merges = merge_ids(json, t, true);
   if (!merges) return merges.status();
