@@ -444,9 +444,9 @@ Json config_from_model(const Model& m, std::string_view dtype) {
   }
   if (m.arch() == Arch::gemma3) {
     config["sliding_window_pattern"] = m.period;
-    config["query_pre_attn_scalar"] = m.query_scale == std::floor(m.query_scale)
-                                          ? Json(static_cast<std::int64_t>(m.query_scale))
-                                          : Json(m.query_scale);
+    const bool whole = m.query_scale == std::floor(m.query_scale) && std::abs(m.query_scale) < 1e9;
+    config["query_pre_attn_scalar"] =
+        whole ? Json(static_cast<std::int64_t>(m.query_scale)) : Json(m.query_scale);
     if (m.logit_softcap != 0) config["final_logit_softcapping"] = m.logit_softcap;
   }
   if (m.gated_delta()) {
