@@ -1,6 +1,7 @@
 // What config.json and GGUF metadata both say about a model, read from either and written as
 // either.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -82,7 +83,8 @@ struct Model {
   bool gated_delta() const { return bittern::gated_delta(type->arch); }
   bool is_linear(std::int64_t layer) const { return gated_delta() && (layer + 1) % period != 0; }
   std::int64_t rotary_dim() const {
-    return static_cast<std::int64_t>(rope.part * double(head_dim));
+    // A stranger's factor may be anything until it is checked.
+    return static_cast<std::int64_t>(std::clamp(rope.part * double(head_dim), 0.0, 0x1p52));
   }
 };
 
