@@ -35,7 +35,7 @@ def quantize(source, out, *flags):
 
 
 def best(repeat, measure):
-    return min((measure() for _ in range(repeat)), key=lambda r: r if isinstance(r, float) else r["wall"])
+    return min(measure() for _ in range(repeat))
 
 
 def copy_rate():
@@ -53,13 +53,13 @@ def in_page_cache(folder, repeat):
     save_file({f"layers.{i}.a.weight": w for i in range(16)}, source / "model.safetensors")
     (source / "config.json").write_text('{"model_type": "none"}')
     flags = ("--bits", 4, "--method", "mlx")
-    ours = best(repeat, lambda: quantize(source, folder / "random4", *flags))
+    making = best(repeat, lambda: quantize(source, folder / "random4", *flags)["seconds_making"])
     bytes_moved = 16 * w.nbytes * (1 + 5 / 32)  # f32 in; 4 bits, and a scale and a bias per 64, out
-    rate = bytes_moved / ours["seconds_making"]
+    rate = bytes_moved / making
     copy = copy_rate()
     print(f"mlx rule, f32 safetensors in the page cache, 4 bit, group 64: {rate / 1e9:.1f} GB/s, "
           f"{rate / copy:.2f} of copy ({copy / 1e9:.1f} GB/s)")
-    weights = 16 * w.size / ours["seconds_making"]
+    weights = 16 * w.size / making
     line = f"  {weights / 1e6:.0f} M weights/s"
     try:
         import mlx.core as mx
@@ -84,8 +84,9 @@ def end_to_end(folder, repeat):
     smollm2 = run(sys.executable, ROOT / "tools" / "get_model", "smollm2").strip()
     source = folder / "smollm2"
     quantize(smollm2, source, "--dequantize", "f32")
-    ours = best(repeat, lambda: quantize(source, folder / "smollm2-4", "--bits", 4, "--method", "mlx"))
-    line = f"SmolLM2, f32 folder to synced 4-bit MLX folder: {ours['wall']:.3f} s"
+    flags = ("--bits", 4, "--method", "mlx")
+    ours = best(repeat, lambda: quantize(source, folder / "smollm2-4", *flags)["wall"])
+    line = f"SmolLM2, f32 folder to synced 4-bit MLX folder: {ours:.3f} s"
     try:
         import mlx.core as mx
         from mlx_lm import convert
@@ -99,7 +100,7 @@ def end_to_end(folder, repeat):
             return time.perf_counter() - start
 
         seconds = best(repeat, theirs)
-        line += f", mlx_lm.convert {seconds:.3f} s: {seconds / ours['wall']:.1f} times"
+        line += f", mlx_lm.convert {seconds:.3f} s: {seconds / ours:.1f} times"
     except ImportError:
         line += ", mlx_lm not installed"
     print(line)
