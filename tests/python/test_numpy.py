@@ -210,3 +210,14 @@ def test_pack(bits):
     assert_same_bits(words, np.packbits(stream, axis=1, bitorder="little").view("<u4"))
     unpacked = bittern.unpack_codes(words, axis_size=77, bits=bits)
     assert np.array_equal(unpacked, codes & (2**bits - 1))
+
+
+@pytest.mark.parametrize("bits, gain", [(4, 0.12), (2, 0.46)])
+def test_lsq_gains_on_gaussian_weights(bits, gain):
+    w = np.random.default_rng(0).standard_normal((512, 4096), dtype=np.float32)
+    error = {}
+    for method in ("minmax", "lsq"):
+        scales, biases, q = bittern.qdq_affine_init(w, group_size=64, bits=bits, method=method)
+        y = bittern.qdq_affine_forward(q, scales, biases, group_size=64, bits=bits)
+        error[method] = float(np.square(w.astype(np.float64) - y).mean())
+    assert error["lsq"] <= (1 - gain) * error["minmax"]
