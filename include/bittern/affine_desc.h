@@ -41,6 +41,7 @@ struct AffineDesc {
   bool f32_scale = false;  // half weights with f32 scales and biases; otherwise as the weights
   AffineMethod method = AffineMethod::minmax;      // read by qdq_affine_init
   AffineRounding rounding = AffineRounding::once;  // read by qdq_affine_forward
+  bool expect_finite = false;  // qdq_affine_init refuses weights that are infinite or NaN
   bool operator==(const AffineDesc&) const = default;
 
   std::int64_t num_groups() const { return group_size > 0 ? axis_size / group_size : 0; }

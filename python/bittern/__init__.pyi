@@ -463,6 +463,7 @@ def qdq_affine_init(
     storage: Literal["u8", "packed"] | None = None,
     f32_scale: bool | None = None,
     method: Literal["minmax", "mlx", "lsq"] = "minmax",
+    expect_finite: bool = False,
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
@@ -499,7 +500,9 @@ def qdq_affine_init(
              s = (max/2 - min/2) / (n/2), bounded as above
              q = clamp(A((w/2 - b/2) / (s/2)), 0, n)
     A group with a weight that is not finite is left to minmax by lsq; mlx applies its own formula to
-    the finite part (MLX itself stores NaN there).
+    the finite part (MLX itself stores NaN there). With expect_finite the outputs are the same, and
+    run tells by an error that there was such a weight; kernels that run asynchronously cannot, and
+    refuse the field.
     """
 
 def qdq_affine_forward(

@@ -66,6 +66,16 @@ class CodePacker {
     const D8 d;
     const std::size_t block_bytes = kBlock / 8 * bits_;
 #if HWY_TARGET == HWY_AVX3_DL
+    if (bits_ == 4) {  // pairs are bytes already: the lower ones of two vectors are all there is
+      HWY_ALIGN std::uint8_t lower[kBlock];
+      for (std::size_t i = 0; i < kBlock; ++i) lower[i] = static_cast<std::uint8_t>(2 * i);
+      const V8 order = hn::Load(d, lower);
+      for (; count >= 2 * kBlock; count -= 2 * kBlock, codes += 2 * kBlock, stream += kBlock) {
+        const __m512i a = PackPairs(hn::LoadU(d, codes)),
+                      b = PackPairs(hn::LoadU(d, codes + kBlock));
+        hn::StoreU(V8{_mm512_permutex2var_epi8(a, order.raw, b)}, d, stream);
+      }
+    }
     const auto whole = hn::FirstN(d, block_bytes);
     for (; count >= kBlock; count -= kBlock, codes += kBlock, stream += block_bytes)
       hn::BlendedStore(PackVector(hn::LoadU(d, codes)), whole, d, stream);
@@ -110,17 +120,20 @@ class CodePacker {
   using V8 = hn::Vec<D8>;
   using V64 = hn::Vec<D64>;
 
+#if HWY_TARGET == HWY_AVX3_DL
+  HWY_INLINE __m512i PackPairs(V8 codes) const {
+    return _mm512_maddubs_epi16(pair_factors_.raw, hn::And(codes, mask_).raw);
+  }
+#endif
   // The stream's bytes: of all 64 codes, or of each 16 codes at the bottom of their 16 bytes. Codes
   // join their neighbours, a + 2^bits * b, in lanes of 16, 32 and 64 bits. (Signed products do for
   // fewer than 8 bits, and for 8 the lanes are full as they are.)
   HWY_INLINE V8 PackVector(V8 codes) const {
     if (bits_ == 8) return codes;
-    const V8 masked = hn::And(codes, mask_);
 #if HWY_TARGET == HWY_AVX3_DL
-    const __m512i pairs = _mm512_maddubs_epi16(pair_factors_.raw, masked.raw);
-    const V64 fours{_mm512_madd_epi16(pairs, four_factors_.raw)};
+    const V64 fours{_mm512_madd_epi16(PackPairs(codes), four_factors_.raw)};
 #else
-    const __m256i pairs = _mm256_maddubs_epi16(pair_factors_.raw, masked.raw);
+    const __m256i pairs = _mm256_maddubs_epi16(pair_factors_.raw, hn::And(codes, mask_).raw);
     const V64 fours{_mm256_madd_epi16(pairs, four_factors_.raw)};
 #endif
     const auto upper = hn::AndNot(low_, hn::Shr(fours, gap_));

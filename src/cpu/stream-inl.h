@@ -54,6 +54,17 @@ HWY_INLINE void PrefetchNext(const T* p, std::int64_t n) {
   }
 }
 
+// The same for loops that compute more than they load. A line on its way to L1 holds one of the
+// core's few miss buffers until it is there, and with all of them held computing waits for memory;
+// so these lines go to L2.
+template <class T>
+HWY_INLINE void PrefetchBesideWork(const T* p, std::int64_t n) {
+  if (cpu::kPagesInTurn) return PrefetchNext(p, n);
+  const auto at = reinterpret_cast<std::uintptr_t>(p) + 2 * kAhead;
+  for (std::uintptr_t i = 0; i < static_cast<std::uintptr_t>(n) * sizeof(T); i += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(at + i), 0, 2);
+}
+
 // StoreMath past the caches, to aligned addresses.
 template <class D>
 HWY_INLINE void StreamMath(D d, hn::Vec<D> v, hn::TFromD<D>* p) {

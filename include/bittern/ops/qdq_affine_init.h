@@ -26,7 +26,9 @@
 //          s = (max/2 - min/2) / (n/2), bounded as above
 //          q = clamp(A((w/2 - b/2) / (s/2)), 0, n)
 // A group with a weight that is not finite is left to minmax by lsq; mlx applies its own formula to
-// the finite part (MLX itself stores NaN there).
+// the finite part (MLX itself stores NaN there). With expect_finite the outputs are the same, and
+// run tells by an error that there was such a weight; kernels that run asynchronously cannot, and
+// refuse the field.
 #pragma once
 #include "bittern/affine_desc.h"
 
@@ -44,6 +46,9 @@ struct QdqAffineInit {
   };
 
   static Status check(const Desc& d) { return check_affine_desc(kName, d); }
+  static Status not_finite() {
+    return invalid("qdq_affine_init: w: holds infinities or NaN, expected finite numbers");
+  }
   static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
   static DType element(const Desc& d) { return d.element; }
   static DType aux_element(const Desc& d) { return d.code_element(); }
@@ -52,6 +57,7 @@ struct QdqAffineInit {
   static void fields(D& d, F&& f) {
     visit_affine_fields(d, f);
     f("method", d.method, "rule for scale and bias: minmax mlx lsq");
+    f("expect_finite", d.expect_finite, "weights that are infinite or NaN are an error");
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {

@@ -2,6 +2,9 @@
 // to one vector, W of those are folded across lanes at once, and the W scales and biases come from
 // one vector computation. Then each group is quantised with its own pair.
 #include "bittern/ops/qdq_affine_init.h"
+
+#include <atomic>
+
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 #include "ops/qdq_affine_init/affine_rules.h"
@@ -242,7 +245,7 @@ class Weights {
       }
       if (copy_) {
         F* to = c.copies + i * Padded(size_);
-        PrefetchNext(at, group_bytes);
+        PrefetchBesideWork(at, group_bytes);
         Copy(at, to);
         c.w[i] = to;
       } else {
@@ -253,7 +256,7 @@ class Weights {
   }
 
   HWY_INLINE void Prefetch(const F* w) const {
-    if (!copy_) PrefetchNext(w, size_);
+    if (!copy_) PrefetchBesideWork(w, size_);
   }
 
  private:
@@ -315,9 +318,10 @@ HWY_NOINLINE void FixParams(const Op::Desc& d, Chunk<F>& c) {
   }
 }
 
-// kSize is the group size where it is known at compile time, otherwise 0.
+// kSize is the group size where it is known at compile time, otherwise 0. nought stays 0 as long as
+// all weights are finite: 0 * x is NaN when x is not.
 template <int kSize, class F>
-HWY_INLINE void FindRange(std::int64_t size, std::int64_t i, Chunk<F>& c) {
+HWY_INLINE void FindRange(std::int64_t size, std::int64_t i, Chunk<F>& c, Vector<F>& nought) {
   const Tag<F> t;
   const F* w = c.w[i];
   // Min and Max give their second argument when one is NaN, so NaN weights drop out.
@@ -328,6 +332,7 @@ HWY_INLINE void FindRange(std::int64_t size, std::int64_t i, Chunk<F>& c) {
     const auto x = hn::LoadU(t, w + j);
     low = hn::Min(x, low);
     high = hn::Max(x, high);
+    nought = hn::MulAdd(x, hn::Zero(t), nought);
   }
   c.low[i] = low;
   c.high[i] = high;
@@ -387,6 +392,7 @@ template <class F>
 struct Results {
   HWY_ALIGN F s[kBlockGroups + kWidth<F>], b[kBlockGroups + kWidth<F>];
   HWY_ALIGN std::uint8_t codes[kBlockCodes + kRow];
+  HWY_ALIGN F nought[kWidth<F>] = {};  // of all blocks so far, see FindRange
 };
 
 template <class F>
@@ -470,8 +476,9 @@ HWY_INLINE void DirectBlock(const Op::Desc& d, const Weights<F>& weights, std::i
   const std::int32_t bins = d.bins();
   Chunk<F>* now = chunks;
   Chunk<F>* after = chunks + 1;
+  Vector<F> nought = hn::Load(t, out.nought);
   weights.Load(first, std::min(kGroups, count), *after);
-  for (std::int64_t i = 0; i < kGroups; ++i) FindRange<kSize>(size, i, *after);
+  for (std::int64_t i = 0; i < kGroups; ++i) FindRange<kSize>(size, i, *after, nought);
   for (std::int64_t g = 0; g < count; g += kGroups) {
     std::swap(now, after);
     ComputeParams(d, *now);
@@ -485,7 +492,7 @@ HWY_INLINE void DirectBlock(const Op::Desc& d, const Weights<F>& weights, std::i
       std::uint8_t* codes = out.codes + (g + i) * size;
       Quantize<kHalfEven>(now->w[i], size, now->s[i], now->b[i], now->inverse[i], bins, codes);
       if (rest > 0) {
-        FindRange<kSize>(size, i, *after);
+        FindRange<kSize>(size, i, *after, nought);
         weights.Prefetch(after->w[i]);
       }
     }
@@ -495,6 +502,7 @@ HWY_INLINE void DirectBlock(const Op::Desc& d, const Weights<F>& weights, std::i
           QuantizeHalved(d, now->w[i], {now->s[i], now->b[i]}, out.codes + (g + i) * size);
     }
   }
+  hn::Store(nought, t, out.nought);
 }
 
 // ---- lsq ----
@@ -574,7 +582,8 @@ class Lsq {
         bank.active &= ~bit;
         for (; next < count && (bank.active & bit) == 0; ++next) {
           const std::int64_t i = next % kSlots;
-          if (i == 0) LoadChunk(weights, first + next, std::min(kSlots, count - next), chunk);
+          if (i == 0)
+            LoadChunk(weights, first + next, std::min(kSlots, count - next), chunk, out.nought);
           if (HWY_UNLIKELY(chunk.any_halved && chunk.halved[i])) {
             out.s[next] = chunk.s[i];
             out.b[next] = chunk.b[i];
@@ -695,12 +704,14 @@ class Lsq {
   };
 
   HWY_NOINLINE void LoadChunk(const Weights<F>& weights, std::int64_t first, std::int64_t count,
-                              Chunk<F>& chunk) const {
+                              Chunk<F>& chunk, F* HWY_RESTRICT noughts) const {
+    V nought = hn::Load(D(), noughts);
     weights.Load(first, count, chunk);
     for (std::int64_t i = 0; i < kSlots; ++i) {
-      FindRange<kSize>(size(), i, chunk);
+      FindRange<kSize>(size(), i, chunk, nought);
       weights.Prefetch(chunk.w[i]);
     }
+    hn::Store(nought, D(), noughts);
     ComputeParams(d_, chunk);
   }
 
@@ -860,9 +871,10 @@ class Lsq {
   Bank banks_[kBanks];
 };
 
-// Calls compute(first, count, results) for each block, and writes the results.
+// Calls compute(first, count, results) for each block, and writes the results. False when a weight
+// is not finite.
 template <class F, class Compute>
-HWY_INLINE void ForBlocks(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
+HWY_INLINE bool ForBlocks(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
                           std::int64_t end, const Compute& compute) {
   const Blocks blocks(d);
   const CodeWriter writer(d, a.q);
@@ -875,51 +887,43 @@ HWY_INLINE void ForBlocks(const Op::Desc& d, const Op::Args& a, std::int64_t beg
     writer.Write(first, count, results.codes);
   }
   writer.Finish();
+  return hn::AllTrue(Tag<F>(), hn::Eq(hn::Load(Tag<F>(), results.nought), hn::Zero(Tag<F>())));
 }
 
 template <class F, bool kWeighted, int kSize>
-HWY_NOINLINE void InitLsq(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
+HWY_NOINLINE bool InitLsq(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
                           std::int64_t end) {
   const Weights<F> weights(d, a.w);
   Chunk<F> chunk;
   Lsq<F, kWeighted, kSize> lsq(d, a);
-  ForBlocks<F>(d, a, begin, end,
-               [&](std::int64_t first, std::int64_t count, Results<F>& results)
-                   HWY_ATTR { lsq.Block(weights, first, count, chunk, results); });
+  return ForBlocks<F>(d, a, begin, end,
+                      [&](std::int64_t first, std::int64_t count, Results<F>& results)
+                          HWY_ATTR { lsq.Block(weights, first, count, chunk, results); });
 }
 
 template <class F, bool kHalfEven, int kSize>
-HWY_NOINLINE void InitDirect(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
+HWY_NOINLINE bool InitDirect(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
                              std::int64_t end) {
   const Weights<F> weights(d, a.w);
   Chunk<F> chunks[2];
-  ForBlocks<F>(d, a, begin, end,
-               [&](std::int64_t first, std::int64_t count, Results<F>& results) HWY_ATTR {
-                 DirectBlock<kHalfEven, kSize>(d, weights, first, count, chunks, results);
-               });
+  return ForBlocks<F>(d, a, begin, end,
+                      [&](std::int64_t first, std::int64_t count, Results<F>& results) HWY_ATTR {
+                        DirectBlock<kHalfEven, kSize>(d, weights, first, count, chunks, results);
+                      });
 }
 
 template <class F, int kSize>
-void InitAs(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
-  if (d.method == AffineMethod::minmax) {
-    InitDirect<F, false, kSize>(d, a, begin, end);
-  } else if (d.method == AffineMethod::mlx) {
-    InitDirect<F, true, kSize>(d, a, begin, end);
-  } else if (a.importance) {
-    InitLsq<F, true, 0>(d, a, begin, end);
-  } else {
-    InitLsq<F, false, kSize>(d, a, begin, end);
-  }
+bool InitAs(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
+  if (d.method == AffineMethod::minmax) return InitDirect<F, false, kSize>(d, a, begin, end);
+  if (d.method == AffineMethod::mlx) return InitDirect<F, true, kSize>(d, a, begin, end);
+  if (a.importance) return InitLsq<F, true, 0>(d, a, begin, end);
+  return InitLsq<F, false, kSize>(d, a, begin, end);
 }
 
-void InitBlocks(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
-  if (d.element == DType::f64) {
-    InitAs<double, 0>(d, a, begin, end);
-  } else if (d.group_size == 64) {
-    InitAs<float, 64>(d, a, begin, end);
-  } else {
-    InitAs<float, 0>(d, a, begin, end);
-  }
+bool InitBlocks(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
+  if (d.element == DType::f64) return InitAs<double, 0>(d, a, begin, end);
+  if (d.group_size == 64) return InitAs<float, 64>(d, a, begin, end);
+  return InitAs<float, 0>(d, a, begin, end);
 }
 
 }  // namespace
@@ -940,10 +944,11 @@ Status supports(const Op::Desc&) { return cpu::supported(); }
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
   const Blocks blocks(d);
   const std::int64_t grain = (std::int64_t{1} << 16) / (blocks.length * d.group_size);
+  std::atomic<bool> finite = true;
   cpu::parallel(blocks.size(), grain, [&](std::int64_t begin, std::int64_t end) {
-    BITTERN_CALL(InitBlocks)(d, a, begin, end);
+    if (!BITTERN_CALL(InitBlocks)(d, a, begin, end)) finite = false;
   });
-  return {};
+  return finite || !d.expect_finite ? Status() : Op::not_finite();
 }
 
 constexpr Kernel<Op> kKernels[] = {{.name = "cpu",

@@ -310,7 +310,16 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   return visit_float(d.element, [&]<class X>(Type<X>) { return run_typed<X>(d, a, stream); });
 }
 
-constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run)};
+Status supports(const Op::Desc& d) {
+  if (!d.expect_finite) return {};
+  return unsupported("expect_finite: true, expected false: it runs asynchronously");
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cuda",
+                                    .backend = "cuda",
+                                    .supports = supports,
+                                    .architecture = cuda::architecture,
+                                    .run = run}};
 
 }  // namespace
 

@@ -92,10 +92,11 @@ void init(Group<Math<S>>& g, AffineMethod method, std::int32_t bins) {
 }
 
 template <class X, class S>
-void run_as(const Op::Desc& d, const Op::Args& a) {
+Status run_as(const Op::Desc& d, const Op::Args& a) {
   using F = Math<X>;
   const std::int64_t groups = d.num_groups(), size = d.group_size, bits = d.code_bits();
   const auto* importance = a.importance.as<float>();
+  bool finite = true;
   Group<F> g;
   g.w.resize(static_cast<std::size_t>(size));
   g.c.resize(g.w.size());
@@ -111,6 +112,7 @@ void run_as(const Op::Desc& d, const Op::Args& a) {
         const auto at = static_cast<std::size_t>(j);
         const float c = importance != nullptr ? importance[k * size + j] : 1.0f;
         g.w[at] = to_math(w[j]);
+        finite &= std::isfinite(g.w[at]);
         g.c[at] = c > 0 && std::isfinite(c) ? static_cast<F>(c) : F(0);
       }
       init<S>(g, d.method, d.bins());
@@ -130,18 +132,15 @@ void run_as(const Op::Desc& d, const Op::Args& a) {
       }
     }
   }
+  return finite || !d.expect_finite ? Status() : Op::not_finite();
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
   return visit_float(d.element, [&]<class X>(Type<X>) {
     if constexpr (!std::is_same_v<X, double>) {
-      if (d.f32_scale) {
-        run_as<X, float>(d, a);
-        return Status();
-      }
+      if (d.f32_scale) return run_as<X, float>(d, a);
     }
-    run_as<X, X>(d, a);
-    return Status();
+    return run_as<X, X>(d, a);
   });
 }
 

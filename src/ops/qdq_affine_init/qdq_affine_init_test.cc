@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include "cpu/dispatch.h"
 #include "oracle/oracle_test.h"
 
 namespace bittern {
@@ -20,8 +21,8 @@ struct Output {
 };
 
 template <class X, class S = X>
-Output<X, S> init(AffineDesc d, const std::vector<X>& w,
-                  const std::vector<float>& importance = {}) {
+Output<X, S> init(AffineDesc d, const std::vector<X>& w, const std::vector<float>& importance = {},
+                  std::string_view kernel = {}) {
   d.element = dtype_of<X>();
   d.f32_scale = !std::is_same_v<X, S>;
   if (d.axis_size == 0) d.axis_size = d.group_size;
@@ -42,9 +43,9 @@ Output<X, S> init(AffineDesc d, const std::vector<X>& w,
     r.words.resize(codes);
     a.q = view(r.words.data(), d.code_shape());
   }
-  auto plan = Plan<QdqAffineInit>::select(d);
+  auto plan = Plan<QdqAffineInit>::select(d, {}, Preference::exact, kernel);
   r.status = plan ? plan->run(a) : plan.status();
-  EXPECT_TRUE(r.status.ok()) << r.status.message();
+  EXPECT_TRUE(r.status.ok() || d.expect_finite) << r.status.message();
   return r;
 }
 
@@ -115,6 +116,57 @@ TEST(QdqAffineInit, NotFinite) {
   EXPECT_EQ(r.s(), -1.0);
   EXPECT_EQ(r.b(), 3.0);
   EXPECT_EQ(r.q, (Codes{0, 3, 0, 3, 0}));
+}
+
+template <class X>
+void expect_told(std::string_view kernel, AffineDesc d, std::size_t rows,
+                 const std::vector<float>& importance = {}) {
+  d.axis_size = 3 * d.group_size;
+  std::vector<X> w(rows * static_cast<std::size_t>(d.axis_size));
+  for (std::size_t i = 0; i < w.size(); ++i)
+    w[i] = from_math<X>(i % 7 == 0 ? max_finite<X>() : static_cast<Math<X>>(i % 5));
+  const auto init_with = [&](const std::vector<X>& weights, bool expect_finite) {
+    d.expect_finite = expect_finite;
+    return init<X>(d, weights, importance, kernel);
+  };
+  EXPECT_TRUE(init_with(w, true).status.ok());
+  for (const std::size_t at : {std::size_t{0}, w.size() / 2, w.size() - 1}) {
+    for (const float bad : {kNan, -kNan, kInf, -kInf}) {
+      auto sick = w;
+      sick[at] = from_math<X>(static_cast<Math<X>>(bad));
+      const auto told = init_with(sick, true), untold = init_with(sick, false);
+      EXPECT_EQ(told.status.code(), Code::invalid_argument);
+      EXPECT_EQ(told.status.message(),
+                "qdq_affine_init: w: holds infinities or NaN, expected finite numbers");
+      EXPECT_EQ(told.q, untold.q);
+    }
+  }
+}
+
+void expect_told_by(std::string_view kernel) {
+  for (const AffineMethod method : {AffineMethod::minmax, AffineMethod::mlx, AffineMethod::lsq}) {
+    for (const std::size_t size : {2, 5, 64, 100}) {
+      for (const std::size_t rows : {1, 50}) {
+        const AffineDesc d = group_of(size, 4, method);
+        expect_told<float>(kernel, d, rows);
+        expect_told<double>(kernel, d, rows);
+        expect_told<f16>(kernel, d, rows);
+        expect_told<bf16>(kernel, d, rows);
+        if (method == AffineMethod::lsq)
+          expect_told<float>(kernel, d, rows, std::vector<float>(3 * size, 1.5f));
+      }
+    }
+  }
+}
+
+TEST(QdqAffineInit, TellsOfWeightsThatAreNotFinite) {
+  expect_told_by("ref");
+  for (const cpu::Isa isa : cpu::available_isas()) {
+    cpu::force_isa(isa);
+    SCOPED_TRACE(cpu::name(isa));
+    expect_told_by("cpu");
+  }
+  cpu::force_isa(cpu::Isa::none);
 }
 
 TEST(QdqAffineInit, ScalesAreStoredBeforeTheyAreUsed) {
