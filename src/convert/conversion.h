@@ -94,7 +94,8 @@ class Conversion {
   struct RunReport {
     std::size_t resumed = 0;  // tensors that were whole already
     double scale_change = 0;  // the largest relative change of a scale or bias that was rounded
-    double making = 0, writing = 0, syncing = 0;  // seconds
+    // Seconds; of making and writing each thread does its share, and this is their mean.
+    double making = 0, writing = 0, syncing = 0;
   };
   Result<RunReport> run(const std::string& out, const RunOptions& how,
                         const ProgressFunction& progress) const;

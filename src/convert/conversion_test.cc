@@ -154,6 +154,16 @@ TEST_F(Conversions, RefuseClearly) {
   put_model("hf", {{"sick.weight", {2, 128}, sick}});
   expect({.bits = 4}, "sick.weight: holds infinities or NaN");
   expect({.target_bpw = 5}, "sick.weight: holds infinities or NaN");
+  expect({.format = ModelFormat::gguf, .type = GgmlType::q8_0}, "nobodys");
+  std::vector<float> wide = noise(256, 5);
+  wide[7] = 65520;  // rounds to infinity in f16, as the largest f32 does in bf16
+  put_model("hf", {{"wide.weight", {2, 128}, wide}});
+  expect({.bits = 4, .scale_dtype = SafeDType::f16},
+         "wide.weight: a number beyond the range of f16");
+  wide[7] = std::numeric_limits<float>::max();
+  put_model("hf", {{"wide.weight", {2, 128}, wide}});
+  expect({.bits = 4, .scale_dtype = SafeDType::bf16},
+         "wide.weight: a number beyond the range of bf16");
 }
 
 TEST_F(Conversions, ReadPolicies) {

@@ -325,6 +325,11 @@ View<Void> dense(Void* data, DType dtype, const Shape& shape) {
   return {data, dtype, {}, shape, shape.dense_strides()};
 }
 
+Status expect_finite(const RowNumbers& numbers, std::int64_t count) {
+  if (all_finite(numbers, count)) return {};
+  return invalid("holds infinities or NaN, expected finite numbers");
+}
+
 // Scales, biases and codes by one of the affine rules. Halves may have f32 scales; otherwise, as
 // mlx-lm does, the weights take the dtype of their scales first.
 Status run_affine(AffineDesc desc, DType params, const RowNumbers& numbers,
@@ -338,9 +343,8 @@ Status run_affine(AffineDesc desc, DType params, const RowNumbers& numbers,
   if (params != numbers.dtype && !desc.f32_scale) {
     BITTERN_TRY(cast_numbers(numbers, count, params, rounded));
     w = rounded.data();
-    if (params == DType::f16 && !all_finite({.dtype = params, .data = w, .own = {}}, count))
-      return invalid("a number beyond 65504, expected scales of f32 or bf16 for it");
   }
+  desc.expect_finite = true;
   scales.resize(at(desc.param_shape().numel()) * size_of(params));
   biases.resize(scales.size());
   codes.resize(at(desc.code_shape().numel()) * size_of(desc.code_element()));
@@ -353,7 +357,12 @@ Status run_affine(AffineDesc desc, DType params, const RowNumbers& numbers,
                            .q = out(codes, desc.code_element(), desc.code_shape())};
   if (desc.method == AffineMethod::lsq && !importance.empty())
     args.importance = view(importance.data(), {desc.axis_size});
-  return run_op<QdqAffineInit>(desc, args);
+  const Status status = run_op<QdqAffineInit>(desc, args);
+  if (status.ok()) return {};
+  BITTERN_TRY(expect_finite(numbers, count));
+  if (rounded.empty() || all_finite({.dtype = params, .data = w, .own = {}}, count)) return status;
+  return invalid(std::string("a number beyond the range of ") + name(params) +
+                 ", expected scales of f32 for it");
 }
 
 Status encode_affine(const Storage& to, AffineMethod method, const RowNumbers& numbers,
@@ -385,8 +394,10 @@ Status encode_blocks(BlockType type, std::optional<AffineMethod> method, const R
       .blocks = dense(static_cast<void*>(out.data.data()), DType::u8, desc.block_shape())};
   const bool super = block_size(type).weights == 256;
   if (super && !importance.empty()) args.importance = view(importance.data(), {columns});
-  if (!method || !has_minimum(type)) return run_op<GgufQuantize>(desc, args);
-
+  if (!method || !has_minimum(type)) {
+    BITTERN_TRY(run_op<GgufQuantize>(desc, args));
+    return expect_finite(numbers, count * columns);
+  }
   const AffineDesc affine{.outer_size = count,
                           .axis_size = columns,
                           .group_size = 32,

@@ -65,7 +65,8 @@ class RowReader {
   ValueMap map_ = ValueMap::same;
 };
 
-// Numbers into a storage. `importance`, one a column, weighs errors where the method can.
+// Numbers into a storage; only finite ones can be quantised. `importance`, one a column, weighs
+// errors where the method can.
 struct RowEncoder {
   Storage to;
   std::optional<AffineMethod> method;

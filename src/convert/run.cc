@@ -1,6 +1,9 @@
-// The streaming loop: memory is one chunk of rows and its codes, whatever the model's size.
+// The streaming loop: memory is a run of rows and its codes for each thread, whatever the model's
+// size.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <new>
 #include <utility>
 
 #include "convert/conversion.h"
@@ -23,6 +26,77 @@ class Stopwatch {
   std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
 };
 
+// One tensor on its way from the source to the output.
+struct TensorStream {
+  const Checkpoint& source;
+  const OutputTensor& tensor;
+  const RowReader& reader;
+  RowEncoder encoder;
+  RowBytes bytes;                     // of a row in the output
+  std::span<const float> importance;  // of all matrices; may be empty
+  std::int64_t matrix_rows;           // that share an importance
+  ModelOutput& output;
+};
+
+// What a thread keeps from one run of rows to the next.
+struct Buffers {
+  RowNumbers numbers;
+  GridRows grid;
+  EncodedRows encoded;
+};
+
+Status make_rows(const TensorStream& stream, std::int64_t row, std::int64_t count, Buffers& buffers,
+                 Conversion::RunReport& report) {
+  const OutputTensor& tensor = stream.tensor;
+  const std::int64_t columns = stream.reader.columns();
+  switch (tensor.way) {
+    case OutputTensor::Way::copy: return stream.reader.stored(row, count, buffers.encoded);
+    case OutputTensor::Way::transcode:
+      BITTERN_TRY(stream.reader.grid(row, count, buffers.grid));
+      if (tensor.to.kind == Storage::Kind::affine && tensor.to.dtype != SafeDType::f32)
+        report.scale_change =
+            std::max(report.scale_change, round_params(buffers.grid, tensor.to.dtype));
+      return encode_grid(buffers.grid, columns, tensor.to, buffers.encoded);
+    case OutputTensor::Way::quantize:
+    case OutputTensor::Way::cast: {
+      BITTERN_TRY(stream.reader.numbers(row, count, buffers.numbers));
+      std::span<const float> importance = stream.importance;
+      if (!importance.empty())
+        importance =
+            importance.subspan(static_cast<std::size_t>(row / stream.matrix_rows * columns),
+                               static_cast<std::size_t>(columns));
+      const Status status =
+          stream.encoder.encode(buffers.numbers, count, columns, importance, buffers.encoded);
+      if (status.ok()) return {};
+      return {status.code(), stream.source.path() + ": tensor " + tensor.recipe.name + ": " +
+                                 std::string(status.message())};
+    }
+  }
+  return {};
+}
+
+Status write_rows(const TensorStream& stream, std::int64_t row, const EncodedRows& encoded) {
+  const auto at = static_cast<std::uint64_t>(row);
+  const OutputTensor& tensor = stream.tensor;
+  BITTERN_TRY(stream.output.write(tensor.part, at * stream.bytes.data, encoded.data));
+  if (tensor.parts() != 3) return {};
+  BITTERN_TRY(stream.output.write(tensor.part + 1, at * stream.bytes.scales, encoded.scales));
+  return stream.output.write(tensor.part + 2, at * stream.bytes.biases, encoded.biases);
+}
+
+// How many of `rows` rows a thread takes at once: so many that a write is worth its call, and so
+// few that there is work for all threads.
+std::int64_t run_length(std::int64_t rows, std::int64_t columns) {
+  constexpr std::int64_t kLeastWeights = 1 << 14;
+  const std::int64_t most = rows_at_once(columns), team = num_threads();
+  const std::int64_t least =
+      std::clamp<std::int64_t>(kLeastWeights / std::max<std::int64_t>(columns, 1), 1, most);
+  const std::int64_t rounds = (rows + most * team - 1) / (most * team);
+  if (rounds == 0) return 1;
+  return std::max(least, (rows + rounds * team - 1) / (rounds * team));
+}
+
+// Each thread makes and writes runs of rows of its own, so that one makes while another writes.
 Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
                      std::optional<AffineMethod> method, std::span<const float> importance,
                      ModelOutput& output, Conversion::RunReport& report,
@@ -31,58 +105,64 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
   if (!reader) return reader.status();
   const auto bytes = row_bytes(tensor.to, reader->columns());
   if (!bytes) return bytes.status();
-  const RowEncoder encoder{.to = tensor.to, .method = method, .through = tensor.through};
-  const std::int64_t matrix_rows =
-      tensor.recipe.shape.rank >= 3 ? reader->rows() / tensor.recipe.shape[0] : reader->rows();
-  RowNumbers numbers;
-  GridRows grid;
-  EncodedRows encoded;
-  Stopwatch watch;
-  for (std::int64_t row = 0; row < reader->rows();) {
-    std::int64_t count = std::min(reader->rows() - row, rows_at_once(reader->columns()));
-    std::span<const float> weights;
-    if (!importance.empty()) {
-      // A chunk stays within one matrix of a stack: each has importances of its own.
-      const std::int64_t matrix = row / matrix_rows;
-      count = std::min(count, (matrix + 1) * matrix_rows - row);
-      weights = importance.subspan(static_cast<std::size_t>(matrix * reader->columns()),
-                                   static_cast<std::size_t>(reader->columns()));
-    }
-    switch (tensor.way) {
-      case OutputTensor::Way::copy: BITTERN_TRY(reader->stored(row, count, encoded)); break;
-      case OutputTensor::Way::transcode:
-        BITTERN_TRY(reader->grid(row, count, grid));
-        if (tensor.to.kind == Storage::Kind::affine && tensor.to.dtype != SafeDType::f32)
-          report.scale_change = std::max(report.scale_change, round_params(grid, tensor.to.dtype));
-        BITTERN_TRY(encode_grid(grid, reader->columns(), tensor.to, encoded));
-        break;
-      case OutputTensor::Way::quantize:
-      case OutputTensor::Way::cast:
-        BITTERN_TRY(reader->numbers(row, count, numbers));
-        if (tensor.way == OutputTensor::Way::quantize &&
-            !all_finite(numbers, count * reader->columns())) {
-          return invalid(source.path() + ": tensor " + tensor.recipe.name +
-                         ": holds infinities or NaN, expected finite numbers");
+  const bool stack = !importance.empty() && tensor.recipe.shape.rank >= 3;
+  const std::int64_t matrices = stack ? tensor.recipe.shape[0] : 1;
+  const std::int64_t matrix_rows = reader->rows() / std::max<std::int64_t>(matrices, 1);
+  const TensorStream stream{
+      .source = source,
+      .tensor = tensor,
+      .reader = *reader,
+      .encoder = {.to = tensor.to, .method = method, .through = tensor.through},
+      .bytes = *bytes,
+      .importance = importance,
+      .matrix_rows = matrix_rows,
+      .output = output};
+
+  // A run stays within one matrix of a stack: each has importances of its own.
+  const std::int64_t length = run_length(matrix_rows, reader->columns());
+  const std::int64_t matrix_runs = (matrix_rows + length - 1) / length;
+  const std::int64_t runs = matrices * matrix_runs;
+  const int threads = static_cast<int>(std::clamp<std::int64_t>(runs, 1, num_threads()));
+  std::atomic<std::int64_t> failed = runs;  // the first run that did
+  Status failure;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    Buffers buffers;
+    Conversion::RunReport mine;
+    Stopwatch watch;
+#pragma omp for schedule(dynamic)
+    for (std::int64_t i = 0; i < runs; ++i) {
+      if (failed < i) continue;
+      const std::int64_t in_matrix = i % matrix_runs * length;
+      const std::int64_t row = i / matrix_runs * matrix_rows + in_matrix;
+      const std::int64_t count = std::min(length, matrix_rows - in_matrix);
+      Status status;
+      try {
+        status = make_rows(stream, row, count, buffers, mine);
+      } catch (const std::bad_alloc&) {
+        status = unavailable(source.path() + ": tensor " + tensor.recipe.name +
+                             ": not enough memory for " + std::to_string(count) + " rows");
+      }
+      watch.lap(mine.making);
+#pragma omp critical(bittern_output)
+      {
+        if (status.ok()) status = write_rows(stream, row, buffers.encoded);
+        if (!status.ok() && i < failed) {
+          failed = i;
+          failure = status;
         }
-        if (const Status status =
-                encoder.encode(numbers, count, reader->columns(), weights, encoded);
-            !status.ok()) {
-          return {status.code(), source.path() + ": tensor " + tensor.recipe.name + ": " +
-                                     std::string(status.message())};
-        }
-        break;
+        if (status.ok()) progress(count);
+      }
+      watch.lap(mine.writing);
     }
-    watch.lap(report.making);
-    const auto at = static_cast<std::uint64_t>(row);
-    BITTERN_TRY(output.write(tensor.part, at * bytes->data, encoded.data));
-    if (tensor.parts() == 3) {
-      BITTERN_TRY(output.write(tensor.part + 1, at * bytes->scales, encoded.scales));
-      BITTERN_TRY(output.write(tensor.part + 2, at * bytes->biases, encoded.biases));
+#pragma omp critical(bittern_output)
+    {
+      report.scale_change = std::max(report.scale_change, mine.scale_change);
+      report.making += mine.making / threads;
+      report.writing += mine.writing / threads;
     }
-    watch.lap(report.writing);
-    row += count;
-    progress(count);
   }
+  if (!failure.ok()) return failure;
   return output.finish(tensor.part);
 }
 

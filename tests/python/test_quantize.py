@@ -158,7 +158,12 @@ def test_the_safetensors_format_holds_the_dequantised_numbers(folder, tmp_path):
     assert "quantization" not in json.loads((plain / "config.json").read_text())
 
 
-def test_threads_change_nothing(folder, tmp_path):
+def test_threads_change_nothing(tmp_path):
+    rng = np.random.default_rng(2)
+    # Of less than a row for each thread; of uneven runs; of many runs.
+    shapes = {"few": (3, 256), "some": (1000, 192), "many": (5000, 320)}
+    tensors = {f"{name}.weight": weights(rng, *shape) for name, shape in shapes.items()}
+    folder = write_folder(tmp_path / "hf", tensors)
     outs = []
     for threads in (1, 2, 7):
         out = tmp_path / f"out{threads}"
@@ -257,15 +262,20 @@ def test_wrong_flags(folder, tmp_path):
     refused(*wrong("--bits", 4, "--format", "gguf", status=3), "nobodys")
 
 
+@pytest.mark.parametrize("rows", [48, 8000])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_weights_that_are_not_finite(tmp_path, bad):
-    w = weights(np.random.default_rng(0))
+def test_weights_that_are_not_finite(tmp_path, bad, rows):
+    w = weights(np.random.default_rng(0), rows)
     w[-1, -1] = bad
     folder = write_folder(tmp_path / "hf", {"fine.weight": w[:8], "sick.weight": w})
-    out = tmp_path / "out"
-    args = ("quantize", folder, "-o", out, "--bits", 4, "--quiet")
-    refused(bittern(*args), 2, "sick.weight", "NaN")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+    for args in (["--bits", 4], ["--bits", 2, "--method", "lsq"], ["--bits", 8, "--format", "safetensors"]):
+        result = bittern("quantize", folder, "-o", tmp_path / "out", "--quiet", *args)
+        refused(result, 2, "sick.weight: holds infinities or NaN, expected finite numbers")
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+    model = tmp_path / "model.gguf"
+    write_gguf(model, {"sick.weight": w})
+    args = ("--format", "gguf", "--type", "Q8_0")
+    refused(bittern("quantize", model, "-o", tmp_path / "out", *args), 2, "sick.weight: holds inf")
 
 
 def test_output_that_exists(folder, tmp_path):
