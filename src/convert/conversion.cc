@@ -560,15 +560,19 @@ class ConversionPlanner {
   }
 
   static Status try_transcode(const RowReader& reader, const Storage& to) {
-    GridRows grid;
-    EncodedRows encoded;
-    for (std::int64_t row = 0; row < reader.rows();) {
-      const std::int64_t count = std::min(reader.rows() - row, rows_at_once(reader.columns()));
-      BITTERN_TRY(reader.grid(row, count, grid));
-      BITTERN_TRY(encode_grid(grid, reader.columns(), to, encoded));
-      row += count;
-    }
-    return {};
+    struct Worker {
+      GridRows grid;
+      EncodedRows encoded;
+    };
+    const std::int64_t length = rows_at_once(reader.columns());
+    std::vector<Worker> workers;
+    return for_runs((reader.rows() + length - 1) / length, workers,
+                    [&](std::int64_t i, Worker& worker) -> Status {
+                      const std::int64_t row = i * length;
+                      const std::int64_t count = std::min(length, reader.rows() - row);
+                      BITTERN_TRY(reader.grid(row, count, worker.grid));
+                      return encode_grid(worker.grid, reader.columns(), to, worker.encoded);
+                    });
   }
 
   // Way and size, once the storage is settled.
@@ -795,24 +799,63 @@ int layer_of(const std::string& name) {
   return -1;
 }
 
-// sum (w - y)^2 over a chunk and sum w^2, in pieces of fixed size summed in order: the same for
-// any number of threads.
-std::pair<double, double> squares(const float* w, const float* y, std::int64_t count) {
-  constexpr std::int64_t kPiece = 1 << 16;
-  const std::int64_t pieces = (count + kPiece - 1) / kPiece;
-  std::vector<std::pair<double, double>> sums(static_cast<std::size_t>(pieces));
-#pragma omp parallel for num_threads(num_threads()) schedule(static)
-  for (std::int64_t p = 0; p < pieces; ++p) {
-    double error = 0, size = 0;
-    for (std::int64_t i = p * kPiece; i < std::min(count, (p + 1) * kPiece); ++i) {
-      const double x = w[i], d = x - y[i];
-      error += d * d;
-      size += x * x;
-    }
-    sums[static_cast<std::size_t>(p)] = {error, size};
+// sum (w - y)^2 and sum w^2
+struct Squares {
+  double error = 0, size = 0;
+  void operator+=(const Squares& other) { error += other.error, size += other.size; }
+};
+Squares squares(std::span<const float> w, std::span<const float> y) {
+  constexpr std::size_t kSums = 8;  // so that additions need not wait for each other
+  Squares sums[kSums];
+  for (std::size_t i = 0; i < w.size(); ++i) {
+    const double x = w[i], d = x - double{y[i]};
+    sums[i % kSums] += {d * d, x * x};
   }
-  std::pair<double, double> total{};
-  for (const auto& [error, size] : sums) total.first += error, total.second += size;
+  for (std::size_t i = 1; i < kSums; ++i) sums[0] += sums[i];
+  return sums[0];
+}
+
+// What each storage makes of the tensor. Runs of rows are the same for any number of threads and
+// their sums are added in order, so that the sums are the same, too.
+Result<std::vector<Squares>> measure(const RowReader& reader, const std::vector<Storage>& storages,
+                                     std::optional<AffineMethod> method,
+                                     const std::function<void(std::int64_t rows)>& progress) {
+  struct Worker {
+    RowNumbers numbers;
+    EncodedRows encoded;
+    std::vector<float> w, y;
+  };
+  const std::int64_t columns = reader.columns(), length = rows_at_once(columns);
+  const std::int64_t runs = (reader.rows() + length - 1) / length;
+  std::vector<Squares> sums(storages.size() * static_cast<std::size_t>(runs));
+  const auto run = [&](std::int64_t i, Worker& worker) -> Status {
+    const std::int64_t row = i * length, count = std::min(length, reader.rows() - row);
+    BITTERN_TRY(reader.numbers(row, count, worker.numbers));
+    worker.w.resize(static_cast<std::size_t>(count * columns));
+    worker.y.resize(worker.w.size());
+    BITTERN_TRY(as_f32(worker.numbers, worker.w));
+    Squares* sum = sums.data() + static_cast<std::size_t>(i) * storages.size();
+    for (const Storage& to : storages) {
+      BITTERN_TRY((RowEncoder{.to = to, .method = method, .through = {}}.encode(
+          worker.numbers, count, columns, {}, worker.encoded)));
+      const CheckpointTensor made{.name = "the quantised rows",
+                                  .shape = {count, columns},
+                                  .storage = to,
+                                  .data = worker.encoded.data,
+                                  .scales = worker.encoded.scales,
+                                  .biases = worker.encoded.biases,
+                                  .group_index = {}};
+      BITTERN_TRY(decode_rows(made, 0, count, worker.y));
+      *sum++ = squares(worker.w, worker.y);
+    }
+#pragma omp critical(bittern_progress)
+    progress(count);
+    return {};
+  };
+  std::vector<Worker> workers;
+  BITTERN_TRY(for_runs(runs, workers, run));
+  std::vector<Squares> total(storages.size());
+  for (std::size_t i = 0; i < sums.size(); ++i) total[i % storages.size()] += sums[i];
   return total;
 }
 
@@ -859,43 +902,18 @@ Status ConversionPlanner::meet_target() {
     const auto reader = RowReader::open(source_, tensor.recipe);
     if (!reader) return reader.status();
     state.tensor = tensor.recipe.name;
-    std::vector<double> error(candidates[t].size());
-    double size = 0;
-    RowNumbers numbers;
-    EncodedRows encoded;
-    std::vector<float> w, y;
-    for (std::int64_t row = 0; row < reader->rows();) {
-      const std::int64_t count = std::min(reader->rows() - row, rows_at_once(columns));
-      BITTERN_TRY(reader->numbers(row, count, numbers));
-      if (!all_finite(numbers, count * columns))
-        return refuse("tensor " + source_of(tensor.recipe) +
-                      ": holds infinities or NaN, expected finite numbers");
-      w.resize(static_cast<std::size_t>(count * columns));
-      y.resize(w.size());
-      BITTERN_TRY(as_f32(numbers, w));
-      for (std::size_t c = 0; c < candidates[t].size(); ++c) {
-        const Storage& to = candidates[t][c].storage;
-        BITTERN_TRY((RowEncoder{.to = to, .method = options_.method, .through = {}}.encode(
-            numbers, count, columns, {}, encoded)));
-        BITTERN_TRY(decode_rows(CheckpointTensor{.name = tensor.recipe.name,
-                                                 .shape = {count, columns},
-                                                 .storage = to,
-                                                 .data = encoded.data,
-                                                 .scales = encoded.scales,
-                                                 .biases = encoded.biases,
-                                                 .group_index = {}},
-                                0, count, y));
-        const auto [chunk_error, chunk_size] = squares(w.data(), y.data(), count * columns);
-        error[c] += chunk_error;
-        if (c == 0) size += chunk_size;
-      }
-      row += count;
-      state.done += static_cast<std::uint64_t>(count * columns);
+    std::vector<Storage> storages;
+    for (const Candidate& candidate : candidates[t]) storages.push_back(candidate.storage);
+    const auto lost = measure(*reader, storages, options_.method, [&](std::int64_t rows) {
+      state.done += static_cast<std::uint64_t>(rows * columns);
       progress_(state);
-    }
-    for (std::size_t c = 0; c < candidates[t].size(); ++c)
+    });
+    if (!lost) return with_tensor(source_, source_of(tensor.recipe), lost.status());
+    for (std::size_t c = 0; c < candidates[t].size(); ++c) {
+      const auto [error, size] = (*lost)[c];
       candidates[t][c].loss =
-          size > 0 ? error[c] / size * static_cast<double>(tensor.recipe.shape.numel()) : 0;
+          size > 0 ? error / size * static_cast<double>(tensor.recipe.shape.numel()) : 0;
+    }
   }
 
   const double room = options_.target_bpw / 8 * static_cast<double>(conversion_.weights());

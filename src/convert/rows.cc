@@ -495,4 +495,10 @@ bool all_finite(const RowNumbers& numbers, std::int64_t count) {
   return finite;
 }
 
+Status with_tensor(const Checkpoint& source, const std::string& name, const Status& status) {
+  const std::string_view message = status.message();
+  const std::string tensor = message.starts_with("tensor ") ? "" : of_tensor(name);
+  return {status.code(), source.path() + ": " + tensor + std::string(message)};
+}
+
 }  // namespace bittern

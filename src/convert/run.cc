@@ -1,9 +1,7 @@
 // The streaming loop: memory is a run of rows and its codes for each thread, whatever the model's
 // size.
 #include <algorithm>
-#include <atomic>
 #include <chrono>
-#include <new>
 #include <utility>
 
 #include "convert/conversion.h"
@@ -28,7 +26,6 @@ class Stopwatch {
 
 // One tensor on its way from the source to the output.
 struct TensorStream {
-  const Checkpoint& source;
   const OutputTensor& tensor;
   const RowReader& reader;
   RowEncoder encoder;
@@ -39,37 +36,34 @@ struct TensorStream {
 };
 
 // What a thread keeps from one run of rows to the next.
-struct Buffers {
+struct Worker {
   RowNumbers numbers;
   GridRows grid;
   EncodedRows encoded;
+  Conversion::RunReport report;
+  Stopwatch watch;
 };
 
-Status make_rows(const TensorStream& stream, std::int64_t row, std::int64_t count, Buffers& buffers,
-                 Conversion::RunReport& report) {
+Status make_rows(const TensorStream& stream, std::int64_t row, std::int64_t count, Worker& worker) {
   const OutputTensor& tensor = stream.tensor;
   const std::int64_t columns = stream.reader.columns();
   switch (tensor.way) {
-    case OutputTensor::Way::copy: return stream.reader.stored(row, count, buffers.encoded);
+    case OutputTensor::Way::copy: return stream.reader.stored(row, count, worker.encoded);
     case OutputTensor::Way::transcode:
-      BITTERN_TRY(stream.reader.grid(row, count, buffers.grid));
+      BITTERN_TRY(stream.reader.grid(row, count, worker.grid));
       if (tensor.to.kind == Storage::Kind::affine && tensor.to.dtype != SafeDType::f32)
-        report.scale_change =
-            std::max(report.scale_change, round_params(buffers.grid, tensor.to.dtype));
-      return encode_grid(buffers.grid, columns, tensor.to, buffers.encoded);
+        worker.report.scale_change =
+            std::max(worker.report.scale_change, round_params(worker.grid, tensor.to.dtype));
+      return encode_grid(worker.grid, columns, tensor.to, worker.encoded);
     case OutputTensor::Way::quantize:
     case OutputTensor::Way::cast: {
-      BITTERN_TRY(stream.reader.numbers(row, count, buffers.numbers));
+      BITTERN_TRY(stream.reader.numbers(row, count, worker.numbers));
       std::span<const float> importance = stream.importance;
       if (!importance.empty())
         importance =
             importance.subspan(static_cast<std::size_t>(row / stream.matrix_rows * columns),
                                static_cast<std::size_t>(columns));
-      const Status status =
-          stream.encoder.encode(buffers.numbers, count, columns, importance, buffers.encoded);
-      if (status.ok()) return {};
-      return {status.code(), stream.source.path() + ": tensor " + tensor.recipe.name + ": " +
-                                 std::string(status.message())};
+      return stream.encoder.encode(worker.numbers, count, columns, importance, worker.encoded);
     }
   }
   return {};
@@ -109,7 +103,6 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
   const std::int64_t matrices = stack ? tensor.recipe.shape[0] : 1;
   const std::int64_t matrix_rows = reader->rows() / std::max<std::int64_t>(matrices, 1);
   const TensorStream stream{
-      .source = source,
       .tensor = tensor,
       .reader = *reader,
       .encoder = {.to = tensor.to, .method = method, .through = tensor.through},
@@ -121,48 +114,30 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
   // A run stays within one matrix of a stack: each has importances of its own.
   const std::int64_t length = run_length(matrix_rows, reader->columns());
   const std::int64_t matrix_runs = (matrix_rows + length - 1) / length;
-  const std::int64_t runs = matrices * matrix_runs;
-  const int threads = static_cast<int>(std::clamp<std::int64_t>(runs, 1, num_threads()));
-  std::atomic<std::int64_t> failed = runs;  // the first run that did
-  Status failure;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    Buffers buffers;
-    Conversion::RunReport mine;
-    Stopwatch watch;
-#pragma omp for schedule(dynamic)
-    for (std::int64_t i = 0; i < runs; ++i) {
-      if (failed < i) continue;
-      const std::int64_t in_matrix = i % matrix_runs * length;
-      const std::int64_t row = i / matrix_runs * matrix_rows + in_matrix;
-      const std::int64_t count = std::min(length, matrix_rows - in_matrix);
-      Status status;
-      try {
-        status = make_rows(stream, row, count, buffers, mine);
-      } catch (const std::bad_alloc&) {
-        status = unavailable(source.path() + ": tensor " + tensor.recipe.name +
-                             ": not enough memory for " + std::to_string(count) + " rows");
-      }
-      watch.lap(mine.making);
-#pragma omp critical(bittern_output)
-      {
-        if (status.ok()) status = write_rows(stream, row, buffers.encoded);
-        if (!status.ok() && i < failed) {
-          failed = i;
-          failure = status;
-        }
-        if (status.ok()) progress(count);
-      }
-      watch.lap(mine.writing);
-    }
+  std::vector<Worker> workers;
+  const auto run = [&](std::int64_t i, Worker& worker) -> Status {
+    const std::int64_t in_matrix = i % matrix_runs * length;
+    const std::int64_t row = i / matrix_runs * matrix_rows + in_matrix;
+    const std::int64_t count = std::min(length, matrix_rows - in_matrix);
+    BITTERN_TRY(make_rows(stream, row, count, worker));
+    worker.watch.lap(worker.report.making);
+    Status written;
 #pragma omp critical(bittern_output)
     {
-      report.scale_change = std::max(report.scale_change, mine.scale_change);
-      report.making += mine.making / threads;
-      report.writing += mine.writing / threads;
+      written = write_rows(stream, row, worker.encoded);
+      if (written.ok()) progress(count);
     }
+    worker.watch.lap(worker.report.writing);
+    return written;
+  };
+  const Status status = for_runs(matrices * matrix_runs, workers, run);
+  if (status.code() == Code::io_error) return status;  // of the output
+  if (!status.ok()) return with_tensor(source, tensor.recipe.name, status);
+  for (const Worker& worker : workers) {
+    report.scale_change = std::max(report.scale_change, worker.report.scale_change);
+    report.making += worker.report.making / static_cast<double>(workers.size());
+    report.writing += worker.report.writing / static_cast<double>(workers.size());
   }
-  if (!failure.ok()) return failure;
   return output.finish(tensor.part);
 }
 
