@@ -24,6 +24,8 @@ def present(name):
         return False
 
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 missing = [name for name in names(pathlib.Path(sys.argv[1])) if not present(name)]
 if missing:
     sys.exit(f"test: missing Python packages: {' '.join(missing)}; leave out --no-install once, and "
