@@ -58,6 +58,10 @@ TEST(GdnSolve, IsTheInverse) {
 }
 
 TEST(GdnSolve, RefusesWhatItCannotDo) {
+  // No elements, but strides that no integer holds.
+  oracle::expect_error(
+      Plan<Op>::select({.batch = 0, .tokens = std::int64_t{1} << 59, .value_heads = 2}).status(),
+      Code::invalid_argument, "gdn_solve: sizes: more than 2^59 elements");
   oracle::expect_error(Plan<Op>::select({.a_element = DType::f16}).status(), Code::unsupported,
                        "gdn_solve: a_element: f16, expected f32 or bf16");
 }
