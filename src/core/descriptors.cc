@@ -93,7 +93,8 @@ GroupGeometry QuantizeDesc::geometry() const {
     case Granularity::channel: g.run = inner_size; break;
     case Granularity::tensor: g.run = g.row_length; break;
   }
-  if (g.run < 1) g.run = 1;  // rows are empty
+  if (g.run < 1) g.run = 1;                                // rows are empty
+  if (g.row_length == 0 && g.param_step == 0) g.rows = 0;  // nor does their number matter
   g.params = param_shape().numel();
   return g;
 }

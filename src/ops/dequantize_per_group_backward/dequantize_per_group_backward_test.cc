@@ -44,6 +44,21 @@ TEST(DequantizePerGroupBackward, ByHand) {
   });
 }
 
+TEST(DequantizePerGroupBackward, ManyRowsOfNothingTakeNoTime) {
+  for_each_kernel([](const char* kernel) {
+    const QuantizeDesc d{
+        .outer_size = std::int64_t{1} << 50, .axis_size = 0, .granularity = Granularity::tensor};
+    const float scale = 1;
+    float d_scale = 42;
+    const ConstView dy = view(static_cast<const float*>(nullptr), d.tensor_shape());
+    const ConstView q = view(static_cast<const std::int8_t*>(nullptr), d.tensor_shape());
+    const Status s =
+        run_kernel<Op>(d, {dy, q, view(&scale, {1}), {}, {}, view(&d_scale, {1})}, kernel);
+    EXPECT_TRUE(s.ok()) << s.message();
+    EXPECT_EQ(d_scale, 0);
+  });
+}
+
 // One parameter over `dy`, with codes of 1.
 float sum_of(const char* kernel, std::vector<float> dy) {
   const auto n = static_cast<std::int64_t>(dy.size());

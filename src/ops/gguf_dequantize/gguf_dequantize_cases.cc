@@ -43,6 +43,7 @@ void gguf_dequantize_aim(const GgufDesc& d, const GgufDequantize::Args& a, Rng& 
     const f16 x = to_f16(static_cast<float>(rng.normal() * 0.01));
     std::memcpy(at, &x, sizeof x);
   };
+  if (d.row_blocks() == 0) return;
   for (std::int64_t i = 0; i < d.outer_size; ++i) {
     for (std::int64_t k = 0; k < d.row_blocks(); ++k) {
       auto* block = data<std::uint8_t>(a.blocks) + i * a.blocks.row_stride() + k * size.bytes;

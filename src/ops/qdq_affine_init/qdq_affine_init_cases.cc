@@ -24,6 +24,15 @@ std::vector<AffineDesc> qdq_affine_init_check_cases() {
                        .bits = 3,
                        .storage = storage,
                        .method = method});
+      for (const std::int64_t rows : {1, 40}) {
+        cases.push_back({.outer_size = rows,
+                         .axis_size = 192,
+                         .group_size = 64,
+                         .bits = 4,
+                         .storage = storage,
+                         .method = method,
+                         .expect_finite = true});
+      }
     }
   }
   return cases;
