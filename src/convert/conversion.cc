@@ -838,14 +838,7 @@ Result<std::vector<Squares>> measure(const RowReader& reader, const std::vector<
     for (const Storage& to : storages) {
       BITTERN_TRY((RowEncoder{.to = to, .method = method, .through = {}}.encode(
           worker.numbers, count, columns, {}, worker.encoded)));
-      const CheckpointTensor made{.name = "the quantised rows",
-                                  .shape = {count, columns},
-                                  .storage = to,
-                                  .data = worker.encoded.data,
-                                  .scales = worker.encoded.scales,
-                                  .biases = worker.encoded.biases,
-                                  .group_index = {}};
-      BITTERN_TRY(decode_rows(made, 0, count, worker.y));
+      BITTERN_TRY(decode_rows(tensor_of(worker.encoded, to, count, columns), 0, count, worker.y));
       *sum++ = squares(worker.w, worker.y);
     }
 #pragma omp critical(bittern_progress)

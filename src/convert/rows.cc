@@ -436,16 +436,9 @@ Status RowEncoder::encode(const RowNumbers& numbers, std::int64_t count, std::in
     const RowEncoder inner{.to = through, .method = method, .through = {}};
     EncodedRows codes;
     BITTERN_TRY(inner.encode(numbers, count, columns, importance, codes));
-    const CheckpointTensor tensor{.name = "the quantised rows",
-                                  .shape = {count, columns},
-                                  .storage = through,
-                                  .data = codes.data,
-                                  .scales = codes.scales,
-                                  .biases = codes.biases,
-                                  .group_index = {}};
     RowNumbers back;
     back.own.resize(at(count * columns));
-    BITTERN_TRY(decode_rows(tensor, 0, count, back.own));
+    BITTERN_TRY(decode_rows(tensor_of(codes, through, count, columns), 0, count, back.own));
     back.data = back.own.data();
     return cast_numbers(back, count * columns, *to_dtype(to.dtype), out.data);
   }
@@ -465,6 +458,17 @@ Status RowEncoder::encode(const RowNumbers& numbers, std::int64_t count, std::in
     }
   }
   return {};
+}
+
+CheckpointTensor tensor_of(const EncodedRows& rows, const Storage& storage, std::int64_t count,
+                           std::int64_t columns) {
+  return {.name = "the quantised rows",
+          .shape = {count, columns},
+          .storage = storage,
+          .data = rows.data,
+          .scales = rows.scales,
+          .biases = rows.biases,
+          .group_index = {}};
 }
 
 Status as_f32(const RowNumbers& numbers, std::span<float> out) {

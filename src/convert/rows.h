@@ -81,6 +81,10 @@ struct RowEncoder {
                 std::span<const float> importance, EncodedRows& out) const;
 };
 
+// Encoded rows as a tensor that decode_rows reads; it views them.
+CheckpointTensor tensor_of(const EncodedRows& rows, const Storage& storage, std::int64_t count,
+                           std::int64_t columns);
+
 // The numbers as f32.
 Status as_f32(const RowNumbers& numbers, std::span<float> out);
 
