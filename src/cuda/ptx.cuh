@@ -5,6 +5,12 @@
 
 namespace bittern::cuda {
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+#define BITTERN_WARPGROUP_CODE 1
+#else
+#define BITTERN_WARPGROUP_CODE 0
+#endif
+
 // Makes x count as used here: the load it comes from is not moved behind a later branch. Nothing
 // waits for it.
 __device__ inline void pin(std::uint32_t& x) { asm volatile("" : "+r"(x)); }
@@ -84,6 +90,16 @@ __device__ inline void load_tiles_transposed(std::uint32_t (&to)[4], const void*
                : "memory");
 }
 
+// The reverse of load_tiles_transposed.
+__device__ inline void store_tiles_transposed(void* row, const std::uint32_t (&from)[4]) {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                   shared_address(row)),
+               "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+               : "memory");
+#endif
+}
+
 // d += a b for a [16, 16], b [16, 8], d [16, 8]. With r = l / 4, c = 2 (l % 4), lane l holds the
 // pairs a(r, c..), a(r+8, c..), a(r, c+8..), a(r+8, c+8..);  b(c.., r), b(c+8.., r);  and
 // d(r, c), d(r, c+1), d(r+8, c), d(r+8, c+1).
@@ -105,12 +121,6 @@ __device__ inline void multiply_f16(float (&d)[4], const std::uint32_t (&a)[4],
 }
 
 // ---- products of a warpgroup: four warps, the first one's number a multiple of 4 (sm_90a) ----
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-#define BITTERN_WARPGROUP_CODE 1
-#else
-#define BITTERN_WARPGROUP_CODE 0
-#endif
 
 // What threads have stored in shared memory becomes visible to the tensor cores; a barrier follows.
 __device__ inline void fence_shared_for_tensor_cores() {
@@ -134,8 +144,9 @@ __device__ inline void warpgroup_end() {
 
 // d += a b for a [64, 16], b [16, 64], d [64, 64]. Warp w has rows 16 w .. 16 w + 15 of a and d,
 // laid out as for multiply_bf16: d[4 i ..] is the tile of columns 8 i .. 8 i + 7. b is in shared
-// memory: row k at 128 k bytes, its 16-byte pieces permuted, piece p in place p ^ (k % 8), aligned
-// to 1024 bytes.
+// memory, by columns: column n at 128 n bytes from an address aligned to 1024 bytes, its 16-byte
+// pieces permuted, piece p in place p ^ (n % 8). `b` is where the pieces 2 s and 2 s + 1 to multiply
+// with would begin in column 0: 32 s bytes on.
 __device__ inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32_t (&a)[4],
                                                const void* b) {
 #if BITTERN_WARPGROUP_CODE
@@ -146,7 +157,7 @@ __device__ inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
       "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+      "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
         "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
         "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),

@@ -594,235 +594,192 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kWidth, X, M>) recompute_mma
 
 // ---- cuda_mma with products of a warpgroup (sm_90a): bf16, chunks of 64, heads of 128 ----
 //
-// What the kernel above does in 256 instructions to a warp takes 16 to 48 here, and the tensor
-// cores read b where it lies, so the work hides behind the copies of the other blocks. A comes in
-// registers, its parts made there.
+// Transposed, out^T = b^T A^T: the tensor cores read A's parts where they lie, each warp scales its
+// own columns of b on their way to registers, and puts its results in their place. So warps wait
+// for each other only until copies have arrived.
 //
-//   tile   64 rows of 128 columns in two panels, as warpgroup_multiply_bf16 wants b: piece p of row
-//          j is in panel p / 8, at 128 j + 16 (p % 8 ^ j % 8)
-//   A      f32: row i at 256 i, piece p at 16 (p ^ i % 8);  bf16: row i at 128 i, likewise
-//   warp   w has rows 16 w .. 16 w + 15 of both results
+//   warp   w has columns 32 w .. 32 w + 31 of both results, 16 at a time
+//   gates  lie in the place of A's last part when there are several: every lane has read its own
+//          before A is split
 
-constexpr int kPanel = kMostRows * 128;  // bytes
-constexpr int kTile = 2 * kPanel;
+constexpr int kTilePitch = 2 * kWide;  // bytes
+constexpr int kTile = kMostRows * kTilePitch;
+constexpr int kPart = kMostRows * kMatrixBytes;
 
 template <class M>
 struct WarpgroupShared {
-  char values[kTile], keys[kTile];
-  char matrix[kMostRows * kMostRows * sizeof(M)];
-  float beta[2][kMostRows], decay[2][kMostRows];  // of the present chunk, and of the next
+  static constexpr int kKeys = 0, kValues = kTile, kMatrix = 2 * kTile;
+  static constexpr int kGates = kMatrix + (sizeof(M) == 4 ? 2 : 1) * kPart;
+  static constexpr int kBytes = std::max(kMatrix + kMatrixParts<M> * kPart, kGates + 2 * 256);
 };
 template <class M>
 constexpr int kWarpgroupBlocks = sizeof(M) == 4 ? 4 : 5;  // that a multiprocessor has room for
 
-__device__ int panel_place(int row, int piece) {
-  return piece / 8 * kPanel + row * 128 + ((piece ^ row) & 7) * kPiece;
-}
-template <class M>
-__device__ int matrix_place(int row, int piece) {
-  return row * kMostRows * static_cast<int>(sizeof(M)) + (piece ^ (row & 7)) * kPiece;
-}
-
-// Thread t copies and scales piece t % 16 of rows t / 16, t / 16 + 8 ..
-__device__ void copy_panels(char* tile, const bf16* from, std::int64_t stride, int rows) {
-  const int first = static_cast<int>(threadIdx.x) / 16, piece = static_cast<int>(threadIdx.x) % 16;
-  const bf16* at = from + first * stride + piece * 8;
+// Of rows 16 s + 8 (e / 2) + 2 (lane % 4) + e % 2, as [s][e].
+using LaneGates = float[kMostRows / 16][4];
+__device__ void load_gates(LaneGates& to, int gates) {
 #pragma unroll
-  for (int row = first; row < kMostRows; row += 8, at += 8 * stride)
-    cuda::copy_async_16(tile + panel_place(row, piece), row < rows ? at : from,
-                        row < rows ? kPiece : 0);
-}
-
-template <bool kDecay>
-__device__ void scale_panels(char* tile, const float* beta, const float* decay) {
-  const int first = static_cast<int>(threadIdx.x) / 16, piece = static_cast<int>(threadIdx.x) % 16;
-#pragma unroll
-  for (int row = first; row < kMostRows; row += 8) {
-    auto& place = *reinterpret_cast<uint4*>(tile + panel_place(row, piece));
-    std::uint32_t pairs[4] = {place.x, place.y, place.z, place.w};
-    const float b = beta[row], e = kDecay ? decay[row] : 1.0f;
-#pragma unroll
-    for (std::uint32_t& pair : pairs) {
-      const float2 x = unpack_pair<bf16>(pair);
-      pair = kDecay ? cuda::store_pair<bf16>(x.x * b * e, x.y * b * e)
-                    : cuda::store_pair<bf16>(x.x * b, x.y * b);
-    }
-    place = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  for (int i = 0; i < kMostRows / 8; ++i) {
+    const auto pair =
+        shared_at<float2>(gates + (8 * i + 2 * (static_cast<int>(threadIdx.x) % 4)) * 4);
+    to[i / 2][i % 2 * 2] = pair.x;
+    to[i / 2][i % 2 * 2 + 1] = pair.y;
   }
 }
 
-// The elements of A that count, zeros for the others.
+// The 16 columns of two pieces of A b, with the header's sums, in b's place. Lane l has rows l / 16,
+// l / 16 + 2 .. of column l % 16.
 template <class M>
-__device__ void copy_whole_matrix(const Problem& p, char* to, const M* from, int rows) {
-  constexpr int kElements = kPiece / sizeof(M), kPieces = kMostRows / kElements;
-  const int piece = static_cast<int>(threadIdx.x) % kPieces;
-#pragma unroll
-  for (int row = static_cast<int>(threadIdx.x) / kPieces; row < kMostRows;
-       row += kThreads / kPieces) {
-    const int bytes = (p.terms(row, rows) - piece * kElements) * static_cast<int>(sizeof(M));
-    const int read = max(0, min(bytes, kPiece));
-    cuda::copy_async_16(to + matrix_place<M>(row, piece),
-                        from + (read > 0 ? row * p.value_heads * kMostRows + piece * kElements : 0),
-                        read);
-  }
-}
-
-// This lane's elements of columns 16 step .. of the warp's rows of A, as multiply_bf16 wants them;
-// of A in f32, of one of its parts.
-template <class M>
-__device__ void matrix_fragment(std::uint32_t (&to)[4], const char* matrix, int step, int part) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int first = static_cast<int>(threadIdx.x) / 32 * 16;
-  if constexpr (sizeof(M) == 2) {
-    cuda::load_tiles(to, matrix + matrix_place<M>(first + lane % 16, 2 * step + lane / 16));
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = first + lane / 4 + i % 2 * 8, piece = 4 * step + i / 2 * 2 + lane % 4 / 2;
-      const auto raw =
-          *reinterpret_cast<const float2*>(matrix + matrix_place<M>(row, piece) + lane % 2 * 8);
-      const auto of = [&](float x) {
-        const float rest = x - upper_half(x), last = rest - upper_half(rest);
-        return __float_as_uint(part == 0 ? x : part == 1 ? rest : last);
-      };
-      to[i] = upper_halves(of(raw.x), of(raw.y));
-    }
-  }
-}
-
-// sum over j of a[j] b[j][column], as the header has it; a is a row of A.
-template <class M>
-__device__ __noinline__ float sum_as_defined(const M* a, const char* tile, int column, int terms) {
-  float sum = 0;
-  for (int j = 0; j < terms; ++j) {
-    const auto b = reinterpret_cast<const bf16*>(tile + panel_place(j, column / 8))[column % 8];
-    sum = std::fma(cuda::load_math(a[j]), cuda::load_math(b), sum);
-  }
-  return sum;
-}
-
-// The parts of A, as fragments of every 16 columns.
-template <class M>
-using MatrixFragments = std::uint32_t[kMatrixParts<M>][kMostRows / 16][4];
-
-// out = bf16(A b) for the 64 columns of a panel, through b's place.
-template <class M>
-__device__ void panel_product(const Problem& p, const MatrixFragments<M>& a,
-                              const Problem::Item& item, char* panel, bf16* out) {
-  const int rows = item.chunk.rows;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int first = static_cast<int>(threadIdx.x) / 32 * 16;
-  float sums[32] = {};
-  cuda::warpgroup_begin();
-#pragma unroll
-  for (int part = kMatrixParts<M> - 1; part >= 0; --part)
-#pragma unroll
-    for (int step = 0; step < kMostRows / 16; ++step)
-      cuda::warpgroup_multiply_bf16(sums, a[part][step], panel + step * 16 * 128);
-  cuda::warpgroup_end();
-  bool finite = true;
-#pragma unroll
-  for (int i = 0; i < 32; ++i) finite = finite && fabsf(sums[i]) < INFINITY;
-  const bool staged = __all_sync(~0u, finite);
-  if (!staged) {
-    for (int i = lane; i < 16 * 64; i += 32) {
-      const int row = first + i / 64, column = i % 64;
-      const auto* of_a =
-          static_cast<const M*>(p.a) + (item.value_row + row * p.value_heads) * kMostRows;
-      if (row < rows)
-        out[row * p.value_heads * kWide + column] =
-            cuda::store_math<bf16>(sum_as_defined<M>(of_a, panel, column, p.terms(row, rows)));
-    }
-  }
-  __syncthreads();  // every warp is done with b
-  if (!staged) return;
-#pragma unroll
-  for (int i = 0; i < 32; i += 2)
-    *reinterpret_cast<std::uint32_t*>(panel + (first + lane / 4) * 128 + i / 2 % 2 * 1024 +
-                                      (i / 4 ^ lane / 4) * kPiece + lane % 4 * 4) =
-        cuda::store_pair<bf16>(sums[i], sums[i + 1]);
+__device__ __noinline__ void sum_as_defined(int tile, unsigned piece, const M* a,
+                                            std::int64_t stride, int rows, bool lower) {
+  const unsigned lane = threadIdx.x % 32;
+  const auto at = [&](int row) -> bf16& {
+    return shared_at<bf16>(
+        tile + swizzled(static_cast<unsigned>(row), piece + lane / 8 % 2, kTilePitch) +
+        static_cast<int>(lane % 8 * 2));
+  };
   __syncwarp();
-  // Out: lane l has piece l % 8 of row l / 8 of 4.
-#pragma unroll
-  for (int row = first + lane / 8; row < first + 16; row += 4) {
-    if (row < rows)
-      *reinterpret_cast<uint4*>(out + row * p.value_heads * kWide + lane % 8 * 8) =
-          *reinterpret_cast<const uint4*>(panel + panel_place(row, lane % 8));
+  bf16 b[kMostRows];
+  for (int j = 0; j < rows; ++j) b[j] = at(j);
+  __syncwarp();
+  for (int i = static_cast<int>(lane / 16); i < rows; i += 2) {
+    float sum = 0;
+    for (int j = 0; j < (lower ? i + 1 : rows); ++j)
+      sum = std::fma(cuda::load_math(a[i * stride + j]), cuda::load_math(b[j]), sum);
+    at(i) = cuda::store_math<bf16>(sum);
   }
 }
 
-// u is made while k is still on its way. A block with further chunks asks for the next one's tiles
-// as soon as it has no more use for the present ones: v's and A's once u is out, k's once w is.
+// out = bf16(A b) for one head, through the place of b = bf16(x * beta), or bf16(x * beta * decay).
+template <class M, bool kDecay>
+struct WarpgroupProduct {
+  const Problem& p;
+  const Problem::Item& item;
+  int tile;
+  const LaneGates &beta, &decay;
+  bf16* out;
+
+  __device__ void all() const {
+#pragma unroll 1
+    for (unsigned half = 0; half < 2; ++half) columns(threadIdx.x / 32 * 4 + half * 2);
+    __syncwarp();
+    // Out: four lanes have 64 bytes of a row. Rows 0 and 4 meet different banks.
+    const unsigned lane = threadIdx.x % 32, piece = threadIdx.x / 32 * 4 + lane % 4;
+    const unsigned first = lane / 8 + lane / 4 % 2 * 4;
+    bf16* to = out + first * p.value_heads * kWide + piece * 8;
+    uint4 pieces[kMostRows / 8];
+#pragma unroll
+    for (unsigned i = 0; i < kMostRows / 8; ++i)
+      pieces[i] = shared_at<uint4>(tile + swizzled(first + 8 * i, piece, kTilePitch));
+#pragma unroll
+    for (unsigned i = 0; i < kMostRows / 8; ++i) {
+      if (static_cast<int>(first + 8 * i) < item.chunk.rows)
+        __stcs(reinterpret_cast<uint4*>(to), pieces[i]);
+      to += 8 * p.value_heads * kWide;
+    }
+  }
+
+  // Where this lane's row of rows 16 step .. of the 16 columns lies.
+  __device__ int place(unsigned piece, int step) const {
+    const unsigned lane = threadIdx.x % 32;
+    return tile + swizzled(16 * static_cast<unsigned>(step) + lane / 16 * 8 + lane % 8,
+                           piece + lane / 8 % 2, kTilePitch);
+  }
+
+  // The 16 columns of two pieces, by a warp.
+  __device__ void columns(unsigned piece) const {
+    std::uint32_t of_b[kMostRows / 16][4];
+#pragma unroll
+    for (int step = 0; step < kMostRows / 16; ++step) {
+      cuda::load_tiles_transposed(of_b[step], &shared_at<char>(place(piece, step)));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float2 x = unpack_pair<bf16>(of_b[step][i]);
+        x.x *= beta[step][i / 2 * 2], x.y *= beta[step][i / 2 * 2 + 1];
+        if constexpr (kDecay) x.x *= decay[step][i / 2 * 2], x.y *= decay[step][i / 2 * 2 + 1];
+        of_b[step][i] = cuda::store_pair<bf16>(x.x, x.y);
+      }
+    }
+    float sums[32] = {};
+    cuda::warpgroup_begin();
+#pragma unroll
+    for (int part = kMatrixParts<M> - 1; part >= 0; --part)
+#pragma unroll
+      for (int step = 0; step < kMostRows / 16; ++step)
+        cuda::warpgroup_multiply_bf16(
+            sums, of_b[step],
+            &shared_at<char>(WarpgroupShared<M>::kMatrix + part * kPart + step * 32));
+    cuda::warpgroup_end();
+    float zeros[4] = {};  // as long as all sums are finite
+#pragma unroll
+    for (int i = 0; i < 32; ++i) zeros[i % 4] = std::fma(sums[i], 0.0f, zeros[i % 4]);
+    if (!__all_sync(~0u, zeros[0] + zeros[1] + (zeros[2] + zeros[3]) == 0)) {
+#pragma unroll
+      for (int step = 0; step < kMostRows / 16; ++step)
+        cuda::store_tiles_transposed(&shared_at<char>(place(piece, step)), of_b[step]);
+      const M* const a = static_cast<const M*>(p.a) + item.value_row * kMostRows;
+      return sum_as_defined(tile, piece, a, p.value_heads * kMostRows, item.chunk.rows, p.lower);
+    }
+#pragma unroll
+    for (int i = 0; i < kMostRows / 16; ++i) {
+      const float* of = sums + 8 * i;
+      const std::uint32_t pairs[4] = {
+          cuda::store_pair<bf16>(of[0], of[1]), cuda::store_pair<bf16>(of[2], of[3]),
+          cuda::store_pair<bf16>(of[4], of[5]), cuda::store_pair<bf16>(of[6], of[7])};
+      cuda::store_tiles_transposed(&shared_at<char>(place(piece, i)), pairs);
+    }
+  }
+};
+
+// u is made while k is still on its way.
 template <class M>
 __global__ void __launch_bounds__(kThreads, kWarpgroupBlocks<M>)
     recompute_warpgroup(const Problem p) {
-  auto& s = *cuda::dynamic_shared<WarpgroupShared<M>>();
-  const auto load_values = [&](const Problem::Item& item, int gates) {
-    copy_whole_matrix(p, s.matrix, static_cast<const M*>(p.a) + item.value_row * kMostRows,
-                      item.chunk.rows);
+  using Shared = WarpgroupShared<M>;
+  for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
+    const Problem::Item item = p.item(index);
+    const int rows = item.chunk.rows;
+    if (rows == 0) continue;
+    copy_matrix<kMostRows>(p, Shared::kMatrix,
+                           static_cast<const M*>(p.a) + item.value_row * kMostRows, rows);
     if (p.u != nullptr)
-      copy_panels(s.values, static_cast<const bf16*>(p.v) + item.value_row * kWide,
-                  p.value_heads * kWide, item.chunk.rows);
+      copy_tile<kMostRows>(Shared::kValues, kTilePitch,
+                           static_cast<const bf16*>(p.v) + item.value_row * kWide,
+                           p.value_heads * kWide, rows, kWide);
     cuda::copy_async_commit();
-    if (const int row = static_cast<int>(threadIdx.x); row < kMostRows) {
-      const std::int64_t at = item.value_row + row * p.value_heads;
-      s.beta[gates][row] = row < item.chunk.rows ? p.beta[at] : 0.0f;
-      s.decay[gates][row] = row < item.chunk.rows ? math::exp(p.g[at]) : 0.0f;
-    }
-  };
-  const auto load_keys = [&](const Problem::Item& item) {
     if (p.w != nullptr)
-      copy_panels(s.keys, static_cast<const bf16*>(p.k) + item.key_row * kWide, p.key_heads * kWide,
-                  item.chunk.rows);
+      copy_tile<kMostRows>(Shared::kKeys, kTilePitch,
+                           static_cast<const bf16*>(p.k) + item.key_row * kWide,
+                           p.key_heads * kWide, rows, kWide);
     cuda::copy_async_commit();
-  };
-  if (blockIdx.x >= p.items) return;
-  Problem::Item item = p.item(blockIdx.x);
-  load_values(item, 0);
-  load_keys(item);
-  int gates = 0;
-  for (std::int64_t index = blockIdx.x;; gates ^= 1) {
+    const int row = static_cast<int>(threadIdx.x) % kMostRows;
+    const bool of_decay = threadIdx.x >= kMostRows;
+    const float* const from = of_decay ? p.g : p.beta;
+    const float gate = row < rows ? from[item.value_row + row * p.value_heads] : 0.0f;
+    shared_at<float>(Shared::kGates + static_cast<int>(threadIdx.x) * 4) =
+        of_decay ? math::exp(gate) : gate;
     cuda::copy_async_wait<1>();
+    cuda::fence_shared_for_tensor_cores();
     __syncthreads();
-    MatrixFragments<M> a;
-#pragma unroll
-    for (int step = 0; step < kMostRows / 16; ++step)
-#pragma unroll
-      for (int part = 0; part < kMatrixParts<M>; ++part)
-        matrix_fragment<M>(a[part][step], s.matrix, step, part);
-    if (p.u != nullptr) {
-      scale_panels<false>(s.values, s.beta[gates], s.decay[gates]);
+    LaneGates beta, decay;
+    load_gates(beta, Shared::kGates);
+    load_gates(decay, Shared::kGates + kMostRows * 4);
+    if constexpr (kMatrixParts<M> > 1) {
+      split_matrix<kMostRows>(Shared::kMatrix);
       cuda::fence_shared_for_tensor_cores();
       __syncthreads();
-      bf16* const out = static_cast<bf16*>(p.u) + item.value_row * kWide;
-#pragma unroll 1
-      for (int panel = 0; panel < 2; ++panel)
-        panel_product<M>(p, a, item, s.values + panel * kPanel, out + panel * 64);
     }
+    if (p.u != nullptr)
+      WarpgroupProduct<M, false>{
+          p, item, Shared::kValues, beta, decay, static_cast<bf16*>(p.u) + item.value_row * kWide}
+          .all();
+    cuda::copy_async_wait<0>();
     __syncthreads();
-    const Problem::Item now = item;
-    index += gridDim.x;
-    const bool more = index < p.items;
-    if (more) {
-      item = p.item(index);
-      load_values(item, gates ^ 1);
-    } else {
-      cuda::copy_async_commit();
-    }
-    if (p.w != nullptr) {
-      cuda::copy_async_wait<1>();
-      __syncthreads();
-      scale_panels<true>(s.keys, s.beta[gates], s.decay[gates]);
-      cuda::fence_shared_for_tensor_cores();
-      __syncthreads();
-      bf16* const out = static_cast<bf16*>(p.w) + now.value_row * kWide;
-#pragma unroll 1
-      for (int panel = 0; panel < 2; ++panel)
-        panel_product<M>(p, a, now, s.keys + panel * kPanel, out + panel * 64);
-    }
-    if (!more) return;
+    if (p.w != nullptr)
+      WarpgroupProduct<M, true>{
+          p, item, Shared::kKeys, beta, decay, static_cast<bf16*>(p.w) + item.value_row * kWide}
+          .all();
     __syncthreads();
-    load_keys(item);
   }
 }
 
@@ -852,7 +809,7 @@ Status run_mma(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace wo
             cuda::has_warpgroups(device)) {
           return cuda::launch(
               Op::kName, recompute_warpgroup<M>,
-              {.blocks = p.items, .threads = kThreads, .shared = sizeof(WarpgroupShared<M>)},
+              {.blocks = p.items, .threads = kThreads, .shared = WarpgroupShared<M>::kBytes},
               device, stream, p);
         }
       }
