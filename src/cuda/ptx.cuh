@@ -90,6 +90,12 @@ __device__ inline void load_tiles_transposed(std::uint32_t (&to)[4], const void*
                : "memory");
 }
 
+// x + 0 y of two pairs of bf16: from 0, stays 0 as long as y is finite.
+__device__ inline std::uint32_t add_zero_times_bf16(std::uint32_t x, std::uint32_t y) {
+  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(x) : "r"(y), "r"(0));
+  return x;
+}
+
 // The reverse of load_tiles_transposed.
 __device__ inline void store_tiles_transposed(void* row, const std::uint32_t (&from)[4]) {
 #if BITTERN_WARPGROUP_CODE
@@ -142,17 +148,26 @@ __device__ inline void warpgroup_end() {
 #endif
 }
 
+// A matrix b in shared memory, by columns: column n at 128 n bytes from an address aligned to 1024
+// bytes, its 16-byte pieces permuted, piece p in place p ^ (n % 8).
+struct WarpgroupMatrix {
+  std::uint32_t address;
+  // What lies `bytes` on: another matrix, or with 32 s the rows from 16 s on.
+  __device__ WarpgroupMatrix at(int bytes) const {
+    return {address + (static_cast<std::uint32_t>(bytes) >> 4)};
+  }
+};
+__device__ inline WarpgroupMatrix warpgroup_matrix(const void* b) {
+  return {(shared_address(b) & 0x3ffff) >> 4};
+}
+
 // d += a b for a [64, 16], b [16, 64], d [64, 64]. Warp w has rows 16 w .. 16 w + 15 of a and d,
-// laid out as for multiply_bf16: d[4 i ..] is the tile of columns 8 i .. 8 i + 7. b is in shared
-// memory, by columns: column n at 128 n bytes from an address aligned to 1024 bytes, its 16-byte
-// pieces permuted, piece p in place p ^ (n % 8). `b` is where the pieces 2 s and 2 s + 1 to multiply
-// with would begin in column 0: 32 s bytes on.
+// laid out as for multiply_bf16: d[4 i ..] is the tile of columns 8 i .. 8 i + 7.
 __device__ inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32_t (&a)[4],
-                                               const void* b) {
+                                               WarpgroupMatrix b) {
 #if BITTERN_WARPGROUP_CODE
-  constexpr std::uint64_t kPermuted128 = std::uint64_t{1} << 62, kEightRows = 1024 >> 4;
-  const std::uint64_t matrix =
-      kPermuted128 | kEightRows << 32 | kEightRows << 16 | (shared_address(b) & 0x3ffff) >> 4;
+  constexpr std::uint64_t kPermuted128 = std::uint64_t{1} << 62, kEightColumns = 1024 >> 4;
+  const std::uint64_t matrix = kPermuted128 | kEightColumns << 32 | b.address;
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "

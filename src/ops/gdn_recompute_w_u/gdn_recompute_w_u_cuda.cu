@@ -57,9 +57,12 @@ struct Problem {
     ChunkTokens chunk;
     std::int64_t key_row, value_row;  // of the first token, among the rows of all heads
   };
-  __device__ Item item(std::int64_t index) const {
-    const std::int64_t slot = heads.divide(index), turn = index - slot * value_heads;
-    const std::int64_t key_head = sharing.divide(turn);
+  // Index: std::int64_t, or std::uint32_t, whose divisions are cheaper.
+  template <class Index>
+  __device__ Item item(Index index) const {
+    const auto slot = static_cast<Index>(heads.divide(index));
+    const auto turn = static_cast<Index>(index - slot * static_cast<Index>(value_heads));
+    const auto key_head = static_cast<Index>(sharing.divide(turn));
     const std::int64_t i = turn - key_head * sharing.value();  // as in GdnDesc::value_head
     const ChunkTokens chunk = slots.at(slot);
     return {chunk, chunk.begin * key_heads + key_head,
@@ -220,7 +223,6 @@ constexpr int kMmaHalf = 32;       // which are
 constexpr int kTilesAcross = 4;    // 16 x 8 tiles of the result
 constexpr int kPiece = 16;         // bytes
 constexpr int kMatrixBytes = 128;  // of a row of a part of A, whatever the chunk
-constexpr int kRawBytes = 256;     // of a row of A in f32
 constexpr int kWide = 128;         // the width with constant addresses
 
 template <class M>
@@ -269,7 +271,8 @@ __device__ bool has_piece(int piece, int width) {
   return width % kWide == 0 ? piece / 16 * kWide < width : piece * 8 < width;
 }
 
-template <int kChunk, class X>
+// kFull: the chunk has all its rows.
+template <int kChunk, bool kFull = false, class X>
 __device__ void copy_tile(int tile, int pitch, const X* from, std::int64_t stride, int rows,
                           int width) {
   const unsigned first_row = threadIdx.x / 16, first_piece = threadIdx.x % 16;
@@ -280,15 +283,24 @@ __device__ void copy_tile(int tile, int pitch, const X* from, std::int64_t strid
 #pragma unroll
     for (unsigned piece = first_piece; piece < 32; piece += 16)
       if (has_piece(static_cast<int>(piece), width))
-        cuda::copy_async_16(&shared_at<char>(tile + swizzled(row, piece, pitch)),
-                            at + (piece - first_piece) * kPiece,
-                            static_cast<int>(row) < rows ? kPiece : 0);  // 0: not even looked at
+        cuda::copy_async_16(
+            &shared_at<char>(tile + swizzled(row, piece, pitch)),
+            at + (piece - first_piece) * kPiece,
+            kFull || static_cast<int>(row) < rows ? kPiece : 0);  // 0: not even looked at
     at += kRowsApart * stride * static_cast<std::int64_t>(sizeof(X));
   }
 }
 
-// The elements of A that count, zeros for the others. In bf16 swizzled, in f32 as they come.
-template <int kChunk, class M>
+// Where a piece of A in f32 comes: the first half of each row into its row of the first part, the
+// second half into the second part's.
+template <int kChunk>
+__device__ int raw_place(unsigned row, unsigned piece) {
+  return static_cast<int>((piece / 8 * kChunk + row) * kMatrixBytes +
+                          (piece % 8 ^ piece / 8) * kPiece);
+}
+
+// The elements of A that count, zeros for the others. kFull: all of them count.
+template <int kChunk, bool kFull = false, class M>
 __device__ void copy_matrix(const Problem& p, int to, const M* from, int rows) {
   constexpr unsigned kElements = kPiece / sizeof(M), kPieces = kMostRows / kElements;
   constexpr unsigned kAtOnce = kThreads / kPieces;
@@ -300,9 +312,9 @@ __device__ void copy_matrix(const Problem& p, int to, const M* from, int rows) {
     const unsigned row = turn * kAtOnce + first_row;
     const int terms = p.terms(static_cast<int>(row), rows) - static_cast<int>(piece * kElements);
     cuda::copy_async_16(
-        &shared_at<char>(to + (sizeof(M) == 4 ? static_cast<int>(row * kRawBytes + piece * kPiece)
+        &shared_at<char>(to + (sizeof(M) == 4 ? raw_place<kChunk>(row, piece)
                                               : swizzled(row, piece, kMatrixBytes))),
-        at, max(0, min(terms * static_cast<int>(sizeof(M)), kPiece)));
+        at, kFull ? kPiece : max(0, min(terms * static_cast<int>(sizeof(M)), kPiece)));
     at += kAtOnce * p.value_heads * kChunk;
   }
 }
@@ -313,38 +325,38 @@ __device__ std::uint32_t upper_halves(std::uint32_t x, std::uint32_t y) {
 }
 __device__ float upper_half(float x) { return __uint_as_float(__float_as_uint(x) & 0xffff0000u); }
 
-// A as it came becomes its three parts, in two halves of the rows: parts of the upper half of the
-// rows lie where raw rows of the lower half lay, so all is read before anything is written.
-template <int kChunk>
+// A as it came becomes its three parts, row by row: the lanes that have read a row write it.
+// kClean: what is not finite has itself and zeros as parts, or else NaN among them.
+template <int kChunk, bool kClean>
 __device__ void split_matrix(int a) {
-  constexpr int kPieces = kRawBytes / kPiece, kAtOnce = kThreads / kPieces;
-  const int piece = static_cast<int>(threadIdx.x) % kPieces;
-  float4 raw[kChunk / kAtOnce];
+  constexpr unsigned kAtOnce = kThreads / 8;  // a lane has 8 elements of a row
+  const unsigned piece = threadIdx.x % 8;
 #pragma unroll
-  for (int turn = 0; turn < kChunk / kAtOnce; ++turn) {
-    const int row = turn * kAtOnce + static_cast<int>(threadIdx.x) / kPieces;
-    raw[turn] = shared_at<float4>(a + row * kRawBytes + piece * kPiece);
-  }
-  __syncthreads();
-  if (piece * 4 >= kChunk) return;
+  for (unsigned turn = 0; turn < kChunk / kAtOnce; ++turn) {
+    const unsigned row = turn * kAtOnce + threadIdx.x / 8;
+    float4 raw[2];
 #pragma unroll
-  for (int turn = 0; turn < kChunk / kAtOnce; ++turn) {
-    const int row = turn * kAtOnce + static_cast<int>(threadIdx.x) / kPieces;
-    const float x[4] = {raw[turn].x, raw[turn].y, raw[turn].z, raw[turn].w};
-    std::uint32_t part[3][4];
+    for (unsigned i = 0; i < 2; ++i)
+      raw[i] = shared_at<float4>(a + raw_place<kChunk>(row, 2 * piece + i));
+    __syncwarp();
+    std::uint32_t part[3][8];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const bool finite = fabsf(x[e]) < INFINITY;
-      const float rest = finite ? x[e] - upper_half(x[e]) : 0.0f;
-      part[0][e] = isnan(x[e]) ? 0x7fc00000u : __float_as_uint(x[e]);
+    for (int e = 0; e < 8; ++e) {
+      const float4& four = raw[e / 4];
+      const float x = e % 4 == 0 ? four.x : e % 4 == 1 ? four.y : e % 4 == 2 ? four.z : four.w;
+      const bool finite = !kClean || fabsf(x) < INFINITY;
+      const float rest = finite ? x - upper_half(x) : 0.0f;
+      part[0][e] = kClean && isnan(x) ? 0x7fc00000u : __float_as_uint(x);
       part[1][e] = __float_as_uint(rest);
       part[2][e] = __float_as_uint(rest - upper_half(rest));
     }
-    const int at = a + swizzled(row, piece / 2, kMatrixBytes) + piece % 2 * 8;
+    if (piece * 8 < kChunk) {
 #pragma unroll
-    for (int n = 0; n < 3; ++n)
-      shared_at<uint2>(at + n * kChunk * kMatrixBytes) =
-          make_uint2(upper_halves(part[n][0], part[n][1]), upper_halves(part[n][2], part[n][3]));
+      for (int n = 0; n < 3; ++n)
+        shared_at<uint4>(a + n * kChunk * kMatrixBytes + swizzled(row, piece, kMatrixBytes)) =
+            make_uint4(upper_halves(part[n][0], part[n][1]), upper_halves(part[n][2], part[n][3]),
+                       upper_halves(part[n][4], part[n][5]), upper_halves(part[n][6], part[n][7]));
+    }
   }
 }
 
@@ -455,7 +467,7 @@ struct Product {
         }
       }
     }
-    if constexpr (kValueParts<X> > 1) {  // inf * rest would be NaN where rest is 0
+    if constexpr (kValueParts < X >> 1) {  // inf * rest would be NaN where rest is 0
       std::uint32_t marks = 0;
       for (int tile = 0; tile < kSteps * kSteps; ++tile) {
         std::uint32_t of_a[4];
@@ -570,7 +582,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kWidth, X, M>) recompute_mma
     if (p.u != nullptr)
       scale_tile<kChunk, X, false>(layout.values, layout.pitch, layout.gates, value_dim);
     if (p.w != nullptr) scale_tile<kChunk, X, true>(kKeys, layout.pitch, layout.gates, key_dim);
-    if constexpr (kMatrixParts<M> > 1) split_matrix<kChunk>(layout.matrix);
+    if constexpr (kMatrixParts < M >> 1) split_matrix<kChunk, true>(layout.matrix);
     __syncthreads();
     const int warp = static_cast<int>(threadIdx.x) / 32;
     const bool of_keys = warp >= 2;
@@ -594,15 +606,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kWidth, X, M>) recompute_mma
 
 // ---- cuda_mma with products of a warpgroup (sm_90a): bf16, chunks of 64, heads of 128 ----
 //
-// Transposed, out^T = b^T A^T: the tensor cores read A's parts where they lie, each warp scales its
-// own columns of b on their way to registers, and puts its results in their place. So warps wait
-// for each other only until copies have arrived.
+// Transposed, out^T = b^T A^T: the tensor cores read A's parts where they lie, and each warp scales
+// its own columns of b on their way to registers and puts their results in their place. What counts
+// is how long a block holds its shared memory: hence few barriers, items found with 32-bit indices,
+// and whole chunks copied without tests of rows.
 //
-//   warp   w has columns 32 w .. 32 w + 31 of both results, 16 at a time
-//   gates  lie in the place of A's last part when there are several: every lane has read its own
-//          before A is split
+//   warp    i has columns 32 i .. 32 i + 31 of u, then of w, 16 at a time
+//   gates   beta, then e^g. With A in f32 they come into the place of its last part, and every lane
+//           has read its own before that is made: with more shared memory a block fewer would fit
 
-constexpr int kTilePitch = 2 * kWide;  // bytes
+constexpr int kSteps = kMostRows / 16;  // 16 x 16 tiles along an axis of A
+constexpr int kTilePitch = 2 * kWide;   // bytes
 constexpr int kTile = kMostRows * kTilePitch;
 constexpr int kPart = kMostRows * kMatrixBytes;
 
@@ -610,13 +624,15 @@ template <class M>
 struct WarpgroupShared {
   static constexpr int kKeys = 0, kValues = kTile, kMatrix = 2 * kTile;
   static constexpr int kGates = kMatrix + (sizeof(M) == 4 ? 2 : 1) * kPart;
-  static constexpr int kBytes = std::max(kMatrix + kMatrixParts<M> * kPart, kGates + 2 * 256);
+  static constexpr int kGateBytes = kMostRows * sizeof(float);
+  static constexpr int kBytes =
+      std::max(kMatrix + kMatrixParts<M> * kPart, kGates + 2 * kGateBytes);
 };
 template <class M>
 constexpr int kWarpgroupBlocks = sizeof(M) == 4 ? 4 : 5;  // that a multiprocessor has room for
 
 // Of rows 16 s + 8 (e / 2) + 2 (lane % 4) + e % 2, as [s][e].
-using LaneGates = float[kMostRows / 16][4];
+using LaneGates = float[kSteps][4];
 __device__ void load_gates(LaneGates& to, int gates) {
 #pragma unroll
   for (int i = 0; i < kMostRows / 8; ++i) {
@@ -627,16 +643,35 @@ __device__ void load_gates(LaneGates& to, int gates) {
   }
 }
 
-// The 16 columns of two pieces of A b, with the header's sums, in b's place. Lane l has rows l / 16,
-// l / 16 + 2 .. of column l % 16.
+// A chunk's tiles, and A. kFull: all of them.
+template <bool kFull, class M>
+__device__ void copy_chunk(const Problem& p, const Problem::Item& item) {
+  using Shared = WarpgroupShared<M>;
+  const int rows = item.chunk.rows;
+  copy_matrix<kMostRows, kFull>(p, Shared::kMatrix,
+                                static_cast<const M*>(p.a) + item.value_row * kMostRows, rows);
+  if (p.u != nullptr)
+    copy_tile<kMostRows, kFull>(Shared::kValues, kTilePitch,
+                                static_cast<const bf16*>(p.v) + item.value_row * kWide,
+                                p.value_heads * kWide, rows, kWide);
+  cuda::copy_async_commit();
+  if (p.w != nullptr)
+    copy_tile<kMostRows, kFull>(Shared::kKeys, kTilePitch,
+                                static_cast<const bf16*>(p.k) + item.key_row * kWide,
+                                p.key_heads * kWide, rows, kWide);
+  cuda::copy_async_commit();
+}
+
+// The 16 columns of two pieces of A b, with the header's sums, in b's place, by a warp. Lane l has
+// rows l / 16, l / 16 + 2 .. of column l % 16.
 template <class M>
 __device__ __noinline__ void sum_as_defined(int tile, unsigned piece, const M* a,
                                             std::int64_t stride, int rows, bool lower) {
   const unsigned lane = threadIdx.x % 32;
   const auto at = [&](int row) -> bf16& {
-    return shared_at<bf16>(
-        tile + swizzled(static_cast<unsigned>(row), piece + lane / 8 % 2, kTilePitch) +
-        static_cast<int>(lane % 8 * 2));
+    return shared_at<bf16>(tile +
+                           swizzled(static_cast<unsigned>(row), piece + lane / 8 % 2, kTilePitch) +
+                           static_cast<int>(lane % 8 * 2));
   };
   __syncwarp();
   bf16 b[kMostRows];
@@ -650,137 +685,115 @@ __device__ __noinline__ void sum_as_defined(int tile, unsigned piece, const M* a
   }
 }
 
-// out = bf16(A b) for one head, through the place of b = bf16(x * beta), or bf16(x * beta * decay).
+// 16 columns of bf16(A b), the first or second half of the warp's, in the place of x:
+// b = bf16(x * beta), or bf16(x * beta * decay).
 template <class M, bool kDecay>
-struct WarpgroupProduct {
-  const Problem& p;
-  const Problem::Item& item;
-  int tile;
-  const LaneGates &beta, &decay;
-  bf16* out;
-
-  __device__ void all() const {
-#pragma unroll 1
-    for (unsigned half = 0; half < 2; ++half) columns(threadIdx.x / 32 * 4 + half * 2);
-    __syncwarp();
-    // Out: four lanes have 64 bytes of a row. Rows 0 and 4 meet different banks.
-    const unsigned lane = threadIdx.x % 32, piece = threadIdx.x / 32 * 4 + lane % 4;
-    const unsigned first = lane / 8 + lane / 4 % 2 * 4;
-    bf16* to = out + first * p.value_heads * kWide + piece * 8;
-    uint4 pieces[kMostRows / 8];
+__device__ void multiply_columns(const Problem& p, const Problem::Item& item, int tile, int half,
+                                 const LaneGates& beta, const LaneGates& decay) {
+  const unsigned lane = threadIdx.x % 32, first_piece = threadIdx.x / 32 * 4;
+  const int first =
+      tile + (swizzled(lane % 8 + lane / 16 * 8, first_piece + lane / 8 % 2, kTilePitch) ^
+              half * 2 * kPiece);
+  const auto tiles = [&](int step) { return &shared_at<char>(first + step * 16 * kTilePitch); };
+  std::uint32_t of_b[kSteps][4];
 #pragma unroll
-    for (unsigned i = 0; i < kMostRows / 8; ++i)
-      pieces[i] = shared_at<uint4>(tile + swizzled(first + 8 * i, piece, kTilePitch));
+  for (int step = 0; step < kSteps; ++step) {
+    cuda::load_tiles_transposed(of_b[step], tiles(step));
 #pragma unroll
-    for (unsigned i = 0; i < kMostRows / 8; ++i) {
-      if (static_cast<int>(first + 8 * i) < item.chunk.rows)
-        __stcs(reinterpret_cast<uint4*>(to), pieces[i]);
-      to += 8 * p.value_heads * kWide;
+    for (int i = 0; i < 4; ++i) {
+      float2 x = unpack_pair<bf16>(of_b[step][i]);
+      x.x *= beta[step][i / 2 * 2], x.y *= beta[step][i / 2 * 2 + 1];
+      if constexpr (kDecay) x.x *= decay[step][i / 2 * 2], x.y *= decay[step][i / 2 * 2 + 1];
+      of_b[step][i] = cuda::store_pair<bf16>(x.x, x.y);
     }
   }
-
-  // Where this lane's row of rows 16 step .. of the 16 columns lies.
-  __device__ int place(unsigned piece, int step) const {
-    const unsigned lane = threadIdx.x % 32;
-    return tile + swizzled(16 * static_cast<unsigned>(step) + lane / 16 * 8 + lane % 8,
-                           piece + lane / 8 % 2, kTilePitch);
+  const auto matrix = cuda::warpgroup_matrix(&shared_at<char>(WarpgroupShared<M>::kMatrix));
+  float sums[32] = {};
+  cuda::warpgroup_begin();
+#pragma unroll
+  for (int part = kMatrixParts<M> - 1; part >= 0; --part)
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      cuda::warpgroup_multiply_bf16(sums, of_b[step], matrix.at(part * kPart + step * 32));
+  cuda::warpgroup_end();
+  std::uint32_t zeros[2] = {};  // as long as all results are finite
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    std::uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      pairs[i] = cuda::store_pair<bf16>(sums[8 * step + 2 * i], sums[8 * step + 2 * i + 1]);
+      zeros[i % 2] = cuda::add_zero_times_bf16(zeros[i % 2], pairs[i]);
+    }
+    cuda::store_tiles_transposed(tiles(step), pairs);
   }
+  if (__all_sync(~0u, (zeros[0] | zeros[1]) == 0)) return;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) cuda::store_tiles_transposed(tiles(step), of_b[step]);
+  sum_as_defined(tile, first_piece + static_cast<unsigned>(half) * 2,
+                 static_cast<const M*>(p.a) + item.value_row * kMostRows, p.value_heads * kMostRows,
+                 item.chunk.rows, p.lower);
+}
 
-  // The 16 columns of two pieces, by a warp.
-  __device__ void columns(unsigned piece) const {
-    std::uint32_t of_b[kMostRows / 16][4];
+// A tile's rows, each by 16 lanes: whole lines, written through, which takes 1 % off __stcs.
+__device__ void store_tile(int tile, bf16* out, std::int64_t stride, int rows) {
+  const unsigned first = threadIdx.x / 16, piece = threadIdx.x % 16;
+  bf16* to = out + first * stride + piece * 8;
+  uint4 pieces[kMostRows / 8];
 #pragma unroll
-    for (int step = 0; step < kMostRows / 16; ++step) {
-      cuda::load_tiles_transposed(of_b[step], &shared_at<char>(place(piece, step)));
+  for (unsigned i = 0; i < kMostRows / 8; ++i)
+    pieces[i] = shared_at<uint4>(tile + swizzled(first + 8 * i, piece, kTilePitch));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float2 x = unpack_pair<bf16>(of_b[step][i]);
-        x.x *= beta[step][i / 2 * 2], x.y *= beta[step][i / 2 * 2 + 1];
-        if constexpr (kDecay) x.x *= decay[step][i / 2 * 2], x.y *= decay[step][i / 2 * 2 + 1];
-        of_b[step][i] = cuda::store_pair<bf16>(x.x, x.y);
-      }
-    }
-    float sums[32] = {};
-    cuda::warpgroup_begin();
-#pragma unroll
-    for (int part = kMatrixParts<M> - 1; part >= 0; --part)
-#pragma unroll
-      for (int step = 0; step < kMostRows / 16; ++step)
-        cuda::warpgroup_multiply_bf16(
-            sums, of_b[step],
-            &shared_at<char>(WarpgroupShared<M>::kMatrix + part * kPart + step * 32));
-    cuda::warpgroup_end();
-    float zeros[4] = {};  // as long as all sums are finite
-#pragma unroll
-    for (int i = 0; i < 32; ++i) zeros[i % 4] = std::fma(sums[i], 0.0f, zeros[i % 4]);
-    if (!__all_sync(~0u, zeros[0] + zeros[1] + (zeros[2] + zeros[3]) == 0)) {
-#pragma unroll
-      for (int step = 0; step < kMostRows / 16; ++step)
-        cuda::store_tiles_transposed(&shared_at<char>(place(piece, step)), of_b[step]);
-      const M* const a = static_cast<const M*>(p.a) + item.value_row * kMostRows;
-      return sum_as_defined(tile, piece, a, p.value_heads * kMostRows, item.chunk.rows, p.lower);
-    }
-#pragma unroll
-    for (int i = 0; i < kMostRows / 16; ++i) {
-      const float* of = sums + 8 * i;
-      const std::uint32_t pairs[4] = {
-          cuda::store_pair<bf16>(of[0], of[1]), cuda::store_pair<bf16>(of[2], of[3]),
-          cuda::store_pair<bf16>(of[4], of[5]), cuda::store_pair<bf16>(of[6], of[7])};
-      cuda::store_tiles_transposed(&shared_at<char>(place(piece, i)), pairs);
-    }
-  }
-};
+  for (unsigned i = 0; i < kMostRows / 8; ++i, to += 8 * stride)
+    if (static_cast<int>(first + 8 * i) < rows) __stwt(reinterpret_cast<uint4*>(to), pieces[i]);
+}
 
 // u is made while k is still on its way.
 template <class M>
 __global__ void __launch_bounds__(kThreads, kWarpgroupBlocks<M>)
     recompute_warpgroup(const Problem p) {
   using Shared = WarpgroupShared<M>;
-  for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
-    const Problem::Item item = p.item(index);
-    const int rows = item.chunk.rows;
-    if (rows == 0) continue;
-    copy_matrix<kMostRows>(p, Shared::kMatrix,
-                           static_cast<const M*>(p.a) + item.value_row * kMostRows, rows);
-    if (p.u != nullptr)
-      copy_tile<kMostRows>(Shared::kValues, kTilePitch,
-                           static_cast<const bf16*>(p.v) + item.value_row * kWide,
-                           p.value_heads * kWide, rows, kWide);
-    cuda::copy_async_commit();
-    if (p.w != nullptr)
-      copy_tile<kMostRows>(Shared::kKeys, kTilePitch,
-                           static_cast<const bf16*>(p.k) + item.key_row * kWide,
-                           p.key_heads * kWide, rows, kWide);
-    cuda::copy_async_commit();
-    const int row = static_cast<int>(threadIdx.x) % kMostRows;
-    const bool of_decay = threadIdx.x >= kMostRows;
-    const float* const from = of_decay ? p.g : p.beta;
-    const float gate = row < rows ? from[item.value_row + row * p.value_heads] : 0.0f;
-    shared_at<float>(Shared::kGates + static_cast<int>(threadIdx.x) * 4) =
-        of_decay ? math::exp(gate) : gate;
-    cuda::copy_async_wait<1>();
+  const Problem::Item item = p.item(blockIdx.x);
+  const int rows = item.chunk.rows;
+  if (rows == 0) return;
+  const int row = static_cast<int>(threadIdx.x) % kMostRows;
+  const bool of_decay = threadIdx.x >= kMostRows;
+  const float gate =
+      row < rows ? (of_decay ? p.g : p.beta)[item.value_row + row * p.value_heads] : 0.0f;
+  if (rows == kMostRows && !p.lower) {
+    copy_chunk<true, M>(p, item);
+  } else {
+    copy_chunk<false, M>(p, item);
+  }
+  shared_at<float>(Shared::kGates + static_cast<int>(threadIdx.x) * 4) =
+      of_decay ? math::exp(gate) : gate;
+  cuda::copy_async_wait<1>();
+  cuda::fence_shared_for_tensor_cores();
+  __syncthreads();
+  LaneGates beta, decay;
+  load_gates(beta, Shared::kGates);
+  load_gates(decay, Shared::kGates + Shared::kGateBytes);
+  if constexpr (kMatrixParts < M >> 1) {
+    __syncthreads();
+    split_matrix<kMostRows, false>(Shared::kMatrix);
     cuda::fence_shared_for_tensor_cores();
     __syncthreads();
-    LaneGates beta, decay;
-    load_gates(beta, Shared::kGates);
-    load_gates(decay, Shared::kGates + kMostRows * 4);
-    if constexpr (kMatrixParts<M> > 1) {
-      split_matrix<kMostRows>(Shared::kMatrix);
-      cuda::fence_shared_for_tensor_cores();
-      __syncthreads();
-    }
-    if (p.u != nullptr)
-      WarpgroupProduct<M, false>{
-          p, item, Shared::kValues, beta, decay, static_cast<bf16*>(p.u) + item.value_row * kWide}
-          .all();
-    cuda::copy_async_wait<0>();
-    __syncthreads();
-    if (p.w != nullptr)
-      WarpgroupProduct<M, true>{
-          p, item, Shared::kKeys, beta, decay, static_cast<bf16*>(p.w) + item.value_row * kWide}
-          .all();
-    __syncthreads();
   }
+  const std::int64_t stride = p.value_heads * kWide, out = item.value_row * kWide;
+  if (p.u != nullptr) {
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half)
+      multiply_columns<M, false>(p, item, Shared::kValues, half, beta, decay);
+  }
+  cuda::copy_async_wait<0>();
+  __syncthreads();
+  if (p.u != nullptr) store_tile(Shared::kValues, static_cast<bf16*>(p.u) + out, stride, rows);
+  if (p.w == nullptr) return;
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half)
+    multiply_columns<M, true>(p, item, Shared::kKeys, half, beta, decay);
+  __syncthreads();
+  store_tile(Shared::kKeys, static_cast<bf16*>(p.w) + out, stride, rows);
 }
 
 Status supports_mma(const Op::Desc& d) {
@@ -805,7 +818,7 @@ Status run_mma(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace wo
       const int device = a.k.device.index;
       const Problem p(d, a);
       if constexpr (std::is_same_v<X, bf16>) {
-        if (d.chunk == 64 && d.key_dim == kWide && d.value_dim == kWide &&
+        if (d.chunk == 64 && d.key_dim == kWide && d.value_dim == kWide && p.items <= 0x7fffffff &&
             cuda::has_warpgroups(device)) {
           return cuda::launch(
               Op::kName, recompute_warpgroup<M>,

@@ -273,17 +273,19 @@ TEST(GdnRecomputeWU, TensorCoresStayWithinTheBound) {
 
 TEST(GdnRecomputeWU, TensorCoresRepeatThemselves) {
   BITTERN_NEEDS_CUDA();
-  GdnDesc d{.tokens = 100, .key_heads = 2, .value_heads = 4, .key_dim = 32, .value_dim = 64};
-  d.element = DType::bf16;
-  auto first = mma_problem(d);
-  const auto fresh = first.stores;
-  oracle::expect_ok(run_mma(first));
-  auto again = mma_problem(d);
-  for (int i = 1; i < 100; ++i) {
-    for (std::size_t s = 0; s < fresh.size(); ++s)
-      std::copy(fresh[s].bytes.begin(), fresh[s].bytes.end(), again.stores[s].bytes.begin());
-    oracle::expect_ok(run_mma(again));
-    ASSERT_EQ(oracle::compare(again, first), "") << i;
+  for (const std::int64_t dim : {64, 128}) {
+    GdnDesc d{.tokens = 100, .key_heads = 2, .value_heads = 4, .key_dim = 128, .value_dim = dim};
+    d.element = DType::bf16;
+    auto first = mma_problem(d);
+    const auto fresh = first.stores;
+    oracle::expect_ok(run_mma(first));
+    auto again = mma_problem(d);
+    for (int i = 1; i < 100; ++i) {
+      for (std::size_t s = 0; s < fresh.size(); ++s)
+        std::copy(fresh[s].bytes.begin(), fresh[s].bytes.end(), again.stores[s].bytes.begin());
+      oracle::expect_ok(run_mma(again));
+      ASSERT_EQ(oracle::compare(again, first), "") << i;
+    }
   }
 }
 

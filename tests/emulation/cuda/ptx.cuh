@@ -85,6 +85,14 @@ inline void load_tiles(std::uint32_t (&to)[4], const void* row) {
 inline void load_tiles_transposed(std::uint32_t (&to)[4], const void* row) {
   emulated::load_tiles(to, row, true);
 }
+inline std::uint32_t add_zero_times_bf16(std::uint32_t x, std::uint32_t y) {
+  const auto half = [](std::uint32_t a, std::uint32_t b) -> std::uint32_t {
+    return to_bf16(to_f32(bf16{static_cast<std::uint16_t>(a)}) +
+                   0.0f * to_f32(bf16{static_cast<std::uint16_t>(b)}))
+        .bits;
+  };
+  return half(x, y) | half(x >> 16, y >> 16) << 16;
+}
 inline void store_tiles_transposed(void* row, const std::uint32_t (&from)[4]) {
   struct {
     std::uint16_t* row;
@@ -94,8 +102,7 @@ inline void store_tiles_transposed(void* row, const std::uint32_t (&from)[4]) {
   const int lane = emulation::lane(), tile = lane / 8, i = lane % 8;  // the row this lane writes
   for (int j = 0; j < 8; ++j) {
     std::memcpy(&mine, slots[4 * j + i / 2].bytes, sizeof mine);
-    static_cast<std::uint16_t*>(row)[j] =
-        static_cast<std::uint16_t>(mine.from[tile] >> i % 2 * 16);
+    static_cast<std::uint16_t*>(row)[j] = static_cast<std::uint16_t>(mine.from[tile] >> i % 2 * 16);
   }
   __syncwarp();
 }
@@ -109,22 +116,30 @@ inline void multiply_f16(float (&d)[4], const std::uint32_t (&a)[4], const std::
 inline void fence_shared_for_tensor_cores() {}
 inline void warpgroup_begin() {}
 inline void warpgroup_end() {}
-inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32_t (&a)[4], const void* b) {
+struct WarpgroupMatrix {
+  std::uintptr_t address;
+  WarpgroupMatrix at(int bytes) const { return {address + static_cast<unsigned>(bytes)}; }
+};
+inline WarpgroupMatrix warpgroup_matrix(const void* b) {
+  return {reinterpret_cast<std::uintptr_t>(b)};
+}
+inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32_t (&a)[4],
+                                    WarpgroupMatrix b) {
   const emulation::Slot* slots = emulation::exchange(~0u, a, sizeof a);
   const auto element = [](const std::byte* at) {
     std::uint16_t bits;
     std::memcpy(&bits, at, sizeof bits);
     return static_cast<double>(to_f32(bf16{bits}));
   };
-  const auto address = reinterpret_cast<std::uintptr_t>(b);
   const int lane = emulation::lane(), r = lane / 4, c = 2 * (lane % 4);
   for (int i = 0; i < 32; ++i) {
     const int row = r + 8 * (i / 2 % 2), column = 8 * (i / 4) + c + i % 2;
     double sum = d[i];
     for (int k = 0; k < 16; ++k) {
       const std::byte* x = slots[row % 8 * 4 + k % 8 / 2].bytes + 4 * (row / 8 + 2 * (k / 8));
-      const std::uintptr_t piece = address % 128 / 16 + k / 8;
-      const auto* y = reinterpret_cast<const std::byte*>(address / 128 * 128 + column * 128 + (piece ^ column % 8) * 16 + k % 8 * 2);
+      const std::uintptr_t piece = b.address % 128 / 16 + k / 8;
+      const auto* y = reinterpret_cast<const std::byte*>(b.address / 128 * 128 + column * 128 +
+                                                         (piece ^ column % 8) * 16 + k % 8 * 2);
       sum += element(x + k % 2 * 2) * element(y);
     }
     d[i] = static_cast<float>(sum);
