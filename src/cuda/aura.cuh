@@ -305,15 +305,16 @@ struct RowTile {
   __device__ static int part() { return lane_index() % kLanes; }
   __device__ static int first_of_chunk(int k) { return 8 * (k * kLanes + part()); }
 
-  // The 16-byte pieces of kRows rows, by a warp: lane l has piece l % kWide of row l / kWide, and
-  // those that lie rows and pieces after it: f(i, j) for i rows and j pieces.
-  template <class X>
+  // The 16-byte pieces of kRows rows of kBytes, by a warp: lane l has piece l % kWide of row
+  // l / kWide, and those that lie rows and pieces after it: f(i, j) for i rows and j pieces.
+  template <int kBytes>
   struct Pieces {
-    static constexpr int kAll = kRowBytes<X> / 16;
+    static constexpr int kAll = kBytes / 16;
     static constexpr int kWide = std::gcd(32, kAll), kTall = 32 / kWide;
     static_assert(kRows % kTall == 0);
-    __device__ static int row() { return lane_index() / kWide; }
-    __device__ static int piece() { return lane_index() % kWide; }
+    int row, piece;
+    __device__ explicit Pieces(unsigned lane)
+        : row(static_cast<int>(lane / kWide)), piece(static_cast<int>(lane % kWide)) {}
     template <class F>
     __device__ static void each(const F& f) {
 #pragma unroll
@@ -324,29 +325,36 @@ struct RowTile {
     }
   };
   // Starts copying `rows` rows from device memory, `stride` bytes apart; others become zeros.
-  template <class X>
-  __device__ static void fetch(char* stage, const char* from, std::int64_t stride, int rows) {
-    using P = Pieces<X>;
-    char* const to = stage + P::row() * kStageStride<X> + 16 * P::piece();
-    const char* const mine = opaque(from + P::row() * stride + 16 * P::piece());
-    if (rows >= kRows && stride == kRowBytes<X>) {  // then addresses are constants away
-      P::each([&](int i, int j) {
-        copy_async_16(to + i * kStageStride<X> + 16 * j, mine + i * kRowBytes<X> + 16 * j);
-      });
+  template <int kBytes, int kTo>
+  __device__ static void fetch_bytes(char* stage, const char* from, std::int64_t stride, int rows,
+                                     unsigned lane = threadIdx.x % 32) {
+    using P = Pieces<kBytes>;
+    const P at(lane);
+    char* const to = stage + at.row * kTo + 16 * at.piece;
+    const char* const mine = opaque(from + at.row * stride + 16 * at.piece);
+    if (rows >= kRows && stride == kBytes) {  // then addresses are constants away
+      P::each(
+          [&](int i, int j) { copy_async_16(to + i * kTo + 16 * j, mine + i * kBytes + 16 * j); });
     } else {
       P::each([&](int i, int j) {
-        const bool there = i + P::row() < rows;
-        copy_async_16(to + i * kStageStride<X> + 16 * j, there ? mine + i * stride + 16 * j : from,
+        const bool there = i + at.row < rows;
+        copy_async_16(to + i * kTo + 16 * j, there ? mine + i * stride + 16 * j : from,
                       there ? 16 : 0);
       });
     }
     copy_async_commit();
   }
   template <class X>
-  __device__ static void put_out(const char* stage, char* to, std::int64_t stride, int rows) {
-    using P = Pieces<X>;
-    const char* const from = stage + P::row() * kStageStride<X> + 16 * P::piece();
-    char* const mine = opaque(to + P::row() * stride + 16 * P::piece());
+  __device__ static void fetch(char* stage, const char* from, std::int64_t stride, int rows) {
+    fetch_bytes<kRowBytes<X>, kStageStride<X>>(stage, from, stride, rows);
+  }
+  template <class X>
+  __device__ static void put_out(const char* stage, char* to, std::int64_t stride, int rows,
+                                 unsigned lane = threadIdx.x % 32) {
+    using P = Pieces<kRowBytes<X>>;
+    const P at(lane);
+    const char* const from = stage + at.row * kStageStride<X> + 16 * at.piece;
+    char* const mine = opaque(to + at.row * stride + 16 * at.piece);
     const auto move = [&](int i, int j, std::int64_t row_bytes) {
       __stcs(reinterpret_cast<uint4*>(mine + i * row_bytes + 16 * j),
              *reinterpret_cast<const uint4*>(from + i * kStageStride<X> + 16 * j));
@@ -355,7 +363,7 @@ struct RowTile {
       P::each([&](int i, int j) { move(i, j, kRowBytes<X>); });
     } else {
       P::each([&](int i, int j) {
-        if (i + P::row() < rows) move(i, j, stride);
+        if (i + at.row < rows) move(i, j, stride);
       });
     }
   }

@@ -18,6 +18,18 @@ __device__ inline F small_integer(std::uint32_t x) {
   }
 }
 
+// Byte k of a word, the same way.
+template <class F>
+__device__ inline F small_byte(std::uint32_t word, int k) {
+  if constexpr (sizeof(F) == 4) {
+    // The byte below 2^23's upper three.
+    return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7650u + static_cast<unsigned>(k))) -
+           0x1p23f;
+  } else {
+    return small_integer<F>(word >> 8 * k & 0xffu);
+  }
+}
+
 // An unsigned integer of kCount bits, as memory has it.
 template <int kCount>
 using Bits = std::conditional_t<
@@ -61,12 +73,8 @@ class CodeRow {
   __device__ F value(std::uint32_t field, int k) const {
     if constexpr (kPacked) {
       return small_integer<F>(field >> k * bits_ & ((1u << bits_) - 1));
-    } else if constexpr (sizeof(F) == 4) {
-      // The byte below 2^23's upper three.
-      return __uint_as_float(__byte_perm(field, 0x4b000000u, 0x7650u + static_cast<unsigned>(k))) -
-             0x1p23f;
     } else {
-      return small_integer<F>(field >> 8 * k & 0xffu);
+      return small_byte<F>(field, k);
     }
   }
 

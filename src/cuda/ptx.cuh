@@ -15,6 +15,21 @@ namespace bittern::cuda {
 // waits for it.
 __device__ inline void pin(std::uint32_t& x) { asm volatile("" : "+r"(x)); }
 
+// *p, loaded here: not moved behind a later branch, nor loaded again there. (Where the compiler was
+// free to, fake_quantize_per_group_backward had more in registers than there are.)
+__device__ inline uint4 load_here(const uint4* p) {
+  uint4 x;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p));
+  return x;
+}
+
+// Asks for the line at p to be brought into the L2. Nothing waits for it.
+__device__ inline void prefetch_l2(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // 1 / x rounded to nearest, for x far from the ends of the exponent range: what 1.0f / x compiles
 // to, less the test for all other x.
 __device__ inline float ordinary_reciprocal(float x) {

@@ -55,7 +55,8 @@ struct Problem {
 // Shared memory of decode_by_lanes: levels; then for each warp its packed rows and its rows
 // of y.
 struct Layout {
-  int element_bytes;
+  std::int64_t y_stride;         // in bytes
+  std::uint32_t tiles, whole;    // all; those of rows without gaps, packed and of y: the first ones
   int warps;                     // offset in bytes
   int in_stride, y_stage, warp;  // bytes of a packed row; offset of y; bytes of a warp
 };
@@ -159,6 +160,12 @@ class Levels<Tile, 0> {
   int bits_;
 };
 
+// Is a packed row, of 4 bits, whole pieces of 16 bytes? Then no piece's place is divided.
+template <class Tile>
+constexpr int kPackedBytes = Tile::template kRowBytes<std::uint8_t> / 2;
+template <class Tile, int kBits>
+constexpr bool kWholePieces = kBits == 4 && kPackedBytes<Tile> % 16 == 0;
+
 template <class Tile, int kBits>
 __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
     decode_by_lanes(const __grid_constant__ Problem p, const Layout layout) {
@@ -169,31 +176,45 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
   char* const in = shared + layout.warps + warp_index() * layout.warp;
   char* const stage = in + layout.y_stage;
 
-  const int warps = static_cast<int>(blockDim.x / 32);
-  const std::int64_t step = std::int64_t{gridDim.x} * warps * Tile::kRows;
-  std::int64_t first = (std::int64_t{blockIdx.x} * warps + warp_index()) * Tile::kRows;
+  const std::uint32_t warps = blockDim.x / 32, step = gridDim.x * warps;
+  std::uint32_t tile = blockIdx.x * warps + static_cast<std::uint32_t>(warp_index());
   const auto rows_at = [&](std::int64_t row) {
     return static_cast<int>(p.rows - row < Tile::kRows ? p.rows - row : Tile::kRows);
   };
+  // For one pass of the loop: see opaque().
+  const auto lane_again = [] { return cuda::opaque(threadIdx.x % 32); };
   float norm = 0;  // of the rows fetched
-  const auto fetch = [&](std::int64_t row) {
-    if (row >= p.rows) return;
+  const auto fetch = [&](std::uint32_t tile) {
+    if (tile >= layout.tiles) return;
+    const std::int64_t row = std::int64_t{tile} * Tile::kRows;
     const int rows = rows_at(row);
-    cuda::copy_rows_in(in, layout.in_stride, p.packed + row * p.packed_stride, p.packed_stride,
-                       p.words, rows);
-    cuda::copy_async_commit();
+    if constexpr (kWholePieces<Tile, kBits>) {
+      constexpr int kBytes = kPackedBytes<Tile>;
+      const auto* const packed = reinterpret_cast<const char*>(p.packed);
+      if (tile < layout.whole) {
+        Tile::template fetch_bytes<kBytes, kBytes | 16>(in, packed + row * kBytes, kBytes,
+                                                        Tile::kRows, lane_again());
+      } else {
+        Tile::template fetch_bytes<kBytes, kBytes | 16>(in, packed + row * 4 * p.packed_stride,
+                                                        4 * p.packed_stride, rows, lane_again());
+      }
+    } else {
+      cuda::copy_rows_in(in, layout.in_stride, p.packed + row * p.packed_stride, p.packed_stride,
+                         p.words, rows);
+      cuda::copy_async_commit();
+    }
     norm = Tile::row() < rows ? p.norm(row + Tile::row()) : 0.0f;
   };
-  fetch(first);
+  fetch(tile);
   __syncthreads();
 
-  for (; first < p.rows; first += step) {
+  for (; tile < layout.tiles; tile += step) {
     cuda::copy_async_wait<0>();
     __syncwarp();
     const auto codes = levels.read(in + Tile::row() * layout.in_stride);
     const float s = norm;
     __syncwarp();
-    fetch(first + step);
+    fetch(tile + step);
     float y[Tile::kEach];
     levels.look_up(codes, y);
 #pragma unroll
@@ -204,19 +225,27 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
       Tile::template mix<true>(y);
       Tile::butterflies(y);
     }
-    const int rows = rows_at(first);
-    const std::int64_t stride = p.y_stride * layout.element_bytes;
-    char* const to = static_cast<char*>(p.y) + first * stride;
     switch (p.element) {
       case DType::f16: Tile::template store<f16>(y, signs.again(), stage); break;
       case DType::bf16: Tile::template store<bf16>(y, signs.again(), stage); break;
       default: Tile::template store<float>(y, signs.again(), stage);
     }
     __syncwarp();
+    const std::int64_t first = std::int64_t{tile} * Tile::kRows;
+    const auto put_out = [&]<class X>(Type<X>) {
+      constexpr int kBytes = Tile::template kRowBytes<X>;
+      char* const to = static_cast<char*>(p.y);
+      if (tile < layout.whole) {
+        Tile::template put_out<X>(stage, to + first * kBytes, kBytes, Tile::kRows, lane_again());
+      } else {
+        Tile::template put_out<X>(stage, to + first * layout.y_stride, layout.y_stride,
+                                  rows_at(first), lane_again());
+      }
+    };
     if (p.element == DType::f32) {
-      Tile::template put_out<float>(stage, to, stride, rows);
+      put_out(Type<float>());
     } else {
-      Tile::template put_out<bf16>(stage, to, stride, rows);
+      put_out(Type<bf16>());
     }
     __syncwarp();
   }
@@ -225,7 +254,10 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
 template <class Tile, int kBits>
 Status run_by_lanes(const Problem& p, int device, Stream stream) {
   const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
-  Layout l{.element_bytes = static_cast<int>(size_of(p.element))};
+  Layout l{.y_stride = p.y_stride * static_cast<std::int64_t>(size_of(p.element))};
+  const bool gaps = p.packed_stride != p.words || p.y_stride != p.rotation.dim;
+  l.tiles = static_cast<std::uint32_t>((p.rows + Tile::kRows - 1) / Tile::kRows);
+  l.whole = gaps ? 0 : static_cast<std::uint32_t>(p.rows / Tile::kRows);
   l.warps = Levels<Tile, kBits>::kBytes;
   l.in_stride = align(4 * p.words) | 16;
   l.y_stage = Tile::kRows * l.in_stride;
@@ -256,7 +288,8 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   if (p.rows < cuda::kFewRows * cuda::limits(device).multiprocessors) return by_warps();
   if (rotation == Rotation::dense) return cuda::run_dense(Op::kName, p, device, stream);
   if (!cuda::pieces_aligned(a.y, p.rows)) return by_warps();
-  if (d.bits == 4) {
+  // Whole pieces must lie as such.
+  if (d.bits == 4 && (p.words % 4 != 0 || cuda::pieces_aligned(a.packed, p.rows))) {
     return cuda::visit_tuned_dim<64>(
         d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile, 4>(p, device, stream); },
         by_warps);

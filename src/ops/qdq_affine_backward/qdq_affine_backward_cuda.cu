@@ -62,7 +62,8 @@ __global__ void __launch_bounds__(cuda::kBlock) sum_teams(const Problem p) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const std::int64_t at = j + i * kLanes * V;
-      dy[k][i] = Pack<X, V>::load(static_cast<const X*>(p.dy) + row * p.dy_stride + at);
+      dy[k][i] =
+          Pack<X, V>::template load<true>(static_cast<const X*>(p.dy) + row * p.dy_stride + at);
 #pragma unroll
       for (int f = 0; f < kFields; ++f) fields[k][i][f] = q.template field<4>(at + 4 * f);
     }

@@ -37,29 +37,59 @@ __device__ X affine_value(Math<X> code, Math<X> s, Math<X> b, bool once) {
   return cuda::store_math<X>(cuda::load_math(cuda::store_math<X>(code * s)) + b);
 }
 
-// Rows without gaps, groups of a power of two, codes in bytes (kBits = 8) or packed to 4 bits: a
-// block's chunks are whole groups, and no index is divided.
+// Code i of a field. Of 4 bits, the even ones and the odd ones are bytes of a word each.
+template <class F, int kBits, class Codes>
+__device__ F code_at(Codes field, int i) {
+  const int byte = i * kBits / 8;
+  const auto word = static_cast<std::uint32_t>(field >> 32 * (byte / 4));
+  if constexpr (kBits == 8) {
+    return cuda::small_byte<F>(word, byte % 4);
+  } else {
+    return cuda::small_byte<F>((i % 2 == 0 ? word : word >> 4) & 0x0f0f0f0fu, byte % 4);
+  }
+}
+
+constexpr int kDenseBlock = 128;
+constexpr unsigned kAhead = 4096;  // blocks, twice what an H200 holds
+
+// Brings into the L2 what blocks that come later will read: 32 lines of codes, by the first warp of
+// one block in a few, and the parameters of their chunks, by its second.
+template <class Codes, class S>
+__device__ void ask_ahead(const Codes* codes, const S* scales, const S* biases, unsigned chunks,
+                          unsigned group_shift) {
+  constexpr unsigned kLine = 128, kChunks = 32 * kLine / sizeof(Codes);
+  const unsigned first = (blockIdx.x + kAhead) * kDenseBlock, end = first + kChunks;
+  const unsigned lane = threadIdx.x % 32;
+  if (blockIdx.x % (kChunks / kDenseBlock) != 0 || threadIdx.x >= 64 || end > chunks) return;
+  if (threadIdx.x < 32) {
+    cuda::prefetch_l2(codes + first + lane * (kLine / sizeof(Codes)));
+  } else {
+    const unsigned group = (first >> group_shift) + lane % 16 * (kLine / sizeof(S));
+    if (group < end >> group_shift) cuda::prefetch_l2((lane < 16 ? scales : biases) + group);
+  }
+}
+
+// Rows without gaps, groups of a power of two, codes in bytes (kBits = 8) or packed to 4 bits: no
+// index is divided. A thread has little else to do than to wait for what it reads; with the L2
+// asked ahead, f32 of bytes reach 0.98 of a copy's rate on an H200, not 0.94.
 template <class X, class S, int kBits, bool kOnce>
-__global__ void __launch_bounds__(cuda::kBlock)
-    dequantize_dense(const Problem p, unsigned block_groups, unsigned group_shift) {
+__global__ void __launch_bounds__(kDenseBlock)
+    dequantize_dense(const void* q, const S* scales, const S* biases, X* y, unsigned chunks,
+                     unsigned group_shift) {
   using F = Math<X>;
   constexpr int V = 16 / sizeof(X);
   using Codes = cuda::Bits<V * kBits>;
-  const unsigned t = threadIdx.x;
-  if (std::int64_t{blockIdx.x} * cuda::kBlock + t >= p.chunks) return;
-  const std::int64_t block = blockIdx.x;
-  const Codes codes = __ldcs(static_cast<const Codes*>(p.q) + block * cuda::kBlock + t);
-  const S* scales = static_cast<const S*>(p.scales) + block * block_groups;
-  const S* biases = static_cast<const S*>(p.biases) + block * block_groups;
-  const F s = cuda::load_math(scales[t >> group_shift]);
-  const F b = cuda::load_math(biases[t >> group_shift]);
-  Pack<X, V> y;
+  const auto* codes = static_cast<const Codes*>(q);
+  const unsigned chunk = blockIdx.x * kDenseBlock + threadIdx.x;
+  if (chunk >= chunks) return;
+  const Codes field = __ldcs(codes + chunk);
+  const F s = cuda::load_math(scales[chunk >> group_shift]);
+  const F b = cuda::load_math(biases[chunk >> group_shift]);
+  ask_ahead(codes, scales, biases, chunks, group_shift);
+  Pack<X, V> to;
 #pragma unroll
-  for (int i = 0; i < V; ++i) {
-    const auto code = static_cast<std::uint32_t>(codes >> i * kBits) & ((1u << kBits) - 1);
-    y.at[i] = affine_value<X>(cuda::small_integer<F>(code), s, b, kOnce);
-  }
-  y.store(static_cast<X*>(p.y) + (block * cuda::kBlock + t) * V);
+  for (int i = 0; i < V; ++i) to.at[i] = affine_value<X>(code_at<F, kBits>(field, i), s, b, kOnce);
+  to.store(y + std::size_t{chunk} * V);
 }
 
 // Any layout.
@@ -108,13 +138,16 @@ Status run_chunks(const Op::Desc& d, const Op::Args& a, Stream stream) {
   const auto group_chunks = static_cast<unsigned>(d.group_size / V);
   if constexpr (V >= 4) {
     if (one_row && std::has_single_bit(group_chunks) && (width == 4 || width == 8) &&
+        p.chunks < std::int64_t{1} << 31 &&
         reinterpret_cast<std::uintptr_t>(p.q) % (V * width / 8) == 0) {
       const auto bytes =
           p.once ? dequantize_dense<X, S, 8, true> : dequantize_dense<X, S, 8, false>;
       const auto halves =
           p.once ? dequantize_dense<X, S, 4, true> : dequantize_dense<X, S, 4, false>;
-      return cuda::launch(Op::kName, width == 8 ? bytes : halves, cuda::grid_for(p.chunks), device,
-                          stream, p, cuda::kBlock / group_chunks,
+      return cuda::launch(Op::kName, width == 8 ? bytes : halves,
+                          cuda::grid_for(p.chunks, kDenseBlock), device, stream, p.q,
+                          static_cast<const S*>(p.scales), static_cast<const S*>(p.biases),
+                          static_cast<X*>(p.y), static_cast<unsigned>(p.chunks),
                           static_cast<unsigned>(std::countr_zero(group_chunks)));
     }
   }

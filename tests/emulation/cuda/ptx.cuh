@@ -8,6 +8,8 @@
 namespace bittern::cuda {
 
 inline void pin(std::uint32_t&) {}
+inline uint4 load_here(const uint4* p) { return *p; }
+inline void prefetch_l2(const void*) {}
 inline float ordinary_reciprocal(float x) { return 1.0f / x; }
 
 inline void copy_async_16(void* shared, const void* global, int bytes = 16) {
