@@ -124,14 +124,18 @@ __device__ bool usual_params(const Range<float>& r, const Problem& p, Params<flo
 // clamp(A(z), 0, n) and clamp(R(z), 0, n) for z = x / s, without dividing: with v = x / (s n)
 // clamped to [0, 1], the code is n v to the nearest integer, unless n v is so near to a half that
 // its error may matter. The 4 roundings on the way to v and the definition's one are each worth at
-// most 2^-24 of z <= n + 1/2 (beyond, both clamp); a `shift` added to x brings three more of its
-// own size. NaN gives 0 and infinities the ends, as they should.
+// most 2^-24 of z <= n (beyond, both clamp); a `shift` added to x brings four more of its own size.
+// NaN gives 0 and infinities the ends, as they should. v is raised by the margin, so that a doubtful
+// code is always one too large, and n v less the code near -1/2: only that end needs watching, and
+// as integers such differences are the largest.
 class NearCodes {
  public:
   __device__ NearCodes(Params<float> p, float n, float shift = 0)
       : n_(n), inverse_(reciprocal(p.s * n)), offset_(shift * inverse_) {
-    const float size = fabsf(p.s), margin = (n + 1 + fabsf(offset_) * n) * 0x1p-21f;
-    limit_ = size > 0x1p-90f && size < 0x1p90f ? 0.5f - margin : -1.0f;
+    const float size = fabsf(p.s), margin = (1 + fabsf(offset_)) * 0x1p-21f;
+    const float limit = fmaf(2 * n, margin, -0.5f);
+    offset_ += margin;
+    limit_ = size > 0x1p-90f && size < 0x1p90f && limit < 0 ? __float_as_uint(limit) : 0;
   }
   // The code of (x + shift) / s, in the low bits of a register.
   __device__ std::uint32_t code(float x) { return __float_as_uint(at_2_23(x)); }
@@ -142,10 +146,11 @@ class NearCodes {
  private:
   __device__ float at_2_23(float x) {
     const float v = __saturatef(fmaf(x, inverse_, offset_)), shifted = fmaf(v, n_, 0x1p23f);
-    worst_ = fmaxf(worst_, fabsf(fmaf(v, n_, -(shifted - 0x1p23f))));
+    worst_ = max(worst_, __float_as_uint(fmaf(v, n_, -(shifted - 0x1p23f))));
     return shifted;
   }
-  float n_, inverse_, offset_, limit_, worst_ = 0;
+  float n_, inverse_, offset_;
+  std::uint32_t limit_, worst_ = 0;
 };
 
 // v[i] = f(v[i]) where it hardly ever happens: a loop through local memory, to keep kernels short.
@@ -247,9 +252,13 @@ __device__ inline void write_codes(const Problem& p, std::uint8_t* row, std::int
 template <class F>
 __device__ Params<F> fit(double c, double cq, double cqq, double cu, double cqu, F b0,
                          const Stored& stored) {
-  const double r = 1 / (c * cqq - cq * cq);
-  const double s = (c * cqu - cq * cu) * r;
-  const double b = static_cast<double>(b0) + (cqq * cu - cq * cqu) * r;
+  // v w - x y. Products of f32 are exact.
+  const auto difference = [](double v, double w, double x, double y) {
+    return sizeof(F) == 4 ? fma(v, w, -(x * y)) : v * w - x * y;
+  };
+  const double r = 1 / difference(c, cqq, cq, cq);
+  const double s = difference(c, cqu, cq, cu) * r;
+  const double b = static_cast<double>(b0) + difference(cqq, cu, cq, cqu) * r;
   const Params<F> p{stored(static_cast<F>(s)), stored(static_cast<F>(b)) + F(0)};
   if (p.s > 0 && std::isfinite(p.s) && std::isfinite(p.b)) return p;
   return {std::numeric_limits<F>::quiet_NaN(), 0};
