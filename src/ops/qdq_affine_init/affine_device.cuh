@@ -125,9 +125,9 @@ __device__ bool usual_params(const Range<float>& r, const Problem& p, Params<flo
 // clamped to [0, 1], the code is n v to the nearest integer, unless n v is so near to a half that
 // its error may matter. The 4 roundings on the way to v and the definition's one are each worth at
 // most 2^-24 of z <= n (beyond, both clamp); a `shift` added to x brings four more of its own size.
-// NaN gives 0 and infinities the ends, as they should. v is raised by the margin, so that a doubtful
-// code is always one too large, and n v less the code near -1/2: only that end needs watching, and
-// as integers such differences are the largest.
+// NaN gives 0 and infinities the ends, as they should. v is raised by the margin, so that a
+// doubtful code is always one too large, and n v less the code near -1/2: only that end needs
+// watching, and as integers such differences are the largest.
 class NearCodes {
  public:
   __device__ NearCodes(Params<float> p, float n, float shift = 0)
@@ -248,10 +248,9 @@ __device__ inline void write_codes(const Problem& p, std::uint8_t* row, std::int
 
 // ---- lsq ----
 
-// The least-squares s and b of a group's sums, as stored; s is NaN where there are none.
+// The least-squares s and b of a group's sums.
 template <class F>
-__device__ Params<F> fit(double c, double cq, double cqq, double cu, double cqu, F b0,
-                         const Stored& stored) {
+__device__ Params<F> least_squares(double c, double cq, double cqq, double cu, double cqu, F b0) {
   // v w - x y. Products of f32 are exact.
   const auto difference = [](double v, double w, double x, double y) {
     return sizeof(F) == 4 ? fma(v, w, -(x * y)) : v * w - x * y;
@@ -259,7 +258,13 @@ __device__ Params<F> fit(double c, double cq, double cqq, double cu, double cqu,
   const double r = 1 / difference(c, cqq, cq, cq);
   const double s = difference(c, cqu, cq, cu) * r;
   const double b = static_cast<double>(b0) + difference(cqq, cu, cq, cqu) * r;
-  const Params<F> p{stored(static_cast<F>(s)), stored(static_cast<F>(b)) + F(0)};
+  return {static_cast<F>(s), static_cast<F>(b)};
+}
+
+// These as stored; s is NaN where they are no s and b.
+template <class F>
+__device__ Params<F> fit(const Params<F>& exact, const Stored& stored) {
+  const Params<F> p{stored(exact.s), stored(exact.b) + F(0)};
   if (p.s > 0 && std::isfinite(p.s) && std::isfinite(p.b)) return p;
   return {std::numeric_limits<F>::quiet_NaN(), 0};
 }

@@ -23,10 +23,6 @@ __device__ __forceinline__ auto row_sums(const Leaf& leaf, int first = 0) {
   }
 }
 
-#ifndef LSQ_SLOTS
-#define LSQ_SLOTS 64
-#endif
-
 template <class X, int kSize, bool kWeighted>
 class LsqWarp {
   static constexpr int V = 4, kRows = kSize / V;
@@ -34,37 +30,35 @@ class LsqWarp {
   using Raw = cuda::Pack<X, 16 / sizeof(X)>;
   static constexpr int kRawSize = 16 / sizeof(X), kRawRows = kSize / kRawSize;
 
-  // Eight lanes that read rows whose numbers differ in the last three bits find them in different
-  // banks. So where all lanes read their slots row by row, the i-th that a lane reads is row(i). The
-  // halving tree does not mind: exclusive-or only swaps summands.
+  // A slot is 16 bytes more than a multiple of 128, so that lanes with neighbouring slots read
+  // their rows from different banks.
   struct Slot {
     Row rows[kWeighted ? 2 * kRows : kRows];  // of u = w - b, then of importance
+    float s, b, sum_cu, sum_c;                // s and b of minmax; at last, those found
     __device__ Row& u(int i) { return rows[i]; }
     __device__ Row& c(int i) { return rows[kRows + i]; }
-    // The weights as they come lie at the end of what u will take.
+    // The weights as they come lie at the end of what u will take, the codes at the beginning.
     __device__ Raw& raw(int i) { return reinterpret_cast<Raw*>(rows + kRows)[i - kRawRows]; }
-    // Four rows of codes each, when the group is done.
     __device__ uint4& codes(int i) { return reinterpret_cast<uint4*>(rows)[i]; }
   };
-  __device__ int row(int i) const { return i / 8 * 8 + (i % 8 ^ swap_); }
 
  public:
-  static constexpr int kSlots =
-      std::min<int>(LSQ_SLOTS, (45 << 10) / static_cast<int>(sizeof(Slot)) / 8 * 8);
+  static constexpr int kSlots = std::min<int>(48, (45 << 10) / sizeof(Slot));
   struct Shared {
     Slot slots[kSlots];
-    float4 heads[kSlots];          // s and b of minmax, sums of c u and c; then s, b of the result
-    std::uint32_t groups[kSlots];  // 16 times the number within the run + 2 swap_ + halved
+    std::uint32_t groups[kSlots];                 // twice the number within the run + halved
     std::uint8_t waiting[kSlots], spare[kSlots];  // slots: lists that grow and shrink at the end
     std::uint32_t codes[kSize / 4];
   };
+  // Warps on a multiprocessor, each a block: 16 have the registers they want, if the 228 KB of an
+  // H100 have room for them. A block's first KB is the system's.
+  static constexpr int kResident = std::min<int>(16, (228 << 10) / (sizeof(Shared) + 1024));
 
   // For groups first .. end - 1.
   __device__ LsqWarp(const Problem& p, Shared& shared, std::int64_t first, std::int64_t end)
       : p_(p),
         shared_(shared),
         lane_(static_cast<int>(threadIdx.x % 32)),
-        swap_(lane_ % 8),
         first_(first),
         end_(static_cast<int>(end - first)) {
     for (int i = lane_; i < kSlots; i += 32) shared_.spare[i] = static_cast<std::uint8_t>(i);
@@ -148,21 +142,17 @@ class LsqWarp {
   // minmax, and what stays the same in every fit.
   __device__ void prepare(int index, int group) {
     Slot& slot = shared_.slots[index];
-    Raw raw[kRawRows];
     Range<float> range;
 #pragma unroll
     for (int i = 0; i < kRawRows; ++i) {
-      raw[i] = slot.raw(i ^ swap_ % kRawRows);
+      const Raw raw = slot.raw(i);
 #pragma unroll
       for (int j = 0; j < kRawSize; ++j) {
-        range.min = fminf(range.min, raw[i].math(j));
-        range.max = fmaxf(range.max, raw[i].math(j));
+        const float x = raw.math(j);
+        if constexpr (sizeof(X) < 4) slot.u((i * kRawSize + j) / V).at[j % V] = x;
+        range.min = fminf(range.min, x);
+        range.max = fmaxf(range.max, x);
       }
-    }
-    if constexpr (sizeof(X) < 4) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i)
-        slot.u(2 * (i / 8 ^ swap_ % kRawRows) + i % 8 / V).at[i % V] = raw[i / 8].math(i % 8);
     }
     Params<float> start;
     bool halved = false, usual = usual_minmax(range, p_, start);
@@ -178,24 +168,25 @@ class LsqWarp {
     }
     const auto sums = row_sums<kRows>([&](int i) {
       cuda::Sums<float, kWeighted ? 2 * V : V> terms;
-      Row u = slot.u(row(i));
+      Row u = slot.u(i);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         u.at[j] -= start.b;
         terms.at[j] = u.at[j];
         if constexpr (kWeighted) {
-          terms.at[V + j] = slot.c(row(i)).at[j];
+          terms.at[V + j] = slot.c(i).at[j];
           terms.at[j] *= terms.at[V + j];
         }
       }
-      slot.u(row(i)) = u;
+      slot.u(i) = u;
       return terms;
     });
+    slot.s = start.s;
+    slot.b = start.b;
     // With a weight that is not finite, or a range that is not, no fit is to come about: minmax.
-    shared_.heads[index] = {start.s, start.b,
-                            usual ? across(sums, 0) : std::numeric_limits<float>::quiet_NaN(),
-                            kWeighted ? across(sums, kWeighted) : kSize};
-    shared_.groups[index] = static_cast<std::uint32_t>(16 * group + halved);
+    slot.sum_cu = usual ? across(sums, 0) : std::numeric_limits<float>::quiet_NaN();
+    slot.sum_c = kWeighted ? across(sums, kWeighted) : kSize;
+    shared_.groups[index] = static_cast<std::uint32_t>(2 * group + halved);
   }
 
   // Results of spare slots to memory.
@@ -203,25 +194,19 @@ class LsqWarp {
 #pragma unroll 1
     for (int i = empty_ + lane_; i < spare_; i += 32) {
       const int index = shared_.spare[i];
-      const std::int64_t group = first_ + shared_.groups[index] / 16;
-      store_param(p_.scales, p_.scale_element, group, shared_.heads[index].x);
-      store_param(p_.biases, p_.scale_element, group, shared_.heads[index].y);
+      const std::int64_t group = first_ + shared_.groups[index] / 2;
+      store_param(p_.scales, p_.scale_element, group, shared_.slots[index].s);
+      store_param(p_.biases, p_.scale_element, group, shared_.slots[index].b);
     }
     constexpr int kChunks = kSize / 16;
 #pragma unroll 1
     for (int i = empty_; i < spare_; i += 32 / kChunks) {
       const int k = i + lane_ / kChunks, chunk = lane_ % kChunks;
       const int index = shared_.spare[min(k, spare_ - 1)];
-      const std::int64_t group = first_ + shared_.groups[index] / 16, row = row_of(group);
-      const int swap = static_cast<int>(shared_.groups[index] / 2 % 8);
-      std::uint32_t bytes[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int at = (4 * chunk + j) ^ swap;
-        bytes[j] = (&shared_.slots[index].codes(at / 4 ^ swap).x)[at % 4];
-      }
-      write_codes(p_,
-                  static_cast<std::uint8_t*>(p_.q) + row * p_.q_stride * (p_.packed ? 4 : 1),
+      const std::int64_t group = first_ + shared_.groups[index] / 2, row = row_of(group);
+      const uint4 codes = shared_.slots[index].codes(chunk);
+      const std::uint32_t bytes[4] = {codes.x, codes.y, codes.z, codes.w};
+      write_codes(p_, static_cast<std::uint8_t*>(p_.q) + row * p_.q_stride * (p_.packed ? 4 : 1),
                   (group - row * p_.row_groups.value()) * kChunks + chunk, bytes, k < spare_);
     }
     __syncwarp();
@@ -234,12 +219,11 @@ class LsqWarp {
     const int rank = __popc(idle & lanes_before());
     if (state_ == kIdle && rank < waiting_) {
       index_ = shared_.waiting[waiting_ - 1 - rank];
-      const float4 head = shared_.heads[index_];
-      start_ = now_ = {head.x, head.y};
-      sum_cu_ = head.z;
-      sum_c_ = head.w;
+      const Slot& slot = shared_.slots[index_];
+      start_ = now_ = {slot.s, slot.b};
+      sum_cu_ = slot.sum_cu;
+      sum_c_ = slot.sum_c;
       fits_ = 0;
-      sure_ = false;
       state_ = kStale;
     }
     waiting_ -= min(waiting_, __popc(idle));
@@ -250,13 +234,15 @@ class LsqWarp {
   // and b.
   __device__ void round() {
     if (state_ == kFits) {
-      const Params<float> next = fit(sum_c_, totals_.cq, totals_.cqq, sum_cu_, totals_.cqu,
-                                     start_.b, Stored{p_.scale_element});
+      const Params<float> exact =
+          least_squares(sum_c_, totals_.cq, totals_.cqq, sum_cu_, totals_.cqu, start_.b);
+      const Params<float> next = fit(exact, Stored{p_.scale_element});
       const bool moves = next.s > 0 && (next.s != now_.s || next.b != now_.b);
-      if (fits_ == kMostFits || !moves) {
+      if (fits_ >= kMostFits || !moves) {
         state_ = kDone;
       } else {
-        if (fits_ == 0) sure_ = surely_gains(next);
+        if (fits_ == 0) gain_ = error_above(exact, start_, -0x1p-10f);
+        if (p_.scale_element != DType::f32) gain_ -= error_above(exact, next, 0x1p-10f);
         ++fits_;
         now_ = next;
       }
@@ -269,29 +255,28 @@ class LsqWarp {
     if (state_ == kStale) state_ = kFits;
   }
 
-  // Lanes that are done leave their results in their slots.
+  // Lanes that are done leave their results in their slots. One whose fit does not gain first gets
+  // minmax's codes again.
   __device__ void retire() {
-    for (unsigned open = __ballot_sync(cuda::kWarp, state_ == kDone && fits_ > 0 && !sure_);
-         open != 0; open &= open - 1) {
+    const bool fitted = state_ == kDone && fits_ > 0 && fits_ != kNoMore;
+    for (unsigned open = __ballot_sync(cuda::kWarp, fitted && !surely_gains()); open != 0;
+         open &= open - 1) {
       const int from = __ffs(static_cast<int>(open)) - 1;
       const bool gain = gains_by_definition(from);
-      if (lane_ == from && !gain) {  // back to minmax
+      if (lane_ == from && !gain) {
         now_ = start_;
-        fits_ = kMostFits;
-        sure_ = true;
+        fits_ = kNoMore;
         state_ = kStale;
       }
     }
     const unsigned leaving = __ballot_sync(cuda::kWarp, state_ == kDone);
     if (state_ == kDone) {
       Slot& slot = shared_.slots[index_];
-      shared_.heads[index_].x = now_.s;
-      shared_.heads[index_].y = now_.b;
-      shared_.groups[index_] |= static_cast<std::uint32_t>(2 * swap_);
+      slot.s = now_.s;
+      slot.b = now_.b;
 #pragma unroll
       for (int i = 0; i < kSize / 16; ++i)
-        slot.codes(row(i)) = {codes_[4 * i], codes_[4 * i + 1], codes_[4 * i + 2],
-                              codes_[4 * i + 3]};
+        slot.codes(i) = {codes_[4 * i], codes_[4 * i + 1], codes_[4 * i + 2], codes_[4 * i + 3]};
       shared_.spare[spare_ + __popc(leaving & lanes_before())] = static_cast<std::uint8_t>(index_);
       state_ = kIdle;
     }
@@ -299,7 +284,7 @@ class LsqWarp {
     __syncwarp();
   }
 
-  // The V sums of rows from `at` on, summed.
+  // The k-th V sums, one for each value of a row, together.
   template <int N>
   __device__ static float across(const cuda::Sums<float, N>& sums, int k) {
     return (sums.at[k * V] + sums.at[k * V + 2]) + (sums.at[k * V + 1] + sums.at[k * V + 3]);
@@ -312,7 +297,7 @@ class LsqWarp {
     NearCodes near(now_, p_.n, start_.b - now_.b);
     std::uint32_t sum_q = 0, sum_qq = 0;
     const Sums sums = row_sums<kRows>([&](int i) {
-      const Row u = slot.u(row(i));
+      const Row u = slot.u(i);
       std::uint32_t bits[V];
       float q[V];
       Sums terms;
@@ -323,7 +308,7 @@ class LsqWarp {
       }
       codes_[i] = four_bytes(bits[0], bits[1], bits[2], bits[3]);
       if constexpr (kWeighted) {
-        const Row c = slot.c(row(i));
+        const Row c = slot.c(i);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           terms.at[j] = c.at[j] * q[j];
@@ -359,7 +344,7 @@ class LsqWarp {
                            __shfl_sync(cuda::kWarp, now_.b, from)};
     const int index = __shfl_sync(cuda::kWarp, index_, from);
     const bool halved = shared_.groups[index] % 2 != 0;
-    const X* w = weights(first_ + shared_.groups[index] / 16);
+    const X* w = weights(first_ + shared_.groups[index] / 2);
     Slot& slot = shared_.slots[index];
     auto* bytes = reinterpret_cast<std::uint8_t*>(shared_.codes);
     const auto sums = cuda::warp_tree<float, 3>(kSize, [&](int j) -> cuda::Sums<float, 3> {
@@ -372,7 +357,7 @@ class LsqWarp {
     if (lane_ == from) {
       totals_ = {sums.at[0], sums.at[1], sums.at[2]};
 #pragma unroll
-      for (int i = 0; i < kSize / 4; ++i) codes_[i] = shared_.codes[row(i)];
+      for (int i = 0; i < kSize / 4; ++i) codes_[i] = shared_.codes[i];
     }
     __syncwarp();
   }
@@ -384,7 +369,7 @@ class LsqWarp {
     const Params<float> now{__shfl_sync(cuda::kWarp, now_.s, from),
                             __shfl_sync(cuda::kWarp, now_.b, from)};
     const int index = __shfl_sync(cuda::kWarp, index_, from);
-    const X* w = weights(first_ + shared_.groups[index] / 16);
+    const X* w = weights(first_ + shared_.groups[index] / 2);
     const auto errors = cuda::warp_tree<double, 2>(kSize, [&](int j) -> cuda::Sums<double, 2> {
       const float x = cuda::load_math(w[j]);
       const auto error = [&](Params<float> by) {
@@ -398,43 +383,47 @@ class LsqWarp {
     return gains(errors.at[0], errors.at[1]);
   }
 
-  // Is the first fit's gain alone enough? Codes fixed, the error falls by (ds, db) M (ds, db) with
-  // M = (QQ Q; Q C), and it was at most size s^2 / 4. Later steps only lower it, but for roundings:
-  // of s and b, which count twice over at the minimum, and of codes within n 2^-21 of a tie. Both
-  // are far below the threshold as long as b is not large beside s, and s and b are stored as f32.
-  __device__ bool surely_gains(Params<float> next) const {
-    if (kWeighted || p_.scale_element != DType::f32) return false;
-    const float ds = start_.s - next.s, db = start_.b - next.b, unit = start_.s;
+  // Codes fixed, the error of s and b is above that of the least-squares ones by
+  // (ds, db) M (ds, db) with M = (QQ Q; Q C). Of its squares much may cancel: a share of them,
+  // `doubt`, is added.
+  __device__ float error_above(Params<float> least, Params<float> by, float doubt) const {
+    const float ds = by.s - least.s, db = by.b - least.b;
     const float squares = totals_.cqq * ds * ds + kSize * db * db;
-    const float gain = squares + 2 * totals_.cq * ds * db;
-    return unit > 0x1p-50f && unit < 0x1p50f && fabsf(start_.b) < 0x1p12f * unit &&
-           gain > 0x1p-10f * squares && gain > kSize * unit * unit * (0x1p-14f + p_.n * 0x1p-20f);
+    return squares + 2 * totals_.cq * ds * db + doubt * squares;
+  }
+
+  // Is the gain of the first fit, less what storing s and b took away since, enough? The error was
+  // at most size s^2, and new codes only lower it, but for roundings: of the f32 s and b, which
+  // count twice over at the minimum, of codes within n 2^-21 of a tie, and of fma(q, s, b).
+  __device__ bool surely_gains() const {
+    const float unit = start_.s, b = fabsf(start_.b);
+    return !kWeighted && unit > (p_.scale_element == DType::f32 ? 0x1p-50f : 0x1p-14f) &&
+           unit < 0x1p50f && b < 0x1p12f * unit &&
+           gain_ > kSize * unit * (unit * (0x1p-14f + p_.n * 0x1p-20f) + b * 0x1p-23f);
   }
 
   const Problem& p_;
   Shared& shared_;
-  int lane_, swap_;
+  int lane_;
   std::int64_t first_;
-  int next_ = 0, end_;                            // groups not yet in a slot
+  int next_ = 0, end_;                                 // groups not yet in a slot
   int waiting_ = 0, spare_ = kSlots, empty_ = kSlots;  // of the spare, so many have no result
 
   int index_ = 0;  // of the lane's slot
   Params<float> start_, now_;
   float sum_c_ = 0, sum_cu_ = 0;
   Totals totals_{};
-  std::uint32_t codes_[kSize / 4];  // of row(i); these and totals_ are those of now_, unless stale
-  int fits_ = 0;
-  bool sure_ = false;  // that the fit is kept
-  enum { kIdle, kStale, kFits, kDone } state_ = kIdle;
+  std::uint32_t codes_[kSize / 4];  // these and totals_ are those of now_, unless stale
+  static constexpr int kNoMore = kMostFits + 1;
+  int fits_ = 0;    // kNoMore: minmax it is
+  float gain_ = 0;  // no more than the error has fallen by, but for what surely_gains() says
+  enum { kIdle, kStale, kFits, kDone } state_ = kIdle;  // stale: s and b are there, codes not yet
 };
 
-#ifndef LSQ_WARPS
-#define LSQ_WARPS 12
-#endif
-
-// Each warp, a block of its own, fits `run` groups.
+// Each warp fits `run` groups.
 template <class X, int kSize, bool kWeighted>
-__global__ void __launch_bounds__(32, LSQ_WARPS) lsq_groups(const Problem p, int run) {
+__global__ void __launch_bounds__(32, LsqWarp<X, kSize, kWeighted>::kResident)
+    lsq_groups(const Problem p, int run) {
   using Warp = LsqWarp<X, kSize, kWeighted>;
   __shared__ typename Warp::Shared shared;
   const std::int64_t first = std::int64_t{blockIdx.x} * run;
