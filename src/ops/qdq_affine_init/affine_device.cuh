@@ -204,17 +204,20 @@ __device__ inline void write_codes(const Problem& p, std::uint8_t* row, std::int
     return;
   }
   const int bits = p.bits;
+  if (bits == 4) {
+    const auto pairs = [&](int i) { return bytes[i] | bytes[i] >> 4; };  // in bytes 0 and 2
+    const std::uint32_t words[2] = {__byte_perm(pairs(0), pairs(1), 0x6420),
+                                    __byte_perm(pairs(2), pairs(3), 0x6420)};
+    if (store) store_words(row + 8 * chunk, words, p.code_align);
+    return;
+  }
   std::uint64_t half[2];  // 8 codes each
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     half[i] = close_up(bytes[2 * i], bits) | std::uint64_t{close_up(bytes[2 * i + 1], bits)}
                                                  << 4 * bits;
   std::uint8_t* to = row + 2 * bits * chunk;
-  if (bits == 4) {
-    const std::uint32_t words[2] = {static_cast<std::uint32_t>(half[0]),
-                                    static_cast<std::uint32_t>(half[1])};
-    if (store) store_words(to, words, p.code_align);
-  } else if (bits == 2) {
+  if (bits == 2) {
     const std::uint32_t words[1] = {static_cast<std::uint32_t>(half[0] | half[1] << 16)};
     if (store) store_words(to, words, 4);
   } else if (bits == 1) {
