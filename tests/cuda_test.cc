@@ -365,6 +365,25 @@ TEST(Cuda, SmallProblems) {
   }
 }
 
+// Enough groups that each warp of lsq has several batches of them to go through.
+TEST(Cuda, LongRunsOfLsq) {
+  BITTERN_NEEDS_CUDA();
+  const std::int64_t rows = is_emulated() ? 50 : 2000;
+  const QdqAffineInit::Desc problems[] = {
+      {.outer_size = rows, .axis_size = 8192, .group_size = 64, .method = AffineMethod::lsq},
+      {.outer_size = rows,
+       .axis_size = 4096,
+       .group_size = 32,
+       .element = DType::bf16,
+       .storage = CodeStorage::packed,
+       .method = AffineMethod::lsq}};
+  for (const auto& d : problems) {
+    const auto report = oracle::parity<QdqAffineInit>(d, {.cpu = false});
+    for (const std::string& failure : report.failures) ADD_FAILURE() << failure;
+    EXPECT_GT(report.compared_cuda, 0);
+  }
+}
+
 // Offsets beyond 2^32 bytes and elements.
 TEST(CudaLarge, RowsFarApart) {
   BITTERN_NEEDS_CUDA();

@@ -124,14 +124,18 @@ __device__ bool usual_params(const Range<float>& r, const Problem& p, Params<flo
 // clamp(A(z), 0, n) and clamp(R(z), 0, n) for z = x / s, without dividing: with v = x / (s n)
 // clamped to [0, 1], the code is n v to the nearest integer, unless n v is so near to a half that
 // its error may matter. The 4 roundings on the way to v and the definition's one are each worth at
-// most 2^-24 of z <= n + 1/2 (beyond, both clamp); a `shift` added to x brings three more of its
-// own size. NaN gives 0 and infinities the ends, as they should.
+// most 2^-24 of z <= n (beyond, both clamp); a `shift` added to x brings four more of its own size.
+// NaN gives 0 and infinities the ends, as they should. v is raised by the margin, so that a
+// doubtful code is always one too large, and n v less the code near -1/2: only that end needs
+// watching, and as integers such differences are the largest.
 class NearCodes {
  public:
   __device__ NearCodes(Params<float> p, float n, float shift = 0)
       : n_(n), inverse_(reciprocal(p.s * n)), offset_(shift * inverse_) {
-    const float size = fabsf(p.s), margin = (n + 1 + fabsf(offset_) * n) * 0x1p-21f;
-    limit_ = size > 0x1p-90f && size < 0x1p90f ? 0.5f - margin : -1.0f;
+    const float size = fabsf(p.s), margin = (1 + fabsf(offset_)) * 0x1p-21f;
+    const float limit = fmaf(2 * n, margin, -0.5f);
+    offset_ += margin;
+    limit_ = size > 0x1p-90f && size < 0x1p90f && limit < 0 ? __float_as_uint(limit) : 0;
   }
   // The code of (x + shift) / s, in the low bits of a register.
   __device__ std::uint32_t code(float x) { return __float_as_uint(at_2_23(x)); }
@@ -142,10 +146,11 @@ class NearCodes {
  private:
   __device__ float at_2_23(float x) {
     const float v = __saturatef(fmaf(x, inverse_, offset_)), shifted = fmaf(v, n_, 0x1p23f);
-    worst_ = fmaxf(worst_, fabsf(fmaf(v, n_, -(shifted - 0x1p23f))));
+    worst_ = max(worst_, __float_as_uint(fmaf(v, n_, -(shifted - 0x1p23f))));
     return shifted;
   }
-  float n_, inverse_, offset_, limit_, worst_ = 0;
+  float n_, inverse_, offset_;
+  std::uint32_t limit_, worst_ = 0;
 };
 
 // v[i] = f(v[i]) where it hardly ever happens: a loop through local memory, to keep kernels short.
@@ -199,17 +204,20 @@ __device__ inline void write_codes(const Problem& p, std::uint8_t* row, std::int
     return;
   }
   const int bits = p.bits;
+  if (bits == 4) {
+    const auto pairs = [&](int i) { return bytes[i] | bytes[i] >> 4; };  // in bytes 0 and 2
+    const std::uint32_t words[2] = {__byte_perm(pairs(0), pairs(1), 0x6420),
+                                    __byte_perm(pairs(2), pairs(3), 0x6420)};
+    if (store) store_words(row + 8 * chunk, words, p.code_align);
+    return;
+  }
   std::uint64_t half[2];  // 8 codes each
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     half[i] = close_up(bytes[2 * i], bits) | std::uint64_t{close_up(bytes[2 * i + 1], bits)}
                                                  << 4 * bits;
   std::uint8_t* to = row + 2 * bits * chunk;
-  if (bits == 4) {
-    const std::uint32_t words[2] = {static_cast<std::uint32_t>(half[0]),
-                                    static_cast<std::uint32_t>(half[1])};
-    if (store) store_words(to, words, p.code_align);
-  } else if (bits == 2) {
+  if (bits == 2) {
     const std::uint32_t words[1] = {static_cast<std::uint32_t>(half[0] | half[1] << 16)};
     if (store) store_words(to, words, 4);
   } else if (bits == 1) {
@@ -243,14 +251,23 @@ __device__ inline void write_codes(const Problem& p, std::uint8_t* row, std::int
 
 // ---- lsq ----
 
-// The least-squares s and b of a group's sums, as stored; s is NaN where there are none.
+// The least-squares s and b of a group's sums.
 template <class F>
-__device__ Params<F> fit(double c, double cq, double cqq, double cu, double cqu, F b0,
-                         const Stored& stored) {
-  const double r = 1 / (c * cqq - cq * cq);
-  const double s = (c * cqu - cq * cu) * r;
-  const double b = static_cast<double>(b0) + (cqq * cu - cq * cqu) * r;
-  const Params<F> p{stored(static_cast<F>(s)), stored(static_cast<F>(b)) + F(0)};
+__device__ Params<F> least_squares(double c, double cq, double cqq, double cu, double cqu, F b0) {
+  // v w - x y. Products of f32 are exact.
+  const auto difference = [](double v, double w, double x, double y) {
+    return sizeof(F) == 4 ? fma(v, w, -(x * y)) : v * w - x * y;
+  };
+  const double r = 1 / difference(c, cqq, cq, cq);
+  const double s = difference(c, cqu, cq, cu) * r;
+  const double b = static_cast<double>(b0) + difference(cqq, cu, cq, cqu) * r;
+  return {static_cast<F>(s), static_cast<F>(b)};
+}
+
+// These as stored; s is NaN where they are no s and b.
+template <class F>
+__device__ Params<F> fit(const Params<F>& exact, const Stored& stored) {
+  const Params<F> p{stored(exact.s), stored(exact.b) + F(0)};
   if (p.s > 0 && std::isfinite(p.s) && std::isfinite(p.b)) return p;
   return {std::numeric_limits<F>::quiet_NaN(), 0};
 }

@@ -1,14 +1,13 @@
-// lsq of groups of 32, 64 and 128. A team of kLanes lanes has a group in registers, kEach weights a
-// lane: value j of row i of lane t is element (i kLanes + t) V + j, V the weights of 16 bytes, so
-// that the halving tree adds rows, then lanes, then the values of a lane. Few lanes with many
-// weights each: what a group takes once, the fit and the steps across lanes, is then a small part.
+// lsq of groups of 32, 64 and 128: a lane has a group, whose weights lie in shared memory. Sums are
+// then a lane's own affair, and the fit, which a group takes once a round, is a small part.
 //
-// Groups need 1 to 20 fits, 3.4 on average. A warp therefore takes a run of groups, and its teams
-// go on to new ones: not each at once, for loading and storing cost the whole warp, but when half
-// of them are done.
+// Groups need 1 to 20 fits, 3.4 on average. A warp therefore has more slots for groups than lanes:
+// a lane that is done leaves codes in the slot and takes up a group that waits in another. When too
+// few wait, the whole warp writes out what is done and makes a new batch ready.
 #pragma once
-#include <bit>
+#include <algorithm>
 
+#include "cuda/ptx.cuh"
 #include "ops/qdq_affine_init/affine_device.cuh"
 
 namespace bittern::affine {
@@ -24,402 +23,411 @@ __device__ __forceinline__ auto row_sums(const Leaf& leaf, int first = 0) {
   }
 }
 
-// The same, one leaf at a time: for what hardly ever happens, to keep kernels short. Bit-reversed
-// order makes neighbours of those to be added first; a binary counter holds the rest.
-template <int kCount, class Sum, class Leaf>
-__device__ Sum rare_row_sums(const Leaf& leaf) {
-  constexpr int kLog2 = std::bit_width(unsigned{kCount}) - 1;
-  Sum sum, partial[kLog2 + 1];
-#pragma unroll 1
-  for (unsigned i = 0; i < kCount; ++i) {
-    sum = leaf(static_cast<int>(kLog2 == 0 ? 0 : __brev(i) >> (32 - kLog2) % 32));
-#pragma unroll
-    for (int level = 0; level <= kLog2; ++level) {
-      if ((i >> level & 1) == 0) {
-        partial[level] = sum;
-        break;
-      }
-      sum = partial[level] + sum;
-    }
-  }
-  return sum;
-}
+template <class X, int kSize, bool kWeighted>
+class LsqWarp {
+  static constexpr int V = 4, kRows = kSize / V;
+  using Row = cuda::Pack<float, V>;
+  using Raw = cuda::Pack<X, 16 / sizeof(X)>;
+  static constexpr int kRawSize = 16 / sizeof(X), kRawRows = kSize / kRawSize;
 
-template <class X, int kLanes, int kEach, bool kWeighted>
-class LsqTeam {
+  // A slot is 16 bytes more than a multiple of 128, so that lanes with neighbouring slots read
+  // their rows from different banks.
+  struct Slot {
+    Row rows[kWeighted ? 2 * kRows : kRows];  // of u = w - b, then of importance
+    float s, b, sum_cu, sum_c;                // s and b of minmax; at last, those found
+    __device__ Row& u(int i) { return rows[i]; }
+    __device__ Row& c(int i) { return rows[kRows + i]; }
+    // The weights as they come lie at the end of what u will take, the codes at the beginning.
+    __device__ Raw& raw(int i) { return reinterpret_cast<Raw*>(rows + kRows)[i - kRawRows]; }
+    __device__ uint4& codes(int i) { return reinterpret_cast<uint4*>(rows)[i]; }
+  };
+
  public:
-  static constexpr int V = 16 / sizeof(X), kRows = kEach / V, kSize = kLanes * kEach;
+  static constexpr int kSlots = std::min<int>(48, (45 << 10) / sizeof(Slot));
+  struct Shared {
+    Slot slots[kSlots];
+    std::uint32_t groups[kSlots];                 // twice the number within the run + halved
+    std::uint8_t waiting[kSlots], spare[kSlots];  // slots: lists that grow and shrink at the end
+    std::uint32_t codes[kSize / 4];
+  };
+  // Warps on a multiprocessor, each a block: 16 have the registers they want, if the 228 KB of an
+  // H100 have room for them. A block's first KB is the system's.
+  static constexpr int kResident = std::min<int>(16, (228 << 10) / (sizeof(Shared) + 1024));
 
-  __device__ explicit LsqTeam(const Problem& p)
+  // For groups first .. end - 1.
+  __device__ LsqWarp(const Problem& p, Shared& shared, std::int64_t first, std::int64_t end)
       : p_(p),
-        t_(static_cast<int>(threadIdx.x % kLanes)),
-        mask_(((1u << kLanes) - 1) << threadIdx.x % 32 / kLanes * kLanes) {
-    each([&](int i, int j) { u_[i][j] = 0; });
+        shared_(shared),
+        lane_(static_cast<int>(threadIdx.x % 32)),
+        first_(first),
+        end_(static_cast<int>(end - first)) {
+    for (int i = lane_; i < kSlots; i += 32) shared_.spare[i] = static_cast<std::uint8_t>(i);
+    __syncwarp();
   }
 
-  __device__ bool active() const { return active_; }
-  __device__ bool done() const { return done_; }
-  __device__ int lanes_before() const { return __popc(mask_ - 1 & ~mask_); }
-
-  // ---- the steps, which whole warps take together ----
-
-  // Teams without a group get the given one, if it exists.
-  __device__ void load(std::int64_t group, bool exists) {
-    const bool mine = !active_;
-    if (mine) {
-      active_ = exists;
-      done_ = !exists;
-      fits_ = 0;
-      sure_ = false;
-      group_ = exists ? group : 0;
+  __device__ void run() {
+    for (;;) {
+      const unsigned idle = __ballot_sync(cuda::kWarp, state_ == kIdle);
+      if (waiting_ < __popc(idle) && spare_ >= kSlots / 2 && next_ < end_) {
+        write_out();
+        load();
+      }
+      take(idle);
+      if (!__any_sync(cuda::kWarp, state_ != kIdle)) break;
+      round();
+      retire();
     }
-    if (mine && exists) {
-      const X* from = weights();
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const auto v = cuda::Pack<X, V>::load(from + i * kLanes * V);
-#pragma unroll
-        for (int j = 0; j < V; ++j) u_[i][j] = cuda::load_math(v.at[j]);
+    write_out();
+  }
+
+ private:
+  using Sums = cuda::Sums<float, kWeighted ? 3 * V : V>;
+  struct Totals {
+    float cq, cqq, cqu;
+  };
+
+  __device__ unsigned lanes_before() const { return (1u << lane_) - 1; }
+
+  // ---- whole warps: groups into slots, and out of them ----
+
+  __device__ std::int64_t row_of(std::int64_t group) const {
+    return p_.one_row ? 0 : p_.row_groups.divide(group);
+  }
+  __device__ const X* weights(std::int64_t group) const {
+    const std::int64_t row = row_of(group);
+    return static_cast<const X*>(p_.w) + row * p_.w_stride +
+           (group - row * p_.row_groups.value()) * kSize;
+  }
+  // Of the element-th weight of a group.
+  __device__ float importance(std::int64_t group, int element) const {
+    const std::int64_t in_row = group - p_.row_groups.divide(group) * p_.row_groups.value();
+    const float c = p_.importance[in_row * kSize + element];
+    return c > 0 && std::isfinite(c) ? c : 0.0f;
+  }
+
+  // Spare slots get groups, one each, that then wait. None of the spare ones has a result.
+  __device__ void load() {
+    const int batch = min(min(end_ - next_, spare_), 32);
+    spare_ -= batch;
+    // Lane k has the k-th of these groups; it takes kRawRows lanes to copy one.
+    const int index = shared_.spare[spare_ + min(lane_, batch - 1)], group = next_ + lane_;
+    const auto from = reinterpret_cast<std::uintptr_t>(weights(first_ + min(group, end_ - 1)));
+#pragma unroll 2
+    for (int i = 0; i < batch; i += 32 / kRawRows) {
+      const int k = i + lane_ / kRawRows, piece = lane_ % kRawRows;
+      const auto* weights = reinterpret_cast<const Raw*>(__shfl_sync(cuda::kWarp, from, k));
+      const int to = __shfl_sync(cuda::kWarp, index, k);
+      if (k < batch) cuda::copy_async_16(&shared_.slots[to].raw(piece), weights + piece);
+    }
+    cuda::copy_async_commit();
+    if constexpr (kWeighted) {
+      for (int i = lane_; i < batch * kSize; i += 32) {
+        const int k = i / kSize, element = i % kSize;
+        shared_.slots[shared_.spare[spare_ + k]].c(element / V).at[element % V] =
+            importance(first_ + next_ + k, element);
       }
     }
-    Range<float> range{u_[0][0], u_[0][0]};
-    each([&](int i, int j) {
-      range.min = fminf(range.min, u_[i][j]);
-      range.max = fmaxf(range.max, u_[i][j]);
-    });
-    range = team_range<kLanes>(range);
+    cuda::copy_async_wait<0>();
+    __syncwarp();
+    if (lane_ < batch) {
+      prepare(index, group);
+      shared_.waiting[waiting_ + lane_] = static_cast<std::uint8_t>(index);
+    }
+    waiting_ += batch;
+    empty_ = spare_;
+    next_ += batch;
+    __syncwarp();
+  }
+
+  // minmax, and what stays the same in every fit.
+  __device__ void prepare(int index, int group) {
+    Slot& slot = shared_.slots[index];
+    Range<float> range;
+#pragma unroll
+    for (int i = 0; i < kRawRows; ++i) {
+      const Raw raw = slot.raw(i);
+#pragma unroll
+      for (int j = 0; j < kRawSize; ++j) {
+        const float x = raw.math(j);
+        if constexpr (sizeof(X) < 4) slot.u((i * kRawSize + j) / V).at[j % V] = x;
+        range.min = fminf(range.min, x);
+        range.max = fmaxf(range.max, x);
+      }
+    }
     Params<float> start;
-    bool usual = usual_minmax(range, p_, start), halved = false;
-    if (__any_sync(cuda::kWarp, mine && !usual)) {
-      Range<float> numbers;
-      each([&](int i, int j) { extend(numbers, u_[i][j]); });
+    bool halved = false, usual = usual_minmax(range, p_, start);
+    if (!usual) {
       const bool finite = std::isfinite(range.max - range.min);
-      range = team_range<kLanes>(numbers);
+      range = {};
+#pragma unroll 1
+      for (int i = 0; i < kSize; ++i) extend(range, slot.u(i / V).at[i % V]);
       halved = range.overflows();
       start = minmax_params(range, p_.bins, largest_stored<float>(p_.scale_element),
                             Stored{p_.scale_element});
       usual = finite && !halved;
     }
-    if (mine) {
-      start_ = now_ = start;
-      halved_ = halved;
-      done_ |= !usual;  // with a weight that is not finite, or a range that is not: minmax
-      each([&](int i, int j) { u_[i][j] -= start.b; });
-    }
-    const auto fixed = team_sums(row_sums<kRows>([&](int i) {
-      Fixed terms;
+    const auto sums = row_sums<kRows>([&](int i) {
+      cuda::Sums<float, kWeighted ? 2 * V : V> terms;
+      Row u = slot.u(i);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        terms.at[j] = kWeighted ? importance(i, j) * u_[i][j] : u_[i][j];
-        if constexpr (kWeighted) terms.at[V + j] = importance(i, j);
+        u.at[j] -= start.b;
+        terms.at[j] = u.at[j];
+        if constexpr (kWeighted) {
+          terms.at[V + j] = slot.c(i).at[j];
+          terms.at[j] *= terms.at[V + j];
+        }
       }
+      slot.u(i) = u;
       return terms;
-    }));
-    sum_cu_ = fixed.at[0];
-    sum_c_ = kWeighted ? fixed.at[kWeighted] : kSize;
-    Terms terms;
-    if (mine) terms = quantize(start_, codes_);
-    const Totals totals = total(terms);
-    if (mine) totals_ = totals;
+    });
+    slot.s = start.s;
+    slot.b = start.b;
+    // With a weight that is not finite, or a range that is not, no fit is to come about: minmax.
+    slot.sum_cu = usual ? across(sums, 0) : std::numeric_limits<float>::quiet_NaN();
+    slot.sum_c = kWeighted ? across(sums, kWeighted) : kSize;
+    shared_.groups[index] = static_cast<std::uint32_t>(2 * group + halved);
   }
 
-  // Fits s and b to the codes, and codes to those. Where no code changes, neither would the next s
+  // Results of spare slots to memory.
+  __device__ void write_out() {
+#pragma unroll 1
+    for (int i = empty_ + lane_; i < spare_; i += 32) {
+      const int index = shared_.spare[i];
+      const std::int64_t group = first_ + shared_.groups[index] / 2;
+      store_param(p_.scales, p_.scale_element, group, shared_.slots[index].s);
+      store_param(p_.biases, p_.scale_element, group, shared_.slots[index].b);
+    }
+    constexpr int kChunks = kSize / 16;
+#pragma unroll 1
+    for (int i = empty_; i < spare_; i += 32 / kChunks) {
+      const int k = i + lane_ / kChunks, chunk = lane_ % kChunks;
+      const int index = shared_.spare[min(k, spare_ - 1)];
+      const std::int64_t group = first_ + shared_.groups[index] / 2, row = row_of(group);
+      const uint4 codes = shared_.slots[index].codes(chunk);
+      const std::uint32_t bytes[4] = {codes.x, codes.y, codes.z, codes.w};
+      write_codes(p_, static_cast<std::uint8_t*>(p_.q) + row * p_.q_stride * (p_.packed ? 4 : 1),
+                  (group - row * p_.row_groups.value()) * kChunks + chunk, bytes, k < spare_);
+    }
+    __syncwarp();
+  }
+
+  // ---- a lane and its group ----
+
+  // Idle lanes take up groups that wait.
+  __device__ void take(unsigned idle) {
+    const int rank = __popc(idle & lanes_before());
+    if (state_ == kIdle && rank < waiting_) {
+      index_ = shared_.waiting[waiting_ - 1 - rank];
+      const Slot& slot = shared_.slots[index_];
+      start_ = now_ = {slot.s, slot.b};
+      sum_cu_ = slot.sum_cu;
+      sum_c_ = slot.sum_c;
+      fits_ = 0;
+      state_ = kStale;
+    }
+    waiting_ -= min(waiting_, __popc(idle));
+    __syncwarp();
+  }
+
+  // Fits s and b to the codes, and codes to those. Where no sum changes, neither would the next s
   // and b.
   __device__ void round() {
-    const Params<float> next = fit(sum_c_, totals_.cq, totals_.cqq, sum_cu_, totals_.cqu, start_.b,
-                                   Stored{p_.scale_element});
-    const bool moves = next.s > 0 && (next.s != now_.s || next.b != now_.b);
-    if (fits_ == kMostFits || !moves) done_ = true;
-    if (!done_) {
-      if (fits_ == 0) sure_ = surely_gains(next);
-      ++fits_;
-      now_ = next;
-    }
-    std::uint32_t codes[kEach / 4];
-    totals_ = total(quantize(now_, codes));
-    bool changes = false;
-#pragma unroll
-    for (int i = 0; i < kEach / 4; ++i) {
-      changes |= codes[i] != codes_[i];
-      codes_[i] = codes[i];
-    }
-    if ((__ballot_sync(cuda::kWarp, changes) & mask_) == 0) done_ = true;
-  }
-
-  // Writes the groups that are done. `staged` has room for the codes of a warp.
-  __device__ void finish(std::uint32_t* staged) {
-    const bool ready = active_ && done_;
-    bool kept = sure_;
-    if (__any_sync(cuda::kWarp, ready && fits_ > 0 && !sure_)) {
-      std::uint32_t first[kEach / 4];
-      quantize(start_, first);
-      // f32 sums of squares are within 2^-17 of the exact ones where nothing underflows.
-      const float before = error<float>(start_, first), after = error<float>(now_, codes_);
-      const bool in_range = before > 0x1p-60f && before < 0x1p100f;
-      const bool better = after < before * (1 - 0x1p-14f);
-      const bool clear = in_range && (better || after > before * (1 + 0x1p-14f));
-      bool gain = better;
-      if (__any_sync(cuda::kWarp, ready && fits_ > 0 && !sure_ && !clear)) {
-        const bool exact = gains(error<double>(start_, first), error<double>(now_, codes_));
-        if (!clear) gain = exact;
-      }
-      kept = sure_ || (gain && fits_ > 0);
-      if (ready && !kept) {
-#pragma unroll
-        for (int i = 0; i < kEach / 4; ++i) codes_[i] = first[i];
-      }
-    }
-    const Params<float> found = kept ? now_ : start_;  // without a fit they are the same
-
-    const std::int64_t row = p_.one_row ? 0 : p_.row_groups.divide(group_);
-    const std::int64_t in_row = group_ - row * p_.row_groups.value();
-    if (ready && t_ < 2)
-      store_param(t_ == 0 ? p_.scales : p_.biases, p_.scale_element, group_,
-                  t_ == 0 ? found.s : found.b);
-    // Through shared memory to 16 neighbouring codes a lane.
-    std::uint32_t* team = staged + threadIdx.x % 32 / kLanes * (kSize / 4);
-#pragma unroll
-    for (int i = 0; i < kEach / 4; ++i)
-      team[(i / (V / 4) * kLanes + t_) * (V / 4) + i % (V / 4)] = codes_[i];
-    __syncwarp();
-    auto* codes = static_cast<std::uint8_t*>(p_.q) + row * p_.q_stride * (p_.packed ? 4 : 1);
-#pragma unroll
-    for (int i = 0; i < kEach / 16; ++i) {
-      const int chunk = i * kLanes + t_;
-      std::uint32_t bytes[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) bytes[k] = team[4 * chunk + k];
-      write_codes(p_, codes, in_row * (kSize / 16) + chunk, bytes, ready);
-    }
-    __syncwarp();
-    if (ready) active_ = false;
-  }
-
- private:
-  using Fixed = cuda::Sums<float, kWeighted ? 2 * V : V>;
-  // A lane's share of the sums over c q, c q q and c q u. Without importance the first two are
-  // integers, exact in any order.
-  struct Terms {
-    cuda::Sums<float, kWeighted ? 3 * V : V> tree;
-    std::uint32_t q = 0, qq = 0;
-  };
-  struct Totals {
-    float cq, cqq, cqu;
-  };
-
-  template <class F>
-  __device__ static void each(const F& f) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) f(i, j);
-    }
-  }
-
-  // The weights of the group from this lane's first on, and their importance.
-  __device__ const X* weights() const {
-    const std::int64_t row = p_.one_row ? 0 : p_.row_groups.divide(group_);
-    const std::int64_t in_row = group_ - row * p_.row_groups.value();
-    return static_cast<const X*>(p_.w) + row * p_.w_stride + in_row * kSize + t_ * V;
-  }
-  __device__ float importance(int i, int j) const {
-    const std::int64_t in_row = group_ - p_.row_groups.divide(group_) * p_.row_groups.value();
-    const float c = p_.importance[in_row * kSize + (i * kLanes + t_) * V + j];
-    return c > 0 && std::isfinite(c) ? c : 0.0f;
-  }
-
-  // Each V values of a lane summed over the lanes of the team, then among themselves.
-  template <class F, int N>
-  __device__ cuda::Sums<F, N / V> team_sums(const cuda::Sums<F, N>& lane) const {
-    cuda::Sums<F, N / V> sums;
-#pragma unroll
-    for (int k = 0; k < N / V; ++k) {
-      F v[V];
-#pragma unroll
-      for (int j = 0; j < V; ++j) v[j] = lane.at[k * V + j];
-      sums.at[k] = cuda::team_tree<kLanes / 2>(v, t_);
-    }
-    return sums;
-  }
-
-  __device__ Totals total(const Terms& terms) const {
-    const auto sums = team_sums(terms.tree);
-    if constexpr (kWeighted) {
-      return {sums.at[0], sums.at[1], sums.at[2]};
-    } else {
-      static_assert(kSize * 255 * 255 < 1 << 24);
-      // One half of the team adds up q, the other q q.
-      const bool upper = (t_ & kLanes / 2) != 0;
-      std::uint32_t mine = upper ? terms.qq : terms.q;
-      mine += __shfl_xor_sync(cuda::kWarp, upper ? terms.q : terms.qq, kLanes / 2);
-#pragma unroll
-      for (int distance = kLanes / 4; distance > 0; distance /= 2)
-        mine += __shfl_xor_sync(cuda::kWarp, mine, distance);
-      const std::uint32_t other = __shfl_xor_sync(cuda::kWarp, mine, kLanes / 2);
-      const float own = cuda::small_integer<float>(mine), its = cuda::small_integer<float>(other);
-      return {upper ? its : own, upper ? own : its, sums.at[0]};
-    }
-  }
-
-  // The terms of u and codes q of row i.
-  __device__ void add_terms(int i, const float (&u)[V], const float (&q)[V],
-                            decltype(Terms::tree)& terms) const {
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      if constexpr (kWeighted) {
-        terms.at[j] = importance(i, j) * q[j];
-        terms.at[V + j] = terms.at[j] * q[j];
-        terms.at[2 * V + j] = terms.at[j] * u[j];
+    if (state_ == kFits) {
+      const Params<float> exact =
+          least_squares(sum_c_, totals_.cq, totals_.cqq, sum_cu_, totals_.cqu, start_.b);
+      const Params<float> next = fit(exact, Stored{p_.scale_element});
+      const bool moves = next.s > 0 && (next.s != now_.s || next.b != now_.b);
+      if (fits_ >= kMostFits || !moves) {
+        state_ = kDone;
       } else {
-        terms.at[j] = q[j] * u[j];
+        if (fits_ == 0) gain_ = error_above(exact, start_, -0x1p-10f);
+        if (p_.scale_element != DType::f32) gain_ -= error_above(exact, next, 0x1p-10f);
+        ++fits_;
+        now_ = next;
       }
     }
-  }
-  __device__ static void add_integers(std::uint32_t codes, Terms& terms) {
-    terms.q = __dp4a(codes, 0x01010101u, terms.q);
-    terms.qq = __dp4a(codes, codes, terms.qq);
+    const Totals before = totals_;
+    quantize();
+    const bool same =
+        before.cq == totals_.cq && before.cqq == totals_.cqq && before.cqu == totals_.cqu;
+    if (state_ == kFits && same) state_ = kDone;
+    if (state_ == kStale) state_ = kFits;
   }
 
-  // Codes of s and b, as minmax_code gives them, and their terms.
-  __device__ Terms quantize(Params<float> by, std::uint32_t (&codes)[kEach / 4]) const {
-    NearCodes near(by, p_.n, start_.b - by.b);
-    Terms terms;
-    terms.tree = row_sums<kRows>([&](int i) {
-      decltype(terms.tree) row;
-      float q[V];
+  // Lanes that are done leave their results in their slots. One whose fit does not gain first gets
+  // minmax's codes again.
+  __device__ void retire() {
+    const bool fitted = state_ == kDone && fits_ > 0 && fits_ != kNoMore;
+    for (unsigned open = __ballot_sync(cuda::kWarp, fitted && !surely_gains()); open != 0;
+         open &= open - 1) {
+      const int from = __ffs(static_cast<int>(open)) - 1;
+      const bool gain = gains_by_definition(from);
+      if (lane_ == from && !gain) {
+        now_ = start_;
+        fits_ = kNoMore;
+        state_ = kStale;
+      }
+    }
+    const unsigned leaving = __ballot_sync(cuda::kWarp, state_ == kDone);
+    if (state_ == kDone) {
+      Slot& slot = shared_.slots[index_];
+      slot.s = now_.s;
+      slot.b = now_.b;
+#pragma unroll
+      for (int i = 0; i < kSize / 16; ++i)
+        slot.codes(i) = {codes_[4 * i], codes_[4 * i + 1], codes_[4 * i + 2], codes_[4 * i + 3]};
+      shared_.spare[spare_ + __popc(leaving & lanes_before())] = static_cast<std::uint8_t>(index_);
+      state_ = kIdle;
+    }
+    spare_ += __popc(leaving);
+    __syncwarp();
+  }
+
+  // The k-th V sums, one for each value of a row, together.
+  template <int N>
+  __device__ static float across(const cuda::Sums<float, N>& sums, int k) {
+    return (sums.at[k * V] + sums.at[k * V + 2]) + (sums.at[k * V + 1] + sums.at[k * V + 3]);
+  }
+
+  // Codes of s and b, as minmax_code gives them, and their sums: c q, c q q and c q u. Without
+  // importance the first two are integers, exact in any order.
+  __device__ void quantize() {
+    Slot& slot = shared_.slots[index_];
+    NearCodes near(now_, p_.n, start_.b - now_.b);
+    std::uint32_t sum_q = 0, sum_qq = 0;
+    const Sums sums = row_sums<kRows>([&](int i) {
+      const Row u = slot.u(i);
       std::uint32_t bits[V];
+      float q[V];
+      Sums terms;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        bits[j] = near.code(u_[i][j]);
+        bits[j] = near.code(u.at[j]);
         q[j] = __uint_as_float(bits[j]) - 0x1p23f;
       }
+      codes_[i] = four_bytes(bits[0], bits[1], bits[2], bits[3]);
+      if constexpr (kWeighted) {
+        const Row c = slot.c(i);
 #pragma unroll
-      for (int j = 0; j < V; j += 4) {
-        codes[(i * V + j) / 4] = four_bytes(bits[j], bits[j + 1], bits[j + 2], bits[j + 3]);
-        add_integers(codes[(i * V + j) / 4], terms);
+        for (int j = 0; j < V; ++j) {
+          terms.at[j] = c.at[j] * q[j];
+          terms.at[V + j] = terms.at[j] * q[j];
+          terms.at[2 * V + j] = terms.at[j] * u.at[j];
+        }
+      } else {
+        sum_q = __dp4a(codes_[i], 0x01010101u, sum_q);
+        sum_qq = __dp4a(codes_[i], codes_[i], sum_qq);
+#pragma unroll
+        for (int j = 0; j < V; ++j) terms.at[j] = q[j] * u.at[j];
       }
-      add_terms(i, u_[i], q, row);
-      return row;
+      return terms;
     });
-    if (near.certain() && !halved_) return terms;
-    return by_definition(by, codes);
+    if constexpr (kWeighted) {
+      totals_ = {across(sums, 0), across(sums, 1), across(sums, 2)};
+    } else {
+      static_assert(kSize * 255 * 255 < 1 << 24);
+      totals_ = {cuda::small_integer<float>(sum_q), cuda::small_integer<float>(sum_qq),
+                 across(sums, 0)};
+    }
+    const bool certain = near.certain() && !std::isnan(sum_cu_);
+    for (unsigned open = __ballot_sync(cuda::kWarp, state_ != kIdle && !certain); open != 0;
+         open &= open - 1)
+      quantize_by_definition(__ffs(static_cast<int>(open)) - 1);
   }
+
+  // ---- the whole warp for one lane's group: what is rare ----
 
   // The same where a code is near a tie, or the group is an odd one.
-  __device__ Terms by_definition(Params<float> by, std::uint32_t (&codes)[kEach / 4]) const {
-    const X* w = weights();
-    std::uint32_t spare[kEach / 4];
-#pragma unroll 1
-    for (int i = 0; i < kEach; i += 4) {
-      std::uint32_t word = 0;
-#pragma unroll 1
-      for (int j = 0; j < 4; ++j) {
-        const float x = cuda::load_math(w[i / V * kLanes * V + i % V + j]);
-        word |= std::uint32_t{minmax_code(x, by, p_.bins, halved_)} << 8 * j;
-      }
-      spare[i / 4] = word;
-    }
-    float u[kRows][V];
-    each([&](int i, int j) { u[i][j] = u_[i][j]; });
-    Terms terms;
-    terms.tree = rare_row_sums<kRows, decltype(terms.tree)>([&](int i) {
-      decltype(terms.tree) row;
-      float q[V];
-#pragma unroll
-      for (int j = 0; j < V; ++j) q[j] = code_at(spare, i, j);
-      add_terms(i, u[i], q, row);
-      return row;
+  __device__ void quantize_by_definition(int from) {
+    const Params<float> by{__shfl_sync(cuda::kWarp, now_.s, from),
+                           __shfl_sync(cuda::kWarp, now_.b, from)};
+    const int index = __shfl_sync(cuda::kWarp, index_, from);
+    const bool halved = shared_.groups[index] % 2 != 0;
+    const X* w = weights(first_ + shared_.groups[index] / 2);
+    Slot& slot = shared_.slots[index];
+    auto* bytes = reinterpret_cast<std::uint8_t*>(shared_.codes);
+    const auto sums = cuda::warp_tree<float, 3>(kSize, [&](int j) -> cuda::Sums<float, 3> {
+      const std::uint8_t code = minmax_code(cuda::load_math(w[j]), by, p_.bins, halved);
+      bytes[j] = code;
+      const float q = code, cq = kWeighted ? slot.c(j / V).at[j % V] * q : q;
+      return {cq, cq * q, cq * slot.u(j / V).at[j % V]};
     });
+    __syncwarp();
+    if (lane_ == from) {
+      totals_ = {sums.at[0], sums.at[1], sums.at[2]};
 #pragma unroll
-    for (int i = 0; i < kEach / 4; ++i) {
-      codes[i] = spare[i];
-      add_integers(codes[i], terms);
+      for (int i = 0; i < kSize / 4; ++i) codes_[i] = shared_.codes[i];
     }
-    return terms;
+    __syncwarp();
   }
 
-  __device__ static float code_at(const std::uint32_t (&codes)[kEach / 4], int i, int j) {
-    return cuda::small_integer<float>(codes[(i * V + j) / 4] >> j % 4 * 8 & 0xffu);
+  // Is the last fit kept? The errors are sums of c (w - fma(q, s, b))^2.
+  __device__ bool gains_by_definition(int from) {
+    const Params<float> start{__shfl_sync(cuda::kWarp, start_.s, from),
+                              __shfl_sync(cuda::kWarp, start_.b, from)};
+    const Params<float> now{__shfl_sync(cuda::kWarp, now_.s, from),
+                            __shfl_sync(cuda::kWarp, now_.b, from)};
+    const int index = __shfl_sync(cuda::kWarp, index_, from);
+    const X* w = weights(first_ + shared_.groups[index] / 2);
+    const auto errors = cuda::warp_tree<double, 2>(kSize, [&](int j) -> cuda::Sums<double, 2> {
+      const float x = cuda::load_math(w[j]);
+      const auto error = [&](Params<float> by) {
+        const float q = minmax_code(x, by, p_.bins, false);
+        const double d = x - fmaf(q, by.s, by.b);
+        return kWeighted ? static_cast<double>(shared_.slots[index].c(j / V).at[j % V]) * (d * d)
+                         : d * d;
+      };
+      return {error(start), error(now)};
+    });
+    return gains(errors.at[0], errors.at[1]);
   }
 
-  // Is the first fit's gain alone enough? Codes fixed, the error falls by (ds, db) M (ds, db) with
-  // M = (QQ Q; Q C), and it was at most size s^2 / 4. Later steps only lower it, but for roundings:
-  // of s and b, which count twice over at the minimum, and of codes within n 2^-21 of a tie. Both
-  // are far below the threshold as long as b is not large beside s, and s and b are stored as f32.
-  __device__ bool surely_gains(Params<float> next) const {
-    if (kWeighted || p_.scale_element != DType::f32) return false;
-    const float ds = start_.s - next.s, db = start_.b - next.b, unit = start_.s;
+  // Codes fixed, the error of s and b is above that of the least-squares ones by
+  // (ds, db) M (ds, db) with M = (QQ Q; Q C). Of its squares much may cancel: a share of them,
+  // `doubt`, is added.
+  __device__ float error_above(Params<float> least, Params<float> by, float doubt) const {
+    const float ds = by.s - least.s, db = by.b - least.b;
     const float squares = totals_.cqq * ds * ds + kSize * db * db;
-    const float gain = squares + 2 * totals_.cq * ds * db;
-    return unit > 0x1p-50f && unit < 0x1p50f && fabsf(start_.b) < 0x1p12f * unit &&
-           gain > 0x1p-10f * squares && gain > kSize * unit * unit * (0x1p-14f + p_.n * 0x1p-20f);
+    return squares + 2 * totals_.cq * ds * db + doubt * squares;
   }
 
-  // sum c (w - fma(q, s, b))^2
-  template <class F>
-  __device__ F error(Params<float> by, const std::uint32_t (&codes)[kEach / 4]) const {
-    const X* w = weights();
-    std::uint32_t spare[kEach / 4];
-#pragma unroll
-    for (int i = 0; i < kEach / 4; ++i) spare[i] = codes[i];
-    return team_sums(rare_row_sums<kRows, cuda::Sums<F, V>>([&](int i) {
-             cuda::Sums<F, V> row;
-#pragma unroll
-             for (int j = 0; j < V; ++j) {
-               const float x = cuda::load_math(w[i * kLanes * V + j]);
-               const F d = x - fmaf(code_at(spare, i, j), by.s, by.b);
-               if constexpr (!kWeighted) {
-                 row.at[j] = d * d;
-               } else if constexpr (sizeof(F) == 8) {
-                 row.at[j] = static_cast<F>(importance(i, j)) * (d * d);
-               } else {
-                 row.at[j] = importance(i, j) * d * d;  // so ordered, it underflows only with d
-               }
-             }
-             return row;
-           }))
-        .at[0];
+  // Is the gain of the first fit, less what storing s and b took away since, enough? The error was
+  // at most size s^2, and new codes only lower it, but for roundings: of the f32 s and b, which
+  // count twice over at the minimum, of codes within n 2^-21 of a tie, and of fma(q, s, b).
+  __device__ bool surely_gains() const {
+    const float unit = start_.s, b = fabsf(start_.b);
+    return !kWeighted && unit > (p_.scale_element == DType::f32 ? 0x1p-50f : 0x1p-14f) &&
+           unit < 0x1p50f && b < 0x1p12f * unit &&
+           gain_ > kSize * unit * (unit * (0x1p-14f + p_.n * 0x1p-20f) + b * 0x1p-23f);
   }
 
   const Problem& p_;
-  int t_;
-  unsigned mask_;      // the team's lanes
-  float u_[kRows][V];  // w - start.b
-  std::uint32_t codes_[kEach / 4] = {};
+  Shared& shared_;
+  int lane_;
+  std::int64_t first_;
+  int next_ = 0, end_;                                 // groups not yet in a slot
+  int waiting_ = 0, spare_ = kSlots, empty_ = kSlots;  // of the spare, so many have no result
+
+  int index_ = 0;  // of the lane's slot
   Params<float> start_, now_;
-  Totals totals_{};
   float sum_c_ = 0, sum_cu_ = 0;
-  int fits_ = 0;
-  bool active_ = false, done_ = true, sure_ = false, halved_ = false;
-  std::int64_t group_ = 0;
+  Totals totals_{};
+  std::uint32_t codes_[kSize / 4];  // these and totals_ are those of now_, unless stale
+  static constexpr int kNoMore = kMostFits + 1;
+  int fits_ = 0;    // kNoMore: minmax it is
+  float gain_ = 0;  // no more than the error has fallen by, but for what surely_gains() says
+  enum { kIdle, kStale, kFits, kDone } state_ = kIdle;  // stale: s and b are there, codes not yet
 };
 
-constexpr int kLsqBlock = 128;
-
 // Each warp fits `run` groups.
-template <class X, int kLanes, int kEach, bool kWeighted>
-__global__ void __launch_bounds__(kLsqBlock) lsq_teams(const Problem p, int run) {
-  __shared__ std::uint32_t staged[kLsqBlock * kEach / 4];
-  std::uint32_t* codes = staged + threadIdx.x / 32 * (32 * kEach / 4);
-  const std::int64_t warp = (std::int64_t{blockIdx.x} * kLsqBlock + threadIdx.x) / 32;
-  const std::int64_t end = (warp + 1) * run < p.groups ? (warp + 1) * run : p.groups;
-  std::int64_t next = warp * run;
-  if (next >= end) return;
-  LsqTeam<X, kLanes, kEach, kWeighted> team(p);
-  const unsigned below = (1u << team.lanes_before()) - 1;
-  for (;;) {
-    const unsigned live = __ballot_sync(cuda::kWarp, team.active());
-    const unsigned ready = __ballot_sync(cuda::kWarp, team.active() && team.done());
-    if (2 * __popc(ready) >= __popc(live)) {
-      if (ready != 0) team.finish(codes);
-      const unsigned idle = __ballot_sync(cuda::kWarp, !team.active());
-      const std::int64_t group = next + __popc(idle & below) / kLanes;
-      next += __popc(idle) / kLanes;
-      team.load(group, group < end);
-      if (__ballot_sync(cuda::kWarp, team.active()) == 0) return;
-    }
-    team.round();
-  }
+template <class X, int kSize, bool kWeighted>
+__global__ void __launch_bounds__(32, LsqWarp<X, kSize, kWeighted>::kResident)
+    lsq_groups(const Problem p, int run) {
+  using Warp = LsqWarp<X, kSize, kWeighted>;
+  __shared__ typename Warp::Shared shared;
+  const std::int64_t first = std::int64_t{blockIdx.x} * run;
+  Warp(p, shared, first, first + run < p.groups ? first + run : p.groups).run();
 }
 
 }  // namespace bittern::affine

@@ -162,8 +162,9 @@ class WarpGroup {
         const F q = static_cast<F>(code(j, now)), cq = importance(j) * q;
         return {cq, cq * q, cq * (weight(j) - start.b)};
       });
-      const Params<F> next = affine::fit(fixed.at[0], sums.at[0], sums.at[1], fixed.at[1],
-                                         sums.at[2], start.b, Stored{p_.scale_element});
+      const Params<F> next = affine::fit(affine::least_squares(fixed.at[0], sums.at[0], sums.at[1],
+                                                               fixed.at[1], sums.at[2], start.b),
+                                         Stored{p_.scale_element});
       if (!(next.s > 0) || (next.s == now.s && next.b == now.b)) break;
       now = next;
     }
@@ -229,17 +230,15 @@ __global__ void __launch_bounds__(cuda::kBlock)
   }
 }
 
-// Enough runs for every multiprocessor to have several warps' worth one after the other.
+// All warps at once, with equal runs: they end at about the same time.
 template <class X, int kSize, bool kWeighted>
 Status launch_lsq(const Problem& p, int device, Stream stream) {
-  // Importance is read again for each fit: lanes with fewer weights leave registers for it.
-  constexpr int kEach = kWeighted || kSize == 32 ? 16 : 32, kLanes = kSize / kEach;
-  constexpr std::int64_t kTeams = 32 / kLanes, kLongest = 16 * kTeams;
-  const std::int64_t warps = std::int64_t{cuda::limits(device).multiprocessors} * 64;
-  const std::int64_t run = std::clamp(p.groups / warps, kTeams, kLongest);
-  return cuda::launch(Op::kName, affine::lsq_teams<X, kLanes, kEach, kWeighted>,
-                      cuda::grid_for((p.groups + run - 1) / run * 32, affine::kLsqBlock), device,
-                      stream, p, static_cast<int>(run));
+  const std::int64_t warps = std::int64_t{cuda::limits(device).multiprocessors} *
+                             affine::LsqWarp<X, kSize, kWeighted>::kResident;
+  const std::int64_t run = std::max<std::int64_t>((p.groups + warps - 1) / warps, 32);
+  return cuda::launch(Op::kName, affine::lsq_groups<X, kSize, kWeighted>,
+                      cuda::grid_for((p.groups + run - 1) / run * 32, 32), device, stream, p,
+                      static_cast<int>(run));
 }
 
 // A team of lanes per group of kSize.
