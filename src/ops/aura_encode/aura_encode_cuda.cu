@@ -381,17 +381,6 @@ Problem problem(const Op::Desc& d, const Op::Args& a) {
           .words = static_cast<int>(packed_words(d.axis_size, d.bits))};
 }
 
-template <class X, class Otherwise>
-Status run_halves(const Problem& p, int device, Stream stream, const Otherwise& otherwise) {
-  switch (p.rotation.dim) {
-    case 64: return run_hadamard<X, 64>(p, device, stream);
-    case 80: return run_hadamard<X, 80>(p, device, stream);
-    case 128: return run_hadamard<X, 128>(p, device, stream);
-    case 256: return run_hadamard<X, 256>(p, device, stream);
-    default: return otherwise();
-  }
-}
-
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   const Problem p = problem(d, a);
   const int device = a.x.device.index;
@@ -399,14 +388,16 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   if (p.rows < kFewRows * cuda::limits(device).multiprocessors) return by_warps();
   if (d.rotation == Rotation::dense) return run_dense(p, device, stream);
   if (d.rotation != Rotation::hadamard || !cuda::pieces_aligned(a.x, p.rows)) return by_warps();
-  const auto by_lanes = [&] {
-    return cuda::visit_tuned_dim<64>(
-        d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile>(p, device, stream); },
-        by_warps);
-  };
-  if (!is_half(d.element) || d.bits > 4 || p.needs_products()) return by_lanes();
-  return d.element == DType::bf16 ? run_halves<bf16>(p, device, stream, by_lanes)
-                                  : run_halves<f16>(p, device, stream, by_lanes);
+  if (is_half(d.element) && d.axis_size == 128 && (d.bits == 2 || d.bits == 4) &&
+      !p.needs_products()) {
+    return visit<f16, bf16>(d.element, [&]<class X>(Type<X>) {
+      return d.bits == 2 ? run_hadamard<X, 128, 2>(p, device, stream)
+                         : run_hadamard<X, 128, 4>(p, device, stream);
+    });
+  }
+  return cuda::visit_tuned_dim<64>(
+      d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile>(p, device, stream); },
+      by_warps);
 }
 
 Status run_tensors(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace none) {

@@ -70,12 +70,16 @@ struct PackedRows {
         reciprocal(pieces > 1 ? 0xffffffffu / static_cast<unsigned>(pieces) + 1u : 0u) {
     stride = padded || !joined ? (4 * p.words + 15) / 16 * 16 + (padded ? 16 : 0) : 4 * p.words;
   }
+  __device__ static __noinline__ void copy_some(const char* tile, int stride, std::uint32_t* to,
+                                                std::int64_t to_stride, int words, int rows) {
+    cuda::copy_rows_out(tile, stride, to, to_stride, words, rows);
+  }
   // A warp's: `rows` rows from `first` on, of a tile of kRows.
   template <int kRows>
   __device__ void copy_out(const char* tile, const Problem& p, std::int64_t first, int rows) const {
     std::uint32_t* const to = p.packed + first * p.packed_stride;
     if (!joined || rows < kRows || kRows * p.words % 4 != 0)
-      return cuda::copy_rows_out(tile, stride, to, p.packed_stride, p.words, rows);
+      return copy_some(tile, stride, to, p.packed_stride, p.words, rows);
 #pragma unroll 1
     for (int at = lane_index(); at < kRows * p.words / 4; at += 32) {
       const int row = padded ? cuda::small_quotient(at, pieces, reciprocal) : 0;
