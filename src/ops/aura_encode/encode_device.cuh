@@ -135,7 +135,7 @@ __device__ __noinline__ inline void encode_row(const Problem& p, std::int64_t ro
 // fma(r, slope, 2^23 + half the cells), never descends in r, so code(r) = boundaries before the
 // cell's own, plus 1 if r is above that. r that is known within less than `margin` has the right
 // code unless it is as near to the cell's boundary.
-struct Cell {
+struct alignas(8) Cell {
   float boundary;  // +inf if there is none; not -0, so that r is above it where boundary - r < 0
   unsigned before;
 };
@@ -201,27 +201,28 @@ __device__ inline bool fill_cells(Cell* table, const Cells& cells, const float* 
 }
 
 // A lane's way into the tables: addresses are one integer multiplication and addition, bits of a
-// cell times cell_step, and so on.
+// cell times step_ and so on. (Of factors that it knows the compiler makes shifts of their own.)
 class Tables {
  public:
   __device__ Tables(const Cells& cells, const Cell* table, const float* lookup)
       : cells_(reinterpret_cast<const char*>(table)),
-        lookup_(reinterpret_cast<const char*>(lookup + lane_index())),
-        step_(static_cast<unsigned>(cells.copies) * sizeof(Cell)),
-        base_(static_cast<unsigned>(lane_index() & (cells.copies - 1)) * sizeof(Cell) -
-              Cells::kFirst * step_) {}
+        lookup_(reinterpret_cast<const char*>(lookup)),
+        step_(cuda::opaque(static_cast<unsigned>(cells.copies) * sizeof(Cell))),
+        base_(cuda::opaque(static_cast<unsigned>(lane_index() & (cells.copies - 1)) * sizeof(Cell) -
+                           Cells::kFirst * step_)),
+        column_(cuda::opaque(static_cast<unsigned>(lane_index()) * sizeof(float))) {}
   // What cell() gave.
   __device__ const Cell& cell(unsigned bits) const {
     return *reinterpret_cast<const Cell*>(cells_ + (bits * step_ + base_));
   }
   __device__ float look_up(unsigned index) const {
     constexpr unsigned kStep = kLookupCopies * sizeof(float);
-    return *reinterpret_cast<const float*>(lookup_ + index * kStep);
+    return *reinterpret_cast<const float*>(lookup_ + (index * kStep + column_));
   }
 
  private:
   const char *cells_, *lookup_;
-  unsigned step_, base_;
+  unsigned step_, base_, column_;
 };
 
 }  // namespace bittern::encode
