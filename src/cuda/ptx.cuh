@@ -193,14 +193,14 @@ __device__ inline WarpgroupMatrix warpgroup_matrix(const void* b) {
 }
 
 // d = a b + (add ? d : 0) for a [64, 16], b [16, n], d [64, n], n = 64 or 128. Warp w has rows
-// 16 w .. 16 w + 15 of a and d, laid out as for multiply_bf16: d[4 i ..] is the tile of columns
+// 16 w .. 16 w + 15 of a and d, laid out as for multiply_f16: d[4 i ..] is the tile of columns
 // 8 i .. 8 i + 7.
-__device__ inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32_t (&a)[4],
-                                               WarpgroupMatrix b, bool add = true) {
+__device__ inline void warpgroup_multiply_f16(float (&d)[32], const std::uint32_t (&a)[4],
+                                              WarpgroupMatrix b, bool add = true) {
 #if BITTERN_WARPGROUP_CODE
   asm volatile(
       "{.reg .pred add; setp.ne.b32 add, %37, 0; "
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
       "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
       "{%32, %33, %34, %35}, %36, add, 1, 1, 0;}"
@@ -213,12 +213,12 @@ __device__ inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32
       : "memory");
 #endif
 }
-__device__ inline void warpgroup_multiply_bf16(float (&d)[64], const std::uint32_t (&a)[4],
-                                               WarpgroupMatrix b, bool add = true) {
+__device__ inline void warpgroup_multiply_f16(float (&d)[64], const std::uint32_t (&a)[4],
+                                              WarpgroupMatrix b, bool add = true) {
 #if BITTERN_WARPGROUP_CODE
   asm volatile(
       "{.reg .pred add; setp.ne.b32 add, %69, 0; "
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
       "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
       "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "

@@ -1,9 +1,12 @@
 // Dense rotations by products of a warpgroup (sm_90a), to f32's accuracy but not to its bits.
 //
-//   x, P        in bf16 parts, each what the parts before it leave: P in three, 24 bits; x in one
-//               (bf16), two (f16) or three (f32). Neither is scaled: bf16 has f32's exponents.
-//   y = P x     the sum of part i of x times part j of P, i + j <= 2, the least ones first: sums
-//               are cut off at 2^-24 of what they have come to. r = y / norm
+//   P           in two f16 parts, P 2^8 = high + low, 22 bits
+//   x           times a power of two, which makes a row's norm 2^14 to 2^15: f16 then holds what
+//               bf16 had, but for elements below 2^-31 of the norm, and f32 in two parts; f16 as
+//               it is
+//   y = P x     x low P + x high P, or of f32 x_low high P + x_high low P + x_high high P. The
+//               least ones come first, for sums are cut off at 2^-24 of what they have come to.
+//               r = y by, by = 1 / (norm and both powers of two)
 //   warpgroup   has 64 rows, a warp 16 of them. Columns of P^T are permuted so that of results
 //               i = 16 block + 4 q + 2 t + e lane l has those of q = l % 4, of rows l / 4 and
 //               l / 4 + 8 (`half`): four neighbouring codes of each block. See encode_hadamard.cuh.
@@ -20,111 +23,153 @@ constexpr int kDenseCellBytes = 32 << 10;  // of the table of cells, all its cop
 template <class X, int kDim_>
 struct DenseTile {
   static constexpr int kDim = kDim_, kRows = 16, kSteps = kDim / 16, kBlocks = kDim / 16;
-  static constexpr int kParts = sizeof(X) == 4 ? 3 : std::is_same_v<X, bf16> ? 1 : 2;  // of x
-  static constexpr int kMatrixParts = 3;
+  static constexpr bool kScaled = !std::is_same_v<X, f16>;
+  static constexpr int kMatrixExponent = 8, kRowExponent = 14;
+  static constexpr float kMostEntry = 128.0f;     // of P
   static constexpr int kPanelBytes = 128 * kDim;  // 64 columns of P
   static constexpr int kPartBytes = kDim / 64 * kPanelBytes;
-  static constexpr float kMostEntry = 0x1p32f;  // of P, so that no sum overflows
   // |cell of v times slope by - cell of v by times slope| in r: see Cells.
   static constexpr float kMargin = 0x1p-20f;
   using Rows = HadamardTile<bf16, kDim* static_cast<int>(sizeof(X)) / 2>;  // fetches x
   using Codes = HadamardTile<bf16, kDim>;                                  // stores codes
 
-  // P's parts, as warpgroup_multiply_bf16 wants them, by the whole block. Is none too large?
+  // A part of two numbers, and of them what it leaves.
+  __device__ static std::uint32_t next_part(float2& v) {
+    const std::uint32_t part = cuda::store_pair<f16>(v.x, v.y);
+    v.x -= HadamardTile<f16, kDim>::element(part, 0);
+    v.y -= HadamardTile<f16, kDim>::element(part, 1);
+    return part;
+  }
+  // P's parts, as warpgroup_multiply_f16 wants them, by the whole block. Can f16 hold them?
   __device__ static bool split_matrix(const float* table, char* parts) {
+    constexpr float kScale = 1 << kMatrixExponent;
     bool fits = true;
     for (int at = static_cast<int>(threadIdx.x); at < kDim * kDim / 2;
          at += static_cast<int>(blockDim.x)) {
       const int column = at / (kDim / 2), k = 2 * (at % (kDim / 2));
       const int row = column / 16 * 16 + column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
-      float2 v = *reinterpret_cast<const float2*>(table + row * kDim + k);
-      fits = fits && fabsf(v.x) <= kMostEntry && fabsf(v.y) <= kMostEntry;
+      const float* const from = table + row * kDim + k;
+      float2 v = make_float2(__ldg(from) * kScale, __ldg(from + 1) * kScale);
+      fits = fits && fabsf(v.x) <= kMostEntry * kScale && fabsf(v.y) <= kMostEntry * kScale;
       char* const to = parts + k / 64 * kPanelBytes + 128 * column +
                        16 * (k % 64 / 8 ^ column % 8) + 2 * (k % 8);
-#pragma unroll
-      for (int part = 0; part < kMatrixParts; ++part)
-        *reinterpret_cast<std::uint32_t*>(to + part * kPartBytes) = next_part(v);
+      *reinterpret_cast<std::uint32_t*>(to) = next_part(v);
+      *reinterpret_cast<std::uint32_t*>(to + kPartBytes) = next_part(v);
     }
     cuda::fence_shared_for_tensor_cores();
     return __syncthreads_and(fits ? 1 : 0) != 0;
   }
 
-  // A part of two numbers, and of them what it leaves.
-  __device__ static std::uint32_t next_part(float2& v) {
-    const std::uint32_t part = cuda::store_pair<bf16>(v.x, v.y);
-    v.x -= Codes::element(part, 0);
-    v.y -= Codes::element(part, 1);
-    return part;
-  }
+  using Words = std::uint32_t[4];   // of a lane, in a step: of halves 0, 1, 0, 1
+  using Sums = float[kBlocks * 8];  // [block][t][2 half + e]
 
-  using Elements = std::uint32_t[kParts][4];  // of a lane, in a step, in parts
-  using Sums = float[kBlocks * 8];            // [block][t][2 half + e]
-
-  // Adds the squares of the elements of each half.
-  __device__ static void load(Elements& a, const char* stage, int step, float (&squares)[2]) {
-    std::uint32_t words[4];
-    if constexpr (sizeof(X) == 2) Rows::load(words, stage, step);
+  // Powers of two of each half.
+  struct Scale {
+    float up[2], down[2];  // of x; of y
+    __device__ explicit Scale(const float (&squares)[2]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float2 v;
-      if constexpr (sizeof(X) == 4) {
-        const int lane = lane_index();
-        const char* const row = stage + (lane / 4 + i % 2 * 8) * Rows::kStride;
-        v = reinterpret_cast<const float2*>(row)[8 * step + 4 * (i / 2) + lane % 4];
-      } else {
-        v.x = HadamardTile<X, kDim>::element(words[i], 0);
-        v.y = HadamardTile<X, kDim>::element(words[i], 1);
-      }
-      squares[i % 2] = fmaf(v.x, v.x, squares[i % 2]);
-      squares[i % 2] = fmaf(v.y, v.y, squares[i % 2]);
-      if constexpr (kParts == 1) {
-        a[0][i] = words[i];
-      } else {
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) a[part][i] = next_part(v);
+      for (int h = 0; h < 2; ++h) {
+        // norm = 1 to 2 times 2^exponent
+        const int exponent = static_cast<int>(__float_as_uint(squares[h]) >> 23) - 127 >> 1;
+        const int by = kScaled ? kRowExponent - exponent : 0;
+        up[h] = __uint_as_float(static_cast<unsigned>(127 + by) << 23);
+        down[h] = __uint_as_float(static_cast<unsigned>(127 - by - kMatrixExponent) << 23);
       }
     }
+    __device__ float2 scaled(float2 v, int h) const {
+      return make_float2(v.x * up[h], v.y * up[h]);
+    }
+  };
+  __device__ static void add_squares(float (&squares)[2], float2 v, int h) {
+    squares[h] = fmaf(v.x, v.x, squares[h]);
+    squares[h] = fmaf(v.y, v.y, squares[h]);
+  }
+  __device__ static float2 elements(std::uint32_t word) {
+    using Halves = HadamardTile<X, kDim>;
+    return make_float2(Halves::element(word, 0), Halves::element(word, 1));
+  }
+  __device__ static float2 elements(const char* stage, int step, int i) {
+    const int lane = lane_index();
+    const char* const row = stage + (lane / 4 + i % 2 * 8) * Rows::kStride;
+    return reinterpret_cast<const float2*>(row)[8 * step + 4 * (i / 2) + lane % 4];
+  }
+  __device__ static void multiply(Sums& y, const Words& a, cuda::WarpgroupMatrix matrix, int part,
+                                  int step, bool add) {
+    cuda::warpgroup_multiply_f16(
+        y, a, matrix.at(part * kPartBytes + step / 4 * kPanelBytes + step % 4 * 32), add);
   }
 
-  // Adds the products of i + j = kMost ... kLeast, kMost == 2 being the first ones. loaded() is
+  // y = P x of the rows in `stage`, their squares, and by what y is to be multiplied. loaded() is
   // called when x has been read.
-  template <int kMost, int kLeast, class Loaded>
-  __device__ static void add_products(Sums& y, const char* stage, cuda::WarpgroupMatrix matrix,
-                                      float (&squares)[2], const Loaded& loaded) {
-    constexpr int kAtOnce = kParts == 1 ? kSteps : 2;
+  template <class Loaded>
+  __device__ static Scale rotate(Sums& y, const char* stage, cuda::WarpgroupMatrix matrix,
+                                 float (&squares)[2], const Loaded& loaded) {
     squares[0] = squares[1] = 0;
+    const auto over_quad = [&] {
 #pragma unroll
-    for (int first = 0; first < kSteps; first += kAtOnce) {
-      Elements a[kAtOnce];
+      for (float& sum : squares) {
+        sum += cuda::across(sum, 1);
+        sum += cuda::across(sum, 2);
+      }
+      return Scale(squares);
+    };
+    if constexpr (sizeof(X) == 2) {
+      Words a[kSteps];
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) load(a[k], stage, first + k, squares);
-      if (first + kAtOnce == kSteps) loaded();
-      cuda::warpgroup_begin();
+      for (int k = 0; k < kSteps; ++k) Rows::load(a[k], stage, k);
+      loaded();
 #pragma unroll
-      for (int sum = kMost; sum >= kLeast; --sum) {
+      for (int i = 0; i < 4 * kSteps; ++i) add_squares(squares, elements(a[i / 4][i % 4]), i % 2);
+      const Scale scale = over_quad();
+      if constexpr (kScaled) {
 #pragma unroll
-        for (int i = 0; i < kParts && i <= sum; ++i) {
-#pragma unroll
-          for (int k = 0; k < kAtOnce; ++k) {
-            const int step = first + k;
-            cuda::warpgroup_multiply_bf16(
-                y, a[k][i],
-                matrix.at((sum - i) * kPartBytes + step / 4 * kPanelBytes + step % 4 * 32),
-                sum < 2 || i > 0 || step > 0);
-          }
+        for (int i = 0; i < 4 * kSteps; ++i) {
+          std::uint32_t& word = a[i / 4][i % 4];
+          const float2 v = scale.scaled(elements(word), i % 2);
+          word = cuda::store_pair<f16>(v.x, v.y);
         }
       }
+      cuda::warpgroup_begin();
+#pragma unroll
+      for (int part = 1; part >= 0; --part) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) multiply(y, a[k], matrix, part, k, part < 1 || k > 0);
+      }
       cuda::warpgroup_end();
-    }
-  }
-  template <class Loaded>
-  __device__ static void rotate(Sums& y, const char* stage, cuda::WarpgroupMatrix matrix,
-                                float (&squares)[2], const Loaded& loaded) {
-    if constexpr (kParts == 1) {
-      add_products<2, 0>(y, stage, matrix, squares, loaded);
+      return scale;
     } else {
-      add_products<2, 1>(y, stage, matrix, squares, [] {});
-      add_products<0, 0>(y, stage, matrix, squares, loaded);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) add_squares(squares, elements(stage, k, i), i % 2);
+      }
+      const Scale scale = over_quad();
+      constexpr int kAtOnce = 4;  // steps
+#pragma unroll
+      for (int first = 0; first < 2 * kSteps; first += kAtOnce) {
+        const bool last_sum = first >= kSteps;  // of the high parts
+        Words high[kAtOnce], low[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < 4 * kAtOnce; ++i) {
+          float2 v = scale.scaled(elements(stage, first % kSteps + i / 4, i % 4), i % 2);
+          high[i / 4][i % 4] = next_part(v);
+          low[i / 4][i % 4] = next_part(v);
+        }
+        if (first + kAtOnce == 2 * kSteps) loaded();
+        cuda::warpgroup_begin();
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          const int step = first % kSteps + k;
+          if (last_sum) {
+            multiply(y, high[k], matrix, 0, step, true);
+          } else {
+            multiply(y, low[k], matrix, 0, step, step > 0);
+            multiply(y, high[k], matrix, 1, step, true);
+          }
+        }
+        cuda::warpgroup_end();
+      }
+      return scale;
     }
   }
 };
@@ -185,15 +230,10 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
     __syncwarp();
     typename Tile::Sums y;
     float squares[2];
-    Tile::rotate(y, stage, matrix, squares, [&] {
+    const auto scale = Tile::rotate(y, stage, matrix, squares, [&] {
       __syncwarp();
       fetch(first + step);
     });
-#pragma unroll
-    for (float& sum : squares) {
-      sum += cuda::across(sum, 1);
-      sum += cuda::across(sum, 2);
-    }
     // What a row takes once is done by even lanes for their first row, by odd ones for their
     // second.
     const int half = lane % 2, my_row = lane / 4 + 8 * half;
@@ -201,8 +241,8 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
     const bool extreme = !(my_squares <= max_finite<float>());
     const float norm = sqrtf(my_squares);
     const float my_by = norm > kAuraTiny && !extreme ? 1 / norm : 0.0f;
-    const float by[2] = {__shfl_sync(kAllLanes, my_by, lane & ~1),
-                         __shfl_sync(kAllLanes, my_by, lane | 1)};
+    const float by[2] = {__shfl_sync(kAllLanes, my_by, lane & ~1) * scale.down[0],
+                         __shfl_sync(kAllLanes, my_by, lane | 1) * scale.down[1]};
     float cc[2] = {}, rc[2] = {};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -234,7 +274,7 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
       rc[h] += cuda::across(rc[h], 2);
     }
     if (quarter < 2 && my_row < rows) {
-      const float my_rc = (half == 0 ? rc[0] : rc[1]) * my_by;
+      const float my_rc = half == 0 ? rc[0] * by[0] : rc[1] * by[1];
       store_norm(p, first + my_row, stored_scale(p.rule, norm, half == 0 ? cc[0] : cc[1], my_rc));
     }
     __syncwarp();
@@ -258,7 +298,7 @@ Status run_by_warpgroups(const Problem& p, int device, Stream stream) {
   const int levels = 1 << p.bits;
   DenseLayout l{.width = p.bits == 2 || p.bits == 4 ? p.bits : 8};
   l.width_radix = 1u << l.width;
-  l.cells = Tile::kMatrixParts * Tile::kPartBytes;
+  l.cells = 2 * Tile::kPartBytes;
   l.lookup = l.cells + cells.bytes();
   l.boundaries = l.lookup + levels * kLookupCopies * 4;
   l.warps = l.boundaries + align(4 * levels);

@@ -132,13 +132,13 @@ inline WarpgroupMatrix warpgroup_matrix(const void* b) {
   return {reinterpret_cast<std::uintptr_t>(b)};
 }
 template <int kCount>
-void warpgroup_multiply_bf16(float (&d)[kCount], const std::uint32_t (&a)[4], WarpgroupMatrix b,
-                             bool add = true) {
+void warpgroup_multiply_f16(float (&d)[kCount], const std::uint32_t (&a)[4], WarpgroupMatrix b,
+                            bool add = true) {
   const emulation::Slot* slots = emulation::exchange(~0u, a, sizeof a);
   const auto element = [](const std::byte* at) {
     std::uint16_t bits;
     std::memcpy(&bits, at, sizeof bits);
-    return static_cast<double>(to_f32(bf16{bits}));
+    return static_cast<double>(to_f32(f16{bits}));
   };
   const int lane = emulation::lane(), r = lane / 4, c = 2 * (lane % 4);
   const std::uintptr_t columns = b.address / 128 * 128, piece = b.address % 128 / 16;
