@@ -176,13 +176,16 @@ struct DenseTile {
 
 // Shared memory: P's parts, cells, lookup, boundaries; for each warp rows of x, packed rows.
 struct DenseLayout {
-  int width;  // bits of a code in shared memory: 2, 4 or 8
+  unsigned radix;  // 2^bits, but the compiler must not know
+  int width;       // bits of a code in shared memory: 2, 4 or 8
   unsigned width_radix;
   int cells, lookup, boundaries, warps;
   int out, out_stride, warp;
 };
 
-template <class X, int kDim>
+// kPairs: for rules that want C alone, the sum of two squares is looked up by both codes at once
+// (at most 4 bits). Otherwise levels are.
+template <class X, int kDim, bool kPairs>
 __global__ void __launch_bounds__(128 * kDenseGroups, 1)
     encode_by_warpgroups(const __grid_constant__ Problem p, const Cells cells,
                          const DenseLayout layout) {
@@ -210,7 +213,12 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
   const int levels = 1 << p.bits;
   for (int i = static_cast<int>(threadIdx.x); i + 1 < levels; i += static_cast<int>(blockDim.x))
     boundaries[i] = p.boundaries[i];
-  fill_table(lookup, levels, kLookupCopies, [&](int i) { return __ldg(p.codebook + i); });
+  const auto level = [&](int i) { return __ldg(p.codebook + i); };
+  fill_table(lookup, kPairs ? levels * levels : levels, kLookupCopies, [&](int i) {
+    if (!kPairs) return level(i);
+    const float low = level(i & (levels - 1)), high = level(i >> p.bits);
+    return fmaf(low, low, high * high);
+  });
   const bool fits = Tile::split_matrix(p.rotation.table, shared);
   const bool fine = fill_cells(cell_table, cells, boundaries, p.bits);
   if (!fits || !fine) {
@@ -250,9 +258,9 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
       std::uint32_t four[kBlocks] = {};
 #pragma unroll
       for (int i = 3; i >= 0; --i) {
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-          const float v = y[8 * block + i / 2 * 4 + 2 * h + i % 2];
+        const auto value = [&](int block) { return y[8 * block + i / 2 * 4 + 2 * h + i % 2]; };
+        const auto gather = [&](int block) {
+          const float v = value(block);
           // P need not be orthogonal, so r may be anything; a NaN has the first cell.
           const float place =
               fminf(fmaxf(fmaf(v, slope, cells.middle), Cells::kInteger), last_cell);
@@ -260,9 +268,21 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
           const unsigned code =
               cell.before + (__float_as_uint(fmaf(v, -by[h], cell.boundary)) >> 31);
           four[block] = four[block] * layout.width_radix + code;
-          const float c = tables.look_up(code);
-          cc[h] = fmaf(c, c, cc[h]);
-          rc[h] = fmaf(v, c, rc[h]);
+          return code;
+        };
+        if constexpr (kPairs) {
+#pragma unroll
+          for (int block = 0; block < kBlocks; block += 2) {
+            const unsigned low = gather(block), high = gather(block + 1);
+            cc[h] += tables.look_up(high * layout.radix + low);
+          }
+        } else {
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block) {
+            const float c = tables.look_up(gather(block));
+            cc[h] = fmaf(c, c, cc[h]);
+            rc[h] = fmaf(value(block), c, rc[h]);
+          }
         }
       }
       // Opaque, or everything is compiled once for each width.
@@ -296,19 +316,23 @@ Status run_by_warpgroups(const Problem& p, int device, Stream stream) {
   const Cells cells = cells_for(kDim, p.bits, kDenseCellBytes, Tile::kMargin);
   const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
   const int levels = 1 << p.bits;
-  DenseLayout l{.width = p.bits == 2 || p.bits == 4 ? p.bits : 8};
+  const bool pairs = p.bits <= 4 && !p.needs_products();
+  DenseLayout l{.radix = static_cast<unsigned>(levels)};
+  l.width = p.bits == 2 || p.bits == 4 ? p.bits : 8;
   l.width_radix = 1u << l.width;
   l.cells = 2 * Tile::kPartBytes;
   l.lookup = l.cells + cells.bytes();
-  l.boundaries = l.lookup + levels * kLookupCopies * 4;
+  l.boundaries = l.lookup + (pairs ? levels * levels : levels) * kLookupCopies * 4;
   l.warps = l.boundaries + align(4 * levels);
   l.out = Tile::kRows * Tile::Rows::kStride;
   l.out_stride = align(std::max(4 * p.words, kDim * l.width / 8)) | 16;
   l.warp = l.out + std::max(Tile::kRows * l.out_stride, 2 * 4 * kDim);
   auto grid = cuda::tiles_grid(p.rows, 4 * Tile::kRows, kDenseGroups, l.warps, 4 * l.warp, device);
   grid.threads *= 4;
-  return cuda::launch(AuraEncode::kName, encode_by_warpgroups<X, kDim>, grid, device, stream, p,
-                      cells, l);
+  return cuda::launch(
+      AuraEncode::kName,
+      pairs ? encode_by_warpgroups<X, kDim, true> : encode_by_warpgroups<X, kDim, false>, grid,
+      device, stream, p, cells, l);
 }
 
 }  // namespace bittern::encode
