@@ -28,7 +28,7 @@ struct DenseTile {
   static constexpr float kMostEntry = 128.0f;     // of P
   static constexpr int kPanelBytes = 128 * kDim;  // 64 columns of P
   static constexpr int kPartBytes = kDim / 64 * kPanelBytes;
-  // |cell of v times slope by - cell of v by times slope| in r: see Cells.
+  // Of cells, in r: they are found with other roundings than those of Cells::cell().
   static constexpr float kMargin = 0x1p-20f;
   using Rows = HadamardTile<bf16, kDim* static_cast<int>(sizeof(X)) / 2>;  // fetches x
   using Codes = HadamardTile<bf16, kDim>;                                  // stores codes
@@ -177,7 +177,9 @@ struct DenseTile {
 // Shared memory: P's parts, cells, lookup, boundaries; for each warp rows of x, packed rows.
 struct DenseLayout {
   unsigned radix;  // 2^bits, but the compiler must not know
-  int width;       // bits of a code in shared memory: 2, 4 or 8
+  // Cell of r = last_cell (r slope + middle): what is in brackets is clamped to [0, 1].
+  float last_cell, slope, middle;
+  int width;  // bits of a code in shared memory: 2, 4 or 8
   unsigned width_radix;
   int cells, lookup, boundaries, warps;
   int out, out_stride, warp;
@@ -230,7 +232,6 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
   }
   const Tables tables(cells, cell_table, lookup);
   const auto matrix = cuda::warpgroup_matrix(shared);
-  const float last_cell = Cells::kInteger + static_cast<float>(cells.count - 1);
 
   for (; first - behind < p.rows; first += step) {
     const int rows = p.rows_at(first, kRows);
@@ -254,7 +255,7 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
     float cc[2] = {}, rc[2] = {};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float slope = by[h] * cells.slope;
+      const float slope = by[h] * layout.slope;
       std::uint32_t four[kBlocks] = {};
 #pragma unroll
       for (int i = 3; i >= 0; --i) {
@@ -262,8 +263,8 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
         const auto gather = [&](int block) {
           const float v = value(block);
           // P need not be orthogonal, so r may be anything; a NaN has the first cell.
-          const float place =
-              fminf(fmaxf(fmaf(v, slope, cells.middle), Cells::kInteger), last_cell);
+          const float share = __saturatef(fmaf(v, slope, layout.middle));
+          const float place = fmaf(share, layout.last_cell, Cells::kInteger);
           const Cell& cell = tables.cell(__float_as_uint(place));
           const unsigned code =
               cell.before + (__float_as_uint(fmaf(v, -by[h], cell.boundary)) >> 31);
@@ -299,8 +300,7 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
     }
     __syncwarp();
     if (layout.width != p.bits) Tile::Codes::close_up(out, layout.out_stride, p);
-    cuda::copy_rows_out(out, layout.out_stride, p.packed + first * p.packed_stride, p.packed_stride,
-                        p.words, rows);
+    copy_tile_out<kRows>(p, out, layout.out_stride, first, rows);
     __syncwarp();
     unsigned left = __ballot_sync(kAllLanes, extreme && quarter < 2 && my_row < rows);
     for (; left != 0; left &= left - 1) {
@@ -318,6 +318,9 @@ Status run_by_warpgroups(const Problem& p, int device, Stream stream) {
   const int levels = 1 << p.bits;
   const bool pairs = p.bits <= 4 && !p.needs_products();
   DenseLayout l{.radix = static_cast<unsigned>(levels)};
+  l.last_cell = static_cast<float>(cells.count - 1);
+  l.slope = cells.slope / l.last_cell;
+  l.middle = (cells.middle - Cells::kInteger) / l.last_cell;
   l.width = p.bits == 2 || p.bits == 4 ? p.bits : 8;
   l.width_radix = 1u << l.width;
   l.cells = 2 * Tile::kPartBytes;

@@ -225,4 +225,22 @@ class Tables {
   unsigned step_, base_, column_;
 };
 
+// A tile's packed rows out of shared memory; whole tiles without gaps, of a power of two of 16-byte
+// pieces a row, need little arithmetic.
+template <int kRows>
+__device__ inline void copy_tile_out(const Problem& p, const char* shared, int stride,
+                                     std::int64_t first, int rows) {
+  std::uint32_t* const device = p.packed + first * p.packed_stride;
+  const int pieces = p.words / 4, shift = 31 - __clz(pieces | 1), lane = lane_index();
+  if (rows == kRows && p.words == 4 << shift && shift <= 5 && p.packed_stride == p.words &&
+      reinterpret_cast<std::uintptr_t>(p.packed) % 16 == 0) {
+    const char* from = shared + (lane >> shift) * stride + (lane & (pieces - 1)) * 16;
+#pragma unroll 1
+    for (int at = lane; at < kRows << shift; at += 32, from += (32 >> shift) * stride)
+      __stcs(reinterpret_cast<uint4*>(device) + at, *reinterpret_cast<const uint4*>(from));
+  } else {
+    cuda::copy_rows_out(shared, stride, device, p.packed_stride, p.words, rows);
+  }
+}
+
 }  // namespace bittern::encode
