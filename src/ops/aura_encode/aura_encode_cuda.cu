@@ -97,7 +97,6 @@ Status run_halves(const Problem& p, int device, Stream stream, const Otherwise& 
     case 80: return run_hadamard<X, 80>(p, device, stream);
     case 128: return run_hadamard<X, 128>(p, device, stream);
     case 256: return run_hadamard<X, 256>(p, device, stream);
-    case 512: return run_hadamard<X, 512>(p, device, stream);
     default: return otherwise();
   }
 }
@@ -109,13 +108,14 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   if (p.rows < kFewRows * cuda::limits(device).multiprocessors) return by_warps();
   if (d.rotation == Rotation::dense) return run_dense(p, device, stream);
   if (d.rotation != Rotation::hadamard || !cuda::pieces_aligned(a.x, p.rows)) return by_warps();
-  if (is_half(d.element) && !p.needs_products()) {
-    return d.element == DType::bf16 ? run_halves<bf16>(p, device, stream, by_warps)
-                                    : run_halves<f16>(p, device, stream, by_warps);
-  }
-  return cuda::visit_tuned_dim<64>(
-      d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile>(p, device, stream); },
-      by_warps);
+  const auto by_lanes = [&] {
+    return cuda::visit_tuned_dim<64>(
+        d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile>(p, device, stream); },
+        by_warps);
+  };
+  if (!is_half(d.element) || d.bits > 4 || p.needs_products()) return by_lanes();
+  return d.element == DType::bf16 ? run_halves<bf16>(p, device, stream, by_lanes)
+                                  : run_halves<f16>(p, device, stream, by_lanes);
 }
 
 Status run_tensors(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace none) {

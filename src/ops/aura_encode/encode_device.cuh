@@ -54,6 +54,37 @@ __device__ inline void store_norm(const Problem& p, std::int64_t row, float s) {
   cuda::store_element(p.norms, p.f16_norm ? DType::f16 : DType::f32, row * p.norm_stride, s);
 }
 
+// Packed rows in shared memory, on their way out. Rows that follow each other in device memory
+// without a gap leave as one run of 16-byte pieces.
+struct PackedRows {
+  int stride;  // bytes
+  bool joined;
+  bool padded;          // by a piece a row, so that neighbouring rows begin in different banks
+  int pieces;           // of a row, if padded
+  unsigned reciprocal;  // for small_quotient by that
+
+  explicit PackedRows(const Problem& p)
+      : joined(p.packed_stride == p.words && reinterpret_cast<std::uintptr_t>(p.packed) % 16 == 0),
+        padded(p.words % 4 == 0),
+        pieces(p.words / 4),
+        reciprocal(pieces > 1 ? 0xffffffffu / static_cast<unsigned>(pieces) + 1u : 0u) {
+    stride = padded || !joined ? (4 * p.words + 15) / 16 * 16 + (padded ? 16 : 0) : 4 * p.words;
+  }
+  // A warp's: `rows` rows from `first` on, of a tile of kRows.
+  template <int kRows>
+  __device__ void copy_out(const char* tile, const Problem& p, std::int64_t first, int rows) const {
+    std::uint32_t* const to = p.packed + first * p.packed_stride;
+    if (!joined || rows < kRows || kRows * p.words % 4 != 0)
+      return cuda::copy_rows_out(tile, stride, to, p.packed_stride, p.words, rows);
+#pragma unroll 1
+    for (int at = lane_index(); at < kRows * p.words / 4; at += 32) {
+      const int row = padded ? cuda::small_quotient(at, pieces, reciprocal) : 0;
+      __stcs(reinterpret_cast<uint4*>(to) + at,
+             *reinterpret_cast<const uint4*>(tile + 16 * (at + row)));
+    }
+  }
+};
+
 // ---- a row by the definition, a warp to it ----
 
 // The number of sorted boundaries below r, 0 for a NaN: one bit of it
@@ -94,6 +125,17 @@ __device__ inline Length normalise_row(const Problem& p, std::int64_t row, float
   return {norm, finite};
 }
 
+// Step 4 of a row whose codes every lane can read.
+__device__ inline void pack_row(const Problem& p, std::int64_t row, const std::uint32_t* codes) {
+  for (int w = lane_index(); w < p.words; w += 32) {
+    std::uint32_t word = 0;
+    int j = 32 * w / p.bits, at = j * p.bits - 32 * w;  // the first code that reaches this word
+    for (; at < 32 && j < p.rotation.dim; ++j, at += p.bits)
+      word |= at < 0 ? codes[j] >> -at : codes[j] << at;
+    p.packed[row * p.packed_stride + w] = word;
+  }
+}
+
 // Steps 3 to 5, with room for the codes of a row.
 __device__ inline void quantise_row(const Problem& p, std::int64_t row, Length length,
                                     const float* r, std::uint32_t* codes) {
@@ -107,12 +149,7 @@ __device__ inline void quantise_row(const Problem& p, std::int64_t row, Length l
   if (p.rule == ScaleRule::least_squares || p.rule == ScaleRule::unbiased)
     rc = cuda::sum_by_warp(n, [&](int j) { return r[j] * level(j); }) + 0.0f;
   __syncwarp();
-  for (int w = lane; w < p.words; w += 32) {
-    std::uint32_t word = 0;
-    int j = 32 * w / p.bits, at = j * p.bits - 32 * w;  // the first code that reaches this word
-    for (; at < 32 && j < n; ++j, at += p.bits) word |= at < 0 ? codes[j] >> -at : codes[j] << at;
-    p.packed[row * p.packed_stride + w] = word;
-  }
+  pack_row(p, row, codes);
   if (lane == 0) {
     const float s = stored_scale(p.rule, length.norm, cc, rc);
     store_norm(p, row, length.finite ? s : std::numeric_limits<float>::quiet_NaN());

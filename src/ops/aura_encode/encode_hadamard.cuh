@@ -19,15 +19,20 @@
 // 2^-24 a stage, `by` and the fma at the end too; the definition's own roundings are as many as its
 // additions in sequence and two.
 #pragma once
-#include "ops/aura_encode/encode_lanes.cuh"
+#include "ops/aura_encode/encode_device.cuh"
 
 namespace bittern::encode {
 
 // ---- tuning ----
 
-// Of a block: what registers and shared memory allow.
-template <int kDim>
-constexpr int kHadamardWarps = kDim == 512 ? 8 : 16;
+#ifndef V_HB
+#define V_HB 8
+#endif
+#ifndef V_HW
+#define V_HW 16
+#endif
+constexpr int kMostBlocks = V_HB;
+constexpr int kHadamardWarps = V_HW;            // of a block: what registers allow
 constexpr int kHadamardCellBytes = 64 << 10;  // of the table of cells, all its copies
 
 template <class X, int kDim_>
@@ -36,9 +41,10 @@ struct HadamardTile {
   static constexpr int kFactor = static_cast<int>(hadamard_factor(kDim));
   static constexpr bool kPower = kFactor == 1;
   static constexpr int kSteps = kDim / 16;
-  static constexpr int kMost = kDim == 512 ? 16 : 8;
-  static constexpr int kBlocks = kPower && kSteps > kMost ? kMost : kSteps;  // of 16 results, in registers
+  static constexpr int kBlocks =  // of 16 results, in registers
+      kPower && kSteps > (kDim == 256 ? 8 : kMostBlocks) ? (kDim == 256 ? 8 : kMostBlocks) : kSteps;
   static constexpr int kPasses = kSteps / kBlocks;
+  static_assert(kPasses <= 2);
   static constexpr int kColumns = kPower ? 1 : kSteps;  // blocks of results that B has
   static constexpr int kStride = 2 * kDim + 16;         // bytes from row to row of x: each row of a
                                                         // tile begins in another bank
@@ -46,10 +52,6 @@ struct HadamardTile {
   static constexpr int kStages = std::bit_width(unsigned{kDim / kFactor}) - 1;
   static constexpr float kDoubt =
       (13 * (kPower ? kPasses : kSteps) + 4 + 2 + kStages + (kPower ? 0 : kFactor) + 2) * 0x1p-24f;
-  // By which rows are done again.
-  using Exact = RowTile<kDim, kDim == 80 ? 1 : kDim <= 128 ? 2 : kDim / 64>;
-  static constexpr int kBatch = Exact::kRows < kRows ? Exact::kRows : kRows;
-
   // B as multiply() wants it: tile t of a lane is its column of the results 4 q + 2 t + e.
   __device__ static void fill_matrix(uint4* matrix, const RowRotation& rotation) {
     constexpr int n = kDim / kFactor;
@@ -122,15 +124,15 @@ struct HadamardTile {
       first ? cuda::product_f16(d, a, b) : cuda::multiply_f16(d, a, b);
     }
   }
-  // Adds what a step contributes to the results of a pass. Steps whose `low` is 0 come first.
+  // Adds what a step contributes to the results of a pass.
   __device__ static void add(Sums& y, const Elements& a, const uint4* matrix, int step, int pass) {
-    const int low = step % kPasses;
+    const int low = step % kPasses;  // 0 or 1
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       uint4 b = matrix[(step * kColumns + c) * 32 + lane_index()];
-      if (std::popcount(static_cast<unsigned>(low & pass)) % 2 != 0) {
-        constexpr std::uint32_t kSigns = 0x80008000;
-        b = make_uint4(b.x ^ kSigns, b.y ^ kSigns, b.z ^ kSigns, b.w ^ kSigns);
+      if (low != 0) {
+        const std::uint32_t signs = pass == 0 ? 0 : 0x80008000u;
+        b = make_uint4(b.x ^ signs, b.y ^ signs, b.z ^ signs, b.w ^ signs);
       }
       const int block = kPower ? step / kPasses : c;
       const bool begins = kPower ? low == 0 : step == 0;
@@ -154,47 +156,35 @@ struct HadamardTile {
     }
   }
 
-  // Four codes of each block of a pass, of `width` bits each (2, 4 or 8), to a row.
-  __device__ static void store_fours(const std::uint32_t (&four)[kBlocks], int pass, int width,
+  // Four codes of each block of a pass to a packed row. Of 1 or 3 bits, a pair of lanes has whole
+  // bytes: the even one takes those of even blocks, the odd one those of odd blocks.
+  __device__ static void store_fours(const std::uint32_t (&four)[kBlocks], int pass, int bits,
                                      char* row) {
-    const auto each = [&](const auto& f) {
+    const int quarter = lane_index() % 4;
+    const auto first_of = [&](int block) { return 16 * (block * kPasses + pass) + 4 * quarter; };
+    if (bits == 4) {
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block)
-        f(16 * (block * kPasses + pass) + 4 * (lane_index() % 4), four[block]);
-    };
-    if (width == 4) {
-      each([&](int first, std::uint32_t codes) {
-        *reinterpret_cast<std::uint16_t*>(row + first / 2) = static_cast<std::uint16_t>(codes);
-      });
-    } else if (width == 8) {
-      each([&](int first, std::uint32_t codes) {
-        *reinterpret_cast<std::uint32_t*>(row + first) = codes;
-      });
+      for (int i = 0; i < kBlocks; ++i)
+        *reinterpret_cast<std::uint16_t*>(row + first_of(i) / 2) =
+            static_cast<std::uint16_t>(four[i]);
+    } else if (bits == 2) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) row[first_of(i) / 4] = static_cast<char>(four[i]);
     } else {
-      each([&](int first, std::uint32_t codes) { row[first / 4] = static_cast<char>(codes); });
-    }
-  }
-
-  // Codes of rows, a byte each, to `bits` bits each, where they lie: no code moves up.
-  __device__ static void close_up(char* rows, int stride, const Problem& p) {
-    constexpr int kChunks = kDim / 8;
-    const int bits = p.bits;
-#pragma unroll 1
-    for (int at = lane_index(); at < kRows * kChunks; at += 32) {
-      char* const row = rows + at / kChunks * stride;
-      const uint2 codes = *reinterpret_cast<const uint2*>(row + 8 * (at % kChunks));
-      const auto four = [&](unsigned w) {
-        return (w & 0xff) | (w >> 8 & 0xff) << bits | (w >> 16 & 0xff) << 2 * bits |
-               w >> 24 << 3 * bits;
-      };
-      const std::uint64_t all = four(codes.x) | std::uint64_t{four(codes.y)} << 4 * bits;
-      __syncwarp();
-      for (int i = 0; i < bits; ++i)
-        row[at % kChunks * bits + i] = static_cast<char>(all >> 8 * i);
-      if (at % kChunks == kChunks - 1) {
-        for (int i = kDim / 8 * bits; i < 4 * p.words; ++i) row[i] = 0;
+      const bool odd = quarter % 2 != 0;
+#pragma unroll
+      for (int i = 0; i < kBlocks; i += 2) {
+        const std::uint32_t low = four[i], high = i + 1 < kBlocks ? four[i + 1] : 0;
+        const std::uint32_t other = __shfl_xor_sync(kAllLanes, odd ? low : high, 1);
+        const std::uint32_t eight = odd ? other | high << 4 * bits : low | other << 4 * bits;
+        char* const to = row + first_of(odd ? i + 1 : i) / 8 * bits;
+        if (odd && i + 1 == kBlocks) continue;
+        to[0] = static_cast<char>(eight);
+        if (bits == 3) {
+          to[1] = static_cast<char>(eight >> 8);
+          to[2] = static_cast<char>(eight >> 16);
+        }
       }
-      __syncwarp();
     }
   }
 };
@@ -220,59 +210,70 @@ struct LaneSums {
   }
 };
 
-// Shared memory: cells, lookup, B, boundaries; for each warp rows of x, packed rows, doubtful rows.
+// Shared memory: cells, lookup, B, boundaries; for each warp rows of x and packed rows.
 struct HadamardLayout {
   unsigned radix;  // 2^bits, but the compiler must not know
-  int width;       // bits of a code in shared memory: 2, 4 or 8
-  unsigned width_radix;
   int lookup, matrix, boundaries, warps;
-  int out, out_stride, list, warp;
+  int out, warp;
+  PackedRows packed;
 };
 
-// Rows list[0 .. count) by the definition.
-template <class Tile, class X>
-__device__ __forceinline__ void encode_exactly(const Problem& p, const Cells& cells,
-                                            const Tables& tables, unsigned radix,
-                                            const std::int64_t* list, int count, char* out,
-                                            int out_stride) {
-  using Exact = typename Tile::Exact;
-  const bool there = Exact::row() < count;
-  const std::int64_t row = list[there ? Exact::row() : 0];
-  const X* const from = static_cast<const X*>(p.x) + row * p.x_stride;
-  float x[Exact::kEach];
+// A row of a power of two by the definition, its norm known: element e of lane l is kEach l + e.
+// `scratch` holds the codes of a row.
+template <class X, int kDim>
+__device__ void encode_again(const Problem& p, const Cells& cells, const Tables& tables,
+                             std::int64_t row, float norm, std::uint32_t* scratch) {
+  constexpr int kEach = kDim / 32;
+  const int first = kEach * lane_index();
+  const auto x =
+      cuda::Pack<X, kEach>::load(static_cast<const X*>(p.x) + row * p.x_stride + first);
+  const float inv = 1 / norm;
+  float t[kEach];
 #pragma unroll
-  for (int i = 0; i < Exact::kEach; i += 8) {
-    const int first = Exact::first_of_chunk(i / 8);
-    const auto pack = cuda::Pack<X, 8>::load(from + first);
+  for (int e = 0; e < kEach; ++e)
+    t[e] = x.math(e) * inv * (__ldg(p.rotation.table + first + e) * p.rotation.scale);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) x[i + e] = pack.math(e) * p.rotation.table[first + e];
+  for (int h = 1; h < kEach; h *= 2) {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      if ((e & h) != 0) continue;
+      const float a = t[e], b = t[e + h];
+      t[e] = a + b;
+      t[e + h] = a - b;
+    }
   }
-  const LaneRows<Exact, false> found(x, p, cells, tables, radix);
-  const bool tells = there && Exact::part() == 0;
-  if (tells) store_norm(p, row, found.scale);
-  if (there) store_codes<Exact>(found.four, p, out + Exact::row() * out_stride);
-  __syncwarp();
-  for (int i = 0; i < count; ++i) {
-    for (int w = lane_index(); w < p.words; w += 32)
-      p.packed[list[i] * p.packed_stride + w] =
-          reinterpret_cast<const std::uint32_t*>(out + i * out_stride)[w];
+#pragma unroll 1
+  for (int h = 1; h < 32; h *= 2) {  // fma by +-1 is an exact sum
+    const float sign = (lane_index() & h) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+    for (float& v : t) v = fmaf(v, sign, cuda::across(v, h));
   }
+  const float cc = cuda::halving_sum<0, 1, kEach>([&](int e) {
+    const Cell& cell = tables.cell(cells.cell(t[e]));
+    const unsigned code = cell.before + (__float_as_uint(cell.boundary - t[e]) >> 31);
+    scratch[first + e] = code;
+    const float c = __ldg(p.codebook + code);
+    float sum = c * c;
+#pragma unroll 1
+    for (int step = 16; step > 0; step /= 2) sum += cuda::across(sum, step);
+    return sum;
+  });
   __syncwarp();
-  unsigned left = __ballot_sync(kAllLanes, found.extreme && tells);
-  for (; left != 0; left &= left - 1)
-    encode_row(p, list[(__ffs(static_cast<int>(left)) - 1) / (32 / Exact::kRows)],
-               reinterpret_cast<float*>(out));
+  pack_row(p, row, scratch);
+  if (lane_index() == 0) store_norm(p, row, stored_scale(p.rule, norm, cc, 0));
   __syncwarp();
 }
 
-// kPairs: the first sums of C, of two squares, are looked up by both codes at once (at most 4 bits,
-// powers of two). Otherwise the squares are.
-template <class X, int kDim, bool kPairs>
-__global__ void __launch_bounds__(32 * kHadamardWarps<kDim>, 1)
+// Codes of at most 4 bits. Powers of two look up the first sums of C, of two squares, by both codes
+// at once.
+template <class X, int kDim>
+__global__ void __launch_bounds__(32 * kHadamardWarps, 1)
     encode_hadamard(const __grid_constant__ Problem p, const Cells cells,
                     const HadamardLayout layout) {
   using Tile = HadamardTile<X, kDim>;
   constexpr int kRows = Tile::kRows, kBlocks = Tile::kBlocks;
+  constexpr bool kPairs = Tile::kPower;
+  constexpr bool kSpare = kDim % 32 != 0;  // packed rows may have bits to spare
   char* const shared = cuda::dynamic_shared<char>();
   auto* const cell_table = reinterpret_cast<Cell*>(shared);
   auto* const lookup = reinterpret_cast<float*>(shared + layout.lookup);
@@ -280,7 +281,6 @@ __global__ void __launch_bounds__(32 * kHadamardWarps<kDim>, 1)
   auto* const boundaries = reinterpret_cast<float*>(shared + layout.boundaries);
   char* const stage = shared + layout.warps + warp_index() * layout.warp;
   char* const out = stage + layout.out;
-  auto* const list = reinterpret_cast<std::int64_t*>(stage + layout.list);
 
   const int warps = static_cast<int>(blockDim.x / 32), lane = lane_index(), quarter = lane % 4;
   const std::int64_t step = std::int64_t{gridDim.x} * warps * kRows;
@@ -298,13 +298,9 @@ __global__ void __launch_bounds__(32 * kHadamardWarps<kDim>, 1)
     const float c = __ldg(p.codebook + i);
     return c * c;
   };
-  // Single squares behind the pairs, for rows that are done again.
-  float* const singles = lookup + (kPairs ? levels * levels * kLookupCopies : 0);
-  fill_table(singles, levels, kLookupCopies, square);
-  if constexpr (kPairs) {
-    fill_table(lookup, levels * levels, kLookupCopies,
-               [&](int pair) { return square(pair & (levels - 1)) + square(pair >> p.bits); });
-  }
+  fill_table(lookup, kPairs ? levels * levels : levels, kLookupCopies, [&](int i) {
+    return kPairs ? square(i & (levels - 1)) + square(i >> p.bits) : square(i);
+  });
   Tile::fill_matrix(matrix, p.rotation);
   __syncthreads();
   if (!fill_cells(cell_table, cells, boundaries, p.bits)) {
@@ -314,25 +310,17 @@ __global__ void __launch_bounds__(32 * kHadamardWarps<kDim>, 1)
         encode_row(p, first + i, reinterpret_cast<float*>(out));
     return;
   }
-  const Tables tables(cells, cell_table, lookup), exact_tables(cells, cell_table, singles);
+  const Tables tables(cells, cell_table, lookup);
   const unsigned radix = layout.radix;
-  int doubtful = 0;  // rows in the list
-  // Packed rows without gaps, of 16-byte pieces, a power of two of them.
-  const int pieces = p.words / 4;
-  const bool plain = p.words % 4 == 0 && (pieces & (pieces - 1)) == 0 && pieces <= 32 &&
-                     p.packed_stride == p.words &&
-                     reinterpret_cast<std::uintptr_t>(p.packed) % 16 == 0;
 
-  const auto encode_tile = [&] {
+  for (; first < p.rows; first += step) {
     const int rows = p.rows_at(first, kRows);
     cuda::copy_async_wait<0>();
     __syncwarp();
-    // The first pass, and the squares of x, of elements 16 step + 8 b + 2 q + e: [b][half][e].
-    typename Tile::Sums y;
+    // The squares of x, of elements 16 step + 8 b + 2 q + e: [b][half][e].
     const auto of_lane = cuda::halving_sum<0, 1, Tile::kSteps>([&](int k) {
       typename Tile::Elements a;
       Tile::load(a, stage, k);
-      Tile::add(y, a, matrix, k, 0);
       LaneSums<8> terms;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -357,16 +345,17 @@ __global__ void __launch_bounds__(32 * kHadamardWarps<kDim>, 1)
 
     const bool any_extreme = __any_sync(kAllLanes, extreme);
     float nearest[2] = {INFINITY, INFINITY};  // boundary, of each half
-    const auto cc_of_lane = cuda::halving_sum<0, 1, Tile::kPasses>([&](int pass) {
-      if (pass > 0) {
+    LaneSums<8> cc;                           // [half][2 t + e]
+#pragma unroll 1
+    for (int pass = 0; pass < Tile::kPasses; ++pass) {
+      typename Tile::Sums y;
 #pragma unroll
-        for (int k = 0; k < Tile::kSteps; ++k) {
-          typename Tile::Elements a;
-          Tile::load(a, stage, k);
-          Tile::add(y, a, matrix, k, pass);
-        }
+      for (int k = 0; k < Tile::kSteps; ++k) {
+        typename Tile::Elements a;
+        Tile::load(a, stage, k);
+        Tile::add(y, a, matrix, k, pass);
       }
-      if (pass == Tile::kPasses - 1) {  // the last one to come
+      if (pass == Tile::kPasses - 1) {
         __syncwarp();
         fetch(first + step);
       }
@@ -376,7 +365,7 @@ __global__ void __launch_bounds__(32 * kHadamardWarps<kDim>, 1)
         for (int i = 0; i < kBlocks * 8; ++i)
           if (by[i % 4 / 2] == 0) y[i / 8][i / 4 % 2][i % 4] = 0;
       }
-      LaneSums<8> sums;  // [half][2 t + e]
+      LaneSums<8> sums;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float slope = by[h] * cells.slope;
@@ -389,7 +378,7 @@ __global__ void __launch_bounds__(32 * kHadamardWarps<kDim>, 1)
             const float above = fmaf(v, -by[h], cell.boundary);
             nearest[h] = fminf(nearest[h], fabsf(above));
             const unsigned code = cell.before + (__float_as_uint(above) >> 31);
-            four[block] = four[block] * layout.width_radix + code;
+            four[block] = four[block] * radix + code;
             return code;
           };
           if constexpr (kPairs) {
@@ -402,11 +391,15 @@ __global__ void __launch_bounds__(32 * kHadamardWarps<kDim>, 1)
                 [&](int block) { return tables.look_up(gather(block)); });
           }
         }
-        Tile::store_fours(four, pass, layout.width, out + (lane / 4 + 8 * h) * layout.out_stride);
+        char* const row = out + (lane / 4 + 8 * h) * layout.packed.stride;
+        Tile::store_fours(four, pass, p.bits, row);
+        if (kSpare && quarter == 0) {
+          for (int i = kDim / 8 * p.bits; i < 4 * p.words; ++i) row[i] = 0;
+        }
       }
-      return sums;
-    });
-    const LaneSums<8> cc = cc_of_lane.over_quad();
+      cc = pass == 0 ? sums : cc + sums;
+    }
+    cc = cc.over_quad();
     const auto sum_of = [&](int h) {
       return cc.at[4 * h] + cc.at[4 * h + 2] + (cc.at[4 * h + 1] + cc.at[4 * h + 3]);
     };
@@ -414,16 +407,7 @@ __global__ void __launch_bounds__(32 * kHadamardWarps<kDim>, 1)
     if (quarter < 2 && my_row < rows)
       store_norm(p, first + my_row, stored_scale(p.rule, norm, my_cc, 0));
     __syncwarp();
-    if (layout.width != p.bits) Tile::close_up(out, layout.out_stride, p);
-    if (plain && rows == kRows) {
-      const char* from = out + lane / pieces * layout.out_stride + lane % pieces * 16;
-      auto* const to = reinterpret_cast<uint4*>(p.packed + first * p.packed_stride);
-      for (int at = lane; at < kRows * pieces; at += 32, from += 32 / pieces * layout.out_stride)
-        __stcs(to + at, *reinterpret_cast<const uint4*>(from));
-    } else {
-      cuda::copy_rows_out(out, layout.out_stride, p.packed + first * p.packed_stride,
-                          p.packed_stride, p.words, rows);
-    }
+    layout.packed.copy_out<kRows>(out, p, first, rows);
     __syncwarp();
 
     // Lanes 4 r + h and 4 r + h + 2 tell of row r + 8 h.
@@ -431,24 +415,16 @@ __global__ void __launch_bounds__(32 * kHadamardWarps<kDim>, 1)
     const bool near = fminf(half == 0 ? nearest[0] : nearest[1], other) <= Tile::kDoubt;
     const bool doubt = (extreme || (near && !zero)) && my_row < rows;
     unsigned marks = __ballot_sync(kAllLanes, doubt);
-    marks = (marks | marks >> 2) & 0x33333333u;
-    if ((marks >> lane & 1) != 0)
-      list[doubtful + __popc(marks & ((1u << lane) - 1))] = first + my_row;
-    doubtful += __popc(marks);
-  };
-
-  for (;; first += step) {
-    const bool more = first < p.rows;
-    if (more) encode_tile();
-    // Whole batches; what is left of them at the end.
-    while (doubtful >= (more ? Tile::kBatch : 1)) {
-      const int count = doubtful < Tile::kBatch ? doubtful : Tile::kBatch;
-      doubtful -= count;
-      __syncwarp();
-      encode_exactly<Tile, X>(p, cells, exact_tables, radix, list + doubtful, count, out,
-                              layout.out_stride);
+    for (marks = (marks | marks >> 2) & 0x33333333u; marks != 0; marks &= marks - 1) {
+      const int told = __ffs(static_cast<int>(marks)) - 1;  // by this lane
+      const std::int64_t row = first + told / 4 + 8 * (told % 2);
+      if (!Tile::kPower || __shfl_sync(kAllLanes, extreme, told)) {
+        encode_row(p, row, reinterpret_cast<float*>(out));
+      } else if constexpr (Tile::kPower) {
+        encode_again<X, kDim>(p, cells, tables, row, __shfl_sync(kAllLanes, norm, told),
+                              reinterpret_cast<std::uint32_t*>(out));
+      }
     }
-    if (!more) return;
   }
 }
 
@@ -456,29 +432,19 @@ template <class X, int kDim>
 Status run_hadamard(const Problem& p, int device, Stream stream) {
   using Tile = HadamardTile<X, kDim>;
   const Cells cells = cells_for(kDim, p.bits, kHadamardCellBytes, 2 * Tile::kDoubt);
-  const bool pairs = Tile::kPower && p.bits <= 4;
   const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
   const int levels = 1 << p.bits;
-  HadamardLayout l{.radix = static_cast<unsigned>(levels)};
-  l.width = p.bits == 2 || p.bits == 4 ? p.bits : 8;
-  l.width_radix = 1u << l.width;
+  HadamardLayout l{.radix = static_cast<unsigned>(levels), .packed = PackedRows(p)};
   l.lookup = cells.bytes();
-  l.matrix = l.lookup + (levels + (pairs ? levels * levels : 0)) * kLookupCopies * 4;
+  l.matrix = l.lookup + (Tile::kPower ? levels * levels : levels) * kLookupCopies * 4;
   l.boundaries = l.matrix + Tile::kMatrixBytes;
   l.warps = l.boundaries + align(4 * levels);
   l.out = Tile::kRows * Tile::kStride;
-  l.out_stride = align(std::max(4 * p.words, kDim * l.width / 8)) | 16;
-  l.list = l.out + std::max(Tile::kRows * l.out_stride, 2 * 4 * kDim);
-  l.warp = l.list + 2 * Tile::kRows * static_cast<int>(sizeof(std::int64_t));
+  l.warp = l.out + std::max(align(Tile::kRows * l.packed.stride), 2 * 4 * kDim);
   const auto grid =
-      cuda::tiles_grid(p.rows, Tile::kRows, kHadamardWarps<kDim>, l.warps, l.warp, device);
-  const auto launch = [&](auto kernel) {
-    return cuda::launch(AuraEncode::kName, kernel, grid, device, stream, p, cells, l);
-  };
-  if constexpr (Tile::kPower) {
-    if (pairs) return launch(encode_hadamard<X, kDim, true>);
-  }
-  return launch(encode_hadamard<X, kDim, false>);
+      cuda::tiles_grid(p.rows, Tile::kRows, kHadamardWarps, l.warps, l.warp, device);
+  return cuda::launch(AuraEncode::kName, encode_hadamard<X, kDim>, grid, device, stream, p, cells,
+                      l);
 }
 
 }  // namespace bittern::encode

@@ -15,9 +15,10 @@ constexpr int kMostWarps = Tile::kEach <= 64 ? 20 : 12;
 // warp its rows of x and its packed rows.
 struct LaneLayout {
   int element_bytes;
-  unsigned radix;               // 2^bits, but the compiler must not know
-  int lookup, tables, warps;    // offsets in bytes
-  int stage, out_stride, warp;  // bytes of a warp's rows; of a packed row; of a warp
+  unsigned radix;  // 2^bits, but the compiler must not know
+  int lookup, tables, warps;  // offsets in bytes
+  int stage, warp;            // bytes of a warp's rows; of a warp
+  PackedRows packed;
 };
 
 // A lane's codes to its packed row in shared memory; four[i] holds codes 4i to 4i + 3. A chunk of
@@ -27,7 +28,8 @@ __device__ void store_codes(const std::uint32_t (&four)[Tile::kEach / 4], const 
                             char* row) {
   const int bits = p.bits;
   constexpr int kChunks = Tile::kChunks;
-  constexpr bool kWhole = Tile::kRows == 32 && kChunks % 4 == 0;  // the lane has the whole row
+  constexpr bool kWhole = Tile::kRows == 32 && kChunks % 4 == 0;  // the lane has the whole row,
+                                                                  // of 16-byte pieces at 4 bits
   if (kWhole && bits == 4) {
 #pragma unroll
     for (int k = 0; k < kChunks / 4 * 4; k += 4) {
@@ -75,10 +77,14 @@ __device__ void store_codes(const std::uint32_t (&four)[Tile::kEach / 4], const 
   }
 }
 
+// What the lookup holds for the scale rule's sums: the levels, for C and D; their squares, for C; or
+// C's first sums, of two squares, by both codes (at most 4 bits, powers of two).
+enum class Sums { levels, squares, pairs };
+
 // Steps 1 to 5 of the rows x, with the signs of the rotation applied; the lanes of a row agree.
 // Rows whose squares overflow or that are not finite are `extreme`, and nothing else of them
-// counts. The lookup holds the levels if kProducts, otherwise their squares.
-template <class Tile, bool kProducts>
+// counts.
+template <class Tile, Sums kSums>
 struct LaneRows {
   std::uint32_t four[Tile::kEach / 4] = {};
   float scale;
@@ -104,22 +110,30 @@ struct LaneRows {
       const Cell& cell = tables.cell(cells.cell(x[i]));
       const unsigned code = cell.before + (__float_as_uint(cell.boundary - x[i]) >> 31);
       four[i / 4] = four[i / 4] * radix + code;
-      return tables.look_up(code);
+      return code;
     };
-    if constexpr (kProducts) {
+    float cc, rc = 0;
+    if constexpr (kSums == Sums::levels) {
       const cuda::TwoSums both = Tile::template sum<kEach>([&](int i) -> cuda::TwoSums {
-        const float c = gather(i);
+        const float c = tables.look_up(gather(i));
         return {c * c, x[i] * c};
       });
-      scale = stored_scale(p.rule, norm, both.a, both.b + 0.0f);
+      cc = both.a;
+      rc = both.b + 0.0f;
+    } else if constexpr (kSums == Sums::squares) {
+      cc = Tile::template sum<kEach>([&](int i) { return tables.look_up(gather(i)); });
     } else {
-      scale = stored_scale(p.rule, norm, Tile::template sum<kEach>(gather), 0);
+      cc = Tile::template sum<kEach / 2>([&](int i) {
+        const unsigned low = gather(i), high = gather(i + kEach / 2);
+        return tables.look_up(high * radix + low);
+      });
     }
+    scale = stored_scale(p.rule, norm, cc, rc);
   }
 };
 
 // A warp takes RowTile::kRows rows at a time.
-template <class Tile, bool kProducts>
+template <class Tile, Sums kSums>
 __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
     encode_by_lanes(const __grid_constant__ Problem p, const Cells cells, const LaneLayout layout) {
   char* const shared = cuda::dynamic_shared<char>();
@@ -149,9 +163,11 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
   auto* const boundaries = reinterpret_cast<float*>(shared + layout.tables);
   for (int i = static_cast<int>(threadIdx.x); i + 1 < levels; i += static_cast<int>(blockDim.x))
     boundaries[i] = p.boundaries[i];
-  fill_table(lookup, levels, kLookupCopies, [&](int i) {
-    const float c = __ldg(p.codebook + i);
-    return kProducts ? c : c * c;
+  const auto level = [&](int i) { return __ldg(p.codebook + (i & (levels - 1))); };
+  fill_table(lookup, kSums == Sums::pairs ? levels * levels : levels, kLookupCopies, [&](int i) {
+    const float c = level(i), high = level(i >> p.bits);
+    if (kSums == Sums::levels) return c;
+    return kSums == Sums::squares ? c * c : c * c + high * high;
   });
   __syncthreads();
   if (!fill_cells(cell_table, cells, boundaries, p.bits)) {
@@ -174,14 +190,13 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
     }
     __syncwarp();
     fetch(first + step);
-    const LaneRows<Tile, kProducts> found(x, p, cells, tables, layout.radix);
+    const LaneRows<Tile, kSums> found(x, p, cells, tables, layout.radix);
     const bool tells = Tile::row() < rows && Tile::part() == 0;
     if (tells) store_norm(p, first + Tile::row(), found.scale);
     // Through shared memory, so that the warp writes whole lines.
-    store_codes<Tile>(found.four, p, out + Tile::row() * layout.out_stride);
+    store_codes<Tile>(found.four, p, out + Tile::row() * layout.packed.stride);
     __syncwarp();
-    cuda::copy_rows_out(out, layout.out_stride, p.packed + first * p.packed_stride, p.packed_stride,
-                        p.words, rows);
+    layout.packed.copy_out<Tile::kRows>(out, p, first, rows);
     __syncwarp();
     unsigned left = __ballot_sync(kAllLanes, found.extreme && tells);
     for (; left != 0; left &= left - 1)
@@ -194,20 +209,26 @@ Status run_by_lanes(const Problem& p, int device, Stream stream) {
   constexpr int kDim = Tile::kEach * (32 / Tile::kRows);
   const Cells cells = cells_for(kDim, p.bits, kLaneCellBytes);
   const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
-  LaneLayout l{.element_bytes = static_cast<int>(size_of(p.element)), .radix = 1u << p.bits};
+  LaneLayout l{.element_bytes = static_cast<int>(size_of(p.element)),
+               .radix = 1u << p.bits,
+               .packed = PackedRows(p)};
   l.lookup = cells.bytes();
-  l.tables = l.lookup + (kLookupCopies * 4 << p.bits);
+  const bool pairs = Tile::kFactor == 1 && p.bits <= 4 && !p.needs_products();
+  l.tables = l.lookup + (kLookupCopies * 4 << (pairs ? 2 * p.bits : p.bits));
   l.warps = l.tables + align(4 << p.bits);
   l.stage = Tile::kRows * (p.element == DType::f32 ? Tile::template kStageStride<float>
                                                    : Tile::template kStageStride<bf16>);
-  l.out_stride = align(4 * p.words) | 16;
-  l.warp = l.stage + std::max(Tile::kRows * l.out_stride, 2 * 4 * kDim);
+  l.warp = l.stage + std::max(align(Tile::kRows * l.packed.stride), 2 * 4 * kDim);
   const auto grid =
       cuda::tiles_grid(p.rows, Tile::kRows, kMostWarps<Tile>, l.warps, l.warp, device);
-  return cuda::launch(AuraEncode::kName,
-                      p.needs_products() ? encode_by_lanes<Tile, true>
-                                         : encode_by_lanes<Tile, false>,
-                      grid, device, stream, p, cells, l);
+  const auto launch = [&](auto kernel) {
+    return cuda::launch(AuraEncode::kName, kernel, grid, device, stream, p, cells, l);
+  };
+  if (p.needs_products()) return launch(encode_by_lanes<Tile, Sums::levels>);
+  if constexpr (Tile::kFactor == 1) {
+    if (pairs) return launch(encode_by_lanes<Tile, Sums::pairs>);
+  }
+  return launch(encode_by_lanes<Tile, Sums::squares>);
 }
 
 }  // namespace bittern::encode
