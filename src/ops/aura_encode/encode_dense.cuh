@@ -9,9 +9,9 @@
 //               r = y by, by = 1 / (norm and both powers of two)
 //   warpgroup   has 64 rows, a warp 16 of them. Columns of P^T are permuted so that of results
 //               i = 16 block + 4 q + 2 t + e lane l has those of q = l % 4, of rows l / 4 and
-//               l / 4 + 8 (`half`): four neighbouring codes of each block. See encode_hadamard.cuh.
+//               l / 4 + 8 (`half`): four neighbouring codes of each block.
 #pragma once
-#include "ops/aura_encode/encode_hadamard.cuh"
+#include "ops/aura_encode/encode_device.cuh"
 
 namespace bittern::encode {
 
@@ -30,14 +30,49 @@ struct DenseTile {
   static constexpr int kPartBytes = kDim / 64 * kPanelBytes;
   // Of cells, in r: they are found with other roundings than those of Cells::cell().
   static constexpr float kMargin = 0x1p-20f;
-  using Rows = HadamardTile<bf16, kDim* static_cast<int>(sizeof(X)) / 2>;  // fetches x
-  using Codes = HadamardTile<bf16, kDim>;                                  // stores codes
+  // Bytes from row to row of x in shared memory: the rows of a tile begin in different banks.
+  static constexpr int kRowBytes = kDim * static_cast<int>(sizeof(X)), kStride = kRowBytes + 16;
 
+  // Starts copying rows to shared memory; those past the end become zeros. Piece `at` of the rows,
+  // 16 bytes, goes to 16 (at + its row).
+  __device__ static void fetch(char* stage, const char* from, std::int64_t stride, int rows) {
+    constexpr int kPieces = kRowBytes / 16, kEach = kRows * kPieces / 32;
+    const int lane = lane_index();
+    if (rows == kRows && stride == kRowBytes) {  // addresses are constants away
+      char* const to = cuda::opaque(stage + 16 * (lane + lane / kPieces));
+      const char* const mine = cuda::opaque(from + 16 * lane);
+#pragma unroll
+      for (int k = 0; k < kEach; ++k)
+        cuda::copy_async_16(to + 16 * (32 * k + 32 * k / kPieces), mine + 16 * 32 * k);
+    } else {
+#pragma unroll 1
+      for (int at = lane; at < kRows * kPieces; at += 32) {
+        const int row = at / kPieces;
+        const bool there = row < rows;
+        cuda::copy_async_16(stage + 16 * (at + row),
+                            there ? from + row * stride + 16 * (at % kPieces) : from,
+                            there ? 16 : 0);
+      }
+    }
+    cuda::copy_async_commit();
+  }
+
+  // The two elements of a word.
+  template <class Half>
+  __device__ static float2 elements(std::uint32_t word) {
+    if constexpr (std::is_same_v<Half, bf16>) {
+      return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+    } else {
+      return make_float2(cuda::load_math(Half{static_cast<std::uint16_t>(word)}),
+                         cuda::load_math(Half{static_cast<std::uint16_t>(word >> 16)}));
+    }
+  }
   // A part of two numbers, and of them what it leaves.
   __device__ static std::uint32_t next_part(float2& v) {
     const std::uint32_t part = cuda::store_pair<f16>(v.x, v.y);
-    v.x -= HadamardTile<f16, kDim>::element(part, 0);
-    v.y -= HadamardTile<f16, kDim>::element(part, 1);
+    const float2 held = elements<f16>(part);
+    v.x -= held.x;
+    v.y -= held.y;
     return part;
   }
   // P's parts, as warpgroup_multiply_f16 wants them, by the whole block. Can f16 hold them?
@@ -84,13 +119,9 @@ struct DenseTile {
     squares[h] = fmaf(v.x, v.x, squares[h]);
     squares[h] = fmaf(v.y, v.y, squares[h]);
   }
-  __device__ static float2 elements(std::uint32_t word) {
-    using Halves = HadamardTile<X, kDim>;
-    return make_float2(Halves::element(word, 0), Halves::element(word, 1));
-  }
   __device__ static float2 elements(const char* stage, int step, int i) {
     const int lane = lane_index();
-    const char* const row = stage + (lane / 4 + i % 2 * 8) * Rows::kStride;
+    const char* const row = stage + (lane / 4 + i % 2 * 8) * kStride;
     return reinterpret_cast<const float2*>(row)[8 * step + 4 * (i / 2) + lane % 4];
   }
   __device__ static void multiply(Sums& y, const Words& a, cuda::WarpgroupMatrix matrix, int part,
@@ -116,16 +147,19 @@ struct DenseTile {
     if constexpr (sizeof(X) == 2) {
       Words a[kSteps];
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) Rows::load(a[k], stage, k);
+      for (int k = 0; k < kSteps; ++k)
+        cuda::load_tiles(a[k],
+                         stage + lane_index() % 16 * kStride + lane_index() / 16 * 16 + 32 * k);
       loaded();
 #pragma unroll
-      for (int i = 0; i < 4 * kSteps; ++i) add_squares(squares, elements(a[i / 4][i % 4]), i % 2);
+      for (int i = 0; i < 4 * kSteps; ++i)
+        add_squares(squares, elements<X>(a[i / 4][i % 4]), i % 2);
       const Scale scale = over_quad();
       if constexpr (kScaled) {
 #pragma unroll
         for (int i = 0; i < 4 * kSteps; ++i) {
           std::uint32_t& word = a[i / 4][i % 4];
-          const float2 v = scale.scaled(elements(word), i % 2);
+          const float2 v = scale.scaled(elements<X>(word), i % 2);
           word = cuda::store_pair<f16>(v.x, v.y);
         }
       }
@@ -172,10 +206,75 @@ struct DenseTile {
       return scale;
     }
   }
+
+  // Four codes of each block, of `width` bits each (2, 4 or 8), to a row.
+  __device__ static void store_fours(const std::uint32_t (&four)[kBlocks], int width, char* row) {
+    const auto each = [&](const auto& f) {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block)
+        f(16 * block + 4 * (lane_index() % 4), four[block]);
+    };
+    if (width == 4) {
+      each([&](int first, std::uint32_t codes) {
+        *reinterpret_cast<std::uint16_t*>(row + first / 2) = static_cast<std::uint16_t>(codes);
+      });
+    } else if (width == 8) {
+      each([&](int first, std::uint32_t codes) {
+        *reinterpret_cast<std::uint32_t*>(row + first) = codes;
+      });
+    } else {
+      each([&](int first, std::uint32_t codes) { row[first / 4] = static_cast<char>(codes); });
+    }
+  }
+  // Codes of rows, a byte each, to `bits` bits each in rows that are not farther apart, where they
+  // lie: no code moves up.
+  __device__ static void close_up(char* rows, int stride, int closed_stride, int bits) {
+    constexpr int kChunks = kDim / 8;
+#pragma unroll 1
+    for (int at = lane_index(); at < kRows * kChunks; at += 32) {
+      const int row = at / kChunks, chunk = at % kChunks;
+      const uint2 codes = *reinterpret_cast<const uint2*>(rows + row * stride + 8 * chunk);
+      const auto four = [&](unsigned w) {
+        return (w & 0xff) | (w >> 8 & 0xff) << bits | (w >> 16 & 0xff) << 2 * bits |
+               w >> 24 << 3 * bits;
+      };
+      const std::uint64_t all = four(codes.x) | std::uint64_t{four(codes.y)} << 4 * bits;
+      __syncwarp();
+      for (int i = 0; i < bits; ++i)
+        rows[row * closed_stride + chunk * bits + i] = static_cast<char>(all >> 8 * i);
+      __syncwarp();
+    }
+  }
+};
+
+// What Tables does, with factors that the compiler does not know: of those it makes shifts of their
+// own, three instructions to an address instead of one.
+class DenseTables {
+ public:
+  __device__ DenseTables(const Cells& cells, const Cell* table, const float* lookup)
+      : cells_(reinterpret_cast<const char*>(table)),
+        lookup_(reinterpret_cast<const char*>(lookup)),
+        step_(cuda::opaque(static_cast<unsigned>(cells.copies) * sizeof(Cell))),
+        base_(cuda::opaque(static_cast<unsigned>(lane_index() & (cells.copies - 1)) * sizeof(Cell) -
+                           Cells::kFirst * step_)),
+        column_(cuda::opaque(static_cast<unsigned>(lane_index()) * sizeof(float))) {}
+  __device__ Cell cell(unsigned bits) const {
+    const auto words = *reinterpret_cast<const uint2*>(cells_ + (bits * step_ + base_));
+    return {__uint_as_float(words.x), words.y};
+  }
+  __device__ float look_up(unsigned index) const {
+    constexpr unsigned kStep = kLookupCopies * sizeof(float);
+    return *reinterpret_cast<const float*>(lookup_ + (index * kStep + column_));
+  }
+
+ private:
+  const char *cells_, *lookup_;
+  unsigned step_, base_, column_;
 };
 
 // Shared memory: P's parts, cells, lookup, boundaries; for each warp rows of x, packed rows.
 struct DenseLayout {
+  PackedRows packed;
   unsigned radix;  // 2^bits, but the compiler must not know
   // Cell of r = last_cell (r slope + middle): what is in brackets is clamped to [0, 1].
   float last_cell, slope, middle;
@@ -208,8 +307,8 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
   const auto fetch = [&](std::int64_t row) {
     const std::int64_t stride = p.x_stride * static_cast<int>(sizeof(X));
     if (row - behind < p.rows)
-      Tile::Rows::fetch(stage, static_cast<const char*>(p.x) + row * stride, stride,
-                        p.rows_at(row, kRows));
+      Tile::fetch(stage, static_cast<const char*>(p.x) + row * stride, stride,
+                  p.rows_at(row, kRows));
   };
   fetch(first);
   const int levels = 1 << p.bits;
@@ -230,7 +329,7 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
         encode_row(p, first + i, reinterpret_cast<float*>(out));
     return;
   }
-  const Tables tables(cells, cell_table, lookup);
+  const DenseTables tables(cells, cell_table, lookup);
   const auto matrix = cuda::warpgroup_matrix(shared);
 
   for (; first - behind < p.rows; first += step) {
@@ -265,7 +364,7 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
           // P need not be orthogonal, so r may be anything; a NaN has the first cell.
           const float share = __saturatef(fmaf(v, slope, layout.middle));
           const float place = fmaf(share, layout.last_cell, Cells::kInteger);
-          const Cell& cell = tables.cell(__float_as_uint(place));
+          const Cell cell = tables.cell(__float_as_uint(place));
           const unsigned code =
               cell.before + (__float_as_uint(fmaf(v, -by[h], cell.boundary)) >> 31);
           four[block] = four[block] * layout.width_radix + code;
@@ -288,7 +387,7 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
       }
       // Opaque, or everything is compiled once for each width.
       const auto width = static_cast<int>(cuda::opaque(static_cast<unsigned>(layout.width)));
-      Tile::Codes::store_fours(four, 0, width, out + (lane / 4 + 8 * h) * layout.out_stride);
+      Tile::store_fours(four, width, out + (lane / 4 + 8 * h) * layout.out_stride);
       cc[h] += cuda::across(cc[h], 1);
       rc[h] += cuda::across(rc[h], 1);
       cc[h] += cuda::across(cc[h], 2);
@@ -299,8 +398,9 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
       store_norm(p, first + my_row, stored_scale(p.rule, norm, half == 0 ? cc[0] : cc[1], my_rc));
     }
     __syncwarp();
-    if (layout.width != p.bits) Tile::Codes::close_up(out, layout.out_stride, p);
-    copy_tile_out<kRows>(p, out, layout.out_stride, first, rows);
+    if (layout.width != p.bits)
+      Tile::close_up(out, layout.out_stride, layout.packed.stride, p.bits);
+    layout.packed.copy_out<kRows>(out, p, first, rows);
     __syncwarp();
     unsigned left = __ballot_sync(kAllLanes, extreme && quarter < 2 && my_row < rows);
     for (; left != 0; left &= left - 1) {
@@ -317,7 +417,7 @@ Status run_by_warpgroups(const Problem& p, int device, Stream stream) {
   const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
   const int levels = 1 << p.bits;
   const bool pairs = p.bits <= 4 && !p.needs_products();
-  DenseLayout l{.radix = static_cast<unsigned>(levels)};
+  DenseLayout l{.packed = PackedRows(p), .radix = static_cast<unsigned>(levels)};
   l.last_cell = static_cast<float>(cells.count - 1);
   l.slope = cells.slope / l.last_cell;
   l.middle = (cells.middle - Cells::kInteger) / l.last_cell;
@@ -327,8 +427,8 @@ Status run_by_warpgroups(const Problem& p, int device, Stream stream) {
   l.lookup = l.cells + cells.bytes();
   l.boundaries = l.lookup + (pairs ? levels * levels : levels) * kLookupCopies * 4;
   l.warps = l.boundaries + align(4 * levels);
-  l.out = Tile::kRows * Tile::Rows::kStride;
-  l.out_stride = align(std::max(4 * p.words, kDim * l.width / 8)) | 16;
+  l.out = Tile::kRows * Tile::kStride;
+  l.out_stride = l.width == p.bits ? l.packed.stride : kDim + 16;
   l.warp = l.out + std::max(Tile::kRows * l.out_stride, 2 * 4 * kDim);
   auto grid = cuda::tiles_grid(p.rows, 4 * Tile::kRows, kDenseGroups, l.warps, 4 * l.warp, device);
   grid.threads *= 4;

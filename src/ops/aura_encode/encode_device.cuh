@@ -172,7 +172,7 @@ __device__ __noinline__ inline void encode_row(const Problem& p, std::int64_t ro
 // fma(r, slope, 2^23 + half the cells), never descends in r, so code(r) = boundaries before the
 // cell's own, plus 1 if r is above that. r that is known within less than `margin` has the right
 // code unless it is as near to the cell's boundary.
-struct alignas(8) Cell {
+struct Cell {
   float boundary;  // +inf if there is none; not -0, so that r is above it where boundary - r < 0
   unsigned before;
 };
@@ -238,46 +238,27 @@ __device__ inline bool fill_cells(Cell* table, const Cells& cells, const float* 
 }
 
 // A lane's way into the tables: addresses are one integer multiplication and addition, bits of a
-// cell times step_ and so on. (Of factors that it knows the compiler makes shifts of their own.)
+// cell times cell_step, and so on.
 class Tables {
  public:
   __device__ Tables(const Cells& cells, const Cell* table, const float* lookup)
       : cells_(reinterpret_cast<const char*>(table)),
-        lookup_(reinterpret_cast<const char*>(lookup)),
-        step_(cuda::opaque(static_cast<unsigned>(cells.copies) * sizeof(Cell))),
-        base_(cuda::opaque(static_cast<unsigned>(lane_index() & (cells.copies - 1)) * sizeof(Cell) -
-                           Cells::kFirst * step_)),
-        column_(cuda::opaque(static_cast<unsigned>(lane_index()) * sizeof(float))) {}
+        lookup_(reinterpret_cast<const char*>(lookup + lane_index())),
+        step_(static_cast<unsigned>(cells.copies) * sizeof(Cell)),
+        base_(static_cast<unsigned>(lane_index() & (cells.copies - 1)) * sizeof(Cell) -
+              Cells::kFirst * step_) {}
   // What cell() gave.
   __device__ const Cell& cell(unsigned bits) const {
     return *reinterpret_cast<const Cell*>(cells_ + (bits * step_ + base_));
   }
   __device__ float look_up(unsigned index) const {
     constexpr unsigned kStep = kLookupCopies * sizeof(float);
-    return *reinterpret_cast<const float*>(lookup_ + (index * kStep + column_));
+    return *reinterpret_cast<const float*>(lookup_ + index * kStep);
   }
 
  private:
   const char *cells_, *lookup_;
-  unsigned step_, base_, column_;
+  unsigned step_, base_;
 };
-
-// A tile's packed rows out of shared memory; whole tiles without gaps, of a power of two of 16-byte
-// pieces a row, need little arithmetic.
-template <int kRows>
-__device__ inline void copy_tile_out(const Problem& p, const char* shared, int stride,
-                                     std::int64_t first, int rows) {
-  std::uint32_t* const device = p.packed + first * p.packed_stride;
-  const int pieces = p.words / 4, shift = 31 - __clz(pieces | 1), lane = lane_index();
-  if (rows == kRows && p.words == 4 << shift && shift <= 5 && p.packed_stride == p.words &&
-      reinterpret_cast<std::uintptr_t>(p.packed) % 16 == 0) {
-    const char* from = shared + (lane >> shift) * stride + (lane & (pieces - 1)) * 16;
-#pragma unroll 1
-    for (int at = lane; at < kRows << shift; at += 32, from += (32 >> shift) * stride)
-      __stcs(reinterpret_cast<uint4*>(device) + at, *reinterpret_cast<const uint4*>(from));
-  } else {
-    cuda::copy_rows_out(shared, stride, device, p.packed_stride, p.words, rows);
-  }
-}
 
 }  // namespace bittern::encode
