@@ -418,6 +418,38 @@ TEST(AuraEncode, TensorCoresAreDeterministic) {
   }
 }
 
+// Matrices that are not orthogonal, whose r may lie anywhere, or that f16 cannot hold; all rules,
+// and codes that fill no byte.
+TEST(AuraEncode, TensorCoresTakeAnyMatrix) {
+  BITTERN_NEEDS_CUDA();
+  Gaussians gaussians(11);
+  for (const float factor : {0.25f, 5.0f, 1e4f}) {
+    for (const std::int32_t bits : {3, 4, 5}) {
+      AuraDesc d{.outer_size = 150, .axis_size = 64, .bits = bits, .rotation = Rotation::dense};
+      Tables t(d);
+      for (float& v : t.rotation) v *= factor;
+      const auto x = gaussians.rows(d.outer_size, d.axis_size);
+      for (const ScaleRule rule :
+           {ScaleRule::matched, ScaleRule::none, ScaleRule::least_squares, ScaleRule::unbiased}) {
+        d.scale_rule = rule;
+        const Encoded e = encode_fastest(d, x, t, 1), want = encode(d, x, t, "ref");
+        std::int64_t different = 0;
+        for (std::int64_t row = 0; row < d.outer_size; ++row) {
+          std::int64_t of_row = 0;
+          for (std::int64_t j = 0; j < d.axis_size; ++j)
+            of_row += e.code(d, row, j) != want.code(d, row, j) ? 1 : 0;
+          different += of_row;
+          const float norm = want.norms[static_cast<std::size_t>(row)];
+          if (of_row == 0) {
+            EXPECT_NEAR(e.norms[static_cast<std::size_t>(row)] / norm, 1, 1e-5);
+          }
+        }
+        EXPECT_LE(different, 1) << factor << " " << bits;
+      }
+    }
+  }
+}
+
 // ---- rows out of the ordinary ----
 
 constexpr ScaleRule kAllRules[] = {ScaleRule::matched, ScaleRule::none, ScaleRule::least_squares,

@@ -114,6 +114,14 @@ inline void multiply_bf16(float (&d)[4], const std::uint32_t (&a)[4], const std:
 inline void multiply_f16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
   emulated::multiply<f16>(d, a, b);
 }
+inline void product_bf16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
+  for (float& v : d) v = 0;
+  emulated::multiply<bf16>(d, a, b);
+}
+inline void product_f16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
+  for (float& v : d) v = 0;
+  emulated::multiply<f16>(d, a, b);
+}
 
 inline void fence_shared_for_tensor_cores() {}
 inline void warpgroup_begin() {}
@@ -142,6 +150,39 @@ inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32_t (&a)[4],
       const std::uintptr_t piece = b.address % 128 / 16 + k / 8;
       const auto* y = reinterpret_cast<const std::byte*>(b.address / 128 * 128 + column * 128 +
                                                          (piece ^ column % 8) * 16 + k % 8 * 2);
+      sum += element(x + k % 2 * 2) * element(y);
+    }
+    d[i] = static_cast<float>(sum);
+  }
+}
+
+struct WarpgroupMatrix {
+  std::uintptr_t address;
+  WarpgroupMatrix at(int bytes) const { return {address + static_cast<unsigned>(bytes)}; }
+};
+inline WarpgroupMatrix warpgroup_matrix(const void* b) {
+  return {reinterpret_cast<std::uintptr_t>(b)};
+}
+template <int kCount>
+void warpgroup_multiply_f16(float (&d)[kCount], const std::uint32_t (&a)[4], WarpgroupMatrix b,
+                            bool add = true) {
+  const emulation::Slot* slots = emulation::exchange(~0u, a, sizeof a);
+  const auto element = [](const std::byte* at) {
+    std::uint16_t bits;
+    std::memcpy(&bits, at, sizeof bits);
+    return static_cast<double>(to_f32(f16{bits}));
+  };
+  const int lane = emulation::lane(), r = lane / 4, c = 2 * (lane % 4);
+  const std::uintptr_t columns = b.address / 128 * 128, piece = b.address % 128 / 16;
+  for (int i = 0; i < kCount; ++i) {
+    const int row = r + 8 * (i / 2 % 2), column = 8 * (i / 4) + c + i % 2;
+    double sum = add ? d[i] : 0;
+    for (int k = 0; k < 16; ++k) {
+      const std::byte* x = slots[row % 8 * 4 + k % 8 / 2].bytes + 4 * (row / 8 + 2 * (k / 8));
+      const std::uintptr_t place = (piece + static_cast<unsigned>(k / 8)) ^ column % 8;
+      const auto* y = reinterpret_cast<const std::byte*>(
+                          columns + static_cast<unsigned>(column) * 128 + place * 16) +
+                      k % 8 * 2;
       sum += element(x + k % 2 * 2) * element(y);
     }
     d[i] = static_cast<float>(sum);

@@ -1,0 +1,234 @@
+// Hadamard rows of a tuned length, by the definition: a lane, or a few, to a row.
+#pragma once
+#include "ops/aura_encode/encode_device.cuh"
+
+namespace bittern::encode {
+
+// ---- tuning ----
+
+constexpr int kLaneCellBytes = 32 << 10;  // of the table of cells, all its copies
+// Of a block of encode_by_lanes: what its registers allow.
+template <class Tile>
+constexpr int kMostWarps = Tile::kEach <= 64 ? 20 : 12;
+
+// Shared memory of encode_by_lanes: cells, lookup, the operands' tables; then for each
+// warp its rows of x and its packed rows.
+struct LaneLayout {
+  int element_bytes;
+  unsigned radix;  // 2^bits, but the compiler must not know
+  int lookup, tables, warps;  // offsets in bytes
+  int stage, warp;            // bytes of a warp's rows; of a warp
+  PackedRows packed;
+};
+
+// A lane's codes to its packed row in shared memory; four[i] holds codes 4i to 4i + 3. A chunk of
+// eight codes is `bits` bytes. The row's spare bytes become zeros.
+template <class Tile>
+__device__ void store_codes(const std::uint32_t (&four)[Tile::kEach / 4], const Problem& p,
+                            char* row) {
+  const int bits = p.bits;
+  constexpr int kChunks = Tile::kChunks;
+  constexpr bool kWhole = Tile::kRows == 32 && kChunks % 4 == 0;  // the lane has the whole row,
+                                                                  // of 16-byte pieces at 4 bits
+  if (kWhole && bits == 4) {
+#pragma unroll
+    for (int k = 0; k < kChunks / 4 * 4; k += 4) {
+      reinterpret_cast<uint4*>(row)[k / 4] = make_uint4(
+          four[2 * k] | four[2 * k + 1] << 16, four[2 * k + 2] | four[2 * k + 3] << 16,
+          four[2 * k + 4] | four[2 * k + 5] << 16, four[2 * k + 6] | four[2 * k + 7] << 16);
+    }
+  } else if (kWhole && bits == 3) {
+#pragma unroll
+    for (int k = 0; k < kChunks / 4 * 4; k += 4) {
+      std::uint32_t chunk[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) chunk[i] = four[2 * (k + i)] | four[2 * (k + i) + 1] << 12;
+      auto* const words = reinterpret_cast<std::uint32_t*>(row) + k / 4 * 3;
+      words[0] = chunk[0] | chunk[1] << 24;
+      words[1] = chunk[1] >> 8 | chunk[2] << 16;
+      words[2] = chunk[2] >> 16 | chunk[3] << 8;
+    }
+  } else if (bits == 4) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k)
+      reinterpret_cast<std::uint32_t*>(row)[Tile::first_of_chunk(k) / 8] =
+          four[2 * k] | four[2 * k + 1] << 16;
+  } else if (bits == 8) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k)
+      reinterpret_cast<uint2*>(row)[Tile::first_of_chunk(k) / 8] =
+          make_uint2(four[2 * k], four[2 * k + 1]);
+  } else if (bits == 2) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k)
+      reinterpret_cast<std::uint16_t*>(row)[Tile::first_of_chunk(k) / 8] =
+          static_cast<std::uint16_t>(four[2 * k] | four[2 * k + 1] << 8);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const std::uint64_t chunk = four[2 * k] | static_cast<std::uint64_t>(four[2 * k + 1])
+                                                    << 4 * bits;
+      char* const to = row + Tile::first_of_chunk(k) / 8 * bits;
+      for (int i = 0; i < bits; ++i) to[i] = static_cast<char>(chunk >> 8 * i);
+    }
+  }
+  if (Tile::part() == 0) {
+    for (int i = p.rotation.dim / 8 * bits; i < 4 * p.words; ++i) row[i] = 0;
+  }
+}
+
+// What the lookup holds for the scale rule's sums: the levels, for C and D; their squares, for C; or
+// C's first sums, of two squares, by both codes (at most 4 bits, powers of two).
+enum class Sums { levels, squares, pairs };
+
+// Steps 1 to 5 of the rows x, with the signs of the rotation applied; the lanes of a row agree.
+// Rows whose squares overflow or that are not finite are `extreme`, and nothing else of them
+// counts.
+template <class Tile, Sums kSums>
+struct LaneRows {
+  std::uint32_t four[Tile::kEach / 4] = {};
+  float scale;
+  bool extreme;
+
+  __device__ LaneRows(float (&x)[Tile::kEach], const Problem& p, const Cells& cells,
+                      const Tables& tables, unsigned radix) {
+    constexpr int kEach = Tile::kEach;
+    const float squares = Tile::template sum<kEach>([&](int i) { return x[i] * x[i]; });
+    extreme = !(squares <= max_finite<float>());
+    const float norm = sqrtf(squares);
+    const float inv = norm > kAuraTiny ? 1 / norm : 0;
+    if (extreme) {
+#pragma unroll
+      for (float& v : x) v = 0;
+    }
+#pragma unroll
+    for (float& v : x) v = v * inv * p.rotation.scale;
+    Tile::butterflies(x);
+    Tile::template mix<false>(x);
+    // Codes gather in words of four, the last one first.
+    const auto gather = [&](int i) {
+      const Cell& cell = tables.cell(cells.cell(x[i]));
+      const unsigned code = cell.before + (__float_as_uint(cell.boundary - x[i]) >> 31);
+      four[i / 4] = four[i / 4] * radix + code;
+      return code;
+    };
+    float cc, rc = 0;
+    if constexpr (kSums == Sums::levels) {
+      const cuda::TwoSums both = Tile::template sum<kEach>([&](int i) -> cuda::TwoSums {
+        const float c = tables.look_up(gather(i));
+        return {c * c, x[i] * c};
+      });
+      cc = both.a;
+      rc = both.b + 0.0f;
+    } else if constexpr (kSums == Sums::squares) {
+      cc = Tile::template sum<kEach>([&](int i) { return tables.look_up(gather(i)); });
+    } else {
+      cc = Tile::template sum<kEach / 2>([&](int i) {
+        const unsigned low = gather(i), high = gather(i + kEach / 2);
+        return tables.look_up(high * radix + low);
+      });
+    }
+    scale = stored_scale(p.rule, norm, cc, rc);
+  }
+};
+
+// A warp takes RowTile::kRows rows at a time.
+template <class Tile, Sums kSums>
+__global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
+    encode_by_lanes(const __grid_constant__ Problem p, const Cells cells, const LaneLayout layout) {
+  char* const shared = cuda::dynamic_shared<char>();
+  auto* const cell_table = reinterpret_cast<Cell*>(shared);
+  auto* const lookup = reinterpret_cast<float*>(shared + layout.lookup);
+  char* const stage = shared + layout.warps + warp_index() * layout.warp;
+  char* const out = stage + layout.stage;
+  auto* const scratch = reinterpret_cast<float*>(out);  // of encode_row
+
+  const int warps = static_cast<int>(blockDim.x / 32);
+  const std::int64_t step = std::int64_t{gridDim.x} * warps * Tile::kRows;
+  std::int64_t first = (std::int64_t{blockIdx.x} * warps + warp_index()) * Tile::kRows;
+  const auto fetch = [&](std::int64_t row) {
+    if (row >= p.rows) return;
+    const std::int64_t stride = p.x_stride * layout.element_bytes;
+    const char* const from = static_cast<const char*>(p.x) + row * stride;
+    if (p.element == DType::f32) {
+      Tile::template fetch<float>(stage, from, stride, p.rows_at(row, Tile::kRows));
+    } else {
+      Tile::template fetch<bf16>(stage, from, stride, p.rows_at(row, Tile::kRows));
+    }
+  };
+  fetch(first);
+  const auto signs = Tile::Signs::of(p.rotation.table);
+
+  const int levels = 1 << p.bits;
+  auto* const boundaries = reinterpret_cast<float*>(shared + layout.tables);
+  for (int i = static_cast<int>(threadIdx.x); i + 1 < levels; i += static_cast<int>(blockDim.x))
+    boundaries[i] = p.boundaries[i];
+  const auto level = [&](int i) { return __ldg(p.codebook + (i & (levels - 1))); };
+  fill_table(lookup, kSums == Sums::pairs ? levels * levels : levels, kLookupCopies, [&](int i) {
+    const float c = level(i), high = level(i >> p.bits);
+    if (kSums == Sums::levels) return c;
+    return kSums == Sums::squares ? c * c : c * c + high * high;
+  });
+  __syncthreads();
+  if (!fill_cells(cell_table, cells, boundaries, p.bits)) {
+    cuda::copy_async_wait<0>();
+    for (; first < p.rows; first += step)
+      for (int i = 0; i < p.rows_at(first, Tile::kRows); ++i) encode_row(p, first + i, scratch);
+    return;
+  }
+  const Tables tables(cells, cell_table, lookup);
+
+  for (; first < p.rows; first += step) {
+    const int rows = p.rows_at(first, Tile::kRows);
+    float x[Tile::kEach];
+    cuda::copy_async_wait<0>();
+    __syncwarp();
+    switch (p.element) {
+      case DType::f16: Tile::template load<f16>(stage, signs.again(), x); break;
+      case DType::bf16: Tile::template load<bf16>(stage, signs.again(), x); break;
+      default: Tile::template load<float>(stage, signs.again(), x);
+    }
+    __syncwarp();
+    fetch(first + step);
+    const LaneRows<Tile, kSums> found(x, p, cells, tables, layout.radix);
+    const bool tells = Tile::row() < rows && Tile::part() == 0;
+    if (tells) store_norm(p, first + Tile::row(), found.scale);
+    // Through shared memory, so that the warp writes whole lines.
+    store_codes<Tile>(found.four, p, out + Tile::row() * layout.packed.stride);
+    __syncwarp();
+    layout.packed.copy_out<Tile::kRows>(out, p, first, rows);
+    __syncwarp();
+    unsigned left = __ballot_sync(kAllLanes, found.extreme && tells);
+    for (; left != 0; left &= left - 1)
+      encode_row(p, first + (__ffs(static_cast<int>(left)) - 1) / (32 / Tile::kRows), scratch);
+  }
+}
+
+template <class Tile>
+Status run_by_lanes(const Problem& p, int device, Stream stream) {
+  constexpr int kDim = Tile::kEach * (32 / Tile::kRows);
+  const Cells cells = cells_for(kDim, p.bits, kLaneCellBytes);
+  const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
+  LaneLayout l{.element_bytes = static_cast<int>(size_of(p.element)),
+               .radix = 1u << p.bits,
+               .packed = PackedRows(p)};
+  l.lookup = cells.bytes();
+  const bool pairs = Tile::kFactor == 1 && p.bits <= 4 && !p.needs_products();
+  l.tables = l.lookup + (kLookupCopies * 4 << (pairs ? 2 * p.bits : p.bits));
+  l.warps = l.tables + align(4 << p.bits);
+  l.stage = Tile::kRows * (p.element == DType::f32 ? Tile::template kStageStride<float>
+                                                   : Tile::template kStageStride<bf16>);
+  l.warp = l.stage + std::max(align(Tile::kRows * l.packed.stride), 2 * 4 * kDim);
+  const auto grid =
+      cuda::tiles_grid(p.rows, Tile::kRows, kMostWarps<Tile>, l.warps, l.warp, device);
+  const auto launch = [&](auto kernel) {
+    return cuda::launch(AuraEncode::kName, kernel, grid, device, stream, p, cells, l);
+  };
+  if (p.needs_products()) return launch(encode_by_lanes<Tile, Sums::levels>);
+  if constexpr (Tile::kFactor == 1) {
+    if (pairs) return launch(encode_by_lanes<Tile, Sums::pairs>);
+  }
+  return launch(encode_by_lanes<Tile, Sums::squares>);
+}
+
+}  // namespace bittern::encode
