@@ -189,6 +189,10 @@ struct WarpgroupMatrix {
   __device__ WarpgroupMatrix at(int bytes) const {
     return {address + (static_cast<std::uint32_t>(bytes) >> 4)};
   }
+  __device__ std::uint64_t descriptor() const {
+    constexpr std::uint64_t kPermuted128 = std::uint64_t{1} << 62, kEightColumns = 1024 >> 4;
+    return kPermuted128 | kEightColumns << 32 | address;
+  }
 };
 __device__ inline WarpgroupMatrix warpgroup_matrix(const void* b) {
   return {(shared_address(b) & 0x3ffff) >> 4};
@@ -199,8 +203,6 @@ __device__ inline WarpgroupMatrix warpgroup_matrix(const void* b) {
 __device__ inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32_t (&a)[4],
                                                WarpgroupMatrix b) {
 #if BITTERN_WARPGROUP_CODE
-  constexpr std::uint64_t kPermuted128 = std::uint64_t{1} << 62, kEightColumns = 1024 >> 4;
-  const std::uint64_t matrix = kPermuted128 | kEightColumns << 32 | b.address;
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
@@ -211,26 +213,9 @@ __device__ inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32
         "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
         "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
         "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(matrix)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor())
       : "memory");
 #endif
-}
-
-// A matrix b in shared memory, by columns: column n at 128 n bytes from an address aligned to 1024
-// bytes, its 16-byte pieces permuted, piece p in place p ^ (n % 8).
-struct WarpgroupMatrix {
-  std::uint32_t address;
-  // What lies `bytes` on: another matrix, or with 32 s the rows from 16 s on.
-  __device__ WarpgroupMatrix at(int bytes) const {
-    return {address + (static_cast<std::uint32_t>(bytes) >> 4)};
-  }
-  __device__ std::uint64_t descriptor() const {
-    constexpr std::uint64_t kPermuted128 = std::uint64_t{1} << 62, kEightColumns = 1024 >> 4;
-    return kPermuted128 | kEightColumns << 32 | address;
-  }
-};
-__device__ inline WarpgroupMatrix warpgroup_matrix(const void* b) {
-  return {(shared_address(b) & 0x3ffff) >> 4};
 }
 
 // d = a b + (add ? d : 0) for a [64, 16], b [16, n], d [64, n], n = 64 or 128. Warp w has rows

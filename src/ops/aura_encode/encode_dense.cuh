@@ -33,30 +33,6 @@ struct DenseTile {
   // Bytes from row to row of x in shared memory: the rows of a tile begin in different banks.
   static constexpr int kRowBytes = kDim * static_cast<int>(sizeof(X)), kStride = kRowBytes + 16;
 
-  // Starts copying rows to shared memory; those past the end become zeros. Piece `at` of the rows,
-  // 16 bytes, goes to 16 (at + its row).
-  __device__ static void fetch(char* stage, const char* from, std::int64_t stride, int rows) {
-    constexpr int kPieces = kRowBytes / 16, kEach = kRows * kPieces / 32;
-    const int lane = lane_index();
-    if (rows == kRows && stride == kRowBytes) {  // addresses are constants away
-      char* const to = cuda::opaque(stage + 16 * (lane + lane / kPieces));
-      const char* const mine = cuda::opaque(from + 16 * lane);
-#pragma unroll
-      for (int k = 0; k < kEach; ++k)
-        cuda::copy_async_16(to + 16 * (32 * k + 32 * k / kPieces), mine + 16 * 32 * k);
-    } else {
-#pragma unroll 1
-      for (int at = lane; at < kRows * kPieces; at += 32) {
-        const int row = at / kPieces;
-        const bool there = row < rows;
-        cuda::copy_async_16(stage + 16 * (at + row),
-                            there ? from + row * stride + 16 * (at % kPieces) : from,
-                            there ? 16 : 0);
-      }
-    }
-    cuda::copy_async_commit();
-  }
-
   // The two elements of a word.
   template <class Half>
   __device__ static float2 elements(std::uint32_t word) {
@@ -307,8 +283,8 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
   const auto fetch = [&](std::int64_t row) {
     const std::int64_t stride = p.x_stride * static_cast<int>(sizeof(X));
     if (row - behind < p.rows)
-      Tile::fetch(stage, static_cast<const char*>(p.x) + row * stride, stride,
-                  p.rows_at(row, kRows));
+      fetch_rows<kRows, Tile::kRowBytes>(stage, static_cast<const char*>(p.x) + row * stride,
+                                         stride, p.rows_at(row, kRows));
   };
   fetch(first);
   const int levels = 1 << p.bits;

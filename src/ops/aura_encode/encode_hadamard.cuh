@@ -4,7 +4,8 @@
 // code, one in 60 at 128 elements and 4 bits, are done again by the definition.
 //
 //   y = H (signs x)     exact elements, entries +-1;  r = y inv scale
-//   step                16 elements of x, times B_step: the part of H that mixes within 16, with the
+//   step                16 elements of x, times B_step: the part of H that mixes within 16, with
+//   the
 //                       signs of these elements. The rest of H is over the steps, in registers.
 //   warp                has 16 rows. Of results i = 16 block + 4 q + 2 t + e, lane l has those of
 //                       q = l % 4, of rows l / 4 and l / 4 + 8 (`half`): four neighbouring codes of
@@ -54,30 +55,6 @@ struct HadamardTile {
     }
   }
 
-  // Starts copying rows to shared memory, `stride` bytes apart; those past the end become zeros.
-  // Piece `at` of the rows, 16 bytes, goes to 16 (at + its row).
-  __device__ static void fetch(char* stage, const char* from, std::int64_t stride, int rows) {
-    constexpr int kPieces = kDim / 8, kEach = kRows * kPieces / 32;
-    const int lane = lane_index();
-    if (rows == kRows && stride == 2 * kDim) {  // addresses are constants away
-      static_assert(32 % kPieces == 0);
-      char* const to = cuda::opaque(stage + 16 * (lane + lane / kPieces));
-      const char* const mine = cuda::opaque(from + 16 * lane);
-#pragma unroll
-      for (int k = 0; k < kEach; ++k)
-        cuda::copy_async_16(to + 16 * (32 * k + 32 * k / kPieces), mine + 16 * 32 * k);
-    } else {
-#pragma unroll 1
-      for (int k = 0; k < kEach; ++k) {
-        const int at = lane + 32 * k, row = at / kPieces, piece = at % kPieces;
-        const bool there = row < rows;
-        cuda::copy_async_16(stage + 16 * (at + row),
-                            there ? from + row * stride + 16 * piece : from, there ? 16 : 0);
-      }
-    }
-    cuda::copy_async_commit();
-  }
-
   // One half of a row of x.
   __device__ static void clear(char* row, int half) {
     for (int at = 0; at < kDim; at += 16)
@@ -123,7 +100,6 @@ struct HadamardTile {
       }
     }
   }
-
 };
 
 // Four neighbouring codes of a lane, the first of them code `first`, to a packed row.
@@ -131,8 +107,7 @@ template <int kBits>
 __device__ void store_four(std::uint32_t four, int first, char* row) {
   static_assert(kBits == 2 || kBits == 4);
   using Bytes = std::conditional_t<kBits == 4, std::uint16_t, std::uint8_t>;
-  *reinterpret_cast<Bytes*>(row + first * kBits / 8) =
-      static_cast<Bytes>(four);
+  *reinterpret_cast<Bytes*>(row + first * kBits / 8) = static_cast<Bytes>(four);
 }
 
 // Sums by the halving tree over what differs in a lane's index within 4 lanes. (The lower bit of
@@ -164,7 +139,8 @@ struct HadamardLayout {
   PackedRows packed;
 };
 
-// A row by the definition, x in shared memory and its norm known: lane l has elements 4 l .. 4 l + 3.
+// A row by the definition, x in shared memory and its norm known: lane l has elements 4 l .. 4 l
+// + 3.
 template <class X, int kDim, int kBits>
 __device__ __noinline__ void encode_again(const Problem& p, const Cells& cells,
                                           const Tables& tables, std::int64_t row, const char* x,
@@ -177,7 +153,8 @@ __device__ __noinline__ void encode_again(const Problem& p, const Cells& cells,
   float t[kEach];
 #pragma unroll
   for (int e = 0; e < kEach; ++e)
-    t[e] = cuda::load_math(mine[e]) * inv * (__ldg(p.rotation.table + first + e) * p.rotation.scale);
+    t[e] =
+        cuda::load_math(mine[e]) * inv * (__ldg(p.rotation.table + first + e) * p.rotation.scale);
 #pragma unroll
   for (int h = 1; h < kEach; h *= 2) {
 #pragma unroll
@@ -214,8 +191,8 @@ __device__ __noinline__ void encode_again(const Problem& p, const Cells& cells,
   if (lane_index() == 0) store_norm(p, row, stored_scale(p.rule, norm, sum, 0));
 }
 
-// C's first sums, of two squares, are looked up by both codes at once. (The loop is about as long as
-// the instruction cache allows: what is rare is out of line.)
+// C's first sums, of two squares, are looked up by both codes at once. (The loop is about as long
+// as the instruction cache allows: what is rare is out of line.)
 template <class X, int kDim, int kBits>
 __global__ void __launch_bounds__(32 * kHadamardWarps, 1)
     encode_hadamard(const __grid_constant__ Problem p, const Cells cells,
@@ -236,15 +213,16 @@ __global__ void __launch_bounds__(32 * kHadamardWarps, 1)
   std::int64_t first = (std::int64_t{blockIdx.x} * warps + warp_index()) * kRows;
   const auto fetch = [&](char* to, std::int64_t row) {
     if (row < p.rows)
-      Tile::fetch(to, static_cast<const char*>(p.x) + row * p.x_stride * 2, p.x_stride * 2,
-                  p.rows_at(row, kRows));
+      fetch_rows<kRows, 2 * kDim>(to, static_cast<const char*>(p.x) + row * p.x_stride * 2,
+                                  p.x_stride * 2, p.rows_at(row, kRows));
   };
   fetch(stage, first);
   constexpr int levels = 1 << kBits;
   for (int i = static_cast<int>(threadIdx.x); i + 1 < levels; i += static_cast<int>(blockDim.x))
     boundaries[i] = p.boundaries[i];
   fill_table(pairs, levels * levels, kLookupCopies, [&](int i) {
-    const float low = __ldg(p.codebook + (i & (levels - 1))), high = __ldg(p.codebook + (i >> kBits));
+    const float low = __ldg(p.codebook + (i & (levels - 1))),
+                high = __ldg(p.codebook + (i >> kBits));
     return low * low + high * high;
   });
   Tile::fill_matrix(matrix, p.rotation.table);
@@ -334,8 +312,9 @@ __global__ void __launch_bounds__(32 * kHadamardWarps, 1)
     };
     const float my_cc = half == 0 ? sum_of(0) : sum_of(1);
     if (lane % 4 < 2 && my_row < rows)
-      store_norm(p, first + my_row,
-                 p.rule == ScaleRule::none ? norm : stored_scale(ScaleRule::matched, norm, my_cc, 0));
+      store_norm(
+          p, first + my_row,
+          p.rule == ScaleRule::none ? norm : stored_scale(ScaleRule::matched, norm, my_cc, 0));
     __syncwarp();
     layout.packed.copy_out<kRows>(out, p, first, rows);
     __syncwarp();

@@ -15,7 +15,7 @@ constexpr int kMostWarps = Tile::kEach <= 64 ? 20 : 12;
 // warp its rows of x and its packed rows.
 struct LaneLayout {
   int element_bytes;
-  unsigned radix;  // 2^bits, but the compiler must not know
+  unsigned radix;             // 2^bits, but the compiler must not know
   int lookup, tables, warps;  // offsets in bytes
   int stage, warp;            // bytes of a warp's rows; of a warp
   PackedRows packed;
@@ -77,8 +77,8 @@ __device__ void store_codes(const std::uint32_t (&four)[Tile::kEach / 4], const 
   }
 }
 
-// What the lookup holds for the scale rule's sums: the levels, for C and D; their squares, for C; or
-// C's first sums, of two squares, by both codes (at most 4 bits, powers of two).
+// What the lookup holds for the scale rule's sums: the levels, for C and D; their squares, for C;
+// or C's first sums, of two squares, by both codes (at most 4 bits, powers of two).
 enum class Sums { levels, squares, pairs };
 
 // Steps 1 to 5 of the rows x, with the signs of the rotation applied; the lanes of a row agree.

@@ -57,6 +57,25 @@ inline void load_tiles(std::uint32_t (&to)[4], const void* row, bool transposed)
   __syncwarp();  // the caller may overwrite the tiles only when every lane has read them
 }
 
+// A sum as wrong as tensor cores may make it: within 10.5 * 2^-24 of the sizes, now up, now down.
+class Sum {
+ public:
+  explicit Sum(float first) : exact_(first), size_(std::fabs(first)) {}
+  void add(double term) {
+    exact_ += term;
+    size_ += std::fabs(term);
+  }
+  float rounded() const {
+    if (!std::isfinite(size_)) return static_cast<float>(exact_);
+    const auto nearest = static_cast<float>(exact_);
+    const double error = (__float_as_uint(nearest) * 2654435761u >> 30) % 3 - 1.0;
+    return static_cast<float>(exact_ + error * 10 * 0x1p-24 * size_);
+  }
+
+ private:
+  double exact_, size_;
+};
+
 template <class T>
 void multiply(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
   std::uint32_t mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
@@ -69,13 +88,40 @@ void multiply(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&
   const int lane = emulation::lane(), r = lane / 4, c = 2 * (lane % 4);
   for (int i = 0; i < 4; ++i) {
     const int row = r + 8 * (i / 2), column = c + i % 2;
-    double sum = d[i];
+    Sum sum(d[i]);
     for (int k = 0; k < 16; ++k) {
       const float x = half(row % 8 * 4 + k % 8 / 2, row / 8 + 2 * (k / 8), k % 2);
       const float y = half(column * 4 + k % 8 / 2, 4 + k / 8, k % 2);
-      sum += static_cast<double>(x) * static_cast<double>(y);
+      sum.add(static_cast<double>(x) * static_cast<double>(y));
     }
-    d[i] = static_cast<float>(sum);
+    d[i] = sum.rounded();
+  }
+}
+
+// b by columns: see WarpgroupMatrix.
+template <class T, int kCount>
+void warpgroup_multiply(float (&d)[kCount], const std::uint32_t (&a)[4], std::uintptr_t b,
+                        bool add) {
+  const emulation::Slot* slots = emulation::exchange(~0u, a, sizeof a);
+  const auto element = [](const std::byte* at) {
+    std::uint16_t bits;
+    std::memcpy(&bits, at, sizeof bits);
+    return static_cast<double>(to_f32(T{bits}));
+  };
+  const int lane = emulation::lane(), r = lane / 4, c = 2 * (lane % 4);
+  const std::uintptr_t columns = b / 128 * 128, piece = b % 128 / 16;
+  for (int i = 0; i < kCount; ++i) {
+    const int row = r + 8 * (i / 2 % 2), column = 8 * (i / 4) + c + i % 2;
+    Sum sum(add ? d[i] : 0);
+    for (int k = 0; k < 16; ++k) {
+      const std::byte* x = slots[row % 8 * 4 + k % 8 / 2].bytes + 4 * (row / 8 + 2 * (k / 8));
+      const std::uintptr_t place = (piece + static_cast<unsigned>(k / 8)) ^ column % 8;
+      const auto* y = reinterpret_cast<const std::byte*>(
+                          columns + static_cast<unsigned>(column) * 128 + place * 16) +
+                      k % 8 * 2;
+      sum.add(element(x + k % 2 * 2) * element(y));
+    }
+    d[i] = sum.rounded();
   }
 }
 
@@ -135,58 +181,12 @@ inline WarpgroupMatrix warpgroup_matrix(const void* b) {
 }
 inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32_t (&a)[4],
                                     WarpgroupMatrix b) {
-  const emulation::Slot* slots = emulation::exchange(~0u, a, sizeof a);
-  const auto element = [](const std::byte* at) {
-    std::uint16_t bits;
-    std::memcpy(&bits, at, sizeof bits);
-    return static_cast<double>(to_f32(bf16{bits}));
-  };
-  const int lane = emulation::lane(), r = lane / 4, c = 2 * (lane % 4);
-  for (int i = 0; i < 32; ++i) {
-    const int row = r + 8 * (i / 2 % 2), column = 8 * (i / 4) + c + i % 2;
-    double sum = d[i];
-    for (int k = 0; k < 16; ++k) {
-      const std::byte* x = slots[row % 8 * 4 + k % 8 / 2].bytes + 4 * (row / 8 + 2 * (k / 8));
-      const std::uintptr_t piece = b.address % 128 / 16 + k / 8;
-      const auto* y = reinterpret_cast<const std::byte*>(b.address / 128 * 128 + column * 128 +
-                                                         (piece ^ column % 8) * 16 + k % 8 * 2);
-      sum += element(x + k % 2 * 2) * element(y);
-    }
-    d[i] = static_cast<float>(sum);
-  }
-}
-
-struct WarpgroupMatrix {
-  std::uintptr_t address;
-  WarpgroupMatrix at(int bytes) const { return {address + static_cast<unsigned>(bytes)}; }
-};
-inline WarpgroupMatrix warpgroup_matrix(const void* b) {
-  return {reinterpret_cast<std::uintptr_t>(b)};
+  emulated::warpgroup_multiply<bf16>(d, a, b.address, true);
 }
 template <int kCount>
 void warpgroup_multiply_f16(float (&d)[kCount], const std::uint32_t (&a)[4], WarpgroupMatrix b,
                             bool add = true) {
-  const emulation::Slot* slots = emulation::exchange(~0u, a, sizeof a);
-  const auto element = [](const std::byte* at) {
-    std::uint16_t bits;
-    std::memcpy(&bits, at, sizeof bits);
-    return static_cast<double>(to_f32(f16{bits}));
-  };
-  const int lane = emulation::lane(), r = lane / 4, c = 2 * (lane % 4);
-  const std::uintptr_t columns = b.address / 128 * 128, piece = b.address % 128 / 16;
-  for (int i = 0; i < kCount; ++i) {
-    const int row = r + 8 * (i / 2 % 2), column = 8 * (i / 4) + c + i % 2;
-    double sum = add ? d[i] : 0;
-    for (int k = 0; k < 16; ++k) {
-      const std::byte* x = slots[row % 8 * 4 + k % 8 / 2].bytes + 4 * (row / 8 + 2 * (k / 8));
-      const std::uintptr_t place = (piece + static_cast<unsigned>(k / 8)) ^ column % 8;
-      const auto* y = reinterpret_cast<const std::byte*>(
-                          columns + static_cast<unsigned>(column) * 128 + place * 16) +
-                      k % 8 * 2;
-      sum += element(x + k % 2 * 2) * element(y);
-    }
-    d[i] = static_cast<float>(sum);
-  }
+  emulated::warpgroup_multiply<f16>(d, a, b.address, add);
 }
 
 }  // namespace bittern::cuda
