@@ -489,14 +489,15 @@ struct Product {
 #pragma unroll
       for (int part = kMatrixParts<M> - 1; part >= 0; --part) {
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          std::uint32_t of_a[4];
-          load_matrix(of_a, part, down, step);
+        for (int n = kValueParts<X> - 1; n >= 0; --n) {
 #pragma unroll
-          for (int n = kValueParts<X> - 1; n >= 0; --n)
+          for (int step = 0; step < kSteps; ++step) {
+            std::uint32_t of_a[4];
+            load_matrix(of_a, part, down, step);
 #pragma unroll
             for (int tile = 0; tile < kTilesAcross; ++tile)
               cuda::multiply_bf16(sums[tile], of_a, of_b[n][step][tile]);
+          }
         }
       }
       if (down == kSteps - 1) {
