@@ -368,7 +368,7 @@ TEST(Cuda, SmallProblems) {
 // Enough groups that each warp of lsq has several batches of them to go through.
 TEST(Cuda, LongRunsOfLsq) {
   BITTERN_NEEDS_CUDA();
-  const std::int64_t rows = is_emulated() ? 50 : 2000;
+  const std::int64_t rows = is_emulated() ? 50 : 1000;
   const QdqAffineInit::Desc problems[] = {
       {.outer_size = rows, .axis_size = 8192, .group_size = 64, .method = AffineMethod::lsq},
       {.outer_size = rows,

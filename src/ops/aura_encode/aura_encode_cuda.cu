@@ -97,11 +97,12 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   if (p.rows < kFewRows * cuda::limits(device).multiprocessors) return by_warps();
   if (d.rotation == Rotation::dense) return run_dense(p, device, stream);
   if (d.rotation != Rotation::hadamard || !cuda::pieces_aligned(a.x, p.rows)) return by_warps();
-  if (is_half(d.element) && d.axis_size == 128 && (d.bits == 2 || d.bits == 4) &&
+  if (is_half(d.element) && d.axis_size == 128 && d.bits >= 2 && d.bits <= 4 &&
       !p.needs_products()) {
     return visit<f16, bf16>(d.element, [&]<class X>(Type<X>) {
-      return d.bits == 2 ? run_hadamard<X, 128, 2>(p, device, stream)
-                         : run_hadamard<X, 128, 4>(p, device, stream);
+      if (d.bits == 2) return run_hadamard<X, 128, 2>(p, device, stream);
+      if (d.bits == 3) return run_hadamard<X, 128, 3>(p, device, stream);
+      return run_hadamard<X, 128, 4>(p, device, stream);
     });
   }
   return cuda::visit_tuned_dim<64>(

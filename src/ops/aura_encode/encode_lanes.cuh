@@ -9,7 +9,7 @@ namespace bittern::encode {
 constexpr int kLaneCellBytes = 32 << 10;  // of the table of cells, all its copies
 // Of a block of encode_by_lanes: what its registers allow.
 template <class Tile>
-constexpr int kMostWarps = Tile::kEach <= 64 ? 20 : 12;
+constexpr int kMostWarps = Tile::kEach <= 64 ? 16 : 12;
 
 // Shared memory of encode_by_lanes: cells, lookup, the operands' tables; then for each
 // warp its rows of x and its packed rows.
