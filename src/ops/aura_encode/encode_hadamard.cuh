@@ -5,8 +5,7 @@
 //
 //   y = H (signs x)     exact elements, entries +-1;  r = y inv scale
 //   step                16 elements of x, times B_step: the part of H that mixes within 16, with
-//   the
-//                       signs of these elements. The rest of H is over the steps, in registers.
+//                       these elements' signs. The rest of H is over the steps, in registers.
 //   warp                has 16 rows. Of results i = 16 block + 4 q + 2 t + e, lane l has those of
 //                       q = l % 4, of rows l / 4 and l / 4 + 8 (`half`): four neighbouring codes of
 //                       each block.
