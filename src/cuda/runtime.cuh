@@ -53,9 +53,11 @@ std::string_view architecture(Device device);
 // The row of an op's one kernel, which meets the op's contract.
 template <class Op>
 constexpr Kernel<Op> exact_kernel(decltype(Kernel<Op>::run) run,
-                                  decltype(Kernel<Op>::workspace) workspace = nullptr) {
+                                  decltype(Kernel<Op>::workspace) workspace = nullptr,
+                                  decltype(Kernel<Op>::supports) supports = nullptr) {
   return {.name = "cuda",
           .backend = "cuda",
+          .supports = supports,
           .workspace = workspace,
           .architecture = architecture,
           .run = run};

@@ -306,13 +306,13 @@ class OnDevice {
   void* data_ = nullptr;
 };
 
-// Runs the kernel that Preference::fastest takes `runs` times over dirty outputs; all must agree.
+// Runs a kernel `runs` times over dirty outputs; all must agree.
 template <class X>
-Encoded encode_fastest(const AuraDesc& d, const std::vector<X>& x, const Tables& t, int runs) {
+Encoded encode_on_gpu(const AuraDesc& d, const std::vector<X>& x, const Tables& t, int runs,
+                      std::string_view kernel) {
   constexpr Device kDevice{Device::Type::cuda, 0};
-  const auto plan = Plan<AuraEncode>::select(d, kDevice, Preference::fastest);
+  const auto plan = Plan<AuraEncode>::select(d, kDevice, Preference::fastest, kernel);
   expect_ok(plan.status());
-  EXPECT_EQ(plan->sku().kernel, "cuda_tensor");
   const OnDevice rows(x), table(t.rotation), boundaries(t.book.boundaries), codebook(t.book.levels);
   Encoded first;
   for (int i = 0; i < runs; ++i) {
@@ -334,6 +334,16 @@ Encoded encode_fastest(const AuraDesc& d, const std::vector<X>& x, const Tables&
                 std::bit_cast<std::uint32_t>(first.norms[row]));
   }
   return first;
+}
+
+// The kernel that Preference::fastest takes.
+template <class X>
+Encoded encode_fastest(const AuraDesc& d, const std::vector<X>& x, const Tables& t, int runs) {
+  constexpr Device kDevice{Device::Type::cuda, 0};
+  const auto plan = Plan<AuraEncode>::select(d, kDevice, Preference::fastest);
+  expect_ok(plan.status());
+  EXPECT_EQ(plan->sku().kernel, "cuda_tensor");
+  return encode_on_gpu(d, x, t, runs, "cuda_tensor");
 }
 
 template <class X>
@@ -445,6 +455,66 @@ TEST(AuraEncode, TensorCoresTakeAnyMatrix) {
           }
         }
         EXPECT_LE(different, 1) << factor << " " << bits;
+      }
+    }
+  }
+}
+
+// r of a row by the definition: steps 1 and 2.
+std::vector<float> rotated(const AuraDesc& d, const std::vector<float>& x, const Tables& t) {
+  AuraDesc plain = d;
+  plain.element = DType::f32;
+  plain.scale_rule = ScaleRule::none;
+  const float inv = 1 / encode(plain, x, t, "ref").norms[0];
+  std::vector<float> u = x, r(x.size());
+  for (float& v : u) v *= inv;
+  expect_ok(run_op<AuraRotate>(plain,
+                               {.x = view(std::as_const(u).data(), plain.tensor_shape()),
+                                .table = view(t.rotation.data(), plain.rotation_shape()),
+                                .y = view(r.data(), plain.tensor_shape())},
+                               "ref"));
+  return r;
+}
+
+// Boundaries that lie on r of the rows, or next to it: what a kernel finds out about r by other
+// sums than the definition's does not decide there.
+TEST(AuraEncode, CudaTellsTheSideOfABoundary) {
+  BITTERN_NEEDS_CUDA();
+  Gaussians gaussians(12);
+  for (const std::int32_t bits : {2, 3, 4}) {
+    for (const DType element : {DType::f16, DType::bf16}) {
+      for (int trial = 0; trial < 9; ++trial) {
+        const AuraDesc d{.outer_size = 700, .axis_size = 128, .bits = bits, .element = element};
+        Tables t(d);
+        expect_ok(visit<f16, bf16>(element, [&]<class X>(Type<X>) {
+          const std::vector<X> one = stored<X>(gaussians.rows(1, d.axis_size));
+          std::vector<float> widened(one.size());
+          for (std::size_t j = 0; j < one.size(); ++j) widened[j] = to_math(one[j]);
+          const std::vector<float> r = rotated(d, widened, t);
+          for (float& boundary : t.book.boundaries) {
+            float nearest = r[0];
+            for (const float v : r)
+              if (std::fabs(v - boundary) < std::fabs(nearest - boundary)) nearest = v;
+            boundary = trial % 3 == 0   ? nearest
+                       : trial % 3 == 1 ? std::nextafter(nearest, -2.0f)
+                                        : std::nextafter(nearest, 2.0f);
+          }
+          std::vector<X> rows;
+          std::vector<float> same;
+          for (std::int64_t row = 0; row < d.outer_size; ++row) {
+            for (const float v : widened) {  // powers of two leave u as it is
+              same.push_back(std::ldexp(v, static_cast<int>(row % 5) - 2));
+              rows.push_back(from_math<X>(same.back()));
+            }
+          }
+          const Encoded e = encode_on_gpu(d, rows, t, 1, "cuda");
+          AuraDesc plain = d;
+          plain.element = DType::f32;
+          const Encoded want = encode(plain, same, t, "ref");
+          EXPECT_EQ(e.packed, want.packed) << bits << " bits, " << name(element) << " " << trial;
+          EXPECT_EQ(e.norms, want.norms) << bits << " bits, " << name(element) << " " << trial;
+          return Status();
+        }));
       }
     }
   }

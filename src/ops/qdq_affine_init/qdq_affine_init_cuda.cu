@@ -314,11 +314,7 @@ Status supports(const Op::Desc& d) {
   return unsupported("expect_finite: true, expected false: it runs asynchronously");
 }
 
-constexpr Kernel<Op> kKernels[] = {{.name = "cuda",
-                                    .backend = "cuda",
-                                    .supports = supports,
-                                    .architecture = cuda::architecture,
-                                    .run = run}};
+constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run, nullptr, supports)};
 
 }  // namespace
 
