@@ -384,6 +384,36 @@ TEST(Cuda, LongRunsOfLsq) {
   }
 }
 
+// Rows enough for the kernels that take them in tiles: few ones go a warp to a row, and the check's
+// cases are few on a device of many multiprocessors.
+TEST(Cuda, TilesOfTheCodec) {
+  BITTERN_NEEDS_CUDA();
+  const std::int64_t rows = is_emulated() ? 37 : 1501;
+  constexpr DType kElements[] = {DType::bf16, DType::f16, DType::f32};
+  const auto check = []<class Op>(const AuraDesc& d) {
+    SCOPED_TRACE(Op::kName);
+    const auto report = oracle::parity<Op>(d, {.cpu = false});
+    for (const std::string& failure : report.failures) ADD_FAILURE() << failure;
+    EXPECT_GT(report.compared_cuda, 0);
+  };
+  std::size_t turn = 0;
+  for (const std::int64_t dim : {64, 80, 128, 256, 512}) {
+    for (const std::int32_t bits : {2, 3, 4, 8}) {
+      for (const ScaleRule rule : {ScaleRule::matched, ScaleRule::least_squares}) {
+        const AuraDesc d{.outer_size = rows,
+                         .axis_size = dim,
+                         .bits = bits,
+                         .element = kElements[turn++ % 3],
+                         .scale_rule = rule};
+        check.operator()<AuraEncode>(d);
+        if (rule != ScaleRule::matched) continue;
+        check.operator()<AuraDecode>(d);
+        check.operator()<AuraRotate>(d);
+      }
+    }
+  }
+}
+
 // Offsets beyond 2^32 bytes and elements.
 TEST(CudaLarge, RowsFarApart) {
   BITTERN_NEEDS_CUDA();
