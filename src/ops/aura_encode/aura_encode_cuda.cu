@@ -128,7 +128,7 @@ Status supports_tensors(const Op::Desc& d) {
   if (d.axis_size == 64 || d.axis_size == 128) return {};
   return unsupported("axis_size: " + std::to_string(d.axis_size) + ", expected 64 or 128");
 }
-// Products of 24 bits by what x has, sums in the tensor cores' order.
+// Products of 22 bits by what x has, sums in the tensor cores' order.
 PrecisionGuarantee tensor_guarantee(const Op::Desc&) {
   return {.math_precision = DType::f32,
           .accumulator = DType::f32,

@@ -185,21 +185,17 @@ struct DenseTile {
 
   // Four codes of each block, of `width` bits each (2, 4 or 8), to a row.
   __device__ static void store_fours(const std::uint32_t (&four)[kBlocks], int width, char* row) {
-    const auto each = [&](const auto& f) {
+    const auto each = [&]<int kBits>(std::integral_constant<int, kBits>) {
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block)
-        f(16 * block + 4 * (lane_index() % 4), four[block]);
+        store_four<kBits>(four[block], 16 * block + 4 * (lane_index() % 4), row);
     };
     if (width == 4) {
-      each([&](int first, std::uint32_t codes) {
-        *reinterpret_cast<std::uint16_t*>(row + first / 2) = static_cast<std::uint16_t>(codes);
-      });
+      each(std::integral_constant<int, 4>());
     } else if (width == 8) {
-      each([&](int first, std::uint32_t codes) {
-        *reinterpret_cast<std::uint32_t*>(row + first) = codes;
-      });
+      each(std::integral_constant<int, 8>());
     } else {
-      each([&](int first, std::uint32_t codes) { row[first / 4] = static_cast<char>(codes); });
+      each(std::integral_constant<int, 2>());
     }
   }
   // Codes of rows, a byte each, to `bits` bits each in rows that are not farther apart, where they

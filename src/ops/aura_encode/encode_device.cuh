@@ -115,6 +115,28 @@ struct PackedRows {
   }
 };
 
+// Four neighbouring codes of a lane, the first of them code `first`, to a packed row. Of 3 bits
+// they are half of three bytes: the next lane has the other half, and the even one of the two
+// stores.
+template <int kBits>
+__device__ void store_four(std::uint32_t four, int first, char* row) {
+  static_assert((kBits >= 2 && kBits <= 4) || kBits == 8);
+  char* const to = row + first * kBits / 8;
+  if constexpr (kBits == 8) {
+    *reinterpret_cast<std::uint32_t*>(to) = four;
+  } else if constexpr (kBits == 4) {
+    *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(four);
+  } else if constexpr (kBits == 2) {
+    *to = static_cast<char>(four);
+  } else {
+    const std::uint32_t eight = four | __shfl_down_sync(kAllLanes, four, 1) << 4 * kBits;
+    if (lane_index() % 2 == 0) {
+#pragma unroll
+      for (int i = 0; i < kBits; ++i) to[i] = static_cast<char>(eight >> 8 * i);
+    }
+  }
+}
+
 // ---- a row by the definition, a warp to it ----
 
 // The number of sorted boundaries below r, 0 for a NaN: one bit of it

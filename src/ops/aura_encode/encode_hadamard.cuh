@@ -15,6 +15,7 @@
 // up to 1 at most, for |u|_1 <= sqrt(dim). Each butterfly is within 2^-24, `by` and the fma at the
 // end too; the definition rounds once in each of its butterflies, and twice before them.
 #pragma once
+#include "cuda/tree.cuh"
 #include "ops/aura_encode/encode_device.cuh"
 
 namespace bittern::encode {
@@ -101,46 +102,17 @@ struct HadamardTile {
   }
 };
 
-// Four neighbouring codes of a lane, the first of them code `first`, to a packed row. Of 3 bits
-// they are half of three bytes: the next lane has the other half, and the even one of the two
-// stores.
-template <int kBits>
-__device__ void store_four(std::uint32_t four, int first, char* row) {
-  static_assert(kBits >= 2 && kBits <= 4);
-  char* const to = row + first * kBits / 8;
-  if constexpr (kBits == 4) {
-    *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(four);
-  } else if constexpr (kBits == 2) {
-    *to = static_cast<char>(four);
-  } else {
-    const std::uint32_t eight = four | __shfl_down_sync(kAllLanes, four, 1) << 4 * kBits;
-    if (lane_index() % 2 == 0) {
-#pragma unroll
-      for (int i = 0; i < kBits; ++i) to[i] = static_cast<char>(eight >> 8 * i);
-    }
-  }
-}
-
 // Sums by the halving tree over what differs in a lane's index within 4 lanes. (The lower bit of
 // that index stands for the lower bit of the term's.)
 template <int N>
-struct LaneSums {
-  float at[N];
-  __device__ friend LaneSums operator+(LaneSums a, const LaneSums& b) {
+__device__ cuda::Sums<float, N> over_quad(cuda::Sums<float, N> sums) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) a.at[i] += b.at[i];
-    return a;
+  for (int step = 2; step > 0; step /= 2) {
+#pragma unroll
+    for (float& sum : sums.at) sum += cuda::across(sum, step);
   }
-  __device__ LaneSums over_quad() const {
-    LaneSums sums = *this;
-#pragma unroll
-    for (int step = 2; step > 0; step /= 2) {
-#pragma unroll
-      for (float& sum : sums.at) sum += cuda::across(sum, step);
-    }
-    return sums;
-  }
-};
+  return sums;
+}
 
 // Shared memory: cells, pairs, B, boundaries; for each warp two tiles of x and packed rows.
 struct HadamardLayout {
@@ -182,7 +154,7 @@ __device__ __noinline__ void encode_again(const Problem& p, const Cells& cells,
 #pragma unroll
     for (float& v : t) v = fmaf(v, sign, cuda::across(v, h));
   }
-  LaneSums<kEach> cc;
+  cuda::Sums<float, kEach> cc;
   std::uint32_t four = 0;
 #pragma unroll
   for (int e = kEach - 1; e >= 0; --e) {
@@ -263,7 +235,7 @@ __global__ void __launch_bounds__(32 * kHadamardWarps, 1)
         typename Tile::Elements a;
         Tile::load(a, stage, k);
         Tile::multiply(y, a, matrix, k);
-        LaneSums<8> terms;
+        cuda::Sums<float, 8> terms;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const float v = Tile::element(a[i / 2], i % 2);
@@ -271,10 +243,10 @@ __global__ void __launch_bounds__(32 * kHadamardWarps, 1)
         }
         return terms;
       });
-      LaneSums<4> of_rows;
+      cuda::Sums<float, 4> of_rows;
 #pragma unroll
       for (int i = 0; i < 4; ++i) of_rows.at[i] = of_lane.at[i] + of_lane.at[i + 4];
-      of_rows = of_rows.over_quad();
+      of_rows = over_quad(of_rows);
       // What a row takes once is done by even lanes for their first row, by odd ones for their
       // second.
       squares = half == 0 ? of_rows.at[0] + of_rows.at[1] : of_rows.at[2] + of_rows.at[3];
@@ -292,7 +264,7 @@ __global__ void __launch_bounds__(32 * kHadamardWarps, 1)
     Tile::butterflies(y);
 
     float nearest[2] = {INFINITY, INFINITY};  // boundary, of each half
-    LaneSums<8> cc;                           // [half][2 t + e]
+    cuda::Sums<float, 8> cc;                  // [half][2 t + e]
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float slope = by[h] * cells.slope;
@@ -317,7 +289,7 @@ __global__ void __launch_bounds__(32 * kHadamardWarps, 1)
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) store_four<kBits>(four[i], 16 * i + 4 * (lane % 4), row);
     }
-    cc = cc.over_quad();
+    cc = over_quad(cc);
     const auto sum_of = [&](int h) {
       return cc.at[4 * h] + cc.at[4 * h + 2] + (cc.at[4 * h + 1] + cc.at[4 * h + 3]);
     };
