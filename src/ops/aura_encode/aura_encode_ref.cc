@@ -12,11 +12,25 @@ namespace {
 using Op = AuraEncode;
 using Row = std::vector<float>;
 
-template <class F>
-float sum(std::size_t n, F&& term) {
-  Row terms(n);
-  for (std::size_t j = 0; j < n; ++j) terms[j] = term(j);
-  return halving_sum(terms);
+// Of a_j b_j: chain j % 32 takes them by fma, j ascending from +0; then the halving tree of the 32.
+float chained_dot(const Row& a, const Row& b) {
+  Row chain(32);
+  for (std::size_t j = 0; j < a.size(); ++j) chain[j % 32] = std::fma(a[j], b[j], chain[j % 32]);
+  return halving_sum(chain);
+}
+
+// Of c_j c_j: of eight neighbours those 1 apart are added, then 2, then 4; then the halving tree of
+// the eights.
+float sum_of_eights(const Row& c) {
+  Row eights;
+  for (std::size_t first = 0; first < c.size(); first += 8) {
+    float square[8] = {};
+    for (std::size_t i = 0; i < 8 && first + i < c.size(); ++i)
+      square[i] = c[first + i] * c[first + i];
+    eights.push_back(((square[0] + square[1]) + (square[2] + square[3])) +
+                     ((square[4] + square[5]) + (square[6] + square[7])));
+  }
+  return halving_sum(eights);
 }
 
 float stored_scale(ScaleRule rule, float norm, float cc, float rc) {
@@ -37,7 +51,7 @@ float encode(const Op::Desc& d, const Op::Args& a, Row& x, std::vector<std::uint
     codes.assign(n, 0);
     return std::numeric_limits<float>::quiet_NaN();
   }
-  const auto length = [&] { return std::sqrt(sum(n, [&](std::size_t j) { return x[j] * x[j]; })); };
+  const auto length = [&] { return std::sqrt(chained_dot(x, x)); };
   float norm = length();
   const bool overflows = std::isinf(norm);
   if (overflows) {
@@ -55,8 +69,9 @@ float encode(const Op::Desc& d, const Op::Args& a, Row& x, std::vector<std::uint
     for (std::int64_t k = 0; k + 1 < d.levels(); ++k) codes[j] += x[j] > boundaries[k] ? 1 : 0;
   }
   const float* codebook = a.codebook.as<float>();
-  const float cc = sum(n, [&](std::size_t j) { return codebook[codes[j]] * codebook[codes[j]]; });
-  const float rc = sum(n, [&](std::size_t j) { return x[j] * codebook[codes[j]]; }) + 0.0f;
+  Row c(n);
+  for (std::size_t j = 0; j < n; ++j) c[j] = codebook[codes[j]];
+  const float cc = sum_of_eights(c), rc = chained_dot(x, c) + 0.0f;
   return stored_scale(d.scale_rule, norm, cc, rc);
 }
 
