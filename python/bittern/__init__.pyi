@@ -925,19 +925,24 @@ def aura_encode(
     """Returns packed, norms.
 
     Rows of x to codes and norms, by the row format of bittern/aura_desc.h. Everything in f32, each
-    operation rounded; sums are halving trees over the row (docs/numerics.md), "sum" below.
+    operation rounded.
 
-      1. norm = sqrt(sum of x_j x_j);  inv = norm > 1e-8f ? 1 / norm : 0
+      1. norm = sqrt(dot(x, x));  inv = norm > 1e-8f ? 1 / norm : 0
       2. u_j = x_j * inv;  r = P u
       3. code_j = number of boundaries strictly below r_j (0 for a NaN)
       4. codes are packed; the row's spare bits are zero
-      5. with c_j = codebook[code_j], C = sum of c_j c_j, D = (sum of r_j c_j) + 0:
+      5. with c_j = codebook[code_j], C = sum of c_j c_j, D = dot(r, c) + 0:
          matched         s = sqrt(C) > 1e-8f ? norm / sqrt(C) : norm     |x'| = |x|
          none            s = norm
          least_squares   s = sqrt(C) > 1e-8f ? norm * (D / C) : norm     least |x - x'|
          unbiased        s = D > 1e-8f ? norm / D : norm                 <x, x'> = |x|^2
          s is clamped to the largest finite values of the norms' dtype, of either sign, and rounded
          to it.
+
+      dot   32 chains: sum[j % 32] = fma(a_j, b_j, sum[j % 32]), j ascending, each from +0; then the
+            halving tree (docs/numerics.md) of the 32
+      sum   of each eight neighbours s_0 .. s_7 (zeros past the row's end)
+            ((s_0 + s_1) + (s_2 + s_3)) + ((s_4 + s_5) + (s_6 + s_7)); then the halving tree of these
 
     With rotation dense, rule matched and f32 norms this is AURA's fused encode.
 

@@ -1,7 +1,7 @@
 // The KV codec's rows on the device, in ways that give the same bits (bittern/aura_desc.h):
 //
-//   a warp to a row     any length and rotation, in shared memory: rotate_by_warp(), sum_by_warp();
-//                       of a dense rotation, a block to many rows: DenseBlock
+//   a warp to a row     any length and rotation, in shared memory: rotate_by_warp(); of a dense
+//                       rotation, a block to many rows: DenseBlock
 //   a lane to a row     hadamard rows of a tuned length, in registers: RowTile. (Two or four lanes
 //                       share a row that is too long for one.) Rows come and go through shared
 //                       memory, so that accesses to device memory are 16 bytes wide and coalesced.
@@ -42,15 +42,12 @@ __device__ inline void store_element(void* p, DType type, std::int64_t i, float 
 
 // ---- sums in the order of the halving tree ----
 
-// Two sums at once.
-struct TwoSums {
-  float a, b;
-};
-__device__ inline TwoSums operator+(TwoSums x, TwoSums y) { return {x.a + y.a, x.b + y.b}; }
-
 __device__ inline float across(float x, int step) { return __shfl_xor_sync(kAllLanes, x, step); }
-__device__ inline TwoSums across(TwoSums x, int step) {
-  return {across(x.a, step), across(x.b, step)};
+// A lane's sum and those of the lanes that differ from it in the bits `most`, ... `least`.
+__device__ inline float sum_across(float sum, int most, int least = 1) {
+#pragma unroll
+  for (int step = most; step >= least; step /= 2) sum += across(sum, step);
+  return sum;
 }
 
 // Of leaf(first), leaf(first + step), ... below kCount: the last addition joins the leaves that
@@ -64,20 +61,6 @@ __device__ inline auto halving_sum(const Leaf& leaf) {
     const auto even = halving_sum<kFirst, 2 * kStep, kCount>(leaf);
     return even + halving_sum<kFirst + kStep, 2 * kStep, kCount>(leaf);
   }
-}
-
-// The same over term(0) ... term(n - 1), n at most kAuraMaxDim, by a warp; lane l takes those of
-// j % 32 = l. Every lane gets the sum.
-template <class Term>
-__device__ inline float sum_by_warp(int n, const Term& term) {
-  const int lane = lane_index();
-  float sum = halving_sum<0, 1, kAuraMaxDim / 32>([&](int q) {
-    const int j = 32 * q + lane;
-    return j < n ? term(j) : 0.0f;
-  });
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += across(sum, step);
-  return sum;
 }
 
 // ---- a warp to a row ----
@@ -494,28 +477,6 @@ struct RowTile {
         for (int c = 0; c < kFactor; ++c) t[c * kColumns + b] = mixed[c];
       }
     }
-  }
-
-  // The sum over a row of leaf(i), a term for each register i below kCount: all of them, or the
-  // lower half where leaf(i) gives the first sum of the tree, of registers i and i + kEach / 2.
-  // Leaves are called for e = i % 8 from 7 down. Every lane of the row gets the sum.
-  template <int kCount, class Leaf>
-  __device__ static auto sum(const Leaf& leaf) {
-    decltype(leaf(0)) terms[8];
-#pragma unroll
-    for (int e = 7; e >= 0; --e)
-      terms[e] = halving_sum<0, 1, kCount / 8>([&](int k) { return leaf(8 * k + e); });
-#pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) {
-#pragma unroll
-      for (auto& term : terms) term = term + across(term, step);
-    }
-#pragma unroll
-    for (int step = 4; step > 0; step /= 2) {
-#pragma unroll
-      for (int e = 0; e < step; ++e) terms[e] = terms[e] + terms[e + step];
-    }
-    return terms[0];
   }
 };
 

@@ -135,30 +135,84 @@ class RowEncoder {
     }
   }
 
-  // A row's terms added up to one vector, which is left to LaneTrees. leaf(j) gives those from j
-  // on, zeros past the end of the row; the tree's own zeros are not added, since no sum here is -0
-  // but for that of r c, which is added to 0 in the end.
-  template <class Leaf>
-  HWY_INLINE VF32 Sum(const Leaf& leaf) const {
-    const DF32 d;
-    const std::int64_t vectors = stride_ / kF32Lanes;
-    if (vectors == 8) return FewRows<8>(d, leaf, 0, 1);
-    VF32 terms[kAuraMaxDim / kF32Lanes];
-    for (std::int64_t i = 0; i < vectors; ++i) terms[i] = leaf(i * kF32Lanes);
-    std::int64_t n = vectors;
-    while (n > 1) {
-      const auto half = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(n))) / 2;
-      for (std::int64_t i = 0; i + half < n; ++i) terms[i] = hn::Add(terms[i], terms[i + half]);
-      n = half;
+  // dot() of a row but for LaneTrees. The chains are kChains vectors: step(j, chain) feeds elements
+  // j .. j + kF32Lanes - 1, zeros past the end of the row, to theirs.
+  template <class Step>
+  HWY_INLINE VF32 Dot(const Step& step) const {
+    constexpr std::int64_t kChains = 32 / kF32Lanes;
+    VF32 chain[kChains];
+    for (VF32& c : chain) c = hn::Zero(DF32());
+    for (std::int64_t j = 0; j < stride_; j += 32) {
+      for (std::int64_t i = 0; i < kChains; ++i) {
+        const std::int64_t at = j + i * kF32Lanes;
+        if (i == 0 || at < stride_) chain[i] = step(at, chain[i]);
+      }
     }
-    return terms[0];
+    for (std::int64_t half = kChains / 2; half > 0; half /= 2)
+      for (std::int64_t i = 0; i < half; ++i) chain[i] = hn::Add(chain[i], chain[i + half]);
+    return chain[0];
   }
   template <class X>
   HWY_INLINE VF32 SquaresOf(const X* x) const {
-    return Sum([&](std::int64_t j) HWY_ATTR {
+    return Dot([&](std::int64_t j, VF32 chain) HWY_ATTR {
       const VF32 v = LoadMath(DF32(), x + j);
-      return hn::Mul(v, v);
+      return hn::MulAdd(v, v, chain);
     });
+  }
+
+  // sum() of a row but for LaneTrees, of the terms that leaf(j) gives from j on, zeros past the end
+  // of the row. The tree's own zeros are not added where no sum can be -0.
+  template <class Leaf>
+  HWY_INLINE VF32 SumOfEights(const Leaf& leaf) {
+    const DF32 d;
+    constexpr std::int64_t kGroup = 8 * kF32Lanes;
+    if (stride_ == kGroup) return Eights(leaf, 0);
+    for (std::int64_t j = 0; j < stride_; j += kF32Lanes) hn::Store(leaf(j), d, squares_ + j);
+    const auto stored = [&](std::int64_t j) HWY_ATTR { return hn::Load(d, squares_ + j); };
+    VF32 sums[kAuraMaxDim / kGroup];
+    std::int64_t n = (stride_ + kGroup - 1) / kGroup;
+    for (std::int64_t i = 0; i < n; ++i) sums[i] = Eights(stored, i * kGroup);
+    while (n > 1) {
+      const auto half = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(n))) / 2;
+      for (std::int64_t i = 0; i + half < n; ++i) sums[i] = hn::Add(sums[i], sums[i + half]);
+      n = half;
+    }
+    return sums[0];
+  }
+  // Lane i is the sum of eight neighbours, terms j + 8 i and on.
+  template <class Leaf>
+  static HWY_INLINE VF32 Eights(const Leaf& leaf, std::int64_t j) {
+    const VF32 sums = Neighbours<4>(leaf, j);
+    if constexpr (kF32Lanes == 8) {
+      return sums;
+    } else {  // lane 8 h + v has those of half h of vector v
+      const DF32 d;
+      alignas(64) static constexpr std::int32_t kFrom[] = {0, 8,  1, 9,  2, 10, 3, 11,
+                                                           4, 12, 5, 13, 6, 14, 7, 15};
+      return hn::TableLookupLanes(sums, hn::SetTableIndices(d, kFrom));
+    }
+  }
+  // Sums of 2 kApart neighbours of 2 kApart vectors, by vector in the lanes that differ within
+  // 2 kApart. Of two vectors, a's sums take the lanes without kApart, b's those with it.
+  template <int kApart, class Leaf>
+  static HWY_INLINE VF32 Neighbours(const Leaf& leaf, std::int64_t j) {
+    if constexpr (kApart == 0) {
+      return leaf(j);
+    } else {
+      const VF32 a = Neighbours<kApart / 2>(leaf, j);
+      const VF32 b = Neighbours<kApart / 2>(leaf, j + kApart * kF32Lanes);
+      if constexpr (kApart == 1) {
+        return hn::Add(hn::OddEven(b, a), hn::Shuffle2301(hn::OddEven(a, b)));
+      } else if constexpr (kApart == 2) {
+        const DF32 d;
+        const hn::RepartitionToWide<DF32> dw;
+        const auto wa = hn::BitCast(dw, a), wb = hn::BitCast(dw, b);
+        return hn::Add(hn::BitCast(d, hn::OddEven(wb, wa)),
+                       hn::Shuffle1032(hn::BitCast(d, hn::OddEven(wa, wb))));
+      } else {
+        return hn::Add(hn::OddEvenBlocks(b, a), hn::SwapAdjacentBlocks(hn::OddEvenBlocks(a, b)));
+      }
+    }
   }
 
   // A row whose squares overflow, or that is not finite: the latter as zeros.
@@ -206,17 +260,19 @@ class RowEncoder {
       if (i >= count) continue;
       Prefetch(first + kF32Lanes + i);
       const float* row = tile_ + i * stride_;
-      cc[i] = Sum([&](std::int64_t j) HWY_ATTR {
+      cc[i] = SumOfEights([&](std::int64_t j) HWY_ATTR {
         const VF32 r = hn::Load(d, row + j);
         const VU32 code = search(r);
         StoreCodes(code, codes_ + j);
         VF32 c = codebook(code);
         if (j + kF32Lanes > d_.axis_size) c = hn::IfThenElseZero(tail, c);
-        if (products) hn::Store(hn::Mul(r, c), d, products_ + j);
+        if (products) hn::Store(c, d, levels_ + j);
         return hn::Mul(c, c);
       });
       if (products) {
-        rc[i] = Sum([&](std::int64_t j) HWY_ATTR { return hn::Load(d, products_ + j); });
+        rc[i] = Dot([&](std::int64_t j, VF32 chain) HWY_ATTR {
+          return hn::MulAdd(hn::Load(d, row + j), hn::Load(d, levels_ + j), chain);
+        });
       }
       auto* packed = reinterpret_cast<std::uint8_t*>(a_.packed.as<std::uint32_t>() +
                                                      (first + i) * a_.packed.row_stride());
@@ -278,7 +334,8 @@ class RowEncoder {
   CodePacker packer_;
   std::uint32_t poisoned_ = 0;  // rows that are not finite
   HWY_ALIGN float norm_[kF32Lanes], inv_[kF32Lanes];
-  HWY_ALIGN float products_[kAuraMaxDim];
+  HWY_ALIGN float levels_[kAuraMaxDim];
+  HWY_ALIGN float squares_[kAuraMaxDim] = {};
   HWY_ALIGN std::uint8_t codes_[kAuraMaxDim];
   HWY_ALIGN float tile_[kF32Lanes * kAuraMaxDim];
 };

@@ -1,5 +1,4 @@
 #include "ops/aura_encode/encode_dense.cuh"
-#include "ops/aura_encode/encode_hadamard.cuh"
 #include "ops/aura_encode/encode_lanes.cuh"
 #include "plan/kernel.h"
 
@@ -97,14 +96,6 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   if (p.rows < kFewRows * cuda::limits(device).multiprocessors) return by_warps();
   if (d.rotation == Rotation::dense) return run_dense(p, device, stream);
   if (d.rotation != Rotation::hadamard || !cuda::pieces_aligned(a.x, p.rows)) return by_warps();
-  if (is_half(d.element) && d.axis_size == 128 && d.bits >= 2 && d.bits <= 4 &&
-      !p.needs_products()) {
-    return visit<f16, bf16>(d.element, [&]<class X>(Type<X>) {
-      if (d.bits == 2) return run_hadamard<X, 128, 2>(p, device, stream);
-      if (d.bits == 3) return run_hadamard<X, 128, 3>(p, device, stream);
-      return run_hadamard<X, 128, 4>(p, device, stream);
-    });
-  }
   return cuda::visit_tuned_dim<64>(
       d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile>(p, device, stream); },
       by_warps);

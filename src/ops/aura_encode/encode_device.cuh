@@ -29,7 +29,7 @@ struct Problem {
   bool f16_norm;
   int bits, words;  // of a code; of a packed row
 
-  bool needs_products() const {
+  __host__ __device__ bool needs_products() const {
     return rule == ScaleRule::least_squares || rule == ScaleRule::unbiased;
   }
   // How many of `most` rows there are from `row` on.
@@ -148,6 +148,26 @@ __device__ inline unsigned count_below(const float* boundaries, int bits, float 
   return count;
 }
 
+// dot() of a(j) and b(j): lane l has chain l.
+template <class A, class B>
+__device__ float dot_by_warp(int n, const A& a, const B& b) {
+  float chain = 0;
+  for (int j = lane_index(); j < n; j += 32) chain = fmaf(a(j), b(j), chain);
+  return cuda::sum_across(chain, 16);
+}
+// sum() of term(j)
+template <class Term>
+__device__ float sum_by_warp(int n, const Term& term) {
+  const float eights = cuda::halving_sum<0, 1, kAuraMaxDim / 32>([&](int q) {
+    if (32 * q >= n) return 0.0f;
+    const int j = 32 * q + lane_index();
+    float sum = j < n ? term(j) : 0.0f;
+    for (int step = 1; step < 8; step *= 2) sum += cuda::across(sum, step);
+    return sum;
+  });
+  return cuda::sum_across(eights, 16, 8);
+}
+
 struct Length {
   float norm;
   bool finite;
@@ -162,9 +182,8 @@ __device__ inline Length normalise_row(const Problem& p, std::int64_t row, float
     finite = finite && fabsf(t[j]) <= max_finite<float>();
   }
   finite = __all_sync(kAllLanes, finite);
-  const auto length = [&] {
-    return sqrtf(cuda::sum_by_warp(n, [&](int j) { return t[j] * t[j]; }));
-  };
+  const auto element = [&](int j) { return t[j]; };
+  const auto length = [&] { return sqrtf(dot_by_warp(n, element, element)); };
   float norm = length();
   const bool overflows = norm > max_finite<float>();
   if (overflows) {
@@ -194,12 +213,11 @@ __device__ inline void quantise_row(const Problem& p, std::int64_t row, Length l
   const int lane = lane_index(), n = p.rotation.dim;
   for (int j = lane; j < n; j += 32)
     codes[j] = length.finite ? count_below(p.boundaries, p.bits, r[j]) : 0;
+  const auto coordinate = [&](int j) { return r[j]; };
   const auto level = [&](int j) { return __ldg(p.codebook + codes[j]); };
   float cc = 0, rc = 0;
-  if (p.rule != ScaleRule::none)
-    cc = cuda::sum_by_warp(n, [&](int j) { return level(j) * level(j); });
-  if (p.rule == ScaleRule::least_squares || p.rule == ScaleRule::unbiased)
-    rc = cuda::sum_by_warp(n, [&](int j) { return r[j] * level(j); }) + 0.0f;
+  if (p.rule != ScaleRule::none) cc = sum_by_warp(n, [&](int j) { return level(j) * level(j); });
+  if (p.needs_products()) rc = dot_by_warp(n, coordinate, level) + 0.0f;
   __syncwarp();
   pack_row(p, row, codes);
   if (lane == 0) {

@@ -77,8 +77,31 @@ __device__ void store_codes(const std::uint32_t (&four)[Tile::kEach / 4], const 
   }
 }
 
+// A lane's share of a row's 32 chains: chunk after chunk, register i in turn.
+template <class Tile>
+struct Chains {
+  static constexpr int kLanes = 32 / Tile::kRows, kCount = 32 / kLanes;
+  static_assert(kCount % 8 == 0);
+  float at[kCount] = {};
+
+  __device__ void feed(int i, float a, float b) { at[i % kCount] = fmaf(a, b, at[i % kCount]); }
+  // dot(), for every lane of the row.
+  __device__ float sum() {
+#pragma unroll
+    for (int step = kCount / 2; step > 0; step /= 2) {
+      if (step == 4) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) at[e] = cuda::sum_across(at[e], kLanes / 2);
+      }
+#pragma unroll
+      for (int i = 0; i < step; ++i) at[i] += at[i + step];
+    }
+    return at[0];
+  }
+};
+
 // What the lookup holds for the scale rule's sums: the levels, for C and D; their squares, for C;
-// or C's first sums, of two squares, by both codes (at most 4 bits, powers of two).
+// or C's first sums, of two neighbours, by both codes (at most 4 bits).
 enum class Sums { levels, squares, pairs };
 
 // Steps 1 to 5 of the rows x, with the signs of the rotation applied; the lanes of a row agree.
@@ -93,7 +116,10 @@ struct LaneRows {
   __device__ LaneRows(float (&x)[Tile::kEach], const Problem& p, const Cells& cells,
                       const Tables& tables, unsigned radix) {
     constexpr int kEach = Tile::kEach;
-    const float squares = Tile::template sum<kEach>([&](int i) { return x[i] * x[i]; });
+    Chains<Tile> chains;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) chains.feed(i, x[i], x[i]);
+    const float squares = chains.sum();
     extreme = !(squares <= max_finite<float>());
     const float norm = sqrtf(squares);
     const float inv = norm > kAuraTiny ? 1 / norm : 0;
@@ -105,29 +131,34 @@ struct LaneRows {
     for (float& v : x) v = v * inv * p.rotation.scale;
     Tile::butterflies(x);
     Tile::template mix<false>(x);
-    // Codes gather in words of four, the last one first.
-    const auto gather = [&](int i) {
+    const auto code = [&](int i) {
       const Cell& cell = tables.cell(cells.cell(x[i]));
-      const unsigned code = cell.before + (__float_as_uint(cell.boundary - x[i]) >> 31);
-      four[i / 4] = four[i / 4] * radix + code;
-      return code;
+      return cell.before + (__float_as_uint(cell.boundary - x[i]) >> 31);
     };
-    float cc, rc = 0;
-    if constexpr (kSums == Sums::levels) {
-      const cuda::TwoSums both = Tile::template sum<kEach>([&](int i) -> cuda::TwoSums {
-        const float c = tables.look_up(gather(i));
-        return {c * c, x[i] * c};
-      });
-      cc = both.a;
-      rc = both.b + 0.0f;
-    } else if constexpr (kSums == Sums::squares) {
-      cc = Tile::template sum<kEach>([&](int i) { return tables.look_up(gather(i)); });
-    } else {
-      cc = Tile::template sum<kEach / 2>([&](int i) {
-        const unsigned low = gather(i), high = gather(i + kEach / 2);
-        return tables.look_up(high * radix + low);
-      });
+    Chains<Tile> products;
+    const auto square = [&](int i, unsigned code) {
+      const float c = tables.look_up(code);
+      if (kSums == Sums::squares) return c;
+      products.feed(i, x[i], c);
+      return c * c;
+    };
+    float eights[Tile::kChunks];
+#pragma unroll
+    for (int k = 0; k < Tile::kChunks; ++k) {
+      float twos[4];
+#pragma unroll
+      for (int q = 3; q >= 0; --q) {  // codes gather in words of four, the last ones first
+        const int i = 8 * k + 2 * q;
+        const unsigned low = code(i), high = code(i + 1), pair = high * radix + low;
+        four[i / 4] = four[i / 4] * (radix * radix) + pair;
+        twos[q] =
+            kSums == Sums::pairs ? tables.look_up(pair) : square(i, low) + square(i + 1, high);
+      }
+      eights[k] = (twos[0] + twos[1]) + (twos[2] + twos[3]);
     }
+    const float cc = cuda::sum_across(
+        cuda::halving_sum<0, 1, Tile::kChunks>([&](int k) { return eights[k]; }), 16 / Tile::kRows);
+    const float rc = kSums == Sums::levels ? products.sum() + 0.0f : 0.0f;
     scale = stored_scale(p.rule, norm, cc, rc);
   }
 };
@@ -213,7 +244,7 @@ Status run_by_lanes(const Problem& p, int device, Stream stream) {
                .radix = 1u << p.bits,
                .packed = PackedRows(p)};
   l.lookup = cells.bytes();
-  const bool pairs = Tile::kFactor == 1 && p.bits <= 4 && !p.needs_products();
+  const bool pairs = p.bits <= 4 && !p.needs_products();
   l.tables = l.lookup + (kLookupCopies * 4 << (pairs ? 2 * p.bits : p.bits));
   l.warps = l.tables + align(4 << p.bits);
   l.stage = Tile::kRows * (p.element == DType::f32 ? Tile::template kStageStride<float>
@@ -225,9 +256,7 @@ Status run_by_lanes(const Problem& p, int device, Stream stream) {
     return cuda::launch(AuraEncode::kName, kernel, grid, device, stream, p, cells, l);
   };
   if (p.needs_products()) return launch(encode_by_lanes<Tile, Sums::levels>);
-  if constexpr (Tile::kFactor == 1) {
-    if (pairs) return launch(encode_by_lanes<Tile, Sums::pairs>);
-  }
+  if (pairs) return launch(encode_by_lanes<Tile, Sums::pairs>);
   return launch(encode_by_lanes<Tile, Sums::squares>);
 }
 
