@@ -44,6 +44,21 @@ __device__ inline unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
+// A table's entry of 4 or 8 bytes, in shared memory that stays as it is. (An address that is
+// computed as one number: a pointer takes another addition.)
+template <class T>
+__device__ inline T load_shared(unsigned address) {
+  T x;
+  if constexpr (sizeof(T) == 4) {
+    asm("ld.shared.u32 %0, [%1];" : "=r"(reinterpret_cast<std::uint32_t&>(x)) : "r"(address));
+  } else {
+    static_assert(sizeof(T) == 8);
+    auto& words = reinterpret_cast<uint2&>(x);
+    asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(address));
+  }
+  return x;
+}
+
 // 16 bytes, of which the first `bytes` are read and the rest set to zero. Both ends 16-aligned.
 __device__ inline void copy_async_16(void* shared, const void* global, int bytes = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),

@@ -97,7 +97,11 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   if (d.rotation == Rotation::dense) return run_dense(p, device, stream);
   if (d.rotation != Rotation::hadamard || !cuda::pieces_aligned(a.x, p.rows)) return by_warps();
   return cuda::visit_tuned_dim<64>(
-      d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile>(p, device, stream); },
+      d.axis_size,
+      [&]<class Tile>(Tile) {
+        return visit<float, f16, bf16>(
+            d.element, [&]<class X>(Type<X>) { return run_by_lanes<Tile, X>(p, device, stream); });
+      },
       by_warps);
 }
 

@@ -155,17 +155,20 @@ __device__ float dot_by_warp(int n, const A& a, const B& b) {
   for (int j = lane_index(); j < n; j += 32) chain = fmaf(a(j), b(j), chain);
   return cuda::sum_across(chain, 16);
 }
-// sum() of term(j)
+// sum() of term(j): lane l keeps the eights i of i / 4 % 8 = l % 8, i % 4 = l / 8.
 template <class Term>
 __device__ float sum_by_warp(int n, const Term& term) {
-  const float eights = cuda::halving_sum<0, 1, kAuraMaxDim / 32>([&](int q) {
-    if (32 * q >= n) return 0.0f;
-    const int j = 32 * q + lane_index();
-    float sum = j < n ? term(j) : 0.0f;
-    for (int step = 1; step < 8; step *= 2) sum += cuda::across(sum, step);
-    return sum;
+  const int lane = lane_index();
+  const float eights = cuda::halving_sum<0, 1, kAuraMaxDim / 256>([&](int block) {
+    float mine = 0;
+    for (int first = 256 * block; first < 256 * (block + 1) && first < n; first += 32) {
+      float sum = first + lane < n ? term(first + lane) : 0.0f;
+      for (int step = 1; step < 8; step *= 2) sum += cuda::across(sum, step);
+      if (first / 32 % 8 == lane % 8) mine = sum;
+    }
+    return mine;
   });
-  return cuda::sum_across(eights, 16, 8);
+  return cuda::sum_across(cuda::sum_across(eights, 4), 16, 8);
 }
 
 struct Length {
@@ -312,23 +315,21 @@ __device__ inline bool fill_cells(Cell* table, const Cells& cells, const float* 
 class Tables {
  public:
   __device__ Tables(const Cells& cells, const Cell* table, const float* lookup)
-      : cells_(reinterpret_cast<const char*>(table)),
-        lookup_(reinterpret_cast<const char*>(lookup + lane_index())),
-        step_(static_cast<unsigned>(cells.copies) * sizeof(Cell)),
-        base_(static_cast<unsigned>(lane_index() & (cells.copies - 1)) * sizeof(Cell) -
-              Cells::kFirst * step_) {}
+      : step_(static_cast<unsigned>(cells.copies) * sizeof(Cell)),
+        cells_(cuda::shared_address(table + (lane_index() & (cells.copies - 1))) -
+               Cells::kFirst * step_),
+        lookup_(cuda::shared_address(lookup + lane_index())) {}
   // What cell() gave.
-  __device__ const Cell& cell(unsigned bits) const {
-    return *reinterpret_cast<const Cell*>(cells_ + (bits * step_ + base_));
+  __device__ Cell cell(unsigned bits) const {
+    return cuda::load_shared<Cell>(bits * step_ + cells_);
   }
   __device__ float look_up(unsigned index) const {
     constexpr unsigned kStep = kLookupCopies * sizeof(float);
-    return *reinterpret_cast<const float*>(lookup_ + index * kStep);
+    return cuda::load_shared<float>(index * kStep + lookup_);
   }
 
  private:
-  const char *cells_, *lookup_;
-  unsigned step_, base_;
+  unsigned step_, cells_, lookup_;
 };
 
 }  // namespace bittern::encode

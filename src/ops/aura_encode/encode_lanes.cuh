@@ -14,65 +14,56 @@ constexpr int kMostWarps = Tile::kEach <= 64 ? 16 : 12;
 // Shared memory of encode_by_lanes: cells, lookup, the operands' tables; then for each
 // warp its rows of x and its packed rows.
 struct LaneLayout {
-  int element_bytes;
   unsigned radix;             // 2^bits, but the compiler must not know
   int lookup, tables, warps;  // offsets in bytes
   int stage, warp;            // bytes of a warp's rows; of a warp
   PackedRows packed;
 };
 
-// A lane's codes to its packed row in shared memory; four[i] holds codes 4i to 4i + 3. A chunk of
-// eight codes is `bits` bytes. The row's spare bytes become zeros.
+// A lane's codes to its packed row in shared memory, eight to a chunk of `bits` bytes. The row's
+// spare bytes become zeros.
 template <class Tile>
-__device__ void store_codes(const std::uint32_t (&four)[Tile::kEach / 4], const Problem& p,
+__device__ void store_codes(const std::uint64_t (&chunk)[Tile::kChunks], const Problem& p,
                             char* row) {
   const int bits = p.bits;
   constexpr int kChunks = Tile::kChunks;
   constexpr bool kWhole = Tile::kRows == 32 && kChunks % 4 == 0;  // the lane has the whole row,
                                                                   // of 16-byte pieces at 4 bits
+  const auto word = [&](int k) { return static_cast<std::uint32_t>(chunk[k]); };
+  const auto store = [&]<class T>(T) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k)
+      reinterpret_cast<T*>(row)[Tile::first_of_chunk(k) / 8] = static_cast<T>(chunk[k]);
+  };
   if (kWhole && bits == 4) {
 #pragma unroll
-    for (int k = 0; k < kChunks / 4 * 4; k += 4) {
-      reinterpret_cast<uint4*>(row)[k / 4] = make_uint4(
-          four[2 * k] | four[2 * k + 1] << 16, four[2 * k + 2] | four[2 * k + 3] << 16,
-          four[2 * k + 4] | four[2 * k + 5] << 16, four[2 * k + 6] | four[2 * k + 7] << 16);
-    }
+    for (int k = 0; k < kChunks / 4 * 4; k += 4)
+      reinterpret_cast<uint4*>(row)[k / 4] =
+          make_uint4(word(k), word(k + 1), word(k + 2), word(k + 3));
   } else if (kWhole && bits == 3) {
 #pragma unroll
     for (int k = 0; k < kChunks / 4 * 4; k += 4) {
-      std::uint32_t chunk[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) chunk[i] = four[2 * (k + i)] | four[2 * (k + i) + 1] << 12;
       auto* const words = reinterpret_cast<std::uint32_t*>(row) + k / 4 * 3;
-      words[0] = chunk[0] | chunk[1] << 24;
-      words[1] = chunk[1] >> 8 | chunk[2] << 16;
-      words[2] = chunk[2] >> 16 | chunk[3] << 8;
+      words[0] = word(k) | word(k + 1) << 24;
+      words[1] = word(k + 1) >> 8 | word(k + 2) << 16;
+      words[2] = word(k + 2) >> 16 | word(k + 3) << 8;
     }
   } else if (bits == 4) {
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k)
-      reinterpret_cast<std::uint32_t*>(row)[Tile::first_of_chunk(k) / 8] =
-          four[2 * k] | four[2 * k + 1] << 16;
+    store(std::uint32_t{});
   } else if (bits == 8) {
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k)
-      reinterpret_cast<uint2*>(row)[Tile::first_of_chunk(k) / 8] =
-          make_uint2(four[2 * k], four[2 * k + 1]);
+    store(std::uint64_t{});
   } else if (bits == 2) {
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k)
-      reinterpret_cast<std::uint16_t*>(row)[Tile::first_of_chunk(k) / 8] =
-          static_cast<std::uint16_t>(four[2 * k] | four[2 * k + 1] << 8);
+    store(std::uint16_t{});
   } else {
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const std::uint64_t chunk = four[2 * k] | static_cast<std::uint64_t>(four[2 * k + 1])
-                                                    << 4 * bits;
       char* const to = row + Tile::first_of_chunk(k) / 8 * bits;
-      for (int i = 0; i < bits; ++i) to[i] = static_cast<char>(chunk >> 8 * i);
+#pragma unroll 1
+      for (int i = 0; i < bits; ++i) to[i] = static_cast<char>(chunk[k] >> 8 * i);
     }
   }
   if (Tile::part() == 0) {
+#pragma unroll 1
     for (int i = p.rotation.dim / 8 * bits; i < 4 * p.words; ++i) row[i] = 0;
   }
 }
@@ -87,15 +78,17 @@ struct Chains {
   __device__ void feed(int i, float a, float b) { at[i % kCount] = fmaf(a, b, at[i % kCount]); }
   // dot(), for every lane of the row.
   __device__ float sum() {
-#pragma unroll
-    for (int step = kCount / 2; step > 0; step /= 2) {
-      if (step == 4) {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) at[e] = cuda::sum_across(at[e], kLanes / 2);
-      }
+    const auto halve = [&](int step) {
 #pragma unroll
       for (int i = 0; i < step; ++i) at[i] += at[i + step];
-    }
+    };
+    if constexpr (kCount > 16) halve(16);
+    if constexpr (kCount > 8) halve(8);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) at[i] = cuda::sum_across(at[i], kLanes / 2);
+    halve(4);
+    halve(2);
+    halve(1);
     return at[0];
   }
 };
@@ -109,7 +102,7 @@ enum class Sums { levels, squares, pairs };
 // counts.
 template <class Tile, Sums kSums>
 struct LaneRows {
-  std::uint32_t four[Tile::kEach / 4] = {};
+  std::uint64_t chunk[Tile::kChunks];  // the codes of eight neighbours
   float scale;
   bool extreme;
 
@@ -132,7 +125,7 @@ struct LaneRows {
     Tile::butterflies(x);
     Tile::template mix<false>(x);
     const auto code = [&](int i) {
-      const Cell& cell = tables.cell(cells.cell(x[i]));
+      const Cell cell = tables.cell(cells.cell(x[i]));
       return cell.before + (__float_as_uint(cell.boundary - x[i]) >> 31);
     };
     Chains<Tile> products;
@@ -145,16 +138,24 @@ struct LaneRows {
     float eights[Tile::kChunks];
 #pragma unroll
     for (int k = 0; k < Tile::kChunks; ++k) {
-      float twos[4];
+      unsigned two[4];  // codes; and their squares' sums
+      float sum[4];
 #pragma unroll
-      for (int q = 3; q >= 0; --q) {  // codes gather in words of four, the last ones first
+      for (int q = 0; q < 4; ++q) {
         const int i = 8 * k + 2 * q;
-        const unsigned low = code(i), high = code(i + 1), pair = high * radix + low;
-        four[i / 4] = four[i / 4] * (radix * radix) + pair;
-        twos[q] =
-            kSums == Sums::pairs ? tables.look_up(pair) : square(i, low) + square(i + 1, high);
+        const unsigned low = code(i), high = code(i + 1);
+        two[q] = high * radix + low;
+        sum[q] =
+            kSums == Sums::pairs ? tables.look_up(two[q]) : square(i, low) + square(i + 1, high);
       }
-      eights[k] = (twos[0] + twos[1]) + (twos[2] + twos[3]);
+      eights[k] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+      const unsigned radix2 = radix * radix;
+      const unsigned low = two[1] * radix2 + two[0], high = two[3] * radix2 + two[2];
+      if constexpr (kSums == Sums::pairs) {  // 32 bits hold them
+        chunk[k] = high * (radix2 * radix2) + low;
+      } else {
+        chunk[k] = static_cast<std::uint64_t>(high) << 4 * p.bits | low;
+      }
     }
     const float cc = cuda::sum_across(
         cuda::halving_sum<0, 1, Tile::kChunks>([&](int k) { return eights[k]; }), 16 / Tile::kRows);
@@ -164,7 +165,7 @@ struct LaneRows {
 };
 
 // A warp takes RowTile::kRows rows at a time.
-template <class Tile, Sums kSums>
+template <class Tile, class X, Sums kSums>
 __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
     encode_by_lanes(const __grid_constant__ Problem p, const Cells cells, const LaneLayout layout) {
   char* const shared = cuda::dynamic_shared<char>();
@@ -179,13 +180,9 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
   std::int64_t first = (std::int64_t{blockIdx.x} * warps + warp_index()) * Tile::kRows;
   const auto fetch = [&](std::int64_t row) {
     if (row >= p.rows) return;
-    const std::int64_t stride = p.x_stride * layout.element_bytes;
-    const char* const from = static_cast<const char*>(p.x) + row * stride;
-    if (p.element == DType::f32) {
-      Tile::template fetch<float>(stage, from, stride, p.rows_at(row, Tile::kRows));
-    } else {
-      Tile::template fetch<bf16>(stage, from, stride, p.rows_at(row, Tile::kRows));
-    }
+    const std::int64_t stride = p.x_stride * static_cast<std::int64_t>(sizeof(X));
+    Tile::template fetch<X>(stage, static_cast<const char*>(p.x) + row * stride, stride,
+                            p.rows_at(row, Tile::kRows));
   };
   fetch(first);
   const auto signs = Tile::Signs::of(p.rotation.table);
@@ -214,18 +211,14 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
     float x[Tile::kEach];
     cuda::copy_async_wait<0>();
     __syncwarp();
-    switch (p.element) {
-      case DType::f16: Tile::template load<f16>(stage, signs.again(), x); break;
-      case DType::bf16: Tile::template load<bf16>(stage, signs.again(), x); break;
-      default: Tile::template load<float>(stage, signs.again(), x);
-    }
+    Tile::template load<X>(stage, signs.again(), x);
     __syncwarp();
     fetch(first + step);
     const LaneRows<Tile, kSums> found(x, p, cells, tables, layout.radix);
     const bool tells = Tile::row() < rows && Tile::part() == 0;
     if (tells) store_norm(p, first + Tile::row(), found.scale);
     // Through shared memory, so that the warp writes whole lines.
-    store_codes<Tile>(found.four, p, out + Tile::row() * layout.packed.stride);
+    store_codes<Tile>(found.chunk, p, out + Tile::row() * layout.packed.stride);
     __syncwarp();
     layout.packed.copy_out<Tile::kRows>(out, p, first, rows);
     __syncwarp();
@@ -235,29 +228,26 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
   }
 }
 
-template <class Tile>
+template <class Tile, class X>
 Status run_by_lanes(const Problem& p, int device, Stream stream) {
   constexpr int kDim = Tile::kEach * (32 / Tile::kRows);
   const Cells cells = cells_for(kDim, p.bits, kLaneCellBytes);
   const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
-  LaneLayout l{.element_bytes = static_cast<int>(size_of(p.element)),
-               .radix = 1u << p.bits,
-               .packed = PackedRows(p)};
+  LaneLayout l{.radix = 1u << p.bits, .packed = PackedRows(p)};
   l.lookup = cells.bytes();
   const bool pairs = p.bits <= 4 && !p.needs_products();
   l.tables = l.lookup + (kLookupCopies * 4 << (pairs ? 2 * p.bits : p.bits));
   l.warps = l.tables + align(4 << p.bits);
-  l.stage = Tile::kRows * (p.element == DType::f32 ? Tile::template kStageStride<float>
-                                                   : Tile::template kStageStride<bf16>);
+  l.stage = Tile::kRows * Tile::template kStageStride<X>;
   l.warp = l.stage + std::max(align(Tile::kRows * l.packed.stride), 2 * 4 * kDim);
   const auto grid =
       cuda::tiles_grid(p.rows, Tile::kRows, kMostWarps<Tile>, l.warps, l.warp, device);
   const auto launch = [&](auto kernel) {
     return cuda::launch(AuraEncode::kName, kernel, grid, device, stream, p, cells, l);
   };
-  if (p.needs_products()) return launch(encode_by_lanes<Tile, Sums::levels>);
-  if (pairs) return launch(encode_by_lanes<Tile, Sums::pairs>);
-  return launch(encode_by_lanes<Tile, Sums::squares>);
+  if (p.needs_products()) return launch(encode_by_lanes<Tile, X, Sums::levels>);
+  if (pairs) return launch(encode_by_lanes<Tile, X, Sums::pairs>);
+  return launch(encode_by_lanes<Tile, X, Sums::squares>);
 }
 
 }  // namespace bittern::encode

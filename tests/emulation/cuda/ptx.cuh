@@ -12,6 +12,17 @@ inline uint4 load_here(const uint4* p) { return *p; }
 inline void prefetch_l2(const void*) {}
 inline float ordinary_reciprocal(float x) { return 1.0f / x; }
 
+inline unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(static_cast<const std::byte*>(p) -
+                               static_cast<const std::byte*>(emulation::dynamic_shared()));
+}
+template <class T>
+inline T load_shared(unsigned address) {
+  T x;
+  std::memcpy(&x, static_cast<const std::byte*>(emulation::dynamic_shared()) + address, sizeof x);
+  return x;
+}
+
 inline void copy_async_16(void* shared, const void* global, int bytes = 16) {
   std::memcpy(shared, global, static_cast<std::size_t>(bytes));
   std::memset(static_cast<std::byte*>(shared) + bytes, 0, static_cast<std::size_t>(16 - bytes));
