@@ -20,21 +20,23 @@ struct LaneLayout {
   PackedRows packed;
 };
 
-// A lane's codes to its packed row in shared memory, eight to a chunk of `bits` bytes. The row's
-// spare bytes become zeros.
+// The codes of eight neighbours, a chunk of `bits` bytes: all of them in `low`, or four in each.
+struct Eight {
+  std::uint32_t low, high;
+  __device__ std::uint64_t joined(int bits) const {
+    return static_cast<std::uint64_t>(high) << 4 * bits | low;
+  }
+};
+
+// A lane's codes to its packed row in shared memory. The row's spare bytes become zeros.
 template <class Tile>
-__device__ void store_codes(const std::uint64_t (&chunk)[Tile::kChunks], const Problem& p,
-                            char* row) {
+__device__ void store_codes(const Eight (&codes)[Tile::kChunks], const Problem& p, char* row) {
   const int bits = p.bits;
   constexpr int kChunks = Tile::kChunks;
   constexpr bool kWhole = Tile::kRows == 32 && kChunks % 4 == 0;  // the lane has the whole row,
                                                                   // of 16-byte pieces at 4 bits
-  const auto word = [&](int k) { return static_cast<std::uint32_t>(chunk[k]); };
-  const auto store = [&]<class T>(T) {
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k)
-      reinterpret_cast<T*>(row)[Tile::first_of_chunk(k) / 8] = static_cast<T>(chunk[k]);
-  };
+  const auto index = [&](int k) { return Tile::first_of_chunk(k) / 8; };
+  const auto word = [&](int k) { return static_cast<std::uint32_t>(codes[k].joined(bits)); };
   if (kWhole && bits == 4) {
 #pragma unroll
     for (int k = 0; k < kChunks / 4 * 4; k += 4)
@@ -49,17 +51,30 @@ __device__ void store_codes(const std::uint64_t (&chunk)[Tile::kChunks], const P
       words[2] = word(k + 2) >> 16 | word(k + 3) << 8;
     }
   } else if (bits == 4) {
-    store(std::uint32_t{});
-  } else if (bits == 8) {
-    store(std::uint64_t{});
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) reinterpret_cast<std::uint32_t*>(row)[index(k)] = word(k);
+  } else if (bits == 3) {  // an odd chunk has its two bytes of one word last
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const int odd = index(k) % 2;
+      char* const to = row + 3 * index(k);
+      *reinterpret_cast<std::uint16_t*>(to + odd) = static_cast<std::uint16_t>(word(k) >> 8 * odd);
+      to[2 - 2 * odd] = static_cast<char>(word(k) >> (16 - 16 * odd));
+    }
   } else if (bits == 2) {
-    store(std::uint16_t{});
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k)
+      reinterpret_cast<std::uint16_t*>(row)[index(k)] = static_cast<std::uint16_t>(word(k));
+  } else if (bits == 8) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k)
+      reinterpret_cast<uint2*>(row)[index(k)] = make_uint2(codes[k].low, codes[k].high);
   } else {
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      char* const to = row + Tile::first_of_chunk(k) / 8 * bits;
+      char* const to = row + index(k) * bits;
 #pragma unroll 1
-      for (int i = 0; i < bits; ++i) to[i] = static_cast<char>(chunk[k] >> 8 * i);
+      for (int i = 0; i < bits; ++i) to[i] = static_cast<char>(codes[k].joined(bits) >> 8 * i);
     }
   }
   if (Tile::part() == 0) {
@@ -68,58 +83,47 @@ __device__ void store_codes(const std::uint64_t (&chunk)[Tile::kChunks], const P
   }
 }
 
-// A lane's share of a row's 32 chains: chunk after chunk, register i in turn.
+// dot() of a row, for each of its lanes: chain(c) gives the lane's c-th of kChains<Tile> chains, to
+// which register i belongs for c = i % kChains<Tile>.
 template <class Tile>
-struct Chains {
-  static constexpr int kLanes = 32 / Tile::kRows, kCount = 32 / kLanes;
-  static_assert(kCount % 8 == 0);
-  float at[kCount] = {};
-
-  __device__ void feed(int i, float a, float b) { at[i % kCount] = fmaf(a, b, at[i % kCount]); }
-  // dot(), for every lane of the row.
-  __device__ float sum() {
-    const auto halve = [&](int step) {
+constexpr int kChains = Tile::kRows;
+template <class Tile, class Chain>
+__device__ float sum_of_chains(const Chain& chain) {
+  static_assert(kChains<Tile> % 8 == 0);
+  float sum[8];
 #pragma unroll
-      for (int i = 0; i < step; ++i) at[i] += at[i + step];
-    };
-    if constexpr (kCount > 16) halve(16);
-    if constexpr (kCount > 8) halve(8);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) at[i] = cuda::sum_across(at[i], kLanes / 2);
-    halve(4);
-    halve(2);
-    halve(1);
-    return at[0];
-  }
-};
+  for (int e = 0; e < 8; ++e)
+    sum[e] = cuda::sum_across(cuda::halving_sum<0, 1, kChains<Tile> / 8>(
+                                  [&](int quarter) { return chain(8 * quarter + e); }),
+                              16 / Tile::kRows);
+  return cuda::halving_sum<0, 1, 8>([&](int e) { return sum[e]; });
+}
 
 // What the lookup holds for the scale rule's sums: the levels, for C and D; their squares, for C;
 // or C's first sums, of two neighbours, by both codes (at most 4 bits).
 enum class Sums { levels, squares, pairs };
 
-// Steps 1 to 5 of the rows x, with the signs of the rotation applied; the lanes of a row agree.
-// Rows whose squares overflow or that are not finite are `extreme`, and nothing else of them
-// counts.
+// Of rows x with the signs of the rotation applied; the lanes of a row agree.
+template <class Tile>
+__device__ float squares_of(const float (&x)[Tile::kEach]) {
+  return sum_of_chains<Tile>([&](int c) {
+    float sum = 0;
+#pragma unroll
+    for (int i = c; i < Tile::kEach; i += kChains<Tile>) sum = fmaf(x[i], x[i], sum);
+    return sum;
+  });
+}
+
+// The rest of steps 1 to 5.
 template <class Tile, Sums kSums>
 struct LaneRows {
-  std::uint64_t chunk[Tile::kChunks];  // the codes of eight neighbours
+  Eight codes[Tile::kChunks];
   float scale;
-  bool extreme;
 
-  __device__ LaneRows(float (&x)[Tile::kEach], const Problem& p, const Cells& cells,
+  __device__ LaneRows(float (&x)[Tile::kEach], float squares, const Problem& p, const Cells& cells,
                       const Tables& tables, unsigned radix) {
-    constexpr int kEach = Tile::kEach;
-    Chains<Tile> chains;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) chains.feed(i, x[i], x[i]);
-    const float squares = chains.sum();
-    extreme = !(squares <= max_finite<float>());
     const float norm = sqrtf(squares);
     const float inv = norm > kAuraTiny ? 1 / norm : 0;
-    if (extreme) {
-#pragma unroll
-      for (float& v : x) v = 0;
-    }
 #pragma unroll
     for (float& v : x) v = v * inv * p.rotation.scale;
     Tile::butterflies(x);
@@ -128,11 +132,12 @@ struct LaneRows {
       const Cell cell = tables.cell(cells.cell(x[i]));
       return cell.before + (__float_as_uint(cell.boundary - x[i]) >> 31);
     };
-    Chains<Tile> products;
+    float products[kChains<Tile>] = {};
     const auto square = [&](int i, unsigned code) {
       const float c = tables.look_up(code);
       if (kSums == Sums::squares) return c;
-      products.feed(i, x[i], c);
+      float& product = products[i % kChains<Tile>];
+      product = fmaf(x[i], c, product);
       return c * c;
     };
     float eights[Tile::kChunks];
@@ -150,19 +155,47 @@ struct LaneRows {
       }
       eights[k] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
       const unsigned radix2 = radix * radix;
-      const unsigned low = two[1] * radix2 + two[0], high = two[3] * radix2 + two[2];
-      if constexpr (kSums == Sums::pairs) {  // 32 bits hold them
-        chunk[k] = high * (radix2 * radix2) + low;
-      } else {
-        chunk[k] = static_cast<std::uint64_t>(high) << 4 * p.bits | low;
-      }
+      codes[k] = {two[1] * radix2 + two[0], two[3] * radix2 + two[2]};
+      if (kSums == Sums::pairs) codes[k] = {codes[k].high * (radix2 * radix2) + codes[k].low, 0};
     }
     const float cc = cuda::sum_across(
         cuda::halving_sum<0, 1, Tile::kChunks>([&](int k) { return eights[k]; }), 16 / Tile::kRows);
-    const float rc = kSums == Sums::levels ? products.sum() + 0.0f : 0.0f;
+    const float rc = kSums == Sums::levels
+                         ? sum_of_chains<Tile>([&](int c) { return products[c]; }) + 0.0f
+                         : 0.0f;
     scale = stored_scale(p.rule, norm, cc, rc);
   }
 };
+
+// A warp starts copying the rows from `first` on, if there are any, to its place in shared memory.
+// Others become zeros. (Addresses that are not constants away would take too many registers at
+// once.)
+template <class Tile, class X>
+__device__ void fetch(char* stage, const Problem& p, std::int64_t first) {
+  if (first >= p.rows) return;
+  constexpr int kBytes = Tile::template kRowBytes<X>, kTo = Tile::template kStageStride<X>;
+  using Pieces = typename Tile::template Pieces<kBytes>;
+  const std::int64_t stride = p.x_stride * static_cast<std::int64_t>(sizeof(X));
+  const char* const from = static_cast<const char*>(p.x) + first * stride;
+  const int rows = p.rows_at(first, Tile::kRows), lane = lane_index();
+  if (rows == Tile::kRows && stride == kBytes) {
+    const Pieces at(static_cast<unsigned>(lane));
+    char* const to = stage + at.row * kTo + 16 * at.piece;
+    const char* const mine = cuda::opaque(from + at.row * kBytes + 16 * at.piece);
+    Pieces::each([&](int i, int j) {
+      cuda::copy_async_16(to + i * kTo + 16 * j, mine + i * kBytes + 16 * j);
+    });
+  } else {
+#pragma unroll 1
+    for (int at = lane; at < Tile::kRows * Pieces::kAll; at += 32) {
+      const int row = at / Pieces::kAll, piece = at % Pieces::kAll;
+      cuda::copy_async_16(stage + row * kTo + 16 * piece,
+                          row < rows ? from + row * stride + 16 * piece : from,
+                          row < rows ? 16 : 0);
+    }
+  }
+  cuda::copy_async_commit();
+}
 
 // A warp takes RowTile::kRows rows at a time.
 template <class Tile, class X, Sums kSums>
@@ -178,13 +211,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
   const int warps = static_cast<int>(blockDim.x / 32);
   const std::int64_t step = std::int64_t{gridDim.x} * warps * Tile::kRows;
   std::int64_t first = (std::int64_t{blockIdx.x} * warps + warp_index()) * Tile::kRows;
-  const auto fetch = [&](std::int64_t row) {
-    if (row >= p.rows) return;
-    const std::int64_t stride = p.x_stride * static_cast<std::int64_t>(sizeof(X));
-    Tile::template fetch<X>(stage, static_cast<const char*>(p.x) + row * stride, stride,
-                            p.rows_at(row, Tile::kRows));
-  };
-  fetch(first);
+  fetch<Tile, X>(stage, p, first);
   const auto signs = Tile::Signs::of(p.rotation.table);
 
   const int levels = 1 << p.bits;
@@ -206,25 +233,37 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
   }
   const Tables tables(cells, cell_table, lookup);
 
-  for (; first < p.rows; first += step) {
-    const int rows = p.rows_at(first, Tile::kRows);
-    float x[Tile::kEach];
+  unsigned extremes = 0;  // lanes whose rows overflow or are not finite: rows made zeros
+  while (first < p.rows) {
     cuda::copy_async_wait<0>();
     __syncwarp();
+    float x[Tile::kEach];
     Tile::template load<X>(stage, signs.again(), x);
+    const float squares = squares_of<Tile>(x);
+    const bool overflows = !(squares <= max_finite<float>());
+    if (const unsigned found = __ballot_sync(kAllLanes, overflows); found != 0) {
+      extremes |= found;
+      if (overflows) Tile::template clear<X>(stage);
+      continue;
+    }
     __syncwarp();
-    fetch(first + step);
-    const LaneRows<Tile, kSums> found(x, p, cells, tables, layout.radix);
+    fetch<Tile, X>(stage, p, first + step);
+    const LaneRows<Tile, kSums> found(x, squares, p, cells, tables, layout.radix);
+    const int rows = p.rows_at(first, Tile::kRows);
     const bool tells = Tile::row() < rows && Tile::part() == 0;
     if (tells) store_norm(p, first + Tile::row(), found.scale);
     // Through shared memory, so that the warp writes whole lines.
-    store_codes<Tile>(found.chunk, p, out + Tile::row() * layout.packed.stride);
+    store_codes<Tile>(found.codes, p, out + Tile::row() * layout.packed.stride);
     __syncwarp();
     layout.packed.copy_out<Tile::kRows>(out, p, first, rows);
     __syncwarp();
-    unsigned left = __ballot_sync(kAllLanes, found.extreme && tells);
-    for (; left != 0; left &= left - 1)
-      encode_row(p, first + (__ffs(static_cast<int>(left)) - 1) / (32 / Tile::kRows), scratch);
+    if (extremes != 0) {
+      extremes &= __ballot_sync(kAllLanes, tells);
+      for (; extremes != 0; extremes &= extremes - 1)
+        encode_row(p, first + (__ffs(static_cast<int>(extremes)) - 1) / (32 / Tile::kRows),
+                   scratch);
+    }
+    first += step;
   }
 }
 
