@@ -17,7 +17,10 @@
 //              1. t_j = x_j * (sign_j * r), r the f32 nearest to d^-1/2
 //              2. on each n consecutive values, for h = 1, 2, 4, ... n/2:
 //                 (t_j, t_{j+h}) := (t_j + t_{j+h}, t_j - t_{j+h}), where j has no bit h
-//              3. unless m = 1: y_{an+b} = sum over c of H_m[a,c] t_{cn+b}, by fma as for dense
+//              3. unless m = 1: y_{an+b} = sum over c of H_m[a,c] t_{cn+b}, four terms at a time,
+//                 for many a share them. With h_i and t_i those of c = 4k + i,
+//                 G_k = (t_0 +- t_1) +- (t_2 +- t_3), where the signs are h_0 h_1, h_0 h_2 and
+//                 h_2 h_3;  y = +- G_0 +- G_1 ..., k ascending, the signs h_0
 //              The inverse: t_j = y_j * r, step 3 with H_m[c,a], step 2, then x_j = t_j * sign_j.
 //
 // H_m is Paley's: of the first kind where m - 1 is a prime, otherwise of the second (m = 28, 36).

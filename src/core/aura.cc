@@ -1,5 +1,6 @@
 #include "core/aura.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <vector>
@@ -54,14 +55,34 @@ std::vector<float> paley_matrix(std::int64_t m) {
   return h;
 }
 
-// t := M t on each column of t [m, n], where M is `matrix` [m, m] or its transpose.
-void multiply(const float* matrix, std::int64_t m, std::int64_t n, bool transpose, float* t) {
+// t := M t, where M is `matrix` [m, m] or its transpose.
+void multiply(const float* matrix, std::int64_t m, bool transpose, float* t) {
+  std::vector<float> product(static_cast<std::size_t>(m));
+  for (std::int64_t a = 0; a < m; ++a) {
+    float acc = 0;
+    for (std::int64_t c = 0; c < m; ++c)
+      acc = std::fma(matrix[transpose ? c * m + a : a * m + c], t[c], acc);
+    product[static_cast<std::size_t>(a)] = acc;
+  }
+  std::copy(product.begin(), product.end(), t);
+}
+
+// t := H t on [m, n], H or its transpose: step 3 of a hadamard rotation.
+void mix(const float* matrix, std::int64_t m, std::int64_t n, bool transpose, float* t) {
   std::vector<float> column(static_cast<std::size_t>(m));
+  const auto join = [](float a, bool plus, float b) { return plus ? a + b : a - b; };
   for (std::int64_t b = 0; b < n; ++b) {
     for (std::int64_t a = 0; a < m; ++a) {
       float acc = 0;
-      for (std::int64_t c = 0; c < m; ++c)
-        acc = std::fma(matrix[transpose ? c * m + a : a * m + c], t[c * n + b], acc);
+      for (std::int64_t c = 0; c < m; c += 4) {
+        const auto h = [&](std::int64_t i) {
+          return matrix[transpose ? (c + i) * m + a : a * m + c + i];
+        };
+        const auto at = [&](std::int64_t i) { return t[(c + i) * n + b]; };
+        const float four =
+            join(join(at(0), h(0) == h(1), at(1)), h(0) == h(2), join(at(2), h(2) == h(3), at(3)));
+        acc = c == 0 ? h(0) * four : join(acc, h(0) > 0, four);
+      }
       column[static_cast<std::size_t>(a)] = acc;
     }
     for (std::int64_t a = 0; a < m; ++a) t[a * n + b] = column[static_cast<std::size_t>(a)];
@@ -98,12 +119,12 @@ float hadamard_scale(std::int64_t dim) {
 
 void rotate_row(Rotation rotation, std::int64_t dim, const float* table, bool inverse, float* row) {
   if (rotation == Rotation::identity) return;
-  if (rotation == Rotation::dense) return multiply(table, dim, 1, inverse, row);
+  if (rotation == Rotation::dense) return multiply(table, dim, inverse, row);
   const std::int64_t m = hadamard_factor(dim), n = dim / m;
   const float scale = hadamard_scale(dim);
   for (std::int64_t j = 0; j < dim; ++j) row[j] *= inverse ? scale : table[j] * scale;
   if (!inverse) butterflies(dim, n, row);
-  if (m > 1) multiply(hadamard_matrix(m), m, n, inverse, row);
+  if (m > 1) mix(hadamard_matrix(m), m, n, inverse, row);
   if (!inverse) return;
   butterflies(dim, n, row);
   for (std::int64_t j = 0; j < dim; ++j) row[j] *= table[j];

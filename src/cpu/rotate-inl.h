@@ -196,23 +196,6 @@ HWY_INLINE void LaneProducts(const float* HWY_RESTRICT matrix, std::int64_t row,
   }
 }
 
-// out := M in on vectors [m, n], M = matrix [m, m] or its transpose; kOut rows of M at a time, of
-// which m is a multiple.
-template <int kOut>
-HWY_NOINLINE void MultiplyLanes(const float* HWY_RESTRICT matrix, std::int64_t m, std::int64_t n,
-                                bool transpose, const float* HWY_RESTRICT in,
-                                float* HWY_RESTRICT out) {
-  const std::int64_t row = transpose ? 1 : m, column = transpose ? m : 1, step = n * kF32Lanes;
-  for (std::int64_t b = 0; b < n; ++b) {
-    for (std::int64_t a = 0; a < m; a += kOut) {
-      VF32 sums[kOut];
-      LaneProducts<kOut>(matrix + a * row, row, column, m, in + b * kF32Lanes, step, sums);
-      for (int o = 0; o < kOut; ++o)
-        hn::Store(sums[o], DF32(), out + (a + o) * step + b * kF32Lanes);
-    }
-  }
-}
-
 // rows[i] := M x_i for i < count, where x_i is lane i of `in` [m].
 inline HWY_NOINLINE void MultiplyToRows(const float* HWY_RESTRICT matrix, std::int64_t m,
                                         bool transpose, const float* HWY_RESTRICT in,
@@ -232,6 +215,72 @@ inline HWY_NOINLINE void MultiplyToRows(const float* HWY_RESTRICT matrix, std::i
     StoreLanes(sums, a, width, count, rows, stride);
   }
 }
+
+// ---- H_m ----
+
+// Step 3 of a hadamard rotation: of every four terms the eight sums up to sign, and these with the
+// other sign, lie in a table, from which each result takes one.
+class FactorSums {
+ public:
+  FactorSums() = default;
+  FactorSums(std::int64_t m, bool transpose) : m_(m) {
+    const float* matrix = hadamard_matrix(m);
+    for (std::int64_t a = 0; a < m; ++a) {
+      for (std::int64_t k = 0; k < m / 4; ++k) {
+        const auto h = [&](std::int64_t i) {
+          return matrix[transpose ? (4 * k + i) * m + a : a * m + 4 * k + i];
+        };
+        which_[a * (m / 4) + k] =
+            static_cast<std::uint8_t>((h(0) != h(1) ? 1 : 0) + (h(2) != h(3) ? 2 : 0) +
+                                      (h(0) != h(2) ? 4 : 0) + (h(0) < 0 ? kNegative : 0));
+      }
+    }
+  }
+
+  // out := H_m in, on vectors [m, n]
+  HWY_NOINLINE void Apply(std::int64_t n, const float* HWY_RESTRICT in,
+                          float* HWY_RESTRICT out) const {
+    const DF32 d;
+    const std::int64_t step = n * kF32Lanes, fours = m_ / 4;
+    HWY_ALIGN float sums[kMostFactor / 4 * kSums * kF32Lanes];
+    for (std::int64_t b = 0; b < n; ++b) {
+      for (std::int64_t k = 0; k < fours; ++k) {
+        const auto t = [&](std::int64_t i) HWY_ATTR {
+          return hn::Load(d, in + (4 * k + i) * step + b * kF32Lanes);
+        };
+        const VF32 low[2] = {hn::Add(t(0), t(1)), hn::Sub(t(0), t(1))};
+        const VF32 high[2] = {hn::Add(t(2), t(3)), hn::Sub(t(2), t(3))};
+        for (int i = 0; i < 4; ++i) {
+          const VF32 both[2] = {hn::Add(low[i % 2], high[i / 2]), hn::Sub(low[i % 2], high[i / 2])};
+          for (int minus = 0; minus < 2; ++minus) {
+            float* to = sums + (k * kSums + i + 4 * minus) * kF32Lanes;
+            hn::Store(both[minus], d, to);
+            hn::Store(hn::Neg(both[minus]), d, to + kNegative * kF32Lanes);
+          }
+        }
+      }
+      for (std::int64_t a = 0; a < m_; a += 4) {
+        const std::uint8_t* which = which_ + a * fours;
+        VF32 acc[4];
+        for (int o = 0; o < 4; ++o) acc[o] = hn::Load(d, sums + which[o * fours] * kF32Lanes);
+        for (std::int64_t k = 1; k < fours; ++k) {
+          for (int o = 0; o < 4; ++o) {
+            const float* sum = sums + (k * kSums + which[o * fours + k]) * kF32Lanes;
+            acc[o] = hn::Add(acc[o], hn::Load(d, sum));
+          }
+        }
+        for (int o = 0; o < 4; ++o) hn::Store(acc[o], d, out + (a + o) * step + b * kF32Lanes);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kSums = 16, kNegative = 8;
+  static constexpr std::int64_t kMostFactor = 60;
+
+  std::int64_t m_ = 1;
+  std::uint8_t which_[kMostFactor * kMostFactor / 4];  // [m, m / 4]
+};
 
 // ---- rows ----
 
@@ -264,6 +313,10 @@ class RowRotation {
       factor_ = hadamard_factor(dim);
       scale_ = hadamard_scale(dim);
       for (std::int64_t j = 0; j < dim; ++j) scaled_[j] = table[j] * scale_;
+      if (factor_ > 1) {
+        factor_sums_ = FactorSums(factor_, false);
+        factor_inverse_ = FactorSums(factor_, true);
+      }
     }
   }
 
@@ -320,7 +373,7 @@ class RowRotation {
     if (!inverse) ButterfliesFrom(1, n, dim_, in);
     float* result = in;
     if (factor_ > 1) {
-      MultiplyByFactor(n, inverse, in, out);
+      (inverse ? factor_inverse_ : factor_sums_).Apply(n, in, out);
       result = out;
     }
     if (inverse) {
@@ -363,16 +416,6 @@ class RowRotation {
     for (int i = 0; i < kCount; ++i) hn::StoreU(v[i], DF32(), row + (first + i) * kF32Lanes);
   }
 
-  // As many rows of H_m as registers hold sums, without a rest.
-  void MultiplyByFactor(std::int64_t n, bool inverse, const float* in, float* out) const {
-    const float* h = hadamard_matrix(factor_);
-    switch (factor_) {
-      case 20: return MultiplyLanes<10>(h, 20, n, inverse, in, out);
-      case 28: return MultiplyLanes<14>(h, 28, n, inverse, in, out);
-      case 44: return MultiplyLanes<11>(h, 44, n, inverse, in, out);
-      default: return MultiplyLanes<12>(h, factor_, n, inverse, in, out);  // 12 36 60
-    }
-  }
   template <class Factor>
   HWY_INLINE void MultiplyEach(const Factor& factor, float* HWY_RESTRICT columns) const {
     const DF32 d;
@@ -387,6 +430,7 @@ class RowRotation {
   const float* table_;
   std::int64_t factor_ = 1;
   float scale_ = 1;
+  FactorSums factor_sums_, factor_inverse_;
   LaneButterflies lanes_;
   HWY_ALIGN float scaled_[kAuraMaxDim];  // sign_j d^-1/2
 };

@@ -128,11 +128,16 @@ __device__ inline float* rotate_by_warp(const RowRotation& p, float* row, float*
   if (p.factor > 1) {
     for (int i = lane; i < p.dim; i += 32) {
       const int a = i / p.block, b = i & (p.block - 1);
-      const std::uint64_t negative = p.negative[a];
       float acc = 0;
-      for (int c = 0; c < p.factor; ++c) {
-        const float t = row[c * p.block + b];
-        acc += (negative >> c & 1) != 0 ? -t : t;
+      for (int c = 0; c < p.factor; c += 4) {
+        const auto h = static_cast<unsigned>(p.negative[a] >> c);
+        const auto t = [&](int e) { return row[(c + e) * p.block + b]; };
+        const auto differ = [&](int e, int f) { return ((h >> e ^ h >> f) & 1) != 0; };
+        const float low = differ(0, 1) ? t(0) - t(1) : t(0) + t(1);
+        const float high = differ(2, 3) ? t(2) - t(3) : t(2) + t(3);
+        const float four = differ(0, 2) ? low - high : low + high;
+        const float signed_four = (h & 1) != 0 ? -four : four;
+        acc = c == 0 ? signed_four : acc + signed_four;
       }
       spare[i] = acc;
     }
@@ -245,21 +250,37 @@ constexpr bool paley_negative(int m, int i, int j) {
   return (lower && right ? -1 : 1) * c + (lower || right ? -1 : 1) * identity < 0;
 }
 
-template <int kOrder, bool kTransposed, int kRow, int... kColumn>
-__device__ inline float paley_row(const float (&t)[kOrder],
-                                  std::integer_sequence<int, kColumn...>) {
+// a + b or a - b
+template <bool kPlus>
+__device__ inline float join(float a, float b) {
+  return kPlus ? a + b : a - b;
+}
+// Many rows have the same G_k: the compiler computes each once.
+template <int kOrder, bool kTransposed, int kRow, int kFour>
+__device__ inline float add_four(float acc, const float (&t)[kOrder]) {
+  constexpr auto negative = [](int i) {
+    const int column = 4 * kFour + i;
+    return paley_negative(kOrder, kTransposed ? column : kRow, kTransposed ? kRow : column);
+  };
+  constexpr int c = 4 * kFour;
+  const float low = join < negative(0) == negative(1) > (t[c], t[c + 1]),
+              high = join < negative(2) == negative(3) > (t[c + 2], t[c + 3]),
+              four = join < negative(0) == negative(2) > (low, high);
+  if constexpr (kFour == 0) return negative(0) ? -four : four;
+  return join<!negative(0)>(acc, four);
+}
+template <int kOrder, bool kTransposed, int kRow, int... kFour>
+__device__ inline float paley_row(const float (&t)[kOrder], std::integer_sequence<int, kFour...>) {
   float acc = 0;
-  ((acc = std::bool_constant<paley_negative(kOrder, kTransposed ? kColumn : kRow,
-                                            kTransposed ? kRow : kColumn)>::value
-              ? acc - t[kColumn]
-              : acc + t[kColumn]),
-   ...);
+  ((acc = add_four<kOrder, kTransposed, kRow, kFour>(acc, t)), ...);
   return acc;
 }
 template <int kOrder, bool kTransposed, int... kRow>
 __device__ inline void paley_product(const float (&t)[kOrder], float (&y)[kOrder],
-                                     std::integer_sequence<int, kRow...> all) {
-  ((y[kRow] = paley_row<kOrder, kTransposed, kRow>(t, all)), ...);
+                                     std::integer_sequence<int, kRow...>) {
+  ((y[kRow] =
+        paley_row<kOrder, kTransposed, kRow>(t, std::make_integer_sequence<int, kOrder / 4>())),
+   ...);
 }
 
 // ---- a lane to a row ----
