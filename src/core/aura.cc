@@ -117,11 +117,15 @@ float hadamard_scale(std::int64_t dim) {
   return static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim)));
 }
 
-void rotate_row(Rotation rotation, std::int64_t dim, const float* table, bool inverse, float* row) {
-  if (rotation == Rotation::identity) return;
-  if (rotation == Rotation::dense) return multiply(table, dim, inverse, row);
+void rotate_row(Rotation rotation, std::int64_t dim, const float* table, bool inverse, float* row,
+                float factor) {
+  if (rotation != Rotation::hadamard) {
+    for (std::int64_t j = 0; j < dim; ++j) row[j] *= factor;
+    if (rotation == Rotation::dense) multiply(table, dim, inverse, row);
+    return;
+  }
   const std::int64_t m = hadamard_factor(dim), n = dim / m;
-  const float scale = hadamard_scale(dim);
+  const float scale = factor * hadamard_scale(dim);
   for (std::int64_t j = 0; j < dim; ++j) row[j] *= inverse ? scale : table[j] * scale;
   if (!inverse) butterflies(dim, n, row);
   if (m > 1) mix(hadamard_matrix(m), m, n, inverse, row);

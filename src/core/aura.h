@@ -16,7 +16,9 @@ const float* hadamard_matrix(std::int64_t m);
 // The f32 nearest to dim^-1/2.
 float hadamard_scale(std::int64_t dim);
 
-// row := P row, or P^T row if `inverse`. `table` is what `rotation` needs: null, signs or a matrix.
-void rotate_row(Rotation rotation, std::int64_t dim, const float* table, bool inverse, float* row);
+// row := P (factor row), or P^T (factor row) if `inverse`; a hadamard rotation has one scale for
+// both. `table` is what `rotation` needs: null, signs or a matrix.
+void rotate_row(Rotation rotation, std::int64_t dim, const float* table, bool inverse, float* row,
+                float factor = 1);
 
 }  // namespace bittern

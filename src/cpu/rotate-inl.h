@@ -356,12 +356,24 @@ class RowRotation {
                        HWY_ATTR { return hn::Mul(load(j), hn::Load(DF32(), scaled_ + j)); },
                    row);
   }
+  // row := P (factor x)
+  template <class Load>
+  HWY_INLINE void Hadamard(float factor, const Load& load, float* row) const {
+    const DF32 d;
+    const VF32 scale = hn::Set(d, factor * scale_);
+    HadamardStages(
+        [&](std::int64_t j) HWY_ATTR {
+          return hn::Mul(load(j), hn::Mul(hn::LoadU(d, table_ + j), scale));
+        },
+        row);
+  }
 
   // rows[i] := P x_i, or P^T x_i, for count <= kF32Lanes rows; load(i, j) gives x_ij and the lanes
-  // after it, and may read from `rows`.
+  // after it, and may read from `rows`. With `factors`, of a hadamard rotation, P (factors[i] x_i).
   template <class Load>
   HWY_NOINLINE void ApplyFrom(const Load& load, float* rows, std::int64_t stride,
-                              std::int64_t count, bool inverse) const {
+                              std::int64_t count, bool inverse,
+                              const float* factors = nullptr) const {
     HWY_ALIGN float in[kAuraMaxDim * kF32Lanes], out[kAuraMaxDim * kF32Lanes];
     RowsToLanes(load, count, dim_, in);
     if (kind_ == Rotation::dense) {
@@ -369,7 +381,13 @@ class RowRotation {
       return;
     }
     const std::int64_t n = dim_ / factor_;
-    MultiplyEach([&](std::int64_t j) { return inverse ? scale_ : scaled_[j]; }, in);
+    const DF32 d;
+    VF32 scale = hn::Set(d, scale_);
+    if (factors != nullptr) scale = hn::Mul(scale, hn::Load(d, factors));
+    MultiplyEach(
+        [&](std::int64_t j)
+            HWY_ATTR { return inverse ? scale : hn::Mul(scale, hn::Set(d, table_[j])); },
+        in);
     if (!inverse) ButterfliesFrom(1, n, dim_, in);
     float* result = in;
     if (factor_ > 1) {
@@ -378,7 +396,7 @@ class RowRotation {
     }
     if (inverse) {
       ButterfliesFrom(1, n, dim_, result);
-      MultiplyEach([&](std::int64_t j) { return table_[j]; }, result);
+      MultiplyEach([&](std::int64_t j) HWY_ATTR { return hn::Set(d, table_[j]); }, result);
     }
     LanesToRows(result, dim_, count, rows, stride);
   }
@@ -421,7 +439,7 @@ class RowRotation {
     const DF32 d;
     for (std::int64_t j = 0; j < dim_; ++j) {
       float* at = columns + j * kF32Lanes;
-      hn::Store(hn::Mul(hn::Load(d, at), hn::Set(d, factor(j))), d, at);
+      hn::Store(hn::Mul(hn::Load(d, at), factor(j)), d, at);
     }
   }
 

@@ -90,17 +90,18 @@ inline RowRotation row_rotation(Rotation kind, std::int64_t dim, const float* ta
   return r;
 }
 
-// P row, or its inverse, of a row in shared memory where lane l has written the elements of
+// P (factor row), or its inverse, of a row in shared memory where lane l has written the elements of
 // j % 32 = l. The result is in `row` or in `spare`, which holds as much: the one that is returned.
 // Any lane may read it.
-__device__ inline float* rotate_by_warp(const RowRotation& p, float* row, float* spare) {
+__device__ inline float* rotate_by_warp(const RowRotation& p, float* row, float* spare,
+                                        float factor = 1) {
   const int lane = lane_index();
-  if (p.kind == Rotation::identity) {
-    __syncwarp();
-    return row;
-  }
+  const float scale = factor * (p.kind == Rotation::hadamard ? p.scale : 1);
+  const bool has_signs = p.kind == Rotation::hadamard && !p.inverse;
+  for (int j = lane; j < p.dim; j += 32) row[j] *= has_signs ? p.table[j] * scale : scale;
+  __syncwarp();
+  if (p.kind == Rotation::identity) return row;
   if (p.kind == Rotation::dense) {
-    __syncwarp();
     const std::int64_t step = p.inverse ? p.dim : 1;
     for (int i = lane; i < p.dim; i += 32) {
       const float* matrix = p.table + std::int64_t{i} * (p.inverse ? 1 : p.dim);
@@ -111,8 +112,6 @@ __device__ inline float* rotate_by_warp(const RowRotation& p, float* row, float*
     __syncwarp();
     return spare;
   }
-  for (int j = lane; j < p.dim; j += 32) row[j] *= p.inverse ? p.scale : p.table[j] * p.scale;
-  __syncwarp();
   const auto butterflies = [&] {
     for (int h = 1; h < p.block; h *= 2) {
       for (int i = lane; i < p.dim / 2; i += 32) {

@@ -107,29 +107,30 @@ class RowEncoder {
         staged |= 1u << i;
       }
     }
-    const auto unit = [&](std::int64_t i, std::int64_t j) HWY_ATTR {
+    const auto element = [&](std::int64_t i, std::int64_t j) HWY_ATTR {
       const bool in_tile = (staged >> i & 1) != 0;
-      const VF32 v =
-          in_tile ? hn::Load(d, tile_ + i * stride_ + j) : LoadMath(d, x + i * x_stride + j);
-      return hn::Mul(v, hn::Set(d, inv_[i]));
+      return in_tile ? hn::Load(d, tile_ + i * stride_ + j) : LoadMath(d, x + i * x_stride + j);
     };
+    const auto unit = [&](std::int64_t i, std::int64_t j)
+                          HWY_ATTR { return hn::Mul(element(i, j), hn::Set(d, inv_[i])); };
     if (d_.rotation == Rotation::identity) {
       for (std::int64_t i = 0; i < count; ++i)
         for (std::int64_t j = 0; j < n; j += kF32Lanes)
           hn::Store(unit(i, j), d, tile_ + i * stride_ + j);
-    } else if (!rotation_.InRegisters()) {
+    } else if (d_.rotation == Rotation::dense) {
       rotation_.ApplyFrom(unit, tile_, stride_, count, false);
+    } else if (!rotation_.InRegisters()) {
+      rotation_.ApplyFrom(element, tile_, stride_, count, false, inv_);
     } else {
       for (std::int64_t i = 0; i < count; ++i) {
         float* row = tile_ + i * stride_;
-        const VF32 inv = hn::Set(d, inv_[i]);
         if ((staged >> i & 1) != 0) {
-          rotation_.Hadamard([&](std::int64_t j) HWY_ATTR { return unit(i, j); }, row);
+          rotation_.Hadamard(
+              inv_[i], [&](std::int64_t j) HWY_ATTR { return hn::Load(d, row + j); }, row);
         } else {
           rotation_.Hadamard(
-              [&](std::int64_t j)
-                  HWY_ATTR { return hn::Mul(LoadMath(d, x + i * x_stride + j), inv); },
-              row);
+              inv_[i],
+              [&](std::int64_t j) HWY_ATTR { return LoadMath(d, x + i * x_stride + j); }, row);
         }
       }
     }

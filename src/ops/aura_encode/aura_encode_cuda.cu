@@ -48,7 +48,9 @@ __global__ void __launch_bounds__(32 * cuda::DenseBlock::kMostWarps)
       for (int i = 0; i < kRows && first + i < p.rows; ++i) f(i);
     };
     for_rows([&](int i) {
-      const Length length = normalise_row(p, first + i, x + i * block.stride);
+      float* const u = x + i * block.stride;
+      const Length length = measure_row(p, first + i, u);
+      for (int j = lane_index(); j < p.rotation.dim; j += 32) u[j] *= length.inv;
       if (lane_index() == 0) lengths[i] = length;
     });
     __syncwarp();

@@ -60,8 +60,7 @@ float encode(const Op::Desc& d, const Op::Args& a, Row& x, std::vector<std::uint
   }
   const float inv = norm > kAuraTiny ? 1 / norm : 0;
   if (overflows) norm = std::min(norm / kAuraShrink, max_finite<float>());
-  for (float& v : x) v *= inv;
-  rotate_row(d.rotation, d.axis_size, a.table.as<float>(), false, x.data());
+  rotate_row(d.rotation, d.axis_size, a.table.as<float>(), false, x.data(), inv);
 
   const float* boundaries = a.boundaries.as<float>();
   for (std::size_t j = 0; j < n; ++j) {

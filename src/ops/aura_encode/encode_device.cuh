@@ -172,12 +172,12 @@ __device__ float sum_by_warp(int n, const Term& term) {
 }
 
 struct Length {
-  float norm;
+  float norm, inv;
   bool finite;
 };
 
-// Steps 1 and 2 but for the rotation: t = u.
-__device__ inline Length normalise_row(const Problem& p, std::int64_t row, float* t) {
+// Step 1, and t = x.
+__device__ inline Length measure_row(const Problem& p, std::int64_t row, float* t) {
   const int lane = lane_index(), n = p.rotation.dim;
   bool finite = true;
   for (int j = lane; j < n; j += 32) {
@@ -195,8 +195,7 @@ __device__ inline Length normalise_row(const Problem& p, std::int64_t row, float
   }
   const float inv = norm > kAuraTiny ? 1 / norm : 0;
   if (overflows) norm = fminf(norm / kAuraShrink, max_finite<float>());
-  for (int j = lane; j < n; j += 32) t[j] *= inv;
-  return {norm, finite};
+  return {norm, inv, finite};
 }
 
 // Step 4 of a row whose codes every lane can read.
@@ -233,8 +232,8 @@ __device__ inline void quantise_row(const Problem& p, std::int64_t row, Length l
 // `scratch` holds two rows of floats.
 __device__ __noinline__ inline void encode_row(const Problem& p, std::int64_t row, float* scratch) {
   float* const spare = scratch + p.rotation.dim;
-  const Length length = normalise_row(p, row, scratch);
-  const float* r = cuda::rotate_by_warp(p.rotation, scratch, spare);
+  const Length length = measure_row(p, row, scratch);
+  const float* r = cuda::rotate_by_warp(p.rotation, scratch, spare, length.inv);
   quantise_row(p, row, length, r, reinterpret_cast<std::uint32_t*>(r == scratch ? spare : scratch));
 }
 

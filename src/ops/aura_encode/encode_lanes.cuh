@@ -124,8 +124,9 @@ struct LaneRows {
                       const Tables& tables, unsigned radix) {
     const float norm = sqrtf(squares);
     const float inv = norm > kAuraTiny ? 1 / norm : 0;
+    const float by = inv * p.rotation.scale;
 #pragma unroll
-    for (float& v : x) v = v * inv * p.rotation.scale;
+    for (float& v : x) v *= by;
     Tile::butterflies(x);
     Tile::template mix<false>(x);
     const auto code = [&](int i) {
