@@ -85,13 +85,13 @@ __device__ void fetch_rows(char* tile, const char* from, std::int64_t stride, in
 struct PackedRows {
   int stride;  // bytes
   bool joined;
-  bool padded;          // by a piece a row, so that neighbouring rows begin in different banks
-  int pieces;           // of a row, if padded
+  bool padded;  // to an odd number of pieces, so that neighbouring rows begin in different banks
+  int pieces;   // of a row, if padded
   unsigned reciprocal;  // for small_quotient by that
 
   explicit PackedRows(const Problem& p)
       : joined(p.packed_stride == p.words && reinterpret_cast<std::uintptr_t>(p.packed) % 16 == 0),
-        padded(p.words % 4 == 0),
+        padded(p.words % 8 == 0),
         pieces(p.words / 4),
         reciprocal(pieces > 1 ? 0xffffffffu / static_cast<unsigned>(pieces) + 1u : 0u) {
     stride = padded || !joined ? (4 * p.words + 15) / 16 * 16 + (padded ? 16 : 0) : 4 * p.words;
