@@ -77,9 +77,9 @@ __device__ void store_codes(const Eight (&codes)[Tile::kChunks], const Problem& 
       for (int i = 0; i < bits; ++i) to[i] = static_cast<char>(codes[k].joined(bits) >> 8 * i);
     }
   }
-  if (Tile::part() == 0) {
+  if constexpr (kChunks % 4 != 0) {  // otherwise there are none
 #pragma unroll 1
-    for (int i = p.rotation.dim / 8 * bits; i < 4 * p.words; ++i) row[i] = 0;
+    for (int i = index(kChunks) * bits; i < 4 * p.words; ++i) row[i] = 0;
   }
 }
 
@@ -253,7 +253,8 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
 
   const int warps = static_cast<int>(blockDim.x / 32);
   const std::int64_t step = std::int64_t{gridDim.x} * warps * Tile::kRows;
-  std::int64_t first = (std::int64_t{blockIdx.x} * warps + warp_index()) * Tile::kRows;
+  // The tiles left over in the end go to as many multiprocessors.
+  std::int64_t first = (std::int64_t{gridDim.x} * warp_index() + blockIdx.x) * Tile::kRows;
   fetch<Tile, X>(stage, p, first);
   auto* const signs = reinterpret_cast<X*>(shared + layout.signs);
   fill_signs(signs, p.rotation);
