@@ -100,8 +100,10 @@ __device__ float sum_of_chains(const Chain& chain) {
 }
 
 // What the lookup holds for the scale rule's sums: the levels, for C and D; their squares, for C;
-// or C's first sums, of two neighbours, by both codes (at most 4 bits).
+// or C's first sums, of two neighbours, by both codes (at most 4 bits, and all copies of cells).
 enum class Sums { levels, squares, pairs };
+template <Sums kSums>
+using LaneTables = Tables<kSums == Sums::pairs ? Cells::kMostCopies : 0>;
 
 // Of rows x with the signs of the rotation applied; the lanes of a row agree.
 template <class Tile>
@@ -121,7 +123,7 @@ struct LaneRows {
   float scale;
 
   __device__ LaneRows(float (&x)[Tile::kEach], float squares, const Problem& p, const Cells& cells,
-                      const Tables& tables, unsigned radix) {
+                      const LaneTables<kSums>& tables, unsigned radix) {
     const float norm = sqrtf(squares);
     const float inv = norm > kAuraTiny ? cuda::ordinary_reciprocal(norm) : 0;
 #pragma unroll
@@ -276,7 +278,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
       for (int i = 0; i < p.rows_at(first, Tile::kRows); ++i) encode_row(p, first + i, scratch);
     return;
   }
-  const Tables tables(cells, cell_table, lookup);
+  const LaneTables<kSums> tables(cells, cell_table, lookup);
 
   unsigned extremes = 0;  // lanes whose rows overflow or are not finite: rows made zeros
   while (first < p.rows) {
@@ -319,7 +321,7 @@ Status run_by_lanes(const Problem& p, int device, Stream stream) {
   const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
   LaneLayout l{.radix = 1u << p.bits, .packed = PackedRows(p)};
   l.lookup = cells.bytes();
-  const bool pairs = p.bits <= 4 && !p.needs_products();
+  const bool pairs = p.bits <= 4 && cells.copies == Cells::kMostCopies && !p.needs_products();
   l.tables = l.lookup + (kLookupCopies * 4 << (pairs ? 2 * p.bits : p.bits));
   l.signs = l.tables + align(4 << p.bits);
   l.warps = l.signs + Tile::template kRowBytes<X>;
