@@ -435,18 +435,6 @@ struct RowTile {
       }
     }
   }
-  // What this lane would load becomes zeros.
-  template <class X>
-  __device__ static void clear(char* stage) {
-#pragma unroll 1
-    for (int k = 0; k < kChunks; ++k) {
-      char* const chunk =
-          stage + row() * kStageStride<X> + first_of_chunk(k) * static_cast<int>(sizeof(X));
-#pragma unroll
-      for (int i = 0; i < static_cast<int>(8 * sizeof(X)); i += 16)
-        *reinterpret_cast<uint4*>(chunk + i) = make_uint4(0, 0, 0, 0);
-    }
-  }
   template <class X>
   __device__ static void store(const float (&x)[kEach], const Signs& signs, char* stage) {
     char* to = stage + row() * kStageStride<X>;

@@ -85,13 +85,13 @@ __device__ void fetch_rows(char* tile, const char* from, std::int64_t stride, in
 struct PackedRows {
   int stride;  // bytes
   bool joined;
-  bool padded;          // by a piece a row, so that neighbouring rows begin in different banks
-  int pieces;           // of a row, if padded
+  bool padded;  // to an odd number of pieces, so that neighbouring rows begin in different banks
+  int pieces;   // of a row, if padded
   unsigned reciprocal;  // for small_quotient by that
 
   explicit PackedRows(const Problem& p)
       : joined(p.packed_stride == p.words && reinterpret_cast<std::uintptr_t>(p.packed) % 16 == 0),
-        padded(p.words % 4 == 0),
+        padded(p.words % 8 == 0),
         pieces(p.words / 4),
         reciprocal(pieces > 1 ? 0xffffffffu / static_cast<unsigned>(pieces) + 1u : 0u) {
     stride = padded || !joined ? (4 * p.words + 15) / 16 * 16 + (padded ? 16 : 0) : 4 * p.words;
@@ -250,10 +250,12 @@ struct Cell {
 };
 struct Cells {
   int count;   // a power of two
-  int copies;  // lane l has copy l % copies, so that lanes rarely meet in a bank
+  int copies;  // at most kMostCopies: lane l has copy l % copies, so that lanes rarely meet in a
+               // bank
   float slope, middle;
   float margin;
 
+  static constexpr int kMostCopies = 16;
   static constexpr float kReach = 1.0625f;
   static constexpr float kInteger = 0x1p23f;
   static constexpr unsigned kFirst = 0x4b000000;  // its bits
@@ -271,7 +273,7 @@ inline Cells cells_for(int dim, int bits, int bytes, float margin = 0) {
   const int most = bytes / static_cast<int>(sizeof(Cell));
   const int count = std::min(static_cast<int>(std::bit_ceil(needed)), most);
   return {.count = count,
-          .copies = std::min(most / count, 16),
+          .copies = std::min(most / count, Cells::kMostCopies),
           .slope = (static_cast<float>(count / 2) - 1) / Cells::kReach,
           .middle = Cells::kInteger + static_cast<float>(count / 2),
           .margin = margin};
@@ -309,8 +311,9 @@ __device__ inline bool fill_cells(Cell* table, const Cells& cells, const float* 
   return __syncthreads_and(fine ? 1 : 0) != 0;
 }
 
-// A lane's way into the tables: addresses are one integer multiplication and addition, bits of a
-// cell times cell_step, and so on.
+// A lane's way into the tables. An address is one instruction: a multiplication and addition of the
+// bits of a cell or, where their copies are known (not 0), a shift and addition.
+template <int kCopies>
 class Tables {
  public:
   __device__ Tables(const Cells& cells, const Cell* table, const float* lookup)
@@ -320,7 +323,8 @@ class Tables {
         lookup_(cuda::shared_address(lookup + lane_index())) {}
   // What cell() gave.
   __device__ Cell cell(unsigned bits) const {
-    return cuda::load_shared<Cell>(bits * step_ + cells_);
+    const unsigned step = kCopies == 0 ? step_ : kCopies * sizeof(Cell);
+    return cuda::load_shared<Cell>(bits * step + cells_);
   }
   __device__ float look_up(unsigned index) const {
     constexpr unsigned kStep = kLookupCopies * sizeof(float);

@@ -14,9 +14,9 @@ constexpr int kMostWarps = Tile::kEach <= 64 ? 16 : 12;
 // Shared memory of encode_by_lanes: cells, lookup, the operands' tables; then for each
 // warp its rows of x and its packed rows.
 struct LaneLayout {
-  unsigned radix;             // 2^bits, but the compiler must not know
-  int lookup, tables, warps;  // offsets in bytes
-  int stage, warp;            // bytes of a warp's rows; of a warp
+  unsigned radix;                    // 2^bits, but the compiler must not know
+  int lookup, tables, signs, warps;  // offsets in bytes
+  int stage, warp;                   // bytes of a warp's rows; of a warp
   PackedRows packed;
 };
 
@@ -77,9 +77,9 @@ __device__ void store_codes(const Eight (&codes)[Tile::kChunks], const Problem& 
       for (int i = 0; i < bits; ++i) to[i] = static_cast<char>(codes[k].joined(bits) >> 8 * i);
     }
   }
-  if (Tile::part() == 0) {
+  if constexpr (kChunks % 4 != 0) {  // otherwise there are none
 #pragma unroll 1
-    for (int i = p.rotation.dim / 8 * bits; i < 4 * p.words; ++i) row[i] = 0;
+    for (int i = index(kChunks) * bits; i < 4 * p.words; ++i) row[i] = 0;
   }
 }
 
@@ -100,8 +100,10 @@ __device__ float sum_of_chains(const Chain& chain) {
 }
 
 // What the lookup holds for the scale rule's sums: the levels, for C and D; their squares, for C;
-// or C's first sums, of two neighbours, by both codes (at most 4 bits).
+// or C's first sums, of two neighbours, by both codes (at most 4 bits, and all copies of cells).
 enum class Sums { levels, squares, pairs };
+template <Sums kSums>
+using LaneTables = Tables<kSums == Sums::pairs ? Cells::kMostCopies : 0>;
 
 // Of rows x with the signs of the rotation applied; the lanes of a row agree.
 template <class Tile>
@@ -121,9 +123,9 @@ struct LaneRows {
   float scale;
 
   __device__ LaneRows(float (&x)[Tile::kEach], float squares, const Problem& p, const Cells& cells,
-                      const Tables& tables, unsigned radix) {
+                      const LaneTables<kSums>& tables, unsigned radix) {
     const float norm = sqrtf(squares);
-    const float inv = norm > kAuraTiny ? 1 / norm : 0;
+    const float inv = norm > kAuraTiny ? cuda::ordinary_reciprocal(norm) : 0;
     const float by = inv * p.rotation.scale;
 #pragma unroll
     for (float& v : x) v *= by;
@@ -168,6 +170,47 @@ struct LaneRows {
   }
 };
 
+// The signs of the rotation, by the whole block: a row of x that has nothing else.
+template <class X>
+__device__ void fill_signs(X* signs, const RowRotation& rotation) {
+  for (int i = static_cast<int>(threadIdx.x); i < rotation.dim; i += static_cast<int>(blockDim.x))
+    signs[i] = cuda::store_math<X>(rotation.table[i] < 0 ? -0.0f : 0.0f);
+}
+
+// A lane's elements in shared memory, from register i on: a piece of 16 bytes.
+template <class Tile, class X>
+__device__ uint4* piece_of(X* row, int i) {
+  return reinterpret_cast<uint4*>(row + Tile::first_of_chunk(i / 8) + i % 8);
+}
+template <class X>
+constexpr int kPieceElements = 16 / static_cast<int>(sizeof(X));
+
+// With their signs turned.
+template <class Tile, class X>
+__device__ void load(X* row, X* signs, float (&x)[Tile::kEach]) {
+#pragma unroll
+  for (int i = 0; i < Tile::kEach; i += kPieceElements<X>) {
+    const uint4 piece = *piece_of<Tile>(row, i), turn = *piece_of<Tile>(signs, i);
+    const unsigned word[] = {piece.x ^ turn.x, piece.y ^ turn.y, piece.z ^ turn.z,
+                             piece.w ^ turn.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if constexpr (sizeof(X) == 4) {
+        x[i + e] = __uint_as_float(word[e]);
+      } else {
+        x[i + 2 * e] = cuda::load_math(X{static_cast<std::uint16_t>(word[e])});
+        x[i + 2 * e + 1] = cuda::load_math(X{static_cast<std::uint16_t>(word[e] >> 16)});
+      }
+    }
+  }
+}
+template <class Tile, class X>
+__device__ void clear(X* row) {
+#pragma unroll 1
+  for (int i = 0; i < Tile::kEach; i += kPieceElements<X>)
+    *piece_of<Tile>(row, i) = make_uint4(0, 0, 0, 0);
+}
+
 // A warp starts copying the rows from `first` on, if there are any, to its place in shared memory.
 // Others become zeros. (Addresses that are not constants away would take too many registers at
 // once.)
@@ -208,12 +251,16 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
   char* const stage = shared + layout.warps + warp_index() * layout.warp;
   char* const out = stage + layout.stage;
   auto* const scratch = reinterpret_cast<float*>(out);  // of encode_row
+  auto* const row =
+      reinterpret_cast<X*>(stage + Tile::row() * Tile::template kStageStride<X>);  // this lane's
 
   const int warps = static_cast<int>(blockDim.x / 32);
   const std::int64_t step = std::int64_t{gridDim.x} * warps * Tile::kRows;
-  std::int64_t first = (std::int64_t{blockIdx.x} * warps + warp_index()) * Tile::kRows;
+  // The tiles left over in the end go to as many multiprocessors.
+  std::int64_t first = (std::int64_t{gridDim.x} * warp_index() + blockIdx.x) * Tile::kRows;
   fetch<Tile, X>(stage, p, first);
-  const auto signs = Tile::Signs::of(p.rotation.table);
+  auto* const signs = reinterpret_cast<X*>(shared + layout.signs);
+  fill_signs(signs, p.rotation);
 
   const int levels = 1 << p.bits;
   auto* const boundaries = reinterpret_cast<float*>(shared + layout.tables);
@@ -232,19 +279,19 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
       for (int i = 0; i < p.rows_at(first, Tile::kRows); ++i) encode_row(p, first + i, scratch);
     return;
   }
-  const Tables tables(cells, cell_table, lookup);
+  const LaneTables<kSums> tables(cells, cell_table, lookup);
 
   unsigned extremes = 0;  // lanes whose rows overflow or are not finite: rows made zeros
   while (first < p.rows) {
     cuda::copy_async_wait<0>();
     __syncwarp();
     float x[Tile::kEach];
-    Tile::template load<X>(stage, signs.again(), x);
+    load<Tile>(row, signs, x);
     const float squares = squares_of<Tile>(x);
     const bool overflows = !(squares <= max_finite<float>());
     if (const unsigned found = __ballot_sync(kAllLanes, overflows); found != 0) {
       extremes |= found;
-      if (overflows) Tile::template clear<X>(stage);
+      if (overflows) clear<Tile>(row);
       continue;
     }
     __syncwarp();
@@ -275,9 +322,10 @@ Status run_by_lanes(const Problem& p, int device, Stream stream) {
   const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
   LaneLayout l{.radix = 1u << p.bits, .packed = PackedRows(p)};
   l.lookup = cells.bytes();
-  const bool pairs = p.bits <= 4 && !p.needs_products();
+  const bool pairs = p.bits <= 4 && cells.copies == Cells::kMostCopies && !p.needs_products();
   l.tables = l.lookup + (kLookupCopies * 4 << (pairs ? 2 * p.bits : p.bits));
-  l.warps = l.tables + align(4 << p.bits);
+  l.signs = l.tables + align(4 << p.bits);
+  l.warps = l.signs + Tile::template kRowBytes<X>;
   l.stage = Tile::kRows * Tile::template kStageStride<X>;
   l.warp = l.stage + std::max(align(Tile::kRows * l.packed.stride), 2 * 4 * kDim);
   const auto grid =
