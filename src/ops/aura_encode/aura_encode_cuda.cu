@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(32 * cuda::DenseBlock::kMostWarps)
     encode_dense(const __grid_constant__ Problem p, const cuda::DenseBlock block) {
   constexpr int kRows = cuda::DenseBlock::kRows;
   auto* const tile = cuda::dynamic_shared<float>();
-  const int floats = 2 * kRows * block.stride + 2 * kRows;  // of a warp
+  const int floats =  // of a warp
+      kRows * (2 * block.stride + static_cast<int>(sizeof(Length) / sizeof(float)));
   float* const x = tile + cuda::DenseBlock::kTileBytes / 4 + warp_index() * floats;
   float* const r = x + kRows * block.stride;
   auto* const lengths = reinterpret_cast<Length*>(r + kRows * block.stride);
