@@ -189,15 +189,6 @@ inline void multiply_bf16(float (&d)[4], const std::uint32_t (&a)[4], const std:
 inline void multiply_f16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
   emulated::multiply<f16>(d, a, b);
 }
-inline void product_bf16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
-  for (float& v : d) v = 0;
-  emulated::multiply<bf16>(d, a, b);
-}
-inline void product_f16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
-  for (float& v : d) v = 0;
-  emulated::multiply<f16>(d, a, b);
-}
-
 inline void fence_shared_for_tensor_cores() {}
 inline void warpgroup_begin() {}
 inline void warpgroup_end() {}
