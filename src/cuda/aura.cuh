@@ -21,6 +21,11 @@ namespace bittern::cuda {
 inline constexpr unsigned kAllLanes = ~0u;
 
 __device__ inline int lane_index() { return static_cast<int>(threadIdx.x % 32); }
+// The same, about which neither compiler knows anything: what is computed from it in a loop is not
+// moved in front of the loop, where it would take registers.
+__device__ inline int lane_again() {
+  return __shfl_sync(kAllLanes, lane_index(), lane_index()) & 31;
+}
 __device__ inline int warp_index() { return static_cast<int>(threadIdx.x / 32); }
 
 // ---- elements whose dtype is known at run time ----
@@ -282,9 +287,13 @@ __device__ inline void paley_product(const float (&t)[kOrder], float (&y)[kOrder
 // ---- a lane to a row ----
 
 // Rows of kDim elements, each held by kLanes neighbouring lanes. Register 8k + e of the lane whose
-// `part` is l % kLanes holds element 8 (k kLanes + part) + e: 16-byte pieces dealt out in turn.
-template <int kDim, int kLanes>
+// `part` is l % kLanes holds element 8 ((k kLanes + part) ^ turn) + e: 16-byte pieces dealt out in
+// turn. A `Permuted` tile's rows lie in shared memory without gaps, so that one bulk copy moves all
+// of them; there `turn` differs from lane to lane, to the effect that lanes which read or write
+// their k-th pieces, or their k-th words of 4-bit codes, meet every bank once.
+template <int kDim, int kLanes, bool kPermuted = false>
 struct RowTile {
+  using Permuted = RowTile<kDim, kLanes, true>;
   static constexpr int kFactor = static_cast<int>(hadamard_factor(kDim));
   static constexpr int kBlock = kDim / kFactor;
   static constexpr int kEach = kDim / kLanes;
@@ -299,11 +308,36 @@ struct RowTile {
   static constexpr int kRowBytes = static_cast<int>(kDim * sizeof(X));
   template <class X>
   static constexpr int kStageStride =
-      kRowBytes<X> / 16 / kLanes % 2 == 0 ? kRowBytes<X> + 16 * kLanes : kRowBytes<X>;
+      !kPermuted && kRowBytes<X> / 16 / kLanes % 2 == 0 ? kRowBytes<X> + 16 * kLanes : kRowBytes<X>;
 
-  __device__ static int row() { return lane_index() / kLanes; }
-  __device__ static int part() { return lane_index() % kLanes; }
-  __device__ static int first_of_chunk(int k) { return 8 * (k * kLanes + part()); }
+  static constexpr bool kTurns = kPermuted && kFactor == 1;
+  __device__ static int row(int lane = lane_index()) {
+    const int i = lane / kLanes;
+    if constexpr (kTurns && kRows > kChunks) return i % kChunks * (kRows / kChunks) + i / kChunks;
+    return i;
+  }
+  __device__ static int part(int lane = lane_index()) { return lane % kLanes; }
+  __device__ static int turn(int lane = lane_index()) {
+    return kTurns ? lane / kLanes % kChunks * kLanes : 0;
+  }
+  __device__ static int first_of_chunk(int k, int lane = lane_index()) {
+    return 8 * ((k * kLanes + part(lane)) ^ turn(lane));
+  }
+  // This lane's chunks, of kBytes each, in rows `stride` bytes apart: at(k) is chunk k. Without
+  // gaps, rows begin at multiples of their length from the start of shared memory.
+  template <int kBytes>
+  struct Chunks {
+    int first;
+    __device__ Chunks(const char* rows, int stride)
+        : Chunks(rows, stride, kTurns ? lane_again() : lane_index()) {}
+    __device__ Chunks(const char* rows, int stride, int lane)
+        : first(static_cast<int>(rows - dynamic_shared<char>()) + row(lane) * stride +
+                (part(lane) ^ turn(lane)) * kBytes) {}
+    __device__ char* at(int k) const {
+      const int step = k * kLanes * kBytes;
+      return dynamic_shared<char>() + (kTurns ? first ^ step : first + step);
+    }
+  };
 
   // The 16-byte pieces of kRows rows of kBytes, by a warp: lane l has piece l % kWide of row
   // l / kWide, and those that lie rows and pieces after it: f(i, j) for i rows and j pieces.
@@ -368,20 +402,80 @@ struct RowTile {
     }
   }
 
+  // Starts copying `rows` rows of kBytes, without gaps in shared memory. They are there, for the
+  // whole warp, after arrived().
+  template <int kBytes>
+  __device__ static void begin_fetch(BulkCopiesIn& copies, char* stage, const char* from,
+                                     std::int64_t stride, int rows) {
+    static_assert(kPermuted);
+    const unsigned lane = opaque(threadIdx.x % 32);
+    if constexpr (kHasBulkCopies) {
+      const int mine = static_cast<int>(lane);
+      if (mine == 0) copies.expect(rows * kBytes);
+      if (stride == kBytes) {
+        if (mine == 0) copies.start(stage, from, rows * kBytes);
+      } else if (mine < rows) {
+        copies.start(stage + mine * kBytes, from + mine * stride, kBytes);
+      }
+    } else {
+      fetch_bytes<kBytes, kBytes>(stage, from, stride, rows, lane);
+    }
+  }
+  __device__ static void arrived(BulkCopiesIn& copies) {
+    if constexpr (kHasBulkCopies) {
+      copies.wait();
+    } else {
+      copy_async_wait<0>();
+      __syncwarp();
+    }
+  }
+
+  // Starts copying `rows` rows to device memory, where they are `stride` bytes apart, by one bulk
+  // copy if they can be. Before `stage` is written again: sent().
+  template <class X>
+  __device__ static void send(const char* stage, char* to, std::int64_t stride, int rows) {
+    static_assert(kPermuted);
+    if (kHasBulkCopies && stride == kRowBytes<X>) {
+      fence_shared_for_copies();
+      __syncwarp();
+      if (lane_index() == 0) bulk_copy_out(to, stage, rows * kRowBytes<X>);
+    } else {
+      __syncwarp();
+      put_out<X>(stage, to, stride, rows, opaque(threadIdx.x % 32));
+    }
+  }
+  __device__ static void sent() {
+    bulk_copy_out_wait();
+    __syncwarp();
+  }
+
   // The signs of this lane's elements, as bits: bit 15 - p of a word is that of register 2p, bit
   // 31 - p that of register 2p + 1, p below 16; so a shift by p puts them where a pair of 16-bit
   // elements has its signs.
   struct Signs {
     std::uint32_t word[(kEach + 31) / 32] = {};
 
-    // All positive without a table.
+    // All positive without a table. By a whole warp.
     __device__ static Signs of(const float* table) {
       Signs signs;
       if (table == nullptr) return signs;
+      // Of element j: bit j % 32 of what lane j / 32 holds.
+      std::uint32_t held = 0;
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        if (table[first_of_chunk(i / 8) + i % 8] < 0)
-          signs.word[i / 32] |= 1u << (15 - i % 32 / 2 + i % 2 * 16);
+      for (int first = 0; first < kDim; first += 32) {
+        const int j = first + lane_index();
+        const unsigned negative = __ballot_sync(kAllLanes, j < kDim && table[j] < 0);
+        if (lane_index() == first / 32) held = negative;
+      }
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        const int first = first_of_chunk(k);
+        const unsigned eight = __shfl_sync(kAllLanes, held, first / 32) >> first % 32;
+        // Bits 0, 2, 4, 6 to 16 ... 19; 1, 3, 5, 7 to 0 ... 3.
+        unsigned bits = (eight & 0x55) << 16 | (eight >> 1 & 0x55);
+        bits = (bits | bits >> 1) & 0x00330033u;
+        bits = (bits | bits >> 2) & 0x000f000fu;
+        signs.word[k / 4] |= __brev(bits) >> k % 4 * 4;
       }
       return signs;
     }
@@ -403,11 +497,10 @@ struct RowTile {
   // Between shared memory and this lane's registers, with the signs of some elements turned.
   template <class X>
   __device__ static void load(const char* stage, const Signs& signs, float (&x)[kEach]) {
-    const char* from = stage + row() * kStageStride<X>;
+    const Chunks<8 * sizeof(X)> chunks(stage, kStageStride<X>);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const auto* chunk =
-          reinterpret_cast<const uint4*>(from + first_of_chunk(k) * static_cast<int>(sizeof(X)));
+      const auto* chunk = reinterpret_cast<const uint4*>(chunks.at(k));
       if constexpr (sizeof(X) == 4) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -434,10 +527,10 @@ struct RowTile {
   }
   template <class X>
   __device__ static void store(const float (&x)[kEach], const Signs& signs, char* stage) {
-    char* to = stage + row() * kStageStride<X>;
+    const Chunks<8 * sizeof(X)> chunks(stage, kStageStride<X>);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      auto* chunk = reinterpret_cast<uint4*>(to + first_of_chunk(k) * static_cast<int>(sizeof(X)));
+      auto* chunk = reinterpret_cast<uint4*>(chunks.at(k));
       if constexpr (sizeof(X) == 4) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -459,8 +552,10 @@ struct RowTile {
     }
   }
 
-  // Step 2 of the hadamard rotation. A stage across lanes: fma by +-1 is an exact sum.
+  // Step 2 of the hadamard rotation. Where lanes differ in which is a and which b, or in which of
+  // a + b and a - b they want, fma by +-1 is that sum.
   __device__ static void butterflies(float (&t)[kEach]) {
+    const int turned = kTurns ? turn(lane_again()) : 0;
 #pragma unroll
     for (int h = 1; h < kBlock; h *= 2) {
       if (h >= 8 && h < 8 * kLanes) {
@@ -469,12 +564,14 @@ struct RowTile {
         for (int i = 0; i < kEach; ++i) t[i] = fmaf(t[i], sign, across(t[i], h / 8));
       } else {
         const int step = h < 8 ? h : h / kLanes;
+        const bool turns = kTurns && h >= 8;
+        const float sign = (turned & h / 8) != 0 ? -1.0f : 1.0f;
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
           if ((i & step) != 0) continue;
           const float a = t[i], b = t[i + step];
-          t[i] = a + b;
-          t[i + step] = a - b;
+          t[i] = turns ? fmaf(a, sign, b) : a + b;
+          t[i + step] = turns ? fmaf(b, -sign, a) : a - b;
         }
       }
     }
@@ -597,6 +694,31 @@ inline Grid tiles_grid(std::int64_t rows, int tile_rows, int most_warps, int fix
           .threads = 32 * warps,
           .shared = static_cast<std::size_t>(fixed + warps * warp)};
 }
+
+// What a block of such warps has in shared memory beside its tiles.
+struct TilesShared {
+  std::uint64_t arrived[32];  // a barrier for each warp's BulkCopiesIn
+  std::uint32_t taken;
+};
+
+// A block has tiles blockIdx.x, blockIdx.x + gridDim.x and so on. A warp begins with one of the
+// first and takes the next one that is left when it is ready, so that at the end it waits for no
+// slower one. Between the constructor and next(): a barrier of the block.
+class Tiles {
+ public:
+  __device__ explicit Tiles(TilesShared& shared) : taken_(&shared.taken) {
+    if (threadIdx.x == 0) *taken_ = blockDim.x / 32;
+  }
+  __device__ std::uint32_t first() const { return blockIdx.x + threadIdx.x / 32 * gridDim.x; }
+  __device__ std::uint32_t next() const {
+    std::uint32_t n = 0;
+    if (lane_index() == 0) n = atomicAdd(taken_, 1u);
+    return blockIdx.x + __shfl_sync(kAllLanes, n, 0) * gridDim.x;
+  }
+
+ private:
+  std::uint32_t* taken_;
+};
 
 // f(RowTile) for a tuned length, otherwise() for any other. Rows of 128 and 256 have kEach elements
 // to a lane, 64 or 128: fewer leave room for more warps and cost a shuffle more for each.

@@ -57,6 +57,78 @@ __device__ inline void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// ---- bulk copies (sm_90): a multiple of 16 bytes, both ends 16-aligned ----
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+inline constexpr bool kHasBulkCopies = true;
+#else
+inline constexpr bool kHasBulkCopies = false;
+#endif
+
+// What this thread has stored in shared memory becomes visible to bulk copies; a barrier follows.
+__device__ inline void fence_shared_for_copies() {
+  if constexpr (kHasBulkCopies) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Starts copying.
+__device__ inline void bulk_copy_out(void* global, const void* shared, int bytes) {
+  if constexpr (kHasBulkCopies) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+                 "r"(shared_address(shared)), "r"(bytes)
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+}
+// Waits until what this thread began to copy has been read.
+__device__ inline void bulk_copy_out_wait() {
+  if constexpr (kHasBulkCopies) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// A warp's copies into shared memory. Every round, one lane says how many bytes will come; each
+// lane may start some of them; all wait for all of them.
+class BulkCopiesIn {
+ public:
+  // 8 bytes in shared memory. By the whole warp.
+  __device__ explicit BulkCopiesIn(std::uint64_t* barrier) : barrier_(barrier) {
+    if constexpr (kHasBulkCopies) {
+      if (threadIdx.x % 32 == 0) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier_))
+                     : "memory");
+        fence_shared_for_copies();
+      }
+      __syncwarp();
+    }
+  }
+  __device__ void expect(int bytes) const {
+    if constexpr (kHasBulkCopies)
+      asm volatile(
+          "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier_)),
+          "r"(bytes)
+          : "memory");
+  }
+  __device__ void start(void* shared, const void* global, int bytes) const {
+    if constexpr (kHasBulkCopies)
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+          "[%3];" ::"r"(shared_address(shared)),
+          "l"(global), "r"(bytes), "r"(shared_address(barrier_))
+          : "memory");
+  }
+  __device__ void wait() {
+    if constexpr (kHasBulkCopies)
+      asm volatile(
+          "{\n.reg .pred done;\nagain:\n"
+          "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+          "@!done bra again;\n}" ::"r"(shared_address(barrier_)),
+          "r"(round_ & 1)
+          : "memory");
+    ++round_;
+  }
+
+ private:
+  std::uint64_t* barrier_;
+  std::uint32_t round_ = 0;
+};
+
 // ---- approximations ----
 
 // 2^x within 2^-22 of it, 1 for 0 and subnormals; results below 2^-126 are 0.

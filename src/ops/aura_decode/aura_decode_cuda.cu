@@ -13,10 +13,12 @@ using cuda::warp_index;
 
 // ---- tuning ----
 
-// Of a block of decode_by_lanes: what its registers allow.
-template <class Tile>
-constexpr int kMostWarps = Tile::kEach <= 64 ? 20 : 12;
-constexpr int kPairCopies = 16;  // of the table of pairs of levels: 8 bytes meet each bank once
+// Of a block of decode_by_lanes. 20 leave 96 registers, which are too few for 4 bits: a word on the
+// stack costs more than four warps. (8 bits: 0.84 of copy speed with 16, 0.86 with 20.)
+template <class Tile, int kBits>
+constexpr int kMostWarps = Tile::kEach > 64 ? 12
+                           : kBits == 8     ? 20
+                                            : 16;
 constexpr int kLevelCopies = 32;
 
 struct Problem {
@@ -30,13 +32,19 @@ struct Problem {
   DType element, norm_element;
   int bits, words;  // of a code; of a packed row
 
-  __device__ float norm(std::int64_t row) const {
-    return cuda::load_element(norms, norm_element, row * norm_stride);
+  // norm_of(norm_bits(row)) is a row's norm; nothing waits for the first step.
+  __device__ std::uint32_t norm_bits(std::int64_t row) const {
+    return norm_element == DType::f32 ? static_cast<const std::uint32_t*>(norms)[row * norm_stride]
+                                      : static_cast<const std::uint16_t*>(norms)[row * norm_stride];
+  }
+  __device__ float norm_of(std::uint32_t bits) const {
+    return norm_element == DType::f32 ? __uint_as_float(bits)
+                                      : cuda::load_math(f16{static_cast<std::uint16_t>(bits)});
   }
   // norm * codebook[code]
   __device__ void load(std::int64_t row, float* t) const {
     const std::uint32_t* from = packed + row * packed_stride;
-    const float s = norm(row);
+    const float s = norm_of(norm_bits(row));
     for (int j = lane_index(); j < rotation.dim; j += 32) {
       const int word = j * bits / 32, at = j * bits % 32;
       std::uint32_t code = from[word] >> at;
@@ -52,70 +60,78 @@ struct Problem {
 
 // ---- a lane to a row ----
 
-// Shared memory of decode_by_lanes: levels; then for each warp its packed rows and its rows
-// of y.
+// Shared memory of decode_by_lanes: levels; rows of y of each warp; packed rows of each warp;
+// TilesShared. Sizes in bytes.
 struct Layout {
-  std::int64_t y_stride;         // in bytes
-  std::uint32_t tiles, whole;    // all; those of rows without gaps, packed and of y: the first ones
-  int warps;                     // offset in bytes
-  int in_stride, y_stage, warp;  // bytes of a packed row; offset of y; bytes of a warp
+  std::int64_t y_stride;
+  std::uint32_t tiles;
+  int in_stride, in;  // of a packed row; of a tile of them
 };
 
 // The levels of a lane's codes: `Codes` is what it reads of the lane's packed row.
+// 4 or 8 bits: a byte's codes at once. Its entry of the table is a copy of their levels for each
+// bank or pair of banks.
 template <class Tile, int kBits>
-class Levels;
+class Levels {
+  static_assert(kBits == 4 || kBits == 8);
+  static constexpr int kAtOnce = 8 / kBits, kCopies = 32 / kAtOnce;
+  static constexpr int kShift = 7;          // an entry has 2^7 bytes
+  static constexpr int kWords = kBits / 4;  // of a chunk
 
-// Two codes, a byte, at once.
-template <class Tile>
-class Levels<Tile, 4> {
  public:
-  static constexpr int kBytes = 256 * kPairCopies * sizeof(float2);
+  static constexpr int kBytes = 256 << kShift;
   __device__ Levels(char* table, const Problem& p)
-      : mine_(table + lane_index() % kPairCopies * static_cast<int>(sizeof(float2))) {
-    for (int i = static_cast<int>(threadIdx.x); i < 256 * kPairCopies;
+      : table_(table), mine_(static_cast<std::uint32_t>(lane_index() % kCopies * kAtOnce * 4)) {
+#pragma unroll 8
+    for (int i = static_cast<int>(threadIdx.x); i < 256 * kCopies;
          i += static_cast<int>(blockDim.x)) {
-      const int byte = i / kPairCopies;
-      reinterpret_cast<float2*>(table)[i] = {__ldg(p.codebook + byte % 16),
-                                             __ldg(p.codebook + byte / 16)};
+      const int byte = i / kCopies;
+#pragma unroll
+      for (int e = 0; e < kAtOnce; ++e) {
+        reinterpret_cast<float*>(table)[i * kAtOnce + e] =
+            __ldg(p.codebook + (byte >> e * kBits & ((1 << kBits) - 1)));
+      }
     }
   }
   struct Codes {
-    std::uint32_t words[Tile::kChunks];
+    std::uint32_t words[Tile::kChunks * kWords];
   };
-  __device__ Codes read(const char* row) const {
+  __device__ Codes read(const char* in, int stride) const {
     Codes codes;
-    auto& words = codes.words;
-    if constexpr (Tile::kRows == 32 && Tile::kChunks % 4 == 0) {
+    const typename Tile::template Chunks<kBits> chunks(in, stride);
 #pragma unroll
-      for (int k = 0; k < Tile::kChunks; k += 4) {
-        const uint4 four = reinterpret_cast<const uint4*>(row)[k / 4];
-        words[k] = four.x, words[k + 1] = four.y, words[k + 2] = four.z, words[k + 3] = four.w;
+    for (int k = 0; k < Tile::kChunks; ++k) {
+      if constexpr (kWords == 1) {
+        codes.words[k] = *reinterpret_cast<const std::uint32_t*>(chunks.at(k));
+      } else {
+        const uint2 two = *reinterpret_cast<const uint2*>(chunks.at(k));
+        codes.words[2 * k] = two.x, codes.words[2 * k + 1] = two.y;
       }
-    } else {
-#pragma unroll
-      for (int k = 0; k < Tile::kChunks; ++k)
-        words[k] = reinterpret_cast<const std::uint32_t*>(row)[Tile::first_of_chunk(k) / 8];
     }
     return codes;
   }
   __device__ void look_up(const Codes& codes, float (&y)[Tile::kEach]) const {
 #pragma unroll
-    for (int i = 0; i < Tile::kEach; i += 2) {
-      // Byte i / 2 % 4 of the word, times the 2^7 bytes of its entry.
-      constexpr int kShift = 7;
-      static_assert(kPairCopies * sizeof(float2) == 1 << kShift);
-      const int at = 8 * (i / 2 % 4);
-      const std::uint32_t word = codes.words[i / 8];
+    for (int i = 0; i < Tile::kEach; i += kAtOnce) {
+      const int byte = i / kAtOnce;
+      const std::uint32_t word = codes.words[byte / 4];
+      const int at = 8 * (byte % 4);
       const std::uint32_t entry =
           (at < kShift ? word << (kShift - at) : word >> (at - kShift)) & (0xffu << kShift);
-      const float2 pair = *reinterpret_cast<const float2*>(mine_ + entry);
-      y[i] = pair.x;
-      y[i + 1] = pair.y;
+      const char* const from = table_ + (entry | mine_);
+      if constexpr (kAtOnce == 2) {
+        const float2 pair = *reinterpret_cast<const float2*>(from);
+        y[i] = pair.x;
+        y[i + 1] = pair.y;
+      } else {
+        y[i] = *reinterpret_cast<const float*>(from);
+      }
     }
   }
 
  private:
-  const char* mine_;
+  const char* table_;
+  std::uint32_t mine_;
 };
 
 // Any number of bits.
@@ -132,13 +148,14 @@ class Levels<Tile, 0> {
   struct Codes {
     std::uint32_t four[2 * Tile::kChunks];  // the low bits are four codes
   };
-  __device__ Codes read(const char* row) const {
+  __device__ Codes read(const char* in, int stride) const {
     Codes codes;
-    const auto* words = reinterpret_cast<const std::uint32_t*>(row);
+    const int lane = cuda::lane_again();
+    const auto* words = reinterpret_cast<const std::uint32_t*>(in + Tile::row(lane) * stride);
 #pragma unroll
     for (int k = 0; k < Tile::kChunks; ++k) {
       // The chunk is `bits` bytes, in one to three words. A word past the row is not used.
-      const int byte = Tile::first_of_chunk(k) / 8 * bits_;
+      const int byte = Tile::first_of_chunk(k, lane) / 8 * bits_;
       const std::uint32_t* at = words + byte / 4;
       const unsigned shift = 8 * static_cast<unsigned>(byte % 4);
       const unsigned low = __funnelshift_r(at[0], at[1], shift);
@@ -160,61 +177,64 @@ class Levels<Tile, 0> {
   int bits_;
 };
 
-// Is a packed row, of 4 bits, whole pieces of 16 bytes? Then no piece's place is divided.
-template <class Tile>
-constexpr int kPackedBytes = Tile::template kRowBytes<std::uint8_t> / 2;
+// Is a packed row whole pieces of 16 bytes? Then no piece's place is divided.
 template <class Tile, int kBits>
-constexpr bool kWholePieces = kBits == 4 && kPackedBytes<Tile> % 16 == 0;
+constexpr int kPackedBytes = Tile::template kRowBytes<std::uint8_t> * kBits / 8;
+template <class Tile, int kBits>
+constexpr bool kWholePieces = kBits != 0 && kPackedBytes<Tile, kBits> % 16 == 0;
 
-template <class Tile, int kBits>
-__global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
+template <class Tile, int kBits, class X>
+__global__ void __launch_bounds__(32 * kMostWarps<Tile, kBits>, 1)
     decode_by_lanes(const __grid_constant__ Problem p, const Layout layout) {
+  constexpr int kStage = Tile::kRows * Tile::template kRowBytes<X>;
   char* const shared = cuda::dynamic_shared<char>();
-  const Levels<Tile, kBits> levels(shared, p);
   const bool rotates = p.rotation.kind == Rotation::hadamard;
-  const auto signs = Tile::Signs::of(rotates ? p.rotation.table : nullptr);
-  char* const in = shared + layout.warps + warp_index() * layout.warp;
-  char* const stage = in + layout.y_stage;
+  const std::uint32_t warps = blockDim.x / 32;
+  char* const stages = shared + Levels<Tile, kBits>::kBytes;
+  char* const stage = stages + warp_index() * kStage;
+  char* const in = stages + static_cast<int>(warps) * kStage + warp_index() * layout.in;
 
-  const std::uint32_t warps = blockDim.x / 32, step = gridDim.x * warps;
-  std::uint32_t tile = blockIdx.x * warps + static_cast<std::uint32_t>(warp_index());
+  auto& more = *reinterpret_cast<cuda::TilesShared*>(stages + static_cast<int>(warps) *
+                                                                  (kStage + layout.in));
+  cuda::BulkCopiesIn copies(&more.arrived[warp_index()]);
+  const cuda::Tiles tiles(more);
+
   const auto rows_at = [&](std::int64_t row) {
     return static_cast<int>(p.rows - row < Tile::kRows ? p.rows - row : Tile::kRows);
   };
-  // For one pass of the loop: see opaque().
-  const auto lane_again = [] { return cuda::opaque(threadIdx.x % 32); };
-  float norm = 0;  // of the rows fetched
+  std::uint32_t norm = 0;  // of the rows fetched
   const auto fetch = [&](std::uint32_t tile) {
     if (tile >= layout.tiles) return;
     const std::int64_t row = std::int64_t{tile} * Tile::kRows;
     const int rows = rows_at(row);
+    const std::uint32_t* const from = p.packed + row * p.packed_stride;
     if constexpr (kWholePieces<Tile, kBits>) {
-      constexpr int kBytes = kPackedBytes<Tile>;
-      const auto* const packed = reinterpret_cast<const char*>(p.packed);
-      if (tile < layout.whole) {
-        Tile::template fetch_bytes<kBytes, kBytes | 16>(in, packed + row * kBytes, kBytes,
-                                                        Tile::kRows, lane_again());
-      } else {
-        Tile::template fetch_bytes<kBytes, kBytes | 16>(in, packed + row * 4 * p.packed_stride,
-                                                        4 * p.packed_stride, rows, lane_again());
-      }
+      Tile::template begin_fetch<kPackedBytes<Tile, kBits>>(
+          copies, in, reinterpret_cast<const char*>(from), 4 * p.packed_stride, rows);
     } else {
-      cuda::copy_rows_in(in, layout.in_stride, p.packed + row * p.packed_stride, p.packed_stride,
-                         p.words, rows);
+      cuda::copy_rows_in(in, layout.in_stride, from, p.packed_stride, p.words, rows);
       cuda::copy_async_commit();
     }
-    norm = Tile::row() < rows ? p.norm(row + Tile::row()) : 0.0f;
+    if (Tile::row() < rows) norm = p.norm_bits(row + Tile::row());
   };
+  std::uint32_t tile = tiles.first(), next;
   fetch(tile);
+  const Levels<Tile, kBits> levels(shared, p);
+  const auto signs = Tile::Signs::of(rotates ? p.rotation.table : nullptr);
   __syncthreads();
 
-  for (; tile < layout.tiles; tile += step) {
-    cuda::copy_async_wait<0>();
+  for (; tile < layout.tiles; tile = next) {
+    if constexpr (kWholePieces<Tile, kBits>) {
+      Tile::arrived(copies);
+    } else {
+      cuda::copy_async_wait<0>();
+      __syncwarp();
+    }
+    const auto codes = levels.read(in, layout.in_stride);
+    const float s = p.norm_of(norm);
     __syncwarp();
-    const auto codes = levels.read(in + Tile::row() * layout.in_stride);
-    const float s = norm;
-    __syncwarp();
-    fetch(tile + step);
+    next = tiles.next();
+    fetch(next);
     float y[Tile::kEach];
     levels.look_up(codes, y);
 #pragma unroll
@@ -225,47 +245,39 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
       Tile::template mix<true>(y);
       Tile::butterflies(y);
     }
-    switch (p.element) {
-      case DType::f16: Tile::template store<f16>(y, signs.again(), stage); break;
-      case DType::bf16: Tile::template store<bf16>(y, signs.again(), stage); break;
-      default: Tile::template store<float>(y, signs.again(), stage);
-    }
-    __syncwarp();
+    Tile::sent();
+    Tile::template store<X>(y, signs.again(), stage);
     const std::int64_t first = std::int64_t{tile} * Tile::kRows;
-    const auto put_out = [&]<class X>(Type<X>) {
-      constexpr int kBytes = Tile::template kRowBytes<X>;
-      char* const to = static_cast<char*>(p.y);
-      if (tile < layout.whole) {
-        Tile::template put_out<X>(stage, to + first * kBytes, kBytes, Tile::kRows, lane_again());
-      } else {
-        Tile::template put_out<X>(stage, to + first * layout.y_stride, layout.y_stride,
-                                  rows_at(first), lane_again());
-      }
-    };
-    if (p.element == DType::f32) {
-      put_out(Type<float>());
-    } else {
-      put_out(Type<bf16>());
-    }
-    __syncwarp();
+    Tile::template send<X>(stage, static_cast<char*>(p.y) + first * layout.y_stride,
+                           layout.y_stride, rows_at(first));
   }
+  Tile::sent();
 }
 
-template <class Tile, int kBits>
+template <class Tile, int kBits, class X>
 Status run_by_lanes(const Problem& p, int device, Stream stream) {
-  const auto align = [](int bytes) { return (bytes + 15) / 16 * 16; };
-  Layout l{.y_stride = p.y_stride * static_cast<std::int64_t>(size_of(p.element))};
-  const bool gaps = p.packed_stride != p.words || p.y_stride != p.rotation.dim;
+  Layout l{.y_stride = p.y_stride * static_cast<std::int64_t>(sizeof(X))};
   l.tiles = static_cast<std::uint32_t>((p.rows + Tile::kRows - 1) / Tile::kRows);
-  l.whole = gaps ? 0 : static_cast<std::uint32_t>(p.rows / Tile::kRows);
-  l.warps = Levels<Tile, kBits>::kBytes;
-  l.in_stride = align(4 * p.words) | 16;
-  l.y_stage = Tile::kRows * l.in_stride;
-  l.warp = l.y_stage + Tile::kRows * (p.element == DType::f32 ? Tile::template kStageStride<float>
-                                                              : Tile::template kStageStride<bf16>);
-  const auto grid =
-      cuda::tiles_grid(p.rows, Tile::kRows, kMostWarps<Tile>, l.warps, l.warp, device);
-  return cuda::launch(Op::kName, decode_by_lanes<Tile, kBits>, grid, device, stream, p, l);
+  l.in_stride =
+      kWholePieces<Tile, kBits> ? kPackedBytes<Tile, kBits> : (4 * p.words + 15) / 16 * 16 | 16;
+  l.in = Tile::kRows * l.in_stride;
+  const int warp = l.in + Tile::kRows * Tile::template kRowBytes<X>;
+  const auto grid = cuda::tiles_grid(
+      p.rows, Tile::kRows, kMostWarps<Tile, kBits>,
+      Levels<Tile, kBits>::kBytes + static_cast<int>(sizeof(cuda::TilesShared)), warp, device);
+  return cuda::launch(Op::kName, decode_by_lanes<Tile, kBits, X>, grid, device, stream, p, l);
+}
+
+template <int kBits, class Otherwise>
+Status visit_tiles(const Problem& p, int device, Stream stream, Otherwise&& otherwise) {
+  return cuda::visit_tuned_dim<64>(
+      p.rotation.dim,
+      [&]<class Tile>(Tile) {
+        return visit<float, f16, bf16>(p.element, [&]<class X>(Type<X>) {
+          return run_by_lanes<typename Tile::Permuted, kBits, X>(p, device, stream);
+        });
+      },
+      otherwise);
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
@@ -289,14 +301,11 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   if (rotation == Rotation::dense) return cuda::run_dense(Op::kName, p, device, stream);
   if (!cuda::pieces_aligned(a.y, p.rows)) return by_warps();
   // Whole pieces must lie as such.
-  if (d.bits == 4 && (p.words % 4 != 0 || cuda::pieces_aligned(a.packed, p.rows))) {
-    return cuda::visit_tuned_dim<64>(
-        d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile, 4>(p, device, stream); },
-        by_warps);
+  if (p.words % 4 != 0 || cuda::pieces_aligned(a.packed, p.rows)) {
+    if (d.bits == 4) return visit_tiles<4>(p, device, stream, by_warps);
+    if (d.bits == 8) return visit_tiles<8>(p, device, stream, by_warps);
   }
-  return cuda::visit_tuned_dim<128>(
-      d.axis_size, [&]<class Tile>(Tile) { return run_by_lanes<Tile, 0>(p, device, stream); },
-      by_warps);
+  return visit_tiles<0>(p, device, stream, by_warps);
 }
 
 constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run)};

@@ -20,6 +20,21 @@ inline void copy_async_commit() {}
 template <int kPending>
 inline void copy_async_wait() {}
 
+inline constexpr bool kHasBulkCopies = true;
+inline void fence_shared_for_copies() {}
+inline void bulk_copy_out(void* global, const void* shared, int bytes) {
+  std::memcpy(global, shared, static_cast<std::size_t>(bytes));
+}
+inline void bulk_copy_out_wait() {}
+struct BulkCopiesIn {
+  explicit BulkCopiesIn(std::uint64_t*) {}
+  void expect(int) const {}
+  void start(void* shared, const void* global, int bytes) const {
+    std::memcpy(shared, global, static_cast<std::size_t>(bytes));
+  }
+  void wait() const {}
+};
+
 // As wrong as the instructions may be, now up, now down.
 inline float approximate_exp2(float x) {
   if (std::fabs(x) < 0x1p-126f) return 1;
