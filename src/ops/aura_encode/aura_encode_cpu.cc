@@ -168,6 +168,11 @@ class RowEncoder {
     const DF32 d;
     constexpr std::int64_t kGroup = 8 * kF32Lanes;
     if (stride_ == kGroup) return Eights(leaf, 0);
+    if (stride_ == kGroup / 2) {
+      return Eights([&](std::int64_t j)
+                        HWY_ATTR { return j < kGroup / 2 ? leaf(j) : hn::Zero(d); },
+                    0);
+    }
     for (std::int64_t j = 0; j < stride_; j += kF32Lanes) hn::Store(leaf(j), d, squares_ + j);
     const auto stored = [&](std::int64_t j) HWY_ATTR { return hn::Load(d, squares_ + j); };
     VF32 sums[kAuraMaxDim / kGroup];
