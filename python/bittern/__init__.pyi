@@ -928,7 +928,8 @@ def aura_encode(
     operation rounded.
 
       1. norm = sqrt(dot(x, x));  inv = norm > 1e-8f ? 1 / norm : 0
-      2. u_j = x_j * inv;  r = P u
+      2. r = P u, u_j = x_j * inv; a hadamard rotation takes inv and its own scale as one factor:
+         its first step is t_j = x_j * (sign_j * (inv * d^-1/2))
       3. code_j = number of boundaries strictly below r_j (0 for a NaN)
       4. codes are packed; the row's spare bits are zero
       5. with c_j = codebook[code_j], C = sum of c_j c_j, D = dot(r, c) + 0:

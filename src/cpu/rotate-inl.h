@@ -362,9 +362,8 @@ class RowRotation {
     const DF32 d;
     const VF32 scale = hn::Set(d, factor * scale_);
     HadamardStages(
-        [&](std::int64_t j) HWY_ATTR {
-          return hn::Mul(load(j), hn::Mul(hn::LoadU(d, table_ + j), scale));
-        },
+        [&](std::int64_t j)
+            HWY_ATTR { return hn::Mul(load(j), hn::Mul(hn::LoadU(d, table_ + j), scale)); },
         row);
   }
 
@@ -384,10 +383,9 @@ class RowRotation {
     const DF32 d;
     VF32 scale = hn::Set(d, scale_);
     if (factors != nullptr) scale = hn::Mul(scale, hn::Load(d, factors));
-    MultiplyEach(
-        [&](std::int64_t j)
-            HWY_ATTR { return inverse ? scale : hn::Mul(scale, hn::Set(d, table_[j])); },
-        in);
+    MultiplyEach([&](std::int64_t j)
+                     HWY_ATTR { return inverse ? scale : hn::Mul(scale, hn::Set(d, table_[j])); },
+                 in);
     if (!inverse) ButterfliesFrom(1, n, dim_, in);
     float* result = in;
     if (factor_ > 1) {

@@ -95,9 +95,9 @@ inline RowRotation row_rotation(Rotation kind, std::int64_t dim, const float* ta
   return r;
 }
 
-// P (factor row), or its inverse, of a row in shared memory where lane l has written the elements of
-// j % 32 = l. The result is in `row` or in `spare`, which holds as much: the one that is returned.
-// Any lane may read it.
+// P (factor row), or its inverse, of a row in shared memory where lane l has written the elements
+// of j % 32 = l. The result is in `row` or in `spare`, which holds as much: the one that is
+// returned. Any lane may read it.
 __device__ inline float* rotate_by_warp(const RowRotation& p, float* row, float* spare,
                                         float factor = 1) {
   const int lane = lane_index();

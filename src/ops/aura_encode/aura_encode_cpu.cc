@@ -129,8 +129,8 @@ class RowEncoder {
               inv_[i], [&](std::int64_t j) HWY_ATTR { return hn::Load(d, row + j); }, row);
         } else {
           rotation_.Hadamard(
-              inv_[i],
-              [&](std::int64_t j) HWY_ATTR { return LoadMath(d, x + i * x_stride + j); }, row);
+              inv_[i], [&](std::int64_t j) HWY_ATTR { return LoadMath(d, x + i * x_stride + j); },
+              row);
         }
       }
     }
@@ -169,8 +169,7 @@ class RowEncoder {
     constexpr std::int64_t kGroup = 8 * kF32Lanes;
     if (stride_ == kGroup) return Eights(leaf, 0);
     if (stride_ == kGroup / 2) {
-      return Eights([&](std::int64_t j)
-                        HWY_ATTR { return j < kGroup / 2 ? leaf(j) : hn::Zero(d); },
+      return Eights([&](std::int64_t j) HWY_ATTR { return j < kGroup / 2 ? leaf(j) : hn::Zero(d); },
                     0);
     }
     for (std::int64_t j = 0; j < stride_; j += kF32Lanes) hn::Store(leaf(j), d, squares_ + j);

@@ -481,6 +481,7 @@ struct Product {
         return 0;
       }
     }
+    __syncwarp();  // every lane has read b, where the sums go
     // From the bottom: with a factor of b that is not finite, the last rows' sums are not.
 #pragma unroll
     for (int down = kSteps - 1; down >= 0; --down) {
