@@ -266,10 +266,10 @@ __device__ inline float add_four(float acc, const float (&t)[kOrder]) {
     const int column = 4 * kFour + i;
     return paley_negative(kOrder, kTransposed ? column : kRow, kTransposed ? kRow : column);
   };
+  constexpr bool kLow = negative(0) == negative(1), kHigh = negative(2) == negative(3),
+                 kBoth = negative(0) == negative(2);
   constexpr int c = 4 * kFour;
-  const float low = join < negative(0) == negative(1) > (t[c], t[c + 1]),
-              high = join < negative(2) == negative(3) > (t[c + 2], t[c + 3]),
-              four = join < negative(0) == negative(2) > (low, high);
+  const float four = join<kBoth>(join<kLow>(t[c], t[c + 1]), join<kHigh>(t[c + 2], t[c + 3]));
   if constexpr (kFour == 0) return negative(0) ? -four : four;
   return join<!negative(0)>(acc, four);
 }

@@ -20,6 +20,46 @@ namespace bittern::encode {
 constexpr int kDenseGroups = 4;            // warpgroups of a block, at most
 constexpr int kDenseCellBytes = 32 << 10;  // of the table of cells, all its copies
 
+// A warp starts copying a tile of kRows rows of kRowBytes to shared memory, from `stride` bytes
+// apart to kRowBytes + 16, so that rows begin in different banks: piece `at` of them, 16 bytes,
+// goes to 16 (at + its row). Rows past `rows` become zeros.
+template <int kRows, int kRowBytes>
+__device__ void fetch_rows(char* tile, const char* from, std::int64_t stride, int rows) {
+  constexpr int kPieces = kRowBytes / 16;
+  static_assert(32 % kPieces == 0 && kRows * kPieces % 32 == 0);
+  const int lane = lane_index();
+  if (rows == kRows && stride == kRowBytes) {  // addresses are constants away
+    char* const to = cuda::opaque(tile + 16 * (lane + lane / kPieces));
+    const char* const mine = cuda::opaque(from + 16 * lane);
+#pragma unroll
+    for (int k = 0; k < kRows * kPieces / 32; ++k)
+      cuda::copy_async_16(to + 16 * (32 * k + 32 * k / kPieces), mine + 16 * 32 * k);
+  } else {
+#pragma unroll 1
+    for (int at = lane; at < kRows * kPieces; at += 32) {
+      const int row = at / kPieces;
+      const bool there = row < rows;
+      cuda::copy_async_16(tile + 16 * (at + row),
+                          there ? from + row * stride + 16 * (at % kPieces) : from, there ? 16 : 0);
+    }
+  }
+  cuda::copy_async_commit();
+}
+
+// Four neighbouring codes of a lane, the first of them code `first`, to a packed row.
+template <int kBits>
+__device__ void store_four(std::uint32_t four, int first, char* row) {
+  char* const to = row + first * kBits / 8;
+  if constexpr (kBits == 8) {
+    *reinterpret_cast<std::uint32_t*>(to) = four;
+  } else if constexpr (kBits == 4) {
+    *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(four);
+  } else {
+    static_assert(kBits == 2);
+    *to = static_cast<char>(four);
+  }
+}
+
 template <class X, int kDim_>
 struct DenseTile {
   static constexpr int kDim = kDim_, kRows = 16, kSteps = kDim / 16, kBlocks = kDim / 16;
@@ -219,31 +259,6 @@ struct DenseTile {
   }
 };
 
-// What Tables does, with factors that the compiler does not know: of those it makes shifts of their
-// own, three instructions to an address instead of one.
-class DenseTables {
- public:
-  __device__ DenseTables(const Cells& cells, const Cell* table, const float* lookup)
-      : cells_(reinterpret_cast<const char*>(table)),
-        lookup_(reinterpret_cast<const char*>(lookup)),
-        step_(cuda::opaque(static_cast<unsigned>(cells.copies) * sizeof(Cell))),
-        base_(cuda::opaque(static_cast<unsigned>(lane_index() & (cells.copies - 1)) * sizeof(Cell) -
-                           Cells::kFirst * step_)),
-        column_(cuda::opaque(static_cast<unsigned>(lane_index()) * sizeof(float))) {}
-  __device__ Cell cell(unsigned bits) const {
-    const auto words = *reinterpret_cast<const uint2*>(cells_ + (bits * step_ + base_));
-    return {__uint_as_float(words.x), words.y};
-  }
-  __device__ float look_up(unsigned index) const {
-    constexpr unsigned kStep = kLookupCopies * sizeof(float);
-    return *reinterpret_cast<const float*>(lookup_ + (index * kStep + column_));
-  }
-
- private:
-  const char *cells_, *lookup_;
-  unsigned step_, base_, column_;
-};
-
 // Shared memory: P's parts, cells, lookup, boundaries; for each warp rows of x, packed rows.
 struct DenseLayout {
   PackedRows packed;
@@ -301,7 +316,7 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
         encode_row(p, first + i, reinterpret_cast<float*>(out));
     return;
   }
-  const DenseTables tables(cells, cell_table, lookup);
+  const Tables<0> tables(cells, cell_table, lookup);
   const auto matrix = cuda::warpgroup_matrix(shared);
 
   for (; first - behind < p.rows; first += step) {

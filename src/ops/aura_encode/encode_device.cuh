@@ -54,32 +54,6 @@ __device__ inline void store_norm(const Problem& p, std::int64_t row, float s) {
   cuda::store_element(p.norms, p.f16_norm ? DType::f16 : DType::f32, row * p.norm_stride, s);
 }
 
-// A warp starts copying a tile of kRows rows of kRowBytes to shared memory, from `stride` bytes
-// apart to kRowBytes + 16, so that rows begin in different banks: piece `at` of them, 16 bytes,
-// goes to 16 (at + its row). Rows past `rows` become zeros.
-template <int kRows, int kRowBytes>
-__device__ void fetch_rows(char* tile, const char* from, std::int64_t stride, int rows) {
-  constexpr int kPieces = kRowBytes / 16;
-  static_assert(32 % kPieces == 0 && kRows * kPieces % 32 == 0);
-  const int lane = lane_index();
-  if (rows == kRows && stride == kRowBytes) {  // addresses are constants away
-    char* const to = cuda::opaque(tile + 16 * (lane + lane / kPieces));
-    const char* const mine = cuda::opaque(from + 16 * lane);
-#pragma unroll
-    for (int k = 0; k < kRows * kPieces / 32; ++k)
-      cuda::copy_async_16(to + 16 * (32 * k + 32 * k / kPieces), mine + 16 * 32 * k);
-  } else {
-#pragma unroll 1
-    for (int at = lane; at < kRows * kPieces; at += 32) {
-      const int row = at / kPieces;
-      const bool there = row < rows;
-      cuda::copy_async_16(tile + 16 * (at + row),
-                          there ? from + row * stride + 16 * (at % kPieces) : from, there ? 16 : 0);
-    }
-  }
-  cuda::copy_async_commit();
-}
-
 // Packed rows in shared memory, on their way out. Rows that follow each other in device memory
 // without a gap leave as one run of 16-byte pieces.
 struct PackedRows {
@@ -114,28 +88,6 @@ struct PackedRows {
     }
   }
 };
-
-// Four neighbouring codes of a lane, the first of them code `first`, to a packed row. Of 3 bits
-// they are half of three bytes: the next lane has the other half, and the even one of the two
-// stores.
-template <int kBits>
-__device__ void store_four(std::uint32_t four, int first, char* row) {
-  static_assert((kBits >= 2 && kBits <= 4) || kBits == 8);
-  char* const to = row + first * kBits / 8;
-  if constexpr (kBits == 8) {
-    *reinterpret_cast<std::uint32_t*>(to) = four;
-  } else if constexpr (kBits == 4) {
-    *reinterpret_cast<std::uint16_t*>(to) = static_cast<std::uint16_t>(four);
-  } else if constexpr (kBits == 2) {
-    *to = static_cast<char>(four);
-  } else {
-    const std::uint32_t eight = four | __shfl_down_sync(kAllLanes, four, 1) << 4 * kBits;
-    if (lane_index() % 2 == 0) {
-#pragma unroll
-      for (int i = 0; i < kBits; ++i) to[i] = static_cast<char>(eight >> 8 * i);
-    }
-  }
-}
 
 // ---- a row by the definition, a warp to it ----
 
