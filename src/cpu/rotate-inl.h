@@ -15,7 +15,9 @@
 #endif
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <iterator>
 
 #include "core/aura.h"
 #include "cpu/simd-inl.h"
@@ -222,22 +224,22 @@ inline HWY_NOINLINE void MultiplyToRows(const float* HWY_RESTRICT matrix, std::i
 // other sign, lie in a table, from which each result takes one.
 class FactorSums {
  public:
-  FactorSums() = default;
-  FactorSums(std::int64_t m, bool transpose) : m_(m) {
-    const float* matrix = hadamard_matrix(m);
-    for (std::int64_t a = 0; a < m; ++a) {
-      for (std::int64_t k = 0; k < m / 4; ++k) {
-        const auto h = [&](std::int64_t i) {
-          return matrix[transpose ? (4 * k + i) * m + a : a * m + 4 * k + i];
-        };
-        which_[a * (m / 4) + k] =
-            static_cast<std::uint8_t>((h(0) != h(1) ? 1 : 0) + (h(2) != h(3) ? 2 : 0) +
-                                      (h(0) != h(2) ? 4 : 0) + (h(0) < 0 ? kNegative : 0));
-      }
-    }
+  // Of H_m or its transpose. Made once.
+  static const FactorSums& Of(std::int64_t m, bool transpose) {
+    constexpr std::size_t kCount = std::size(kHadamardFactors);
+    static const auto all = [] {
+      std::array<FactorSums, 2 * kCount> made;
+      for (std::size_t i = 0; i < 2 * kCount; ++i)
+        made[i] = FactorSums(kHadamardFactors[i % kCount], i >= kCount);
+      return made;
+    }();
+    const auto* at = std::find(std::begin(kHadamardFactors), std::end(kHadamardFactors), m);
+    return all[static_cast<std::size_t>(at - std::begin(kHadamardFactors)) +
+               (transpose ? kCount : 0)];
   }
+  FactorSums() = default;
 
-  // out := H_m in, on vectors [m, n]
+  // out := H_m in, on vectors [m, n]; m is not 1
   HWY_NOINLINE void Apply(std::int64_t n, const float* HWY_RESTRICT in,
                           float* HWY_RESTRICT out) const {
     const DF32 d;
@@ -275,11 +277,25 @@ class FactorSums {
   }
 
  private:
+  FactorSums(std::int64_t m, bool transpose) : m_(m) {
+    const float* matrix = hadamard_matrix(m);
+    for (std::int64_t a = 0; a < m; ++a) {
+      for (std::int64_t k = 0; k < m / 4; ++k) {
+        const auto h = [&](std::int64_t i) {
+          return matrix[transpose ? (4 * k + i) * m + a : a * m + 4 * k + i];
+        };
+        which_[a * (m / 4) + k] =
+            static_cast<std::uint8_t>((h(0) != h(1) ? 1 : 0) + (h(2) != h(3) ? 2 : 0) +
+                                      (h(0) != h(2) ? 4 : 0) + (h(0) < 0 ? kNegative : 0));
+      }
+    }
+  }
+
   static constexpr int kSums = 16, kNegative = 8;
   static constexpr std::int64_t kMostFactor = 60;
 
   std::int64_t m_ = 1;
-  std::uint8_t which_[kMostFactor * kMostFactor / 4];  // [m, m / 4]
+  std::uint8_t which_[kMostFactor * kMostFactor / 4] = {};  // [m, m / 4]
 };
 
 // ---- rows ----
@@ -313,10 +329,6 @@ class RowRotation {
       factor_ = hadamard_factor(dim);
       scale_ = hadamard_scale(dim);
       for (std::int64_t j = 0; j < dim; ++j) scaled_[j] = table[j] * scale_;
-      if (factor_ > 1) {
-        factor_sums_ = FactorSums(factor_, false);
-        factor_inverse_ = FactorSums(factor_, true);
-      }
     }
   }
 
@@ -389,7 +401,7 @@ class RowRotation {
     if (!inverse) ButterfliesFrom(1, n, dim_, in);
     float* result = in;
     if (factor_ > 1) {
-      (inverse ? factor_inverse_ : factor_sums_).Apply(n, in, out);
+      FactorSums::Of(factor_, inverse).Apply(n, in, out);
       result = out;
     }
     if (inverse) {
@@ -446,7 +458,6 @@ class RowRotation {
   const float* table_;
   std::int64_t factor_ = 1;
   float scale_ = 1;
-  FactorSums factor_sums_, factor_inverse_;
   LaneButterflies lanes_;
   HWY_ALIGN float scaled_[kAuraMaxDim];  // sign_j d^-1/2
 };

@@ -439,7 +439,7 @@ struct RowTile {
   __device__ static void send(const char* stage, char* to, std::int64_t stride, int rows) {
     static_assert(kPermuted);
     if (kHasBulkCopies && stride == kRowBytes<X>) {
-      fence_shared_for_copies();
+      fence_shared();
       __syncwarp();
       if (lane_index() == 0) bulk_copy_out(to, stage, rows * kRowBytes<X>);
     } else {

@@ -80,8 +80,9 @@ inline constexpr bool kHasBulkCopies = true;
 inline constexpr bool kHasBulkCopies = false;
 #endif
 
-// What this thread has stored in shared memory becomes visible to bulk copies; a barrier follows.
-__device__ inline void fence_shared_for_copies() {
+// What this thread has stored in shared memory becomes visible to bulk copies and to the tensor
+// cores; a barrier follows.
+__device__ inline void fence_shared() {
   if constexpr (kHasBulkCopies) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 // Starts copying.
@@ -108,7 +109,7 @@ class BulkCopiesIn {
       if (threadIdx.x % 32 == 0) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier_))
                      : "memory");
-        fence_shared_for_copies();
+        fence_shared();
       }
       __syncwarp();
     }
@@ -230,12 +231,6 @@ __device__ inline void multiply_f16(float (&d)[4], const std::uint32_t (&a)[4],
 
 // ---- products of a warpgroup: four warps, the first one's number a multiple of 4 (sm_90a) ----
 
-// What threads have stored in shared memory becomes visible to the tensor cores; a barrier follows.
-__device__ inline void fence_shared_for_tensor_cores() {
-#if BITTERN_WARPGROUP_CODE
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
 // Before the first product that uses registers written since the last one.
 __device__ inline void warpgroup_begin() {
 #if BITTERN_WARPGROUP_CODE

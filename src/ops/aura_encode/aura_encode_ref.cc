@@ -3,6 +3,7 @@
 
 #include "bittern/ops/aura_encode.h"
 #include "core/aura.h"
+#include "core/dot.h"
 #include "core/numerics.h"
 #include "plan/kernel.h"
 
@@ -11,13 +12,6 @@ namespace {
 
 using Op = AuraEncode;
 using Row = std::vector<float>;
-
-// Of a_j b_j: chain j % 32 takes them by fma, j ascending from +0; then the halving tree of the 32.
-float chained_dot(const Row& a, const Row& b) {
-  Row chain(32);
-  for (std::size_t j = 0; j < a.size(); ++j) chain[j % 32] = std::fma(a[j], b[j], chain[j % 32]);
-  return halving_sum(chain);
-}
 
 // Of c_j c_j: of eight neighbours those 1 apart are added, then 2, then 4; then the halving tree of
 // the eights.
@@ -51,7 +45,7 @@ float encode(const Op::Desc& d, const Op::Args& a, Row& x, std::vector<std::uint
     codes.assign(n, 0);
     return std::numeric_limits<float>::quiet_NaN();
   }
-  const auto length = [&] { return std::sqrt(chained_dot(x, x)); };
+  const auto length = [&] { return std::sqrt(dot<32>(x.data(), x.data(), d.axis_size)); };
   float norm = length();
   const bool overflows = std::isinf(norm);
   if (overflows) {
@@ -70,7 +64,7 @@ float encode(const Op::Desc& d, const Op::Args& a, Row& x, std::vector<std::uint
   const float* codebook = a.codebook.as<float>();
   Row c(n);
   for (std::size_t j = 0; j < n; ++j) c[j] = codebook[codes[j]];
-  const float cc = sum_of_eights(c), rc = chained_dot(x, c) + 0.0f;
+  const float cc = sum_of_eights(c), rc = dot<32>(x.data(), c.data(), d.axis_size) + 0.0f;
   return stored_scale(d.scale_rule, norm, cc, rc);
 }
 

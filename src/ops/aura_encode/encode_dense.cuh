@@ -107,7 +107,7 @@ struct DenseTile {
       *reinterpret_cast<std::uint32_t*>(to) = next_part(v);
       *reinterpret_cast<std::uint32_t*>(to + kPartBytes) = next_part(v);
     }
-    cuda::fence_shared_for_tensor_cores();
+    cuda::fence_shared();
     return __syncthreads_and(fits ? 1 : 0) != 0;
   }
 

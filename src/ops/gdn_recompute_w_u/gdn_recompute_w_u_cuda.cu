@@ -770,7 +770,7 @@ __global__ void __launch_bounds__(kThreads, kWarpgroupBlocks<M>)
   shared_at<float>(Shared::kGates + static_cast<int>(threadIdx.x) * 4) =
       of_decay ? math::exp(gate) : gate;
   cuda::copy_async_wait<1>();
-  cuda::fence_shared_for_tensor_cores();
+  cuda::fence_shared();
   __syncthreads();
   LaneGates beta, decay;
   load_gates(beta, Shared::kGates);
@@ -778,7 +778,7 @@ __global__ void __launch_bounds__(kThreads, kWarpgroupBlocks<M>)
   if constexpr (kMatrixParts < M >> 1) {
     __syncthreads();
     split_matrix<kMostRows, false>(Shared::kMatrix);
-    cuda::fence_shared_for_tensor_cores();
+    cuda::fence_shared();
     __syncthreads();
   }
   const std::int64_t stride = p.value_heads * kWide, out = item.value_row * kWide;

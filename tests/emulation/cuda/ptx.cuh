@@ -32,7 +32,7 @@ template <int kPending>
 inline void copy_async_wait() {}
 
 inline constexpr bool kHasBulkCopies = true;
-inline void fence_shared_for_copies() {}
+inline void fence_shared() {}
 inline void bulk_copy_out(void* global, const void* shared, int bytes) {
   std::memcpy(global, shared, static_cast<std::size_t>(bytes));
 }
@@ -189,7 +189,6 @@ inline void multiply_bf16(float (&d)[4], const std::uint32_t (&a)[4], const std:
 inline void multiply_f16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
   emulated::multiply<f16>(d, a, b);
 }
-inline void fence_shared_for_tensor_cores() {}
 inline void warpgroup_begin() {}
 inline void warpgroup_end() {}
 struct WarpgroupMatrix {
