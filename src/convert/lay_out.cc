@@ -1,0 +1,170 @@
+// The files of the output: where each tensor is written, and what stands beside them.
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <sstream>
+#include <utility>
+
+#include "convert/planner.h"
+#include "convert/tokenizer.h"
+
+namespace bittern {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr std::uint64_t kShardBytes = std::uint64_t{5} << 30;  // as mlx-lm cuts
+
+std::string module_of(const std::string& name) { return name.substr(0, name.rfind('.')); }
+
+Result<std::string> read_text(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  if (!file || !(text << file.rdbuf())) return Status{Code::io_error, path + ": cannot read"};
+  return std::move(text).str();
+}
+
+}  // namespace
+
+Status ConversionPlanner::lay_out_gguf() {
+  GgufWriter writer(out_);
+  const auto add = [&](const std::string& key, const GgufData& value) {
+    return writer.add(key, value);
+  };
+  if (source_.gguf() != nullptr) {
+    for (const GgufKey& entry : source_.gguf()->keys()) {
+      const std::string key(entry.key);
+      if (key.starts_with("split.") || key == "general.file_type" ||
+          key == "general.quantization_version" || key.starts_with("quantize.imatrix."))
+        continue;
+      BITTERN_TRY(add(key, GgufData(entry.value)));
+    }
+  } else {
+    auto metadata = metadata_from_config(config_, shapes_, model_name());
+    if (!metadata) return of_source(metadata.status());
+    for (const auto& [key, value] : *metadata) BITTERN_TRY(add(key, value));
+    std::int64_t vocabulary = 0;
+    for (const OutputTensor& tensor : conversion_.tensors_)
+      if (tensor.recipe.name == "token_embd.weight") vocabulary = tensor.recipe.shape[0];
+    auto tokenizer = tokenizer_to_gguf(source_.path(), vocabulary);
+    if (!tokenizer) return of_source(tokenizer.status());
+    for (const auto& [key, value] : *tokenizer) BITTERN_TRY(add(key, value));
+  }
+  BITTERN_TRY(add("general.quantization_version", GgufData(std::uint32_t{2})));
+  BITTERN_TRY(add("general.file_type", GgufData(file_type())));
+  if (!options_.imatrix.empty())
+    BITTERN_TRY(add("quantize.imatrix.file",
+                    GgufData(options_.imatrix.substr(options_.imatrix.rfind('/') + 1))));
+  for (OutputTensor& tensor : conversion_.tensors_) {
+    const auto type = ggml_type_of(tensor.to);
+    if (!type)
+      return unsupported(source_.path() + ": tensor " + source_of(tensor.recipe) + ": " +
+                         tensor.to.str() + ": GGUF has no such type");
+    tensor.part = static_cast<std::size_t>(&tensor - conversion_.tensors_.data());
+    BITTERN_TRY(writer.add_tensor(tensor.recipe.name, *type, tensor.recipe.shape));
+  }
+  conversion_.layout_ = writer.lay_out();
+  return {};
+}
+
+std::string ConversionPlanner::model_name() const {
+  std::string path = source_.path();
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  return path.substr(path.rfind('/') + 1);
+}
+
+// Of most of the matrices' bytes.
+std::uint32_t ConversionPlanner::file_type() const {
+  std::map<GgmlType, std::uint64_t> bytes;
+  for (const OutputTensor& tensor : conversion_.tensors_)
+    if (const auto type = ggml_type_of(tensor.to); type && tensor.recipe.shape.rank >= 2)
+      bytes[*type] += tensor.bytes;
+  const auto most = std::max_element(
+      bytes.begin(), bytes.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
+  if (most != bytes.end())
+    for (const WrittenType& type : kWritten)
+      if (type.type == most->first) return type.file_type;
+  return 0;
+}
+
+Status ConversionPlanner::lay_out_folder() {
+  std::vector<SafetensorsSpec> specs;
+  const bool mlx = options_.format == ModelFormat::mlx;
+  for (OutputTensor& tensor : conversion_.tensors_) {
+    tensor.part = specs.size();
+    SafetensorsSpec spec{.name = tensor.recipe.name, .dtype = tensor.to.dtype, .shape = {}};
+    for (int d = 0; d < tensor.recipe.shape.rank; ++d)
+      spec.shape.push_back(static_cast<std::uint64_t>(tensor.recipe.shape[d]));
+    if (tensor.to.kind != Storage::Kind::affine) {
+      specs.push_back(std::move(spec));
+      continue;
+    }
+    const std::uint64_t columns = spec.shape.back();
+    spec.dtype = SafeDType::u32;
+    spec.shape.back() = columns * static_cast<std::uint64_t>(tensor.to.bits) / 32;
+    specs.push_back(spec);
+    spec.dtype = tensor.to.dtype;
+    spec.shape.back() = columns / static_cast<std::uint64_t>(tensor.to.group);
+    for (const char* part : {".scales", ".biases"}) {
+      spec.name = module_of(tensor.recipe.name) + part;
+      specs.push_back(spec);
+    }
+  }
+  auto layout = lay_out_safetensors(out_, specs, kShardBytes, {{"format", mlx ? "mlx" : "pt"}});
+  if (!layout) return layout.status();
+  conversion_.layout_ = std::move(*layout);
+  std::uint64_t total = 0;
+  for (const OutputLayout::Extent& extent : conversion_.layout_.tensors) total += extent.bytes;
+  const std::string metadata[] = {"\"total_size\": " + std::to_string(total),
+                                  "\"total_parameters\": " + std::to_string(conversion_.weights())};
+  auto index = safetensors_index(out_, specs, conversion_.layout_, metadata);
+  if (!index) return index.status();
+  conversion_.texts_.push_back({"model.safetensors.index.json", std::move(*index)});
+  if (!written_config_.is_null()) {
+    Json config = written_config_;
+    config.erase("quantization");
+    config.erase("quantization_config");
+    if (mlx) write_quantization(config);
+    conversion_.texts_.push_back({"config.json", config.dump(4) + "\n"});
+  }
+  if (source_.gguf() != nullptr) {
+    auto files = tokenizer_from_gguf(*source_.gguf());
+    if (!files) return of_source(files.status());
+    for (TextFile& file : *files)
+      conversion_.texts_.push_back({std::move(file.name), std::move(file.text)});
+  } else {
+    for (const std::string& name : source_.other_files()) {
+      auto text = read_text(source_.path() + "/" + name);
+      if (!text) return text.status();
+      conversion_.texts_.push_back({name, std::move(*text)});
+    }
+  }
+  return {};
+}
+
+// Both keys mlx-lm writes: the choice most tensors have, and those that differ by their module.
+void ConversionPlanner::write_quantization(Json& config) const {
+  std::map<std::pair<int, int>, std::uint64_t> weights;
+  for (const OutputTensor& tensor : conversion_.tensors_)
+    if (tensor.to.kind == Storage::Kind::affine)
+      weights[{tensor.to.bits, tensor.to.group}] +=
+          static_cast<std::uint64_t>(tensor.recipe.shape.numel());
+  if (weights.empty()) return;
+  const auto [bits, group] =
+      std::max_element(weights.begin(), weights.end(), [](const auto& a, const auto& b) {
+        return a.second < b.second;
+      })->first;
+  Json quantization = {{"group_size", group}, {"bits", bits}, {"mode", "affine"}};
+  for (const OutputTensor& tensor : conversion_.tensors_) {
+    if (tensor.to.kind != Storage::Kind::affine ||
+        (tensor.to.bits == bits && tensor.to.group == group))
+      continue;
+    quantization[module_of(tensor.recipe.name)] = {
+        {"group_size", tensor.to.group}, {"bits", tensor.to.bits}, {"mode", "affine"}};
+  }
+  config["quantization"] = quantization;
+  config["quantization_config"] = quantization;
+}
+
+}  // namespace bittern

@@ -1,0 +1,105 @@
+// Inside Conversion::plan: from what was asked for to what becomes of every tensor and file.
+// conversion.cc walks the steps; policy.cc, decide.cc, target.cc and lay_out.cc hold one each.
+#pragma once
+#include <cstdint>
+#include <regex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "convert/architecture.h"
+#include "convert/conversion.h"
+#include "convert/rows.h"
+#include "formats/checkpoint.h"
+
+namespace bittern {
+
+inline constexpr int kBits[] = {2, 3, 4, 5, 6, 8};
+
+struct WrittenType {
+  GgmlType type;
+  std::uint32_t file_type;  // general.file_type of a file whose matrices are of it
+};
+// What can be written, least bits first, and what llama.cpp calls such a file.
+inline constexpr WrittenType kWritten[] = {
+    {GgmlType::q4_0, 2},  {GgmlType::q4_k, 14}, {GgmlType::q4_1, 3},  {GgmlType::q5_0, 8},
+    {GgmlType::q5_k, 16}, {GgmlType::q5_1, 9},  {GgmlType::q6_k, 18}, {GgmlType::q8_0, 7},
+    {GgmlType::f16, 1},   {GgmlType::bf16, 32}, {GgmlType::f32, 0}};
+bool is_written(GgmlType type);
+std::string written_names();
+
+// Why a tensor of this name stays as it is unless told otherwise, or null.
+const char* delicate(std::string_view name);
+bool is_matrix(const Recipe& recipe);
+bool is_embedding_or_head(std::string_view name);
+const std::string& source_of(const Recipe& recipe);
+std::int64_t columns_of(const Shape& shape);
+
+class ConversionPlanner {
+ public:
+  ConversionPlanner(const Checkpoint& source, const ConversionOptions& options,
+                    const std::string& out, const ProgressFunction& progress)
+      : source_(source), options_(options), out_(out), progress_(progress) {}
+
+  Result<Conversion> make();
+
+ private:
+  using Json = nlohmann::ordered_json;
+
+  Status refuse(const std::string& what) const { return invalid(source_.path() + ": " + what); }
+  // What knows of names and configs does not know whose they are.
+  Status of_source(const Status& status) const {
+    const std::string message(status.message());
+    if (message.starts_with(source_.path())) return status;
+    return {status.code(), source_.path() + ": " + message};
+  }
+  void note(std::string text) { conversion_.notes_.push_back(std::move(text)); }
+
+  // What was asked for, and where names and importance come from.
+  Status check_options();
+  Status make_recipes();
+  SafeDType folder_dtype() const;
+  Status read_importance();
+  std::uint64_t fingerprint() const;
+
+  // policy.cc
+  Status check_bits(int bits, const std::string& where) const;
+  Status check_group(int group, const std::string& where) const;
+  Status compile_rules();
+  const TensorRule* rule_for(const Recipe& recipe) const;
+
+  // decide.cc
+  static GgmlType type_of_bits(int bits);
+  static GgmlType fitting(GgmlType type, std::int64_t columns);
+  Status decide(OutputTensor& tensor);
+  Storage kept(const OutputTensor& tensor) const;
+  SafeDType scale_dtype(const Storage& from) const;
+  Status decide_transcode(OutputTensor& tensor, const RowReader& reader);
+  static Status try_transcode(const RowReader& reader, const Storage& to);
+  Status settle(OutputTensor& tensor);
+
+  // target.cc
+  Status meet_target();
+
+  // lay_out.cc
+  Status lay_out_gguf();
+  std::string model_name() const;
+  std::uint32_t file_type() const;
+  Status lay_out_folder();
+  void write_quantization(Json& config) const;
+
+  const Checkpoint& source_;
+  ConversionOptions options_;
+  std::string out_;
+  const ProgressFunction& progress_;
+  Conversion conversion_;
+  std::vector<std::regex> patterns_;
+  std::vector<NamedShape> shapes_;  // of the source
+  World from_ = World::hf;
+  Json config_, written_config_;  // of the source, of the output
+  std::vector<OutputTensor*> adjustable_;
+};
+
+}  // namespace bittern

@@ -1,0 +1,132 @@
+// What a policy file or a flag may ask for, and which rule a tensor falls under.
+#include <algorithm>
+#include <regex>
+#include <utility>
+
+#include "convert/planner.h"
+
+namespace bittern {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr int kGroups[] = {32, 64, 128};
+
+}  // namespace
+
+bool is_written(GgmlType type) {
+  return std::any_of(std::begin(kWritten), std::end(kWritten),
+                     [&](const WrittenType& t) { return t.type == type; });
+}
+
+std::string written_names() {
+  std::string names;
+  for (const WrittenType& t : kWritten) names += std::string(" ") + info(t.type).name;
+  return names;
+}
+
+Status read_policy(const std::string& path, ConversionOptions& options) {
+  auto file = MappedFile::open(path);
+  if (!file) return file.status();
+  const auto bytes = file->bytes();
+  if (bytes.size() > (std::size_t{4} << 20))
+    return invalid(path + ": " + std::to_string(bytes.size()) +
+                   " bytes, expected a policy of at most 4 MiB");
+  const auto* text = reinterpret_cast<const char*>(bytes.data());
+  const Json policy = Json::parse(text, text + bytes.size(), nullptr, false);
+  const auto refuse = [&](const std::string& what) { return invalid(path + ": " + what); };
+  if (!policy.is_object()) return refuse("not a JSON object, expected one");
+  const auto number = [&](const Json& in, const char* key, int& to) -> Status {
+    const auto found = in.find(key);
+    if (found == in.end()) return {};
+    if (!found->is_number_integer() || found->get<std::int64_t>() < 1 ||
+        found->get<std::int64_t>() > 1024)
+      return refuse(std::string(key) + ": " + found->dump() + ", expected an integer in 1..1024");
+    if (to == 0) to = found->get<int>();
+    return {};
+  };
+  const auto type = [&](const Json& in, std::optional<GgmlType>& to) -> Status {
+    const auto found = in.find("type");
+    if (found == in.end()) return {};
+    const GgmlTypeInfo* known =
+        found->is_string() ? ggml_type(std::string_view(found->get_ref<const std::string&>()))
+                           : nullptr;
+    if (known == nullptr || !is_written(known->type))
+      return refuse("type: " + found->dump() + ", expected one of" + written_names());
+    if (!to) to = known->type;
+    return {};
+  };
+  for (const auto& [key, value] : policy.items()) {
+    if (key != "bits" && key != "group_size" && key != "type" && key != "rules")
+      return refuse(key + ": unknown, expected bits, group_size, type or rules");
+  }
+  BITTERN_TRY(number(policy, "bits", options.bits));
+  BITTERN_TRY(number(policy, "group_size", options.group));
+  BITTERN_TRY(type(policy, options.type));
+  const auto rules = policy.find("rules");
+  if (rules == policy.end()) return {};
+  if (!rules->is_array()) return refuse("rules: expected a list of objects");
+  for (const Json& line : *rules) {
+    if (!line.is_object() || !line.contains("match") || !line["match"].is_string())
+      return refuse("rules: " + line.dump() +
+                    ", expected an object with \"match\", a regular expression");
+    TensorRule rule{.pattern = line["match"].get<std::string>()};
+    for (const auto& [key, value] : line.items()) {
+      if (key == "keep" && value.is_boolean()) {
+        rule.keep = value.get<bool>();
+      } else if (key != "match" && key != "bits" && key != "group_size" && key != "type") {
+        return refuse("rules: " + rule.pattern + ": " + key + ": " + value.dump() +
+                      ", expected match, bits, group_size, type or keep");
+      }
+    }
+    BITTERN_TRY(number(line, "bits", rule.bits));
+    BITTERN_TRY(number(line, "group_size", rule.group));
+    BITTERN_TRY(type(line, rule.type));
+    options.rules.push_back(std::move(rule));
+  }
+  return {};
+}
+
+Status ConversionPlanner::check_bits(int bits, const std::string& where) const {
+  if (std::find(std::begin(kBits), std::end(kBits), bits) == std::end(kBits))
+    return invalid(where + ": " + std::to_string(bits) + " bits, expected 2, 3, 4, 5, 6 or 8");
+  if (options_.format == ModelFormat::gguf && bits < 4)
+    return unsupported(
+        where + ": " + std::to_string(bits) +
+        " bits: GGUF files are written with 4, 5, 6 or 8; expected these or --format mlx");
+  return {};
+}
+
+Status ConversionPlanner::check_group(int group, const std::string& where) const {
+  const bool gguf = options_.format == ModelFormat::gguf;
+  if (gguf && group != 32)
+    return invalid(where + ": groups of " + std::to_string(group) +
+                   ": GGUF's types written here have 32 (Q6_K 16), expected 32");
+  if (std::find(std::begin(kGroups), std::end(kGroups), group) == std::end(kGroups))
+    return invalid(where + ": groups of " + std::to_string(group) + ", expected 32, 64 or 128");
+  return {};
+}
+
+Status ConversionPlanner::compile_rules() {
+  for (const TensorRule& rule : options_.rules) {
+    try {
+      patterns_.emplace_back(rule.pattern, std::regex::ECMAScript | std::regex::optimize);
+    } catch (const std::regex_error& error) {
+      return invalid(rule.pattern + ": not a regular expression (" + error.what() +
+                     "), expected one");
+    }
+  }
+  return {};
+}
+
+const TensorRule* ConversionPlanner::rule_for(const Recipe& recipe) const {
+  for (std::size_t i = 0; i < patterns_.size(); ++i) {
+    if (std::regex_search(recipe.name, patterns_[i])) return &options_.rules[i];
+    for (const std::string& source : recipe.sources)
+      if (std::regex_search(source, patterns_[i])) return &options_.rules[i];
+  }
+  return nullptr;
+}
+
+}  // namespace bittern
