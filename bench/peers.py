@@ -55,6 +55,8 @@ OPS = {
     "unpack_codes 4 bit": ("unpack_codes", {"bits": 4}, ("torch",)),
     "gguf_quantize Q4_0": ("gguf_quantize", {"type": "Q4_0"}, ("ggml",)),
     "gguf_quantize Q8_0": ("gguf_quantize", {"type": "Q8_0"}, ("ggml",)),
+    "gguf_quantize Q2_K": ("gguf_quantize", {"type": "Q2_K"}, ("ggml",)),
+    "gguf_quantize Q3_K": ("gguf_quantize", {"type": "Q3_K"}, ("ggml",)),
     "gguf_quantize Q4_K": (
         "gguf_quantize", {"type": "Q4_K", "given_grid": "false"}, ("ggml",)),
     "gguf_quantize Q5_K": (
@@ -236,6 +238,8 @@ GGML_TYPES = {
     "Q4_0": (2, 32, 18),
     "Q4_1": (3, 32, 20),
     "Q8_0": (8, 32, 34),
+    "Q2_K": (10, 256, 84),
+    "Q3_K": (11, 256, 110),
     "Q4_K": (12, 256, 144),
     "Q5_K": (13, 256, 176),
     "Q6_K": (14, 256, 210),

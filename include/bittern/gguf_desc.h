@@ -4,6 +4,7 @@
 // codes of a block q, and s and m those of the group of 16 or 32 weights that j belongs to,
 //
 //   w[j] = s q[j] - m        (+ m in Q4_1 and Q5_1)
+//   w[j] = s v[q[j]]         in IQ4_NL, IQ4_XS and MXFP4, v a table of 16 integers
 //
 // Fields in their order; f16 is little endian; [j] is the weight's index in the block, l = j mod
 // 32, h = j / 128, k = j / 32 mod 4. Bits not named are those above.
@@ -32,6 +33,17 @@
 //   Q6_K  256 in 210, groups of 16   u8 ql[128]: half j / 64 mod 2 of ql[64h + j mod 64] is q[j]'s
 //                                    low 4 bits; u8 qh[64]: bits 2k, 2k+1 of qh[32h + l] its high
 //                                    2; s8 sc[16]; f16 d        s = d sc, m = 0, code q - 32
+//   IQ4_NL 32 in  18                 f16 d; qs[16] as Q4_0      s = d
+//   IQ4_XS 256 in 136, groups of 32  f16 d; u16 sh; u8 sl[4]: sc[i] has its low 4 bits in byte i /
+//   2
+//                                    of sl, low half first, and its high 2 at bit 2i of sh;
+//                                    u8 qs[128]: group i has qs[16i .. 16i + 15] as Q4_0
+//                                    s = d (sc - 32)
+//   MXFP4  32 in  17                 u8 e; qs[16] as Q4_0       s = 2^(e - 128), e = 255 included,
+//                                    which is NaN to OCP's MX and a number to ggml
+//
+// v of IQ4_NL and IQ4_XS is kIq4Values; v of MXFP4 is kMxfp4Values, twice the values of e2m1, so
+// that s is half of OCP's scale.
 #pragma once
 #include <cstdint>
 #include <string_view>
@@ -40,9 +52,24 @@
 
 namespace bittern {
 
-enum class BlockType : std::int32_t { q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k };
-inline constexpr std::string_view kBlockTypeNames[] = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0",
-                                                       "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"};
+enum class BlockType : std::int32_t {
+  q4_0,
+  q4_1,
+  q5_0,
+  q5_1,
+  q8_0,
+  q2_k,
+  q3_k,
+  q4_k,
+  q5_k,
+  q6_k,
+  iq4_nl,
+  iq4_xs,
+  mxfp4
+};
+inline constexpr std::string_view kBlockTypeNames[] = {"Q4_0",   "Q4_1",   "Q5_0", "Q5_1", "Q8_0",
+                                                       "Q2_K",   "Q3_K",   "Q4_K", "Q5_K", "Q6_K",
+                                                       "IQ4_NL", "IQ4_XS", "MXFP4"};
 constexpr auto& enum_names(BlockType) { return kBlockTypeNames; }
 
 struct BlockSize {
@@ -61,9 +88,17 @@ constexpr BlockSize block_size(BlockType type) {
     case BlockType::q4_k: return {256, 144, 32};
     case BlockType::q5_k: return {256, 176, 32};
     case BlockType::q6_k: return {256, 210, 16};
+    case BlockType::iq4_nl: return {32, 18, 32};
+    case BlockType::iq4_xs: return {256, 136, 32};
+    case BlockType::mxfp4: return {32, 17, 32};
   }
   return {1, 1, 1};
 }
+
+inline constexpr std::int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                               1,    13,   25,  38,  53,  69,  89,  113};
+inline constexpr std::int8_t kMxfp4Values[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                                 0, -1, -2, -3, -4, -6, -8, -12};
 
 struct GgufDesc {
   std::int64_t outer_size = 0;

@@ -1452,7 +1452,7 @@ def gguf_dequantize(
     y: Array | None = None,
     outer_size: int | None = None,
     axis_size: int | None = None,
-    type: Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"] = "Q4_0",
+    type: Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"] = "Q4_0",
     element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
     device: str | None = None,
     preference: Literal["exact", "fastest"] = "exact",
@@ -1463,8 +1463,9 @@ def gguf_dequantize(
     """Returns y.
 
     y[j] = s q[j] - m (s q[j] + m in Q4_1 and Q5_1), with s = d sc and m = dmin mn in the K formats,
-    from the blocks of bittern/gguf_desc.h: each operation in f32, rounded, in this order; then y is
-    rounded to its dtype. Types without m subtract nothing.
+    and y[j] = s v[q[j]] in IQ4_NL, IQ4_XS and MXFP4, from the blocks of bittern/gguf_desc.h: each
+    operation in f32, rounded, in this order; then y is rounded to its dtype. Types without m
+    subtract nothing.
 
     f32 results equal those of the `gguf` Python package bit for bit, infinities and signed zeros
     included: blocks are any bytes, so d, m and dmin may be infinite, NaN or subnormal, and follow
@@ -1480,7 +1481,7 @@ def gguf_quantize(
     blocks: Array | None = None,
     outer_size: int | None = None,
     axis_size: int | None = None,
-    type: Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"] = "Q4_0",
+    type: Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"] = "Q4_0",
     element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
     given_grid: bool = False,
     device: str | None = None,
@@ -1495,7 +1496,7 @@ def gguf_quantize(
     x are the weights of a block: NaN counts as 0, and a weight beyond the largest that the type can
     hold, infinities among them, is clamped to +-65504 times
 
-      Q4_0 8   Q5_0 16   Q8_0 127   Q4_1 Q5_1 1   Q4_K Q5_K 63   Q6_K 2048
+      Q4_0 8   Q5_0 16   Q8_0 127   Q4_1 Q5_1 1   Q2_K 15   Q3_K 64   Q4_K Q5_K 63   Q6_K 2048
 
     so no scale that is stored is infinite or NaN. With f16() to nearest even, A() half away from
     zero, and r = 1 / d, or 0 where d = 0 or 1 / d overflows:
@@ -1510,17 +1511,23 @@ def gguf_quantize(
     Python package bit for bit, but for weights that were clamped and the signs of zeros in
     Q4_1 and Q5_1.
 
-    Q4_K, Q5_K and Q6_K minimise the squared error, weighted by `importance` per column where it is
-    given. Their codes are the nearest of the stored grid, half to even.
+    The K types minimise the squared error, weighted by `importance` per column where it is given.
+    Their codes are the nearest of the stored grid, half to even.
 
-      Q4_K Q5_K   each group of 32 has an ideal scale and minimum: by a search (16 steps for its
-      range,
-                  a least-squares line for the codes of each), or, with given_grid, from `scales` and
-                  `biases`, w = scale q + bias. d and dmin are those of 16 tries each whose multiples
-                  sc and mn come nearest to the ideal; then every group tries sc and its neighbours,
-                  each with the best mn, and keeps the least error. Once more with d and dmin fitted
-                  to these codes by least squares, if that is better.
-      Q6_K        the same for groups of 16, with a signed scale and no minimum.
+      Q4_K Q5_K   Each group of 32 has an ideal scale and minimum: by a search (16 step widths for
+      its
+                  range, a least-squares line through the codes of each), or, with given_grid, from
+                  `scales` and `biases`, w = scale q + bias. d and dmin are those of 16 tries each
+                  whose multiples sc and mn come nearest to the ideal; then every group tries sc and
+                  its neighbours, each with the best mn, and keeps the least error. Once more with d
+                  and dmin fitted to these codes by least squares, if that is better.
+      Q2_K        The same for groups of 16. The search fits two lines in turn, the second through
+      the
+                  codes that the first one gives.
+      Q6_K Q3_K   The same for groups of 16, with a signed scale and no minimum. Q3_K tries the
+                  largest weight of a group at both ends of its codes, Q6_K at the lower one.
+
+    IQ4_NL, IQ4_XS and MXFP4 are read only.
 
     The error is at most ggml's, over a tensor of weights as models have them. Of a given grid, a
     negative scale is the same grid counted from its other end; a bias above 0 cannot be held, so the

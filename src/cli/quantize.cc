@@ -305,7 +305,7 @@ Verb quantize_verb(CLI::App& main) {
                    "weights that share a scale: 32 64 128 (default 64; GGUF 32)")
       ->check(integer_in(1, 1 << 20));
   verb->add_option("--type", flags->type,
-                   "of GGUF: Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K F16 BF16 F32");
+                   "of GGUF: Q2_K Q3_K Q4_K Q5_K Q6_K Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 F16 BF16 F32");
   verb->add_option(
       "--method", flags->method,
       "rule for scales and biases: minmax mlx lsq (default lsq; GGUF: the type's own)");

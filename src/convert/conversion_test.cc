@@ -144,7 +144,8 @@ TEST_F(Conversions, RefuseClearly) {
   expect({.bits = 4, .group = 16}, "groups of 16, expected 32, 64 or 128");
   expect({.bits = 4, .dequantize = SafeDType::f32}, "exclude each other");
   expect({.type = GgmlType::q4_k}, "expected --format gguf");
-  expect({.format = ModelFormat::gguf, .type = GgmlType::q2_k}, "not written");
+  expect({.format = ModelFormat::gguf, .type = GgmlType::iq4_nl},
+         "IQ4_NL: not written, expected one of Q2_K Q3_K Q4_0");
   expect({.format = ModelFormat::gguf, .bits = 4}, "nobodys");
   expect({.bits = 4, .rules = {{.pattern = "("}}}, "not a regular expression");
   expect({.target_bpw = 1}, "the least is");

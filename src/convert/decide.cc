@@ -43,19 +43,23 @@ const std::string& source_of(const Recipe& recipe) {
 std::int64_t columns_of(const Shape& shape) { return shape.rank == 0 ? 1 : shape[shape.rank - 1]; }
 
 GgmlType ConversionPlanner::type_of_bits(int bits) {
-  return bits == 4   ? GgmlType::q4_k
+  return bits == 2   ? GgmlType::q2_k
+         : bits == 3 ? GgmlType::q3_k
+         : bits == 4 ? GgmlType::q4_k
          : bits == 5 ? GgmlType::q5_k
          : bits == 6 ? GgmlType::q6_k
                      : GgmlType::q8_0;
 }
 
-// As llama.cpp falls back where rows are no multiple of a type's block.
+// As llama.cpp falls back where rows are no multiple of a type's block, but that it has IQ4_NL for
+// Q2_K and Q3_K, which is not written here: Q4_0 has as many bits.
 GgmlType ConversionPlanner::fitting(GgmlType type, std::int64_t columns) {
   if (columns % info(type).block == 0) return type;
   if (info(type).block == 256) {
-    type = type == GgmlType::q4_k   ? GgmlType::q5_0
-           : type == GgmlType::q5_k ? GgmlType::q5_1
-                                    : GgmlType::q8_0;
+    type = type == GgmlType::q2_k || type == GgmlType::q3_k ? GgmlType::q4_0
+           : type == GgmlType::q4_k                         ? GgmlType::q5_0
+           : type == GgmlType::q5_k                         ? GgmlType::q5_1
+                                                            : GgmlType::q8_0;
     if (columns % 32 == 0) return type;
   }
   return GgmlType::f16;
@@ -244,7 +248,8 @@ Status ConversionPlanner::settle(OutputTensor& tensor) {
     constexpr GgmlType kGiven[] = {GgmlType::q4_1, GgmlType::q5_1, GgmlType::q4_k, GgmlType::q5_k};
     if (std::find(std::begin(kGiven), std::end(kGiven), tensor.to.type) == std::end(kGiven))
       tensor.note += std::string(tensor.note.empty() ? "" : "; ") + "by " +
-                     info(tensor.to.type).name + "'s own rule: it has no bias to fit";
+                     info(tensor.to.type).name +
+                     "'s own rule: --method is for Q4_1, Q5_1, Q4_K and Q5_K";
   }
   if (tensor.way == Way::cast && tensor.from.quantized() && !options_.dequantize &&
       !options_.allow_requantize)

@@ -24,9 +24,10 @@ struct WrittenType {
 };
 // What can be written, least bits first, and what llama.cpp calls such a file.
 inline constexpr WrittenType kWritten[] = {
-    {GgmlType::q4_0, 2},  {GgmlType::q4_k, 14}, {GgmlType::q4_1, 3},  {GgmlType::q5_0, 8},
-    {GgmlType::q5_k, 16}, {GgmlType::q5_1, 9},  {GgmlType::q6_k, 18}, {GgmlType::q8_0, 7},
-    {GgmlType::f16, 1},   {GgmlType::bf16, 32}, {GgmlType::f32, 0}};
+    {GgmlType::q2_k, 10}, {GgmlType::q3_k, 11}, {GgmlType::q4_0, 2},  {GgmlType::q4_k, 14},
+    {GgmlType::q4_1, 3},  {GgmlType::q5_0, 8},  {GgmlType::q5_k, 16}, {GgmlType::q5_1, 9},
+    {GgmlType::q6_k, 18}, {GgmlType::q8_0, 7},  {GgmlType::f16, 1},   {GgmlType::bf16, 32},
+    {GgmlType::f32, 0}};
 bool is_written(GgmlType type);
 std::string written_names();
 

@@ -1,6 +1,7 @@
 // A weight of a GGUF block, field by field: the layouts of bittern/gguf_desc.h in plain scalar
 // form.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -19,7 +20,7 @@ inline int bits_of(std::uint8_t byte, int first, int count) {
   return byte >> first & ((1 << count) - 1);
 }
 
-// What s multiplies: the code, less its offset in the signed types.
+// What s multiplies: the code, less its offset in the signed types, or the table's value of it.
 inline int block_code(BlockType type, const std::uint8_t* block, int j) {
   const int l = j % 32, h = j / 128, k = j / 32 % 4;
   const auto nibble = [&](const std::uint8_t* qs) { return bits_of(qs[j % 16], j / 16 * 4, 4); };
@@ -40,6 +41,10 @@ inline int block_code(BlockType type, const std::uint8_t* block, int j) {
     case BlockType::q5_k: return nibble_k(block + 48) | bits_of(block[16 + l], j / 32, 1) << 4;
     case BlockType::q6_k:
       return (bits_of(block[64 * h + j % 64], j / 64 % 2 * 4, 4) | pair(block + 128) << 4) - 32;
+    case BlockType::iq4_nl: return kIq4Values[nibble(block + 2)];
+    case BlockType::iq4_xs:
+      return kIq4Values[bits_of(block[8 + j / 32 * 16 + j % 16], l / 16 * 4, 4)];
+    case BlockType::mxfp4: return kMxfp4Values[nibble(block + 1)];
   }
   return 0;
 }
@@ -86,6 +91,13 @@ inline GroupGrid block_grid(BlockType type, const std::uint8_t* block, int j) {
     case BlockType::q6_k:
       return {read_f16(block + 208) * static_cast<float>(static_cast<std::int8_t>(block[192 + i])),
               0.0f};
+    case BlockType::iq4_nl: return {read_f16(block), 0.0f};
+    case BlockType::iq4_xs: {
+      const int sc =
+          bits_of(block[4 + i / 2], i % 2 * 4, 4) | bits_of(block[2 + i / 4], i % 4 * 2, 2) << 4;
+      return {read_f16(block) * static_cast<float>(sc - 32), 0.0f};
+    }
+    case BlockType::mxfp4: return {std::ldexp(1.0f, block[0] - 128), 0.0f};
   }
   return {};
 }

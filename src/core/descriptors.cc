@@ -180,9 +180,9 @@ Status check_gguf_desc(std::string_view op, const GgufDesc& d) {
 Status GgufQuantize::check(const Desc& d) {
   BITTERN_TRY(check_gguf_desc(kName, d));
   const auto type = std::string(kBlockTypeNames[static_cast<std::size_t>(d.type)]);
-  if (d.type == BlockType::q2_k || d.type == BlockType::q3_k) {
+  if (d.type >= BlockType::iq4_nl) {
     return unsupported(std::string(kName).append(": type: ") + type +
-                       ", expected Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K");
+                       ", expected Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K or Q6_K");
   }
   if (d.given_grid && d.type != BlockType::q4_k && d.type != BlockType::q5_k) {
     return fail(kName, "given_grid", "true with type " + type + ", expected false");

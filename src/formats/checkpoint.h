@@ -138,7 +138,8 @@ struct GridRows {
 };
 
 // The grid such a storage has, with codes of `bits` in groups of `group`; nothing for plain
-// numbers and for blocks with groups of 16 (Q2_K, Q3_K, Q6_K), which no affine storage has.
+// numbers and for blocks with groups of 16 (Q2_K, Q3_K, Q6_K), which no affine storage has. The
+// values of a table (IQ4_NL, IQ4_XS, MXFP4) are integers: they are codes of 8 or 5 bits.
 struct Grid {
   int bits, group;
 };

@@ -45,25 +45,37 @@ void with_type(BlockType type, F&& f) {
     case q8_0: return f(std::integral_constant<BlockType, q8_0>());
     case q4_k: return f(std::integral_constant<BlockType, q4_k>());
     case q5_k: return f(std::integral_constant<BlockType, q5_k>());
+    case iq4_nl: return f(std::integral_constant<BlockType, iq4_nl>());
+    case iq4_xs: return f(std::integral_constant<BlockType, iq4_xs>());
+    case mxfp4: return f(std::integral_constant<BlockType, mxfp4>());
     case q2_k:
     case q3_k:
     case q6_k: return;  // groups of 16
   }
 }
 
+// Whether codes look up a table. Its values are integers, so the codes of a grid are the values.
+constexpr bool has_table(BlockType type) {
+  return type == BlockType::iq4_nl || type == BlockType::iq4_xs || type == BlockType::mxfp4;
+}
+
 constexpr int bits_of(BlockType type) {
   switch (type) {
-    case BlockType::q8_0: return 8;
+    case BlockType::q8_0:
+    case BlockType::iq4_nl:
+    case BlockType::iq4_xs: return 8;
     case BlockType::q5_0:
     case BlockType::q5_1:
-    case BlockType::q5_k: return 5;
+    case BlockType::q5_k:
+    case BlockType::mxfp4: return 5;
     default: return 4;
   }
 }
 
 // Whether codes stand for code - 2^(bits - 1), times d.
 constexpr bool is_signed(BlockType type) {
-  return type == BlockType::q4_0 || type == BlockType::q5_0 || type == BlockType::q8_0;
+  return type == BlockType::q4_0 || type == BlockType::q5_0 || type == BlockType::q8_0 ||
+         has_table(type);
 }
 constexpr int zero_of(BlockType type) { return is_signed(type) ? 1 << (bits_of(type) - 1) : 0; }
 
@@ -159,7 +171,8 @@ Status read_grid(const CheckpointTensor& tensor, std::int64_t first, std::int64_
     return unsupported(
         of_tensor(tensor) + tensor.storage.str() +
         (tensor.storage.kind == Storage::Kind::plain ? " has no codes" : " has no affine grid") +
-        ", expected Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or affine groups");
+        ", expected Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, IQ4_NL, IQ4_XS, MXFP4 or affine "
+        "groups");
   }
   const auto codes = static_cast<std::size_t>(count * tensor.columns());
   out.bits = grid->bits;
@@ -356,8 +369,10 @@ Status encode_blocks(const GridRows& grid, std::int64_t columns, BlockType type,
   const std::size_t blocks = grid.codes.size() / static_cast<std::size_t>(size.weights);
   out.data.assign(blocks * static_cast<std::size_t>(size.bytes), std::byte{0});
   Status status;
-  with_type(type,
-            [&](auto constant) { status = write_blocks<constant.value>(grid, columns, out.data); });
+  with_type(type, [&](auto constant) {
+    if constexpr (!has_table(constant.value))
+      status = write_blocks<constant.value>(grid, columns, out.data);
+  });
   return status;
 }
 
@@ -435,11 +450,12 @@ Status encode(const GridRows& grid, std::int64_t columns, const Storage& storage
   }
   out = {};
   if (storage.kind == Storage::Kind::affine) return encode_affine(grid, columns, storage, out);
-  if (!grid_of(storage)) {
+  const auto type = block_type(storage.type);
+  if (!grid_of(storage) || has_table(*type)) {
     return unsupported(storage.str() +
                        ", expected Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or affine groups");
   }
-  return encode_blocks(grid, columns, *block_type(storage.type), out);
+  return encode_blocks(grid, columns, *type, out);
 }
 
 }  // namespace

@@ -247,6 +247,53 @@ TEST(Grid, AnySuperBlockKeepsItsNumbers) {
   }
 }
 
+TEST(Grid, TablesOfIntegersAreGrids) {
+  // 8 bits for IQ4's values, 5 for MXFP4's: the numbers stay, in MLX and in the blocks that can
+  // hold such codes.
+  std::mt19937 random(31);
+  for (const GgmlType type : {GgmlType::iq4_nl, GgmlType::iq4_xs, GgmlType::mxfp4}) {
+    const auto size = static_cast<std::size_t>(info(type).block_bytes);
+    const std::size_t count = 512 / info(type).block;
+    Bytes blocks(4 * count * size);
+    for (std::size_t i = 0; i < blocks.size(); ++i) blocks[i] = static_cast<std::byte>(random());
+    for (std::size_t i = 0; i < 4 * count; ++i) {
+      // A finite d, negative or subnormal now and then; of MXFP4 scales that F16 holds.
+      if (type == GgmlType::mxfp4) {
+        blocks[i * size] = static_cast<std::byte>(110 + random() % 24);
+      } else {
+        blocks[i * size + 1] &= std::byte{0xbf};
+      }
+    }
+    const auto tensor = tensor_of(Storage::blocks(type), {4, 512}, blocks);
+    const auto wanted = numbers(tensor);
+    const GridRows rows = grid(tensor);
+    EXPECT_EQ(rows.bits, type == GgmlType::mxfp4 ? 5 : 8);
+    EXPECT_EQ(rows.group, 32);
+    const auto mlx = Storage::affine(rows.bits, 32, SafeDType::f32);
+    EXPECT_EQ(numbers(tensor_of(mlx, {4, 512}, encoded(rows, 512, mlx))), wanted)
+        << info(type).name;
+    // IQ4_XS has scales that F16 does not hold.
+    if (type != GgmlType::iq4_xs) {
+      const auto held = Storage::blocks(type == GgmlType::mxfp4 ? GgmlType::q5_0 : GgmlType::q8_0);
+      EXPECT_EQ(numbers(tensor_of(held, {4, 512}, encoded(rows, 512, held))), wanted)
+          << info(type).name;
+    }
+    EXPECT_EQ(why_not(rows, 512, Storage::blocks(type)),
+              std::string(info(type).name) +
+                  ", expected Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or affine groups");
+  }
+  // The largest scales: 16 times 2^124 is no bias.
+  Bytes huge(17);
+  huge[0] = std::byte{251};
+  GridRows rows = grid(tensor_of(Storage::blocks(GgmlType::mxfp4), {1, 32}, huge));
+  EXPECT_EQ(rows.scales[0], 0x1p123f);
+  huge[0] = std::byte{252};
+  EXPECT_EQ(
+      decode_grid(tensor_of(Storage::blocks(GgmlType::mxfp4), {1, 32}, huge), 0, 1, rows).message(),
+      "tensor \"t\": row 0, columns 0..31: scale 2.12676479e+37 and bias -inf, expected finite "
+      "ones");
+}
+
 TEST(Grid, RowsOfATensor) {
   std::mt19937 random(3);
   for (const GgmlType type : kTypes) {
@@ -371,7 +418,7 @@ TEST(Grid, WhatCannotBeExact) {
 
 TEST(Grid, WhatHasNone) {
   EXPECT_FALSE(grid_of(Storage::plain(SafeDType::f32)));
-  for (const GgmlType type : {GgmlType::q2_k, GgmlType::q3_k, GgmlType::q6_k, GgmlType::iq4_nl})
+  for (const GgmlType type : {GgmlType::q2_k, GgmlType::q3_k, GgmlType::q6_k, GgmlType::iq2_xs})
     EXPECT_FALSE(grid_of(Storage::blocks(type))) << info(type).name;
   EXPECT_EQ(grid_of(Storage::affine(3, 64, SafeDType::f16))->group, 64);
 
@@ -380,11 +427,11 @@ TEST(Grid, WhatHasNone) {
   EXPECT_EQ(decode_grid(tensor_of(Storage::blocks(GgmlType::q6_k), {1, 256}, bytes), 0, 1, rows)
                 .message(),
             "tensor \"t\": Q6_K has no affine grid, expected Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, "
-            "Q5_K or affine groups");
+            "Q5_K, IQ4_NL, IQ4_XS, MXFP4 or affine groups");
   EXPECT_EQ(
       decode_grid(tensor_of(Storage::plain(SafeDType::u8), {1, 210}, bytes), 0, 1, rows).message(),
-      "tensor \"t\": U8 has no codes, expected Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or "
-      "affine groups");
+      "tensor \"t\": U8 has no codes, expected Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, IQ4_NL, "
+      "IQ4_XS, MXFP4 or affine groups");
   // An infinite d: infinity times 8, less infinity.
   Bytes infinite(4 * 18);
   infinite[2 * 18 + 1] = std::byte{0x7c};

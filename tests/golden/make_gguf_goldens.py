@@ -5,9 +5,9 @@ Peer: gguf 0.19.0 from PyPI, numpy 2.4.6. The versions that made a file are in i
     python make_gguf_goldens.py            write the file beside this script
     python make_gguf_goldens.py --check    make it again in memory and compare with the file, byte for byte
 
-What is in it, with TYPE one of Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K:
+What is in it, with TYPE one of Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS MXFP4:
 
-    read.TYPE.blocks   [4, bytes]  U8    random blocks; rows: ordinary f16 fields, wild ones, subnormal ones, any bytes
+    read.TYPE.blocks   [4, bytes]  U8    random blocks; rows: ordinary scales, wild ones, subnormal ones, any bytes
     read.TYPE.y        [4, 1024]   F32   gguf.quants.dequantize of them
     write.TYPE.w       [9, 256]    F32   weights, one kind of trouble per row (see ROWS); the first five types
     write.TYPE.blocks  [9, bytes]  U8    gguf.quants.quantize of them
@@ -24,11 +24,11 @@ import sys
 import gguf
 import numpy as np
 
-READ = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+READ = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
 WRITTEN = READ[:5]
 # Where the f16 fields lie in a block.
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
-          "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+          "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": ()}
 ROWS = ["normal", "normal, sigma 0.02", "all negative", "all positive", "exact ties", "within 2 ulp of ties",
         "both signs of the largest magnitude", "f16 subnormal scales", "large"]
 
@@ -38,7 +38,7 @@ def kind(name):
 
 
 def random_blocks(rng, name, rows, blocks):
-    """Any bytes; the f16 fields are ordinary, wild (infinities, NaN and huge among them), subnormal, any, row by row."""
+    """Any bytes; the scales are ordinary, wild (infinities, NaN and huge among them), subnormal, any, row by row."""
     size = gguf.GGML_QUANT_SIZES[kind(name)][1]
     data = rng.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
     for at in HALVES[name]:
@@ -50,6 +50,11 @@ def random_blocks(rng, name, rows, blocks):
         for row in range(rows):
             if row % 4 < 3:
                 data[row, :, at : at + 2] = choices[row % 4][row].view(np.uint8).reshape(blocks, 2)
+    if name == "MXFP4":  # a power of 2 in the first byte; 255 is 2^127
+        ends = [np.arange(100, 160), np.array([255, 254, 253, 252, 128, 0, 1, 2]), np.arange(4)]
+        for row in range(rows):
+            if row % 4 < 3:
+                data[row, :, 0] = np.resize(ends[row % 4], blocks)
     return data.reshape(rows, -1)
 
 

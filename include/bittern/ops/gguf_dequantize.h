@@ -1,6 +1,7 @@
 // y[j] = s q[j] - m (s q[j] + m in Q4_1 and Q5_1), with s = d sc and m = dmin mn in the K formats,
-// from the blocks of bittern/gguf_desc.h: each operation in f32, rounded, in this order; then y is
-// rounded to its dtype. Types without m subtract nothing.
+// and y[j] = s v[q[j]] in IQ4_NL, IQ4_XS and MXFP4, from the blocks of bittern/gguf_desc.h: each
+// operation in f32, rounded, in this order; then y is rounded to its dtype. Types without m
+// subtract nothing.
 //
 // f32 results equal those of the `gguf` Python package bit for bit, infinities and signed zeros
 // included: blocks are any bytes, so d, m and dmin may be infinite, NaN or subnormal, and follow

@@ -2,7 +2,7 @@
 // x are the weights of a block: NaN counts as 0, and a weight beyond the largest that the type can
 // hold, infinities among them, is clamped to +-65504 times
 //
-//   Q4_0 8   Q5_0 16   Q8_0 127   Q4_1 Q5_1 1   Q4_K Q5_K 63   Q6_K 2048
+//   Q4_0 8   Q5_0 16   Q8_0 127   Q4_1 Q5_1 1   Q2_K 15   Q3_K 64   Q4_K Q5_K 63   Q6_K 2048
 //
 // so no scale that is stored is infinite or NaN. With f16() to nearest even, A() half away from
 // zero, and r = 1 / d, or 0 where d = 0 or 1 / d overflows:
@@ -17,17 +17,23 @@
 // Python package bit for bit, but for weights that were clamped and the signs of zeros in
 // Q4_1 and Q5_1.
 //
-// Q4_K, Q5_K and Q6_K minimise the squared error, weighted by `importance` per column where it is
-// given. Their codes are the nearest of the stored grid, half to even.
+// The K types minimise the squared error, weighted by `importance` per column where it is given.
+// Their codes are the nearest of the stored grid, half to even.
 //
-//   Q4_K Q5_K   each group of 32 has an ideal scale and minimum: by a search (16 steps for its
-//   range,
-//               a least-squares line for the codes of each), or, with given_grid, from `scales` and
-//               `biases`, w = scale q + bias. d and dmin are those of 16 tries each whose multiples
-//               sc and mn come nearest to the ideal; then every group tries sc and its neighbours,
-//               each with the best mn, and keeps the least error. Once more with d and dmin fitted
-//               to these codes by least squares, if that is better.
-//   Q6_K        the same for groups of 16, with a signed scale and no minimum.
+//   Q4_K Q5_K   Each group of 32 has an ideal scale and minimum: by a search (16 step widths for
+//   its
+//               range, a least-squares line through the codes of each), or, with given_grid, from
+//               `scales` and `biases`, w = scale q + bias. d and dmin are those of 16 tries each
+//               whose multiples sc and mn come nearest to the ideal; then every group tries sc and
+//               its neighbours, each with the best mn, and keeps the least error. Once more with d
+//               and dmin fitted to these codes by least squares, if that is better.
+//   Q2_K        The same for groups of 16. The search fits two lines in turn, the second through
+//   the
+//               codes that the first one gives.
+//   Q6_K Q3_K   The same for groups of 16, with a signed scale and no minimum. Q3_K tries the
+//               largest weight of a group at both ends of its codes, Q6_K at the lower one.
+//
+// IQ4_NL, IQ4_XS and MXFP4 are read only.
 //
 // The error is at most ggml's, over a tensor of weights as models have them. Of a given grid, a
 // negative scale is the same grid counted from its other end; a bias above 0 cannot be held, so the
@@ -45,7 +51,7 @@ struct GgufQuantize {
   using Desc = GgufDesc;
   struct Args {
     ConstView w;
-    ConstView importance{};        // Q4_K, Q5_K, Q6_K only, one weight per column
+    ConstView importance{};        // K types only, one weight per column
     ConstView scales{}, biases{};  // with given_grid only, one per group of 32
     MutView blocks;
   };

@@ -22,6 +22,8 @@ std::vector<GgufDesc> gguf_dequantize_check_cases() {
   cases.push_back({66, 4352, BlockType::q6_k, DType::f32});
   cases.push_back({130, 4352, BlockType::q2_k, DType::f16});
   cases.push_back({130, 4352, BlockType::q3_k, DType::bf16});
+  cases.push_back({130, 4352, BlockType::iq4_xs, DType::f16});
+  cases.push_back({66, 4128, BlockType::mxfp4, DType::f32});
   return cases;
 }
 
@@ -34,8 +36,8 @@ std::vector<BenchCase<GgufDesc>> gguf_dequantize_bench_cases() {
   return cases;
 }
 
-// Random bytes hold every code; of the f16 fields they would make mostly odd numbers, so half of
-// them become ordinary ones: then roundings to half types and differences s q - m show.
+// Random bytes hold every code; of the scales they would make mostly odd numbers, so half of them
+// become ordinary ones: then roundings to half types and differences s q - m show.
 void gguf_dequantize_aim(const GgufDesc& d, const GgufDequantize::Args& a, Rng& rng) {
   const BlockSize size = block_size(d.type);
   const auto aim = [&](std::uint8_t* at) {
@@ -54,10 +56,22 @@ void gguf_dequantize_aim(const GgufDesc& d, const GgufDequantize::Args& a, Rng& 
         case BlockType::q5_k: aim(block + 2); [[fallthrough]];
         case BlockType::q4_0:
         case BlockType::q5_0:
-        case BlockType::q8_0: aim(block); break;
+        case BlockType::q8_0:
+        case BlockType::iq4_nl:
+        case BlockType::iq4_xs: aim(block); break;
         case BlockType::q2_k: aim(block + 80); [[fallthrough]];
         case BlockType::q3_k:
         case BlockType::q6_k: aim(block + size.bytes - 2); break;
+        case BlockType::mxfp4: {
+          // Scales whose weights are ordinary, or the first and the last there are.
+          constexpr std::uint8_t kEnds[] = {0, 1, 2, 3, 252, 253, 254, 255};
+          if (rng.chance(2)) {
+            *block = static_cast<std::uint8_t>(100 + rng.below(60));
+          } else if (rng.chance(2)) {
+            *block = kEnds[rng.below(8)];
+          }
+          break;
+        }
       }
     }
   }

@@ -1,5 +1,7 @@
 // A chunk of a row at a time: its blocks' codes and grids are unpacked into L1, one function per
 // type; what turns these into weights then knows groups alone.
+#include <bit>
+
 #include "bittern/ops/gguf_dequantize.h"
 #include "cpu/code_chunks.h"
 #include "cpu/dispatch.h"
@@ -81,6 +83,17 @@ HWY_INLINE Bytes Nibbles(const std::uint8_t* qs) {
       hn::ShiftRight<4>(hn::BitCast(hn::RepartitionToWide<decltype(kHalfBytes)>(), v));
   return hn::And(hn::Combine(kBytes, hn::BitCast(kHalfBytes, high), v),
                  hn::Set(kBytes, std::uint8_t{15}));
+}
+
+// The table's values of codes 0..15.
+HWY_INLINE Bytes ValuesOf(const std::int8_t (&table)[16], Bytes q) {
+  const auto* bytes = reinterpret_cast<const std::uint8_t*>(table);
+  return hn::TableLookupBytes(hn::LoadDup128(kBytes, bytes), q);
+}
+
+// 2^(e - 128): a number with an exponent of its own, or one of the two below these.
+HWY_INLINE float PowerOf(std::uint8_t e) {
+  return std::bit_cast<float>(e < 2 ? 0x00200000u << e : (e - 1u) << 23);
 }
 
 // 16 where a bit of the 32 is set.
@@ -178,6 +191,21 @@ HWY_INLINE void Unpack(const std::uint8_t* block, std::int8_t* codes, float* s, 
       const auto qs = hn::LoadU(kBytes, block + 48 + 32 * (g / 2));
       StoreCodes(hn::Or(BitsOf<4 * (g % 2), 4>(qs), BitsTo<g, 1, 4>(high)), codes + 32 * g);
     });
+  } else if constexpr (kType == BlockType::iq4_nl) {
+    s[0] = HalfAt(block), m[0] = 0;
+    StoreCodes(ValuesOf(kIq4Values, Nibbles(block + 2)), codes);
+  } else if constexpr (kType == BlockType::iq4_xs) {
+    std::int8_t sc[8];
+    for (int i = 0; i < 8; ++i) {
+      const int low = block[4 + i / 2] >> i % 2 * 4 & 15, high = block[2 + i / 4] >> i % 4 * 2 & 3;
+      sc[i] = static_cast<std::int8_t>((low | high << 4) - 32);
+      StoreCodes(ValuesOf(kIq4Values, Nibbles(block + 8 + 16 * i)), codes + 32 * i);
+    }
+    Scale(HalfAt(block), sc, s);
+    std::memset(m, 0, 8 * sizeof *m);
+  } else if constexpr (kType == BlockType::mxfp4) {
+    s[0] = PowerOf(block[0]), m[0] = 0;
+    StoreCodes(ValuesOf(kMxfp4Values, Nibbles(block + 1)), codes);
   } else {
     static_assert(kType == BlockType::q6_k);
     const auto* scales = reinterpret_cast<const std::int8_t*>(block + 192);

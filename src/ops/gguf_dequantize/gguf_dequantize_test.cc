@@ -103,6 +103,53 @@ TEST(GgufDequantize, LargeBlocksByHand) {
   }
 }
 
+TEST(GgufDequantize, TablesByHand) {
+  const float inf = std::numeric_limits<float>::infinity();
+  for (const auto kernel : kBothKernels) {
+    // The first 16 weights are the low halves.
+    auto y = weights(BlockType::iq4_nl, {{1, kTwo}, {2, 0xF0}, {17, 0x87}}, kernel);
+    EXPECT_EQ(y[0], 2.0f * -127);
+    EXPECT_EQ(y[16], 2.0f * 113);
+    EXPECT_EQ(y[15], 2.0f * -10);
+    EXPECT_EQ(y[31], 2.0f * 1);
+    std::vector<std::pair<int, std::uint8_t>> every = {{1, kOne}};
+    for (int q = 0; q < 16; ++q) every.push_back({2 + q, static_cast<std::uint8_t>(q)});
+    y = weights(BlockType::iq4_nl, every, kernel);
+    const float values[] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                            1,    13,   25,  38,  53,  69,  89,  113};
+    for (std::size_t q = 0; q < 16; ++q) EXPECT_EQ(y[q], values[q]) << q;
+
+    // Group 5: low bits in the high half of byte 4 + 2, high bits 2 and 3 of byte 3.
+    y = weights(BlockType::iq4_xs,
+                {{1, kTwo}, {3, 0x08}, {6, 0xB0}, {8 + 80 + 3, 0x0F}, {8 + 80 + 4, 0x80}}, kernel);
+    EXPECT_EQ(y[32 * 5 + 3], 2.0f * (0b101011 - 32) * 113);
+    EXPECT_EQ(y[32 * 5 + 4 + 16], 2.0f * (0b101011 - 32) * 1);
+    EXPECT_EQ(y[32 * 5], 2.0f * (0b101011 - 32) * -127);
+    EXPECT_EQ(y[32 * 4], 2.0f * -32 * -127);
+    EXPECT_EQ(y[32 * 6], 2.0f * -32 * -127);
+
+    // e = 128 is a scale of 1 for the doubled values: half of OCP's 2.
+    every[0] = {0, 128};
+    for (int q = 0; q < 16; ++q) every[static_cast<std::size_t>(q) + 1].first = 1 + q;
+    y = weights(BlockType::mxfp4, every, kernel);
+    const float doubled[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    for (std::size_t q = 0; q < 16; ++q) EXPECT_EQ(y[q], doubled[q]) << q;
+    EXPECT_FALSE(std::signbit(y[8]));
+    // The scale at both ends: 2^-128 and 2^-127 are subnormal, 2^127 is finite, 12 times it is not.
+    y = weights(BlockType::mxfp4, {{0, 0}, {1, 0x97}}, kernel);
+    EXPECT_EQ(y[0], 12 * 0x1p-128f);
+    EXPECT_EQ(y[16], -0x1p-128f);
+    EXPECT_EQ(weights(BlockType::mxfp4, {{0, 1}, {1, 0x01}}, kernel)[0], 0x1p-127f);
+    EXPECT_EQ(weights(BlockType::mxfp4, {{0, 2}, {1, 0x01}}, kernel)[0], 0x1p-126f);
+    y = weights(BlockType::mxfp4, {{0, 255}, {1, 0x91}, {2, 0xF7}}, kernel);
+    EXPECT_EQ(y[0], 0x1p127f);
+    EXPECT_EQ(y[16], -0x1p127f);
+    EXPECT_EQ(y[1], inf);
+    EXPECT_EQ(y[17], -inf);
+    EXPECT_EQ(y[2], 0.0f);
+  }
+}
+
 TEST(GgufDequantize, FollowsIeee) {
   const float inf = std::numeric_limits<float>::infinity();
   for (const auto kernel : kBothKernels) {
@@ -152,8 +199,8 @@ TEST(GgufDequantize, Errors) {
                "gguf_dequantize: outer_size: -1, expected at least 0");
   expect_error(with([](D d) { d.axis_size = 288; }), bad,
                "gguf_dequantize: axis_size: 288, expected a multiple of 256, the block of Q4_K");
-  expect_error(with([](D d) { d.type = static_cast<BlockType>(10); }), bad,
-               "gguf_dequantize: type: 10, expected 0..9");
+  expect_error(with([](D d) { d.type = static_cast<BlockType>(13); }), bad,
+               "gguf_dequantize: type: 13, expected 0..12");
   expect_error(with([](D d) { d.element = DType::f64; }), Code::unsupported,
                "gguf_dequantize: element: f64, expected f32, f16 or bf16");
   expect_error(with([](D d) { d.type = BlockType::q5_k; }), bad,

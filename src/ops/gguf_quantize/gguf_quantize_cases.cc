@@ -5,9 +5,9 @@ namespace bittern::oracle {
 
 namespace {
 
-constexpr BlockType kWritten[] = {BlockType::q4_0, BlockType::q4_1, BlockType::q5_0,
-                                  BlockType::q5_1, BlockType::q8_0, BlockType::q4_k,
-                                  BlockType::q5_k, BlockType::q6_k};
+constexpr BlockType kWritten[] = {
+    BlockType::q4_0, BlockType::q4_1, BlockType::q5_0, BlockType::q5_1, BlockType::q8_0,
+    BlockType::q2_k, BlockType::q3_k, BlockType::q4_k, BlockType::q5_k, BlockType::q6_k};
 
 bool can_be_given(BlockType type) { return type == BlockType::q4_k || type == BlockType::q5_k; }
 
@@ -61,9 +61,15 @@ void aim_super_blocks(const GgufDesc& d, const GgufQuantize::Args& a, Rng& rng) 
     const double magnitude = std::ldexp(1.0, static_cast<int>(rng.below(25)) - 16);
     const std::int64_t kind = rng.below(12);
     if (kind == 0) continue;  // as filled: now and then NaN, infinite or huge
-    for (std::int64_t g = 0; g < 8; ++g) {
-      const double scale = magnitude * (0.1 + rng.uniform()), low = rng.normal() * scale * 8;
-      for (std::int64_t j = 0; j < 32; ++j) {
+    const std::int64_t group = block_size(d.type).group;
+    // Codes that are hit exactly or midway: those of the type, or more, which are then clamped.
+    const auto rule = blocks::super_rule(d.type);
+    const auto codes = static_cast<std::int64_t>(rule.high - rule.low) + (rng.chance(2) ? 1 : 13);
+    for (std::int64_t g = 0; g < 256 / group; ++g) {
+      const double scale = magnitude * (0.1 + rng.uniform()) * (rng.chance(2) ? 1 : -1);
+      const double low = rule.low < 0 ? static_cast<double>(rule.low) * scale
+                                      : rng.normal() * scale * static_cast<double>(codes) / 2;
+      for (std::int64_t j = 0; j < group; ++j) {
         double x = magnitude * rng.normal();
         switch (kind) {
           case 1: x = rng.chance(2) ? 0.0 : -0.0; break;
@@ -75,20 +81,24 @@ void aim_super_blocks(const GgufDesc& d, const GgufQuantize::Args& a, Rng& rng) 
           case 7: x = low; break;  // constant groups
           case 8: x = rng.chance(32) ? x * 50 : x; break;
           case 9:
-            x = step(d.element, low + scale * static_cast<double>(rng.below(16)),
+            x = step(d.element, low + scale * static_cast<double>(rng.below(codes)),
                      static_cast<int>(rng.below(3)) - 1);
             break;
-          case 10: x = low + scale * (static_cast<double>(rng.below(31)) + 0.5); break;
+          case 10: x = low + scale * (static_cast<double>(rng.below(codes)) + 0.5); break;
           default: break;
         }
-        put(a.w, (i * 8 + g) * 32 + j, x);
+        put(a.w, i * 256 + g * group + j, x);
       }
     }
   }
   if (a.importance) {
-    const std::int64_t kind = rng.below(4);
+    const std::int64_t kind = rng.below(5);
     for (std::int64_t j = 0; j < d.axis_size; ++j) {
       if (kind == 0) continue;  // as filled
+      if (kind == 4) {          // nothing matters
+        put(a.importance, j, 0);
+        continue;
+      }
       if (kind == 1 || !rng.chance(6)) put(a.importance, j, 0.01 + rng.uniform());
       if (kind == 2 && rng.chance(2)) put(a.importance, j, 0);
       if (kind == 3 && j / 32 % 2 == 0) put(a.importance, j, rng.chance(32) ? 1e30 : 0);
