@@ -34,10 +34,10 @@
 //                                    low 4 bits; u8 qh[64]: bits 2k, 2k+1 of qh[32h + l] its high
 //                                    2; s8 sc[16]; f16 d        s = d sc, m = 0, code q - 32
 //   IQ4_NL 32 in  18                 f16 d; qs[16] as Q4_0      s = d
-//   IQ4_XS 256 in 136, groups of 32  f16 d; u16 sh; u8 sl[4]: sc[i] has its low 4 bits in byte i /
-//   2
-//                                    of sl, low half first, and its high 2 at bit 2i of sh;
-//                                    u8 qs[128]: group i has qs[16i .. 16i + 15] as Q4_0
+//   IQ4_XS 256 in 136, groups of 32  f16 d; u16 sh; u8 sl[4]: sc[i] has its low 4 bits in byte
+//                                    i / 2 of sl, low half first, and its high 2 at bit 2i of sh;
+//                                    u8 qs[128]: group i has its codes in qs[16i .. 16i + 15], as
+//                                    Q4_0 has them
 //                                    s = d (sc - 32)
 //   MXFP4  32 in  17                 u8 e; qs[16] as Q4_0       s = 2^(e - 128), e = 255 included,
 //                                    which is NaN to OCP's MX and a number to ggml

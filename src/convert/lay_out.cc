@@ -85,6 +85,10 @@ std::uint32_t ConversionPlanner::file_type() const {
   if (most != bytes.end())
     for (const WrittenType& type : kWritten)
       if (type.type == most->first) return type.file_type;
+  // Blocks of a type that is only read were moved as they are: what the source calls itself.
+  if (source_.gguf() != nullptr)
+    if (const auto own = source_.gguf()->integer("general.file_type"); own && *own >= 0)
+      return static_cast<std::uint32_t>(*own);
   return 0;
 }
 

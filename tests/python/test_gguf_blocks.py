@@ -148,6 +148,13 @@ class Ggml:
         self.library.ggml_quantize_chunk(kind.value, w.ctypes.data, blocks.ctypes.data, 0, *w.shape, by)
         return blocks
 
+    def validates(self, blocks, name):
+        import gguf
+
+        function = self.library.ggml_validate_row_data
+        function.restype, function.argtypes = ctypes.c_bool, [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
+        return function(gguf.GGMLQuantizationType[name].value, blocks.ctypes.data, blocks.nbytes)
+
     def dequantize(self, blocks, name, columns):
         function = getattr(self.library, f"dequantize_row_{name.lower().replace('_k', '_K')}")
         function.restype, function.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
@@ -173,6 +180,9 @@ def test_ggml():
             for importance in (None, np.exp(rng.normal(size=2048)).astype(np.float32)):
                 theirs = gguf.quants.dequantize(ggml.quantize(w, name, importance), gguf.GGMLQuantizationType[name])
                 operands = {} if importance is None else {"importance": importance}
-                ours = gguf.quants.dequantize(quantize(w, name, **operands), gguf.GGMLQuantizationType[name])
+                blocks = quantize(w, name, **operands)
+                ours = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
+                assert ggml.validates(blocks, name)
+                assert_same(ggml.dequantize(blocks, name, 2048), ours)
                 weight = 1.0 if importance is None else importance
                 assert error(w, ours, weight) < error(w, theirs, weight), (kind, name, importance is not None)

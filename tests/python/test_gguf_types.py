@@ -35,6 +35,7 @@ def write_gguf(path, tensors, keys=None, architecture="nobodys", type="model"):
     writer = gguf.GGUFWriter(path, architecture)
     if not keys:
         writer.add_type(type)
+        writer.add_file_type(30)  # IQ4_XS
     for key, field in (keys or {}).items():
         kinds = field.types
         writer.add_key_value(key, field.contents(), kinds[0], kinds[-1] if len(kinds) > 1 else None)
@@ -159,8 +160,9 @@ def test_tables_are_kept_or_quantised_again(tables, tmp_path):
     # From GGUF to GGUF the blocks go as they are.
     out = tmp_path / "same.gguf"
     assert bittern("quantize", path, "-o", out, "--transcode").returncode == 0
-    made, _ = read_gguf(out)
+    made, file_type = read_gguf(out)
     assert {n: t for n, (t, _) in made.items()} == {n: t for n, (_, t) in tensors.items()}
+    assert file_type == 30
     # Again only when told to, and never into a type that is read only.
     flags = ("quantize", path, "-o", tmp_path / "again.gguf", "--bits", 4)
     refused(bittern(*flags), 2, "is quantised already (IQ4_NL)")

@@ -264,7 +264,7 @@ def test_llama_runs_the_plain_file(outputs, truth):
 
 
 @pytest.mark.peer("torch", "transformers", "llama_cpp")
-@pytest.mark.parametrize("type", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_llama_runs_what_is_quantised(outputs, type, show):
     """llama.cpp rounds activations to 8 bits, which alone gives a KL of 0.02 or so; beside that it
     sees the numbers we say it does: other numbers of that size would give 0.1 to 1."""

@@ -21,15 +21,15 @@
 // Their codes are the nearest of the stored grid, half to even.
 //
 //   Q4_K Q5_K   Each group of 32 has an ideal scale and minimum: by a search (16 step widths for
-//   its
-//               range, a least-squares line through the codes of each), or, with given_grid, from
-//               `scales` and `biases`, w = scale q + bias. d and dmin are those of 16 tries each
-//               whose multiples sc and mn come nearest to the ideal; then every group tries sc and
-//               its neighbours, each with the best mn, and keeps the least error. Once more with d
-//               and dmin fitted to these codes by least squares, if that is better.
-//   Q2_K        The same for groups of 16. The search fits two lines in turn, the second through
-//   the
-//               codes that the first one gives.
+//               its range, a least-squares line through the codes of each), or, with given_grid,
+//               from `scales` and `biases`, w = scale q + bias. d and dmin are those of 16 tries
+//               each whose multiples sc and mn come nearest to the ideal; then every group tries
+//               sc and its neighbours, each with the best mn, and keeps the least error. The
+//               groups try once more with d and dmin fitted to these codes by least squares, and
+//               the better result is stored.
+//   Q2_K        The same for groups of 16, with sc and mn of four bits. For each width the search
+//               fits two lines in turn, the second one through the codes that the first one
+//               gives.
 //   Q6_K Q3_K   The same for groups of 16, with a signed scale and no minimum. Q3_K tries the
 //               largest weight of a group at both ends of its codes, Q6_K at the lower one.
 //
