@@ -98,10 +98,13 @@ void aim_rows(const ConstView& x, Rng& rng) {
       case 4:
         for (std::int64_t j = 0; j < n; ++j) set(i, j, j == at ? size : 0.0);
         break;
-      case 5:  // norms around 1e-8, and sums of squares that vanish
-        for (std::int64_t j = 0; j < n; ++j)
-          set(i, j, (kind + i) % 2 != 0 ? 1e-9 * rng.normal() : 1e-26 * rng.normal());
+      case 5: {  // any size; or sums of squares around the least and the largest ordinary one
+        const int exponent = rng.chance(2)
+                                 ? static_cast<int>(rng.below(278)) - 150
+                                 : (rng.chance(2) ? -52 : 61) - static_cast<int>(rng.below(4));
+        for (std::int64_t j = 0; j < n; ++j) set(i, j, std::ldexp(rng.normal(), exponent));
         break;
+      }
       case 6:  // squares overflow, the norm need not
         for (std::int64_t j = 0; j < n; ++j) set(i, j, 1e37 * rng.normal());
         break;

@@ -1,7 +1,9 @@
 // Rows of x to codes and norms, by the row format of bittern/aura_desc.h. Everything in f32, each
 // operation rounded.
 //
-//   1. norm = sqrt(dot(x, x));  inv = norm > 1e-8f ? 1 / norm : 0
+//   1. norm = sqrt(dot(x, x));  inv = norm > 0 ? 1 / norm : 0. Unless 2^-100 <= dot(x, x) < 2^128,
+//      steps 1 and 2 take x_j 2^-e for x_j, with 2^e <= largest |x_j| < 2^(e+1) but e at least -126
+//      and at most 126; after them norm := the smaller of norm 2^e and the largest finite f32
 //   2. r = P u, u_j = x_j * inv; a hadamard rotation takes inv and its own scale as one factor:
 //      its first step is t_j = x_j * (sign_j * (inv * d^-1/2))
 //   3. code_j = number of boundaries strictly below r_j (0 for a NaN)
@@ -19,15 +21,13 @@
 //   sum   of each eight neighbours s_0 .. s_7 (zeros past the row's end)
 //         ((s_0 + s_1) + (s_2 + s_3)) + ((s_4 + s_5) + (s_6 + s_7)); then the halving tree of these
 //
-// With rotation dense, rule matched and f32 norms this is AURA's fused encode.
+// A finite row has the codes of its direction, however small or large it is. s follows its norm as
+// far as the norms' dtype goes: with fewer bits where it is subnormal there, to the largest finite
+// value where the norm or s is beyond that. A row of zeros has the codes of 0, s = 0 and x' = 0. A
+// row with a NaN or an infinity has codes 0 and s NaN, and decodes to NaN. No row touches another.
 //
-// Rows out of the ordinary, none of which touches another row:
-//   all zero                norm 0: every code is the one of 0, s = 0, x' = 0
-//   0 < norm <= 1e-8        as the formula says: no direction, the codes of 0; s = norm / sqrt(C)
-//                           (matched), norm (none, unbiased) or 0 (least_squares)
-//   finite, but the sum of  steps 1 and 2 on x_j 2^-96 instead of x_j; then norm := the smaller of
-//   squares overflows       norm 2^96 and the largest finite f32
-//   NaN or an infinity      every code 0, s NaN: the row decodes to NaN
+// With rotation dense, rule matched and f32 norms this is AURA's fused encode, except for rows of
+// norm 1e-8 and less, to which AURA gives no direction, and those whose squares overflow.
 //
 // boundaries must be finite and never descend; the codebook must be finite, and ascending where the
 // codes are to be the nearest levels. A dense matrix is taken as it is.

@@ -95,14 +95,18 @@ class RowEncoder {
     }
     const VF32 total = LaneTrees(d, sums);
     const VF32 norm = hn::Sqrt(total);
-    const auto has_direction = hn::Gt(norm, hn::Set(d, kAuraTiny));
     hn::Store(norm, d, norm_);
+    const auto has_direction = hn::Gt(norm, hn::Zero(d));
     hn::Store(hn::IfThenElseZero(has_direction, hn::Div(hn::Set(d, 1.0f), norm)), d, inv_);
     std::uint32_t staged = direct ? 0 : ~0u;  // rows that are in the tile
     poisoned_ = 0;
-    if (!hn::AllTrue(d, hn::Lt(total, hn::Inf(d)))) {
+    const auto ordinary =
+        hn::And(hn::Ge(total, hn::Set(d, kAuraLeastSquares)), hn::Lt(total, hn::Inf(d)));
+    if (!hn::AllTrue(d, ordinary)) {
+      HWY_ALIGN float squares[kF32Lanes];
+      hn::Store(total, d, squares);
       for (std::int64_t i = 0; i < count; ++i) {
-        if (norm_[i] < std::numeric_limits<float>::infinity()) continue;
+        if (squares[i] >= kAuraLeastSquares && squares[i] <= max_finite<float>()) continue;
         StageExtreme(x + i * x_stride, i);
         staged |= 1u << i;
       }
@@ -220,24 +224,27 @@ class RowEncoder {
     }
   }
 
-  // A row whose squares overflow, or that is not finite: the latter as zeros.
+  // A row whose squares are not ordinary, or that is not finite: the latter as zeros.
   template <class X>
   HWY_NOINLINE void StageExtreme(const X* x, std::int64_t i) {
     const DF32 d;
     float* row = tile_ + i * stride_;
     LoadRow(x, d_.axis_size, row);
-    bool finite = true;
-    for (std::int64_t j = 0; j < d_.axis_size; ++j) {
-      finite = finite && std::isfinite(row[j]);
-      row[j] *= kAuraShrink;
-    }
-    if (!finite) {
+    const hn::RebindToUnsigned<DF32> du;
+    auto largest = hn::Zero(du);
+    for (std::int64_t j = 0; j < stride_; j += kF32Lanes)
+      largest = hn::Max(largest, hn::BitCast(du, hn::Abs(hn::Load(d, row + j))));
+    const std::uint32_t most = hn::GetLane(hn::MaxOfLanes(du, largest));
+    if (most >= kAuraNotFinite) {
       std::fill_n(row, stride_, 0.0f);
       poisoned_ |= 1u << i;
     }
+    const AuraRange range = aura_range(most);
+    for (std::int64_t j = 0; j < stride_; j += kF32Lanes)
+      hn::Store(hn::Mul(hn::Load(d, row + j), hn::Set(d, range.down)), d, row + j);
     const float norm = std::sqrt(LaneTree(d, SquaresOf(row), kF32Lanes));
-    inv_[i] = norm > kAuraTiny ? 1 / norm : 0;
-    norm_[i] = std::min(norm / kAuraShrink, max_finite<float>());
+    inv_[i] = norm > 0 ? 1 / norm : 0;
+    norm_[i] = std::min(norm * range.up, max_finite<float>());
   }
 
   // Asks for a row of x, or for what would be one past the last: a little at a time, since memory

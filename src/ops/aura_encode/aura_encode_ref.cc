@@ -1,3 +1,4 @@
+#include <bit>
 #include <cmath>
 #include <vector>
 
@@ -40,20 +41,19 @@ float stored_scale(ScaleRule rule, float norm, float cc, float rc) {
 // A row's codes; gives its s.
 float encode(const Op::Desc& d, const Op::Args& a, Row& x, std::vector<std::uint32_t>& codes) {
   const std::size_t n = x.size();
-  for (const float v : x) {
-    if (std::isfinite(v)) continue;
+  std::uint32_t most = 0;
+  for (const float v : x) most = std::max(most, std::bit_cast<std::uint32_t>(std::fabs(v)));
+  if (most >= kAuraNotFinite) {
     codes.assign(n, 0);
     return std::numeric_limits<float>::quiet_NaN();
   }
-  const auto length = [&] { return std::sqrt(dot<32>(x.data(), x.data(), d.axis_size)); };
-  float norm = length();
-  const bool overflows = std::isinf(norm);
-  if (overflows) {
-    for (float& v : x) v *= kAuraShrink;
-    norm = length();
-  }
-  const float inv = norm > kAuraTiny ? 1 / norm : 0;
-  if (overflows) norm = std::min(norm / kAuraShrink, max_finite<float>());
+  const auto squares = [&] { return dot<32>(x.data(), x.data(), d.axis_size); };
+  const bool ordinary = squares() >= kAuraLeastSquares && std::isfinite(squares());
+  const AuraRange range = ordinary ? AuraRange{1, 1} : aura_range(most);
+  for (float& v : x) v *= range.down;
+  float norm = std::sqrt(squares());
+  const float inv = norm > 0 ? 1 / norm : 0;
+  norm = std::min(norm * range.up, max_finite<float>());
   rotate_row(d.rotation, d.axis_size, a.table.as<float>(), false, x.data(), inv);
 
   const float* boundaries = a.boundaries.as<float>();

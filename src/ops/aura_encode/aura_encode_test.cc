@@ -40,7 +40,8 @@ struct Tables {
 };
 
 // Rows over outputs that are dirty.
-Encoded encode(AuraDesc& d, const std::vector<float>& x, const Tables& t,
+template <class X = float>
+Encoded encode(AuraDesc& d, const std::vector<X>& x, const Tables& t,
                std::string_view kernel = {}) {
   d.outer_size = static_cast<std::int64_t>(x.size()) / d.axis_size;
   const auto rows = static_cast<std::size_t>(d.outer_size);
@@ -413,7 +414,7 @@ TEST(AuraEncode, TensorCoresAreDeterministic) {
   const Tables t(d);
   Gaussians gaussians(10);
   auto x = gaussians.rows(d.outer_size, 128);
-  const float odd[] = {NAN, INFINITY, 3e38f, 1e-12f, 0};
+  const float odd[] = {NAN, INFINITY, 3e38f, 1e-20f, 0};
   for (std::size_t row = 0; row < 67; row += 6)
     for (std::size_t j = 0; j < 128; ++j) x[row * 128 + j] = odd[row / 6 % 5];
   const Encoded e = encode_fastest(d, x, t, 100);
@@ -516,7 +517,7 @@ TEST(AuraEncode, CudaTellsTheSideOfABoundary) {
   }
 }
 
-// ---- rows out of the ordinary ----
+// ---- rows of any size ----
 
 constexpr ScaleRule kAllRules[] = {ScaleRule::matched, ScaleRule::none, ScaleRule::least_squares,
                                    ScaleRule::unbiased};
@@ -549,21 +550,151 @@ TEST(AuraEncode, ZeroRowsDecodeToZeros) {
   });
 }
 
-TEST(AuraEncode, TinyRowsHaveANormButNoDirection) {
+// Rows of 8 significant bits, which every element type holds, times each power of two that leaves
+// them exact: from the type's subnormals (for f32 the powers named here) to its largest. Row 0 is
+// the plain one.
+constexpr int kLeastPower = -143, kMostPower = 126;
+std::vector<float> rows_of_all_sizes(std::int64_t dim, int least, int most) {
+  Gaussians gaussians(13);
+  auto x = gaussians.rows(1, dim);
+  for (float& v : x) v = std::clamp(std::round(v * 64) / 64, -3.0f, 3.0f);
+  x[0] = 3;
+  std::vector<float> all = x;
+  for (int power = least; power <= most; ++power)
+    for (const float v : x) all.push_back(std::ldexp(v, power));
+  return all;
+}
+
+TEST(AuraEncode, RowsOfAnySizeKeepTheirCodes) {
+  for_all([](AuraDesc& d, const Tables& t, std::string_view kernel) {
+    for (const DType element : {DType::f32, DType::bf16, DType::f16}) {
+      d.element = element;
+      const bool half = element == DType::f16;
+      const int least = half ? -18 : element == DType::bf16 ? -127 : kLeastPower;
+      const int most = half ? 14 : kMostPower;
+      const auto x = rows_of_all_sizes(d.axis_size, least, most);
+      Encoded e;
+      expect_ok(visit<float, f16, bf16>(element, [&]<class X>(Type<X>) {
+        e = encode(d, stored<X>(x), t, kernel);
+        return Status();
+      }));
+      const auto words = static_cast<std::size_t>(d.packed_shape()[1]);
+      constexpr double kMost = 3.4028234663852886e38;
+      AuraDesc plain = d;
+      plain.element = DType::f32;
+      const auto y = decode(plain, e, t);
+      const auto n = static_cast<std::size_t>(d.axis_size);
+      double first = 0, length = 0;
+      for (std::size_t j = 0; j < n; ++j) length = std::hypot(length, static_cast<double>(x[j]));
+      for (std::size_t row = 0; row < e.norms.size(); ++row) {
+        const int power = row == 0 ? 0 : static_cast<int>(row) - 1 + least;
+        for (std::size_t w = 0; w < words; ++w)
+          ASSERT_EQ(e.packed[row * words + w], e.packed[w]) << power;
+        const double s = std::ldexp(static_cast<double>(e.norms[0]), power);
+        const double norm = std::ldexp(length, power);
+        const bool saturates = norm > kMost || s > kMost;
+        if (!saturates) {
+          EXPECT_LE(std::fabs(static_cast<double>(e.norms[row]) - s), s < 0x1p-125 ? 0x1p-148 : 0)
+              << power;
+        }
+        double error = 0;
+        for (std::size_t j = 0; j < n; ++j)
+          error = std::hypot(
+              error, static_cast<double>(x[row * n + j]) - static_cast<double>(y[row * n + j]));
+        error /= norm;
+        if (row == 0) first = error;
+        // Subnormal numbers have fewer bits, in s and in y.
+        const double granularity = 0x1p-148 * std::sqrt(static_cast<double>(n)) / norm;
+        if (!saturates) {
+          EXPECT_NEAR(error, first, 1e-5 + granularity) << power;
+        }
+      }
+    }
+    d.element = DType::f32;
+  });
+}
+
+// The same at every width, and rows whose elements are of all sizes: the largest decides.
+TEST(AuraEncode, RowsOfAnySizeAtEveryWidth) {
+  for (const auto kernel : kBothKernels) {
+    for (const Rotation rotation : kAllRotations) {
+      for (std::int32_t bits = 1; bits <= 8; ++bits) {
+        for (const std::int64_t dim : {2, 33, 64, 80}) {
+          if (rotation == Rotation::hadamard && hadamard_factor(dim) == 0) continue;
+          AuraDesc d{.axis_size = dim, .bits = bits, .rotation = rotation};
+          const Tables t(d);
+          const auto n = static_cast<std::size_t>(dim);
+          const auto x = rows_of_all_sizes(dim, kLeastPower, kMostPower);
+          const Encoded e = encode(d, x, t, kernel);
+          const auto words = static_cast<std::size_t>(d.packed_shape()[1]);
+          for (std::size_t w = words; w < e.packed.size(); ++w)
+            ASSERT_EQ(e.packed[w], e.packed[w % words]) << dim << " " << bits << " " << w / words;
+          // One element is the row, however small the others are beside it.
+          std::vector<float> one(n, 1e-30f), same(n);
+          one[1] = same[1] = 3e20f;
+          const Encoded with = encode(d, one, t, kernel), without = encode(d, same, t, kernel);
+          if (rotation != Rotation::identity) {
+            EXPECT_EQ(with.packed, without.packed);
+          }
+          EXPECT_EQ(with.norms, without.norms);
+        }
+      }
+    }
+  }
+}
+
+// A single element, down to the least there is.
+TEST(AuraEncode, TheLeastRowHasADirection) {
   for_all([](AuraDesc& d, const Tables& t, std::string_view kernel) {
     std::vector<float> x(static_cast<std::size_t>(d.axis_size));
-    x[2] = 9e-9f;
-    const Encoded e = encode(d, x, t, kernel);
-    for (std::int64_t j = 0; j < d.axis_size; ++j) EXPECT_EQ(e.code(d, 0, j), 7u);
-    const double level = std::fabs(static_cast<double>(t.book.levels[7])) *
-                         std::sqrt(static_cast<double>(d.axis_size));
-    const double want = d.scale_rule == ScaleRule::matched         ? 9e-9 / level
-                        : d.scale_rule == ScaleRule::least_squares ? 0
-                                                                   : 9e-9;
-    EXPECT_NEAR(e.norms[0], want, 1e-5 * want);
-    x[2] = 1.1e-8f;  // just above: a direction again
-    EXPECT_NE(encode(d, x, t, kernel).packed, e.packed);
+    x[2] = 1;
+    const Encoded want = encode(d, x, t, kernel);
+    for (const float v :
+         {0x1p-149f, 0x1.8p-148f, 0x1p-126f, 9e-9f, 1e-8f, 1.85e19f, 7.9e20f, 0x1.fffffep127f}) {
+      x[2] = v;
+      const Encoded e = encode(d, x, t, kernel);
+      EXPECT_EQ(e.packed, want.packed) << v;
+      const double s = std::min(static_cast<double>(want.norms[0]) * static_cast<double>(v),
+                                3.4028234663852886e38);
+      EXPECT_NEAR(e.norms[0], s, 1e-6 * s + 0x1p-149) << v;
+    }
   });
+}
+
+// Every CUDA kernel: few rows and many, of tuned lengths and others, by lanes, warps and blocks.
+TEST(AuraEncode, CudaTakesRowsOfAnySize) {
+  BITTERN_NEEDS_CUDA();
+  for (const Rotation rotation : {Rotation::hadamard, Rotation::dense}) {
+    for (const std::int64_t dim : {64, 80, 128}) {
+      for (const DType element : {DType::f32, DType::bf16}) {
+        for (const std::int64_t copies : {1, 4}) {
+          AuraDesc d{.axis_size = dim, .element = element, .rotation = rotation};
+          const Tables t(d);
+          auto x = rows_of_all_sizes(dim, kLeastPower, kMostPower);
+          for (std::int64_t i = 0; i < dim; ++i) x.push_back(i % 2 == 0 ? 0.0f : -0.0f);
+          const auto once = x;
+          for (std::int64_t i = 1; i < copies; ++i) x.insert(x.end(), once.begin(), once.end());
+          expect_ok(visit<float, bf16>(element, [&]<class X>(Type<X>) {
+            const Encoded want = encode(d, stored<X>(x), t, "ref");
+            const Encoded e = encode_on_gpu(d, stored<X>(x), t, 1, "cuda");
+            EXPECT_EQ(e.packed, want.packed) << dim << " " << copies << " " << name(element);
+            EXPECT_EQ(e.norms, want.norms) << dim << " " << copies << " " << name(element);
+            if (rotation == Rotation::dense && dim != 80) {
+              const Encoded fast = encode_on_gpu(d, stored<X>(x), t, 1, "cuda_tensor");
+              std::int64_t different = 0;
+              for (std::int64_t i = 0; i < d.tensor_shape().numel(); ++i)
+                different += fast.code(d, i / dim, i % dim) != want.code(d, i / dim, i % dim);
+              EXPECT_LE(different, d.outer_size / 100) << dim << " " << name(element);
+              for (std::size_t i = 0; i < want.norms.size(); ++i)
+                EXPECT_NEAR(fast.norms[i], want.norms[i],
+                            1e-3 * static_cast<double>(want.norms[i]) + 0x1p-148);
+            }
+            return Status();
+          }));
+        }
+      }
+    }
+  }
 }
 
 TEST(AuraEncode, RowsWhoseNormOverflowsKeepTheirCodes) {
@@ -578,7 +709,7 @@ TEST(AuraEncode, RowsWhoseNormOverflowsKeepTheirCodes) {
     length = std::sqrt(length);
     const Encoded want = encode(d, x, t, kernel);
     constexpr double kMost = 3.4028234663852886e38;
-    for (const float size : {0x1p70f, 0x1p120f, 0x1p126f}) {
+    for (const float size : {0x1p62f, 0x1p65f, 0x1p70f, 0x1p120f, 0x1p126f}) {
       auto large = x;
       for (float& v : large) v *= size;
       const Encoded e = encode(d, large, t, kernel);

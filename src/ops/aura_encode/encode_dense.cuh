@@ -333,9 +333,9 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
     // second.
     const int half = lane % 2, my_row = lane / 4 + 8 * half;
     const float my_squares = half == 0 ? squares[0] : squares[1];
-    const bool extreme = !(my_squares <= max_finite<float>());
+    const bool extreme = !ordinary(my_squares);
     const float norm = sqrtf(my_squares);
-    const float my_by = norm > kAuraTiny && !extreme ? 1 / norm : 0.0f;
+    const float my_by = extreme ? 0.0f : 1 / norm;
     const float by[2] = {__shfl_sync(kAllLanes, my_by, lane & ~1) * scale.down[0],
                          __shfl_sync(kAllLanes, my_by, lane | 1) * scale.down[1]};
     float cc[2] = {}, rc[2] = {};
@@ -392,7 +392,8 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
     unsigned left = __ballot_sync(kAllLanes, extreme && quarter < 2 && my_row < rows);
     for (; left != 0; left &= left - 1) {
       const int at = __ffs(static_cast<int>(left)) - 1;
-      encode_row(p, first + at / 4 + at % 4 * 8, reinterpret_cast<float*>(out));
+      const std::int64_t row = first + at / 4 + at % 4 * 8;
+      if (!is_zero_row(p, row)) encode_row(p, row, reinterpret_cast<float*>(out));
     }
   }
 }

@@ -128,26 +128,37 @@ struct Length {
   bool finite;
 };
 
-// Step 1, and t = x.
+__device__ inline bool ordinary(float squares) {
+  return squares >= kAuraLeastSquares && squares <= max_finite<float>();
+}
+
+// Step 1, and t = x, times a power of two where its squares are not ordinary.
 __device__ inline Length measure_row(const Problem& p, std::int64_t row, float* t) {
   const int lane = lane_index(), n = p.rotation.dim;
-  bool finite = true;
-  for (int j = lane; j < n; j += 32) {
+  for (int j = lane; j < n; j += 32)
     t[j] = cuda::load_element(p.x, p.element, row * p.x_stride + j);
-    finite = finite && fabsf(t[j]) <= max_finite<float>();
-  }
-  finite = __all_sync(kAllLanes, finite);
   const auto element = [&](int j) { return t[j]; };
-  const auto length = [&] { return sqrtf(dot_by_warp(n, element, element)); };
-  float norm = length();
-  const bool overflows = norm > max_finite<float>();
-  if (overflows) {
-    for (int j = lane; j < n; j += 32) t[j] *= kAuraShrink;
-    norm = length();
+  float squares = dot_by_warp(n, element, element);
+  AuraRange range{1, 1};
+  bool finite = true;
+  if (!ordinary(squares)) {
+    std::uint32_t most = 0;
+    for (int j = lane; j < n; j += 32) most = max(most, __float_as_uint(fabsf(t[j])));
+    most = __reduce_max_sync(kAllLanes, most);
+    finite = most < kAuraNotFinite;
+    range = aura_range(most);
+    for (int j = lane; j < n; j += 32) t[j] *= range.down;
+    squares = dot_by_warp(n, element, element);
   }
-  const float inv = norm > kAuraTiny ? 1 / norm : 0;
-  if (overflows) norm = fminf(norm / kAuraShrink, max_finite<float>());
-  return {norm, inv, finite};
+  const float norm = sqrtf(squares);
+  return {fminf(norm * range.up, max_finite<float>()), norm > 0 ? 1 / norm : 0.0f, finite};
+}
+// Nothing but zeros?
+__device__ inline bool is_zero_row(const Problem& p, std::int64_t row) {
+  bool zero = true;
+  for (int j = lane_index(); j < p.rotation.dim; j += 32)
+    zero = zero && cuda::load_element(p.x, p.element, row * p.x_stride + j) == 0;
+  return __all_sync(kAllLanes, zero) != 0;
 }
 
 // Step 4 of a row whose codes every lane can read.

@@ -116,6 +116,18 @@ __device__ float squares_of(const float (&x)[Tile::kEach]) {
   });
 }
 
+// Has the row an element that is not 0? The lanes of a row agree.
+template <class Tile>
+__device__ bool has_elements(const float (&x)[Tile::kEach]) {
+  unsigned bits = 0;
+#pragma unroll
+  for (const float v : x) bits |= __float_as_uint(v) << 1;
+#pragma unroll
+  for (int step = 16 / Tile::kRows; step > 0; step /= 2)
+    bits |= __shfl_xor_sync(kAllLanes, bits, step);
+  return bits != 0;
+}
+
 // The rest of steps 1 to 5.
 template <class Tile, Sums kSums>
 struct LaneRows {
@@ -125,7 +137,7 @@ struct LaneRows {
   __device__ LaneRows(float (&x)[Tile::kEach], float squares, const Problem& p, const Cells& cells,
                       const LaneTables<kSums>& tables, unsigned radix) {
     const float norm = sqrtf(squares);
-    const float inv = norm > kAuraTiny ? cuda::ordinary_reciprocal(norm) : 0;
+    const float inv = norm > 0 ? cuda::ordinary_reciprocal(norm) : 0;
     const float by = inv * p.rotation.scale;
 #pragma unroll
     for (float& v : x) v *= by;
@@ -281,18 +293,20 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
   }
   const LaneTables<kSums> tables(cells, cell_table, lookup);
 
-  unsigned extremes = 0;  // lanes whose rows overflow or are not finite: rows made zeros
+  unsigned extremes = 0;  // lanes whose rows are out of the ordinary: rows made zeros
   while (first < p.rows) {
     cuda::copy_async_wait<0>();
     __syncwarp();
     float x[Tile::kEach];
     load<Tile>(row, signs, x);
     const float squares = squares_of<Tile>(x);
-    const bool overflows = !(squares <= max_finite<float>());
-    if (const unsigned found = __ballot_sync(kAllLanes, overflows); found != 0) {
-      extremes |= found;
-      if (overflows) clear<Tile>(row);
-      continue;
+    if (__any_sync(kAllLanes, !ordinary(squares))) {  // rows of zeros are none of the extremes
+      const bool some = has_elements<Tile>(x), extreme = some && !ordinary(squares);
+      if (const unsigned found = __ballot_sync(kAllLanes, extreme); found != 0) {
+        extremes |= found;
+        if (extreme) clear<Tile>(row);
+        continue;
+      }
     }
     __syncwarp();
     fetch<Tile, X>(stage, p, first + step);
