@@ -670,13 +670,13 @@ def gdn_cumsum(
 ) -> Any:
     """Returns sum.
 
-    The log decay summed within each chunk:
-
-      sum[i] = sum[i-1] + g[i]      from 0 at the chunk's start, in f32, i ascending
-
+    The log decay summed within each chunk:   sum[i] = sum[i-1] + g[i]   from 0 at the chunk's start,
+    in f32, i ascending, as FLA has it. So e^(sum[i] - sum[j]) of the ops that follow has a relative
+    error of up to i 2^-24 |sum[i]|: after one g of -1e4 up to 5e-4 a token. -infinity and NaN stay
+    until the chunk's end, and make these NaN. gdn_chunk_forward has neither limit.
     With `gate`, g holds the projection a, and -exp(a_log) * softplus(a + dt_bias) takes its place:
     a_log and dt_bias are given per head, each operation is rounded once to f32, exp and softplus are
-    core/math.h's, within 1 ulp. -infinity and NaN stay until the chunk's end.
+    core/math.h's, within 1 ulp.
     """
 
 def gdn_kkt(
@@ -707,11 +707,11 @@ def gdn_kkt(
 
       l[i][j] = (beta[i] * (k[i] . k[j])) * e^(g[i] - g[j])      j < i; 0 for all other j < chunk
 
-    for rows i, j of one chunk, g being summed from its start (gdn_cumsum). The dot product is
-    acc = fma(k[i][d], k[j][d], acc) in f32, d ascending, from 0; the difference, the exponential
-    (core/math.h, within 1 ulp) and the two products are each rounded once to f32. The exponential is
-    taken of differences with j < i alone: never above 0 for log decays that are not, so it cannot
-    overflow; g down to -1e4 a token gives 0, not NaN.
+    for rows i, j of one chunk, g being summed from its start (gdn_cumsum, with its bound). The dot
+    product is acc = fma(k[i][d], k[j][d], acc) in f32, d ascending, from 0; the difference, the
+    exponential (core/math.h, within 1 ulp) and the two products are each rounded once to f32. The
+    exponential is taken of differences with j < i alone: never above 0 for log decays that are not,
+    so it cannot overflow; g down to -1e4 a token gives 0, not NaN (-infinity gives NaN).
     """
 
 def gdn_solve(
@@ -879,26 +879,26 @@ def gdn_chunk_forward(
       q, k    = x * (1 / sqrt(x.x + 1e-6)) each, if qk_l2norm (x.x as core/dot.h);  q = q * scale
       g       = -exp(a_log) * softplus(g + dt_bias), if gate
       beta    = sigmoid(beta), if beta_sigmoid;  2 * that, if allow_neg_eigval
-      G[i]    = G[i-1] + g[i]
+      G[i]    = G[i-1] + max(g[i], -2^13) in f64, kept as hi + lo: hi the nearest multiple of 1/16,
+                ties to even, lo the rest, in f32
+      e^(G[i] - G[j]) = exp(hi[i] - hi[j], lo[i] - lo[j]);  e^G[i] the same with 0 for G[j]
       L[i][j] = (beta[i] * (k[i] . k[j])) * e^(G[i] - G[j])        j < i
       P[i][j] = (q[i] . k[j]) * e^(G[i] - G[j])                    j <= i
       y[i]    = beta[i] * fma(-e^G[i], k[i] S, v[i]) - (sum over j < i of L[i][j] y[j])
       o[i]    = X(e^G[i] * (q[i] S) + sum over j <= i of P[i][j] y[j])
       S       = e^G[last] * S + sum over i of k[i]^T (e^(G[last] - G[i]) * y[i])
 
-    All of it in f32, whatever `element` is: X, the rounding of o to `element`, is the only one to a
+    All else in f32, whatever `element` is: X, the rounding of o to `element`, is the only one to a
     half type. Sums of products are acc = fma(a, b, acc), terms ascending: k.k, q.k, k S, q S and the
     sum in y from 0 (the latter is then subtracted), the sum in o from e^G[i] * (q[i] S), that in S
-    from e^G[last] * S. Every other operation is rounded once; exp, softplus and sigmoid are
-    core/math.h's, within 1 ulp. Neither A nor w and u are formed: y is what the chain of gdn_cumsum
-    .. gdn_output calls v_new, by substitution instead of an inverse, and no value between is
-    rounded.
+    from e^G[last] * S. Every other operation is rounded once; exp, softplus, sigmoid: core/math.h.
+    y is what the chain of gdn_cumsum .. gdn_output calls v_new, by substitution, not by an inverse.
 
-    Exponents are never above 0 while no g is: nothing overflows, and g down to -1e4, beta up to 2
-    and single tokens give no NaN. (g = -infinity does: G[i] - G[j] has no value.) A NaN or infinity
-    reaches the later tokens of its sequence and head alone, however chunks and heads are batched.
-    A token whose `mask` is 0 is not looked at: q = k = v = 0, g = beta = 0, so the state passes it
-    by, and its o is 0. An empty sequence passes its state on.
+    e^(G[i] - G[j]) is within 2e-7 of e^(g[j+1] + .. + g[i]), relative, whatever the other g are, and
+    at most 1 while no g is above 0. g <= -2^13, so also -infinity, is a reset: what is before it
+    counts for 0 after it. A NaN, or an infinity elsewhere, reaches the later tokens of its sequence
+    and head alone. A token whose `mask` is 0 is not looked at: q = k = v = 0, g = beta = 0, so the
+    state passes it by, and its o is 0. An empty sequence passes its state on.
     """
 
 def aura_encode(
@@ -927,7 +927,9 @@ def aura_encode(
     Rows of x to codes and norms, by the row format of bittern/aura_desc.h. Everything in f32, each
     operation rounded.
 
-      1. norm = sqrt(dot(x, x));  inv = norm > 1e-8f ? 1 / norm : 0
+      1. norm = sqrt(dot(x, x));  inv = norm > 0 ? 1 / norm : 0. Unless 2^-100 <= dot(x, x) < 2^128,
+         steps 1 and 2 take x_j 2^-e for x_j, with 2^e <= largest |x_j| < 2^(e+1) but e at least -126
+         and at most 126; after them norm := the smaller of norm 2^e and the largest finite f32
       2. r = P u, u_j = x_j * inv; a hadamard rotation takes inv and its own scale as one factor:
          its first step is t_j = x_j * (sign_j * (inv * d^-1/2))
       3. code_j = number of boundaries strictly below r_j (0 for a NaN)
@@ -945,15 +947,13 @@ def aura_encode(
       sum   of each eight neighbours s_0 .. s_7 (zeros past the row's end)
             ((s_0 + s_1) + (s_2 + s_3)) + ((s_4 + s_5) + (s_6 + s_7)); then the halving tree of these
 
-    With rotation dense, rule matched and f32 norms this is AURA's fused encode.
+    A finite row has the codes of its direction, however small or large it is. s follows its norm as
+    far as the norms' dtype goes: with fewer bits where it is subnormal there, to the largest finite
+    value where the norm or s is beyond that. A row of zeros has the codes of 0, s = 0 and x' = 0. A
+    row with a NaN or an infinity has codes 0 and s NaN, and decodes to NaN. No row touches another.
 
-    Rows out of the ordinary, none of which touches another row:
-      all zero                norm 0: every code is the one of 0, s = 0, x' = 0
-      0 < norm <= 1e-8        as the formula says: no direction, the codes of 0; s = norm / sqrt(C)
-                              (matched), norm (none, unbiased) or 0 (least_squares)
-      finite, but the sum of  steps 1 and 2 on x_j 2^-96 instead of x_j; then norm := the smaller of
-      squares overflows       norm 2^96 and the largest finite f32
-      NaN or an infinity      every code 0, s NaN: the row decodes to NaN
+    With rotation dense, rule matched and f32 norms this is AURA's fused encode, except for rows of
+    norm 1e-8 and less, to which AURA gives no direction, and those whose squares overflow.
 
     boundaries must be finite and never descend; the codebook must be finite, and ascending where the
     codes are to be the nearest levels. A dense matrix is taken as it is.
@@ -1244,45 +1244,45 @@ def gdn_chunk_backward(
     The forward pass is computed anew; q, k, beta, G, L, P, y and S (before the chunk) are as in
     gdn_chunk_forward.h, q being normalised and scaled. Chunks go from the last to the first, with H
     the gradient of the state after the chunk. For rows i, j of a chunk, e[i] = e^G[i], l[i] =
-    e^(G[last] - G[i]), E[i][j] = e^(G[i] - G[j]), b[i] = -(beta[i] * e[i]):
+    e^(G[last] - G[i]), E[i][j] = e^(G[i] - G[j]), b[i] = -(beta[i] * e[i]), and sums over j:
 
-      r[i]     = (l[i] * (k[i] H) + sum over j >= i of P[j][i] d_o[j]) - (sum over j > i of L[j][i]
-      r[j]) dl[i][j] = -(r[i] . y[j])     j < i           DL[i][j] = dl[i][j] * E[i][j] dp[i][j] =
-      d_o[i] . y[j]      j <= i          DP[i][j] = dp[i][j] * E[i][j] M[i] = r[i] S^T N[i] = d_o[i]
-      S^T               Z[i] = y[i] H^T X[i][j]  = beta[i] * DL[i][j], X[i][i] = 0 dq[i]    = e[i] *
-      N[i] + sum over j <= i of DP[i][j] k[j] dk[i]    = fma(b[i], M[i], l[i] * Z[i]) + sum over j >=
-      i of DP[j][i] q[j]
-                 + sum over j <= i of X[i][j] k[j] + sum over j >= i of X[j][i] k[j]
+      r[i]     = (l[i] * (k[i] H) + sum j >= i of P[j][i] d_o[j]) - (sum j > i of L[j][i] r[j])
+      dl[i][j] = -(r[i] . y[j])   j < i      DL[i][j] = dl[i][j] * E[i][j]
+      dp[i][j] = d_o[i] . y[j]    j <= i     DP[i][j] = dp[i][j] * E[i][j]
+      M[i]     = r[i] S^T        N[i] = d_o[i] S^T        Z[i] = y[i] H^T
+      X[i][j]  = beta[i] * DL[i][j], X[i][i] = 0
+      dq[i]    = e[i] * N[i] + sum j <= i of DP[i][j] k[j]
+      dk[i]    = fma(b[i], M[i], l[i] * Z[i]) + sum j >= i of DP[j][i] q[j]
+                 + sum j <= i of X[i][j] k[j] + sum j >= i of X[j][i] k[j]
       dv[i]    = beta[i] * r[i]
       dbeta[i] = fma(-e[i], k[i] . M[i], r[i] . v[i]) + (DL[i] . (k k^T)[i] over j < i)
-      W[i][j]  = fma(dl[i][j], L[i][j], dp[i][j] * P[i][j])         j < i
-      dG[i]    = ((fma(b[i], k[i] . M[i], e[i] * (q[i] . N[i])) - z[i]) + sum over j < i of W[i][j])
-                 - (sum over j > i of W[j][i])                      z[i] = l[i] * (k[i] . Z[i])
-      dG[last] = fma(e[last], <S, H>, dG[last] + sum of z)
-      dg[i]    = dg[i+1] + dG[i]
-      H        = e[last] * H + sum over i of k[i]^T (b[i] * r[i]) + sum over i of q[i]^T (e[i] *
-      d_o[i])
+      W[i][j]  = fma(dl[i][j], L[i][j], dp[i][j] * P[i][j])        j < i
+      C[i][j]  = C[i+1][j] + W[i][j]                               j < i
+      f[i]     = f[i+1] + fma(b[i], k[i] . M[i], e[i] * (q[i] . N[i]))
+      z[i]     = z[i-1] + l[i-1] * (k[i-1] . Z[i-1])
+      dg[i]    = fma(e[last], <S, H>, (f[i] + (sum j < i of C[i][j])) + z[i])
+      H        = e[last] * H + sum of k[i]^T (b[i] * r[i]) + sum of q[i]^T (e[i] * d_o[i])
+
+    dg[i] adds up what g[i] decays and nothing else: terms that g[i] does not decay need not cancel.
 
     All of it in f32; X, the rounding of d_q, d_k and d_v to `element`, comes last. Products of
     matrices and sums written after one another are acc = fma(a, b, acc), terms ascending, from what
     stands before them or from 0; but the sum over j > i in r descends, and is subtracted at the end.
-    a . b is core/dot.h's sum, so is that of W[i] (times 1); <S, H> is the sum over the columns of S,
-    ascending, of their dot products, <S, H> = ((0 + c0) + c1) + ...; the sums of W[j][i] and of z
-    ascend from 0. Every other operation is rounded once.
+    a . b is core/dot.h's sum, so is that of C[i] (times 1); <S, H> is the sum over the columns of S,
+    ascending, of their dot products; C, f and z start from 0. Every other operation is rounded once.
 
     Then the d_q and d_k of a key head are summed over its value heads, in order of heads, and with
     a = g + dt_bias, rate = -exp(a_log), and n the normalised k, or q before it is scaled:
 
       d_q = X(scale * dq), d_k = X(dk)     or, if qk_l2norm, with D either one before X:
             X(1 / sqrt(x.x + 1e-6) * fma(-(D . n), n, D))
-      d_g = (dg * rate) * (a > 20 ? 1 : sigmoid(a)), if gate
+      d_g = (dg * rate) * (a > 20 ? 1 : sigmoid(a)), if gate; a reset has dg, which is 0, and adds
+            nothing to:
       d_dt_bias = sum of d_g, d_a_log = sum of dg * (rate * softplus(a)): over the tokens of a
-      sequence,
-            ascending, acc = fma(dg, rate * softplus(a), acc) and acc + d_g, from 0; then over
-            sequences
+            sequence, ascending, acc + d_g and acc = fma(dg, rate * softplus(a), acc), from 0; then
+            over sequences
       d_beta = dbeta * slope, if beta_sigmoid, with slope = s * (1 - s), s = sigmoid(beta), twice
-      that
-            if allow_neg_eigval
+            that if allow_neg_eigval
 
     The gradients of a masked token are 0, and its d_o is not looked at. NaN and infinities stay in
     their sequence and head, or key head for d_q and d_k (d_a_log and d_dt_bias: head).

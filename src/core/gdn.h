@@ -69,4 +69,28 @@ BITTERN_HOST_DEVICE inline float gdn_decay(float sum_i, float sum_j) {
   return math::exp(sum_i - sum_j);
 }
 
+// ---- the chunk form's sums of log decays ----
+
+// A log decay at or below it is a reset: e^ of any sum with it is 0, unless the other log decays of
+// the chunk come to thousands above 0.
+inline constexpr float kGdnReset = -0x1p13f;
+
+// A sum of log decays in two parts: the nearest multiple of 1/16, and the rest. Multiples up to
+// 2^19, which 64 resets come to, have exact differences in f32.
+struct GdnSum {
+  float high = 0, low = 0;
+};
+BITTERN_HOST_DEVICE inline GdnSum gdn_sum(double sum) {
+  constexpr double kRounder = 0x1.8p48;  // its ulp is 1/16
+  const double high = (sum + kRounder) - kRounder;
+  return {static_cast<float>(high), static_cast<float>(sum - high)};
+}
+// The sum that follows `sum`. A NaN fails the comparison and stays.
+BITTERN_HOST_DEVICE inline double gdn_next_sum(double sum, float g) {
+  return sum + static_cast<double>(g < kGdnReset ? kGdnReset : g);
+}
+BITTERN_HOST_DEVICE inline float gdn_decay(GdnSum i, GdnSum j = {}) {
+  return math::exp(i.high - j.high, i.low - j.low);
+}
+
 }  // namespace bittern

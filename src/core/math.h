@@ -3,7 +3,8 @@
 // other backend give the same bits, which no libm promises.
 //
 //   exp(x)         within 1 ulp; gradually through the subnormals to 0, to infinity; NaN stays
-//   sigmoid(x)     within 1 ulp, subnormal results too; 0 at -infinity, 1 at +infinity
+//   exp(x, low)    e^(x + low), the sum not rounded: within 1 ulp for |low| <= 1/8, else not
+//   promised sigmoid(x)     within 1 ulp, subnormal results too; 0 at -infinity, 1 at +infinity
 //   silu(x)        x * sigmoid(x): within 2.2 ulp down to x = -87, below that (where sigmoid(x) is
 //                  subnormal) within 2^-142; NaN at -infinity
 //   silu_slope(x)  its derivative, s * fma(x, 1 - s, 1) with s = sigmoid(x): within 2^-20
@@ -29,6 +30,7 @@ inline constexpr float kRounder = 0x1.8p23f;
 // e^x is infinite above the one, and rounds to 0 below the other.
 inline constexpr float kExpMost = 89.0f;
 inline constexpr float kExpLeast = -104.0f;
+inline constexpr float kExpLeastHigh = -105.0f;  // the same with a low part of up to 1/8
 // e^r = 1 + r + r^2 (c0 + c1 r + ...) within 2^-28.2 for |r| <= ln(2)/2: minimax, each coefficient
 // rounded to f32 before the next was sought.
 // (Tables are functions: device code has no access to the host's arrays.)
@@ -48,13 +50,8 @@ BITTERN_HOST_DEVICE inline float power_of_two(std::int32_t n) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(n + 127) << 23);
 }
 
-BITTERN_HOST_DEVICE inline ExpParts exp_parts(float x) {
-  if (x > kExpMost) x = kExpMost;  // false for NaN, which goes through
-  if (x < kExpLeast) x = kExpLeast;
-  const float shifted = std::fma(x, kLog2E, kRounder);
-  const float n = shifted - kRounder;
-  float r = std::fma(n, -kLn2High, x);
-  r = std::fma(n, -kLn2Low, r);
+// e^r 2^n; the low bits of `shifted` hold n.
+BITTERN_HOST_DEVICE inline ExpParts exp_parts(float shifted, float r) {
   float q = std::fma(exp_term(4), r, exp_term(3));
   q = std::fma(q, r, exp_term(2));
   q = std::fma(q, r, exp_term(1));
@@ -63,15 +60,34 @@ BITTERN_HOST_DEVICE inline ExpParts exp_parts(float x) {
   const float tail = std::fma(r * r, q, r - (line - 1.0f));
   const float high = line + tail;
   const float low = tail - (high - line);
-  // The low bits of `shifted` hold n; of a NaN anything, and NaN times a power of two is NaN.
+  // Of a NaN `shifted` holds anything, and NaN times a power of two is NaN.
   const auto whole = static_cast<std::int32_t>(std::bit_cast<std::uint32_t>(shifted) -
                                                std::bit_cast<std::uint32_t>(kRounder));
   const std::int32_t half = whole >> 1;
   return {high, low, power_of_two(half), power_of_two(whole - half)};
 }
+BITTERN_HOST_DEVICE inline ExpParts exp_parts(float x) {
+  if (x > kExpMost) x = kExpMost;  // false for NaN, which goes through
+  if (x < kExpLeast) x = kExpLeast;
+  const float shifted = std::fma(x, kLog2E, kRounder);
+  const float n = shifted - kRounder;
+  float r = std::fma(n, -kLn2High, x);
+  r = std::fma(n, -kLn2Low, r);
+  return exp_parts(shifted, r);
+}
 
 BITTERN_HOST_DEVICE inline float exp(float x) {
   const ExpParts e = exp_parts(x);
+  return e.high * e.two_n0 * e.two_n1;
+}
+BITTERN_HOST_DEVICE inline float exp(float x, float low) {
+  if (x > kExpMost) x = kExpMost;
+  if (x < kExpLeastHigh) x = kExpLeastHigh;
+  const float shifted = std::fma(x + low, kLog2E, kRounder);
+  const float n = shifted - kRounder;
+  const float tail = std::fma(n, -kLn2Low, low);
+  const float r = std::fma(n, -kLn2High, x) + tail;
+  const ExpParts e = exp_parts(shifted, r);
   return e.high * e.two_n0 * e.two_n1;
 }
 

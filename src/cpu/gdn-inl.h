@@ -20,6 +20,7 @@ namespace HWY_NAMESPACE {
 namespace gdn {
 
 using cpu::gdn::kRows;
+using cpu::gdn::Sums;
 using matmul::Left;
 using tile::D;
 using tile::kLanes;
@@ -82,8 +83,9 @@ inline void LoadKeys(const GdnDesc& d, const ConstView& x, const ConstView& mask
 
 // Log decays summed from the chunk's start, and strengths, of one value head. Masked tokens: 0.
 template <class Args>
-void LoadGates(const GdnDesc& d, const Args& a, const GdnChunk& chunk, std::int64_t h, float* sum,
-               float* beta) {
+void LoadGates(const GdnDesc& d, const Args& a, const GdnChunk& chunk, std::int64_t h,
+               const Sums& sums, float* beta) {
+  float* sum = sums.high;
   const D tag;
   const std::int64_t first = chunk.begin * d.value_heads + h;
   LoadRow(a.g, first, d.value_heads, chunk.rows, sum);
@@ -102,9 +104,15 @@ void LoadGates(const GdnDesc& d, const Args& a, const GdnChunk& chunk, std::int6
   }
   ClearMasked(a.mask, chunk, 1, sum);
   ClearMasked(a.mask, chunk, 1, beta);
-  sum[0] = 0.0f + sum[0];  // as the other sums: never -0
-  for (std::int64_t i = 1; i < chunk.rows; ++i) sum[i] = sum[i - 1] + sum[i];
-  std::fill(sum + chunk.rows, sum + kRows, 0.0f);
+  double total = 0;
+  for (std::int64_t i = 0; i < chunk.rows; ++i) {
+    total = gdn_next_sum(total, sum[i]);
+    const GdnSum parts = gdn_sum(total);
+    sums.high[i] = parts.high;
+    sums.low[i] = parts.low;
+  }
+  std::fill(sums.high + chunk.rows, sums.high + kRows, 0.0f);
+  std::fill(sums.low + chunk.rows, sums.low + kRows, 0.0f);
 }
 
 // to[j][i] = x[i][j]; rows of `to` are filled up with zeros to whole vectors.
@@ -165,6 +173,43 @@ inline void Decay(std::int64_t rows, std::int64_t columns, const float* factor, 
     }
     for (; j < columns; j += kLanes) hn::StoreU(hn::Zero(d), d, out + j);
   }
+}
+
+// The chunk form's weights on and below the diagonal: E = e^(sum[i] - sum[j]), L = (beta k k^T) E
+// below it, P = (q k^T) E. Where qk or e is null there is no P, and E is not kept.
+inline void Weights(std::int64_t rows, const float* beta, const Sums& sum, const float* kk,
+                    float* l, const float* qk = nullptr, float* p = nullptr, float* e = nullptr) {
+  const D d;
+  for (std::int64_t i = 0; i < rows; ++i) {
+    const V high = hn::Set(d, sum.high[i]), low = hn::Set(d, sum.low[i]);
+    const V strength = hn::Set(d, beta[i]);
+    for (std::int64_t j = 0; j <= i; j += kLanes) {
+      const std::int64_t at = i * kRows + j;
+      const auto below = Before(j, i), on = Before(j, i + 1);
+      const V decay = Exp(d, hn::Sub(high, hn::LoadU(d, sum.high + j)),
+                          hn::Sub(low, hn::LoadU(d, sum.low + j)));
+      const V x = hn::Mul(hn::Mul(strength, hn::LoadU(d, kk + at)), decay);
+      hn::StoreU(hn::IfThenElseZero(below, x), d, l + at);
+      if (qk != nullptr)
+        hn::StoreU(hn::IfThenElseZero(on, hn::Mul(hn::LoadU(d, qk + at), decay)), d, p + at);
+      if (e != nullptr) hn::StoreU(hn::IfThenElseZero(on, decay), d, e + at);
+    }
+  }
+}
+
+// e^sum of a row, and e^(last - sum).
+inline void ExpRow(const Sums& sum, float* to) {
+  const D d;
+  for (std::int64_t i = 0; i < kRows; i += kLanes)
+    hn::StoreU(Exp(d, hn::LoadU(d, sum.high + i), hn::LoadU(d, sum.low + i)), d, to + i);
+}
+inline void ExpRowFromLast(const Sums& sum, std::int64_t rows, float* to) {
+  const D d;
+  const V high = hn::Set(d, sum.high[rows - 1]), low = hn::Set(d, sum.low[rows - 1]);
+  for (std::int64_t i = 0; i < rows; i += kLanes)
+    hn::StoreU(
+        Exp(d, hn::Sub(high, hn::LoadU(d, sum.high + i)), hn::Sub(low, hn::LoadU(d, sum.low + i))),
+        d, to + i);
 }
 
 // e^x of a row, and e^(last - x).

@@ -71,6 +71,12 @@ void parallel_scratch(const GdnDesc& d, std::int64_t items, Workspace workspace,
   });
 }
 
+// The two parts of each token's sum of log decays (core/gdn.h).
+struct Sums {
+  explicit Sums(Pieces& p) : high(p.row()), low(p.row()) {}
+  float *high, *low;
+};
+
 struct RecomputeScratch {
   explicit RecomputeScratch(Pieces& p)
       : a(p.matrix()), scaled(p.either()), product(p.either()), beta(p.row()), decay(p.row()) {}
@@ -132,7 +138,7 @@ struct ForwardScratch {
         qk(pieces.matrix()),
         l(pieces.matrix()),
         p(pieces.matrix()),
-        sum(pieces.row()),
+        sum(pieces),
         decay(pieces.row()),
         beta(pieces.row()) {
     for (float*& s : state) s = pieces.state();
@@ -140,7 +146,9 @@ struct ForwardScratch {
   float* state[kShared];
   float* keys_queries;  // the queries right after the last key
   float* products;      // of these with the state
-  float *k_transposed, *v, *kk, *qk, *l, *p, *sum, *decay, *beta;
+  float *k_transposed, *v, *kk, *qk, *l, *p;
+  Sums sum;
+  float *decay, *beta;
 };
 
 // Gradients are named as in bittern/ops/gdn_chunk_backward.h.
@@ -165,12 +173,14 @@ struct BackwardScratch {
         dp(pieces.matrix()),
         x(pieces.matrix()),
         w(pieces.matrix()),
-        sum(pieces.row()),
+        sum(pieces),
         decay(pieces.row()),
         rest(pieces.row()),
         beta(pieces.row()),
         b(pieces.row()),
         columns(pieces.row()),
+        own(pieces.row()),
+        before(pieces.row()),
         dbeta(pieces.row()),
         ones(pieces.row()),
         state_size(pieces.state_size()) {
@@ -189,7 +199,8 @@ struct BackwardScratch {
   float* projected;     // M and N: these times the state
   float *transposed, *v, *z, *dq, *dk;
   float *qk, *e, *l, *p, *dl, *dp, *x, *w;
-  float *sum, *decay, *rest, *beta, *b, *columns, *dbeta, *ones;
+  Sums sum;
+  float *decay, *rest, *beta, *b, *columns, *own, *before, *dbeta, *ones;
   // Of every chunk of a head: the state before it, transposed, k k^T, y, and the sums over value
   // heads of dq and dk.
   std::int64_t state_size;

@@ -20,17 +20,9 @@ struct ExpParts {
 };
 
 template <class D>
-HWY_INLINE void SplitExp(D d, hn::Vec<D> x, ExpParts<hn::Vec<D>>& out) {
+HWY_INLINE void SplitExp(D d, hn::Vec<D> shifted, hn::Vec<D> r, ExpParts<hn::Vec<D>>& out) {
   const hn::RebindToSigned<D> di;
   const auto set = [d](float c) HWY_ATTR { return hn::Set(d, c); };
-  const auto most = set(math::kExpMost), least = set(math::kExpLeast);
-  x = hn::IfThenElse(hn::Gt(x, most), most, x);
-  x = hn::IfThenElse(hn::Lt(x, least), least, x);
-  const auto rounder = set(math::kRounder);
-  const auto shifted = hn::MulAdd(x, set(math::kLog2E), rounder);
-  const auto n = hn::Sub(shifted, rounder);
-  auto r = hn::MulAdd(n, set(-math::kLn2High), x);
-  r = hn::MulAdd(n, set(-math::kLn2Low), r);
   auto q = hn::MulAdd(set(math::exp_term(4)), r, set(math::exp_term(3)));
   q = hn::MulAdd(q, r, set(math::exp_term(2)));
   q = hn::MulAdd(q, r, set(math::exp_term(1)));
@@ -40,7 +32,7 @@ HWY_INLINE void SplitExp(D d, hn::Vec<D> x, ExpParts<hn::Vec<D>>& out) {
   const auto tail = hn::MulAdd(hn::Mul(r, r), q, hn::Sub(r, hn::Sub(line, one)));
   out.high = hn::Add(line, tail);
   out.low = hn::Sub(tail, hn::Sub(out.high, line));
-  const auto whole = hn::Sub(hn::BitCast(di, shifted), hn::BitCast(di, rounder));
+  const auto whole = hn::Sub(hn::BitCast(di, shifted), hn::BitCast(di, set(math::kRounder)));
   const auto half = hn::ShiftRight<1>(whole);
   const auto bias = hn::Set(di, 127);
   const auto power = [&](auto k)
@@ -50,9 +42,42 @@ HWY_INLINE void SplitExp(D d, hn::Vec<D> x, ExpParts<hn::Vec<D>>& out) {
 }
 
 template <class D>
+HWY_INLINE hn::Vec<D> ClampExp(D d, hn::Vec<D> x, float least) {
+  const auto most = hn::Set(d, math::kExpMost), lowest = hn::Set(d, least);
+  x = hn::IfThenElse(hn::Gt(x, most), most, x);
+  return hn::IfThenElse(hn::Lt(x, lowest), lowest, x);
+}
+
+template <class D>
+HWY_INLINE void SplitExp(D d, hn::Vec<D> x, ExpParts<hn::Vec<D>>& out) {
+  const auto set = [d](float c) HWY_ATTR { return hn::Set(d, c); };
+  x = ClampExp(d, x, math::kExpLeast);
+  const auto rounder = set(math::kRounder);
+  const auto shifted = hn::MulAdd(x, set(math::kLog2E), rounder);
+  const auto n = hn::Sub(shifted, rounder);
+  auto r = hn::MulAdd(n, set(-math::kLn2High), x);
+  r = hn::MulAdd(n, set(-math::kLn2Low), r);
+  SplitExp(d, shifted, r, out);
+}
+
+template <class D>
 HWY_INLINE hn::Vec<D> Exp(D d, hn::Vec<D> x) {
   ExpParts<hn::Vec<D>> e;
   SplitExp(d, x, e);
+  return hn::Mul(hn::Mul(e.high, e.two_n0), e.two_n1);
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> Exp(D d, hn::Vec<D> x, hn::Vec<D> low) {
+  const auto set = [d](float c) HWY_ATTR { return hn::Set(d, c); };
+  x = ClampExp(d, x, math::kExpLeastHigh);
+  const auto rounder = set(math::kRounder);
+  const auto shifted = hn::MulAdd(hn::Add(x, low), set(math::kLog2E), rounder);
+  const auto n = hn::Sub(shifted, rounder);
+  const auto tail = hn::MulAdd(n, set(-math::kLn2Low), low);
+  const auto r = hn::Add(hn::MulAdd(n, set(-math::kLn2High), x), tail);
+  ExpParts<hn::Vec<D>> e;
+  SplitExp(d, shifted, r, e);
   return hn::Mul(hn::Mul(e.high, e.two_n0), e.two_n1);
 }
 

@@ -30,7 +30,9 @@ void Evaluate(int function, const float* x, std::int64_t n, float* y) {
       case 1: hn::StoreU(Sigmoid(d, v), d, y + i); break;
       case 2: hn::StoreU(Silu(d, v), d, y + i); break;
       case 3: hn::StoreU(SiluSlope(d, v, Sigmoid(d, v)), d, y + i); break;
-      default: hn::StoreU(Softplus(d, v), d, y + i); break;
+      case 4: hn::StoreU(Softplus(d, v), d, y + i); break;
+      case 5: hn::StoreU(Exp(d, v, hn::Set(d, 0.11f)), d, y + i); break;
+      default: hn::StoreU(Exp(d, v, hn::Set(d, -0.0625f)), d, y + i); break;
     }
   }
 }
@@ -56,7 +58,7 @@ struct Function {
   double absolute = 0;
 };
 const Function kFunctions[] = {
-    {"exp", math::exp, [](double x) { return std::exp(x); }, 1.0},
+    {"exp", [](float x) { return math::exp(x); }, [](double x) { return std::exp(x); }, 1.0},
     {"sigmoid", math::sigmoid,
      [](double x) { return x < 0 ? std::exp(x) / (1 + std::exp(x)) : 1 / (1 + std::exp(-x)); },
      1.0},
@@ -73,6 +75,10 @@ const Function kFunctions[] = {
      0, 0x1p-20},
     {"softplus", math::softplus, [](double x) { return x > 20 ? x : std::log1p(std::exp(x)); },
      1.0},
+    {"exp_of_two_parts", [](float x) { return math::exp(x, 0.11f); },
+     [](double x) { return std::exp(x + static_cast<double>(0.11f)); }, 1.0},
+    {"exp_less_a_part", [](float x) { return math::exp(x, -0.0625f); },
+     [](double x) { return std::exp(x - 0.0625); }, 1.0},
 };
 
 std::vector<float> inputs() {

@@ -85,6 +85,148 @@ inline GdnResult gdn_recurrence(const GdnDesc& d, const std::vector<std::int64_t
   return r;
 }
 
+// Its gradient, from d_o and d_final_state (keys first), by the reverse of the same recurrence: no
+// difference of sums over tokens is taken.
+struct GdnGradients {
+  std::vector<double> q, k, v, g, beta, initial_state;
+  // Of each token and head the most that its gradients may come to, by the sizes of the factors
+  // they are products of: rounding is measured against that.
+  std::vector<double> q_size, k_size, v_size, g_size, beta_size;
+};
+
+inline GdnGradients gdn_reverse(const GdnDesc& d, const std::vector<std::int64_t>& starts,
+                                const GdnValues& x, const std::vector<double>& d_o,
+                                const std::vector<double>& d_final_state) {
+  const auto kd = static_cast<std::size_t>(d.key_dim), vd = static_cast<std::size_t>(d.value_dim);
+  const auto heads = static_cast<std::size_t>(d.value_heads);
+  const double scale = d.scale != 0 ? d.scale : 1 / std::sqrt(static_cast<double>(d.key_dim));
+  GdnGradients r;
+  r.q.assign(x.q.size(), 0);
+  r.k.assign(x.k.size(), 0);
+  r.v.assign(x.v.size(), 0);
+  r.g.assign(x.g.size(), 0);
+  r.beta = r.q_size = r.k_size = r.v_size = r.g_size = r.beta_size = r.g;
+  r.initial_state.assign((starts.size() - 1) * heads * kd * vd, 0);
+  const auto size = [](const std::vector<double>& v, std::size_t begin, std::size_t count) {
+    double sum = 0;
+    for (std::size_t i = begin; i < begin + count; ++i) sum += v[i] * v[i];
+    return std::sqrt(sum);
+  };
+  for (std::size_t n = 0; n + 1 < starts.size(); ++n) {
+    for (std::size_t h = 0; h < heads; ++h) {
+      const std::size_t first = (n * heads + h) * kd * vd;
+      std::vector<double> state(kd * vd);
+      if (!x.initial_state.empty())
+        std::copy_n(x.initial_state.begin() + static_cast<std::ptrdiff_t>(first), kd * vd,
+                    state.begin());
+      std::vector<std::vector<double>> decayed, rest, after;  // of each token: e^g S, v - k S, S
+      for (std::int64_t t = starts[n]; t < starts[n + 1]; ++t) {
+        const std::size_t value = static_cast<std::size_t>(t) * heads + h;
+        const std::size_t key =
+            static_cast<std::size_t>(t * d.key_heads + d.key_head(static_cast<std::int64_t>(h))) *
+            kd;
+        for (double& s : state) s *= std::exp(x.g[value]);
+        decayed.push_back(state);
+        std::vector<double>& left = rest.emplace_back(vd);
+        for (std::size_t j = 0; j < vd; ++j) {
+          left[j] = x.v[value * vd + j];
+          for (std::size_t i = 0; i < kd; ++i) left[j] -= decayed.back()[i * vd + j] * x.k[key + i];
+          for (std::size_t i = 0; i < kd; ++i)
+            state[i * vd + j] += x.k[key + i] * x.beta[value] * left[j];
+        }
+        after.push_back(state);
+      }
+      std::vector<double> grad(kd * vd);
+      if (!d_final_state.empty())
+        std::copy_n(d_final_state.begin() + static_cast<std::ptrdiff_t>(first), kd * vd,
+                    grad.begin());
+      for (std::int64_t t = starts[n + 1]; t-- > starts[n];) {
+        const auto at = static_cast<std::size_t>(t - starts[n]);
+        const std::size_t value = static_cast<std::size_t>(t) * heads + h;
+        const std::size_t key =
+            static_cast<std::size_t>(t * d.key_heads + d.key_head(static_cast<std::int64_t>(h))) *
+            kd;
+        const double beta = x.beta[value];
+        for (std::size_t i = 0; i < kd; ++i)
+          for (std::size_t j = 0; j < vd; ++j) {
+            r.q[key + i] += scale * after[at][i * vd + j] * d_o[value * vd + j];
+            grad[i * vd + j] += scale * x.q[key + i] * d_o[value * vd + j];
+          }
+        const double grad_size = size(grad, 0, kd * vd), old_size = size(decayed[at], 0, kd * vd);
+        r.q_size[value] = scale * size(after[at], 0, kd * vd) * size(d_o, value * vd, vd);
+        r.v_size[value] = beta * size(x.k, key, kd) * grad_size;
+        r.g_size[value] = old_size * grad_size;
+        for (std::size_t j = 0; j < vd; ++j) {
+          double to = 0;
+          for (std::size_t i = 0; i < kd; ++i) to += x.k[key + i] * grad[i * vd + j];
+          r.beta[value] += to * rest[at][j];
+          r.v[value * vd + j] = beta * to;
+          for (std::size_t i = 0; i < kd; ++i) {
+            double& s = grad[i * vd + j];
+            r.k[key + i] += s * beta * rest[at][j] - beta * to * decayed[at][i * vd + j];
+            s -= x.k[key + i] * beta * to;
+            r.g[value] += s * decayed[at][i * vd + j];
+          }
+        }
+        const double write_size = size(x.v, value * vd, vd) + old_size;
+        r.beta_size[value] = size(x.k, key, kd) * grad_size * write_size;
+        r.k_size[value] = beta * grad_size * write_size;
+        for (double& s : grad) s *= std::exp(x.g[value]);
+      }
+      std::copy_n(grad.begin(), kd * vd,
+                  r.initial_state.begin() + static_cast<std::ptrdiff_t>(first));
+    }
+  }
+  return r;
+}
+
+// Log decays of a chunk that is mostly mild, with one token in 8 at `strong`: at regular places, or
+// by chance.
+inline void fill_strong(const ConstView& g, std::int64_t heads, double strong, bool regular,
+                        Rng& rng) {
+  for (std::int64_t i = 0; i < g.shape.numel(); ++i) {
+    const bool here = regular ? i / heads % 8 == 3 : rng.chance(8);
+    put(g, i, here ? strong : -0.3 * rng.uniform());
+  }
+}
+
+// The largest relative error of rows of `width`: of each, the root of the squares.
+inline double worst_row(const std::vector<double>& got, const std::vector<double>& want,
+                        std::int64_t width) {
+  EXPECT_EQ(got.size(), want.size());
+  const auto n = static_cast<std::size_t>(width);
+  double worst = 0;
+  for (std::size_t row = 0; row < got.size(); row += n) {
+    double error = 0, size = 0;
+    for (std::size_t i = row; i < row + n; ++i) {
+      error += (got[i] - want[i]) * (got[i] - want[i]);
+      size += want[i] * want[i];
+    }
+    if (!(error == 0)) worst = std::max(worst, size > 0 ? std::sqrt(error / size) : 1.0);
+    if (std::isnan(error)) return error;
+  }
+  return worst;
+}
+
+// The largest error of rows of `width`, root of the squares, against each row's size.
+inline double worst_error(const std::vector<double>& got, const std::vector<double>& want,
+                          std::int64_t width, const std::vector<double>& sizes) {
+  EXPECT_EQ(got.size(), want.size());
+  EXPECT_EQ(got.size(), sizes.size() * static_cast<std::size_t>(width));
+  double worst = 0;
+  for (std::size_t row = 0; row < sizes.size(); ++row) {
+    double error = 0;
+    for (std::size_t i = row * static_cast<std::size_t>(width);
+         i < (row + 1) * static_cast<std::size_t>(width); ++i)
+      error += (got[i] - want[i]) * (got[i] - want[i]);
+    // Below the least normal number f32 has fewer bits.
+    const double relative = std::sqrt(error) / std::max(sizes[row], 0x1p-110);
+    if (!(relative <= worst)) worst = relative;
+    if (std::isnan(worst)) return worst;
+  }
+  return worst;
+}
+
 // Where the sequences start, and the end: of equal rows, or as given.
 inline std::vector<std::int64_t> gdn_starts(const GdnDesc& d, const ConstView& cu_seqlens) {
   std::vector<std::int64_t> starts;

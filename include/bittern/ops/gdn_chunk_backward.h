@@ -5,45 +5,45 @@
 // The forward pass is computed anew; q, k, beta, G, L, P, y and S (before the chunk) are as in
 // gdn_chunk_forward.h, q being normalised and scaled. Chunks go from the last to the first, with H
 // the gradient of the state after the chunk. For rows i, j of a chunk, e[i] = e^G[i], l[i] =
-// e^(G[last] - G[i]), E[i][j] = e^(G[i] - G[j]), b[i] = -(beta[i] * e[i]):
+// e^(G[last] - G[i]), E[i][j] = e^(G[i] - G[j]), b[i] = -(beta[i] * e[i]), and sums over j:
 //
-//   r[i]     = (l[i] * (k[i] H) + sum over j >= i of P[j][i] d_o[j]) - (sum over j > i of L[j][i]
-//   r[j]) dl[i][j] = -(r[i] . y[j])     j < i           DL[i][j] = dl[i][j] * E[i][j] dp[i][j] =
-//   d_o[i] . y[j]      j <= i          DP[i][j] = dp[i][j] * E[i][j] M[i] = r[i] S^T N[i] = d_o[i]
-//   S^T               Z[i] = y[i] H^T X[i][j]  = beta[i] * DL[i][j], X[i][i] = 0 dq[i]    = e[i] *
-//   N[i] + sum over j <= i of DP[i][j] k[j] dk[i]    = fma(b[i], M[i], l[i] * Z[i]) + sum over j >=
-//   i of DP[j][i] q[j]
-//              + sum over j <= i of X[i][j] k[j] + sum over j >= i of X[j][i] k[j]
+//   r[i]     = (l[i] * (k[i] H) + sum j >= i of P[j][i] d_o[j]) - (sum j > i of L[j][i] r[j])
+//   dl[i][j] = -(r[i] . y[j])   j < i      DL[i][j] = dl[i][j] * E[i][j]
+//   dp[i][j] = d_o[i] . y[j]    j <= i     DP[i][j] = dp[i][j] * E[i][j]
+//   M[i]     = r[i] S^T        N[i] = d_o[i] S^T        Z[i] = y[i] H^T
+//   X[i][j]  = beta[i] * DL[i][j], X[i][i] = 0
+//   dq[i]    = e[i] * N[i] + sum j <= i of DP[i][j] k[j]
+//   dk[i]    = fma(b[i], M[i], l[i] * Z[i]) + sum j >= i of DP[j][i] q[j]
+//              + sum j <= i of X[i][j] k[j] + sum j >= i of X[j][i] k[j]
 //   dv[i]    = beta[i] * r[i]
 //   dbeta[i] = fma(-e[i], k[i] . M[i], r[i] . v[i]) + (DL[i] . (k k^T)[i] over j < i)
-//   W[i][j]  = fma(dl[i][j], L[i][j], dp[i][j] * P[i][j])         j < i
-//   dG[i]    = ((fma(b[i], k[i] . M[i], e[i] * (q[i] . N[i])) - z[i]) + sum over j < i of W[i][j])
-//              - (sum over j > i of W[j][i])                      z[i] = l[i] * (k[i] . Z[i])
-//   dG[last] = fma(e[last], <S, H>, dG[last] + sum of z)
-//   dg[i]    = dg[i+1] + dG[i]
-//   H        = e[last] * H + sum over i of k[i]^T (b[i] * r[i]) + sum over i of q[i]^T (e[i] *
-//   d_o[i])
+//   W[i][j]  = fma(dl[i][j], L[i][j], dp[i][j] * P[i][j])        j < i
+//   C[i][j]  = C[i+1][j] + W[i][j]                               j < i
+//   f[i]     = f[i+1] + fma(b[i], k[i] . M[i], e[i] * (q[i] . N[i]))
+//   z[i]     = z[i-1] + l[i-1] * (k[i-1] . Z[i-1])
+//   dg[i]    = fma(e[last], <S, H>, (f[i] + (sum j < i of C[i][j])) + z[i])
+//   H        = e[last] * H + sum of k[i]^T (b[i] * r[i]) + sum of q[i]^T (e[i] * d_o[i])
+//
+// dg[i] adds up what g[i] decays and nothing else: terms that g[i] does not decay need not cancel.
 //
 // All of it in f32; X, the rounding of d_q, d_k and d_v to `element`, comes last. Products of
 // matrices and sums written after one another are acc = fma(a, b, acc), terms ascending, from what
 // stands before them or from 0; but the sum over j > i in r descends, and is subtracted at the end.
-// a . b is core/dot.h's sum, so is that of W[i] (times 1); <S, H> is the sum over the columns of S,
-// ascending, of their dot products, <S, H> = ((0 + c0) + c1) + ...; the sums of W[j][i] and of z
-// ascend from 0. Every other operation is rounded once.
+// a . b is core/dot.h's sum, so is that of C[i] (times 1); <S, H> is the sum over the columns of S,
+// ascending, of their dot products; C, f and z start from 0. Every other operation is rounded once.
 //
 // Then the d_q and d_k of a key head are summed over its value heads, in order of heads, and with
 // a = g + dt_bias, rate = -exp(a_log), and n the normalised k, or q before it is scaled:
 //
 //   d_q = X(scale * dq), d_k = X(dk)     or, if qk_l2norm, with D either one before X:
 //         X(1 / sqrt(x.x + 1e-6) * fma(-(D . n), n, D))
-//   d_g = (dg * rate) * (a > 20 ? 1 : sigmoid(a)), if gate
+//   d_g = (dg * rate) * (a > 20 ? 1 : sigmoid(a)), if gate; a reset has dg, which is 0, and adds
+//         nothing to:
 //   d_dt_bias = sum of d_g, d_a_log = sum of dg * (rate * softplus(a)): over the tokens of a
-//   sequence,
-//         ascending, acc = fma(dg, rate * softplus(a), acc) and acc + d_g, from 0; then over
-//         sequences
+//         sequence, ascending, acc + d_g and acc = fma(dg, rate * softplus(a), acc), from 0; then
+//         over sequences
 //   d_beta = dbeta * slope, if beta_sigmoid, with slope = s * (1 - s), s = sigmoid(beta), twice
-//   that
-//         if allow_neg_eigval
+//         that if allow_neg_eigval
 //
 // The gradients of a masked token are 0, and its d_o is not looked at. NaN and infinities stay in
 // their sequence and head, or key head for d_q and d_k (d_a_log and d_dt_bias: head).

@@ -8,26 +8,26 @@
 //   q, k    = x * (1 / sqrt(x.x + 1e-6)) each, if qk_l2norm (x.x as core/dot.h);  q = q * scale
 //   g       = -exp(a_log) * softplus(g + dt_bias), if gate
 //   beta    = sigmoid(beta), if beta_sigmoid;  2 * that, if allow_neg_eigval
-//   G[i]    = G[i-1] + g[i]
+//   G[i]    = G[i-1] + max(g[i], -2^13) in f64, kept as hi + lo: hi the nearest multiple of 1/16,
+//             ties to even, lo the rest, in f32
+//   e^(G[i] - G[j]) = exp(hi[i] - hi[j], lo[i] - lo[j]);  e^G[i] the same with 0 for G[j]
 //   L[i][j] = (beta[i] * (k[i] . k[j])) * e^(G[i] - G[j])        j < i
 //   P[i][j] = (q[i] . k[j]) * e^(G[i] - G[j])                    j <= i
 //   y[i]    = beta[i] * fma(-e^G[i], k[i] S, v[i]) - (sum over j < i of L[i][j] y[j])
 //   o[i]    = X(e^G[i] * (q[i] S) + sum over j <= i of P[i][j] y[j])
 //   S       = e^G[last] * S + sum over i of k[i]^T (e^(G[last] - G[i]) * y[i])
 //
-// All of it in f32, whatever `element` is: X, the rounding of o to `element`, is the only one to a
+// All else in f32, whatever `element` is: X, the rounding of o to `element`, is the only one to a
 // half type. Sums of products are acc = fma(a, b, acc), terms ascending: k.k, q.k, k S, q S and the
 // sum in y from 0 (the latter is then subtracted), the sum in o from e^G[i] * (q[i] S), that in S
-// from e^G[last] * S. Every other operation is rounded once; exp, softplus and sigmoid are
-// core/math.h's, within 1 ulp. Neither A nor w and u are formed: y is what the chain of gdn_cumsum
-// .. gdn_output calls v_new, by substitution instead of an inverse, and no value between is
-// rounded.
+// from e^G[last] * S. Every other operation is rounded once; exp, softplus, sigmoid: core/math.h.
+// y is what the chain of gdn_cumsum .. gdn_output calls v_new, by substitution, not by an inverse.
 //
-// Exponents are never above 0 while no g is: nothing overflows, and g down to -1e4, beta up to 2
-// and single tokens give no NaN. (g = -infinity does: G[i] - G[j] has no value.) A NaN or infinity
-// reaches the later tokens of its sequence and head alone, however chunks and heads are batched.
-// A token whose `mask` is 0 is not looked at: q = k = v = 0, g = beta = 0, so the state passes it
-// by, and its o is 0. An empty sequence passes its state on.
+// e^(G[i] - G[j]) is within 2e-7 of e^(g[j+1] + .. + g[i]), relative, whatever the other g are, and
+// at most 1 while no g is above 0. g <= -2^13, so also -infinity, is a reset: what is before it
+// counts for 0 after it. A NaN, or an infinity elsewhere, reaches the later tokens of its sequence
+// and head alone. A token whose `mask` is 0 is not looked at: q = k = v = 0, g = beta = 0, so the
+// state passes it by, and its o is 0. An empty sequence passes its state on.
 #pragma once
 #include "bittern/gdn_desc.h"
 

@@ -1,10 +1,10 @@
-// The log decay summed within each chunk:
-//
-//   sum[i] = sum[i-1] + g[i]      from 0 at the chunk's start, in f32, i ascending
-//
+// The log decay summed within each chunk:   sum[i] = sum[i-1] + g[i]   from 0 at the chunk's start,
+// in f32, i ascending, as FLA has it. So e^(sum[i] - sum[j]) of the ops that follow has a relative
+// error of up to i 2^-24 |sum[i]|: after one g of -1e4 up to 5e-4 a token. -infinity and NaN stay
+// until the chunk's end, and make these NaN. gdn_chunk_forward has neither limit.
 // With `gate`, g holds the projection a, and -exp(a_log) * softplus(a + dt_bias) takes its place:
 // a_log and dt_bias are given per head, each operation is rounded once to f32, exp and softplus are
-// core/math.h's, within 1 ulp. -infinity and NaN stay until the chunk's end.
+// core/math.h's, within 1 ulp.
 #pragma once
 #include "bittern/gdn_desc.h"
 

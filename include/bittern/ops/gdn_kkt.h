@@ -2,11 +2,11 @@
 //
 //   l[i][j] = (beta[i] * (k[i] . k[j])) * e^(g[i] - g[j])      j < i; 0 for all other j < chunk
 //
-// for rows i, j of one chunk, g being summed from its start (gdn_cumsum). The dot product is
-// acc = fma(k[i][d], k[j][d], acc) in f32, d ascending, from 0; the difference, the exponential
-// (core/math.h, within 1 ulp) and the two products are each rounded once to f32. The exponential is
-// taken of differences with j < i alone: never above 0 for log decays that are not, so it cannot
-// overflow; g down to -1e4 a token gives 0, not NaN.
+// for rows i, j of one chunk, g being summed from its start (gdn_cumsum, with its bound). The dot
+// product is acc = fma(k[i][d], k[j][d], acc) in f32, d ascending, from 0; the difference, the
+// exponential (core/math.h, within 1 ulp) and the two products are each rounded once to f32. The
+// exponential is taken of differences with j < i alone: never above 0 for log decays that are not,
+// so it cannot overflow; g down to -1e4 a token gives 0, not NaN (-infinity gives NaN).
 #pragma once
 #include "bittern/gdn_desc.h"
 

@@ -44,7 +44,7 @@ void LoadChunk(const Head& h, const GdnChunk& chunk, const BackwardScratch& s) {
   gdn::LoadRows(h.a.v, h.a.mask, chunk, h.d.value_heads, h.head, h.d.value_dim, s.v);
   gdn::LoadGates(h.d, h.a, chunk, h.head, s.sum, s.beta);
   gdn::ExpRow(s.sum, s.decay);
-  gdn::ExpRowFrom(s.sum[rows - 1], s.sum, rows, s.rest);
+  gdn::ExpRowFromLast(s.sum, rows, s.rest);
 }
 
 void Prefetch(const Head& h, const GdnChunk& chunk) {
@@ -70,7 +70,7 @@ void Forward(const Head& h, const BackwardScratch& s) {
     float* kk = s.kk + n * h.d.chunk * kRows;
     matmul::MultiplyToLower(rows, h.d.key_dim, {s.keys_queries, h.k_stride}, s.transposed, kRows,
                             kk, kRows);
-    gdn::Decay(rows, rows, s.beta, s.sum, false, kk, s.l);
+    gdn::Weights(rows, s.beta, s.sum, kk, s.l);
     gdn::Transpose(s.state, h.v_stride, h.d.key_dim, width, s.states + n * s.state_size,
                    h.k_stride);
     float* y = s.y + n * h.d.chunk * h.v_stride;
@@ -86,7 +86,7 @@ void Forward(const Head& h, const BackwardScratch& s) {
     matmul::SolveLower(rows, width, {s.l, kRows}, y, h.v_stride);
     std::copy_n(y, rows * h.v_stride, s.v);
     tile::ScaleRows(s.rest, s.v, h.v_stride, rows, width);
-    tile::Scale(math::exp(s.sum[rows - 1]), s.state, h.d.key_dim * h.v_stride);
+    tile::Scale(s.decay[rows - 1], s.state, h.d.key_dim * h.v_stride);
     matmul::Multiply(h.d.key_dim, width, rows, {s.keys_queries, 1, h.k_stride}, s.v, h.v_stride,
                      s.state, h.v_stride, true);
   }
@@ -94,29 +94,9 @@ void Forward(const Head& h, const BackwardScratch& s) {
 
 // ---- backward ----
 
-// E, L and P on and below the diagonal, from k k^T and q k^T.
-void Weights(std::int64_t rows, const float* kk, const BackwardScratch& s) {
-  const gdn::D tag;
-  for (std::int64_t i = 0; i < rows; ++i) {
-    for (std::int64_t j = 0; j <= i; j += kLanes) {
-      const std::int64_t at = i * kRows + j;
-      const auto below = gdn::Before(j, i), on = gdn::Before(j, i + 1);
-      const auto exponent = hn::Sub(hn::Set(tag, s.sum[i]), hn::LoadU(tag, s.sum + j));
-      const auto e = hn::IfThenElseZero(on, Exp(tag, hn::IfThenElseZero(on, exponent)));
-      const auto l = hn::Mul(hn::Mul(hn::Set(tag, s.beta[i]), hn::LoadU(tag, kk + at)), e);
-      hn::StoreU(e, tag, s.e + at);
-      hn::StoreU(hn::IfThenElseZero(below, l), tag, s.l + at);
-      const auto p = hn::Mul(hn::LoadU(tag, s.qk + at), e);
-      hn::StoreU(hn::IfThenElseZero(on, p), tag, s.p + at);
-    }
-  }
-}
-
-// From r . y in s.dl and d_o . y in s.dp: DL in place of the one, DP of the other, X, W and W's
-// sums over columns.
+// From r . y in s.dl and d_o . y in s.dp: DL in place of the one, DP of the other, X and W.
 void WeightGradients(std::int64_t rows, const BackwardScratch& s) {
   const gdn::D tag;
-  std::fill_n(s.columns, kRows, 0.0f);
   for (std::int64_t i = 0; i < rows; ++i) {
     for (std::int64_t j = 0; j <= i; j += kLanes) {
       const std::int64_t at = i * kRows + j;
@@ -125,10 +105,8 @@ void WeightGradients(std::int64_t rows, const BackwardScratch& s) {
       const auto dp = hn::IfThenElseZero(on, hn::LoadU(tag, s.dp + at));
       const auto e = hn::LoadU(tag, s.e + at), p = hn::LoadU(tag, s.p + at);
       const auto w = hn::MulAdd(dl, hn::LoadU(tag, s.l + at), hn::Mul(dp, p));
-      const auto below_w = hn::IfThenElseZero(below, w);
       const auto decayed = hn::IfThenElseZero(below, hn::Mul(dl, e));
-      hn::StoreU(below_w, tag, s.w + at);
-      hn::StoreU(hn::Add(hn::LoadU(tag, s.columns + j), below_w), tag, s.columns + j);
+      hn::StoreU(hn::IfThenElseZero(below, w), tag, s.w + at);
       hn::StoreU(decayed, tag, s.dl + at);
       hn::StoreU(hn::IfThenElseZero(below, hn::Mul(hn::Set(tag, s.beta[i]), decayed)), tag,
                  s.x + at);
@@ -137,31 +115,37 @@ void WeightGradients(std::int64_t rows, const BackwardScratch& s) {
   }
 }
 
-// dG and dbeta, from the products with the state and the weights' gradients; then dg.
+// dbeta and dg, from the products with the state and the weights' gradients.
 void GateGradients(const Head& h, std::int64_t rows, const float* kk, const float* state_transposed,
                    const BackwardScratch& s, float* dg) {
   const std::int64_t keys = h.d.key_dim;
   const float *k = s.keys_queries, *q = k + rows * h.k_stride;
   const float *m = s.projected, *n = m + rows * h.k_stride;
-  float rests = 0;
+  float before = 0;
   for (std::int64_t i = 0; i < rows; ++i) {
     const std::int64_t row = i * h.k_stride, values = i * h.v_stride, weights = i * kRows;
     const float seen = Dot(k + row, m + row, keys);
     s.dbeta[i] =
         std::fma(-s.decay[i], seen, Dot(s.gradients + values, s.v + values, h.d.value_dim)) +
         Dot(s.dl + weights, kk + weights, i);
-    const float rest = s.rest[i] * Dot(k + row, s.z + row, keys);
-    rests += rest;
-    const float own = std::fma(s.b[i], seen, s.decay[i] * Dot(q + row, n + row, keys));
-    dg[i] = own - rest + Dot(s.w + weights, s.ones, i) - s.columns[i];
+    s.own[i] = std::fma(s.b[i], seen, s.decay[i] * Dot(q + row, n + row, keys));
+    s.before[i] = before;
+    before += s.rest[i] * Dot(k + row, s.z + row, keys);
   }
   float inner = 0;
   for (std::int64_t j = 0; j < h.d.value_dim; ++j)
     inner += Dot(state_transposed + j * h.k_stride, s.grad_transposed + j * h.k_stride, keys);
-  const float last = s.decay[rows - 1];
-  dg[rows - 1] = std::fma(last, inner, dg[rows - 1] + rests);
-  float total = 0;
-  for (std::int64_t i = rows - 1; i >= 0; --i) dg[i] = total = total + dg[i];
+  const gdn::D tag;
+  std::fill_n(s.columns, kRows, 0.0f);
+  float own = 0;
+  for (std::int64_t i = rows - 1; i >= 0; --i) {
+    own += s.own[i];
+    for (std::int64_t j = 0; j < i; j += kLanes) {
+      const auto w = hn::LoadU(tag, s.w + i * kRows + j);
+      hn::StoreU(hn::Add(hn::LoadU(tag, s.columns + j), w), tag, s.columns + j);
+    }
+    dg[i] = std::fma(s.decay[rows - 1], inner, own + Dot(s.columns, s.ones, i) + s.before[i]);
+  }
 }
 
 // dq = e N and dk = fma(b, M, l Z), in s.dq and s.dk.
@@ -208,7 +192,7 @@ void BackwardChunk(const Head& h, std::int64_t index, const BackwardScratch& s) 
   gdn::LoadKeys(d, a.q, a.mask, chunk, h.key_head, q);
   tile::Scale(d.query_scale(), q, rows * h.k_stride);
   matmul::MultiplyToLower(rows, keys, {q, h.k_stride}, s.transposed, kRows, s.qk, kRows);
-  Weights(rows, kk, s);
+  gdn::Weights(rows, s.beta, s.sum, kk, s.l, s.qk, s.p, s.e);
   gdn::LoadRows(a.d_o, a.mask, chunk, d.value_heads, h.head, width, d_o);
   for (std::int64_t i = 0; i < rows; ++i) s.b[i] = -(s.beta[i] * s.decay[i]);
 
@@ -272,9 +256,11 @@ GateSums StoreGateGradients(const Head& h, const float* dg) {
     if (h.d.gate && !(a.mask && a.mask.as<std::uint8_t>()[t] == 0)) {
       const float a_log = a.a_log.as<float>()[h.head], bias = a.dt_bias.as<float>()[h.head];
       const float input = a.g.as<float>()[at];
-      sums.a_log = std::fma(out, gdn_log_decay(input, a_log, bias), sums.a_log);
-      out = out * -math::exp(a_log) * gdn_softplus_slope(input + bias);
-      sums.dt_bias += out;
+      if (const float log_decay = gdn_log_decay(input, a_log, bias); !(log_decay <= kGdnReset)) {
+        sums.a_log = std::fma(out, log_decay, sums.a_log);
+        out = out * -math::exp(a_log) * gdn_softplus_slope(input + bias);
+        sums.dt_bias += out;
+      }
     }
     a.d_g.as<float>()[at] = out;
   }

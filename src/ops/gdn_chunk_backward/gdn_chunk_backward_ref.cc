@@ -61,7 +61,8 @@ struct Head {
 struct Chunk {
   GdnChunk place;
   Rows q, k, v, d_o, kk, e, l, p, y, state;  // e: E of the header
-  std::vector<float> beta, sum;
+  std::vector<float> beta;
+  std::vector<GdnSum> sum;
   std::size_t rows() const { return k.size(); }
 };
 
@@ -100,6 +101,7 @@ Chunk forward(const Head& h, const GdnChunk& place, Rows& state) {
   c.state = state;
   c.beta.resize(n);
   c.sum.resize(n);
+  double total = 0;
   for (std::size_t i = 0; i < n; ++i) {
     if (d.qk_l2norm) {
       scale(c.q[i], inverse_norm(c.q[i]));
@@ -114,7 +116,8 @@ Chunk forward(const Head& h, const GdnChunk& place, Rows& state) {
       if (d.gate)
         g = gdn_log_decay(g, h.a.a_log.as<float>()[h.head], h.a.dt_bias.as<float>()[h.head]);
     }
-    c.sum[i] = (i == 0 ? 0 : c.sum[i - 1]) + g;
+    total = gdn_next_sum(total, g);
+    c.sum[i] = gdn_sum(total);
   }
   c.kk = c.e = c.l = c.p = zeros(n, n);
   c.y = zeros(n, width);
@@ -131,10 +134,10 @@ Chunk forward(const Head& h, const GdnChunk& place, Rows& state) {
       float acc = 0;
       for (std::size_t j = 0; j < i; ++j) acc = std::fma(c.l[i][j], c.y[j][x], acc);
       const float seen = product(c.k[i], c.state, x);
-      c.y[i][x] = c.beta[i] * std::fma(-math::exp(c.sum[i]), seen, c.v[i][x]) - acc;
+      c.y[i][x] = c.beta[i] * std::fma(-gdn_decay(c.sum[i]), seen, c.v[i][x]) - acc;
     }
     for (std::size_t m = 0; m < state.size(); ++m) {
-      float acc = math::exp(c.sum[n - 1]) * state[m][x];
+      float acc = gdn_decay(c.sum[n - 1]) * state[m][x];
       for (std::size_t i = 0; i < n; ++i)
         acc = std::fma(c.k[i][m], gdn_decay(c.sum[n - 1], c.sum[i]) * c.y[i][x], acc);
       state[m][x] = acc;
@@ -151,10 +154,10 @@ struct Gradients {
 
 Gradients backward(const Chunk& c, Rows& grad) {
   const std::size_t n = c.rows(), keys = c.k[0].size(), width = c.v[0].size();
-  const float last = c.sum[n - 1];
+  const GdnSum last = c.sum[n - 1];
   std::vector<float> decay(n), rest(n), b(n);  // e, l, b of the header
   for (std::size_t i = 0; i < n; ++i) {
-    decay[i] = math::exp(c.sum[i]);
+    decay[i] = gdn_decay(c.sum[i]);
     rest[i] = gdn_decay(last, c.sum[i]);
     b[i] = -(c.beta[i] * decay[i]);
   }
@@ -211,16 +214,9 @@ Gradients backward(const Chunk& c, Rows& grad) {
   }
 
   const std::vector<float> ones(n, 1.0f);
-  std::vector<float> dsum(n);
-  float rests = 0;
-  for (std::size_t i = 0; i < n; ++i) {
-    const float to_rest = rest[i] * dot(c.k[i], z[i]);
-    rests += to_rest;
-    float column = 0;
-    for (std::size_t j = i + 1; j < n; ++j) column += w[j][i];
-    const float own = std::fma(b[i], dot(c.k[i], m[i]), decay[i] * dot(c.q[i], nn[i]));
-    dsum[i] = own - to_rest + dot(w[i], ones, i) - column;
-  }
+  std::vector<float> before(n);  // Z of the header
+  for (std::size_t i = 1; i < n; ++i)
+    before[i] = before[i - 1] + rest[i - 1] * dot(c.k[i - 1], z[i - 1]);
   float inner = 0;
   for (std::size_t s = 0; s < width; ++s) {
     std::vector<float> one, other;
@@ -230,14 +226,18 @@ Gradients backward(const Chunk& c, Rows& grad) {
     }
     inner += dot(one, other);
   }
-  dsum[n - 1] = std::fma(math::exp(last), inner, dsum[n - 1] + rests);
   out.g.resize(n);
-  float total = 0;
-  for (std::size_t i = n; i-- > 0;) out.g[i] = total = total + dsum[i];
+  std::vector<float> columns(n);
+  float own = 0;
+  for (std::size_t i = n; i-- > 0;) {
+    own += std::fma(b[i], dot(c.k[i], m[i]), decay[i] * dot(c.q[i], nn[i]));
+    for (std::size_t j = 0; j < i; ++j) columns[j] += w[i][j];
+    out.g[i] = std::fma(decay[n - 1], inner, own + dot(columns, ones, i) + before[i]);
+  }
 
   for (std::size_t s = 0; s < keys; ++s) {
     for (std::size_t v = 0; v < width; ++v) {
-      float acc = math::exp(last) * grad[s][v];
+      float acc = decay[n - 1] * grad[s][v];
       for (std::size_t i = 0; i < n; ++i) acc = std::fma(c.k[i][s], b[i] * r[i][v], acc);
       for (std::size_t i = 0; i < n; ++i) acc = std::fma(c.q[i][s], decay[i] * c.d_o[i][v], acc);
       grad[s][v] = acc;
@@ -294,10 +294,12 @@ GateSums run_head(const Head& h, const GdnSequence& sequence, Rows& dq, Rows& dk
     if (d.gate && !h.masked(t)) {
       const float input = a.g.as<float>()[h.at(t)], bias = a.dt_bias.as<float>()[h.head];
       const float rate = -math::exp(a.a_log.as<float>()[h.head]);
-      sums.a_log =
-          std::fma(out, gdn_log_decay(input, a.a_log.as<float>()[h.head], bias), sums.a_log);
-      out = out * rate * gdn_softplus_slope(input + bias);
-      sums.dt_bias += out;
+      const float log_decay = gdn_log_decay(input, a.a_log.as<float>()[h.head], bias);
+      if (!(log_decay <= kGdnReset)) {
+        sums.a_log = std::fma(out, log_decay, sums.a_log);
+        out = out * rate * gdn_softplus_slope(input + bias);
+        sums.dt_bias += out;
+      }
     }
     a.d_g.as<float>()[h.at(t)] = out;
   }

@@ -155,6 +155,91 @@ TEST(GdnChunkBackward, IsTheGradientInF32) {
   }
 }
 
+constexpr double kMost = 3.4028234663852886e38;
+
+// Token by token, each against its own size: mild tokens beside strong ones and resets, with and
+// without d_final_state. The size of a d_g is that of the state before the token, decayed, times
+// that of its gradient: what strong tokens have is as exact as what mild ones have.
+TEST(GdnChunkBackward, StrongDecaysDoNotSpoilAnyGradient) {
+  for (const std::int32_t chunk : {16, 32, 64}) {
+    for (const double strong : {-0.3, -15.0, -60.0, -1e4, -1e6, -1e30, -kMost, -HUGE_VAL}) {
+      for (const bool regular : {true, false}) {
+        for (const bool all : {false, true}) {  // tokens are strong
+          GdnDesc d{.tokens = 150, .key_heads = 2, .value_heads = 2, .key_dim = 16};
+          d.value_dim = 12;
+          d.chunk = chunk;
+          if (regular) d.n_sequences = 3;
+          Problem p = make_problem<Op>(d, 1, {});
+          if (regular) oracle::set_values(p.args.cu_seqlens, {0, 70, 70, 150});
+          fill_problem(p, 0, 6);
+          oracle::Rng rng(7);
+          oracle::fill_strong(p.args.g, d.value_heads, strong, regular, rng);
+          if (all) oracle::set_all(p.args.g, strong);
+          if (!regular) p.args.d_final_state = {};
+          const oracle::GdnValues x{values(p.args.q),    values(p.args.k),
+                                    values(p.args.v),    values(p.args.g),
+                                    values(p.args.beta), values(p.args.initial_state)};
+          const auto want = oracle::gdn_reverse(
+              d, oracle::gdn_starts(d, p.args.cu_seqlens), x, values(p.args.d_o),
+              p.args.d_final_state ? values(p.args.d_final_state) : std::vector<double>());
+          oracle::expect_ok(run_problem(p));
+          const auto what = std::to_string(chunk) + " " + std::to_string(strong) + " " +
+                            std::to_string(regular) + std::to_string(all);
+          const auto expect = [&](const char* name, const MutView& got,
+                                  const std::vector<double>& wanted, std::int64_t width,
+                                  const std::vector<double>& sizes) {
+            const double error = oracle::worst_error(values(got), wanted, width, sizes);
+            EXPECT_LE(error, 1e-6) << name << " " << what;
+          };
+          expect("d_q", p.args.d_q, want.q, d.key_dim, want.q_size);
+          expect("d_k", p.args.d_k, want.k, d.key_dim, want.k_size);
+          expect("d_v", p.args.d_v, want.v, d.value_dim, want.v_size);
+          expect("d_g", p.args.d_g, want.g, 1, want.g_size);
+          expect("d_beta", p.args.d_beta, want.beta, 1, want.beta_size);
+          EXPECT_LE(oracle::worst_row(values(p.args.d_initial_state), want.initial_state,
+                                      d.key_dim * d.value_dim),
+                    1e-6)
+              << what;
+        }
+      }
+    }
+  }
+}
+
+// By the gate: a reset's own gradients are 0, and it adds nothing to those of a_log and dt_bias.
+TEST(GdnChunkBackward, AResetByTheGateHasNoGradient) {
+  for (const std::string_view kernel : oracle::kBothKernels) {
+    GdnDesc d{.tokens = 40, .key_dim = 8, .value_dim = 8, .chunk = 16};
+    d.gate = true;
+    Problem p = make_problem<Op>(d, 1, {});
+    fill_problem(p, 0, 8);
+    for (const std::int64_t t : {0, 5, 6, 15, 16, 31, 39}) put(p.args.g, t, HUGE_VAL);
+    put(p.args.g, 20, 1e30);
+    oracle::expect_ok(run_problem(p, kernel));
+    const double rate = -std::exp(get(p.args.a_log, 0)), bias = get(p.args.dt_bias, 0);
+    oracle::GdnValues x{values(p.args.q), values(p.args.k),    values(p.args.v),
+                        values(p.args.g), values(p.args.beta), values(p.args.initial_state)};
+    for (double& g : x.g) g = rate * (g + bias > 20 ? g + bias : std::log1p(std::exp(g + bias)));
+    const auto want =
+        oracle::gdn_reverse(d, {0, 40}, x, values(p.args.d_o), values(p.args.d_final_state));
+    double d_a_log = 0, d_dt_bias = 0;
+    for (std::int64_t t = 0; t < 40; ++t) {
+      const double a = get(p.args.g, t) + bias;
+      const auto i = static_cast<std::size_t>(t);
+      if (a > 1000) {
+        EXPECT_EQ(get(p.args.d_g, t), 0) << kernel << " " << t;
+        continue;
+      }
+      const double d_g = want.g[i] * rate / (1 + std::exp(-a));
+      d_a_log += want.g[i] * x.g[i];
+      d_dt_bias += d_g;
+      EXPECT_NEAR(get(p.args.d_g, t), d_g, 1e-5 * want.g_size[i]) << kernel << " " << t;
+    }
+    EXPECT_NEAR(get(p.args.d_a_log, 0) / d_a_log, 1, 1e-5);
+    EXPECT_NEAR(get(p.args.d_dt_bias, 0) / d_dt_bias, 1, 1e-5);
+  }
+}
+
 // The same inputs in bf16 and, widened, in f32.
 TEST(GdnChunkBackward, Bf16IsCloseToF32) {
   GdnDesc half{.tokens = 150, .key_heads = 1, .value_heads = 2, .key_dim = 64, .value_dim = 64};

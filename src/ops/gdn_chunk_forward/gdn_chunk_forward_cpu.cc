@@ -43,8 +43,7 @@ void RunChunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std::
   gdn::Prefetch(a.o, chunk, d.value_heads, h, width);
   gdn::LoadGates(d, a, chunk, h, s.sum, s.beta);
   gdn::ExpRow(s.sum, s.decay);
-  gdn::Decay(rows, rows, s.beta, s.sum, false, s.kk, s.l);
-  gdn::Decay(rows, rows, nullptr, s.sum, true, s.qk, s.p);
+  gdn::Weights(rows, s.beta, s.sum, s.kk, s.l, s.qk, s.p);
 
   // k S and q S at once; the former turns into y, the latter into o.
   float *y = s.products, *o = s.products + rows * stride;
@@ -65,10 +64,9 @@ void RunChunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std::
   gdn::ClearMasked(a.mask, chunk, stride, o);
   tile::Store(o, stride, rows, width, a.o, first * width, d.value_heads * width);
 
-  const float last = s.sum[rows - 1];
-  gdn::ExpRowFrom(last, s.sum, rows, s.decay);
+  tile::Scale(s.decay[rows - 1], state, d.key_dim * stride);
+  gdn::ExpRowFromLast(s.sum, rows, s.decay);
   tile::ScaleRows(s.decay, y, stride, rows, width);
-  tile::Scale(math::exp(last), state, d.key_dim * stride);
   matmul::Multiply(d.key_dim, width, rows, {s.keys_queries, 1, k_stride}, y, stride, state, stride,
                    true);
 }

@@ -59,7 +59,9 @@ void run_chunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std:
     for (float& e : row) e *= d.query_scale();
 
   const auto n = static_cast<std::size_t>(chunk.rows);
-  std::vector<float> beta(n), sum(n);
+  std::vector<float> beta(n);
+  std::vector<GdnSum> sum(n);
+  double total = 0;
   for (std::size_t i = 0; i < n; ++i) {
     const std::int64_t t = chunk.begin + static_cast<std::int64_t>(i), at = t * d.value_heads + h;
     float g = 0;
@@ -68,7 +70,8 @@ void run_chunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std:
       g = a.g.as<float>()[at];
       if (d.gate) g = gdn_log_decay(g, a.a_log.as<float>()[h], a.dt_bias.as<float>()[h]);
     }
-    sum[i] = (i == 0 ? 0 : sum[i - 1]) + g;
+    total = gdn_next_sum(total, g);
+    sum[i] = gdn_sum(total);
   }
 
   Rows l(n, std::vector<float>(n)), p = l;
@@ -84,7 +87,7 @@ void run_chunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std:
   for (std::size_t c = 0; c < width; ++c) {
     std::vector<float> y(n);
     for (std::size_t i = 0; i < n; ++i) {
-      const float decay = math::exp(sum[i]);
+      const float decay = gdn_decay(sum[i]);
       float acc = 0;
       for (std::size_t j = 0; j < i; ++j) acc = std::fma(l[i][j], y[j], acc);
       y[i] = beta[i] * std::fma(-decay, product(k[i], state, c), v[i][c]) - acc;
@@ -96,7 +99,7 @@ void run_chunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std:
           from_math<X>(o);
     }
     for (std::size_t m = 0; m < state.size(); ++m) {
-      float acc = math::exp(sum[n - 1]) * state[m][c];
+      float acc = gdn_decay(sum[n - 1]) * state[m][c];
       for (std::size_t i = 0; i < n; ++i)
         acc = std::fma(k[i][m], gdn_decay(sum[n - 1], sum[i]) * y[i], acc);
       state[m][c] = acc;

@@ -164,6 +164,124 @@ TEST(GdnChunkForward, ExtremesGiveNoNan) {
   }
 }
 
+constexpr double kMost = 3.4028234663852886e38;
+constexpr double kStrong[] = {-15, -1e4, -1e6, -1e30, -kMost, -HUGE_VAL};
+
+// e^(G[i] - G[j]) itself: head j writes 1 at token j, and nothing else; o shows what is left of it.
+TEST(GdnChunkForward, DecaysAreRightWhateverTheOthersAre) {
+  for (const std::string_view kernel : oracle::kBothKernels) {
+    for (const std::int32_t chunk : {16, 32, 64}) {
+      for (const double strong : kStrong) {
+        for (const double mild : {0.3, 5.0, -0.5}) {  // the last one grows
+          GdnDesc d{.tokens = chunk, .value_heads = chunk, .key_dim = 1, .value_dim = 1};
+          d.chunk = chunk;
+          d.scale = 1;
+          Problem p = make_problem<Op>(d, 1, {});
+          oracle::Rng rng(static_cast<std::uint64_t>(chunk));
+          for (const ConstView& x : {p.args.q, p.args.k, p.args.v}) oracle::set_all(x, 1);
+          oracle::set_all(p.args.mask, 1);
+          oracle::set_all(p.args.initial_state, 0);
+          for (std::int64_t t = 0; t < chunk; ++t) {
+            const double g = rng.chance(8) ? strong : -mild * rng.uniform();
+            for (std::int64_t h = 0; h < chunk; ++h) {
+              put(p.args.g, t * chunk + h, g);
+              put(p.args.beta, t * chunk + h, t == h ? 1 : 0);
+            }
+          }
+          oracle::expect_ok(run_problem(p, kernel));
+          for (std::int64_t h = 0; h < chunk; ++h) {
+            double sum = 0;
+            for (std::int64_t t = 0; t < chunk; ++t) {
+              if (t > h) sum += get(p.args.g, t * chunk + h);
+              const double want = t < h ? 0 : std::exp(sum), got = get(p.args.o, t * chunk + h);
+              EXPECT_LE(std::abs(got - want), 2e-7 * std::max(want, 0x1p-126))
+                  << kernel << " " << chunk << " " << strong << " " << mild << " " << t << " " << h;
+            }
+            EXPECT_EQ(get(p.args.final_state, h), get(p.args.o, (chunk - 1) * chunk + h));
+          }
+        }
+      }
+    }
+  }
+}
+
+// One token in 8 forgets all, or nearly; the others are as exact as without it. -infinity is a
+// reset.
+TEST(GdnChunkForward, StrongDecaysDoNotSpoilMildOnes) {
+  for (const std::int32_t chunk : {16, 32, 64}) {
+    for (const double strong : kStrong) {
+      for (const bool regular : {true, false}) {
+        GdnDesc d{.tokens = 150, .key_heads = 2, .value_heads = 4, .key_dim = 24, .value_dim = 20};
+        d.chunk = chunk;
+        if (regular) d.n_sequences = 3;
+        Problem p = model_problem(d, 0.5, 0, 1, 11);
+        if (regular) oracle::set_values(p.args.cu_seqlens, {0, 70, 70, 150});
+        oracle::Rng rng(12);
+        oracle::fill_strong(p.args.g, d.value_heads, strong, regular, rng);
+        const auto want = recurrence(p);
+        const auto what = std::to_string(chunk) + " " + std::to_string(strong);
+        oracle::expect_ok(run_problem(p));
+        EXPECT_LE(oracle::worst_row(values(p.args.o), want.o, d.value_dim), 2e-5) << what;
+        EXPECT_LE(oracle::rms_ratio(values(p.args.o), want.o), 1e-6) << what;
+        EXPECT_LE(oracle::rms_ratio(values(p.args.final_state), want.final_state), 1e-6) << what;
+        d.element = DType::bf16;
+        Problem half = model_problem(d, 0.5, 0, 1, 11);
+        if (regular) oracle::set_values(half.args.cu_seqlens, {0, 70, 70, 150});
+        oracle::set_values(half.args.g, values(p.args.g));
+        const auto want_half = recurrence(half);
+        oracle::expect_ok(run_problem(half));
+        EXPECT_LE(oracle::rms_ratio(values(half.args.o), want_half.o), 0.003) << what;
+        EXPECT_LE(oracle::rms_ratio(values(half.args.final_state), want_half.final_state), 1e-6)
+            << what;
+      }
+    }
+  }
+}
+
+// A reset by the gate, of a masked token (which is none), and of tokens that follow each other; the
+// step form gives the same.
+TEST(GdnChunkForward, ResetsAreThoseOfTheStepForm) {
+  GdnDesc d{.tokens = 80, .key_heads = 1, .value_heads = 2, .key_dim = 16, .value_dim = 16};
+  d.gate = true;
+  Problem p = model_problem(d, 0.5, 0, 1, 13);
+  oracle::Rng rng(14);
+  oracle::fill_normal(p.args.g, rng);
+  oracle::set_all(p.args.a_log, 0);
+  oracle::set_all(p.args.dt_bias, 0);
+  for (const std::int64_t t : {0, 9, 10, 63, 64, 70})
+    for (std::int64_t h = 0; h < 2; ++h) put(p.args.g, t * 2 + h, t == 9 ? 3e38 : HUGE_VAL);
+  oracle::GdnValues x{values(p.args.q), values(p.args.k),    values(p.args.v),
+                      values(p.args.g), values(p.args.beta), values(p.args.initial_state)};
+  for (double& g : x.g) g = g > 20 ? -g : -std::log1p(std::exp(g));
+  expect_recurrence(p, oracle::gdn_recurrence(d, {0, 80}, x), 1e-12, "");
+
+  oracle::Problem<GdnRecurrentStep> step = oracle::make_problem<GdnRecurrentStep>({.batch = 1,
+                                                                                   .tokens = 80,
+                                                                                   .key_heads = 1,
+                                                                                   .value_heads = 2,
+                                                                                   .key_dim = 16,
+                                                                                   .value_dim = 16,
+                                                                                   .gate = true},
+                                                                                  1, {});
+  oracle::set_values(step.args.q, values(p.args.q));
+  oracle::set_values(step.args.k, values(p.args.k));
+  oracle::set_values(step.args.v, values(p.args.v));
+  oracle::set_values(step.args.g, values(p.args.g));
+  oracle::set_values(step.args.beta, values(p.args.beta));
+  oracle::set_values(step.args.a_log, values(p.args.a_log));
+  oracle::set_values(step.args.dt_bias, values(p.args.dt_bias));
+  oracle::set_values(step.args.state, values(p.args.initial_state));
+  oracle::expect_ok(run_problem(step));
+  EXPECT_LE(oracle::rms_ratio(values(p.args.o), values(step.args.o)), 1e-6);
+
+  for (std::int64_t t = 60; t < 80; ++t) put(p.args.mask, t, t == 63 || t == 64 ? 0 : 1);
+  for (const std::size_t t : {63u, 64u})
+    for (std::size_t h = 0; h < 2; ++h) x.g[t * 2 + h] = x.beta[t * 2 + h] = 0;
+  oracle::expect_ok(run_problem(p));
+  const auto want = oracle::gdn_recurrence(d, {0, 80}, x);
+  EXPECT_LE(oracle::rms_ratio(values(p.args.final_state), want.final_state), 1e-6);
+}
+
 std::vector<std::byte> bytes_of(const MutView& v, std::int64_t first, std::int64_t count) {
   const auto* at =
       static_cast<const std::byte*>(v.data) + static_cast<std::size_t>(first) * size_of(v.dtype);
