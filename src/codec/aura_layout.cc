@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "bittern/kv_cache.h"
+#include "core/float_mode.h"
 
 namespace bittern {
 namespace {
@@ -77,6 +78,7 @@ std::string aura_name(const AuraScheme& scheme) {
 }
 
 Result<Codebook> legacy_codebook(std::int64_t dim, std::int32_t bits) {
+  const FloatMode mode;
   if (dim < kAuraMinDim || dim > kAuraMaxDim) {
     return invalid("legacy_codebook: dim: " + std::to_string(dim) + ", expected 2..1024");
   }

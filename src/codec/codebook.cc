@@ -4,6 +4,7 @@
 
 #include "bittern/codec.h"
 #include "codec/special.h"
+#include "core/float_mode.h"
 
 namespace bittern {
 namespace {
@@ -112,18 +113,21 @@ Status check(std::string_view what, std::int64_t dim, std::int32_t bits) {
 // The best density of levels is the cube root of the law's: that of a sphere in d/3 + 2 dimensions,
 // and a Gaussian sqrt(3) times as wide. So its quantiles are where the search starts.
 Result<Codebook> sphere_codebook(std::int64_t dim, std::int32_t bits) {
+  const FloatMode mode;
   if (Status s = check("sphere_codebook", dim, bits); !s.ok()) return s;
   const Coordinate law(dim), companded(dim / 3 + 2);
   return from_half(lloyd_max(law, companded, law.end() / companded.end(), bits), dim);
 }
 
 Result<Codebook> gaussian_codebook(std::int64_t dim, std::int32_t bits) {
+  const FloatMode mode;
   if (Status s = check("gaussian_codebook", dim, bits); !s.ok()) return s;
   const Coordinate law(0);
   return from_half(lloyd_max(law, law, std::sqrt(3.0), bits), dim);
 }
 
 Result<Codebook> user_codebook(std::span<const float> levels) {
+  const FloatMode mode;
   const std::size_t n = levels.size();
   if (n < 2 || n > 256 || (n & (n - 1)) != 0) {
     return invalid("user_codebook: levels: " + std::to_string(n) +
@@ -144,6 +148,7 @@ Result<Codebook> user_codebook(std::span<const float> levels) {
 }
 
 std::vector<float> midpoints(std::span<const float> levels) {
+  const FloatMode mode;
   std::vector<float> out;
   for (std::size_t i = 1; i < levels.size(); ++i) {
     out.push_back(static_cast<float>(static_cast<double>(levels[i - 1]) / 2 +
@@ -154,6 +159,7 @@ std::vector<float> midpoints(std::span<const float> levels) {
 
 Result<double> sphere_distortion(std::int64_t dim, std::span<const float> levels,
                                  std::span<const float> boundaries) {
+  const FloatMode mode;
   constexpr std::string_view kName = "sphere_distortion";
   if (Status s = check(kName, dim, 1); !s.ok()) return s;
   if (levels.empty() || boundaries.size() != levels.size() - 1) {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "bittern/kv_cache.h"
 #include "codec/special.h"
 #include "core/aura.h"
 #include "oracle/op_test.h"
@@ -388,6 +389,30 @@ TEST(Codec, RotationsHavePinnedHashes) {
   for (const std::int64_t m : kHadamardFactors)
     factors = factors * 31 + hash({hadamard_matrix(m), hadamard_matrix(m) + m * m});
   EXPECT_EQ(factors, 0xafb9f5b35873d778u);
+}
+
+TEST(Codec, TablesDoNotDependOnTheCallersFloatModes) {
+  const auto tables = [] {
+    std::vector<std::uint64_t> hashes;
+    for (const std::int32_t bits : {1, 4, 8}) {
+      hashes.push_back(hash(sphere_codebook(96, bits)->levels));
+      hashes.push_back(hash(gaussian_codebook(96, bits)->boundaries));
+    }
+    hashes.push_back(hash(*make_rotation(Rotation::dense, 40, 7)));
+    hashes.push_back(hash(legacy_codebook(96, 8)->levels));
+    hashes.push_back(hash(midpoints(std::vector<float>{0x1p-149f, 0x1p-148f, 1.0f, 1.5f, 1e38f})));
+    return hashes;
+  };
+  const auto expected = tables();
+  const unsigned before = __builtin_ia32_stmxcsr();
+  for (const unsigned mode : {0x1f80u | 0x8040u, 0x1f80u | 0x4000u, 0x1f80u | 0x6000u}) {
+    __builtin_ia32_ldmxcsr(mode);
+    const auto got = tables();
+    const unsigned after = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(before);
+    EXPECT_EQ(got, expected) << mode;
+    EXPECT_EQ(after & 0xffc0u, mode);
+  }
 }
 
 }  // namespace

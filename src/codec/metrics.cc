@@ -5,6 +5,8 @@
 #include <cmath>
 #include <limits>
 
+#include "core/float_mode.h"
+
 namespace bittern {
 namespace {
 
@@ -31,6 +33,7 @@ double ratio(double error, double size) {
 }  // namespace
 
 double relative_mse(std::span<const float> x, std::span<const float> y) {
+  const FloatMode mode;
   assert(x.size() == y.size());
   double error = 0;
   for (std::size_t i = 0; i < x.size(); ++i) {
@@ -41,12 +44,14 @@ double relative_mse(std::span<const float> x, std::span<const float> y) {
 }
 
 double cosine_similarity(std::span<const float> x, std::span<const float> y) {
+  const FloatMode mode;
   const double xx = dot(x, x), yy = dot(y, y);
   if (xx == 0 || yy == 0) return xx == yy ? 1 : 0;
   return dot(x, y) / (std::sqrt(xx) * std::sqrt(yy));
 }
 
 double logit_error(std::span<const float> x, std::span<const float> y) {
+  const FloatMode mode;
   assert(x.size() == y.size());
   double error = 0, most = 0;
   for (std::size_t i = 0; i < x.size(); ++i) {
@@ -57,6 +62,7 @@ double logit_error(std::span<const float> x, std::span<const float> y) {
 }
 
 double attention_kl(std::span<const float> x, std::span<const float> y) {
+  const FloatMode mode;
   assert(x.size() == y.size());
   if (x.empty()) return 0;
   const double zx = log_sum_exp(x), zy = log_sum_exp(y);

@@ -2,6 +2,7 @@
 
 #include "bittern/codec.h"
 #include "codec/special.h"
+#include "core/float_mode.h"
 
 namespace bittern {
 namespace {
@@ -80,6 +81,7 @@ std::vector<float> random_rotation(std::int64_t dim, std::uint64_t seed) {
 }  // namespace
 
 Result<std::vector<float>> make_rotation(Rotation rotation, std::int64_t dim, std::uint64_t seed) {
+  const FloatMode mode;
   if (Status s = check_aura_row("make_rotation", "dim", dim, 1, rotation); !s.ok()) return s;
   switch (rotation) {
     case Rotation::identity: break;

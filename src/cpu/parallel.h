@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "bittern/device.h"
+#include "core/float_mode.h"
 
 namespace bittern::cpu {
 
@@ -23,6 +24,7 @@ void parallel(std::int64_t n, std::int64_t grain, F&& f, std::int64_t align = 1)
   if (grain < 1 || grain_ignored()) grain = 1;
   const std::int64_t team = std::min<std::int64_t>(num_threads(), n / grain);
   if (team <= 1) {
+    const FloatMode mode;
     f(std::int64_t{0}, n);
     return;
   }
@@ -34,6 +36,7 @@ void parallel(std::int64_t n, std::int64_t grain, F&& f, std::int64_t align = 1)
   };
 #pragma omp parallel for num_threads(static_cast<int>(team)) schedule(static, 1)
   for (std::int64_t t = 0; t < team; ++t) {
+    const FloatMode mode;
     if (edge(t) < edge(t + 1)) f(edge(t), edge(t + 1));
   }
 }
