@@ -10,6 +10,7 @@
 #include "bittern/ops/aura_attention.h"
 #include "bittern/ops/aura_decode.h"
 #include "bittern/ops/aura_encode.h"
+#include "core/float_mode.h"
 
 namespace bittern {
 namespace {
@@ -91,8 +92,9 @@ Status expect_rows(std::string_view operand, const ConstView& view, std::int64_t
     return refuse(operand,
                   std::string("dtype ").append(name(view.dtype)) + ", expected f32, f16 or bf16");
   }
-  if (view.device != Device{}) return refuse(operand, "expected memory of the CPU");
-  if (view.shape[0] > 0 && view.data == nullptr) return refuse(operand, "null");
+  if (view.device != Device{}) return refuse(operand, "on " + name(view.device) + ", expected cpu");
+  if (view.shape[0] > 0 && view.data == nullptr)
+    return refuse(operand, "null, expected " + view.shape.str());
   if (view.stride.rank != 3 ||
       (view.shape[0] > 0 && (view.stride[2] != 1 || (middle > 1 && view.stride[1] != dim))) ||
       (view.shape[0] > 1 && view.stride[0] < middle * dim)) {
@@ -204,6 +206,7 @@ void KvCache::release() {
 }
 
 Result<KvCache> KvCache::make(KvCacheConfig config) {
+  const FloatMode mode;
   Status status = [&]() -> Status {
     BITTERN_TRY(between("kv_heads", config.kv_heads, 1, 1 << 16));
     BITTERN_TRY(between("dim", config.dim, kAuraMinDim, kAuraMaxDim));
@@ -349,6 +352,7 @@ Status KvCache::encode(std::int64_t count, const std::vector<float>& k,
 }
 
 Status KvCache::append(const ConstView& k, const ConstView& v) {
+  const FloatMode mode;
   const std::int64_t heads = config_.kv_heads, dim = config_.dim;
   BITTERN_TRY(expect_rows("k", k, heads, dim));
   BITTERN_TRY(expect_rows("v", v, heads, dim));
@@ -360,8 +364,8 @@ Status KvCache::append(const ConstView& k, const ConstView& v) {
   if (count > kMostTokens - size_) return refuse("append", "more than 2^29 tokens");
   for (const auto& [name, side] : {std::pair{"k", &config_.k}, {"v", &config_.v}}) {
     if (side->codebook.boundaries.empty()) {
-      return refuse(std::string(name).append(".codebook"),
-                    "no boundaries: it is for decoding only");
+      return refuse(std::string(name).append(".codebook.boundaries"),
+                    "none, as of tables for decoding only; expected some to append");
     }
   }
   try {
@@ -440,7 +444,11 @@ Status KvCache::truncate(std::int64_t size) {
 
 Status KvCache::attend(const ConstView& q, const MutView& out, const KvAttention& how) const {
   const std::int64_t dim = config_.dim;
-  const std::int64_t heads = q.shape.rank == 3 ? q.shape[1] : 0;
+  if (q.shape.rank != 3) {
+    return refuse(
+        "q", "shape " + q.shape.str() + ", expected [queries,heads," + std::to_string(dim) + "]");
+  }
+  const std::int64_t heads = q.shape[1];
   BITTERN_TRY(expect_rows("q", q, heads, dim));
   const std::int64_t queries = q.shape[0];
   BITTERN_TRY(between("queries", queries, 0, size_));
@@ -488,14 +496,18 @@ Status KvCache::attend(const ConstView& q, const MutView& out, const KvAttention
       rows.stride = rows.shape.dense_strides();
       return rows;
     };
-    if (queries > 1 && q.stride[0] != heads * dim) return refuse("q", "expected it to be dense");
+    const auto dense = [&](const char* operand, std::int64_t stride) {
+      if (queries <= 1 || stride == heads * dim) return Status();
+      return refuse(operand, "stride " + std::to_string(stride) + " of axis 0, expected " +
+                                 std::to_string(heads * dim));
+    };
+    BITTERN_TRY(dense("q", q.stride[0]));
     if (out.shape != q.shape || out.dtype != q.dtype) {
       return refuse("out", std::string(name(out.dtype)) + " " + out.shape.str() + ", expected " +
                                name(q.dtype) + " " + q.shape.str());
     }
     BITTERN_TRY(expect_rows("out", as_const(out), heads, dim));
-    if (queries > 1 && out.stride[0] != heads * dim)
-      return refuse("out", "expected it to be dense");
+    BITTERN_TRY(dense("out", out.stride[0]));
     const Pool& pool = *pool_;
     const auto scales = [&](int side) {
       return ConstView{pool.scales[side].data(),
@@ -543,6 +555,7 @@ Status KvCache::attend(const ConstView& q, const MutView& out, const KvAttention
 }
 
 Status KvCache::read(std::int64_t token, std::span<float> k, std::span<float> v) const {
+  const FloatMode mode;
   const std::int64_t heads = config_.kv_heads, dim = config_.dim;
   BITTERN_TRY(has_size("k", k.size(), heads * dim));
   BITTERN_TRY(has_size("v", v.size(), heads * dim));
@@ -646,55 +659,95 @@ class Writer {
   std::vector<std::byte> bytes;
 };
 
+// Reads fields in order, and knows where each was.
 class Reader {
  public:
-  explicit Reader(std::span<const std::byte> bytes) : rest_(bytes) {}
+  Reader(std::span<const std::byte> bytes, std::size_t offset) : rest_(bytes), offset_(offset) {}
   std::size_t left() const { return rest_.size(); }
-  bool ok() const { return ok_; }
+  const Status& status() const { return status_; }
   template <class T>
-  void value(T& x) {
-    array(&x, 1);
+  void value(const std::string& field, T& x) {
+    fields_.emplace_back(field, offset_);
+    if (fits(sizeof(T), 1, "the bytes end here")) array(&x, 1);
   }
   template <class T>
   void array(T* to, std::size_t count) {
-    if (!ok_ || count > rest_.size() / sizeof(T)) {
-      ok_ = false;
-      return;
-    }
     if (count == 0) return;  // `to` may be null
     std::memcpy(to, rest_.data(), count * sizeof(T));
-    rest_ = rest_.subspan(count * sizeof(T));
+    skip(count * sizeof(T));
   }
-  void list(std::vector<float>& values) {
+  void list(const std::string& field, std::vector<float>& values) {
     std::uint64_t count = 0;
-    value(count);
-    if (count > rest_.size() / sizeof(float)) ok_ = false;
-    if (!ok_) return;
+    value(field, count);
+    if (!fits(sizeof(float), count,
+              std::to_string(count) + " values, but " + std::to_string(left()) + " bytes follow")) {
+      return;
+    }
     values.resize(static_cast<std::size_t>(count));
     array(values.data(), values.size());
   }
-  void flag(bool& x) {
+  void flag(const std::string& field, bool& x) {
     std::uint8_t byte = 0;
-    value(byte);
-    if (byte > 1) ok_ = false;
+    value(field, byte);
+    if (byte > 1) fail(bad(field, std::to_string(byte) + ", expected 0 or 1"));
     x = byte == 1;
+  }
+  template <class Enum>
+  void choice(const std::string& field, Enum& x, std::int32_t most) {
+    std::int32_t number = 0;
+    value(field, number);
+    if (number < 0 || number > most)
+      fail(bad(field, std::to_string(number) + ", expected 0.." + std::to_string(most)));
+    x = static_cast<Enum>(number);
+  }
+  // "kv_cache: bytes: k.bits at byte 78: what"
+  Status bad(std::string_view field, const std::string& what) const {
+    std::string where(field);
+    for (const auto& [name, offset] : fields_)
+      if (name == field) where += " at byte " + std::to_string(offset);
+    return refuse("bytes", where + ": " + what);
+  }
+  // The same of an error that KvCache::make has for the config that was read.
+  Status bad(const Status& made) const {
+    std::string_view text = made.message();
+    text.remove_prefix(std::min(std::string_view("kv_cache: ").size(), text.size()));
+    for (const std::string_view side : {"k: ", "v: "})  // of check_aura_row: dim and its rotation
+      if (text.starts_with(side)) text.remove_prefix(side.size());
+    const std::size_t colon = std::min(text.find(": "), text.size());
+    const std::string_view rest = text.substr(std::min(colon + 2, text.size()));
+    return {made.code(), std::string(bad(text.substr(0, colon), std::string(rest)).message())};
   }
 
  private:
+  bool fits(std::size_t size, std::uint64_t count, const std::string& otherwise) {
+    if (!status_.ok()) return false;
+    if (count <= rest_.size() / size) return true;
+    fail(bad(fields_.back().first, otherwise));
+    return false;
+  }
+  void fail(Status status) {
+    if (status_.ok()) status_ = std::move(status);
+  }
+  void skip(std::size_t bytes) {
+    rest_ = rest_.subspan(bytes);
+    offset_ += bytes;
+  }
   std::span<const std::byte> rest_;
-  bool ok_ = true;
+  std::size_t offset_;
+  std::vector<std::pair<std::string, std::size_t>> fields_;
+  Status status_;
 };
 
 // The config's numbers, in order, for both ways.
 template <class C, class F>
 void each_number(C& c, F&& f) {
-  f(c.kv_heads);
-  f(c.dim);
-  f(c.page_size);
-  f(c.first);
-  f(c.recent);
-  f(c.window);
-  f(c.slack);
+  f("kv_heads", c.kv_heads);
+  f("dim", c.dim);
+  f("page_size", c.page_size);
+  f("first", c.first);
+  f("recent", c.recent);
+  f("window", c.window);
+  f("slack", c.slack);
 }
 
 }  // namespace
@@ -704,7 +757,7 @@ std::vector<std::byte> KvCache::serialize() const {
   w.array(kMagic, sizeof kMagic);
   w.value(kVersion);
   w.value(std::uint64_t{0});  // the length, once it is known
-  each_number(config_, [&](std::int64_t x) { w.value(x); });
+  each_number(config_, [&](const char*, std::int64_t x) { w.value(x); });
   w.value(static_cast<std::uint8_t>(config_.window_keeps_first));
   w.value(static_cast<std::uint8_t>(config_.f16_scale));
   for (const KvSide* side : {&config_.k, &config_.v}) {
@@ -741,77 +794,100 @@ std::vector<std::byte> KvCache::serialize() const {
 }
 
 Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) {
-  if (bytes.size() < kOpening + sizeof(std::uint64_t) ||
-      std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0) {
-    return refuse("bytes", "not a KV cache");
+  if (bytes.size() < kOpening + sizeof(std::uint64_t)) {
+    return refuse("bytes", std::to_string(bytes.size()) +
+                               " of them, not a KV cache: expected at "
+                               "least " +
+                               std::to_string(kOpening + sizeof(std::uint64_t)));
   }
+  if (std::memcmp(bytes.data(), kMagic, sizeof kMagic) != 0)
+    return refuse("bytes", "magic at byte 0: not a KV cache, expected BTRNKV\\r\\n");
   std::uint32_t version = 0;
   std::uint64_t length = 0, sum = 0;
   std::memcpy(&version, bytes.data() + sizeof kMagic, sizeof version);
   if (version != kVersion) {
-    return refuse("bytes",
-                  "version " + std::to_string(version) + ", expected " + std::to_string(kVersion));
+    return refuse("bytes", "version at byte 8: " + std::to_string(version) + ", expected " +
+                               std::to_string(kVersion));
   }
   std::memcpy(&length, bytes.data() + sizeof kMagic + sizeof version, sizeof length);
   if (length != bytes.size()) {
-    return refuse("bytes",
-                  std::to_string(bytes.size()) + " of them, expected " + std::to_string(length));
+    return refuse("bytes", "length at byte 12: " + std::to_string(length) + ", but there are " +
+                               std::to_string(bytes.size()) + " bytes");
   }
   const auto body = bytes.first(bytes.size() - sizeof sum);
   std::memcpy(&sum, bytes.data() + body.size(), sizeof sum);
-  if (sum != checksum(body)) return refuse("bytes", "the checksum differs: they were changed");
+  if (sum != checksum(body)) {
+    return refuse("bytes", "checksum at byte " + std::to_string(body.size()) +
+                               ": it differs, so the bytes were changed");
+  }
 
   // What follows holds for bytes that were made to deceive, too.
-  const auto malformed = [] { return refuse("bytes", "malformed"); };
   try {
-    Reader r(body.subspan(kOpening));
+    Reader r(body.subspan(kOpening), kOpening);
     KvCacheConfig config;
-    each_number(config, [&](std::int64_t& x) { r.value(x); });
-    r.flag(config.window_keeps_first);
-    r.flag(config.f16_scale);
-    for (KvSide* side : {&config.k, &config.v}) {
-      std::int32_t rotation = 0, rule = 0;
-      r.value(side->bits);
-      r.value(rotation);
-      r.value(rule);
-      r.value(side->seed);
-      r.value(side->codebook.distortion);
-      r.list(side->table);
-      r.list(side->codebook.levels);
-      r.list(side->codebook.boundaries);
-      r.list(side->mean);
-      if (rotation < 0 || rotation > 2 || rule < 0 || rule > 3) return malformed();
-      side->rotation = static_cast<Rotation>(rotation);
-      side->scale_rule = static_cast<ScaleRule>(rule);
-      if (side->codebook.levels.empty()) return malformed();
-      if (side->table.empty() && side->rotation != Rotation::identity) return malformed();
+    each_number(config, [&](const char* field, std::int64_t& x) { r.value(field, x); });
+    r.flag("window_keeps_first", config.window_keeps_first);
+    r.flag("f16_scale", config.f16_scale);
+    for (const auto& [name, side] : {std::pair{"k.", &config.k}, {"v.", &config.v}}) {
+      const std::string of = name;
+      r.value(of + "bits", side->bits);
+      r.choice(of + "rotation", side->rotation, 2);
+      r.choice(of + "scale_rule", side->scale_rule, 3);
+      r.value(of + "seed", side->seed);
+      r.value(of + "codebook.distortion", side->codebook.distortion);
+      r.list(of + "table", side->table);
+      r.list(of + "codebook.levels", side->codebook.levels);
+      r.list(of + "codebook.boundaries", side->codebook.boundaries);
+      r.list(of + "mean", side->mean);
+      if (!r.status().ok()) return r.status();
+      if (side->codebook.levels.empty()) return r.bad(of + "codebook.levels", "none");
+      if (side->table.empty() && side->rotation != Rotation::identity)
+        return r.bad(of + "table", "none, expected one for the rotation");
     }
     std::int64_t size = 0, begin = 0, end = 0;
-    for (std::int64_t* x : {&size, &begin, &end}) r.value(*x);
-    if (!r.ok() || size < 0 || size > kMostTokens) return malformed();
-    if (config.first < 0 || config.recent < 0) return malformed();
-    const std::int64_t firsts = std::min(config.first, size);
-    if (begin < firsts || begin > end || end > size || size - end > config.recent ||
-        (begin > firsts && config.window == 0)) {
-      return malformed();
-    }
+    r.value("size", size);
+    r.value("coded_begin", begin);
+    r.value("coded_end", end);
+    if (!r.status().ok()) return r.status();
+    const auto between = [&](const char* field, std::int64_t value, std::int64_t least,
+                             std::int64_t most, const char* why = "") {
+      if (value >= least && value <= most) return Status();
+      return r.bad(field, std::to_string(value) + ", expected " + std::to_string(least) + ".." +
+                              std::to_string(most) + why);
+    };
+    const auto check = [&]() -> Status {
+      BITTERN_TRY(between("kv_heads", config.kv_heads, 1, 1 << 16));
+      BITTERN_TRY(between("dim", config.dim, kAuraMinDim, kAuraMaxDim));
+      BITTERN_TRY(between("k.bits", config.k.bits, 1, 8));
+      BITTERN_TRY(between("v.bits", config.v.bits, 1, 8));
+      BITTERN_TRY(between("size", size, 0, kMostTokens));
+      BITTERN_TRY(between("first", config.first, 0, kMostExact));
+      BITTERN_TRY(between("recent", config.recent, 0, kMostExact));
+      const std::int64_t firsts = std::min(config.first, size);
+      BITTERN_TRY(between("coded_begin", begin, firsts, config.window == 0 ? firsts : size,
+                          config.window == 0 ? ": without a window nothing is forgotten" : ""));
+      return between("coded_end", end, std::max(begin, size - config.recent), size,
+                     ": the recent tokens are after it");
+    };
+    if (Status s = check(); !s.ok()) return s;
     // Nothing is allocated for tokens before the bytes are known to hold them. A region's rows may
     // be fewer than it has room for, which `make` allocates: no more than the config says.
-    if (config.kv_heads < 1 || config.dim < 1 || config.kv_heads > (1 << 16) ||
-        config.dim > kAuraMaxDim || config.k.bits < 1 || config.k.bits > 8 || config.v.bits < 1 ||
-        config.v.bits > 8) {
-      return malformed();
-    }
+    const std::int64_t firsts = std::min(config.first, size);
     const std::int64_t values = config.kv_heads * config.dim;
     const std::int64_t coded_row =
         4 * (packed_words(config.dim, config.k.bits) + packed_words(config.dim, config.v.bits)) +
         2 * (config.f16_scale ? 2 : 4);
     const std::int64_t payload =
         (firsts + size - end) * values * 4 + (end - begin) * config.kv_heads * coded_row;
-    if (payload != static_cast<std::int64_t>(r.left())) return malformed();
+    if (payload != static_cast<std::int64_t>(r.left())) {
+      return refuse("bytes", "rows at byte " + std::to_string(body.size() - r.left()) + ": " +
+                                 std::to_string(r.left()) + " bytes, expected " +
+                                 std::to_string(payload) + " for " + std::to_string(size) +
+                                 " tokens");
+    }
 
     auto made = make(config);
-    if (!made) return made.status();
+    if (!made) return r.bad(made.status());
     KvCache& c = *made;
     c.size_ = size;
     c.coded_begin_ = c.coded_end_ = begin;
@@ -863,9 +939,11 @@ Status expect_aura(const KvCacheConfig& c, const KvCache::AuraViews& views, std:
 }  // namespace
 
 Status KvCache::write_aura(const AuraViews& to) const {
-  if (config_.f16_scale) return refuse("write_aura", "f16_scale, expected f32 norms");
+  if (config_.f16_scale) return refuse("write_aura", "f16_scale is true, expected f32 norms");
   if (first() != 0 || recent() != 0 || forgotten() != 0) {
-    return refuse("write_aura", "tokens that are not coded, expected none");
+    return refuse("write_aura", std::to_string(first()) + " first, " + std::to_string(recent()) +
+                                    " recent and " + std::to_string(forgotten()) +
+                                    " forgotten tokens, expected coded ones only");
   }
   BITTERN_TRY(expect_aura(config_, to, size_));
   for (int s = 0; s < 2; ++s) {
@@ -886,8 +964,13 @@ Status KvCache::write_aura(const AuraViews& to) const {
 
 Result<KvCache> KvCache::read_aura(KvCacheConfig config, const AuraViews& from,
                                    std::int64_t tokens) {
-  if (config.f16_scale || config.first != 0 || config.recent != 0 || config.window != 0) {
-    return refuse("read_aura", "expected f32 norms, and neither first, recent nor window");
+  if (config.f16_scale) return refuse("read_aura", "f16_scale is true, expected f32 norms");
+  for (const auto& [field, value] :
+       {std::pair{"first", config.first}, {"recent", config.recent}, {"window", config.window}}) {
+    if (value != 0) {
+      return refuse("read_aura",
+                    std::string(field).append(" is ") + std::to_string(value) + ", expected 0");
+    }
   }
   auto made = make(std::move(config));
   if (!made) return made;

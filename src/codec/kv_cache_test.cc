@@ -368,23 +368,26 @@ TEST(KvCache, BadBytesAreRefused) {
     ASSERT_FALSE(parsed.ok());
     expect_error(parsed.status(), Code::invalid_argument, "kv_cache: bytes: " + message);
   };
-  refused({}, "not a KV cache");
+  refused({}, "0 of them, not a KV cache: expected at least 28");
   std::vector<std::byte> bytes = good;
   bytes[0] ^= std::byte{1};
-  refused(bytes, "not a KV cache");
+  refused(bytes, "magic at byte 0: not a KV cache, expected BTRNKV\\r\\n");
   bytes = good;
   bytes[8] = std::byte{2};
-  refused(bytes, "version 2, expected 1");
+  refused(bytes, "version at byte 8: 2, expected 1");
   const std::string n = std::to_string(good.size());
-  refused(std::span(good).first(good.size() - 1),
-          std::to_string(good.size() - 1) + " of them, expected " + n);
+  const auto counted = [&](std::size_t count) {
+    return "length at byte 12: " + n + ", but there are " + std::to_string(count) + " bytes";
+  };
+  refused(std::span(good).first(good.size() - 1), counted(good.size() - 1));
   bytes = good;
   bytes.push_back(std::byte{0});
-  refused(bytes, std::to_string(bytes.size()) + " of them, expected " + n);
+  refused(bytes, counted(bytes.size()));
   for (std::size_t i = 20; i < good.size(); i += 7) {
     bytes = good;
     bytes[i] ^= std::byte{0x10};
-    refused(bytes, "the checksum differs: they were changed");
+    refused(bytes, "checksum at byte " + std::to_string(good.size() - 8) +
+                       ": it differs, so the bytes were changed");
   }
   // Bytes with a checksum to match are read, or refused, but never trusted.
   const auto seal = [](std::vector<std::byte>& b) {
@@ -402,13 +405,40 @@ TEST(KvCache, BadBytesAreRefused) {
     bytes = good;
     bytes[i] ^= std::byte{static_cast<unsigned char>(1 << i % 8)};
     seal(bytes);
-    rejected += !KvCache::parse(bytes).ok();
+    const auto parsed = KvCache::parse(bytes);
+    rejected += !parsed.ok();
+    if (parsed.ok()) continue;
+    // Each refusal names a field, and the byte it begins at, which is none after the change.
+    const std::string text(parsed.status().message());
+    const std::size_t at = text.find(" at byte ");
+    ASSERT_TRUE(text.starts_with("kv_cache: bytes: ") && at != std::string::npos) << text;
+    EXPECT_LE(std::stoul(text.substr(at + 9)), good.size()) << text;
   }
   EXPECT_GT(rejected, 50);
+  const auto planted = [&](std::size_t offset, std::int64_t value, std::size_t size,
+                           const std::string& message) {
+    bytes = good;
+    std::memcpy(bytes.data() + offset, &value, size);
+    seal(bytes);
+    refused(bytes, message);
+  };
+  planted(20, 0, 8, "kv_heads at byte 20: 0, expected 1..65536");
+  planted(28, 5000, 8, "dim at byte 28: 5000, expected 2..1024");
+  planted(36, 15, 8, "page_size at byte 36: 15, expected 16..128");
+  planted(76, 2, 1, "window_keeps_first at byte 76: 2, expected 0 or 1");
+  planted(78, 9, 4, "k.bits at byte 78: 9, expected 1..8");
+  planted(82, 3, 4, "k.rotation at byte 82: 3, expected 0..2");
+  planted(86, -1, 4, "k.scale_rule at byte 86: -1, expected 0..3");
+  planted(106, std::int64_t{1} << 40, 8,
+          "k.table at byte 106: 1099511627776 values, but " + std::to_string(good.size() - 122) +
+              " bytes follow");
   for (std::size_t size = 28; size < good.size(); size += 13) {
     bytes.assign(good.begin(), good.begin() + static_cast<std::ptrdiff_t>(size));
     seal(bytes);
-    EXPECT_FALSE(KvCache::parse(bytes).ok()) << size;
+    const auto parsed = KvCache::parse(bytes);
+    ASSERT_FALSE(parsed.ok()) << size;
+    EXPECT_NE(parsed.status().message().find(" at byte "), std::string_view::npos)
+        << parsed.status().message();
   }
 }
 
@@ -511,8 +541,10 @@ TEST(KvCache, LegacyTablesAreForDecodingOnly) {
   for (const float x : k) sum += static_cast<double>(x) * static_cast<double>(x);
   EXPECT_NEAR(std::sqrt(sum), 2 * 0.006938 * std::sqrt(128.0), 1e-5);
   const Floats x(128, 1.0f);
-  expect_error(cache->append(rows(x, 1, 128), rows(x, 1, 128)), Code::invalid_argument,
-               "kv_cache: k.codebook: no boundaries: it is for decoding only");
+  expect_error(
+      cache->append(rows(x, 1, 128), rows(x, 1, 128)), Code::invalid_argument,
+      "kv_cache: k.codebook.boundaries: none, as of tables for decoding only; expected some to "
+      "append");
 }
 
 // ---- quality ----
