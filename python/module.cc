@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "bittern/codec.h"
+#include "bittern/environment.h"
 #include "bittern/version.h"
 #include "plan/any_op.h"
 
@@ -338,10 +339,8 @@ class PyPlan {
                             std::vector<Tensor>& tensors) const {
     std::vector<MutView> views;
     std::size_t used = 0;
-    std::string known;
     for (const OperandInfo& operand : operands_) {
       const std::string where = op_ + ": " + std::string(operand.name);
-      known.append(known.empty() ? "" : " ").append(operand.name);
       const nb::str key(operand.name.data(), operand.name.size());
       const bool present = given.contains(key);
       used += present;
@@ -363,8 +362,7 @@ class PyPlan {
           found = found || nb::cast<std::string_view>(key) == operand.name;
         }
         if (found) continue;
-        check(invalid(op_ + ": no operand " + nb::cast<std::string>(key) + ", expected one of " +
-                      known));
+        check(plan_->no_operand(nb::cast<std::string_view>(key)));
       }
     }
     return views;
@@ -473,7 +471,13 @@ NB_MODULE(_bittern, m) {
   using namespace bittern;
   m.attr("__version__") = version();
   m.def("num_threads", [] { return num_threads(); });
-  m.def("set_num_threads", [](int threads) { set_num_threads(threads); }, nb::arg("threads"));
+  m.def(
+      "set_num_threads",
+      [](int threads) {
+        check(check_num_threads(threads));
+        set_num_threads(threads);
+      },
+      nb::arg("threads"));
 
   nb::class_<FieldInfo>(m, "Field")
       .def_prop_ro("name", [](const FieldInfo& f) { return f.name; })

@@ -147,6 +147,37 @@ TEST(Fields, TextAndIntegersReachADescriptor) {
             std::string_view::npos);
 }
 
+TEST(AnyOp, RefusalsNameWhatWasMeantAndWhatIsTaken) {
+  const auto set = [](std::string_view op, std::string_view field, std::string_view text) {
+    return std::string((*find_op(op))->make_desc()->set(field, text).message());
+  };
+  EXPECT_EQ(set("quantize_per_group", "grop_size", "16").substr(0, 83),
+            "quantize_per_group: no field grop_size (did you mean group_size?), expected one of ");
+  EXPECT_EQ(set("quantize_per_group", "group", "16").substr(0, 66),
+            "quantize_per_group: no field group (did you mean group_size?), exp");
+  EXPECT_EQ(set("quantize_per_group", "xyzzy", "16").substr(0, 52),
+            "quantize_per_group: no field xyzzy, expected one of ");
+  EXPECT_EQ(
+      (*find_op("pack_codes"))->make_desc()->get("bit").status().message(),
+      "pack_codes: no field bit (did you mean bits?), expected one of outer_size axis_size bits");
+  // Of all dtypes those that the op takes.
+  EXPECT_EQ(set("quantize_per_group", "code", "int8"),
+            "quantize_per_group: code: int8, expected u8 or s8");
+  EXPECT_EQ(set("gdn_chunk_forward", "element", "float32"),
+            "gdn_chunk_forward: element: float32, expected f32, f16 or bf16");
+  EXPECT_EQ(set("gguf_quantize", "type", "Q9_0").find("IQ4_NL"), std::string::npos);
+  EXPECT_NE(set("gguf_dequantize", "type", "Q9_0").find("IQ4_NL"), std::string::npos);
+  EXPECT_EQ(find_op("quantize_per_grop").status().message().substr(0, 68),
+            "no op called quantize_per_grop (did you mean quantize_per_group?), e");
+  const auto lsq = (*find_op("qdq_affine_init"))->make_desc();
+  const auto plan = lsq->select({}, Preference::exact);
+  ASSERT_TRUE(plan);
+  EXPECT_EQ((*plan)->no_operand("importance").message(),
+            "qdq_affine_init: importance: method is minmax; importance goes with method lsq only");
+  EXPECT_EQ((*plan)->no_operand("weight").message().substr(0, 34),
+            "qdq_affine_init: no operand weight");
+}
+
 TEST(AnyOp, EveryOpIsListedWithItsOperands) {
   for (const AnyOp* op : all_ops()) {
     EXPECT_FALSE(op->fields().empty()) << op->name();

@@ -1,10 +1,15 @@
 // Plan<Op> itself, on an op of its own: choosing, preferences, workspace, refusals, overlap.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
+#include <limits>
 
 #include "bittern/bittern.h"
+#include "cpu/dispatch.h"
 #include "plan/fields.h"
 #include "plan/plan_impl.h"
 
@@ -129,7 +134,8 @@ TEST(Plan, FallsThroughToRefAndSaysWhyNotWhenAKernelIsNamed) {
   EXPECT_EQ(named.status().message(),
             "double: no kernel on cpu named narrow: narrow: more than 4 columns;");
   const auto unknown = Plan<Double>::select({2, 9}, {}, Preference::exact, "gpu");
-  EXPECT_EQ(unknown.status().message(), "double: no kernel on cpu named gpu");
+  EXPECT_EQ(unknown.status().message(),
+            "double: no kernel on cpu named gpu, expected approximate, narrow or ref");
   const auto weak = Plan<Double>::select({2, 9}, {}, Preference::exact, "approximate");
   EXPECT_EQ(
       weak.status().message(),
@@ -145,6 +151,106 @@ TEST(Plan, TheEnvironmentNamesAKernel) {
   EXPECT_EQ(forced->sku().kernel, "ref");
   ASSERT_TRUE(named);
   EXPECT_EQ(named->sku().kernel, "narrow");
+}
+
+TEST(Plan, TheEnvironmentsKernelIsOneOfTheOpsInLettersOfEitherCase) {
+  ASSERT_EQ(setenv("BITTERN_KERNEL", "REF", 1), 0);
+  const auto upper = Plan<Double>::select({2, 3});
+  ASSERT_EQ(setenv("BITTERN_KERNEL", "fast", 1), 0);
+  const auto unknown = Plan<Double>::select({2, 3});
+  ASSERT_EQ(setenv("BITTERN_KERNEL", "", 1), 0);
+  const auto empty = Plan<Double>::select({2, 3});
+  ASSERT_EQ(setenv("BITTERN_KERNEL", "approximate", 1), 0);
+  const auto weaker = Plan<Double>::select({2, 3});
+  ASSERT_EQ(unsetenv("BITTERN_KERNEL"), 0);
+  ASSERT_TRUE(upper) << upper.status().message();
+  EXPECT_EQ(upper->sku().kernel, "ref");
+  EXPECT_EQ(unknown.status().code(), Code::invalid_argument);
+  EXPECT_EQ(unknown.status().message(),
+            "double: BITTERN_KERNEL: fast, expected approximate, narrow or ref");
+  EXPECT_EQ(empty.status().message(),
+            "double: BITTERN_KERNEL: empty, expected approximate, narrow or ref");
+  EXPECT_EQ(weaker.status().code(), Code::unsupported);
+}
+
+// Each in a process of its own: they are read once.
+TEST(Environment, BadValuesAreErrorsOfTheFirstPlan) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto select = [](const char* variable, const char* value) {
+    setenv(variable, value, 1);
+    const auto plan = Plan<Double>::select({2, 3});
+    std::fprintf(stderr, "%s", plan ? "ok" : std::string(plan.status().message()).c_str());
+    std::exit(static_cast<int>(plan.status().code()));
+  };
+  const auto refused = ::testing::ExitedWithCode(static_cast<int>(Code::invalid_argument));
+  for (const char* value : {"99999999999", "3x", "0", "-1", "1000000", " 4", "1e2", "0x4"}) {
+    EXPECT_EXIT(select("BITTERN_THREADS", value), refused,
+                std::string("BITTERN_THREADS: ") + value + ", expected an integer 1..[0-9]+");
+  }
+  EXPECT_EXIT(select("BITTERN_THREADS", ""), refused,
+              "BITTERN_THREADS: empty, expected an integer");
+  EXPECT_EXIT(select("BITTERN_THREADS", "7"), ::testing::ExitedWithCode(0), "ok");
+  for (const char* value : {"AVX512", "ref", "none", "avx", "sse4", "AVX2 "}) {
+    EXPECT_EXIT(select("BITTERN_ISA", value), refused,
+                std::string("BITTERN_ISA: ") + value + ", expected AVX2, AVX3");
+  }
+  EXPECT_EXIT(select("BITTERN_ISA", ""), refused, "BITTERN_ISA: empty, expected AVX2");
+}
+
+TEST(Environment, NamesOfTargetsMayBeInEitherCase) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto architecture = [](const char* value) {
+    setenv("BITTERN_ISA", value, 1);
+    const auto plan = Plan<QuantizePerGroup>::select({.outer_size = 1, .axis_size = 128});
+    const std::string text(plan ? plan->sku().architecture : plan.status().message());
+    std::fprintf(stderr, "<%s>", text.c_str());
+    std::exit(plan ? 0 : 1);
+  };
+  const auto isas = cpu::available_isas();
+  for (const auto& [value, isa] : {std::pair{"avx2", cpu::Isa::avx2},
+                                   {"Avx3", cpu::Isa::avx3},
+                                   {"avx3_DL", cpu::Isa::avx3_dl}}) {
+    const bool here = std::find(isas.begin(), isas.end(), isa) != isas.end();
+    const std::string said =
+        here ? "<" + std::string(cpu::name(isa)) + ">" : "which this CPU lacks";
+    EXPECT_EXIT(architecture(value), ::testing::ExitedWithCode(here ? 0 : 1), said);
+  }
+}
+
+TEST(Environment, MoreThreadsThanTheSystemStartsAreRefused) {
+  const std::string most = std::to_string(max_threads());
+  const int before = num_threads();
+  const Status far = check_num_threads(max_threads() + 1);
+  EXPECT_EQ(far.code(), Code::invalid_argument);
+  EXPECT_EQ(far.message(), "num_threads: " + std::to_string(max_threads() + 1) +
+                               ", expected an integer 1.." + most);
+  set_num_threads(std::numeric_limits<int>::max());
+  EXPECT_EQ(num_threads(), before);
+  const auto plan = Plan<Double>::select({2, 3});
+  EXPECT_EQ(plan.status().code(), Code::invalid_argument);
+  EXPECT_EQ(plan.status().message(), "num_threads: 2147483647, expected an integer 1.." + most);
+  set_num_threads(0);
+  EXPECT_TRUE(Plan<Double>::select({2, 3}));
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto limited = [] {  // room for the stacks of a few threads
+    rlimit limit{};
+    getrlimit(RLIMIT_AS, &limit);
+    limit.rlim_cur = std::size_t{1} << 29;
+    setrlimit(RLIMIT_AS, &limit);
+    const Status status = check_num_threads(250);
+    std::fprintf(stderr, "%s", std::string(status.message()).c_str());
+    set_num_threads(2);
+    std::exit(num_threads() == 2 ? static_cast<int>(status.code()) : 77);
+  };
+  EXPECT_EXIT(limited(), ::testing::ExitedWithCode(static_cast<int>(Code::invalid_argument)),
+              "num_threads: 250 threads; the system lets this process start [0-9]+");
+#endif
+}
+
+TEST(Plan, TheCpuHasOneIndex) {
+  const auto plan = Plan<Double>::select({2, 3}, {Device::Type::cpu, 3});
+  EXPECT_EQ(plan.status().message(), "double: device: cpu:3, expected cpu, whose index is 0");
 }
 
 TEST(Plan, ADeviceThatIsNotThereIsUnavailable) {
@@ -186,7 +292,9 @@ TEST(Plan, NamesTheOperandThatIsWrong) {
       {[](Double::Args& a) { a.x.shape = {3, 2}; }, Code::invalid_argument,
        "double: x: shape [3,2], expected [2,3]"},
       {[](Double::Args& a) { a.x.shape = {6}; }, Code::invalid_argument,
-       "double: x: shape [6], expected [2,3]"},
+       "double: x: shape [6], expected [2,3]: the axes are [rows,columns]"},
+      {[](Double::Args& a) { a.x.device.index = 3; }, Code::invalid_argument,
+       "double: x: on cpu:3, expected cpu"},
       {[](Double::Args& a) { a.x.data = nullptr; }, Code::invalid_argument,
        "double: x: null, expected f32 [2,3]"},
       {[](Double::Args& a) { a.x.device = {Device::Type::cuda, 1}; }, Code::invalid_argument,
@@ -262,13 +370,42 @@ TEST(Plan, InPlaceNeedsTheSameRows) {
   EXPECT_EQ(plan->run(args).message(), "double: y: overlaps x, expected memory of its own");
 }
 
+TEST(Plan, SlicesOfOneBufferDoNotOverlap) {
+  const auto plan = Plan<Double>::select({4, 3});
+  Tensors t;
+  Double::Args args = t.args(4, 3);
+  args.x = view(std::as_const(t.x).data(), {4, 3}, 8);
+  args.y = view(t.x.data() + 3, {4, 3}, 8);  // columns
+  EXPECT_TRUE(plan->run(args).ok()) << plan->run(args).message();
+  EXPECT_EQ(t.x[3], 3.0f);
+  args.y = view(t.x.data() + 2, {4, 3}, 8);
+  EXPECT_EQ(plan->run(args).message(), "double: y: overlaps x, expected memory of its own");
+  args.x = view(std::as_const(t.x).data(), {4, 3}, 6);
+  args.y = view(t.x.data() + 3, {4, 3}, 6);  // alternate rows
+  EXPECT_TRUE(plan->run(args).ok()) << plan->run(args).message();
+}
+
+TEST(Plan, AnEmptyTensorDoesNotLeaveOut) {
+  const auto plan = Plan<Double>::select({2, 3});
+  Tensors t;
+  Double::Args args = t.args(2, 3);
+  args.count = view(static_cast<std::int32_t*>(nullptr), {0});
+  EXPECT_EQ(plan->run(args).message(), "double: count: shape [0], expected [2]");
+  args.count = view(static_cast<std::int32_t*>(nullptr), {2});
+  EXPECT_TRUE(plan->run(args).ok());
+}
+
 TEST(Plan, NothingToDoIsOk) {
   const auto plan = Plan<Double>::select({0, 9});
   ASSERT_TRUE(plan);
   Double::Args args;
-  args.y = view(static_cast<float*>(nullptr), {0, 9});
   EXPECT_EQ(plan->can_implement(args).message(),
             "double: every output is left out, expected at least one");
+  // Null data is all there is of a tensor without elements; its shape says that it was given.
+  args.y = view(static_cast<float*>(nullptr), {0, 9});
+  EXPECT_TRUE(plan->can_implement(args).ok());
+  args.y.shape = {0, 8};
+  EXPECT_EQ(plan->can_implement(args).message(), "double: y: shape [0,8], expected [0,9]");
   float y = -7;
   args.y = view(&y, {0, 9});
   alignas(64) std::byte scratch[kScratch];

@@ -77,6 +77,50 @@ TEST_F(Threads, ResultsDoNotDependOnTheTeam) {
   });
 }
 
+// Flush to zero, denormals are zero, other roundings, traps: as the program or a library of its may
+// have set them, in the calling thread, and from there in the threads of its team.
+TEST_F(Threads, TheCallersFloatModesDoNotMatterAndAreKept) {
+  constexpr unsigned kDefault = 0x1f80, kModes = 0xffc0;
+  for (const unsigned mode : {kDefault | 0x8040, kDefault | 0x4000, kDefault | 0x6000, 0u}) {
+    for_each_op([&]<class Op>(Type<Op>) {
+      for (const auto& desc : some_cases<Op>()) {
+        const auto ref = Plan<Op>::select(desc, {}, Preference::exact, "ref");
+        const auto plan = Plan<Op>::select(desc);
+        ASSERT_TRUE(plan.ok()) << plan.status().message();
+        auto want = outcome(*ref);
+        for (const auto* each : {&*ref, &*plan}) {
+          for (const int threads : {1, 3}) {
+            set_num_threads(threads);
+            auto got = oracle::make_problem<Op>(desc, 1, {});
+            std::vector<std::byte> scratch(each->workspace_bytes() + 64);
+            const auto at = reinterpret_cast<std::uintptr_t>(scratch.data());
+            const Workspace workspace{scratch.data() + (64 - at % 64) % 64,
+                                      each->workspace_bytes()};
+            Status status;
+            bool kept = true;
+            // A new thread, and a team of its own that was in use before, in the same mode.
+            std::thread([&] {
+#pragma omp parallel num_threads(threads)
+              __builtin_ia32_ldmxcsr(mode);
+              status = each->run(got.args, {}, workspace);
+#pragma omp parallel num_threads(threads)
+              {
+                const unsigned now = __builtin_ia32_stmxcsr();
+#pragma omp critical
+                kept = kept && (now & kModes) == mode;
+              }
+            }).join();
+            EXPECT_TRUE(status.ok()) << status.message();
+            EXPECT_TRUE(kept);
+            EXPECT_EQ(oracle::compare(got, want), "")
+                << Op::kName << ", mode " << mode << ", " << threads << " threads";
+          }
+        }
+      }
+    });
+  }
+}
+
 TEST_F(Threads, ManyCallersSelectAndRunAtOnce) {
   set_num_threads(2);
   for_each_op([]<class Op>(Type<Op>) {

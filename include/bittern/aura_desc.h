@@ -102,6 +102,11 @@ Status check_aura_row(std::string_view op, std::string_view axis, std::int64_t d
                       std::int32_t bits, Rotation rotation);
 Status check_aura_desc(std::string_view op, const AuraDesc& d);
 
+// Of a table or of packed codes whose length is another width's: which one, and what `bits` needs.
+// "" for other operands.
+std::string width_hint(std::string_view operand, std::int64_t dim, std::int32_t bits,
+                       const Shape& found);
+
 // What the tables must hold. Names that open the message are the operands'.
 Status check_boundaries(std::string_view op, std::string_view operand, const float* values,
                         std::int64_t count);  // finite, never descending

@@ -1,5 +1,6 @@
 // Everything: the ops and the plan that runs them.
 #pragma once
+#include "bittern/environment.h"
 #include "bittern/gdn_desc.h"
 #include "bittern/ops/aura_attention.h"
 #include "bittern/ops/aura_decode.h"

@@ -11,6 +11,8 @@
 // and may have
 //   check_contents(desc, args)  values an operand must hold (a table sorted, an index in range);
 //                               can_implement asks it once all else is right, on the CPU
+//   shape_hint(desc, operand, found)  why an operand of another shape is wrong, where numbers do
+//                               not tell; "" where they do
 //   flops(desc)               for an op bound by matrix work: what `bench` compares with the GEMM
 //   elements(desc)            how many elements `bench` counts, when not outer * axis * inner size
 #pragma once
@@ -60,7 +62,7 @@ struct Sku {
 
 struct Operand {
   enum Flags : unsigned {
-    kOptional = 1,   // may be left out (null data)
+    kOptional = 1,   // may be left out (null data, unless the shape has a 0: that is all of it)
     kRowStride = 2,  // the first axis may have any stride that keeps rows apart
     // An output that may coincide with an input of the same dtype, shape and strides that is also
     // marked so: element i of the output depends on that input's element i alone.
@@ -83,7 +85,8 @@ class Plan {
 
   // Validates `desc` and takes the first kernel on `device` that supports it; if none does, the
   // status gives every kernel's reason. `kernel` narrows the choice to one name (so does the
-  // environment variable BITTERN_KERNEL, when `kernel` is empty).
+  // environment variable BITTERN_KERNEL, when `kernel` is empty). Fails where a variable has a
+  // value that it cannot have (bittern/environment.h).
   static Result<Plan> select(const Desc& desc, Device device = {},
                              Preference preference = Preference::exact,
                              std::string_view kernel = {});
@@ -91,10 +94,11 @@ class Plan {
   // Checks each operand's dtype, shape, device (for CUDA, where its memory is), strides, overlap.
   Status can_implement(const Args& args) const;
 
-  // The caller owns scratch: at least this many bytes, 64-byte aligned, go to run(). Settled by
-  // select: a number of threads that is raised later finds no more room.
+  // The caller owns scratch: at least this many bytes, 64-byte aligned, go to run(). Fixed by
+  // select(): raising num_threads() later does not enlarge it.
   std::size_t workspace_bytes() const { return workspace_bytes_; }
 
+  // The thread's floating-point modes (flush to zero, rounding) do not matter, and are kept.
   Status run(const Args& args, Stream stream = {}, Workspace workspace = {}) const;
 
   Sku sku() const;

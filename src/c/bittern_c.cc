@@ -71,7 +71,12 @@ Status to_view(std::string_view op, const OperandInfo& operand, const bittern_te
   const auto refuse = [&](const std::string& what) {
     return invalid(std::string(op).append(": ").append(operand.name).append(": ") + what);
   };
-  if (tensor.data == nullptr) return {};
+  // Null data leaves the operand out, unless its shape says that it has no elements.
+  if (tensor.data == nullptr &&
+      (tensor.shape == nullptr || tensor.rank < 1 || tensor.rank > kMaxRank ||
+       std::find(tensor.shape, tensor.shape + tensor.rank, 0) == tensor.shape + tensor.rank)) {
+    return {};
+  }
   if (tensor.dtype < 0 || tensor.dtype >= kDTypeCount) {
     return refuse("dtype " + std::to_string(tensor.dtype) + ", expected a bittern_dtype");
   }
@@ -108,11 +113,7 @@ Status to_views(const bittern_plan& plan, const bittern_tensor* tensors, std::si
     std::size_t at = i;
     if (const char* name = tensors[i].name) {
       for (at = 0; at < views.size() && plan.operands[at].name != name;) ++at;
-      if (at == views.size()) {
-        std::string known;
-        for (const OperandInfo& o : plan.operands) known.append(" ").append(o.name);
-        return refuse(std::string("no operand ") + name + ", expected one of" + known);
-      }
+      if (at == views.size()) return plan.any->no_operand(name);
     } else if (at >= views.size()) {
       return refuse(std::to_string(count) + " operands, expected at most " +
                     std::to_string(views.size()));
@@ -136,7 +137,13 @@ const char* bittern_op_name(size_t index) {
   return index < all_ops().size() ? c_string(all_ops()[index]->name()) : nullptr;
 }
 int bittern_num_threads(void) { return num_threads(); }
-void bittern_set_num_threads(int threads) { set_num_threads(threads); }
+bittern_code bittern_set_num_threads(int threads) {
+  return guarded([&]() -> Status {
+    BITTERN_TRY(check_num_threads(threads));
+    set_num_threads(threads);
+    return {};
+  });
+}
 
 bittern_code bittern_desc_create(const char* op, bittern_desc** desc) {
   return guarded([&]() -> Status {

@@ -336,7 +336,7 @@ Status run(const BenchFlags& flags, char** argv) {
   const auto todo = tasks(flags, *choice);
   if (!todo) return todo.status();
   pin_threads(argv);
-  if (flags.common.threads > 0) set_num_threads(flags.common.threads);
+  BITTERN_TRY(use_threads(flags.common));
 
   const bool print = !flags.common.quiet;
   if (print) {

@@ -71,6 +71,7 @@ Status run(const CheckFlags& flags, const std::vector<std::string>& rest) {
     settings.every = 8;
     settings.threads = {2};
   }
+  BITTERN_TRY(use_threads(flags.common));
   if (flags.common.threads > 0) settings.threads = {flags.common.threads};
 
   if (!flags.op.empty() && !settings.cpu && !ops.front()->has_cuda()) {

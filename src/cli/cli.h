@@ -39,6 +39,7 @@ Verb quantize_verb(CLI::App& main);
 
 void add_common_flags(CLI::App& verb, CommonFlags& flags);
 void add_output_flags(CLI::App& verb, CommonFlags& flags);  // those without a device
+Status use_threads(const CommonFlags& flags);               // --threads
 // A CLI11 check whose message says what would be right.
 CLI::Validator integer_in(std::int64_t low, std::int64_t high);
 

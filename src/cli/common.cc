@@ -19,10 +19,18 @@ void add_common_flags(CLI::App& verb, CommonFlags& flags) {
 
 void add_output_flags(CLI::App& verb, CommonFlags& flags) {
   verb.add_option("--threads", flags.threads, "CPU threads (default: one per core)")
-      ->check(integer_in(1, 4096));
+      ->check(integer_in(1, max_threads()));
   verb.add_option("--json", flags.json, "also write the result to this file");
   verb.add_flag("--force", flags.force, "let --json replace a file");
   verb.add_flag("--quiet", flags.quiet, "print errors only");
+}
+
+Status use_threads(const CommonFlags& flags) {
+  if (flags.threads == 0) return {};
+  if (Status s = check_num_threads(flags.threads); !s.ok())
+    return invalid("--threads: " + std::string(s.message()));
+  set_num_threads(flags.threads);
+  return {};
 }
 
 CLI::Validator integer_in(std::int64_t low, std::int64_t high) {

@@ -559,7 +559,7 @@ Status run_compare(const InspectFlags& flags) {
 }
 
 Status run(const InspectFlags& flags) {
-  if (flags.common.threads > 0) set_num_threads(flags.common.threads);
+  BITTERN_TRY(use_threads(flags.common));
   BITTERN_TRY(check_json_flag(flags.common));
   if (!flags.other.empty()) return run_compare(flags);
   const auto summary = summarize(flags.model);

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "cli/cli.h"
+#include "core/float_mode.h"
 
 namespace bittern::cli {
 namespace {
@@ -35,6 +36,7 @@ std::string flags_of(const CLI::App& app) {
 }
 
 int run(int argc, char** argv) {
+  const FloatMode mode;  // libraries may have changed it; threads start with this one's
   CLI::App app{"bittern: low-bit quantisation that says which bits it produces", "bittern"};
   app.set_version_flag("--version", std::string("bittern ") + version());
   app.footer("bittern VERB --help tells more.\nExample: bittern bench --quick");
@@ -61,6 +63,7 @@ int run(int argc, char** argv) {
       return fail(invalid(fmt::format("{}: unknown argument {}, expected one of{}",
                                       verb.app->get_name(), rest.front(), flags_of(*verb.app))));
     }
+    if (Status s = check_environment(); !s.ok()) return fail(s);
     const Status status = verb.run();
     return status.ok() ? 0 : fail(status);
   }

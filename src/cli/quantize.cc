@@ -248,7 +248,7 @@ Status run(const QuantizeFlags& flags) {
   auto options = options_of(flags);
   if (!options) return options.status();
   if (!flags.dry_run) BITTERN_TRY(check_output(flags.out, flags.force, flags.resume));
-  if (flags.common.threads > 0) set_num_threads(flags.common.threads);
+  BITTERN_TRY(use_threads(flags.common));
   const auto source = Checkpoint::open(flags.model);
   if (!source) return source.status();
   const bool print = !flags.common.quiet;
@@ -330,7 +330,7 @@ Verb quantize_verb(CLI::App& main) {
   verb->add_flag("--dry-run", flags->dry_run, "print what would become of every tensor");
   verb->add_flag("--resume", flags->resume, "go on with what a stopped run left");
   verb->add_option("--threads", flags->common.threads, "CPU threads (default: one per core)")
-      ->check(integer_in(1, 4096));
+      ->check(integer_in(1, max_threads()));
   verb->add_option("--json", flags->common.json, "also write the report to this file");
   verb->add_flag("--force", flags->force, "replace OUT (and the file of --json)");
   verb->add_flag("--quiet", flags->common.quiet, "print errors only");

@@ -33,8 +33,9 @@ std::size_t size_of(DType dtype) {
 }
 
 std::string name(Device device) {
-  if (device.type == Device::Type::cpu) return "cpu";
-  return std::string("cuda:").append(std::to_string(device.index));
+  const bool cpu = device.type == Device::Type::cpu;
+  if (cpu && device.index == 0) return "cpu";  // as far as anyone counts
+  return (cpu ? "cpu:" : "cuda:") + std::to_string(device.index);
 }
 
 Shape Shape::dense_strides() const {

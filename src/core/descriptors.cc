@@ -55,6 +55,12 @@ Status expect_no_f64(std::string_view op, DType element) {
                      ", expected f32, f16 or bf16");
 }
 
+std::string number_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.9g", value);
+  return text;
+}
+
 Status expect_groups(std::string_view op, std::int64_t axis_size, std::int64_t group_size) {
   if (axis_size % group_size == 0) return {};
   return fail(op, "axis_size",
@@ -108,7 +114,10 @@ Status check_quantize_desc(std::string_view op, const QuantizeDesc& d, QuantizeF
     BITTERN_TRY(expect_at_least(op, "inner_size", d.inner_size, 0));
   } else if (d.inner_size != 1) {
     return fail(op, "inner_size",
-                std::to_string(d.inner_size) + ", expected 1 unless granularity is channel");
+                std::to_string(d.inner_size) + " with granularity " +
+                    std::string(kGranularityNames[static_cast<std::size_t>(granularity)]) +
+                    ", which takes the last axis only: expected 1 (or granularity channel, which "
+                    "takes any axis)");
   }
   if (d.granularity == Granularity::group) {
     BITTERN_TRY(expect_at_least(op, "group_size", d.group_size, 1));
@@ -185,7 +194,8 @@ Status GgufQuantize::check(const Desc& d) {
                        ", expected Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K or Q6_K");
   }
   if (d.given_grid && d.type != BlockType::q4_k && d.type != BlockType::q5_k) {
-    return fail(kName, "given_grid", "true with type " + type + ", expected false");
+    return fail(kName, "given_grid",
+                "true with type " + type + ", expected type Q4_K or Q5_K (or given_grid false)");
   }
   return {};
 }
@@ -224,7 +234,8 @@ Status check_gdn_desc(std::string_view op, const GdnDesc& d) {
   if (d.allow_neg_eigval && !d.beta_sigmoid) {
     return fail(op, "allow_neg_eigval", "true, expected false without beta_sigmoid");
   }
-  if (!std::isfinite(d.scale)) return fail(op, "scale", "expected a finite number");
+  if (!std::isfinite(d.scale))
+    return fail(op, "scale", number_text(d.scale) + ", expected a finite number");
   return {};
 }
 
@@ -244,7 +255,10 @@ Status check_gated_norm_desc(std::string_view op, const GatedNormDesc& d) {
   BITTERN_TRY(expect_no_f64(op, d.element));
   BITTERN_TRY(expect_between(op, "rounding", static_cast<std::int32_t>(d.rounding), 0, 1));
   if (!(d.eps >= 0) || !std::isfinite(static_cast<float>(d.eps))) {
-    return fail(op, "eps", "expected a finite number, at least 0");
+    return fail(op, "eps",
+                number_text(d.eps) +
+                    ", expected a number that is finite in f32 and at "
+                    "least 0");
   }
   return expect_countable(op, {d.rows, d.dim});
 }
@@ -328,9 +342,9 @@ namespace {
 
 Status bad_value(std::string_view op, std::string_view operand, std::int64_t i, float value,
                  const std::string& expected) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.9g", static_cast<double>(value));
-  return fail(op, operand, "[" + std::to_string(i) + "] is " + text + ", expected " + expected);
+  return fail(op, operand,
+              "[" + std::to_string(i) + "] is " + number_text(static_cast<double>(value)) +
+                  ", expected " + expected);
 }
 
 }  // namespace
@@ -360,6 +374,44 @@ Status check_signs(std::string_view op, std::string_view operand, const float* v
   return {};
 }
 
+std::string width_hint(std::string_view operand, std::int64_t dim, std::int32_t bits,
+                       const Shape& found) {
+  const bool packed = operand == "packed" || operand.ends_with("_codes");
+  const bool boundaries = operand == "boundaries";
+  if ((!packed && !boundaries && !operand.ends_with("codebook")) || found.rank == 0) return {};
+  const auto length = [&](std::int32_t width) {
+    return packed ? packed_words(dim, width) : (std::int64_t{1} << width) - (boundaries ? 1 : 0);
+  };
+  const std::int64_t got = found[found.rank - 1];
+  if (got == length(bits)) return {};
+  const std::string_view unit = packed ? " words a row" : boundaries ? " boundaries" : " levels";
+  std::string text = std::to_string(bits) + "-bit codes have " + std::to_string(length(bits));
+  text.append(unit);
+  for (std::int32_t width = 1; width <= 8; ++width) {
+    if (length(width) != got) continue;
+    return text + ", and " + std::to_string(got) + " are of " + std::to_string(width) + " bits";
+  }
+  return text;
+}
+
+std::string AuraAttention::shape_hint(const Desc& d, std::string_view operand, const Shape& found) {
+  const bool rows = operand.ends_with("_codes") || operand.ends_with("_scales");
+  const bool coded = rows && operand.substr(1, 1) == "_";
+  const int paged = operand.ends_with("_codes") ? 4 : 3;
+  if (operand == "block_table" || (coded && found.rank == paged)) {
+    if (d.page_size == 0) return "pages need page_size (16..128), pages and capacity";
+    if (operand == "block_table" && d.capacity == 0) {
+      return "capacity is 0; it is page_size " + std::to_string(d.page_size) +
+             " times the columns of block_table";
+    }
+  }
+  if (coded && found.rank == paged - 1 && d.page_size != 0)
+    return "page_size is " + std::to_string(d.page_size) + "; without pages it is 0";
+  if (coded && d.page_size == 0 && d.capacity == 0 && found.rank == paged - 1)
+    return "capacity is 0; it is the coded tokens of a sequence";
+  return width_hint(operand, d.dim, operand.starts_with("k_") ? d.k_bits : d.v_bits, found);
+}
+
 float AuraAttentionDesc::softmax_scale() const {
   return static_cast<float>(scale == 0 ? 1 / std::sqrt(static_cast<double>(dim)) : scale);
 }
@@ -386,7 +438,12 @@ Status AuraAttention::check(const Desc& d) {
   BITTERN_TRY(expect_between(kName, "window", d.window, 0, std::int64_t{1} << 31));
   BITTERN_TRY(expect_between(kName, "queries", d.queries, 0, std::int64_t{1} << 31));
   if (d.page_size == 0) {
-    BITTERN_TRY(expect_between(kName, "pages", d.pages, 0, 0));
+    if (d.pages != 0) {
+      return fail(kName, "pages",
+                  std::to_string(d.pages) +
+                      " with page_size 0, expected a page_size of 16..128, or "
+                      "0 pages for codes that are contiguous");
+    }
   } else {
     BITTERN_TRY(expect_between(kName, "page_size", d.page_size, 16, 128));
     BITTERN_TRY(expect_between(kName, "pages", d.pages, 0, INT32_MAX));
@@ -402,7 +459,7 @@ Status AuraAttention::check(const Desc& d) {
     BITTERN_TRY(expect_countable(kName, {8, d.sequences, d.kv_heads, tokens, kAuraMaxDim}));
   BITTERN_TRY(expect_countable(kName, {d.pages, d.kv_heads, d.page_size, kAuraMaxDim}));
   if (!std::isfinite(static_cast<float>(d.scale))) {
-    return fail(kName, "scale", "expected a number that is finite in f32");
+    return fail(kName, "scale", number_text(d.scale) + ", expected a number that is finite in f32");
   }
   for (const auto& [field, dtype] : {std::pair{"element", d.element}, {"exact", d.exact}}) {
     if (dtype == DType::f32 || is_half(dtype)) continue;
@@ -420,16 +477,20 @@ Status AuraAttention::check_contents(const Desc& d, const Args& a) {
   if (d.v_rotation == Rotation::hadamard)
     BITTERN_TRY(check_signs(kName, "v_table", a.v_table.as<float>(), d.dim));
   const std::int64_t rooms[] = {d.first, d.capacity, d.recent};
+  constexpr std::string_view kRooms[] = {", which is first", ", which is capacity",
+                                         ", which is recent"};
   const auto entry = [&](const char* operand, std::int64_t s, std::int64_t i, std::int64_t value,
-                         std::int64_t most) {
+                         std::int64_t most, std::string_view why = {}) {
     if (value >= 0 && value <= most) return Status();
     return fail(kName, operand,
                 "[" + std::to_string(s) + "," + std::to_string(i) + "] is " +
-                    std::to_string(value) + ", expected 0.." + std::to_string(most));
+                    std::to_string(value) + ", expected 0.." + std::to_string(most) +
+                    std::string(why));
   };
   for (std::int64_t s = 0; s < d.sequences; ++s) {
     for (std::int64_t i = 0; a.lengths && i < 3; ++i)
-      BITTERN_TRY(entry("lengths", s, i, a.lengths.as<std::int32_t>()[3 * s + i], rooms[i]));
+      BITTERN_TRY(
+          entry("lengths", s, i, a.lengths.as<std::int32_t>()[3 * s + i], rooms[i], kRooms[i]));
     for (std::int64_t i = 0; a.starts && i < 2; ++i) {
       BITTERN_TRY(entry("starts", s, i, a.starts.as<std::int32_t>()[2 * s + i],
                         std::max<std::int64_t>(rooms[1 + i], 1) - 1));
@@ -439,7 +500,11 @@ Status AuraAttention::check_contents(const Desc& d, const Args& a) {
     const std::int64_t coded = a.lengths ? a.lengths.as<std::int32_t>()[3 * s + 1] : d.capacity;
     const std::int64_t start = a.starts ? a.starts.as<std::int32_t>()[2 * s] : 0;
     const std::int64_t pages = d.capacity / d.page_size;
-    if (coded > 0 && d.pages == 0) return fail(kName, "pages", "0, expected some for the tokens");
+    if (coded > 0 && d.pages == 0) {
+      return fail(kName, "pages",
+                  "0, expected at least 1: sequence " + std::to_string(s) + " has " +
+                      std::to_string(coded) + " coded tokens");
+    }
     const std::int64_t first = start / d.page_size;
     const std::int64_t count =
         std::min(pages, (start % d.page_size + coded + d.page_size - 1) / d.page_size);

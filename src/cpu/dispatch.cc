@@ -2,7 +2,9 @@
 
 #include <cpuid.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -40,11 +42,42 @@ const std::vector<Isa>& detected() {
   return *isas;
 }
 
-Isa choose() {
-  const char* wanted = std::getenv("BITTERN_ISA");
-  for (const Isa isa : detected())
-    if (wanted == nullptr || name(isa) == wanted) return isa;
-  return Isa::none;  // also for a name we do not know: `ref` is slow, but no surprise
+struct Choice {
+  Isa isa = Isa::none;
+  Status status;
+};
+
+// BITTERN_ISA, in letters of either case; what it may not be falls back to the best, with a status.
+Choice choose() {
+  Choice choice{detected().empty() ? Isa::none : detected().front(), {}};
+  const char* given = std::getenv("BITTERN_ISA");
+  if (given == nullptr) return choice;
+  const std::string_view text = given;
+  const std::string where = std::string("BITTERN_ISA: ").append(text.empty() ? "empty" : text);
+  for (const Isa isa : {Isa::avx3_dl, Isa::avx3, Isa::avx2}) {
+    if (!std::equal(text.begin(), text.end(), name(isa).begin(), name(isa).end(),
+                    [](unsigned char a, char b) { return std::toupper(a) == b; })) {
+      continue;
+    }
+    const auto& all = detected();
+    if (std::find(all.begin(), all.end(), isa) != all.end()) {
+      choice.isa = isa;
+      return choice;
+    }
+    std::string have;
+    for (const Isa other : all) have.append(have.empty() ? "" : " or ").append(name(other));
+    choice.status = invalid(where + ", which this CPU lacks; " +
+                            (have.empty() ? "it has no target of ours" : "expected " + have));
+    return choice;
+  }
+  choice.status =
+      invalid(where + ", expected AVX2, AVX3 (AVX-512) or AVX3_DL (AVX-512 since Ice Lake)");
+  return choice;
+}
+
+const Choice& choice() {
+  static const auto* const made = new Choice(choose());
+  return *made;
 }
 
 std::atomic<Isa> forced{Isa::none};
@@ -62,9 +95,8 @@ std::string_view name(Isa isa) {
 }
 
 Isa isa() {
-  static const Isa chosen = choose();
   const Isa now = forced.load(std::memory_order_relaxed);
-  return now == Isa::none ? chosen : now;
+  return now == Isa::none ? choice().isa : now;
 }
 
 std::span<const Isa> available_isas() { return detected(); }
@@ -73,8 +105,8 @@ void force_isa(Isa isa) { forced.store(isa, std::memory_order_relaxed); }
 
 std::string_view architecture(Device) { return name(isa()); }
 
-Status supported() {
-  return isa() == Isa::none ? unsupported("needs a CPU with AVX2 (see BITTERN_ISA)") : Status();
-}
+Status check_isa_variable() { return choice().status; }
+
+Status supported() { return isa() == Isa::none ? unsupported("needs a CPU with AVX2") : Status(); }
 
 }  // namespace bittern::cpu

@@ -16,8 +16,9 @@ inline constexpr int kIsaCount = 3;
 
 std::string_view name(Isa isa);  // Highway's names: "AVX3_DL" ...
 
-// The target in use: the best this CPU has, or BITTERN_ISA (AVX2, AVX3, AVX3_DL) if that is less.
+// The target in use: the best this CPU has, or the one BITTERN_ISA names (AVX2, AVX3, AVX3_DL).
 Isa isa();
+Status check_isa_variable();  // whether it names one that this CPU has
 
 // All that this CPU can run, best first.
 std::span<const Isa> available_isas();

@@ -1,34 +1,131 @@
 #include <omp.h>
 
 #include <atomic>
+#include <charconv>
+#include <condition_variable>
 #include <cstdlib>
+#include <mutex>
+#include <new>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
 
+#include "bittern/environment.h"
+#include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 
 namespace bittern {
 namespace {
 
 // Asked for once: the operating system takes microseconds to say how many cores there are.
-int default_threads() {
-  if (const char* text = std::getenv("BITTERN_THREADS")) {
-    const int wanted = std::atoi(text);
-    if (wanted >= 1) return wanted;
+int cores() {
+  static const int count = omp_get_num_procs();
+  return count;
+}
+
+// How many threads, the caller among them, this process may have at once, up to `wanted`. OpenMP's
+// runtime ends the process when the system gives it fewer than asked, so they are tried first.
+int can_start(int wanted) {
+  static std::atomic<int> known{1};
+  if (wanted <= known.load()) return wanted;
+  std::mutex mutex;
+  std::condition_variable end;
+  bool ended = false;
+  std::vector<std::thread> threads;
+  try {
+    while (static_cast<int>(threads.size()) + 1 < wanted) {
+      threads.emplace_back([&] {
+        std::unique_lock lock(mutex);
+        end.wait(lock, [&] { return ended; });
+      });
+    }
+  } catch (const std::system_error&) {  // the system's limit
+  } catch (const std::bad_alloc&) {
   }
-  return omp_get_num_procs();
+  {
+    const std::lock_guard lock(mutex);
+    ended = true;
+  }
+  end.notify_all();
+  for (std::thread& thread : threads) thread.join();
+  const int started = static_cast<int>(threads.size()) + 1;
+  int before = known.load();
+  while (before < started && !known.compare_exchange_weak(before, started)) {
+  }
+  return started;
+}
+
+std::string accepted() { return "an integer 1.." + std::to_string(max_threads()); }
+
+Status check_count(std::string_view what, int threads) {
+  if (threads > max_threads()) {
+    return invalid(std::string(what).append(": ") + std::to_string(threads) + ", expected " +
+                   accepted());
+  }
+  const int most = can_start(threads);
+  if (most >= threads) return {};
+  return invalid(std::string(what).append(": ") + std::to_string(threads) +
+                 " threads; the system lets this process start " + std::to_string(most));
+}
+
+struct Default {
+  int threads;
+  Status status;
+};
+
+Default read_default() {
+  constexpr std::string_view kName = "BITTERN_THREADS";
+  const int fallback = can_start(cores());
+  const char* given = std::getenv(kName.data());
+  if (given == nullptr) return {fallback, {}};
+  const std::string_view text = given;
+  int wanted = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), wanted);
+  if (error != std::errc() || end != text.data() + text.size() || wanted < 1) {
+    return {fallback, invalid(std::string(kName)
+                                  .append(": ")
+                                  .append(text.empty() ? "empty" : text)
+                                  .append(", expected ") +
+                              accepted())};
+  }
+  Status status = check_count(kName, wanted);
+  const int threads = status.ok() ? wanted : fallback;
+  return {threads, std::move(status)};
+}
+
+const Default& defaults() {
+  static const auto* const read = new Default(read_default());
+  return *read;
 }
 
 std::atomic<int> chosen{0};
+std::atomic<int> refused{0};  // what set_num_threads was last asked for in vain
 std::atomic<bool> split_always{false};
 
 }  // namespace
 
+int max_threads() { return std::max(256, cores()); }
+
 int num_threads() {
-  static const int initial = default_threads();
   const int set = chosen.load(std::memory_order_relaxed);
-  return set >= 1 ? set : initial;
+  return set >= 1 ? set : defaults().threads;
 }
 
-void set_num_threads(int threads) { chosen.store(threads, std::memory_order_relaxed); }
+Status check_num_threads(int threads) { return check_count("num_threads", threads); }
+
+void set_num_threads(int threads) {
+  const bool ok = check_num_threads(threads).ok();
+  refused.store(ok ? 0 : threads, std::memory_order_relaxed);
+  if (ok) chosen.store(threads, std::memory_order_relaxed);
+}
+
+Status check_environment() {
+  BITTERN_TRY(defaults().status);
+  if (const int threads = refused.load(std::memory_order_relaxed); threads != 0)
+    BITTERN_TRY(check_num_threads(threads));
+  return cpu::check_isa_variable();
+}
 
 namespace cpu {
 

@@ -1,9 +1,11 @@
 #include "plan/any_op.h"
 
+#include <algorithm>
 #include <array>
 
 #include "plan/fields.h"
 #include "plan/kernels.h"
+#include "plan/names.h"
 
 namespace bittern {
 namespace {
@@ -36,6 +38,35 @@ class PlanOf final : public AnyPlan {
   Sku sku() const override { return plan_.sku(); }
   PrecisionGuarantee precision_guarantee() const override { return plan_.precision_guarantee(); }
   std::vector<OperandInfo> operands() const override { return operand_infos<Op>(plan_.desc()); }
+  Status no_operand(std::string_view name) const override {
+    const auto refuse = [](const std::string& what) {
+      return invalid(std::string(Op::kName).append(": ") + what);
+    };
+    std::vector<std::string_view> known;
+    for (const OperandInfo& info : operands()) known.push_back(info.name);
+    std::string why;
+    typename Op::Desc desc = plan_.desc();
+    Op::fields(desc, [&](const char* field, auto& member, const char*) {
+      using T = std::remove_cvref_t<decltype(member)>;
+      if constexpr (kIsNamed<T>) {
+        const T before = member;
+        std::vector<std::string_view> with;
+        for (std::size_t i = 0; i < field_names<T>().size(); ++i) {
+          member = static_cast<T>(i);
+          const auto infos = operand_infos<Op>(desc);
+          if (std::any_of(infos.begin(), infos.end(), [&](auto& o) { return o.name == name; }))
+            with.push_back(field_names<T>()[i]);
+        }
+        member = before;
+        if (!with.empty() && why.empty()) {
+          why = std::string(name).append(": ").append(field).append(" is ") + field_text(member) +
+                "; " + std::string(name).append(" goes with ").append(field).append(" ") +
+                either(with) + " only";
+        }
+      }
+    });
+    return refuse(why.empty() ? unknown_name("operand", name, known) : why);
+  }
 
  private:
   Status bind(std::span<const MutView> views, typename Op::Args& args) const {
@@ -66,13 +97,13 @@ class DescOf final : public AnyDesc {
   const AnyOp& op() const override { return any_op<Op>(); }
   std::unique_ptr<AnyDesc> clone() const override { return std::make_unique<DescOf>(*this); }
   Status set(std::string_view field, std::int64_t value) override {
-    return set_field<Op>(desc_, field, value);
+    return explained(field, {}, set_field<Op>(desc_, field, value));
   }
   Status set(std::string_view field, double value) override {
-    return set_field<Op>(desc_, field, value);
+    return explained(field, {}, set_field<Op>(desc_, field, value));
   }
   Status set(std::string_view field, std::string_view text) override {
-    return set_field<Op>(desc_, field, text);
+    return explained(field, text, set_field<Op>(desc_, field, text));
   }
   Result<std::int64_t> get(std::string_view field) const override {
     return read<std::int64_t>(field);
@@ -114,9 +145,33 @@ class DescOf final : public AnyDesc {
   }
 
  private:
+  // A refusal to set `field`, with the name that was probably meant, or the choices that the op
+  // takes, which are fewer than there are names.
+  Status explained(std::string_view field, std::string_view text, Status status) const {
+    if (status.ok()) return status;
+    std::vector<std::string_view> known, accepted;
+    typename Op::Desc trial;
+    const std::string where = std::string(Op::kName).append(": ").append(field).append(": ");
+    Op::fields(trial, [&](const char* n, auto& member, const char*) {
+      known.push_back(n);
+      using T = std::remove_cvref_t<decltype(member)>;
+      if constexpr (kIsNamed<T>) {
+        if (field != n || text.empty()) return;
+        for (std::size_t i = 0; i < field_names<T>().size(); ++i) {
+          member = static_cast<T>(i);
+          if (!Op::check(trial).message().starts_with(where))
+            accepted.push_back(field_names<T>()[i]);
+        }
+      }
+    });
+    if (std::find(known.begin(), known.end(), field) == known.end())
+      return invalid(std::string(Op::kName).append(": ") + unknown_name("field", field, known));
+    if (accepted.empty()) return status;
+    return invalid(where + std::string(text).append(", expected ") + either(accepted));
+  }
   template <class T>
   Result<T> read(std::string_view field) const {
-    Result<T> value = invalid(std::string(Op::kName).append(": no field ").append(field));
+    Result<T> value = explained(field, {}, invalid(std::string()));
     Op::fields(desc_, [&](const char* n, const auto& member, const char*) {
       if (field != n) return;
       if constexpr (kIsReal<std::remove_cvref_t<decltype(member)>> && !kIsReal<T>) {
@@ -192,12 +247,12 @@ std::span<const AnyOp* const> all_ops() {
 }
 
 Result<const AnyOp*> find_op(std::string_view name) {
-  std::string known;
+  std::vector<std::string_view> known;
   for (const AnyOp* op : all_ops()) {
     if (op->name() == name) return op;
-    known.append(known.empty() ? "" : " ").append(op->name());
+    known.push_back(op->name());
   }
-  return invalid(std::string("no op called ").append(name).append(", expected one of ") + known);
+  return invalid(unknown_name("op called", name, known));
 }
 
 }  // namespace bittern

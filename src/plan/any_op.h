@@ -36,6 +36,9 @@ class AnyPlan {
   virtual Sku sku() const = 0;
   virtual PrecisionGuarantee precision_guarantee() const = 0;
   virtual std::vector<OperandInfo> operands() const = 0;
+  // The error for an operand that operands() does not have: which field's value would bring it, or
+  // the names there are.
+  virtual Status no_operand(std::string_view name) const = 0;
 };
 
 class AnyOp;

@@ -1,4 +1,9 @@
+#include <algorithm>
+#include <cctype>
+#include <cstdlib>
+
 #include "cuda/plugin.h"
+#include "plan/overlap.h"
 #include "plan/plan_impl.h"
 
 namespace bittern {
@@ -9,11 +14,38 @@ Status fail(std::string_view op, const char* operand, const std::string& what) {
   return invalid(std::string(op).append(": ").append(operand).append(": ").append(what));
 }
 
+// Whether two views of one shape reach the same elements by the same steps.
+bool same_strides(const Extent& a, const Extent& b) {
+  for (int i = 0; i < a.shape->rank; ++i)
+    if ((*a.shape)[i] > 1 && (*a.stride)[i] != (*b.stride)[i]) return false;
+  return true;
+}
+
 }  // namespace
+
+Result<std::string_view> kernel_variable(std::string_view op,
+                                         std::span<const std::string_view> known) {
+  const char* given = std::getenv("BITTERN_KERNEL");
+  if (given == nullptr) return std::string_view();
+  const std::string_view text = given;
+  for (const std::string_view kernel : known) {
+    if (std::equal(text.begin(), text.end(), kernel.begin(), kernel.end(),
+                   [](unsigned char a, char b) { return std::tolower(a) == b; })) {
+      return kernel;
+    }
+  }
+  return fail(op, "BITTERN_KERNEL",
+              std::string(text.empty() ? "empty" : text).append(", expected ") + either(known));
+}
+
+Status check_device(std::string_view op, Device device) {
+  if (device.type != Device::Type::cpu || device.index == 0) return {};
+  return fail(op, "device", name(device) + ", expected cpu, whose index is 0");
+}
 
 Status check_operand(std::string_view op, const char* operand, const ConstView& view, bool output,
                      const Operand& expected, Device device, Extent& extent) {
-  if (view.data == nullptr) {
+  if (left_out(view)) {
     if ((expected.flags & Operand::kOptional) != 0 || expected.shape.numel() == 0) return {};
     return fail(op, operand,
                 "null, expected " + std::string(name(expected.dtype)) + " " + expected.shape.str());
@@ -74,9 +106,13 @@ Status check_overlap(std::string_view op, std::span<const Extent> extents) {
       if (!a.output && !b.output) continue;
       if (a.begin >= b.end || b.begin >= a.end) continue;
       const bool in_place = a.output != b.output && (a.flags & b.flags & Operand::kInPlace) != 0 &&
-                            a.begin == b.begin && a.end == b.end && a.dtype == b.dtype &&
-                            *a.shape == *b.shape;
+                            a.begin == b.begin && a.dtype == b.dtype && *a.shape == *b.shape &&
+                            same_strides(a, b);
       if (in_place) continue;
+      if (!overlap({a.begin, size_of(a.dtype), a.shape, a.stride},
+                   {b.begin, size_of(b.dtype), b.shape, b.stride})) {
+        continue;
+      }
       const Extent &out = b.output ? b : a, &other = b.output ? a : b;
       return fail(op, out.name,
                   std::string("overlaps ").append(other.name) + ", expected memory of its own");

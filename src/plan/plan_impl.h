@@ -1,12 +1,14 @@
 // Plan<Op>'s members. plan.cc instantiates them for every op; a test may for an op of its own.
 #pragma once
+#include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <new>
 #include <string>
 #include <vector>
 
+#include "core/float_mode.h"
 #include "plan/kernels.h"
+#include "plan/names.h"
 
 namespace bittern {
 
@@ -29,6 +31,17 @@ struct Extent {
 };
 inline constexpr int kMaxOperands = 32;
 
+// Null data leaves an operand out, unless the view's shape says that there are no elements, of
+// which null is all there is.
+inline bool left_out(const ConstView& view) {
+  const auto& dim = view.shape.dim;
+  return view.data == nullptr &&
+         std::find(dim.begin(), dim.begin() + view.shape.rank, 0) == dim.begin() + view.shape.rank;
+}
+// The kernel out of `known` that BITTERN_KERNEL names, in letters of either case; "" without it.
+Result<std::string_view> kernel_variable(std::string_view op,
+                                         std::span<const std::string_view> known);
+Status check_device(std::string_view op, Device device);
 // `view` against what the descriptor implies; fills `extent` when it is ok and not left out.
 Status check_operand(std::string_view op, const char* name, const ConstView& view, bool output,
                      const Operand& expected, Device device, Extent& extent);
@@ -37,6 +50,44 @@ Status check_overlap(std::string_view op, std::span<const Extent> extents);
 // Whether `p` is memory that kernels on a CUDA device can use, whatever its view declares.
 Status check_memory(std::string_view op, const char* name, const void* p, Device device);
 
+// What the axes of an operand are, "[batch,tokens,3]": the fields that they grow with, or numbers.
+template <class Op>
+std::string axes_text(const typename Op::Desc& desc, std::string_view operand, const Shape& shape) {
+  std::array<std::string, kMaxRank> axes;
+  for (int i = 0; i < shape.rank; ++i) axes[static_cast<std::size_t>(i)] = std::to_string(shape[i]);
+  typename Op::Desc trial = desc;
+  Op::fields(trial, [&](const char* field, auto& member, const char*) {
+    using T = std::remove_cvref_t<decltype(member)>;
+    if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) {
+      const T before = member;
+      member = static_cast<T>(before + 1);
+      const typename Op::Args none;
+      Op::operands(trial, none, [&](const char* n, const auto&, const Operand& grown) {
+        if (operand != n || grown.shape.rank != shape.rank) return;
+        for (int i = 0; i < shape.rank; ++i)
+          if (grown.shape[i] == shape[i] + 1 && shape[i] == before)
+            axes[static_cast<std::size_t>(i)] = field;
+      });
+      member = before;
+    }
+  });
+  std::string text = "[";
+  for (int i = 0; i < shape.rank; ++i)
+    text.append(i == 0 ? "" : ",").append(axes[static_cast<std::size_t>(i)]);
+  return text + "]";
+}
+
+// Why an operand's shape is what the descriptor implies, where numbers do not tell.
+template <class Op>
+std::string shape_hint(const typename Op::Desc& desc, std::string_view operand, const Shape& found,
+                       const Shape& expected) {
+  if constexpr (requires { Op::shape_hint(desc, operand, found); }) {
+    if (std::string text = Op::shape_hint(desc, operand, found); !text.empty()) return text;
+  }
+  if (found.rank == expected.rank) return {};
+  return "the axes are " + axes_text<Op>(desc, operand, expected);
+}
+
 }  // namespace plan_detail
 
 template <class Op>
@@ -44,11 +95,18 @@ Result<Plan<Op>> Plan<Op>::select(const Desc& desc, Device device, Preference pr
                                   std::string_view kernel) {
   try {
     if (Status s = Op::check(desc); !s.ok()) return s;
-    if (kernel.empty()) {
-      if (const char* forced = std::getenv("BITTERN_KERNEL")) kernel = forced;
-    }
+    if (Status s = check_environment(); !s.ok()) return s;
+    if (Status s = plan_detail::check_device(Op::kName, device); !s.ok()) return s;
     auto lists = kernels_for<Op>(device);
     if (!lists) return lists.status();
+    std::vector<std::string_view> known;
+    for (const auto& list : *lists)
+      for (const Kernel<Op>& k : list) known.push_back(k.name);
+    if (kernel.empty() && !known.empty()) {
+      const auto forced = plan_detail::kernel_variable(Op::kName, known);
+      if (!forced) return forced.status();
+      kernel = *forced;
+    }
     std::string why;
     const auto refuse = [&](const Kernel<Op>& k, std::string_view reason) {
       why.append(" ").append(k.name).append(": ").append(reason).append(";");
@@ -68,7 +126,11 @@ Result<Plan<Op>> Plan<Op>::select(const Desc& desc, Device device, Preference pr
     std::string message =
         std::string(Op::kName).append(": no kernel on ").append(bittern::name(device));
     if (!kernel.empty()) message.append(" named ").append(kernel);
-    if (!why.empty()) message.append(":").append(why);
+    if (!why.empty()) {
+      message.append(":").append(why);
+    } else if (!known.empty()) {
+      message.append(", expected ").append(either(known));
+    }
     return unsupported(std::move(message));
   } catch (const std::bad_alloc&) {
     return Status(Code::out_of_memory, std::string(Op::kName));
@@ -77,6 +139,7 @@ Result<Plan<Op>> Plan<Op>::select(const Desc& desc, Device device, Preference pr
 
 template <class Op>
 Status Plan<Op>::can_implement(const Args& args) const {
+  const FloatMode mode;  // contents are compared
   Status status;
   std::array<plan_detail::Extent, plan_detail::kMaxOperands> extents;
   std::size_t count = 0;
@@ -90,9 +153,15 @@ Status Plan<Op>::can_implement(const Args& args) const {
       status = plan_detail::check_operand(Op::kName, operand, as_const(v), true, expected, device_,
                                           extent);
       ++outputs;
-      written += v.data != nullptr || (expected.flags & Operand::kOptional) == 0;
+      written += !plan_detail::left_out(as_const(v)) || (expected.flags & Operand::kOptional) == 0;
     } else {
       status = plan_detail::check_operand(Op::kName, operand, v, false, expected, device_, extent);
+    }
+    if (!status.ok() && v.dtype == expected.dtype && v.shape != expected.shape &&
+        !plan_detail::left_out(v)) {
+      const std::string hint = plan_detail::shape_hint<Op>(desc_, operand, v.shape, expected.shape);
+      if (!hint.empty())
+        status = {status.code(), std::string(status.message()).append(": ").append(hint)};
     }
     if (extent.begin != nullptr) {
       extent.shape = &v.shape;
@@ -136,6 +205,7 @@ PrecisionGuarantee Plan<Op>::precision_guarantee() const {
 template <class Op>
 Status Plan<Op>::run(const Args& args, Stream stream, Workspace workspace) const {
   try {
+    const FloatMode mode;
     BITTERN_TRY(can_implement(args));
     const std::size_t needed = workspace_bytes();
     if (workspace.bytes < needed || (needed != 0 && workspace.data == nullptr)) {

@@ -322,7 +322,7 @@ def test_errors(device):
         call(x, scale[..., :2], **fields)
     with pytest.raises(ValueError, match="scale: dtype f64, expected f32"):
         call(x, scale.double(), **fields)
-    with pytest.raises(ValueError, match="granularity: row, expected group token"):
+    with pytest.raises(ValueError, match="granularity: row, expected group, token"):
         call(x, scale, granularity="row")
     q, scales, biases, fields = affine_problem(device)
     with pytest.raises(ValueError, match="qdq_affine_forward: biases: shape"):

@@ -73,7 +73,7 @@ typedef struct {
 /* Memory of the caller's. Inputs are not written. */
 typedef struct {
   const char* name; /* the operand; NULL: the one at this position */
-  void* data;       /* NULL: left out */
+  void* data;       /* NULL: left out, or of a tensor without elements */
   bittern_dtype dtype;
   bittern_device device;
   int32_t rank;
@@ -105,9 +105,10 @@ const char* bittern_code_name(int code); /* "invalid_argument" */
 size_t bittern_op_count(void);
 const char* bittern_op_name(size_t index); /* NULL when there is no such op */
 
-/* Threads CPU kernels use; results never depend on it. Below 1: the default. */
+/* Threads CPU kernels use; results never depend on it. Below 1: the default. Refused, and nothing
+ * is changed: more than 256 (or one per core where there are more), or than the system allows. */
 int bittern_num_threads(void);
-void bittern_set_num_threads(int threads);
+bittern_code bittern_set_num_threads(int threads);
 
 /* `*desc` has the op's defaults; destroy takes NULL. */
 bittern_code bittern_desc_create(const char* op, bittern_desc** desc);

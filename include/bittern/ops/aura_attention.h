@@ -130,6 +130,7 @@ struct AuraAttention {
 
   static Status check(const Desc& d);
   static Status check_contents(const Desc& d, const Args& a);
+  static std::string shape_hint(const Desc& d, std::string_view operand, const Shape& found);
   static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
   static DType element(const Desc& d) { return d.element; }
   static DType aux_element(const Desc&) { return DType::u32; }

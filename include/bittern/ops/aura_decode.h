@@ -24,6 +24,9 @@ struct AuraDecode {
   };
 
   static Status check(const Desc& d) { return check_aura_desc(kName, d); }
+  static std::string shape_hint(const Desc& d, std::string_view operand, const Shape& found) {
+    return width_hint(operand, d.axis_size, d.bits, found);
+  }
   static Status check_contents(const Desc& d, const Args& a) {
     if (!d.rotated) BITTERN_TRY(check_rotation(kName, d, a.table));
     return check_codebook(kName, "codebook", a.codebook.as<float>(), d.levels());

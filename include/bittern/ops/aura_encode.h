@@ -50,6 +50,9 @@ struct AuraEncode {
   };
 
   static Status check(const Desc& d) { return check_aura_desc(kName, d); }
+  static std::string shape_hint(const Desc& d, std::string_view operand, const Shape& found) {
+    return width_hint(operand, d.axis_size, d.bits, found);
+  }
   static Status check_contents(const Desc& d, const Args& a) {
     BITTERN_TRY(check_rotation(kName, d, a.table));
     BITTERN_TRY(check_boundaries(kName, "boundaries", a.boundaries.as<float>(), d.levels() - 1));

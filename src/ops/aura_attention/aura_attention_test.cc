@@ -486,11 +486,14 @@ TEST(AuraAttention, Errors) {
                "aura_attention: page_size: 8, expected 16..128");
   expect_error(with([](D d) { d.capacity = 33; }), bad,
                "aura_attention: capacity: 33, expected a multiple of page_size 16");
-  expect_error(with([](D d) { d.page_size = 0; }), bad, "aura_attention: pages: 3, expected 0..0");
+  expect_error(
+      with([](D d) { d.page_size = 0; }), bad,
+      "aura_attention: pages: 3 with page_size 0, expected a page_size of 16..128, or 0 pages "
+      "for codes that are contiguous");
   expect_error(with([](D d) { d.window = -1; }), bad,
                "aura_attention: window: -1, expected 0..2147483648");
   expect_error(with([](D d) { d.scale = 1e300; }), bad,
-               "aura_attention: scale: expected a number that is finite in f32");
+               "aura_attention: scale: 1e+300, expected a number that is finite in f32");
   expect_error(with([](D d) { d.element = DType::f64; }), Code::unsupported,
                "aura_attention: element: f64, expected f32, f16 or bf16");
   expect_error(with([](D d) { d.exact = DType::u8; }), Code::unsupported,
@@ -504,9 +507,9 @@ TEST(AuraAttention, Errors) {
   };
   const auto& a = c.args();
   expect_error(operand(a.lengths, 4, 33), bad,
-               "aura_attention: lengths: [1,1] is 33, expected 0..32");
+               "aura_attention: lengths: [1,1] is 33, expected 0..32, which is capacity");
   expect_error(operand(a.lengths, 0, -1), bad,
-               "aura_attention: lengths: [0,0] is -1, expected 0..1");
+               "aura_attention: lengths: [0,0] is -1, expected 0..1, which is first");
   expect_error(operand(a.starts, 3, 2), bad, "aura_attention: starts: [1,1] is 2, expected 0..1");
   oracle::put(a.lengths, 1, 32);
   expect_error(operand(a.block_table, 1, 3), bad,
@@ -521,7 +524,23 @@ TEST(AuraAttention, Errors) {
   args = c.args();
   args.k_codes.shape[3] = 9;
   expect_error(run(good, args), bad,
-               "aura_attention: k_codes: shape [3,2,16,9], expected [3,2,16,8]");
+               "aura_attention: k_codes: shape [3,2,16,9], expected [3,2,16,8]: 4-bit codes have 8 "
+               "words a row");
+  // Pages without what says how they are laid out.
+  Desc d = good;
+  d.capacity = 0;
+  expect_error(run(d, c.args()), bad,
+               "aura_attention: block_table: shape [2,2], expected [2,0]: capacity is 0; it is "
+               "page_size 16 times the columns of block_table");
+  d.page_size = d.pages = 0;
+  expect_error(run(d, c.args()), bad,
+               "aura_attention: k_codes: shape [3,2,16,8], expected [4,0,8]: pages need page_size "
+               "(16..128), pages and capacity");
+  args = c.args();
+  args.q.shape = {2, 4, 64};
+  expect_error(run(good, args), bad,
+               "aura_attention: q: shape [2,4,64], expected [2,1,4,64]: the axes are "
+               "[sequences,queries,heads,dim]");
   expect_ok(run(good, c.args()));
 }
 

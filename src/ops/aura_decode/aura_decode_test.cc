@@ -82,14 +82,17 @@ TEST(AuraDecode, ErrorsNameTheFieldAndLeaveTheOutputAlone) {
   expect_error(with([](D d) { d.bits = 9; }), bad, "aura_decode: bits: 9, expected 1..8");
   expect_error(with([](D d) { d.axis_size = 2000; }), bad,
                "aura_decode: axis_size: 2000, expected 2..1024");
-  expect_error(with([](D d) { d.bits = 3; }), bad,
-               "aura_decode: packed: shape [2,4], expected [2,6]");
+  expect_error(
+      with([](D d) { d.bits = 3; }), bad,
+      "aura_decode: packed: shape [2,4], expected [2,6]: 3-bit codes have 6 words a row, and 4 "
+      "are of 2 bits");
   expect_error(with([](D d) { d.f16_norm = true; }), bad,
                "aura_decode: norms: dtype f32, expected f16");
   expect_error(with([](D d) { d.element = DType::bf16; }), bad,
                "aura_decode: y: dtype f32, expected bf16");
-  expect_error(with([](D d) { d.rotation = Rotation::dense; }), bad,
-               "aura_decode: table: shape [64], expected [64,64]");
+  expect_error(
+      with([](D d) { d.rotation = Rotation::dense; }), bad,
+      "aura_decode: table: shape [64], expected [64,64]: the axes are [axis_size,axis_size]");
   signs[0] = 0;
   expect_error(run_op<AuraDecode>(good, args), bad,
                "aura_decode: table: [0] is 0, expected 1 or -1");

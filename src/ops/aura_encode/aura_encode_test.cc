@@ -856,18 +856,22 @@ TEST(AuraEncode, ErrorsNameTheFieldAndLeaveTheOutputsAlone) {
                "aura_encode: element: f64, expected f32, f16 or bf16");
   expect_error(with([](D d) { d.f16_norm = true; }), bad,
                "aura_encode: norms: dtype f32, expected f16");
-  expect_error(with([](D d) { d.bits = 3; }), bad,
-               "aura_encode: boundaries: shape [15], expected [7]");
-  expect_error(operand([](A a) { a.boundaries.shape[0] = 16; }), bad,
-               "aura_encode: boundaries: shape [16], expected [15]");
+  expect_error(
+      with([](D d) { d.bits = 3; }), bad,
+      "aura_encode: boundaries: shape [15], expected [7]: 3-bit codes have 7 boundaries, and "
+      "15 are of 4 bits");
+  expect_error(
+      operand([](A a) { a.boundaries.shape[0] = 16; }), bad,
+      "aura_encode: boundaries: shape [16], expected [15]: 4-bit codes have 15 boundaries");
   expect_error(operand([](A a) { a.codebook.shape[0] = 15; }), bad,
-               "aura_encode: codebook: shape [15], expected [16]");
-  expect_error(operand([](A a) { a.packed.shape[1] = 17; }), bad,
-               "aura_encode: packed: shape [2,17], expected [2,16]");
+               "aura_encode: codebook: shape [15], expected [16]: 4-bit codes have 16 levels");
+  expect_error(
+      operand([](A a) { a.packed.shape[1] = 17; }), bad,
+      "aura_encode: packed: shape [2,17], expected [2,16]: 4-bit codes have 16 words a row");
   expect_error(operand([](A a) { a.packed.stride[0] = 15; }), Code::unsupported,
                "aura_encode: packed: stride 15 of axis 0, expected at least 16");
   expect_error(operand([](A a) { a.norms.shape = {2}; }), bad,
-               "aura_encode: norms: shape [2], expected [2,1]");
+               "aura_encode: norms: shape [2], expected [2,1]: the axes are [outer_size,1]");
   expect_error(table(t.book.boundaries, 5, 1.0f), bad,
                "aura_encode: boundaries: [6] is " + text_of(t.book.boundaries[6]) +
                    ", expected no less than the value before it");

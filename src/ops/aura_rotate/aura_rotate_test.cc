@@ -107,8 +107,9 @@ TEST(AuraRotate, ErrorsNameTheFieldAndLeaveTheOutputAlone) {
                "aura_rotate: rotation: 3, expected 0..2");
   expect_error(with([](D d) { d.element = DType::f64; }), Code::unsupported,
                "aura_rotate: element: f64, expected f32, f16 or bf16");
-  expect_error(with([](D d) { d.rotation = Rotation::dense; }), bad,
-               "aura_rotate: table: shape [128], expected [128,128]");
+  expect_error(
+      with([](D d) { d.rotation = Rotation::dense; }), bad,
+      "aura_rotate: table: shape [128], expected [128,128]: the axes are [axis_size,axis_size]");
   signs[77] = 0.5f;
   expect_error(run_op<AuraRotate>(good, args), bad,
                "aura_rotate: table: [77] is 0.5, expected 1 or -1");

@@ -89,7 +89,8 @@ TEST(GatedRmsNorm, ErrorsNameWhatIsWrong) {
   const std::string op = "gated_rms_norm: ";
   expect_error(Op::check({.rows = -1}), bad, op + "rows: -1, expected at least 0");
   expect_error(Op::check({.dim = 0}), bad, op + "dim: 0, expected 1..1048576");
-  expect_error(Op::check({.eps = -1}), bad, op + "eps: expected a finite number, at least 0");
+  expect_error(Op::check({.eps = -1}), bad,
+               op + "eps: -1, expected a number that is finite in f32 and at least 0");
   expect_error(Op::check({.element = DType::u8}), Code::unsupported,
                op + "element: u8, expected f32, f16 or bf16");
   const float x[2] = {};

@@ -111,7 +111,7 @@ TEST(GdnOutput, RefusesWhatItCannotDo) {
   GdnDesc d;
   d.scale = std::numeric_limits<double>::infinity();
   oracle::expect_error(Plan<Op>::select(d).status(), Code::invalid_argument,
-                       "gdn_output: scale: expected a finite number");
+                       "gdn_output: scale: inf, expected a finite number");
 }
 
 }  // namespace

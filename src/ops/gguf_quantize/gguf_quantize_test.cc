@@ -373,9 +373,11 @@ TEST(GgufQuantize, Errors) {
                  d.given_grid = true;
                }),
                Code::invalid_argument,
-               "gguf_quantize: given_grid: true with type Q2_K, expected false");
+               "gguf_quantize: given_grid: true with type Q2_K, expected type Q4_K or Q5_K (or "
+               "given_grid false)");
   expect_error(with([](D d) { d.given_grid = true; }), Code::invalid_argument,
-               "gguf_quantize: given_grid: true with type Q4_0, expected false");
+               "gguf_quantize: given_grid: true with type Q4_0, expected type Q4_K or Q5_K (or "
+               "given_grid false)");
   EXPECT_EQ(blocks, std::vector<std::uint8_t>(36, 7));
   expect_ok(with([](D) {}));
 

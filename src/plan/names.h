@@ -1,0 +1,19 @@
+// Names in messages: lists of them, and the one that was probably meant.
+#pragma once
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace bittern {
+
+// "a, b or c"
+std::string either(std::span<const std::string_view> names);
+
+// Of `known`, what differs from `given` by a slip or continues it; "" when nothing does.
+std::string_view nearest(std::string_view given, std::span<const std::string_view> known);
+
+// "no field grop_size (did you mean group_size?), expected one of outer_size axis_size ..."
+std::string unknown_name(std::string_view kind, std::string_view given,
+                         std::span<const std::string_view> known);
+
+}  // namespace bittern

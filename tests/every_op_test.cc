@@ -1,0 +1,119 @@
+// What holds for every op alike, whatever it computes: tensors without elements, from C++ and C.
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "bittern/c/bittern.h"
+#include "oracle/oracle_impl.h"
+
+namespace bittern {
+namespace {
+
+// The operands of a problem, with null data where there are no elements.
+template <class Op>
+oracle::Problem<Op> null_problem(const typename Op::Desc& desc) {
+  auto problem = oracle::make_problem<Op>(desc, 1, {});
+  Op::operands(desc, problem.args, [&](const char*, auto& v, const Operand& expected) {
+    if (expected.shape.numel() == 0) v.data = nullptr;
+  });
+  return problem;
+}
+
+template <class F>
+void for_each_op(F&& f) {
+#define BITTERN_OP(T, folder, CPU, CUDA) f(Type<T>{});
+#include "ops/ops.inc"
+}
+
+// Well-formed problems with one number of the descriptor 0, most of them a size.
+template <class Op>
+std::vector<typename Op::Desc> empty_problems() {
+  const auto all = oracle::Cases<Op>::check();
+  std::vector<typename Op::Desc> empty;
+  const std::size_t stride = std::max<std::size_t>(1, all.size() / 3);
+  for (std::size_t i = stride / 2; i < all.size(); i += stride) {
+    typename Op::Desc desc = all[i];
+    Op::fields(desc, [&](const char*, auto& member, const char*) {
+      using T = std::remove_cvref_t<decltype(member)>;
+      if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) {
+        const T before = member;
+        member = 0;
+        bool has_empty = false;
+        if (Op::check(desc).ok()) {
+          const typename Op::Args none;
+          Op::operands(desc, none, [&](const char*, const auto&, const Operand& expected) {
+            has_empty = has_empty || expected.shape.numel() == 0;
+          });
+        }
+        if (has_empty) empty.push_back(desc);
+        member = before;
+      }
+    });
+  }
+  return empty;
+}
+
+template <class Op>
+Status run(const typename Op::Desc& desc, const typename Op::Args& args, std::string_view kernel) {
+  const auto plan = Plan<Op>::select(desc, {}, Preference::exact, kernel);
+  if (!plan) return plan.status().code() == Code::unsupported ? Status() : plan.status();
+  std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
+  const auto at = reinterpret_cast<std::uintptr_t>(scratch.data());
+  return plan->run(args, {}, {scratch.data() + (64 - at % 64) % 64, plan->workspace_bytes()});
+}
+
+TEST(EveryOp, TakesNullDataWhereThereAreNoElements) {
+  for_each_op([]<class Op>(Type<Op>) {
+    const auto problems = empty_problems<Op>();
+    EXPECT_FALSE(problems.empty()) << Op::kName;
+    for (const auto& desc : problems) {
+      // What has elements is written as it is where every operand has an address.
+      auto want = oracle::make_problem<Op>(desc, 1, {});
+      Status status = run<Op>(desc, want.args, "ref");
+      EXPECT_TRUE(status.ok()) << status.message() << " " << flags_text<Op>(desc);
+      for (const std::string_view kernel : {"ref", "cpu"}) {
+        auto got = null_problem<Op>(desc);
+        status = run<Op>(desc, got.args, kernel);
+        EXPECT_TRUE(status.ok()) << status.message() << " " << flags_text<Op>(desc);
+        EXPECT_EQ(oracle::compare(got, want), "") << kernel << " " << flags_text<Op>(desc);
+      }
+    }
+  });
+}
+
+TEST(EveryOp, TakesNullDataWhereThereAreNoElementsFromC) {
+  for_each_op([]<class Op>(Type<Op>) {
+    for (const auto& d : empty_problems<Op>()) {
+      auto problem = null_problem<Op>(d);
+      bittern_desc* desc = nullptr;
+      ASSERT_EQ(bittern_desc_create(Op::kName.data(), &desc), BITTERN_OK);
+      Op::fields(d, [&](const char* field, const auto& member, const char*) {
+        if constexpr (kIsReal<std::remove_cvref_t<decltype(member)>>) {
+          ASSERT_EQ(bittern_desc_set_real(desc, field, member), BITTERN_OK);
+        } else {
+          ASSERT_EQ(bittern_desc_set(desc, field, static_cast<std::int64_t>(member)), BITTERN_OK);
+        }
+      });
+      std::vector<bittern_tensor> tensors;
+      Op::operands(d, problem.args, [&](const char* name, const auto& v, const Operand&) {
+        tensors.push_back({name,
+                           const_cast<void*>(static_cast<const void*>(v.data)),
+                           static_cast<bittern_dtype>(v.dtype),
+                           {BITTERN_CPU, 0},
+                           v.shape.rank,
+                           v.shape.dim.data(),
+                           nullptr});
+      });
+      bittern_plan* plan = nullptr;
+      ASSERT_EQ(bittern_select(desc, {BITTERN_CPU, 0}, BITTERN_EXACT, nullptr, &plan), BITTERN_OK)
+          << bittern_last_error();
+      EXPECT_EQ(bittern_plan_can_implement(plan, tensors.data(), tensors.size()), BITTERN_OK)
+          << bittern_last_error() << " " << flags_text<Op>(d);
+      bittern_plan_destroy(plan);
+      bittern_desc_destroy(desc);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace bittern
