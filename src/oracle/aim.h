@@ -68,6 +68,11 @@ void aim_rule(const GdnDesc& d, const Args& a, Rng& rng) {
   } else {
     aim_log_decay(a.g, rng);
   }
+  if (rng.chance(2)) {  // resets, and what is all but one
+    static constexpr double kStrong[] = {HUGE_VAL, 3.4e38, 1e30, 1e6, 8192, 8191};
+    for (std::int64_t i = 0; i < a.g.shape.numel(); ++i)
+      if (rng.chance(8)) put(a.g, i, (d.gate ? 1 : -1) * kStrong[rng.below(std::size(kStrong))]);
+  }
   if (d.beta_sigmoid) {
     aim_values(a.beta, 3, rng);
   } else {

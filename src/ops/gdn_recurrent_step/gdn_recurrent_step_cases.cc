@@ -95,7 +95,7 @@ void gdn_recurrent_step_aim(const GdnStepDesc& d, const GdnRecurrentStep::Args& 
   const std::int64_t gates = d.heads().gate_shape().numel();
   for (std::int64_t i = 0; i < gates; ++i) {
     if (rng.chance(12)) continue;
-    static constexpr double kGates[] = {0, -0.0, -1e-6, -90, -104, -1e4, 30};
+    static constexpr double kGates[] = {0, -0.0, -1e-6, -90, -104, -1e4, 30, -3e38, -HUGE_VAL};
     put(a.g, i, rng.chance(6) ? kGates[rng.below(std::size(kGates))] : -2 * rng.uniform());
     put(a.beta, i, rng.chance(6) ? 2.0 : rng.normal());
   }

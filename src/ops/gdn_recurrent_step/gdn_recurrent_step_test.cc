@@ -239,7 +239,7 @@ TEST(GdnRecurrentStep, SequencesDoNotSeeEachOther) {
 TEST(GdnRecurrentStep, ExtremeGatesGiveNoNaN) {
   GdnStepDesc d = kModel;
   d.gate = d.beta_sigmoid = d.allow_neg_eigval = false;
-  for (const float g : {-1e4f, -104.0f, -88.0f, 0.0f}) {
+  for (const float g : {-INFINITY, -3e38f, -1e4f, -104.0f, -88.0f, 0.0f}) {
     Problem p(d);
     std::fill(p.g.begin(), p.g.end(), g);
     std::fill(p.beta.begin(), p.beta.end(), 2.0f);
