@@ -41,6 +41,31 @@ def test_sizes_follow_the_arrays():
         bittern.gdn_recompute_w_u(*one, np.array([0, 80], np.int32))
 
 
+# ---- strong decays ----
+
+
+@pytest.mark.parametrize("strong", [-1e4, -1e6, -3e38, -np.inf])
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_strong_decays_and_resets(strong, chunk):
+    """One token in 8 forgets all there was: the others are as exact as without it."""
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.normal(size=(1, 100, 2, 16)).astype(np.float32) / 4 for _ in range(3))
+    beta, g = (rng.random((1, 100, 2)).astype(np.float32) for _ in range(2))
+    g *= -0.3
+    g[:, 3::8] = strong
+    want, state = np.zeros(v.shape), np.zeros((2, 16, 16))
+    for t, h in np.ndindex(100, 2):
+        state[h] *= np.exp(np.float64(g[0, t, h]))
+        state[h] += np.outer(k[0, t, h], beta[0, t, h] * (v[0, t, h] - k[0, t, h] @ state[h]))
+        want[0, t, h] = q[0, t, h] @ state[h] / 4
+    o, final_state = bittern.gdn_chunk_forward(q, k, v, g, beta, chunk=chunk)
+    assert rms_ratio(o, want) < 1e-6
+    assert rms_ratio(final_state[0], state) < 1e-6
+    gradients = bittern.gdn_chunk_backward(q, k, v, g, beta, d_o=v, d_final_state=final_state, chunk=chunk)
+    assert all(np.isfinite(x).all() for x in gradients)
+    assert not gradients[3][:, 3::8].any()  # d_g of what is gone
+
+
 # ---- the rule, against FLA and transformers ----
 
 

@@ -47,6 +47,15 @@ def test_half_rows_and_norms():
     assert y.dtype == np.float16 and np.abs(y - x).max() < 1
 
 
+@pytest.mark.parametrize("size", [1e-37, 1e-20, 1e-9, 1e18, 1e19, 1e20, 1e36])
+def test_rows_of_any_size(size):
+    x = (size * rng.normal(size=(7, 64))).astype(np.float32)
+    packed, norms, signs, levels = encode(x, 4)
+    y = bittern.aura_decode(packed, norms, signs, levels)
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    assert (np.square(x - y).sum(1) / np.square(x).sum(1)).max() < 0.02
+
+
 def test_attention_is_softmax_over_the_decoded_rows():
     heads, kv_heads, tokens, dim = 4, 2, 300, 128
     k, v = (rng.normal(size=(kv_heads, tokens, dim)).astype(np.float32) for _ in range(2))
