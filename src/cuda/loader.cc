@@ -77,8 +77,8 @@ Result<Loaded> find_and_load() {
 Result<std::string> cuda_plugin_path() {
   if (const char* given = std::getenv("BITTERN_CUDA_PLUGIN")) {
     if (given[0] == '/') return std::string(given);
-    return unavailable(std::string("cuda: BITTERN_CUDA_PLUGIN: ") + given +
-                       ", expected an absolute path");
+    return unavailable(std::string("cuda: BITTERN_CUDA_PLUGIN: ") +
+                       (given[0] != '\0' ? given : "empty") + ", expected an absolute path");
   }
   const std::string own = own_directory();
   std::string tried;

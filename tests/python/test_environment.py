@@ -13,7 +13,7 @@ import pytest
 import bittern
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PACKAGE = pathlib.Path(bittern.__file__).resolve().parents[1]
+PACKAGE = pathlib.Path(bittern.__file__).parents[1]  # its files are links in a build tree
 BUILDS = [ROOT / "build" / preset / "bittern" for preset in ("release", "dev")]
 COMMAND = os.environ.get("BITTERN_COMMAND") or next((str(p) for p in BUILDS if p.exists()), None)
 if importlib.util.find_spec("torch") is not None:
