@@ -308,6 +308,39 @@ TEST(KvCache, DoesNotDependOnHowTokensWereGrouped) {
   EXPECT_EQ(whole.serialize(), parts.serialize());
 }
 
+TEST(KvCache, DoesNotDependOnTheCallersFloatModes) {
+  Rng rng(8);
+  KvCacheConfig config = small(2, 7, 0, 0, false);
+  config.k.mean = normals(config.kv_heads * config.dim, rng);
+  Floats x = normals(40 * 32, rng), tiny = x;
+  for (float& value : tiny) value *= 1e-39f;
+  const auto run = [&](unsigned mode) {
+    const unsigned before = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(mode);
+    KvCache cache = make(config);
+    Floats out(3 * 32), k(32), v(32);
+    const Status appended = cache.append(rows(x, 2, 16), rows(tiny, 2, 16));
+    const Status attended =
+        cache.attend(view(std::as_const(x).data(), {3, 2, 16}), view(out.data(), {3, 2, 16}));
+    const Status was_read = cache.read(20, k, v);
+    const unsigned after = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(before);
+    expect_ok(appended);
+    expect_ok(attended);
+    expect_ok(was_read);
+    EXPECT_EQ(after & 0xffc0u, mode);
+    out.insert(out.end(), k.begin(), k.end());
+    out.insert(out.end(), v.begin(), v.end());
+    std::vector<std::byte> bytes = cache.serialize();
+    const auto* first = reinterpret_cast<const std::byte*>(out.data());
+    bytes.insert(bytes.end(), first, first + out.size() * sizeof(float));
+    return bytes;
+  };
+  const auto expected = run(0x1f80);
+  EXPECT_EQ(run(0x1f80 | 0x8040), expected) << "flush to zero";
+  EXPECT_EQ(run(0x1f80 | 0x4000), expected) << "round up";
+}
+
 TEST(KvCache, ForksShareUntilTheyWrite) {
   Rng rng(6);
   KvCache cache = make({.kv_heads = 1, .dim = 32, .page_size = 16});
