@@ -6,6 +6,7 @@
 
 #include "cli/cli.h"
 #include "core/float_mode.h"
+#include "formats/mapped_file.h"
 
 namespace bittern::cli {
 namespace {
@@ -77,6 +78,7 @@ int run(int argc, char** argv) {
 }  // namespace bittern::cli
 
 int main(int argc, char** argv) {
+  bittern::guard_mapped_files();
   try {
     return bittern::cli::run(argc, argv);
   } catch (const std::bad_alloc&) {

@@ -25,6 +25,7 @@ Result<std::vector<float>> ImportanceMatrix::values(const GgufTensor& tensor,
   }
   std::vector<float> numbers(static_cast<std::size_t>(count));
   std::memcpy(numbers.data(), tensor.bytes.data(), tensor.bytes.size());
+  for (const MappedFile& part : file_.parts()) BITTERN_TRY(part.unchanged());
   for (const float x : numbers) {
     if (!std::isfinite(x) || x < 0)
       return invalid(file_.path() + ": tensor " + std::string(tensor.name) + ": holds " +

@@ -3,12 +3,12 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <filesystem>
 #include <optional>
 
 #include "formats/json_events.h"
 #include "formats/json_tree.h"
 #include "formats/mapped_file.h"
+#include "formats/side_file.h"
 
 namespace bittern {
 namespace {
@@ -16,6 +16,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 Result<MappedFile> open_small(const std::string& path) {
+  BITTERN_TRY(check_side_file(path));
   auto file = MappedFile::open(path);
   if (file && file->bytes().size() > kMostTokenizerBytes)
     return invalid(path + ": " + std::to_string(file->bytes().size()) +
@@ -217,8 +218,7 @@ class TokenizerReader : public JsonEvents {
 }  // namespace
 
 Result<Json> read_json_file(const std::string& path) {
-  std::error_code error;
-  if (!std::filesystem::exists(path, error)) return Json();
+  if (!is_there(path)) return Json();
   const auto file = open_small(path);
   if (!file) return file.status();
   auto tree = parse_json_tree(path, file->bytes(), kMostTokenizerBytes, kMostJsonValues);

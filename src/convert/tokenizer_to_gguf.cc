@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <filesystem>
 #include <map>
 #include <new>
 #include <numeric>
@@ -12,6 +11,7 @@
 #include "convert/tokenizer_table.h"
 #include "formats/json_events.h"
 #include "formats/mapped_file.h"
+#include "formats/side_file.h"
 
 namespace bittern {
 namespace {
@@ -394,8 +394,8 @@ Status add_template(Metadata& out, const std::string& where, const std::string& 
 
 Status put_chat_template(Metadata& out, const Companions& c) {
   const std::string path = c.folder + "/chat_template.jinja";
-  std::error_code error;
-  if (std::filesystem::exists(path, error)) {
+  if (is_there(path)) {
+    BITTERN_TRY(check_side_file(path));
     const auto file = MappedFile::open(path);
     if (!file) return file.status();
     const std::string_view text(reinterpret_cast<const char*>(file->bytes().data()),
@@ -773,11 +773,7 @@ Result<Metadata> from_sentencepiece_model(const std::string& folder, std::int64_
 
 Result<Metadata> tokenizer_to_gguf(const std::string& folder, std::int64_t vocab_size) {
   try {
-    std::error_code error;
-    const auto is_there = [&](const char* name) {
-      return std::filesystem::exists(folder + name, error);
-    };
-    if (!is_there("/tokenizer.json") && is_there("/tokenizer.model"))
+    if (!is_there(folder + "/tokenizer.json") && is_there(folder + "/tokenizer.model"))
       return from_sentencepiece_model(folder, vocab_size);
     return from_json(folder, vocab_size);
   } catch (const std::bad_alloc&) {

@@ -15,6 +15,7 @@
 #include "formats/fingerprint.h"
 #include "formats/json_events.h"
 #include "formats/quantization_config.h"
+#include "formats/side_file.h"
 
 namespace bittern {
 namespace {
@@ -32,11 +33,6 @@ std::string tensor_in(const std::string& where, std::string_view name) {
 
 std::string with_slash(const std::string& folder) {
   return folder.empty() || folder.back() == '/' ? folder : folder + "/";
-}
-
-bool exists(const std::string& path) {
-  std::error_code error;
-  return fs::exists(path, error);
 }
 
 constexpr std::pair<GgmlType, SafeDType> kPlainTypes[] = {
@@ -380,7 +376,8 @@ Status Checkpoint::open_gguf() {
 
 Status Checkpoint::read_config(const std::string& folder) {
   config_path_ = with_slash(folder) + "config.json";
-  if (!exists(config_path_)) return {};
+  if (!is_there(config_path_)) return {};
+  BITTERN_TRY(check_side_file(config_path_));
   const auto text = MappedFile::open(config_path_);
   if (!text) return text.status();
   auto config = parse_json_tree(config_path_, text->bytes());
@@ -404,7 +401,7 @@ namespace {
 // models--org--name/{refs/main, snapshots/<commit>/}: the folder of the commit.
 Result<std::string> snapshot_of(const std::string& folder) {
   const std::string beside = with_slash(folder);
-  if (!exists(beside + "snapshots")) return folder;
+  if (!is_there(beside + "snapshots")) return folder;
   const auto ref = MappedFile::open(beside + "refs/main");
   if (!ref) {
     return Status(ref.status().code(), std::string(ref.status().message()) +
@@ -419,6 +416,13 @@ Result<std::string> snapshot_of(const std::string& folder) {
                    ", expected the name of a folder in snapshots");
   }
   return beside + "snapshots/" + std::string(commit);
+}
+
+// Without this, files that cannot be seen would be called missing.
+Status check_readable(const std::string& folder) {
+  if (::access(folder.c_str(), R_OK | X_OK) == 0 || errno == ENOENT || errno == ENOTDIR) return {};
+  return unavailable(folder +
+                     ": the folder cannot be read: " + std::generic_category().message(errno));
 }
 
 // What a conversion copies: texts about the model, no weights, nothing of how they are packed.
@@ -458,23 +462,30 @@ Status Checkpoint::list_other_files() {
        file.increment(error)) {
     std::string name = file->path().filename().string();
     std::error_code unknown;
-    if (!goes_through(name) || !file->is_regular_file(unknown)) continue;
-    if (other_files_.size() == kMostOtherFiles) {
+    if (!goes_through(name)) continue;
+    if (other_files_.size() + left_out_.size() == kMostOtherFiles) {
       return invalid(path_ + ": more than " + std::to_string(kMostOtherFiles) +
                      " files beside the weights, expected fewer");
     }
-    other_files_.push_back(std::move(name));
+    if (const Status status = check_side_file(file->path().string()); !status.ok()) {
+      left_out_.emplace_back(status.message());
+    } else if (file->is_regular_file(unknown)) {
+      other_files_.push_back(std::move(name));
+    }
   }
   if (error) return {Code::io_error, path_ + ": cannot list: " + error.message()};
   std::sort(other_files_.begin(), other_files_.end());
+  std::sort(left_out_.begin(), left_out_.end());
   return {};
 }
 
 Status Checkpoint::open_folder() {
   kind_ = Kind::hf;
+  BITTERN_TRY(check_readable(path_));
   auto snapshot = snapshot_of(path_);
   if (!snapshot) return snapshot.status();
   path_ = std::move(*snapshot);
+  BITTERN_TRY(check_readable(path_));
   auto folder = SafetensorsFolder::open(path_);
   if (!folder) return with_hint(path_, folder.status());
   folder_ = std::move(*folder);
@@ -506,22 +517,42 @@ const CheckpointTensor* Checkpoint::find(std::string_view name) const {
   return at != by_name_.end() && tensors_[*at].name == name ? &tensors_[*at] : nullptr;
 }
 
+std::vector<std::string> Checkpoint::files() const {
+  std::vector<std::string> files;
+  if (gguf_)
+    for (const MappedFile& part : gguf_->parts()) files.push_back(part.path());
+  if (file_) files.push_back(file_->path());
+  if (!config_.is_null()) files.push_back(config_path_);
+  if (!folder_) return files;
+  files.push_back(given_);
+  files.push_back(path_);
+  for (const SafetensorsFile& file : folder_->files()) files.push_back(file.path());
+  const std::string index = with_slash(path_) + "model.safetensors.index.json";
+  if (is_there(index)) files.push_back(index);
+  for (const std::string& other : other_files_) files.push_back(with_slash(path_) + other);
+  return files;
+}
+
+Status Checkpoint::unchanged() const {
+  if (gguf_)
+    for (const MappedFile& part : gguf_->parts()) BITTERN_TRY(part.unchanged());
+  if (file_) BITTERN_TRY(file_->unchanged());
+  if (folder_)
+    for (const SafetensorsFile& file : folder_->files()) BITTERN_TRY(file.unchanged());
+  for (const auto& [path, stamp] : stamps_) BITTERN_TRY(stamp.check(path));
+  return {};
+}
+
 // ---- the fingerprint ----
 
 namespace {
 
 // Name, size and time of a file.
-Status add_file(const std::string& path, Fingerprint& to) {
-  struct stat info;
-  if (::stat(path.c_str(), &info) != 0) {
-    return {Code::io_error,
-            path + ": cannot read its time: " + std::generic_category().message(errno)};
-  }
+void add_file(const std::string& path, const FileStamp& stamp, Fingerprint& to) {
   to.add(fs::path(path).filename().string());
-  to.add(static_cast<std::uint64_t>(info.st_size));
-  to.add(static_cast<std::uint64_t>(info.st_mtim.tv_sec));
-  to.add(static_cast<std::uint64_t>(info.st_mtim.tv_nsec));
-  return {};
+  to.add(stamp.size);
+  to.add(static_cast<std::uint64_t>(stamp.seconds));
+  to.add(static_cast<std::uint64_t>(stamp.nanoseconds));
 }
 
 }  // namespace
@@ -539,12 +570,12 @@ Status Checkpoint::take_fingerprint() {
       header[tensor.part] = std::min(header[tensor.part], static_cast<std::size_t>(at));
     }
     for (std::size_t i = 0; i < parts.size(); ++i) {
-      BITTERN_TRY(add_file(parts[i].path(), hash));
+      add_file(parts[i].path(), parts[i].stamp(), hash);
       hash.add(parts[i].bytes().first(header[i]));
     }
   }
   const auto add_safetensors = [&](const SafetensorsFile& file) -> Status {
-    BITTERN_TRY(add_file(file.path(), hash));
+    add_file(file.path(), file.stamp(), hash);
     const auto mapped = MappedFile::open(file.path());
     if (!mapped) return mapped.status();
     const auto header = file.tensors().empty() ? mapped->bytes().size() : file.tensors()[0].begin;
@@ -554,10 +585,17 @@ Status Checkpoint::take_fingerprint() {
   if (file_) BITTERN_TRY(add_safetensors(*file_));
   if (folder_) {
     for (const SafetensorsFile& file : folder_->files()) BITTERN_TRY(add_safetensors(file));
-    for (const std::string& other : other_files_)
-      BITTERN_TRY(add_file(with_slash(path_) + other, hash));
   }
-  if (!config_.is_null()) BITTERN_TRY(add_file(config_path_, hash));
+  const auto add_unmapped = [&](const std::string& path) -> Status {
+    const auto stamp = FileStamp::of(path);
+    if (!stamp) return stamp.status();
+    stamps_.emplace_back(path, *stamp);
+    add_file(path, *stamp, hash);
+    return {};
+  };
+  for (const std::string& other : other_files_)
+    BITTERN_TRY(add_unmapped(with_slash(path_) + other));
+  if (!config_.is_null()) BITTERN_TRY(add_unmapped(config_path_));
   fingerprint_ = hash.value();
   return {};
 }
@@ -565,7 +603,7 @@ Status Checkpoint::take_fingerprint() {
 Result<Checkpoint> Checkpoint::open(const std::string& path) {
   try {
     Checkpoint model;
-    model.path_ = path;
+    model.path_ = model.given_ = path;
     std::error_code error;
     if (fs::is_directory(path, error)) {
       if (Status status = model.open_folder(); !status.ok()) return status;

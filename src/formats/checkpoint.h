@@ -89,6 +89,13 @@ class Checkpoint {
   const OrderedJson& config() const { return config_; }
   // Files of a folder that go through untouched: tokenizer.json, chat_template.jinja, ...
   const std::vector<std::string>& other_files() const { return other_files_; }
+  // Why others of them do not: links out of the folder (formats/side_file.h).
+  const std::vector<std::string>& left_out() const { return left_out_; }
+  // Paths of all files that are read, of a folder also the folder itself.
+  std::vector<std::string> files() const;
+  // An error that names a file which is not what it was when the model was opened: it shrank, grew,
+  // was written to, replaced or removed. What was read before may be of either state.
+  Status unchanged() const;
   // Changes when a file of the model does: sizes, times and headers, not every byte.
   std::uint64_t fingerprint() const { return fingerprint_; }
 
@@ -105,12 +112,13 @@ class Checkpoint {
   Status take_fingerprint();
 
   Kind kind_ = Kind::gguf;
-  std::string path_, config_path_;
+  std::string given_, path_, config_path_;
   std::optional<GgufFile> gguf_;
   std::optional<SafetensorsFolder> folder_;
   std::optional<SafetensorsFile> file_;
   OrderedJson config_;
-  std::vector<std::string> other_files_;
+  std::vector<std::string> other_files_, left_out_;
+  std::vector<std::pair<std::string, FileStamp>> stamps_;  // of files that are not mapped
   std::vector<CheckpointTensor> tensors_;
   std::vector<std::uint32_t> by_name_;
   std::uint64_t fingerprint_ = 0;

@@ -34,4 +34,42 @@ class Fingerprint {
   std::uint64_t value_ = 0xcbf29ce484222325;
 };
 
+// The same for many bytes: eight chains that need not wait for each other, so that memory is the
+// limit. Each step is a bijection of the chain and of the word, so one flipped bit always shows.
+class Checksum {
+ public:
+  // All parts but the last are multiples of kBlock.
+  static constexpr std::size_t kBlock = 64;
+  void add(std::span<const std::byte> bytes) {
+    size_ += bytes.size();
+    while (bytes.size() >= kBlock) {
+      std::uint64_t words[kChains];
+      std::memcpy(words, bytes.data(), kBlock);
+      for (std::size_t i = 0; i < kChains; ++i) {
+        chains_[i] = (chains_[i] ^ words[i]) * 0x9e3779b97f4a7c15;
+        chains_[i] ^= chains_[i] >> 32;
+      }
+      bytes = bytes.subspan(kBlock);
+    }
+    rest_.add(bytes);
+  }
+  std::uint64_t value() const {
+    Fingerprint all = rest_;
+    for (const std::uint64_t chain : chains_) all.add(chain);
+    all.add(size_);
+    return all.value();
+  }
+  static std::uint64_t of(std::span<const std::byte> bytes) {
+    Checksum sum;
+    sum.add(bytes);
+    return sum.value();
+  }
+
+ private:
+  static constexpr std::size_t kChains = kBlock / sizeof(std::uint64_t);
+  std::uint64_t chains_[kChains] = {1, 2, 3, 4, 5, 6, 7, 8};
+  std::uint64_t size_ = 0;
+  Fingerprint rest_;
+};
+
 }  // namespace bittern

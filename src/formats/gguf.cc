@@ -327,8 +327,10 @@ std::optional<std::string_view> GgufValue::as_string() const {
 // Walks one file from its start; nothing is taken from it before it is known to be there.
 class GgufReader {
  public:
-  GgufReader(GgufFile& to, const MappedFile& file)
-      : to_(to), path_(file.path()), bytes_(file.bytes()) {}
+  // `head` is the file's, as far as it is known: all of it, or a copy of what lies before the data.
+  GgufReader(GgufFile& to, const MappedFile& file, std::span<const std::byte> head)
+      : to_(to), path_(file.path()), file_(file.bytes()), bytes_(head) {}
+  std::uint64_t head_bytes() const { return at_; }
 
   Status read() {
     BITTERN_TRY(header());
@@ -528,8 +530,8 @@ class GgufReader {
   // The bytes of every tensor, now that it is known where the data begin.
   Status place() {
     const std::uint64_t start =
-        std::min<std::uint64_t>(aligned_to(at_, to_.alignment_), bytes_.size());
-    const std::uint64_t data = bytes_.size() - start;
+        std::min<std::uint64_t>(aligned_to(at_, to_.alignment_), file_.size());
+    const std::uint64_t data = file_.size() - start;
     for (std::size_t i = 0; i < places_.size(); ++i) {
       GgufTensor& t = to_.tensors_[i];
       const auto& [offset, size] = places_[i];
@@ -537,7 +539,7 @@ class GgufReader {
         return refuse(of_tensor(t.name) + dec(size) + " bytes at offset " + dec(offset) +
                       ", expected within the " + dec(data) + " bytes of data");
       }
-      t.bytes = bytes_.subspan(start + offset, size);
+      t.bytes = file_.subspan(start + offset, size);
     }
     const auto order = sorted_by(to_.tensors_, [](const GgufTensor& t) {
       return std::pair(t.bytes.data(), t.bytes.size());
@@ -557,7 +559,7 @@ class GgufReader {
 
   GgufFile& to_;
   const std::string& path_;
-  std::span<const std::byte> bytes_;
+  std::span<const std::byte> file_, bytes_;
   std::uint64_t at_ = 0;
   std::uint64_t tensor_count_ = 0, key_count_ = 0;
   struct Place {
@@ -569,7 +571,19 @@ class GgufReader {
 Status GgufFile::read(MappedFile file) {
   path_ = file.path();
   parts_.push_back(std::move(file));
-  BITTERN_TRY(GgufReader(*this, parts_[0]).read());
+  // What is checked now and looked at later must not change in between, as a mapped file may. So
+  // the head is walked once for its size, copied, and read from the copy.
+  const MappedFile& mapped = parts_[0];
+  std::uint64_t head = 0;
+  {
+    GgufFile trial;
+    GgufReader reader(trial, mapped, mapped.bytes());
+    BITTERN_TRY(reader.read());
+    head = reader.head_bytes();
+  }
+  const auto bytes = mapped.bytes().first(head);
+  heads_.emplace_back(bytes.begin(), bytes.end());
+  BITTERN_TRY(GgufReader(*this, mapped, heads_[0]).read());
   return index_tensors();
 }
 
@@ -650,6 +664,7 @@ Status GgufFile::join_parts() {
       all.tensors_.push_back(t);
     }
     all.parts_.push_back(std::move(one.parts_[0]));
+    all.heads_.push_back(std::move(one.heads_[0]));
   }
   if (all.tensors_.size() != expected) {
     return invalid(all.path_ + ": " + dec(all.tensors_.size()) +

@@ -204,6 +204,7 @@ class GgufFile {
   std::string path_;
   std::uint32_t version_ = 0, alignment_ = 0;
   std::vector<MappedFile> parts_;
+  std::vector<std::vector<std::byte>> heads_;  // copies; names, keys and values are views of them
   std::vector<GgufKey> keys_;
   std::vector<std::uint32_t> keys_by_name_;
   std::vector<GgufTensor> tensors_;

@@ -8,9 +8,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <limits>
+#include <mutex>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -40,22 +44,152 @@ Status exists(const std::string& path) {
 
 }  // namespace
 
+// ---- FileStamp ----
+
+namespace {
+
+FileStamp stamp_of(const struct stat& info) {
+  return {.device = info.st_dev,
+          .inode = info.st_ino,
+          .size = static_cast<std::uint64_t>(info.st_size),
+          .seconds = info.st_mtim.tv_sec,
+          .nanoseconds = info.st_mtim.tv_nsec};
+}
+
+Status changed(const std::string& path, const std::string& how) {
+  return unavailable(path + ": " + how + " while it was being read, expected it to stay the same");
+}
+
+}  // namespace
+
+Result<FileStamp> FileStamp::of(const std::string& path) {
+  struct stat info;
+  if (::stat(path.c_str(), &info) != 0) return failed(path, "cannot read its time", errno);
+  return stamp_of(info);
+}
+
+Status FileStamp::check(const std::string& path) const {
+  struct stat info;
+  if (::stat(path.c_str(), &info) != 0) return changed(path, "was removed");
+  const FileStamp now = stamp_of(info);
+  if (now == *this) return {};
+  if (now.inode != inode || now.device != device) return changed(path, "was replaced");
+  if (now.size == size) return changed(path, "was written to");
+  return changed(path, (now.size < size ? "shrank from " : "grew from ") + std::to_string(size) +
+                           " to " + std::to_string(now.size) + " bytes");
+}
+
 // ---- MappedFile ----
 
-MappedFile::MappedFile(std::string path, std::span<const std::byte> bytes)
-    : path_(std::move(path)), bytes_(bytes) {}
+// Regions are in a list that only grows, so that a signal handler may walk it at any time; those
+// of files that were closed serve again.
+struct MappedFile::Region {
+  std::atomic<std::uintptr_t> begin = 0, end = 0;  // whole pages; empty: of no file
+  std::atomic<bool> lost = false;                  // zeros were read in place of the file
+  Region* next = nullptr;
+  Region* next_free = nullptr;
+};
+
+struct MappedRegions {
+  using Region = MappedFile::Region;
+  static inline std::atomic<Region*> all = nullptr;
+  static inline Region* unused = nullptr;
+  static inline std::mutex mutex;  // of everything but walking the list
+  static inline struct sigaction before;
+  static inline const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+
+  static Region* add(std::span<const std::byte> bytes) {
+    const std::lock_guard lock(mutex);
+    Region* region = unused;
+    if (region != nullptr) {
+      unused = region->next_free;
+    } else {
+      region = new (std::nothrow) Region;
+      if (region == nullptr) return nullptr;  // not guarded
+      region->next = all;
+      all = region;
+    }
+    const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data());
+    region->lost = false;
+    region->end = (begin + bytes.size() + page - 1) / page * page;
+    region->begin = begin;
+    return region;
+  }
+  static void remove(Region* region) {
+    if (region == nullptr) return;
+    const std::lock_guard lock(mutex);
+    region->begin = region->end = 0;
+    region->next_free = unused;
+    unused = region;
+  }
+
+  // Zeros for the rest of the mapping: everything past the end of a file that shrank is gone.
+  static bool replace(std::uintptr_t address) {
+    for (Region* region = all; region != nullptr; region = region->next) {
+      const std::uintptr_t end = region->end;
+      if (address < region->begin || address >= end) continue;
+      const std::uintptr_t from = address / page * page;
+      region->lost = true;
+      return ::mmap(reinterpret_cast<void*>(from), end - from, PROT_READ,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) != MAP_FAILED;
+    }
+    return false;
+  }
+  static void on_signal(int signal, siginfo_t* info, void* context) {
+    const int kept = errno;
+    if (info->si_code > 0 && replace(reinterpret_cast<std::uintptr_t>(info->si_addr))) {
+      errno = kept;
+      return;
+    }
+    if ((before.sa_flags & SA_SIGINFO) != 0) return before.sa_sigaction(signal, info, context);
+    if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
+      return before.sa_handler(signal);
+    // What the kernel does by default; a fault comes again when the handler returns.
+    struct sigaction plain = {};
+    plain.sa_handler = SIG_DFL;
+    ::sigaction(signal, &plain, nullptr);
+    if (info->si_code <= 0) (void)::raise(signal);
+  }
+};
+
+void guard_mapped_files() {
+  static const bool installed = [] {
+    struct sigaction ours = {};
+    ours.sa_sigaction = MappedRegions::on_signal;
+    ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    ::sigemptyset(&ours.sa_mask);
+    return ::sigaction(SIGBUS, &ours, &MappedRegions::before) == 0;
+  }();
+  (void)installed;
+}
+
+MappedFile::MappedFile(std::string path, std::span<const std::byte> bytes, const FileStamp& stamp)
+    : path_(std::move(path)), bytes_(bytes), stamp_(stamp), region_(MappedRegions::add(bytes)) {}
 
 MappedFile::MappedFile(MappedFile&& other) noexcept
-    : path_(std::move(other.path_)), bytes_(std::exchange(other.bytes_, {})) {}
+    : path_(std::move(other.path_)),
+      bytes_(std::exchange(other.bytes_, {})),
+      stamp_(other.stamp_),
+      region_(std::exchange(other.region_, nullptr)) {}
 
 MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
   std::swap(path_, other.path_);
   std::swap(bytes_, other.bytes_);
+  std::swap(stamp_, other.stamp_);
+  std::swap(region_, other.region_);
   return *this;
 }
 
 MappedFile::~MappedFile() {
-  if (!bytes_.empty()) ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
+  if (bytes_.empty()) return;
+  MappedRegions::remove(region_);
+  ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
+}
+
+Status MappedFile::unchanged() const {
+  BITTERN_TRY(stamp_.check(path_));
+  if (region_ != nullptr && region_->lost) return changed(path_, "shrank or could not be read");
+  return {};
 }
 
 Result<MappedFile> MappedFile::open(const std::string& path) {
@@ -81,7 +215,7 @@ Result<MappedFile> MappedFile::open(const std::string& path) {
   }
   ::close(fd);
   if (!status.ok()) return status;
-  return MappedFile(path, {static_cast<const std::byte*>(data), size});
+  return MappedFile(path, {static_cast<const std::byte*>(data), size}, stamp_of(info));
 }
 
 // ---- WritableFile ----
@@ -106,7 +240,15 @@ void WritableFile::close() {
 Result<WritableFile> WritableFile::open(const std::string& path, bool empty) {
   // The file is emptied only under the lock, and only when the name is still its own: its writer
   // may have renamed it since the open.
-  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
+  struct stat info, named;
+  if (::lstat(path.c_str(), &info) == 0) {
+    // The mere opening of a device or a pipe may have effects.
+    if (S_ISLNK(info.st_mode)) return invalid(path + ": a symbolic link, expected a file");
+    if (!S_ISREG(info.st_mode))
+      return invalid(path + (S_ISDIR(info.st_mode) ? ": a folder" : ": a device, pipe or socket") +
+                     ", expected a file");
+  }
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
   if (fd < 0) return failed(path, "cannot create", errno);
   const auto refuse = [&](Status status) {
     ::close(fd);
@@ -117,12 +259,14 @@ Result<WritableFile> WritableFile::open(const std::string& path, bool empty) {
   };
   // A file system without locks is trusted.
   if (::flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return in_work();
-  struct stat info, named;
   if (::fstat(fd, &info) != 0 || ::lstat(path.c_str(), &named) != 0 ||
       info.st_dev != named.st_dev || info.st_ino != named.st_ino) {
     return in_work();
   }
   if (!S_ISREG(info.st_mode)) return refuse(invalid(path + ": expected a file"));
+  if (info.st_nlink > 1)
+    return refuse(invalid(path + ": a file with " + std::to_string(info.st_nlink) +
+                          " names (hard links), expected one"));
   WritableFile file(path, fd, static_cast<std::uint64_t>(info.st_size));
   if (empty) BITTERN_TRY(file.truncate());
   return file;
@@ -167,9 +311,21 @@ Status WritableFile::pwrite(std::uint64_t offset, std::span<const std::byte> byt
   return {};
 }
 
-Status WritableFile::truncate() {
-  if (::ftruncate(fd_, 0) != 0) return failed(path_, "cannot empty", errno);
-  size_ = 0;
+bool WritableFile::pread(std::uint64_t offset, std::span<std::byte> bytes) const {
+  while (!bytes.empty()) {
+    const ssize_t n =
+        ::pread(fd_, bytes.data(), std::min(bytes.size(), kMostAtOnce), static_cast<off_t>(offset));
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return false;
+    bytes = bytes.subspan(static_cast<std::size_t>(n));
+    offset += static_cast<std::uint64_t>(n);
+  }
+  return true;
+}
+
+Status WritableFile::truncate(std::uint64_t size) {
+  if (::ftruncate(fd_, static_cast<off_t>(size)) != 0) return failed(path_, "cannot cut", errno);
+  size_ = size;
   return {};
 }
 

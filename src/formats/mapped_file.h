@@ -11,8 +11,23 @@
 
 namespace bittern {
 
+// What tells that a file is not what it was: another one, of another size, or written to since.
+struct FileStamp {
+  std::uint64_t device = 0, inode = 0, size = 0;
+  std::int64_t seconds = 0, nanoseconds = 0;  // when it was last written to
+  bool operator==(const FileStamp&) const = default;
+
+  static Result<FileStamp> of(const std::string& path);
+  Status check(const std::string& path) const;  // ok when the file there has this stamp
+};
+
 // A regular, non-empty file, mapped read-only. The pages are the kernel's: nothing is held in
-// anonymous memory, whatever the file's size. Who shrinks the file meanwhile gets SIGBUS.
+// anonymous memory, whatever the file's size.
+//
+// When another process shrinks the file, or the disk fails, reading a page that is gone raises
+// SIGBUS. A program that has called guard_mapped_files() reads zeros instead, and unchanged() is an
+// error from then on; so whoever has read bytes asks it before believing what came of them
+// (docs/adr/0011).
 class MappedFile {
  public:
   static Result<MappedFile> open(const std::string& path);
@@ -22,18 +37,29 @@ class MappedFile {
 
   std::span<const std::byte> bytes() const { return bytes_; }
   const std::string& path() const { return path_; }
+  const FileStamp& stamp() const { return stamp_; }  // when it was opened
+  Status unchanged() const;
 
  private:
-  MappedFile(std::string path, std::span<const std::byte> bytes);
+  struct Region;  // what the handler of SIGBUS knows of a mapping
+  friend struct MappedRegions;
+  MappedFile(std::string path, std::span<const std::byte> bytes, const FileStamp& stamp);
 
   std::string path_;
   std::span<const std::byte> bytes_;
+  FileStamp stamp_;
+  Region* region_ = nullptr;
 };
+
+// Installs a handler of SIGBUS for the whole process, which is for a program to decide: the library
+// never calls this. Faults outside mapped files go to the handler that was there before.
+void guard_mapped_files();
 
 // An open file that is written anywhere in it, locked against other processes that do the same.
 class WritableFile {
  public:
-  // The file at `path`, made where there is none; what is in it stays, unless `empty`.
+  // The file at `path`, made where there is none; what is in it stays, unless `empty`. Refuses what
+  // is no regular file and a file that has other names, which would change with it.
   static Result<WritableFile> open(const std::string& path, bool empty);
   WritableFile(WritableFile&& other) noexcept;
   WritableFile& operator=(WritableFile&& other) noexcept;
@@ -46,7 +72,9 @@ class WritableFile {
   // An error when the disk has no room for `bytes` more now; it reserves nothing.
   Status check_room(std::uint64_t bytes) const;
   Status pwrite(std::uint64_t offset, std::span<const std::byte> bytes);
-  Status truncate();  // to nothing
+  // False when the bytes are not there or cannot be read.
+  bool pread(std::uint64_t offset, std::span<std::byte> bytes) const;
+  Status truncate(std::uint64_t size = 0);
   Status sync();
   void close();
 

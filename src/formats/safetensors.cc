@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "formats/json_events.h"
+#include "formats/side_file.h"
 
 namespace bittern {
 namespace {
@@ -354,11 +355,6 @@ std::string with_slash(const std::string& folder) {
   return folder.empty() || folder.back() == '/' ? folder : folder + "/";
 }
 
-bool is_file(const std::string& path) {
-  std::error_code error;
-  return std::filesystem::exists(path, error);
-}
-
 template <class T, class F>
 Result<T> guarded(const std::string& where, F&& f) {
   try {
@@ -481,8 +477,8 @@ Result<SafetensorsFolder> SafetensorsFolder::open(const std::string& folder) {
   return guarded<SafetensorsFolder>(folder, [&]() -> Result<SafetensorsFolder> {
     const std::string beside = with_slash(folder);
     SafetensorsFolder model;
-    if (!is_file(beside + kIndex)) {
-      if (!is_file(beside + kSingle)) {
+    if (!is_there(beside + kIndex)) {
+      if (!is_there(beside + kSingle)) {
         return unavailable(folder + ": neither " + kIndex + " nor " + kSingle + ", expected one");
       }
       auto file = SafetensorsFile::open(beside + kSingle);

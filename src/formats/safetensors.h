@@ -102,6 +102,8 @@ class SafetensorsFile {
   static Result<SafetensorsFile> open(const std::string& path);
 
   const std::string& path() const { return file_.path(); }
+  const FileStamp& stamp() const { return file_.stamp(); }
+  Status unchanged() const { return file_.unchanged(); }
   const std::vector<SafetensorsTensor>& tensors() const { return header_.tensors; }
   const SafetensorsTensor* find(std::string_view name) const { return header_.find(name); }
   const SafetensorsMetadata& metadata() const { return header_.metadata; }

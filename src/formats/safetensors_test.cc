@@ -3,12 +3,15 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -134,6 +137,109 @@ TEST(MappedFile, RefusesWhatIsNoFile) {
   EXPECT_EQ(message(folder / "empty/x"), folder / "empty/x: cannot open: Not a directory");
 }
 
+constexpr std::size_t kPage = 4096;
+
+TEST(MappedFile, SaysThatTheFileChanged) {
+  const Folder folder;
+  const auto after = [&](auto&& change) {
+    save(folder / "a", std::string(3 * kPage, 'a'));
+    const auto file = MappedFile::open(folder / "a");
+    EXPECT_TRUE(file && file->unchanged().ok());
+    change(folder / "a");
+    return std::string(file->unchanged().message());
+  };
+  const std::string says = " while it was being read, expected it to stay the same";
+  EXPECT_EQ(after([](const std::string& path) { fs::resize_file(path, 5); }),
+            folder / "a: shrank from 12288 to 5 bytes" + says);
+  EXPECT_EQ(after([](const std::string& path) { fs::resize_file(path, 20000); }),
+            folder / "a: grew from 12288 to 20000 bytes" + says);
+  EXPECT_EQ(after([](const std::string& path) {
+              fs::last_write_time(path, fs::last_write_time(path) + std::chrono::seconds(1));
+            }),
+            folder / "a: was written to" + says);
+  EXPECT_EQ(after([](const std::string& path) {
+              fs::copy(path, path + "2");
+              fs::rename(path + "2", path);
+            }),
+            folder / "a: was replaced" + says);
+  EXPECT_EQ(after([](const std::string& path) { fs::remove(path); }),
+            folder / "a: was removed" + says);
+}
+
+// What the handler of SIGBUS does is tried in a process of its own. Returns its exit status, or
+// minus the signal that ended it.
+template <class F>
+int in_child(F&& f) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    struct sigaction plain = {};
+    plain.sa_handler = SIG_DFL;  // not a sanitizer's
+    ::sigaction(SIGBUS, &plain, nullptr);
+    ::_exit(f());
+  }
+  int status = 0;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+char last_byte_after_shrinking(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDWR);
+  void* data = ::mmap(nullptr, 3 * kPage, PROT_READ, MAP_PRIVATE, fd, 0);
+  if (data == MAP_FAILED || ::ftruncate(fd, kPage) != 0) ::_exit(99);
+  return static_cast<volatile const char*>(data)[3 * kPage - 1];
+}
+
+TEST(MappedFile, AGuardedProcessOutlivesAFileThatShrinks) {
+  const Folder folder;
+  save(folder / "a", std::string(3 * kPage, 'a'));
+  save(folder / "b", std::string(3 * kPage, 'b'));
+  EXPECT_EQ(in_child([&] {
+              guard_mapped_files();
+              for (int i = 0; i < 3; ++i) {  // regions serve again
+                save(folder / "a", std::string(3 * kPage, 'a'));
+                auto closed = MappedFile::open(folder / "b");
+                auto file = MappedFile::open(folder / "a");
+                const auto other = MappedFile::open(folder / "b");
+                {
+                  const auto gone = std::move(*closed);
+                }
+                const MappedFile moved = std::move(*file);
+                fs::resize_file(folder / "a", kPage);
+                std::size_t zeros = 0;
+                for (const std::byte x : moved.bytes()) zeros += x == std::byte{0};
+                if (zeros != 2 * kPage) return 1;
+                fs::resize_file(folder / "a", 3 * kPage);  // what was lost stays lost
+                if (moved.unchanged().ok() || !other->unchanged().ok()) return 2;
+                if (text(other->bytes()) != std::string(3 * kPage, 'b')) return 3;
+              }
+              return 0;
+            }),
+            0);
+}
+
+TEST(MappedFile, FaultsOfOthersGoWhereTheyWent) {
+  const Folder folder;
+  save(folder / "a", std::string(3 * kPage, 'a'));
+  const auto fault = [&] {
+    guard_mapped_files();
+    return static_cast<int>(last_byte_after_shrinking(folder / "a"));
+  };
+  EXPECT_EQ(in_child(fault), -SIGBUS);
+  EXPECT_EQ(in_child([] {
+              guard_mapped_files();
+              return ::raise(SIGBUS);
+            }),
+            -SIGBUS);
+  save(folder / "a", std::string(3 * kPage, 'a'));
+  EXPECT_EQ(in_child([&] {
+              struct sigaction theirs = {};
+              theirs.sa_handler = [](int) { ::_exit(42); };
+              ::sigaction(SIGBUS, &theirs, nullptr);
+              return fault();
+            }),
+            42);
+}
+
 TEST(PartialFile, AppearsWhenCommitted) {
   const Folder folder;
   auto file = PartialFile::create(folder / "a");
@@ -202,7 +308,10 @@ TEST(PartialFile, TellsAStalePartialFromOneInWork) {
   // A link would lead the bytes elsewhere.
   fs::create_symlink(folder / "a", folder / "b.partial");
   EXPECT_EQ(PartialFile::create(folder / "b").status().message(),
-            folder / "b.partial: cannot create: Too many levels of symbolic links");
+            folder / "b.partial: a symbolic link, expected a file");
+  fs::create_hard_link(folder / "a", folder / "c.partial");
+  EXPECT_EQ(PartialFile::create(folder / "c").status().message(),
+            folder / "c.partial: a file with 2 names (hard links), expected one");
   EXPECT_EQ(read(folder / "a"), "new");
 }
 
