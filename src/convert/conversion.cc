@@ -4,6 +4,7 @@
 #include <map>
 #include <utility>
 
+#include "bittern/version.h"
 #include "convert/importance.h"
 #include "convert/planner.h"
 #include "formats/fingerprint.h"
@@ -179,12 +180,16 @@ Status ConversionPlanner::read_importance() {
 
 std::uint64_t ConversionPlanner::fingerprint() const {
   Fingerprint hash;
+  hash.add(std::string_view(version()));  // another one may have other bits
   hash.add(source_.fingerprint());
   hash.add(options_.method ? static_cast<std::uint64_t>(*options_.method) + 1 : 0);
   for (const std::vector<float>& weights : conversion_.importance_)
     hash.add(std::as_bytes(std::span(weights)));
-  for (const OutputLayout::File& file : conversion_.layout_.files)
-    hash.add(file.name), hash.add(file.head);
+  for (const OutputLayout::File& file : conversion_.layout_.files) {
+    // Of a GGUF file the name is OUT, which may be spelled in other ways.
+    if (options_.format != ModelFormat::gguf) hash.add(file.name);
+    hash.add(file.head);
+  }
   for (const OutputTensor& tensor : conversion_.tensors_) {
     hash.add(tensor.to.str() + tensor.through.str());
     hash.add(static_cast<std::uint64_t>(tensor.way));
@@ -194,7 +199,9 @@ std::uint64_t ConversionPlanner::fingerprint() const {
 
 Result<Conversion> Conversion::plan(const Checkpoint& source, const ConversionOptions& options,
                                     const std::string& out, const ProgressFunction& progress) {
-  return ConversionPlanner(source, options, out, progress).make();
+  auto made = ConversionPlanner(source, options, out, progress).make();
+  BITTERN_TRY(source.unchanged());  // what was planned from
+  return made;
 }
 
 std::uint64_t Conversion::weights() const {

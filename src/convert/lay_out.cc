@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "convert/planner.h"
+#include "convert/replace.h"
 #include "convert/tokenizer.h"
 
 namespace bittern {
@@ -118,13 +119,6 @@ Status ConversionPlanner::lay_out_folder() {
   auto layout = lay_out_safetensors(out_, specs, kShardBytes, {{"format", mlx ? "mlx" : "pt"}});
   if (!layout) return layout.status();
   conversion_.layout_ = std::move(*layout);
-  std::uint64_t total = 0;
-  for (const OutputLayout::Extent& extent : conversion_.layout_.tensors) total += extent.bytes;
-  const std::string metadata[] = {"\"total_size\": " + std::to_string(total),
-                                  "\"total_parameters\": " + std::to_string(conversion_.weights())};
-  auto index = safetensors_index(out_, specs, conversion_.layout_, metadata);
-  if (!index) return index.status();
-  conversion_.texts_.push_back({"model.safetensors.index.json", std::move(*index)});
   if (!written_config_.is_null()) {
     Json config = written_config_;
     config.erase("quantization");
@@ -138,12 +132,29 @@ Status ConversionPlanner::lay_out_folder() {
     for (TextFile& file : *files)
       conversion_.texts_.push_back({std::move(file.name), std::move(file.text)});
   } else {
+    for (const std::string& left_out : source_.left_out()) note("not copied: " + left_out);
     for (const std::string& name : source_.other_files()) {
       auto text = read_text(source_.path() + "/" + name);
       if (!text) return text.status();
       conversion_.texts_.push_back({name, std::move(*text)});
     }
   }
+  // The index comes last, as it lists all files: --force replaces a folder that has these and no
+  // other.
+  constexpr const char* kIndex = "model.safetensors.index.json";
+  std::uint64_t total = 0;
+  for (const OutputLayout::Extent& extent : conversion_.layout_.tensors) total += extent.bytes;
+  Json files = Json::array({kIndex});
+  for (const OutputLayout::File& file : conversion_.layout_.files) files.push_back(file.name);
+  for (const OutputText& text : conversion_.texts_) files.push_back(text.name);
+  const std::string metadata[] = {
+      "\"total_size\": " + std::to_string(total),
+      "\"total_parameters\": " + std::to_string(conversion_.weights()),
+      std::string("\"written_by\": \"") + kWrittenBy + "\"",
+      "\"files\": " + files.dump(-1, ' ', false, Json::error_handler_t::replace)};
+  auto index = safetensors_index(out_, specs, conversion_.layout_, metadata);
+  if (!index) return index.status();
+  conversion_.texts_.push_back({kIndex, std::move(*index)});
   return {};
 }
 

@@ -1,185 +1,404 @@
 #include "convert/output.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
-#include <charconv>
+#include <cerrno>
 #include <cstdio>
-#include <filesystem>
 #include <fstream>
 #include <new>
 #include <system_error>
-#include <utility>
+
+#include "bittern/device.h"
+#include "convert/replace.h"
+#include "formats/fingerprint.h"
 
 namespace bittern {
 namespace {
 
-namespace fs = std::filesystem;
-
-bool is_there(const std::string& path) {
-  std::error_code error;
-  return fs::symlink_status(path, error).type() != fs::file_type::not_found;
-}
-
-void remove_all(const std::string& path) {
-  std::error_code ignored;
-  fs::remove_all(path, ignored);
-}
-
-std::string read_line(const std::string& path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
-
-std::string hex(std::uint64_t x) {
-  char text[17];
-  std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(x));
-  return text;
-}
+// More is no journal.
+constexpr std::uint64_t kMostJournalBytes = std::uint64_t{1} << 30;
+// Where a journal of ours has a line that is whole, or has none.
+constexpr std::size_t kJournalStart = std::size_t{64} << 10;
+// A multiple of Checksum::kBlock.
+constexpr std::size_t kReadAtOnce = std::size_t{1} << 20;
 
 std::span<const std::byte> as_bytes(std::string_view text) {
   return std::as_bytes(std::span(text));
 }
 
-// What --force may replace as a whole: an empty folder or a model's.
-Status check_replaceable(const std::string& path) {
-  std::error_code error;
-  if (!fs::is_directory(path, error)) return {};
-  bool empty = true;
-  for (fs::directory_iterator entry(path, error), end; !error && entry != end;
-       entry.increment(error)) {
-    empty = false;
-    const fs::path name = entry->path().filename();
-    if (name == "config.json" || name.extension() == ".safetensors") return {};
-  }
-  if (empty && !error) return {};
-  return invalid(path + ": a folder that holds no model, expected one that may be replaced");
+std::string journal_of(const std::string& path) { return path + ".partial.journal"; }
+std::string aside_of(const std::string& path) { return path + ".replaced"; }
+
+Status os_error(const std::string& what, int error) {
+  return {Code::io_error, what + ": " + std::generic_category().message(error)};
 }
 
-Status rename_over(const std::string& from, const std::string& to) {
-  std::error_code error;
-  // A folder does not replace another: the old one steps aside first.
-  const std::string aside = to + ".replaced";
-  if (fs::is_directory(to, error)) {
-    remove_all(aside);
-    fs::rename(to, aside, error);
-    if (error) return {Code::io_error, to + ": cannot move it aside: " + error.message()};
+Status in_work(const std::string& path) {
+  return unavailable(path + ": another run is writing it now, expected none (" + path +
+                     ".partial.journal is locked)");
+}
+
+// Whether the process that made the journal holds it still.
+bool is_locked(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  if (fd < 0) return false;
+  const bool locked = ::flock(fd, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+  ::close(fd);
+  return locked;
+}
+
+Result<Journal> load_journal(const WritableFile& file) {
+  if (file.size() > kMostJournalBytes) return Journal{};
+  try {
+    std::string text(file.size(), '\0');
+    if (!file.pread(0, std::as_writable_bytes(std::span(text))))
+      return Status{Code::io_error, file.path() + ": cannot read"};
+    return read_journal(text);
+  } catch (const std::bad_alloc&) {
+    return Status{Code::out_of_memory, file.path() + ": out of memory"};
   }
-  fs::rename(from, to, error);
-  if (error) return {Code::io_error, to + ": cannot rename to it: " + error.message()};
-  remove_all(aside);
-  return sync_name(to);
+}
+
+Status check_parent(const std::string& path) {
+  const std::size_t slash = path.rfind('/');
+  const std::string folder = slash == path.npos ? "." : path.substr(0, slash + 1);
+  struct stat info;
+  if (::stat(folder.c_str(), &info) != 0) {
+    return unavailable(path + ": the folder " + folder +
+                       " cannot be used: " + std::generic_category().message(errno));
+  }
+  if (!S_ISDIR(info.st_mode)) return invalid(path + ": " + folder + " is not a folder");
+  if (::access(folder.c_str(), W_OK | X_OK) == 0) return {};
+  return unavailable(path + ": cannot write into " + folder + ": " +
+                     std::generic_category().message(errno));
+}
+
+Status not_ours(const std::string& path) {
+  return invalid(path + ": not written by bittern, which needs this name; move it elsewhere");
+}
+
+// What cannot be read is found out when it is to be written.
+bool is_journal(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string text(kJournalStart, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<std::size_t>(file.gcount()));
+  return file.bad() || read_journal(text).ours;
+}
+
+// A rename that replaces nothing.
+Status rename_new(const std::string& from, const std::string& to) {
+  int error =
+      ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0 ? 0 : errno;
+  if (error == EINVAL || error == ENOSYS) {  // of the file system
+    const auto there = thing_at(to);
+    if (!there) return there.status();
+    error = *there != Thing::nothing                     ? EEXIST
+            : std::rename(from.c_str(), to.c_str()) == 0 ? 0
+                                                         : errno;
+  }
+  if (error == 0) return {};
+  if (error == EEXIST) return invalid(to + ": exists by now, expected a new name");
+  return os_error(to + ": cannot rename to it", error);
+}
+
+Status rename_over(const std::string& from, const std::string& to, bool folder) {
+  const auto there = thing_at(to);
+  if (!there) return there.status();
+  if (*there == Thing::nothing) return rename_new(from, to);
+  BITTERN_TRY(check_replaceable(to, folder));
+  if (!folder) {
+    if (std::rename(from.c_str(), to.c_str()) == 0) return {};
+    return os_error(to + ": cannot rename to it", errno);
+  }
+  // A folder does not replace another: the old one steps aside first.
+  const std::string aside = aside_of(to);
+  BITTERN_TRY(rename_new(to, aside));
+  if (Status status = rename_new(from, to); !status.ok()) {
+    (void)rename_new(aside, to);
+    return status;
+  }
+  remove_known(aside, listed_files(aside));
+  return {};
 }
 
 }  // namespace
 
-Status check_output(const std::string& path, bool force, bool resume) {
-  if (is_there(path)) {
-    if (!force) return invalid(path + ": exists, expected a new name (--force replaces it)");
-    BITTERN_TRY(check_replaceable(path));
+Result<std::string> output_path(const std::string& path, bool folder) {
+  std::string name = path;
+  while (name.size() > 1 && name.back() == '/') name.pop_back();
+  if (name != path && !folder)
+    return invalid(path + ": ends in '/' like a folder, and the output is a file; expected a name");
+  const std::string last = name.substr(name.rfind('/') + 1);
+  if (last.empty() || last == "." || last == "..")
+    return invalid((path.empty() ? "the output" : path) + ": expected the name of a " +
+                   (folder ? "folder" : "file"));
+  return name;
+}
+
+Status check_output(const std::string& given, const OutputOptions& options) {
+  const auto checked = output_path(given, options.folder);
+  if (!checked) return checked.status();
+  const std::string &path = *checked, partial = path + ".partial";
+  BITTERN_TRY(check_parent(path));
+  const auto there = thing_at(path), left = thing_at(partial), journal = thing_at(journal_of(path)),
+             aside = thing_at(aside_of(path));
+  for (const auto* thing : {&there, &left, &journal, &aside})
+    if (!*thing) return thing->status();
+  if (*there != Thing::nothing) {
+    if (*there == (options.folder ? Thing::folder : Thing::file) && !options.force)
+      return invalid(path + ": exists, expected a new name (--force replaces it)");
+    BITTERN_TRY(check_replaceable(path, options.folder));
+    if (*there == Thing::folder && *aside != Thing::nothing) {
+      return invalid(aside_of(path) + ": exists, and " + path +
+                     " would be set aside under this name; move it elsewhere");
+    }
   }
-  if (is_there(path + ".partial") && !resume && !force) {
-    return invalid(path +
-                   ".partial: left by a run that was stopped, expected none (--resume goes on with "
+  if (*journal != Thing::nothing) {
+    if (*journal != Thing::file) return not_ours(journal_of(path));
+    if (is_locked(journal_of(path))) return in_work(path);
+    if (!is_journal(journal_of(path))) return not_ours(journal_of(path));
+  }
+  if (*left == Thing::link || *left == Thing::special) return not_ours(partial);
+  if (*left != Thing::nothing && !options.resume && !options.force) {
+    return invalid(partial +
+                   ": left by a run that was stopped, expected none (--resume goes on with "
                    "it, --force starts anew)");
   }
   return {};
 }
 
-// True when the partial output may be gone on with.
-Result<bool> ModelOutput::read_journal(const std::string& opening) {
-  std::ifstream file(journal_.path());
-  std::string line;
-  if (!std::getline(file, line) || file.eof()) return false;
-  const std::size_t boot = opening.rfind(' ');
-  if (line.substr(0, boot) != opening.substr(0, boot)) {
-    return invalid(partial() +
-                   ": begun from another model or with other options, expected the same "
-                   "(--force starts anew)");
-  }
-  if (line != opening) return false;
-  journal_end_ = line.size() + 1;
-  while (std::getline(file, line) && !file.eof()) {
-    std::size_t tensor = 0;
-    const auto [end, error] = std::from_chars(line.data(), line.data() + line.size(), tensor);
-    if (error != std::errc() || end != line.data() + line.size() || tensor >= finished_.size())
-      return invalid(journal_.path() + ": not a journal, expected one (--force starts anew)");
-    finished_[tensor] = true;
-    journal_end_ += line.size() + 1;
-  }
-  return true;
+std::vector<std::string> ModelOutput::names() const {
+  std::vector<std::string> names;
+  if (!options_.folder) return names;
+  for (const OutputLayout::File& file : layout_.files) names.push_back(file.name);
+  names.insert(names.end(), options_.texts.begin(), options_.texts.end());
+  return names;
 }
 
-Result<ModelOutput> ModelOutput::create(const std::string& path, OutputLayout layout,
-                                        const OutputOptions& options) {
-  BITTERN_TRY(check_output(path, options.force, options.resume));
-  const std::string partial = path + ".partial";
-  const bool left = is_there(partial);
-  auto journal = WritableFile::open(partial + ".journal", false);
-  if (!journal) return journal.status();
-  ModelOutput output(path, std::move(layout), options, std::move(*journal));
-  output.keep_ = true;  // what is not ours yet
+// Whether a file is empty or begins as this output's does, as far as it goes.
+Result<bool> ModelOutput::begins_alike(const std::string& path, const std::string& head) const {
+  const auto thing = thing_at(path);
+  if (!thing) return thing.status();
+  if (*thing != Thing::file) return *thing == Thing::nothing;
+  const auto file = WritableFile::open(path, false);
+  if (!file) return file.status();
+  std::string text(std::min<std::uint64_t>(file->size(), head.size()), '\0');
+  return file->pread(0, std::as_writable_bytes(std::span(text))) && head.starts_with(text);
+}
 
-  const std::string opening = "bittern journal 1 " + hex(options.fingerprint) + " " +
-                              read_line("/proc/sys/kernel/random/boot_id");
-  bool goes_on = false;
-  if (left && options.resume) {
-    auto readable = output.read_journal(opening);
-    if (!readable) return readable.status();
-    goes_on = *readable;
+// ok when what is there was written by bittern: the journal beside it says so or, without one, it
+// begins byte for byte as this output does.
+Status ModelOutput::check_partial(const Journal& journal) const {
+  const auto thing = thing_at(partial());
+  if (!thing) return thing.status();
+  if (*thing == Thing::nothing) return {};
+  std::vector<std::string> known = names();
+  known.insert(known.end(), journal.files.begin(), journal.files.end());
+  if (*thing == Thing::folder) BITTERN_TRY(check_only(partial(), known));
+  if (journal_end_ > 0) return {};
+  bool alike = options_.folder == (*thing == Thing::folder);
+  for (const OutputLayout::File& file : layout_.files) {
+    if (!alike) break;
+    const auto begins =
+        begins_alike(options_.folder ? partial() + "/" + file.name : partial(), file.head);
+    if (!begins) return begins.status();
+    alike = *begins;
   }
-  output.keep_ = false;
-  std::error_code error;
-  if (!goes_on) {
-    std::fill(output.finished_.begin(), output.finished_.end(), false);
-    remove_all(partial);
-    BITTERN_TRY(output.journal_.truncate());
-    BITTERN_TRY(output.journal_.pwrite(0, as_bytes(opening + "\n")));
-    output.journal_end_ = opening.size() + 1;
-    if (options.folder && !fs::create_directory(partial, error) && error)
-      return Status{Code::io_error, partial + ": cannot create: " + error.message()};
+  // Texts are written last; none is there without the layout's files.
+  if (alike && options_.folder) {
+    const auto found = thing_at(partial() + "/" + layout_.files[0].name);
+    alike = (found && *found == Thing::file) || check_only(partial(), {}).ok();
   }
+  if (alike) return {};
+  return invalid(partial() +
+                 ": no journal of bittern beside it, so it may be anything; move it "
+                 "elsewhere");
+}
 
+Status ModelOutput::open_files(bool anew) {
   std::uint64_t missing = 0;
-  for (const OutputLayout::File& file : output.layout_.files) {
+  for (const OutputLayout::File& file : layout_.files) {
     auto opened =
-        WritableFile::open(options.folder ? partial + "/" + file.name : partial, !goes_on);
+        WritableFile::open(options_.folder ? partial() + "/" + file.name : partial(), anew);
     if (!opened) return opened.status();
-    missing += file.bytes - std::min(file.bytes, opened->size());
+    if (opened->size() > file.bytes) BITTERN_TRY(opened->truncate(file.bytes));
+    missing += file.bytes - opened->size();
     BITTERN_TRY(opened->pwrite(0, as_bytes(file.head)));
-    output.files_.push_back(std::move(*opened));
+    files_.push_back(std::move(*opened));
   }
-  if (!output.files_.empty()) BITTERN_TRY(output.files_[0].check_room(missing));
+  return files_.empty() ? Status() : files_[0].check_room(missing);
+}
+
+// The journal's pieces whose bytes have their sums; marks the tensors they cover.
+std::vector<Journal::Piece> ModelOutput::verified(const Journal& journal) {
+  std::vector<Journal::Piece> pieces;
+  for (const Journal::Piece& piece : journal.pieces) {
+    if (piece.tensor >= layout_.tensors.size()) continue;
+    const std::uint64_t all = layout_.tensors[piece.tensor].bytes;
+    if (piece.offset <= all && piece.bytes <= all - piece.offset) pieces.push_back(piece);
+  }
+  std::vector<std::uint8_t> good(pieces.size());
+  const auto count = static_cast<std::int64_t>(pieces.size());
+#pragma omp parallel num_threads(num_threads()) if (count > 1)
+  {
+    std::vector<std::byte> buffer(kReadAtOnce);
+#pragma omp for schedule(dynamic)
+    for (std::int64_t i = 0; i < count; ++i) {
+      const Journal::Piece& piece = pieces[static_cast<std::size_t>(i)];
+      const OutputLayout::Extent& extent = layout_.tensors[piece.tensor];
+      Checksum sum;
+      bool there = true;
+      for (std::uint64_t at = 0; there && at < piece.bytes; at += kReadAtOnce) {
+        const auto part = std::span(buffer).first(
+            static_cast<std::size_t>(std::min<std::uint64_t>(kReadAtOnce, piece.bytes - at)));
+        there = files_[extent.file].pread(extent.begin + piece.offset + at, part);
+        if (there) sum.add(part);
+      }
+      good[static_cast<std::size_t>(i)] = there && sum.value() == piece.sum;
+    }
+  }
+  std::vector<std::vector<Journal::Piece>> of_tensor(layout_.tensors.size());
+  for (std::size_t i = 0; i < pieces.size(); ++i)
+    if (good[i] != 0) of_tensor[pieces[i].tensor].push_back(pieces[i]);
+  pieces.clear();
+  for (std::size_t t = 0; t < of_tensor.size(); ++t) {
+    auto& own = of_tensor[t];
+    std::sort(own.begin(), own.end(), [](const auto& a, const auto& b) {
+      return std::pair(a.offset, b.bytes) < std::pair(b.offset, a.bytes);
+    });
+    std::uint64_t covered = 0;
+    for (const Journal::Piece& piece : own)
+      if (piece.offset <= covered) covered = std::max(covered, piece.offset + piece.bytes);
+    finished_[t] = !own.empty() && covered == layout_.tensors[t].bytes;
+    if (finished_[t]) pieces.insert(pieces.end(), own.begin(), own.end());
+  }
+  return pieces;
+}
+
+// Zeros where no tensor is: bytes that no piece vouches for.
+Status ModelOutput::fill_gaps() {
+  std::vector<OutputLayout::Extent> order = layout_.tensors;
+  std::sort(order.begin(), order.end(),
+            [](const auto& a, const auto& b) { return a.begin < b.begin; });
+  static constexpr std::byte kZeros[4096] = {};
+  for (std::size_t f = 0; f < files_.size(); ++f) {
+    std::uint64_t at = layout_.files[f].head.size();
+    const auto fill = [&](std::uint64_t end) -> Status {
+      while (at < end) {
+        const std::uint64_t n = std::min<std::uint64_t>(end - at, sizeof kZeros);
+        BITTERN_TRY(files_[f].pwrite(at, std::span(kZeros).first(static_cast<std::size_t>(n))));
+        at += n;
+      }
+      return {};
+    };
+    for (const OutputLayout::Extent& extent : order) {
+      if (extent.file != f) continue;
+      BITTERN_TRY(fill(extent.begin));
+      at = std::max(at, extent.begin + extent.bytes);
+    }
+    BITTERN_TRY(fill(layout_.files[f].bytes));
+  }
+  return {};
+}
+
+Result<ModelOutput> ModelOutput::create(const std::string& given, OutputLayout layout,
+                                        const OutputOptions& options) {
+  const auto path = output_path(given, options.folder);
+  if (!path) return path.status();
+  BITTERN_TRY(check_output(*path, options));
+  const auto before = thing_at(journal_of(*path));
+  if (!before) return before.status();
+  auto file = WritableFile::open(journal_of(*path), false);
+  if (!file && file.status().code() == Code::unavailable && is_locked(journal_of(*path)))
+    return in_work(*path);
+  if (!file) return file.status();
+  ModelOutput output(*path, std::move(layout), options, std::move(*file));
+  output.keep_ = true;  // what is not known to be ours
+  const std::string partial = output.partial();
+
+  const auto check = [&]() -> Result<Journal> {
+    auto journal = load_journal(output.journal_);
+    if (!journal) return journal.status();
+    if (!journal->ours) return not_ours(output.journal_.path());
+    output.journal_end_ = output.journal_.size();
+    BITTERN_TRY(output.check_partial(*journal));
+    const auto left = thing_at(partial);
+    if (!left) return left.status();
+    if (*left == Thing::nothing || !options.resume) journal->fingerprint.reset();
+    if (!journal->fingerprint || *journal->fingerprint == options.fingerprint) return journal;
+    if (options.force) {
+      journal->fingerprint.reset();
+      return journal;
+    }
+    return invalid(partial +
+                   ": begun from another model or with other options, expected the same "
+                   "(--force starts anew)");
+  };
+  const auto journal = check();
+  if (!journal) {
+    if (*before == Thing::nothing) ::unlink(output.journal_.path().c_str());
+    return journal.status();
+  }
+  const bool goes_on = journal->fingerprint.has_value();
+  if (goes_on && *thing_at(partial) != (options.folder ? Thing::folder : Thing::file))
+    return invalid(partial + ": expected " + (options.folder ? "a folder" : "a file") +
+                   ", as the run that was stopped made it");
+  output.keep_ = false;
+  std::vector<std::string> names = output.names();
+  std::string lines = journal_opening(options.fingerprint, names);
+  if (!goes_on) {
+    names.insert(names.end(), journal->files.begin(), journal->files.end());
+    remove_known(partial, names);
+    // The journal is first, so that no partial is ever without.
+    BITTERN_TRY(output.journal_.truncate());
+    BITTERN_TRY(output.journal_.pwrite(0, as_bytes(lines)));
+    if (options.folder && ::mkdir(partial.c_str(), 0777) != 0)
+      return os_error(partial + ": cannot create", errno);
+    BITTERN_TRY(output.open_files(true));
+  } else {
+    output.keep_ = true;  // what was made is kept, whatever happens now
+    BITTERN_TRY(output.open_files(false));
+    for (const Journal::Piece& piece : output.verified(*journal)) lines += journal_line(piece);
+    BITTERN_TRY(output.fill_gaps());
+    BITTERN_TRY(output.journal_.truncate());
+    BITTERN_TRY(output.journal_.pwrite(0, as_bytes(lines)));
+    output.keep_ = false;
+  }
+  output.journal_end_ = lines.size();
   return output;
 }
 
 ModelOutput::~ModelOutput() {
   if (keep_ || !journal_.is_open()) return;
   files_.clear();
-  remove_all(partial());
-  remove_all(journal_.path());
+  remove_known(partial(), names());
+  ::unlink(journal_.path().c_str());
 }
 
-std::size_t ModelOutput::finished() const {
-  return static_cast<std::size_t>(std::count(finished_.begin(), finished_.end(), true));
+bool ModelOutput::finished(std::size_t first, std::size_t count) const {
+  return std::all_of(finished_.begin() + static_cast<std::ptrdiff_t>(first),
+                     finished_.begin() + static_cast<std::ptrdiff_t>(first + count),
+                     [](bool finished) { return finished; });
 }
 
 Status ModelOutput::write(std::size_t tensor, std::uint64_t offset,
-                          std::span<const std::byte> bytes) {
+                          std::span<const std::byte> bytes, std::uint64_t sum) {
   const OutputLayout::Extent& extent = layout_.tensors[tensor];
   if (offset > extent.bytes || bytes.size() > extent.bytes - offset) {
     return {Code::internal, path_ + ": tensor " + std::to_string(tensor) + ": byte " +
                                 std::to_string(offset + bytes.size()) + ", expected at most " +
                                 std::to_string(extent.bytes)};
   }
-  return files_[extent.file].pwrite(extent.begin + offset, bytes);
-}
-
-Status ModelOutput::finish(std::size_t tensor) {
-  const std::string line = std::to_string(tensor) + "\n";
+  BITTERN_TRY(files_[extent.file].pwrite(extent.begin + offset, bytes));
+  const std::string line =
+      journal_line({.tensor = tensor, .offset = offset, .bytes = bytes.size(), .sum = sum});
   BITTERN_TRY(journal_.pwrite(journal_end_, as_bytes(line)));
   journal_end_ += line.size();
-  finished_[tensor] = true;
   return {};
 }
 
@@ -198,13 +417,16 @@ Status ModelOutput::commit() {
       BITTERN_TRY(files_[i].pwrite(layout_.files[i].bytes - 1, std::span(&kZero, 1)));
     BITTERN_TRY(files_[i].sync());
   }
+  keep_ = true;
   if (options_.folder) BITTERN_TRY(sync_name(partial() + "/"));
-  if (!options_.force && is_there(path_))
+  const auto there = thing_at(path_);
+  if (!there) return there.status();
+  if (!options_.force && *there != Thing::nothing)
     return invalid(path_ + ": exists by now, expected a new name (--force replaces it)");
-  BITTERN_TRY(rename_over(partial(), path_));
-  remove_all(journal_.path());
+  BITTERN_TRY(rename_over(partial(), path_, options_.folder));
+  ::unlink(journal_.path().c_str());
   journal_.close();
-  return {};
+  return sync_name(path_);
 }
 
 }  // namespace bittern

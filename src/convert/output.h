@@ -1,32 +1,36 @@
-// A model being written. It grows as OUT.partial, a file or a folder, beside OUT.partial.journal,
-// which tells what it is made from and which tensors are whole; OUT appears by rename, when all
-// are. A run that was killed leaves both, and one that resumes makes the tensors that are missing.
-//
-//   journal:  "bittern journal 1 FINGERPRINT BOOT\n", then "INDEX\n" for each whole tensor
-//
-// Written bytes outlive a killed process but not a machine that lost its power, so a journal of
-// an earlier boot is not believed.
+// A model being written. It grows as OUT.partial, a file or a folder, beside OUT.partial.journal
+// (convert/journal.h), which is locked while a run is alive; OUT appears by rename when all of it
+// is there. A run that was killed leaves both. One that resumes reads again what the journal
+// vouches for and makes every tensor of which something is missing or not as it was written.
 #pragma once
 #include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "bittern/status.h"
+#include "convert/journal.h"
 #include "formats/mapped_file.h"
 
 namespace bittern {
-
-// Refuses OUT that exists (unless force) and OUT.partial (unless resume or force).
-Status check_output(const std::string& path, bool force, bool resume);
 
 struct OutputOptions {
   bool folder = false;  // OUT is a folder of the layout's files; otherwise it is its one file
   bool force = false;   // OUT may be there, and is replaced when the new one is whole
   bool resume = false;  // OUT.partial may be there
-  std::uint64_t fingerprint = 0;  // of everything the output depends on
+  std::uint64_t fingerprint = 0;     // of everything the output depends on
+  std::vector<std::string> texts{};  // names of the files that add_file will be given
 };
+
+// OUT without slashes at its end, which only a folder's name may have.
+Result<std::string> output_path(const std::string& path, bool folder);
+
+// Everything that can be refused before the work begins: OUT that exists (unless force) or is not
+// what bittern would write there, a run that is writing it now, OUT.partial (unless resume or
+// force), things of other origin at the names this one needs, a parent folder that is not there.
+Status check_output(const std::string& path, const OutputOptions& options);
 
 class ModelOutput {
  public:
@@ -38,13 +42,14 @@ class ModelOutput {
   ModelOutput& operator=(ModelOutput&&) noexcept = delete;
   ~ModelOutput();  // removes what is partial, unless kept or committed
 
-  std::size_t finished() const;  // tensors
-  bool finished(std::size_t tensor) const { return finished_[tensor]; }
-  // Bytes `offset`.. of the tensor.
-  Status write(std::size_t tensor, std::uint64_t offset, std::span<const std::byte> bytes);
-  Status finish(std::size_t tensor);
+  // Whether an earlier run made these tensors, and their bytes are still what it wrote.
+  bool finished(std::size_t first, std::size_t count = 1) const;
+  // Bytes `offset`.. of the tensor, and Checksum::of them.
+  Status write(std::size_t tensor, std::uint64_t offset, std::span<const std::byte> bytes,
+               std::uint64_t sum);
   // A file of the folder beside those of the layout.
   Status add_file(const std::string& name, std::string_view text);
+  // When it fails, the partial is kept: all of it is there.
   Status commit();
   void keep() { keep_ = true; }  // the partial, for --resume
 
@@ -57,13 +62,18 @@ class ModelOutput {
         journal_(std::move(journal)),
         finished_(layout_.tensors.size()) {}
   std::string partial() const { return path_ + ".partial"; }
-  Result<bool> read_journal(const std::string& opening);
+  std::vector<std::string> names() const;  // of all files of a folder
+  Status check_partial(const Journal& journal) const;
+  Result<bool> begins_alike(const std::string& path, const std::string& head) const;
+  Status open_files(bool anew);
+  std::vector<Journal::Piece> verified(const Journal& journal);
+  Status fill_gaps();
 
   std::string path_;
   OutputLayout layout_;
   OutputOptions options_;
-  WritableFile journal_;           // its lock is the output's
-  std::uint64_t journal_end_ = 0;  // of its last whole line
+  WritableFile journal_;  // its lock is the output's
+  std::uint64_t journal_end_ = 0;
   std::vector<WritableFile> files_;
   std::vector<bool> finished_;
   bool keep_ = false;

@@ -4,9 +4,11 @@
 #include <chrono>
 #include <utility>
 
+#include "convert/apart.h"
 #include "convert/conversion.h"
 #include "convert/output.h"
 #include "convert/rows.h"
+#include "formats/fingerprint.h"
 
 namespace bittern {
 namespace {
@@ -40,6 +42,7 @@ struct Worker {
   RowNumbers numbers;
   GridRows grid;
   EncodedRows encoded;
+  std::uint64_t sums[3];  // of the encoded rows
   Conversion::RunReport report;
   Stopwatch watch;
 };
@@ -69,13 +72,22 @@ Status make_rows(const TensorStream& stream, std::int64_t row, std::int64_t coun
   return {};
 }
 
-Status write_rows(const TensorStream& stream, std::int64_t row, const EncodedRows& encoded) {
+// For the journal; here the rows are in a cache still, and threads need not wait for each other.
+void sum_rows(Worker& worker) {
+  worker.sums[0] = Checksum::of(worker.encoded.data);
+  worker.sums[1] = Checksum::of(worker.encoded.scales);
+  worker.sums[2] = Checksum::of(worker.encoded.biases);
+}
+
+Status write_rows(const TensorStream& stream, std::int64_t row, const Worker& worker) {
   const auto at = static_cast<std::uint64_t>(row);
-  const OutputTensor& tensor = stream.tensor;
-  BITTERN_TRY(stream.output.write(tensor.part, at * stream.bytes.data, encoded.data));
-  if (tensor.parts() != 3) return {};
-  BITTERN_TRY(stream.output.write(tensor.part + 1, at * stream.bytes.scales, encoded.scales));
-  return stream.output.write(tensor.part + 2, at * stream.bytes.biases, encoded.biases);
+  const std::size_t part = stream.tensor.part;
+  const EncodedRows& rows = worker.encoded;
+  const auto& sums = worker.sums;
+  BITTERN_TRY(stream.output.write(part, at * stream.bytes.data, rows.data, sums[0]));
+  if (stream.tensor.parts() != 3) return {};
+  BITTERN_TRY(stream.output.write(part + 1, at * stream.bytes.scales, rows.scales, sums[1]));
+  return stream.output.write(part + 2, at * stream.bytes.biases, rows.biases, sums[2]);
 }
 
 // How many of `rows` rows a thread takes at once: so many that a write is worth its call, and so
@@ -120,11 +132,12 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
     const std::int64_t row = i / matrix_runs * matrix_rows + in_matrix;
     const std::int64_t count = std::min(length, matrix_rows - in_matrix);
     BITTERN_TRY(make_rows(stream, row, count, worker));
+    sum_rows(worker);
     worker.watch.lap(worker.report.making);
     Status written;
 #pragma omp critical(bittern_output)
     {
-      written = write_rows(stream, row, worker.encoded);
+      written = write_rows(stream, row, worker);
       if (written.ok()) progress(count);
     }
     worker.watch.lap(worker.report.writing);
@@ -138,28 +151,33 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
     report.making += worker.report.making / static_cast<double>(workers.size());
     report.writing += worker.report.writing / static_cast<double>(workers.size());
   }
-  return output.finish(tensor.part);
+  return {};
 }
 
 }  // namespace
 
 Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunOptions& how,
                                               const ProgressFunction& progress) const {
-  auto output = ModelOutput::create(out, layout_,
-                                    {.folder = options_.format != ModelFormat::gguf,
-                                     .force = how.force,
-                                     .resume = how.resume,
-                                     .fingerprint = fingerprint_});
+  OutputOptions to{.folder = options_.format != ModelFormat::gguf,
+                   .force = how.force,
+                   .resume = how.resume,
+                   .fingerprint = fingerprint_};
+  const OutputName name{"output", out};
+  BITTERN_TRY(check_apart({&name, 1}, source_->files()));
+  for (const OutputText& text : texts_) to.texts.push_back(text.name);
+  auto output = ModelOutput::create(out, layout_, to);
   if (!output) return output.status();
   RunReport report;
   ConversionProgress state{.doing = "writing", .tensor = {}, .done = 0, .all = weights()};
+  using Clock = std::chrono::steady_clock;
+  auto asked = Clock::now();
   const auto work = [&]() -> Status {
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
       const OutputTensor& tensor = tensors_[i];
       const std::int64_t columns =
           tensor.recipe.shape.rank == 0 ? 1 : tensor.recipe.shape[tensor.recipe.shape.rank - 1];
       state.tensor = tensor.recipe.name;
-      if (output->finished(tensor.part)) {
+      if (output->finished(tensor.part, static_cast<std::size_t>(tensor.parts()))) {
         state.done += static_cast<std::uint64_t>(tensor.recipe.shape.numel());
         ++report.resumed;
         continue;
@@ -171,14 +189,23 @@ Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunO
                                   state.done += static_cast<std::uint64_t>(rows * columns);
                                   progress(state);
                                 }));
+      // In the end it is asked in any case; now and then it saves the rest of the work.
+      if (const auto now = Clock::now(); now - asked > std::chrono::milliseconds(200)) {
+        BITTERN_TRY(source_->unchanged());
+        asked = now;
+      }
     }
+    BITTERN_TRY(source_->unchanged());
     Stopwatch watch;
     for (const OutputText& text : texts_) BITTERN_TRY(output->add_file(text.name, text.text));
     BITTERN_TRY(output->commit());
     watch.lap(report.syncing);
     return {};
   };
-  const Status status = work();
+  Status status = work();
+  // Whatever bytes of a file that changed have led to is of no interest.
+  if (!status.ok())
+    if (Status source = source_->unchanged(); !source.ok()) status = std::move(source);
   // A full disk may be mended; what was written until then is worth keeping.
   if (status.code() == Code::io_error) output->keep();
   if (!status.ok()) return status;

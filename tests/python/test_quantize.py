@@ -286,7 +286,7 @@ def test_output_that_exists(folder, tmp_path):
     (out / "notes.txt").write_text("mine")
     args = ("quantize", folder, "-o", out, "--bits", 4)
     refused(bittern(*args), 2, "out: exists", "--force")
-    refused(bittern(*args, "--force"), 2, "holds no model")
+    refused(bittern(*args, "--force"), 2, "bittern did not write")
     assert (out / "notes.txt").read_text() == "mine"
     (out / "notes.txt").unlink()
     assert bittern(*args, "--force").returncode == 0

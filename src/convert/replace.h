@@ -1,0 +1,32 @@
+// What is at an output's name already, and whether it may be replaced. Nothing is removed that
+// bittern did not write: of a file, its format is the proof; of a folder, the list of its files in
+// the metadata of model.safetensors.index.json, {"written_by": "bittern", "files": [...]}.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "bittern/status.h"
+
+namespace bittern {
+
+inline constexpr const char* kWrittenBy = "bittern";
+
+// What has the name; a symbolic link is not followed.
+enum class Thing { nothing, file, folder, link, special };
+const char* name(Thing thing);  // "a file"
+Result<Thing> thing_at(const std::string& path);
+
+// ok when a model may take the place of what is there. `folder`: the model is a folder.
+Status check_replaceable(const std::string& path, bool folder);
+
+// ok when the folder has only plain files, and none but of these names.
+Status check_only(const std::string& folder, const std::vector<std::string>& names);
+
+// Removes a file, or these files of a folder and then the folder, which is kept with whatever else
+// is in it.
+void remove_known(const std::string& path, const std::vector<std::string>& names);
+
+// The files a folder of ours lists; empty where it lists none.
+std::vector<std::string> listed_files(const std::string& folder);
+
+}  // namespace bittern
