@@ -330,12 +330,12 @@ Result<std::vector<Task>> tasks(const BenchFlags& flags, const DeviceChoice& cho
 }
 
 Status run(const BenchFlags& flags, char** argv) {
+  pin_threads(argv);  // first: what it starts anew must find standard output as it was
   BITTERN_TRY(check_json_flag(flags.common));
   const auto choice = choose_device(flags.common);
   if (!choice) return choice.status();
   const auto todo = tasks(flags, *choice);
   if (!todo) return todo.status();
-  pin_threads(argv);
   BITTERN_TRY(use_threads(flags.common));
 
   const bool print = !flags.common.quiet;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bittern/bittern.h"
+#include "convert/apart.h"
 #include "oracle/oracle.h"
 #include "plan/any_op.h"
 
@@ -50,8 +51,12 @@ struct DeviceChoice {
 };
 Result<DeviceChoice> choose_device(const CommonFlags& flags);
 
-// Refuses, before the work begins, a file that could not be written when it ends.
+// Refuses, before the work begins, a file that could not be written when it ends, and one that is
+// no report of bittern's. With "-" or "/dev/stdout" the JSON alone goes to standard output; all
+// text goes to standard error from here on.
 Status check_json_flag(const CommonFlags& flags);
+// --json beside -o and what is read; nothing when it goes to standard output.
+std::vector<OutputName> json_output(const CommonFlags& flags);
 // Writes beside the final name, syncs and renames; does nothing without --json.
 Status write_json(const CommonFlags& flags, const Json& json);
 

@@ -2,11 +2,16 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <cstdio>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 
 #include "cli/cli.h"
+#include "convert/replace.h"
 #include "cuda/plugin.h"
 #include "oracle/oracle.h"
 
@@ -20,8 +25,10 @@ void add_common_flags(CLI::App& verb, CommonFlags& flags) {
 void add_output_flags(CLI::App& verb, CommonFlags& flags) {
   verb.add_option("--threads", flags.threads, "CPU threads (default: one per core)")
       ->check(integer_in(1, max_threads()));
-  verb.add_option("--json", flags.json, "also write the result to this file");
-  verb.add_flag("--force", flags.force, "let --json replace a file");
+  verb.add_option(
+      "--json", flags.json,
+      "also write the result to this file; - is standard output, and text goes to standard error");
+  verb.add_flag("--force", flags.force, "let --json replace an earlier report");
   verb.add_flag("--quiet", flags.quiet, "print errors only");
 }
 
@@ -67,6 +74,11 @@ Result<DeviceChoice> choose_device(const CommonFlags& flags) {
 
 namespace {
 
+// A larger file is no report.
+constexpr std::uintmax_t kMostReportBytes = std::uintmax_t{256} << 20;
+// Where the JSON goes when standard output takes it.
+int json_stdout = -1;
+
 Status json_error(const std::string& path, int error) {
   const bool there = error == ENOSPC || error == EIO || error == EDQUOT;
   return Status(there ? Code::io_error : Code::unavailable,
@@ -74,37 +86,92 @@ Status json_error(const std::string& path, int error) {
                             std::strerror(error)));
 }
 
+bool is_stdout(const std::string& path) { return path == "-" || path == "/dev/stdout"; }
+
+// What the verbs write: {"schema", "model", ...}, {"machine", "rows"}, [{"op", ...}, ...].
+bool is_report(const std::string& path) {
+  std::error_code error;
+  const std::uintmax_t size = std::filesystem::file_size(path, error);
+  if (error || size > kMostReportBytes) return false;
+  if (size == 0) return true;
+  std::ifstream file(path, std::ios::binary);
+  const Json json = Json::parse(file, nullptr, false);
+  if (json.is_object())
+    return (json.contains("schema") && json.contains("model")) ||
+           (json.contains("machine") && json.contains("rows"));
+  return json.is_array() && std::all_of(json.begin(), json.end(), [](const Json& row) {
+           return row.is_object() && row.contains("op");
+         });
+}
+
+int write_all(int file, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t n = write(file, text.data(), text.size());
+    if (n >= 0) {
+      text.remove_prefix(static_cast<std::size_t>(n));
+    } else if (errno != EINTR) {
+      return errno;
+    }
+  }
+  return 0;
+}
+
 }  // namespace
 
 Status check_json_flag(const CommonFlags& flags) {
   if (flags.json.empty()) return {};
-  if (access(flags.json.c_str(), F_OK) == 0 && !flags.force) {
-    return invalid("--json: " + flags.json + " exists, expected a new name (or --force)");
+  if (is_stdout(flags.json)) {
+    std::fflush(stdout);
+    json_stdout = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+    if (json_stdout < 0 || dup2(STDERR_FILENO, STDOUT_FILENO) < 0)
+      return json_error(flags.json, errno);
+    return {};
+  }
+  const auto there = thing_at(flags.json);
+  if (!there) return unavailable("--json: " + std::string(there.status().message()));
+  if (*there != Thing::nothing && *there != Thing::file) {
+    return invalid(fmt::format("--json: {}: {}, expected a file (or - for standard output)",
+                               flags.json, name(*there)));
+  }
+  if (*there == Thing::file) {
+    if (!flags.force)
+      return invalid("--json: " + flags.json + " exists, expected a new name (or --force)");
+    if (!is_report(flags.json)) {
+      return invalid("--json: " + flags.json +
+                     " is no report of bittern's; --force replaces only those");
+    }
   }
   const std::size_t slash = flags.json.rfind('/');
   const std::string folder = slash == std::string::npos ? "." : flags.json.substr(0, slash + 1);
+  if (folder == flags.json) return json_error(flags.json, EISDIR);
   return access(folder.c_str(), W_OK) == 0 ? Status() : json_error(flags.json, errno);
+}
+
+std::vector<OutputName> json_output(const CommonFlags& flags) {
+  if (flags.json.empty() || is_stdout(flags.json)) return {};
+  return {{"--json", flags.json}};
 }
 
 Status write_json(const CommonFlags& flags, const Json& json) {
   if (flags.json.empty()) return {};
   // Names in files of strangers need not be UTF-8.
   const std::string text = json.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";
+  if (is_stdout(flags.json)) {
+    const int error = write_all(json_stdout, text);
+    return error == 0 ? Status() : json_error(flags.json, error);
+  }
   const std::string beside = fmt::format("{}.{}.tmp", flags.json, getpid());
   const int file = open(beside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (file < 0) return json_error(flags.json, errno);
-  std::size_t done = 0;
-  int error = 0;
-  while (done < text.size() && error == 0) {
-    const ssize_t n = write(file, text.data() + done, text.size() - done);
-    if (n >= 0) {
-      done += static_cast<std::size_t>(n);
-    } else if (errno != EINTR) {
-      error = errno;
-    }
-  }
+  if (file < 0) return json_error(beside, errno);
+  int error = write_all(file, text);
   if (error == 0 && fsync(file) != 0) error = errno;
   if (close(file) != 0 && error == 0) error = errno;
+  if (error == 0) {
+    // The name may have been given to something else in the meantime.
+    const auto there = thing_at(flags.json);
+    if (!there || (*there != Thing::nothing && !(*there == Thing::file && flags.force)))
+      error = EEXIST;
+  }
   if (error == 0 && std::rename(beside.c_str(), flags.json.c_str()) != 0) error = errno;
   if (error == 0) return {};
   unlink(beside.c_str());

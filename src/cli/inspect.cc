@@ -33,7 +33,8 @@ struct Listed {
 
 // All that is known of a model; what is not stays empty.
 struct Summary {
-  std::string path, kind, form;  // kind: a word for programs; form: words for people
+  std::string path, kind, form;    // kind: a word for programs; form: words for people
+  std::vector<std::string> files;  // that were read
   std::optional<std::string> architecture, model_class, name;
   std::optional<std::uint64_t> layers, hidden_size, heads, key_value_heads, experts, vocabulary,
       context;
@@ -217,6 +218,7 @@ void note_what_is_not_decoded(Summary& summary) {
 Summary summarize_part(const GgufFile& file, const Status& why) {
   Summary summary;
   summary.path = file.path();
+  summary.files = {file.path()};
   describe_gguf(file, summary);
   summary.form += ", one part of a split file";
   for (const GgufTensor& tensor : file.tensors()) {
@@ -237,6 +239,7 @@ Summary summarize_part(const GgufFile& file, const Status& why) {
 Result<Summary> summarize_stored(const std::string& path, const Status& why) {
   Summary summary;
   summary.path = path;
+  summary.files = {path};
   const auto list = [&](const SafetensorsTensor& tensor) {
     summary.tensors.push_back({.name = tensor.name,
                                .shape = tensor.shape,
@@ -278,6 +281,7 @@ Result<Summary> summarize_stored(const std::string& path, const Status& why) {
 Summary summarize(const Checkpoint& model) {
   Summary summary;
   summary.path = model.path();
+  summary.files = model.files();
   switch (model.kind()) {
     case Checkpoint::Kind::gguf: describe_gguf(*model.gguf(), summary); break;
     case Checkpoint::Kind::hf:
@@ -308,7 +312,11 @@ Summary summarize(const Checkpoint& model) {
 
 Result<Summary> summarize(const std::string& path) {
   const auto model = Checkpoint::open(path);
-  if (model) return summarize(*model);
+  if (model) {
+    Summary summary = summarize(*model);
+    BITTERN_TRY(model->unchanged());
+    return summary;
+  }
   if (const auto part = GgufFile::open(path, true); part && part->find("split.count") != nullptr)
     return summarize_part(*part, model.status());
   if (model.status().code() == Code::unsupported)
@@ -532,6 +540,9 @@ Status run_compare(const InspectFlags& flags) {
   if (!model) return model.status();
   const auto other = Checkpoint::open(flags.other);
   if (!other) return other.status();
+  std::vector<std::string> inputs = model->files();
+  for (std::string& file : other->files()) inputs.push_back(std::move(file));
+  BITTERN_TRY(check_apart(json_output(flags.common), inputs));
   Progress progress(flags.common.quiet);
   const auto comparison =
       compare(*model, *other, kWorstGroups, [&](const ComparisonProgress& state) {
@@ -541,6 +552,8 @@ Status run_compare(const InspectFlags& flags) {
                                   printable(state.tensor)));
       });
   progress.clear();
+  BITTERN_TRY(model->unchanged());
+  BITTERN_TRY(other->unchanged());
   if (!comparison) return comparison.status();
   const Summary summary = summarize(*model), other_summary = summarize(*other);
   if (!flags.common.quiet) {
@@ -564,6 +577,7 @@ Status run(const InspectFlags& flags) {
   if (!flags.other.empty()) return run_compare(flags);
   const auto summary = summarize(flags.model);
   if (!summary) return summary.status();
+  BITTERN_TRY(check_apart(json_output(flags.common), summary->files));
   if (!flags.common.quiet) {
     print_summary(*summary);
     if (flags.tensors) print_tensors(*summary);

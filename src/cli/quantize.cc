@@ -73,7 +73,8 @@ Result<TensorRule> parse_rule(const std::string& flag, const std::string& text) 
 
 Result<ConversionOptions> options_of(const QuantizeFlags& flags) {
   ConversionOptions options;
-  const bool gguf_name = flags.out.ends_with(".gguf");
+  const std::string out = flags.out.substr(0, flags.out.find_last_not_of('/') + 1);
+  const bool gguf_name = out.ends_with(".gguf");
   if (flags.format.empty()) {
     options.format = gguf_name || !flags.type.empty() ? ModelFormat::gguf
                      : flags.dequantize.empty()       ? ModelFormat::mlx
@@ -241,16 +242,38 @@ void print_notes(const Conversion& conversion) {
   for (const std::string& note : conversion.notes()) fmt::print("note: {}\n", printable(note));
 }
 
-Status run(const QuantizeFlags& flags) {
+Status check_files_apart(const QuantizeFlags& flags, const Checkpoint& source) {
+  std::vector<std::string> inputs = source.files();
+  for (const std::string& input : {flags.policy, flags.imatrix})
+    if (!input.empty()) inputs.push_back(input);
+  std::vector<OutputName> outputs;
+  if (!flags.out.empty())
+    for (const char* suffix : {"", ".partial", ".partial.journal"})
+      outputs.push_back({"-o", flags.out + suffix});
+  for (OutputName& json : json_output(flags.common)) outputs.push_back(std::move(json));
+  return check_apart(outputs, inputs);
+}
+
+Status run(QuantizeFlags flags) {
   BITTERN_TRY(check_json_flag(flags.common));
   if (flags.out.empty() && !flags.dry_run)
     return invalid("-o: not given, expected the name of the output (or --dry-run)");
   auto options = options_of(flags);
   if (!options) return options.status();
-  if (!flags.dry_run) BITTERN_TRY(check_output(flags.out, flags.force, flags.resume));
+  const bool folder = options->format != ModelFormat::gguf;
+  if (!flags.out.empty()) {
+    const auto out = output_path(flags.out, folder);
+    if (!out) return out.status();
+    flags.out = *out;
+  }
+  if (!flags.dry_run) {
+    BITTERN_TRY(
+        check_output(flags.out, {.folder = folder, .force = flags.force, .resume = flags.resume}));
+  }
   BITTERN_TRY(use_threads(flags.common));
   const auto source = Checkpoint::open(flags.model);
   if (!source) return source.status();
+  BITTERN_TRY(check_files_apart(flags, *source));
   const bool print = !flags.common.quiet;
   Reporter reporter(flags.common.quiet, *source);
   const auto progress = [&](const ConversionProgress& state) { reporter(state); };
@@ -331,7 +354,9 @@ Verb quantize_verb(CLI::App& main) {
   verb->add_flag("--resume", flags->resume, "go on with what a stopped run left");
   verb->add_option("--threads", flags->common.threads, "CPU threads (default: one per core)")
       ->check(integer_in(1, max_threads()));
-  verb->add_option("--json", flags->common.json, "also write the report to this file");
+  verb->add_option(
+      "--json", flags->common.json,
+      "also write the report to this file; - is standard output, and text goes to standard error");
   verb->add_flag("--force", flags->force, "replace OUT (and the file of --json)");
   verb->add_flag("--quiet", flags->common.quiet, "print errors only");
   verb->footer(

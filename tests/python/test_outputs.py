@@ -1,0 +1,620 @@
+"""What commands may write, replace and remove, and what they do when files change under them."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import tempfile
+import time
+
+import numpy as np
+import pytest
+
+from test_cli import COMMAND, bittern, refused
+from test_quantize import contents, load_numbers, weights, write_folder, write_gguf
+
+pytestmark = pytest.mark.skipif(
+    COMMAND is None, reason="the command is not built (build/release/bittern)"
+)
+pytest.importorskip("ml_dtypes")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(1)
+    tensors = {f"layers.{i}.a.weight": weights(rng) for i in range(4)}
+    return write_folder(tmp_path / "hf", tensors)
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory):
+    """Enough work for one thread that a run can be caught in the middle."""
+    rng = np.random.default_rng(2)
+    tensors = {f"layers.{i}.a.weight": weights(rng, 512, 1024, "bf16") for i in range(48)}
+    return write_folder(tmp_path_factory.mktemp("larger") / "hf", tensors)
+
+
+def own(path, to):
+    """A copy that a test may change; times are kept."""
+    shutil.copytree(path, to)
+    return to
+
+
+def names(path):
+    return sorted(p.name for p in path.iterdir())
+
+
+def pieces(out):
+    try:
+        return pathlib.Path(f"{out}.partial.journal").read_bytes().count(b"\npiece ")
+    except FileNotFoundError:
+        return 0
+
+
+def start(*args, out, least=8):
+    """A run, stopped by SIGSTOP when it has written some pieces."""
+    for _ in range(20):
+        process = subprocess.Popen(
+            [COMMAND, *map(str, args), "-o", str(out), "--threads", "1", *(["--quiet"] if "--quiet" not in args else [])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        while process.poll() is None and pieces(out) < least:
+            time.sleep(0.0005)
+        process.send_signal(signal.SIGSTOP)
+        if process.poll() is None and pieces(out) >= least:
+            return process
+        process.wait()
+        shutil.rmtree(out) if out.is_dir() else out.unlink()
+    raise AssertionError("the run was never caught in the middle")
+
+
+def kill(process):
+    process.kill()
+    process.communicate()
+
+
+def go_on(process):
+    process.send_signal(signal.SIGCONT)
+    stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess([], process.returncode, stdout, stderr)
+
+
+# ---- --resume ----
+
+
+def damages():
+    def empty(file):
+        os.truncate(file, 0)
+
+    def cut(file):
+        os.truncate(file, file.stat().st_size // 2)
+
+    def cut_and_zeros(file):
+        size = file.stat().st_size
+        os.truncate(file, size // 3)
+        os.truncate(file, size)
+
+    def flip(part):
+        def change(file):
+            at = min(int(file.stat().st_size * part), file.stat().st_size - 1)
+            with open(file, "r+b") as f:
+                f.seek(at)
+                byte = f.read(1)[0]
+                f.seek(at)
+                f.write(bytes([byte ^ 0x10]))
+
+        change.__name__ = f"flip_{part}"
+        return change
+
+    def longer(file):
+        with open(file, "ab") as f:
+            f.write(b"x" * 100_000_000)
+
+    return [pathlib.Path.unlink, empty, cut, cut_and_zeros, *map(flip, (0, 0.001, 0.02, 0.5, 1)), longer]
+
+
+@pytest.mark.peer("gguf")
+@pytest.mark.parametrize("form", ["mlx", "safetensors", "gguf"])
+def test_resume_believes_no_byte_it_has_not_read(larger, tmp_path, form):
+    if form == "gguf":
+        larger = write_gguf(tmp_path / "larger.gguf", load_numbers(larger))
+    args = ["quantize", larger, "--bits", 8, "--format", form]
+    whole = tmp_path / "whole" / "out"
+    whole.parent.mkdir()
+    assert bittern(*args, "-o", whole).returncode == 0
+    expected = contents(whole)
+    stopped = tmp_path / "stopped"
+    stopped.mkdir()
+    kill(start(*args, out=stopped / "out"))
+    resumed = tmp_path / "resumed"
+    for damage in damages():
+        for file in ("out.partial", "out.partial.journal"):
+            if file == "out.partial" and form != "gguf":
+                file = "out.partial/model.safetensors"
+            shutil.copytree(stopped, resumed)
+            damage(resumed / file)
+            result = bittern(*args, "-o", resumed / "out", "--resume", "--threads", 2)
+            assert result.returncode == 0, (damage.__name__, file, result)
+            assert contents(resumed / "out") == expected, (damage.__name__, file)
+            assert names(resumed) == ["out"]
+            shutil.rmtree(resumed)
+
+
+def test_resume_makes_only_what_is_missing(larger, tmp_path):
+    args = ["quantize", larger, "--bits", 8]
+    out = tmp_path / "out"
+    kill(start(*args, out=out, least=30))
+    report = tmp_path / "report.json"
+    result = bittern(*args, "-o", out, "--resume", "--json", report)
+    assert result.returncode == 0, result
+    assert 5 <= json.loads(report.read_text())["resumed"] < 48
+    assert "tensors were whole already" in result.stdout
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe", "hard link", "foreign file"])
+def test_resume_refuses_things_of_another_kind(larger, tmp_path, kind):
+    args = ["quantize", larger, "--bits", 8, "--quiet"]
+    out, mine = tmp_path / "out", tmp_path / "mine"
+    kill(start(*args, out=out))
+    mine.write_text("mine")
+    file = tmp_path / "out.partial" / ("model.safetensors" if kind != "foreign file" else "thesis.tex")
+    if kind != "foreign file":
+        file.unlink()
+    if kind == "link":
+        file.symlink_to(mine)
+    elif kind == "folder":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "hard link":
+        os.link(mine, file)
+    else:
+        file.write_text("mine")
+    refused(bittern(*args, "-o", out, "--resume"), 2, str(file))
+    if kind != "hard link":
+        refused(bittern(*args, "-o", out, "--force"), 2, str(file))
+    assert mine.read_text() == "mine" and os.path.lexists(file)
+
+
+def test_a_live_run_is_told_from_a_stopped_one(larger, tmp_path):
+    args = ["quantize", larger, "--bits", 8]
+    out = tmp_path / "out"
+    process = start(*args, out=out)
+    before = names(tmp_path)
+    for flags in ([], ["--force"], ["--resume"], ["--force", "--resume"]):
+        refused(bittern(*args, "-o", out, *flags), 4, "out: another run is writing it now")
+    assert names(tmp_path) == before
+    assert go_on(process).returncode == 0
+    assert names(tmp_path) == ["out"]
+    shutil.rmtree(out)
+    kill(start(*args, out=out))
+    refused(bittern(*args, "-o", out), 2, "left by a run that was stopped", "--resume")
+    assert bittern(*args, "-o", out, "--force").returncode == 0
+    assert names(tmp_path) == ["out"]
+
+
+# ---- --force ----
+
+
+def test_force_keeps_what_is_beside_the_output(folder, tmp_path):
+    out = tmp_path / "u"
+    args = ["quantize", folder, "-o", out, "--bits", 4, "--quiet"]
+    assert bittern(*args).returncode == 0
+    for suffix in (".replaced", ".partial", ".partial.journal"):
+        for is_folder in (True, False):
+            other = tmp_path / f"u{suffix}"
+            if is_folder:
+                other.mkdir()
+                (other / "thesis.tex").write_text("mine")
+            else:
+                other.write_text("mine")
+            refused(bittern(*args, "--force"), 2, str(other))
+            assert (other / "thesis.tex" if is_folder else other).read_text() == "mine"
+            shutil.rmtree(other) if is_folder else other.unlink()
+    assert bittern(*args, "--force").returncode == 0
+    assert names(tmp_path) == ["hf", "u"]
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "notes.txt", "more.safetensors", "sub/a", "README.md"])
+def test_force_replaces_only_a_folder_that_bittern_wrote(folder, tmp_path, name):
+    out = tmp_path / "out"
+    args = ["quantize", folder, "-o", out, "--bits", 4, "--force"]
+    assert bittern(*args).returncode == 0
+    mine = out / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    before = contents(out) if mine.parent == out else None
+    refused(bittern(*args), 2, str(out / name.split("/")[0]), "bittern did not write")
+    assert mine.read_text() == "mine"
+    if before:
+        assert contents(out) == before
+
+
+def test_force_keeps_models_of_others(folder, tmp_path):
+    others = write_folder(tmp_path / "other", {"a.weight": weights(np.random.default_rng(0))})
+    (tmp_path / "poor").mkdir()
+    (tmp_path / "poor" / "config.json").write_text("{}")
+    (tmp_path / "file.txt").write_text("mine")
+    for out in (others, tmp_path / "poor"):
+        before = contents(out)
+        refused(bittern("quantize", folder, "-o", out, "--bits", 4, "--force"), 2, "bittern did not write")
+        assert contents(out) == before
+    args = ["quantize", folder, "-o", tmp_path / "file.txt", "--bits", 4]
+    refused(bittern(*args, "--force"), 2, "file.txt: a file, and the output is a folder")
+    refused(bittern(*args), 2, "file.txt: a file, and the output is a folder")
+    assert (tmp_path / "file.txt").read_text() == "mine"
+
+
+def special(path, kind):
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind(str(path))
+    elif kind == "device":
+        try:
+            os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # the null device
+        except PermissionError:
+            pytest.skip("only root makes devices")
+    elif kind == "link":
+        path.with_name("target").write_text("[]")
+        path.symlink_to("target")
+    elif kind == "dangling":
+        path.symlink_to("nowhere")
+    elif kind == "folder":
+        path.mkdir()
+
+
+KINDS = ["fifo", "socket", "device", "link", "dangling"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("flags", [[], ["--force"]])
+def test_no_special_file_is_replaced(folder, tmp_path, kind, flags, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    special(pathlib.Path("x"), kind)
+    before = os.lstat("x")
+    model = write_gguf(tmp_path / "in.gguf", {"a.weight": weights(np.random.default_rng(0))})
+    refused(bittern("quantize", folder, "-o", "x", "--bits", 4, *flags), 2, "x: a ")
+    refused(bittern("quantize", model, "-o", "x", "--type", "Q8_0", *flags), 2, "x: a ")
+    refused(bittern("inspect", folder, "--json", "x", *flags), 2, "--json: x: a ")
+    refused(bittern("ops", "--json", "x", *flags), 2, "--json: x: a ")
+    after = os.lstat("x")
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    if kind == "link":
+        assert pathlib.Path("target").read_text() == "[]"
+
+
+def test_the_null_device_survives(folder):
+    before = os.stat("/dev/null")
+    refused(bittern("quantize", folder, "-o", "/dev/null", "--bits", 4, "--force"), 2, "/dev/null: a device")
+    refused(bittern("inspect", folder, "--json", "/dev/null", "--force"), 2, "/dev/null: a device")
+    assert os.stat("/dev/null").st_rdev == before.st_rdev and stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+# ---- --json ----
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
+def test_json_on_standard_output(folder, tmp_path, name):
+    for args in (
+        ["inspect", folder],
+        ["inspect", folder, "--compare", folder],
+        ["quantize", folder, "-o", tmp_path / "out", "--bits", 4],
+        ["quantize", folder, "--dry-run", "--bits", 4],
+        ["ops"],
+        ["check", "pack_codes", "--quick"],
+        ["bench", "--quick", "--filter", "plan overhead"],
+    ):
+        for quiet in ([], ["--quiet"]):
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+            result = bittern(*args, "--json", name, *quiet)
+            assert result.returncode == 0, result
+            assert json.loads(result.stdout)
+            assert bool(result.stderr) == (not quiet), result
+
+
+def test_json_replaces_only_reports(folder, tmp_path):
+    report = tmp_path / "report.json"
+    model = folder / "model.safetensors"
+    precious = tmp_path / "precious.json"
+    precious.write_text('{"model_type": "llama"}')
+    for verb in (["inspect", folder], ["ops"], ["quantize", folder, "--dry-run", "--bits", 4]):
+        for _ in range(2):
+            assert bittern(*verb, "--json", report, "--force").returncode == 0
+        refused(bittern(*verb, "--json", report), 2, "exists", "--force")
+        for kept in (model, folder / "config.json", precious):
+            before = kept.read_bytes()
+            refused(bittern(*verb, "--json", kept, "--force"), 2, "--json", str(kept))
+            assert kept.read_bytes() == before
+    assert names(tmp_path) == ["hf", "precious.json", "report.json"]
+
+
+# ---- outputs and inputs ----
+
+
+def test_outputs_are_apart_from_inputs(folder, tmp_path):
+    policy = tmp_path / "policy.json"
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "up").symlink_to(tmp_path)
+    before = contents(folder)
+
+    def wrong(out, *flags, words):
+        refused(bittern("quantize", folder, "-o", out, "--bits", 4, *flags), 2, *words)
+        assert contents(folder) == before
+
+    wrong(folder / "out", words=["-o", "inside the input"])
+    wrong(tmp_path / "link" / "out", words=["-o", "inside the input"])
+    wrong(tmp_path / "up" / "hf" / "out", words=["-o", "inside the input"])
+    wrong(folder, "--force", words=[str(folder)])
+    wrong(tmp_path, "--force", words=[str(tmp_path)])
+    out = tmp_path / "out"
+    wrong(out, "--json", folder / "report.json", words=["--json", "inside the input"])
+    wrong(out, "--json", tmp_path / "link" / "report.json", words=["--json", "inside the input"])
+    wrong(out, "--json", out, words=["--json", "-o", "out"][:1])
+    wrong(out, "--json", f"{out}.partial", words=["--json", "also the output"])
+    wrong(out, "--json", tmp_path / "up" / "out.partial.journal", words=["--json", "also the output"])
+    os.link(folder / "config.json", tmp_path / "hard.json")
+    wrong(out, "--json", tmp_path / "hard.json", "--force", words=["--json"])
+    (tmp_path / "hard.json").unlink()
+    result = bittern("inspect", folder, "--json", folder / "report.json")
+    refused(result, 2, "--json", "inside the input")
+    assert not out.exists() and contents(folder) == before
+    # An input that says it is a report is an input all the same.
+    policy.write_text('{"bits": 4, "rules": []}')
+    wrong(out, "--policy", policy, "--json", policy, "--force", words=["--json", "policy.json"])
+    # A model that is the partial of another run.
+    shutil.copytree(folder, f"{out}.partial")
+    result = bittern("quantize", f"{out}.partial", "-o", out, "--bits", 4, "--force")
+    assert result.returncode == 2 and contents(pathlib.Path(f"{out}.partial")) == before
+
+
+@pytest.mark.peer("gguf")
+def test_no_part_of_a_split_file_is_replaced(tmp_path):
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "nobodys", split_max_tensors=2)
+    for i in range(5):
+        writer.add_tensor(f"blk.{i}.a.weight", weights(np.random.default_rng(i)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = sorted(tmp_path.iterdir())
+    assert len(parts) == 3
+    before = [part.read_bytes() for part in parts]
+    for part in parts:
+        args = ["quantize", parts[0], "-o", part, "--type", "Q8_0", "--force"]
+        refused(bittern(*args), 2, "-o", str(part), "is the input")
+        hard = tmp_path / "hard.gguf"
+        os.link(part, hard)
+        args[3] = hard
+        refused(bittern(*args), 2, "-o", "hard.gguf is the input")
+        hard.unlink()
+        refused(bittern("inspect", parts[0], "--json", part, "--force"), 2, "--json", str(part))
+    assert [part.read_bytes() for part in parts] == before
+
+
+# ---- OUT's name ----
+
+
+def test_a_slash_at_the_end(folder, tmp_path):
+    report = tmp_path / "report.json"
+    result = bittern("quantize", folder, "-o", f"{tmp_path}/new/", "--bits", 4, "--json", report)
+    assert result.returncode == 0, result
+    assert names(tmp_path) == ["hf", "new", "report.json"] and (tmp_path / "new/config.json").exists()
+    assert json.loads(report.read_text())["output"] == f"{tmp_path}/new"
+    assert bittern("quantize", folder, "-o", f"{tmp_path}/new//", "--bits", 4, "--force").returncode == 0
+    model = write_gguf(tmp_path / "in.gguf", {"a.weight": weights(np.random.default_rng(0))})
+    for name in ("x/", "x.gguf/"):
+        result = bittern("quantize", model, "-o", f"{tmp_path}/{name}", "--type", "Q8_0")
+        refused(result, 2, name, "ends in '/'")
+    refused(bittern("quantize", model, "-o", f"{tmp_path}/x.gguf/", "--bits", 8), 2, "ends in '/'")
+    for name in (".", "..", "/", f"{tmp_path}/."):
+        refused(bittern("quantize", folder, "-o", name, "--bits", 4, "--force"), 2, "expected the name")
+
+
+def test_a_name_of_the_wrong_kind_fails_before_the_work(folder, tmp_path):
+    model = write_gguf(tmp_path / "in.gguf", {"a.weight": weights(np.random.default_rng(0))})
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    for flags in ([], ["--force"], ["--resume"]):
+        args = ["quantize", model, "-o", tmp_path / "folder", "--type", "Q8_0", *flags]
+        refused(bittern(*args), 2, "folder: a folder, and the output is a file")
+        args = ["quantize", folder, "-o", tmp_path / "file", "--bits", 4, *flags]
+        refused(bittern(*args), 2, "file: a file, and the output is a folder")
+    refused(bittern("quantize", folder, "-o", tmp_path / "file" / "x", "--bits", 4), 4, "file/")
+    refused(bittern("quantize", folder, "-o", tmp_path / "none" / "x", "--bits", 4), 4, "none/")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# ---- files that change while they are read ----
+
+
+def truncate(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def empty(file):
+    os.truncate(file, 0)
+
+
+def append(file):
+    with open(file, "ab") as f:
+        f.write(b"more")
+
+
+def overwrite(file):
+    with open(file, "r+b") as f:
+        f.seek(file.stat().st_size // 2)
+        f.write(b"x" * 4096)
+
+
+def replace(file):
+    shutil.copyfile(file, f"{file}.new")
+    os.replace(f"{file}.new", file)
+
+
+@pytest.mark.peer("gguf")
+@pytest.mark.parametrize("form", ["folder", "gguf"])
+@pytest.mark.parametrize("change", [truncate, empty, append, overwrite, replace, os.unlink])
+def test_a_source_that_changes_is_an_error(larger, tmp_path, form, change):
+    if form == "gguf":
+        source = file = write_gguf(tmp_path / "in.gguf", load_numbers(larger))
+    else:
+        source = own(larger, tmp_path / "hf")
+        file = source / "model.safetensors"
+    out = tmp_path / "made" / "out"
+    out.parent.mkdir()
+    process = start("quantize", source, "--bits", 8, "--format", "mlx" if form == "folder" else "gguf", out=out)
+    change(file)
+    refused(go_on(process), 4, str(file), "while it was being read")
+    assert names(out.parent) == []
+
+
+def test_a_side_file_that_changes_is_an_error(larger, tmp_path):
+    source = own(larger, tmp_path / "hf")
+    out = tmp_path / "made" / "out"
+    out.parent.mkdir()
+    process = start("quantize", source, "--bits", 8, out=out)
+    (source / "config.json").write_text('{"model_type": "others"}')
+    refused(go_on(process), 4, "config.json", "while it was being read")
+    assert names(out.parent) == []
+
+
+# ---- links beside the weights ----
+
+
+def test_links_are_not_followed_out_of_the_folder(folder, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("do not copy")
+    (folder / "notes.txt").symlink_to(secret)
+    (folder / "up.md").symlink_to("../secret")
+    (folder / "own.txt").symlink_to("tokenizer.json")
+    (folder / "gone.txt").symlink_to("nowhere")
+    out = tmp_path / "out"
+    result = bittern("quantize", folder, "-o", out, "--bits", 4)
+    assert result.returncode == 0, result
+    for name in ("notes.txt", "up.md"):
+        assert not (out / name).exists()
+        assert f"note: not copied: {folder}/{name}: a symbolic link to {secret}" in result.stdout
+    assert "gone.txt: a symbolic link that leads nowhere" in result.stdout
+    assert (out / "own.txt").read_text() == "{ }\n" and not (out / "own.txt").is_symlink()
+    # What the conversion needs is refused.
+    (folder / "config.json").rename(tmp_path / "elsewhere.json")
+    (folder / "config.json").symlink_to(tmp_path / "elsewhere.json")
+    refused(bittern("quantize", folder, "-o", tmp_path / "other", "--bits", 4), 2, "config.json", "symbolic link")
+    refused(bittern("inspect", folder), 2, "config.json", "symbolic link")
+
+
+def test_weights_may_be_links(folder, tmp_path):
+    (folder / "model.safetensors").rename(tmp_path / "weights")
+    (folder / "model.safetensors").symlink_to(tmp_path / "weights")
+    assert bittern("quantize", folder, "-o", tmp_path / "out", "--bits", 4).returncode == 0
+
+
+def hugging_face_cache(folder, cache):
+    snapshot = cache / "models--a--b" / "snapshots" / "c0ffee"
+    blobs = cache / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (cache / "models--a--b" / "refs").mkdir()
+    (cache / "models--a--b" / "refs" / "main").write_text("c0ffee")
+    for i, file in enumerate(sorted(folder.iterdir())):
+        shutil.copyfile(file, blobs / f"{i}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{i}")
+    return snapshot
+
+
+def test_a_hugging_face_cache(folder, tmp_path):
+    snapshot = hugging_face_cache(folder, tmp_path / "hub")
+    assert bittern("quantize", folder, "-o", tmp_path / "plain", "--bits", 4).returncode == 0
+    for i, model in enumerate((snapshot, snapshot.parents[1])):
+        out = tmp_path / f"out{i}"
+        result = bittern("quantize", model, "-o", out, "--bits", 4)
+        assert result.returncode == 0 and "symbolic" not in result.stdout, result
+        assert contents(out) == contents(tmp_path / "plain")
+        refused(bittern("quantize", model, "-o", model / "x", "--bits", 4), 2, "inside the input")
+    # Blobs of another model, and blobs that are elsewhere themselves.
+    other = tmp_path / "hub" / "models--x--y" / "blobs"
+    other.mkdir(parents=True)
+    (other / "secret").write_text("secret")
+    (snapshot / "notes.txt").symlink_to(other / "secret")
+    result = bittern("quantize", snapshot, "-o", tmp_path / "out", "--bits", 4)
+    assert result.returncode == 0 and "not copied" in result.stdout
+    assert not (tmp_path / "out" / "notes.txt").exists()
+    blobs = snapshot.parents[1] / "blobs"
+    blobs.rename(tmp_path / "blobs")
+    blobs.symlink_to(tmp_path / "blobs")
+    refused(bittern("quantize", snapshot, "-o", tmp_path / "out2", "--bits", 4), 2, "symbolic link")
+
+
+# ---- permissions ----
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077, 0o002])
+def test_modes_follow_umask(folder, tmp_path, mask):
+    out, report, file = tmp_path / "out", tmp_path / "report.json", tmp_path / "out.gguf"
+    (folder / "tokenizer.json").chmod(0o600)
+    model = write_gguf(tmp_path / "in.gguf", {"a.weight": weights(np.random.default_rng(0))})
+    for args in (
+        ["quantize", folder, "-o", out, "--bits", 4, "--json", report],
+        ["quantize", model, "-o", file, "--type", "Q8_0"],
+    ):
+        subprocess.run([COMMAND, *map(str, args)], check=True, preexec_fn=lambda: os.umask(mask))
+    assert stat.S_IMODE(out.stat().st_mode) == 0o777 & ~mask
+    for made in (report, file, *out.iterdir()):
+        assert stat.S_IMODE(made.stat().st_mode) == 0o666 & ~mask, made
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that everybody can reach: that of pytest is root's alone."""
+    path = pathlib.Path(tempfile.mkdtemp())
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)
+
+
+def as_nobody(*args, cwd):
+    """Root may read anything, so the command runs as somebody else."""
+    shutil.copy(COMMAND, cwd / "command")
+    (cwd / "command").chmod(0o755)
+
+    def become():
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+
+    return subprocess.run(
+        [cwd / "command", *map(str, args)], capture_output=True, text=True, preexec_fn=become, cwd="/"
+    )
+
+
+def test_what_cannot_be_read_is_called_so(open_folder):
+    model = write_folder(open_folder / "hf", {"a.weight": weights(np.random.default_rng(0))})
+    for path in model.iterdir():
+        path.chmod(0o644)
+    for mode in (0o000, 0o600, 0o311):
+        model.chmod(mode)
+        for verb in (["inspect", model], ["quantize", model, "-o", open_folder / "out", "--bits", "4"]):
+            refused(as_nobody(*verb, cwd=open_folder), 4, f"{model}: the folder cannot be read: Permission denied")
+    model.chmod(0o755)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (model / name).chmod(0)
+        verb = ["quantize", model, "-o", open_folder / "out", "--bits", "4"]
+        result = as_nobody(*verb, cwd=open_folder)
+        assert result.returncode in (1, 4) and f"{name}: cannot" in result.stderr, result
+        (model / name).chmod(0o644)
+    closed = open_folder / "closed"
+    closed.mkdir()
+    closed.chmod(0o555)
+    result = as_nobody("quantize", model, "-o", closed / "out", "--bits", "4", cwd=open_folder)
+    refused(result, 4, "cannot write into", "Permission denied")
+    assert not (open_folder / "out").exists()
