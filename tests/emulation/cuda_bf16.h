@@ -22,3 +22,11 @@ inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
 inline float2 __bfloat1622float2(__nv_bfloat162 x) {
   return {__bfloat162float(x.x), __bfloat162float(x.y)};
 }
+inline __nv_bfloat162 __hmin2(__nv_bfloat162 x, __nv_bfloat162 y) {
+  const float2 a = __bfloat1622float2(x), b = __bfloat1622float2(y);
+  return __floats2bfloat162_rn(emulation::least(a.x, b.x), emulation::least(a.y, b.y));
+}
+inline __nv_bfloat162 __hmax2(__nv_bfloat162 x, __nv_bfloat162 y) {
+  const float2 a = __bfloat1622float2(x), b = __bfloat1622float2(y);
+  return __floats2bfloat162_rn(-emulation::least(-a.x, -b.x), -emulation::least(-a.y, -b.y));
+}

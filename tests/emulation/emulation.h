@@ -257,11 +257,24 @@ inline double __longlong_as_double(long long x) { return emulation::cast<double>
 inline double __hiloint2double(int high, int low) {
   return __longlong_as_double(static_cast<long long>(high) << 32 | static_cast<unsigned>(low));
 }
+namespace emulation {
+// As the hardware's minimum: a number before NaN, -0 before 0.
+inline float least(float a, float b) {
+  if (std::isnan(a)) return b;
+  if (std::isnan(b) || a < b) return a;
+  return b < a || std::signbit(b) ? b : a;
+}
+}  // namespace emulation
 inline float __saturatef(float x) { return x > 0 ? std::min(x, 1.0f) : 0.0f; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fadd_rd(float a, float b) {
+  const float sum = a + b, second = sum - a;  // and what is lost, exactly
+  const float lost = (a - (sum - second)) + (b - second);
+  return lost < 0 ? std::nextafter(sum, -std::numeric_limits<float>::infinity()) : sum;
+}
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }

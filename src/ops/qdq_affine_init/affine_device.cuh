@@ -67,6 +67,18 @@ __device__ void extend(Range<F>& r, F x) {
   r.max = std::max(r.max, x);
 }
 
+// Two neighbouring halves of a register.
+template <class X>
+using Two = std::conditional_t<std::is_same_v<X, f16>, __half2, __nv_bfloat162>;
+template <class X>
+__device__ Two<X> two(const X* p) {
+  Two<X> pair;
+  memcpy(&pair, p, sizeof pair);
+  return pair;
+}
+__device__ inline float2 load_math(__half2 x) { return __half22float2(x); }
+__device__ inline float2 load_math(__nv_bfloat162 x) { return __bfloat1622float2(x); }
+
 // The range over the lanes of teams of kLanes.
 template <int kLanes, class F>
 __device__ Range<F> team_range(Range<F> r) {
@@ -100,8 +112,9 @@ __device__ inline bool usual_minmax(const Range<float>& r, const Problem& p, Par
   return width < 0x1p60f && (width > 0x1p-60f || width == 0);
 }
 
-// minmax_params or mlx_params of a range in which nothing is extreme; false for all others.
-template <class S, bool kMlx>
+// minmax_params or mlx_params of a range in which nothing is extreme; false for all others. kOnce:
+// also where mlx's s is not one that one correction divides by.
+template <class S, bool kMlx, bool kOnce>
 __device__ bool usual_params(const Range<float>& r, const Problem& p, Params<float>& found) {
   const float width = r.max - r.min;
   float s = divide_by(p.n, p.inverse_n, width);
@@ -113,6 +126,7 @@ __device__ bool usual_params(const Range<float>& r, const Problem& p, Params<flo
     found =
         k == 0 ? Params<float>{step, 0} : Params<float>{divide_by(k, reciprocal(k), edge), edge};
     if (p.bins == 2) found = {s, r.min + 0.0f};
+    if (kOnce && !(fabsf(k) < 256 && p.bins > 2)) return false;
     return width < 0x1p60f && fabsf(edge) < 0x1p60f;
   } else {
     s = cuda::load_math(cuda::store_math<S>(fminf(s, max_finite<S>())));
@@ -128,20 +142,36 @@ __device__ bool usual_params(const Range<float>& r, const Problem& p, Params<flo
 // NaN gives 0 and infinities the ends, as they should. v is raised by the margin, so that a
 // doubtful code is always one too large, and n v less the code near -1/2: only that end needs
 // watching, and as integers such differences are the largest.
+//
+// Ties of half weights are common. Where b and s are stored as bf16 (f16) as the weights are, a
+// code that rounds half away is still right in the zone of doubt if only exact ties can be there:
+// they go up. Doubt is |x / s - h| < g / s, g = n (1 + |offset|) 2^-20 s. Weights of 2^8 g (2^11 g)
+// or more, b if it is 0 or as large, and h s are multiples of powers of two above g; so is x - h s,
+// which then is 0 if it is below g. Smaller weights have x / s within 2^8 g / s of -b / s, and are
+// in no doubt where that is farther than this from every h. (Twice g leaves room for rounding.)
 class NearCodes {
  public:
-  __device__ NearCodes(Params<float> p, float n, float shift = 0)
+  // `bits`: what w, b and s have, when all of them are of one half type; otherwise 24.
+  __device__ NearCodes(Params<float> p, float n, float shift = 0, int bits = 24)
       : n_(n), inverse_(reciprocal(p.s * n)), offset_(shift * inverse_) {
     const float size = fabsf(p.s), margin = (1 + fabsf(offset_)) * 0x1p-21f;
     const float limit = fmaf(2 * n, margin, -0.5f);
+    const bool ordinary = size > 0x1p-90f && size < 0x1p90f && limit < 0;
+    if (bits < 24) {
+      const float least = 4 * n * margin * static_cast<float>(1 << bits);  // 2 * 2^bits g / s
+      const float zero = -p.b * n * inverse_;                              // z of w = 0
+      const float from_tie = fabsf(zero - floorf(zero) - 0.5f);
+      only_ties_ = ordinary && from_tie > 2 * least && (p.b == 0 || fabsf(zero) > least) &&
+                   fabsf(zero) < 0x1p9f;
+    }
     offset_ += margin;
-    limit_ = size > 0x1p-90f && size < 0x1p90f && limit < 0 ? __float_as_uint(limit) : 0;
+    limit_ = ordinary ? __float_as_uint(limit) : 0;
   }
   // The code of (x + shift) / s, in the low bits of a register.
   __device__ std::uint32_t code(float x) { return __float_as_uint(at_2_23(x)); }
   __device__ float value(float x) { return at_2_23(x) - 0x1p23f; }
   // Were all codes so far far enough from a tie?
-  __device__ bool certain() const { return worst_ < limit_; }
+  __device__ bool certain() const { return only_ties_ || worst_ < limit_; }
 
  private:
   __device__ float at_2_23(float x) {
@@ -151,6 +181,31 @@ class NearCodes {
   }
   float n_, inverse_, offset_;
   std::uint32_t limit_, worst_ = 0;
+  bool only_ties_ = false;
+};
+
+// Codes of half weights: with few bits in w, b and s, exact ties are common, so nothing is left in
+// doubt. z / 256 stands for z = x / s, which keeps it in [0, 1]: NaN gives 0. For parameters that
+// usual_params finds; kOnce: where one correction divides (affine_rules.h: divide_once).
+template <bool kHalfEven, bool kOnce>
+class HalfCodes {
+ public:
+  __device__ HalfCodes(Params<float> p, float n)
+      : s_(256 * p.s), inverse_(reciprocal(s_)), b_(p.b), most_(0x1p23f + n) {}
+  // In the low bits of a register.
+  __device__ std::uint32_t code(float w) const {
+    const float x = w - b_;
+    float z = x * inverse_;
+    if constexpr (!kOnce) z = fmaf(fmaf(-z, s_, x), inverse_, z);
+    z = __saturatef(fmaf(fmaf(-z, s_, x), inverse_, z));
+    // The sum with 1/2 less an ulp reaches the next integer just when the fraction is 1/2 or more.
+    const float shifted =
+        kHalfEven ? fmaf(z, 256, 0x1p23f) : __fadd_rd(fmaf(z, 256, 0x1.fffffep-2f), 0x1p23f);
+    return __float_as_uint(fminf(shifted, most_));
+  }
+
+ private:
+  float s_, inverse_, b_, most_;
 };
 
 // v[i] = f(v[i]) where it hardly ever happens: a loop through local memory, to keep kernels short.
@@ -246,6 +301,46 @@ __device__ inline void write_codes(const Problem& p, std::uint8_t* row, std::int
       }
       if (store && index < bits) words[index] = word;
     }
+  }
+}
+
+// The same for 32 codes of a lane, which are `bits` whole words; lanes that are not to store need
+// not call it.
+__device__ inline void write_codes(const Problem& p, std::uint8_t* row, std::int64_t chunk,
+                                   const std::uint32_t (&bytes)[8]) {
+  const int bits = p.packed ? p.bits : 8;
+  std::uint8_t* to = row + 4 * bits * chunk;
+  if (bits == 8) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      const std::uint32_t words[4] = {bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]};
+      store_words(to + 4 * i, words, p.code_align);
+    }
+    return;
+  }
+  if (bits == 4) {
+    const auto pairs = [&](int i) { return bytes[i] | bytes[i] >> 4; };  // in bytes 0 and 2
+    std::uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = __byte_perm(pairs(2 * i), pairs(2 * i + 1), 0x6420);
+    store_words(to, words, p.code_align);
+    return;
+  }
+  std::uint64_t part[4];  // 8 codes each
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    part[i] = close_up(bytes[2 * i], bits) | std::uint64_t{close_up(bytes[2 * i + 1], bits)}
+                                                 << 4 * bits;
+#pragma unroll
+  for (int k = 0; k < 7; ++k) {
+    std::uint32_t word = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int shift = 8 * bits * i - 32 * k;
+      if (shift >= 0 && shift < 32) word |= static_cast<std::uint32_t>(part[i] << shift);
+      if (shift < 0 && shift > -64) word |= static_cast<std::uint32_t>(part[i] >> -shift);
+    }
+    if (k < bits) reinterpret_cast<std::uint32_t*>(to)[k] = word;
   }
 }
 

@@ -29,6 +29,7 @@ class LsqWarp {
   using Row = cuda::Pack<float, V>;
   using Raw = cuda::Pack<X, 16 / sizeof(X)>;
   static constexpr int kRawSize = 16 / sizeof(X), kRawRows = kSize / kRawSize;
+  static constexpr int kBits = std::is_same_v<X, bf16> ? 8 : std::is_same_v<X, f16> ? 11 : 24;
 
   // A slot is 16 bytes more than a multiple of 128, so that lanes with neighbouring slots read
   // their rows from different banks.
@@ -294,7 +295,8 @@ class LsqWarp {
   // importance the first two are integers, exact in any order.
   __device__ void quantize() {
     Slot& slot = shared_.slots[index_];
-    NearCodes near(now_, p_.n, start_.b - now_.b);
+    const bool halves = sizeof(X) == 2 && p_.scale_element != DType::f32;
+    NearCodes near(now_, p_.n, start_.b - now_.b, halves ? kBits : 24);
     std::uint32_t sum_q = 0, sum_qq = 0;
     const Sums sums = row_sums<kRows>([&](int i) {
       const Row u = slot.u(i);

@@ -68,6 +68,21 @@ BITTERN_HOST_DEVICE Params<F> mlx_params(const Range<F>& r, std::int32_t bins) {
   return {edge / k, edge};
 }
 
+// x / s with one correction, z = x * (1 / s), z = fma(fma(-z, s, x), 1 / s, z), is all that codes
+// need where
+//   - they round half away, and s has 11 bits or fewer: a half as stored. The remainder is exact,
+//   so
+//     x / s is known to 2^-47 of itself before the last rounding. For every h = k + 1/2 up to
+//     255.5, h s has at most 9 + 11 bits: where x / s >= h, z is, too; where x < h s, x is at least
+//     one ulp below it, hence x / s more than half an ulp below h, and z < h.
+//   - they round half to even, and s is a half over an integer up to 255, rounded (or mlx's least,
+//     1e-7): QdqAffineInit.OneCorrectionDivides tries all x next to every h s, for all such s.
+// For ordinary s and x, as usual.
+inline float divide_once(float x, float s, float inverse) {
+  const float z = x * inverse;
+  return std::fma(std::fma(-z, s, x), inverse, z);
+}
+
 // clamp(A(z), 0, n) and clamp(R(z), 0, n); 0 for NaN.
 template <class F>
 BITTERN_HOST_DEVICE std::uint8_t code_half_away(F z, F n) {

@@ -48,22 +48,23 @@ std::vector<BenchCase<AffineDesc>> qdq_affine_init_bench_cases() {
   d = base;
   d.method = AffineMethod::lsq;
   cases.push_back({"lsq f32->u8 4 bit group 64", d});
-  d = base;
-  d.element = DType::bf16;
-  cases.push_back({"minmax bf16->u8 group 64", d});
-  for (const AffineMethod method : {AffineMethod::minmax, AffineMethod::mlx, AffineMethod::lsq}) {
-    for (const CodeStorage storage : {CodeStorage::u8, CodeStorage::packed}) {
-      d = base;
-      d.outer_size = 16384;
-      d.axis_size = 8192;
-      d.method = method;
-      d.storage = storage;
-      const std::string name(kAffineMethodNames[static_cast<int>(method)]);
-      const bool packed = storage == CodeStorage::packed;
-      cases.push_back({.label = name + (packed ? " f32->packed 4 bit" : " f32->u8 4 bit") +
-                                " group 64 16384x8192",
-                       .desc = d,
-                       .gpu_only = true});
+  // Every method and storage: from bf16, which most models have, also on the CPU.
+  for (const DType element : {DType::bf16, DType::f32}) {
+    const bool half = element == DType::bf16;
+    for (const AffineMethod method : {AffineMethod::minmax, AffineMethod::mlx, AffineMethod::lsq}) {
+      for (const CodeStorage storage : {CodeStorage::u8, CodeStorage::packed}) {
+        d = base;
+        d.element = element;
+        d.method = method;
+        d.storage = storage;
+        const std::string label =
+            std::string(kAffineMethodNames[static_cast<int>(method)]) + (half ? " bf16" : " f32") +
+            (storage == CodeStorage::packed ? "->packed 4 bit" : "->u8 4 bit") + " group 64";
+        if (half) cases.push_back({label, d});
+        d.outer_size = 16384;
+        d.axis_size = 8192;
+        cases.push_back({.label = label + " 16384x8192", .desc = d, .gpu_only = true});
+      }
     }
   }
   for (auto& c : cases) c.left_out = "importance";

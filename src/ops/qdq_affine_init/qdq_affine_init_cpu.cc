@@ -74,6 +74,18 @@ constexpr std::int64_t kWidth = hn::MaxLanes(Tag<F>());
 constexpr std::int64_t kRow = kWidth<float>;
 inline std::int64_t Padded(std::int64_t size) { return (size + kRow - 1) / kRow * kRow; }
 
+// 2 * kRow neighbouring weights: those of even index, and those of odd index.
+struct Pair {
+  Vector<float> even, odd;
+};
+HWY_INLINE Pair LoadPair(const bf16* w) {
+  const Tag<float> d;
+  const hn::RebindToUnsigned<Tag<float>> du;
+  const auto both = hn::LoadU(du, reinterpret_cast<const std::uint32_t*>(w));
+  return {hn::BitCast(d, hn::ShiftLeft<16>(both)),
+          hn::BitCast(d, hn::And(both, hn::Set(du, 0xffff0000u)))};
+}
+
 // x rounded to a stored dtype and back.
 HWY_INLINE Vector<float> RoundTo(DType dtype, Vector<float> x) {
   const Tag<float> d;
@@ -127,7 +139,12 @@ HWY_INLINE Vector<F> InverseOf(Vector<F> s, Vector<F> b) {
   }
 }
 
-template <class F, bool kNear>
+// How (w - b) / s is divided. `near` is what Div gives, for weights and scales of ordinary size.
+// `once` gives the same codes with one correction (affine_rules.h: divide_once) for such an s that
+// is a half as stored, or a half over an integer up to 255.
+enum class Division { ieee, near, once };
+
+template <class F, Division kDivision>
 struct Step {
   Vector<F> s, b, n, inverse;
   HWY_INLINE Step(F scale, F bias, F inverse_scale, F last)
@@ -135,19 +152,38 @@ struct Step {
         b(hn::Set(Tag<F>(), bias)),
         n(hn::Set(Tag<F>(), last)),
         inverse(hn::Set(Tag<F>(), inverse_scale)) {}
-  // Min gives its second argument when one is NaN.
-  HWY_INLINE Vector<F> Quotient(Vector<F> w) const {
+  HWY_INLINE Vector<F> Unbounded(Vector<F> w) const {
     const auto x = hn::Sub(w, b);
-    return hn::Min(n, kNear ? DivideBy(s, inverse, x) : hn::Div(x, s));
+    if constexpr (kDivision == Division::ieee) return hn::Div(x, s);
+    if constexpr (kDivision == Division::once) {
+      const auto z = hn::Mul(x, inverse);
+      return hn::MulAdd(hn::NegMulAdd(z, s, x), inverse, z);
+    }
+    return DivideBy(s, inverse, x);
   }
+  // Min gives its second argument when one is NaN.
+  HWY_INLINE Vector<F> Quotient(Vector<F> w) const { return hn::Min(n, Unbounded(w)); }
 };
 
-template <bool kHalfEven, bool kNear>
-HWY_INLINE auto RowCodes(const float* w, const Step<float, kNear>& step) {
-  return RoundedCodes<kHalfEven>(step.Quotient(hn::LoadU(Tag<float>(), w)));
+// The codes of 2 * kRow weights, 16 bits each. Only NaN has a negative quotient here.
+template <bool kHalfEven, Division kDivision>
+HWY_INLINE auto PairCodes(const bf16* w, const Step<float, kDivision>& step) {
+  const auto [even, odd] = LoadPair(w);
+  const auto a = RoundedCodes<kHalfEven>(step.Unbounded(even));
+  const auto b = RoundedCodes<kHalfEven>(step.Unbounded(odd));
+  const hn::ScalableTag<std::int16_t> d16;  // of NaN, -2^31, the lower half is 0
+  return hn::OddEven(hn::BitCast(d16, hn::ShiftLeft<16>(b)), hn::BitCast(d16, a));
 }
-template <bool kHalfEven, bool kNear>
-HWY_INLINE auto RowCodes(const double* w, const Step<double, kNear>& step) {
+
+template <bool kHalfEven, Division kDivision, class X>
+HWY_INLINE auto RowCodes(const X* w, const Step<float, kDivision>& step) {
+  const auto x = LoadMath(Tag<float>(), w);
+  // Where a division is near, no quotient comes close to the end of the integers.
+  return RoundedCodes<kHalfEven>(kDivision == Division::ieee ? step.Quotient(x)
+                                                             : step.Unbounded(x));
+}
+template <bool kHalfEven, Division kDivision>
+HWY_INLINE auto RowCodes(const double* w, const Step<double, kDivision>& step) {
   const Tag<double> d;
   const hn::Half<Tag<float>> dh;
   const auto half = [&](const double* p) HWY_ATTR {
@@ -156,6 +192,42 @@ HWY_INLINE auto RowCodes(const double* w, const Step<double, kNear>& step) {
     return hn::DemoteTo(dh, kHalfEven ? hn::Round(z) : hn::Trunc(hn::Add(z, up)));
   };
   return RoundedCodes<true>(hn::Combine(Tag<float>(), half(w + kWidth<double>), half(w)));
+}
+
+// 16-bit integers clamped to bytes: 8 of each in turn.
+using Words = hn::Vec<hn::ScalableTag<std::int16_t>>;
+HWY_INLINE auto PackBytes(Words a, Words b) {
+  using Bytes = hn::Vec<hn::ScalableTag<std::uint8_t>>;
+#if HWY_TARGET <= HWY_AVX3
+  return Bytes{_mm512_packus_epi16(a.raw, b.raw)};
+#else
+  return Bytes{_mm256_packus_epi16(a.raw, b.raw)};
+#endif
+}
+
+// codes[0, size) from pair(i), the integers of codes i .. i + 2 * kRow - 1, 16 bits each; size is a
+// multiple of 2 * kRow.
+template <class Pairs>
+HWY_INLINE void StorePairCodes(std::int64_t size, std::int32_t bins, const Pairs& pair,
+                               std::uint8_t* HWY_RESTRICT codes) {
+  const hn::ScalableTag<std::uint64_t> d64;
+  const hn::ScalableTag<std::uint8_t> d8;
+  const auto most = hn::Set(d8, static_cast<std::uint8_t>(bins - 1));
+  HWY_ALIGN static constexpr std::uint64_t kOrder[] = {0, 2, 4, 6, 1, 3, 5, 7};
+  HWY_ALIGN static constexpr std::uint64_t kOrder4[] = {0, 2, 1, 3};
+  const auto order = hn::SetTableIndices(d64, kRow == 16 ? kOrder : kOrder4);
+  std::int64_t i = 0;
+  for (; i + 4 * kRow <= size; i += 4 * kRow) {
+    const auto v =
+        hn::TableLookupLanes(hn::BitCast(d64, PackBytes(pair(i), pair(i + 2 * kRow))), order);
+    hn::StoreU(hn::Min(hn::BitCast(d8, v), most), d8, codes + i);
+  }
+  if (i < size) {
+    const auto last = pair(i);
+    const auto v = hn::TableLookupLanes(hn::BitCast(d64, PackBytes(last, last)), order);
+    const hn::Half<decltype(d8)> dh;
+    hn::StoreU(hn::LowerHalf(dh, hn::Min(hn::BitCast(d8, v), most)), dh, codes + i);
+  }
 }
 
 // codes[0, Padded(size)) from row(i), the integers of codes i .. i + kRow - 1.
@@ -175,12 +247,7 @@ HWY_INLINE void StoreCodes(std::int64_t size, std::int32_t bins, const Row& row,
   for (; i + 4 * kRow <= size; i += 4 * kRow) {
     const auto ab = hn::ReorderDemote2To(d16, row(i), row(i + kRow));
     const auto cd = hn::ReorderDemote2To(d16, row(i + 2 * kRow), row(i + 3 * kRow));
-#if HWY_TARGET <= HWY_AVX3
-    const hn::Vec<decltype(d8)> blocks{_mm512_packus_epi16(ab.raw, cd.raw)};
-#else
-    const hn::Vec<decltype(d8)> blocks{_mm256_packus_epi16(ab.raw, cd.raw)};
-#endif
-    const auto v = hn::TableLookupLanes(hn::BitCast(d32, blocks), order);
+    const auto v = hn::TableLookupLanes(hn::BitCast(d32, PackBytes(ab, cd)), order);
     hn::StoreU(hn::Min(hn::BitCast(d8, v), most), d8, codes + i);
   }
   const hn::Rebind<std::uint8_t, decltype(d32)> d8q;
@@ -189,51 +256,65 @@ HWY_INLINE void StoreCodes(std::int64_t size, std::int32_t bins, const Row& row,
     hn::StoreU(hn::Min(hn::DemoteTo(d8q, row(i)), most_q), d8q, codes + i);
 }
 
-template <bool kHalfEven, bool kNear, class F>
-HWY_INLINE void QuantizeBy(const F* w, std::int64_t size, F s, F b, F inverse, std::int32_t bins,
+template <bool kHalfEven, Division kDivision, class X, class F>
+HWY_INLINE void QuantizeBy(const X* w, std::int64_t size, F s, F b, F inverse, std::int32_t bins,
                            std::uint8_t* HWY_RESTRICT codes) {
-  const Step<F, kNear> step(s, b, inverse, static_cast<F>(bins - 1));
-  StoreCodes(
-      size, bins, [&](std::int64_t i) HWY_ATTR { return RowCodes<kHalfEven>(w + i, step); }, codes);
+  const Step<F, kDivision> step(s, b, inverse, static_cast<F>(bins - 1));
+  if constexpr (std::is_same_v<X, bf16> && kDivision != Division::ieee) {
+    StorePairCodes(
+        size, bins, [&](std::int64_t i) HWY_ATTR { return PairCodes<kHalfEven>(w + i, step); },
+        codes);
+  } else {
+    StoreCodes(
+        size, bins, [&](std::int64_t i) HWY_ATTR { return RowCodes<kHalfEven>(w + i, step); },
+        codes);
+  }
 }
-template <bool kHalfEven, class F>
-HWY_INLINE void Quantize(const F* w, std::int64_t size, F s, F b, F inverse, std::int32_t bins,
+// `inverse` is 0 where only Div serves.
+template <bool kHalfEven, bool kOnce, class X, class F>
+HWY_INLINE void Quantize(const X* w, std::int64_t size, F s, F b, F inverse, std::int32_t bins,
                          std::uint8_t* HWY_RESTRICT codes) {
   if (HWY_LIKELY(sizeof(F) == 4 && inverse != 0)) {
-    QuantizeBy<kHalfEven, true>(w, size, s, b, inverse, bins, codes);
+    constexpr Division kDivision = kOnce ? Division::once : Division::near;
+    QuantizeBy<kHalfEven, kDivision>(w, size, s, b, inverse, bins, codes);
   } else {
-    QuantizeBy<kHalfEven, false>(w, size, s, b, inverse, bins, codes);
+    QuantizeBy<kHalfEven, Division::ieee>(w, size, s, b, inverse, bins, codes);
   }
 }
 
 // ---- W groups at a time ----
 
-template <class F>
+// Weights are of type X in memory: F, or a half type where a group is whole rows.
+template <class X>
 struct Chunk {
+  using F = Math<X>;
+  static constexpr bool kCopies = std::is_same_v<X, F>;
   static constexpr std::int64_t kGroups = kWidth<F>;
-  const F* w[kGroups];                 // padded to whole rows
+  const X* w[kGroups];                 // padded to whole rows
   HWY_ALIGN F s[kGroups], b[kGroups];  // as the codes use them
   HWY_ALIGN F inverse[kGroups];        // InverseOf, or 0 where some weight is not ordinary
   HWY_ALIGN F stored_s[kGroups], stored_b[kGroups];
   Vector<F> low[kGroups], high[kGroups];  // whose lanes' least and greatest are min and max
   bool halved[kGroups];                   // the range overflows: codes by affine::minmax_code
   bool any_halved;
-  HWY_ALIGN F copies[kGroups * kMaxGroup];
+  bool finite;  // no range has infinite or NaN ends
+  HWY_ALIGN F copies[kCopies ? kGroups * kMaxGroup : 1];
 };
 
-template <class F>
+template <class X>
 class Weights {
  public:
+  using F = Math<X>;
   Weights(const Op::Desc& d, const ConstView& w)
       : data_(static_cast<const std::byte*>(w.data)),
         element_(d.element),
         row_bytes_(w.row_stride() * static_cast<std::int64_t>(size_of(d.element))),
         row_groups_(d.num_groups()),
         size_(d.group_size),
-        copy_(d.element != dtype_of<F>() || d.group_size % kRow != 0) {}
+        copy_(d.element != dtype_of<X>() || d.group_size % kRow != 0) {}
 
   // Groups first ... first + W - 1; beyond `count` of them the last one stands in.
-  HWY_INLINE void Load(std::int64_t first, std::int64_t count, Chunk<F>& c) const {
+  HWY_INLINE void Load(std::int64_t first, std::int64_t count, Chunk<X>& c) const {
     const std::int64_t group_bytes = size_ * static_cast<std::int64_t>(size_of(element_));
     std::int64_t k = first % row_groups_;
     const std::byte* row = data_ + first / row_groups_ * row_bytes_;
@@ -243,25 +324,27 @@ class Weights {
         k = 0;
         row += row_bytes_;
       }
-      if (copy_) {
-        F* to = c.copies + i * Padded(size_);
-        PrefetchBesideWork(at, group_bytes);
-        Copy(at, to);
-        c.w[i] = to;
-      } else {
-        c.w[i] = reinterpret_cast<const F*>(at);
+      if constexpr (Chunk<X>::kCopies) {
+        if (copy_) {
+          F* to = c.copies + i * Padded(size_);
+          PrefetchBesideWork(at, group_bytes);
+          Copy(at, to);
+          c.w[i] = to;
+          continue;
+        }
       }
+      c.w[i] = reinterpret_cast<const X*>(at);
     }
-    for (std::int64_t i = count; i < Chunk<F>::kGroups; ++i) c.w[i] = c.w[count - 1];
+    for (std::int64_t i = count; i < Chunk<X>::kGroups; ++i) c.w[i] = c.w[count - 1];
   }
 
-  HWY_INLINE void Prefetch(const F* w) const {
+  HWY_INLINE void Prefetch(const X* w) const {
     if (!copy_) PrefetchBesideWork(w, size_);
   }
 
  private:
-  template <class X>
-  HWY_INLINE void CopyFrom(const X* from, F* to) const {
+  template <class From>
+  HWY_INLINE void CopyFrom(const From* from, F* to) const {
     const Tag<F> d;
     std::int64_t i = 0;
     for (; i + kWidth<F> <= size_; i += kWidth<F>) hn::StoreU(LoadMath(d, from + i), d, to + i);
@@ -296,11 +379,13 @@ F MaxFinite(DType dtype) {
 }
 
 // The groups whose range is not finite, one by one.
-template <class F>
-HWY_NOINLINE void FixParams(const Op::Desc& d, Chunk<F>& c) {
-  for (std::int64_t i = 0; i < Chunk<F>::kGroups; ++i) {
-    const std::span<const F> w(c.w[i], static_cast<std::size_t>(d.group_size));
-    const affine::Range<F> range = affine::finite_range(w);
+template <class X, class F = Math<X>>
+HWY_NOINLINE void FixParams(const Op::Desc& d, Chunk<X>& c) {
+  for (std::int64_t i = 0; i < Chunk<X>::kGroups; ++i) {
+    F w[kMaxGroup];
+    for (std::int64_t j = 0; j < d.group_size; ++j) w[j] = to_math(c.w[i][j]);
+    const affine::Range<F> range =
+        affine::finite_range(std::span<const F>(w, static_cast<std::size_t>(d.group_size)));
     c.halved[i] = range.overflows();
     c.any_halved |= c.halved[i];
     (void)visit_float(d.scale_element(), [&]<class S>(Type<S>) {
@@ -319,7 +404,7 @@ HWY_NOINLINE void FixParams(const Op::Desc& d, Chunk<F>& c) {
 }
 
 // kSize is the group size where it is known at compile time, otherwise 0. nought stays 0 as long as
-// all weights are finite: 0 * x is NaN when x is not.
+// all weights are finite: 0 * x is NaN when x is not. (So do `finite` and FindRange of bf16.)
 template <int kSize, class F>
 HWY_INLINE void FindRange(std::int64_t size, std::int64_t i, Chunk<F>& c, Vector<F>& nought) {
   const Tag<F> t;
@@ -338,15 +423,67 @@ HWY_INLINE void FindRange(std::int64_t size, std::int64_t i, Chunk<F>& c, Vector
   c.high[i] = high;
 }
 
+// bf16 as integers of the same order, in which NaN lies beyond the infinities: 32 in a vector, and
+// what is not finite shows in the range.
+template <int kSize>
+HWY_INLINE void FindRange(std::int64_t size, std::int64_t i, Chunk<bf16>& c, Vector<float>&) {
+  const hn::ScalableTag<std::int16_t> d;
+  const hn::ScalableTag<std::int32_t> wide;
+  const auto* w = reinterpret_cast<const std::int16_t*>(c.w[i]);
+  auto low = hn::Set(d, std::int16_t{0x7fff}), high = hn::Not(low);
+  const std::int64_t end = kSize != 0 ? kSize : size;
+  HWY_UNROLL(2)
+  for (std::int64_t j = 0; j < end; j += 2 * kRow) {
+    const auto x = hn::LoadU(d, w + j);
+    const auto key = hn::Xor(x, hn::And(hn::ShiftRight<15>(x), hn::Set(d, std::int16_t{0x7fff})));
+    low = hn::Min(low, key);
+    high = hn::Max(high, key);
+  }
+  // The upper half of 32 bits decides, whatever the lower one is.
+  const auto both = [&](auto keys, auto&& fold) HWY_ATTR {
+    const auto odd = hn::BitCast(wide, keys);
+    return hn::BitCast(Tag<float>(), fold(odd, hn::ShiftLeft<16>(odd)));
+  };
+  c.low[i] = both(low, [](auto a, auto b) HWY_ATTR { return hn::Min(a, b); });
+  c.high[i] = both(high, [](auto a, auto b) HWY_ATTR { return hn::Max(a, b); });
+}
+
+// The ranges of all groups.
 template <class F>
-HWY_NOINLINE void ComputeParams(const Op::Desc& d, Chunk<F>& c) {
+struct Ranges {
+  Vector<F> min, max;
+};
+template <class F>
+HWY_INLINE Ranges<F> FoldRanges(Chunk<F>& c) {
+  const Tag<F> t;
+  return {LaneFold(t, c.low, [](auto x, auto y) HWY_ATTR { return hn::Min(x, y); }),
+          LaneFold(t, c.high, [](auto x, auto y) HWY_ATTR { return hn::Max(x, y); })};
+}
+HWY_INLINE Ranges<float> FoldRanges(Chunk<bf16>& c) {
+  const Tag<float> t;
+  const hn::ScalableTag<std::int32_t> d;
+  const auto number = [&](Vector<float> keys) HWY_ATTR {
+    const auto key = hn::And(hn::BitCast(d, keys), hn::Set(d, ~0xffff));
+    return hn::BitCast(t, hn::Xor(key, hn::And(hn::ShiftRight<31>(key), hn::Set(d, 0x7fff0000))));
+  };
+  return {number(LaneFold(t, c.low,
+                          [=](auto x, auto y) HWY_ATTR {
+                            return hn::BitCast(t, hn::Min(hn::BitCast(d, x), hn::BitCast(d, y)));
+                          })),
+          number(LaneFold(t, c.high, [=](auto x, auto y) HWY_ATTR {
+            return hn::BitCast(t, hn::Max(hn::BitCast(d, x), hn::BitCast(d, y)));
+          }))};
+}
+
+template <class X, class F = Math<X>>
+HWY_NOINLINE void ComputeParams(const Op::Desc& d, Chunk<X>& c) {
   const Tag<F> t;
   const auto zero = hn::Zero(t);
   const auto n = hn::Set(t, static_cast<F>(d.bins() - 1));
-  const auto min = LaneFold(t, c.low, [](auto x, auto y) HWY_ATTR { return hn::Min(x, y); });
-  const auto max = LaneFold(t, c.high, [](auto x, auto y) HWY_ATTR { return hn::Max(x, y); });
+  const auto [min, max] = FoldRanges(c);
   const auto range = hn::Sub(max, min);
   Vector<F> s = hn::Div(range, n), b = hn::Add(min, zero);
+  auto divides_once = hn::Eq(zero, zero);
   const DType dtype = d.scale_element();
   if (d.method == AffineMethod::mlx) {
     s = hn::Max(s, hn::Set(t, F(1e-7)));
@@ -358,6 +495,9 @@ HWY_NOINLINE void ComputeParams(const Op::Desc& d, Chunk<F>& c) {
       const auto none = hn::Eq(k, zero);
       s = hn::IfThenElse(none, s, hn::Div(edge, k));
       b = hn::IfThenZeroElse(none, edge);
+      divides_once = hn::Le(hn::Abs(k), hn::Set(t, F(255)));
+    } else {
+      divides_once = hn::Ne(zero, zero);
     }
     hn::Store(RoundTo(dtype, s), t, c.stored_s);
   } else {
@@ -370,20 +510,23 @@ HWY_NOINLINE void ComputeParams(const Op::Desc& d, Chunk<F>& c) {
   hn::Store(b, t, c.stored_b);  // a weight, so exact
   c.any_halved = false;
   const auto size = hn::Max(hn::Abs(min), hn::Abs(max));
-  const auto ordinary = hn::Lt(size, hn::Set(t, static_cast<F>(kOrdinary)));
+  auto ordinary = hn::Lt(size, hn::Set(t, static_cast<F>(kOrdinary)));
+  if constexpr (std::is_same_v<X, bf16>) ordinary = hn::And(ordinary, divides_once);
   hn::Store(hn::IfThenElseZero(ordinary, InverseOf<F>(s, b)), t, c.inverse);
+  c.finite = true;
   if (HWY_UNLIKELY(!hn::AllTrue(t, hn::IsFinite(range)))) {
+    c.finite = hn::AllTrue(t, hn::And(hn::IsFinite(min), hn::IsFinite(max)));
     FixParams(d, c);
   } else {
-    std::fill_n(c.halved, Chunk<F>::kGroups, false);
+    std::fill_n(c.halved, Chunk<X>::kGroups, false);
   }
 }
 
-template <class F>
-HWY_NOINLINE void QuantizeHalved(const Op::Desc& d, const F* w,
-                                 std::type_identity_t<affine::Params<F>> p, std::uint8_t* codes) {
+template <class X>
+HWY_NOINLINE void QuantizeHalved(const Op::Desc& d, const X* w, const affine::Params<Math<X>>& p,
+                                 std::uint8_t* codes) {
   for (std::int64_t j = 0; j < d.group_size; ++j)
-    codes[j] = affine::minmax_code(w[j], p, d.bins(), true);
+    codes[j] = affine::minmax_code(to_math(w[j]), p, d.bins(), true);
 }
 
 // ---- a block's results ----
@@ -467,21 +610,22 @@ class CodeWriter {
 
 // ---- minmax and mlx ----
 
-template <bool kHalfEven, int kSize, class F>
-HWY_INLINE void DirectBlock(const Op::Desc& d, const Weights<F>& weights, std::int64_t first,
-                            std::int64_t count, Chunk<F>* chunks, Results<F>& out) {
-  constexpr std::int64_t kGroups = Chunk<F>::kGroups;
+template <bool kHalfEven, bool kOnce, int kSize, class X, class F = Math<X>>
+HWY_INLINE void DirectBlock(const Op::Desc& d, const Weights<X>& weights, std::int64_t first,
+                            std::int64_t count, Chunk<X>* chunks, Results<F>& out) {
+  constexpr std::int64_t kGroups = Chunk<X>::kGroups;
   const Tag<F> t;
   const std::int64_t size = kSize != 0 ? kSize : d.group_size;
   const std::int32_t bins = d.bins();
-  Chunk<F>* now = chunks;
-  Chunk<F>* after = chunks + 1;
+  Chunk<X>* now = chunks;
+  Chunk<X>* after = chunks + 1;
   Vector<F> nought = hn::Load(t, out.nought);
   weights.Load(first, std::min(kGroups, count), *after);
   for (std::int64_t i = 0; i < kGroups; ++i) FindRange<kSize>(size, i, *after, nought);
   for (std::int64_t g = 0; g < count; g += kGroups) {
     std::swap(now, after);
     ComputeParams(d, *now);
+    if (HWY_UNLIKELY(!now->finite)) nought = hn::NaN(t);
     hn::StoreU(hn::Load(t, now->stored_s), t, out.s + g);
     hn::StoreU(hn::Load(t, now->stored_b), t, out.b + g);
     const std::int64_t rest = count - g - kGroups;
@@ -490,7 +634,8 @@ HWY_INLINE void DirectBlock(const Op::Desc& d, const Weights<F>& weights, std::i
     // chunk's ranges fill the time the divisions take.
     for (std::int64_t i = 0; i < std::min(kGroups, count - g); ++i) {
       std::uint8_t* codes = out.codes + (g + i) * size;
-      Quantize<kHalfEven>(now->w[i], size, now->s[i], now->b[i], now->inverse[i], bins, codes);
+      Quantize<kHalfEven, kOnce>(now->w[i], size, now->s[i], now->b[i], now->inverse[i], bins,
+                                 codes);
       if (rest > 0) {
         FindRange<kSize>(size, i, *after, nought);
         weights.Prefetch(after->w[i]);
@@ -557,8 +702,10 @@ HWY_INLINE hn::TFromD<D> FoldLanes(D, hn::Vec<D> v) {
   }
 }
 
-template <class F, bool kWeighted, int kSize>
+template <class X, bool kOnce, bool kWeighted, int kSize>
 class Lsq {
+  using F = Math<X>;
+
  public:
   Lsq(const Op::Desc& d, const Op::Args& a)
       : d_(d),
@@ -567,7 +714,7 @@ class Lsq {
         bins_(d.bins()),
         n_(static_cast<F>(d.bins() - 1)) {}
 
-  void Block(const Weights<F>& weights, std::int64_t first, std::int64_t count, Chunk<F>& chunk,
+  void Block(const Weights<X>& weights, std::int64_t first, std::int64_t count, Chunk<X>& chunk,
              Results<F>& out) {
     std::int64_t next = 0;
     for (int turn = 0;; ++turn) {
@@ -641,10 +788,10 @@ class Lsq {
     return RowTree(D(), size_, leaf);
   }
 
-  template <bool kNear>
+  template <Division kDivision>
   struct RoundLeaf {
     Slot& slot;
-    Step<F, kNear> step;
+    Step<F, kDivision> step;
     HWY_INLINE FitTerms<F> operator()(std::int64_t i) const {
       const D d;
       const V z = step.Quotient(hn::Load(d, slot.w + i));
@@ -703,25 +850,25 @@ class Lsq {
     }
   };
 
-  HWY_NOINLINE void LoadChunk(const Weights<F>& weights, std::int64_t first, std::int64_t count,
-                              Chunk<F>& chunk, F* HWY_RESTRICT noughts) const {
+  HWY_NOINLINE void LoadChunk(const Weights<X>& weights, std::int64_t first, std::int64_t count,
+                              Chunk<X>& chunk, F* HWY_RESTRICT noughts) const {
     V nought = hn::Load(D(), noughts);
     weights.Load(first, count, chunk);
     for (std::int64_t i = 0; i < kSlots; ++i) {
       FindRange<kSize>(size(), i, chunk, nought);
       weights.Prefetch(chunk.w[i]);
     }
-    hn::Store(nought, D(), noughts);
     ComputeParams(d_, chunk);
+    hn::Store(chunk.finite ? nought : hn::NaN(D()), D(), noughts);
   }
 
-  HWY_INLINE void Start(Bank& bank, int slot, const Chunk<F>& chunk, std::int64_t i,
+  HWY_INLINE void Start(Bank& bank, int slot, const Chunk<X>& chunk, std::int64_t i,
                         std::int64_t group) const {
     const D d;
     Slot& to = bank.slots[slot];
     const V b0 = hn::Set(d, chunk.b[i]);
     for (std::int64_t j = 0; j < padded(); j += kSlots) {
-      const V w = hn::LoadU(d, chunk.w[i] + j);
+      const V w = LoadMath(d, chunk.w[i] + j);
       hn::Store(w, d, to.w + j);
       hn::Store(hn::Sub(w, b0), d, to.u + j);
     }
@@ -748,16 +895,16 @@ class Lsq {
   // Codes for the slot's s and b, and their sums.
   HWY_INLINE void Round(Bank& bank, int i) const {
     if (HWY_LIKELY(sizeof(F) == 4 && bank.inverse[i] != 0)) {
-      RoundBy<true>(bank, i);
+      RoundBy<kOnce ? Division::once : Division::near>(bank, i);
     } else {
-      RoundBy<false>(bank, i);
+      RoundBy<Division::ieee>(bank, i);
     }
   }
-  template <bool kNear>
+  template <Division kDivision>
   HWY_INLINE void RoundBy(Bank& bank, int i) const {
     const D d;
-    const FitTerms<F> t = Tree(
-        RoundLeaf<kNear>{bank.slots[i], Step<F, kNear>(bank.s[i], bank.b[i], bank.inverse[i], n_)});
+    const FitTerms<F> t = Tree(RoundLeaf<kDivision>{
+        bank.slots[i], Step<F, kDivision>(bank.s[i], bank.b[i], bank.inverse[i], n_)});
     hn::Store(t.q, d, bank.q + i * kSlots);
     hn::Store(t.qq, d, bank.qq + i * kSlots);
     hn::Store(t.qu, d, bank.qu + i * kSlots);
@@ -858,7 +1005,8 @@ class Lsq {
     } else {
       out.s[g] = bank.s0[slot];
       out.b[g] = bank.b0[slot];
-      Quantize<false>(from.w, size(), bank.s0[slot], bank.b0[slot], bank.inverse0[slot], bins_, to);
+      Quantize<false, kOnce>(from.w, size(), bank.s0[slot], bank.b0[slot], bank.inverse0[slot],
+                             bins_, to);
     }
     if (to != codes) std::memcpy(codes, to, static_cast<std::size_t>(size()));
   }
@@ -890,40 +1038,59 @@ HWY_INLINE bool ForBlocks(const Op::Desc& d, const Op::Args& a, std::int64_t beg
   return hn::AllTrue(Tag<F>(), hn::Eq(hn::Load(Tag<F>(), results.nought), hn::Zero(Tag<F>())));
 }
 
-template <class F, bool kWeighted, int kSize>
+template <class X, bool kOnce, bool kWeighted, int kSize>
 HWY_NOINLINE bool InitLsq(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
                           std::int64_t end) {
-  const Weights<F> weights(d, a.w);
-  Chunk<F> chunk;
-  Lsq<F, kWeighted, kSize> lsq(d, a);
+  using F = Math<X>;
+  const Weights<X> weights(d, a.w);
+  Chunk<X> chunk;
+  Lsq<X, kOnce, kWeighted, kSize> lsq(d, a);
   return ForBlocks<F>(d, a, begin, end,
                       [&](std::int64_t first, std::int64_t count, Results<F>& results)
                           HWY_ATTR { lsq.Block(weights, first, count, chunk, results); });
 }
 
-template <class F, bool kHalfEven, int kSize>
+template <class X, bool kOnce, bool kHalfEven, int kSize>
 HWY_NOINLINE bool InitDirect(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
                              std::int64_t end) {
-  const Weights<F> weights(d, a.w);
-  Chunk<F> chunks[2];
-  return ForBlocks<F>(d, a, begin, end,
-                      [&](std::int64_t first, std::int64_t count, Results<F>& results) HWY_ATTR {
-                        DirectBlock<kHalfEven, kSize>(d, weights, first, count, chunks, results);
-                      });
+  using F = Math<X>;
+  const Weights<X> weights(d, a.w);
+  Chunk<X> chunks[2];
+  return ForBlocks<F>(
+      d, a, begin, end, [&](std::int64_t first, std::int64_t count, Results<F>& results) HWY_ATTR {
+        DirectBlock<kHalfEven, kOnce, kSize>(d, weights, first, count, chunks, results);
+      });
 }
 
-template <class F, int kSize>
+template <class X, bool kShortScale, int kSize>
 bool InitAs(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
-  if (d.method == AffineMethod::minmax) return InitDirect<F, false, kSize>(d, a, begin, end);
-  if (d.method == AffineMethod::mlx) return InitDirect<F, true, kSize>(d, a, begin, end);
-  if (a.importance) return InitLsq<F, true, 0>(d, a, begin, end);
-  return InitLsq<F, false, kSize>(d, a, begin, end);
+  switch (d.method) {
+    case AffineMethod::minmax: return InitDirect<X, kShortScale, false, kSize>(d, a, begin, end);
+    case AffineMethod::mlx:
+      return InitDirect<X, std::is_same_v<X, bf16>, true, kSize>(d, a, begin, end);
+    case AffineMethod::lsq: break;
+  }
+  if (a.importance) return InitLsq<X, kShortScale, true, 0>(d, a, begin, end);
+  return InitLsq<X, kShortScale, false, kSize>(d, a, begin, end);
 }
 
+template <class X, bool kShortScale>
+bool InitSized(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
+  if (d.group_size == 64) return InitAs<X, kShortScale, 64>(d, a, begin, end);
+  return InitAs<X, kShortScale, 0>(d, a, begin, end);
+}
+
+// bf16, which most models have, is read as it is where groups are whole pairs of rows; other halves
+// by way of f32 copies.
 bool InitBlocks(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
-  if (d.element == DType::f64) return InitAs<double, 0>(d, a, begin, end);
-  if (d.group_size == 64) return InitAs<float, 64>(d, a, begin, end);
-  return InitAs<float, 0>(d, a, begin, end);
+  if (d.element == DType::f64) return InitAs<double, false, 0>(d, a, begin, end);
+  const bool short_scale = d.scale_element() != DType::f32;
+  if (d.element == DType::bf16 && d.group_size % (2 * kRow) == 0) {
+    return short_scale ? InitSized<bf16, true>(d, a, begin, end)
+                       : InitSized<bf16, false>(d, a, begin, end);
+  }
+  return short_scale ? InitSized<float, true>(d, a, begin, end)
+                     : InitSized<float, false>(d, a, begin, end);
 }
 
 }  // namespace

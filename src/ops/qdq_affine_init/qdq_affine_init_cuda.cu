@@ -1,5 +1,5 @@
-// minmax and mlx of groups of 32, 64 and 128: a team of lanes per group, 16 neighbouring weights a
-// lane, so that 64 (32) bytes are read and 16 codes written by each, and a warp's are whole lines.
+// minmax and mlx of groups of 32, 64 and 128: a team of lanes per group, 64 bytes of neighbouring
+// weights a lane (16 of f32, 32 halves), so that a warp's reads and codes are whole lines.
 // lsq of these: affine_lsq.cuh. All else: a warp per run of groups that fills whole words, weights
 // read again for each pass.
 #include <algorithm>
@@ -24,8 +24,9 @@ using cuda::kWarp;
 using cuda::Pack;
 using cuda::Sums;
 
-constexpr int kChunk = 16;       // weights of a lane
-constexpr int kMaxGroup = 1024;  // of check_affine_desc
+template <class X>
+constexpr int kChunk = 64 / static_cast<int>(sizeof(X));  // weights of a lane
+constexpr int kMaxGroup = 1024;                           // of check_affine_desc
 constexpr int kWarps = cuda::kBlock / 32;
 
 template <class F>
@@ -35,8 +36,56 @@ __device__ Params<F> params(const Problem& p, const Range<F>& range, bool mlx) {
                                Stored{p.scale_element});
 }
 
+// The least and the greatest of a lane's weights. fmin and fmax pass over NaN; an infinity, or no
+// number at all, shows in the difference.
+template <int N>
+__device__ Range<float> lane_range(const Pack<float, N>& w) {
+  Range<float> range{w.at[0], w.at[0]};
+#pragma unroll
+  for (int i = 1; i < N; ++i) {
+    range.min = fminf(range.min, w.at[i]);
+    range.max = fmaxf(range.max, w.at[i]);
+  }
+  return range;
+}
+// Halves by twos.
+template <class X, int N>
+__device__ Range<float> lane_range(const Pack<X, N>& w) {
+  auto low = affine::two(w.at), high = low;
+#pragma unroll
+  for (int i = 2; i < N; i += 2) {
+    const auto pair = affine::two(w.at + i);
+    low = __hmin2(low, pair);
+    high = __hmax2(high, pair);
+  }
+  const float2 least = affine::load_math(low), most = affine::load_math(high);
+  return {fminf(least.x, least.y), fmaxf(most.x, most.y)};
+}
+
+// The code of each weight, four to a word. False where some are in doubt.
+template <class S, bool kMlx, class X, int N>
+__device__ bool near_codes(const Pack<X, N>& w, const Params<float>& by, float n,
+                           std::uint32_t (&bytes)[N / 4]) {
+  const auto all = [&](auto&& code) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+      bytes[i / 4] = affine::four_bytes(code(w.math(i)), code(w.math(i + 1)), code(w.math(i + 2)),
+                                        code(w.math(i + 3)));
+  };
+  if constexpr (sizeof(X) == 2) {
+    const affine::HalfCodes<kMlx, kMlx || sizeof(S) == 2> codes(by, n);
+    all([&](float x) { return codes.code(x); });
+    return true;
+  } else {
+    affine::NearCodes near(by, n);
+    all([&](float x) { return near.code(x - by.b); });
+    return near.certain();
+  }
+}
+
 template <class X, class S, int kLanes, bool kMlx>
 __global__ void __launch_bounds__(cuda::kBlock) init_teams(const Problem p) {
+  constexpr int N = kChunk<X>;
   const int t = static_cast<int>(threadIdx.x % kLanes);
   // Teams beyond the last group take it again, so that whole warps meet in the shuffles.
   std::int64_t group = (std::int64_t{blockIdx.x} * cuda::kBlock + threadIdx.x) / kLanes;
@@ -52,52 +101,44 @@ __global__ void __launch_bounds__(cuda::kBlock) init_teams(const Problem p) {
     codes += row * p.q_stride * (p.packed ? 4 : 1);
   }
   const std::int64_t chunk = in_row * kLanes + t;
-  from += chunk * kChunk;
-  const auto loaded = Pack<X, kChunk>::load(from);
-  float w[kChunk];
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) w[i] = cuda::load_math(loaded.at[i]);
+  const auto w = Pack<X, N>::load(from + chunk * N);
 
-  // fmin and fmax pass over NaN; an infinity, or no number at all, shows in the difference.
-  Range<float> range{w[0], w[0]};
-#pragma unroll
-  for (int i = 1; i < kChunk; ++i) {
-    range.min = fminf(range.min, w[i]);
-    range.max = fmaxf(range.max, w[i]);
-  }
-  range = affine::team_range<kLanes>(range);
+  Range<float> range = affine::team_range<kLanes>(lane_range(w));
   Params<float> found;
-  bool halved = false;
-  if (!__all_sync(kWarp, affine::usual_params<S, kMlx>(range, p, found))) {
+  bool usual = true, halved = false;
+  if (!__all_sync(kWarp, affine::usual_params < S, kMlx, sizeof(X) == 2 > (range, p, found))) {
+    usual = sizeof(X) == 4;  // what is extreme is no matter for NearCodes
     Range<float> numbers;
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) affine::extend(numbers, w[i]);
+    for (int i = 0; i < N; ++i) affine::extend(numbers, w.math(i));
     range = affine::team_range<kLanes>(numbers);
     halved = range.overflows();
     found = params(p, range, kMlx && !halved);
   }
-  if (valid && t < 2) {
-    S* to = static_cast<S*>(t == 0 ? p.scales : p.biases);
-    to[group] = cuda::store_math<S>(t == 0 ? found.s : found.b);
-  }
+  if (valid && (t == 0 || kLanes == 1))
+    static_cast<S*>(p.scales)[group] = cuda::store_math<S>(found.s);
+  if (valid && (t == 1 || kLanes == 1))
+    static_cast<S*>(p.biases)[group] = cuda::store_math<S>(found.b);
 
-  affine::NearCodes near(found, p.n);
-  std::uint32_t bytes[kChunk / 4];
+  std::uint32_t bytes[N / 4];
+  if (!near_codes<S, kMlx>(w, found, p.n, bytes) || halved || !usual) {
+    float spare[N];
 #pragma unroll
-  for (int i = 0; i < kChunk; i += 4)
-    bytes[i / 4] = affine::four_bytes(near.code(w[i] - found.b), near.code(w[i + 1] - found.b),
-                                      near.code(w[i + 2] - found.b), near.code(w[i + 3] - found.b));
-  if (halved || !near.certain()) {
-    affine::rarely(w, [&](float x) -> float {
+    for (int i = 0; i < N; ++i) spare[i] = w.math(i);
+    affine::rarely(spare, [&](float x) -> float {
       return kMlx && !halved ? affine::mlx_code(x, found, p.bins)
                              : affine::minmax_code(x, found, p.bins, halved);
     });
-    const auto code = [&](int i) { return __float_as_uint(w[i] + 0x1p23f); };
+    const auto code = [&](int i) { return __float_as_uint(spare[i] + 0x1p23f); };
 #pragma unroll
-    for (int i = 0; i < kChunk; i += 4)
+    for (int i = 0; i < N; i += 4)
       bytes[i / 4] = affine::four_bytes(code(i), code(i + 1), code(i + 2), code(i + 3));
   }
-  affine::write_codes(p, codes, chunk, bytes, valid);
+  if constexpr (sizeof(X) == 4) {
+    affine::write_codes(p, codes, chunk, bytes, valid);
+  } else if (valid) {
+    affine::write_codes(p, codes, chunk, bytes);
+  }
 }
 
 // One group for a whole warp.
@@ -248,7 +289,7 @@ Status launch_teams(const Problem& p, int device, Stream stream) {
     return p.importance != nullptr ? launch_lsq<X, kSize, true>(p, device, stream)
                                    : launch_lsq<X, kSize, false>(p, device, stream);
   }
-  constexpr int kLanes = kSize / kChunk;
+  constexpr int kLanes = kSize / kChunk<X>;
   const auto launch = [&]<class S>(Type<S>) {
     const auto kernel = p.method == AffineMethod::mlx ? init_teams<X, S, kLanes, true>
                                                       : init_teams<X, S, kLanes, false>;

@@ -1,6 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <bit>
+
 #include "cpu/dispatch.h"
+#include "ops/qdq_affine_init/affine_rules.h"
 #include "oracle/oracle_test.h"
 
 namespace bittern {
@@ -56,6 +59,55 @@ AffineDesc group_of(std::size_t n, std::int32_t bits, AffineMethod method = Affi
 using Codes = std::vector<std::uint8_t>;
 
 TEST(QdqAffineInit, MatchesRefEverywhere) { oracle::expect_parity("qdq_affine_init"); }
+
+// What affine_rules.h says of divide_once where codes round half to even, by trying it. Next to h s
+// are the x for which it matters: two ulps away, x / s is more than half an ulp from h.
+TEST(QdqAffineInit, OneCorrectionDivides) {
+  std::int64_t wrong = 0;
+  const auto check = [&](float s) {
+    const float inverse = 1 / s;
+    for (int k = 0; k <= 255; ++k) {
+      const float h = static_cast<float>(k) + 0.5f;
+      const auto bits = std::bit_cast<std::int32_t>(h * s);
+      for (int ulps = -2; ulps <= 2; ++ulps) {
+        const auto x = std::bit_cast<float>(bits + ulps);
+        const float z = affine::divide_once(x, s, inverse), exact = x / s;
+        wrong += (z > h) != (exact > h) || (z < h) != (exact < h);
+      }
+    }
+  };
+  for (const int bits : {8, 11})  // of bf16 and f16
+    for (int edge = 1 << (bits - 1); edge < 1 << bits; ++edge)
+      for (int k = 1; k <= 255; ++k) check(static_cast<float>(edge) / static_cast<float>(k));
+  check(1e-7f);
+  EXPECT_EQ(wrong, 0);
+}
+
+// Weights of few bits meet ties of scales of few bits, and groups with NaN beside ordinary ones.
+TEST(QdqAffineInit, TiesOfHalves) {
+  const auto check = [&]<class X, class S>(Type<X>, Type<S>) {
+    oracle::Rng rng(11);
+    for (const int bits : {2, 3, 4, 8}) {
+      for (const AffineMethod method :
+           {AffineMethod::minmax, AffineMethod::mlx, AffineMethod::lsq}) {
+        std::vector<X> w(64 * 200);
+        for (X& x : w) x = from_math<X>(static_cast<float>(rng.below(400) - 200) / 64);
+        for (std::size_t i = 0; i < w.size(); i += 997) w[i] = from_math<X>(i % 2 ? kNan : kInf);
+        for (std::size_t i = 5; i < w.size(); i += 333) w[i] = from_math<X>(-1e-5f);
+        const AffineDesc d = group_of(64, bits, method);
+        const auto ref = init<X, S>(d, w, {}, "ref"), cpu = init<X, S>(d, w, {});
+        EXPECT_EQ(ref.q, cpu.q) << bits;
+        for (std::size_t g = 0; g < ref.scales.size(); ++g) {
+          EXPECT_EQ(ref.s(g), cpu.s(g));
+          EXPECT_EQ(ref.b(g), cpu.b(g));
+        }
+      }
+    }
+  };
+  check(Type<bf16>(), Type<bf16>());
+  check(Type<bf16>(), Type<float>());
+  check(Type<f16>(), Type<f16>());
+}
 
 TEST(QdqAffineInit, MinmaxByHand) {
   auto r = init<float>(group_of(4, 4), {0.0f, 0.5f, 1.5f, 15.0f});
