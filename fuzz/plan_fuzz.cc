@@ -115,13 +115,16 @@ bool inside(const typename Op::Desc& desc, const typename Op::Args& args,
   Op::operands(desc, args, [&](const char*, const auto& v, const Operand& expected) {
     const std::int64_t numel = expected.shape.numel();
     if (v.data == nullptr || numel == 0) return;
-    const std::int64_t rows = expected.shape[0], row = numel / rows;
-    const std::int64_t stride = rows > 1 && expected.shape.rank > 1 ? v.stride[0] : row;
-    if (stride > (1 << 20)) {
-      all = false;
-      return;
+    std::int64_t span = 1;
+    for (int i = 0; i < v.shape.rank && i < v.stride.rank; ++i) {
+      if (v.shape[i] <= 1) continue;
+      if (v.stride[i] < 0 || v.stride[i] > (1 << 20) || v.shape[i] > (1 << 20)) {
+        all = false;
+        return;
+      }
+      span += (v.shape[i] - 1) * v.stride[i];
     }
-    const auto size = static_cast<std::size_t>((rows - 1) * stride + row) * size_of(v.dtype);
+    const auto size = static_cast<std::size_t>(span) * size_of(v.dtype);
     const auto* begin = static_cast<const std::byte*>(v.data);
     all = all && std::any_of(blocks.begin(), blocks.end(), [&](const Block& b) {
             return begin >= b.data.get() && begin + size <= b.data.get() + b.size;
@@ -169,7 +172,8 @@ void fuzz_op(Bytes& bytes) {
   const std::uint8_t look = bytes.next();
   const oracle::Layout layout{.padded_rows = (look & 1) != 0,
                               .left_out = look >> 1 & 7,
-                              .in_place = static_cast<int>(look >> 4 & 3) - 1};
+                              .in_place = static_cast<int>(look >> 4 & 3) - 1,
+                              .axis_order = static_cast<int>(bytes.below(8))};
   auto problem = oracle::make_problem<Op>(desc, bytes.next(), layout);
   const std::vector<Block> blocks = move_to_blocks(problem, look >> 6);
   typename Op::Args& args = problem.args;

@@ -143,6 +143,28 @@ std::optional<int> cuda_index(nb::handle object) {
   return {};
 }
 
+// A tensor of torch's as it can be exported: free of autograd, and not a view that negates.
+nb::object without_autograd(const std::string& where, nb::handle object) {
+  const nb::object tensor = nb::borrow(object);
+  const nb::object requires_grad = nb::getattr(object, "requires_grad", nb::none());
+  if (requires_grad.is_none() || !nb::hasattr(object, "detach")) return tensor;  // not torch's
+  for (const char* bit : {"is_neg", "is_conj"}) {
+    const nb::object is_set = nb::getattr(object, bit, nb::none());
+    if (!is_set.is_none() && nb::cast<bool>(nb::bool_(is_set()))) {
+      check(invalid(where + ": a lazy view (" + bit +
+                    "() is true), expected values in memory: call resolve_neg() and "
+                    "resolve_conj() first"));
+    }
+  }
+  if (!nb::cast<bool>(nb::bool_(requires_grad))) return tensor;
+  const nb::object enabled = nb::module_::import_("torch").attr("is_grad_enabled")();
+  if (nb::cast<bool>(enabled)) {
+    check(invalid(where + ": requires a gradient, which this function does not compute: pass "
+                          "x.detach(), call it under torch.no_grad(), or use bittern.torch"));
+  }
+  return object.attr("detach")();
+}
+
 // `where` is "op: operand". The producer of a CUDA array orders its work before `stream`'s.
 Tensor import_tensor(const std::string& where, nb::handle object, bool output,
                      std::uintptr_t stream) {
@@ -152,10 +174,10 @@ Tensor import_tensor(const std::string& where, nb::handle object, bool output,
       check(invalid(where + ": read-only, expected a writable array"));
     return tensor;
   }
-  auto source = nb::borrow<nb::object>(object);
+  nb::object source = without_autograd(where, object);
   if (const auto index = cuda_index(object)) {
     try {
-      source = cuda_helper("export")(object, *index, stream);
+      source = cuda_helper("export")(source, *index, stream);
     } catch (const nb::python_error& error) {
       check(invalid(where + ": " + nb::str(error.value()).c_str()));
     }
@@ -197,10 +219,40 @@ Tensor import_tensor(const std::string& where, nb::handle object, bool output,
   return tensor;
 }
 
-// The tensor with neighbouring axes merged until it has the shape `to`; itself when the shapes do
-// not agree, so that the plan says what is wrong. Axes of length 1 come and go freely.
-Tensor merge_axes(const std::string& where, const Tensor& tensor,
-                  const std::vector<std::int64_t>& to) {
+// Rows as the axes they have, where these do not merge: [batch, heads, tokens, dim] for [rows,
+// dim].
+std::optional<Tensor> split_rows(const Tensor& tensor, const Operand& operand) {
+  const auto rank = static_cast<std::size_t>(operand.shape.rank);
+  if ((operand.flags & Operand::kRowAxes) == 0) return {};
+  Tensor split = tensor;
+  // A column of numbers may lack its last axis.
+  if (rank == 2 && operand.shape[1] == 1 && (split.shape.empty() || split.shape.back() != 1)) {
+    split.shape.push_back(1);
+    split.stride.push_back(1);
+  }
+  for (std::size_t i = 0; i + rank <= split.shape.size() && split.shape.size() > kMaxRank;) {
+    if (split.shape[i] != 1) {
+      ++i;
+      continue;
+    }
+    split.shape.erase(split.shape.begin() + static_cast<std::ptrdiff_t>(i));
+    split.stride.erase(split.stride.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+  if (split.shape.size() <= rank || split.shape.size() > kMaxRank) return {};
+  const std::size_t extra = split.shape.size() - rank;
+  std::int64_t rows = 1;
+  for (std::size_t i = 0; i <= extra; ++i) rows *= split.shape[i];
+  if (rows != operand.shape[0]) return {};
+  for (std::size_t i = 1; i < rank; ++i)
+    if (split.shape[extra + i] != operand.shape[static_cast<int>(i)]) return {};
+  return split;
+}
+
+// The tensor with neighbouring axes merged until it has the operand's shape; itself when the shapes
+// do not agree, so that the plan says what is wrong. Axes of length 1 come and go freely.
+Tensor merge_axes(const std::string& where, const Tensor& tensor, const Operand& operand) {
+  const std::vector<std::int64_t> to(operand.shape.dim.begin(),
+                                     operand.shape.dim.begin() + operand.shape.rank);
   if (tensor.shape == to) return tensor;
   Tensor merged = tensor;
   merged.shape = to;
@@ -215,11 +267,13 @@ Tensor merge_axes(const std::string& where, const Tensor& tensor,
   bool to_empty = false;
   for (std::size_t i = 0; i < to.size(); ++i) {
     to_empty = to_empty || to[i] == 0;
+    if (to[i] == 0 && !empty) return tensor;
     if (to[i] <= 1 || empty) continue;
     std::int64_t length = 1;
     for (; length < to[i] && next < axes.size(); ++next) {
       const std::size_t a = axes[next];
       if (length > 1 && merged.stride[i] != tensor.stride[a] * tensor.shape[a]) {
+        if (auto split = split_rows(tensor, operand)) return *split;
         check(unsupported(where + ": strides " + shape_text(tensor.stride) + " of shape " +
                           shape_text(tensor.shape) + ", expected axes that merge to " +
                           shape_text(to) + " without a copy"));
@@ -498,8 +552,16 @@ NB_MODULE(_bittern, m) {
           [](const OperandInfo& o) { return (o.expected.flags & Operand::kOptional) != 0; })
       .def_prop_ro("in_out",
                    [](const OperandInfo& o) { return (o.expected.flags & Operand::kInOut) != 0; })
+      .def_prop_ro("unread_without",
+                   [](const OperandInfo& o) -> std::optional<std::string> {
+                     if ((o.expected.flags & Operand::kUnread) == 0) return {};
+                     return o.expected.read_with;
+                   })
+      .def_prop_ro("extra",
+                   [](const OperandInfo& o) { return (o.expected.flags & Operand::kExtra) != 0; })
       .def("__repr__", [](nb::handle self) {
-        return repr_of("Operand", self, {"name", "dtype", "shape", "output", "optional", "in_out"});
+        return repr_of("Operand", self,
+                       {"name", "dtype", "shape", "output", "optional", "in_out", "extra"});
       });
 
   nb::class_<AnyOp>(m, "Op")
@@ -578,9 +640,15 @@ NB_MODULE(_bittern, m) {
       .def_prop_ro("address",
                    [](const Tensor& t) { return reinterpret_cast<std::uintptr_t>(t.data); })
       .def("merge_axes",
-           [](const Tensor& t, const std::string& where, const std::vector<std::int64_t>& shape) {
-             return merge_axes(where, t, shape);
-           });
+           [](const Tensor& t, const std::string& where, const OperandInfo& operand) {
+             return merge_axes(where, t, operand.expected);
+           })
+      .def("fits", [](const Tensor& t, const OperandInfo& operand) {
+        const Shape& shape = operand.expected.shape;
+        return std::equal(t.shape.begin(), t.shape.end(), shape.dim.begin(),
+                          shape.dim.begin() + shape.rank) ||
+               split_rows(t, operand.expected);
+      });
 
   nb::class_<PyPlan>(m, "Plan")
       .def("run", &PyPlan::run, nb::kw_only(), nb::arg("stream").none() = nb::none(),

@@ -63,6 +63,12 @@ class Operand:
     @property
     def in_out(self) -> bool:
         """Read, then written."""
+    @property
+    def unread_without(self) -> str | None:
+        """What would have it read, where the descriptor does not."""
+    @property
+    def extra(self) -> bool:
+        """An output that is made only when asked for."""
 
 class Op:
     @property
@@ -207,7 +213,7 @@ def stub(function):
         if kind == "input":
             kinds = "Array | float"
         elif kind == "output":
-            kinds = "Array | Literal[False]" if name in optional else "Array"
+            kinds = "Array | bool" if name in optional else "Array"
         elif kind == "field":
             kinds = field_type(body.fields[name])
         else:

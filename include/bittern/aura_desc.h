@@ -135,11 +135,20 @@ void visit_aura_fields(D& d, F&& f) {
   if constexpr (kFields.inverse) f("inverse", d.inverse, "apply the inverse rotation");
 }
 
-// The operand `table`, where the rotation has one.
+// The operand `table`, where the rotation has one and it is used; where not, the last operand.
 template <class A, class F>
-void visit_rotation(const AuraDesc& d, A& a, F&& f) {
-  if (d.rotation == Rotation::identity) return;
+void visit_rotation(const AuraDesc& d, A& a, F&& f, bool used = true) {
+  if (d.rotation == Rotation::identity || !used) return;
   f("table", a.table, Operand{DType::f32, d.rotation_shape()});
 }
+template <class A, class F>
+void visit_unread_rotation(const AuraDesc& d, A& a, F&& f, bool used = true) {
+  if (d.rotation != Rotation::identity && used) return;
+  const char* with = used ? "a hadamard or dense rotation" : "rotated = false";
+  f("table", a.table, Operand::read_if(false, DType::f32, {0}, with));
+}
+
+// Rows of codes, norms and values: in any arrangement.
+inline constexpr unsigned kAuraRows = Operand::kStrided | Operand::kRowAxes;
 
 }  // namespace bittern

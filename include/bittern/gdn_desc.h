@@ -92,14 +92,11 @@ struct GdnDesc {
                : Shape{batch, state_chunks(), value_heads, value_dim, key_dim};
   }
   Operand sequence_operand() const {
-    return {DType::s32,
-            {n_sequences > 0 ? n_sequences + 1 : 0},
-            n_sequences > 0 ? 0u : static_cast<unsigned>(Operand::kOptional)};
+    return Operand::read_if(n_sequences > 0, DType::s32, {n_sequences > 0 ? n_sequences + 1 : 0},
+                            "n_sequences");
   }
-  // An operand that is read, and so required, only where a flag says so.
-  static Operand read_if(bool read, Shape shape) {
-    return {DType::f32, shape, read ? 0u : static_cast<unsigned>(Operand::kOptional)};
-  }
+  // a_log and dt_bias.
+  Operand gate_operand() const { return Operand::read_if(gate, DType::f32, {value_heads}, "gate"); }
 };
 
 // Which fields an op reads beyond batch, tokens, value_heads, chunk and n_sequences.

@@ -15,6 +15,8 @@
 //                               not tell; "" where they do
 //   flops(desc)               for an op bound by matrix work: what `bench` compares with the GEMM
 //   elements(desc)            how many elements `bench` counts, when not outer * axis * inner size
+//   rows(desc)                the field that counts rows, where each is computed by itself: views
+//                             whose rows do not follow at one distance then run piece by piece
 #pragma once
 #include <cstddef>
 #include <string_view>
@@ -68,10 +70,26 @@ struct Operand {
     // marked so: element i of the output depends on that input's element i alone.
     kInPlace = 4,
     kInOut = 8,  // an output that is read first: a state, a cache
+    // Any strides but that of the last axis, whose elements follow one another. An input's may be
+    // 0, an output's keep its elements apart.
+    kStrided = 16,
+    // The first axis counts rows, which a view may have as several axes: [batch, heads, tokens,
+    // dim] for [rows, dim].
+    kRowAxes = 32,
+    kScattered = 256 | kStrided,  // and of the last axis too
+    kExtra = 64,    // an optional output that few callers want: what makes outputs leaves it out
+    kUnread = 128,  // this descriptor does not read it: it must be left out, or empty
   };
   DType dtype;
   Shape shape;
   unsigned flags = 0;
+  const char* read_with = "";  // of what is unread: the field that would have it read
+
+  // Of an operand that is read, and then required, only if a field says so.
+  static Operand read_if(bool read, DType dtype, const Shape& shape, const char* with,
+                         unsigned flags = 0) {
+    return {dtype, shape, read ? flags : flags | kOptional | kUnread, with};
+  }
 };
 
 template <class Op>

@@ -60,6 +60,14 @@ struct View {
   operator View<Const>() const {
     return {data, dtype, device, shape, stride};
   }
+  // Elements from the first one to the one with these indices of the leading axes.
+  template <class... Index>
+  std::int64_t at(Index... index) const {
+    std::size_t axis = 0;
+    std::int64_t offset = 0;
+    ((offset += index * stride.dim[axis++]), ...);
+    return offset;
+  }
   // Elements from one index of the first axis to the next.
   std::int64_t row_stride() const { return stride[0]; }
 };

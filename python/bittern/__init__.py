@@ -11,12 +11,23 @@ How a function fills in what it was not told:
              granularity "channel"), the axes before it are rows. Other operands may have those axes
              merged or not. Packed codes alone do not say how long a row is; scales do. In any other
              op a size is the axis that is named after it, and axes before an operand's first are
-             merged into that one.
-  dtypes     `element`, `code`, `f32_scale` and their like follow the arrays given.
+             merged into that one. A single axis where rows are expected is one row, and gives one.
+  dtypes     `element`, `code`, `f32_scale` and their like follow the arrays given. A dtype field
+             takes bittern's names ("s8") and those of numpy and torch ("int8", np.int8, torch.int8).
   outputs    those not given are allocated by the framework of the first array; `False` leaves an
-             optional one out. They are returned in the op's order, as a tuple if several. An
-             operand that is read and then written is given, and not returned.
-  numbers    a Python number given for an input fills it.
+             optional one out, `True` asks for one. They are returned in the op's order, as a tuple
+             if several. By default all are made but extras (`ops()` marks them: the `snapshots` of
+             gdn_recurrent_step), which are large and which few callers want. An operand that is
+             read and then written is given, and not returned.
+  numbers    a number given for an input fills it: Python's or numpy's, an integer within range
+             where the input is of an integer dtype.
+  copies     arrays are used where they are, but for small ones in a framework's default dtype:
+             lengths, starts, cu_seqlens, block_table, state_index and zero_point of any integer
+             dtype become int32, an integer or bool mask becomes uint8, and g, beta, a_log and
+             dt_bias in half precision become float32. An integer that int32 cannot hold is an
+             error; on CUDA, where looking would mean waiting, it becomes the nearest int32.
+  autograd   these functions have no gradient: a torch tensor that requires one is an error, unless
+             under torch.no_grad(). bittern.torch has the differentiable ones.
   device     that of the first array.
   stream     on CUDA, an int (cudaStream_t) or a stream of torch's; by default torch's current one.
              Another stream first waits for what the current one has to do; the results belong to
@@ -33,11 +44,15 @@ Tables of the KV codec come from `sphere_codebook`, `gaussian_codebook` and `mak
 Errors: ValueError (malformed), NotImplementedError (no kernel does it), MemoryError, RuntimeError.
 """
 
+import difflib as _difflib
 import functools as _functools
 import inspect as _inspect
 import itertools as _itertools
 import math as _math
+import numbers as _numbers
+import operator as _operator
 import os as _os
+import sys as _sys
 import types as _types
 
 from . import _cuda
@@ -126,11 +141,151 @@ def _new_array(like, shape, dtype, value=None):
     return np.empty(shape, dtype) if value is None else np.full(shape, value, dtype)
 
 
+@_functools.cache
+def _fields_of(op):
+    return {f.name: f for o in ops() if o.name == op for f in o.fields}
+
+
+def _nearest(name, names):
+    """"; did you mean 'x'?" where a name is like `name`."""
+    close = _difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def _is_bool(value):
+    numpy = _sys.modules.get("numpy")
+    return isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_))
+
+
+def _is_number(value):
+    return isinstance(value, _numbers.Real) or _is_bool(value)
+
+
+def _integer(where, value):
+    try:
+        if not _is_bool(value):
+            return _operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"{where}: {value!r}, expected an integer")
+
+
+def _field_value(op, field, value):
+    """A field's value as Python's own type, so that equal ones are equal to the cache of plans."""
+    where = f"{op}: {field.name}"
+    if field.choices:
+        if set(field.choices) & set(_FRAMEWORK_DTYPES):
+            named = getattr(value, "name", None) or getattr(value, "__name__", None) or value
+            named = str(named).removeprefix("torch.").removeprefix("mlx.core.")
+            ours = {theirs: name for name, theirs in _FRAMEWORK_DTYPES.items()}
+            return ours.get(named, value if isinstance(value, int) else named)
+        if isinstance(value, str):
+            return str(value)
+        if field.choices == ("false", "true"):
+            if not _is_bool(value) and value not in (0, 1):
+                raise ValueError(f"{where}: {value!r}, expected True or False")
+            return bool(value)
+        if _is_bool(value) or not hasattr(value, "__index__"):
+            raise ValueError(f"{where}: {value!r}, expected one of {' '.join(field.choices)}")
+        return _operator.index(value)
+    if not isinstance(field.default, float):
+        return _integer(where, value)
+    if _is_bool(value) or not isinstance(value, _numbers.Real):
+        raise ValueError(f"{where}: {value!r}, expected a number")
+    return float(value)
+
+
 def _make_desc(op, fields):
     desc = _Desc(op)
-    for field, value in fields:
-        desc.set(field, value)
+    known = _fields_of(op)
+    for name, value in fields:
+        desc.set(name, _field_value(op, known[name], value) if name in known else 0)
     return desc
+
+
+_LIMITS = {
+    "u8": (0, 2**8 - 1),
+    "s8": (-(2**7), 2**7 - 1),
+    "s32": (-(2**31), 2**31 - 1),
+    "u32": (0, 2**32 - 1),
+    "f16": (-65504.0, 65504.0),
+    "bf16": (-(2.0 - 2.0**-7) * 2.0**127, (2.0 - 2.0**-7) * 2.0**127),
+    "f32": (-(2.0 - 2.0**-23) * 2.0**127, (2.0 - 2.0**-23) * 2.0**127),
+}
+
+
+def _fill_value(where, dtype, value):
+    """A number that fills an input of `dtype`."""
+    if dtype in ("u8", "s8", "s32", "u32"):
+        value = _integer(where, int(value) if dtype == "u8" and _is_bool(value) else value)
+    else:
+        try:
+            value = float(value)
+        except OverflowError:
+            raise ValueError(f"{where}: {value}, expected a number that fits {dtype}") from None
+        if not _math.isfinite(value):
+            return value
+    low, high = _LIMITS.get(dtype, (-_math.inf, _math.inf))
+    if not low <= value <= high:
+        raise ValueError(f"{where}: {value}, expected {low}..{high} ({dtype})")
+    return value
+
+
+# Small inputs that frameworks hand over in a dtype of their own, and the one that ops take.
+_COPIED = {
+    **dict.fromkeys(
+        ("lengths", "starts", "cu_seqlens", "block_table", "state_index", "zero_point"), "s32"
+    ),
+    "mask": "u8",
+    **dict.fromkeys(("g", "beta", "a_log", "dt_bias"), "f32"),
+}
+_INTEGERS = ("u8", "s8", "s32", "u32", "int16", "uint16", "int64", "uint64")
+
+
+def _needs_copy(name, dtype):
+    wanted = _COPIED.get(name)
+    if wanted == "s32":
+        return dtype in _INTEGERS and dtype != "s32"
+    if wanted == "u8":
+        return dtype == "bool" or (dtype in _INTEGERS and dtype != "u8")
+    return wanted == "f32" and dtype in ("f16", "bf16")
+
+
+def _copied(where, name, array, dtype):
+    """The array in the dtype that the op takes; exact, or an error."""
+    wanted = _COPIED[name]
+    low, high = _LIMITS["s32"]
+    if torch := _cuda.torch_of(array):
+        if wanted != "s32":
+            return (array != 0).to(torch.uint8) if wanted == "u8" else array.to(torch.float32)
+        wide = array.to(torch.int64) if dtype != "uint64" else array.view(torch.int64)
+        if dtype == "uint64":  # beyond int64: beyond int32 all the more
+            wide = torch.where(wide < 0, high + 1, wide)
+        if array.is_cuda:
+            return wide.clamp(low, high).to(torch.int32)
+        least, most = (int(wide.min()), int(wide.max())) if wide.numel() else (0, 0)
+        result = wide
+    else:
+        import numpy as np
+
+        if dtype == "bf16" and not hasattr(array, "astype"):  # raw bits under another name
+            return (np.asarray(array.view("uint16")).astype(np.uint32) << 16).view(np.float32)
+        if type(array).__module__.partition(".")[0] == "mlx":
+            import mlx.core as mx
+
+            if wanted == "f32":
+                return array.astype(mx.float32)
+            array = np.array(array)
+        elif not isinstance(array, np.ndarray):
+            array = np.from_dlpack(array) if hasattr(array, "__dlpack__") else np.asarray(array)
+        if wanted != "s32":
+            return (array != 0).astype(np.uint8) if wanted == "u8" else array.astype(np.float32)
+        least, most = (int(array.min()), int(array.max())) if array.size else (0, 0)
+        result = array
+    for value in (least, most):
+        if not low <= value <= high:
+            raise ValueError(f"{where}: holds {value}, expected integers that fit int32")
+    return result.to(torch.int32) if torch else result.astype("int32")
 
 
 def _is_dtype_field(field):
@@ -200,6 +355,11 @@ class _RowSizes:
         """Sets the sizes; returns the shape of an output, made from the plan's operand."""
         layout, length = found
         rows, axes = self.find(tensors, layout, length, fields, given)
+        if _math.prod(axes[1:]) != 1 and fields.get("granularity", "group") != "channel":
+            raise ValueError(
+                f"{self.op}: axis: {given['axis']} of shape {list(rows + axes)}, expected the last"
+                " axis, along which groups and tokens lie, or granularity channel"
+            )
         desc.set("outer_size", _math.prod(rows))
         desc.set("axis_size", axes[0])
         if self.has_inner:
@@ -221,7 +381,7 @@ class _RowSizes:
                 if layout.get(name) != ((_ROWS, length) if full else (_ROWS, _GROUPS)):
                     continue
                 shape = tensor.shape
-                axis = given.get("axis", -1) if full else -1
+                axis = _integer(f"{self.op}: axis", given.get("axis", -1)) if full else -1
                 if not -len(shape) <= axis < len(shape):
                     raise ValueError(f"{self.op}: {name}: shape {list(shape)} has no axis {axis}")
                 axis %= len(shape)
@@ -231,7 +391,7 @@ class _RowSizes:
                 return rows, axes
         if given.get("axis_size") is not None:
             name, tensor = next((n, t) for n, t in tensors.items() if n in layout)
-            return tensor.shape[:-1], (given["axis_size"],)
+            return tensor.shape[:-1], (_integer(f"{self.op}: axis_size", given["axis_size"]),)
         raise ValueError(f"{self.op}: no array given tells the length of a row")
 
 
@@ -283,6 +443,18 @@ class _NamedSizes:
                     found.append((name, len(first), axis, c))
         return found
 
+    def refuse_rank(self, name, shape, desc):
+        """Says what each axis of the operand is."""
+        axes = next([str(n) for n in o.shape] for o in desc.unchecked_operands() if o.name == name)
+        for field in self.sizes:
+            for operand, _, axis, c in self.axes_of(desc, field):
+                if operand == name:
+                    axes[axis] = field if c == 0 else f"{field} {c:+d}"
+        raise ValueError(
+            f"{self.op}: {name}: shape {list(shape)}, expected {len(axes)} axes: "
+            f"[{', '.join(axes)}]"
+        )
+
     def set(self, desc, tensors, _, fields, given):
         trial = self.safe(desc, fields)
         free = [n for n in self.sizes if n not in fields]
@@ -293,21 +465,36 @@ class _NamedSizes:
                 if any(c > 0 for *_, c in axes) != counted:
                     continue
                 shapes = {o.name: o.shape for o in trial.unchecked_operands()}
+                # A field that has a given array read is not at its default, whatever its size.
+                has_read = any(
+                    o.unread_without == field and 0 not in tensors[o.name].shape
+                    for o in trial.unchecked_operands()
+                    if o.name in tensors
+                )
+                too_few = None
                 for name, count, axis, c in axes:
-                    shape = tensors[name].shape if name in tensors else ()
-                    if (counted and c <= 0) or len(shape) < count:
+                    if name not in tensors or (counted and c <= 0):
                         continue
-                    if shape == shapes[name]:
+                    shape = tensors[name].shape
+                    # Of rows, one by itself; but a column of numbers has no axis for each.
+                    one_row = count == 2 and len(shape) == 1 and shapes[name][1] != 1
+                    if len(shape) < count and not one_row:
+                        too_few = too_few or name
+                        continue
+                    if shape == shapes[name] and not has_read:
                         break
                     extra = len(shape) - count
                     lead, rest = shape[: extra + 1], shape[extra + 1 :]
-                    if axis == 0 and extra > 0:
+                    if axis == 0 and extra != 0:
                         merged[field] = lead
                     value = (_math.prod(lead), *rest)[axis] - c
                     desc.set(field, value)
                     if 0 < value < 2**31:
                         trial.set(field, value)
                     break
+                else:
+                    if too_few:
+                        self.refuse_rank(too_few, tensors[too_few].shape, trial)
         leading = {n: f for f in merged for n, _, axis, c in self.axes_of(trial, f) if axis == c == 0}
 
         def output_shape(operand):
@@ -315,6 +502,9 @@ class _NamedSizes:
             return merged[field] + operand.shape[1:] if field else operand.shape
 
         return output_shape
+
+
+_FLOAT64_HINT = "; numpy's default is float64: pass float32"
 
 
 class _Function:
@@ -325,6 +515,7 @@ class _Function:
         self.fields = {f.name: f for f in op.fields}
         self.inputs = [o for o in op.operands if not o.output or o.in_out]
         self.outputs = [o for o in op.operands if o.output and not o.in_out]
+        self.where = {o.name: f"{op.name}: {o.name}" for o in op.operands}
         self._remembered = _functools.lru_cache(maxsize=1024)(self._choose)
         try:
             self.sizes = _RowSizes(op, self.inputs)
@@ -374,19 +565,62 @@ class _Function:
             desc.set(field.name, value)
         tensors = {name: _types.SimpleNamespace(shape=shape) for name, _, shape in described}
         output_shape = self.sizes.set(desc, tensors, found, given_fields, dict(options))
-        chosen = desc.select(*selection)
-        return chosen, {o.name: output_shape(o) for o in chosen.operands if o.output}
+        try:
+            chosen = desc.select(*selection)
+        except NotImplementedError as error:
+            if "element: f64" not in str(error):
+                raise
+            raise NotImplementedError(f"{error}{_FLOAT64_HINT}") from None
+        return chosen, {o.name: output_shape(o) for o in chosen.operands if o.output}, desc
+
+    def check(self, operand, tensor, desc):
+        """Says what is wrong with an array before the plan does, which knows less about it."""
+        where, shape = self.where[operand.name], list(operand.shape)
+        if operand.unread_without is not None:
+            return tensor  # as the plan says
+        if tensor.dtype != operand.dtype:
+            hint = _FLOAT64_HINT if tensor.dtype == "f64" else ""
+            raise ValueError(
+                f"{where}: dtype {tensor.dtype}, expected {operand.dtype} {shape}{hint}"
+            )
+        merged = tensor.merge_axes(where, operand)
+        if not merged.fits(operand):
+            given, wanted = (str(list(s)).replace(" ", "") for s in (tensor.shape, shape))
+            raise ValueError(
+                f"{where}: shape {given}, expected {wanted}{self.because(operand, desc)}"
+            )
+        return merged
+
+    def because(self, operand, desc):
+        """" (bits=4)": the fields that an operand's shape follows from."""
+        found = []
+        for field in self.fields.values():
+            value = desc.get(field.name)
+            others = range(len(field.choices)) if field.choices else (value + 1, value * 2)
+            for other in others:
+                trial = desc.copy()
+                try:
+                    trial.set(field.name, other)
+                    shapes = {o.name: o.shape for o in trial.unchecked_operands()}
+                except (ValueError, NotImplementedError):
+                    continue
+                if shapes.get(operand.name, operand.shape) != operand.shape:
+                    found.append(f"{field.name}={field.choices[value] if field.choices else value}")
+                    break
+        return f" ({', '.join(found)})" if found else ""
 
     def run(self, given):
-        op = self.op.name
-        where = {o.name: f"{op}: {o.name}" for o in self.op.operands}
+        op, where = self.op.name, self.where
         written = {o.name for o in self.op.operands if o.output}
+        made = {o.name for o in self.outputs}
         arrays = {
             name: given[name]
             for name in where
-            if given.get(name) is not None and given.get(name) is not False
+            if given.get(name) is not None
+            and given.get(name) is not False
+            and not (given[name] is True and name in made)
         }
-        numbers = {n: a for n, a in arrays.items() if isinstance(a, (int, float))}
+        numbers = {n: a for n, a in arrays.items() if _is_number(a)}
         for name in numbers:
             del arrays[name]
             if name in written:
@@ -398,38 +632,56 @@ class _Function:
 
         first, like = next(iter(arrays.items()))
         like_device = tensors[first].device
+        for name, tensor in tensors.items():
+            if name not in written and _needs_copy(name, tensor.dtype):
+                with _cuda.allocating_for(arrays[name], stream):
+                    arrays[name] = _copied(where[name], name, arrays[name], tensor.dtype)
+                tensors[name] = _Tensor(where[name], arrays[name], False, stream)
         device = given["device"] or like_device
         names = self.sizes.names
         problem = (
-            tuple((n, given[n]) for n in self.fields if n not in names and given[n] is not None),
+            tuple(
+                (n, _field_value(op, f, given[n]))
+                for n, f in self.fields.items()
+                if n not in names and given[n] is not None
+            ),
             tuple((n, t.dtype, t.shape) for n, t in tensors.items()),
             tuple((n, given[n]) for n in ("axis", "axis_size") if n in given),
             (device, given["preference"], given["kernel"]),
         )
         read_by_select = num_threads(), _os.environ.get("BITTERN_KERNEL")
-        chosen, output_shapes = self.choose(problem, read_by_select)
+        chosen, output_shapes, desc = self.choose(problem, read_by_select)
 
         # A CUDA array that is not torch's brings no way to make another.
         can_allocate = like_device == "cpu" or _cuda.torch_of(like) is not None
         operands, results = {}, []
         for o in chosen.operands:
-            made = o.output and not o.in_out
-            left_out = o.optional and given.get(o.name) is False
-            if o.name in numbers or (made and o.name not in arrays and not left_out):
+            is_made = o.output and not o.in_out
+            wanted = given.get(o.name)
+            left_out = o.optional and (wanted is False or (wanted is None and o.extra))
+            if o.name in numbers or (is_made and o.name not in arrays and not left_out):
                 if not can_allocate:
                     raise NotImplementedError(
                         f"{where[o.name]}: no array, and on {like_device} only torch's are made"
                     )
-                shape = o.shape if o.name in numbers else output_shapes[o.name]
+                shape, value = output_shapes.get(o.name), None
+                if o.name in numbers:
+                    shape = o.shape if o.unread_without is None else (1,)
+                    value = _fill_value(where[o.name], o.dtype, numbers[o.name])
                 with _cuda.allocating_for(like, stream):
-                    arrays[o.name] = _new_array(like, shape, o.dtype, numbers.get(o.name))
+                    arrays[o.name] = _new_array(like, shape, o.dtype, value)
             if o.name in arrays:
                 tensor = tensors.pop(o.name, None) or _Tensor(
                     where[o.name], arrays[o.name], o.output, stream
                 )
-                operands[o.name] = tensor.merge_axes(where[o.name], o.shape)
-                if made:
+                operands[o.name] = self.check(o, tensor, desc)
+                if is_made:
                     results.append(arrays[o.name])
+        asked = {n for n in made if given.get(n) is True} | set(numbers)
+        for name in asked - {o.name for o in chosen.operands}:
+            raise ValueError(
+                f"{where[name]}: given, but this problem has no such operand; leave it out"
+            )
         operands.update(tensors)  # operands this problem does not have: the plan names them
         workspace = given["workspace"]
         if workspace is None and device != "cpu" and chosen.workspace_bytes:
@@ -453,7 +705,12 @@ def _make_function(op):
     )
 
     def function(*args, **kwargs):
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = [name for name in kwargs if name not in signature.parameters]
+            hint = _nearest(unknown[0], signature.parameters) if unknown else ""
+            raise TypeError(f"{op.name}: {error}{hint}") from None
         bound.apply_defaults()
         return body.run(bound.arguments)
 

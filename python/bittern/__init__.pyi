@@ -12,12 +12,23 @@ How a function fills in what it was not told:
              granularity "channel"), the axes before it are rows. Other operands may have those axes
              merged or not. Packed codes alone do not say how long a row is; scales do. In any other
              op a size is the axis that is named after it, and axes before an operand's first are
-             merged into that one.
-  dtypes     `element`, `code`, `f32_scale` and their like follow the arrays given.
+             merged into that one. A single axis where rows are expected is one row, and gives one.
+  dtypes     `element`, `code`, `f32_scale` and their like follow the arrays given. A dtype field
+             takes bittern's names ("s8") and those of numpy and torch ("int8", np.int8, torch.int8).
   outputs    those not given are allocated by the framework of the first array; `False` leaves an
-             optional one out. They are returned in the op's order, as a tuple if several. An
-             operand that is read and then written is given, and not returned.
-  numbers    a Python number given for an input fills it.
+             optional one out, `True` asks for one. They are returned in the op's order, as a tuple
+             if several. By default all are made but extras (`ops()` marks them: the `snapshots` of
+             gdn_recurrent_step), which are large and which few callers want. An operand that is
+             read and then written is given, and not returned.
+  numbers    a number given for an input fills it: Python's or numpy's, an integer within range
+             where the input is of an integer dtype.
+  copies     arrays are used where they are, but for small ones in a framework's default dtype:
+             lengths, starts, cu_seqlens, block_table, state_index and zero_point of any integer
+             dtype become int32, an integer or bool mask becomes uint8, and g, beta, a_log and
+             dt_bias in half precision become float32. An integer that int32 cannot hold is an
+             error; on CUDA, where looking would mean waiting, it becomes the nearest int32.
+  autograd   these functions have no gradient: a torch tensor that requires one is an error, unless
+             under torch.no_grad(). bittern.torch has the differentiable ones.
   device     that of the first array.
   stream     on CUDA, an int (cudaStream_t) or a stream of torch's; by default torch's current one.
              Another stream first waits for what the current one has to do; the results belong to
@@ -125,6 +136,12 @@ class Operand:
     @property
     def in_out(self) -> bool:
         """Read, then written."""
+    @property
+    def unread_without(self) -> str | None:
+        """What would have it read, where the descriptor does not."""
+    @property
+    def extra(self) -> bool:
+        """An output that is made only when asked for."""
 
 class Op:
     @property
@@ -323,8 +340,8 @@ def dequantize_per_group_backward(
     scale: Array | float,
     zero_point: Array | float | None = None,
     *,
-    dq: Array | Literal[False] | None = None,
-    d_scale: Array | Literal[False] | None = None,
+    dq: Array | bool | None = None,
+    d_scale: Array | bool | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
     element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
@@ -381,9 +398,9 @@ def fake_quantize_per_group_backward(
     scale: Array | float,
     zero_point: Array | float | None = None,
     *,
-    dx: Array | Literal[False] | None = None,
-    d_scale: Array | Literal[False] | None = None,
-    d_zero_point: Array | Literal[False] | None = None,
+    dx: Array | bool | None = None,
+    d_scale: Array | bool | None = None,
+    d_zero_point: Array | bool | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
     q_min: int = -128,
@@ -540,8 +557,8 @@ def qdq_affine_backward(
     q: Array | float,
     dy: Array | float,
     *,
-    d_scales: Array | Literal[False] | None = None,
-    d_biases: Array | Literal[False] | None = None,
+    d_scales: Array | bool | None = None,
+    d_biases: Array | bool | None = None,
     group_size: int = 64,
     bits: int = 0,
     n_bins: int = 0,
@@ -610,8 +627,8 @@ def gdn_recompute_w_u(
     a: Array | float,
     cu_seqlens: Array | float | None = None,
     *,
-    w: Array | Literal[False] | None = None,
-    u: Array | Literal[False] | None = None,
+    w: Array | bool | None = None,
+    u: Array | bool | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -752,9 +769,9 @@ def gdn_state(
     initial_state: Array | float | None = None,
     cu_seqlens: Array | float | None = None,
     *,
-    h: Array | Literal[False] | None = None,
-    v_new: Array | Literal[False] | None = None,
-    final_state: Array | Literal[False] | None = None,
+    h: Array | bool | None = None,
+    v_new: Array | bool | None = None,
+    final_state: Array | bool | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -844,7 +861,7 @@ def gdn_chunk_forward(
     cu_seqlens: Array | float | None = None,
     *,
     o: Array | None = None,
-    final_state: Array | Literal[False] | None = None,
+    final_state: Array | bool | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -1139,7 +1156,7 @@ def gdn_recurrent_step(
     state_index: Array | float | None = None,
     *,
     o: Array | None = None,
-    snapshots: Array | Literal[False] | None = None,
+    snapshots: Array | bool | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -1186,9 +1203,10 @@ def gdn_recurrent_step(
     NaN and infinities propagate as this arithmetic has it; a sequence's never reach another's.
 
     States. With pool = 0 sequence s has state s. With pool = P > 0 there are P states and sequence s
-    uses state state_index[s]: in range, and no two the same. The others are not touched.
-    snapshots, where given, receives the state after each token, for going back to it when later
-    tokens are rejected.
+    uses state state_index[s]: in range, and no two the same. The others are not touched. An index of
+    -1 skips its sequence, as servers pad their batches: its o and snapshots are zeros, nothing of it
+    is read. snapshots, where given, receives the state after each token, for going back to it when
+    later tokens are rejected.
     """
 
 def gdn_chunk_backward(
@@ -1210,9 +1228,9 @@ def gdn_chunk_backward(
     d_v: Array | None = None,
     d_g: Array | None = None,
     d_beta: Array | None = None,
-    d_a_log: Array | Literal[False] | None = None,
-    d_dt_bias: Array | Literal[False] | None = None,
-    d_initial_state: Array | Literal[False] | None = None,
+    d_a_log: Array | bool | None = None,
+    d_dt_bias: Array | bool | None = None,
+    d_initial_state: Array | bool | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -1296,8 +1314,8 @@ def causal_conv1d(
     mask: Array | float | None = None,
     cu_seqlens: Array | float | None = None,
     *,
-    y: Array | Literal[False] | None = None,
-    final_state: Array | Literal[False] | None = None,
+    y: Array | bool | None = None,
+    final_state: Array | bool | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     channels: int | None = None,
@@ -1340,10 +1358,10 @@ def causal_conv1d_backward(
     mask: Array | float | None = None,
     cu_seqlens: Array | float | None = None,
     *,
-    dx: Array | Literal[False] | None = None,
-    d_weight: Array | Literal[False] | None = None,
-    d_bias: Array | Literal[False] | None = None,
-    d_initial_state: Array | Literal[False] | None = None,
+    dx: Array | bool | None = None,
+    d_weight: Array | bool | None = None,
+    d_bias: Array | bool | None = None,
+    d_initial_state: Array | bool | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     channels: int | None = None,
@@ -1417,9 +1435,9 @@ def gated_rms_norm_backward(
     weight: Array | float,
     dy: Array | float,
     *,
-    dx: Array | Literal[False] | None = None,
-    dz: Array | Literal[False] | None = None,
-    d_weight: Array | Literal[False] | None = None,
+    dx: Array | bool | None = None,
+    dz: Array | bool | None = None,
+    d_weight: Array | bool | None = None,
     rows: int | None = None,
     dim: int | None = None,
     eps: float = 1e-06,
@@ -1474,9 +1492,9 @@ def gguf_dequantize(
 
 def gguf_quantize(
     w: Array | float,
-    importance: Array | float | None = None,
     scales: Array | float | None = None,
     biases: Array | float | None = None,
+    importance: Array | float | None = None,
     *,
     blocks: Array | None = None,
     outer_size: int | None = None,

@@ -8,10 +8,11 @@ take CPU and CUDA tensors, on torch's current stream. Values and gradients have 
 whose headers give the formulas (bittern/ops/fake_quantize_per_group_backward.h and its like).
 
 A tensor that is not contiguous is copied first; results are contiguous. A gradient has no gradient
-of its own.
+of its own. Forward-mode differentiation (torch.func.jvp, dual tensors) is an error.
 """
 
 import torch as _torch
+import torch.autograd.forward_ad as _forward_ad
 from torch import Tensor
 
 import bittern as _bittern
@@ -20,8 +21,30 @@ __all__ = ["fake_quantize_per_group", "qdq_affine"]
 
 
 def _plain(tensor):
-    """What DLPack exports: dense, and free of autograd."""
-    return None if tensor is None else tensor.detach().contiguous()
+    """What DLPack exports: dense, and free of autograd and of bits that negate or conjugate."""
+    return None if tensor is None else tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _refuse_tangents(op, **tensors):
+    """An operator without a rule for tangents would drop them without a word."""
+    if _torch.compiler.is_compiling() or _forward_ad._current_level < 0:
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and _forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"bittern.torch.{op}: {name}: has a tangent, and forward-mode differentiation is "
+                "not supported; use backward(), torch.func.vjp or torch.func.grad"
+            )
+
+
+def _check_devices(op, **tensors):
+    """For fake kernels, which torch runs as soon as one tensor is on the meta device."""
+    (first, device), *rest = ((n, t.device) for n, t in tensors.items() if t is not None)
+    for name, other in rest:
+        if other != device:
+            raise ValueError(
+                f"bittern.torch.{op}: {name}: on {other}, expected {device}, where {first} is"
+            )
 
 
 def _gradients_like(tensors, wanted):
@@ -59,6 +82,7 @@ def fake_quantize_per_group(
     The gradients are those of fake_quantize_per_group_backward: for x straight through where the
     code is in range, for the scale that of LSQ, for the zero point -scale where x is clamped.
     """
+    _refuse_tangents("fake_quantize_per_group", x=x, scale=scale, zero_point=zero_point)
     return _fake_quantize(x, scale, zero_point, group_size, q_min, q_max, granularity, axis)
 
 
@@ -94,7 +118,8 @@ def _fake_quantize(
 
 
 @_fake_quantize.register_fake
-def _(x, *_):
+def _(x, scale, zero_point, *_):
+    _check_devices("fake_quantize_per_group", x=x, scale=scale, zero_point=zero_point)
     return x.new_empty(x.shape)
 
 
@@ -128,7 +153,10 @@ def _fake_quantize_backward(
 
 
 @_fake_quantize_backward.register_fake
-def _(dy, x, scale, *rest):
+def _(dy, x, scale, zero_point, *rest):
+    _check_devices(
+        "fake_quantize_per_group_backward", dy=dy, x=x, scale=scale, zero_point=zero_point
+    )
     return _gradients_like((x, scale, scale), rest[-1])
 
 
@@ -171,6 +199,7 @@ def qdq_affine(
 
     The gradients are those of qdq_affine_backward: the sums of q * dy and of dy over each group.
     """
+    _refuse_tangents("qdq_affine", scales=scales, biases=biases)
     if q.dtype == _torch.int32:
         q = q.view(_torch.uint32)
     return _qdq_affine(q, scales, biases, group_size, bits, n_bins, rounding, dtype or scales.dtype)
@@ -205,6 +234,7 @@ def _qdq_affine(
 
 @_qdq_affine.register_fake
 def _(q, scales, biases, group_size, bits, n_bins, rounding, dtype):
+    _check_devices("qdq_affine", q=q, scales=scales, biases=biases)
     return _restored(scales, group_size, dtype)
 
 
@@ -232,6 +262,7 @@ def _qdq_affine_backward(
 
 @_qdq_affine_backward.register_fake
 def _(q, dy, scales, group_size, bits, n_bins, wanted):
+    _check_devices("qdq_affine_backward", q=q, dy=dy, scales=scales)
     return _gradients_like((scales, scales), wanted)
 
 

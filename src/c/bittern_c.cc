@@ -94,7 +94,8 @@ Status to_view(std::string_view op, const OperandInfo& operand, const bittern_te
   view.stride = view.shape;
   if (tensor.strides != nullptr) {
     for (int i = 0; i < tensor.rank; ++i) view.stride[i] = tensor.strides[i];
-  } else if (view.shape == operand.expected.shape) {
+  } else if (view.shape == operand.expected.shape ||
+             (operand.expected.flags & Operand::kRowAxes) != 0) {
     view.stride = view.shape.dense_strides();
   }
   return {};
@@ -255,7 +256,7 @@ bittern_code bittern_desc_operand(const bittern_desc* desc, size_t index,
     }
     operand->optional = (info.expected.flags & Operand::kOptional) != 0;
     operand->output = info.output;
-    operand->row_stride = (info.expected.flags & Operand::kRowStride) != 0;
+    operand->row_stride = (info.expected.flags & (Operand::kRowStride | Operand::kStrided)) != 0;
     operand->in_place = (info.expected.flags & Operand::kInPlace) != 0;
     operand->in_out = (info.expected.flags & Operand::kInOut) != 0;
     return {};

@@ -84,7 +84,8 @@ Result<Operands> make_operands(const Problem& problem, Meter& meter) {
   const std::vector<OperandInfo> infos = desc.operands();
   const std::string left_out = " " + problem.left_out + " ";
   const auto present = [&](const OperandInfo& o) {
-    return left_out.find(" " + std::string(o.name) + " ") == std::string::npos;
+    return (o.expected.flags & Operand::kUnread) == 0 &&
+           left_out.find(" " + std::string(o.name) + " ") == std::string::npos;
   };
   const auto bytes_of = [](const OperandInfo& o) {
     return static_cast<std::size_t>(o.expected.shape.numel()) * size_of(o.expected.dtype);

@@ -101,6 +101,8 @@ std::vector<std::string> operand_flags(const OperandInfo& o) {
   std::vector<std::string> flags;
   if ((o.expected.flags & Operand::kOptional) != 0) flags.emplace_back("optional");
   if ((o.expected.flags & Operand::kRowStride) != 0) flags.emplace_back("row stride");
+  if ((o.expected.flags & Operand::kStrided) != 0) flags.emplace_back("any strides");
+  if ((o.expected.flags & Operand::kExtra) != 0) flags.emplace_back("extra");
   if ((o.expected.flags & Operand::kInPlace) != 0) flags.emplace_back("in place");
   if ((o.expected.flags & Operand::kInOut) != 0) flags.emplace_back("read and written");
   return flags;

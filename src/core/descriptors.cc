@@ -266,11 +266,6 @@ Status check_gated_norm_desc(std::string_view op, const GatedNormDesc& d) {
 Status GdnRecurrentStep::check(const Desc& d) {
   BITTERN_TRY(check_gdn_desc(kName, d.heads()));
   BITTERN_TRY(expect_between(kName, "pool", d.pool, 0, INT32_MAX));
-  if (d.pool > 0 && d.pool < d.batch) {
-    return fail(
-        kName, "pool",
-        std::to_string(d.pool) + ", expected 0 or at least batch " + std::to_string(d.batch));
-  }
   BITTERN_TRY(expect_countable(kName, {d.states(), d.value_heads, d.key_dim, d.value_dim}));
   return expect_countable(kName, {d.batch, d.tokens, d.value_heads, d.key_dim, d.value_dim});
 }
@@ -285,7 +280,10 @@ Status GdnRecurrentStep::check_contents(const Desc& d, const Args& a) {
           kName, "state_index",
           "[" + std::to_string(s) + "] is " + std::to_string(index[s]) + ", expected " + expected);
     };
-    if (index[s] < 0 || index[s] >= d.pool) return wrong("0.." + std::to_string(d.pool - 1));
+    if (index[s] == -1) continue;
+    if (index[s] < 0 || index[s] >= d.pool) {
+      return wrong("0.." + std::to_string(d.pool - 1) + ", or -1 to skip the sequence");
+    }
     std::int64_t& first = user[static_cast<std::size_t>(index[s])];
     if (first >= 0) return wrong("a state other than that of [" + std::to_string(first) + "]");
     first = s;

@@ -42,6 +42,12 @@ inline GdnChunk gdn_chunk(const GdnDesc& d, const GdnSequence& s, std::int64_t i
   return {begin, std::min<std::int64_t>(d.chunk, s.end - begin), s.first_chunk + i};
 }
 
+// Elements from the first of x [batch, tokens, heads, ..] to those of a token and head.
+template <class View>
+std::int64_t gdn_at(const View& x, std::int64_t token, std::int64_t head) {
+  return x.at(token / x.shape[1], token % x.shape[1], head);
+}
+
 // Every chunk of every sequence.
 inline std::vector<GdnChunk> gdn_chunks(const GdnDesc& d, const ConstView& cu_seqlens) {
   std::vector<GdnChunk> all;

@@ -27,26 +27,24 @@ using tile::kLanes;
 using tile::Padded;
 using tile::V;
 
-// A number per token of a chunk, `stride` elements apart from `first` on; zeros to the end.
-inline void LoadRow(const ConstView& x, std::int64_t first, std::int64_t stride, std::int64_t rows,
-                    float* to) {
-  for (std::int64_t i = 0; i < rows; ++i) to[i] = x.as<float>()[first + i * stride];
-  for (std::int64_t i = rows; i < kRows; ++i) to[i] = 0;
+// Of x [batch, tokens, heads] one head's number per token of a chunk; zeros to the end.
+inline void LoadRow(const ConstView& x, const GdnChunk& chunk, std::int64_t head, float* to) {
+  const float* from = x.as<float>() + gdn_at(x, chunk.begin, head);
+  for (std::int64_t i = 0; i < chunk.rows; ++i) to[i] = from[i * x.stride[1]];
+  for (std::int64_t i = chunk.rows; i < kRows; ++i) to[i] = 0;
 }
 
-// Asks for the rows of one head and chunk of x [tokens, heads, width] ahead of their use: they lie
-// too far apart for the hardware to foresee.
+// Asks for the rows of one head and chunk of x [batch, tokens, heads, width] ahead of their use:
+// they lie too far apart for the hardware to foresee.
 template <class View>
-void Prefetch(const View& x, const GdnChunk& chunk, std::int64_t heads, std::int64_t head,
-              std::int64_t width) {
+void Prefetch(const View& x, const GdnChunk& chunk, std::int64_t head) {
   constexpr bool kWrite = std::is_same_v<View, MutView>;
   constexpr std::int64_t kLine = 64;
   const auto size = static_cast<std::int64_t>(size_of(x.dtype));
-  for (std::int64_t t = chunk.begin; t < chunk.begin + chunk.rows; ++t) {
-    const auto* row = static_cast<const char*>(x.data) + (t * heads + head) * width * size;
-    for (std::int64_t i = 0; i < width * size; i += kLine)
-      __builtin_prefetch(row + i, kWrite ? 1 : 0, 2);
-  }
+  const std::int64_t bytes = x.shape[3] * size;
+  const auto* row = static_cast<const char*>(x.data) + gdn_at(x, chunk.begin, head) * size;
+  for (std::int64_t t = 0; t < chunk.rows; ++t, row += x.stride[1] * size)
+    for (std::int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(row + i, kWrite ? 1 : 0, 2);
 }
 
 // Rows of masked tokens become zeros.
@@ -57,12 +55,21 @@ inline void ClearMasked(const ConstView& mask, const GdnChunk& chunk, std::int64
     if (mask.as<std::uint8_t>()[chunk.begin + i] == 0) std::fill_n(rows + i * stride, stride, 0.0f);
 }
 
-// The rows of one head of x [tokens, heads, width], masked ones as zeros; Padded(width) apart.
+// The rows of one head of x [batch, tokens, heads, width], to and from rows Padded(width) apart.
+inline void LoadRows(const ConstView& x, const GdnChunk& chunk, std::int64_t head, float* to) {
+  tile::Load(x, gdn_at(x, chunk.begin, head), x.stride[1], chunk.rows, x.shape[3], to,
+             Padded(x.shape[3]));
+}
+inline void StoreRows(const float* from, const GdnChunk& chunk, std::int64_t head,
+                      const MutView& x) {
+  tile::Store(from, Padded(x.shape[3]), chunk.rows, x.shape[3], x, gdn_at(x, chunk.begin, head),
+              x.stride[1]);
+}
+// Those of masked tokens as zeros.
 inline void LoadRows(const ConstView& x, const ConstView& mask, const GdnChunk& chunk,
-                     std::int64_t heads, std::int64_t head, std::int64_t width, float* to) {
-  tile::Load(x, (chunk.begin * heads + head) * width, heads * width, chunk.rows, width, to,
-             Padded(width));
-  ClearMasked(mask, chunk, Padded(width), to);
+                     std::int64_t head, float* to) {
+  LoadRows(x, chunk, head, to);
+  ClearMasked(mask, chunk, Padded(x.shape[3]), to);
 }
 
 inline float InverseNorm(const float* x, std::int64_t n) {
@@ -72,7 +79,7 @@ inline float InverseNorm(const float* x, std::int64_t n) {
 // Keys or queries, normalised where that is asked for.
 inline void LoadKeys(const GdnDesc& d, const ConstView& x, const ConstView& mask,
                      const GdnChunk& chunk, std::int64_t key_head, float* to) {
-  LoadRows(x, mask, chunk, d.key_heads, key_head, d.key_dim, to);
+  LoadRows(x, mask, chunk, key_head, to);
   if (!d.qk_l2norm) return;
   const std::int64_t stride = Padded(d.key_dim);
   for (std::int64_t i = 0; i < chunk.rows; ++i) {
@@ -87,9 +94,8 @@ void LoadGates(const GdnDesc& d, const Args& a, const GdnChunk& chunk, std::int6
                const Sums& sums, float* beta) {
   float* sum = sums.high;
   const D tag;
-  const std::int64_t first = chunk.begin * d.value_heads + h;
-  LoadRow(a.g, first, d.value_heads, chunk.rows, sum);
-  LoadRow(a.beta, first, d.value_heads, chunk.rows, beta);
+  LoadRow(a.g, chunk, h, sum);
+  LoadRow(a.beta, chunk, h, beta);
   if (d.gate) {
     const V rate = hn::Set(tag, -math::exp(a.a_log.template as<float>()[h]));
     const V bias = hn::Set(tag, a.dt_bias.template as<float>()[h]);

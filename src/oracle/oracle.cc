@@ -22,10 +22,13 @@ double Rng::awkward() {
 
 namespace {
 
+std::int64_t position(const Shape& shape, const Shape& stride, std::int64_t index) {
+  std::int64_t at = 0;
+  for (int i = shape.rank; i-- > 0; index /= shape[i]) at += index % shape[i] * stride[i];
+  return at;
+}
 std::int64_t position(const ConstView& v, std::int64_t index) {
-  if (v.shape.rank < 2) return index;
-  const std::int64_t row = v.shape.numel() / v.shape[0];
-  return index / row * v.stride[0] + index % row;
+  return position(v.shape, v.stride, index);
 }
 
 template <class F>
@@ -114,11 +117,9 @@ void fill(const ConstView& v, Rng& rng) {
 void canonicalise_nans(Store& store) {
   const std::int64_t numel = store.expected.shape.numel();
   (void)visit_float(store.expected.dtype, [&]<class T>(Type<T>) {
-    const std::int64_t rows = store.expected.shape[0];
-    const std::int64_t row = rows > 0 ? numel / rows : 0;
     for (std::int64_t i = 0; i < numel; ++i) {
       std::byte* at = store.bytes.data() + store.offset +
-                      static_cast<std::size_t>(i / row * store.row_stride + i % row) * sizeof(T);
+                      static_cast<std::size_t>(position(store.shape, store.stride, i)) * sizeof(T);
       T x;
       std::memcpy(&x, at, sizeof(T));
       if (std::isnan(to_math(x))) {
@@ -137,14 +138,12 @@ std::string difference(const Store& got, const Store& want) {
   const std::int64_t row = rows > 0 && numel > 0 ? numel / rows : 1;
   if (!got.output) return got.name + ": an input was changed";
   const auto view_of = [&](const Store& s) {
-    ConstView v{s.bytes.data() + s.offset, s.expected.dtype, {}, shape, shape.dense_strides()};
-    if (v.stride.rank > 1) v.stride[0] = s.row_stride;
-    return v;
+    return ConstView{s.bytes.data() + s.offset, s.expected.dtype, {}, s.shape, s.stride};
   };
   const ConstView g = view_of(got), w = view_of(want);
   const std::size_t size = size_of(got.expected.dtype);
   for (std::int64_t i = 0; i < numel; ++i) {
-    const auto at = static_cast<std::size_t>(i / row * got.row_stride + i % row) * size;
+    const auto at = static_cast<std::size_t>(position(got.shape, got.stride, i)) * size;
     if (std::memcmp(got.bytes.data() + got.offset + at, want.bytes.data() + want.offset + at,
                     size) != 0) {
       char text[96];
@@ -173,11 +172,60 @@ std::vector<Target> targets(const Settings& settings) {
   return out;
 }
 
-std::vector<Layout> layouts(int optional_operands, int in_place_pairs, std::uint64_t seed) {
+void lay_out(const Operand& expected, const Layout& layout, std::size_t which, Store& s) {
+  const bool any = layout.axis_order != 0 && (expected.flags & Operand::kStrided) != 0;
+  s.shape = expected.shape;
+  s.stride = s.shape.dense_strides();
+  const std::int64_t numel = s.shape.numel();
+  if (s.shape.rank < 2 || numel == 0) return;
+  const std::int64_t row = numel / s.shape[0];
+  // Odd, so that rows start at every alignment; the same for in-place partners of one dtype.
+  const std::int64_t pad = layout.padded_rows ? 3 + 2 * (row % 3) : 0;
+  if (!any) {
+    if ((expected.flags & (Operand::kRowStride | Operand::kStrided)) != 0) s.stride[0] = row + pad;
+    return;
+  }
+  Rng rng(static_cast<std::uint64_t>(layout.axis_order) * 31 + which);
+  if ((expected.flags & Operand::kRowAxes) != 0 && s.shape.rank < kMaxRank) {
+    for (const std::int64_t factor : {5, 3, 2}) {  // rows as two axes
+      if (s.shape[0] % factor != 0) continue;
+      Shape split{s.shape[0] / factor, factor};
+      for (int i = 1; i < s.shape.rank; ++i) split[split.rank++] = s.shape[i];
+      s.shape = split;
+      break;
+    }
+  }
+  // The axes in any order, the last innermost unless it may lie anywhere; room after each.
+  const bool scattered =
+      (expected.flags & Operand::kScattered) == static_cast<unsigned>(Operand::kScattered);
+  std::vector<int> axes;
+  for (int i = 0; i < s.shape.rank; ++i) axes.push_back(i);
+  const int mixed = s.shape.rank - (scattered ? 0 : 1);
+  for (int i = 0; i + 1 < mixed; ++i)
+    std::swap(axes[static_cast<std::size_t>(i)],
+              axes[static_cast<std::size_t>(i + rng.below(mixed - i))]);
+  s.stride = s.shape;
+  std::int64_t step = 1;
+  for (auto axis = axes.rbegin(); axis != axes.rend(); ++axis) {
+    s.stride[*axis] = step;
+    step = step * s.shape[*axis] + (layout.padded_rows ? rng.below(4) : 0);
+  }
+  // A batch that shares its values.
+  if (!s.output && s.shape.rank > 2 && rng.chance(4)) s.stride[axes.front()] = 0;
+}
+
+std::vector<Layout> layouts(int optional_operands, int in_place_pairs, bool strided,
+                            std::uint64_t seed) {
   std::vector<Layout> out;
   Rng rng(seed + 77);
   out.push_back({});
   out.push_back({.padded_rows = true, .unaligned = true});
+  if (strided) {
+    out.push_back({.axis_order = static_cast<int>(1 + rng.below(1000))});
+    out.push_back({.padded_rows = true,
+                   .unaligned = true,
+                   .axis_order = static_cast<int>(1 + rng.below(1000))});
+  }
   const auto leave_out = [&](int mask) {
     out.push_back({.padded_rows = rng.chance(2), .unaligned = rng.chance(2), .left_out = mask});
   };

@@ -47,7 +47,7 @@ template <class T>
 T* data(const ConstView& v) {
   return const_cast<T*>(v.as<T>());
 }
-// Element `index` of any dtype, counted densely, through the row stride.
+// Element `index` of any dtype, counted densely, through the strides.
 void put(const ConstView& v, std::int64_t index, double value);
 double get(const ConstView& v, std::int64_t index);
 // The next representable value of the dtype, `steps` times up (or down, when negative).
@@ -95,8 +95,8 @@ struct Store {
   Operand expected;
   bool output = false;
   bool present = true;
-  std::int64_t row_stride = 0;  // elements
-  std::size_t offset = 0;       // of the first element in `bytes`
+  Shape shape, stride;     // of the view: as expected, or with the first axis as several
+  std::size_t offset = 0;  // of the first element in `bytes`
   std::vector<std::byte> bytes;
 };
 
@@ -106,6 +106,7 @@ struct Layout {
   bool unaligned = false;    // addresses that are multiples of the element size alone
   int left_out = 0;          // a mask over the optional operands
   int in_place = -1;         // which (input, output) pair shares memory, -1: none
+  int axis_order = 0;        // where it allows any strides: in what order its axes lie, 0: as ever
 };
 
 template <class Op>

@@ -7,6 +7,8 @@
 
 namespace bittern::oracle {
 
+// The shape and strides of an operand's view; `which` one of the op's it is.
+void lay_out(const Operand& expected, const Layout& layout, std::size_t which, Store& s);
 // Random content for a float, integer or code operand, before aim().
 void fill(const ConstView& v, Rng& rng);
 // NaN payloads are not promised: every NaN of a float output becomes the same one.
@@ -26,19 +28,16 @@ Problem<Op> make_problem(const typename Op::Desc& desc, std::uint64_t seed, cons
     s.name = n;
     s.expected = expected;
     s.output = std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>;
-    if ((expected.flags & Operand::kOptional) != 0 && expected.shape.numel() != 0) {
+    if ((expected.flags & Operand::kUnread) != 0) {
+      s.present = false;
+    } else if ((expected.flags & Operand::kOptional) != 0 && expected.shape.numel() != 0) {
       s.present = (layout.left_out >> optional++ & 1) == 0;
     }
-    const Shape& shape = expected.shape;
-    const std::int64_t numel = shape.numel(), rows = shape.rank > 0 ? shape[0] : 1;
-    const std::int64_t row = rows > 0 ? numel / rows : 0;
-    const bool pad =
-        layout.padded_rows && shape.rank > 1 && (expected.flags & Operand::kRowStride) != 0;
-    // Odd, so that rows start at every alignment; the same for in-place partners of one dtype.
-    s.row_stride = row + (pad ? 3 + 2 * (row % 3) : 0);
+    lay_out(expected, layout, p.stores.size(), s);
     const std::size_t size = size_of(expected.dtype);
     s.offset = kCanary + (layout.unaligned ? size : 0);
-    const std::int64_t span = numel == 0 ? 0 : (rows - 1) * s.row_stride + row;
+    std::int64_t span = s.shape.numel() == 0 ? 0 : 1;
+    for (int i = 0; i < s.shape.rank && span > 0; ++i) span += (s.shape[i] - 1) * s.stride[i];
     s.bytes.assign(s.offset + static_cast<std::size_t>(span) * size + kCanary, kPoison);
   });
   std::size_t i = 0;
@@ -46,9 +45,8 @@ Problem<Op> make_problem(const typename Op::Desc& desc, std::uint64_t seed, cons
   Op::operands(desc, p.args, [&](const char*, auto& v, const Operand& expected) {
     Store* s = &p.stores[i++];
     v.dtype = expected.dtype;
-    v.shape = expected.shape;
-    v.stride = expected.shape.dense_strides();
-    if (v.stride.rank > 1) v.stride[0] = s->row_stride;
+    v.shape = s->shape;
+    v.stride = s->stride;
     if (!s->present) return;
     if (s->output && (expected.flags & Operand::kInPlace) != 0) {
       for (Store& in : p.stores) {
@@ -181,7 +179,8 @@ struct Target {
 std::vector<Target> targets(const Settings& settings);
 
 // The layouts worth trying for an op with these operands.
-std::vector<Layout> layouts(int optional_operands, int in_place_pairs, std::uint64_t seed);
+std::vector<Layout> layouts(int optional_operands, int in_place_pairs, bool strided,
+                            std::uint64_t seed);
 
 template <class Op>
 Report parity(const typename Op::Desc& desc, const Settings& settings,
@@ -199,10 +198,13 @@ Report parity(const typename Op::Desc& desc, const Settings& settings,
     return report;
   }
   int optional = 0, pairs = 0;
+  bool strided = false;
   {
     const Problem<Op> probe = make_problem<Op>(desc, settings.seed, {}, false);
     for (const Store& s : probe.stores) {
-      optional += (s.expected.flags & Operand::kOptional) != 0 && s.expected.shape.numel() != 0;
+      optional += (s.expected.flags & Operand::kOptional) != 0 &&
+                  (s.expected.flags & Operand::kUnread) == 0 && s.expected.shape.numel() != 0;
+      strided = strided || (candidate == nullptr && (s.expected.flags & Operand::kStrided) != 0);
       for (const Store& in : probe.stores) {
         pairs += s.output && !in.output &&
                  (s.expected.flags & in.expected.flags & Operand::kInPlace) != 0 &&
@@ -213,7 +215,7 @@ Report parity(const typename Op::Desc& desc, const Settings& settings,
   const std::vector<Target> all =
       candidate != nullptr ? std::vector<Target>{{"candidate", {}, "", cpu::Isa::none, 1}}
                            : targets(settings);
-  for (const Layout& layout : layouts(optional, pairs, settings.seed)) {
+  for (const Layout& layout : layouts(optional, pairs, strided, settings.seed)) {
     Layout apart = layout;
     apart.in_place = -1;
     Problem<Op> want = make_problem<Op>(desc, settings.seed, apart);

@@ -54,7 +54,9 @@ class PlanOf final : public AnyPlan {
         for (std::size_t i = 0; i < field_names<T>().size(); ++i) {
           member = static_cast<T>(i);
           const auto infos = operand_infos<Op>(desc);
-          if (std::any_of(infos.begin(), infos.end(), [&](auto& o) { return o.name == name; }))
+          if (std::any_of(infos.begin(), infos.end(), [&](auto& o) {
+                return o.name == name && (o.expected.flags & Operand::kUnread) == 0;
+              }))
             with.push_back(field_names<T>()[i]);
         }
         member = before;

@@ -21,6 +21,43 @@ bool same_strides(const Extent& a, const Extent& b) {
   return true;
 }
 
+// The strides of an operand that may have any; `span` is the number of elements from its first to
+// its last, 0 when it has none.
+Status check_strides(std::string_view op, const char* operand, const ConstView& view, bool output,
+                     unsigned flags, std::int64_t& span) {
+  span = 0;
+  if (view.shape.numel() == 0) return {};
+  const auto refuse = [&](int axis, const std::string& what) {
+    return unsupported(std::string(op).append(": ").append(operand) + ": stride " +
+                       std::to_string(view.stride[axis]) + " of axis " + std::to_string(axis) +
+                       ", expected " + what);
+  };
+  std::array<int, kMaxRank> axes;  // longer than 1, those of a small stride first
+  int count = 0;
+  for (int i = 0; i < view.shape.rank; ++i) {
+    if (view.shape[i] <= 1) continue;
+    const bool last = i + 1 == view.shape.rank &&
+                      (flags & Operand::kScattered) != static_cast<unsigned>(Operand::kScattered);
+    if (last && view.stride[i] != 1) return refuse(i, "1");
+    if (view.stride[i] < 0) return refuse(i, "at least 0");
+    if (view.stride[i] > (std::int64_t{1} << 59) / view.shape[i]) {
+      return fail(op, operand,
+                  "stride " + std::to_string(view.stride[i]) + " spans more than 2^59 elements");
+    }
+    axes[static_cast<std::size_t>(count++)] = i;
+  }
+  std::sort(axes.begin(), axes.begin() + count,
+            [&](int a, int b) { return view.stride[a] < view.stride[b]; });
+  span = 1;
+  for (int n = 0; n < count; ++n) {
+    const int i = axes[static_cast<std::size_t>(n)];
+    if (output && view.stride[i] < span) return refuse(i, "at least " + std::to_string(span));
+    span += (view.shape[i] - 1) * view.stride[i];
+  }
+  if (span > std::int64_t{1} << 59) return fail(op, operand, "spans more than 2^59 elements");
+  return {};
+}
+
 }  // namespace
 
 Result<std::string_view> kernel_variable(std::string_view op,
@@ -43,6 +80,20 @@ Status check_device(std::string_view op, Device device) {
   return fail(op, "device", name(device) + ", expected cpu, whose index is 0");
 }
 
+bool splits_rows(const Shape& shape, const Operand& expected) {
+  const int extra = shape.rank - expected.shape.rank;
+  if ((expected.flags & Operand::kRowAxes) == 0 || extra <= 0 || shape.rank > kMaxRank)
+    return false;
+  std::int64_t rows = 1;
+  for (int i = 0; i <= extra; ++i) {
+    if (shape[i] < 0 || (rows != 0 && shape[i] > (std::int64_t{1} << 59) / rows)) return false;
+    rows *= shape[i];
+  }
+  for (int i = 1; i < expected.shape.rank; ++i)
+    if (shape[extra + i] != expected.shape[i]) return false;
+  return rows == expected.shape[0];
+}
+
 Status check_operand(std::string_view op, const char* operand, const ConstView& view, bool output,
                      const Operand& expected, Device device, Extent& extent) {
   if (left_out(view)) {
@@ -50,12 +101,19 @@ Status check_operand(std::string_view op, const char* operand, const ConstView& 
     return fail(op, operand,
                 "null, expected " + std::string(name(expected.dtype)) + " " + expected.shape.str());
   }
+  if ((expected.flags & Operand::kUnread) != 0) {
+    const auto* const end = view.shape.dim.data() + view.shape.rank;
+    if (std::find(view.shape.dim.data(), end, 0) != end) return {};
+    return fail(
+        op, operand,
+        std::string("given, but read only with ").append(expected.read_with) + "; leave it out");
+  }
   if (view.dtype != expected.dtype) {
     return fail(
         op, operand,
         std::string("dtype ").append(name(view.dtype)) + ", expected " + name(expected.dtype));
   }
-  if (view.shape != expected.shape) {
+  if (view.shape != expected.shape && !splits_rows(view.shape, expected)) {
     return fail(op, operand, "shape " + view.shape.str() + ", expected " + expected.shape.str());
   }
   if (view.device != device) {
@@ -63,6 +121,20 @@ Status check_operand(std::string_view op, const char* operand, const ConstView& 
   }
   if (view.stride.rank != view.shape.rank) {
     return fail(op, operand, "strides " + view.stride.str() + ", expected one per axis");
+  }
+  const std::size_t size = size_of(expected.dtype);
+  if ((expected.flags & Operand::kStrided) != 0) {
+    std::int64_t span = 0;
+    BITTERN_TRY(check_strides(op, operand, view, output, expected.flags, span));
+    if (reinterpret_cast<std::uintptr_t>(view.data) % size != 0) {
+      return fail(op, operand, "address is not a multiple of " + std::to_string(size));
+    }
+    if (span == 0) return {};
+    const auto* begin = static_cast<const std::byte*>(view.data);
+    extent = {operand,        begin,   begin + static_cast<std::size_t>(span) * size,
+              expected.dtype, nullptr, nullptr,
+              expected.flags, output};
+    return {};
   }
   const int rank = expected.shape.rank;
   std::int64_t row = 1;  // elements spanned by the axes after `i`
@@ -75,7 +147,6 @@ Status check_operand(std::string_view op, const char* operand, const ConstView& 
                        std::to_string(stride) + " of axis " + std::to_string(i) + ", expected " +
                        (may_pad ? "at least " : "") + std::to_string(row));
   }
-  const std::size_t size = size_of(expected.dtype);
   if (reinterpret_cast<std::uintptr_t>(view.data) % size != 0) {
     return fail(op, operand, "address is not a multiple of " + std::to_string(size));
   }
@@ -97,6 +168,26 @@ Status check_operand(std::string_view op, const char* operand, const ConstView& 
             expected.dtype, nullptr, nullptr,
             expected.flags, output};
   return {};
+}
+
+RowRuns::RowRuns(const Shape& shape, const Shape& stride, int inner) {
+  for (int i = 0; i < shape.rank - inner; ++i) {
+    if (shape[i] == 1) continue;
+    // An axis that goes on where the one before it steps to is the same run.
+    if (axes_ > 0 && stride_[axes_ - 1] == shape[i] * stride[i]) {
+      length_[axes_ - 1] *= shape[i];
+      stride_[axes_ - 1] = stride[i];
+      continue;
+    }
+    length_[axes_] = shape[i];
+    stride_[axes_++] = stride[i];
+  }
+}
+
+std::int64_t RowRuns::offset(std::int64_t row) const {
+  std::int64_t elements = 0;
+  for (std::size_t i = axes_; i-- > 0; row /= length_[i]) elements += row % length_[i] * stride_[i];
+  return elements;
 }
 
 Status check_overlap(std::string_view op, std::span<const Extent> extents) {

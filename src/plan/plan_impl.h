@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <new>
+#include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/float_mode.h"
@@ -42,6 +44,8 @@ inline bool left_out(const ConstView& view) {
 Result<std::string_view> kernel_variable(std::string_view op,
                                          std::span<const std::string_view> known);
 Status check_device(std::string_view op, Device device);
+// Whether `shape` has the first axis of what is expected as several.
+bool splits_rows(const Shape& shape, const Operand& expected);
 // `view` against what the descriptor implies; fills `extent` when it is ok and not left out.
 Status check_operand(std::string_view op, const char* name, const ConstView& view, bool output,
                      const Operand& expected, Device device, Extent& extent);
@@ -86,6 +90,68 @@ std::string shape_hint(const typename Op::Desc& desc, std::string_view operand, 
   }
   if (found.rank == expected.rank) return {};
   return "the axes are " + axes_text<Op>(desc, operand, expected);
+}
+
+// The rows of a view that has them as axes of any strides: runs of rows at one distance.
+class RowRuns {
+ public:
+  RowRuns() = default;
+  // The last `inner` axes are a row's.
+  RowRuns(const Shape& shape, const Shape& stride, int inner);
+  // Rows at one distance from each other, from any multiple of this on; 0: all.
+  std::int64_t length() const { return axes_ == 0 ? 0 : length_[axes_ - 1]; }
+  std::int64_t stride() const { return axes_ == 0 ? 0 : stride_[axes_ - 1]; }
+  bool whole() const { return axes_ <= 1; }
+  // Elements from the first row to this one.
+  std::int64_t offset(std::int64_t row) const;
+
+ private:
+  std::size_t axes_ = 0;
+  std::array<std::int64_t, kMaxRank> length_{}, stride_{};
+};
+
+// A kernel knows rows at one distance. Views that have them otherwise run in as few pieces as they
+// allow.
+template <class Op>
+Status run_rows(const Kernel<Op>& kernel, const typename Op::Desc& desc,
+                const typename Op::Args& args, Stream stream, Workspace workspace) {
+  typename Op::Desc piece = desc;
+  std::int64_t& rows = Op::rows(piece);
+  const std::int64_t all = rows;
+  std::array<RowRuns, kMaxOperands> runs;
+  bool plain = true;
+  const auto each = [&](auto& some, auto&& f) {
+    std::size_t i = 0;
+    Op::operands(desc, some, [&](const char*, auto& v, const Operand& expected) {
+      if ((expected.flags & Operand::kRowAxes) != 0 && v.data != nullptr) f(v, expected, runs[i]);
+      ++i;
+    });
+  };
+  typename Op::Args some = args;
+  each(some, [&](const auto& v, const Operand& expected, RowRuns& run) {
+    plain = plain && v.shape.rank == expected.shape.rank;
+    run = RowRuns(v.shape, v.stride, expected.shape.rank - 1);
+    if (!run.whole()) rows = std::gcd(rows, run.length());
+  });
+  if (plain) return kernel.run(desc, args, stream, workspace);
+  for (std::int64_t first = 0; first < all; first += rows) {
+    some = args;
+    each(some, [&](auto& v, const Operand& expected, const RowRuns& run) {
+      const int extra = v.shape.rank - expected.shape.rank;
+      Shape shape = expected.shape, stride = expected.shape;
+      shape[0] = rows;
+      stride[0] = run.stride();
+      for (int i = 1; i < shape.rank; ++i) stride[i] = v.stride[i + extra];
+      using Byte = std::conditional_t<std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>,
+                                      std::byte, const std::byte>;
+      v.data = static_cast<Byte*>(v.data) +
+               run.offset(first) * static_cast<std::int64_t>(size_of(v.dtype));
+      v.shape = shape;
+      v.stride = stride;
+    });
+    BITTERN_TRY(kernel.run(piece, some, stream, workspace));
+  }
+  return {};
 }
 
 }  // namespace plan_detail
@@ -158,7 +224,8 @@ Status Plan<Op>::can_implement(const Args& args) const {
       status = plan_detail::check_operand(Op::kName, operand, v, false, expected, device_, extent);
     }
     if (!status.ok() && v.dtype == expected.dtype && v.shape != expected.shape &&
-        !plan_detail::left_out(v)) {
+        (expected.flags & Operand::kUnread) == 0 && !plan_detail::left_out(v) &&
+        !plan_detail::splits_rows(v.shape, expected)) {
       const std::string hint = plan_detail::shape_hint<Op>(desc_, operand, v.shape, expected.shape);
       if (!hint.empty())
         status = {status.code(), std::string(status.message()).append(": ").append(hint)};
@@ -224,7 +291,12 @@ Status Plan<Op>::run(const Args& args, Stream stream, Workspace workspace) const
         work = work || (v.data != nullptr && expected.shape.numel() != 0);
       }
     });
-    return work ? kernel_->run(desc_, args, stream, workspace) : Status();
+    if (!work) return {};
+    if constexpr (requires { Op::rows(std::declval<Desc&>()); }) {
+      return plan_detail::run_rows<Op>(*kernel_, desc_, args, stream, workspace);
+    } else {
+      return kernel_->run(desc_, args, stream, workspace);
+    }
   } catch (const std::bad_alloc&) {
     return Status(Code::out_of_memory, std::string(Op::kName));
   }

@@ -107,7 +107,9 @@ def test_recurrent_step():
     assert rms_ratio(np.concatenate(steps, axis=1), c["o_hf_step"]) < 1e-6
     assert rms_ratio(state, c["ht_hf_step"]) < 1e-6
     state = c["h0"].copy()
-    o, snapshots = bittern.gdn_recurrent_step(*(c[n] for n in names), state=state)
+    o, snapshots = bittern.gdn_recurrent_step(
+        *(c[n] for n in names), state=state, snapshots=True
+    )
     assert np.array_equal(o, np.concatenate(steps, axis=1))
     assert np.array_equal(snapshots[:, -1], state)
 

@@ -329,6 +329,47 @@ def test_errors(device):
         bittern.torch.qdq_affine(q, scales, biases[:, :2], **fields)
 
 
+@pytest.mark.parametrize("name", ["scale", "zero_point", "x"])
+def test_a_meta_tensor_beside_others_is_an_error(name):
+    (x, scale, zero_point, _), fields = fake_quantize_problem("cpu")
+    tensors = {"x": x, "scale": scale, "zero_point": zero_point}
+    tensors[name] = tensors[name].to("meta")
+    with pytest.raises(Exception, match="fake_quantize_per_group: .*: on .*, expected"):
+        bittern.torch.fake_quantize_per_group(**tensors, **fields)
+    all_meta = {n: t.to("meta") for n, t in tensors.items()}
+    assert bittern.torch.fake_quantize_per_group(**all_meta, **fields).is_meta
+    q, scales, biases = torch.zeros(2, 64, dtype=torch.uint8), torch.ones(2, 1), torch.ones(2, 1)
+    with pytest.raises(Exception, match="qdq_affine: biases: on meta, expected cpu, where q is"):
+        bittern.torch.qdq_affine(q, scales, biases.to("meta"), group_size=64, bits=4)
+
+
+def test_tangents_are_not_dropped():
+    (x, scale, _, _), fields = fake_quantize_problem("cpu")
+    call = lambda x, s: bittern.torch.fake_quantize_per_group(x, s, **fields)  # noqa: E731
+    message = "fake_quantize_per_group: x: has a tangent, and forward-mode"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jvp(lambda x: call(x, scale), (x,), (x,))
+    with pytest.raises(NotImplementedError, match="scale: has a tangent"):
+        torch.func.jacfwd(lambda s: call(x, s))(scale)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match=message):
+            call(dual, scale)
+        call(x, scale)  # without a tangent
+    q = torch.zeros(2, 64, dtype=torch.uint8)
+    affine = lambda s: bittern.torch.qdq_affine(q, s, s, group_size=64, bits=4)  # noqa: E731
+    with pytest.raises(NotImplementedError, match="qdq_affine: scales: has a tangent"):
+        torch.func.jvp(affine, (torch.ones(2, 1),), (torch.ones(2, 1),))
+
+
+def test_lazy_views_are_resolved():
+    (_, scale, _, _), fields = fake_quantize_problem("cpu")
+    x = torch.complex(torch.randn(3, 4, 128), torch.randn(3, 4, 128)).conj().imag
+    assert x.is_neg()
+    y = bittern.torch.fake_quantize_per_group(x, scale, **fields)
+    assert same(y, bittern.torch.fake_quantize_per_group(x.resolve_neg(), scale, **fields))
+
+
 def test_bittern_does_not_import_torch():
     code = "import bittern, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 0

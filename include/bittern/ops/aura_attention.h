@@ -165,30 +165,33 @@ struct AuraAttention {
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
     constexpr unsigned kRow = Operand::kRowStride, kMay = Operand::kOptional;
-    // What a descriptor has no use for is empty, and need not be given.
-    const auto used = [](DType dtype, const Shape& shape, unsigned flags) {
-      return Operand{dtype, shape, shape.numel() == 0 ? flags | kMay : flags};
+    constexpr unsigned kRows = Operand::kStrided | Operand::kRowAxes;
+    // What a descriptor has no use for is empty, and must not be given.
+    const auto used = [](DType dtype, const Shape& shape, unsigned flags, const char* with) {
+      return Operand::read_if(shape.numel() != 0, dtype, shape, with, flags);
     };
-    f("q", a.q, Operand{d.element, d.query_shape(), kRow});
+    const char* const kRotation = "a hadamard or dense rotation";
+    f("q", a.q, Operand{d.element, d.query_shape(), Operand::kStrided});
     f("k_codes", a.k_codes, Operand{DType::u32, d.code_shape(d.k_bits), kRow});
     f("k_scales", a.k_scales, Operand{d.scale_element(), d.scale_shape(), kRow});
     f("v_codes", a.v_codes, Operand{DType::u32, d.code_shape(d.v_bits), kRow});
     f("v_scales", a.v_scales, Operand{d.scale_element(), d.scale_shape(), kRow});
     f("k_codebook", a.k_codebook, Operand{DType::f32, {std::int64_t{1} << d.k_bits}});
     f("v_codebook", a.v_codebook, Operand{DType::f32, {std::int64_t{1} << d.v_bits}});
-    f("k_table", a.k_table, used(DType::f32, d.rotation_shape(d.k_rotation), 0));
-    f("v_table", a.v_table, used(DType::f32, d.rotation_shape(d.v_rotation), 0));
-    f("block_table", a.block_table, used(DType::s32, d.table_shape(), kRow));
+    f("k_table", a.k_table, used(DType::f32, d.rotation_shape(d.k_rotation), 0, kRotation));
+    f("v_table", a.v_table, used(DType::f32, d.rotation_shape(d.v_rotation), 0, kRotation));
+    const unsigned paged = d.table_shape().numel() == 0 ? kRow | kMay : kRow;
+    f("block_table", a.block_table, Operand{DType::s32, d.table_shape(), paged});
     f("lengths", a.lengths, Operand{DType::s32, {d.sequences, 3}, kMay});
     f("starts", a.starts, Operand{DType::s32, {d.sequences, 2}, kMay});
-    f("k_first", a.k_first, used(d.exact, d.exact_shape(d.first), kRow));
-    f("v_first", a.v_first, used(d.exact, d.exact_shape(d.first), kRow));
-    f("k_recent", a.k_recent, used(d.exact, d.exact_shape(d.recent), kRow));
-    f("v_recent", a.v_recent, used(d.exact, d.exact_shape(d.recent), kRow));
+    f("k_first", a.k_first, used(d.exact, d.exact_shape(d.first), kRows, "first"));
+    f("v_first", a.v_first, used(d.exact, d.exact_shape(d.first), kRows, "first"));
+    f("k_recent", a.k_recent, used(d.exact, d.exact_shape(d.recent), kRows, "recent"));
+    f("v_recent", a.v_recent, used(d.exact, d.exact_shape(d.recent), kRows, "recent"));
     f("k_mean", a.k_mean, Operand{DType::f32, {d.kv_heads, d.dim}, kMay});
     f("v_mean", a.v_mean, Operand{DType::f32, {d.kv_heads, d.dim}, kMay});
     f("sinks", a.sinks, Operand{DType::f32, {d.heads}, kMay});
-    f("out", a.out, Operand{d.element, d.query_shape(), kRow});
+    f("out", a.out, Operand{d.element, d.query_shape(), Operand::kStrided});
   }
 };
 

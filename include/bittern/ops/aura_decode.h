@@ -23,6 +23,7 @@ struct AuraDecode {
     MutView y;
   };
 
+  static std::int64_t& rows(Desc& d) { return d.outer_size; }
   static Status check(const Desc& d) { return check_aura_desc(kName, d); }
   static std::string shape_hint(const Desc& d, std::string_view operand, const Shape& found) {
     return width_hint(operand, d.axis_size, d.bits, found);
@@ -42,11 +43,12 @@ struct AuraDecode {
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
-    f("packed", a.packed, Operand{DType::u32, d.packed_shape(), Operand::kRowStride});
-    f("norms", a.norms, Operand{d.norm_element(), d.norm_shape(), Operand::kRowStride});
-    if (!d.rotated) visit_rotation(d, a, f);
+    f("packed", a.packed, Operand{DType::u32, d.packed_shape(), kAuraRows});
+    f("norms", a.norms, Operand{d.norm_element(), d.norm_shape(), kAuraRows});
+    visit_rotation(d, a, f, !d.rotated);
     f("codebook", a.codebook, Operand{DType::f32, {d.levels()}});
-    f("y", a.y, Operand{d.element, d.tensor_shape(), Operand::kRowStride});
+    f("y", a.y, Operand{d.element, d.tensor_shape(), kAuraRows});
+    visit_unread_rotation(d, a, f, !d.rotated);
   }
 };
 

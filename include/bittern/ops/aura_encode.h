@@ -49,6 +49,7 @@ struct AuraEncode {
     MutView packed, norms;
   };
 
+  static std::int64_t& rows(Desc& d) { return d.outer_size; }
   static Status check(const Desc& d) { return check_aura_desc(kName, d); }
   static std::string shape_hint(const Desc& d, std::string_view operand, const Shape& found) {
     return width_hint(operand, d.axis_size, d.bits, found);
@@ -69,12 +70,13 @@ struct AuraEncode {
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
-    f("x", a.x, Operand{d.element, d.tensor_shape(), Operand::kRowStride});
+    f("x", a.x, Operand{d.element, d.tensor_shape(), kAuraRows});
     visit_rotation(d, a, f);
     f("boundaries", a.boundaries, Operand{DType::f32, {d.levels() - 1}});
     f("codebook", a.codebook, Operand{DType::f32, {d.levels()}});
-    f("packed", a.packed, Operand{DType::u32, d.packed_shape(), Operand::kRowStride});
-    f("norms", a.norms, Operand{d.norm_element(), d.norm_shape(), Operand::kRowStride});
+    f("packed", a.packed, Operand{DType::u32, d.packed_shape(), kAuraRows});
+    f("norms", a.norms, Operand{d.norm_element(), d.norm_shape(), kAuraRows});
+    visit_unread_rotation(d, a, f);
   }
 };
 

@@ -18,6 +18,7 @@ struct AuraRotate {
     MutView y;
   };
 
+  static std::int64_t& rows(Desc& d) { return d.outer_size; }
   static Status check(const Desc& d) { return check_aura_desc(kName, d); }
   static Status check_contents(const Desc& d, const Args& a) {
     return check_rotation(kName, d, a.table);
@@ -33,9 +34,10 @@ struct AuraRotate {
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
-    f("x", a.x, Operand{d.element, d.tensor_shape(), Operand::kRowStride});
+    f("x", a.x, Operand{d.element, d.tensor_shape(), kAuraRows});
     visit_rotation(d, a, f);
-    f("y", a.y, Operand{d.element, d.tensor_shape(), Operand::kRowStride});
+    f("y", a.y, Operand{d.element, d.tensor_shape(), kAuraRows});
+    visit_unread_rotation(d, a, f);
   }
 };
 

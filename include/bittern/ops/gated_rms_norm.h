@@ -23,6 +23,7 @@ struct GatedRmsNorm {
     MutView y;
   };
 
+  static std::int64_t& rows(Desc& d) { return d.rows; }
   static Status check(const Desc& d) { return check_gated_norm_desc(kName, d); }
   static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
   static DType element(const Desc& d) { return d.element; }
@@ -39,10 +40,10 @@ struct GatedRmsNorm {
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
-    f("x", a.x, Operand{d.element, d.shape(), Operand::kRowStride});
-    f("z", a.z, Operand{d.element, d.shape(), Operand::kRowStride});
+    f("x", a.x, Operand{d.element, d.shape(), Operand::kStrided | Operand::kRowAxes});
+    f("z", a.z, Operand{d.element, d.shape(), Operand::kStrided | Operand::kRowAxes});
     f("weight", a.weight, Operand{d.element, {d.dim}});
-    f("y", a.y, Operand{d.element, d.shape(), Operand::kRowStride});
+    f("y", a.y, Operand{d.element, d.shape(), Operand::kStrided | Operand::kRowAxes});
   }
 };
 

@@ -69,17 +69,17 @@ struct GdnChunkForward {
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
-    f("q", a.q, Operand{d.element, d.key_shape()});
-    f("k", a.k, Operand{d.element, d.key_shape()});
-    f("v", a.v, Operand{d.element, d.value_shape()});
-    f("g", a.g, Operand{DType::f32, d.gate_shape()});
-    f("beta", a.beta, Operand{DType::f32, d.gate_shape()});
-    f("a_log", a.a_log, GdnDesc::read_if(d.gate, {d.value_heads}));
-    f("dt_bias", a.dt_bias, GdnDesc::read_if(d.gate, {d.value_heads}));
+    f("q", a.q, Operand{d.element, d.key_shape(), Operand::kStrided});
+    f("k", a.k, Operand{d.element, d.key_shape(), Operand::kStrided});
+    f("v", a.v, Operand{d.element, d.value_shape(), Operand::kStrided});
+    f("g", a.g, Operand{DType::f32, d.gate_shape(), Operand::kScattered});
+    f("beta", a.beta, Operand{DType::f32, d.gate_shape(), Operand::kScattered});
+    f("a_log", a.a_log, d.gate_operand());
+    f("dt_bias", a.dt_bias, d.gate_operand());
     f("mask", a.mask, Operand{DType::u8, {d.batch, d.tokens}, Operand::kOptional});
     f("initial_state", a.initial_state, Operand{DType::f32, d.state_shape(), Operand::kOptional});
     f("cu_seqlens", a.cu_seqlens, d.sequence_operand());
-    f("o", a.o, Operand{d.element, d.value_shape()});
+    f("o", a.o, Operand{d.element, d.value_shape(), Operand::kStrided});
     f("final_state", a.final_state, Operand{DType::f32, d.state_shape(), Operand::kOptional});
   }
 };

@@ -39,8 +39,8 @@ struct GdnCumsum {
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
     f("g", a.g, Operand{DType::f32, d.gate_shape()});
-    f("a_log", a.a_log, GdnDesc::read_if(d.gate, {d.value_heads}));
-    f("dt_bias", a.dt_bias, GdnDesc::read_if(d.gate, {d.value_heads}));
+    f("a_log", a.a_log, d.gate_operand());
+    f("dt_bias", a.dt_bias, d.gate_operand());
     f("cu_seqlens", a.cu_seqlens, d.sequence_operand());
     f("sum", a.sum, Operand{DType::f32, d.gate_shape()});
   }

@@ -21,9 +21,10 @@
 // NaN and infinities propagate as this arithmetic has it; a sequence's never reach another's.
 //
 // States. With pool = 0 sequence s has state s. With pool = P > 0 there are P states and sequence s
-// uses state state_index[s]: in range, and no two the same. The others are not touched.
-// snapshots, where given, receives the state after each token, for going back to it when later
-// tokens are rejected.
+// uses state state_index[s]: in range, and no two the same. The others are not touched. An index of
+// -1 skips its sequence, as servers pad their batches: its o and snapshots are zeros, nothing of it
+// is read. snapshots, where given, receives the state after each token, for going back to it when
+// later tokens are rejected.
 #pragma once
 #include "bittern/gdn_desc.h"
 
@@ -119,20 +120,19 @@ struct GdnRecurrentStep {
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
     const GdnDesc h = d.heads();
-    f("q", a.q, Operand{d.element, h.key_shape(), Operand::kRowStride});
-    f("k", a.k, Operand{d.element, h.key_shape(), Operand::kRowStride});
-    f("v", a.v, Operand{d.element, h.value_shape(), Operand::kRowStride});
-    f("g", a.g, Operand{DType::f32, h.gate_shape(), Operand::kRowStride});
-    f("beta", a.beta, Operand{DType::f32, h.gate_shape(), Operand::kRowStride});
-    f("a_log", a.a_log, GdnDesc::read_if(d.gate, {d.value_heads}));
-    f("dt_bias", a.dt_bias, GdnDesc::read_if(d.gate, {d.value_heads}));
+    f("q", a.q, Operand{d.element, h.key_shape(), Operand::kStrided});
+    f("k", a.k, Operand{d.element, h.key_shape(), Operand::kStrided});
+    f("v", a.v, Operand{d.element, h.value_shape(), Operand::kStrided});
+    f("g", a.g, Operand{DType::f32, h.gate_shape(), Operand::kScattered});
+    f("beta", a.beta, Operand{DType::f32, h.gate_shape(), Operand::kScattered});
+    f("a_log", a.a_log, h.gate_operand());
+    f("dt_bias", a.dt_bias, h.gate_operand());
     f("state_index", a.state_index,
-      Operand{DType::s32,
-              {d.pool > 0 ? d.batch : 0},
-              d.pool > 0 ? 0u : static_cast<unsigned>(Operand::kOptional)});
+      Operand::read_if(d.pool > 0, DType::s32, {d.pool > 0 ? d.batch : 0}, "pool"));
     f("state", a.state, Operand{DType::f32, d.state_shape(), Operand::kInOut});
-    f("o", a.o, Operand{d.element, h.value_shape(), Operand::kRowStride});
-    f("snapshots", a.snapshots, Operand{DType::f32, d.snapshot_shape(), Operand::kOptional});
+    f("o", a.o, Operand{d.element, h.value_shape(), Operand::kStrided});
+    f("snapshots", a.snapshots,
+      Operand{DType::f32, d.snapshot_shape(), Operand::kOptional | Operand::kExtra});
   }
 };
 

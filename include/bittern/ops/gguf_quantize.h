@@ -70,12 +70,14 @@ struct GgufQuantize {
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
     f("w", a.w, Operand{d.element, d.tensor_shape(), Operand::kRowStride});
-    if (block_size(d.type).weights == 256)
-      f("importance", a.importance, Operand{DType::f32, {d.axis_size}, Operand::kOptional});
-    const unsigned grid =
-        Operand::kRowStride | (d.given_grid ? 0u : static_cast<unsigned>(Operand::kOptional));
-    f("scales", a.scales, Operand{DType::f32, d.grid_shape(), grid});
-    f("biases", a.biases, Operand{DType::f32, d.grid_shape(), grid});
+    f("importance", a.importance,
+      block_size(d.type).weights == 256
+          ? Operand{DType::f32, {d.axis_size}, Operand::kOptional}
+          : Operand::read_if(false, DType::f32, {0}, "a type of 256-weight blocks (the K types)"));
+    const Operand grid = Operand::read_if(d.given_grid, DType::f32, d.grid_shape(), "given_grid",
+                                          Operand::kRowStride);
+    f("scales", a.scales, grid);
+    f("biases", a.biases, grid);
     f("blocks", a.blocks, Operand{DType::u8, d.block_shape(), Operand::kRowStride});
   }
 };

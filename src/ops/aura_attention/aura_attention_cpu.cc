@@ -864,17 +864,13 @@ class Worker {
     }
     const auto size = static_cast<std::int64_t>(size_of(d_.exact));
     const auto row = [&](const ConstView& view) {
-      const std::int64_t at = (s * d_.kv_heads + head) * view.row_stride() + slot * d_.dim;
-      return static_cast<const std::byte*>(view.data) + at * size;
+      return static_cast<const std::byte*>(view.data) +
+             aura::exact_offset(d_, view, s, head, slot) * size;
     };
-    const bool first = region == aura::kFirst;
-    return {row(first ? a.k_first : a.k_recent),
-            row(first ? a.v_first : a.v_recent),
-            d_.dim * size,
-            d_.dim * size,
-            0,
-            0,
-            count};
+    const ConstView& k = region == aura::kFirst ? a.k_first : a.k_recent;
+    const ConstView& v = region == aura::kFirst ? a.v_first : a.v_recent;
+    return {row(k), row(v), aura::exact_stride(k) * size, aura::exact_stride(v) * size, 0,
+            0,      count};
   }
   // Calls f(place, index of its first token in the span) for consecutive slots that hold the span.
   template <class F>
@@ -911,15 +907,17 @@ class Worker {
     const bool coded = region == aura::kCoded;
     const std::int64_t bytes =
         coded ? spreader.bytes() : w_.exact_length() * static_cast<std::int64_t>(size_of(d_.exact));
-    if (bytes == rows.stride && !(coded && spreader.bits() != 4)) return rows;
+    const std::int64_t row =
+        coded ? rows.stride : d_.dim * static_cast<std::int64_t>(size_of(d_.exact));
+    if (bytes == row && !(coded && spreader.bits() != 4)) return rows;
     for (std::int64_t n = 0; n < rows.count; ++n) {
       const std::byte* from = rows.at + n * rows.stride;
       std::byte* to = copies_ + n * bytes;
       if (coded) {
         spreader(from, to);
       } else {
-        std::memcpy(to, from, static_cast<std::size_t>(rows.stride));
-        std::memset(to + rows.stride, 0, static_cast<std::size_t>(bytes - rows.stride));
+        std::memcpy(to, from, static_cast<std::size_t>(row));
+        std::memset(to + row, 0, static_cast<std::size_t>(bytes - row));
       }
     }
     return {copies_, bytes, rows.count};
@@ -974,7 +972,7 @@ struct Task {
   // The row of q and out, in elements.
   std::int64_t offset(const Work& w, const ConstView& view, std::int64_t row) const {
     const std::int64_t h = head * w.d.group() + row % w.d.group();
-    return s * view.row_stride() + (query_of(w, row) * w.d.heads + h) * w.d.dim;
+    return view.at(s, query_of(w, row), h);
   }
 };
 

@@ -58,7 +58,7 @@ class Attention {
     }
     const ConstView& exact = region == aura::kFirst ? (of_v ? a_.v_first : a_.k_first)
                                                     : (of_v ? a_.v_recent : a_.k_recent);
-    const std::int64_t at = (s_ * d_.kv_heads + head_) * exact.row_stride() + slot * d_.dim;
+    const std::int64_t at = aura::exact_offset(d_, exact, s_, head_, slot);
     (void)visit<float, f16, bf16>(d_.exact, [&]<class E>(Type<E>) {
       for (std::int64_t j = 0; j < d_.dim; ++j)
         values[static_cast<std::size_t>(j)] = to_math(exact.as<E>()[at + j]);
@@ -115,9 +115,7 @@ void run_row(const Op::Desc& d, const Op::Args& a, std::int64_t s, std::int64_t 
   const std::int64_t head = h / d.group();
   const auto dim = static_cast<std::size_t>(d.dim);
   const Attention attention(d, a, s, head);
-  const auto offset = [&](const ConstView& view) {
-    return s * view.row_stride() + (i * d.heads + h) * d.dim;
-  };
+  const auto offset = [&](const ConstView& view) { return view.at(s, i, h); };
   const X* q = a.q.as<X>() + offset(a.q);
   Row exact(dim);
   for (std::size_t j = 0; j < dim; ++j) exact[j] = to_math(q[j]) * d.softmax_scale();

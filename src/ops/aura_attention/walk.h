@@ -42,6 +42,17 @@ struct Sequence {
   }
 };
 
+// Slot `slot` of KV head `head` in first or recent tokens, in elements. Their first axis, sequences
+// and KV heads, may be several.
+inline std::int64_t exact_offset(const AuraAttentionDesc& d, const ConstView& view, std::int64_t s,
+                                 std::int64_t head, std::int64_t slot) {
+  std::int64_t row = s * d.kv_heads + head, at = slot * view.stride[view.shape.rank - 2];
+  for (int i = view.shape.rank - 3; i >= 0; row /= view.shape[i--])
+    at += row % view.shape[i] * view.stride[i];
+  return at;
+}
+inline std::int64_t exact_stride(const ConstView& view) { return view.stride[view.shape.rank - 2]; }
+
 // Row `slot` of KV head `head`, counted in rows of a [.., rows, row] operand of the layout.
 inline std::int64_t row_offset(const AuraAttentionDesc& d, const ConstView& view,
                                const ConstView& block_table, std::int64_t s, std::int64_t head,

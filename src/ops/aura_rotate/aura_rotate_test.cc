@@ -127,5 +127,67 @@ TEST(AuraRotate, ErrorsNameTheFieldAndLeaveTheOutputAlone) {
   EXPECT_NE(y, untouched);
 }
 
+// [batch, tokens, heads, dim] seen as [batch, heads, tokens, dim]: no one distance from row to row.
+TEST(AuraRotate, RowsMayBeSeveralAxes) {
+  const std::int64_t batch = 2, tokens = 5, heads = 3, dim = 16;
+  const std::vector<float> signs = *make_rotation(Rotation::hadamard, dim, 4);
+  const AuraDesc d{.outer_size = batch * heads * tokens, .axis_size = dim};
+  std::vector<float> x(static_cast<std::size_t>(d.outer_size * dim));
+  for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % 37) - 9;
+  const std::vector<float> want = rotate(d, x, signs);  // in x's own order
+  const Shape turned{batch, heads, tokens, dim};
+  const Shape stride{tokens * heads * dim, dim, heads * dim, 1};
+  for (const auto kernel : kBothKernels) {
+    std::vector<float> y(x.size());
+    AuraRotate::Args a{.x = view(std::as_const(x).data(), turned),
+                       .table = view(signs.data(), {dim}),
+                       .y = view(y.data(), turned)};
+    a.x.stride = a.y.stride = stride;
+    expect_ok(run_op<AuraRotate>(d, a, kernel));
+    EXPECT_EQ(y, want);
+    // Into a slice of a larger array, from a batch that is one row after the other.
+    std::vector<float> cache(static_cast<std::size_t>(batch * heads * 20 * dim), 7.0f);
+    a.y = view(cache.data() + 4 * dim, turned);
+    a.y.stride = {heads * 20 * dim, 20 * dim, dim, 1};
+    expect_ok(run_op<AuraRotate>(d, a, kernel));
+    for (std::size_t i = 0; i < cache.size(); ++i) {
+      const auto row = static_cast<std::int64_t>(i) / dim, t = row % 20 - 4, bh = row / 20;
+      const auto at = ((bh / heads * tokens + t) * heads + bh % heads) * dim;
+      EXPECT_EQ(cache[i], t < 0 || t >= tokens
+                              ? 7.0f
+                              : want[static_cast<std::size_t>(at) + i % std::size_t{dim}]);
+    }
+    const auto refuse = [&](auto change, Code code, std::string_view message) {
+      AuraRotate::Args bad = a;
+      change(bad);
+      expect_error(run_op<AuraRotate>(d, bad, kernel), code, message);
+    };
+    using Args = AuraRotate::Args&;
+    refuse([](Args b) { b.x.stride[3] = 2; }, Code::unsupported,
+           "aura_rotate: x: stride 2 of axis 3, expected 1");
+    refuse([](Args b) { b.x.stride[1] = -16; }, Code::unsupported,
+           "aura_rotate: x: stride -16 of axis 1, expected at least 0");
+    refuse([](Args b) { b.y.stride[1] = 0; }, Code::unsupported,
+           "aura_rotate: y: stride 0 of axis 1, expected at least 1");
+    refuse([](Args b) { b.y.stride[2] = 15; }, Code::unsupported,
+           "aura_rotate: y: stride 15 of axis 2, expected at least 16");
+    refuse([](Args b) { b.x.shape[1] = 4; }, Code::invalid_argument,
+           "aura_rotate: x: shape [2,4,5,16], expected [30,16]");
+    refuse([](Args b) { b.x.stride[0] = std::int64_t{1} << 60; }, Code::invalid_argument,
+           "aura_rotate: x: stride 1152921504606846976 spans more than 2^59 elements");
+    a.x.stride[0] = 0;  // an input may repeat itself
+    expect_ok(run_op<AuraRotate>(d, a, kernel));
+  }
+  AuraDesc identity = d;
+  identity.rotation = Rotation::identity;
+  std::vector<float> y(x.size());
+  expect_error(run_op<AuraRotate>(identity, {.x = view(std::as_const(x).data(), d.tensor_shape()),
+                                             .table = view(signs.data(), {dim}),
+                                             .y = view(y.data(), d.tensor_shape())}),
+               Code::invalid_argument,
+               "aura_rotate: table: given, but read only with a hadamard or dense rotation; "
+               "leave it out");
+}
+
 }  // namespace
 }  // namespace bittern

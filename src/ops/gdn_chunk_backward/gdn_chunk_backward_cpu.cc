@@ -41,15 +41,15 @@ void LoadChunk(const Head& h, const GdnChunk& chunk, const BackwardScratch& s) {
   const std::int64_t rows = chunk.rows;
   gdn::LoadKeys(h.d, h.a.k, h.a.mask, chunk, h.key_head, s.keys_queries);
   gdn::Transpose(s.keys_queries, h.k_stride, rows, h.d.key_dim, s.transposed, kRows);
-  gdn::LoadRows(h.a.v, h.a.mask, chunk, h.d.value_heads, h.head, h.d.value_dim, s.v);
+  gdn::LoadRows(h.a.v, h.a.mask, chunk, h.head, s.v);
   gdn::LoadGates(h.d, h.a, chunk, h.head, s.sum, s.beta);
   gdn::ExpRow(s.sum, s.decay);
   gdn::ExpRowFromLast(s.sum, rows, s.rest);
 }
 
 void Prefetch(const Head& h, const GdnChunk& chunk) {
-  gdn::Prefetch(h.a.k, chunk, h.d.key_heads, h.key_head, h.d.key_dim);
-  gdn::Prefetch(h.a.v, chunk, h.d.value_heads, h.head, h.d.value_dim);
+  gdn::Prefetch(h.a.k, chunk, h.key_head);
+  gdn::Prefetch(h.a.v, chunk, h.head);
 }
 
 // Keeps k k^T and y of each chunk, and the state before it, transposed.
@@ -174,7 +174,6 @@ void BackwardChunk(const Head& h, std::int64_t index, const BackwardScratch& s) 
   const Op::Args& a = h.a;
   const GdnChunk chunk = gdn_chunk(d, h.sequence, index);
   const std::int64_t rows = chunk.rows, keys = d.key_dim, width = d.value_dim;
-  const std::int64_t first = chunk.begin * d.value_heads + h.head;
   const float* y = s.y + index * d.chunk * h.v_stride;
   const float* kk = s.kk + index * d.chunk * kRows;
   const float* state_transposed = s.states + index * s.state_size;
@@ -182,18 +181,18 @@ void BackwardChunk(const Head& h, std::int64_t index, const BackwardScratch& s) 
   float *r = s.gradients, *d_o = r + rows * h.v_stride;
 
   LoadChunk(h, chunk, s);
-  gdn::Prefetch(a.d_v, chunk, d.value_heads, h.head, width);
+  gdn::Prefetch(a.d_v, chunk, h.head);
   if (index > 0) {
     const GdnChunk next = gdn_chunk(d, h.sequence, index - 1);
     Prefetch(h, next);
-    gdn::Prefetch(a.q, next, d.key_heads, h.key_head, keys);
-    gdn::Prefetch(a.d_o, next, d.value_heads, h.head, width);
+    gdn::Prefetch(a.q, next, h.key_head);
+    gdn::Prefetch(a.d_o, next, h.head);
   }
   gdn::LoadKeys(d, a.q, a.mask, chunk, h.key_head, q);
   tile::Scale(d.query_scale(), q, rows * h.k_stride);
   matmul::MultiplyToLower(rows, keys, {q, h.k_stride}, s.transposed, kRows, s.qk, kRows);
   gdn::Weights(rows, s.beta, s.sum, kk, s.l, s.qk, s.p, s.e);
-  gdn::LoadRows(a.d_o, a.mask, chunk, d.value_heads, h.head, width, d_o);
+  gdn::LoadRows(a.d_o, a.mask, chunk, h.head, d_o);
   for (std::int64_t i = 0; i < rows; ++i) s.b[i] = -(s.beta[i] * s.decay[i]);
 
   matmul::Multiply(rows, width, keys, {k, h.k_stride}, s.grad, h.v_stride, r, h.v_stride);
@@ -216,14 +215,14 @@ void BackwardChunk(const Head& h, std::int64_t index, const BackwardScratch& s) 
   gdn::ClearMasked(a.mask, chunk, 1, dg);
   gdn::ClearMasked(a.mask, chunk, 1, s.dbeta);
   for (std::int64_t i = 0; i < rows; ++i) {
-    const std::int64_t at = first + i * d.value_heads;
     float dbeta = s.dbeta[i];
     if (d.beta_sigmoid && !(a.mask && a.mask.as<std::uint8_t>()[chunk.begin + i] == 0)) {
-      const float sigmoid = math::sigmoid(a.beta.as<float>()[at]);
+      const float sigmoid =
+          math::sigmoid(a.beta.as<float>()[gdn_at(a.beta, chunk.begin + i, h.head)]);
       const float slope = sigmoid * (1.0f - sigmoid);
       dbeta *= d.allow_neg_eigval ? 2 * slope : slope;
     }
-    a.d_beta.as<float>()[at] = dbeta;
+    a.d_beta.as<float>()[gdn_at(a.d_beta, chunk.begin + i, h.head)] = dbeta;
   }
 
   KeyGradients(rows, h.k_stride, s);
@@ -237,7 +236,7 @@ void BackwardChunk(const Head& h, std::int64_t index, const BackwardScratch& s) 
   std::copy_n(r, rows * h.v_stride, s.v);
   tile::ScaleRows(s.beta, s.v, h.v_stride, rows, width);
   gdn::ClearMasked(a.mask, chunk, h.v_stride, s.v);
-  tile::Store(s.v, h.v_stride, rows, width, a.d_v, first * width, d.value_heads * width);
+  gdn::StoreRows(s.v, chunk, h.head, a.d_v);
 
   tile::ScaleRows(s.b, r, h.v_stride, rows, width);
   tile::ScaleRows(s.decay, d_o, h.v_stride, rows, width);
@@ -251,18 +250,17 @@ GateSums StoreGateGradients(const Head& h, const float* dg) {
   GateSums sums{};
   const Op::Args& a = h.a;
   for (std::int64_t t = h.sequence.begin; t < h.sequence.end; ++t) {
-    const std::int64_t at = t * h.d.value_heads + h.head;
     float out = dg[t - h.sequence.begin];
     if (h.d.gate && !(a.mask && a.mask.as<std::uint8_t>()[t] == 0)) {
       const float a_log = a.a_log.as<float>()[h.head], bias = a.dt_bias.as<float>()[h.head];
-      const float input = a.g.as<float>()[at];
+      const float input = a.g.as<float>()[gdn_at(a.g, t, h.head)];
       if (const float log_decay = gdn_log_decay(input, a_log, bias); !(log_decay <= kGdnReset)) {
         sums.a_log = std::fma(out, log_decay, sums.a_log);
         out = out * -math::exp(a_log) * gdn_softplus_slope(input + bias);
         sums.dt_bias += out;
       }
     }
-    a.d_g.as<float>()[at] = out;
+    a.d_g.as<float>()[gdn_at(a.d_g, t, h.head)] = out;
   }
   return sums;
 }
@@ -277,7 +275,7 @@ void StoreKeyGradients(const Head& h, const ConstView& x, float factor, float* g
     float* rows = gradient + n * d.chunk * h.k_stride;
     tile::Scale(factor, rows, chunk.rows * h.k_stride);
     if (d.qk_l2norm) {
-      gdn::LoadRows(x, h.a.mask, chunk, d.key_heads, h.key_head, d.key_dim, s.dq);
+      gdn::LoadRows(x, h.a.mask, chunk, h.key_head, s.dq);
       for (std::int64_t i = 0; i < chunk.rows; ++i) {
         float *row = rows + i * h.k_stride, *unit = s.dq + i * h.k_stride;
         const float inverse = gdn::InverseNorm(unit, d.key_dim);
@@ -291,8 +289,7 @@ void StoreKeyGradients(const Head& h, const ConstView& x, float factor, float* g
       }
     }
     gdn::ClearMasked(h.a.mask, chunk, h.k_stride, rows);
-    tile::Store(rows, h.k_stride, chunk.rows, d.key_dim, to,
-                (chunk.begin * d.key_heads + h.key_head) * d.key_dim, d.key_heads * d.key_dim);
+    gdn::StoreRows(rows, chunk, h.key_head, to);
   }
 }
 

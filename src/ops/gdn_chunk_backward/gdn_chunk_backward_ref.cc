@@ -37,8 +37,14 @@ struct Head {
   std::int64_t sequence, head;
 
   bool masked(std::int64_t t) const { return a.mask && a.mask.as<std::uint8_t>()[t] == 0; }
-  std::int64_t at(std::int64_t t) const { return t * d.value_heads + head; }
-  std::int64_t key_at(std::int64_t t) const { return t * d.key_heads + d.key_head(head); }
+  template <class View>
+  std::int64_t at(const View& x, std::int64_t t) const {
+    return gdn_at(x, t, head);
+  }
+  template <class View>
+  std::int64_t key_at(const View& x, std::int64_t t) const {
+    return gdn_at(x, t, d.key_head(head));
+  }
 
   Rows load_state(const ConstView& x) const {
     const auto keys = static_cast<std::size_t>(d.key_dim);
@@ -74,7 +80,7 @@ Rows load(const Head& h, const ConstView& x, const GdnChunk& chunk, bool keys) {
     std::vector<float>& row = rows.emplace_back(static_cast<std::size_t>(width));
     if (h.masked(t)) continue;
     for (std::int64_t c = 0; c < width; ++c) {
-      const std::int64_t first = (keys ? h.key_at(t) : h.at(t)) * width;
+      const std::int64_t first = keys ? h.key_at(x, t) : h.at(x, t);
       row[static_cast<std::size_t>(c)] = to_math(x.as<X>()[first + c]);
     }
   }
@@ -111,8 +117,8 @@ Chunk forward(const Head& h, const GdnChunk& place, Rows& state) {
     const std::int64_t t = place.begin + static_cast<std::int64_t>(i);
     float g = 0;
     if (!h.masked(t)) {
-      c.beta[i] = gdn_strength(d, h.a.beta.as<float>()[h.at(t)]);
-      g = h.a.g.as<float>()[h.at(t)];
+      c.beta[i] = gdn_strength(d, h.a.beta.as<float>()[h.at(h.a.beta, t)]);
+      g = h.a.g.as<float>()[h.at(h.a.g, t)];
       if (d.gate)
         g = gdn_log_decay(g, h.a.a_log.as<float>()[h.head], h.a.dt_bias.as<float>()[h.head]);
     }
@@ -275,16 +281,16 @@ GateSums run_head(const Head& h, const GdnSequence& sequence, Rows& dq, Rows& dk
       }
       for (std::int64_t s = 0; s < d.value_dim; ++s) {
         const float dv = masked ? 0 : gradients.v[i][static_cast<std::size_t>(s)];
-        a.d_v.as<X>()[h.at(t) * d.value_dim + s] = from_math<X>(dv);
+        a.d_v.as<X>()[h.at(a.d_v, t) + s] = from_math<X>(dv);
       }
       dg[row] = masked ? 0 : gradients.g[i];
       float dbeta = masked ? 0 : gradients.beta[i];
       if (d.beta_sigmoid && !masked) {
-        const float s = math::sigmoid(a.beta.as<float>()[h.at(t)]);
+        const float s = math::sigmoid(a.beta.as<float>()[h.at(a.beta, t)]);
         const float slope = s * (1.0f - s);
         dbeta *= d.allow_neg_eigval ? 2 * slope : slope;
       }
-      a.d_beta.as<float>()[h.at(t)] = dbeta;
+      a.d_beta.as<float>()[h.at(a.d_beta, t)] = dbeta;
     }
   }
 
@@ -292,7 +298,7 @@ GateSums run_head(const Head& h, const GdnSequence& sequence, Rows& dq, Rows& dk
   for (std::int64_t t = sequence.begin; t < sequence.end; ++t) {
     float out = dg[static_cast<std::size_t>(t - sequence.begin)];
     if (d.gate && !h.masked(t)) {
-      const float input = a.g.as<float>()[h.at(t)], bias = a.dt_bias.as<float>()[h.head];
+      const float input = a.g.as<float>()[h.at(a.g, t)], bias = a.dt_bias.as<float>()[h.head];
       const float rate = -math::exp(a.a_log.as<float>()[h.head]);
       const float log_decay = gdn_log_decay(input, a.a_log.as<float>()[h.head], bias);
       if (!(log_decay <= kGdnReset)) {
@@ -301,7 +307,7 @@ GateSums run_head(const Head& h, const GdnSequence& sequence, Rows& dq, Rows& dk
         sums.dt_bias += out;
       }
     }
-    a.d_g.as<float>()[h.at(t)] = out;
+    a.d_g.as<float>()[h.at(a.d_g, t)] = out;
   }
   for (std::size_t i = 0; i < grad.size(); ++i)
     for (std::size_t j = 0; j < grad[i].size(); ++j)
@@ -325,7 +331,7 @@ void store_keys(const Head& h, const GdnSequence& sequence, const ConstView& x, 
         out[s] = inverse * std::fma(-along, unit[s], out[s]);
     }
     for (std::size_t s = 0; s < out.size(); ++s)
-      to.as<X>()[h.key_at(t) * h.d.key_dim + static_cast<std::int64_t>(s)] =
+      to.as<X>()[h.key_at(to, t) + static_cast<std::int64_t>(s)] =
           from_math<X>(h.masked(t) ? 0 : out[s]);
   }
 }

@@ -37,10 +37,9 @@ void LoadKeys(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std::
 
 void RunChunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std::int64_t h,
               float* state, const ForwardScratch& s) {
-  const std::int64_t rows = chunk.rows, width = d.value_dim,
-                     first = chunk.begin * d.value_heads + h;
+  const std::int64_t rows = chunk.rows, width = d.value_dim;
   const std::int64_t k_stride = gdn::Padded(d.key_dim), stride = gdn::Padded(width);
-  gdn::Prefetch(a.o, chunk, d.value_heads, h, width);
+  gdn::Prefetch(a.o, chunk, h);
   gdn::LoadGates(d, a, chunk, h, s.sum, s.beta);
   gdn::ExpRow(s.sum, s.decay);
   gdn::Weights(rows, s.beta, s.sum, s.kk, s.l, s.qk, s.p);
@@ -49,7 +48,7 @@ void RunChunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std::
   float *y = s.products, *o = s.products + rows * stride;
   matmul::Multiply(2 * rows, width, d.key_dim, {s.keys_queries, k_stride}, state, stride,
                    s.products, stride);
-  gdn::LoadRows(a.v, a.mask, chunk, d.value_heads, h, width, s.v);
+  gdn::LoadRows(a.v, a.mask, chunk, h, s.v);
   const gdn::D tag;
   for (std::int64_t i = 0; i < rows; ++i) {
     const auto decay = hn::Set(tag, s.decay[i]), beta = hn::Set(tag, s.beta[i]);
@@ -62,7 +61,7 @@ void RunChunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std::
   matmul::SolveLower(rows, width, {s.l, kRows}, y, stride);
   matmul::MultiplyLower(rows, width, {s.p, kRows}, y, stride, o, stride, true);
   gdn::ClearMasked(a.mask, chunk, stride, o);
-  tile::Store(o, stride, rows, width, a.o, first * width, d.value_heads * width);
+  gdn::StoreRows(o, chunk, h, a.o);
 
   tile::Scale(s.decay[rows - 1], state, d.key_dim * stride);
   gdn::ExpRowFromLast(s.sum, rows, s.decay);
@@ -97,10 +96,9 @@ void RunGdnChunkForward(const Op::Desc& d, const Op::Args& a, const GdnSequence*
       LoadKeys(d, a, chunk, key_head, s);
       if (c + 1 < chunks) {
         const GdnChunk next = gdn_chunk(d, sequences[n], c + 1);
-        gdn::Prefetch(a.k, next, d.key_heads, key_head, d.key_dim);
-        gdn::Prefetch(a.q, next, d.key_heads, key_head, d.key_dim);
-        for (std::int64_t i = 0; i < count; ++i)
-          gdn::Prefetch(a.v, next, d.value_heads, head(i), d.value_dim);
+        gdn::Prefetch(a.k, next, key_head);
+        gdn::Prefetch(a.q, next, key_head);
+        for (std::int64_t i = 0; i < count; ++i) gdn::Prefetch(a.v, next, head(i));
       }
       for (std::int64_t i = 0; i < count; ++i) RunChunk(d, a, chunk, head(i), s.state[i], s);
     }

@@ -13,14 +13,14 @@ using Rows = std::vector<std::vector<float>>;
 
 // The rows of one head and chunk, widened; rows of masked tokens are zeros.
 template <class X>
-Rows load(const Op::Args& a, const ConstView& x, const GdnChunk& chunk, std::int64_t heads,
-          std::int64_t head, std::int64_t width) {
+Rows load(const Op::Args& a, const ConstView& x, const GdnChunk& chunk, std::int64_t head) {
+  const std::int64_t width = x.shape[3];
   Rows rows;
   for (std::int64_t t = chunk.begin; t < chunk.begin + chunk.rows; ++t) {
     std::vector<float>& row = rows.emplace_back(static_cast<std::size_t>(width));
     if (a.mask && a.mask.as<std::uint8_t>()[t] == 0) continue;
     for (std::int64_t c = 0; c < width; ++c)
-      row[static_cast<std::size_t>(c)] = to_math(x.as<X>()[(t * heads + head) * width + c]);
+      row[static_cast<std::size_t>(c)] = to_math(x.as<X>()[gdn_at(x, t, head) + c]);
   }
   return rows;
 }
@@ -48,9 +48,9 @@ float product(const std::vector<float>& a, const Rows& b, std::size_t column) {
 template <class X>
 void run_chunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std::int64_t h,
                Rows& state) {
-  Rows q = load<X>(a, a.q, chunk, d.key_heads, d.key_head(h), d.key_dim);
-  Rows k = load<X>(a, a.k, chunk, d.key_heads, d.key_head(h), d.key_dim);
-  const Rows v = load<X>(a, a.v, chunk, d.value_heads, h, d.value_dim);
+  Rows q = load<X>(a, a.q, chunk, d.key_head(h));
+  Rows k = load<X>(a, a.k, chunk, d.key_head(h));
+  const Rows v = load<X>(a, a.v, chunk, h);
   if (d.qk_l2norm) {
     normalise(q);
     normalise(k);
@@ -63,11 +63,11 @@ void run_chunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std:
   std::vector<GdnSum> sum(n);
   double total = 0;
   for (std::size_t i = 0; i < n; ++i) {
-    const std::int64_t t = chunk.begin + static_cast<std::int64_t>(i), at = t * d.value_heads + h;
+    const std::int64_t t = chunk.begin + static_cast<std::int64_t>(i);
     float g = 0;
     if (!a.mask || a.mask.as<std::uint8_t>()[t] != 0) {
-      beta[i] = gdn_strength(d, a.beta.as<float>()[at]);
-      g = a.g.as<float>()[at];
+      beta[i] = gdn_strength(d, a.beta.as<float>()[gdn_at(a.beta, t, h)]);
+      g = a.g.as<float>()[gdn_at(a.g, t, h)];
       if (d.gate) g = gdn_log_decay(g, a.a_log.as<float>()[h], a.dt_bias.as<float>()[h]);
     }
     total = gdn_next_sum(total, g);
@@ -95,8 +95,7 @@ void run_chunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std:
       for (std::size_t j = 0; j <= i; ++j) o = std::fma(p[i][j], y[j], o);
       const std::int64_t t = chunk.begin + static_cast<std::int64_t>(i);
       if (a.mask && a.mask.as<std::uint8_t>()[t] == 0) o = 0;
-      a.o.as<X>()[(t * d.value_heads + h) * d.value_dim + static_cast<std::int64_t>(c)] =
-          from_math<X>(o);
+      a.o.as<X>()[gdn_at(a.o, t, h) + static_cast<std::int64_t>(c)] = from_math<X>(o);
     }
     for (std::size_t m = 0; m < state.size(); ++m) {
       float acc = gdn_decay(sum[n - 1]) * state[m][c];

@@ -37,8 +37,8 @@ void RunGdnKkt(const Op::Desc& d, const Op::Args& a, const GdnChunk* chunks, std
       done_chunk = item / heads;
       done_head = key_head;
     }
-    gdn::LoadRow(a.beta, first, heads, rows, s.beta);
-    gdn::LoadRow(a.g, first, heads, rows, s.g);
+    gdn::LoadRow(a.beta, chunk, h, s.beta);
+    gdn::LoadRow(a.g, chunk, h, s.g);
     gdn::Decay(rows, d.chunk, s.beta, s.g, false, s.kk, s.l);
     tile::Store(s.l, kRows, rows, d.chunk, a.l, first * d.chunk, heads * d.chunk);
   }

@@ -40,7 +40,7 @@ void RunGdnOutput(const Op::Desc& d, const Op::Args& a, const GdnChunk* chunks, 
       done_chunk = item / heads;
       done_head = key_head;
     }
-    gdn::LoadRow(a.g, first, heads, rows, s.g);
+    gdn::LoadRow(a.g, chunk, h, s.g);
     gdn::Decay(rows, rows, nullptr, s.g, true, s.qk, s.p);
     tile::Round(d.element, s.p, kRows, rows, rows);
     gdn::ExpRow(s.g, s.decay);

@@ -29,7 +29,7 @@ std::vector<GdnStepDesc> gdn_recurrent_step_check_cases() {
                                                : 2,
                        .key_dim = keys,
                        .value_dim = values,
-                       .pool = bit(1) ? 4 : 0,
+                       .pool = bit(1) ? (bit(2) ? 2 : 4) : 0,
                        .element = kElements[turn % 3],
                        .head_map = bit(2) ? HeadMap::tiled : HeadMap::grouped,
                        .state_layout = layout,
@@ -48,8 +48,8 @@ std::vector<GdnStepDesc> gdn_recurrent_step_check_cases() {
 namespace {
 
 void fill_index(const GdnStepDesc& d, const ConstView& index, Rng& rng) {
-  for (std::int64_t s = 0; s < index.shape.numel(); ++s)
-    put(index, s, static_cast<double>(d.pool - 1 - s));
+  for (std::int64_t s = 0; s < index.shape.numel(); ++s)  // -1, skipped, for those beyond the pool
+    put(index, s, static_cast<double>(std::max<std::int64_t>(d.pool - 1 - s, -1)));
   for (std::int64_t s = 0; s + 1 < index.shape.numel(); ++s) {  // mixed
     const std::int64_t other = s + rng.below(index.shape.numel() - s);
     const double mine = get(index, s);
@@ -91,7 +91,10 @@ std::vector<BenchCase<GdnStepDesc>> gdn_recurrent_step_bench_cases() {
 // Random values make every order of additions visible; here gates and strengths are what models
 // have, with extreme decays, and an odd head keeps the awkward values of the random fill.
 void gdn_recurrent_step_aim(const GdnStepDesc& d, const GdnRecurrentStep::Args& a, Rng& rng) {
-  if (d.pool > 0) fill_index(d, a.state_index, rng);
+  if (d.pool > 0) {
+    fill_index(d, a.state_index, rng);
+    if (rng.chance(2)) put(a.state_index, rng.below(d.batch), -1);
+  }
   const std::int64_t gates = d.heads().gate_shape().numel();
   for (std::int64_t i = 0; i < gates; ++i) {
     if (rng.chance(12)) continue;

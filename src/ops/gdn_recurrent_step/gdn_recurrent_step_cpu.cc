@@ -55,11 +55,10 @@ template <class X>
 void LoadToken(const Op::Desc& d, const Op::Args& a, std::int64_t sequence, std::int64_t head,
                std::int64_t token, Token& t) {
   const GdnDesc heads = d.heads();
-  const std::int64_t key_at = (token * d.key_heads + heads.key_head(head)) * d.key_dim;
-  const std::int64_t gate_at = token * d.value_heads + head;
-  Widen(a.q.as<X>() + sequence * a.q.row_stride() + key_at, d.key_dim, t.q);
-  Widen(a.k.as<X>() + sequence * a.k.row_stride() + key_at, d.key_dim, t.k);
-  Widen(a.v.as<X>() + sequence * a.v.row_stride() + gate_at * d.value_dim, d.value_dim, t.v);
+  const std::int64_t key_head = heads.key_head(head);
+  Widen(a.q.as<X>() + a.q.at(sequence, token, key_head), d.key_dim, t.q);
+  Widen(a.k.as<X>() + a.k.at(sequence, token, key_head), d.key_dim, t.k);
+  Widen(a.v.as<X>() + a.v.at(sequence, token, head), d.value_dim, t.v);
   if (d.qk_l2norm) {
     Scale(t.q, d.key_dim, 1.0f / std::sqrt(Dot(t.q, t.q, d.key_dim) + 1e-6f));
     Scale(t.k, d.key_dim, 1.0f / std::sqrt(Dot(t.k, t.k, d.key_dim) + 1e-6f));
@@ -67,13 +66,13 @@ void LoadToken(const Op::Desc& d, const Op::Args& a, std::int64_t sequence, std:
   Scale(t.q, d.key_dim, heads.query_scale());
   t.kq = Dot(t.k, t.q, d.key_dim);
 
-  float g = a.g.as<float>()[sequence * a.g.row_stride() + gate_at];
+  float g = a.g.as<float>()[a.g.at(sequence, token, head)];
   if (d.gate) {
     const float rate = -math::exp(a.a_log.as<float>()[head]);
     g = rate * math::softplus(g + a.dt_bias.as<float>()[head]);
   }
   t.decay = math::exp(g);
-  t.beta = a.beta.as<float>()[sequence * a.beta.row_stride() + gate_at];
+  t.beta = a.beta.as<float>()[a.beta.at(sequence, token, head)];
   if (d.beta_sigmoid) t.beta = math::sigmoid(t.beta);
   if (d.allow_neg_eigval) t.beta = 2 * t.beta;
 }
@@ -200,6 +199,19 @@ void ValueKeyStep(std::int64_t keys, std::int64_t values, float* state, const fl
   }
 }
 
+// What a head of a sequence without a state gives.
+void Skip(const Op::Desc& d, const Op::Args& a, std::int64_t sequence, std::int64_t head) {
+  const std::int64_t size = d.key_dim * d.value_dim;
+  for (std::int64_t token = 0; token < d.tokens; ++token) {
+    (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
+      std::fill_n(a.o.as<X>() + a.o.at(sequence, token, head), d.value_dim, from_math<X>(0.0f));
+      return Status();
+    });
+    const std::int64_t at = (sequence * d.tokens + token) * d.value_heads + head;
+    if (a.snapshots) std::fill_n(a.snapshots.as<float>() + at * size, size, 0.0f);
+  }
+}
+
 // Heads [begin, end) of all sequences' heads.
 void RunGdnRecurrentStep(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
                          std::int64_t end) {
@@ -207,6 +219,7 @@ void RunGdnRecurrentStep(const Op::Desc& d, const Op::Args& a, std::int64_t begi
   const auto state_of = [&](std::int64_t i) {
     const std::int64_t sequence = i / d.value_heads;
     const std::int64_t slot = d.pool > 0 ? a.state_index.as<std::int32_t>()[sequence] : sequence;
+    if (slot < 0) return static_cast<float*>(nullptr);
     return a.state.as<float>() + (slot * d.value_heads + i % d.value_heads) * size;
   };
   const bool stream = a.snapshots && a.snapshots.shape.numel() * 4 >= kStreamBytes;
@@ -214,7 +227,12 @@ void RunGdnRecurrentStep(const Op::Desc& d, const Op::Args& a, std::int64_t begi
   for (std::int64_t i = begin; i < end; ++i) {
     const std::int64_t sequence = i / d.value_heads, head = i % d.value_heads;
     float* state = state_of(i);
+    if (state == nullptr) {
+      Skip(d, a, sequence, head);
+      continue;
+    }
     const float* next = state_of(std::min(i + 1, end - 1));
+    if (next == nullptr) next = state;  // only to be fetched ahead
     for (std::int64_t token = 0; token < d.tokens; ++token) {
       (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
         LoadToken<X>(d, a, sequence, head, token, t);
@@ -226,8 +244,7 @@ void RunGdnRecurrentStep(const Op::Desc& d, const Op::Args& a, std::int64_t begi
         ValueKeyStep(d.key_dim, d.value_dim, state, token + 1 < d.tokens ? state : next, t);
       }
       (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
-        const std::int64_t at = (token * d.value_heads + head) * d.value_dim;
-        Narrow(t.o, d.value_dim, a.o.as<X>() + sequence * a.o.row_stride() + at);
+        Narrow(t.o, d.value_dim, a.o.as<X>() + a.o.at(sequence, token, head));
         return Status();
       });
       if (a.snapshots) {

@@ -25,6 +25,16 @@ constexpr int kManyKeys = 128;
 constexpr int kRows = 32;  // of S [value_dim, key_dim]   17 KiB, 128
 constexpr int kRowThreads = 128;
 
+// Elements to the next sequence, token and head.
+struct Strides {
+  std::int64_t sequence, token, head;
+  template <class View>
+  explicit Strides(const View& v) : sequence(v.stride[0]), token(v.stride[1]), head(v.stride[2]) {}
+  __device__ std::int64_t at(std::int64_t s, std::int64_t t, std::int64_t h) const {
+    return s * sequence + t * token + h * head;
+  }
+};
+
 struct Problem {
   const void *q, *k, *v;
   const float *g, *beta, *a_log, *dt_bias;
@@ -32,7 +42,7 @@ struct Problem {
   float* state;
   void* o;
   float* snapshots;  // null: left out
-  std::int64_t q_stride, k_stride, v_stride, g_stride, beta_stride, o_stride;
+  Strides q_stride, k_stride, v_stride, g_stride, beta_stride, o_stride;
   std::int64_t tokens, key_heads, value_heads, states;
   Divisor turns;  // value heads of a key head; tiled, key heads
   int keys, values;
@@ -54,12 +64,12 @@ struct Problem {
         state(a.state.as<float>()),
         o(a.o.data),
         snapshots(a.snapshots.as<float>()),
-        q_stride(a.q.row_stride()),
-        k_stride(a.k.row_stride()),
-        v_stride(a.v.row_stride()),
-        g_stride(a.g.row_stride()),
-        beta_stride(a.beta.row_stride()),
-        o_stride(a.o.row_stride()),
+        q_stride(a.q),
+        k_stride(a.k),
+        v_stride(a.v),
+        g_stride(a.g),
+        beta_stride(a.beta),
+        o_stride(a.o),
         tokens(d.tokens),
         key_heads(d.key_heads),
         value_heads(d.value_heads),
@@ -82,27 +92,23 @@ struct Problem {
 
   struct Item {
     std::int64_t sequence, head, part;
-    float* state;  // of the whole head; null: an index that is out of range
+    float* state;  // of the whole head; null: skipped, or an index that is out of range
+    bool skipped = false;
   };
   __device__ Item item(std::int64_t index) const {
     const std::int64_t row = parts.divide(index), part = index - row * parts.value();
     const std::int64_t sequence = heads.divide(row), head = row - sequence * heads.value();
     const std::int64_t slot = state_index != nullptr ? state_index[sequence] : sequence;
-    if (slot < 0 || slot >= states) return {sequence, head, part, nullptr};
+    if (slot < 0 || slot >= states) return {sequence, head, part, nullptr, slot == -1};
     return {sequence, head, part, state + (slot * value_heads + head) * keys * values};
   }
   __device__ float* snapshot(const Item& i, std::int64_t token) const {
     const std::int64_t at = (i.sequence * tokens + token) * value_heads + i.head;
     return snapshots + at * keys * values;
   }
-  // Of q, k and v, and of the gates: where a sequence's token starts, for this item's heads.
-  __device__ std::int64_t key_at(const Item& i, std::int64_t token) const {
+  __device__ std::int64_t key_head(const Item& i) const {
     const std::int64_t turn = turns.divide(i.head);
-    const std::int64_t key_head = tiled ? i.head - turn * key_heads : turn;
-    return (token * key_heads + key_head) * keys;
-  }
-  __device__ std::int64_t gate_at(const Item& i, std::int64_t token) const {
-    return token * value_heads + i.head;
+    return tiled ? i.head - turn * key_heads : turn;
   }
 };
 
@@ -129,18 +135,19 @@ struct Token {
 template <class X>
 __device__ Token read_token(const Problem& p, const Problem::Item& item, std::int64_t token,
                             Pair* pairs) {
-  const auto* q = static_cast<const X*>(p.q) + item.sequence * p.q_stride + p.key_at(item, token);
-  const auto* k = static_cast<const X*>(p.k) + item.sequence * p.k_stride + p.key_at(item, token);
+  const std::int64_t key_head = p.key_head(item);
+  const auto* q = static_cast<const X*>(p.q) + p.q_stride.at(item.sequence, token, key_head);
+  const auto* k = static_cast<const X*>(p.k) + p.k_stride.at(item.sequence, token, key_head);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   for (int i = thread; i < p.keys; i += threads) {
     const float wide = cuda::load_math(q[i]);
     pairs[i] = {cuda::load_math(k[i]), p.l2norm ? wide : wide * p.scale};
   }
   Token t;
-  float g = p.g[item.sequence * p.g_stride + p.gate_at(item, token)];
+  float g = p.g[p.g_stride.at(item.sequence, token, item.head)];
   if (p.gate) g = gdn_log_decay(g, p.a_log[item.head], p.dt_bias[item.head]);
   t.decay = math::exp(g);
-  t.beta = p.beta[item.sequence * p.beta_stride + p.gate_at(item, token)];
+  t.beta = p.beta[p.beta_stride.at(item.sequence, token, item.head)];
   if (p.beta_sigmoid) t.beta = math::sigmoid(t.beta);
   if (p.allow_neg_eigval) t.beta = 2 * t.beta;
   __syncthreads();
@@ -163,12 +170,26 @@ __device__ Token read_token(const Problem& p, const Problem::Item& item, std::in
 template <class X>
 __device__ float emit(const Problem& p, const Problem::Item& item, std::int64_t token,
                       const Token& t, int j, float sk, float sq) {
-  const std::int64_t at = p.gate_at(item, token) * p.values + j;
-  const float v = cuda::load_math((static_cast<const X*>(p.v) + item.sequence * p.v_stride)[at]);
+  const std::int64_t v_at = p.v_stride.at(item.sequence, token, item.head);
+  const std::int64_t o_at = p.o_stride.at(item.sequence, token, item.head);
+  const float v = cuda::load_math(static_cast<const X*>(p.v)[v_at + j]);
   const float delta = t.beta * std::fma(-t.decay, sk, v);
-  (static_cast<X*>(p.o) + item.sequence * p.o_stride)[at] =
-      cuda::store_math<X>(std::fma(t.kq, delta, t.decay * sq));
+  static_cast<X*>(p.o)[o_at + j] = cuda::store_math<X>(std::fma(t.kq, delta, t.decay * sq));
   return delta;
+}
+
+// What a sequence without a state gives: zeros, by the block that has the head's first part.
+template <class X>
+__device__ void skip(const Problem& p, const Problem::Item& item) {
+  if (item.part != 0) return;
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  for (std::int64_t token = 0; token < p.tokens; ++token) {
+    X* o = static_cast<X*>(p.o) + p.o_stride.at(item.sequence, token, item.head);
+    for (int j = thread; j < p.values; j += threads) o[j] = cuda::store_math<X>(0.0f);
+    if (p.snapshots == nullptr) continue;
+    float* to = p.snapshot(item, token);
+    for (int i = thread; i < p.keys * p.values; i += threads) to[i] = 0;
+  }
 }
 
 // N elements of a state that lie together.
@@ -210,6 +231,7 @@ __global__ void __launch_bounds__(kColumns) step_columns(const Problem p) {
   const int across = thread % (width / N) * N, down = thread / (width / N);
   for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
     const Problem::Item item = p.item(index);
+    if (item.skipped) skip<X>(p, item);
     if (item.state == nullptr) continue;
     const int first = static_cast<int>(item.part) * width, j = first + thread;
     const bool inside = first + across < p.values;
@@ -281,6 +303,7 @@ __global__ void __launch_bounds__(kRowThreads) step_rows(const Problem p) {
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
     const Problem::Item item = p.item(index);
+    if (item.skipped) skip<X>(p, item);
     if (item.state == nullptr) continue;
     const int first = static_cast<int>(item.part) * kRows;
     const int rows = min(kRows, p.values - first);

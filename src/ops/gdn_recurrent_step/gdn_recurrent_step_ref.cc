@@ -44,30 +44,28 @@ template <class X>
 void step(const Op::Desc& d, const Op::Args& a, std::int64_t sequence, std::int64_t head,
           std::int64_t token, const State& state) {
   const GdnDesc heads = d.heads();
-  const std::int64_t key_at = (token * d.key_heads + heads.key_head(head)) * d.key_dim;
-  const std::int64_t value_at = (token * d.value_heads + head) * d.value_dim;
-  const std::int64_t gate_at = token * d.value_heads + head;
-  std::vector<float> q = load(a.q.as<X>() + sequence * a.q.row_stride() + key_at, d.key_dim);
-  std::vector<float> k = load(a.k.as<X>() + sequence * a.k.row_stride() + key_at, d.key_dim);
+  const std::int64_t key_head = heads.key_head(head);
+  std::vector<float> q = load(a.q.as<X>() + a.q.at(sequence, token, key_head), d.key_dim);
+  std::vector<float> k = load(a.k.as<X>() + a.k.at(sequence, token, key_head), d.key_dim);
   if (d.qk_l2norm) {
     normalise(q);
     normalise(k);
   }
   for (float& e : q) e *= heads.query_scale();
 
-  float g = a.g.as<float>()[sequence * a.g.row_stride() + gate_at];
+  float g = a.g.as<float>()[a.g.at(sequence, token, head)];
   if (d.gate) {
     const float rate = -math::exp(a.a_log.as<float>()[head]);
     g = rate * math::softplus(g + a.dt_bias.as<float>()[head]);
   }
   const float decay = math::exp(g);
-  float beta = a.beta.as<float>()[sequence * a.beta.row_stride() + gate_at];
+  float beta = a.beta.as<float>()[a.beta.at(sequence, token, head)];
   if (d.beta_sigmoid) beta = math::sigmoid(beta);
   if (d.allow_neg_eigval) beta = 2 * beta;
 
   const float kq = dot(k.data(), q.data(), d.key_dim);
-  const X* v = a.v.as<X>() + sequence * a.v.row_stride() + value_at;
-  X* o = a.o.as<X>() + sequence * a.o.row_stride() + value_at;
+  const X* v = a.v.as<X>() + a.v.at(sequence, token, head);
+  X* o = a.o.as<X>() + a.o.at(sequence, token, head);
   for (std::int64_t j = 0; j < d.value_dim; ++j) {
     const float sk = column(d, state, k, j), sq = column(d, state, q, j);
     const float delta = beta * std::fma(-decay, sk, to_math(v[j]));
@@ -79,11 +77,30 @@ void step(const Op::Desc& d, const Op::Args& a, std::int64_t sequence, std::int6
   }
 }
 
+// What a sequence without a state gives.
+void skip(const Op::Desc& d, const Op::Args& a, std::int64_t sequence) {
+  const std::int64_t size = d.value_heads * d.key_dim * d.value_dim;
+  for (std::int64_t token = 0; token < d.tokens; ++token) {
+    for (std::int64_t head = 0; head < d.value_heads; ++head) {
+      (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
+        std::fill_n(a.o.as<X>() + a.o.at(sequence, token, head), d.value_dim, from_math<X>(0.0f));
+        return Status();
+      });
+    }
+    if (a.snapshots)
+      std::fill_n(a.snapshots.as<float>() + (sequence * d.tokens + token) * size, size, 0.0f);
+  }
+}
+
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
   const std::int64_t size = d.key_dim * d.value_dim;
   const bool key_first = d.state_layout == StateLayout::key_value;
   for (std::int64_t sequence = 0; sequence < d.batch; ++sequence) {
     const std::int64_t slot = d.pool > 0 ? a.state_index.as<std::int32_t>()[sequence] : sequence;
+    if (slot < 0) {
+      skip(d, a, sequence);
+      continue;
+    }
     for (std::int64_t head = 0; head < d.value_heads; ++head) {
       const State state{a.state.as<float>() + (slot * d.value_heads + head) * size,
                         key_first ? d.value_dim : 1, key_first ? 1 : d.key_dim};

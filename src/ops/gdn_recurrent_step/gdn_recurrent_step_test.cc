@@ -55,8 +55,8 @@ struct Problem {
             .v = read(std::as_const(v), h.value_shape()),
             .g = read(std::as_const(g), h.gate_shape()),
             .beta = read(std::as_const(beta), h.gate_shape()),
-            .a_log = read(std::as_const(a_log), {d.value_heads}),
-            .dt_bias = read(std::as_const(dt_bias), {d.value_heads}),
+            .a_log = d.gate ? read(std::as_const(a_log), {d.value_heads}) : ConstView{},
+            .dt_bias = d.gate ? read(std::as_const(dt_bias), {d.value_heads}) : ConstView{},
             .state_index = d.pool > 0 ? read(std::as_const(index), {d.batch}) : ConstView{},
             .state = view(state.data(), d.state_shape()),
             .o = view(o.data(), h.value_shape()),
@@ -255,7 +255,7 @@ TEST(GdnRecurrentStep, OnTheGpuAnIndexOutOfRangeTouchesNothing) {
   BITTERN_NEEDS_CUDA();
   constexpr Device kGpu{Device::Type::cuda, 0};
   for (const StateLayout layout : {StateLayout::key_value, StateLayout::value_key}) {
-    for (const std::int32_t wrong : {-1, 4, INT32_MAX, INT32_MIN}) {
+    for (const std::int32_t wrong : {-2, 4, INT32_MAX, INT32_MIN}) {
       const GdnStepDesc d{.batch = 3,
                           .value_heads = 2,
                           .key_dim = 8,
@@ -287,6 +287,38 @@ TEST(GdnRecurrentStep, OnTheGpuAnIndexOutOfRangeTouchesNothing) {
   }
 }
 
+// An index of -1: zeros, whatever the sequence's tokens hold, and no state is touched by it.
+TEST(GdnRecurrentStep, SkipsSequencesWithoutAState) {
+  for (const std::string_view kernel : oracle::kBothKernels) {
+    for (const StateLayout layout : {StateLayout::key_value, StateLayout::value_key}) {
+      GdnStepDesc d = kModel;
+      d.state_layout = layout;
+      Problem all(d), some(d);
+      all.index = {2, 0};
+      some.index = {2, -1};
+      for (float& x : some.q) x = &x < some.q.data() + some.q.size() / 2 ? x : NAN;
+      const Floats before = some.state;
+      expect_ok(run_op<Op>(d, all.args(), kernel));
+      expect_ok(run_op<Op>(d, some.args(), kernel));
+      const auto n = static_cast<std::ptrdiff_t>(some.state.size() / 3);
+      EXPECT_TRUE(std::equal(before.begin(), before.begin() + 2 * n, some.state.begin()));
+      EXPECT_TRUE(
+          std::equal(all.state.begin() + 2 * n, all.state.end(), some.state.begin() + 2 * n));
+      for (const auto& [ours, theirs] :
+           {std::pair{&some.o, &all.o}, std::pair{&some.snapshots, &all.snapshots}}) {
+        const auto half = static_cast<std::ptrdiff_t>(ours->size() / 2);
+        EXPECT_TRUE(std::equal(ours->begin(), ours->begin() + half, theirs->begin()));
+        for (auto x = ours->begin() + half; x != ours->end(); ++x) EXPECT_EQ(*x, 0);
+      }
+    }
+  }
+  GdnStepDesc few = kModel;  // a pool smaller than the batch serves those that have a state
+  few.pool = 1;
+  Problem p(few);
+  p.index = {-1, 0};
+  expect_ok(run_op<Op>(few, p.args()));
+}
+
 TEST(GdnRecurrentStep, ErrorsNameWhatIsWrong) {
   const Code bad = Code::invalid_argument;
   const std::string op = "gdn_recurrent_step: ";
@@ -300,8 +332,7 @@ TEST(GdnRecurrentStep, ErrorsNameWhatIsWrong) {
   expect_error(with([](Desc d) { d.value_heads = 5; }), bad,
                op + "value_heads: 5, expected a multiple of key_heads 2");
   expect_error(with([](Desc d) { d.key_dim = 257; }), bad, op + "key_dim: 257, expected 1..256");
-  expect_error(with([](Desc d) { d.pool = 1; }), bad,
-               op + "pool: 1, expected 0 or at least batch 2");
+  expect_error(with([](Desc d) { d.pool = -1; }), bad, op + "pool: -1, expected 0..2147483647");
   expect_error(with([](Desc d) { d.beta_sigmoid = false; }), bad,
                op + "allow_neg_eigval: true, expected false without beta_sigmoid");
   expect_error(with([](Desc d) { d.element = DType::f64; }), Code::unsupported,
@@ -321,7 +352,11 @@ TEST(GdnRecurrentStep, ErrorsNameWhatIsWrong) {
   expect_error(operand([](Args a) { a.state_index = {}; }), bad,
                op + "state_index: null, expected s32 [2]");
   p.index = {0, 3};
-  expect_error(operand([](Args) {}), bad, op + "state_index: [1] is 3, expected 0..2");
+  expect_error(operand([](Args) {}), bad,
+               op + "state_index: [1] is 3, expected 0..2, or -1 to skip the sequence");
+  p.index = {0, -2};
+  expect_error(operand([](Args) {}), bad,
+               op + "state_index: [1] is -2, expected 0..2, or -1 to skip the sequence");
   p.index = {2, 2};
   expect_error(operand([](Args) {}), bad,
                op + "state_index: [1] is 2, expected a state other than that of [0]");

@@ -45,7 +45,7 @@ void RunGdnState(const Op::Desc& d, const Op::Args& a, const GdnSequence* sequen
         tile::Round(d.element, s.rounded, v_stride, d.key_dim, d.value_dim);
         rounded = s.rounded;
       }
-      gdn::LoadRow(a.g, first, heads, rows, s.g);
+      gdn::LoadRow(a.g, chunk, h, s.g);
       const float last = s.g[rows - 1];
       gdn::ExpRowFrom(last, s.g, rows, s.decay);
       tile::Load(a.w, first * d.key_dim, heads * d.key_dim, rows, d.key_dim, s.k, k_stride);
