@@ -255,9 +255,8 @@ TEST(Tokenizer, BadMetadataIsNamed) {
   EXPECT_EQ(error("tokenizer.ggml.pre", GgufData("nobody")),
             "tokenizer.ggml.pre: \"nobody\", expected one of " + pre_tokenizer_names());
   EXPECT_EQ(error("general.name", GgufData("My Phi-3")),
-            "general.name: \"My Phi-3\", expected another model than Phi-3, whose tokens llama.cpp "
-            "treats "
-            "by this name");
+            "general.name: \"My Phi-3\": llama.cpp looks for the token \"</s>\" in models of this "
+            "name, expected it");
   Strings tokens = kTokens;
   tokens[2] = "a";
   EXPECT_EQ(error("tokenizer.ggml.tokens", strings(tokens)),
