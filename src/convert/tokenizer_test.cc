@@ -245,6 +245,14 @@ TEST(Tokenizer, NamedChatTemplates) {
   }
 }
 
+TEST(Tokenizer, NamesSayWhetherTokensTakeSpaces) {
+  EXPECT_EQ(named_for("My Phi-3 mini", true), "My Phi-3 mini");
+  EXPECT_EQ(named_for("My Phi-3 mini", false), "My Phi 3 mini");
+  EXPECT_EQ(named_for("phi3-PHI-3", false), "phi 3-PHI 3");
+  EXPECT_EQ(named_for("tiny", true), "Phi-3 tiny");
+  EXPECT_EQ(named_for("tiny", false), "tiny");
+}
+
 TEST(Tokenizer, BadMetadataIsNamed) {
   const Keys good = byte_level();
   const auto error = [&](const char* key, GgufData value) {
