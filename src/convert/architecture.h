@@ -59,9 +59,13 @@ Result<GgufMetadata> metadata_from_config(const nlohmann::ordered_json& config,
 // are left out and listed in `left_out`.
 struct Renaming {
   std::vector<Recipe> tensors;
-  std::vector<std::string> left_out;
-  std::vector<std::string> notes;  // what the other world's programs will do differently
+  std::vector<std::string> left_out;  // names, in order
+  std::vector<std::string> notes;     // what the other world's programs will do differently
 };
+// What left_out holds, one line for tensors of one kind: names that differ in numbers only, or all
+// of what sees images.
+std::vector<std::string> kinds_left_out(std::span<const std::string> names, World to);
+
 Result<Renaming> rename_tensors(const nlohmann::ordered_json& config,
                                 std::span<const NamedShape> tensors, World from, World to);
 

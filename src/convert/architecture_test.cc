@@ -87,6 +87,8 @@ const std::vector<Tiny>& tiny() {
   static const std::string qwen2 =
       std::string(kNarrow) +
       "self_attn.q_proj.bias 8\nself_attn.k_proj.bias 4\nself_attn.v_proj.bias 4\n";
+  static const std::string olmo_attention =
+      std::string(kNarrow) + "self_attn.q_norm.weight 8\nself_attn.k_norm.weight 4\n";
   static const std::string gemma_mlp =
       std::string(kMlp) +
       "pre_feedforward_layernorm.weight 8\npost_feedforward_layernorm.weight 8\n";
@@ -131,6 +133,33 @@ const std::vector<Tiny>& tiny() {
         "rope_parameters":{"full_attention":{"rope_type":"linear","factor":8.0,"rope_theta":1e6},
         "sliding_attention":{"rope_type":"default","rope_theta":20000.0}}})",
        kTied, kHeadNorms, "", gemma_mlp.c_str()},
+      {"phi3",
+       R"({"model_type":"phi3","intermediate_size":6,"num_key_value_heads":2,)" SIZES
+       R"(,"max_position_embeddings":128,"original_max_position_embeddings":64,
+        "sliding_window":32,"rms_norm_eps":1e-5,
+        "rope_scaling":{"type":"longrope","short_factor":[1.05],"long_factor":[1.7]}})",
+       kEnds, "self_attn.qkv_proj.weight 16 8\nself_attn.o_proj.weight 8 8\n", "",
+       "input_layernorm.weight 8\npost_attention_layernorm.weight 8\n"
+       "mlp.gate_up_proj.weight 12 8\nmlp.down_proj.weight 8 6\n"},
+      {"olmo2",
+       R"({"model_type":"olmo2","intermediate_size":6,"num_key_value_heads":2,)" SIZES
+       R"(,"rope_theta":500000})",
+       kEnds, olmo_attention.c_str(), "",
+       "post_attention_layernorm.weight 8\npost_feedforward_layernorm.weight 8\n"
+       "mlp.gate_proj.weight 6 8\nmlp.up_proj.weight 6 8\nmlp.down_proj.weight 8 6\n"},
+      {"smollm3",
+       R"({"model_type":"smollm3","intermediate_size":6,"num_key_value_heads":2,"head_dim":4,)" SIZES
+       R"(,"rope_theta":5000000.0})",
+       kTied, kAttention, "", kMlp},
+      {"gemma2",
+       R"({"model_type":"gemma2","intermediate_size":6,"num_key_value_heads":2,"head_dim":4,)" SIZES
+       R"(,"query_pre_attn_scalar":4,"sliding_window":16,"attn_logit_softcapping":40.0,
+        "final_logit_softcapping":20.5})",
+       kTied, kAttention, "", gemma_mlp.c_str()},
+      {"qwen2moe",
+       R"({"model_type":"qwen2_moe","intermediate_size":7,"num_key_value_heads":2,)" SIZES
+       "," EXPERT_KEYS R"(,"norm_topk_prob":false})",
+       kEnds, qwen2.c_str(), "", kSharedMlp, kExperts},
       {"qwen3next",
        R"({"model_type":"qwen3_next","intermediate_size":6,"num_key_value_heads":2,"head_dim":8,)" SIZES
        "," DELTA_KEYS "," EXPERT_KEYS R"(,"partial_rotary_factor":0.5})",
@@ -360,6 +389,23 @@ TEST(Architecture, NamesOfLlamaCpp) {
   EXPECT_EQ(names(gguf("qwen35"), "blk.1.attn"),
             "_k.weight[16,8] _k_norm.weight[8] _norm.weight[8] _output.weight[8,32] "
             "_q.weight[64,8] _q_norm.weight[8] _v.weight[16,8] ");
+  EXPECT_EQ(names(gguf("phi3"), "blk.0."),
+            "attn_norm.weight[8] attn_output.weight[8,8] attn_qkv.weight[16,8] "
+            "ffn_down.weight[8,6] ffn_norm.weight[8] ffn_up.weight[12,8] ");
+  EXPECT_EQ(names(gguf("phi3"), "rope"), "_factors_long.weight[1] _factors_short.weight[1] ");
+  EXPECT_EQ(names(gguf("olmo2"), "blk.0."),
+            "attn_k.weight[4,8] attn_k_norm.weight[4] attn_output.weight[8,8] attn_q.weight[8,8] "
+            "attn_q_norm.weight[8] attn_v.weight[4,8] ffn_down.weight[8,6] ffn_gate.weight[6,8] "
+            "ffn_up.weight[6,8] post_attention_norm.weight[8] post_ffw_norm.weight[8] ");
+  EXPECT_EQ(names(gguf("gemma2"), "blk.0."),
+            "attn_k.weight[8,8] attn_norm.weight[8] attn_output.weight[8,16] attn_q.weight[16,8] "
+            "attn_v.weight[8,8] ffn_down.weight[8,6] ffn_gate.weight[6,8] ffn_norm.weight[8] "
+            "ffn_up.weight[6,8] post_attention_norm.weight[8] post_ffw_norm.weight[8] ");
+  EXPECT_EQ(names(gguf("qwen2moe"), "blk.0.ffn"),
+            "_down_exps.weight[3,8,6] _down_shexp.weight[8,5] _gate_exps.weight[3,6,8] "
+            "_gate_inp.weight[3,8] _gate_inp_shexp.weight[8] _gate_shexp.weight[5,8] "
+            "_norm.weight[8] _up_exps.weight[3,6,8] _up_shexp.weight[5,8] ");
+  EXPECT_EQ(names(gguf("smollm3"), "o"), "utput_norm.weight[8] ");
   EXPECT_EQ(names(gguf("qwen3"), "o"), "utput_norm.weight[8] ");
   EXPECT_EQ(names(gguf("mistral"), "o"), "utput.weight[10,8] utput_norm.weight[8] ");
   EXPECT_EQ(names(gguf("mistral"), "t"), "oken_embd.weight[10,8] ");
@@ -431,6 +477,13 @@ TEST(Architecture, NormsHaveTheirOneFoldedIn) {
                        "model.layers.0.self_attn.q_norm.weight"),
             1);
   EXPECT_EQ(difference("gemma3", World::mlx, input, input), 0);
+  EXPECT_EQ(difference("gemma2", World::gguf, "blk.0.post_ffw_norm.weight",
+                       "model.layers.0.post_feedforward_layernorm.weight"),
+            1);
+  EXPECT_EQ(difference("gemma2", World::mlx, input, input), 0);
+  EXPECT_EQ(difference("olmo2", World::gguf, "blk.0.attn_q_norm.weight",
+                       "model.layers.0.self_attn.q_norm.weight"),
+            0);
   EXPECT_EQ(difference("qwen3next", World::gguf, "output_norm.weight", "model.norm.weight"), 1);
   EXPECT_EQ(difference("qwen3next", World::mlx, input, input), 1);
   EXPECT_EQ(difference("qwen3next", World::gguf, "blk.0.ssm_norm.weight",
@@ -591,6 +644,95 @@ TEST(Architecture, WhatTheOtherWorldHasNoPlaceForIsLeftOut) {
                   "expected only those"});
 }
 
+TEST(Architecture, TensorsOfOneKindAreLeftOutInOneLine) {
+  std::vector<std::string> names;
+  for (int i = 0; i < 24; ++i)
+    names.push_back("model.layers." + std::to_string(i) + ".self_attn.rotary_emb.inv_freq");
+  names.push_back("lm_head.weight");
+  for (const char* name : {"model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.bias",
+                           "mtp.layers.0.norm.weight", "mtp.fc.weight"})
+    names.push_back(name);
+  EXPECT_EQ(kinds_left_out(names, World::gguf),
+            (std::vector<std::string>{
+                "left out, as GGUF has no place for it: lm_head.weight",
+                "left out 24 tensors that GGUF has no place for: "
+                "model.layers.N.self_attn.rotary_emb.inv_freq",
+                "left out 2 tensors that GGUF has no place for: model.visual.*",
+                "left out 2 tensors that GGUF has no place for: mtp.*",
+            }));
+  EXPECT_EQ(kinds_left_out({}, World::mlx), std::vector<std::string>{});
+  const std::vector<std::string> later{"blk.61.nextn.eh_proj.weight", "blk.61.nextn.enorm.weight"};
+  EXPECT_EQ(
+      kinds_left_out(later, World::mlx),
+      std::vector<std::string>{"left out 2 tensors that MLX has no place for: blk.N.nextn.*"});
+}
+
+TEST(Architecture, TheHeadIsACopyWhereAProgramWantsOne) {
+  for (const auto& [name, worlds] : {std::pair{"olmo2", std::vector{World::gguf}},
+                                     std::pair{"qwen2moe", std::vector{World::gguf, World::mlx}}}) {
+    Json config = config_of(name);
+    config["tie_word_embeddings"] = true;
+    Tensors hf = numbered(hf_tensors(tiny(name)));
+    hf.erase("lm_head.weight");
+    for (const World world : {World::gguf, World::mlx}) {
+      const bool copied = std::find(worlds.begin(), worlds.end(), world) != worlds.end();
+      const Tensors there = renamed(config, hf, World::hf, world);
+      const auto head = there.find(world == World::gguf ? "output.weight" : "lm_head.weight");
+      ASSERT_EQ(head != there.end(), copied) << name;
+      if (copied) EXPECT_EQ(head->second.data, hf.at("model.embed_tokens.weight").data);
+      const auto notes = rename_tensors(config, shapes_of(hf), World::hf, world)->notes;
+      EXPECT_EQ(notes.size(), copied ? 1u : 0u);
+    }
+    const auto mlx = config_for(World::mlx, config);
+    ASSERT_TRUE(mlx.ok());
+    EXPECT_EQ((*mlx)["tie_word_embeddings"], worlds.size() == 1);
+  }
+}
+
+TEST(Architecture, SeparateProjectionsOfAPhi3AreRead) {
+  const Tensors hf = numbered(hf_tensors(tiny("phi3")));
+  Tensors gguf = renamed(config_of("phi3"), hf, World::hf, World::gguf);
+  for (const char* blk : {"blk.0.", "blk.1."}) {
+    const Values qkv = gguf.at(std::string(blk) + "attn_qkv.weight");
+    gguf.erase(std::string(blk) + "attn_qkv.weight");
+    gguf[std::string(blk) + "attn_q.weight"] = {{8, 8}, rows(qkv, {0, 1, 2, 3, 4, 5, 6, 7})};
+    gguf[std::string(blk) + "attn_k.weight"] = {{4, 8}, rows(qkv, {8, 9, 10, 11})};
+    gguf[std::string(blk) + "attn_v.weight"] = {{4, 8}, rows(qkv, {12, 13, 14, 15})};
+  }
+  expect_same(hf, renamed(config_of("phi3"), gguf, World::gguf, World::hf));
+}
+
+TEST(Architecture, LayersWithoutExperts) {
+  Json config = config_of("qwen3moe");
+  config["mlp_only_layers"] = {1};
+  Tensors hf = numbered(hf_tensors(tiny("qwen3moe")));
+  std::erase_if(hf, [](const auto& pair) { return pair.first.starts_with("model.layers.1.mlp."); });
+  std::vector<NamedShape> dense;
+  add_shapes("gate_proj.weight 7 8\nup_proj.weight 7 8\ndown_proj.weight 8 7\n",
+             "model.layers.1.mlp.", dense);
+  for (auto& [name, values] : numbered(dense)) hf[name] = values;
+  const Tensors mlx = renamed(config, hf, World::hf, World::mlx);
+  EXPECT_TRUE(mlx.contains("model.layers.0.mlp.switch_mlp.up_proj.weight"));
+  EXPECT_TRUE(mlx.contains("model.layers.1.mlp.up_proj.weight"));
+  const auto mlx_config = config_for(World::mlx, config);
+  ASSERT_TRUE(mlx_config.ok());
+  EXPECT_EQ((*mlx_config)["mlp_only_layers"], Json({1}));
+  expect_same(hf, renamed(*mlx_config, mlx, World::mlx, World::hf));
+}
+
+TEST(Architecture, WhatIsNotCarriedIsSpokenOf) {
+  Json config = config_of("qwen3");
+  const auto notes = [&](World to) {
+    return rename_tensors(config, hf_tensors(tiny("qwen3")), World::hf, to)->notes;
+  };
+  config.update({{"use_cache", true}, {"attention_dropout", 0.1}, {"strange", false}});
+  EXPECT_TRUE(notes(World::gguf).empty());
+  config.update({{"logit_scale", 0.5}, {"strange", true}});
+  EXPECT_EQ(notes(World::gguf),
+            std::vector<std::string>{"config.json: not carried into GGUF: strange, logit_scale"});
+  EXPECT_TRUE(notes(World::mlx).empty());  // where the config goes along
+}
+
 TEST(Architecture, ASlidingWindowOfMistralIsSpokenOf) {
   const auto notes = [](World to) {
     return rename_tensors(config_of("mistral"), hf_tensors(tiny("mistral")), World::hf, to)->notes;
@@ -638,9 +780,9 @@ std::string refused(std::string_view model, const char* key, const Json& value) 
 TEST(Config, WhatIsWrongIsSaid) {
   EXPECT_TRUE(known_architecture(config_of("llama")).ok());
   const std::string all =
-      "expected one of llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma3_text, gemma3, "
-      "qwen3_next, "
-      "qwen3_5_text, qwen3_5, qwen3_5_moe_text, qwen3_5_moe";
+      "expected one of llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, phi3, olmo2, "
+      "smollm3, gemma2, gemma3_text, gemma3, qwen3_next, qwen3_5_text, qwen3_5, qwen3_5_moe_text, "
+      "qwen3_5_moe";
   EXPECT_EQ(known_architecture(Json{{"model_type", "bert"}}).message(),
             "config.json: model type \"bert\" is not known, " + all);
   EXPECT_EQ(known_architecture(Json::object()).message(), "config.json: no \"model_type\", " + all);
@@ -672,28 +814,40 @@ TEST(Config, WhatIsWrongIsSaid) {
             "config.json: \"tie_word_embeddings\" is \"yes\", expected true or false");
   EXPECT_EQ(refused("llama", "hidden_act", "gelu"),
             "config.json: \"hidden_act\" \"gelu\" is not what the other worlds compute");
-  EXPECT_EQ(refused("llama", "rope_scaling", {{"rope_type", "dynamic"}}),
-            "config.json: \"rope_scaling.rope_type\" \"dynamic\" is not supported, expected "
-            "default, linear, yarn or llama3");
+  EXPECT_EQ(refused("llama", "rope_scaling", {{"rope_type", "proportional"}}),
+            "config.json: \"rope_scaling.rope_type\" \"proportional\" is not supported, expected "
+            "default, linear, dynamic, yarn, llama3 or longrope");
   EXPECT_EQ(refused("qwen3", "rope_scaling", "linear"),
             "config.json: \"rope_scaling\" is \"linear\", expected an object");
-  EXPECT_EQ(refused("qwen3", "rope_scaling", {{"type", "llama3"}}),
-            "config.json: \"rope_scaling.rope_type\" \"llama3\" is for llama only");
   EXPECT_EQ(refused("llama", "rope_scaling",
                     {{"type", "llama3"}, {"low_freq_factor", 4}, {"high_freq_factor", 4}}),
             "config.json: \"rope_scaling.high_freq_factor\" is not above low_freq_factor, expected "
             "it to be");
-  EXPECT_EQ(
-      refused("qwen3", "rope_scaling", {{"type", "yarn"}, {"factor", 4}, {"attention_factor", 1}}),
-      "config.json: \"rope_scaling.attention_factor\" is not 0.1 ln(factor) + 1, which other "
-      "worlds take it for");
-  EXPECT_EQ(refused("qwen3", "rope_scaling", {{"type", "yarn"}, {"factor", 4}, {"beta_fast", 16}}),
-            "config.json: \"rope_scaling.beta_fast\" is not 32");
+  EXPECT_EQ(refused("phi3", "rope_scaling", {{"type", "linear"}, {"factor", 4}}),
+            "config.json: \"rope_scaling.rope_type\" \"linear\" is not one of a phi3, expected "
+            "longrope");
+  EXPECT_EQ(refused("phi3", "rope_scaling", {{"type", "su"}, {"short_factor", {1.0}}}),
+            "config.json: \"rope_scaling.long_factor\" is missing");
+  EXPECT_EQ(refused("phi3", "rope_scaling",
+                    {{"type", "su"}, {"short_factor", {1.0, 2.0}}, {"long_factor", {1.0}}}),
+            "config.json: \"rope_scaling.short_factor\" is [1.0,2.0], expected a list of 1 numbers "
+            "above 0");
+  EXPECT_EQ(refused("phi3", "head_dim", 4),
+            "config.json: \"head_dim\" is not hidden_size / num_attention_heads, which other "
+            "worlds take it for in a phi3");
+  EXPECT_EQ(refused("smollm3", "no_rope_layers", {1, 2}),
+            "config.json: \"no_rope_layers\" is [1,2], expected a 0 or 1 for each of the 2 layers");
+  EXPECT_EQ(refused("gemma2", "attention_bias", true),
+            "config.json: \"attention_bias\" is true, expected false of a gemma2");
+  EXPECT_EQ(refused("qwen2moe", "use_sliding_window", true),
+            "config.json: \"use_sliding_window\" is true, which no other world has for this model");
+  EXPECT_EQ(refused("qwen2moe", "mlp_only_layers", {2}),
+            "config.json: \"mlp_only_layers\" is [2], expected a list of layers below 2");
   EXPECT_EQ(refused("qwen3", "head_dim", 3),
             "config.json: \"partial_rotary_factor\" is one that turns 3 of head_dim 3, expected an "
             "even number up to it");
   EXPECT_EQ(refused("llama", "partial_rotary_factor", 0.5),
-            "config.json: \"partial_rotary_factor\" is not 1: llama turns whole heads");
+            "config.json: \"partial_rotary_factor\" is not 1: a llama turns whole heads");
   EXPECT_EQ(refused("qwen2", "head_dim", 4),
             "config.json: \"head_dim\" is not hidden_size / num_attention_heads, which other "
             "worlds take it for in a qwen2");
@@ -712,11 +866,6 @@ TEST(Config, WhatIsWrongIsSaid) {
   EXPECT_EQ(refused("qwen35", "linear_num_key_heads", 4),
             "config.json: \"linear_num_value_heads\" is 6, expected a multiple of "
             "linear_num_key_heads (4)");
-  EXPECT_EQ(refused("qwen3next", "norm_topk_prob", false),
-            "config.json: \"norm_topk_prob\" is not true, which llama.cpp takes it for");
-  EXPECT_EQ(refused("qwen3next", "mlp_only_layers", {1}),
-            "config.json: \"decoder_sparse_step\", \"mlp_only_layers\": layers without experts are "
-            "not supported");
   EXPECT_EQ(refused("qwen35", "rope_parameters", {{"mrope_section", {1, 1, 1}}}),
             "config.json: \"rope_parameters\" is one whose mrope_section does not add up to the 1 "
             "frequencies, expected it to");
@@ -825,12 +974,12 @@ TEST(Config, MlxLmFindsItsKeys) {
   Json capped = config_of("gemma3");
   capped["final_logit_softcapping"] = 30.0;
   EXPECT_EQ(config_for(World::mlx, capped).status().message(),
-            "config.json: mlx-lm's gemma3_text has no final_logit_softcapping");
+            "config.json: \"final_logit_softcapping\": mlx-lm's gemma3_text does not have it");
   Json wide = config_of("mixtral");
   wide["head_dim"] = 4;
   EXPECT_EQ(config_for(World::mlx, wide).status().message(),
-            "config.json: mlx-lm's mixtral has a head_dim of hidden_size / num_attention_heads "
-            "only");
+            "config.json: \"head_dim\": mlx-lm's mixtral takes it for hidden_size / "
+            "num_attention_heads");
 }
 
 TEST(Config, ExpertsAreCountedUnderEitherName) {
@@ -975,18 +1124,122 @@ TEST_F(Metadata, IsWhatLlamaCppReads) {
   EXPECT_EQ(sections("qwen35"), (std::vector<std::int64_t>{1, 0, 0, 0}));  // of one frequency
 }
 
-TEST_F(Metadata, SaysWhatLlamaCppCannot) {
-  Json config = config_of("gemma3");
-  config["query_pre_attn_scalar"] = 8;
-  const auto shapes = hf_tensors(tiny("gemma3"));
-  EXPECT_EQ(metadata_from_config(config, shapes, "").status().message(),
-            "config.json: \"query_pre_attn_scalar\" is not 4, which llama.cpp takes it for in a "
-            "gemma3 of this size");
-  config = config_of("qwen35");
-  config["linear_value_head_dim"] = 4;
-  EXPECT_EQ(metadata_from_config(config, hf_tensors(tiny("qwen35")), "").status().message(),
-            "config.json: \"linear_key_head_dim\" is not \"linear_value_head_dim\", which "
-            "llama.cpp has one number for");
+// What one program cannot compute is no reason to refuse the other's format.
+TEST_F(Metadata, SaysWhatAProgramCannot) {
+  struct Row {
+    const char* model;
+    Json changes;
+    const char* gguf;  // what is refused; empty: nothing
+    const char* mlx;
+  };
+  const Json yarn = {{"type", "yarn"}, {"factor", 4.0}};
+  const auto scaled = [&](const char* key, const Json& value) {
+    Json rope = yarn;
+    rope[key] = value;
+    return Json{{"rope_scaling", rope}};
+  };
+  const Json llama3 = {{"rope_scaling", {{"rope_type", "llama3"}, {"factor", 8.0}}}};
+  const Row rows[] = {
+      {"gemma3",
+       {{"query_pre_attn_scalar", 8}},
+       "\"query_pre_attn_scalar\": llama.cpp's gemma3_text of this size takes it for 4",
+       ""},
+      {"gemma2",
+       {{"query_pre_attn_scalar", 8}},
+       "\"query_pre_attn_scalar\": llama.cpp's gemma2 of this size takes it for 4",
+       ""},
+      {"gemma2",
+       {{"final_logit_softcapping", nullptr}},
+       "\"final_logit_softcapping\": llama.cpp's gemma2 always has it",
+       "\"final_logit_softcapping\": mlx-lm's gemma2 always has it"},
+      {"gemma2",
+       {{"rope_scaling", {{"type", "linear"}, {"factor", 2.0}}}},
+       "",
+       "\"rope_scaling\": mlx-lm's gemma2 does not have type \"linear\", it does not scale its "
+       "rotary embedding"},
+      {"qwen35",
+       {{"linear_value_head_dim", 4}},
+       "\"linear_key_head_dim\": llama.cpp's qwen3_5_text has one number for it and "
+       "\"linear_value_head_dim\"",
+       ""},
+      {"qwen3", llama3,
+       "\"rope_scaling\": llama.cpp's qwen3 does not have type \"llama3\", only linear, yarn", ""},
+      {"olmo2", llama3,
+       "\"rope_scaling\": llama.cpp's olmo2 does not have type \"llama3\", only linear, yarn", ""},
+      {"smollm3", llama3,
+       "\"rope_scaling\": llama.cpp's smollm3 does not have type \"llama3\", only linear, yarn",
+       ""},
+      {"llama",
+       {{"rope_scaling", {{"type", "dynamic"}, {"factor", 2.0}}}},
+       "\"rope_scaling\": llama.cpp's llama does not have type \"dynamic\", only linear, yarn, "
+       "llama3",
+       ""},
+      {"qwen3", scaled("attention_factor", 1.0),
+       "\"attention_factor\": llama.cpp's qwen3 takes it for 0.1 ln(factor) + 1",
+       "\"attention_factor\": mlx-lm's qwen3 takes it for 0.1 ln(factor) + 1"},
+      {"qwen3", scaled("beta_fast", 16.0), "\"beta_fast\": llama.cpp's qwen3 takes it for 32", ""},
+      {"qwen3", scaled("beta_slow", 2.0), "\"beta_slow\": llama.cpp's qwen3 takes it for 1", ""},
+      {"qwen3moe",
+       {{"norm_topk_prob", false}},
+       "\"norm_topk_prob\": llama.cpp's qwen3_moe takes it for true",
+       ""},
+      {"qwen3next",
+       {{"norm_topk_prob", false}},
+       "\"norm_topk_prob\": llama.cpp's qwen3_next takes it for true",
+       ""},
+      {"qwen3next",
+       {{"mlp_only_layers", {1}}},
+       "\"mlp_only_layers\": llama.cpp's qwen3_next has experts in every layer",
+       ""},
+      {"qwen3moe",
+       {{"decoder_sparse_step", 2}},
+       "\"decoder_sparse_step\": llama.cpp's qwen3_moe has experts in every layer",
+       ""},
+      {"qwen2moe",
+       {{"norm_topk_prob", true}},
+       "\"norm_topk_prob\": llama.cpp's qwen2_moe takes it for false",
+       "\"norm_topk_prob\": mlx-lm's qwen2_moe takes it for false"},
+      {"qwen2moe", {{"qkv_bias", false}}, "", "\"qkv_bias\": mlx-lm's qwen2_moe takes it for true"},
+      {"olmo2",
+       {{"attention_bias", true}},
+       "\"attention_bias\": llama.cpp's olmo2 has no biases",
+       ""},
+      {"olmo2",
+       {{"head_dim", 4}},
+       "\"head_dim\": llama.cpp's olmo2 takes it for hidden_size / num_attention_heads",
+       ""},
+      {"smollm3", {{"mlp_bias", true}}, "\"mlp_bias\": llama.cpp's smollm3 has no biases", ""},
+      {"smollm3",
+       {{"no_rope_layers", {1, 0}}},
+       "\"no_rope_layers\": llama.cpp's smollm3 leaves out every fourth layer, expected that",
+       ""},
+      {"smollm3",
+       {{"use_sliding_window", true}, {"sliding_window", 8}},
+       "\"use_sliding_window\": llama.cpp's smollm3 sees all tokens before",
+       ""},
+      {"phi3",
+       {{"rope_scaling",
+         {{"type", "longrope"},
+          {"attention_factor", 2.0},
+          {"short_factor", {1.0}},
+          {"long_factor", {1.0}}}}},
+       "",
+       "\"attention_factor\": mlx-lm's phi3 takes it for sqrt(1 + ln(s) / "
+       "ln(original_max_position_embeddings)), s = max_position_embeddings / "
+       "original_max_position_embeddings"},
+  };
+  const auto said = [](const char* what) {
+    return *what == 0 ? std::string() : std::string("config.json: ") + what;
+  };
+  for (const Row& row : rows) {
+    SCOPED_TRACE(std::string(row.model) + " " + row.changes.dump());
+    Json config = config_of(row.model);
+    config.update(row.changes);
+    const auto shapes = hf_tensors(tiny(row.model));
+    EXPECT_EQ(metadata_from_config(config, shapes, "").status().message(), said(row.gguf));
+    EXPECT_EQ(config_for(World::mlx, config).status().message(), said(row.mlx));
+    EXPECT_EQ(config_for(World::hf, config).status().message(), "");
+  }
 }
 
 TEST_F(Metadata, SizesAreRoundedAsLlamaCppsConverterDoes) {
@@ -1024,8 +1277,8 @@ TEST_F(Metadata, WhatIsWrongIsSaid) {
     return message.starts_with(path) ? message.substr(path.size()) : message;
   };
   EXPECT_EQ(refused("llama", "general.architecture", GgufData("bert")),
-            "architecture \"bert\" is not known, expected one of llama, qwen2, qwen3, qwen3moe, "
-            "gemma3, qwen3next, qwen35, qwen35moe");
+            "architecture \"bert\" is not known, expected one of llama, qwen2, qwen2moe, qwen3, "
+            "qwen3moe, phi3, olmo2, smollm3, gemma2, gemma3, qwen3next, qwen35, qwen35moe");
   EXPECT_EQ(refused("llama", "llama.block_count", GgufData(std::uint32_t{5000})),
             "a model with 5000 layers, expected at most 4096");
   EXPECT_EQ(refused("qwen35", "qwen35.nextn_predict_layers", GgufData(std::uint32_t{2})),
@@ -1047,7 +1300,7 @@ TEST_F(Metadata, WhatIsWrongIsSaid) {
             "llama.rope.freq_base: not above 0, expected it to be");
   EXPECT_EQ(refused("qwen3", "qwen3.rope.dimension_count", GgufData(std::uint32_t{2})),
             "qwen3.rope.dimension_count: 2 of a head's 4, expected all of them, or an even number "
-            "in a qwen3next or qwen35");
+            "in a phi3, qwen3next or qwen35");
   EXPECT_EQ(refused("llama", "llama.rope.scaling.type", GgufData("longrope")),
             "llama.rope.scaling.type: \"longrope\", expected none, linear or yarn");
   EXPECT_EQ(refused("qwen35", "qwen35.ssm.inner_size", GgufData(std::uint32_t{13})),
@@ -1142,6 +1395,59 @@ TEST_F(Metadata, Llama3IsFoundInItsFactors) {
   EXPECT_EQ(back(rope, 32),
             R"({"rope_type":"llama3","factor":8.0,"low_freq_factor":1.0,"high_freq_factor":6.5,)"
             R"("original_max_position_embeddings":128})");
+}
+
+// Heads of any size, original contexts of any length: what comes back gives the same factors, bit
+// for bit, and is the same where the file says the length, as ours do.
+TEST_F(Metadata, Llama3GoesThereAndBack) {
+  int exact = 0, all = 0;
+  for (const std::int64_t dim : {8, 16, 32, 64, 80, 96, 128, 256})
+    for (const double theta : {1e4, 2e4, 5e5, 1e6})
+      for (const double factor : {2.0, 8.0, 32.0})
+        for (const std::int64_t context : {32, 64, 100, 256, 1024, 8192}) {
+          Rope rope;
+          rope.type = "llama3";
+          rope.theta = theta;
+          rope.factor = factor;
+          rope.context = context;
+          const auto factors = llama3_factors(rope, dim);
+          const bool shows = factors.back() != 1;
+          for (const std::int64_t known : {context, std::int64_t{0}}) {
+            Rope back;
+            back.theta = theta;
+            ASSERT_TRUE(solve_llama3(factors, known, 1 << 17, back))
+                << dim << " " << theta << " " << factor << " " << context << " " << known;
+            EXPECT_EQ(llama3_factors(back, dim), factors);
+            if (known == 0 || !shows) continue;
+            ++all;
+            EXPECT_EQ(back.context, context);
+            EXPECT_EQ(back.low, 1);
+            EXPECT_EQ(back.high, 4);
+            exact += back.factor == factor;
+          }
+        }
+  EXPECT_EQ(exact, all);
+}
+
+TEST_F(Metadata, Llama3WithUnusualBounds) {
+  for (const std::int64_t dim : {32, 64, 128}) {
+    Rope rope;
+    rope.type = "llama3";
+    rope.theta = 500000;
+    rope.factor = 16;
+    rope.context = 8192;
+    rope.low = 2;
+    rope.high = 16;
+    const auto factors = llama3_factors(rope, dim);
+    for (const std::int64_t known : {8192, 0}) {
+      Rope back;
+      back.theta = rope.theta;
+      ASSERT_TRUE(solve_llama3(factors, known, 1 << 17, back)) << dim;
+      EXPECT_EQ(llama3_factors(back, dim), factors);
+      EXPECT_EQ(double(back.context) / back.low, 4096);
+      EXPECT_EQ(back.high / back.low, 8);
+    }
+  }
 }
 
 TEST_F(Metadata, OtherFactorsAreRefused) {

@@ -24,10 +24,6 @@ World world_of(ModelFormat format) {
                                       : World::hf;
 }
 
-const char* name_of(World world) {
-  return world == World::gguf ? "GGUF" : world == World::mlx ? "MLX" : "Hugging Face's layout";
-}
-
 const char* float_name(SafeDType dtype) {
   return dtype == SafeDType::f16 ? "float16" : dtype == SafeDType::bf16 ? "bfloat16" : "float32";
 }
@@ -124,8 +120,7 @@ Status ConversionPlanner::make_recipes() {
   for (Recipe& recipe : renaming->tensors)
     conversion_.tensors_.push_back({.recipe = std::move(recipe)});
   for (std::string& text : renaming->notes) note(std::move(text));
-  for (const std::string& name : renaming->left_out)
-    note("left out, as " + std::string(name_of(to)) + " has no place for it: " + name);
+  for (std::string& text : kinds_left_out(renaming->left_out, to)) note(std::move(text));
   return {};
 }
 

@@ -5,9 +5,12 @@
 #include <sstream>
 #include <utility>
 
+#include "convert/general_metadata.h"
 #include "convert/planner.h"
 #include "convert/replace.h"
 #include "convert/tokenizer.h"
+#include "convert/tokenizer_table.h"
+#include "formats/json_events.h"
 
 namespace bittern {
 
@@ -42,14 +45,33 @@ Status ConversionPlanner::lay_out_gguf() {
       BITTERN_TRY(add(key, GgufData(entry.value)));
     }
   } else {
-    auto metadata = metadata_from_config(config_, shapes_, model_name());
-    if (!metadata) return of_source(metadata.status());
-    for (const auto& [key, value] : *metadata) BITTERN_TRY(add(key, value));
     std::int64_t vocabulary = 0;
     for (const OutputTensor& tensor : conversion_.tensors_)
       if (tensor.recipe.name == "token_embd.weight") vocabulary = tensor.recipe.shape[0];
-    auto tokenizer = tokenizer_to_gguf(source_.path(), vocabulary);
+    bool like_phi3 = false;
+    auto tokenizer = tokenizer_to_gguf(source_.path(), vocabulary, &like_phi3);
     if (!tokenizer) return of_source(tokenizer.status());
+    auto general = general_to_gguf(source_.path(), conversion_.notes_);
+    if (!general) return of_source(general.status());
+    std::string name = model_name();
+    std::erase_if(*general, [&](const auto& pair) {
+      if (pair.first != "general.name" || pair.second.type() != GgufType::string) return false;
+      const auto bytes = pair.second.encoded().subspan(sizeof(std::uint64_t));
+      name.assign(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+      return true;
+    });
+    if (const std::string safe = named_for(name, like_phi3); safe != name) {
+      note("general.name: " + in_quotes(safe) + " in place of " + in_quotes(name) +
+           ", as llama.cpp knows by the name Phi-3 whether tokens take the spaces after them");
+      name = safe;
+    }
+    auto metadata = metadata_from_config(config_, shapes_, name);
+    if (!metadata) return of_source(metadata.status());
+    for (const auto& [key, value] : *metadata) {
+      const auto said = [&](const auto& pair) { return pair.first == key; };
+      if (std::ranges::none_of(*general, said)) BITTERN_TRY(add(key, value));
+    }
+    for (const auto& [key, value] : *general) BITTERN_TRY(add(key, value));
     for (const auto& [key, value] : *tokenizer) BITTERN_TRY(add(key, value));
   }
   BITTERN_TRY(add("general.quantization_version", GgufData(std::uint32_t{2})));
@@ -129,6 +151,8 @@ Status ConversionPlanner::lay_out_folder() {
   if (source_.gguf() != nullptr) {
     auto files = tokenizer_from_gguf(*source_.gguf());
     if (!files) return of_source(files.status());
+    for (TextFile& file : general_from_gguf(*source_.gguf(), conversion_.notes_))
+      files->push_back(std::move(file));
     for (TextFile& file : *files)
       conversion_.texts_.push_back({std::move(file.name), std::move(file.text)});
   } else {

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <set>
 
 #include "convert/model.h"
 #include "formats/json_events.h"
@@ -17,8 +18,13 @@ constexpr ModelType kTypes[] = {
     {"mistral", "MistralForCausalLM", Arch::llama, nullptr, nullptr, false, 8, 0, 131072, 1e4, 1e-6},
     {"mixtral", "MixtralForCausalLM", Arch::llama, nullptr, nullptr, false, 8, 0, 131072, 1e6, 1e-5},
     {"qwen2", "Qwen2ForCausalLM", Arch::qwen2, nullptr, nullptr, false, 32, 0, 32768, 1e4, 1e-6},
+    {"qwen2_moe", "Qwen2MoeForCausalLM", Arch::qwen2moe, nullptr, nullptr, false, 16, 0, 32768, 1e4, 1e-6},
     {"qwen3", "Qwen3ForCausalLM", Arch::qwen3, nullptr, nullptr, false, 32, 128, 32768, 1e4, 1e-6},
     {"qwen3_moe", "Qwen3MoeForCausalLM", Arch::qwen3moe, nullptr, nullptr, false, 4, 0, 32768, 1e4, 1e-6},
+    {"phi3", "Phi3ForCausalLM", Arch::phi3, nullptr, nullptr, false, 0, 0, 4096, 1e4, 1e-5},
+    {"olmo2", "Olmo2ForCausalLM", Arch::olmo2, nullptr, nullptr, false, 0, 0, 2048, 1e4, 1e-5},
+    {"smollm3", "SmolLM3ForCausalLM", Arch::smollm3, nullptr, nullptr, true, 4, 0, 32768, 2e6, 1e-6},
+    {"gemma2", "Gemma2ForCausalLM", Arch::gemma2, nullptr, nullptr, true, 4, 256, 8192, 1e4, 1e-6},
     {"gemma3_text", "Gemma3ForCausalLM", Arch::gemma3, "gemma3", "Gemma3ForConditionalGeneration", true, 4, 256, 131072, 1e6, 1e-6},
     {"qwen3_next", "Qwen3NextForCausalLM", Arch::qwen3next, nullptr, nullptr, false, 2, 256, 32768, 1e4, 1e-6},
     {"qwen3_5_text", "Qwen3_5ForCausalLM", Arch::qwen35, "qwen3_5", "Qwen3_5ForConditionalGeneration", false, 4, 256, 32768, 1e4, 1e-6},
@@ -39,8 +45,13 @@ class Fields {
   explicit Fields(const Json& object, std::string path = "") : object_(object), path_(path) {}
 
   const Json* find(const char* key) const {
+    seen_.insert(key);
     const auto it = object_.find(key);
     return it == object_.end() || it->is_null() ? nullptr : &*it;
+  }
+  bool is_null(const char* key) const {
+    const auto it = object_.find(key);
+    return it != object_.end() && it->is_null();
   }
   std::int64_t count(const char* key, std::int64_t least = 1) {
     const Json* value = find(key);
@@ -87,6 +98,22 @@ class Fields {
     if (!value->is_string()) refuse(key, shown(*value) + ", expected a string");
     return value->is_string() ? value->get<std::string>() : otherwise;
   }
+  // Above 0, `size` of them.
+  std::vector<double> numbers(const char* key, std::int64_t size) {
+    const Json* value = find(key);
+    std::vector<double> all;
+    if (value != nullptr && value->is_array())
+      for (const Json& x : *value)
+        if (x.is_number() && std::isfinite(x.get<double>()) && x.get<double>() > 0)
+          all.push_back(x.get<double>());
+    if (value == nullptr) {
+      refuse(key, "missing");
+    } else if (std::int64_t(all.size()) != size || std::int64_t(value->size()) != size) {
+      refuse(key,
+             shown(*value) + ", expected a list of " + std::to_string(size) + " numbers above 0");
+    }
+    return all;
+  }
   void refuse(const char* key, const std::string& what) {
     fail(invalid(name(key) + " is " + what));
   }
@@ -96,17 +123,47 @@ class Fields {
   }
   const Status& status() const { return status_; }
 
+  // Keys nobody asked for, but for those about training, files and tokens, and what is off.
+  std::vector<std::string> unread() const {
+    std::vector<std::string> keys;
+    for (const auto& [key, value] : object_.items()) {
+      const bool off = value.is_null() || value == false || value.empty();
+      const auto part = [&](const char* text) { return key.find(text) != key.npos; };
+      const bool about = part("token_id") || part("token_index") || part("dropout") ||
+                         part("pdrop") || part("dtype") || part("_attn_implementation") ||
+                         part("mtp_") || part("rope_") || part("router_") || key[0] == '_';
+      if (!off && !about && !seen_.contains(key) && !kAside.contains(key)) keys.push_back(key);
+    }
+    return keys;
+  }
+
  private:
+  inline static const std::set<std::string_view> kAside = {
+      "architectures", "auto_map",         "cache_implementation", "chunk_size_feed_forward",
+      "hidden_act",    "id2label",         "initializer_range",    "is_encoder_decoder",
+      "label2id",      "layer_types",      "max_window_layers",    "model_type",
+      "name_or_path",  "pretraining_tp",   "quantization",         "quantization_config",
+      "return_dict",   "sliding_window",   "transformers_version", "use_cache",
+      "vision_config", "attn_output_gate", "text_config",          "num_local_experts",
+  };
+
   std::string name(const char* key) const { return "config.json: \"" + path_ + key + "\""; }
 
   const Json& object_;
   std::string path_;
   Status status_;
+  mutable std::set<std::string, std::less<>> seen_;
 };
 
 const Json* object_in(const Json& object, const char* key) {
   const auto it = object.find(key);
   return it == object.end() || !it->is_object() ? nullptr : &*it;
+}
+
+// Whether use_sliding_window says if sliding_window counts.
+bool has_window_switch(Arch arch) {
+  return arch == Arch::qwen2 || arch == Arch::qwen2moe || arch == Arch::qwen3 ||
+         arch == Arch::qwen3moe || arch == Arch::smollm3;
 }
 
 std::string known_types() {
@@ -135,8 +192,9 @@ Result<std::pair<const ModelType*, bool>> type_of(const Json& config) {
 
 // Types and values of rope_parameters (transformers 5) or rope_scaling, rope_theta and
 // partial_rotary_factor beside it (before).
-void read_rope(Fields& fields, const Json& text, const ModelType& type, std::int64_t context,
-               Rope& rope) {
+void read_rope(Fields& fields, const Json& text, Model& m) {
+  const ModelType& type = *m.type;
+  Rope& rope = m.rope;
   rope.theta = fields.number_or("rope_theta", type.theta);
   rope.local_theta = fields.number_or("rope_local_base_freq", 1e4);
   rope.part = fields.number_or("partial_rotary_factor", gated_delta(type.arch) ? 0.25 : 1.0);
@@ -150,6 +208,8 @@ void read_rope(Fields& fields, const Json& text, const ModelType& type, std::int
     where = "rope_scaling.";
     scaling = object_in(text, "rope_scaling");
   }
+  if (type.arch == Arch::phi3)  // which has it beside the rest
+    rope.context = fields.count_or("original_max_position_embeddings", 4096);
   if (scaling == nullptr) return;
   if (const Json* local = object_in(*scaling, "sliding_attention")) {
     Fields in(*local, std::string(where) + "sliding_attention.");
@@ -175,31 +235,50 @@ void read_rope(Fields& fields, const Json& text, const ModelType& type, std::int
       in.refuse("mrope_section", shown(*sections) + ", expected three whole numbers");
     }
   }
-  if (rope.type == "linear") {
+  if (type.arch == Arch::phi3 && (rope.type == "su" || rope.type == "yarn"))
+    rope.type = "longrope";  // its names in the first files
+  const auto original = [&](std::int64_t otherwise) {
+    return in.count_or("original_max_position_embeddings", otherwise);
+  };
+  if (rope.type == "linear" || rope.type == "dynamic") {
     rope.factor = in.number_or("factor", 1);
   } else if (rope.type == "yarn") {
     rope.factor = in.number_or("factor", 1);
-    rope.context = in.count_or("original_max_position_embeddings", context);
-    // llama.cpp and mlx-lm know yarn with its usual constants only.
+    rope.context = original(m.context);
     const double usual = 0.1 * std::log(rope.factor) + 1;
-    if (std::abs(in.number_or("attention_factor", usual) - usual) > 1e-6 * usual)
-      in.cannot("attention_factor", " is not 0.1 ln(factor) + 1, which other worlds take it for");
-    if (in.number_or("beta_fast", 32) != 32) in.cannot("beta_fast", " is not 32");
-    if (in.number_or("beta_slow", 1) != 1) in.cannot("beta_slow", " is not 1");
-    if (in.find("mscale") != nullptr) in.cannot("mscale", " is not understood");
-    if (!in.truth_or("truncate", true)) in.cannot("truncate", " is false");
+    rope.attention = in.number_or("attention_factor", usual);
+    if (std::abs(rope.attention - usual) <= 1e-6 * usual) rope.attention = 0;
+    rope.beta_fast = in.number_or("beta_fast", 32);
+    rope.beta_slow = in.number_or("beta_slow", 1);
+    rope.mscale = in.number_or("mscale", 0);
+    rope.mscale_all = in.number_or("mscale_all_dim", 0);
+    rope.truncate = in.truth_or("truncate", true);
   } else if (rope.type == "llama3") {
-    if (type.arch != Arch::llama) in.cannot("rope_type", " \"llama3\" is for llama only");
     rope.factor = in.number_or("factor", 8);
     rope.low = in.number_or("low_freq_factor", 1);
     rope.high = in.number_or("high_freq_factor", 4);
-    rope.context = in.count_or("original_max_position_embeddings", 8192);
+    rope.context = original(8192);
     if (rope.high <= rope.low)
       in.refuse("high_freq_factor", "not above low_freq_factor, expected it to be");
+  } else if (rope.type == "longrope") {
+    if (type.arch != Arch::phi3 || !text.contains("original_max_position_embeddings"))
+      rope.context = original(rope.context != 0 ? rope.context : m.context);
+    if (rope.context < 2) in.refuse("original_max_position_embeddings", "1, expected 2 or more");
+    rope.short_factors = in.numbers("short_factor", m.rotary_dim() / 2);
+    rope.long_factors = in.numbers("long_factor", m.rotary_dim() / 2);
+    const double scale = in.number_or("factor", double(m.context) / double(rope.context));
+    const double usual = usual_longrope_attention(m.context, rope.context);
+    rope.attention = in.number_or(
+        "attention_factor",
+        scale <= 1 ? 1 : std::sqrt(1 + std::log(scale) / std::log(double(rope.context))));
+    if (std::abs(rope.attention - usual) <= 1e-6 * usual) rope.attention = 0;
   } else if (rope.type != "default") {
     in.cannot("rope_type", " " + in_quotes(rope.type) +
-                               " is not supported, expected default, linear, yarn or llama3");
+                               " is not supported, expected default, linear, dynamic, yarn, llama3 "
+                               "or longrope");
   }
+  if (type.arch == Arch::phi3 && rope.type != "default" && rope.type != "longrope")
+    in.cannot("rope_type", " " + in_quotes(rope.type) + " is not one of a phi3, expected longrope");
   fields.fail(in.status());
 }
 
@@ -247,24 +326,68 @@ void read_experts(Fields& fields, Model& m) {
       fields.count(fields.find("num_experts") == nullptr ? "num_local_experts" : "num_experts");
   m.experts_used = fields.count("num_experts_per_tok");
   m.expert_feed_forward = fields.count("moe_intermediate_size");
-  if (m.gated_delta()) m.shared_feed_forward = fields.count("shared_expert_intermediate_size");
-  if (!fields.truth_or("norm_topk_prob", m.gated_delta()))
-    fields.cannot("norm_topk_prob", " is not true, which llama.cpp takes it for");
+  if (m.gated_delta() || m.arch() == Arch::qwen2moe)
+    m.shared_feed_forward = fields.count("shared_expert_intermediate_size");
+  m.norm_topk = fields.truth_or("norm_topk_prob", m.gated_delta());
+  m.sparse_step = fields.count_or("decoder_sparse_step", 1);
   const Json* dense = fields.find("mlp_only_layers");
-  if (fields.count_or("decoder_sparse_step", 1) != 1 || (dense != nullptr && !dense->empty()))
-    fields.cannot("decoder_sparse_step",
-                  ", \"mlp_only_layers\": layers without experts are not supported");
+  if (dense == nullptr) return;
+  for (const Json& x : *dense)
+    m.dense_layers.push_back(x.is_number_integer() ? x.get<std::int64_t>() : -1);
+  const auto layer = [&](std::int64_t x) { return x >= 0 && x < m.layers; };
+  if (!dense->is_array() || !std::all_of(m.dense_layers.begin(), m.dense_layers.end(), layer))
+    fields.refuse("mlp_only_layers",
+                  shown(*dense) + ", expected a list of layers below " + std::to_string(m.layers));
+}
+
+// smollm3: 1 for each layer whose heads turn.
+void read_turning(Fields& fields, Model& m) {
+  if (!check_sizes(m).ok()) return;  // which is said at the end
+  const std::int64_t interval = fields.count_or("no_rope_layer_interval", 4);
+  for (std::int64_t i = 0; i < m.layers; ++i) m.turning.push_back((i + 1) % interval != 0);
+  if (const Json* list = fields.find("no_rope_layers")) {
+    const auto bit = [](const Json& x) { return x == 0 || x == 1; };
+    if (!list->is_array() || std::int64_t(list->size()) != m.layers ||
+        !std::all_of(list->begin(), list->end(), bit)) {
+      fields.refuse("no_rope_layers", shown(*list) + ", expected a 0 or 1 for each of the " +
+                                          std::to_string(m.layers) + " layers");
+    } else {
+      for (std::size_t i = 0; i < m.turning.size(); ++i) m.turning[i] = (*list)[i] == 1;
+    }
+  }
+  if (!fields.truth_or("use_sliding_window", false)) return;
+  const Json* types = fields.find("layer_types");
+  if (types == nullptr ||
+      std::find(types->begin(), types->end(), "sliding_attention") != types->end())
+    m.window = fields.count_or("sliding_window", 0);
 }
 
 void put_rope(const Model& m, Json& config) {
   const Rope& rope = m.rope;
   config["rope_theta"] = rope.theta;
+  if (m.arch() == Arch::phi3) {
+    config["partial_rotary_factor"] = rope.part;
+    config["original_max_position_embeddings"] = rope.context;
+  }
   if (m.arch() == Arch::gemma3) config["rope_local_base_freq"] = rope.local_theta;
   if (rope.type == "default") {
     config["rope_scaling"] = nullptr;
     return;
   }
-  Json scaling = {{"rope_type", rope.type}, {"factor", rope.factor}};
+  Json scaling = {{"rope_type", rope.type}};
+  if (rope.type == "longrope") {
+    scaling["type"] = rope.type;  // where mlx-lm's phi3 looks
+    scaling["short_factor"] = rope.short_factors;
+    scaling["long_factor"] = rope.long_factors;
+  } else {
+    scaling["factor"] = rope.factor;
+  }
+  if (rope.attention != 0) scaling["attention_factor"] = rope.attention;
+  if (rope.beta_fast != 32) scaling["beta_fast"] = rope.beta_fast;
+  if (rope.beta_slow != 1) scaling["beta_slow"] = rope.beta_slow;
+  if (rope.mscale != 0) scaling["mscale"] = rope.mscale;
+  if (rope.mscale_all != 0) scaling["mscale_all_dim"] = rope.mscale_all;
+  if (!rope.truncate) scaling["truncate"] = false;
   if (rope.type == "llama3") {
     scaling["low_freq_factor"] = rope.low;
     scaling["high_freq_factor"] = rope.high;
@@ -333,19 +456,20 @@ Result<Model> model_from_config(const Json& config) {
   m.type = known->first;
   const Json& text = text_config(config);
   m.in_vision = known->second && &text != &config;
-  const bool gemma = m.arch() == Arch::gemma3;
+  const bool gemma2 = m.arch() == Arch::gemma2, gemma = m.arch() == Arch::gemma3 || gemma2;
 
   Fields fields(text, m.in_vision ? "text_config." : "");
   m.layers = gemma ? fields.count_or("num_hidden_layers", 26) : fields.count("num_hidden_layers");
   m.hidden = fields.count("hidden_size");
   m.heads = gemma ? fields.count_or("num_attention_heads", 8) : fields.count("num_attention_heads");
-  m.kv_heads =
-      fields.count_or("num_key_value_heads", m.type->kv_heads == 0 ? m.heads : m.type->kv_heads);
+  const bool all_heads = m.type->kv_heads == 0 || fields.is_null("num_key_value_heads");
+  m.kv_heads = fields.count_or("num_key_value_heads", all_heads ? m.heads : m.type->kv_heads);
   m.head_dim =
       fields.count_or("head_dim", m.type->head_dim != 0 ? m.type->head_dim : m.hidden / m.heads);
   if (m.head_dim == 0) fields.refuse("hidden_size", "less than num_attention_heads");
   fields.multiple("num_attention_heads", m.heads, "num_key_value_heads", m.kv_heads);
-  m.vocab = gemma ? fields.count_or("vocab_size", 262208) : fields.count("vocab_size");
+  m.vocab =
+      gemma ? fields.count_or("vocab_size", gemma2 ? 256000 : 262208) : fields.count("vocab_size");
   m.context = fields.count_or("max_position_embeddings", m.type->context);
   m.eps = fields.number_or("rms_norm_eps", m.type->eps);
   m.tied = fields.truth_or("tie_word_embeddings",
@@ -355,12 +479,14 @@ Result<Model> model_from_config(const Json& config) {
   if (m.activation != (gemma ? "gelu_pytorch_tanh" : "silu"))
     fields.cannot(gemma ? "hidden_activation" : "hidden_act",
                   " " + in_quotes(m.activation) + " is not what the other worlds compute");
-  if (m.arch() == Arch::qwen2 && m.head_dim != m.hidden / m.heads)
+  const bool narrow = m.arch() == Arch::qwen2 || m.arch() == Arch::qwen2moe || m.is("phi3");
+  if (narrow && m.head_dim * m.heads != m.hidden)
     fields.cannot("head_dim",
                   " is not hidden_size / num_attention_heads, which other worlds take "
-                  "it for in a qwen2");
+                  "it for in a " +
+                      std::string(m.type->name));
   if (m.arch() != Arch::qwen35moe) m.feed_forward = fields.count("intermediate_size");
-  read_rope(fields, text, *m.type, m.context, m.rope);
+  read_rope(fields, text, m);
   if (m.rope.part > 1 || m.rotary_dim() < 2 || m.rotary_dim() % 2 != 0)
     fields.refuse("partial_rotary_factor", "one that turns " + std::to_string(m.rotary_dim()) +
                                                " of head_dim " + std::to_string(m.head_dim) +
@@ -374,11 +500,14 @@ Result<Model> model_from_config(const Json& config) {
                                          " frequencies, expected it to");
 
   const bool bias = fields.truth_or("attention_bias", false);
-  if (m.arch() == Arch::llama) {
-    m.attention_bias = bias;
+  m.attention_bias = bias || m.arch() == Arch::qwen2 ||
+                     (m.arch() == Arch::qwen2moe && fields.truth_or("qkv_bias", true));
+  if (m.rope.part != 1 && !m.gated_delta() && m.arch() != Arch::phi3)
+    fields.cannot("partial_rotary_factor",
+                  " is not 1: a " + std::string(m.type->name) + " turns whole heads");
+  if (m.arch() == Arch::llama || m.arch() == Arch::smollm3)
     m.mlp_bias = fields.truth_or("mlp_bias", false);
-    if (m.rope.part != 1)
-      fields.cannot("partial_rotary_factor", " is not 1: llama turns whole heads");
+  if (m.arch() == Arch::llama) {
     if (m.is("mistral"))
       m.window = text.contains("sliding_window") ? fields.count_or("sliding_window", 0) : 4096;
     if (m.is("mixtral")) {
@@ -386,30 +515,39 @@ Result<Model> model_from_config(const Json& config) {
       m.experts = fields.count_or("num_local_experts", 8);
       m.experts_used = fields.count_or("num_experts_per_tok", 2);
       m.expert_feed_forward = m.feed_forward;
+      m.norm_topk = true;
     }
-  } else if (bias) {
+  } else if (bias && m.arch() != Arch::olmo2 && m.arch() != Arch::smollm3) {
     fields.cannot("attention_bias", " is true, expected false of a " + std::string(m.type->name));
   }
-  if ((m.arch() == Arch::qwen2 || m.arch() == Arch::qwen3 || m.arch() == Arch::qwen3moe) &&
+  if (has_window_switch(m.arch()) && m.arch() != Arch::smollm3 &&
       fields.truth_or("use_sliding_window", false))
     fields.cannot("use_sliding_window", " is true, which no other world has for this model");
   if (gemma) {
-    m.window = fields.count_or("sliding_window", 4096);
-    m.period =
-        fields.count_or("sliding_window_pattern", fields.count_or("_sliding_window_pattern", 6));
+    m.window = fields.is_null("sliding_window") ? 0 : fields.count_or("sliding_window", 4096);
+    m.period = fields.count_or("sliding_window_pattern",
+                               fields.count_or("_sliding_window_pattern", gemma2 ? 2 : 6));
     read_period(fields, "sliding_attention", m);
     m.query_scale = fields.number_or("query_pre_attn_scalar", 256);
-    m.logit_softcap = fields.number_or("final_logit_softcapping", 0);
-    if (fields.find("attn_logit_softcapping") != nullptr)
+    const auto softcap = [&](const char* key, double otherwise) {
+      return fields.is_null(key) ? 0 : fields.number_or(key, gemma2 ? otherwise : 0);
+    };
+    m.logit_softcap = softcap("final_logit_softcapping", 30);
+    m.attention_softcap = softcap("attn_logit_softcapping", 50);
+    if (!gemma2 && m.attention_softcap != 0)
       fields.cannot("attn_logit_softcapping", " is not null");
     if (fields.truth_or("use_bidirectional_attention", false))
       fields.cannot("use_bidirectional_attention", " is true");
   }
+  if (m.arch() == Arch::phi3) m.window = fields.count_or("sliding_window", 0);
+  if (m.arch() == Arch::smollm3) read_turning(fields, m);
   if (m.gated_delta()) read_gated_delta(fields, m);
-  if (m.arch() == Arch::qwen3moe || m.arch() == Arch::qwen3next || m.arch() == Arch::qwen35moe)
+  if (m.arch() == Arch::qwen2moe || m.arch() == Arch::qwen3moe || m.arch() == Arch::qwen3next ||
+      m.arch() == Arch::qwen35moe)
     read_experts(fields, m);
   fields.fail(check_sizes(m));
   if (!fields.status().ok()) return fields.status();
+  m.unread = fields.unread();
   return m;
 }
 
@@ -425,14 +563,18 @@ Json config_from_model(const Model& m, std::string_view dtype) {
   config["num_attention_heads"] = m.heads;
   config["num_key_value_heads"] = m.kv_heads;
   config["head_dim"] = m.head_dim;
-  config[m.arch() == Arch::gemma3 ? "hidden_activation" : "hidden_act"] = m.activation;
+  const bool gemma = m.arch() == Arch::gemma2 || m.arch() == Arch::gemma3;
+  config[gemma ? "hidden_activation" : "hidden_act"] = m.activation;
   config["max_position_embeddings"] = m.context;
   config["rms_norm_eps"] = m.eps;
   config["tie_word_embeddings"] = m.tied;
-  config["attention_bias"] = m.attention_bias;
-  if (m.arch() == Arch::llama) config["mlp_bias"] = m.mlp_bias;
-  if (m.arch() == Arch::qwen2 || m.arch() == Arch::qwen3 || m.arch() == Arch::qwen3moe)
-    config["use_sliding_window"] = false;
+  if (m.arch() == Arch::qwen2moe) {
+    config["qkv_bias"] = m.attention_bias;
+  } else if (m.arch() != Arch::qwen2) {
+    config["attention_bias"] = m.attention_bias;
+  }
+  if (m.arch() == Arch::llama || m.arch() == Arch::smollm3) config["mlp_bias"] = m.mlp_bias;
+  if (has_window_switch(m.arch())) config["use_sliding_window"] = m.window != 0;
   if (m.window != 0 || m.is("mistral"))
     config["sliding_window"] = m.window == 0 ? Json() : Json(m.window);
 
@@ -442,12 +584,23 @@ Json config_from_model(const Model& m, std::string_view dtype) {
     put_rope(m, config);
     if (m.arch() == Arch::qwen3next) config["partial_rotary_factor"] = m.rope.part;
   }
-  if (m.arch() == Arch::gemma3) {
+  if (m.arch() == Arch::smollm3) {
+    Json turning = Json::array();
+    for (const bool turns : m.turning) turning.push_back(turns ? 1 : 0);
+    config["no_rope_layers"] = std::move(turning);
+  }
+  if (m.arch() == Arch::gemma2) {
+    const auto softcap = [](double x) { return x == 0 ? Json() : Json(x); };
+    config["attn_logit_softcapping"] = softcap(m.attention_softcap);
+    config["final_logit_softcapping"] = softcap(m.logit_softcap);
+  } else if (m.logit_softcap != 0) {
+    config["final_logit_softcapping"] = m.logit_softcap;
+  }
+  if (gemma) {
     config["sliding_window_pattern"] = m.period;
     const bool whole = m.query_scale == std::floor(m.query_scale) && std::abs(m.query_scale) < 1e9;
     config["query_pre_attn_scalar"] =
         whole ? Json(static_cast<std::int64_t>(m.query_scale)) : Json(m.query_scale);
-    if (m.logit_softcap != 0) config["final_logit_softcapping"] = m.logit_softcap;
   }
   if (m.gated_delta()) {
     config["full_attention_interval"] = m.period;
@@ -476,13 +629,14 @@ Json config_from_model(const Model& m, std::string_view dtype) {
     if (m.shared_feed_forward != 0)
       config["shared_expert_intermediate_size"] = m.shared_feed_forward;
     if (m.arch() != Arch::qwen35moe) {
-      config["norm_topk_prob"] = true;
-      config["decoder_sparse_step"] = 1;
+      config["norm_topk_prob"] = m.norm_topk;
+      config["decoder_sparse_step"] = m.sparse_step;
       config["mlp_only_layers"] = Json::array();
+      for (const std::int64_t layer : m.dense_layers) config["mlp_only_layers"].push_back(layer);
     }
   }
   const auto token = [&](const char* key, const std::optional<std::int64_t>& id) {
-    if (id) config[key] = *id;
+    config[key] = id ? Json(*id) : Json();  // or transformers has one of its own
   };
   token("bos_token_id", m.bos);
   token("eos_token_id", m.eos);
@@ -503,24 +657,38 @@ Result<Json> config_for(World to, const Json& config) {
   text["tie_word_embeddings"] = model->tied;
   if (to != World::mlx) return text;
 
-  const auto cannot = [&](const std::string& what) {
-    return unsupported("config.json: mlx-lm's " + std::string(model->type->name) + what);
-  };
-  if (model->is("mixtral") && model->head_dim != model->hidden / model->heads)
-    return cannot(" has a head_dim of hidden_size / num_attention_heads only");
-  if ((model->is("mixtral") || model->is("qwen3_moe")) && model->rope.type != "default")
-    return cannot(" does not scale its rotary embedding");
-  if (model->logit_softcap != 0) return cannot(" has no final_logit_softcapping");
+  BITTERN_TRY(check_mlx_lm(*model));
+  if (!has_tied(model->arch(), to)) text["tie_word_embeddings"] = false;
 
   // mlx-lm reads these where transformers before 5 had them, and has defaults of its own.
   const Json usual = config_from_model(*model, "");
-  for (const char* key :
-       {"num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-        "rms_norm_eps", "max_position_embeddings", "rope_theta", "rope_local_base_freq",
-        "rope_scaling", "rope_parameters", "partial_rotary_factor", "sliding_window",
-        "sliding_window_pattern", "query_pre_attn_scalar", "full_attention_interval", "num_experts",
-        "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"})
+  for (const char* key : {"num_attention_heads",
+                          "num_key_value_heads",
+                          "head_dim",
+                          "intermediate_size",
+                          "rms_norm_eps",
+                          "max_position_embeddings",
+                          "rope_theta",
+                          "rope_local_base_freq",
+                          "rope_scaling",
+                          "rope_parameters",
+                          "partial_rotary_factor",
+                          "original_max_position_embeddings",
+                          "no_rope_layers",
+                          "sliding_window",
+                          "sliding_window_pattern",
+                          "query_pre_attn_scalar",
+                          "attn_logit_softcapping",
+                          "final_logit_softcapping",
+                          "full_attention_interval",
+                          "num_experts",
+                          "norm_topk_prob",
+                          "decoder_sparse_step",
+                          "mlp_only_layers"})
     if (usual.contains(key)) text[key] = usual[key];
+  if (model->is("smollm3") && model->window != 0 && !text.contains("layer_types"))
+    for (const bool turns : model->turning)
+      text["layer_types"].push_back(turns ? "full_attention" : "sliding_attention");
   if (model->arch() != Arch::qwen35 && model->arch() != Arch::qwen35moe) return text;
 
   // Known to it as the vision model's language model only.

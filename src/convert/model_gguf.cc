@@ -3,7 +3,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <numbers>
 
 #include "convert/model.h"
 #include "formats/json_events.h"
@@ -17,10 +16,19 @@ struct ArchName {
   const char* model_type;
 };
 constexpr ArchName kArchs[] = {
-    {Arch::llama, "llama", "llama"},          {Arch::qwen2, "qwen2", "qwen2"},
-    {Arch::qwen3, "qwen3", "qwen3"},          {Arch::qwen3moe, "qwen3moe", "qwen3_moe"},
-    {Arch::gemma3, "gemma3", "gemma3_text"},  {Arch::qwen3next, "qwen3next", "qwen3_next"},
-    {Arch::qwen35, "qwen35", "qwen3_5_text"}, {Arch::qwen35moe, "qwen35moe", "qwen3_5_moe_text"},
+    {Arch::llama, "llama", "llama"},
+    {Arch::qwen2, "qwen2", "qwen2"},
+    {Arch::qwen2moe, "qwen2moe", "qwen2_moe"},
+    {Arch::qwen3, "qwen3", "qwen3"},
+    {Arch::qwen3moe, "qwen3moe", "qwen3_moe"},
+    {Arch::phi3, "phi3", "phi3"},
+    {Arch::olmo2, "olmo2", "olmo2"},
+    {Arch::smollm3, "smollm3", "smollm3"},
+    {Arch::gemma2, "gemma2", "gemma2"},
+    {Arch::gemma3, "gemma3", "gemma3_text"},
+    {Arch::qwen3next, "qwen3next", "qwen3_next"},
+    {Arch::qwen35, "qwen35", "qwen3_5_text"},
+    {Arch::qwen35moe, "qwen35moe", "qwen3_5_moe_text"},
 };
 
 // Keys below the architecture's name. The first thing wrong is kept.
@@ -53,6 +61,11 @@ class Keys {
   }
   std::int64_t count_or(const char* key, std::int64_t otherwise) {
     return has(key) ? count(key) : otherwise;
+  }
+  // Of a number that is 0 where there is none.
+  std::int64_t count_or_none(const char* key) {
+    const GgufValue* value = file_.find(full(key));
+    return value == nullptr || value->as_integer() == 0 ? 0 : count(key);
   }
   double number(const char* key) {
     const auto x = file_.number(full(key));
@@ -100,51 +113,68 @@ double decimal(double x) {
   return x;
 }
 
-// The parameters of llama3 from its factors: between the wavelengths L / high and L / low a factor
-// is 1 / ((1 - s) / factor + s) with s = (L / wavelength - low) / (high - low), a line in
-// 1 / wavelength; only the ratios of L, low and high show, so low is 1.
-Status read_llama3(const GgufFile& file, const GgufTensor& tensor, Rope& rope, std::int64_t dim) {
+Result<std::vector<float>> read_factors(const GgufFile& file, const GgufTensor& tensor,
+                                        std::int64_t dim) {
+  if (tensor.type != GgmlType::f32 || tensor.shape != Shape{dim / 2})
+    return unsupported(file.path() + ": tensor " + std::string(tensor.name) + ": " +
+                       info(tensor.type).name + " " + tensor.shape.str() + ", expected F32 " +
+                       Shape{dim / 2}.str());
+  std::vector<float> factors(static_cast<std::size_t>(dim / 2));
+  std::memcpy(factors.data(), tensor.bytes.data(), tensor.bytes.size());
+  return factors;
+}
+
+constexpr const char* kLongFactors = "rope_factors_long.weight";
+constexpr const char* kShortFactors = "rope_factors_short.weight";
+
+// Both sets of factors, or none.
+Status read_longrope(const GgufFile& file, Keys& keys, Model& m) {
+  m.rope.context = keys.count_or("rope.scaling.original_context_length", m.context);
+  const std::pair<const char*, std::vector<double>*> sets[] = {
+      {kLongFactors, &m.rope.long_factors}, {kShortFactors, &m.rope.short_factors}};
+  for (const auto& [name, to] : sets) {
+    const GgufTensor* tensor = file.tensor(name);
+    if (tensor == nullptr) continue;
+    const auto factors = read_factors(file, *tensor, m.rotary_dim());
+    if (!factors) return factors.status();
+    for (const float x : *factors) {
+      if (!std::isfinite(x) || x <= 0)
+        return invalid(file.path() + ": tensor " + name + ": a factor is " + std::to_string(x) +
+                       ", expected a number above 0");
+      to->push_back(decimal(x));
+    }
+  }
+  if (m.rope.long_factors.size() != m.rope.short_factors.size())
+    return invalid(file.path() + ": only one of the tensors " + kLongFactors + " and " +
+                   kShortFactors + ", expected both or none");
+  const double usual = usual_longrope_attention(m.context, m.rope.context);
+  const double attention = keys.number_or("rope.scaling.attn_factor", 1);
+  if (!m.rope.long_factors.empty()) {
+    m.rope.type = "longrope";
+    if (static_cast<float>(attention) != static_cast<float>(usual))
+      m.rope.attention = decimal(attention);
+  } else if (attention != 1) {
+    keys.fail(unsupported(keys.name("rope.scaling.attn_factor") +
+                          "not 1, expected it to be where "
+                          "there are no tensors " +
+                          kLongFactors + " and " + kShortFactors));
+  }
+  return {};
+}
+
+Status read_llama3(const GgufFile& file, const GgufTensor& tensor, Keys& keys, Model& m) {
   const auto refuse = [&](const std::string& what) {
     return unsupported(file.path() + ": tensor rope_freqs.weight: " + what);
   };
-  if (tensor.type != GgmlType::f32 || tensor.shape != Shape{dim / 2})
-    return refuse(std::string(info(tensor.type).name) + " " + tensor.shape.str() +
-                  ", expected F32 " + Shape{dim / 2}.str());
-  std::vector<float> factors(static_cast<std::size_t>(dim / 2));
-  std::memcpy(factors.data(), tensor.bytes.data(), tensor.bytes.size());
-  const auto same = [&](const std::vector<float>& other) {
-    return std::equal(factors.begin(), factors.end(), other.begin(),
-                      [](float a, float b) { return std::abs(a - b) <= 1e-5f * std::abs(b); });
-  };
-
-  rope.type = "llama3";
-  rope.factor = decimal(*std::max_element(factors.begin(), factors.end()));
-  rope.low = 1;
-  std::vector<std::pair<double, double>> line;  // of 1 / wavelength and s
-  for (std::size_t i = 0; i < factors.size(); ++i) {
-    const double f = factors[i];
-    if (!(f >= 1)) return refuse("a factor is " + std::to_string(f) + ", expected 1 or more");
-    if (f == 1 || f > rope.factor * (1 - 1e-6)) continue;
-    const double wavelength =
-        2 * std::numbers::pi * std::pow(rope.theta, 2.0 * double(i) / double(dim));
-    line.emplace_back(1 / wavelength, (1 / f - 1 / rope.factor) / (1 - 1 / rope.factor));
-  }
-  // The usual values are tried first: they are exact, and with less than two points all there is.
-  for (const std::int64_t context : {8192, 4096, 2048, 16384, 32768}) {
-    rope.context = context;
-    rope.high = 4;
-    if (same(llama3_factors(rope, dim))) return {};
-  }
-  if (line.size() >= 2) {
-    const auto [x0, s0] = line.front();
-    const auto [x1, s1] = line.back();
-    const double slope = (s1 - s0) / (x1 - x0);  // L / (high - low)
-    const double below = slope * x0 - s0;        // low / (high - low)
-    rope.high = std::round((1 + 1 / below) * 1000) / 1000;
-    rope.context = std::llround(slope / below);
-    if (rope.context > 0 && rope.high > 1 && same(llama3_factors(rope, dim))) return {};
-  }
-  return refuse("not the factors of a llama3 rotary embedding, expected them to be");
+  const auto factors = read_factors(file, tensor, m.head_dim);
+  if (!factors) return factors.status();
+  for (const float f : *factors)
+    if (!(f >= 1) || !std::isfinite(f))
+      return refuse("a factor is " + std::to_string(f) + ", expected 1 or more");
+  if (!solve_llama3(*factors, keys.count_or("rope.scaling.original_context_length", 0), m.context,
+                    m.rope))
+    return refuse("not the factors of a llama3 rotary embedding, expected them to be");
+  return {};
 }
 
 void put(GgufMetadata& out, std::string key, std::int64_t x) {
@@ -162,22 +192,16 @@ const char* gguf_name(Arch arch) {
   return "";
 }
 
-std::vector<float> llama3_factors(const Rope& rope, std::int64_t rotary_dim) {
-  std::vector<float> factors;
-  for (std::int64_t i = 0; i < rotary_dim; i += 2) {
-    const double wavelength =
-        2 * std::numbers::pi * std::pow(rope.theta, double(i) / double(rotary_dim));
-    const double turns = double(rope.context) / wavelength;
-    double factor = 1;
-    if (turns < rope.low) {
-      factor = rope.factor;
-    } else if (turns <= rope.high) {
-      const double s = (turns - rope.low) / (rope.high - rope.low);
-      factor = 1 / ((1 - s) / rope.factor + s);
-    }
-    factors.push_back(static_cast<float>(factor));
-  }
-  return factors;
+std::vector<std::pair<std::string, std::vector<float>>> rotary_factors(const Model& m) {
+  if (m.rope.type == "llama3") return {{"rope_freqs.weight", llama3_factors(m.rope, m.head_dim)}};
+  if (m.rope.type != "longrope") return {};
+  const auto rounded = [](const std::vector<double>& all) {
+    std::vector<float> out;
+    for (const double x : all) out.push_back(static_cast<float>(x));
+    return out;
+  };
+  return {{kLongFactors, rounded(m.rope.long_factors)},
+          {kShortFactors, rounded(m.rope.short_factors)}};
 }
 
 Result<Model> model_from_gguf(const GgufFile& file) {
@@ -217,7 +241,8 @@ Result<Model> model_from_gguf(const GgufFile& file) {
   m.context = keys.count("context_length");
   m.eps = decimal(keys.number("attention.layer_norm_rms_epsilon"));
   if (known->arch != Arch::qwen35moe) m.feed_forward = keys.count("feed_forward_length");
-  m.activation = m.arch() == Arch::gemma3 ? "gelu_pytorch_tanh" : "silu";
+  const bool gemma = m.arch() == Arch::gemma2 || m.arch() == Arch::gemma3;
+  m.activation = gemma ? "gelu_pytorch_tanh" : "silu";
 
   const GgufTensor* embedding = file.tensor("token_embd.weight");
   if (embedding == nullptr || embedding->shape.rank != 2)
@@ -233,10 +258,12 @@ Result<Model> model_from_gguf(const GgufFile& file) {
   m.rope.local_theta = decimal(keys.number_or("rope.freq_base_swa", 1e4));
   const std::int64_t turning = keys.count_or("rope.dimension_count", m.head_dim);
   m.rope.part = double(turning) / double(m.head_dim);
-  if (turning > m.head_dim || turning % 2 != 0 || (turning != m.head_dim && !m.gated_delta()))
+  const bool may_turn_part = m.gated_delta() || m.arch() == Arch::phi3;
+  if (turning > m.head_dim || turning % 2 != 0 || (turning != m.head_dim && !may_turn_part))
     keys.fail(unsupported(keys.name("rope.dimension_count") + std::to_string(turning) +
                           " of a head's " + std::to_string(m.head_dim) +
-                          ", expected all of them, or an even number in a qwen3next or qwen35"));
+                          ", expected all of them, or an even number in a phi3, qwen3next or "
+                          "qwen35"));
   const std::string scaling = keys.text_or("rope.scaling.type", "none");
   const double factor =
       keys.number_or("rope.scaling.factor", keys.number_or("rope.scale_linear", 1));
@@ -245,13 +272,17 @@ Result<Model> model_from_gguf(const GgufFile& file) {
     m.rope.context = keys.count_or("rope.scaling.original_context_length", m.context);
     if (keys.has("rope.scaling.attn_factor") && keys.number("rope.scaling.attn_factor") != 1)
       keys.fail(unsupported(keys.name("rope.scaling.attn_factor") + "not 1, expected it to be"));
-  } else if (scaling == "linear" || (scaling == "none" && factor != 1)) {
+  } else if ((scaling == "linear" || scaling == "none") && factor != 1) {
     m.rope.type = "linear";
-  } else if (scaling != "none") {
+  } else if (scaling != "none" && scaling != "linear" &&
+             (scaling != "longrope" || m.arch() != Arch::phi3)) {
     keys.fail(unsupported(keys.name("rope.scaling.type") + in_quotes(scaling) +
                           ", expected none, linear or yarn"));
   }
   if (m.rope.type != "default") m.rope.factor = decimal(factor);
+  if (m.arch() == Arch::phi3 && m.rope.type != "default")
+    keys.fail(unsupported(keys.name("rope.scaling.type") + in_quotes(m.rope.type) +
+                          ": transformers has no such phi3, expected longrope or none"));
   if (keys.has("rope.dimension_sections")) {
     const auto sections = file.integers(keys.full("rope.dimension_sections"));
     if (!sections) return sections.status();
@@ -262,7 +293,7 @@ Result<Model> model_from_gguf(const GgufFile& file) {
   if (!keys.status().ok()) return keys.status();
   // Only llama's graph uses them.
   if (const GgufTensor* factors = file.tensor("rope_freqs.weight"))
-    if (known->arch == Arch::llama) BITTERN_TRY(read_llama3(file, *factors, m.rope, m.head_dim));
+    if (known->arch == Arch::llama) BITTERN_TRY(read_llama3(file, *factors, keys, m));
 
   // ---- what only some have ----
   if (known->arch == Arch::llama) {
@@ -271,11 +302,25 @@ Result<Model> model_from_gguf(const GgufFile& file) {
     m.mlp_bias = file.tensor("blk.0.ffn_gate.bias") != nullptr;
     if (m.is("mixtral")) m.expert_feed_forward = m.feed_forward;
   }
-  if (known->arch == Arch::gemma3) {
-    m.window = keys.count_or("attention.sliding_window", 0);
-    m.period = m.window == 0 ? 1 : keys.count_or("attention.sliding_window_pattern", 6);
-    m.query_scale = double(m.layers == 62 ? m.hidden / m.heads : m.head_dim);
-    m.logit_softcap = keys.number_or("final_logit_softcapping", 0);
+  if (m.arch() == Arch::phi3) {
+    BITTERN_TRY(read_longrope(file, keys, m));
+    m.window = keys.count_or_none("attention.sliding_window");
+  }
+  if (m.arch() == Arch::olmo2 && keys.count_or_none("attention.sliding_window") != 0)
+    keys.fail(unsupported(keys.name("attention.sliding_window") +
+                          "this is an olmo3, which is not known, expected an olmo2"));
+  if (m.arch() == Arch::smollm3 && check_sizes(m).ok())
+    for (std::int64_t i = 0; i < m.layers; ++i) m.turning.push_back((i + 1) % 4 != 0);
+  if (m.arch() == Arch::qwen2) m.attention_bias = true;
+  if (m.arch() == Arch::qwen2moe) m.attention_bias = file.tensor("blk.0.attn_q.bias") != nullptr;
+  if (gemma) {
+    const bool second = m.arch() == Arch::gemma2;
+    m.window = keys.count_or("attention.sliding_window", second ? 4096 : 0);
+    m.period =
+        m.window == 0 ? 1 : keys.count_or("attention.sliding_window_pattern", second ? 2 : 6);
+    m.query_scale = double(llama_cpp_query_scale(m));
+    m.logit_softcap = decimal(keys.number_or("final_logit_softcapping", second ? 30 : 0));
+    if (second) m.attention_softcap = decimal(keys.number_or("attn_logit_softcapping", 50));
   }
   if (m.gated_delta()) {
     m.period = keys.count_or("full_attention_interval", 4);
@@ -306,7 +351,12 @@ Result<Model> model_from_gguf(const GgufFile& file) {
   if (keys.has("expert_count")) {
     m.experts = keys.count("expert_count");
     m.experts_used = keys.count("expert_used_count");
-    if (!m.is("mixtral")) {
+    m.norm_topk = m.arch() != Arch::qwen2moe;
+    if (m.arch() == Arch::qwen2moe) {  // of which the first files leave out what this gives
+      m.expert_feed_forward =
+          keys.count_or("expert_feed_forward_length", m.feed_forward / m.experts_used);
+      m.shared_feed_forward = keys.count_or("expert_shared_feed_forward_length", m.feed_forward);
+    } else if (!m.is("mixtral")) {
       m.expert_feed_forward = keys.count("expert_feed_forward_length");
       m.shared_feed_forward = m.gated_delta() ? keys.count("expert_shared_feed_forward_length") : 0;
     }
@@ -324,6 +374,7 @@ Result<nlohmann::ordered_json> config_from_gguf(const GgufFile& file, std::strin
 }
 
 Status add_metadata(const Model& m, GgufMetadata& out) {
+  BITTERN_TRY(check_llama_cpp(m));
   const std::string arch = gguf_name(m.arch());
   const auto key = [&](const char* name) { return arch + "." + name; };
   put(out, key("block_count"), m.layers);
@@ -344,13 +395,20 @@ Status add_metadata(const Model& m, GgufMetadata& out) {
     if (m.rope.type == "yarn")
       put(out, key("rope.scaling.original_context_length"), m.rope.context);
   }
-  if (m.window != 0) put(out, key("attention.sliding_window"), m.window);
+  // Of llama3 llama.cpp has the factors alone; this is for those who want the numbers again.
+  if (m.arch() == Arch::phi3 || m.rope.type == "llama3")
+    put(out, key("rope.scaling.original_context_length"), m.rope.context);
+  if (m.rope.type == "longrope")
+    put(out, key("rope.scaling.attn_factor"),
+        m.rope.attention != 0 ? m.rope.attention
+                              : usual_longrope_attention(m.context, m.rope.context));
+  if (m.window != 0 || m.arch() == Arch::phi3) put(out, key("attention.sliding_window"), m.window);
+  if (m.arch() == Arch::gemma2) {
+    put(out, key("attention.sliding_window_pattern"), m.period);
+    put(out, key("attn_logit_softcapping"), m.attention_softcap);
+    put(out, key("final_logit_softcapping"), m.logit_softcap);
+  }
   if (m.arch() == Arch::gemma3) {
-    const double scale = double(m.layers == 62 ? m.hidden / m.heads : m.head_dim);
-    if (m.query_scale != scale)
-      return unsupported("config.json: \"query_pre_attn_scalar\" is not " +
-                         std::to_string(static_cast<std::int64_t>(scale)) +
-                         ", which llama.cpp takes it for in a gemma3 of this size");
     put(out, key("attention.sliding_window_pattern"), m.period);
     put(out, key("rope.freq_base_swa"), m.rope.local_theta);
     if (m.logit_softcap != 0) put(out, key("final_logit_softcapping"), m.logit_softcap);
@@ -365,10 +423,6 @@ Status add_metadata(const Model& m, GgufMetadata& out) {
     }
   }
   if (!m.gated_delta()) return {};
-  if (m.key_dim != m.value_dim)
-    return unsupported(
-        "config.json: \"linear_key_head_dim\" is not \"linear_value_head_dim\", "
-        "which llama.cpp has one number for");
   put(out, key("ssm.conv_kernel"), m.conv_kernel);
   put(out, key("ssm.state_size"), m.key_dim);
   put(out, key("ssm.group_count"), m.key_heads);

@@ -22,8 +22,11 @@ struct TextFile {
 Result<std::vector<TextFile>> tokenizer_from_gguf(const GgufFile& file);
 
 // tokenizer.ggml.* and tokenizer.chat_template from the files of a folder. `vocab_size` is the
-// model's: missing ids are filled as llama.cpp's converter does ("[PAD123]", unused).
+// model's: missing ids are filled as llama.cpp's converter does ("[PAD123]", unused). `like_phi3`:
+// set when tokens take the spaces after them, for which the model must be named so (named_for);
+// without it they are refused.
 Result<std::vector<std::pair<std::string, GgufData>>> tokenizer_to_gguf(const std::string& folder,
-                                                                        std::int64_t vocab_size);
+                                                                        std::int64_t vocab_size,
+                                                                        bool* like_phi3 = nullptr);
 
 }  // namespace bittern

@@ -179,7 +179,9 @@ class TokenizerReader : public JsonEvents {
       token.content = *value.string;
     } else if (key_ == "special" || key_ == "lstrip" || key_ == "rstrip" || key_ == "single_word") {
       if (value.kind != JsonScalar::boolean) return wrong(name.c_str(), value, "a boolean");
-      (key_ == "special" ? token.special : token.stripped) |= value.truth;
+      (key_ == "special"  ? token.special
+       : key_ == "rstrip" ? token.rstrip
+                          : token.stripped) |= value.truth;
     }
     return {};
   }

@@ -17,7 +17,8 @@ Result<nlohmann::ordered_json> read_json_file(const std::string& path);
 
 struct AddedToken {
   std::uint32_t id = 0;
-  bool has_id = false, special = false, stripped = false;  // stripped: lstrip, rstrip, single_word
+  bool has_id = false, special = false, rstrip = false;
+  bool stripped = false;  // lstrip, single_word
   std::string content;
 };
 

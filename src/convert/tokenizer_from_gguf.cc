@@ -27,6 +27,7 @@ struct Source {
   std::array<std::optional<std::size_t>, std::size(kNamedTokens)> named;
   std::optional<std::size_t> eot, eom;
   bool add_bos = false, add_eos = false;
+  bool phi3 = false;  // special tokens take the spaces after them
 
   std::string where(std::string_view key) const {
     return file.path() + ": tokenizer." + std::string(key) + ": ";
@@ -178,9 +179,9 @@ void put_added_tokens(std::string& out, const Source& s) {
         .append(std::to_string(id))
         .append(", \"content\": ");
     put_string(out, s.tokens[id]);
-    out +=
-        ", \"single_word\": false, \"lstrip\": false, \"rstrip\": false, \"normalized\": false, "
-        "\"special\": ";
+    out += ", \"single_word\": false, \"lstrip\": false, \"rstrip\": ";
+    out += s.phi3 && phi3_strips(s.tokens[id]) ? "true" : "false";
+    out += ", \"normalized\": false, \"special\": ";
     out += s.types[id] == TokenType::user_defined ? "false}" : "true}";
     separator = ",\n";
   }
@@ -554,25 +555,25 @@ TextFile generation_config(const Source& s) {
   return {"generation_config.json", config.dump(2) + "\n"};
 }
 
-// llama.cpp lets the special tokens of models of this name take the spaces after them, which no key
-// says.
-Status check_name(const GgufFile& file) {
-  const auto given = file.string("general.name");
-  std::string name(given ? *given : "");
-  for (char& c : name) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  if (name.find("phi-3") == name.npos && name.find("phi3") == name.npos) return {};
-  return unsupported(
-      file.path() + ": general.name: " + in_quotes(*given) +
-      ", expected another model than Phi-3, whose tokens llama.cpp treats by this name");
+Status read_name(Source& s) {
+  const auto name = s.file.string("general.name");
+  s.phi3 = name && named_phi3(*name);
+  if (!s.phi3) return {};
+  for (const char* token : kPhi3Tokens)
+    if (s.index.find(s.tokens, token) < 0)
+      return unsupported(s.file.path() + ": general.name: " + in_quotes(*name) +
+                         ": llama.cpp looks for the token " + in_quotes(token) +
+                         " in models of this name, expected it");
+  return {};
 }
 
 Result<std::vector<TextFile>> convert(const GgufFile& file) {
   Source s(file);
-  BITTERN_TRY(check_name(file));
   const auto model = file.string("tokenizer.ggml.model");
   if (!model) return model.status();
   BITTERN_TRY(read_tokens(s));
   BITTERN_TRY(read_types(s));
+  BITTERN_TRY(read_name(s));
   if (*model != "gpt2" && *model != "llama")
     return unsupported(s.where("ggml.model") + in_quotes(*model) + ", expected gpt2 or llama");
   auto json = *model == "gpt2" ? byte_level_tokenizer(s) : sentencepiece_tokenizer(s);

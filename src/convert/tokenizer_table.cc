@@ -220,6 +220,35 @@ std::string byte_token(int byte) {
   return std::string("<0x") + kHex[byte >> 4] + kHex[byte & 15] + '>';
 }
 
+namespace {
+
+std::size_t find_phi3(std::string_view name, std::size_t& size) {
+  std::string lower(name);
+  for (char& c : lower) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+  const std::size_t with = lower.find("phi-3"), without = lower.find("phi3");
+  size = with < without ? 5 : 4;
+  return std::min(with, without);
+}
+
+}  // namespace
+
+bool named_phi3(std::string_view name) {
+  std::size_t size = 0;
+  return find_phi3(name, size) != name.npos;
+}
+
+bool phi3_strips(std::string_view token) {
+  return token != "<unk>" && token != "<s>" && token != "<|endoftext|>";
+}
+
+std::string named_for(std::string name, bool strips) {
+  if (strips) return named_phi3(name) ? name : "Phi-3 " + name;
+  std::size_t size = 0;
+  for (std::size_t at; (at = find_phi3(name, size)) != name.npos;)
+    name.replace(at + 3, size - 4, " ");
+  return name;
+}
+
 bool is_utf8(std::string_view text) {
   for (std::size_t i = 0; i < text.size();) {
     const auto first = static_cast<unsigned char>(text[i]);

@@ -93,6 +93,14 @@ std::string byte_token(int byte);
 
 inline constexpr const char* kSpaceMark = "\xe2\x96\x81";  // U+2581, a space to sentencepiece
 
+// llama.cpp lets the special tokens of a model take the spaces after them, all but a few, where
+// "phi-3" or "phi3" is in general.name: no key says so.
+bool named_phi3(std::string_view name);
+bool phi3_strips(std::string_view special_token);
+inline constexpr const char* kPhi3Tokens[] = {"</s>", "<unk>", "<s>", "<|endoftext|>"};  // must be
+// A name as like the given one as can be that says whether tokens do that.
+std::string named_for(std::string name, bool strips);
+
 bool is_utf8(std::string_view text);
 std::string padding_token(std::size_t id);  // "[PAD123]", llama.cpp's for an id without a token
 

@@ -245,6 +245,14 @@ TEST(Tokenizer, NamedChatTemplates) {
   }
 }
 
+TEST(Tokenizer, NamesSayWhetherTokensTakeSpaces) {
+  EXPECT_EQ(named_for("My Phi-3 mini", true), "My Phi-3 mini");
+  EXPECT_EQ(named_for("My Phi-3 mini", false), "My Phi 3 mini");
+  EXPECT_EQ(named_for("phi3-PHI-3", false), "phi 3-PHI 3");
+  EXPECT_EQ(named_for("tiny", true), "Phi-3 tiny");
+  EXPECT_EQ(named_for("tiny", false), "tiny");
+}
+
 TEST(Tokenizer, BadMetadataIsNamed) {
   const Keys good = byte_level();
   const auto error = [&](const char* key, GgufData value) {
@@ -255,9 +263,8 @@ TEST(Tokenizer, BadMetadataIsNamed) {
   EXPECT_EQ(error("tokenizer.ggml.pre", GgufData("nobody")),
             "tokenizer.ggml.pre: \"nobody\", expected one of " + pre_tokenizer_names());
   EXPECT_EQ(error("general.name", GgufData("My Phi-3")),
-            "general.name: \"My Phi-3\", expected another model than Phi-3, whose tokens llama.cpp "
-            "treats "
-            "by this name");
+            "general.name: \"My Phi-3\": llama.cpp looks for the token \"</s>\" in models of this "
+            "name, expected it");
   Strings tokens = kTokens;
   tokens[2] = "a";
   EXPECT_EQ(error("tokenizer.ggml.tokens", strings(tokens)),

@@ -672,11 +672,33 @@ Status check_model(const Json& rest, const std::string& path) {
   return {};
 }
 
-Result<Metadata> from_json(const std::string& folder, std::int64_t vocab_size) {
+// Tokens that take the spaces after them must be those llama.cpp lets do so in a Phi-3.
+Status check_strips(const TokenizerJson& json, const std::string& path, bool* like_phi3) {
+  const auto strips = [](const AddedToken& token) { return token.rstrip; };
+  const auto first = std::find_if(json.added.begin(), json.added.end(), strips);
+  if (first == json.added.end()) return {};
+  const auto is_phi3 = [&] {
+    for (const char* text : kPhi3Tokens)
+      if (std::none_of(json.added.begin(), json.added.end(),
+                       [&](const AddedToken& token) { return token.content == text; }))
+        return false;
+    return std::all_of(json.added.begin(), json.added.end(), [](const AddedToken& token) {
+      return token.rstrip == phi3_strips(token.content);
+    });
+  };
+  if (like_phi3 == nullptr || !is_phi3())
+    return unsupported(path + ": added_tokens: " + in_quotes(first->content) +
+                       " takes the spaces around it or stands alone only, which GGUF cannot say");
+  *like_phi3 = true;
+  return {};
+}
+
+Result<Metadata> from_json(const std::string& folder, std::int64_t vocab_size, bool* like_phi3) {
   const std::string path = folder + "/tokenizer.json";
   auto json = read_tokenizer_json(path);
   if (!json) return json.status();
   BITTERN_TRY(check_model(json->rest, path));
+  BITTERN_TRY(check_strips(*json, path, like_phi3));
   const auto companions = read_companions(folder);
   if (!companions) return companions.status();
   const auto cutting = cutting_of(json->rest, path);
@@ -771,11 +793,12 @@ Result<Metadata> from_sentencepiece_model(const std::string& folder, std::int64_
 
 }  // namespace
 
-Result<Metadata> tokenizer_to_gguf(const std::string& folder, std::int64_t vocab_size) {
+Result<Metadata> tokenizer_to_gguf(const std::string& folder, std::int64_t vocab_size,
+                                   bool* like_phi3) {
   try {
     if (!is_there(folder + "/tokenizer.json") && is_there(folder + "/tokenizer.model"))
       return from_sentencepiece_model(folder, vocab_size);
-    return from_json(folder, vocab_size);
+    return from_json(folder, vocab_size, like_phi3);
   } catch (const std::bad_alloc&) {
     return Status(Code::out_of_memory, folder + ": tokenizer");
   }

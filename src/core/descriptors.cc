@@ -420,11 +420,9 @@ Status AuraAttention::check(const Desc& d) {
   BITTERN_TRY(expect_between(kName, "heads", d.heads, 1, 1 << 16));
   BITTERN_TRY(expect_between(kName, "kv_heads", d.kv_heads, 1, 1 << 16));
   if (d.heads % d.kv_heads != 0) {
-    // Where sizes are found in the operands, pages pass for KV heads until page_size is given.
     return fail(kName, "heads",
                 std::to_string(d.heads) + ", expected a multiple of kv_heads " +
-                    std::to_string(d.kv_heads) +
-                    (d.page_size == 0 ? " (codes in pages need page_size and capacity)" : ""));
+                    std::to_string(d.kv_heads));
   }
   BITTERN_TRY(expect_between(kName, "k_bits", d.k_bits, 1, 8));
   BITTERN_TRY(expect_between(kName, "v_bits", d.v_bits, 1, 8));

@@ -88,25 +88,3 @@ def test_errors():
     signs = bittern.make_rotation("hadamard", 128)
     with pytest.raises(ValueError, match="aura_encode: boundaries"):
         bittern.aura_encode(x, signs, boundaries[::-1].copy(), levels)
-
-
-def test_attention_on_pages_says_what_it_needs():
-    codes, scales = np.zeros((3, 1, 16, 16), np.uint32), np.zeros((3, 1, 16), np.float32)
-    signs, levels = np.ones(128, np.float32), np.zeros(16, np.float32)
-
-    def attend(**fields):
-        return bittern.aura_attention(
-            np.zeros((1, 1, 1, 128), np.float32), codes, scales, codes, scales, levels, levels,
-            k_table=signs, v_table=signs, block_table=np.zeros((1, 2), np.int32), **fields,
-        )  # fmt: skip
-
-    assert attend(page_size=16, capacity=32).shape == (1, 1, 1, 128)
-    with pytest.raises(ValueError, match="need page_size and capacity"):
-        attend()
-    with pytest.raises(ValueError, match="capacity is 0; it is page_size 16 times the columns"):
-        attend(page_size=16)
-    with pytest.raises(ValueError, match=r"4-bit codes have 15 boundaries, and 3 are of 2 bits"):
-        levels2, boundaries = bittern.sphere_codebook(128, 2)
-        bittern.aura_encode(
-            np.ones((4, 128), np.float32), table=signs, boundaries=boundaries, codebook=levels2
-        )
