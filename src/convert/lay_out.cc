@@ -125,6 +125,14 @@ Status ConversionPlanner::lay_out_folder() {
   auto index = safetensors_index(out_, specs, conversion_.layout_, metadata);
   if (!index) return index.status();
   conversion_.texts_.push_back({"model.safetensors.index.json", std::move(*index)});
+  const bool codes = std::any_of(
+      conversion_.tensors_.begin(), conversion_.tensors_.end(),
+      [](const OutputTensor& tensor) { return tensor.to.kind == Storage::Kind::affine; });
+  if (written_config_.is_null() && codes) {
+    // Bits and groups are told nowhere else.
+    written_config_ = Json::object();
+    note("the source has no config.json: that of the output tells the quantisation alone");
+  }
   if (!written_config_.is_null()) {
     Json config = written_config_;
     config.erase("quantization");
