@@ -450,6 +450,12 @@ void print_comparison(const Comparison& comparison) {
       "\n{} tensors compared, {} equal; over all numbers: relative error {:.6g}, "
       "max abs error {:.6g}\n",
       comparison.tensors.size(), equal, comparison.relative_error(), comparison.max_abs_error());
+  const std::vector<const TensorDifference*> sick = comparison.not_finite();
+  if (sick.empty()) return;
+  fmt::print("{} tensors hold infinities or NaN, which these totals leave out:\n", sick.size());
+  for (const TensorDifference* tensor : sick)
+    fmt::print("  {}: {} in the model, {} in the other\n", printable(tensor->name),
+               tensor->not_finite_a, tensor->not_finite_b);
 }
 
 // ---- as JSON: docs/inspect.md ----
@@ -510,7 +516,9 @@ Json comparison_json(const Comparison& comparison) {
                        {"relative_error", tensor.relative_error()},
                        {"max_abs_error", tensor.max_abs_error},
                        {"different", tensor.different},
-                       {"not_finite", tensor.not_finite}});
+                       {"not_finite", tensor.not_finite},
+                       {"not_finite_in_model", tensor.not_finite_a},
+                       {"not_finite_in_other", tensor.not_finite_b}});
   }
   for (const GroupDifference& group : comparison.worst_groups) {
     groups.push_back({{"tensor", comparison.tensors[group.tensor].name},
@@ -523,8 +531,11 @@ Json comparison_json(const Comparison& comparison) {
   }
   for (const Comparison::Skipped& one : comparison.not_compared)
     skipped.push_back({{"name", one.name}, {"reason", one.reason}});
+  Json sick = Json::array();
+  for (const TensorDifference* tensor : comparison.not_finite()) sick.push_back(tensor->name);
   return {{"relative_error", comparison.relative_error()},
           {"max_abs_error", comparison.max_abs_error()},
+          {"not_finite_tensors", sick},
           {"equal", equal},
           {"group_columns", kComparedGroup},
           {"tensors", tensors},

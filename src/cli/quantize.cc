@@ -208,6 +208,7 @@ Json report_json(const Conversion& conversion, const QuantizeFlags& flags, doubl
           {"seconds_syncing", ran.syncing},
           {"resumed", ran.resumed},
           {"scale_change", ran.scale_change},
+          {"saturated", ran.saturated},
           {"notes", conversion.notes()},
           {"tensors", tensors}};
 }
@@ -293,6 +294,9 @@ Status run(QuantizeFlags flags) {
     report = *ran;
     if (print && report.resumed > 0)
       fmt::print("note: {} tensors were whole already\n", report.resumed);
+    if (print && report.saturated > 0)
+      fmt::print("note: {} numbers were too large and are now the largest there is (--lossy)\n",
+                 report.saturated);
     if (print && options->transcode && options->scale_dtype) {
       fmt::print("note: {}: scales and biases {}; MLX computes in it\n", flags.scale_dtype,
                  report.scale_change == 0
@@ -342,8 +346,10 @@ Verb quantize_verb(CLI::App& main) {
   verb->add_option("--imatrix", flags->imatrix,
                    "importance matrix of llama.cpp, as GGUF: weighs lsq");
   verb->add_flag("--transcode", flags->transcode, "change the storage, not one number");
-  verb->add_flag("--lossy", flags->lossy,
-                 "with --transcode: what cannot be exact is quantised again");
+  verb->add_flag(
+      "--lossy", flags->lossy,
+      "clamp numbers beyond the range of the dtype asked for, in place of an error; with "
+      "--transcode, also quantise again what cannot be exact");
   verb->add_option("--scale-dtype", flags->scale_dtype, "of scales and biases: f32 f16 bf16");
   verb->add_option("--dequantize", flags->dequantize, "write plain numbers: f32 f16 bf16");
   verb->add_flag("--pure", flags->pure,

@@ -787,7 +787,8 @@ TEST(Config, WhatIsWrongIsSaid) {
             "config.json: model type \"bert\" is not known, " + all);
   EXPECT_EQ(known_architecture(Json::object()).message(), "config.json: no \"model_type\", " + all);
   EXPECT_EQ(known_architecture(Json::array()).message(), "config.json is not an object");
-  EXPECT_EQ(known_architecture(Json()).message(), "config.json is not an object");
+  EXPECT_EQ(known_architecture(Json()).message(),
+            "no config.json, expected one that tells the architecture");
 
   const std::string whole = ", expected a whole number from 1 to 2147483647";
   EXPECT_EQ(refused("llama", "hidden_size", "eight"),

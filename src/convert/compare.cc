@@ -23,7 +23,7 @@ double ratio(double error, double norm) {
 // What a group adds to its tensor.
 struct GroupSums {
   double error = 0, norm = 0, max_abs = 0;
-  std::uint32_t different = 0, not_finite = 0;
+  std::uint32_t different = 0, not_finite = 0, not_finite_a = 0, not_finite_b = 0;
 };
 
 GroupSums sums_of_finite(const float* a, const float* b, std::int64_t n) {
@@ -48,8 +48,10 @@ GroupSums sums_of(const float* a, const float* b, std::int64_t n) {
   if (GroupSums sums = sums_of_finite(a, b, n); std::isfinite(sums.error + sums.norm)) return sums;
   float finite_a[kComparedGroup], finite_b[kComparedGroup];
   std::int64_t finite = 0;
-  std::uint32_t not_finite = 0;
+  std::uint32_t not_finite = 0, not_finite_a = 0, not_finite_b = 0;
   for (std::int64_t i = 0; i < n; ++i) {
+    not_finite_a += !std::isfinite(a[i]);
+    not_finite_b += !std::isfinite(b[i]);
     if (std::isfinite(a[i]) && std::isfinite(b[i])) {
       finite_a[finite] = a[i];
       finite_b[finite++] = b[i];
@@ -59,6 +61,8 @@ GroupSums sums_of(const float* a, const float* b, std::int64_t n) {
   }
   GroupSums sums = sums_of_finite(finite_a, finite_b, finite);
   sums.not_finite = not_finite;
+  sums.not_finite_a = not_finite_a;
+  sums.not_finite_b = not_finite_b;
   sums.different += not_finite;
   return sums;
 }
@@ -139,6 +143,8 @@ Status compare_tensor(Numbers& a, Numbers& b, std::size_t worst,
       out.max_abs_error = std::max(out.max_abs_error, group.max_abs);
       out.different += group.different;
       out.not_finite += group.not_finite;
+      out.not_finite_a += group.not_finite_a;
+      out.not_finite_b += group.not_finite_b;
       const auto n = static_cast<double>(std::min(kComparedGroup, columns - column));
       keep_largest(candidates, {group.error / n, first / columns + i / groups, column}, worst,
                    [](const Candidate& c) { return c.mean_square; });
@@ -242,6 +248,13 @@ double Comparison::max_abs_error() const {
   double most = 0;
   for (const TensorDifference& tensor : tensors) most = std::max(most, tensor.max_abs_error);
   return most;
+}
+
+std::vector<const TensorDifference*> Comparison::not_finite() const {
+  std::vector<const TensorDifference*> found;
+  for (const TensorDifference& tensor : tensors)
+    if (tensor.not_finite_a + tensor.not_finite_b > 0) found.push_back(&tensor);
+  return found;
 }
 
 Result<Comparison> compare(const Checkpoint& a, const Checkpoint& b, std::size_t worst_groups,

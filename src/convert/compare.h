@@ -24,7 +24,8 @@ struct TensorDifference {
   Storage a, b;                  // of b: of what it is made from
   std::uint64_t different = 0;   // numbers that are not equal; two NaN are
   std::uint64_t not_finite = 0;  // those of them where one is infinite or NaN, left out of the sums
-  double squared_error = 0, squared_norm = 0;  // ||a - b||^2, ||a||^2
+  std::uint64_t not_finite_a = 0, not_finite_b = 0;  // infinite or NaN in each, equal or not
+  double squared_error = 0, squared_norm = 0;        // ||a - b||^2, ||a||^2
   double max_abs_error = 0;
 
   // Infinite when a is zero and b is not.
@@ -51,9 +52,11 @@ struct Comparison {
   std::vector<Shapes> shapes_differ;
   std::vector<Skipped> not_compared;  // what cannot be decoded or put together
 
-  // Of all tensors compared as one vector.
+  // Of all tensors compared as one vector, less what is infinite or NaN: not_finite() tells where.
   double relative_error() const;
   double max_abs_error() const;
+  // The tensors that hold an infinity or NaN in either model.
+  std::vector<const TensorDifference*> not_finite() const;
 };
 
 struct ComparisonProgress {

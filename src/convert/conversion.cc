@@ -178,6 +178,7 @@ std::uint64_t ConversionPlanner::fingerprint() const {
   hash.add(std::string_view(version()));  // another one may have other bits
   hash.add(source_.fingerprint());
   hash.add(options_.method ? static_cast<std::uint64_t>(*options_.method) + 1 : 0);
+  hash.add(static_cast<std::uint64_t>(options_.lossy));
   for (const std::vector<float>& weights : conversion_.importance_)
     hash.add(std::as_bytes(std::span(weights)));
   for (const OutputLayout::File& file : conversion_.layout_.files) {

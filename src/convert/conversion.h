@@ -42,7 +42,8 @@ struct ConversionOptions {
   double target_bpw = 0;                 // 0: none; bits per weight of the whole model
   bool pure = false;                     // also what is kept by default is quantised
   bool allow_requantize = false;
-  bool transcode = false, lossy = false;
+  bool transcode = false;
+  bool lossy = false;  // what cannot be exact is quantised again, what is too large clamped
   std::optional<SafeDType> dequantize{};   // all plain, of this dtype
   std::optional<SafeDType> scale_dtype{};  // of scales and biases
   std::string imatrix{};                   // path of an importance matrix
@@ -92,8 +93,9 @@ class Conversion {
     bool force = false, resume = false;
   };
   struct RunReport {
-    std::size_t resumed = 0;  // tensors that were whole already
-    double scale_change = 0;  // the largest relative change of a scale or bias that was rounded
+    std::size_t resumed = 0;      // tensors that were whole already
+    double scale_change = 0;      // the largest relative change of a scale or bias that was rounded
+    std::uint64_t saturated = 0;  // numbers beyond the range of their dtype, clamped by `lossy`
     // Seconds; of making and writing each thread does its share, and this is their mean.
     double making = 0, writing = 0, syncing = 0;
   };

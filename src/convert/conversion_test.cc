@@ -133,6 +133,70 @@ TEST_F(Conversions, MeetATarget) {
   EXPECT_LE(bits(5.5), 5.5);
 }
 
+TEST_F(Conversions, MoreBitsNeverMeanMoreError) {
+  std::vector<F32> layers;
+  for (std::uint32_t i = 0; i < 5; ++i) {
+    const std::uint64_t rows = 4 + 9 * i * i;
+    std::vector<float> values = noise(rows * 128, i);
+    for (float& x : values) x *= std::exp2f(static_cast<float>(i % 3));
+    layers.push_back({"layers." + std::to_string(i) + ".a.weight", {rows, 128}, values});
+  }
+  put_model("five", layers);
+  const Checkpoint source = open("five");
+  int made = 0;
+  const auto lost = [&](const ConversionOptions& options) {
+    const std::string out = "out" + std::to_string(made++);
+    EXPECT_EQ(convert("five", out, options), "");
+    const Checkpoint model = open(out);
+    double sum = 0;
+    for (const CheckpointTensor& tensor : source.tensors()) {
+      const std::vector<float> a = numbers(source, tensor.name), b = numbers(model, tensor.name);
+      for (std::size_t i = 0; i < a.size(); ++i) sum += std::pow(double{a[i]} - double{b[i]}, 2);
+    }
+    return sum;
+  };
+  for (const int group : {32, 128}) {
+    double before = std::numeric_limits<double>::infinity();
+    std::vector<std::pair<double, double>> found;  // target, error
+    const double least = 2 + 64.0 / group;         // f32 scales and biases
+    for (double target = least; target < least + 7; target += 0.35) {
+      const double error = lost({.format = ModelFormat::mlx, .group = group, .target_bpw = target});
+      EXPECT_LE(error, before * (1 + 1e-12)) << target;
+      before = error;
+      found.push_back({target, error});
+    }
+    for (const int bits : {2, 3, 4, 5, 6, 8}) {
+      const double uniform = lost({.format = ModelFormat::mlx, .bits = bits, .group = group});
+      const double size = bits + 64.0 / group;
+      for (const auto& [target, error] : found) {
+        if (target >= size) {
+          EXPECT_LE(error, uniform * (1 + 1e-12)) << bits << " bits, target " << target;
+        }
+      }
+      EXPECT_LE(lost({.format = ModelFormat::mlx, .group = group, .target_bpw = size}),
+                uniform * (1 + 1e-12));
+    }
+  }
+}
+
+TEST_F(Conversions, PatternsTakeTimeLinearInTheName) {
+  const std::string longest(kSafetensorsMaxName - 8, 'a');
+  put_model("hf", {{longest + "!.weight", {2, 128}, noise(256, 5)}});
+  const auto rule = [&](const std::string& pattern) {
+    return convert(
+        "hf", "out" + std::to_string(names().size()),
+        {.format = ModelFormat::mlx, .bits = 4, .rules = {{.pattern = pattern, .bits = 8}}});
+  };
+  EXPECT_EQ(rule("(a+)+$|weight"), "");
+  EXPECT_EQ(rule("(a|aa|a?)*!\\.w"), "");
+  const std::string open(50000, '('), closed(50000, ')');
+  EXPECT_EQ(rule(open + "a" + closed), "");
+  EXPECT_NE(rule(open), "");
+  const std::string lookahead = rule("a(?!b)"), reference = rule("(a)\\1");
+  EXPECT_NE(lookahead.find("\"a(?!b)\": invalid perl operator"), std::string::npos) << lookahead;
+  EXPECT_NE(reference.find("\\1"), std::string::npos) << reference;
+}
+
 TEST_F(Conversions, RefuseClearly) {
   const auto expect = [&](const ConversionOptions& options, const std::string& what) {
     const std::string message = convert("hf", "out", options);
@@ -147,24 +211,32 @@ TEST_F(Conversions, RefuseClearly) {
   expect({.format = ModelFormat::gguf, .type = GgmlType::iq4_nl},
          "IQ4_NL: not written, expected one of Q2_K Q3_K Q4_0");
   expect({.format = ModelFormat::gguf, .bits = 4}, "nobodys");
-  expect({.bits = 4, .rules = {{.pattern = "("}}}, "not a regular expression");
-  expect({.target_bpw = 1}, "the least is");
+  expect({.bits = 4, .rules = {{.pattern = "("}}},
+         "\"(\": missing ): (: not a regular expression of RE2");
+  expect({.target_bpw = 1}, "the smallest possible is");
   expect({.bits = 4, .imatrix = path("none")}, "no such file");
   std::vector<float> sick = noise(256, 5);
   sick[200] = std::numeric_limits<float>::quiet_NaN();
   put_model("hf", {{"sick.weight", {2, 128}, sick}});
-  expect({.bits = 4}, "sick.weight: holds infinities or NaN");
-  expect({.target_bpw = 5}, "sick.weight: holds infinities or NaN");
+  const std::string sick_place =
+      "sick.weight: holds infinities or NaN, expected finite numbers (nan at row 1, column 72)";
+  expect({.bits = 4}, sick_place);
+  expect({.target_bpw = 5}, sick_place);
+  expect({.transcode = true}, sick_place);
+  expect({.dequantize = SafeDType::f32}, sick_place);
+  expect({.format = ModelFormat::safetensors, .dequantize = SafeDType::f16}, sick_place);
   expect({.format = ModelFormat::gguf, .type = GgmlType::q8_0}, "nobodys");
   std::vector<float> wide = noise(256, 5);
   wide[7] = 65520;  // rounds to infinity in f16, as the largest f32 does in bf16
   put_model("hf", {{"wide.weight", {2, 128}, wide}});
   expect({.bits = 4, .scale_dtype = SafeDType::f16},
-         "wide.weight: a number beyond the range of f16");
+         "wide.weight: 65520 at row 0, column 7 is beyond the range of f16");
+  expect({.format = ModelFormat::safetensors, .dequantize = SafeDType::f16},
+         "wide.weight: 65520 at row 0, column 7 is beyond the range of f16");
   wide[7] = std::numeric_limits<float>::max();
   put_model("hf", {{"wide.weight", {2, 128}, wide}});
   expect({.bits = 4, .scale_dtype = SafeDType::bf16},
-         "wide.weight: a number beyond the range of bf16");
+         "wide.weight: 3.40282e+38 at row 0, column 7 is beyond the range of bf16");
 }
 
 TEST_F(Conversions, ReadPolicies) {

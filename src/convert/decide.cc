@@ -1,5 +1,6 @@
 // What becomes of a tensor.
 #include <algorithm>
+#include <cmath>
 
 #include "convert/planner.h"
 
@@ -65,6 +66,28 @@ GgmlType ConversionPlanner::fitting(GgmlType type, std::int64_t columns) {
   return GgmlType::f16;
 }
 
+// Whether no number becomes infinite in f16: a look at all rows, where they are not f16 already.
+Result<bool> ConversionPlanner::fits_f16(const RowReader& reader) const {
+  if (reader.storage() == Storage::plain(SafeDType::f16)) return true;
+  struct Worker {
+    RowNumbers numbers;
+    float most = 0;
+  };
+  const std::int64_t length = rows_at_once(reader.columns());
+  std::vector<Worker> workers;
+  const auto look = [&](std::int64_t i, Worker& worker) -> Status {
+    const std::int64_t row = i * length, count = std::min(length, reader.rows() - row);
+    BITTERN_TRY(reader.numbers(row, count, worker.numbers));
+    const float most = largest_magnitude(worker.numbers, count * reader.columns());
+    // A NaN or an infinity is for the run to refuse, with its place.
+    if (std::isfinite(most)) worker.most = std::max(worker.most, most);
+    return {};
+  };
+  BITTERN_TRY(for_runs((reader.rows() + length - 1) / length, workers, look));
+  return std::none_of(workers.begin(), workers.end(),
+                      [](const Worker& worker) { return overflows(worker.most, DType::f16); });
+}
+
 Status ConversionPlanner::decide(OutputTensor& tensor) {
   const Recipe& recipe = tensor.recipe;
   auto reader = RowReader::open(source_, recipe);
@@ -103,7 +126,12 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
     GgmlType type = options_.type.value_or(type_of_bits(options_.bits > 0 ? options_.bits : 4));
     if (rule != nullptr && rule->bits > 0) type = type_of_bits(rule->bits);
     if (rule != nullptr && rule->type) type = *rule->type;
-    const GgmlType fits = fitting(type, columns);
+    GgmlType fits = fitting(type, columns);
+    if (fits == GgmlType::f16 && fits != type) {
+      const auto in_range = fits_f16(*reader);
+      if (!in_range) return in_range.status();
+      if (!*in_range) fits = tensor.from.dtype == SafeDType::bf16 ? GgmlType::bf16 : GgmlType::f32;
+    }
     if (fits != type) {
       tensor.note = "rows of " + std::to_string(columns) + " are no multiple of " +
                     std::to_string(info(type).block) + ": " + info(fits).name + " in place of " +
@@ -122,7 +150,10 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
     }
     wanted = Storage::affine(bits, group, scale_dtype(tensor.from));
   }
-  if (tensor.from.quantized() && tensor.from != wanted && !options_.allow_requantize) {
+  const bool adjustable =
+      options_.target_bpw > 0 && (rule == nullptr || (rule->bits == 0 && !rule->type));
+  if (tensor.from.quantized() && (tensor.from != wanted || adjustable) &&
+      !options_.allow_requantize) {
     return refuse("tensor " + source_of(recipe) + " is quantised already (" + tensor.from.str() +
                   "), expected plain numbers; --transcode keeps them exact, --dequantize writes "
                   "them plain, "
@@ -130,7 +161,7 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
   }
   tensor.to = wanted;
   tensor.way = OutputTensor::Way::quantize;
-  if (options_.target_bpw > 0 && rule == nullptr) adjustable_.push_back(&tensor);
+  if (adjustable) adjustable_.push_back(&tensor);
   return {};
 }
 

@@ -141,6 +141,14 @@ Status ConversionPlanner::lay_out_folder() {
   auto layout = lay_out_safetensors(out_, specs, kShardBytes, {{"format", mlx ? "mlx" : "pt"}});
   if (!layout) return layout.status();
   conversion_.layout_ = std::move(*layout);
+  const bool codes = std::any_of(
+      conversion_.tensors_.begin(), conversion_.tensors_.end(),
+      [](const OutputTensor& tensor) { return tensor.to.kind == Storage::Kind::affine; });
+  if (written_config_.is_null() && codes) {
+    // Bits and groups are told nowhere else.
+    written_config_ = Json::object();
+    note("the source has no config.json: that of the output tells the quantisation alone");
+  }
   if (!written_config_.is_null()) {
     Json config = written_config_;
     config.erase("quantization");

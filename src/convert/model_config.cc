@@ -177,6 +177,7 @@ std::string known_types() {
 
 // The type and whether config is that of the vision model around it.
 Result<std::pair<const ModelType*, bool>> type_of(const Json& config) {
+  if (config.is_null()) return invalid("no config.json, expected one that tells the architecture");
   if (!config.is_object()) return invalid("config.json is not an object");
   const auto it = config.find("model_type");
   if (it == config.end() || !it->is_string())

@@ -1,8 +1,8 @@
 // Inside Conversion::plan: from what was asked for to what becomes of every tensor and file.
-// conversion.cc walks the steps; policy.cc, decide.cc, target.cc and lay_out.cc hold one each.
+// conversion.cc walks the steps; policy.cc, decide.cc, measure.cc and lay_out.cc hold one each.
 #pragma once
 #include <cstdint>
-#include <regex>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,6 +13,10 @@
 #include "convert/conversion.h"
 #include "convert/rows.h"
 #include "formats/checkpoint.h"
+
+namespace re2 {
+class RE2;
+}
 
 namespace bittern {
 
@@ -74,6 +78,7 @@ class ConversionPlanner {
   // decide.cc
   static GgmlType type_of_bits(int bits);
   static GgmlType fitting(GgmlType type, std::int64_t columns);
+  Result<bool> fits_f16(const RowReader& reader) const;
   Status decide(OutputTensor& tensor);
   Storage kept(const OutputTensor& tensor) const;
   SafeDType scale_dtype(const Storage& from) const;
@@ -81,7 +86,10 @@ class ConversionPlanner {
   static Status try_transcode(const RowReader& reader, const Storage& to);
   Status settle(OutputTensor& tensor);
 
-  // target.cc
+  // measure.cc
+  std::vector<Storage> uniform_choices(const OutputTensor& tensor) const;
+  const std::vector<float>* importance_of(const OutputTensor& tensor) const;
+  RowEncoder encoder_of(const Storage& storage) const;
   Status meet_target();
 
   // lay_out.cc
@@ -96,11 +104,11 @@ class ConversionPlanner {
   std::string out_;
   const ProgressFunction& progress_;
   Conversion conversion_;
-  std::vector<std::regex> patterns_;
-  std::vector<NamedShape> shapes_;  // of the source
+  std::vector<std::shared_ptr<const re2::RE2>> patterns_;  // of the rules
+  std::vector<NamedShape> shapes_;                         // of the source
   World from_ = World::hf;
-  Json config_, written_config_;  // of the source, of the output
-  std::vector<OutputTensor*> adjustable_;
+  Json config_, written_config_;           // of the source, of the output
+  std::vector<OutputTensor*> adjustable_;  // those whose storage --target-bpw chooses
 };
 
 }  // namespace bittern

@@ -1,9 +1,12 @@
 // What a policy file or a flag may ask for, and which rule a tensor falls under.
 #include <algorithm>
-#include <regex>
+#include <memory>
 #include <utility>
 
+#include <re2/re2.h>
+
 #include "convert/planner.h"
+#include "formats/json_events.h"
 
 namespace bittern {
 
@@ -105,22 +108,23 @@ Status ConversionPlanner::check_group(int group, const std::string& where) const
 }
 
 Status ConversionPlanner::compile_rules() {
+  RE2::Options quiet;
+  quiet.set_log_errors(false);
   for (const TensorRule& rule : options_.rules) {
-    try {
-      patterns_.emplace_back(rule.pattern, std::regex::ECMAScript | std::regex::optimize);
-    } catch (const std::regex_error& error) {
-      return invalid(rule.pattern + ": not a regular expression (" + error.what() +
-                     "), expected one");
-    }
+    auto pattern = std::make_shared<const RE2>(rule.pattern, quiet);
+    if (!pattern->ok())  // the reason may repeat a pattern of any length
+      return invalid(in_quotes(rule.pattern) + ": " + pattern->error().substr(0, 80) +
+                     ": not a regular expression of RE2, expected one");
+    patterns_.push_back(std::move(pattern));
   }
   return {};
 }
 
 const TensorRule* ConversionPlanner::rule_for(const Recipe& recipe) const {
   for (std::size_t i = 0; i < patterns_.size(); ++i) {
-    if (std::regex_search(recipe.name, patterns_[i])) return &options_.rules[i];
+    if (RE2::PartialMatch(recipe.name, *patterns_[i])) return &options_.rules[i];
     for (const std::string& source : recipe.sources)
-      if (std::regex_search(source, patterns_[i])) return &options_.rules[i];
+      if (RE2::PartialMatch(source, *patterns_[i])) return &options_.rules[i];
   }
   return nullptr;
 }

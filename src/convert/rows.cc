@@ -1,15 +1,10 @@
 #include "convert/rows.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
-#include <memory>
 #include <numeric>
 #include <utility>
-
-#include "bittern/ops/gguf_quantize.h"
-#include "bittern/ops/qdq_affine_init.h"
 
 namespace bittern {
 namespace {
@@ -17,57 +12,6 @@ namespace {
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
 std::string of_tensor(const std::string& name) { return "tensor " + name + ": "; }
-
-template <class Op>
-Status run_op(const typename Op::Desc& desc, const typename Op::Args& args) {
-  const auto plan = Plan<Op>::select(desc);
-  if (!plan) return plan.status();
-  std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
-  void* aligned = scratch.data();
-  std::size_t space = scratch.size();
-  std::align(64, plan->workspace_bytes(), aligned, space);
-  return plan->run(args, {}, {aligned, plan->workspace_bytes()});
-}
-
-// f(begin, end) over [0, count) on all threads; f writes what is its own.
-template <class F>
-void in_parallel(std::int64_t count, F&& f) {
-  constexpr std::int64_t kPiece = 1 << 16;
-  const std::int64_t pieces = (count + kPiece - 1) / kPiece;
-#pragma omp parallel for num_threads(num_threads()) schedule(static) if (pieces > 1)
-  for (std::int64_t i = 0; i < pieces; ++i) f(i * kPiece, std::min(count, (i + 1) * kPiece));
-}
-
-// The same numbers, each rounded once.
-template <class To>
-void convert(const RowNumbers& numbers, std::int64_t count, To* to) {
-  const auto from_type = [&]<class From>(const From* from) {
-    in_parallel(count, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t i = begin; i < end; ++i) to[i] = from_math<To>(to_math(from[i]));
-    });
-  };
-  switch (numbers.dtype) {
-    case DType::f16: return from_type(static_cast<const f16*>(numbers.data));
-    case DType::bf16: return from_type(static_cast<const bf16*>(numbers.data));
-    default: return from_type(static_cast<const float*>(numbers.data));
-  }
-}
-
-Status cast_numbers(const RowNumbers& numbers, std::int64_t count, DType dtype,
-                    std::vector<std::byte>& out) {
-  out.resize(at(count) * size_of(dtype));
-  if (numbers.dtype == dtype) {
-    std::memcpy(out.data(), numbers.data, out.size());
-    return {};
-  }
-  switch (dtype) {
-    case DType::f32: convert(numbers, count, reinterpret_cast<float*>(out.data())); return {};
-    case DType::f16: convert(numbers, count, reinterpret_cast<f16*>(out.data())); return {};
-    case DType::bf16: convert(numbers, count, reinterpret_cast<bf16*>(out.data())); return {};
-    default:
-      return unsupported(std::string("numbers as ") + name(dtype) + ", expected f32, f16 or bf16");
-  }
-}
 
 float mapped(ValueMap map, float x) {
   switch (map) {
@@ -218,6 +162,7 @@ Status RowReader::each_range(const std::vector<Pick>& picks, F&& f) const {
 }
 
 Status RowReader::numbers(std::int64_t first, std::int64_t count, RowNumbers& out) const {
+  out.first = first;
   const std::vector<Pick> wanted = picks(first, count);
   const CheckpointTensor& source = sources_[wanted.empty() ? 0 : wanted[0].source];
   const auto dtype = to_dtype(source.storage.dtype);
@@ -316,187 +261,8 @@ Status RowReader::stored(std::int64_t first, std::int64_t count, EncodedRows& ou
   return {};
 }
 
-// ---- RowEncoder ----
-
-namespace {
-
-template <class Void>
-View<Void> dense(Void* data, DType dtype, const Shape& shape) {
-  return {data, dtype, {}, shape, shape.dense_strides()};
-}
-
-Status expect_finite(const RowNumbers& numbers, std::int64_t count) {
-  if (all_finite(numbers, count)) return {};
-  return invalid("holds infinities or NaN, expected finite numbers");
-}
-
-// Scales, biases and codes by one of the affine rules. Halves may have f32 scales; otherwise, as
-// mlx-lm does, the weights take the dtype of their scales first.
-Status run_affine(AffineDesc desc, DType params, const RowNumbers& numbers,
-                  std::span<const float> importance, std::vector<std::byte>& scales,
-                  std::vector<std::byte>& biases, std::vector<std::byte>& codes) {
-  const std::int64_t count = desc.outer_size * desc.axis_size;
-  desc.f32_scale = params == DType::f32 && numbers.dtype != DType::f32;
-  desc.element = desc.f32_scale ? numbers.dtype : params;
-  std::vector<std::byte> rounded;
-  const void* w = numbers.data;
-  if (params != numbers.dtype && !desc.f32_scale) {
-    BITTERN_TRY(cast_numbers(numbers, count, params, rounded));
-    w = rounded.data();
-  }
-  desc.expect_finite = true;
-  scales.resize(at(desc.param_shape().numel()) * size_of(params));
-  biases.resize(scales.size());
-  codes.resize(at(desc.code_shape().numel()) * size_of(desc.code_element()));
-  const auto out = [](std::vector<std::byte>& bytes, DType dtype, const Shape& shape) {
-    return dense(static_cast<void*>(bytes.data()), dtype, shape);
-  };
-  QdqAffineInit::Args args{.w = dense(w, desc.element, desc.tensor_shape()),
-                           .scales = out(scales, params, desc.param_shape()),
-                           .biases = out(biases, params, desc.param_shape()),
-                           .q = out(codes, desc.code_element(), desc.code_shape())};
-  if (desc.method == AffineMethod::lsq && !importance.empty())
-    args.importance = view(importance.data(), {desc.axis_size});
-  const Status status = run_op<QdqAffineInit>(desc, args);
-  if (status.ok()) return {};
-  BITTERN_TRY(expect_finite(numbers, count));
-  if (rounded.empty() || all_finite({.dtype = params, .data = w, .own = {}}, count)) return status;
-  return invalid(std::string("a number beyond the range of ") + name(params) +
-                 ", expected scales of f32 for it");
-}
-
-Status encode_affine(const Storage& to, AffineMethod method, const RowNumbers& numbers,
-                     std::int64_t count, std::int64_t columns, std::span<const float> importance,
-                     EncodedRows& out) {
-  return run_affine({.outer_size = count,
-                     .axis_size = columns,
-                     .group_size = to.group,
-                     .bits = to.bits,
-                     .storage = CodeStorage::packed,
-                     .method = method},
-                    *to_dtype(to.dtype), numbers, importance, out.scales, out.biases, out.data);
-}
-
-constexpr bool has_minimum(BlockType type) {
-  return type == BlockType::q4_1 || type == BlockType::q5_1 || type == BlockType::q4_k ||
-         type == BlockType::q5_k;
-}
-
-// By the type's own rule, or, where a method is given and the type has minima, by that: Q4_1 and
-// Q5_1 are such a grid with f16 scales; super-blocks are fitted to it.
-Status encode_blocks(BlockType type, std::optional<AffineMethod> method, const RowNumbers& numbers,
-                     std::int64_t count, std::int64_t columns, std::span<const float> importance,
-                     EncodedRows& out) {
-  GgufDesc desc{.outer_size = count, .axis_size = columns, .type = type, .element = numbers.dtype};
-  out.data.resize(at(count * desc.row_bytes()));
-  GgufQuantize::Args args{
-      .w = dense(numbers.data, numbers.dtype, desc.tensor_shape()),
-      .blocks = dense(static_cast<void*>(out.data.data()), DType::u8, desc.block_shape())};
-  const bool super = block_size(type).weights == 256;
-  if (super && !importance.empty()) args.importance = view(importance.data(), {columns});
-  if (!method || !has_minimum(type)) {
-    BITTERN_TRY(run_op<GgufQuantize>(desc, args));
-    return expect_finite(numbers, count * columns);
-  }
-  const AffineDesc affine{.outer_size = count,
-                          .axis_size = columns,
-                          .group_size = 32,
-                          .bits = type == BlockType::q4_1 || type == BlockType::q4_k ? 4 : 5,
-                          .method = *method};
-  std::vector<std::byte> scales, biases, codes;
-  const DType params = super ? DType::f32 : DType::f16;
-  BITTERN_TRY(run_affine(affine, params, numbers, importance, scales, biases, codes));
-  if (super) {
-    desc.given_grid = true;
-    args.scales = dense(static_cast<const void*>(scales.data()), params, affine.param_shape());
-    args.biases = dense(static_cast<const void*>(biases.data()), params, affine.param_shape());
-    return run_op<GgufQuantize>(desc, args);
-  }
-  GridRows grid;
-  grid.bits = affine.bits;
-  grid.group = 32;
-  grid.codes.assign(reinterpret_cast<const std::uint8_t*>(codes.data()),
-                    reinterpret_cast<const std::uint8_t*>(codes.data() + codes.size()));
-  const auto widen = [&](const std::vector<std::byte>& from, std::vector<float>& to) {
-    to.resize(from.size() / sizeof(f16));
-    return as_f32({.dtype = params, .data = from.data(), .own = {}}, to);
-  };
-  BITTERN_TRY(widen(scales, grid.scales));
-  BITTERN_TRY(widen(biases, grid.biases));
-  return encode_grid(grid, columns,
-                     Storage::blocks(type == BlockType::q4_1 ? GgmlType::q4_1 : GgmlType::q5_1),
-                     out);
-}
-
-}  // namespace
-
-Status RowEncoder::encode(const RowNumbers& numbers, std::int64_t count, std::int64_t columns,
-                          std::span<const float> importance, EncodedRows& out) const {
-  if (through.quantized()) {
-    const RowEncoder inner{.to = through, .method = method, .through = {}};
-    EncodedRows codes;
-    BITTERN_TRY(inner.encode(numbers, count, columns, importance, codes));
-    RowNumbers back;
-    back.own.resize(at(count * columns));
-    BITTERN_TRY(decode_rows(tensor_of(codes, through, count, columns), 0, count, back.own));
-    back.data = back.own.data();
-    return cast_numbers(back, count * columns, *to_dtype(to.dtype), out.data);
-  }
-  switch (to.kind) {
-    case Storage::Kind::plain: {
-      const auto dtype = to_dtype(to.dtype);
-      if (!dtype) return unsupported(std::string("numbers as ") + bittern::name(to.dtype));
-      return cast_numbers(numbers, count * columns, *dtype, out.data);
-    }
-    case Storage::Kind::affine:
-      return encode_affine(to, method.value_or(AffineMethod::lsq), numbers, count, columns,
-                           importance, out);
-    case Storage::Kind::blocks: {
-      const auto type = block_type(to.type);
-      if (!type) return unsupported(std::string("blocks of ") + info(to.type).name);
-      return encode_blocks(*type, method, numbers, count, columns, importance, out);
-    }
-  }
-  return {};
-}
-
-CheckpointTensor tensor_of(const EncodedRows& rows, const Storage& storage, std::int64_t count,
-                           std::int64_t columns) {
-  return {.name = "the quantised rows",
-          .shape = {count, columns},
-          .storage = storage,
-          .data = rows.data,
-          .scales = rows.scales,
-          .biases = rows.biases,
-          .group_index = {}};
-}
-
-Status as_f32(const RowNumbers& numbers, std::span<float> out) {
-  convert(numbers, static_cast<std::int64_t>(out.size()), out.data());
-  return {};
-}
-
 std::int64_t rows_at_once(std::int64_t columns) {
   return std::max<std::int64_t>(1, (std::int64_t{1} << 19) / std::max<std::int64_t>(columns, 1));
-}
-
-bool all_finite(const RowNumbers& numbers, std::int64_t count) {
-  std::atomic<bool> finite = true;
-  // All ones in the exponent; OR over a piece needs no branch.
-  const auto scan = [&]<class Word>(const Word* bits, Word exponent) {
-    in_parallel(count, [&](std::int64_t begin, std::int64_t end) {
-      Word bad = 0;
-      for (std::int64_t i = begin; i < end; ++i)
-        bad |= static_cast<Word>((bits[i] & exponent) == exponent);
-      if (bad != 0) finite.store(false, std::memory_order_relaxed);
-    });
-  };
-  if (numbers.dtype == DType::f32)
-    scan(static_cast<const std::uint32_t*>(numbers.data), std::uint32_t{0x7f800000});
-  else
-    scan(static_cast<const std::uint16_t*>(numbers.data),
-         static_cast<std::uint16_t>(numbers.dtype == DType::f16 ? 0x7c00 : 0x7f80));
-  return finite;
 }
 
 Status with_tensor(const Checkpoint& source, const std::string& name, const Status& status) {

@@ -30,6 +30,7 @@ struct RowNumbers {
   DType dtype = DType::f32;
   const void* data = nullptr;
   std::vector<float> own;  // f32 that had to be made
+  std::int64_t first = 0;  // the number of the first row, for messages
 };
 
 class RowReader {
@@ -69,17 +70,32 @@ class RowReader {
   ValueMap map_ = ValueMap::same;
 };
 
-// Numbers into a storage; only finite ones can be quantised. `importance`, one a column, weighs
-// errors where the method can.
+// Finite numbers into a storage; others are refused. `importance`, one a column, weighs errors
+// where the method can. Code::unsupported: a number is so large that the storage would make it
+// infinite.
 struct RowEncoder {
   Storage to;
   std::optional<AffineMethod> method;
   // When it is quantised: `to` is plain, and gets the numbers this storage makes of them.
   Storage through;
+  // Numbers that are too large become the largest finite one in place of an error.
+  bool saturate = false;
 
+  // Adds the numbers it had to make smaller to `saturated`.
   Status encode(const RowNumbers& numbers, std::int64_t count, std::int64_t columns,
-                std::span<const float> importance, EncodedRows& out) const;
+                std::span<const float> importance, EncodedRows& out,
+                std::uint64_t& saturated) const;
 };
+
+// Rows of codes in another storage (encode_grid), scales and biases rounded to its dtype, as
+// round_params tells in `change`. What becomes too large is an error or, with `saturate`, clamped.
+Status encode_rounded(GridRows& grid, std::int64_t columns, const Storage& to, bool saturate,
+                      EncodedRows& out, double& change, std::uint64_t& saturated);
+
+// Refuses rows that hold, or decode to, infinities or NaN, with the place of the first; `first` is
+// the number of the first row. Integers, and blocks that cannot be decoded, pass.
+Status expect_finite_rows(const EncodedRows& rows, const Storage& storage, std::int64_t first,
+                          std::int64_t count, std::int64_t columns);
 
 // Encoded rows as a tensor that decode_rows reads; it views them.
 CheckpointTensor tensor_of(const EncodedRows& rows, const Storage& storage, std::int64_t count,
@@ -91,8 +107,14 @@ Status as_f32(const RowNumbers& numbers, std::span<float> out);
 // Rows of a chunk: a few MiB, so that what one pass has read the next finds in a cache.
 std::int64_t rows_at_once(std::int64_t columns);
 
-// False when a number is infinite or NaN.
-bool all_finite(const RowNumbers& numbers, std::int64_t count);
+// The largest magnitude; infinite or NaN where a number is.
+float largest_magnitude(const RowNumbers& numbers, std::int64_t count);
+
+// Refuses infinities and NaN, with the place of the first.
+Status expect_finite(const RowNumbers& numbers, std::int64_t count, std::int64_t columns);
+
+// Whether a number of this magnitude becomes infinite in that dtype.
+bool overflows(float magnitude, DType dtype);
 
 // An error of a tensor's rows with the file and the tensor, where it does not say "tensor ..." yet.
 Status with_tensor(const Checkpoint& source, const std::string& name, const Status& status);

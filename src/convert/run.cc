@@ -51,13 +51,13 @@ Status make_rows(const TensorStream& stream, std::int64_t row, std::int64_t coun
   const OutputTensor& tensor = stream.tensor;
   const std::int64_t columns = stream.reader.columns();
   switch (tensor.way) {
-    case OutputTensor::Way::copy: return stream.reader.stored(row, count, worker.encoded);
+    case OutputTensor::Way::copy:
+      BITTERN_TRY(stream.reader.stored(row, count, worker.encoded));
+      return expect_finite_rows(worker.encoded, tensor.to, row, count, columns);
     case OutputTensor::Way::transcode:
       BITTERN_TRY(stream.reader.grid(row, count, worker.grid));
-      if (tensor.to.kind == Storage::Kind::affine && tensor.to.dtype != SafeDType::f32)
-        worker.report.scale_change =
-            std::max(worker.report.scale_change, round_params(worker.grid, tensor.to.dtype));
-      return encode_grid(worker.grid, columns, tensor.to, worker.encoded);
+      return encode_rounded(worker.grid, columns, tensor.to, stream.encoder.saturate,
+                            worker.encoded, worker.report.scale_change, worker.report.saturated);
     case OutputTensor::Way::quantize:
     case OutputTensor::Way::cast: {
       BITTERN_TRY(stream.reader.numbers(row, count, worker.numbers));
@@ -66,7 +66,8 @@ Status make_rows(const TensorStream& stream, std::int64_t row, std::int64_t coun
         importance =
             importance.subspan(static_cast<std::size_t>(row / stream.matrix_rows * columns),
                                static_cast<std::size_t>(columns));
-      return stream.encoder.encode(worker.numbers, count, columns, importance, worker.encoded);
+      return stream.encoder.encode(worker.numbers, count, columns, importance, worker.encoded,
+                                   worker.report.saturated);
     }
   }
   return {};
@@ -104,8 +105,9 @@ std::int64_t run_length(std::int64_t rows, std::int64_t columns) {
 
 // Each thread makes and writes runs of rows of its own, so that one makes while another writes.
 Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
-                     std::optional<AffineMethod> method, std::span<const float> importance,
-                     ModelOutput& output, Conversion::RunReport& report,
+                     std::optional<AffineMethod> method, bool saturate,
+                     std::span<const float> importance, ModelOutput& output,
+                     Conversion::RunReport& report,
                      const std::function<void(std::int64_t rows)>& progress) {
   const auto reader = RowReader::open(source, tensor.recipe);
   if (!reader) return reader.status();
@@ -114,14 +116,16 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
   const bool stack = !importance.empty() && tensor.recipe.shape.rank >= 3;
   const std::int64_t matrices = stack ? tensor.recipe.shape[0] : 1;
   const std::int64_t matrix_rows = reader->rows() / std::max<std::int64_t>(matrices, 1);
-  const TensorStream stream{
-      .tensor = tensor,
-      .reader = *reader,
-      .encoder = {.to = tensor.to, .method = method, .through = tensor.through},
-      .bytes = *bytes,
-      .importance = importance,
-      .matrix_rows = matrix_rows,
-      .output = output};
+  const TensorStream stream{.tensor = tensor,
+                            .reader = *reader,
+                            .encoder = {.to = tensor.to,
+                                        .method = method,
+                                        .through = tensor.through,
+                                        .saturate = saturate},
+                            .bytes = *bytes,
+                            .importance = importance,
+                            .matrix_rows = matrix_rows,
+                            .output = output};
 
   // A run stays within one matrix of a stack: each has importances of its own.
   const std::int64_t length = run_length(matrix_rows, reader->columns());
@@ -148,6 +152,7 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
   if (!status.ok()) return with_tensor(source, tensor.recipe.name, status);
   for (const Worker& worker : workers) {
     report.scale_change = std::max(report.scale_change, worker.report.scale_change);
+    report.saturated += worker.report.saturated;
     report.making += worker.report.making / static_cast<double>(workers.size());
     report.writing += worker.report.writing / static_cast<double>(workers.size());
   }
@@ -184,8 +189,8 @@ Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunO
       }
       const std::span<const float> importance =
           importance_.empty() ? std::span<const float>{} : std::span(importance_[i]);
-      BITTERN_TRY(stream_tensor(*source_, tensor, options_.method, importance, *output, report,
-                                [&](std::int64_t rows) {
+      BITTERN_TRY(stream_tensor(*source_, tensor, options_.method, options_.lossy, importance,
+                                *output, report, [&](std::int64_t rows) {
                                   state.done += static_cast<std::uint64_t>(rows * columns);
                                   progress(state);
                                 }));

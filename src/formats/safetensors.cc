@@ -63,6 +63,12 @@ Result<std::uint64_t> byte_size(const std::string& tensor, const SafetensorsSpec
   return bits / 8;
 }
 
+Status check_name(const std::string& where, std::string_view name) {
+  if (name.size() <= kSafetensorsMaxName) return {};
+  return invalid(tensor_of(where, name) + "a name of " + std::to_string(name.size()) +
+                 " bytes, expected at most " + std::to_string(kSafetensorsMaxName));
+}
+
 // ---- the header ----
 
 class HeaderEvents : public JsonEvents {
@@ -107,6 +113,7 @@ class HeaderEvents : public JsonEvents {
       }
       now_ = {};
       now_.name = text;
+      BITTERN_TRY(check_name(where_, text));
       offsets_.clear();
       seen_ = 0;
       if (header_.tensors.size() == kSafetensorsMaxTensors) {
@@ -300,6 +307,7 @@ class IndexEvents : public JsonEvents {
       return invalid(where_ + ": weight_map: more than " + std::to_string(kMostEntries) +
                      " entries, expected fewer");
     }
+    BITTERN_TRY(check_name(where_, text));
     index.weight_map.emplace_back(text, 0u);
     return {};
   }
@@ -591,6 +599,7 @@ Status lay_out_files(const std::string& where, const std::string& folder,
     for (; next < order.size() && layout.tensors[order[next]].file == i; ++next) {
       const SafetensorsSpec& tensor = tensors[order[next]];
       OutputLayout::Extent& extent = layout.tensors[order[next]];
+      BITTERN_TRY(check_name(where, tensor.name));
       const auto escaped = json_string(tensor.name);
       if (!escaped || tensor.name == kMetadata) {
         return invalid(tensor_of(where, tensor.name) + (escaped ? "reserved" : "not UTF-8") +

@@ -63,6 +63,7 @@ inline constexpr std::uint64_t kSafetensorsMaxHeader = 100'000'000;  // the form
 inline constexpr std::size_t kSafetensorsMaxTensors = std::size_t{1} << 19;
 inline constexpr std::size_t kSafetensorsMaxMetadata = std::size_t{1} << 16;
 inline constexpr std::size_t kSafetensorsMaxRank = 8;
+inline constexpr std::size_t kSafetensorsMaxName = 1024;  // bytes
 inline constexpr std::size_t kSafetensorsMaxShards = std::size_t{1} << 14;
 
 // What a writer is told of a tensor.

@@ -564,6 +564,14 @@ TEST(Safetensors, RefusesHugeHeaders) {
   for (std::size_t i = 0; i <= kSafetensorsMaxMetadata; ++i) many += "\"a\":\"\",";
   EXPECT_EQ(message(file_of(many)), "f: __metadata__: more than 65536 entries, expected fewer");
   many = "{";
+  const std::string longest(kSafetensorsMaxName, 'n');
+  const auto named = [](const std::string& name) {
+    return file_of("{\"" + name + R"(":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}})");
+  };
+  EXPECT_EQ(message(named(longest)), "");
+  EXPECT_EQ(message(named(longest + "n")),
+            "f: tensor \"" + longest.substr(0, 120) +
+                "...\": a name of 1025 bytes, expected at most 1024");
   for (std::size_t i = 0; i <= kSafetensorsMaxTensors; ++i)
     many += R"("":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},)";
   EXPECT_EQ(message(file_of(many)), "f: header: more than 524288 tensors, expected fewer");
@@ -684,6 +692,10 @@ TEST(SafetensorsFolder, Refuses) {
   EXPECT_EQ(message(R"({"weight_map":{"a":"bad.safetensors"}})"),
             folder / "bad.safetensors: 1 bytes at the end belong to no tensor, expected none");
   std::string many = "{\"weight_map\":{";
+  const std::string name(kSafetensorsMaxName + 1, 'n');
+  EXPECT_EQ(message(R"({"weight_map":{")" + name + R"(":"x.safetensors"}})"),
+            index + "tensor \"" + name.substr(0, 120) +
+                "...\": a name of 1025 bytes, expected at most 1024");
   for (std::size_t i = 0; i <= kSafetensorsMaxShards; ++i)
     many += "\"\":\"" + std::to_string(i) + "\",";
   EXPECT_EQ(message(many), index + "weight_map: more than 16384 shards, expected fewer");
@@ -846,6 +858,10 @@ TEST(SafetensorsWriter, Refuses) {
             path + ": tensor \"\xff\": not UTF-8, expected another name");
   EXPECT_EQ(message({{"x", SafeDType::f4, {1}}}),
             path + ": tensor \"x\": shape [1] of F4, expected whole bytes");
+  const std::string longest(kSafetensorsMaxName, 'n');
+  EXPECT_EQ(message({{longest + "n", SafeDType::u8, {1}}}),
+            path + ": tensor \"" + longest.substr(0, 120) +
+                "...\": a name of 1025 bytes, expected at most 1024");
   EXPECT_EQ(message({{"x", SafeDType::u8, std::vector<std::uint64_t>(9, 1)}}),
             path + ": tensor \"x\": rank 9, expected at most 8");
   EXPECT_EQ(message({{"x", SafeDType::f64, {big}}}),

@@ -1,0 +1,438 @@
+// Numbers into storages: which are refused, and what becomes of the others.
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <memory>
+
+#include "bittern/ops/gguf_quantize.h"
+#include "bittern/ops/qdq_affine_init.h"
+#include "convert/rows.h"
+
+namespace bittern {
+namespace {
+
+std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+template <class Op>
+Status run_op(const typename Op::Desc& desc, const typename Op::Args& args) {
+  const auto plan = Plan<Op>::select(desc);
+  if (!plan) return plan.status();
+  std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
+  void* aligned = scratch.data();
+  std::size_t space = scratch.size();
+  std::align(64, plan->workspace_bytes(), aligned, space);
+  return plan->run(args, {}, {aligned, plan->workspace_bytes()});
+}
+
+// f(begin, end) over [0, count) on all threads; f writes what is its own.
+template <class F>
+void in_parallel(std::int64_t count, F&& f) {
+  constexpr std::int64_t kPiece = 1 << 16;
+  const std::int64_t pieces = (count + kPiece - 1) / kPiece;
+#pragma omp parallel for num_threads(num_threads()) schedule(static) if (pieces > 1)
+  for (std::int64_t i = 0; i < pieces; ++i) f(i * kPiece, std::min(count, (i + 1) * kPiece));
+}
+
+// The same numbers, each rounded once.
+template <class To>
+void convert(const RowNumbers& numbers, std::int64_t count, To* to) {
+  const auto from_type = [&]<class From>(const From* from) {
+    in_parallel(count, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i) to[i] = from_math<To>(to_math(from[i]));
+    });
+  };
+  switch (numbers.dtype) {
+    case DType::f16: return from_type(static_cast<const f16*>(numbers.data));
+    case DType::bf16: return from_type(static_cast<const bf16*>(numbers.data));
+    default: return from_type(static_cast<const float*>(numbers.data));
+  }
+}
+
+Status cast_numbers(const RowNumbers& numbers, std::int64_t count, DType dtype,
+                    std::vector<std::byte>& out) {
+  out.resize(at(count) * size_of(dtype));
+  if (numbers.dtype == dtype) {
+    std::memcpy(out.data(), numbers.data, out.size());
+    return {};
+  }
+  switch (dtype) {
+    case DType::f32: convert(numbers, count, reinterpret_cast<float*>(out.data())); return {};
+    case DType::f16: convert(numbers, count, reinterpret_cast<f16*>(out.data())); return {};
+    case DType::bf16: convert(numbers, count, reinterpret_cast<bf16*>(out.data())); return {};
+    default:
+      return unsupported(std::string("numbers as ") + name(dtype) + ", expected f32, f16 or bf16");
+  }
+}
+
+template <class Void>
+View<Void> dense(Void* data, DType dtype, const Shape& shape) {
+  return {data, dtype, {}, shape, shape.dense_strides()};
+}
+
+constexpr float kLargestF16 = 65504;
+
+std::string value_text(float x) {
+  if (std::isnan(x)) return "nan";
+  char text[32];
+  std::snprintf(text, sizeof text, "%.6g", static_cast<double>(x));
+  return text;
+}
+
+std::string place(std::int64_t i, std::int64_t first, std::int64_t columns) {
+  columns = std::max<std::int64_t>(columns, 1);
+  return " at row " + std::to_string(first + i / columns) + ", column " +
+         std::to_string(i % columns);
+}
+
+// The first number that `is` so: its value and its place.
+template <class F>
+std::string first_that(const RowNumbers& numbers, std::int64_t count, std::int64_t columns,
+                       F&& is) {
+  std::vector<float> values(at(count));
+  convert(numbers, count, values.data());
+  const auto found = std::find_if(values.begin(), values.end(), is);
+  if (found == values.end()) return "a number";
+  return value_text(*found) + place(found - values.begin(), numbers.first, columns);
+}
+
+Status not_finite(const std::string& what) {
+  return invalid("holds infinities or NaN, expected finite numbers (" + what + ")");
+}
+
+Status too_large(const RowNumbers& numbers, std::int64_t count, std::int64_t columns,
+                 const std::string& what, DType dtype) {
+  return unsupported(
+      first_that(numbers, count, columns, [&](float x) { return overflows(std::abs(x), dtype); }) +
+      what);
+}
+
+Status decodes_to_infinity(DType params) {
+  return unsupported(
+      std::string("with scales of ") + name(params) +
+      " its numbers decode to infinities: expected --scale-dtype f32, or a rule that "
+      "keeps the tensor");
+}
+
+// The same numbers, those beyond +-limit at it.
+RowNumbers clamped(const RowNumbers& numbers, std::int64_t count, float limit,
+                   std::uint64_t& saturated) {
+  RowNumbers out;
+  out.first = numbers.first;
+  out.own.resize(at(count));
+  convert(numbers, count, out.own.data());
+  for (float& x : out.own) {
+    saturated += std::abs(x) > limit;
+    x = std::clamp(x, -limit, limit);
+  }
+  out.data = out.own.data();
+  return out;
+}
+
+float largest_finite(DType dtype) {
+  return dtype == DType::f16    ? kLargestF16
+         : dtype == DType::bf16 ? to_f32(bf16{0x7f7f})
+                                : std::numeric_limits<float>::max();
+}
+
+// Scales, biases and codes by one of the affine rules. Halves may have f32 scales; otherwise, as
+// mlx-lm does, the weights take the dtype of their scales first.
+Status run_affine(AffineDesc desc, DType params, const RowNumbers& numbers,
+                  std::span<const float> importance, std::vector<std::byte>& scales,
+                  std::vector<std::byte>& biases, std::vector<std::byte>& codes) {
+  const std::int64_t count = desc.outer_size * desc.axis_size;
+  desc.f32_scale = params == DType::f32 && numbers.dtype != DType::f32;
+  desc.element = desc.f32_scale ? numbers.dtype : params;
+  std::vector<std::byte> rounded;
+  const void* w = numbers.data;
+  if (params != numbers.dtype && !desc.f32_scale) {
+    BITTERN_TRY(cast_numbers(numbers, count, params, rounded));
+    w = rounded.data();
+  }
+  desc.expect_finite = true;
+  scales.resize(at(desc.param_shape().numel()) * size_of(params));
+  biases.resize(scales.size());
+  codes.resize(at(desc.code_shape().numel()) * size_of(desc.code_element()));
+  const auto out = [](std::vector<std::byte>& bytes, DType dtype, const Shape& shape) {
+    return dense(static_cast<void*>(bytes.data()), dtype, shape);
+  };
+  QdqAffineInit::Args args{.w = dense(w, desc.element, desc.tensor_shape()),
+                           .scales = out(scales, params, desc.param_shape()),
+                           .biases = out(biases, params, desc.param_shape()),
+                           .q = out(codes, desc.code_element(), desc.code_shape())};
+  if (desc.method == AffineMethod::lsq && !importance.empty())
+    args.importance = view(importance.data(), {desc.axis_size});
+  return run_op<QdqAffineInit>(desc, args);
+}
+
+Status encode_affine(const Storage& to, AffineMethod method, const RowNumbers& numbers,
+                     std::int64_t count, std::int64_t columns, std::span<const float> importance,
+                     EncodedRows& out) {
+  return run_affine({.outer_size = count,
+                     .axis_size = columns,
+                     .group_size = to.group,
+                     .bits = to.bits,
+                     .storage = CodeStorage::packed,
+                     .method = method},
+                    *to_dtype(to.dtype), numbers, importance, out.scales, out.biases, out.data);
+}
+
+constexpr bool has_minimum(BlockType type) {
+  return type == BlockType::q4_1 || type == BlockType::q5_1 || type == BlockType::q4_k ||
+         type == BlockType::q5_k;
+}
+
+// By the type's own rule, or, where a method is given and the type has minima, by that: Q4_1 and
+// Q5_1 are such a grid with f16 scales; super-blocks are fitted to it.
+Status encode_blocks(BlockType type, std::optional<AffineMethod> method, const RowNumbers& numbers,
+                     std::int64_t count, std::int64_t columns, std::span<const float> importance,
+                     EncodedRows& out) {
+  GgufDesc desc{.outer_size = count, .axis_size = columns, .type = type, .element = numbers.dtype};
+  out.data.resize(at(count * desc.row_bytes()));
+  GgufQuantize::Args args{
+      .w = dense(numbers.data, numbers.dtype, desc.tensor_shape()),
+      .blocks = dense(static_cast<void*>(out.data.data()), DType::u8, desc.block_shape())};
+  const bool super = block_size(type).weights == 256;
+  if (super && !importance.empty()) args.importance = view(importance.data(), {columns});
+  if (!method || !has_minimum(type)) return run_op<GgufQuantize>(desc, args);
+  const AffineDesc affine{.outer_size = count,
+                          .axis_size = columns,
+                          .group_size = 32,
+                          .bits = type == BlockType::q4_1 || type == BlockType::q4_k ? 4 : 5,
+                          .method = *method};
+  std::vector<std::byte> scales, biases, codes;
+  const DType params = super ? DType::f32 : DType::f16;
+  BITTERN_TRY(run_affine(affine, params, numbers, importance, scales, biases, codes));
+  if (super) {
+    desc.given_grid = true;
+    args.scales = dense(static_cast<const void*>(scales.data()), params, affine.param_shape());
+    args.biases = dense(static_cast<const void*>(biases.data()), params, affine.param_shape());
+    return run_op<GgufQuantize>(desc, args);
+  }
+  GridRows grid;
+  grid.bits = affine.bits;
+  grid.group = 32;
+  grid.codes.assign(reinterpret_cast<const std::uint8_t*>(codes.data()),
+                    reinterpret_cast<const std::uint8_t*>(codes.data() + codes.size()));
+  const auto widen = [&](const std::vector<std::byte>& from, std::vector<float>& to) {
+    to.resize(from.size() / sizeof(f16));
+    return as_f32({.dtype = params, .data = from.data(), .own = {}}, to);
+  };
+  BITTERN_TRY(widen(scales, grid.scales));
+  BITTERN_TRY(widen(biases, grid.biases));
+  return encode_grid(grid, columns,
+                     Storage::blocks(type == BlockType::q4_1 ? GgmlType::q4_1 : GgmlType::q5_1),
+                     out);
+}
+
+Status decode_finite(const EncodedRows& rows, const Storage& storage, std::int64_t first,
+                     std::int64_t count, std::int64_t columns) {
+  RowNumbers back;
+  back.first = first;
+  back.own.resize(at(count * columns));
+  BITTERN_TRY(decode_rows(tensor_of(rows, storage, count, columns), 0, count, back.own));
+  back.data = back.own.data();
+  return expect_finite(back, count * columns, columns);
+}
+
+// Infinite where a number is not finite or cannot be decoded.
+float largest_decoded(const EncodedRows& rows, const Storage& storage, std::int64_t count,
+                      std::int64_t columns) {
+  RowNumbers back;
+  back.own.resize(at(count * columns));
+  if (!decode_rows(tensor_of(rows, storage, count, columns), 0, count, back.own).ok())
+    return std::numeric_limits<float>::infinity();
+  back.data = back.own.data();
+  return largest_magnitude(back, count * columns);
+}
+
+}  // namespace
+
+bool overflows(float magnitude, DType dtype) {
+  return dtype == DType::f16    ? std::isinf(to_f32(to_f16(magnitude)))
+         : dtype == DType::bf16 ? std::isinf(to_f32(to_bf16(magnitude)))
+                                : std::isinf(magnitude);
+}
+
+Status RowEncoder::encode(const RowNumbers& numbers, std::int64_t count, std::int64_t columns,
+                          std::span<const float> importance, EncodedRows& out,
+                          std::uint64_t& saturated) const {
+  if (through.quantized()) {
+    const RowEncoder inner{.to = through, .method = method, .through = {}, .saturate = saturate};
+    EncodedRows codes;
+    BITTERN_TRY(inner.encode(numbers, count, columns, importance, codes, saturated));
+    RowNumbers back;
+    back.own.resize(at(count * columns));
+    BITTERN_TRY(decode_rows(tensor_of(codes, through, count, columns), 0, count, back.own));
+    back.data = back.own.data();
+    return cast_numbers(back, count * columns, *to_dtype(to.dtype), out.data);
+  }
+  const std::int64_t all = count * columns;
+  const float most = largest_magnitude(numbers, all);
+  if (!std::isfinite(most)) return expect_finite(numbers, all, columns);
+  // Once more with every number inside +-limit. What is clamped again counts once.
+  const auto within = [&](float limit) {
+    std::uint64_t here = 0, again = 0;
+    const RowNumbers inside = clamped(numbers, all, limit, here);
+    const Status status = encode(inside, count, columns, importance, out, again);
+    saturated += std::max(here, again);
+    return status;
+  };
+  const auto decoded = [&] { return largest_decoded(out, to, count, columns); };
+  switch (to.kind) {
+    case Storage::Kind::plain: {
+      const auto dtype = to_dtype(to.dtype);
+      if (!dtype) return unsupported(std::string("numbers as ") + bittern::name(to.dtype));
+      if (!overflows(most, *dtype)) return cast_numbers(numbers, all, *dtype, out.data);
+      if (saturate) return within(largest_finite(*dtype));
+      return too_large(numbers, all, columns,
+                       std::string(" is beyond the range of ") + bittern::name(*dtype) +
+                           ": expected f32, or --lossy, which writes " +
+                           value_text(largest_finite(*dtype)),
+                       *dtype);
+    }
+    case Storage::Kind::affine: {
+      const DType params = *to_dtype(to.dtype);
+      if (overflows(most, params)) {
+        if (saturate) return within(largest_finite(params));
+        return too_large(numbers, all, columns,
+                         std::string(" is beyond the range of ") + bittern::name(params) +
+                             ", the dtype of the scales: expected --scale-dtype f32, or --lossy, "
+                             "which takes " +
+                             value_text(largest_finite(params)) + " in its place",
+                         params);
+      }
+      BITTERN_TRY(encode_affine(to, method.value_or(AffineMethod::lsq), numbers, count, columns,
+                                importance, out));
+      // code * scale + bias may leave the range where no weight does.
+      if (most < largest_finite(params) / 4 || std::isfinite(decoded())) return {};
+      return saturate ? within(most / 16 * 15) : decodes_to_infinity(params);
+    }
+    case Storage::Kind::blocks: {
+      const auto type = block_type(to.type);
+      if (!type) return unsupported(std::string("blocks of ") + info(to.type).name);
+      const Status encoded = encode_blocks(*type, method, numbers, count, columns, importance, out);
+      // The scales of blocks are f16: below that, none is infinite or has been clamped. Where one
+      // was, the largest number is far from what it was.
+      if (most < kLargestF16 / 4) return encoded;
+      const float largest = encoded.ok() ? decoded() : 0;
+      if (std::isfinite(largest) && largest >= most * 0.75f) return {};
+      if (!overflows(most, DType::f16)) {
+        if (!encoded.ok() || std::isfinite(largest)) return encoded;
+        return saturate ? within(most / 16 * 15) : decodes_to_infinity(DType::f16);
+      }
+      if (saturate) return within(kLargestF16);
+      return too_large(numbers, all, columns,
+                       std::string(" is beyond the range of ") + info(to.type).name +
+                           ", whose scales are f16: expected a rule that keeps the tensor, or "
+                           "--lossy, which takes " +
+                           value_text(kLargestF16) + " in its place",
+                       DType::f16);
+    }
+  }
+  return {};
+}
+
+Status encode_rounded(GridRows& grid, std::int64_t columns, const Storage& to, bool saturate,
+                      EncodedRows& out, double& change, std::uint64_t& saturated) {
+  const auto dtype = to_dtype(to.dtype);
+  if (to.kind != Storage::Kind::affine || !dtype || *dtype == DType::f32)
+    return encode_grid(grid, columns, to, out);
+  const std::int64_t groups = columns / std::max(grid.group, 1);
+  float most = 0;
+  for (std::vector<float>* params : {&grid.scales, &grid.biases}) {
+    for (std::size_t i = 0; i < params->size(); ++i) {
+      float& x = (*params)[i];
+      most = std::max(most, std::abs(x));
+      if (!overflows(std::abs(x), *dtype)) continue;
+      if (!saturate)
+        return unsupported(std::string(params == &grid.scales ? "scale " : "bias ") +
+                           value_text(x) + " of row " +
+                           std::to_string(grid.first + static_cast<std::int64_t>(i) / groups) +
+                           " is beyond the range of " + bittern::name(*dtype) +
+                           ": expected --scale-dtype f32, or --lossy, which writes " +
+                           value_text(largest_finite(*dtype)));
+      x = std::copysign(largest_finite(*dtype), x);
+      ++saturated;
+    }
+  }
+  change = std::max(change, round_params(grid, to.dtype));
+  BITTERN_TRY(encode_grid(grid, columns, to, out));
+  const auto codes = static_cast<float>(1 << grid.bits);
+  if (saturate || !overflows(most * codes, *dtype)) return {};
+  const std::int64_t count = static_cast<std::int64_t>(grid.codes.size()) / columns;
+  if (decode_finite(out, to, grid.first, count, columns).ok()) return {};
+  return decodes_to_infinity(*dtype);
+}
+
+Status expect_finite_rows(const EncodedRows& rows, const Storage& storage, std::int64_t first,
+                          std::int64_t count, std::int64_t columns) {
+  if (storage.kind != Storage::Kind::plain) {
+    const Status status = decode_finite(rows, storage, first, count, columns);
+    return status.code() == Code::unsupported ? Status{} : status;
+  }
+  if (storage.dtype == SafeDType::f64) {
+    for (std::int64_t i = 0; i < count * columns; ++i) {
+      double x;
+      std::memcpy(&x, rows.data.data() + at(i) * sizeof x, sizeof x);
+      if (!std::isfinite(x))
+        return not_finite(value_text(static_cast<float>(x)) + place(i, first, columns));
+    }
+    return {};
+  }
+  const auto dtype = to_dtype(storage.dtype);
+  if (!dtype || (*dtype != DType::f32 && *dtype != DType::f16 && *dtype != DType::bf16)) return {};
+  RowNumbers numbers;
+  numbers.dtype = *dtype;
+  numbers.data = rows.data.data();
+  numbers.first = first;
+  return expect_finite(numbers, count * columns, columns);
+}
+
+CheckpointTensor tensor_of(const EncodedRows& rows, const Storage& storage, std::int64_t count,
+                           std::int64_t columns) {
+  return {.name = "the quantised rows",
+          .shape = {count, columns},
+          .storage = storage,
+          .data = rows.data,
+          .scales = rows.scales,
+          .biases = rows.biases,
+          .group_index = {}};
+}
+
+Status as_f32(const RowNumbers& numbers, std::span<float> out) {
+  convert(numbers, static_cast<std::int64_t>(out.size()), out.data());
+  return {};
+}
+
+float largest_magnitude(const RowNumbers& numbers, std::int64_t count) {
+  // Without their sign, the bits of floats are ordered as the numbers are, NaN last.
+  const auto largest = [&]<class Word>(const Word* bits, Word magnitude) {
+    std::atomic<Word> most = 0;
+    in_parallel(count, [&](std::int64_t begin, std::int64_t end) {
+      Word here = 0;
+      for (std::int64_t i = begin; i < end; ++i)
+        here = std::max(here, static_cast<Word>(bits[i] & magnitude));
+      Word seen = most.load(std::memory_order_relaxed);
+      while (seen < here && !most.compare_exchange_weak(seen, here, std::memory_order_relaxed)) {
+      }
+    });
+    return most.load();
+  };
+  if (numbers.dtype == DType::f32)
+    return std::bit_cast<float>(
+        largest(static_cast<const std::uint32_t*>(numbers.data), std::uint32_t{0x7fffffff}));
+  const std::uint16_t most =
+      largest(static_cast<const std::uint16_t*>(numbers.data), std::uint16_t{0x7fff});
+  return numbers.dtype == DType::f16 ? to_f32(f16{most}) : to_f32(bf16{most});
+}
+
+Status expect_finite(const RowNumbers& numbers, std::int64_t count, std::int64_t columns) {
+  if (std::isfinite(largest_magnitude(numbers, count))) return {};
+  return not_finite(first_that(numbers, count, columns, [](float x) { return !std::isfinite(x); }));
+}
+
+}  // namespace bittern

@@ -1,0 +1,165 @@
+"""Whatever bittern quantize writes can be read back, by itself and by mlx: every kind of input, with
+and without a config.json, in every mode."""
+
+import json
+
+import numpy as np
+import pytest
+
+from test_cli import COMMAND, bittern, refused
+from test_quantize import load_numbers, weights, write_folder, write_gguf
+
+pytestmark = pytest.mark.skipif(
+    COMMAND is None, reason="the command is not built (build/release/bittern)"
+)
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 256,
+    "vocab_size": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def llama_tensors():
+    rng = np.random.default_rng(8)
+    tensors = {
+        f"model.layers.0.{name}.weight": weights(rng, rows, columns)
+        for name, rows, columns in (
+            ("self_attn.q_proj", 128, 128),
+            ("self_attn.k_proj", 64, 128),
+            ("self_attn.v_proj", 64, 128),
+            ("self_attn.o_proj", 128, 128),
+            ("mlp.gate_proj", 256, 128),
+            ("mlp.up_proj", 256, 128),
+            ("mlp.down_proj", 128, 256),
+        )
+    }
+    for name in ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm"):
+        tensors[f"model.{name}.weight"] = 1 + weights(rng, 1, 128)[0]
+    tensors["model.embed_tokens.weight"] = weights(rng, 64, 128)
+    return tensors
+
+
+def write_input(folder, kind):
+    """The model as one kind of input; the path to give to bittern."""
+    tensors = llama_tensors()
+    if kind == "gguf":
+        folder.mkdir()
+        return write_gguf(folder / "in.gguf", {"blk.0.a.weight": tensors["model.embed_tokens.weight"]})
+    hf = write_folder(folder, tensors, config=LLAMA, others={})
+    config = hf / "config.json"
+    if kind in ("file alone", "folder without config"):
+        config.unlink()
+    if kind == "empty config":
+        config.write_text("{}")
+    if kind == "unknown architecture":
+        config.write_text('{"model_type": "nobodys"}')
+    return hf / "model.safetensors" if kind.startswith("file") else hf
+
+
+KINDS = [
+    "folder",
+    "folder without config",
+    "empty config",
+    "unknown architecture",
+    "file alone",
+    "file beside its config",
+]
+MODES = {
+    "bits": ["--bits", 4],
+    "group 32": ["--bits", 3, "--group-size", 32],
+    "target": ["--target-bpw", 6],
+    "rules": ["--bits", 4, "--override", "mlp=8:32", "--override", "q_proj=keep"],
+    "f16 scales": ["--bits", 6, "--scale-dtype", "f16"],
+    "through": ["--bits", 4, "--format", "safetensors"],
+    "dequantize": ["--dequantize", "f16"],
+    "dequantize to mlx": ["--dequantize", "bf16", "--format", "mlx"],
+    "transcode": ["--transcode"],
+}
+
+
+def mlx_weights(folder):
+    """Every tensor as a reader of MLX folders has it: mx.load and the config's quantisation."""
+    import mlx.core as mx
+
+    stored = {}
+    for file in folder.glob("*.safetensors"):
+        stored.update(mx.load(str(file)))
+    config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
+    quantization = config.get("quantization", {})
+    numbers = {}
+    for name, w in stored.items():
+        module, _, part = name.rpartition(".")
+        if part in ("scales", "biases"):
+            continue
+        if f"{module}.scales" in stored:
+            assert w.dtype == mx.uint32
+            how = {**quantization, **quantization.get(module, {})}
+            w = mx.dequantize(
+                w, stored[f"{module}.scales"], stored[f"{module}.biases"], how["group_size"], how["bits"]
+            )
+        numbers[name] = np.array(w.astype(mx.float32))
+    return numbers
+
+
+@pytest.mark.peer("mlx", "safetensors")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_can_be_read(tmp_path, kind, mode):
+    source = write_input(tmp_path / "in", kind)
+    out = tmp_path / "out"
+    result = bittern("quantize", source, "-o", out, *MODES[mode])
+    assert result.returncode == 0, result
+    original = llama_tensors()
+    peer = mlx_weights(out)
+    assert set(peer) == set(original)
+    codes = sorted(p.name for p in out.glob("*.safetensors"))
+    assert codes == ["model.safetensors"]
+    told = "the source has no config.json" in result.stdout
+    quantised = mode in ("bits", "group 32", "target", "rules", "f16 scales")
+    assert told == (quantised and kind in ("folder without config", "file alone")), result.stdout
+
+    # bittern reads it: inspect, compare and dequantise agree with the peer.
+    report = tmp_path / "report.json"
+    assert bittern("inspect", out, "--json", report).returncode == 0
+    assert json.loads(report.read_text())["model"]["parameters"] == sum(w.size for w in original.values())
+    result = bittern("quantize", out, "-o", tmp_path / "back", "--dequantize", "f32", "--quiet")
+    assert result.returncode == 0, result
+    back = load_numbers(tmp_path / "back")
+    for name, w in original.items():
+        np.testing.assert_array_equal(back[name], peer[name], err_msg=name)
+        if w.ndim == 2 and quantised:
+            assert np.square(back[name] - w).mean() < 0.2 * np.square(w).mean(), name
+
+
+@pytest.mark.parametrize("text,what", [("[]", "not an object"), ("[1, 2]", "not an object"), ("{", "JSON"), ("", "empty")])
+def test_a_config_that_is_none_is_refused(tmp_path, text, what):
+    source = write_input(tmp_path / "in", "folder")
+    (source / "config.json").write_text(text)
+    for path in (source, source / "model.safetensors"):
+        for flags in (["--bits", 4], ["--dequantize", "f32"]):
+            refused(bittern("quantize", path, "-o", tmp_path / "out", *flags), 2, "config.json", what)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
+
+
+@pytest.mark.parametrize("kind", ["folder without config", "file alone", "empty config"])
+def test_gguf_needs_a_config(tmp_path, kind):
+    source = write_input(tmp_path / "in", kind)
+    result = bittern("quantize", source, "-o", tmp_path / "out.gguf", "--type", "Q8_0")
+    refused(result, 2, "no config.json" if kind != "empty config" else "model_type")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
+
+
+def test_tensors_named_like_scales_are_not_mixed_up(tmp_path):
+    """A plain a.scales beside a.weight would be read as the scales of its codes."""
+    rng = np.random.default_rng(9)
+    tensors = {"a.weight": weights(rng, 8, 128), "a.scales": weights(rng, 8, 2), "b.weight": weights(rng, 8, 128)}
+    source = write_folder(tmp_path / "in", tensors)
+    result = bittern("quantize", source, "-o", tmp_path / "out", "--bits", 4)
+    refused(result, 2, "a.scales")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
