@@ -43,6 +43,7 @@ void add_output_flags(CLI::App& verb, CommonFlags& flags);  // those without a d
 Status use_threads(const CommonFlags& flags);               // --threads
 // A CLI11 check whose message says what would be right.
 CLI::Validator integer_in(std::int64_t low, std::int64_t high);
+CLI::Validator number_in(double low, double high);  // no infinity, no NaN
 
 // "auto", "cpu", "cuda" or "cuda:n". The device is there, or the status says why not.
 struct DeviceChoice {

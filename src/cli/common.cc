@@ -52,6 +52,18 @@ CLI::Validator integer_in(std::int64_t low, std::int64_t high) {
       "");
 }
 
+CLI::Validator number_in(double low, double high) {
+  return CLI::Validator(
+      [=](const std::string& text) {
+        double value = 0;
+        const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+        const bool ok = error == std::errc() && end == text.data() + text.size() && value >= low &&
+                        value <= high;
+        return ok ? std::string() : fmt::format("{}, expected a number {}..{}", text, low, high);
+      },
+      "");
+}
+
 Result<DeviceChoice> choose_device(const CommonFlags& flags) {
   const std::string& text = flags.device;
   if (text == "cpu") return DeviceChoice{};

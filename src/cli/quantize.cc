@@ -5,11 +5,13 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "cli/cli.h"
 #include "convert/conversion.h"
+#include "convert/mix.h"
 #include "convert/output.h"
 #include "formats/checkpoint.h"
 
@@ -17,11 +19,13 @@ namespace bittern::cli {
 namespace {
 
 struct QuantizeFlags {
-  std::string model, out, format, method, type, policy, imatrix, dequantize, scale_dtype;
+  std::string model, hf_path, out, format, method, type, policy, imatrix, dequantize, scale_dtype;
+  std::string dtype, output_type, embedding_type;
   int bits = 0, group = 0;
   double target_bpw = 0;
   std::vector<std::string> overrides, tensor_types;
   bool pure = false, allow_requantize = false, transcode = false, lossy = false;
+  bool quantize = false, leave_output = false;
   bool dry_run = false, force = false, resume = false;
   CommonFlags common;
 };
@@ -36,6 +40,16 @@ Result<GgmlType> parse_type(const std::string& flag, const std::string& text) {
   if (type != nullptr) return type->type;
   return invalid(
       fmt::format("{}: {}: no type of GGUF, expected one like Q4_K or Q8_0", flag, text));
+}
+
+Result<const Mix*> parse_mix(const std::string& text) {
+  if (const Mix* mix = find_mix(text)) return mix;
+  std::string names;
+  for (const Mix& mix : mixes()) names += fmt::format(" {}", mix.name);
+  if (ggml_type(std::string_view(text)) != nullptr)
+    return unsupported(fmt::format("--type {}: not written, expected one of{}", text, names));
+  return invalid(
+      fmt::format("--type: {}: no type of GGUF, expected one of Q4_K Q5_K Q3_K{}", text, names));
 }
 
 Result<SafeDType> parse_float(const std::string& flag, const std::string& text) {
@@ -76,9 +90,11 @@ Result<ConversionOptions> options_of(const QuantizeFlags& flags) {
   const std::string out = flags.out.substr(0, flags.out.find_last_not_of('/') + 1);
   const bool gguf_name = out.ends_with(".gguf");
   if (flags.format.empty()) {
-    options.format = gguf_name || !flags.type.empty() ? ModelFormat::gguf
-                     : flags.dequantize.empty()       ? ModelFormat::mlx
-                                                      : ModelFormat::safetensors;
+    const bool gguf_flags =
+        !flags.type.empty() || !flags.output_type.empty() || !flags.embedding_type.empty();
+    options.format = gguf_name || gguf_flags    ? ModelFormat::gguf
+                     : flags.dequantize.empty() ? ModelFormat::mlx
+                                                : ModelFormat::safetensors;
   } else if (flags.format == "mlx") {
     options.format = ModelFormat::mlx;
   } else if (flags.format == "gguf") {
@@ -91,10 +107,19 @@ Result<ConversionOptions> options_of(const QuantizeFlags& flags) {
   options.bits = flags.bits;
   options.group = flags.group;
   if (!flags.type.empty()) {
-    const auto type = parse_type("--type", flags.type);
-    if (!type) return type.status();
-    options.type = *type;
+    const auto mix = parse_mix(flags.type);
+    if (!mix) return mix.status();
+    options.mix = *mix;
   }
+  for (const auto& [flag, text, to] :
+       {std::tuple("--output-tensor-type", &flags.output_type, &options.output_type),
+        std::tuple("--token-embedding-type", &flags.embedding_type, &options.embedding_type)}) {
+    if (text->empty()) continue;
+    const auto type = parse_type(flag, *text);
+    if (!type) return type.status();
+    *to = *type;
+  }
+  options.leave_output = flags.leave_output;
   if (!flags.method.empty()) {
     for (std::size_t i = 0; i < std::size(kAffineMethodNames); ++i)
       if (flags.method == kAffineMethodNames[i]) options.method = static_cast<AffineMethod>(i);
@@ -109,15 +134,14 @@ Result<ConversionOptions> options_of(const QuantizeFlags& flags) {
       options.rules.push_back(std::move(*rule));
     }
   }
-  if (!flags.dequantize.empty()) {
-    const auto dtype = parse_float("--dequantize", flags.dequantize);
+  for (const auto& [flag, text, to] :
+       {std::tuple("--dequantize", &flags.dequantize, &options.dequantize),
+        std::tuple("--scale-dtype", &flags.scale_dtype, &options.scale_dtype),
+        std::tuple("--dtype", &flags.dtype, &options.dtype)}) {
+    if (text->empty()) continue;
+    const auto dtype = parse_float(flag, *text);
     if (!dtype) return dtype.status();
-    options.dequantize = *dtype;
-  }
-  if (!flags.scale_dtype.empty()) {
-    const auto dtype = parse_float("--scale-dtype", flags.scale_dtype);
-    if (!dtype) return dtype.status();
-    options.scale_dtype = *dtype;
+    *to = *dtype;
   }
   options.target_bpw = flags.target_bpw;
   options.pure = flags.pure;
@@ -125,7 +149,16 @@ Result<ConversionOptions> options_of(const QuantizeFlags& flags) {
   options.transcode = flags.transcode;
   options.lossy = flags.lossy;
   options.imatrix = flags.imatrix;
+  for (const auto& [flag, given] :
+       {std::pair("--policy", !flags.policy.empty()), std::pair("-q", flags.quantize)}) {
+    if (given && (flags.transcode || options.dequantize))
+      return invalid(fmt::format("{}: has no effect with {}; leave one of them out", flag,
+                                 flags.transcode ? "--transcode" : "--dequantize"));
+  }
   if (!flags.policy.empty()) BITTERN_TRY(read_policy(flags.policy, options));
+  // As mlx_lm.convert -q.
+  if (flags.quantize && options.bits == 0 && options.mix == nullptr && options.target_bpw == 0)
+    options.bits = 4;
   return options;
 }
 
@@ -257,6 +290,12 @@ Status check_files_apart(const QuantizeFlags& flags, const Checkpoint& source) {
 
 Status run(QuantizeFlags flags) {
   BITTERN_TRY(check_json_flag(flags.common));
+  if (flags.model.empty() == flags.hf_path.empty())
+    return invalid(flags.model.empty() ? "MODEL: not given, expected a model to read"
+                                       : "MODEL and --hf-path both given, expected one");
+  if (flags.model.empty()) flags.model = flags.hf_path;
+  if (flags.dry_run && flags.resume)
+    return invalid("--resume: has no effect with --dry-run; leave one of them out");
   if (flags.out.empty() && !flags.dry_run)
     return invalid("-o: not given, expected the name of the output (or --dry-run)");
   auto options = options_of(flags);
@@ -267,9 +306,10 @@ Status run(QuantizeFlags flags) {
     if (!out) return out.status();
     flags.out = *out;
   }
-  if (!flags.dry_run) {
-    BITTERN_TRY(
-        check_output(flags.out, {.folder = folder, .force = flags.force, .resume = flags.resume}));
+  if (!flags.out.empty()) {
+    BITTERN_TRY(check_output(flags.out, {.folder = folder,
+                                         .force = flags.force,
+                                         .resume = flags.resume || flags.dry_run}));
   }
   BITTERN_TRY(use_threads(flags.common));
   const auto source = Checkpoint::open(flags.model);
@@ -321,8 +361,10 @@ Verb quantize_verb(CLI::App& main) {
   auto flags = std::make_shared<QuantizeFlags>();
   CLI::App* verb = main.add_subcommand("quantize", "make a model smaller, or give it another form");
   verb->add_option("MODEL", flags->model,
-                   "a .gguf file, a Hugging Face or MLX folder, a .safetensors file")
-      ->required();
+                   "a .gguf file, a Hugging Face or MLX folder, a .safetensors file");
+  verb->add_option("--hf-path,--model", flags->hf_path, "MODEL, as mlx_lm.convert has it");
+  verb->add_flag("-q,--quantize", flags->quantize,
+                 "quantise, as mlx_lm.convert does: to 4 bits unless another flag says how");
   verb->add_option("-o,--output,--mlx-path", flags->out, "the folder or .gguf file to write");
   verb->add_option("--format", flags->format,
                    "mlx, gguf or safetensors (default: by OUT's name, else mlx)");
@@ -332,19 +374,28 @@ Verb quantize_verb(CLI::App& main) {
                    "weights that share a scale: 32 64 128 (default 64; GGUF 32)")
       ->check(integer_in(1, 1 << 20));
   verb->add_option("--type", flags->type,
-                   "of GGUF: Q2_K Q3_K Q4_K Q5_K Q6_K Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 F16 BF16 F32");
+                   "types of a GGUF file, mixed per tensor as llama-quantize mixes them: Q2_K "
+                   "Q3_K_S Q3_K_M Q3_K_L Q4_0 Q4_1 Q4_K_S Q4_K_M Q5_0 Q5_1 Q5_K_S Q5_K_M Q6_K Q8_0 "
+                   "F16 BF16 F32 (Q3_K, Q4_K, Q5_K: the _M ones)");
+  verb->add_option("--output-tensor-type", flags->output_type,
+                   "GGUF type of output.weight (default: the mix's)");
+  verb->add_option("--token-embedding-type", flags->embedding_type,
+                   "GGUF type of token_embd.weight (default: the mix's)");
+  verb->add_flag("--leave-output-tensor", flags->leave_output,
+                 "leave output.weight (lm_head) as it is");
   verb->add_option(
       "--method", flags->method,
       "rule for scales and biases: minmax mlx lsq (default lsq; GGUF: the type's own)");
   verb->add_option("--target-bpw", flags->target_bpw,
                    "bits per weight of the whole: bits are chosen by measured error")
-      ->check(CLI::Range(1.0, 32.0));
+      ->check(number_in(1, 32));
   verb->add_option("--override", flags->overrides,
                    "REGEX=BITS[:GROUP], REGEX=TYPE or REGEX=keep; the first that fits decides");
   verb->add_option("--tensor-type", flags->tensor_types, "REGEX=TYPE, as llama-quantize has it");
   verb->add_option("--policy", flags->policy, "a JSON file of such rules (docs/quantize.md)");
   verb->add_option("--imatrix", flags->imatrix,
-                   "importance matrix of llama.cpp, as GGUF: weighs lsq");
+                   "importance matrix of llama.cpp, as GGUF or .dat: weighs the errors of lsq and "
+                   "of the K types");
   verb->add_flag("--transcode", flags->transcode, "change the storage, not one number");
   verb->add_flag(
       "--lossy", flags->lossy,
@@ -352,8 +403,11 @@ Verb quantize_verb(CLI::App& main) {
       "--transcode, also quantise again what cannot be exact");
   verb->add_option("--scale-dtype", flags->scale_dtype, "of scales and biases: f32 f16 bf16");
   verb->add_option("--dequantize", flags->dequantize, "write plain numbers: f32 f16 bf16");
+  verb->add_option("--dtype", flags->dtype,
+                   "dtype of tensors that are not quantised: f32 f16 bf16 (default: as they are)");
   verb->add_flag("--pure", flags->pure,
-                 "also quantise routers, gates and what else is kept by default");
+                 "one type for all: no mix, and routers, gates and what else is kept by default "
+                 "are quantised, too");
   verb->add_flag("--allow-requantize", flags->allow_requantize,
                  "take a model that is quantised already");
   verb->add_flag("--dry-run", flags->dry_run, "print what would become of every tensor");
@@ -369,7 +423,8 @@ Verb quantize_verb(CLI::App& main) {
       "Examples:\n"
       "  bittern quantize model-folder -o model-4bit --bits 4\n"
       "  bittern quantize model.gguf -o model-mlx --transcode\n"
-      "  bittern quantize model-folder -o model.gguf --type Q4_K --imatrix imatrix.gguf");
+      "  bittern quantize model-folder -o model.gguf --type Q4_K_M --imatrix imatrix.gguf\n"
+      "  bittern quantize --hf-path model-folder --mlx-path model-4bit -q");
   return {verb, [flags] {
             flags->common.force = flags->force;
             return run(*flags);

@@ -36,52 +36,18 @@ Result<Conversion> ConversionPlanner::make() {
   BITTERN_TRY(compile_rules());
   BITTERN_TRY(make_recipes());
   if (!options_.imatrix.empty()) BITTERN_TRY(read_importance());
+  tied_ = std::none_of(conversion_.tensors_.begin(), conversion_.tensors_.end(),
+                       [&](const OutputTensor& tensor) { return is_output(tensor.recipe); });
+  if (options_.mix != nullptr && !options_.pure) BITTERN_TRY(choose_mix());
   for (OutputTensor& tensor : conversion_.tensors_) BITTERN_TRY(decide(tensor));
   if (options_.target_bpw > 0) BITTERN_TRY(meet_target());
   for (OutputTensor& tensor : conversion_.tensors_) BITTERN_TRY(settle(tensor));
+  BITTERN_TRY(try_rows());
+  note_unused();
   BITTERN_TRY(options_.format == ModelFormat::gguf ? lay_out_gguf() : lay_out_folder());
   conversion_.options_ = options_;
   conversion_.fingerprint_ = fingerprint();
   return std::move(conversion_);
-}
-
-Status ConversionPlanner::check_options() {
-  const bool gguf = options_.format == ModelFormat::gguf;
-  const int ways = options_.transcode + options_.dequantize.has_value() +
-                   (options_.bits > 0 || options_.type.has_value() || options_.target_bpw > 0);
-  if (ways == 0)
-    return invalid(
-        "nothing asked for, expected --bits, --type, --target-bpw, --transcode or --dequantize");
-  if (ways > 1)
-    return invalid(
-        "--transcode, --dequantize and --bits (or --type, --target-bpw) exclude each other, "
-        "expected one");
-  if (options_.type && !gguf)
-    return invalid(std::string("--type ") + info(*options_.type).name + ": the format is " +
-                   name(options_.format) + ", expected --format gguf");
-  if (options_.type && options_.bits > 0)
-    return invalid("--type and --bits both given, expected one");
-  if (options_.type && !is_written(*options_.type))
-    return unsupported(std::string("--type ") + info(*options_.type).name +
-                       ": not written, expected one of" + written_names());
-  if (options_.group == 0) options_.group = gguf ? 32 : 64;
-  if (options_.bits > 0) BITTERN_TRY(check_bits(options_.bits, "--bits"));
-  BITTERN_TRY(check_group(options_.group, "--group-size"));
-  for (const TensorRule& rule : options_.rules) {
-    if (rule.bits > 0) BITTERN_TRY(check_bits(rule.bits, rule.pattern));
-    if (rule.group > 0) BITTERN_TRY(check_group(rule.group, rule.pattern));
-    if (rule.type && !gguf)
-      return invalid(rule.pattern + ": type " + info(*rule.type).name + " in format " +
-                     name(options_.format) + ", expected --format gguf");
-    if (rule.type && !is_written(*rule.type))
-      return unsupported(rule.pattern + ": type " + info(*rule.type).name +
-                         ": not written, expected one of" + written_names());
-  }
-  if (options_.scale_dtype && gguf)
-    return invalid("--scale-dtype: scales of GGUF are f16, expected --format mlx");
-  if (!options_.imatrix.empty() && options_.method != AffineMethod::lsq && !gguf && options_.method)
-    return invalid("--imatrix: only --method lsq weighs errors, expected that");
-  return {};
 }
 
 Status ConversionPlanner::make_recipes() {
@@ -127,6 +93,7 @@ Status ConversionPlanner::make_recipes() {
 // The dtype plain weights have, or, of a quantised model, are given.
 SafeDType ConversionPlanner::folder_dtype() const {
   if (options_.dequantize) return *options_.dequantize;
+  if (options_.dtype) return *options_.dtype;
   if (options_.scale_dtype) return *options_.scale_dtype;
   if (options_.transcode) return SafeDType::f32;
   std::map<SafeDType, std::uint64_t> bytes;
@@ -169,7 +136,6 @@ Status ConversionPlanner::read_importance() {
   if (found == 0)
     return invalid(options_.imatrix + ": no entry for any tensor of " + source_.path() +
                    ", expected its importance matrix");
-  note("importance of " + std::to_string(found) + " tensors from " + options_.imatrix);
   return {};
 }
 

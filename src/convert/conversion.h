@@ -22,6 +22,8 @@
 
 namespace bittern {
 
+struct Mix;
+
 enum class ModelFormat { mlx, gguf, safetensors };
 const char* name(ModelFormat format);
 
@@ -35,8 +37,12 @@ struct TensorRule {
 
 struct ConversionOptions {
   ModelFormat format = ModelFormat::mlx;
-  int bits = 0, group = 0;               // 0: not asked for
-  std::optional<GgmlType> type{};        // of a GGUF file
+  int bits = 0, group = 0;         // 0: not asked for
+  std::optional<GgmlType> type{};  // of a GGUF file: all matrices alike
+  const Mix* mix = nullptr;        // or as llama-quantize mixes them (convert/mix.h)
+  // Of the head and of the embedding in a GGUF file; they come before rules.
+  std::optional<GgmlType> output_type{}, embedding_type{};
+  bool leave_output = false;             // the head stays as it is
   std::optional<AffineMethod> method{};  // lsq; for GGUF the type's own
   std::vector<TensorRule> rules{};       // the first that fits decides
   double target_bpw = 0;                 // 0: none; bits per weight of the whole model
@@ -46,7 +52,9 @@ struct ConversionOptions {
   bool lossy = false;  // what cannot be exact is quantised again, what is too large clamped
   std::optional<SafeDType> dequantize{};   // all plain, of this dtype
   std::optional<SafeDType> scale_dtype{};  // of scales and biases
-  std::string imatrix{};                   // path of an importance matrix
+  // Of plain tensors, and of scales where scale_dtype says nothing. Alone it quantises nothing.
+  std::optional<SafeDType> dtype{};
+  std::string imatrix{};  // path of an importance matrix
 };
 
 // One line each: {"bits": 4, "group_size": 64, "rules": [{"match": "lm_head", "bits": 8}, ...]}.

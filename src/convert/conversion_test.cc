@@ -6,6 +6,7 @@
 #include <limits>
 #include <random>
 
+#include "convert/mix.h"
 #include "convert/rows.h"
 #include "formats/test_folder.h"
 
@@ -262,6 +263,10 @@ TEST_F(Conversions, ReadPolicies) {
   refused(R"({"rules": [{"bits": 3}]})", "\"match\"");
   refused(R"({"rules": [{"match": "a", "keep": 3}]})", "keep");
   refused(R"({"type": "Q9"})", "expected one of");
+  put("policy.json", R"({"type": "q5_k_m"})");
+  ConversionOptions options;
+  ASSERT_TRUE(read_policy(path("policy.json"), options).ok());
+  EXPECT_STREQ(options.mix->name, "Q5_K_M");
 }
 
 // ---- rows ----

@@ -1,7 +1,9 @@
 // What becomes of a tensor.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 
+#include "convert/mix.h"
 #include "convert/planner.h"
 
 namespace bittern {
@@ -52,8 +54,7 @@ GgmlType ConversionPlanner::type_of_bits(int bits) {
                      : GgmlType::q8_0;
 }
 
-// As llama.cpp falls back where rows are no multiple of a type's block, but that it has IQ4_NL for
-// Q2_K and Q3_K, which is not written here: Q4_0 has as many bits.
+// As llama.cpp falls back where rows are no multiple of a type's block.
 GgmlType ConversionPlanner::fitting(GgmlType type, std::int64_t columns) {
   if (columns % info(type).block == 0) return type;
   if (info(type).block == 256) {
@@ -88,6 +89,30 @@ Result<bool> ConversionPlanner::fits_f16(const RowReader& reader) const {
                       [](const Worker& worker) { return overflows(worker.most, DType::f16); });
 }
 
+// What --output-tensor-type and --token-embedding-type say. As in llama.cpp, an embedding that is
+// also the head takes the head's type.
+std::optional<GgmlType> ConversionPlanner::fixed_type(const Recipe& recipe) const {
+  if (is_output(recipe)) return options_.output_type;
+  if (!is_embedding(recipe)) return std::nullopt;
+  return options_.embedding_type || !tied_ ? options_.embedding_type : options_.output_type;
+}
+
+// The type a matrix of a GGUF file is to have, whatever its rows.
+GgmlType ConversionPlanner::type_for(const OutputTensor& tensor, const TensorRule* rule) const {
+  if (const auto fixed = fixed_type(tensor.recipe)) return *fixed;
+  if (rule != nullptr && rule->type) return *rule->type;
+  if (rule != nullptr && rule->bits > 0) return type_of_bits(rule->bits);
+  if (!mixed_.empty())
+    return mixed_[static_cast<std::size_t>(&tensor - conversion_.tensors_.data())];
+  if (options_.mix != nullptr) return options_.mix->type;
+  return options_.type.value_or(type_of_bits(options_.bits > 0 ? options_.bits : 4));
+}
+
+bool ConversionPlanner::casts_only() const {
+  return options_.dtype && options_.bits == 0 && !options_.type && options_.mix == nullptr &&
+         options_.target_bpw == 0;
+}
+
 Status ConversionPlanner::decide(OutputTensor& tensor) {
   const Recipe& recipe = tensor.recipe;
   auto reader = RowReader::open(source_, recipe);
@@ -108,13 +133,22 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
     return {};
   }
   if (options_.transcode) return decide_transcode(tensor, *reader);
+  if (casts_only()) {
+    if (!tensor.from.quantized()) return {};
+    return refuse("tensor " + source_of(recipe) + " is quantised (" + tensor.from.str() +
+                  "); --dtype converts plain numbers, --dequantize makes numbers plain");
+  }
 
   const TensorRule* rule = rule_for(recipe);
   if (!is_matrix(recipe) || (rule != nullptr && rule->keep)) {
     if (rule != nullptr && rule->keep) tensor.note = "kept by " + rule->pattern;
     return {};
   }
-  if (rule == nullptr && !options_.pure) {
+  if (options_.leave_output && is_output(recipe)) {
+    tensor.note = "left as it is by --leave-output-tensor";
+    return {};
+  }
+  if (rule == nullptr && !options_.pure && !fixed_type(recipe)) {
     if (const char* why = delicate(recipe.name)) {
       tensor.note = std::string(why) + ": left as it is";
       return {};
@@ -123,9 +157,7 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
   const std::int64_t columns = columns_of(recipe.shape);
   Storage wanted;
   if (options_.format == ModelFormat::gguf) {
-    GgmlType type = options_.type.value_or(type_of_bits(options_.bits > 0 ? options_.bits : 4));
-    if (rule != nullptr && rule->bits > 0) type = type_of_bits(rule->bits);
-    if (rule != nullptr && rule->type) type = *rule->type;
+    const GgmlType type = type_for(tensor, rule);
     GgmlType fits = fitting(type, columns);
     if (fits == GgmlType::f16 && fits != type) {
       const auto in_range = fits_f16(*reader);
@@ -150,14 +182,21 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
     }
     wanted = Storage::affine(bits, group, scale_dtype(tensor.from));
   }
-  const bool adjustable =
-      options_.target_bpw > 0 && (rule == nullptr || (rule->bits == 0 && !rule->type));
+  const bool adjustable = options_.target_bpw > 0 && !fixed_type(recipe) &&
+                          (rule == nullptr || (rule->bits == 0 && !rule->type));
   if (tensor.from.quantized() && (tensor.from != wanted || adjustable) &&
       !options_.allow_requantize) {
+    // Advice must work: a type that is not read can be neither.
+    RowNumbers numbers;
+    if (reader->rows() > 0)
+      if (const Status status = reader->numbers(0, 1, numbers); !status.ok())
+        return with_tensor(source_, source_of(recipe), status);
+    const bool exact = options_.format == ModelFormat::mlx ||
+                       (options_.format == ModelFormat::gguf && source_.gguf() != nullptr);
     return refuse("tensor " + source_of(recipe) + " is quantised already (" + tensor.from.str() +
-                  "), expected plain numbers; --transcode keeps them exact, --dequantize writes "
-                  "them plain, "
-                  "--allow-requantize quantises once more");
+                  "), expected plain numbers; " +
+                  (exact ? "--transcode keeps every number, " : "") +
+                  "--dequantize writes them plain, --allow-requantize quantises once more");
   }
   tensor.to = wanted;
   tensor.way = OutputTensor::Way::quantize;
@@ -165,26 +204,58 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
   return {};
 }
 
-// How a tensor stays, in the format asked for: its storage, where that has it.
+// How a tensor stays, in the format asked for: its storage, where that has it; --dtype where it is
+// plain.
 Storage ConversionPlanner::kept(const OutputTensor& tensor) const {
+  using Kind = Storage::Kind;
   const Storage& from = tensor.from;
+  const bool plain = from.kind == Kind::plain && is_float(from.dtype);
   if (options_.format == ModelFormat::gguf) {
     const bool vector = tensor.recipe.shape.rank < 2 || delicate(tensor.recipe.name);
-    if (from.kind == Storage::Kind::plain && is_float(from.dtype))
-      return vector ? Storage::plain(SafeDType::f32) : from;
-    if (from.kind == Storage::Kind::affine) return Storage::plain(SafeDType::f32);
+    if (plain) return Storage::plain(vector ? SafeDType::f32 : options_.dtype.value_or(from.dtype));
+    if (from.kind == Kind::affine) return Storage::plain(options_.dtype.value_or(SafeDType::f32));
     return from;
   }
-  if (from.kind == Storage::Kind::blocks) return Storage::plain(SafeDType::f32);
-  if (from.kind == Storage::Kind::affine && options_.format == ModelFormat::safetensors)
-    return Storage::plain(from.dtype);
+  // mlx-lm leaves the decay of gated-delta layers alone, too.
+  if (plain)
+    return has(tensor.recipe.name, "A_log") ? from
+                                            : Storage::plain(options_.dtype.value_or(from.dtype));
+  if (from.kind == Kind::blocks) return Storage::plain(options_.dtype.value_or(SafeDType::f32));
+  if (from.kind == Kind::affine && options_.format == ModelFormat::safetensors)
+    return Storage::plain(options_.dtype.value_or(from.dtype));
   return from;
 }
 
 SafeDType ConversionPlanner::scale_dtype(const Storage& from) const {
   if (options_.scale_dtype) return *options_.scale_dtype;
+  if (options_.dtype) return *options_.dtype;
   if (from.kind == Storage::Kind::blocks) return SafeDType::f16;
   return is_float(from.dtype) ? from.dtype : SafeDType::f32;
+}
+
+// The numbers themselves, where MLX has no grid for them: F16 where that is exact, else F32.
+Status ConversionPlanner::keep_plain(OutputTensor& tensor, const RowReader& reader,
+                                     const std::string& why) {
+  std::atomic<bool> halves = true;
+  const std::int64_t columns = reader.columns(), length = rows_at_once(columns);
+  std::vector<RowNumbers> workers;
+  const auto scan = [&](std::int64_t i, RowNumbers& numbers) -> Status {
+    const std::int64_t row = i * length, count = std::min(length, reader.rows() - row);
+    BITTERN_TRY(reader.numbers(row, count, numbers));
+    if (!all_finite(numbers, count * columns))
+      return invalid("holds infinities or NaN, expected finite numbers");
+    if (!halves || numbers.dtype == DType::f16) return {};
+    std::vector<float> values(static_cast<std::size_t>(count * columns));
+    BITTERN_TRY(as_f32(numbers, values));
+    if (!std::all_of(values.begin(), values.end(), [](float x) { return to_f32(to_f16(x)) == x; }))
+      halves = false;
+    return {};
+  };
+  const Status status = for_runs((reader.rows() + length - 1) / length, workers, scan);
+  if (!status.ok()) return with_tensor(source_, source_of(tensor.recipe), status);
+  tensor.to = Storage::plain(halves ? SafeDType::f16 : SafeDType::f32);
+  tensor.note = tensor.from.str() + why + ": kept as plain " + tensor.to.str();
+  return {};
 }
 
 Status ConversionPlanner::decide_transcode(OutputTensor& tensor, const RowReader& reader) {
@@ -196,38 +267,39 @@ Status ConversionPlanner::decide_transcode(OutputTensor& tensor, const RowReader
     return invalid(
         "--transcode: a folder of plain safetensors has no codes, expected --format mlx or gguf "
         "(or --dequantize f32)");
-  if (!grid) {
-    if (options_.format == ModelFormat::gguf && tensor.from.kind == Storage::Kind::blocks)
-      return {};  // moved as it is
-    if (!options_.lossy) {
-      return unsupported(source_.path() + ": tensor " + source_of(recipe) + ": " +
-                         tensor.from.str() +
-                         " has groups of 16, which MLX has not, expected --lossy (numbers "
-                         "change) or --dequantize");
+  const bool blocks = tensor.from.kind == Storage::Kind::blocks;
+  if (options_.format == ModelFormat::gguf && blocks && reader.movable()) return {};
+  if (options_.format == ModelFormat::mlx) {
+    if (!blocks && reader.movable() && !options_.scale_dtype) return {};
+    GridRows row;
+    std::string why;
+    if (!grid || grid->group < 32) {
+      why = " has no form in MLX's groups of 32, 64 or 128";
+    } else if (reader.rows() > 0) {
+      const Status status = reader.grid(0, 1, row);
+      if (status.code() == Code::unsupported) why = " (" + std::string(status.message()) + ")";
     }
-    const int bits = tensor.from.kind == Storage::Kind::affine ? tensor.from.bits
-                     : tensor.from.type == GgmlType::q2_k      ? 3
-                     : tensor.from.type == GgmlType::q3_k      ? 4
-                                                               : 8;
+    if (why.empty()) {
+      tensor.to = Storage::affine(grid->bits, std::min(grid->group, 128),
+                                  options_.scale_dtype.value_or(SafeDType::f32));
+      tensor.way = OutputTensor::Way::transcode;
+      return {};
+    }
+    if (!options_.lossy || columns % 32 != 0) return keep_plain(tensor, reader, why);
+    const int bits = !blocks                              ? tensor.from.bits
+                     : tensor.from.type == GgmlType::q2_k ? 3
+                     : tensor.from.type == GgmlType::q3_k ? 4
+                                                          : 8;
     tensor.to = Storage::affine(bits, 32, options_.scale_dtype.value_or(SafeDType::f32));
     tensor.way = OutputTensor::Way::quantize;
     tensor.note =
         "not exact: " + tensor.from.str() + " quantised again to " + std::to_string(bits) + " bits";
     return {};
   }
-  if (options_.format == ModelFormat::mlx) {
-    if (tensor.from.kind == Storage::Kind::affine && reader.movable() && !options_.scale_dtype)
-      return {};
-    tensor.to = Storage::affine(grid->bits, std::min(grid->group, 128),
-                                options_.scale_dtype.value_or(SafeDType::f32));
-    tensor.way = OutputTensor::Way::transcode;
-    return {};
-  }
-  if (tensor.from.kind == Storage::Kind::blocks && reader.movable()) return {};
   // The smallest type that holds every number: a trial over all rows.
   std::string why;
   for (const WrittenType& type : kWritten) {
-    const GgmlType t = options_.type.value_or(type.type);
+    const GgmlType t = type.type;
     if (storage_of(t).kind != Storage::Kind::blocks || columns % info(t).block != 0) continue;
     const Status fits = try_transcode(reader, storage_of(t));
     if (fits.ok()) {
@@ -237,11 +309,18 @@ Status ConversionPlanner::decide_transcode(OutputTensor& tensor, const RowReader
     }
     if (fits.code() != Code::unsupported) return fits;
     why = std::string(fits.message());
-    if (options_.type) break;
   }
+  if (options_.lossy) {
+    const GgmlType type = fitting(type_of_bits(std::max(grid ? grid->bits : 8, 4)), columns);
+    tensor.to = storage_of(type);
+    tensor.way = OutputTensor::Way::quantize;
+    tensor.note = "not exact: " + tensor.from.str() + " quantised again to " + info(type).name;
+    return {};
+  }
+  if (why.empty()) why = "rows of " + std::to_string(columns) + " are no multiple of 32";
   return unsupported(source_.path() + ": tensor " + source_of(recipe) +
                      ": no type of GGUF holds its numbers exactly (" + why +
-                     "), expected --dequantize, or --allow-requantize with --type");
+                     "), expected --lossy (numbers change) or --dequantize");
 }
 
 Status ConversionPlanner::try_transcode(const RowReader& reader, const Storage& to) {

@@ -251,6 +251,20 @@ float largest_decoded(const EncodedRows& rows, const Storage& storage, std::int6
 
 }  // namespace
 
+bool is_fitted(const Storage& to) {
+  if (to.kind != Storage::Kind::blocks) return to.kind == Storage::Kind::affine;
+  const auto type = block_type(to.type);
+  return type && has_minimum(*type);
+}
+
+bool uses_importance(const Storage& to, std::optional<AffineMethod> method) {
+  if (to.kind == Storage::Kind::affine)
+    return method.value_or(AffineMethod::lsq) == AffineMethod::lsq;
+  const auto type = block_type(to.type);
+  if (to.kind != Storage::Kind::blocks || !type) return false;
+  return block_size(*type).weights == 256 || (has_minimum(*type) && method == AffineMethod::lsq);
+}
+
 bool overflows(float magnitude, DType dtype) {
   return dtype == DType::f16    ? std::isinf(to_f32(to_f16(magnitude)))
          : dtype == DType::bf16 ? std::isinf(to_f32(to_bf16(magnitude)))

@@ -1,18 +1,26 @@
-// llama.cpp's importance matrix, a GGUF file: for each weight NAME [matrices, rows, columns] the
-// sum of the squares of its inputs, NAME.in_sum2 [matrices, columns], over NAME.counts [matrices]
-// rows.
+// llama.cpp's importance matrix: for each weight NAME [matrices, rows, columns] the sum of the
+// squares of its inputs. Two kinds of file hold it:
+//   GGUF     NAME.in_sum2 [matrices, columns], summed over NAME.counts [matrices] rows
+//   legacy   i32 entries; each: i32 length, name, i32 calls, i32 values, f32 value[values], where
+//            a value is the mean square times the calls; then perhaps i32 chunks, i32 length and
+//            the data set's name
 #pragma once
 #include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "bittern/status.h"
 #include "formats/gguf.h"
+#include "formats/mapped_file.h"
 
 namespace bittern {
 
 class ImportanceMatrix {
  public:
+  // A file that begins with "GGUF" is of the first kind; any other must be of the second.
   static Result<ImportanceMatrix> open(const std::string& path);
 
   // The mean squares of the inputs of tensor `name`, [matrices, columns]; all ones for a matrix
@@ -21,10 +29,19 @@ class ImportanceMatrix {
                                   std::int64_t matrices) const;
 
  private:
-  explicit ImportanceMatrix(GgufFile file) : file_(std::move(file)) {}
-  Result<std::vector<float>> values(const GgufTensor& tensor, std::int64_t count) const;
+  struct Entry {  // of a legacy file
+    std::int32_t calls = 0;
+    std::span<const std::byte> values;  // f32, not aligned
+  };
+  ImportanceMatrix() = default;
+  Status read_legacy();
+  Result<std::vector<float>> values(const std::string& name, std::span<const std::byte> bytes,
+                                    const std::string& what, std::int64_t count) const;
 
-  GgufFile file_;
+  std::string path_;
+  std::optional<GgufFile> gguf_;
+  std::optional<MappedFile> legacy_;
+  std::map<std::string, Entry, std::less<>> entries_;
 };
 
 }  // namespace bittern

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "convert/general_metadata.h"
+#include "convert/mix.h"
 #include "convert/planner.h"
 #include "convert/replace.h"
 #include "convert/tokenizer.h"
@@ -76,7 +77,7 @@ Status ConversionPlanner::lay_out_gguf() {
   }
   BITTERN_TRY(add("general.quantization_version", GgufData(std::uint32_t{2})));
   BITTERN_TRY(add("general.file_type", GgufData(file_type())));
-  if (!options_.imatrix.empty())
+  if (importance_used_)
     BITTERN_TRY(add("quantize.imatrix.file",
                     GgufData(options_.imatrix.substr(options_.imatrix.rfind('/') + 1))));
   for (OutputTensor& tensor : conversion_.tensors_) {
@@ -97,8 +98,9 @@ std::string ConversionPlanner::model_name() const {
   return path.substr(path.rfind('/') + 1);
 }
 
-// Of most of the matrices' bytes.
+// The mix's, or that of most of the matrices' bytes.
 std::uint32_t ConversionPlanner::file_type() const {
+  if (options_.mix != nullptr) return options_.mix->file_type;
   std::map<GgmlType, std::uint64_t> bytes;
   for (const OutputTensor& tensor : conversion_.tensors_)
     if (const auto type = ggml_type_of(tensor.to); type && tensor.recipe.shape.rank >= 2)

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -34,6 +35,7 @@ inline constexpr WrittenType kWritten[] = {
     {GgmlType::f32, 0}};
 bool is_written(GgmlType type);
 std::string written_names();
+std::string mix_names();  // of those whose type is written
 
 // Why a tensor of this name stays as it is unless told otherwise, or null.
 const char* delicate(std::string_view name);
@@ -62,8 +64,9 @@ class ConversionPlanner {
   }
   void note(std::string text) { conversion_.notes_.push_back(std::move(text)); }
 
-  // What was asked for, and where names and importance come from.
-  Status check_options();
+  Status check_options();  // options.cc
+
+  // Where names and importance come from.
   Status make_recipes();
   SafeDType folder_dtype() const;
   Status read_importance();
@@ -73,18 +76,31 @@ class ConversionPlanner {
   Status check_bits(int bits, const std::string& where) const;
   Status check_group(int group, const std::string& where) const;
   Status compile_rules();
+  bool matches(std::size_t rule, const Recipe& recipe) const;
   const TensorRule* rule_for(const Recipe& recipe) const;
 
   // decide.cc
   static GgmlType type_of_bits(int bits);
   static GgmlType fitting(GgmlType type, std::int64_t columns);
   Result<bool> fits_f16(const RowReader& reader) const;
+  GgmlType type_for(const OutputTensor& tensor, const TensorRule* rule) const;
   Status decide(OutputTensor& tensor);
   Storage kept(const OutputTensor& tensor) const;
   SafeDType scale_dtype(const Storage& from) const;
+  bool casts_only() const;  // --dtype alone: nothing is quantised
   Status decide_transcode(OutputTensor& tensor, const RowReader& reader);
+  Status keep_plain(OutputTensor& tensor, const RowReader& reader, const std::string& why);
   static Status try_transcode(const RowReader& reader, const Storage& to);
   Status settle(OutputTensor& tensor);
+
+  // choose.cc
+  Status choose_mix();
+  Status try_rows();
+  void note_unused();
+  void note_importance();
+  bool is_output(const Recipe& recipe) const;
+  bool is_embedding(const Recipe& recipe) const;
+  std::optional<GgmlType> fixed_type(const Recipe& recipe) const;
 
   // measure.cc
   std::vector<Storage> uniform_choices(const OutputTensor& tensor) const;
@@ -109,6 +125,9 @@ class ConversionPlanner {
   World from_ = World::hf;
   Json config_, written_config_;           // of the source, of the output
   std::vector<OutputTensor*> adjustable_;  // those whose storage --target-bpw chooses
+  std::vector<GgmlType> mixed_;            // of the tensors, by the mix; empty without one
+  bool tied_ = false;                      // there is no head but the embedding
+  bool importance_used_ = false;
 };
 
 }  // namespace bittern

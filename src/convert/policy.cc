@@ -5,6 +5,7 @@
 
 #include <re2/re2.h>
 
+#include "convert/mix.h"
 #include "convert/planner.h"
 #include "formats/json_events.h"
 
@@ -66,7 +67,12 @@ Status read_policy(const std::string& path, ConversionOptions& options) {
   }
   BITTERN_TRY(number(policy, "bits", options.bits));
   BITTERN_TRY(number(policy, "group_size", options.group));
-  BITTERN_TRY(type(policy, options.type));
+  if (const auto found = policy.find("type"); found != policy.end()) {
+    const Mix* mix = found->is_string() ? find_mix(found->get_ref<const std::string&>()) : nullptr;
+    if (mix == nullptr || !is_written(mix->type))
+      return refuse("type: " + found->dump() + ", expected one of" + mix_names());
+    if (options.mix == nullptr && !options.type) options.mix = mix;
+  }
   const auto rules = policy.find("rules");
   if (rules == policy.end()) return {};
   if (!rules->is_array()) return refuse("rules: expected a list of objects");
@@ -120,12 +126,17 @@ Status ConversionPlanner::compile_rules() {
   return {};
 }
 
+bool ConversionPlanner::matches(std::size_t rule, const Recipe& recipe) const {
+  const RE2& pattern = *patterns_[rule];
+  return RE2::PartialMatch(recipe.name, pattern) ||
+         std::any_of(recipe.sources.begin(), recipe.sources.end(), [&](const std::string& source) {
+           return RE2::PartialMatch(source, pattern);
+         });
+}
+
 const TensorRule* ConversionPlanner::rule_for(const Recipe& recipe) const {
-  for (std::size_t i = 0; i < patterns_.size(); ++i) {
-    if (RE2::PartialMatch(recipe.name, *patterns_[i])) return &options_.rules[i];
-    for (const std::string& source : recipe.sources)
-      if (RE2::PartialMatch(source, *patterns_[i])) return &options_.rules[i];
-  }
+  for (std::size_t i = 0; i < patterns_.size(); ++i)
+    if (matches(i, recipe)) return &options_.rules[i];
   return nullptr;
 }
 

@@ -96,6 +96,10 @@ Status encode_rounded(GridRows& grid, std::int64_t columns, const Storage& to, b
 // the number of the first row. Integers, and blocks that cannot be decoded, pass.
 Status expect_finite_rows(const EncodedRows& rows, const Storage& storage, std::int64_t first,
                           std::int64_t count, std::int64_t columns);
+// Whether a method fits scales and biases of this storage, or its own rule makes them.
+bool is_fitted(const Storage& to);
+// Whether importance weighs the errors of numbers that are quantised so.
+bool uses_importance(const Storage& to, std::optional<AffineMethod> method);
 
 // Encoded rows as a tensor that decode_rows reads; it views them.
 CheckpointTensor tensor_of(const EncodedRows& rows, const Storage& storage, std::int64_t count,

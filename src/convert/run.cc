@@ -8,6 +8,7 @@
 #include "convert/conversion.h"
 #include "convert/output.h"
 #include "convert/rows.h"
+#include "convert/run.h"
 #include "formats/fingerprint.h"
 
 namespace bittern {
@@ -26,14 +27,35 @@ class Stopwatch {
   std::chrono::steady_clock::time_point since_ = std::chrono::steady_clock::now();
 };
 
-// One tensor on its way from the source to the output.
-struct TensorStream {
+// How a tensor's rows are made.
+struct RowMaker {
   const OutputTensor& tensor;
   const RowReader& reader;
   RowEncoder encoder;
-  RowBytes bytes;                     // of a row in the output
   std::span<const float> importance;  // of all matrices; may be empty
-  std::int64_t matrix_rows;           // that share an importance
+  std::int64_t matrices;              // that have importances of their own
+  std::int64_t matrix_rows;           // of each
+};
+
+RowMaker maker_of(const OutputTensor& tensor, const RowReader& reader,
+                  std::optional<AffineMethod> method, bool saturate,
+                  std::span<const float> importance) {
+  const bool stack = !importance.empty() && tensor.recipe.shape.rank >= 3;
+  const std::int64_t matrices = stack ? tensor.recipe.shape[0] : 1;
+  return {.tensor = tensor,
+          .reader = reader,
+          .encoder = {.to = tensor.to,
+                      .method = method,
+                      .through = tensor.through,
+                      .saturate = saturate},
+          .importance = importance,
+          .matrices = matrices,
+          .matrix_rows = reader.rows() / std::max<std::int64_t>(matrices, 1)};
+}
+
+// One tensor on its way from the source to the output.
+struct TensorStream : RowMaker {
+  RowBytes bytes;  // of a row in the output
   ModelOutput& output;
 };
 
@@ -47,27 +69,26 @@ struct Worker {
   Stopwatch watch;
 };
 
-Status make_rows(const TensorStream& stream, std::int64_t row, std::int64_t count, Worker& worker) {
-  const OutputTensor& tensor = stream.tensor;
-  const std::int64_t columns = stream.reader.columns();
+Status make_rows(const RowMaker& maker, std::int64_t row, std::int64_t count, Worker& worker) {
+  const OutputTensor& tensor = maker.tensor;
+  const std::int64_t columns = maker.reader.columns();
   switch (tensor.way) {
     case OutputTensor::Way::copy:
-      BITTERN_TRY(stream.reader.stored(row, count, worker.encoded));
+      BITTERN_TRY(maker.reader.stored(row, count, worker.encoded));
       return expect_finite_rows(worker.encoded, tensor.to, row, count, columns);
     case OutputTensor::Way::transcode:
-      BITTERN_TRY(stream.reader.grid(row, count, worker.grid));
-      return encode_rounded(worker.grid, columns, tensor.to, stream.encoder.saturate,
-                            worker.encoded, worker.report.scale_change, worker.report.saturated);
+      BITTERN_TRY(maker.reader.grid(row, count, worker.grid));
+      return encode_rounded(worker.grid, columns, tensor.to, maker.encoder.saturate, worker.encoded,
+                            worker.report.scale_change, worker.report.saturated);
     case OutputTensor::Way::quantize:
     case OutputTensor::Way::cast: {
-      BITTERN_TRY(stream.reader.numbers(row, count, worker.numbers));
-      std::span<const float> importance = stream.importance;
+      BITTERN_TRY(maker.reader.numbers(row, count, worker.numbers));
+      std::span<const float> importance = maker.importance;
       if (!importance.empty())
-        importance =
-            importance.subspan(static_cast<std::size_t>(row / stream.matrix_rows * columns),
-                               static_cast<std::size_t>(columns));
-      return stream.encoder.encode(worker.numbers, count, columns, importance, worker.encoded,
-                                   worker.report.saturated);
+        importance = importance.subspan(static_cast<std::size_t>(row / maker.matrix_rows * columns),
+                                        static_cast<std::size_t>(columns));
+      return maker.encoder.encode(worker.numbers, count, columns, importance, worker.encoded,
+                                  worker.report.saturated);
     }
   }
   return {};
@@ -113,19 +134,9 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
   if (!reader) return reader.status();
   const auto bytes = row_bytes(tensor.to, reader->columns());
   if (!bytes) return bytes.status();
-  const bool stack = !importance.empty() && tensor.recipe.shape.rank >= 3;
-  const std::int64_t matrices = stack ? tensor.recipe.shape[0] : 1;
-  const std::int64_t matrix_rows = reader->rows() / std::max<std::int64_t>(matrices, 1);
-  const TensorStream stream{.tensor = tensor,
-                            .reader = *reader,
-                            .encoder = {.to = tensor.to,
-                                        .method = method,
-                                        .through = tensor.through,
-                                        .saturate = saturate},
-                            .bytes = *bytes,
-                            .importance = importance,
-                            .matrix_rows = matrix_rows,
-                            .output = output};
+  const TensorStream stream{maker_of(tensor, *reader, method, saturate, importance), *bytes,
+                            output};
+  const std::int64_t matrices = stream.matrices, matrix_rows = stream.matrix_rows;
 
   // A run stays within one matrix of a stack: each has importances of its own.
   const std::int64_t length = run_length(matrix_rows, reader->columns());
@@ -160,6 +171,18 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
 }
 
 }  // namespace
+
+Status try_first_row(const Checkpoint& source, const OutputTensor& tensor,
+                     std::optional<AffineMethod> method, bool saturate,
+                     std::span<const float> importance) {
+  const auto reader = RowReader::open(source, tensor.recipe);
+  if (!reader) return reader.status();
+  if (reader->rows() == 0) return {};
+  Worker worker;
+  const Status status =
+      make_rows(maker_of(tensor, *reader, method, saturate, importance), 0, 1, worker);
+  return status.ok() ? status : with_tensor(source, tensor.recipe.name, status);
+}
 
 Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunOptions& how,
                                               const ProgressFunction& progress) const {

@@ -106,19 +106,57 @@ def test_transcoding_keeps_every_number(smollm2, outputs):
 
 
 @pytest.mark.peer("gguf", "mlx")
-@pytest.mark.parametrize("type", ["Q4_K", "Q5_K"])  # with Q5_0, Q5_1 where rows are of 576
-def test_transcoding_of_what_we_write(outputs, type):
-    path = outputs(f"{type}.gguf", "--type", type, source=outputs("hf", "--dequantize", "f32"))
-    folder = outputs(f"{type}-mlx", "--transcode", "--format", "mlx", source=path)
-    assert assert_same_numbers(path, folder, bits=False) == 211
+@pytest.mark.parametrize(
+    "flags, codes",  # with Q5_0, Q5_1 where rows are of 576
+    [
+        (("--type", "Q4_K", "--pure"), 211),
+        (("--type", "Q5_K", "--pure"), 211),
+        (("--type", "Q4_K_M"), 211 - 14),  # ffn_down of 14 layers is Q6_K, and stays plain
+    ],
+)
+def test_transcoding_of_what_we_write(outputs, flags, codes):
+    name = "-".join(flag.strip("-") for flag in flags)
+    path = outputs(f"{name}.gguf", *flags, source=outputs("hf", "--dequantize", "f32"))
+    folder = outputs(f"{name}-mlx", "--transcode", "--format", "mlx", source=path)
+    assert assert_same_numbers(path, folder, bits=False) == codes
 
 
-def test_groups_of_sixteen_are_not_called_exact(outputs, tmp_path):
+@pytest.mark.peer("gguf", "mlx")
+def test_groups_of_sixteen_are_kept_plain(outputs, tmp_path):
     source = outputs("Q6_K.gguf", "--type", "Q6_K", source=outputs("hf", "--dequantize", "f32"))
     args = ("quantize", source, "-o", tmp_path / "x", "--transcode", "--format", "mlx")
-    refused(bittern(*args, "--quiet"), 3, "ffn_down.weight: Q6_K", "groups of 16", "--lossy")
-    result = bittern(*args, "--lossy")
+    result = bittern(*args)
+    assert result.returncode == 0, result
+    told = "Q6_K has no form in MLX's groups of 32, 64 or 128: kept as plain F32"
+    assert f"{told}: model.layers.0.mlp.down_proj.weight and 29 more" in result.stdout
+    assert assert_same_numbers(source, tmp_path / "x", bits=False) == 211 - 30
+    result = bittern(*args, "--lossy", "--force")
     assert result.returncode == 0 and "not exact: Q6_K quantised again to 8 bits" in result.stdout
+
+
+@pytest.mark.peer("gguf", "mlx")
+def test_groups_of_sixteen_are_halves_where_that_is_exact(outputs, tmp_path):
+    import gguf
+
+    source = outputs("Q6_K.gguf", "--type", "Q6_K", source=outputs("hf", "--dequantize", "f32"))
+    data = bytearray(source.read_bytes())
+    tensor = next(t for t in gguf.GGUFReader(source).tensors if t.name == "blk.3.ffn_down.weight")
+    for at in range(tensor.data_offset, tensor.data_offset + tensor.n_bytes, 210):
+        data[at + 192 : at + 208] = bytes([1] * 16)  # scales
+        data[at + 208 : at + 210] = np.float16(0.25).tobytes()  # d
+    (tmp_path / "x.gguf").write_bytes(data)
+    args = ("--transcode", "--format", "mlx", "--json", tmp_path / "report.json")
+    made(tmp_path, tmp_path / "x.gguf", "mlx", *args)
+    to = {t["name"]: t["to"] for t in json.loads((tmp_path / "report.json").read_text())["tensors"]}
+    assert to["model.layers.3.mlp.down_proj.weight"] == "F16"
+    assert to["model.layers.4.mlp.down_proj.weight"] == "F32"
+    made(tmp_path, tmp_path / "x.gguf", "there", "--dequantize", "f32")
+    made(tmp_path, tmp_path / "mlx", "back", "--dequantize", "f32")
+    from safetensors.numpy import load_file
+
+    there, back = (load_file(tmp_path / n / "model.safetensors") for n in ("there", "back"))
+    for name, values in there.items():
+        assert np.array_equal(back[name], values), name
 
 
 @pytest.mark.peer("gguf")

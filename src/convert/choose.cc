@@ -1,0 +1,181 @@
+// What is chosen over all tensors at once: llama-quantize's mix; that the run will be able to make
+// every tensor; and what was asked for in vain.
+#include <algorithm>
+#include <cstring>
+#include <map>
+
+#include "convert/mix.h"
+#include "convert/planner.h"
+#include "convert/run.h"
+
+namespace bittern {
+namespace {
+
+// An integer of metadata, or the first of an array of them; 0 where it is neither.
+std::int64_t integer_of(GgufType type, std::span<const std::byte> encoded) {
+  if (type == GgufType::array) {
+    constexpr std::size_t kBefore = 12;  // element type and count
+    std::uint32_t element = 0;
+    if (encoded.size() <= kBefore) return 0;
+    std::memcpy(&element, encoded.data(), sizeof element);
+    return integer_of(static_cast<GgufType>(element), encoded.subspan(kBefore));
+  }
+  const bool wide = type == GgufType::u64 || type == GgufType::s64;
+  if (!wide && type != GgufType::u32 && type != GgufType::s32) return 0;
+  std::int64_t value = 0;
+  if (encoded.size() < (wide ? 8 : 4)) return 0;
+  std::memcpy(&value, encoded.data(), wide ? 8 : 4);
+  return value;
+}
+
+}  // namespace
+
+bool ConversionPlanner::is_output(const Recipe& recipe) const {
+  return recipe.name == "output.weight" || recipe.name.ends_with("lm_head.weight");
+}
+
+bool ConversionPlanner::is_embedding(const Recipe& recipe) const {
+  return recipe.name == "token_embd.weight" || recipe.name == "per_layer_token_embd.weight";
+}
+
+Status ConversionPlanner::choose_mix() {
+  MixModel model{.imatrix = !options_.imatrix.empty()};
+  std::string arch;
+  std::map<std::string, std::int64_t, std::less<>> integers;
+  const auto take = [&](std::string_view key, GgufType type, std::span<const std::byte> encoded) {
+    if (key == "general.architecture" && type == GgufType::string && encoded.size() > 8)
+      arch.assign(reinterpret_cast<const char*>(encoded.data()) + 8, encoded.size() - 8);
+    for (const std::string_view end :
+         {".block_count", ".expert_count", ".attention.head_count", ".attention.head_count_kv"})
+      if (key.ends_with(end)) integers.emplace(key, integer_of(type, encoded));
+  };
+  if (source_.gguf() != nullptr) {
+    for (const GgufKey& entry : source_.gguf()->keys())
+      take(entry.key, entry.value.type(), entry.value.encoded());
+  } else {
+    const auto metadata = metadata_from_config(config_, shapes_, model_name());
+    if (!metadata) return of_source(metadata.status());
+    for (const auto& [key, value] : *metadata) take(key, value.type(), value.encoded());
+  }
+  const auto integer = [&](const char* key) {
+    const auto found = integers.find(arch + "." + key);
+    return found == integers.end() ? std::int64_t{0} : found->second;
+  };
+  model.layers = integer("block_count");
+  model.experts = integer("expert_count");
+  const std::int64_t heads = integer("attention.head_count"),
+                     kv_heads = integer("attention.head_count_kv");
+  if (heads > 0 && kv_heads > 0) model.queries_per_key = heads / kv_heads;
+  model.large = model.layers == 80 &&
+                ((arch == "llama" && model.experts != 8 && kv_heads > 0 && heads != kv_heads) ||
+                 arch == "qwen2");
+
+  std::vector<MixTensor> tensors;
+  for (const OutputTensor& tensor : conversion_.tensors_) {
+    const Recipe& recipe = tensor.recipe;
+    const TensorRule* rule = rule_for(recipe);
+    const bool named = !is_matrix(recipe) || fixed_type(recipe) ||
+                       (options_.leave_output && is_output(recipe)) ||
+                       (rule == nullptr ? delicate(recipe.name) != nullptr
+                                        : rule->keep || rule->bits > 0 || rule->type);
+    tensors.push_back({recipe.name, columns_of(recipe.shape), named});
+  }
+  mixed_ = mix_types(*options_.mix, model, tensors);
+  return {};
+}
+
+// The first row of every tensor, as the run will make it: what it cannot make is refused by the
+// plan, and by --dry-run.
+Status ConversionPlanner::try_rows() {
+  for (std::size_t i = 0; i < conversion_.tensors_.size(); ++i) {
+    const OutputTensor& tensor = conversion_.tensors_[i];
+    const std::span<const float> importance =
+        conversion_.importance_.empty() ? std::span<const float>{} : conversion_.importance_[i];
+    BITTERN_TRY(try_first_row(source_, tensor, options_.method, options_.lossy, importance));
+  }
+  return {};
+}
+
+void ConversionPlanner::note_unused() {
+  for (std::size_t r = 0; r < options_.rules.size(); ++r) {
+    const TensorRule& rule = options_.rules[r];
+    const std::string of = "the rule " + rule.pattern;
+    std::size_t found = 0, first = 0, able = 0;
+    const OutputTensor* shown = nullptr;
+    for (const OutputTensor& tensor : conversion_.tensors_) {
+      if (!matches(r, tensor.recipe)) continue;
+      ++found;
+      if (rule_for(tensor.recipe) != &rule) continue;
+      ++first;
+      if (shown == nullptr) shown = &tensor;
+      able += rule.keep || (is_matrix(tensor.recipe) && !fixed_type(tensor.recipe));
+    }
+    if (found == 0) {
+      note(of + " matches no tensor");
+    } else if (first == 0) {
+      note(of + " has no effect: earlier rules decide for all it matches");
+    } else if (able == 0) {
+      note(of + " has no effect: it matches " + shown->recipe.name +
+           (first == 1 ? "" : " and " + std::to_string(first - 1) + " more") +
+           (is_matrix(shown->recipe) ? ", whose type another option gives"
+                                     : ", which is no matrix to be quantised"));
+    }
+  }
+  if (options_.leave_output && tied_)
+    note("--leave-output-tensor has no effect: the embedding is the head, and is quantised");
+  if (options_.output_type && tied_ && options_.embedding_type)
+    note("--output-tensor-type has no effect: the embedding is the head");
+  if (options_.output_type && tied_ && !options_.embedding_type)
+    note("--output-tensor-type: the embedding is the head, and gets that type");
+  if (options_.embedding_type &&
+      std::none_of(conversion_.tensors_.begin(), conversion_.tensors_.end(),
+                   [&](const OutputTensor& tensor) { return is_embedding(tensor.recipe); }))
+    note("--token-embedding-type has no effect: there is no token_embd.weight");
+  if (options_.method && std::none_of(conversion_.tensors_.begin(), conversion_.tensors_.end(),
+                                      [](const OutputTensor& tensor) {
+                                        return tensor.way == OutputTensor::Way::quantize &&
+                                               is_fitted(tensor.through.quantized() ? tensor.through
+                                                                                    : tensor.to);
+                                      }))
+    note("--method " + std::string(kAffineMethodNames[static_cast<std::size_t>(*options_.method)]) +
+         " has no effect: no tensor is fitted by it");
+  if (!options_.imatrix.empty()) note_importance();
+}
+
+// Which tensors the importance matrix weighs, and which it does not; the others forget it.
+void ConversionPlanner::note_importance() {
+  std::size_t used = 0, missing = 0;
+  std::map<std::string, std::size_t> deaf;  // tensors with an importance that is not used
+  std::string first;
+  for (std::size_t i = 0; i < conversion_.tensors_.size(); ++i) {
+    const OutputTensor& tensor = conversion_.tensors_[i];
+    std::vector<float>& importance = conversion_.importance_[i];
+    const Storage& to = tensor.through.quantized() ? tensor.through : tensor.to;
+    const bool weighs =
+        tensor.way == OutputTensor::Way::quantize && uses_importance(to, options_.method);
+    if (weighs && importance.empty()) {
+      if (missing++ == 0) first = tensor.recipe.name;
+    } else if (weighs) {
+      ++used;
+    } else if (!importance.empty()) {
+      ++deaf[tensor.way == OutputTensor::Way::quantize ? to.str() : "tensors left plain"];
+      importance.clear();
+    }
+  }
+  const auto tensors = [](std::size_t n) {
+    return std::to_string(n) + (n == 1 ? " tensor" : " tensors");
+  };
+  importance_used_ = used > 0;
+  if (used > 0) {
+    note("importance from " + options_.imatrix + " weighs the errors of " + tensors(used));
+  } else {
+    note("--imatrix " + options_.imatrix + " has no effect");
+  }
+  for (const auto& [what, n] : deaf) note("importance is not used by " + what + ": " + tensors(n));
+  if (missing > 0)
+    note(options_.imatrix + " has no entry for " + first +
+         (missing == 1 ? "" : " and " + std::to_string(missing - 1) + " more") +
+         ": their columns count alike");
+}
+
+}  // namespace bittern

@@ -1,0 +1,155 @@
+// Which options go together. Every option is used or refused: what would have no effect is an
+// error here, before anything is read.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "convert/mix.h"
+#include "convert/planner.h"
+
+namespace bittern {
+namespace {
+
+using Options = ConversionOptions;
+
+// What is made of the model: one of these.
+enum Way : unsigned { kQuantize = 1, kTranscode = 2, kDequantize = 4, kCast = 8 };
+
+const char* flag_of(Way way, const Options& o) {
+  switch (way) {
+    case kTranscode: return "--transcode";
+    case kDequantize: return "--dequantize";
+    case kCast: return "--dtype alone";
+    case kQuantize: break;
+  }
+  return o.type || o.mix != nullptr ? "--type" : o.bits > 0 ? "--bits" : "--target-bpw";
+}
+
+bool has_type(const Options& o) { return o.type || o.mix != nullptr; }
+// A number that is not one counts as given, too.
+bool has_target(const Options& o) { return o.target_bpw != 0; }
+
+constexpr unsigned kGguf = 1, kFolders = 2, kAny = 3;
+
+struct Row {
+  const char* flag;
+  bool (*given)(const Options&);
+  unsigned ways;     // where it has an effect
+  unsigned formats;  // and in which formats
+};
+constexpr Row kRows[] = {
+    {"--bits", [](const Options& o) { return o.bits > 0; }, kQuantize, kAny},
+    {"--type", has_type, kQuantize, kGguf},
+    {"--target-bpw", has_target, kQuantize, kAny},
+    {"--group-size", [](const Options& o) { return o.group > 0; }, kQuantize, kAny},
+    {"--method", [](const Options& o) { return o.method.has_value(); }, kQuantize, kAny},
+    {"--override, --tensor-type or a rule of --policy",
+     [](const Options& o) { return !o.rules.empty(); }, kQuantize, kAny},
+    {"--imatrix", [](const Options& o) { return !o.imatrix.empty(); }, kQuantize, kAny},
+    {"--pure", [](const Options& o) { return o.pure; }, kQuantize, kAny},
+    {"--allow-requantize", [](const Options& o) { return o.allow_requantize; }, kQuantize, kAny},
+    {"--lossy", [](const Options& o) { return o.lossy; },
+     kQuantize | kTranscode | kDequantize | kCast, kAny},
+    {"--scale-dtype", [](const Options& o) { return o.scale_dtype.has_value(); },
+     kQuantize | kTranscode, kFolders},
+    {"--dtype", [](const Options& o) { return o.dtype.has_value(); }, kQuantize | kCast, kAny},
+    {"--output-tensor-type", [](const Options& o) { return o.output_type.has_value(); }, kQuantize,
+     kGguf},
+    {"--token-embedding-type", [](const Options& o) { return o.embedding_type.has_value(); },
+     kQuantize, kGguf},
+    {"--leave-output-tensor", [](const Options& o) { return o.leave_output; }, kQuantize, kAny},
+};
+
+// Two that say the same thing differently.
+constexpr std::pair<const char*, const char*> kContradict[] = {
+    {"--type", "--bits"},
+    {"--bits", "--target-bpw"},
+    {"--type", "--target-bpw"},
+    {"--type", "--group-size"},
+    {"--leave-output-tensor", "--output-tensor-type"},
+};
+
+bool given(const Options& o, std::string_view flag) {
+  const auto row = std::find_if(std::begin(kRows), std::end(kRows),
+                                [&](const Row& r) { return r.flag == flag; });
+  return row->given(o);
+}
+
+Status check_written(const std::string& where, GgmlType type) {
+  if (is_written(type)) return {};
+  return unsupported(where + " " + info(type).name + ": not written, expected one of" +
+                     written_names());
+}
+
+}  // namespace
+
+Status ConversionPlanner::check_options() {
+  const Options& o = options_;
+  const bool gguf = o.format == ModelFormat::gguf;
+  const std::pair<Way, bool> ways[] = {{kQuantize, o.bits > 0 || has_type(o) || has_target(o)},
+                                       {kTranscode, o.transcode},
+                                       {kDequantize, o.dequantize.has_value()}};
+  std::vector<Way> asked;
+  for (const auto& [way, is] : ways)
+    if (is) asked.push_back(way);
+  if (asked.empty() && o.dtype) asked.push_back(kCast);
+  if (asked.empty())
+    return invalid(
+        "nothing asked for, expected --bits, --type, --target-bpw, --transcode, --dequantize or "
+        "--dtype");
+  if (asked.size() > 1)
+    return invalid(std::string(flag_of(asked[0], o)) + " and " + flag_of(asked[1], o) +
+                   " exclude each other, expected one");
+  for (const Row& row : kRows) {
+    if (!row.given(o)) continue;
+    if ((row.formats & (gguf ? kGguf : kFolders)) == 0)
+      return invalid(
+          std::string(row.flag) +
+          (o.mix != nullptr && row.given == has_type ? std::string(" ") + o.mix->name : "") +
+          ": the format is " + name(o.format) + ", expected --format " +
+          (gguf ? "mlx (GGUF's scales are f16)" : "gguf"));
+    if ((row.ways & asked[0]) == 0)
+      return invalid(std::string(row.flag) + ": has no effect with " + flag_of(asked[0], o) +
+                     "; leave one of them out");
+  }
+  for (const auto& [a, b] : kContradict)
+    if (given(o, a) && given(o, b))
+      return invalid(std::string(a) + " and " + b + " both given, expected one");
+  if (o.type && o.mix != nullptr) return invalid("a type and a mix both given, expected one");
+  if (has_target(o) && !(o.target_bpw >= 1 && o.target_bpw <= 32))
+    return invalid("--target-bpw: " + std::to_string(o.target_bpw) + ", expected 1 to 32");
+
+  if (o.type) BITTERN_TRY(check_written("--type", *o.type));
+  if (o.mix != nullptr && !is_written(o.mix->type)) {
+    return unsupported(std::string("--type ") + o.mix->name + ": " + info(o.mix->type).name +
+                       " is not written, expected one of" + mix_names());
+  }
+  if (o.output_type) BITTERN_TRY(check_written("--output-tensor-type", *o.output_type));
+  if (o.embedding_type) BITTERN_TRY(check_written("--token-embedding-type", *o.embedding_type));
+  if (options_.group == 0) options_.group = gguf ? 32 : 64;
+  if (o.bits > 0) BITTERN_TRY(check_bits(o.bits, "--bits"));
+  BITTERN_TRY(check_group(o.group, "--group-size"));
+  for (const TensorRule& rule : o.rules) {
+    if (rule.keep + (rule.bits > 0 || rule.group > 0) + rule.type.has_value() > 1)
+      return invalid(rule.pattern +
+                     ": a rule says one of keep, bits (with a group) and type; expected one");
+    if (rule.bits > 0) BITTERN_TRY(check_bits(rule.bits, rule.pattern));
+    if (rule.group > 0) BITTERN_TRY(check_group(rule.group, rule.pattern));
+    if (rule.type && !gguf)
+      return invalid(rule.pattern + ": type " + info(*rule.type).name + " in format " +
+                     name(o.format) + ", expected --format gguf");
+    if (rule.type) BITTERN_TRY(check_written(rule.pattern + ": type", *rule.type));
+  }
+  if (!o.imatrix.empty() && o.method && o.method != AffineMethod::lsq && !gguf)
+    return invalid("--imatrix: only --method lsq weighs errors, expected that");
+  return {};
+}
+
+std::string mix_names() {
+  std::string names;
+  for (const Mix& mix : mixes())
+    if (is_written(mix.type)) names += std::string(" ") + mix.name;
+  return names;
+}
+
+}  // namespace bittern
