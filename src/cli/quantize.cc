@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <unistd.h>
+#include <charconv>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -20,8 +21,9 @@ namespace {
 
 struct QuantizeFlags {
   std::string model, hf_path, out, format, method, type, policy, imatrix, dequantize, scale_dtype;
-  std::string dtype, output_type, embedding_type;
+  std::string dtype, output_type, embedding_type, split_size;
   int bits = 0, group = 0;
+  std::uint64_t split_tensors = 0;
   double target_bpw = 0;
   std::vector<std::string> overrides, tensor_types;
   bool pure = false, allow_requantize = false, transcode = false, lossy = false;
@@ -50,6 +52,17 @@ Result<const Mix*> parse_mix(const std::string& text) {
     return unsupported(fmt::format("--type {}: not written, expected one of{}", text, names));
   return invalid(
       fmt::format("--type: {}: no type of GGUF, expected one of Q4_K Q5_K Q3_K{}", text, names));
+}
+
+// As llama-gguf-split reads it: 500M is 500 * 10^6 bytes, 2G is 2 * 10^9.
+Result<std::uint64_t> parse_size(const std::string& flag, const std::string& text) {
+  std::uint64_t n = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), n);
+  const std::string unit = upper(std::string(end, text.data() + text.size()));
+  const std::uint64_t scale = unit == "M" ? 1000'000 : unit == "G" ? 1000'000'000 : 0;
+  if (error == std::errc() && scale > 0 && n > 0 && n <= 1'000'000) return n * scale;
+  return invalid(
+      fmt::format("{}: {}, expected 1 to 1000000 with M or G, such as 500M or 2G", flag, text));
 }
 
 Result<SafeDType> parse_float(const std::string& flag, const std::string& text) {
@@ -90,8 +103,9 @@ Result<ConversionOptions> options_of(const QuantizeFlags& flags) {
   const std::string out = flags.out.substr(0, flags.out.find_last_not_of('/') + 1);
   const bool gguf_name = out.ends_with(".gguf");
   if (flags.format.empty()) {
-    const bool gguf_flags =
-        !flags.type.empty() || !flags.output_type.empty() || !flags.embedding_type.empty();
+    const bool gguf_flags = !flags.type.empty() || !flags.output_type.empty() ||
+                            !flags.embedding_type.empty() || !flags.split_size.empty() ||
+                            flags.split_tensors > 0;
     options.format = gguf_name || gguf_flags    ? ModelFormat::gguf
                      : flags.dequantize.empty() ? ModelFormat::mlx
                                                 : ModelFormat::safetensors;
@@ -120,6 +134,12 @@ Result<ConversionOptions> options_of(const QuantizeFlags& flags) {
     *to = *type;
   }
   options.leave_output = flags.leave_output;
+  options.split_tensors = flags.split_tensors;
+  if (!flags.split_size.empty()) {
+    const auto size = parse_size("--split-max-size", flags.split_size);
+    if (!size) return size.status();
+    options.split_bytes = *size;
+  }
   if (!flags.method.empty()) {
     for (std::size_t i = 0; i < std::size(kAffineMethodNames); ++i)
       if (flags.method == kAffineMethodNames[i]) options.method = static_cast<AffineMethod>(i);
@@ -308,6 +328,7 @@ Status run(QuantizeFlags flags) {
   }
   if (!flags.out.empty()) {
     BITTERN_TRY(check_output(flags.out, {.folder = folder,
+                                         .parts = options->split_bytes + options->split_tensors > 0,
                                          .force = flags.force,
                                          .resume = flags.resume || flags.dry_run}));
   }
@@ -405,6 +426,11 @@ Verb quantize_verb(CLI::App& main) {
   verb->add_option("--dequantize", flags->dequantize, "write plain numbers: f32 f16 bf16");
   verb->add_option("--dtype", flags->dtype,
                    "dtype of tensors that are not quantised: f32 f16 bf16 (default: as they are)");
+  verb->add_option("--split-max-size", flags->split_size,
+                   "cut a GGUF file into parts of at most this size: 500M, 2G");
+  verb->add_option("--split-max-tensors", flags->split_tensors,
+                   "cut a GGUF file into parts of at most this many tensors")
+      ->check(integer_in(1, 1 << 20));
   verb->add_flag("--pure", flags->pure,
                  "one type for all: no mix, and routers, gates and what else is kept by default "
                  "are quantised, too");

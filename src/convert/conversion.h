@@ -55,6 +55,9 @@ struct ConversionOptions {
   // Of plain tensors, and of scales where scale_dtype says nothing. Alone it quantises nothing.
   std::optional<SafeDType> dtype{};
   std::string imatrix{};  // path of an importance matrix
+  // A GGUF file in parts, each of at most so many bytes of tensors, or so many tensors; 0: one
+  // file.
+  std::uint64_t split_bytes = 0, split_tensors = 0;
 };
 
 // One line each: {"bits": 4, "group_size": 64, "rules": [{"match": "lm_head", "bits": 8}, ...]}.

@@ -1,5 +1,6 @@
 // The files of the output: where each tensor is written, and what stands beside them.
 #include <algorithm>
+#include <cstdio>
 #include <fstream>
 #include <map>
 #include <sstream>
@@ -20,6 +21,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr std::uint64_t kShardBytes = std::uint64_t{5} << 30;  // as mlx-lm cuts
+constexpr std::size_t kMostParts = 65535;                      // of a GGUF file: a u16
 
 std::string module_of(const std::string& name) { return name.substr(0, name.rfind('.')); }
 
@@ -33,9 +35,16 @@ Result<std::string> read_text(const std::string& path) {
 }  // namespace
 
 Status ConversionPlanner::lay_out_gguf() {
-  GgufWriter writer(out_);
+  const std::vector<std::size_t> ends = part_ends();
+  if (ends.size() > kMostParts)
+    return invalid((options_.split_bytes > 0 ? "--split-max-size: " : "--split-max-tensors: ") +
+                   std::to_string(ends.size()) + " parts, expected at most " +
+                   std::to_string(kMostParts));
+  std::vector<GgufWriter> writers;
+  for (std::size_t part = 0; part < ends.size(); ++part)
+    writers.emplace_back(splits() ? part_name(part, ends.size()) : out_);
   const auto add = [&](const std::string& key, const GgufData& value) {
-    return writer.add(key, value);
+    return writers[0].add(key, value);
   };
   if (source_.gguf() != nullptr) {
     for (const GgufKey& entry : source_.gguf()->keys()) {
@@ -80,16 +89,74 @@ Status ConversionPlanner::lay_out_gguf() {
   if (importance_used_)
     BITTERN_TRY(add("quantize.imatrix.file",
                     GgufData(options_.imatrix.substr(options_.imatrix.rfind('/') + 1))));
-  for (OutputTensor& tensor : conversion_.tensors_) {
+  for (std::size_t part = 0; splits() && part < ends.size(); ++part) {
+    const auto tensors = static_cast<std::int32_t>(conversion_.tensors_.size());
+    GgufWriter& writer = writers[part];
+    BITTERN_TRY(writer.add("split.no", GgufData(static_cast<std::uint16_t>(part))));
+    BITTERN_TRY(writer.add("split.count", GgufData(static_cast<std::uint16_t>(ends.size()))));
+    BITTERN_TRY(writer.add("split.tensors.count", GgufData(tensors)));
+  }
+  for (std::size_t i = 0, part = 0; i < conversion_.tensors_.size(); ++i) {
+    OutputTensor& tensor = conversion_.tensors_[i];
     const auto type = ggml_type_of(tensor.to);
     if (!type)
       return unsupported(source_.path() + ": tensor " + source_of(tensor.recipe) + ": " +
                          tensor.to.str() + ": GGUF has no such type");
-    tensor.part = static_cast<std::size_t>(&tensor - conversion_.tensors_.data());
-    BITTERN_TRY(writer.add_tensor(tensor.recipe.name, *type, tensor.recipe.shape));
+    tensor.part = i;
+    if (i == ends[part]) ++part;
+    BITTERN_TRY(writers[part].add_tensor(tensor.recipe.name, *type, tensor.recipe.shape));
   }
-  conversion_.layout_ = writer.lay_out();
+  OutputLayout& layout = conversion_.layout_;
+  for (const GgufWriter& writer : writers) {
+    OutputLayout one = writer.lay_out();
+    for (OutputLayout::Extent& extent : one.tensors)
+      extent.file = static_cast<std::uint32_t>(layout.files.size());
+    layout.files.push_back(std::move(one.files[0]));
+    layout.tensors.insert(layout.tensors.end(), one.tensors.begin(), one.tensors.end());
+  }
+  if (splits())
+    note(std::to_string(ends.size()) + (ends.size() == 1 ? " file, " : " files, ") +
+         layout.files.front().name + (ends.size() == 1 ? "" : " to " + layout.files.back().name));
   return {};
+}
+
+bool ConversionPlanner::splits() const {
+  return options_.split_bytes > 0 || options_.split_tensors > 0;
+}
+
+// As llama-gguf-split calls it: OUT-00001-of-00003.gguf.
+std::string ConversionPlanner::part_name(std::size_t part, std::size_t parts) const {
+  constexpr std::string_view kEnd = ".gguf";
+  std::string stem = out_.substr(out_.rfind('/') + 1);
+  if (stem.ends_with(kEnd)) stem.resize(stem.size() - kEnd.size());
+  char numbers[32];
+  std::snprintf(numbers, sizeof numbers, "-%05zu-of-%05zu.gguf", part + 1, parts);
+  return stem + numbers;
+}
+
+// The tensor after the last of each part, as llama-gguf-split cuts: by the bytes of tensors,
+// padded, or by their number. A part has one tensor at least, however large.
+std::vector<std::size_t> ConversionPlanner::part_ends() {
+  const auto& tensors = conversion_.tensors_;
+  std::vector<std::size_t> ends;
+  std::size_t begin = 0;
+  std::uint64_t bytes = 0;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const std::uint64_t padded =
+        (tensors[i].bytes + kGgufAlignment - 1) / kGgufAlignment * kGgufAlignment;
+    const bool full = (options_.split_bytes > 0 && bytes + padded > options_.split_bytes) ||
+                      (options_.split_tensors > 0 && i - begin == options_.split_tensors);
+    if (full && i > begin) {
+      ends.push_back(i);
+      begin = i;
+      bytes = 0;
+    }
+    bytes += padded;
+    if (options_.split_bytes > 0 && padded > options_.split_bytes)
+      note("--split-max-size: " + tensors[i].recipe.name + " alone is larger, and is a part");
+  }
+  ends.push_back(tensors.size());
+  return ends;
 }
 
 std::string ConversionPlanner::model_name() const {

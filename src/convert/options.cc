@@ -58,6 +58,8 @@ constexpr Row kRows[] = {
     {"--token-embedding-type", [](const Options& o) { return o.embedding_type.has_value(); },
      kQuantize, kGguf},
     {"--leave-output-tensor", [](const Options& o) { return o.leave_output; }, kQuantize, kAny},
+    {"--split-max-size", [](const Options& o) { return o.split_bytes > 0; }, ~0U, kGguf},
+    {"--split-max-tensors", [](const Options& o) { return o.split_tensors > 0; }, ~0U, kGguf},
 };
 
 // Two that say the same thing differently.
@@ -67,6 +69,7 @@ constexpr std::pair<const char*, const char*> kContradict[] = {
     {"--type", "--target-bpw"},
     {"--type", "--group-size"},
     {"--leave-output-tensor", "--output-tensor-type"},
+    {"--split-max-size", "--split-max-tensors"},
 };
 
 bool given(const Options& o, std::string_view flag) {

@@ -41,6 +41,8 @@ const std::vector<Option>& options() {
       {"--output-tensor-type", [](auto& o) { o.output_type = GgmlType::q8_0; }, "q", "g"},
       {"--token-embedding-type", [](auto& o) { o.embedding_type = GgmlType::q8_0; }, "q", "g"},
       {"--leave-output-tensor", [](auto& o) { o.leave_output = true; }, "q", "gf"},
+      {"--split-max-size", [](auto& o) { o.split_bytes = 1000000; }, "qtdc", "g"},
+      {"--split-max-tensors", [](auto& o) { o.split_tensors = 2; }, "qtdc", "g"},
   };
   return all;
 }
@@ -50,7 +52,8 @@ const std::pair<const char*, const char*> kContradict[] = {
     {"--bits", "--target-bpw"},
     {"--type", "--target-bpw"},
     {"--type", "--group-size"},
-    {"--output-tensor-type", "--leave-output-tensor"}};
+    {"--output-tensor-type", "--leave-output-tensor"},
+    {"--split-max-size", "--split-max-tensors"}};
 
 class OptionPairs : public TestFolder {
  protected:
@@ -114,7 +117,9 @@ TEST_F(OptionPairs, AreUsedOrRefused) {
                 (alone.scale_dtype && o.scale_dtype) || (alone.dequantize && o.dequantize) ||
                 (alone.dtype && o.dtype) || (alone.output_type && o.output_type) ||
                 (alone.embedding_type && o.embedding_type) ||
-                (alone.leave_output && o.leave_output);
+                (alone.leave_output && o.leave_output) ||
+                (alone.split_bytes > 0 && o.split_bytes > 0) ||
+                (alone.split_tensors > 0 && o.split_tensors > 0);
             if (!is) continue;
             given += " " + x.flag;
             fine = fine && fits(x);

@@ -149,7 +149,7 @@ Status check_output(const std::string& given, const OutputOptions& options) {
              aside = thing_at(aside_of(path));
   for (const auto* thing : {&there, &left, &journal, &aside})
     if (!*thing) return thing->status();
-  if (*there != Thing::nothing) {
+  if (*there != Thing::nothing && !options.parts) {
     if (*there == (options.folder ? Thing::folder : Thing::file) && !options.force)
       return invalid(path + ": exists, expected a new name (--force replaces it)");
     BITTERN_TRY(check_replaceable(path, options.folder));
@@ -174,7 +174,7 @@ Status check_output(const std::string& given, const OutputOptions& options) {
 
 std::vector<std::string> ModelOutput::names() const {
   std::vector<std::string> names;
-  if (!options_.folder) return names;
+  if (!options_.many()) return names;
   for (const OutputLayout::File& file : layout_.files) names.push_back(file.name);
   names.insert(names.end(), options_.texts.begin(), options_.texts.end());
   return names;
@@ -201,16 +201,16 @@ Status ModelOutput::check_partial(const Journal& journal) const {
   known.insert(known.end(), journal.files.begin(), journal.files.end());
   if (*thing == Thing::folder) BITTERN_TRY(check_only(partial(), known));
   if (journal_end_ > 0) return {};
-  bool alike = options_.folder == (*thing == Thing::folder);
+  bool alike = options_.many() == (*thing == Thing::folder);
   for (const OutputLayout::File& file : layout_.files) {
     if (!alike) break;
     const auto begins =
-        begins_alike(options_.folder ? partial() + "/" + file.name : partial(), file.head);
+        begins_alike(options_.many() ? partial() + "/" + file.name : partial(), file.head);
     if (!begins) return begins.status();
     alike = *begins;
   }
   // Texts are written last; none is there without the layout's files.
-  if (alike && options_.folder) {
+  if (alike && options_.many()) {
     const auto found = thing_at(partial() + "/" + layout_.files[0].name);
     alike = (found && *found == Thing::file) || check_only(partial(), {}).ok();
   }
@@ -224,7 +224,7 @@ Status ModelOutput::open_files(bool anew) {
   std::uint64_t missing = 0;
   for (const OutputLayout::File& file : layout_.files) {
     auto opened =
-        WritableFile::open(options_.folder ? partial() + "/" + file.name : partial(), anew);
+        WritableFile::open(options_.many() ? partial() + "/" + file.name : partial(), anew);
     if (!opened) return opened.status();
     if (opened->size() > file.bytes) BITTERN_TRY(opened->truncate(file.bytes));
     missing += file.bytes - opened->size();
@@ -345,9 +345,10 @@ Result<ModelOutput> ModelOutput::create(const std::string& given, OutputLayout l
     return journal.status();
   }
   const bool goes_on = journal->fingerprint.has_value();
-  if (goes_on && *thing_at(partial) != (options.folder ? Thing::folder : Thing::file))
-    return invalid(partial + ": expected " + (options.folder ? "a folder" : "a file") +
+  if (goes_on && *thing_at(partial) != (options.many() ? Thing::folder : Thing::file))
+    return invalid(partial + ": expected " + (options.many() ? "a folder" : "a file") +
                    ", as the run that was stopped made it");
+  if (options.parts) BITTERN_TRY(output.check_parts(goes_on));
   output.keep_ = false;
   std::vector<std::string> names = output.names();
   std::string lines = journal_opening(options.fingerprint, names);
@@ -357,11 +358,12 @@ Result<ModelOutput> ModelOutput::create(const std::string& given, OutputLayout l
     // The journal is first, so that no partial is ever without.
     BITTERN_TRY(output.journal_.truncate());
     BITTERN_TRY(output.journal_.pwrite(0, as_bytes(lines)));
-    if (options.folder && ::mkdir(partial.c_str(), 0777) != 0)
+    if (options.many() && ::mkdir(partial.c_str(), 0777) != 0)
       return os_error(partial + ": cannot create", errno);
     BITTERN_TRY(output.open_files(true));
   } else {
     output.keep_ = true;  // what was made is kept, whatever happens now
+    if (options.parts) BITTERN_TRY(output.take_parts_back());
     BITTERN_TRY(output.open_files(false));
     for (const Journal::Piece& piece : output.verified(*journal)) lines += journal_line(piece);
     BITTERN_TRY(output.fill_gaps());
@@ -371,6 +373,58 @@ Result<ModelOutput> ModelOutput::create(const std::string& given, OutputLayout l
   }
   output.journal_end_ = lines.size();
   return output;
+}
+
+// Where a part is when all is done: beside OUT.
+std::string ModelOutput::part_path(const OutputLayout::File& file) const {
+  return path_.substr(0, path_.rfind('/') + 1) + file.name;
+}
+
+// Refuses parts that exist, unless force, and but for those that a run moved before it was stopped:
+// they are missing in OUT.partial and begin as this output does.
+Status ModelOutput::check_parts(bool goes_on) const {
+  for (const OutputLayout::File& file : layout_.files) {
+    const std::string path = part_path(file);
+    const auto there = thing_at(path), left = thing_at(partial() + "/" + file.name);
+    if (!there) return there.status();
+    if (!left) return left.status();
+    if (*there == Thing::nothing) continue;
+    if (goes_on && *left == Thing::nothing && *there == Thing::file) {
+      const auto alike = begins_alike(path, file.head);
+      if (!alike) return alike.status();
+      if (*alike) continue;
+    }
+    if (!options_.force)
+      return invalid(path + ": exists, expected a new name (--force replaces it)");
+    BITTERN_TRY(check_replaceable(path, false));
+  }
+  return {};
+}
+
+Status ModelOutput::take_parts_back() const {
+  for (const OutputLayout::File& file : layout_.files) {
+    const std::string path = part_path(file), partly = partial() + "/" + file.name;
+    const auto there = thing_at(path), left = thing_at(partly);
+    if (!there) return there.status();
+    if (!left) return left.status();
+    if (*there != Thing::file || *left != Thing::nothing) continue;
+    const auto alike = begins_alike(path, file.head);
+    if (!alike) return alike.status();
+    if (*alike) BITTERN_TRY(rename_new(path, partly));
+  }
+  return {};
+}
+
+// The first part comes last: a reader that opens it finds all others.
+Status ModelOutput::move_parts() const {
+  for (std::size_t i = layout_.files.size(); i-- > 0;) {
+    const std::string path = part_path(layout_.files[i]);
+    const std::string from = partial() + "/" + layout_.files[i].name;
+    BITTERN_TRY(options_.force ? rename_over(from, path, false) : rename_new(from, path));
+    BITTERN_TRY(sync_name(path));
+  }
+  remove_known(partial(), names());
+  return {};
 }
 
 ModelOutput::~ModelOutput() {
@@ -418,7 +472,13 @@ Status ModelOutput::commit() {
     BITTERN_TRY(files_[i].sync());
   }
   keep_ = true;
-  if (options_.folder) BITTERN_TRY(sync_name(partial() + "/"));
+  if (options_.many()) BITTERN_TRY(sync_name(partial() + "/"));
+  if (options_.parts) {
+    BITTERN_TRY(move_parts());
+    ::unlink(journal_.path().c_str());
+    journal_.close();
+    return {};
+  }
   const auto there = thing_at(path_);
   if (!there) return there.status();
   if (!options_.force && *there != Thing::nothing)

@@ -18,10 +18,15 @@ namespace bittern {
 
 struct OutputOptions {
   bool folder = false;  // OUT is a folder of the layout's files; otherwise it is its one file
+  // OUT is a set of files beside each other with the layout's names. They are made in the folder
+  // OUT.partial and moved when all are whole, the first one last.
+  bool parts = false;
   bool force = false;   // OUT may be there, and is replaced when the new one is whole
   bool resume = false;  // OUT.partial may be there
   std::uint64_t fingerprint = 0;     // of everything the output depends on
   std::vector<std::string> texts{};  // names of the files that add_file will be given
+
+  bool many() const { return folder || parts; }  // OUT.partial is a folder
 };
 
 // OUT without slashes at its end, which only a folder's name may have.
@@ -68,6 +73,10 @@ class ModelOutput {
   Status open_files(bool anew);
   std::vector<Journal::Piece> verified(const Journal& journal);
   Status fill_gaps();
+  std::string part_path(const OutputLayout::File& file) const;
+  Status check_parts(bool goes_on) const;
+  Status take_parts_back() const;
+  Status move_parts() const;
 
   std::string path_;
   OutputLayout layout_;

@@ -110,6 +110,9 @@ class ConversionPlanner {
 
   // lay_out.cc
   Status lay_out_gguf();
+  bool splits() const;
+  std::string part_name(std::size_t part, std::size_t parts) const;
+  std::vector<std::size_t> part_ends();
   std::string model_name() const;
   std::uint32_t file_type() const;
   Status lay_out_folder();

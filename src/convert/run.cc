@@ -187,6 +187,7 @@ Status try_first_row(const Checkpoint& source, const OutputTensor& tensor,
 Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunOptions& how,
                                               const ProgressFunction& progress) const {
   OutputOptions to{.folder = options_.format != ModelFormat::gguf,
+                   .parts = options_.split_bytes > 0 || options_.split_tensors > 0,
                    .force = how.force,
                    .resume = how.resume,
                    .fingerprint = fingerprint_};

@@ -1,5 +1,5 @@
 """What users of llama-quantize and mlx_lm.convert expect of bittern quantize: mixes, the flags of
-both, legacy importance matrices; and options that would have no effect are refused or
+both, split files, legacy importance matrices; and options that would have no effect are refused or
 told. llama.cpp is the judge of the mixes, mlx of -q."""
 
 import ctypes
@@ -285,6 +285,10 @@ def test_dtype_of_a_gguf_file(tmp_path):
         (("--target-bpw", "inf"), ("--target-bpw", "inf")),
         (("--target-bpw", "4x"), ("--target-bpw", "4x")),
         (("--bits", 4, "--output-tensor-type", "Q8_0", "--format", "mlx"), ("--output-tensor-type", "gguf")),
+        (("--bits", 4, "--split-max-size", "2G", "--format", "mlx"), ("--split-max-size", "gguf")),
+        (("--type", "Q8_0", "--split-max-size", "2"), ("--split-max-size: 2,", "500M")),
+        (("--type", "Q8_0", "--split-max-size", "0G"), ("--split-max-size: 0G,",)),
+        (("--type", "Q8_0", "--split-max-size", "2G", "--split-max-tensors", 3), ("both given",)),
         (("--type", "Q8_0", "--leave-output-tensor", "--output-tensor-type", "F16"), ("both given",)),
         (("--dtype", "f16", "--dequantize", "f16"), ("--dtype", "--dequantize")),
         (("--dtype", "f8", "--bits", 4), ("--dtype: f8",)),
@@ -469,3 +473,64 @@ def test_advice_works_when_followed(folder, tmp_path):
     result = bittern("quantize", tmp_path / "mlx", "-o", tmp_path / "y", "--bits", 8, "--format", "safetensors")
     assert result.returncode == 2 and "--transcode" not in result.stderr
     assert "--dequantize" in result.stderr
+
+
+# ---- parts ----
+
+
+def test_split_files(tmp_path):
+    source = tiny_gguf(tmp_path / "in.gguf", layers=4)
+    one = tmp_path / "one.gguf"
+    quantise(source, one, "--type", "Q4_K_M")
+    whole = blocks(one)
+    out = tmp_path / "parts"
+    out.mkdir()
+    text = quantise(source, out / "m.gguf", "--type", "Q4_K_M", "--split-max-tensors", 10)
+    count = -(-len(whole) // 10)
+    names = [f"m-{i + 1:05}-of-{count:05}.gguf" for i in range(count)]
+    assert sorted(p.name for p in out.iterdir()) == names
+    assert f"{count} files, {names[0]} to {names[-1]}" in text
+    joined = {}
+    for i, name in enumerate(names):
+        reader = gguf.GGUFReader(out / name)
+        assert reader.fields["split.no"].contents() == i
+        assert reader.fields["split.count"].contents() == count
+        assert reader.fields["split.tensors.count"].contents() == len(whole)
+        assert reader.fields["split.no"].types == [gguf.GGUFValueType.UINT16]
+        assert reader.fields["split.count"].types == [gguf.GGUFValueType.UINT16]
+        assert reader.fields["split.tensors.count"].types == [gguf.GGUFValueType.INT32]
+        assert ("general.architecture" in reader.fields) == (i == 0)
+        joined.update({t.name: bytes(t.data.tobytes()) for t in reader.tensors})
+    assert joined == whole
+    # bittern reads the set by any part, and joins it again.
+    quantise(out / names[1], tmp_path / "joined.gguf", "--transcode")
+    assert blocks(tmp_path / "joined.gguf") == whole
+    # It is there already.
+    again = ("quantize", source, "-o", out / "m.gguf", "--type", "Q4_K_M", "--split-max-tensors", 10)
+    refused(bittern(*again, "--quiet"), 2, "exists", "--force")
+    assert bittern(*again, "--force").returncode == 0
+    assert sorted(p.name for p in out.iterdir()) == names
+
+
+@pytest.mark.peer("llama_cpp")
+def test_llama_cpp_reads_parts(tmp_path):
+    source = tiny_gguf(tmp_path / "in.gguf", layers=2)
+    quantise(source, tmp_path / "m.gguf", "--type", "Q8_0", "--split-max-tensors", 7)
+    first = sorted(tmp_path.glob("m-00001-of-*.gguf"))[0]
+    joined = llama_quantize(first, tmp_path / "joined.gguf", 7)
+    assert types(joined)[0] == types(tmp_path / "in.gguf")[0] | {
+        t.name: t.tensor_type.name for p in tmp_path.glob("m-*.gguf") for t in gguf.GGUFReader(p).tensors
+    }
+
+
+def test_split_by_size(tmp_path):
+    source = tiny_gguf(tmp_path / "in.gguf", layers=1)
+    rng = np.random.default_rng(4)
+    tensors = {f"blk.{i}.a.weight": weights(rng, 512, 1024) for i in range(3)}  # 2 MiB each
+    source = write_gguf(tmp_path / "big.gguf", tensors)
+    quantise(source, tmp_path / "m.gguf", "--dequantize", "f32", "--split-max-size", "5M")
+    assert sorted(p.name for p in tmp_path.glob("m-*")) == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    text = quantise(source, tmp_path / "n.gguf", "--dequantize", "f32", "--split-max-size", "1M")
+    assert "alone is larger" in text and len(list(tmp_path.glob("n-*"))) == 3
+    quantise(source, tmp_path / "o.gguf", "--dequantize", "f32", "--split-max-size", "1G")
+    assert [p.name for p in tmp_path.glob("o*")] == ["o-00001-of-00001.gguf"]
