@@ -29,16 +29,15 @@ enum FileType : std::uint32_t {
   kBF16 = 32,
 };
 
-constexpr Mix kMixes[] = {
-    {"Q2_K", GgmlType::q2_k, kQ2_K},     {"Q3_K_S", GgmlType::q3_k, kQ3_K_S},
-    {"Q3_K_M", GgmlType::q3_k, kQ3_K_M}, {"Q3_K_L", GgmlType::q3_k, kQ3_K_L},
-    {"Q4_0", GgmlType::q4_0, kQ4_0},     {"Q4_1", GgmlType::q4_1, kQ4_1},
-    {"Q4_K_S", GgmlType::q4_k, kQ4_K_S}, {"Q4_K_M", GgmlType::q4_k, kQ4_K_M},
-    {"Q5_0", GgmlType::q5_0, kQ5_0},     {"Q5_1", GgmlType::q5_1, kQ5_1},
-    {"Q5_K_S", GgmlType::q5_k, kQ5_K_S}, {"Q5_K_M", GgmlType::q5_k, kQ5_K_M},
-    {"Q6_K", GgmlType::q6_k, kQ6_K},     {"Q8_0", GgmlType::q8_0, kQ8_0},
-    {"F16", GgmlType::f16, kF16},        {"BF16", GgmlType::bf16, kBF16},
-    {"F32", GgmlType::f32, kF32},        {"Q2_K_S", GgmlType::q2_k, kQ2_K_S}};
+constexpr Mix kMixes[] = {{"Q2_K", GgmlType::q2_k, kQ2_K},     {"Q3_K_S", GgmlType::q3_k, kQ3_K_S},
+                          {"Q3_K_M", GgmlType::q3_k, kQ3_K_M}, {"Q3_K_L", GgmlType::q3_k, kQ3_K_L},
+                          {"Q4_0", GgmlType::q4_0, kQ4_0},     {"Q4_1", GgmlType::q4_1, kQ4_1},
+                          {"Q4_K_S", GgmlType::q4_k, kQ4_K_S}, {"Q4_K_M", GgmlType::q4_k, kQ4_K_M},
+                          {"Q5_0", GgmlType::q5_0, kQ5_0},     {"Q5_1", GgmlType::q5_1, kQ5_1},
+                          {"Q5_K_S", GgmlType::q5_k, kQ5_K_S}, {"Q5_K_M", GgmlType::q5_k, kQ5_K_M},
+                          {"Q6_K", GgmlType::q6_k, kQ6_K},     {"Q8_0", GgmlType::q8_0, kQ8_0},
+                          {"F16", GgmlType::f16, kF16},        {"BF16", GgmlType::bf16, kBF16},
+                          {"F32", GgmlType::f32, kF32},        {"Q2_K_S", GgmlType::q2_k, kQ2_K_S}};
 
 constexpr std::pair<std::string_view, std::string_view> kAliases[] = {
     {"Q3_K", "Q3_K_M"}, {"Q4_K", "Q4_K_M"}, {"Q5_K", "Q5_K_M"}};

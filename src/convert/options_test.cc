@@ -34,7 +34,7 @@ const std::vector<Option>& options() {
       {"--pure", [](auto& o) { o.pure = true; }, "q", "gf"},
       {"--allow-requantize", [](auto& o) { o.allow_requantize = true; }, "q", "gf"},
       {"--transcode", [](auto& o) { o.transcode = true; }, "t", "gf"},
-      {"--lossy", [](auto& o) { o.lossy = true; }, "t", "gf"},
+      {"--lossy", [](auto& o) { o.lossy = true; }, "qtdc", "gf"},
       {"--scale-dtype", [](auto& o) { o.scale_dtype = SafeDType::f32; }, "qt", "f"},
       {"--dequantize", [](auto& o) { o.dequantize = SafeDType::f32; }, "d", "gf"},
       {"--dtype", [](auto& o) { o.dtype = SafeDType::f32; }, "qc", "gf"},
@@ -145,8 +145,6 @@ TEST_F(OptionPairs, NameBothFlags) {
             "--group-size: has no effect with --transcode; leave one of them out");
   EXPECT_EQ(refusal({.bits = 4, .target_bpw = 5}),
             "--bits and --target-bpw both given, expected one");
-  EXPECT_EQ(refusal({.bits = 4, .lossy = true}),
-            "--lossy: has no effect with --bits; leave one of them out");
 }
 
 TEST_F(OptionPairs, TargetsMustBeNumbers) {

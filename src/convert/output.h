@@ -21,8 +21,8 @@ struct OutputOptions {
   // OUT is a set of files beside each other with the layout's names. They are made in the folder
   // OUT.partial and moved when all are whole, the first one last.
   bool parts = false;
-  bool force = false;   // OUT may be there, and is replaced when the new one is whole
-  bool resume = false;  // OUT.partial may be there
+  bool force = false;                // OUT may be there, and is replaced when the new one is whole
+  bool resume = false;               // OUT.partial may be there
   std::uint64_t fingerprint = 0;     // of everything the output depends on
   std::vector<std::string> texts{};  // names of the files that add_file will be given
 

@@ -129,9 +129,8 @@ Status ConversionPlanner::compile_rules() {
 bool ConversionPlanner::matches(std::size_t rule, const Recipe& recipe) const {
   const RE2& pattern = *patterns_[rule];
   return RE2::PartialMatch(recipe.name, pattern) ||
-         std::any_of(recipe.sources.begin(), recipe.sources.end(), [&](const std::string& source) {
-           return RE2::PartialMatch(source, pattern);
-         });
+         std::any_of(recipe.sources.begin(), recipe.sources.end(),
+                     [&](const std::string& source) { return RE2::PartialMatch(source, pattern); });
 }
 
 const TensorRule* ConversionPlanner::rule_for(const Recipe& recipe) const {
