@@ -242,8 +242,7 @@ Status ConversionPlanner::keep_plain(OutputTensor& tensor, const RowReader& read
   const auto scan = [&](std::int64_t i, RowNumbers& numbers) -> Status {
     const std::int64_t row = i * length, count = std::min(length, reader.rows() - row);
     BITTERN_TRY(reader.numbers(row, count, numbers));
-    if (!all_finite(numbers, count * columns))
-      return invalid("holds infinities or NaN, expected finite numbers");
+    BITTERN_TRY(expect_finite(numbers, count * columns, columns));
     if (!halves || numbers.dtype == DType::f16) return {};
     std::vector<float> values(static_cast<std::size_t>(count * columns));
     BITTERN_TRY(as_f32(numbers, values));
