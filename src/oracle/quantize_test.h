@@ -124,7 +124,8 @@ void expect_quantize_desc_errors() {
   expect([](auto& d) { d.axis_size = 100; }, kInvalid,
          "axis_size: 100, expected a multiple of group_size 64");
   expect([](auto& d) { d.inner_size = 2; }, kInvalid,
-         "inner_size: 2, expected 1 unless granularity is channel");
+         "inner_size: 2 with granularity group, which takes the last axis only: expected 1 (or "
+         "granularity channel, which takes any axis)");
   expect(
       [](auto& d) {
         d.granularity = Granularity::channel;

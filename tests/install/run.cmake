@@ -14,7 +14,7 @@ endfunction()
 run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${work}/prefix --component bittern)
 run(${PYTHON} ${SOURCE}/tools/extract_readme.py ${SOURCE}/README.md ${work}/readme)
 # Once as a project of both languages, once of C alone.
-foreach(languages "CXX;C" C)
+foreach(languages CXX,C C)
   if(languages STREQUAL C AND CXX_FLAGS MATCHES "-fsanitize")
     continue()  # a sanitizer's C++ part comes with the C++ linker
   endif()

@@ -172,7 +172,8 @@ TEST(AuraRotate, RowsMayBeSeveralAxes) {
     refuse([](Args b) { b.y.stride[2] = 15; }, Code::unsupported,
            "aura_rotate: y: stride 15 of axis 2, expected at least 16");
     refuse([](Args b) { b.x.shape[1] = 4; }, Code::invalid_argument,
-           "aura_rotate: x: shape [2,4,5,16], expected [30,16]");
+           "aura_rotate: x: shape [2,4,5,16], expected [30,16]: the axes are "
+           "[outer_size,axis_size]");
     refuse([](Args b) { b.x.stride[0] = std::int64_t{1} << 60; }, Code::invalid_argument,
            "aura_rotate: x: stride 1152921504606846976 spans more than 2^59 elements");
     a.x.stride[0] = 0;  // an input may repeat itself

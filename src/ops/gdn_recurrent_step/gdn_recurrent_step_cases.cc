@@ -93,7 +93,7 @@ std::vector<BenchCase<GdnStepDesc>> gdn_recurrent_step_bench_cases() {
 void gdn_recurrent_step_aim(const GdnStepDesc& d, const GdnRecurrentStep::Args& a, Rng& rng) {
   if (d.pool > 0) {
     fill_index(d, a.state_index, rng);
-    if (rng.chance(2)) put(a.state_index, rng.below(d.batch), -1);
+    if (d.batch > 0 && rng.chance(2)) put(a.state_index, rng.below(d.batch), -1);
   }
   const std::int64_t gates = d.heads().gate_shape().numel();
   for (std::int64_t i = 0; i < gates; ++i) {
