@@ -1492,9 +1492,9 @@ def gguf_dequantize(
 
 def gguf_quantize(
     w: Array | float,
+    importance: Array | float | None = None,
     scales: Array | float | None = None,
     biases: Array | float | None = None,
-    importance: Array | float | None = None,
     *,
     blocks: Array | None = None,
     outer_size: int | None = None,

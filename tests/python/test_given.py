@@ -207,7 +207,7 @@ def test_dtypes_by_any_name():
         q = bittern.quantize_per_group(x, 1.0, group_size=64, q_min=0, q_max=9, code=name)
         assert q.dtype == np.uint8
     assert bittern.plan("quantize_per_group", element="float16").sku.element == "f16"
-    with pytest.raises(ValueError, match="code: int9, expected s8 or u8"):
+    with pytest.raises(ValueError, match="code: int9, expected u8 or s8"):
         bittern.quantize_per_group(x, 1.0, group_size=64, code="int9")
     with pytest.raises(NotImplementedError, match="code: s32, expected s8 or u8"):
         bittern.quantize_per_group(x, 1.0, group_size=64, code="int32")
