@@ -156,6 +156,12 @@ nb::object without_autograd(const std::string& where, nb::handle object) {
                     "resolve_conj() first"));
     }
   }
+  const nb::module_ forward_ad = nb::module_::import_("torch.autograd.forward_ad");
+  if (nb::cast<int>(forward_ad.attr("_current_level")) >= 0 &&
+      !forward_ad.attr("unpack_dual")(object).attr("tangent").is_none()) {
+    check(invalid(where + ": has a tangent, which this function does not compute: pass the primal "
+                          "of torch.autograd.forward_ad.unpack_dual()"));
+  }
   if (!nb::cast<bool>(nb::bool_(requires_grad))) return tensor;
   const nb::object enabled = nb::module_::import_("torch").attr("is_grad_enabled")();
   if (nb::cast<bool>(enabled)) {

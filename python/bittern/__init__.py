@@ -579,7 +579,7 @@ class _Function:
         if operand.unread_without is not None:
             return tensor  # as the plan says
         if tensor.dtype != operand.dtype:
-            hint = _FLOAT64_HINT if tensor.dtype == "f64" else ""
+            hint = _FLOAT64_HINT if (tensor.dtype, operand.dtype) == ("f64", "f32") else ""
             raise ValueError(
                 f"{where}: dtype {tensor.dtype}, expected {operand.dtype} {shape}{hint}"
             )
@@ -596,7 +596,8 @@ class _Function:
         found = []
         for field in self.fields.values():
             value = desc.get(field.name)
-            others = range(len(field.choices)) if field.choices else (value + 1, value * 2)
+            # One more, twice as many, and blocks of 32 to 256 more where none is there.
+            others = range(len(field.choices)) if field.choices else (value + 1, value * 2, value + 256)
             for other in others:
                 trial = desc.copy()
                 try:

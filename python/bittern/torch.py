@@ -33,7 +33,7 @@ def _refuse_tangents(op, **tensors):
         if tensor is not None and _forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(
                 f"bittern.torch.{op}: {name}: has a tangent, and forward-mode differentiation is "
-                "not supported; use backward(), torch.func.vjp or torch.func.grad"
+                "not supported; use backward() or torch.autograd.grad"
             )
 
 
@@ -104,6 +104,7 @@ def _fake_quantize(
     granularity: str,
     axis: int,
 ) -> Tensor:
+    _refuse_tangents("fake_quantize_per_group", x=x, scale=scale, zero_point=zero_point)
     return _bittern.fake_quantize_per_group(
         _plain(x),
         _plain(scale),
@@ -220,6 +221,7 @@ def _qdq_affine(
     rounding: str,
     dtype: _torch.dtype,
 ) -> Tensor:
+    _refuse_tangents("qdq_affine", scales=scales, biases=biases)
     return _bittern.qdq_affine_forward(
         _plain(q),
         _plain(scales),

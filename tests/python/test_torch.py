@@ -356,6 +356,18 @@ def test_tangents_are_not_dropped():
         with pytest.raises(NotImplementedError, match=message):
             call(dual, scale)
         call(x, scale)  # without a tangent
+        with pytest.raises(NotImplementedError, match=message):
+            torch.compile(call, backend="eager")(dual, scale)
+        with pytest.raises(NotImplementedError, match="qdq_affine: biases: has a tangent"):
+            scales = torch.ones(2, 1)
+            biases = torch.autograd.forward_ad.make_dual(scales, scales)
+            q = torch.zeros(2, 64, dtype=torch.uint8)
+            torch.ops.bittern.qdq_affine(q, scales, biases, 64, 4, 0, "once", torch.float32)
+        with pytest.raises(ValueError, match="fake_quantize_per_group: x: has a tangent, which"):
+            bittern.fake_quantize_per_group(dual, scale, **fields)
+        g = torch.ones(1, 4, 2, dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match="gdn_cumsum: g: has a tangent, which"):
+            bittern.gdn_cumsum(torch.autograd.forward_ad.make_dual(g, g))
     q = torch.zeros(2, 64, dtype=torch.uint8)
     affine = lambda s: bittern.torch.qdq_affine(q, s, s, group_size=64, bits=4)  # noqa: E731
     with pytest.raises(NotImplementedError, match="qdq_affine: scales: has a tangent"):
