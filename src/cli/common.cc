@@ -116,6 +116,12 @@ bool is_report(const std::string& path) {
          });
 }
 
+// With a slash at its end.
+std::string folder_of(const std::string& path) {
+  const std::size_t slash = path.rfind('/');
+  return slash == std::string::npos ? "./" : path.substr(0, slash + 1);
+}
+
 int write_all(int file, std::string_view text) {
   while (!text.empty()) {
     const ssize_t n = write(file, text.data(), text.size());
@@ -153,8 +159,7 @@ Status check_json_flag(const CommonFlags& flags) {
                      " is no report of bittern's; --force replaces only those");
     }
   }
-  const std::size_t slash = flags.json.rfind('/');
-  const std::string folder = slash == std::string::npos ? "." : flags.json.substr(0, slash + 1);
+  const std::string folder = folder_of(flags.json);
   if (folder == flags.json) return json_error(flags.json, EISDIR);
   return access(folder.c_str(), W_OK) == 0 ? Status() : json_error(flags.json, errno);
 }
@@ -172,7 +177,8 @@ Status write_json(const CommonFlags& flags, const Json& json) {
     const int error = write_all(json_stdout, text);
     return error == 0 ? Status() : json_error(flags.json, error);
   }
-  const std::string beside = fmt::format("{}.{}.tmp", flags.json, getpid());
+  // Not the file's name and more: that may be too long.
+  const std::string beside = fmt::format("{}.bittern-{}.tmp", folder_of(flags.json), getpid());
   const int file = open(beside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (file < 0) return json_error(beside, errno);
   int error = write_all(file, text);

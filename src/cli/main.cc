@@ -1,6 +1,7 @@
 // bittern VERB ... : parses, runs one verb, and turns its status into one line and an exit status.
 #include <fmt/format.h>
 
+#include <csignal>
 #include <cstdio>
 #include <new>
 
@@ -79,6 +80,8 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   bittern::guard_mapped_files();
+  // A limit on the size of files (ulimit -f) is an error of the write that meets it.
+  (void)std::signal(SIGXFSZ, SIG_IGN);
   try {
     return bittern::cli::run(argc, argv);
   } catch (const std::bad_alloc&) {

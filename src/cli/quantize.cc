@@ -14,6 +14,7 @@
 #include "convert/conversion.h"
 #include "convert/mix.h"
 #include "convert/output.h"
+#include "convert/replace.h"
 #include "formats/checkpoint.h"
 
 namespace bittern::cli {
@@ -296,7 +297,9 @@ void print_notes(const Conversion& conversion) {
   for (const std::string& note : conversion.notes()) fmt::print("note: {}\n", printable(note));
 }
 
-Status check_files_apart(const QuantizeFlags& flags, const Checkpoint& source) {
+// `parts`: of OUT, which are known when all is planned.
+Status check_files_apart(const QuantizeFlags& flags, const Checkpoint& source,
+                         const std::vector<std::string>& parts) {
   std::vector<std::string> inputs = source.files();
   for (const std::string& input : {flags.policy, flags.imatrix})
     if (!input.empty()) inputs.push_back(input);
@@ -304,8 +307,20 @@ Status check_files_apart(const QuantizeFlags& flags, const Checkpoint& source) {
   if (!flags.out.empty())
     for (const char* suffix : {"", ".partial", ".partial.journal"})
       outputs.push_back({"-o", flags.out + suffix});
+  for (const std::string& part : parts) outputs.push_back({"-o", part});
   for (OutputName& json : json_output(flags.common)) outputs.push_back(std::move(json));
   return check_apart(outputs, inputs);
+}
+
+// A part that is there is refused now, unless it may be of a run that was stopped as it moved them.
+Status check_parts(const QuantizeFlags& flags, const Checkpoint& source,
+                   const std::vector<std::string>& parts) {
+  BITTERN_TRY(check_files_apart(flags, source, parts));
+  const auto left = thing_at(flags.out + ".partial");
+  if (!left) return left.status();
+  for (const std::string& part : parts)
+    if (*left == Thing::nothing) BITTERN_TRY(check_part(part, flags.force));
+  return {};
 }
 
 Status run(QuantizeFlags flags) {
@@ -321,6 +336,7 @@ Status run(QuantizeFlags flags) {
   auto options = options_of(flags);
   if (!options) return options.status();
   const bool folder = options->format != ModelFormat::gguf;
+  const bool splits = options->split_bytes + options->split_tensors > 0;
   if (!flags.out.empty()) {
     const auto out = output_path(flags.out, folder);
     if (!out) return out.status();
@@ -328,14 +344,14 @@ Status run(QuantizeFlags flags) {
   }
   if (!flags.out.empty()) {
     BITTERN_TRY(check_output(flags.out, {.folder = folder,
-                                         .parts = options->split_bytes + options->split_tensors > 0,
+                                         .parts = splits,
                                          .force = flags.force,
                                          .resume = flags.resume || flags.dry_run}));
   }
   BITTERN_TRY(use_threads(flags.common));
   const auto source = Checkpoint::open(flags.model);
   if (!source) return source.status();
-  BITTERN_TRY(check_files_apart(flags, *source));
+  BITTERN_TRY(check_files_apart(flags, *source, {}));
   const bool print = !flags.common.quiet;
   Reporter reporter(flags.common.quiet, *source);
   const auto progress = [&](const ConversionProgress& state) { reporter(state); };
@@ -344,6 +360,8 @@ Status run(QuantizeFlags flags) {
       Conversion::plan(*source, *options, flags.out.empty() ? "OUT" : flags.out, progress);
   reporter.clear();
   if (!conversion) return conversion.status();
+  if (splits && !flags.out.empty())
+    BITTERN_TRY(check_parts(flags, *source, conversion->outputs(flags.out)));
   if (print && flags.dry_run) print_fates(*conversion);
   if (print) print_notes(*conversion);
   Conversion::RunReport report;

@@ -99,6 +99,8 @@ class Conversion {
   std::uint64_t weights() const;                                    // numbers in all tensors
   std::uint64_t bytes() const;                                      // of all files
   double bits_per_weight() const;
+  // What run makes: OUT, or its parts.
+  std::vector<std::string> outputs(const std::string& out) const;
 
   struct RunOptions {
     bool force = false, resume = false;

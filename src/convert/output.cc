@@ -172,6 +172,18 @@ Status check_output(const std::string& given, const OutputOptions& options) {
   return {};
 }
 
+std::string part_path(const std::string& out, const std::string& part) {
+  return out.substr(0, out.rfind('/') + 1) + part;
+}
+
+Status check_part(const std::string& path, bool force) {
+  const auto there = thing_at(path);
+  if (!there) return there.status();
+  if (*there == Thing::file && !force)
+    return invalid(path + ": exists, expected a new name (--force replaces it)");
+  return check_replaceable(path, false);
+}
+
 std::vector<std::string> ModelOutput::names() const {
   std::vector<std::string> names;
   if (!options_.many()) return names;
@@ -330,14 +342,16 @@ Result<ModelOutput> ModelOutput::create(const std::string& given, OutputLayout l
     const auto left = thing_at(partial);
     if (!left) return left.status();
     if (*left == Thing::nothing || !options.resume) journal->fingerprint.reset();
-    if (!journal->fingerprint || *journal->fingerprint == options.fingerprint) return journal;
-    if (options.force) {
+    if (journal->fingerprint && *journal->fingerprint != options.fingerprint) {
+      if (!options.force) {
+        return invalid(partial +
+                       ": begun from another model or with other options, expected the same "
+                       "(--force starts anew)");
+      }
       journal->fingerprint.reset();
-      return journal;
     }
-    return invalid(partial +
-                   ": begun from another model or with other options, expected the same "
-                   "(--force starts anew)");
+    if (options.parts) BITTERN_TRY(output.check_parts(journal->fingerprint.has_value()));
+    return journal;
   };
   const auto journal = check();
   if (!journal) {
@@ -348,7 +362,6 @@ Result<ModelOutput> ModelOutput::create(const std::string& given, OutputLayout l
   if (goes_on && *thing_at(partial) != (options.many() ? Thing::folder : Thing::file))
     return invalid(partial + ": expected " + (options.many() ? "a folder" : "a file") +
                    ", as the run that was stopped made it");
-  if (options.parts) BITTERN_TRY(output.check_parts(goes_on));
   output.keep_ = false;
   std::vector<std::string> names = output.names();
   std::string lines = journal_opening(options.fingerprint, names);
@@ -375,35 +388,27 @@ Result<ModelOutput> ModelOutput::create(const std::string& given, OutputLayout l
   return output;
 }
 
-// Where a part is when all is done: beside OUT.
-std::string ModelOutput::part_path(const OutputLayout::File& file) const {
-  return path_.substr(0, path_.rfind('/') + 1) + file.name;
-}
-
 // Refuses parts that exist, unless force, and but for those that a run moved before it was stopped:
 // they are missing in OUT.partial and begin as this output does.
 Status ModelOutput::check_parts(bool goes_on) const {
   for (const OutputLayout::File& file : layout_.files) {
-    const std::string path = part_path(file);
+    const std::string path = part_path(path_, file.name);
     const auto there = thing_at(path), left = thing_at(partial() + "/" + file.name);
     if (!there) return there.status();
     if (!left) return left.status();
-    if (*there == Thing::nothing) continue;
     if (goes_on && *left == Thing::nothing && *there == Thing::file) {
       const auto alike = begins_alike(path, file.head);
       if (!alike) return alike.status();
       if (*alike) continue;
     }
-    if (!options_.force)
-      return invalid(path + ": exists, expected a new name (--force replaces it)");
-    BITTERN_TRY(check_replaceable(path, false));
+    BITTERN_TRY(check_part(path, options_.force));
   }
   return {};
 }
 
 Status ModelOutput::take_parts_back() const {
   for (const OutputLayout::File& file : layout_.files) {
-    const std::string path = part_path(file), partly = partial() + "/" + file.name;
+    const std::string path = part_path(path_, file.name), partly = partial() + "/" + file.name;
     const auto there = thing_at(path), left = thing_at(partly);
     if (!there) return there.status();
     if (!left) return left.status();
@@ -415,10 +420,15 @@ Status ModelOutput::take_parts_back() const {
   return {};
 }
 
-// The first part comes last: a reader that opens it finds all others.
+// The first part comes last: a reader that opens it finds all others. An old first part goes before
+// that, so that none is ever there with others that are not its own.
 Status ModelOutput::move_parts() const {
+  const std::string first = part_path(path_, layout_.files[0].name);
+  BITTERN_TRY(check_part(first, options_.force));
+  if (::unlink(first.c_str()) != 0 && errno != ENOENT)
+    return os_error(first + ": cannot replace", errno);
   for (std::size_t i = layout_.files.size(); i-- > 0;) {
-    const std::string path = part_path(layout_.files[i]);
+    const std::string path = part_path(path_, layout_.files[i].name);
     const std::string from = partial() + "/" + layout_.files[i].name;
     BITTERN_TRY(options_.force ? rename_over(from, path, false) : rename_new(from, path));
     BITTERN_TRY(sync_name(path));

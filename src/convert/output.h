@@ -37,6 +37,11 @@ Result<std::string> output_path(const std::string& path, bool folder);
 // force), things of other origin at the names this one needs, a parent folder that is not there.
 Status check_output(const std::string& path, const OutputOptions& options);
 
+// Where a part of OUT is when all is done: beside OUT.
+std::string part_path(const std::string& out, const std::string& part);
+// The same question for one part of OUT.
+Status check_part(const std::string& path, bool force);
+
 class ModelOutput {
  public:
   // Refuses, before anything is made, what check_output does, a partial of another fingerprint
@@ -73,7 +78,6 @@ class ModelOutput {
   Status open_files(bool anew);
   std::vector<Journal::Piece> verified(const Journal& journal);
   Status fill_gaps();
-  std::string part_path(const OutputLayout::File& file) const;
   Status check_parts(bool goes_on) const;
   Status take_parts_back() const;
   Status move_parts() const;

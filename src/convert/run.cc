@@ -184,6 +184,13 @@ Status try_first_row(const Checkpoint& source, const OutputTensor& tensor,
   return status.ok() ? status : with_tensor(source, tensor.recipe.name, status);
 }
 
+std::vector<std::string> Conversion::outputs(const std::string& out) const {
+  if (options_.split_bytes + options_.split_tensors == 0) return {out};
+  std::vector<std::string> parts;
+  for (const OutputLayout::File& file : layout_.files) parts.push_back(part_path(out, file.name));
+  return parts;
+}
+
 Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunOptions& how,
                                               const ProgressFunction& progress) const {
   OutputOptions to{.folder = options_.format != ModelFormat::gguf,
@@ -191,8 +198,9 @@ Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunO
                    .force = how.force,
                    .resume = how.resume,
                    .fingerprint = fingerprint_};
-  const OutputName name{"output", out};
-  BITTERN_TRY(check_apart({&name, 1}, source_->files()));
+  std::vector<OutputName> names;
+  for (std::string& path : outputs(out)) names.push_back({"output", std::move(path)});
+  BITTERN_TRY(check_apart(names, source_->files()));
   for (const OutputText& text : texts_) to.texts.push_back(text.name);
   auto output = ModelOutput::create(out, layout_, to);
   if (!output) return output.status();

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import resource
 import shutil
 import signal
 import socket
@@ -319,6 +320,15 @@ def test_json_on_standard_output(folder, tmp_path, name):
             assert bool(result.stderr) == (not quiet), result
 
 
+def test_json_takes_the_longest_name(folder, tmp_path):
+    report = tmp_path / ("a" * 250 + ".json")
+    for _ in range(2):
+        args = ["quantize", folder, "-o", tmp_path / "o", "--bits", 4, "--json", report, "--force"]
+        assert bittern(*args).returncode == 0
+        assert json.loads(report.read_text())["schema"] == 1
+    assert names(tmp_path) == [report.name, "hf", "o"]
+
+
 def test_json_replaces_only_reports(folder, tmp_path):
     report = tmp_path / "report.json"
     model = folder / "model.safetensors"
@@ -374,8 +384,9 @@ def test_outputs_are_apart_from_inputs(folder, tmp_path):
     assert result.returncode == 2 and contents(pathlib.Path(f"{out}.partial")) == before
 
 
-@pytest.mark.peer("gguf")
-def test_no_part_of_a_split_file_is_replaced(tmp_path):
+@pytest.fixture
+def parts(tmp_path):
+    """The three parts of a GGUF file."""
     import gguf
 
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "nobodys", split_max_tensors=2)
@@ -387,6 +398,11 @@ def test_no_part_of_a_split_file_is_replaced(tmp_path):
     writer.close()
     parts = sorted(tmp_path.iterdir())
     assert len(parts) == 3
+    return parts
+
+
+@pytest.mark.peer("gguf")
+def test_no_part_of_a_split_file_is_replaced(parts, tmp_path):
     before = [part.read_bytes() for part in parts]
     for part in parts:
         args = ["quantize", parts[0], "-o", part, "--type", "Q8_0", "--force"]
@@ -397,7 +413,79 @@ def test_no_part_of_a_split_file_is_replaced(tmp_path):
         refused(bittern(*args), 2, "-o", "hard.gguf is the input")
         hard.unlink()
         refused(bittern("inspect", parts[0], "--json", part, "--force"), 2, "--json", str(part))
+    # Nor by the parts of an output that have its names.
+    for out in ("m.gguf", "m", "./m.gguf"):
+        for flags in ([], ["--dry-run"]):
+            args = ["quantize", parts[0], "-o", f"{tmp_path}/{out}", "--split-max-tensors", 2]
+            args += ["--type", "Q8_0", "--force", *flags]
+            refused(bittern(*args), 2, "-o", "m-00001-of-00003.gguf is the input")
+    assert sorted(tmp_path.iterdir()) == parts
     assert [part.read_bytes() for part in parts] == before
+
+
+@pytest.mark.peer("gguf")
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_parts_of_an_output_are_outputs(parts, tmp_path, which):
+    out = tmp_path / "out"
+    out.mkdir()
+    name = f"o-0000{which}-of-00003.gguf"
+    args = ["quantize", parts[0], "-o", out / "o.gguf", "--type", "Q8_0", "--split-max-tensors", 2]
+    refused(bittern(*args, "--json", out / name), 2, "--json", name, "is also the output")
+    # What is there is refused by the dry run, too, and nothing is left behind.
+    for flags in ([], ["--dry-run"]):
+        (out / name).write_bytes(b"GGUF")
+        refused(bittern(*args, *flags), 2, name, "exists", "--force")
+        refused(bittern(*args, *flags, "--resume" if not flags else "--quiet"), 2, name, "exists")
+        (out / name).write_bytes(b"mine")
+        refused(bittern(*args, *flags, "--force"), 2, name, "not a GGUF file")
+        (out / name).unlink()
+        (out / name).symlink_to("/etc/hostname")
+        refused(bittern(*args, *flags, "--force"), 2, name, "a symbolic link")
+        (out / name).unlink()
+        os.mkfifo(out / name)
+        refused(bittern(*args, *flags), 2, name, "pipe")
+        assert names(out) == [name]
+        (out / name).unlink()
+    assert bittern(*args).returncode == 0
+    assert names(out) == [f"o-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+
+
+@pytest.mark.peer("gguf")
+def test_an_old_first_part_is_never_with_new_ones(larger, tmp_path):
+    source = write_gguf(tmp_path / "larger.gguf", load_numbers(larger))
+    out = tmp_path / "out"
+    out.mkdir()
+    args = ["quantize", source, "--split-max-tensors", 20, "--type"]
+    assert bittern(*args, "Q4_0", "-o", out / "o.gguf").returncode == 0
+    first, second, third = sorted(out.iterdir())
+    old = second.read_bytes()
+    run = start(*args, "Q8_0", "--force", out=out / "o.gguf")
+    # A part that cannot be moved.
+    second.unlink()
+    second.mkdir()
+    refused(go_on(run), 2, str(second), "a folder")
+    assert not first.exists()
+    assert third.stat().st_size > 0
+    second.rmdir()
+    second.write_bytes(old)
+    args += ["Q8_0", "-o", out / "o.gguf", "--resume"]
+    refused(bittern(*args, "--quiet"), 2, str(second), "exists")
+    assert bittern(*args, "--force").returncode == 0
+    assert names(out) == [first.name, second.name, third.name]
+    assert bittern(*args[:-3], "-o", tmp_path / "p.gguf").returncode == 0
+    for part in (first, second, third):
+        assert part.read_bytes() == (tmp_path / part.name.replace("o-", "p-", 1)).read_bytes()
+
+
+def test_a_limit_on_the_size_of_files(larger, tmp_path):
+    args = ["quantize", larger, "--bits", 8, "-o", tmp_path / "o", "--quiet"]
+    limited = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000, 4_000_000))
+    command = [COMMAND, *map(str, args)]
+    result = subprocess.run(command, preexec_fn=limited, capture_output=True, text=True)
+    refused(result, 1, "o.partial/model.safetensors", "too large")
+    assert bittern(*args, "--resume").returncode == 0
+    assert bittern(*args[:-2], tmp_path / "whole").returncode == 0
+    assert contents(tmp_path / "o") == contents(tmp_path / "whole")
 
 
 # ---- OUT's name ----
