@@ -20,7 +20,7 @@ How a function fills in what it was not told:
              gdn_recurrent_step), which are large and which few callers want. An operand that is
              read and then written is given, and not returned.
   numbers    a number given for an input fills it: Python's or numpy's, an integer within range
-             where the input is of an integer dtype.
+             where the input is of an integer dtype. False is 0: mask=False masks all.
   copies     arrays are used where they are, but for small ones in a framework's default dtype:
              lengths, starts, cu_seqlens, block_table, state_index and zero_point of any integer
              dtype become int32, an integer or bool mask becomes uint8, and g, beta, a_log and
@@ -614,11 +614,16 @@ class _Function:
         op, where = self.op.name, self.where
         written = {o.name for o in self.op.operands if o.output}
         made = {o.name for o in self.outputs}
+        for o in self.outputs:
+            if _is_bool(given.get(o.name)):
+                given[o.name] = bool(given[o.name])  # not numpy's
+                if not given[o.name] and not o.optional:
+                    raise ValueError(f"{where[o.name]}: False, expected an array: it is not optional")
         arrays = {
             name: given[name]
             for name in where
             if given.get(name) is not None
-            and given.get(name) is not False
+            and not (given[name] is False and name in written)
             and not (given[name] is True and name in made)
         }
         numbers = {n: a for n, a in arrays.items() if _is_number(a)}

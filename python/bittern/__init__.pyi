@@ -21,7 +21,7 @@ How a function fills in what it was not told:
              gdn_recurrent_step), which are large and which few callers want. An operand that is
              read and then written is given, and not returned.
   numbers    a number given for an input fills it: Python's or numpy's, an integer within range
-             where the input is of an integer dtype.
+             where the input is of an integer dtype. False is 0: mask=False masks all.
   copies     arrays are used where they are, but for small ones in a framework's default dtype:
              lengths, starts, cu_seqlens, block_table, state_index and zero_point of any integer
              dtype become int32, an integer or bool mask becomes uint8, and g, beta, a_log and

@@ -473,3 +473,16 @@ def test_torchs_defaults():
     assert bittern.quantize_per_group(
         torch.randn(2, 64), 1.0, group_size=64, q_min=0, q_max=9, code=torch.uint8
     ).dtype == torch.uint8  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [bool, np.bool_])
+def test_false_is_zero_for_an_input_and_leaves_an_output_out(kind):
+    q, v, g = normal(1, 3, 1, 16), normal(1, 3, 2, 16), -np.ones((1, 3, 2), np.float32)
+    o, _ = bittern.gdn_chunk_forward(q, q, v, g, 0.5, mask=kind(False))
+    assert not o.any()
+    unmasked = bittern.gdn_chunk_forward(q, q, v, g, 0.5, final_state=kind(False))
+    assert unmasked.any()
+    masked, _ = bittern.gdn_chunk_forward(q, q, v, g, 0.5, mask=kind(True), final_state=kind(True))
+    assert_same_bits(masked, unmasked)
+    with pytest.raises(ValueError, match="gdn_chunk_forward: o: False, expected an array: it is not"):
+        bittern.gdn_chunk_forward(q, q, v, g, 0.5, o=kind(False))
