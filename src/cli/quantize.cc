@@ -409,8 +409,9 @@ Verb quantize_verb(CLI::App& main) {
                    "mlx, gguf or safetensors (default: by OUT's name, else mlx)");
   verb->add_option("--bits,--q-bits", flags->bits, "of a weight: 2 3 4 5 6 8")
       ->check(integer_in(1, 64));
-  verb->add_option("--group-size,--q-group-size", flags->group,
-                   "weights that share a scale: 32 64 128 (default 64; GGUF 32)")
+  verb->add_option(
+          "--group-size,--q-group-size", flags->group,
+          "weights that share a scale: 32 64 128 (default 64; chosen by --target-bpw; GGUF 32)")
       ->check(integer_in(1, 1 << 20));
   verb->add_option("--type", flags->type,
                    "types of a GGUF file, mixed per tensor as llama-quantize mixes them: Q2_K "

@@ -174,7 +174,8 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
     const int bits = rule != nullptr && rule->bits > 0 ? rule->bits
                      : options_.bits > 0               ? options_.bits
                                                        : 4;
-    const int group = rule != nullptr && rule->group > 0 ? rule->group : options_.group;
+    int group = rule != nullptr && rule->group > 0 ? rule->group : options_.group;
+    if (any_group(rule) && columns % group != 0) group = kGroups[0];
     if (columns % group != 0) {
       tensor.note = "rows of " + std::to_string(columns) + " are no multiple of " +
                     std::to_string(group) + ": left as it is";
@@ -209,17 +210,20 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
 Storage ConversionPlanner::kept(const OutputTensor& tensor) const {
   using Kind = Storage::Kind;
   const Storage& from = tensor.from;
-  const bool plain = from.kind == Kind::plain && is_float(from.dtype);
+  const bool f64 = from.kind == Kind::plain && from.dtype == SafeDType::f64;
+  const bool plain = f64 || (from.kind == Kind::plain && is_float(from.dtype));
+  // MLX and llama.cpp read no F64.
+  const SafeDType same =
+      f64 && options_.format != ModelFormat::safetensors ? SafeDType::f32 : from.dtype;
   if (options_.format == ModelFormat::gguf) {
     const bool vector = tensor.recipe.shape.rank < 2 || delicate(tensor.recipe.name);
-    if (plain) return Storage::plain(vector ? SafeDType::f32 : options_.dtype.value_or(from.dtype));
+    if (plain) return Storage::plain(vector ? SafeDType::f32 : options_.dtype.value_or(same));
     if (from.kind == Kind::affine) return Storage::plain(options_.dtype.value_or(SafeDType::f32));
     return from;
   }
   // mlx-lm leaves the decay of gated-delta layers alone, too.
   if (plain)
-    return has(tensor.recipe.name, "A_log") ? from
-                                            : Storage::plain(options_.dtype.value_or(from.dtype));
+    return Storage::plain(has(tensor.recipe.name, "A_log") ? same : options_.dtype.value_or(same));
   if (from.kind == Kind::blocks) return Storage::plain(options_.dtype.value_or(SafeDType::f32));
   if (from.kind == Kind::affine && options_.format == ModelFormat::safetensors)
     return Storage::plain(options_.dtype.value_or(from.dtype));
@@ -363,6 +367,10 @@ Status ConversionPlanner::settle(OutputTensor& tensor) {
   if (tensor.way == Way::cast && tensor.from.quantized() && !options_.dequantize &&
       !options_.allow_requantize)
     tensor.note = tensor.note.empty() ? "quantised, written as " + tensor.to.str() : tensor.note;
+  if (tensor.way == Way::cast && tensor.from == Storage::plain(SafeDType::f64) &&
+      !options_.dequantize && !options_.dtype && tensor.note.empty())
+    tensor.note = "F64, which " + std::string(name(options_.format)) + " has not: written as " +
+                  tensor.to.str();
   auto bytes = tensor.to.bytes(tensor.recipe.shape);
   if (!bytes)
     return refuse("tensor " + tensor.recipe.name + ": " + std::string(bytes.status().message()));

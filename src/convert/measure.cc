@@ -77,6 +77,8 @@ Result<std::vector<double>> measure(const RowReader& reader,
     double* sum = sums.data() + static_cast<std::size_t>(i) * encoders.size();
     for (const RowEncoder& encoder : encoders) {
       std::uint64_t saturated = 0;
+      worker.encoded.scales.clear();  // plain numbers have none
+      worker.encoded.biases.clear();
       const Status encoded =
           encoder.encode(worker.numbers, count, columns, weights, worker.encoded, saturated);
       if (encoded.code() == Code::unsupported) {
@@ -109,10 +111,20 @@ std::vector<Storage> ConversionPlanner::uniform_choices(const OutputTensor& tens
     for (const WrittenType& type : kWritten)
       storages.push_back(storage_of(fitting(type.type, columns_of(tensor.recipe.shape))));
   } else {
-    for (const int bits : kBits)
-      storages.push_back(Storage::affine(bits, tensor.to.group, tensor.to.dtype));
+    const bool any = any_group(rule_for(tensor.recipe));
+    for (const int wanted : kGroups) {
+      const int group = any ? wanted : tensor.to.group;
+      const bool fits = columns_of(tensor.recipe.shape) % group == 0;
+      for (const int bits : kBits)
+        storages.push_back(fits ? Storage::affine(bits, group, tensor.to.dtype) : kept(tensor));
+    }
   }
   return storages;
+}
+
+// Whether the tensor's group is for --target-bpw to choose, if its bits are.
+bool ConversionPlanner::any_group(const TensorRule* rule) const {
+  return free_groups_ && (rule == nullptr || (rule->bits == 0 && rule->group == 0));
 }
 
 const std::vector<float>* ConversionPlanner::importance_of(const OutputTensor& tensor) const {
@@ -125,7 +137,7 @@ const std::vector<float>* ConversionPlanner::importance_of(const OutputTensor& t
 RowEncoder ConversionPlanner::encoder_of(const Storage& storage) const {
   RowEncoder encoder{.to = storage, .method = options_.method, .through = {}};
   encoder.saturate = options_.lossy;
-  if (options_.format == ModelFormat::safetensors) {
+  if (options_.format == ModelFormat::safetensors && storage.quantized()) {
     encoder.through = storage;
     encoder.to = Storage::plain(storage.dtype);
   }
@@ -210,7 +222,8 @@ Status ConversionPlanner::meet_target() {
   std::snprintf(target, sizeof target, "--target-bpw %.6g", options_.target_bpw);
   if (least > room)
     return invalid(std::string(target) + ": the smallest possible is " + bits_text(least, weights) +
-                   " bits per weight, with the tensors that are kept and the groups asked for");
+                   " bits per weight, with the tensors that are kept" +
+                   (free_groups_ ? "" : " and the groups asked for"));
   const std::vector<std::size_t> chosen = choose_within(choices, uniform, room - kept);
   std::uint64_t reached = kept;
   bool best = true;

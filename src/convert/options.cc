@@ -129,6 +129,7 @@ Status ConversionPlanner::check_options() {
   }
   if (o.output_type) BITTERN_TRY(check_written("--output-tensor-type", *o.output_type));
   if (o.embedding_type) BITTERN_TRY(check_written("--token-embedding-type", *o.embedding_type));
+  free_groups_ = has_target(o) && o.group == 0 && !gguf;
   if (options_.group == 0) options_.group = gguf ? 32 : 64;
   if (o.bits > 0) BITTERN_TRY(check_bits(o.bits, "--bits"));
   BITTERN_TRY(check_group(o.group, "--group-size"));

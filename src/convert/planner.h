@@ -22,6 +22,7 @@ class RE2;
 namespace bittern {
 
 inline constexpr int kBits[] = {2, 3, 4, 5, 6, 8};
+inline constexpr int kGroups[] = {32, 64, 128};
 
 struct WrittenType {
   GgmlType type;
@@ -106,6 +107,7 @@ class ConversionPlanner {
   std::vector<Storage> uniform_choices(const OutputTensor& tensor) const;
   const std::vector<float>* importance_of(const OutputTensor& tensor) const;
   RowEncoder encoder_of(const Storage& storage) const;
+  bool any_group(const TensorRule* rule) const;
   Status meet_target();
 
   // lay_out.cc
@@ -128,6 +130,7 @@ class ConversionPlanner {
   World from_ = World::hf;
   Json config_, written_config_;           // of the source, of the output
   std::vector<OutputTensor*> adjustable_;  // those whose storage --target-bpw chooses
+  bool free_groups_ = false;               // --target-bpw chooses groups, too: none was asked for
   std::vector<GgmlType> mixed_;            // of the tensors, by the mix; empty without one
   bool tied_ = false;                      // there is no head but the embedding
   bool importance_used_ = false;

@@ -15,8 +15,6 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr int kGroups[] = {32, 64, 128};
-
 }  // namespace
 
 bool is_written(GgmlType type) {

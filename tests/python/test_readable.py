@@ -163,3 +163,37 @@ def test_tensors_named_like_scales_are_not_mixed_up(tmp_path):
     result = bittern("quantize", source, "-o", tmp_path / "out", "--bits", 4)
     refused(result, 2, "a.scales")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
+
+
+@pytest.mark.peer("mlx")
+@pytest.mark.parametrize("flags", ["--bits 4", "--transcode", "--bits 4 --dtype bf16", "--dtype f16"])
+def test_f64_becomes_what_mlx_reads(tmp_path, flags):
+    import mlx.core as mx
+
+    tensors = {name: w.astype(np.float64) for name, w in llama_tensors().items()}
+    source = write_folder(tmp_path / "hf", tensors, config=LLAMA, others={})
+    out = tmp_path / "out"
+    result = bittern("quantize", source, "-o", out, *flags.split())
+    assert result.returncode == 0, result
+    norm = mx.load(str(out / "model.safetensors"))["model.norm.weight"]
+    wanted = {"bf16": mx.bfloat16, "f16": mx.float16}.get(flags.split()[-1], mx.float32)
+    assert norm.dtype == wanted
+    assert ("F64, which mlx has not: written as F32" in result.stdout) == (wanted == mx.float32)
+
+
+@pytest.mark.peer("gguf")
+def test_f64_in_other_formats(tmp_path):
+    tensors = {name: w.astype(np.float64) for name, w in llama_tensors().items()}
+    source = write_folder(tmp_path / "hf", tensors, config=LLAMA, others={})
+    report = tmp_path / "report.json"
+
+    def planned(*flags, source=source):
+        result = bittern("quantize", source, "--dry-run", *flags, "--json", report, "--force")
+        assert result.returncode == 0, result
+        return {t["name"]: t["to"] for t in json.loads(report.read_text())["tensors"]}
+
+    assert planned("--bits", 4, "--format", "safetensors")["model.norm.weight"] == "F64"
+    assert planned("--dtype", "bf16", "--format", "safetensors")["model.norm.weight"] == "BF16"
+    vector = {"blk.0.a.weight": tensors["model.embed_tokens.weight"], "output_norm.weight": tensors["model.norm.weight"]}
+    gguf = write_gguf(tmp_path / "in.gguf", vector)
+    assert planned("--bits", 8, "--format", "gguf", source=gguf)["output_norm.weight"] == "F32"

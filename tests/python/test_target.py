@@ -89,6 +89,20 @@ def test_folders(uneven, tmp_path, group, format):
     check_sweep(sizes, np.arange(4.1, 10.2, 0.4), [("--bits", b) for b in (2, 3, 4, 5, 6, 8)])
 
 
+def test_groups_are_chosen_where_none_is_asked_for(uneven, tmp_path):
+    """No worse than any --bits with any --group-size, tensors included that a group leaves plain."""
+    source = write_folder(tmp_path / "hf", uneven)
+    sizes = Sizes(source, tmp_path)
+    uniforms = [("--bits", b, "--group-size", g) for b in (2, 4, 6, 8) for g in (32, 64, 128)]
+    check_sweep(sizes, np.arange(4.1, 10.2, 1.2), uniforms)
+    # A group that was asked for stays.
+    report = tmp_path / "report.json"
+    args = ("--dry-run", "--target-bpw", 6, "--group-size", 64, "--json", report, "--force")
+    assert bittern("quantize", source, *args).returncode == 0
+    told = json.loads(report.read_text())["tensors"]
+    assert all("group 64" in t["to"] for t in told if t["way"] == "quantised")
+
+
 @pytest.mark.peer("gguf")
 def test_gguf(uneven, tmp_path):
     source = write_gguf(tmp_path / "source.gguf", uneven)
@@ -165,7 +179,8 @@ def test_importance_decides_where_bits_go(tmp_path):
 
 def test_minilm(minilm, tmp_path):
     sizes = Sizes(minilm, tmp_path, "--method", "minmax")
-    check_sweep(sizes, [3.5, 4.5, 5, 5.5, 6, 6.2, 7, 8], [("--bits", b) for b in (3, 4, 5, 6)])
+    uniforms = [("--bits", b) for b in (3, 4, 5, 6)] + [("--bits", 4, "--group-size", 128)]
+    check_sweep(sizes, [3.5, 4.5, 5, 5.5, 6, 6.2, 7, 8], uniforms)
 
 
 @pytest.mark.parametrize("format", ["mlx", "gguf"])
