@@ -77,7 +77,7 @@ def fake_quantize_per_group(
     scale         x's dtype, or float32 beside a half x; per group [..., axis / group_size], per
                   "token" x's shape without the last axis, per "channel" [axis], per "tensor" [1]
     zero_point    shaped as scale; int32, or floating: then it is rounded to the nearest integer
-                  and learns, its gradient passing the rounding unchanged
+                  and learns, its gradient passing the rounding unchanged; NaN makes its group NaN
 
     The gradients are those of fake_quantize_per_group_backward: for x straight through where the
     code is in range, for the scale that of LSQ, for the zero point -scale where x is clamped.
@@ -91,6 +91,15 @@ def _integers(zero_point):
         return _plain(zero_point)
     rounded = _plain(zero_point).double().round().nan_to_num(nan=0)
     return rounded.clamp(-(2**31), 2**31 - 1).to(_torch.int32)
+
+
+def _scales(scale, zero_point):
+    """NaN where the zero point is NaN: no integer stands for it, and its group shows so."""
+    scale = _plain(scale)
+    if zero_point is None or not zero_point.is_floating_point():
+        return scale
+    lost = _plain(zero_point).isnan()
+    return scale.masked_fill(lost.view(scale.shape), _torch.nan) if lost.shape.numel() == scale.shape.numel() else scale
 
 
 @_torch.library.custom_op("bittern::fake_quantize_per_group", mutates_args=())
@@ -107,7 +116,7 @@ def _fake_quantize(
     _refuse_tangents("fake_quantize_per_group", x=x, scale=scale, zero_point=zero_point)
     return _bittern.fake_quantize_per_group(
         _plain(x),
-        _plain(scale),
+        _scales(scale, zero_point),
         _integers(zero_point),
         y=x.new_empty(x.shape),
         group_size=group_size,
@@ -141,7 +150,7 @@ def _fake_quantize_backward(
     _bittern.fake_quantize_per_group_backward(
         _plain(dy),
         _plain(x),
-        _plain(scale),
+        _scales(scale, zero_point),
         _integers(zero_point),
         **_given(("dx", "d_scale", "d_zero_point"), gradients, wanted),
         group_size=group_size,
@@ -201,6 +210,8 @@ def qdq_affine(
     The gradients are those of qdq_affine_backward: the sums of q * dy and of dy over each group.
     """
     _refuse_tangents("qdq_affine", scales=scales, biases=biases)
+    if scales.dim() == 0:
+        raise ValueError("bittern.torch.qdq_affine: scales: shape [], expected an entry per group")
     if q.dtype == _torch.int32:
         q = q.view(_torch.uint32)
     return _qdq_affine(q, scales, biases, group_size, bits, n_bins, rounding, dtype or scales.dtype)

@@ -374,6 +374,18 @@ def test_tangents_are_not_dropped():
         torch.func.jvp(affine, (torch.ones(2, 1),), (torch.ones(2, 1),))
 
 
+def test_a_zero_point_that_is_nan_shows():
+    x, scale = torch.randn(2, 128), torch.full((2, 2), 0.1, requires_grad=True)
+    zero_point = torch.tensor([[1.0, torch.nan], [2.0, 3.0]], requires_grad=True)
+    y = bittern.torch.fake_quantize_per_group(x, scale, zero_point, group_size=64)
+    y.sum().backward()
+    assert y.isnan().sum() == 64 and y[0, 64:].isnan().all()
+    assert not y[1].isnan().any() and scale.grad[0, 1] == 0  # as beside a scale that is NaN
+    with pytest.raises(ValueError, match="qdq_affine: scales: shape .., expected an entry per group"):
+        q = torch.zeros(64, dtype=torch.uint8)
+        bittern.torch.qdq_affine(q, torch.tensor(1.0), torch.tensor(1.0), group_size=64, bits=4)
+
+
 def test_lazy_views_are_resolved():
     (_, scale, _, _), fields = fake_quantize_problem("cpu")
     x = torch.complex(torch.randn(3, 4, 128), torch.randn(3, 4, 128)).conj().imag
