@@ -242,8 +242,11 @@ class LsqWarp {
       if (fits_ >= kMostFits || !moves) {
         state_ = kDone;
       } else {
-        if (fits_ == 0) gain_ = error_above(exact, start_, -0x1p-10f);
-        if (p_.scale_element != DType::f32) gain_ -= error_above(exact, next, 0x1p-10f);
+        // What storing s and b as halves takes away, the next fit mostly wins back: count both.
+        const bool halves = p_.scale_element != DType::f32;
+        if (fits_ == 0) gain_ = 0;
+        if (fits_ == 0 || halves) gain_ += error_above(exact, now_, -0x1p-10f);
+        if (halves) gain_ -= error_above(exact, next, 0x1p-10f);
         ++fits_;
         now_ = next;
       }
@@ -253,22 +256,27 @@ class LsqWarp {
     const bool same =
         before.cq == totals_.cq && before.cqq == totals_.cqq && before.cqu == totals_.cqu;
     if (state_ == kFits && same) state_ = kDone;
-    if (state_ == kStale) state_ = kFits;
+    if (state_ == kStale) {
+      if (fits_ == 0) start_error_ = error();
+      state_ = kFits;
+    }
   }
 
   // Lanes that are done leave their results in their slots. One whose fit does not gain first gets
   // minmax's codes again.
   __device__ void retire() {
     const bool fitted = state_ == kDone && fits_ > 0 && fits_ != kNoMore;
-    for (unsigned open = __ballot_sync(cuda::kWarp, fitted && !surely_gains()); open != 0;
+    Gain gain = fitted ? estimated_gain() : Gain::yes;
+    for (unsigned open = __ballot_sync(cuda::kWarp, gain == Gain::open); open != 0;
          open &= open - 1) {
       const int from = __ffs(static_cast<int>(open)) - 1;
-      const bool gain = gains_by_definition(from);
-      if (lane_ == from && !gain) {
-        now_ = start_;
-        fits_ = kNoMore;
-        state_ = kStale;
-      }
+      const bool gains = gains_by_definition(from);
+      if (lane_ == from) gain = gains ? Gain::yes : Gain::no;
+    }
+    if (gain == Gain::no) {
+      now_ = start_;
+      fits_ = kNoMore;
+      state_ = kStale;
     }
     const unsigned leaving = __ballot_sync(cuda::kWarp, state_ == kDone);
     if (state_ == kDone) {
@@ -390,18 +398,36 @@ class LsqWarp {
   // `doubt`, is added.
   __device__ float error_above(Params<float> least, Params<float> by, float doubt) const {
     const float ds = by.s - least.s, db = by.b - least.b;
-    const float squares = totals_.cqq * ds * ds + kSize * db * db;
+    const float squares = totals_.cqq * ds * ds + sum_c_ * db * db;
     return squares + 2 * totals_.cq * ds * db + doubt * squares;
   }
 
-  // Is the gain of the first fit, less what storing s and b took away since, enough? The error was
-  // at most size s^2, and new codes only lower it, but for roundings: of the f32 s and b, which
-  // count twice over at the minimum, of codes within n 2^-21 of a tie, and of fma(q, s, b).
-  __device__ bool surely_gains() const {
-    const float unit = start_.s, b = fabsf(start_.b);
-    return !kWeighted && unit > (p_.scale_element == DType::f32 ? 0x1p-50f : 0x1p-14f) &&
-           unit < 0x1p50f && b < 0x1p12f * unit &&
-           gain_ > kSize * unit * (unit * (0x1p-14f + p_.n * 0x1p-20f) + b * 0x1p-23f);
+  // The sum of c (u - q s - (b - b0))^2 less that of c u^2, from the sums of now_. Sums are right to
+  // 2^-21 of themselves, and without importance those of integers are exact; the rest to 2^-22 of
+  // all terms' sizes.
+  struct Error {
+    float value, doubt;
+  };
+  __device__ Error error() const {
+    const float s = now_.s, shift = now_.b - start_.b;
+    const float qq = s * s * totals_.cqq, qu = 2 * s * totals_.cqu, u = 2 * shift * sum_cu_;
+    const float q = 2 * s * shift * totals_.cq, c = shift * shift * sum_c_;
+    const float sums = fabsf(qu) + fabsf(u), integers = qq + fabsf(q) + c;
+    return {(qq - qu) + (q + c - u), sums * 0x1.8p-21f + integers * (kWeighted ? 0x1.8p-21f : 0x1p-22f)};
+  }
+
+  // Is the last fit kept? Two ways to tell: by what the fits gained and storing s and b took away
+  // (new codes only lower the error further), and by the error before and after. The definition
+  // itself rounds w - fma(q, s, b) by at most 2^-23 of b and n s, and codes within n 2^-21 of a tie.
+  enum class Gain { no, yes, open };
+  __device__ Gain estimated_gain() const {
+    const float unit = start_.s, b = fabsf(start_.b) + fabsf(now_.b);
+    if (!(unit > 0x1p-50f && unit < 0x1p50f && b < 0x1p12f * unit)) return Gain::open;
+    const Error now = error();
+    const float gain = start_error_.value - now.value, doubt = start_error_.doubt + now.doubt;
+    const float rounding = sum_c_ * unit * (unit * (0x1p-14f + p_.n * 0x1p-20f) + b * 0x1p-23f);
+    if ((!kWeighted && gain_ > rounding) || gain > doubt + rounding) return Gain::yes;
+    return gain < -(doubt + rounding) ? Gain::no : Gain::open;
   }
 
   const Problem& p_;
@@ -418,7 +444,8 @@ class LsqWarp {
   std::uint32_t codes_[kSize / 4];  // these and totals_ are those of now_, unless stale
   static constexpr int kNoMore = kMostFits + 1;
   int fits_ = 0;    // kNoMore: minmax it is
-  float gain_ = 0;  // no more than the error has fallen by, but for what surely_gains() says
+  Error start_error_{};  // of minmax
+  float gain_ = 0;       // of the fits, less what storing s and b took away
   enum { kIdle, kStale, kFits, kDone } state_ = kIdle;  // stale: s and b are there, codes not yet
 };
 
