@@ -402,9 +402,9 @@ class LsqWarp {
     return squares + 2 * totals_.cq * ds * db + doubt * squares;
   }
 
-  // The sum of c (u - q s - (b - b0))^2 less that of c u^2, from the sums of now_. Sums are right to
-  // 2^-21 of themselves, and without importance those of integers are exact; the rest to 2^-22 of
-  // all terms' sizes.
+  // The sum of c (u - q s - (b - b0))^2 less that of c u^2, from the sums of now_. Sums are right
+  // to 2^-21 of themselves, and without importance those of integers are exact; the rest to 2^-22
+  // of all terms' sizes.
   struct Error {
     float value, doubt;
   };
@@ -413,12 +413,14 @@ class LsqWarp {
     const float qq = s * s * totals_.cqq, qu = 2 * s * totals_.cqu, u = 2 * shift * sum_cu_;
     const float q = 2 * s * shift * totals_.cq, c = shift * shift * sum_c_;
     const float sums = fabsf(qu) + fabsf(u), integers = qq + fabsf(q) + c;
-    return {(qq - qu) + (q + c - u), sums * 0x1.8p-21f + integers * (kWeighted ? 0x1.8p-21f : 0x1p-22f)};
+    return {(qq - qu) + (q + c - u),
+            sums * 0x1.8p-21f + integers * (kWeighted ? 0x1.8p-21f : 0x1p-22f)};
   }
 
   // Is the last fit kept? Two ways to tell: by what the fits gained and storing s and b took away
   // (new codes only lower the error further), and by the error before and after. The definition
-  // itself rounds w - fma(q, s, b) by at most 2^-23 of b and n s, and codes within n 2^-21 of a tie.
+  // itself rounds w - fma(q, s, b) by at most 2^-23 of b and n s, and codes within n 2^-21 of a
+  // tie.
   enum class Gain { no, yes, open };
   __device__ Gain estimated_gain() const {
     const float unit = start_.s, b = fabsf(start_.b) + fabsf(now_.b);
@@ -443,7 +445,7 @@ class LsqWarp {
   Totals totals_{};
   std::uint32_t codes_[kSize / 4];  // these and totals_ are those of now_, unless stale
   static constexpr int kNoMore = kMostFits + 1;
-  int fits_ = 0;    // kNoMore: minmax it is
+  int fits_ = 0;         // kNoMore: minmax it is
   Error start_error_{};  // of minmax
   float gain_ = 0;       // of the fits, less what storing s and b took away
   enum { kIdle, kStale, kFits, kDone } state_ = kIdle;  // stale: s and b are there, codes not yet
