@@ -844,6 +844,10 @@ TEST(Config, WhatIsWrongIsSaid) {
             "config.json: \"use_sliding_window\" is true, which no other world has for this model");
   EXPECT_EQ(refused("qwen2moe", "mlp_only_layers", {2}),
             "config.json: \"mlp_only_layers\" is [2], expected a list of layers below 2");
+  for (const char* model : {"qwen2moe", "mixtral"})
+    EXPECT_EQ(refused(model, "num_experts_per_tok", 4),
+              "config.json: \"num_experts_per_tok\" is 4 of 3 experts, expected no more than there "
+              "are");
   EXPECT_EQ(refused("qwen3", "head_dim", 3),
             "config.json: \"partial_rotary_factor\" is one that turns 3 of head_dim 3, expected an "
             "even number up to it");
@@ -1125,6 +1129,34 @@ TEST_F(Metadata, IsWhatLlamaCppReads) {
   EXPECT_EQ(sections("qwen35"), (std::vector<std::int64_t>{1, 0, 0, 0}));  // of one frequency
 }
 
+// A window as long as the context hides nothing.
+TEST(Architecture, NotesWindowsThatMatter) {
+  const auto noted = [](std::int64_t window, World to) {
+    Json config = config_of("phi3");  // of 128 tokens
+    config["sliding_window"] = window;
+    const Tensors hf = numbered(hf_tensors(tiny("phi3")));
+    const auto renamed = rename_tensors(config, shapes_of(hf), World::hf, to);
+    EXPECT_TRUE(renamed.ok()) << renamed.status().message();
+    return renamed && !renamed->notes.empty() && renamed->notes[0].starts_with("sliding_window ");
+  };
+  for (const World to : {World::gguf, World::mlx}) {
+    EXPECT_TRUE(noted(127, to));
+    EXPECT_FALSE(noted(128, to));
+  }
+}
+
+// llama.cpp stops at a window that no layer has.
+TEST_F(Metadata, HasNoWindowWhereAllLayersSeeEverything) {
+  Json config = config_of("gemma3");
+  const auto window = [&] {
+    return text(metadata(config, numbered(hf_tensors(tiny("gemma3")))))
+        .find("gemma3.attention.sliding_window u32 ");
+  };
+  EXPECT_NE(window(), std::string::npos);
+  config["layer_types"] = {"full_attention", "full_attention"};
+  EXPECT_EQ(window(), std::string::npos);
+}
+
 // What one program cannot compute is no reason to refuse the other's format.
 TEST_F(Metadata, SaysWhatAProgramCannot) {
   struct Row {
@@ -1145,6 +1177,11 @@ TEST_F(Metadata, SaysWhatAProgramCannot) {
        {{"query_pre_attn_scalar", 8}},
        "\"query_pre_attn_scalar\": llama.cpp's gemma3_text of this size takes it for 4",
        ""},
+      {"gemma3",
+       {{"layer_types", {"sliding_attention", "sliding_attention"}}},
+       "",
+       "\"layer_types\": mlx-lm's gemma3_text needs a layer with full attention"},
+      {"gemma3", {{"layer_types", {"full_attention", "full_attention"}}}, "", ""},
       {"gemma2",
        {{"query_pre_attn_scalar", 8}},
        "\"query_pre_attn_scalar\": llama.cpp's gemma2 of this size takes it for 4",
@@ -1153,6 +1190,10 @@ TEST_F(Metadata, SaysWhatAProgramCannot) {
        {{"final_logit_softcapping", nullptr}},
        "\"final_logit_softcapping\": llama.cpp's gemma2 always has it",
        "\"final_logit_softcapping\": mlx-lm's gemma2 always has it"},
+      {"gemma2",
+       {{"layer_types", {"full_attention", "full_attention"}}},
+       "\"layer_types\": llama.cpp's gemma2 always has layers with a sliding window",
+       ""},
       {"gemma2",
        {{"rope_scaling", {{"type", "linear"}, {"factor", 2.0}}}},
        "",

@@ -321,11 +321,19 @@ void read_gated_delta(Fields& fields, Model& m) {
   fields.multiple("linear_num_value_heads", m.value_heads, "linear_num_key_heads", m.key_heads);
 }
 
+void check_experts_used(Fields& fields, const Model& m) {
+  if (m.experts_used > m.experts)
+    fields.refuse("num_experts_per_tok", std::to_string(m.experts_used) + " of " +
+                                             std::to_string(m.experts) +
+                                             " experts, expected no more than there are");
+}
+
 void read_experts(Fields& fields, Model& m) {
   // transformers 5 writes either.
   m.experts =
       fields.count(fields.find("num_experts") == nullptr ? "num_local_experts" : "num_experts");
   m.experts_used = fields.count("num_experts_per_tok");
+  check_experts_used(fields, m);
   m.expert_feed_forward = fields.count("moe_intermediate_size");
   if (m.gated_delta() || m.arch() == Arch::qwen2moe)
     m.shared_feed_forward = fields.count("shared_expert_intermediate_size");
@@ -515,6 +523,7 @@ Result<Model> model_from_config(const Json& config) {
       m.window = fields.count_or("sliding_window", 0);
       m.experts = fields.count_or("num_local_experts", 8);
       m.experts_used = fields.count_or("num_experts_per_tok", 2);
+      check_experts_used(fields, m);
       m.expert_feed_forward = m.feed_forward;
       m.norm_topk = true;
     }
@@ -529,6 +538,7 @@ Result<Model> model_from_config(const Json& config) {
     m.period = fields.count_or("sliding_window_pattern",
                                fields.count_or("_sliding_window_pattern", gemma2 ? 2 : 6));
     read_period(fields, "sliding_attention", m);
+    if (m.period == 1) m.window = 0;  // no layer has it, and llama.cpp wants one that does
     m.query_scale = fields.number_or("query_pre_attn_scalar", 256);
     const auto softcap = [&](const char* key, double otherwise) {
       return fields.is_null(key) ? 0 : fields.number_or(key, gemma2 ? otherwise : 0);

@@ -95,6 +95,7 @@ Status check_llama_cpp(const Model& m) {
   if (m.arch() == Arch::gemma2) {
     limits.must(m.attention_softcap != 0, "attn_logit_softcapping", "always has it");
     limits.must(m.logit_softcap != 0, "final_logit_softcapping", "always has it");
+    limits.must(m.period != 1, "layer_types", "always has layers with a sliding window");
     limits.must(m.window != 0, "sliding_window", "always has one");
     limits.must(m.tied, "tie_word_embeddings", "has no head of its own");
   }
@@ -137,8 +138,10 @@ Status check_mlx_lm(const Model& m) {
     limits.must(m.logit_softcap != 0, "final_logit_softcapping", "always has it");
     limits.must(m.tied, "tie_word_embeddings", "has no head of its own");
   }
-  if (m.arch() == Arch::gemma3)
+  if (m.arch() == Arch::gemma3) {
     limits.must(m.logit_softcap == 0, "final_logit_softcapping", "does not have it");
+    limits.must(m.period <= m.layers, "layer_types", "needs a layer with full attention");
+  }
   if (m.arch() == Arch::qwen2moe) {
     limits.must(m.attention_bias, "qkv_bias", "takes it for true");
     limits.must(!m.norm_topk, "norm_topk_prob", "takes it for false");
@@ -156,7 +159,7 @@ std::vector<std::string> differences(const Model& m, World to) {
       (to == World::gguf ? "llama.cpp's " : "mlx-lm's ") + std::string(m.type->name);
   const bool no_window = m.arch() == Arch::llama || m.arch() == Arch::phi3 ||
                          (m.arch() == Arch::gemma2 && to == World::mlx);
-  if (no_window && m.window != 0)
+  if (no_window && m.window != 0 && m.window < m.context)
     notes.push_back("sliding_window " + std::to_string(m.window) + ": " + of +
                     " sees all tokens before, not the last of them only");
   if (m.rope.type == "longrope" && m.rope.short_factors != m.rope.long_factors)
@@ -166,9 +169,9 @@ std::vector<std::string> differences(const Model& m, World to) {
                            "length of the text"
                          : " takes long_factor for texts of any length"));
   if (m.arch() == Arch::gemma2 && to == World::gguf && m.period != 2)
-    notes.push_back("layer_types: every " + std::to_string(m.period) +
-                    "th layer sees all tokens before, which releases of llama.cpp that do not "
-                    "read gemma2.attention.sliding_window_pattern take for every second");
+    notes.push_back("layer_types: one layer in " + std::to_string(m.period) +
+                    " sees all tokens before; releases of llama.cpp that do not read "
+                    "gemma2.attention.sliding_window_pattern take it for one in 2");
   if (to == World::gguf && !m.unread.empty()) {
     std::string all;
     for (const std::string& key : m.unread) all.append(all.empty() ? "" : ", ").append(key);
