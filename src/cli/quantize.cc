@@ -398,25 +398,28 @@ Status run(QuantizeFlags flags) {
 
 Verb quantize_verb(CLI::App& main) {
   auto flags = std::make_shared<QuantizeFlags>();
-  CLI::App* verb = main.add_subcommand("quantize", "make a model smaller, or give it another form");
+  CLI::App* verb =
+      main.add_subcommand("quantize", "quantise a model, or convert it to another file format");
   verb->add_option("MODEL", flags->model,
                    "a .gguf file, a Hugging Face or MLX folder, a .safetensors file");
-  verb->add_option("--hf-path,--model", flags->hf_path, "MODEL, as mlx_lm.convert has it");
+  verb->add_option("--hf-path,--model", flags->hf_path, "the same as MODEL, as in mlx_lm.convert");
   verb->add_flag("-q,--quantize", flags->quantize,
                  "quantise, as mlx_lm.convert does: to 4 bits unless another flag says how");
   verb->add_option("-o,--output,--mlx-path", flags->out, "the folder or .gguf file to write");
-  verb->add_option("--format", flags->format,
-                   "mlx, gguf or safetensors (default: by OUT's name, else mlx)");
-  verb->add_option("--bits,--q-bits", flags->bits, "of a weight: 2 3 4 5 6 8")
-      ->check(integer_in(1, 64));
   verb->add_option(
-          "--group-size,--q-group-size", flags->group,
-          "weights that share a scale: 32 64 128 (default 64; chosen by --target-bpw; GGUF 32)")
+      "--format", flags->format,
+      "mlx, gguf or safetensors (default: gguf if OUT ends in .gguf or a flag is for GGUF only; "
+      "safetensors with --dequantize; else mlx)");
+  verb->add_option("--bits,--q-bits", flags->bits, "bits per weight: 2, 3, 4, 5, 6 or 8")
+      ->check(integer_in(1, 64));
+  verb->add_option("--group-size,--q-group-size", flags->group,
+                   "weights that share a scale: 32, 64 or 128 (default 64; --target-bpw chooses; "
+                   "32 in GGUF)")
       ->check(integer_in(1, 1 << 20));
   verb->add_option("--type", flags->type,
-                   "types of a GGUF file, mixed per tensor as llama-quantize mixes them: Q2_K "
+                   "type of a GGUF file; tensors get llama-quantize's mix of types: Q2_K Q2_K_S "
                    "Q3_K_S Q3_K_M Q3_K_L Q4_0 Q4_1 Q4_K_S Q4_K_M Q5_0 Q5_1 Q5_K_S Q5_K_M Q6_K Q8_0 "
-                   "F16 BF16 F32 (Q3_K, Q4_K, Q5_K: the _M ones)");
+                   "F16 BF16 F32 (Q3_K, Q4_K and Q5_K mean the _M mixes)");
   verb->add_option("--output-tensor-type", flags->output_type,
                    "GGUF type of output.weight (default: the mix's)");
   verb->add_option("--token-embedding-type", flags->embedding_type,
@@ -425,44 +428,54 @@ Verb quantize_verb(CLI::App& main) {
                  "leave output.weight (lm_head) as it is");
   verb->add_option(
       "--method", flags->method,
-      "rule for scales and biases: minmax mlx lsq (default lsq; GGUF: the type's own)");
+      "rule for scales and biases: minmax, mlx or lsq (default lsq; in GGUF the type's own)");
   verb->add_option("--target-bpw", flags->target_bpw,
-                   "bits per weight of the whole: bits are chosen by measured error")
+                   "most bits per weight of the whole model; the bits of each tensor are chosen by "
+                   "measured error")
       ->check(number_in(1, 32));
-  verb->add_option("--override", flags->overrides,
-                   "REGEX=BITS[:GROUP], REGEX=TYPE or REGEX=keep; the first that fits decides");
-  verb->add_option("--tensor-type", flags->tensor_types, "REGEX=TYPE, as llama-quantize has it");
+  verb->add_option(
+      "--override", flags->overrides,
+      "rule for tensors whose name matches: REGEX=BITS[:GROUP], REGEX=TYPE or REGEX=keep; the "
+      "first match decides");
+  verb->add_option("--tensor-type", flags->tensor_types,
+                   "the same with GGUF types: REGEX=TYPE, as in llama-quantize");
   verb->add_option("--policy", flags->policy, "a JSON file of such rules (docs/quantize.md)");
   verb->add_option("--imatrix", flags->imatrix,
                    "importance matrix of llama.cpp, as GGUF or .dat: weighs the errors of lsq and "
                    "of the K types");
-  verb->add_flag("--transcode", flags->transcode, "change the storage, not one number");
+  verb->add_flag("--transcode", flags->transcode, "convert the file and keep every number exactly");
   verb->add_flag(
       "--lossy", flags->lossy,
-      "clamp numbers beyond the range of the dtype asked for, in place of an error; with "
+      "clamp numbers that the output's dtype cannot hold, instead of refusing them; with "
       "--transcode, also quantise again what cannot be exact");
-  verb->add_option("--scale-dtype", flags->scale_dtype, "of scales and biases: f32 f16 bf16");
-  verb->add_option("--dequantize", flags->dequantize, "write plain numbers: f32 f16 bf16");
-  verb->add_option("--dtype", flags->dtype,
-                   "dtype of tensors that are not quantised: f32 f16 bf16 (default: as they are)");
+  verb->add_option(
+      "--scale-dtype", flags->scale_dtype,
+      "dtype of MLX's scales and biases: f32, f16 or bf16 (default: that of the weights; f32 with "
+      "--transcode)");
+  verb->add_option("--dequantize", flags->dequantize, "write plain numbers: f32, f16 or bf16");
+  verb->add_option(
+      "--dtype", flags->dtype,
+      "dtype of tensors that are not quantised: f32, f16 or bf16 (default: as they are)");
   verb->add_option("--split-max-size", flags->split_size,
-                   "cut a GGUF file into parts of at most this size: 500M, 2G");
+                   "cut a GGUF file into parts of at most this size, such as 500M or 2G");
   verb->add_option("--split-max-tensors", flags->split_tensors,
                    "cut a GGUF file into parts of at most this many tensors")
       ->check(integer_in(1, 1 << 20));
   verb->add_flag("--pure", flags->pure,
-                 "one type for all: no mix, and routers, gates and what else is kept by default "
-                 "are quantised, too");
+                 "one type for every matrix: no mix, and also for those that are kept by default "
+                 "(routers, gates, ...)");
   verb->add_flag("--allow-requantize", flags->allow_requantize,
-                 "take a model that is quantised already");
-  verb->add_flag("--dry-run", flags->dry_run, "print what would become of every tensor");
-  verb->add_flag("--resume", flags->resume, "go on with what a stopped run left");
+                 "accept a model that is already quantised");
+  verb->add_flag("--dry-run", flags->dry_run,
+                 "print what every tensor would become; write nothing");
+  verb->add_flag("--resume", flags->resume, "continue a run that was stopped");
   verb->add_option("--threads", flags->common.threads, "CPU threads (default: one per core)")
       ->check(integer_in(1, max_threads()));
   verb->add_option(
       "--json", flags->common.json,
       "also write the report to this file; - is standard output, and text goes to standard error");
-  verb->add_flag("--force", flags->force, "replace OUT (and the file of --json)");
+  verb->add_flag("--force", flags->force,
+                 "replace OUT if bittern wrote it (and an earlier report of --json)");
   verb->add_flag("--quiet", flags->common.quiet, "print errors only");
   verb->footer(
       "Examples:\n"
