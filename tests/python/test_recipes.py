@@ -277,7 +277,6 @@ def test_dtype_of_a_gguf_file(tmp_path):
         (("--dequantize", "f32", "--pure"), ("--pure", "--dequantize")),
         (("--dequantize", "f32", "--scale-dtype", "f16"), ("--scale-dtype", "--dequantize")),
         (("--dequantize", "f32", "--imatrix", "x"), ("--imatrix", "--dequantize")),
-        (("--bits", 4, "--lossy"), ("--lossy", "--bits")),
         (("--bits", 4, "--target-bpw", 5), ("--bits and --target-bpw",)),
         (("--type", "Q4_K_M", "--target-bpw", 5), ("--type and --target-bpw",)),
         (("--type", "Q4_K_M", "--group-size", 32), ("--type and --group-size",)),
