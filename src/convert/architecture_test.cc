@@ -844,6 +844,10 @@ TEST(Config, WhatIsWrongIsSaid) {
             "config.json: \"use_sliding_window\" is true, which no other world has for this model");
   EXPECT_EQ(refused("qwen2moe", "mlp_only_layers", {2}),
             "config.json: \"mlp_only_layers\" is [2], expected a list of layers below 2");
+  for (const double x : {1e300, 1e-60})
+    EXPECT_EQ(refused("olmo2", "rms_norm_eps", x),
+              "config.json: \"rms_norm_eps\" is " + Json(x).dump() +
+                  ", expected a number that f32 holds, as GGUF keeps it");
   for (const char* model : {"qwen2moe", "mixtral"})
     EXPECT_EQ(refused(model, "num_experts_per_tok", 4),
               "config.json: \"num_experts_per_tok\" is 4 of 3 experts, expected no more than there "

@@ -39,6 +39,11 @@ std::string shown(const Json& value) {
   return text.size() > 100 ? text.substr(0, 100) + "..." : text;
 }
 
+// Above 0, and still so in GGUF.
+bool f32_holds(double x) {
+  return x >= std::numeric_limits<float>::denorm_min() && x <= std::numeric_limits<float>::max();
+}
+
 // The first thing wrong is kept; what is read after it does not matter.
 class Fields {
  public:
@@ -81,7 +86,11 @@ class Fields {
     if (value == nullptr) return otherwise;
     if (value->is_number()) {
       const auto x = value->get<double>();
-      if (std::isfinite(x) && x > 0) return x;
+      if (f32_holds(x)) return x;
+      if (x > 0) {
+        refuse(key, shown(*value) + ", expected a number that f32 holds, as GGUF keeps it");
+        return otherwise;
+      }
     }
     refuse(key, shown(*value) + ", expected a number above 0");
     return otherwise;
@@ -104,8 +113,7 @@ class Fields {
     std::vector<double> all;
     if (value != nullptr && value->is_array())
       for (const Json& x : *value)
-        if (x.is_number() && std::isfinite(x.get<double>()) && x.get<double>() > 0)
-          all.push_back(x.get<double>());
+        if (x.is_number() && f32_holds(x.get<double>())) all.push_back(x.get<double>());
     if (value == nullptr) {
       refuse(key, "missing");
     } else if (std::int64_t(all.size()) != size || std::int64_t(value->size()) != size) {
