@@ -25,7 +25,7 @@ int exit_status(Code code) {
 
 int fail(const Status& status) {
   std::fflush(stdout);
-  fmt::print(stderr, "bittern: {}\n", status.message());
+  fmt::print(stderr, "bittern: {}\n", printable(status.message()));
   return exit_status(status.code());
 }
 

@@ -6,6 +6,8 @@
 #include <string_view>
 #include <utility>
 
+#include "convert/tokenizer_table.h"
+
 namespace bittern {
 namespace {
 
@@ -72,9 +74,9 @@ Status ImportanceMatrix::read_legacy() {
     if (rest.size() < static_cast<std::size_t>(length))
       return refuse(of + "the file ends within its name");
     std::string name(reinterpret_cast<const char*>(rest.data()), static_cast<std::size_t>(length));
-    if (std::any_of(name.begin(), name.end(),
-                    [](char c) { return static_cast<unsigned char>(c) < 32; }))
-      return refuse(of + "a name with control characters");
+    if (!is_utf8(name) || std::any_of(name.begin(), name.end(),
+                                      [](char c) { return static_cast<unsigned char>(c) < 32; }))
+      return refuse(of + "a name with control characters, or not UTF-8");
     rest = rest.subspan(static_cast<std::size_t>(length));
     Entry entry;
     if (!take(entry.calls) || !take(count)) return refuse(of + name + ": the file ends in it");

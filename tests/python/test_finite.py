@@ -247,3 +247,12 @@ def test_the_summary_of_a_comparison_names_what_is_not_finite(tmp_path):
         assert told["not_finite_tensors"] == ["t1.weight", "t3.weight"]
     result = bittern("inspect", a, "--compare", a)
     assert "infinities" not in result.stdout
+
+
+def test_names_do_not_write_to_the_terminal(tmp_path):
+    """An escape sequence or a newline in a tensor's name stays out of the error."""
+    sick = {"a\x1b[31m\n.weight": np.full((4, 64), np.nan, np.float32)}
+    source = write_folder(tmp_path / "hf", sick)
+    result = bittern("quantize", source, "-o", tmp_path / "out", "--bits", 4)
+    refused(result, 2, "a?[31m?.weight: holds infinities or NaN")
+    assert "\x1b" not in result.stderr

@@ -391,6 +391,7 @@ def test_damaged_legacy_matrices_are_refused(tmp_path):
         "after the last entry": good + b"x",
         "holds -1": legacy([(name, 1, -np.ones(256))]),
         "holds inf": legacy([(name, 1, np.full(256, np.inf))]),
+        "not UTF-8": legacy([(b"blk.0.attn_\xff.weight", 1, np.ones(256))]),
         "255 numbers": legacy([(name, 1, np.ones(255))]),
     }
     for text, data in bad.items():
