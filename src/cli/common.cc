@@ -187,7 +187,8 @@ Status write_json(const CommonFlags& flags, const Json& json) {
   if (error == 0) {
     // The name may have been given to something else in the meantime.
     const auto there = thing_at(flags.json);
-    if (!there || (*there != Thing::nothing && !(*there == Thing::file && flags.force)))
+    if (!there || (*there != Thing::nothing &&
+                   !(*there == Thing::file && flags.force && is_report(flags.json))))
       error = EEXIST;
   }
   if (error == 0 && std::rename(beside.c_str(), flags.json.c_str()) != 0) error = errno;

@@ -439,9 +439,22 @@ Status ModelOutput::move_parts() const {
 
 ModelOutput::~ModelOutput() {
   if (keep_ || !journal_.is_open()) return;
-  files_.clear();
-  remove_known(partial(), names());
-  ::unlink(journal_.path().c_str());
+  if (check_names().ok()) remove_known(partial(), names());
+  remove_journal();
+}
+
+// Somebody may have removed what is partial, and another run may have made its own since.
+Status ModelOutput::check_names() const {
+  for (const WritableFile& file : files_)
+    if (!file.has_name())
+      return unavailable(file.path() +
+                         ": removed or replaced while it was being written, expected it to stay");
+  return {};
+}
+
+void ModelOutput::remove_journal() {
+  if (journal_.has_name()) ::unlink(journal_.path().c_str());
+  journal_.close();
 }
 
 bool ModelOutput::finished(std::size_t first, std::size_t count) const {
@@ -467,6 +480,7 @@ Status ModelOutput::write(std::size_t tensor, std::uint64_t offset,
 }
 
 Status ModelOutput::add_file(const std::string& name, std::string_view text) {
+  BITTERN_TRY(check_names());
   auto file = WritableFile::open(partial() + "/" + name, true);
   if (!file) return file.status();
   BITTERN_TRY(file->pwrite(0, as_bytes(text)));
@@ -482,11 +496,11 @@ Status ModelOutput::commit() {
     BITTERN_TRY(files_[i].sync());
   }
   keep_ = true;
+  BITTERN_TRY(check_names());
   if (options_.many()) BITTERN_TRY(sync_name(partial() + "/"));
   if (options_.parts) {
     BITTERN_TRY(move_parts());
-    ::unlink(journal_.path().c_str());
-    journal_.close();
+    remove_journal();
     return {};
   }
   const auto there = thing_at(path_);
@@ -494,8 +508,7 @@ Status ModelOutput::commit() {
   if (!options_.force && *there != Thing::nothing)
     return invalid(path_ + ": exists by now, expected a new name (--force replaces it)");
   BITTERN_TRY(rename_over(partial(), path_, options_.folder));
-  ::unlink(journal_.path().c_str());
-  journal_.close();
+  remove_journal();
   return sync_name(path_);
 }
 

@@ -78,6 +78,8 @@ class ModelOutput {
   Status open_files(bool anew);
   std::vector<Journal::Piece> verified(const Journal& journal);
   Status fill_gaps();
+  Status check_names() const;
+  void remove_journal();
   Status check_parts(bool goes_on) const;
   Status take_parts_back() const;
   Status move_parts() const;

@@ -240,7 +240,7 @@ void WritableFile::close() {
 Result<WritableFile> WritableFile::open(const std::string& path, bool empty) {
   // The file is emptied only under the lock, and only when the name is still its own: its writer
   // may have renamed it since the open.
-  struct stat info, named;
+  struct stat info;
   if (::lstat(path.c_str(), &info) == 0) {
     // The mere opening of a device or a pipe may have effects.
     if (S_ISLNK(info.st_mode)) return invalid(path + ": a symbolic link, expected a file");
@@ -250,26 +250,24 @@ Result<WritableFile> WritableFile::open(const std::string& path, bool empty) {
   }
   const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
   if (fd < 0) return failed(path, "cannot create", errno);
-  const auto refuse = [&](Status status) {
-    ::close(fd);
-    return status;
-  };
-  const auto in_work = [&] {
-    return refuse(unavailable(path + ": being written by another process, expected none"));
-  };
+  WritableFile file(path, fd, 0);
   // A file system without locks is trusted.
-  if (::flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return in_work();
-  if (::fstat(fd, &info) != 0 || ::lstat(path.c_str(), &named) != 0 ||
-      info.st_dev != named.st_dev || info.st_ino != named.st_ino) {
-    return in_work();
-  }
-  if (!S_ISREG(info.st_mode)) return refuse(invalid(path + ": expected a file"));
+  const bool locked = ::flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+  if (locked || !file.has_name() || ::fstat(fd, &info) != 0)
+    return unavailable(path + ": being written by another process, expected none");
+  if (!S_ISREG(info.st_mode)) return invalid(path + ": expected a file");
   if (info.st_nlink > 1)
-    return refuse(invalid(path + ": a file with " + std::to_string(info.st_nlink) +
-                          " names (hard links), expected one"));
-  WritableFile file(path, fd, static_cast<std::uint64_t>(info.st_size));
+    return invalid(path + ": a file with " + std::to_string(info.st_nlink) +
+                   " names (hard links), expected one");
+  file.size_ = static_cast<std::uint64_t>(info.st_size);
   if (empty) BITTERN_TRY(file.truncate());
   return file;
+}
+
+bool WritableFile::has_name() const {
+  struct stat info, named;
+  return ::fstat(fd_, &info) == 0 && ::lstat(path_.c_str(), &named) == 0 &&
+         info.st_dev == named.st_dev && info.st_ino == named.st_ino;
 }
 
 Status WritableFile::check_room(std::uint64_t bytes) const {

@@ -68,6 +68,7 @@ class WritableFile {
   const std::string& path() const { return path_; }
   bool is_open() const { return fd_ >= 0; }
   std::uint64_t size() const { return size_; }  // the end of what is in it
+  bool has_name() const;                        // whether it is what is at `path` still
 
   // An error when the disk has no room for `bytes` more now; it reserves nothing.
   Status check_room(std::uint64_t bytes) const;

@@ -200,6 +200,37 @@ def test_a_live_run_is_told_from_a_stopped_one(larger, tmp_path):
     assert names(tmp_path) == ["out"]
 
 
+@pytest.mark.peer("gguf")
+@pytest.mark.parametrize("form", ["mlx", "gguf", "parts"])
+@pytest.mark.parametrize("then", ["end", "fail"])
+def test_a_run_whose_partial_was_removed_touches_no_other(larger, tmp_path, form, then):
+    source = own(larger, tmp_path / "source")
+    if form != "mlx":
+        source = write_gguf(tmp_path / "source.gguf", load_numbers(larger))
+    args = ["quantize", source, "--bits", 8, "--format", "mlx" if form == "mlx" else "gguf"]
+    args += ["--split-max-tensors", 20] if form == "parts" else []
+    out = tmp_path / "out"
+    first = start(*args, out=out)
+    for left in tmp_path.glob("out.partial*"):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    second = start(*args, out=out)
+    if then == "fail":
+        os.utime(source / "model.safetensors" if form == "mlx" else source, (1, 1))
+    refused(go_on(first), 4, "while it was being" + (" read" if then == "fail" else " written"))
+    assert sorted(p.name for p in tmp_path.glob("out*")) == ["out.partial", "out.partial.journal"]
+    if then == "fail":
+        kill(second)
+        return
+    assert go_on(second).returncode == 0
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert bittern(*args, "-o", whole / "out").returncode == 0
+    made = [out] if form != "parts" else sorted(tmp_path.glob("out-*"))
+    assert [p.name for p in made] == names(whole)
+    for path in made:
+        assert contents(path) == contents(whole / path.name)
+
+
 # ---- --force ----
 
 
@@ -343,6 +374,16 @@ def test_json_replaces_only_reports(folder, tmp_path):
             refused(bittern(*verb, "--json", kept, "--force"), 2, "--json", str(kept))
             assert kept.read_bytes() == before
     assert names(tmp_path) == ["hf", "precious.json", "report.json"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--force"]])
+def test_a_file_that_came_during_the_run_is_kept(larger, tmp_path, flags):
+    report = tmp_path / "report.json"
+    run = start("quantize", larger, "--bits", 8, "--json", report, *flags, out=tmp_path / "o")
+    report.write_text("precious")
+    refused(go_on(run), 4, "--json", "exists")
+    assert report.read_text() == "precious"
+    assert names(tmp_path) == ["o", "report.json"]
 
 
 # ---- outputs and inputs ----
