@@ -679,7 +679,9 @@ TEST(Architecture, TheHeadIsACopyWhereAProgramWantsOne) {
       const Tensors there = renamed(config, hf, World::hf, world);
       const auto head = there.find(world == World::gguf ? "output.weight" : "lm_head.weight");
       ASSERT_EQ(head != there.end(), copied) << name;
-      if (copied) EXPECT_EQ(head->second.data, hf.at("model.embed_tokens.weight").data);
+      if (copied) {
+        EXPECT_EQ(head->second.data, hf.at("model.embed_tokens.weight").data);
+      }
       const auto notes = rename_tensors(config, shapes_of(hf), World::hf, world)->notes;
       EXPECT_EQ(notes.size(), copied ? 1u : 0u);
     }

@@ -86,8 +86,9 @@ TEST_F(GeneralMetadata, GoesThroughAFolderBitForBit) {
   ASSERT_TRUE(back.ok()) << back.status().message();
   std::size_t found = 0;
   for (const auto& [key, value] : *back) {
-    const auto same =
-        std::find_if(keys.begin(), keys.end(), [&](const auto& pair) { return pair.first == key; });
+    const auto same = std::find_if(keys.begin(), keys.end(), [&wanted = key](const auto& pair) {
+      return pair.first == wanted;
+    });
     ASSERT_NE(same, keys.end()) << key;
     EXPECT_EQ(value.type(), same->second.type()) << key;
     EXPECT_TRUE(std::ranges::equal(value.encoded(), same->second.encoded())) << key;

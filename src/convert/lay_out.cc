@@ -78,7 +78,7 @@ Status ConversionPlanner::lay_out_gguf() {
     auto metadata = metadata_from_config(config_, shapes_, name);
     if (!metadata) return of_source(metadata.status());
     for (const auto& [key, value] : *metadata) {
-      const auto said = [&](const auto& pair) { return pair.first == key; };
+      const auto said = [&wanted = key](const auto& pair) { return pair.first == wanted; };
       if (std::ranges::none_of(*general, said)) BITTERN_TRY(add(key, value));
     }
     for (const auto& [key, value] : *general) BITTERN_TRY(add(key, value));

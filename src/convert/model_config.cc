@@ -136,7 +136,7 @@ class Fields {
     std::vector<std::string> keys;
     for (const auto& [key, value] : object_.items()) {
       const bool off = value.is_null() || value == false || value.empty();
-      const auto part = [&](const char* text) { return key.find(text) != key.npos; };
+      const auto part = [&in = key](const char* text) { return in.find(text) != in.npos; };
       const bool about = part("token_id") || part("token_index") || part("dropout") ||
                          part("pdrop") || part("dtype") || part("_attn_implementation") ||
                          part("mtp_") || part("rope_") || part("router_") || key[0] == '_';
