@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "bittern/bittern.h"
+#include "core/sanitized.h"
 #include "cpu/dispatch.h"
 #include "plan/fields.h"
 #include "plan/plan_impl.h"
@@ -231,7 +232,7 @@ TEST(Environment, MoreThreadsThanTheSystemStartsAreRefused) {
   EXPECT_EQ(plan.status().message(), "num_threads: 2147483647, expected an integer 1.." + most);
   set_num_threads(0);
   EXPECT_TRUE(Plan<Double>::select({2, 3}));
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#ifndef BITTERN_SANITIZED
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto limited = [] {  // room for the stacks of a few threads
     rlimit limit{};

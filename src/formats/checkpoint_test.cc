@@ -1,4 +1,5 @@
 #include "formats/checkpoint.h"
+#include "core/sanitized.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -840,15 +841,7 @@ TEST_F(Checkpoints, ColumnPartsThatDisagree) {
 
 // ---- memory ----
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define BITTERN_SANITIZED
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define BITTERN_SANITIZED
-#endif
-#endif
-
-#ifndef BITTERN_SANITIZED  // sanitizers map more than any limit allows
+#ifndef BITTERN_SANITIZED
 // Whether a model opens with 64 MiB and twice its size of memory that is not a file's.
 bool opens_within_bounds(const std::string& model, std::uint64_t bytes) {
   const pid_t child = ::fork();
