@@ -213,7 +213,7 @@ def test_target_bits_are_met_and_spent_where_they_help(tmp_path):
     tensors["model.layers.3.easy.weight"] = easy
     folder = write_folder(tmp_path / "hf", tensors)
     report = tmp_path / "report.json"
-    result = bittern("quantize", folder, "--dry-run", "--target-bpw", 4.5, "--json", report)
+    result = bittern("quantize", folder, "--dry-run", "--target-bpw", 4.5, "--group-size", 64, "--json", report)
     assert result.returncode == 0, result
     told = json.loads(report.read_text())
     assert 4.0 < told["bits_per_weight"] <= 4.5
