@@ -404,7 +404,7 @@ HWY_NOINLINE void FixParams(const Op::Desc& d, Chunk<X>& c) {
 }
 
 // kSize is the group size where it is known at compile time, otherwise 0. nought stays 0 as long as
-// all weights are finite: 0 * x is NaN when x is not. (So do `finite` and FindRange of bf16.)
+// all weights are finite: 0 * x is NaN when x is not. bf16 has Chunk::finite instead.
 template <int kSize, class F>
 HWY_INLINE void FindRange(std::int64_t size, std::int64_t i, Chunk<F>& c, Vector<F>& nought) {
   const Tag<F> t;
