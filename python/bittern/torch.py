@@ -14,6 +14,7 @@ of its own. Forward-mode differentiation (torch.func.jvp, dual tensors) is an er
 import torch as _torch
 import torch.autograd.forward_ad as _forward_ad
 from torch import Tensor
+from torch._library.autograd import make_autograd_impl as _make_autograd_impl
 
 import bittern as _bittern
 
@@ -23,18 +24,6 @@ __all__ = ["fake_quantize_per_group", "qdq_affine"]
 def _plain(tensor):
     """What DLPack exports: dense, and free of autograd and of bits that negate or conjugate."""
     return None if tensor is None else tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _refuse_tangents(op, **tensors):
-    """An operator without a rule for tangents would drop them without a word."""
-    if _torch.compiler.is_compiling() or _forward_ad._current_level < 0:
-        return
-    for name, tensor in tensors.items():
-        if tensor is not None and _forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                f"bittern.torch.{op}: {name}: has a tangent, and forward-mode differentiation is "
-                "not supported; use backward() or torch.autograd.grad"
-            )
 
 
 def _check_devices(op, **tensors):
@@ -82,7 +71,6 @@ def fake_quantize_per_group(
     The gradients are those of fake_quantize_per_group_backward: for x straight through where the
     code is in range, for the scale that of LSQ, for the zero point -scale where x is clamped.
     """
-    _refuse_tangents("fake_quantize_per_group", x=x, scale=scale, zero_point=zero_point)
     return _fake_quantize(x, scale, zero_point, group_size, q_min, q_max, granularity, axis)
 
 
@@ -113,7 +101,6 @@ def _fake_quantize(
     granularity: str,
     axis: int,
 ) -> Tensor:
-    _refuse_tangents("fake_quantize_per_group", x=x, scale=scale, zero_point=zero_point)
     return _bittern.fake_quantize_per_group(
         _plain(x),
         _scales(scale, zero_point),
@@ -209,7 +196,6 @@ def qdq_affine(
 
     The gradients are those of qdq_affine_backward: the sums of q * dy and of dy over each group.
     """
-    _refuse_tangents("qdq_affine", scales=scales, biases=biases)
     if scales.dim() == 0:
         raise ValueError("bittern.torch.qdq_affine: scales: shape [], expected an entry per group")
     if q.dtype == _torch.int32:
@@ -232,7 +218,6 @@ def _qdq_affine(
     rounding: str,
     dtype: _torch.dtype,
 ) -> Tensor:
-    _refuse_tangents("qdq_affine", scales=scales, biases=biases)
     return _bittern.qdq_affine_forward(
         _plain(q),
         _plain(scales),
@@ -292,3 +277,37 @@ def _differentiate_qdq_affine(ctx, dy):
 
 
 _qdq_affine.register_autograd(_differentiate_qdq_affine, setup_context=_save_qdq_affine)
+
+
+# ---- forward mode ----
+
+_kernels = _torch.library.Library("bittern", "IMPL")
+
+
+def _refuse_tangents(definition):
+    """torch drops the tangents of a custom operator without a word; this makes them an error.
+
+    Only a kernel of the autograd keys sees them in every case: torch.func.jvp hides a tensor's
+    tangent from the operator's own function, and compiled code runs no Python before it.
+    """
+    op = definition._opoverload
+    differentiate = _make_autograd_impl(op, definition)
+
+    def kernel(keyset, *args):
+        if _forward_ad._current_level >= 0:
+            for argument, value in zip(op._schema.arguments, args):
+                if isinstance(value, Tensor) and _forward_ad.unpack_dual(value).tangent is not None:
+                    raise NotImplementedError(
+                        f"bittern.torch.{definition._name}: {argument.name}: has a tangent, and "
+                        "forward-mode differentiation is not supported; use backward() or "
+                        "torch.autograd.grad"
+                    )
+        return differentiate(keyset, *args)
+
+    # Before the kernel for all devices, which register_autograd makes.
+    for device in ("CPU", "CUDA", "Meta"):
+        _kernels.impl(definition._name, kernel, f"Autograd{device}", with_keyset=True)
+
+
+for _definition in (_fake_quantize, _fake_quantize_backward, _qdq_affine, _qdq_affine_backward):
+    _refuse_tangents(_definition)

@@ -374,6 +374,45 @@ def test_tangents_are_not_dropped():
         torch.func.jvp(affine, (torch.ones(2, 1),), (torch.ones(2, 1),))
 
 
+def operators():
+    """Each operator as a function of its first floating tensor, and that tensor."""
+    x, scale, codes = torch.randn(2, 64), torch.full((2, 1), 0.1), torch.zeros(2, 64, dtype=torch.uint8)
+    ops, rule, grid = torch.ops.bittern, (64, -8, 7, "group", -1), (64, 4, 0)
+    return {
+        "fake_quantize_per_group: x": (lambda x: ops.fake_quantize_per_group(x, scale, None, *rule), x),
+        "fake_quantize_per_group_backward: dy": (
+            lambda dy: ops.fake_quantize_per_group_backward(dy, x, scale, None, *rule, [True] * 3),
+            x,
+        ),
+        "qdq_affine: scales": (
+            lambda s: ops.qdq_affine(codes, s, scale, *grid, "once", torch.float32),
+            scale,
+        ),
+        "qdq_affine_backward: dy": (
+            lambda dy: ops.qdq_affine_backward(codes, dy, scale, *grid, [True] * 2),
+            x,
+        ),
+    }
+
+
+@pytest.mark.parametrize("where", operators())
+def test_no_operator_drops_a_tangent(where):
+    call, at = operators()[where]
+    refused = pytest.raises(NotImplementedError, match=f"{where}: has a tangent, and forward-mode")
+    with refused:
+        torch.func.jvp(call, (at,), (at,))
+    with refused:
+        torch.func.jacfwd(call)(at)
+    with refused:
+        torch.func.jvp(torch.compile(call, backend="eager"), (at,), (at,))
+    with refused:
+        torch.compile(lambda at: torch.func.jvp(call, (at,), (at,)), backend="eager")(at)
+    with torch.autograd.forward_ad.dual_level(), torch.no_grad():
+        call(at)
+        with refused:
+            call(torch.autograd.forward_ad.make_dual(at, at))
+
+
 def test_a_zero_point_that_is_nan_shows():
     x, scale = torch.randn(2, 128), torch.full((2, 2), 0.1, requires_grad=True)
     zero_point = torch.tensor([[1.0, torch.nan], [2.0, 3.0]], requires_grad=True)
