@@ -18,7 +18,7 @@ struct Term {
 };
 
 constexpr int kMostTerms = 2 * (kMaxRank + 1);
-constexpr int kMostSteps = 1 << 16;  // of the search: well under a millisecond
+constexpr int kMostSteps = 1 << 16;  // of the search: milliseconds
 
 struct Terms {
   std::array<Term, kMostTerms> at;
@@ -66,20 +66,29 @@ bool any_below(Wide n, Wide m, Wide a, Wide b, Wide most) {
   return floor_sum(n, m, a, b) - floor_sum(n, m, a, b - most - 1) > 0;
 }
 
+Wide gcd(Wide a, Wide b) {
+  while (b != 0) a = std::exchange(b, a % b);
+  return a;
+}
 Wide ceil_div(Wide a, Wide b) { return a >= 0 ? (a + b - 1) / b : -(-a / b); }
 Wide floor_div(Wide a, Wide b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 
-// Whether some choice of an element of each term sums to `target`. Terms are sorted by step; each
-// is chosen from the interval that the smaller ones can still fill up.
-bool reachable(std::span<const Term> terms, Wide target, int& steps) {
-  if (target < 0) return false;
-  if (terms.empty()) return target == 0;
+Wide reach_of(std::span<const Term> terms) {
+  Wide reach = 0;
+  for (const Term& t : terms) reach += t.reach();
+  return reach;
+}
+
+// Whether some choice of an element of each term sums to `target`. Terms are sorted by step.
+bool reachable(std::span<const Term> terms, Wide target, int& steps);
+
+// The same for terms that do not split: the last is chosen from the interval that the others can
+// still fill up.
+bool search(std::span<const Term> terms, Wide target, int& steps) {
+  if (--steps < 0) return true;
   const Term& last = terms.back();
   const auto rest = terms.first(terms.size() - 1);
-  if (--steps < 0) return true;
-  Wide reach = 0;
-  for (const Term& t : rest) reach += t.reach();
-  const Wide low = std::max<Wide>(0, ceil_div(target - reach, last.step));
+  const Wide low = std::max<Wide>(0, ceil_div(target - reach_of(rest), last.step));
   const Wide high = std::min(last.count - 1, floor_div(target, last.step));
   if (low > high) return false;
   if (rest.empty()) return target % last.step == 0;
@@ -94,6 +103,25 @@ bool reachable(std::span<const Term> terms, Wide target, int& steps) {
   for (Wide x = low; x <= high; ++x)
     if (reachable(rest, target - last.step * x, steps)) return true;
   return false;
+}
+
+bool reachable(std::span<const Term> terms, Wide target, int& steps) {
+  if (target < 0 || target > reach_of(terms)) return false;
+  if (terms.empty()) return true;
+  // Where the steps from some term on have a divisor that the terms before it do not reach, those
+  // must sum to the remainder: two smaller problems. Slices of one buffer come apart like this.
+  Wide divisor = 0;
+  for (std::size_t i = terms.size(); i-- > 0;) {
+    divisor = gcd(divisor, terms[i].step);
+    const auto small = terms.first(i);
+    if (divisor == 1 || reach_of(small) >= divisor) continue;
+    const Wide remainder = target % divisor;
+    if (!reachable(small, remainder, steps)) return false;
+    Terms large;
+    for (const Term& t : terms.subspan(i)) large.add({t.step / divisor, t.count});
+    return reachable(large.all(), (target - remainder) / divisor, steps);
+  }
+  return search(terms, target, steps);
 }
 
 }  // namespace

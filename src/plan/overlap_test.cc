@@ -111,6 +111,31 @@ TEST(Overlap, OfRandomTensorsIsWhatLookingFinds) {
   EXPECT_LT(sharing, 32000);
 }
 
+TEST(Overlap, InterleavedLayoutsAreApart) {
+  // Odd and even elements by strides so many and so odd that trying them all would take too long.
+  EXPECT_FALSE(share({624, 1, {5, 7, 9, 12, 12}, {34, 216, 540, 588, 98}},
+                     {601, 1, {9, 7, 7, 7}, {12, 3708, 242, 10}}));
+  EXPECT_FALSE(share({2148, 2, {42, 59, 22}, {21, 6, 123}},
+                     {470, 2, {12, 7, 2, 2, 6}, {18, 48, 15, 63, 561}}));
+  oracle::Rng rng(3);
+  for (int i = 0; i < 20000; ++i) {
+    const std::int64_t parts = 2 + rng.below(6);
+    const std::size_t size = std::size_t{1} << rng.below(4);
+    const auto random = [&](std::int64_t part) {
+      Tensor t{(rng.below(400) * parts + part) * static_cast<std::int64_t>(size), size, {}, {}};
+      t.shape.rank = t.stride.rank = 2 + static_cast<int>(rng.below(5));
+      for (int axis = 0; axis < t.shape.rank; ++axis) {
+        t.shape[axis] = 1 + rng.below(t.shape.rank < 4 ? 60 : 12);
+        t.stride[axis] = parts * (1 + rng.below(std::int64_t{1} << rng.below(12)));
+      }
+      return t;
+    };
+    const std::int64_t part = rng.below(parts);
+    const Tensor a = random(part), b = random((part + 1 + rng.below(parts - 1)) % parts);
+    ASSERT_FALSE(share(a, b)) << text(a) << " and " << text(b);
+  }
+}
+
 TEST(Overlap, SixAxesOfAnyStrideMissNone) {
   oracle::Rng rng(2);
   const auto random = [&] {
