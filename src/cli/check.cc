@@ -113,7 +113,7 @@ Status run(const CheckFlags& flags, const std::vector<std::string>& rest) {
                  report.failures.size(), took.count());
       std::fflush(stdout);
     }
-    for (const std::string& failure : report.failures) fmt::print(stderr, "{}\n", failure);
+    for (const std::string& failure : report.failures) tell(failure + "\n");
     rows.push_back({{"op", op->name()},
                     {"compared", report.compared},
                     {"failures", report.failures},

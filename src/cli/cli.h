@@ -61,6 +61,12 @@ std::vector<OutputName> json_output(const CommonFlags& flags);
 // Writes beside the final name, syncs and renames; does nothing without --json.
 Status write_json(const CommonFlags& flags, const Json& json);
 
+// Standard input, output and error that are closed become /dev/null, or the next file that is
+// opened would take their numbers, and text would go into it.
+void open_standard_files();
+// To standard error; that nobody can read it stops nothing.
+void tell(std::string_view text);
+
 // A line on the terminal that the next one replaces; nothing when stderr is not a terminal.
 class Progress {
  public:

@@ -90,6 +90,7 @@ namespace {
 constexpr std::uintmax_t kMostReportBytes = std::uintmax_t{256} << 20;
 // Where the JSON goes when standard output takes it.
 int json_stdout = -1;
+bool stdout_was_closed = false;
 
 Status json_error(const std::string& path, int error) {
   const bool there = error == ENOSPC || error == EIO || error == EDQUOT;
@@ -139,6 +140,7 @@ int write_all(int file, std::string_view text) {
 Status check_json_flag(const CommonFlags& flags) {
   if (flags.json.empty()) return {};
   if (is_stdout(flags.json)) {
+    if (stdout_was_closed) return json_error(flags.json, EBADF);
     std::fflush(stdout);
     json_stdout = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
     if (json_stdout < 0 || dup2(STDERR_FILENO, STDOUT_FILENO) < 0)
@@ -197,17 +199,29 @@ Status write_json(const CommonFlags& flags, const Json& json) {
   return json_error(flags.json, error);
 }
 
+void open_standard_files() {
+  for (const int file : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (fcntl(file, F_GETFD) != -1 || errno != EBADF) continue;
+    (void)open("/dev/null", O_RDWR);  // the lowest free number: this one
+    if (file == STDOUT_FILENO) stdout_was_closed = true;
+  }
+}
+
+void tell(std::string_view text) {
+  (void)std::fwrite(text.data(), 1, text.size(), stderr);
+  (void)std::fflush(stderr);
+}
+
 Progress::Progress(bool quiet) : on_(!quiet && isatty(STDERR_FILENO) == 1) {}
 
 void Progress::show(std::string_view text) {
   if (!on_) return;
-  fmt::print(stderr, "\r\033[K{}", text);
-  std::fflush(stderr);
+  tell(fmt::format("\r\033[K{}", text));
   shown_ = true;
 }
 
 void Progress::clear() {
-  if (shown_) fmt::print(stderr, "\r\033[K");
+  if (shown_) tell("\r\033[K");
   shown_ = false;
 }
 

@@ -1,9 +1,13 @@
 // bittern VERB ... : parses, runs one verb, and turns its status into one line and an exit status.
 #include <fmt/format.h>
 
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
+#include <cstring>
 #include <new>
+#include <sstream>
+#include <system_error>
 
 #include "cli/cli.h"
 #include "core/float_mode.h"
@@ -25,7 +29,7 @@ int exit_status(Code code) {
 
 int fail(const Status& status) {
   std::fflush(stdout);
-  fmt::print(stderr, "bittern: {}\n", printable(status.message()));
+  tell(fmt::format("bittern: {}\n", printable(status.message())));
   return exit_status(status.code());
 }
 
@@ -49,10 +53,11 @@ int run(int argc, char** argv) {
   for (const Verb& verb : verbs) names += " " + verb.app->get_name();
   try {
     app.parse(argc, argv);
-  } catch (const CLI::CallForHelp& help) {
-    return app.exit(help);
-  } catch (const CLI::CallForVersion& shown) {
-    return app.exit(shown);
+  } catch (const CLI::Success& asked) {  // help, version
+    std::ostringstream text;
+    const int status = app.exit(asked, text, text);
+    fmt::print("{}", text.str());
+    return status;
   } catch (const CLI::ParseError& error) {
     std::string text = error.what();
     text.resize(std::min(text.find('\n'), text.size()));
@@ -75,17 +80,29 @@ int run(int argc, char** argv) {
                    : fmt::format("no verb called {}, expected one of{}", rest.front(), names)));
 }
 
+// Text that is lost is no success.
+int flushed(int status) {
+  const int error = std::fflush(stdout) != 0 ? errno : std::ferror(stdout) != 0 ? EIO : 0;
+  if (status != 0 || error == 0) return status;
+  return fail({Code::io_error,
+               fmt::format("standard output: {}, expected to write to it", std::strerror(error))});
+}
+
 }  // namespace
 }  // namespace bittern::cli
 
 int main(int argc, char** argv) {
+  bittern::cli::open_standard_files();
   bittern::guard_mapped_files();
   // A limit on the size of files (ulimit -f) is an error of the write that meets it.
   (void)std::signal(SIGXFSZ, SIG_IGN);
   try {
-    return bittern::cli::run(argc, argv);
+    return bittern::cli::flushed(bittern::cli::run(argc, argv));
   } catch (const std::bad_alloc&) {
     std::fputs("bittern: out of memory\n", stderr);
+  } catch (const std::system_error& error) {  // of fmt::print
+    bittern::cli::tell(fmt::format("bittern: standard output: {}, expected to write to it\n",
+                                   error.code().message()));
   } catch (...) {
     std::fputs("bittern: an internal error; please report the command\n", stderr);
   }

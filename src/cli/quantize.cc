@@ -219,7 +219,7 @@ class Reporter {
                                   static_cast<double>(state.all - state.done) / std::max(rate, 1.0),
                                   printable(state.tensor));
     if (plain_) {
-      fmt::print(stderr, "{}\n", text);
+      tell(text + "\n");
     } else {
       line_.show(text);
     }

@@ -246,3 +246,19 @@ def test_peers_script_names_what_is_missing(tmp_path):
     for row in rows:
         assert row["ms"] is None or row["ms"] > 0
         assert row["ms"] is not None or row["note"]
+
+
+@pytest.mark.parametrize("args", [["--version"], ["ops"], ["ops", "pack_codes"], ["bench", "--help"]])
+def test_text_that_is_lost_is_an_error(args):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([COMMAND, *args], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 1
+    assert result.stderr == "bittern: standard output: No space left on device, expected to write to it\n"
+    out, into = os.pipe()
+    os.close(out)
+    result = subprocess.run(
+        [COMMAND, *args], stdout=into, stderr=subprocess.PIPE, text=True, restore_signals=False
+    )  # Python ignores SIGPIPE, and so does its child
+    os.close(into)
+    assert result.returncode == 1
+    assert result.stderr == "bittern: standard output: Broken pipe, expected to write to it\n"

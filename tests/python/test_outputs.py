@@ -86,6 +86,51 @@ def go_on(process):
     return subprocess.CompletedProcess([], process.returncode, stdout, stderr)
 
 
+# ---- standard input, output and error ----
+
+
+def test_progress_that_nobody_can_read(larger, tmp_path):
+    """With standard output and error closed, the files of a run had their numbers, and a line of
+    progress, which comes every five seconds, was written into the model. On a full disk it was an
+    exception among threads."""
+    assert bittern("quantize", larger, "-o", tmp_path / "expected", "--bits", "4").returncode == 0
+
+    def close_all():
+        for file in range(3):
+            os.close(file)
+
+    def close_text():
+        os.close(1)
+        os.close(2)
+
+    with open("/dev/full", "w") as full:
+        ways = [{"preexec_fn": close_all}, {"preexec_fn": close_text}, {"stderr": full}]
+        runs = []
+        for i, way in enumerate(ways):
+            out = tmp_path / f"{i}"
+            args = [COMMAND, "quantize", larger, "-o", out, "--bits", "4", "--threads", "1"]
+            runs.append((out, subprocess.Popen(args, stdout=subprocess.DEVNULL, **way)))
+            while runs[-1][1].poll() is None and pieces(out) < 8:
+                time.sleep(0.0005)
+            runs[-1][1].send_signal(signal.SIGSTOP)
+    time.sleep(5.5)
+    for out, process in runs:
+        process.send_signal(signal.SIGCONT)
+        assert process.wait() == 0
+        assert contents(out) == contents(tmp_path / "expected")
+
+
+def test_json_needs_a_standard_output(folder, tmp_path):
+    result = subprocess.run(
+        [COMMAND, "quantize", folder, "-o", tmp_path / "out", "--bits", "4", "--json", "-"],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: os.close(1),
+    )
+    assert result.returncode == 4 and "--json: -: Bad file descriptor" in result.stderr, result
+    assert names(tmp_path) == ["hf"]
+
+
 # ---- --resume ----
 
 
