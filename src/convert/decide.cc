@@ -119,6 +119,8 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
   if (!reader) return reader.status();
   tensor.from = reader->storage();
   tensor.to = kept(tensor);
+  if (reader->mixed() && tensor.to.quantized())
+    tensor.to = Storage::plain(options_.dtype.value_or(SafeDType::f32));
   const bool arithmetic =
       tensor.from.quantized() || is_float(tensor.from.dtype) || tensor.from.dtype == SafeDType::f64;
   if (!arithmetic) {
@@ -276,7 +278,9 @@ Status ConversionPlanner::decide_transcode(OutputTensor& tensor, const RowReader
     if (!blocks && reader.movable() && !options_.scale_dtype) return {};
     GridRows row;
     std::string why;
-    if (!grid || grid->group < 32) {
+    if (reader.mixed()) {
+      why = " beside other types in one tensor";
+    } else if (!grid || grid->group < 32) {
       why = " has no form in MLX's groups of 32, 64 or 128";
     } else if (reader.rows() > 0) {
       const Status status = reader.grid(0, 1, row);
@@ -289,7 +293,8 @@ Status ConversionPlanner::decide_transcode(OutputTensor& tensor, const RowReader
       return {};
     }
     if (!options_.lossy || columns % 32 != 0) return keep_plain(tensor, reader, why);
-    const int bits = !blocks                              ? tensor.from.bits
+    const int bits = reader.mixed()                       ? 8
+                     : !blocks                            ? tensor.from.bits
                      : tensor.from.type == GgmlType::q2_k ? 3
                      : tensor.from.type == GgmlType::q3_k ? 4
                                                           : 8;

@@ -45,6 +45,12 @@ std::int64_t unit_columns(const Storage& storage) {
   return 1;
 }
 
+// Whether f32 holds its numbers, so that they can stand beside those of another storage.
+bool mixes(const Storage& storage) {
+  return storage.quantized() || storage.dtype == SafeDType::f32 ||
+         storage.dtype == SafeDType::f16 || storage.dtype == SafeDType::bf16;
+}
+
 }  // namespace
 
 Result<RowBytes> row_bytes(const Storage& storage, std::int64_t columns) {
@@ -83,10 +89,12 @@ Result<RowReader> RowReader::open(const Checkpoint& source, const Recipe& recipe
       return refuse(name, "rows of " + std::to_string(tensor.columns()) + ", expected " +
                               std::to_string(reader.columns_));
     }
-    if (tensor.storage != reader.storage()) {
-      return refuse(name, tensor.storage.str() + ", expected " + reader.storage().str() + " like " +
-                              recipe.sources[0]);
+    if (tensor.storage == reader.sources_[0].storage) continue;
+    if (!mixes(tensor.storage) || !mixes(reader.sources_[0].storage)) {
+      return refuse(name, tensor.storage.str() + ", expected " + reader.sources_[0].storage.str() +
+                              " like " + recipe.sources[0]);
     }
+    reader.mixed_ = true;
   }
   if (recipe.sources.empty()) {
     if (static_cast<std::int64_t>(recipe.values.size()) != recipe.shape.numel())
@@ -98,6 +106,12 @@ Result<RowReader> RowReader::open(const Checkpoint& source, const Recipe& recipe
                                .scales = {},
                                .biases = {},
                                .group_index = {}});
+  }
+  reader.storage_ = reader.mixed_ ? Storage::plain(SafeDType::f32) : reader.sources_[0].storage;
+  if (reader.mixed_) {
+    const auto first = std::find_if(reader.sources_.begin(), reader.sources_.end(),
+                                    [](const auto& tensor) { return tensor.storage.quantized(); });
+    if (first != reader.sources_.end()) reader.storage_ = first->storage;
   }
   std::vector<RowRun> runs = recipe.rows;
   if (runs.empty()) runs.push_back({.source = 0, .first = 0, .count = reader.sources_[0].rows()});
@@ -123,7 +137,8 @@ Result<RowReader> RowReader::open(const Checkpoint& source, const Recipe& recipe
 }
 
 bool RowReader::movable() const {
-  if (map_ != ValueMap::same || sources_[0].layout != CheckpointTensor::Layout::rows) return false;
+  if (mixed_ || map_ != ValueMap::same || sources_[0].layout != CheckpointTensor::Layout::rows)
+    return false;
   return order_.empty() || column_block_ % unit_columns(storage()) == 0;
 }
 
@@ -205,6 +220,7 @@ Status RowReader::numbers(std::int64_t first, std::int64_t count, RowNumbers& ou
 }
 
 Status RowReader::grid(std::int64_t first, std::int64_t count, GridRows& out) const {
+  if (mixed_) return unsupported(of_tensor(name_) + "made of parts of different types");
   const std::vector<Pick> wanted = picks(first, count);
   GridRows range;
   const auto decode = [&](const CheckpointTensor& tensor, std::int64_t low, std::int64_t rows,

@@ -40,8 +40,10 @@ class RowReader {
 
   std::int64_t rows() const { return rows_; }
   std::int64_t columns() const { return columns_; }
-  // The sources' storage; they all have one.
-  const Storage& storage() const { return sources_[0].storage; }
+  // The sources' storage. Where they differ (llama-quantize mixes types), that of the first that is
+  // quantised, or else F32; such rows are neither moved nor put on a grid, only decoded.
+  const Storage& storage() const { return storage_; }
+  bool mixed() const { return mixed_; }
   // Whether rows move, blocks of columns included, without being decoded.
   bool movable() const;
 
@@ -64,6 +66,8 @@ class RowReader {
 
   std::string name_;
   std::vector<CheckpointTensor> sources_;  // views, of the recipe's columns
+  Storage storage_;
+  bool mixed_ = false;
   std::vector<Run> runs_;
   std::int64_t rows_ = 0, columns_ = 0, column_block_ = 0;
   std::vector<std::int64_t> order_;  // of column blocks; empty: as they are

@@ -4,6 +4,7 @@ tensors."""
 
 import importlib
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -541,3 +542,38 @@ def test_llama_cpp_runs_quantised_models(name, written, tmp_path, show):
     error = np.square(of_llama_cpp(gguf) - expected).mean() / np.square(expected).mean()
     show(f"{name}: Q8_0, llama.cpp: squared error {error:.1e}")
     assert error < (0.1 if "moe" in name or "next" in name else 0.01)
+
+
+def test_types_that_differ_within_a_tensor(written, tmp_path):
+    """llama-quantize's mixes give the parts of qwen3_next's in_proj_qkvz types of their own."""
+    source, _ = written("qwen3next")
+    gguf = convert(source, tmp_path / "m.gguf", "gguf", "--type", "Q4_K_M")
+    mixed = "model.layers.2.linear_attn.in_proj_qkvz.weight"
+    plain = convert(gguf, tmp_path / "plain", "safetensors")
+    of_transformers(plain)
+    exact = bittern("quantize", gguf, "-o", tmp_path / "mlx", "--transcode")
+    assert exact.returncode == 0, exact.stderr
+    assert "Q8_0 beside other types in one tensor: kept as plain F32: " + mixed in exact.stdout
+    same(tensors(convert(tmp_path / "mlx", tmp_path / "from_mlx", "safetensors")), tensors(plain))
+    again = ("quantize", gguf, "-o", tmp_path / "again", "--bits", "4", "--group-size", "32")
+    result = bittern(*again)
+    assert result.returncode == 2 and "is quantised already" in result.stderr
+    result = bittern(*again, "--allow-requantize")
+    assert result.returncode == 0, result.stderr
+    of_mlx_lm(tmp_path / "again")
+    compared = bittern("inspect", source, "--compare", gguf)
+    assert compared.returncode == 0 and "alone" not in compared.stdout, compared
+    # Experts of several dtypes in one stack.
+    source, _ = written("mixtral")
+    from safetensors.numpy import save_file
+
+    folder = tmp_path / "mixtral"
+    shutil.copytree(source, folder)
+    ours = tensors(folder)
+    for name in ours:
+        if "experts.1." in name:
+            ours[name] = ours[name].astype(np.float16)
+    save_file(ours, folder / "model.safetensors", {"format": "pt"})
+    gguf = convert(folder, tmp_path / "mixtral.gguf", "gguf", "--dtype", "f32")
+    back = tensors(convert(gguf, tmp_path / "back", "safetensors"))
+    same(back, {name: values.astype(np.float32) for name, values in ours.items()})
