@@ -79,3 +79,24 @@ def load_golden(name):
         a = a.reshape(entry["shape"])
         tensors[key] = BF16(a) if entry["dtype"] == "BF16" else a
     return tensors
+
+
+def write_gguf(path, tensors, architecture="nobodys", describe=None, **options):
+    """tensors: name -> numbers, or (blocks, their type or its name); describe(writer) adds keys."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, architecture, **options)
+    if describe:
+        describe(writer)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, tuple):
+            data, kind = tensor
+            kind = gguf.GGMLQuantizationType[kind] if isinstance(kind, str) else kind
+            writer.add_tensor(name, data, raw_dtype=kind)
+        else:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -4,6 +4,7 @@ tensor, the value and its place; --lossy clamps what is merely too large. Nothin
 import itertools
 import json
 
+import arrays
 import numpy as np
 import pytest
 
@@ -191,15 +192,10 @@ def test_the_fallback_to_f16_becomes_one_that_holds_the_numbers(tmp_path, dtype,
     fine, large = wide(60000, 20, dtype), wide(1e6, 20, dtype)
     if dtype == "bf16":
         # gguf writes bf16 as raw bytes.
-        source = tmp_path / "in.gguf"
-        writer = gguf.GGUFWriter(source, "nobodys")
-        for name, w in (("fine.weight", fine), ("large.weight", large)):
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(name, w.view(np.uint8), raw_shape=(6, 40), raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        named = {"fine.weight": fine, "large.weight": large}
+        source = arrays.write_gguf(
+            tmp_path / "in.gguf", {n: (w.view(np.uint8), "BF16") for n, w in named.items()}
+        )
     else:
         source = write_gguf(tmp_path / "in.gguf", {"fine.weight": fine, "large.weight": large})
     result = bittern("quantize", source, "-o", tmp_path / "out.gguf", "--type", "Q4_K")

@@ -2,6 +2,7 @@
 
 import json
 
+import arrays
 import numpy as np
 import pytest
 
@@ -30,25 +31,16 @@ def blocks_of(rng, name, rows, columns):
 
 def write_gguf(path, tensors, keys=None, architecture="nobodys", type="model"):
     """tensors: name -> numbers, or (blocks, the name of their type)."""
-    import gguf
 
-    writer = gguf.GGUFWriter(path, architecture)
-    if not keys:
-        writer.add_type(type)
-        writer.add_file_type(30)  # IQ4_XS
-    for key, field in (keys or {}).items():
-        kinds = field.types
-        writer.add_key_value(key, field.contents(), kinds[0], kinds[-1] if len(kinds) > 1 else None)
-    for name, tensor in tensors.items():
-        if isinstance(tensor, tuple):
-            writer.add_tensor(name, tensor[0], raw_dtype=gguf.GGMLQuantizationType[tensor[1]])
-        else:
-            writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    def describe(writer):
+        if not keys:
+            writer.add_type(type)
+            writer.add_file_type(30)  # IQ4_XS
+        for key, field in (keys or {}).items():
+            kinds = field.types
+            writer.add_key_value(key, field.contents(), kinds[0], kinds[-1] if len(kinds) > 1 else None)
+
+    return arrays.write_gguf(path, tensors, architecture, describe)
 
 
 def read_gguf(path):

@@ -1,6 +1,7 @@
 """bittern inspect: models written by the gguf and safetensors packages, and what is said of them."""
 import json
 
+import arrays
 import numpy as np
 import pytest
 import test_cli
@@ -23,25 +24,22 @@ def numbers(*shape):
 
 def write_gguf(path, tensors, name="tiny", keys=None, **options):
     """tensors: name -> f32 array, or (f32 array, type)."""
-    writer = gguf.GGUFWriter(path, "llama", **options)
-    writer.add_name(name)
-    writer.add_block_count(2)
-    writer.add_embedding_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_token_list(["a", "b", "c"])
-    for key, value in (keys or {}).items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for key, value in tensors.items():
-        if isinstance(value, tuple):
-            array, kind = value
-            writer.add_tensor(key, gguf.quants.quantize(array, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+
+    def describe(writer):
+        writer.add_name(name)
+        writer.add_block_count(2)
+        writer.add_embedding_length(64)
+        writer.add_head_count(4)
+        writer.add_head_count_kv(2)
+        writer.add_token_list(["a", "b", "c"])
+        for key, value in (keys or {}).items():
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+
+    tensors = {
+        key: (gguf.quants.quantize(*value), value[1]) if isinstance(value, tuple) else value
+        for key, value in tensors.items()
+    }
+    arrays.write_gguf(path, tensors, "llama", describe, **options)
 
 
 def write_folder(folder, tensors, metadata=None, **config):
@@ -100,14 +98,8 @@ def test_without_tensors_there_is_no_line_for_each(tmp_path):
 
 def test_what_cannot_be_decoded_is_listed_and_noted(tmp_path):
     path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    for i in range(2):
-        writer.add_tensor(f"x{i}", np.zeros((2, 74), np.uint8),
-                          raw_dtype=gguf.GGMLQuantizationType.IQ2_XS)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    blocks = np.zeros((2, 74), np.uint8), "IQ2_XS"
+    arrays.write_gguf(path, {f"x{i}": blocks for i in range(2)}, "llama")
     text, report = inspect(tmp_path, path)
     assert report["model"]["storages"][0] == {"storage": "IQ2_XS", "tensors": 2,
                                               "parameters": 1024, "bytes": 296}

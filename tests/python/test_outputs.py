@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 
+import arrays
 import numpy as np
 import pytest
 
@@ -473,15 +474,8 @@ def test_outputs_are_apart_from_inputs(folder, tmp_path):
 @pytest.fixture
 def parts(tmp_path):
     """The three parts of a GGUF file."""
-    import gguf
-
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "nobodys", split_max_tensors=2)
-    for i in range(5):
-        writer.add_tensor(f"blk.{i}.a.weight", weights(np.random.default_rng(i)))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    tensors = {f"blk.{i}.a.weight": weights(np.random.default_rng(i)) for i in range(5)}
+    arrays.write_gguf(tmp_path / "m.gguf", tensors, split_max_tensors=2)
     parts = sorted(tmp_path.iterdir())
     assert len(parts) == 3
     return parts

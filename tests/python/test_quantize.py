@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 
+import arrays
 import numpy as np
 import pytest
 
@@ -63,18 +64,11 @@ def load_numbers(path):
 
 
 def write_gguf(path, tensors, **strings):
-    import gguf
+    def describe(writer):
+        for key, value in strings.items():
+            writer.add_string(f"general.{key}", value)
 
-    writer = gguf.GGUFWriter(path, "nobodys")
-    for key, value in strings.items():
-        writer.add_string(f"general.{key}", value)
-    for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return arrays.write_gguf(path, tensors, describe=describe)
 
 
 def mlx_numbers(path, module, bits, group):

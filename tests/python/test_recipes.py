@@ -6,6 +6,7 @@ import ctypes
 import json
 import struct
 
+import arrays
 import numpy as np
 import pytest
 
@@ -41,21 +42,23 @@ MODELS = {
 
 def tiny_gguf(path, layers, heads=2, kv=2, experts=0, tied=False, width=256, arch="llama", seed=1):
     rng = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(layers)
-    writer.add_context_length(64)
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(256)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(8)
-    if experts:
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(2)
+    tensors = {}
+
+    def describe(writer):
+        writer.add_block_count(layers)
+        writer.add_context_length(64)
+        writer.add_embedding_length(width)
+        writer.add_feed_forward_length(256)
+        writer.add_head_count(heads)
+        writer.add_head_count_kv(kv)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_vocab_size(8)
+        if experts:
+            writer.add_expert_count(experts)
+            writer.add_expert_used_count(2)
 
     def add(name, *shape):
-        writer.add_tensor(name, rng.standard_normal(shape).astype(np.float32))
+        tensors[name] = rng.standard_normal(shape).astype(np.float32)
 
     add("token_embd.weight", 8, width)
     if not tied:
@@ -75,11 +78,7 @@ def tiny_gguf(path, layers, heads=2, kv=2, experts=0, tied=False, width=256, arc
             add(f"blk.{i}.ffn_down.weight", 2, 256)
             for name in ("ffn_gate", "ffn_up"):
                 add(f"blk.{i}.{name}.weight", 2, width)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return arrays.write_gguf(path, tensors, arch, describe)
 
 
 def types(path):
@@ -421,17 +420,12 @@ def test_importance_is_claimed_only_where_it_is_used(tmp_path):
 
 def raw_gguf(path, tensors):
     """Tensors of any type, their bytes at random."""
-    writer = gguf.GGUFWriter(path, "nobodys")
     rng = np.random.default_rng(3)
+    blocks = {}
     for name, (kind, rows, columns) in tensors.items():
         block, size = gguf.GGML_QUANT_SIZES[kind]
-        data = rng.integers(0, 60, (rows, columns // block * size), np.uint8)
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+        blocks[name] = rng.integers(0, 60, (rows, columns // block * size), np.uint8), kind
+    return arrays.write_gguf(path, blocks)
 
 
 @pytest.mark.parametrize("kind", ["IQ2_XS", "IQ3_S", "IQ1_S"])
