@@ -195,9 +195,9 @@ class HalfCodes {
   // In the low bits of a register.
   __device__ std::uint32_t code(float w) const {
     const float x = w - b_;
-    float z = x * inverse_;
+    float z = divide_once(x, s_, inverse_);
     if constexpr (!kOnce) z = fmaf(fmaf(-z, s_, x), inverse_, z);
-    z = __saturatef(fmaf(fmaf(-z, s_, x), inverse_, z));
+    z = __saturatef(z);
     // The sum with 1/2 less an ulp reaches the next integer just when the fraction is 1/2 or more.
     const float shifted =
         kHalfEven ? fmaf(z, 256, 0x1p23f) : __fadd_rd(fmaf(z, 256, 0x1.fffffep-2f), 0x1p23f);
@@ -234,6 +234,11 @@ __device__ inline std::uint32_t close_up(std::uint32_t bytes, int bits) {
   return (pairs & 0xffffu) + (pairs >> 16 << 2 * bits);
 }
 
+// Eight codes in bytes, closed up to 4 bits each.
+__device__ inline std::uint32_t close_up_nibbles(std::uint32_t low, std::uint32_t high) {
+  return __byte_perm(low | low >> 4, high | high >> 4, 0x6420);  // pairs are in bytes 0 and 2
+}
+
 // N words of a lane to where they belong, in stores as wide as `align` allows.
 template <int N>
 __device__ void store_words(void* to, const std::uint32_t (&words)[N], int align) {
@@ -260,9 +265,8 @@ __device__ inline void write_codes(const Problem& p, std::uint8_t* row, std::int
   }
   const int bits = p.bits;
   if (bits == 4) {
-    const auto pairs = [&](int i) { return bytes[i] | bytes[i] >> 4; };  // in bytes 0 and 2
-    const std::uint32_t words[2] = {__byte_perm(pairs(0), pairs(1), 0x6420),
-                                    __byte_perm(pairs(2), pairs(3), 0x6420)};
+    const std::uint32_t words[2] = {close_up_nibbles(bytes[0], bytes[1]),
+                                    close_up_nibbles(bytes[2], bytes[3])};
     if (store) store_words(row + 8 * chunk, words, p.code_align);
     return;
   }
@@ -319,10 +323,9 @@ __device__ inline void write_codes(const Problem& p, std::uint8_t* row, std::int
     return;
   }
   if (bits == 4) {
-    const auto pairs = [&](int i) { return bytes[i] | bytes[i] >> 4; };  // in bytes 0 and 2
     std::uint32_t words[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = __byte_perm(pairs(2 * i), pairs(2 * i + 1), 0x6420);
+    for (int i = 0; i < 4; ++i) words[i] = close_up_nibbles(bytes[2 * i], bytes[2 * i + 1]);
     store_words(to, words, p.code_align);
     return;
   }

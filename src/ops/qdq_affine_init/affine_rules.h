@@ -78,7 +78,7 @@ BITTERN_HOST_DEVICE Params<F> mlx_params(const Range<F>& r, std::int32_t bins) {
 //   - they round half to even, and s is a half over an integer up to 255, rounded (or mlx's least,
 //     1e-7): QdqAffineInit.OneCorrectionDivides tries all x next to every h s, for all such s.
 // For ordinary s and x, as usual.
-inline float divide_once(float x, float s, float inverse) {
+BITTERN_HOST_DEVICE inline float divide_once(float x, float s, float inverse) {
   const float z = x * inverse;
   return std::fma(std::fma(-z, s, x), inverse, z);
 }
