@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <new>
 
 #include "bittern/ops/aura_attention.h"
@@ -292,12 +293,39 @@ void KvCache::forget() {
 
 // ---- writing ----
 
+namespace {
+
+constexpr float kMost = std::numeric_limits<float>::max();
+
+// x + y, at most the largest finite number where both are finite: the error of a code must not make
+// an infinity of a row that had none.
+float finite_sum(float x, float y) {
+  const float sum = x + y;
+  return std::isinf(sum) && std::isfinite(x) ? std::clamp(sum, -kMost, kMost) : sum;
+}
+
+// row = x - mean. Where that overflows, row is half of it, which keeps the direction; the result
+// says so.
+bool centre(const float* x, const float* mean, std::int64_t dim, float* row) {
+  bool overflow = false;
+  for (std::int64_t i = 0; i < dim; ++i) {
+    row[i] = x[i] - mean[i];
+    overflow = overflow || (std::isinf(row[i]) && std::isfinite(x[i]));
+  }
+  if (!overflow) return false;
+  for (std::int64_t i = 0; i < dim; ++i) row[i] = x[i] / 2 - mean[i] / 2;
+  return true;
+}
+
+}  // namespace
+
 // Encodes `count` tokens after the last coded one; k and v [kv_heads, count, dim], not centred.
 Status KvCache::encode(std::int64_t count, const std::vector<float>& k,
                        const std::vector<float>& v) {
   const std::int64_t heads = config_.kv_heads, dim = config_.dim, page_size = config_.page_size;
   BITTERN_TRY(reserve_pages(count));
   std::vector<float> rows;
+  std::vector<bool> halved;
   for (std::int64_t done = 0, run; done < count; done += run) {
     const std::int64_t token = coded_end_;
     make_own(at((token - table_begin_) / page_size));
@@ -307,11 +335,17 @@ Status KvCache::encode(std::int64_t count, const std::vector<float>& k,
       const KvSide& side = s == 0 ? config_.k : config_.v;
       const std::vector<float>& values = s == 0 ? k : v;
       rows.resize(at(heads * run * dim));
+      halved.assign(at(heads * run), false);
       for (std::int64_t h = 0; h < heads; ++h) {
         const float* from = values.data() + (h * count + done) * dim;
         float* row = rows.data() + h * run * dim;
-        for (std::int64_t i = 0; i < run * dim; ++i)
-          row[i] = side.mean.empty() ? from[i] : from[i] - side.mean[at(h * dim + i % dim)];
+        for (std::int64_t t = 0; t < run; ++t, from += dim, row += dim) {
+          if (side.mean.empty()) {
+            std::copy_n(from, dim, row);
+          } else {
+            halved[at(h * run + t)] = centre(from, side.mean.data() + h * dim, dim, row);
+          }
+        }
       }
       // One token's rows are page_size apart; several tokens' rows of a head follow each other.
       const bool one = run == 1;
@@ -344,6 +378,15 @@ Status KvCache::encode(std::int64_t count, const std::vector<float>& k,
         if (side.rotation != Rotation::identity)
           args.table = view(side.table.data(), desc.rotation_shape());
         BITTERN_TRY(plan->run(args, {}, {aligned, plan->workspace_bytes()}));
+      }
+      // Half of what f16 clamps is clamped, too.
+      for (std::int64_t i = 0; i < heads * run && !config_.f16_scale; ++i) {
+        if (!halved[at(i)]) continue;
+        std::byte* p = pool_->scale(s, to.page, i / run, to.token + i % run);
+        float scale;
+        std::memcpy(&scale, p, sizeof scale);
+        scale = finite_sum(scale, scale);
+        std::memcpy(p, &scale, sizeof scale);
       }
     }
     coded_end_ += run;
@@ -601,7 +644,7 @@ Status KvCache::read(std::int64_t token, std::span<float> k, std::span<float> v)
     std::align(64, plan->workspace_bytes(), aligned, space);
     BITTERN_TRY(plan->run(args, {}, {aligned, plan->workspace_bytes()}));
     for (std::int64_t i = 0; !side.mean.empty() && i < heads * dim; ++i)
-      to[at(i)] += side.mean[at(i)];
+      to[at(i)] = finite_sum(to[at(i)], side.mean[at(i)]);
   }
   return {};
 }
