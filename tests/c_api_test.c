@@ -80,6 +80,31 @@ static void test_desc(void) {
   EXPECT(bittern_desc_set_text(desc, "element", "f31") == BITTERN_INVALID_ARGUMENT);
   EXPECT(strstr(bittern_last_error(), "element: f31, expected f32, f64, f16 or bf16") != NULL);
   EXPECT(bittern_desc_set(desc, "q_min", INT64_C(1) << 40) == BITTERN_INVALID_ARGUMENT);
+  EXPECT(bittern_desc_set_real(desc, "group_size", 64) == BITTERN_INVALID_ARGUMENT);
+  EXPECT_TEXT(bittern_last_error(),
+              "quantize_per_group: group_size: 64, expected an integer, by bittern_desc_set or "
+              "bittern_desc_set_text");
+  EXPECT(bittern_desc_set_real(desc, "element", 1) == BITTERN_INVALID_ARGUMENT);
+  EXPECT_TEXT(bittern_last_error(),
+              "quantize_per_group: element: 1, expected a name, by bittern_desc_set or "
+              "bittern_desc_set_text");
+  EXPECT(bittern_desc_set_real(desc, "axes", 1) == BITTERN_INVALID_ARGUMENT);
+  EXPECT(strstr(bittern_last_error(), "quantize_per_group: no field axes") != NULL);
+  EXPECT(bittern_desc_set_text(desc, "group_size", "3") == BITTERN_OK);
+  EXPECT(bittern_desc_set_text(desc, "group_size", "3.0") == BITTERN_INVALID_ARGUMENT);
+  EXPECT_TEXT(bittern_last_error(), "quantize_per_group: group_size: 3.0, expected an integer");
+  bittern_desc* real = NULL;
+  EXPECT(bittern_desc_create("gdn_recurrent_step", &real) == BITTERN_OK);
+  EXPECT(bittern_desc_set(real, "scale", 2) == BITTERN_OK);
+  EXPECT(bittern_desc_set_text(real, "scale", "0.25") == BITTERN_OK);
+  EXPECT(bittern_desc_set_text(real, "scale", "inf") == BITTERN_INVALID_ARGUMENT);
+  EXPECT(bittern_desc_get(real, "scale", &value) == BITTERN_INVALID_ARGUMENT);
+  EXPECT_TEXT(bittern_last_error(),
+              "gdn_recurrent_step: scale: a real number, expected an integer field; "
+              "bittern_desc_get_real reads it");
+  double scale = 0;
+  EXPECT(bittern_desc_get_real(real, "scale", &scale) == BITTERN_OK && scale == 0.25);
+  bittern_desc_destroy(real);
 
   EXPECT(bittern_desc_set(desc, "group_size", 0) == BITTERN_OK);
   EXPECT(bittern_desc_num_groups(desc, &value) == BITTERN_OK && value == 0);

@@ -172,7 +172,9 @@ bittern_code bittern_desc_set_real(bittern_desc* desc, const char* field, double
   return guarded([&]() -> Status {
     if (desc == nullptr) return null("bittern_desc_set_real", "desc");
     if (field == nullptr) return null("bittern_desc_set_real", "field");
-    return desc->any->set(field, value);
+    const Status s = desc->any->set(field, value);
+    if (s.ok() || !desc->any->get(field)) return s;
+    return {s.code(), std::string(s.message()) + ", by bittern_desc_set or bittern_desc_set_text"};
   });
 }
 
@@ -191,6 +193,9 @@ bittern_code bittern_desc_get(const bittern_desc* desc, const char* field, int64
     if (field == nullptr) return null("bittern_desc_get", "field");
     if (value == nullptr) return null("bittern_desc_get", "value");
     const auto got = desc->any->get(field);
+    if (!got && desc->any->get_real(field)) {
+      return invalid(std::string(got.status().message()) + "; bittern_desc_get_real reads it");
+    }
     if (!got) return got.status();
     *value = *got;
     return {};
