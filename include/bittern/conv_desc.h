@@ -5,8 +5,9 @@
 //   a state         [sequences(), channels, width - 1]: a sequence's last inputs, oldest first
 //   mask            [batch, tokens] u8
 //
-// all but the mask of dtype `element`. Sequences are those of gdn_desc.h: the batch's rows, or
-// with n_sequences > 0 runs of one row's tokens, given by cu_seqlens. They may be empty.
+// all but the mask of dtype `element`. x, y and their gradients may have any strides but on the
+// last axis, states on every axis. Sequences are those of gdn_desc.h: the batch's rows, or with
+// n_sequences > 0 runs of one row's tokens, given by cu_seqlens. They may be empty.
 #pragma once
 #include "bittern/gdn_desc.h"
 
@@ -34,6 +35,9 @@ struct CausalConvDesc {
   Shape tensor_shape() const { return {batch, tokens, channels}; }
   Shape weight_shape() const { return {channels, width}; }
   Shape state_shape() const { return {sequences(), channels, width - 1}; }
+  Operand state_operand() const {
+    return {element, state_shape(), Operand::kOptional | Operand::kScattered};
+  }
   Shape mask_shape() const { return {batch, tokens}; }
 };
 

@@ -91,6 +91,10 @@ struct GdnDesc {
                ? Shape{batch, state_chunks(), value_heads, key_dim, value_dim}
                : Shape{batch, state_chunks(), value_heads, value_dim, key_dim};
   }
+  // initial_state, final_state and their gradients.
+  Operand state_operand() const {
+    return {DType::f32, state_shape(), Operand::kOptional | Operand::kStrided};
+  }
   Operand sequence_operand() const {
     return Operand::read_if(n_sequences > 0, DType::s32, {n_sequences > 0 ? n_sequences + 1 : 0},
                             "n_sequences");

@@ -1195,7 +1195,7 @@ def gdn_recurrent_step(
     which is S' = a S, d = b (v - S'^T k), S = S' + k d^T, o = S^T q, with the state read once and
     written once. Everything is f32; each operation written above rounds once, products of three from
     the left. exp, softplus and sigmoid are core/math.h's. x.x and k.q are summed as core/dot.h says.
-    sk and sq depend on how the state lies:
+    sk and sq depend on state_layout:
 
       key_value   sum = fma(S_ij, k_i, sum), i ascending, from 0
       value_key   as core/dot.h: 16 strided sums, then the halving tree

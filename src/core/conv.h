@@ -49,22 +49,28 @@ inline bool conv_masked(const ConstView& mask, std::int64_t token) {
   return mask && mask.as<std::uint8_t>()[token] == 0;
 }
 
+// Where a position of a sequence lies in x, y or their like.
+template <class View>
+std::int64_t conv_at(const CausalConvDesc& d, const View& v, const ConvSequence& s,
+                     std::int64_t position) {
+  const std::int64_t packed = 0;  // one row has all sequences
+  return d.n_sequences > 0 ? v.at(packed, s.begin + position) : v.at(s.index, position);
+}
+
 template <class X>
 struct ConvInput {
   const CausalConvDesc& d;
   ConstView x, weight, bias, initial_state, mask;
 
-  std::int64_t state_at(const ConvSequence& s, std::int64_t channel, std::int64_t i) const {
-    return (s.index * d.channels + channel) * (d.width - 1) + i;
-  }
   // x at a position of a sequence, also before its start.
   float input(const ConvSequence& s, std::int64_t position, std::int64_t channel) const {
     if (position < 0) {
       if (!initial_state) return 0;
-      return to_math(initial_state.as<X>()[state_at(s, channel, position + d.width - 1)]);
+      return to_math(
+          initial_state.as<X>()[initial_state.at(s.index, channel, position + d.width - 1)]);
     }
-    const std::int64_t token = s.begin + position;
-    return conv_masked(mask, token) ? 0.0f : to_math(x.as<X>()[token * d.channels + channel]);
+    if (conv_masked(mask, s.begin + position)) return 0;
+    return to_math(x.as<X>()[conv_at(d, x, s, position) + channel]);
   }
   float tap(std::int64_t channel, std::int64_t j) const {
     return to_math(weight.as<X>()[channel * d.width + j]);

@@ -48,6 +48,14 @@ std::int64_t gdn_at(const View& x, std::int64_t token, std::int64_t head) {
   return x.at(token / x.shape[1], token % x.shape[1], head);
 }
 
+// The same to key i and value j of a sequence's state.
+template <class View>
+std::int64_t gdn_state_at(const GdnDesc& d, const View& x, std::int64_t sequence, std::int64_t head,
+                          std::int64_t i, std::int64_t j) {
+  const bool key_first = d.state_layout == StateLayout::key_value;
+  return x.at(sequence, head, key_first ? i : j, key_first ? j : i);
+}
+
 // Every chunk of every sequence.
 inline std::vector<GdnChunk> gdn_chunks(const GdnDesc& d, const ConstView& cu_seqlens) {
   std::vector<GdnChunk> all;

@@ -54,18 +54,14 @@ struct Tile {
   bool masked(std::int64_t position) const {
     return conv_masked(in.mask, block->sequence.begin + position);
   }
-  // This tile's part of a token's row, and of a state (its first channel's oldest element).
-  const X* at(const ConstView& tensor, std::int64_t position) const {
-    return tensor.as<X>() + (block->sequence.begin + position) * in.d.channels + channel;
+  // This tile's part of a token's row, and of a state its first channel's i-th element.
+  template <class View>
+  auto* at(const View& tensor, std::int64_t position) const {
+    return tensor.template as<X>() + conv_at(in.d, tensor, block->sequence, position) + channel;
   }
-  X* at(const MutView& tensor, std::int64_t position) const {
-    return tensor.as<X>() + (block->sequence.begin + position) * in.d.channels + channel;
-  }
-  const X* state(const ConstView& tensor) const {
-    return tensor.as<X>() + in.state_at(block->sequence, channel, 0);
-  }
-  X* state(const MutView& tensor) const {
-    return tensor.as<X>() + in.state_at(block->sequence, channel, 0);
+  template <class View>
+  auto* state(const View& tensor, std::int64_t i) const {
+    return tensor.template as<X>() + tensor.at(block->sequence.index, channel, i);
   }
 
   void Widen(const X* from, Row& to) const {
@@ -108,8 +104,9 @@ struct Tile {
       }
       std::fill_n(row, kChannels, 0.0f);
       if (p >= 0 || !in.initial_state) continue;
-      const X* from = state(in.initial_state) + p + reach();
-      for (std::int64_t c = 0; c < count; ++c) row[c] = to_math(from[c * reach()]);
+      const X* from = state(in.initial_state, p + reach());
+      const std::int64_t step = in.initial_state.stride[1];
+      for (std::int64_t c = 0; c < count; ++c) row[c] = to_math(from[c * step]);
     }
   }
 

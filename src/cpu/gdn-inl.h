@@ -232,26 +232,44 @@ inline void ExpRowFrom(float last, const float* x, std::int64_t rows, float* to)
 
 // A state between its tensor and rows of keys, Padded(value_dim) apart.
 template <class X>
-void LoadState(const GdnDesc& d, const X* from, float* state) {
+void LoadState(const GdnDesc& d, const X* from, std::int64_t row, float* state) {
   const std::int64_t stride = Padded(d.value_dim);
   if (d.state_layout == StateLayout::key_value) {
-    tile::LoadAs(from, d.value_dim, d.key_dim, d.value_dim, state, stride);
+    tile::LoadAs(from, row, d.key_dim, d.value_dim, state, stride);
     return;
   }
   for (std::int64_t i = 0; i < d.key_dim; ++i)
     for (std::int64_t j = 0; j < stride; ++j)
-      state[i * stride + j] = j < d.value_dim ? to_math(from[j * d.key_dim + i]) : 0;
+      state[i * stride + j] = j < d.value_dim ? to_math(from[j * row + i]) : 0;
 }
 template <class X>
-void StoreState(const GdnDesc& d, const float* state, X* to) {
+void StoreState(const GdnDesc& d, const float* state, X* to, std::int64_t row) {
   const std::int64_t stride = Padded(d.value_dim);
   if (d.state_layout == StateLayout::key_value) {
-    tile::StoreAs(state, stride, d.key_dim, d.value_dim, to, d.value_dim);
+    tile::StoreAs(state, stride, d.key_dim, d.value_dim, to, row);
     return;
   }
   for (std::int64_t j = 0; j < d.value_dim; ++j)
     for (std::int64_t i = 0; i < d.key_dim; ++i)
-      to[j * d.key_dim + i] = from_math<X>(state[i * stride + j]);
+      to[j * row + i] = from_math<X>(state[i * stride + j]);
+}
+// The same for dense states.
+template <class X>
+void LoadState(const GdnDesc& d, const X* from, float* state) {
+  LoadState(d, from, d.state_shape()[3], state);
+}
+template <class X>
+void StoreState(const GdnDesc& d, const float* state, X* to) {
+  StoreState(d, state, to, d.state_shape()[3]);
+}
+// Of a sequence and head.
+inline void LoadState(const GdnDesc& d, const ConstView& from, std::int64_t n, std::int64_t head,
+                      float* state) {
+  LoadState(d, from.as<float>() + from.at(n, head), from.stride[2], state);
+}
+inline void StoreState(const GdnDesc& d, const float* state, const MutView& to, std::int64_t n,
+                       std::int64_t head) {
+  StoreState(d, state, to.as<float>() + to.at(n, head), to.stride[2]);
 }
 
 }  // namespace gdn

@@ -10,8 +10,43 @@ struct ConvSequence {
   std::int64_t index, begin, end;  // tokens of the whole tensor
 };
 
+// Where tokens lie in x, y or their like: at(token of the whole tensor, its sequence).
+struct ConvTokens {
+  std::int64_t step;  // to the next token
+  std::int64_t gap;   // from a row's end to the next row
+
+  template <class View>
+  ConvTokens(const CausalConvDesc& d, const View& v)
+      : step(v.stride[1]), gap(d.batch > 1 ? v.stride[0] - d.tokens * v.stride[1] : 0) {}
+  // With several rows, each is a sequence.
+  __device__ std::int64_t at(const ConvSequence& s, std::int64_t token) const {
+    return token * step + s.index * gap;
+  }
+};
+
+// A state [sequences, channels, width - 1].
+struct ConvState {
+  void* data;
+  std::int64_t sequence, channel, step;
+  bool dense;
+
+  template <class View>
+  explicit ConvState(const View& v)
+      : data(const_cast<void*>(static_cast<const void*>(v.data))),
+        sequence(v.stride[0]),
+        channel(v.stride[1]),
+        step(v.stride[2]),
+        dense(v.stride == v.shape.dense_strides()) {}
+  template <class X>
+  __device__ X* at(std::int64_t index, std::int64_t c, std::int64_t i) const {
+    return static_cast<X*>(data) + index * sequence + c * channel + i * step;
+  }
+};
+
 struct ConvInputs {
-  const void *x, *weight, *bias, *initial_state;
+  const void *x, *weight, *bias;
+  ConvTokens x_at;
+  ConvState initial_state;
   const std::uint8_t* mask;
   const std::int32_t* bounds;  // cu_seqlens; null: each row is a sequence
   std::int64_t channels, sequences, tokens;
@@ -23,7 +58,8 @@ struct ConvInputs {
       : x(a.x.data),
         weight(a.weight.data),
         bias(a.bias.data),
-        initial_state(a.initial_state.data),
+        x_at(d, a.x),
+        initial_state(a.initial_state),
         mask(a.mask.template as<std::uint8_t>()),
         bounds(d.n_sequences > 0 ? a.cu_seqlens.template as<std::int32_t>() : nullptr),
         channels(d.channels),
@@ -49,10 +85,15 @@ struct ConvInputs {
   __device__ bool masked(std::int64_t token) const { return mask != nullptr && mask[token] == 0; }
 };
 
-// Are the channels packs, in all of these operands? States and weights are then too.
+// Are the channels packs, in all of these operands? Dense states and weights are then too.
 template <class X, int N, class... Views>
 bool conv_packs(const CausalConvDesc& d, const Views&... views) {
-  return d.channels % N == 0 && (... && packs_aligned<X, N>(views.data, 1, 0));
+  const auto aligned = [&](const auto& v) {
+    const bool tokens = v.shape == d.tensor_shape();
+    return packs_aligned<X, N>(v.data, tokens ? d.batch : 1, v.stride[0]) &&
+           packs_aligned<X, N>(v.data, tokens ? d.tokens : 1, v.stride[1]);
+  };
+  return d.channels % N == 0 && (... && aligned(views));
 }
 
 // K values for each of N channels, [N, K] in memory: taps, or a state.
@@ -73,6 +114,27 @@ __device__ inline void store_columns(const float (&from)[K][N], X* to) {
 #pragma unroll
     for (int i = 0; i < N; ++i) part[i] = from[(k * N + i) % K][(k * N + i) / K];
     Raw<X, N>::narrow(part).store(to + k * N);
+  }
+}
+
+template <class X, int K, int N>
+__device__ inline void load_state(const ConvState& from, std::int64_t index, std::int64_t channel,
+                                  float (&to)[K][N]) {
+  if (from.dense) return load_columns<X>(from.at<const X>(index, channel, 0), to);
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+#pragma unroll
+    for (int c = 0; c < N; ++c) to[k][c] = load_math(*from.at<const X>(index, channel + c, k));
+  }
+}
+template <class X, int K, int N>
+__device__ inline void store_state(const float (&from)[K][N], const ConvState& to,
+                                   std::int64_t index, std::int64_t channel) {
+  if (to.dense) return store_columns(from, to.at<X>(index, channel, 0));
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+#pragma unroll
+    for (int c = 0; c < N; ++c) *to.at<X>(index, channel + c, k) = store_math<X>(from[k][c]);
   }
 }
 
@@ -111,18 +173,17 @@ template <class X, int kReach, int N>
 __device__ inline void inputs_before(const ConvInputs& in, const ConvSequence& s,
                                      std::int64_t token, std::int64_t channel,
                                      float (&before)[kReach][N]) {
-  const X* x = static_cast<const X*>(in.x) + (token - kReach) * in.channels + channel;
+  const X* x = static_cast<const X*>(in.x) + in.x_at.at(s, token - kReach) + channel;
 #pragma unroll
   for (int i = 0; i < kReach; ++i) {
     const std::int64_t at = token - kReach + i;
     Raw<X, N>::load(x, at >= s.begin && !in.masked(at)).widen(before[i]);
-    x += in.channels;
+    x += in.x_at.step;
   }
   const std::int64_t known = token - s.begin;  // positions of the sequence before the token
-  if (known >= kReach || in.initial_state == nullptr) return;
+  if (known >= kReach || in.initial_state.data == nullptr) return;
   float state[kReach][N];
-  load_columns(static_cast<const X*>(in.initial_state) + (s.index * in.channels + channel) * kReach,
-               state);
+  load_state<X>(in.initial_state, s.index, channel, state);
   // before[i] is state[i + known] where there is one; registers have no run-time index.
 #pragma unroll
   for (int shift = 0; shift < kReach; ++shift) {

@@ -390,6 +390,97 @@ def test_rows_as_several_axes():
     )
 
 
+@pytest.mark.peer("torch")
+@pytest.mark.parametrize("kernel", ["ref", "cpu"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_convolution_takes_slices(kernel, packed, dtype):
+    """x and y as slices of wider rows, states as transformers (one input longer) and vLLM (channels
+    last) have them."""
+    to = getattr(torch, dtype)
+    b, t, c, n = (1, 90, 21, 3) if packed else (3, 70, 21, 3)
+    rng = torch.Generator().manual_seed(1)
+    normal = lambda *shape: torch.randn(*shape, generator=rng).to(to)  # noqa: E731
+    mask = torch.ones(b, t, dtype=torch.uint8)
+    mask[0, 4:7] = 0
+    bounds = torch.tensor([0, 2, 2, t], dtype=torch.int32) if packed else None
+    common = {"mask": mask, "cu_seqlens": bounds, "kernel": kernel, "bias": normal(c)}
+    weight = normal(c, 4)
+    whole, cache, last = normal(b, t, 3 * c), normal(n, c, 4), normal(n, 3, c)
+    views = {"x": whole[..., c : 2 * c], "initial_state": cache[..., 1:]}
+    dense = {name: v.contiguous() for name, v in views.items()}
+    assert not any(v.is_contiguous() for v in views.values())
+    y, final = bittern.causal_conv1d(weight=weight, **dense, **common)
+    rows, states = normal(b, t, 2 * c), normal(n, 3, c)
+    before = rows.clone()
+    bittern.causal_conv1d(
+        weight=weight, **views, **common, y=rows[..., 1 : c + 1], final_state=states.mT
+    )
+    assert torch.equal(rows[..., 1 : c + 1], y) and torch.equal(states.mT, final)
+    assert torch.equal(rows[..., c + 1 :], before[..., c + 1 :])
+    assert torch.equal(rows[..., :1], before[..., :1])
+    # Tokens before the batch, and every second token.
+    turned = views["x"].transpose(0, 1).contiguous().transpose(0, 1)
+    sparse = normal(b, 2 * t, c)[:, ::2].copy_(dense["x"])
+    for x in (turned, sparse):
+        got = bittern.causal_conv1d(x, weight, initial_state=dense["initial_state"], **common)
+        assert torch.equal(got[0], y) and torch.equal(got[1], final)
+    dy, d_final = whole[..., 2 * c :], last.mT
+    grads = bittern.causal_conv1d_backward(
+        weight=weight, dy=dy.contiguous(), d_final_state=d_final.contiguous(), **dense, **common
+    )
+    dx, d_initial = torch.empty(t, b, c + 3, dtype=to), torch.empty(n, c, 5, dtype=to)
+    got = bittern.causal_conv1d_backward(
+        weight=weight, dy=dy, d_final_state=d_final, **views, **common,
+        dx=dx.transpose(0, 1)[..., 2:-1], d_initial_state=d_initial[..., 1:4],
+    )  # fmt: skip
+    for a, want in zip(got, grads):
+        assert torch.equal(a, want)
+    with pytest.raises(NotImplementedError, match="causal_conv1d: x: stride 2 of axis 2, expected 1"):
+        bittern.causal_conv1d(whole[..., : 2 * c : 2], weight, cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize("kernel", ["ref", "cpu"])
+@pytest.mark.parametrize("layout", ["key_value", "value_key"])
+def test_states_may_be_slices(kernel, layout):
+    """Of a pool that has all layers, and of larger rows."""
+    c = gdn_problem(t=3)
+    b, heads, rows, columns = 2, 4, *((16, 8) if layout == "key_value" else (8, 16))
+    pool = normal(6, 3, heads + 1, rows + 2, columns + 3)
+    part = pool[:, 1, 1:, 1:-1, 2:-1]
+    index = np.array([4, -1], np.int64)
+    common = {"state_layout": layout, "kernel": kernel}
+    snapshots = [np.zeros((b, 3, heads, rows, columns), np.float32) for _ in range(2)]
+    expected, before = part.copy(), pool.copy()
+    want = bittern.gdn_recurrent_step(
+        **c, state=expected, state_index=index, snapshots=snapshots[0], **common
+    )
+    got = bittern.gdn_recurrent_step(
+        **c, state=part, state_index=index, snapshots=snapshots[1], **common
+    )
+    assert_same_bits(got[0], want[0])
+    assert_same_bits(*snapshots)
+    assert_same_bits(part.copy(), expected)
+    part[...] = before[:, 1, 1:, 1:-1, 2:-1]
+    assert_same_bits(pool, before)  # nothing beside the slice was written
+    # The whole sequence: states in and out, and their gradients.
+    first, out = part[:b], np.zeros((b, heads, rows + 1, columns + 2), np.float32)
+    o, final = bittern.gdn_chunk_forward(**c, initial_state=first.copy(), **common)
+    last = out[..., :-1, 1:-1]
+    got = bittern.gdn_chunk_forward(**c, initial_state=first, final_state=last, **common)
+    assert_same_bits(got[0], o)
+    assert_same_bits(last.copy(), final)
+    given = {"d_o": normal(*o.shape), "d_final_state": part[2 : 2 + b]}
+    want = bittern.gdn_chunk_backward(
+        **c, initial_state=first.copy(), **{n: a.copy() for n, a in given.items()}, **common
+    )
+    got = bittern.gdn_chunk_backward(
+        **c, initial_state=first, **given, d_initial_state=last, **common
+    )
+    for a, e in zip(got, want):
+        assert_same_bits(a.copy(), e)
+
+
 def test_attention_takes_strides():
     signs, boundaries, levels = tables(bits=4)
     s, heads, kv_heads, tokens, dim = 2, 4, 2, 6, 64
@@ -411,6 +502,26 @@ def test_attention_takes_strides():
         k_recent=turned[0], v_recent=turned[1], exact="f32", out=out.swapaxes(1, 2),
     )  # fmt: skip
     assert_same_bits(out.swapaxes(1, 2).copy(), expected)
+
+
+@pytest.mark.parametrize("s, heads, kv_heads", [(1, 4, 2), (2, 4, 2), (3, 6, 6), (3, 4, 1)])
+def test_attention_finds_its_kv_heads(s, heads, kv_heads):
+    """Rows of codes are sequences times kv_heads, and q has the sequences."""
+    signs, boundaries, levels = tables(bits=4)
+    tokens, dim = 6, 64
+    codes = []
+    for _ in range(2):
+        packed, norms = bittern.aura_encode(
+            normal(s * kv_heads, tokens, dim), signs, boundaries, levels
+        )
+        codes += [packed, norms[..., 0].copy()]
+    recent = {"k_recent": normal(s, kv_heads, 5, dim), "v_recent": normal(s, kv_heads, 5, dim)}
+    given = normal(s, 3, heads, dim), *codes, levels, levels, signs, signs
+    expected = bittern.aura_attention(*given, **recent, exact="f32", kv_heads=kv_heads)
+    assert_same_bits(bittern.aura_attention(*given, **recent, exact="f32"), expected)
+    if s > 1:
+        with pytest.raises(ValueError, match=r"k_codes: shape .* \(sequences=.*, kv_heads=1"):
+            bittern.aura_attention(given[0], *(a[1:] for a in codes), *given[5:])
 
 
 # ---- torch ----

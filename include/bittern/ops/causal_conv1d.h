@@ -44,14 +44,14 @@ struct CausalConv1d {
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
-    f("x", a.x, Operand{d.element, d.tensor_shape()});
+    f("x", a.x, Operand{d.element, d.tensor_shape(), Operand::kStrided});
     f("weight", a.weight, Operand{d.element, d.weight_shape()});
     f("bias", a.bias, Operand{d.element, {d.channels}, Operand::kOptional});
-    f("initial_state", a.initial_state, Operand{d.element, d.state_shape(), Operand::kOptional});
+    f("initial_state", a.initial_state, d.state_operand());
     f("mask", a.mask, Operand{DType::u8, d.mask_shape(), Operand::kOptional});
     f("cu_seqlens", a.cu_seqlens, d.rows().sequence_operand());
-    f("y", a.y, Operand{d.element, d.tensor_shape(), Operand::kOptional});
-    f("final_state", a.final_state, Operand{d.element, d.state_shape(), Operand::kOptional});
+    f("y", a.y, Operand{d.element, d.tensor_shape(), Operand::kOptional | Operand::kStrided});
+    f("final_state", a.final_state, d.state_operand());
   }
 };
 

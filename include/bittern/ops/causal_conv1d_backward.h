@@ -48,19 +48,18 @@ struct CausalConv1dBackward {
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
-    f("x", a.x, Operand{d.element, d.tensor_shape()});
+    f("x", a.x, Operand{d.element, d.tensor_shape(), Operand::kStrided});
     f("weight", a.weight, Operand{d.element, d.weight_shape()});
-    f("dy", a.dy, Operand{d.element, d.tensor_shape()});
+    f("dy", a.dy, Operand{d.element, d.tensor_shape(), Operand::kStrided});
     f("bias", a.bias, Operand{d.element, {d.channels}, Operand::kOptional});
-    f("initial_state", a.initial_state, Operand{d.element, d.state_shape(), Operand::kOptional});
-    f("d_final_state", a.d_final_state, Operand{d.element, d.state_shape(), Operand::kOptional});
+    f("initial_state", a.initial_state, d.state_operand());
+    f("d_final_state", a.d_final_state, d.state_operand());
     f("mask", a.mask, Operand{DType::u8, d.mask_shape(), Operand::kOptional});
     f("cu_seqlens", a.cu_seqlens, d.rows().sequence_operand());
-    f("dx", a.dx, Operand{d.element, d.tensor_shape(), Operand::kOptional});
+    f("dx", a.dx, Operand{d.element, d.tensor_shape(), Operand::kOptional | Operand::kStrided});
     f("d_weight", a.d_weight, Operand{d.element, d.weight_shape(), Operand::kOptional});
     f("d_bias", a.d_bias, Operand{d.element, {d.channels}, Operand::kOptional});
-    f("d_initial_state", a.d_initial_state,
-      Operand{d.element, d.state_shape(), Operand::kOptional});
+    f("d_initial_state", a.d_initial_state, d.state_operand());
   }
 };
 

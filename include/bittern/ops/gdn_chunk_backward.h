@@ -92,7 +92,7 @@ struct GdnChunkBackward {
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
     const Operand head{DType::f32, {d.value_heads}, Operand::kOptional};
-    const Operand state{DType::f32, d.state_shape(), Operand::kOptional};
+    const Operand state = d.state_operand();
     f("q", a.q, Operand{d.element, d.key_shape(), Operand::kStrided});
     f("k", a.k, Operand{d.element, d.key_shape(), Operand::kStrided});
     f("v", a.v, Operand{d.element, d.value_shape(), Operand::kStrided});

@@ -77,10 +77,10 @@ struct GdnChunkForward {
     f("a_log", a.a_log, d.gate_operand());
     f("dt_bias", a.dt_bias, d.gate_operand());
     f("mask", a.mask, Operand{DType::u8, {d.batch, d.tokens}, Operand::kOptional});
-    f("initial_state", a.initial_state, Operand{DType::f32, d.state_shape(), Operand::kOptional});
+    f("initial_state", a.initial_state, d.state_operand());
     f("cu_seqlens", a.cu_seqlens, d.sequence_operand());
     f("o", a.o, Operand{d.element, d.value_shape(), Operand::kStrided});
-    f("final_state", a.final_state, Operand{DType::f32, d.state_shape(), Operand::kOptional});
+    f("final_state", a.final_state, d.state_operand());
   }
 };
 

@@ -13,7 +13,7 @@
 // which is S' = a S, d = b (v - S'^T k), S = S' + k d^T, o = S^T q, with the state read once and
 // written once. Everything is f32; each operation written above rounds once, products of three from
 // the left. exp, softplus and sigmoid are core/math.h's. x.x and k.q are summed as core/dot.h says.
-// sk and sq depend on how the state lies:
+// sk and sq depend on state_layout:
 //
 //   key_value   sum = fma(S_ij, k_i, sum), i ascending, from 0
 //   value_key   as core/dot.h: 16 strided sums, then the halving tree
@@ -129,7 +129,7 @@ struct GdnRecurrentStep {
     f("dt_bias", a.dt_bias, h.gate_operand());
     f("state_index", a.state_index,
       Operand::read_if(d.pool > 0, DType::s32, {d.pool > 0 ? d.batch : 0}, "pool"));
-    f("state", a.state, Operand{DType::f32, d.state_shape(), Operand::kInOut});
+    f("state", a.state, Operand{DType::f32, d.state_shape(), Operand::kInOut | Operand::kStrided});
     f("o", a.o, Operand{d.element, h.value_shape(), Operand::kStrided});
     f("snapshots", a.snapshots,
       Operand{DType::f32, d.snapshot_shape(), Operand::kOptional | Operand::kExtra});

@@ -38,17 +38,17 @@ void Convolve(const Op::Desc& d, const Op::Args& a, conv::Tile<X>& tile) {
 // The last inputs of a sequence, after all of its blocks or none.
 template <class X>
 void StoreFinalState(const Op::Args& a, const conv::Tile<X>& tile) {
-  const std::int64_t reach = tile.reach();
+  const std::int64_t reach = tile.reach(), step = a.final_state.stride[1];
   for (std::int64_t i = 0; i < reach; ++i) {
     const std::int64_t p = tile.block->sequence.length - reach + i;
-    X* to = tile.state(a.final_state) + i;
+    X* to = tile.state(a.final_state, i);
     if (p >= 0 ? tile.masked(p) : !a.initial_state) {
-      for (std::int64_t c = 0; c < tile.count; ++c) to[c * reach] = from_math<X>(0);
+      for (std::int64_t c = 0; c < tile.count; ++c) to[c * step] = from_math<X>(0);
       continue;
     }
-    const X* from = p >= 0 ? tile.at(a.x, p) : tile.state(a.initial_state) + p + reach;
-    const std::int64_t step = p >= 0 ? 1 : reach;
-    for (std::int64_t c = 0; c < tile.count; ++c) to[c * reach] = from[c * step];
+    const X* from = p >= 0 ? tile.at(a.x, p) : tile.state(a.initial_state, p + reach);
+    const std::int64_t from_step = p >= 0 ? 1 : a.initial_state.stride[1];
+    for (std::int64_t c = 0; c < tile.count; ++c) to[c * step] = from[c * from_step];
   }
 }
 

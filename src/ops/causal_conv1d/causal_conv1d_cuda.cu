@@ -21,7 +21,9 @@ constexpr std::int64_t kThreadsPerMultiprocessor = 1024;
 
 struct Problem {
   cuda::ConvInputs in;
-  void *y, *final_state;
+  void* y;
+  cuda::ConvTokens y_at;
+  cuda::ConvState final_state;
   bool silu;
   std::int64_t run;           // tokens of a thread
   std::int64_t runs, states;  // items: runs of tokens, then sequences, times the packs of a token
@@ -46,9 +48,9 @@ __device__ inline void emit(const Problem& p, const cuda::ConvTaps<X, kWidth, N>
 // All kTokens tokens of a run, inside one sequence as those that they see before them: loaded
 // together.
 template <class X, int kWidth, int N>
-__device__ void convolve_run(const Problem& p, std::int64_t token, std::int64_t channel) {
+__device__ void convolve_run(const Problem& p, const ConvSequence& s, std::int64_t token,
+                             std::int64_t channel) {
   constexpr int kReach = kWidth - 1, kAll = kReach + kTokens<X>;
-  const std::int64_t step = p.in.channels;
   unsigned live = ~0u;  // bit i: token - kReach + i is not masked
   if (p.in.mask != nullptr) {
     live = 0;
@@ -57,24 +59,24 @@ __device__ void convolve_run(const Problem& p, std::int64_t token, std::int64_t 
       live |= static_cast<unsigned>(p.in.mask[token - kReach + i] != 0) << i;
   }
   Raw<X, N> x[kAll];
-  const X* from = static_cast<const X*>(p.in.x) + (token - kReach) * step + channel;
+  const X* from = static_cast<const X*>(p.in.x) + p.in.x_at.at(s, token - kReach) + channel;
 #pragma unroll
   for (int i = 0; i < kAll; ++i) {
     x[i] = Raw<X, N>::load(from, (live >> i & 1) != 0);
-    from += step;
+    from += p.in.x_at.step;
   }
   const cuda::ConvTaps<X, kWidth, N> taps(p.in, channel);
   float before[kReach][N];
 #pragma unroll
   for (int i = 0; i < kReach; ++i) x[i].widen(before[i]);
-  X* y = static_cast<X*>(p.y) + token * step + channel;
+  X* y = static_cast<X*>(p.y) + p.y_at.at(s, token) + channel;
 #pragma unroll
   for (int i = kReach; i < kAll; ++i) {
     float now[N];
     x[i].widen(now);
     emit<X, kWidth, N>(p, taps, before, now, (live >> i & 1) != 0, y);
     cuda::shift_in(before, now);
-    y += step;
+    y += p.y_at.step;
   }
 }
 
@@ -85,11 +87,13 @@ __device__ void convolve_tokens(const Problem& p, std::int64_t first, std::int64
   const cuda::ConvTaps<X, kWidth, N> taps(p.in, channel);
   for (std::int64_t token = first; token < end; ++token) {
     const bool live = !p.in.masked(token);
-    const std::int64_t at = token * p.in.channels + channel;
+    const ConvSequence s = p.in.sequence_of(token);
+    const X* x = static_cast<const X*>(p.in.x) + p.in.x_at.at(s, token) + channel;
     float before[kWidth - 1][N], now[N];
-    Raw<X, N>::load(static_cast<const X*>(p.in.x) + at, live).widen(now);
-    cuda::inputs_before<X>(p.in, p.in.sequence_of(token), token, channel, before);
-    emit<X, kWidth, N>(p, taps, before, now, live, static_cast<X*>(p.y) + at);
+    Raw<X, N>::load(x, live).widen(now);
+    cuda::inputs_before<X>(p.in, s, token, channel, before);
+    emit<X, kWidth, N>(p, taps, before, now, live,
+                       static_cast<X*>(p.y) + p.y_at.at(s, token) + channel);
   }
 }
 
@@ -109,7 +113,7 @@ __global__ void __launch_bounds__(kThreads) convolve(const Problem p) {
       const std::int64_t end = first + p.run < p.in.tokens ? first + p.run : p.in.tokens;
       const ConvSequence s = p.in.sequence_of(first);
       if (N > 1 && end - first == kTokens<X> && end <= s.end && first - s.begin >= kWidth - 1) {
-        convolve_run<X, kWidth, N>(p, first, channel);
+        convolve_run<X, kWidth, N>(p, s, first, channel);
       } else {
         convolve_tokens<X, kWidth, N>(p, first, end, channel);
       }
@@ -117,8 +121,7 @@ __global__ void __launch_bounds__(kThreads) convolve(const Problem p) {
       const ConvSequence s = p.in.sequence(unit);
       float last[kWidth - 1][N];
       cuda::inputs_before<X>(p.in, s, s.end, channel, last);
-      cuda::store_columns(last, static_cast<X*>(p.final_state) +
-                                    (s.index * p.in.channels + channel) * (kWidth - 1));
+      cuda::store_state<X>(last, p.final_state, s.index, channel);
     }
   }
 }
@@ -129,7 +132,8 @@ Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream) {
   const std::int64_t packs = d.channels / N;
   Problem p{.in = {d, a, N},
             .y = a.y.data,
-            .final_state = a.final_state.data,
+            .y_at = {d, a.y},
+            .final_state = cuda::ConvState(a.final_state),
             .silu = d.silu,
             .run = kTokens<X>,
             .runs = 0,

@@ -14,7 +14,7 @@ void convolve(const Op::Desc& d, const Op::Args& a) {
     const ConvSequence& s = block.sequence;
     for (std::int64_t t = block.first; t < block.first + block.rows; ++t) {
       if (!a.y) break;
-      X* y = a.y.as<X>() + (s.begin + t) * d.channels;
+      X* y = a.y.as<X>() + conv_at(d, a.y, s, t);
       for (std::int64_t c = 0; c < d.channels; ++c) {
         if (conv_masked(a.mask, s.begin + t)) {
           y[c] = from_math<X>(0);
@@ -27,7 +27,7 @@ void convolve(const Op::Desc& d, const Op::Args& a) {
     if (!block.last || !a.final_state) continue;
     for (std::int64_t c = 0; c < d.channels; ++c) {
       for (std::int64_t i = 0; i < d.width - 1; ++i)
-        a.final_state.as<X>()[in.state_at(s, c, i)] =
+        a.final_state.as<X>()[a.final_state.at(s.index, c, i)] =
             from_math<X>(in.input(s, s.length - (d.width - 1) + i, c));
     }
   }

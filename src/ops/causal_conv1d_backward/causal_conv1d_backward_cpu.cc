@@ -60,8 +60,9 @@ void Differentiate(const Op::Desc& d, const Op::Args& a, conv::Tile<X>& tile, Su
   const auto load_more = [&](std::int64_t r) {
     const std::int64_t i = first + r - (s.length - reach);
     if (i < 0 || !a.d_final_state) return false;
-    const X* from = tile.state(a.d_final_state) + i;
-    for (std::int64_t c = 0; c < tile.count; ++c) more[c] = to_math(from[c * reach]);
+    const X* from = tile.state(a.d_final_state, i);
+    const std::int64_t step = a.d_final_state.stride[1];
+    for (std::int64_t c = 0; c < tile.count; ++c) more[c] = to_math(from[c * step]);
     return true;
   };
   for (std::int64_t r = 0; a.dx && r < tile.rows; ++r) {
@@ -76,12 +77,13 @@ void Differentiate(const Op::Desc& d, const Op::Args& a, conv::Tile<X>& tile, Su
   }
   for (std::int64_t i = 0; first == 0 && a.d_initial_state && i < reach; ++i) {
     const bool add = load_more(i - reach);
-    X* to = tile.state(a.d_initial_state) + i;
+    X* to = tile.state(a.d_initial_state, i);
+    const std::int64_t step = a.d_initial_state.stride[1];
     for (std::int64_t c = 0; c < tile.count; c += conv::kLanes) {
       alignas(64) float lane[conv::kLanes];
       hn::Store(gradient(i - reach, c, add), tag, lane);
       for (std::int64_t k = 0; k < std::min(conv::kLanes, tile.count - c); ++k)
-        to[(c + k) * reach] = from_math<X>(lane[k]);
+        to[(c + k) * step] = from_math<X>(lane[k]);
     }
   }
 

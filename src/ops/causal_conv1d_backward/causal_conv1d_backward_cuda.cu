@@ -44,8 +44,10 @@ struct Places {
 
 struct Problem {
   cuda::ConvInputs in;
-  const void *dy, *d_final_state;
-  void *dx, *d_initial_state;
+  const void* dy;
+  void* dx;
+  cuda::ConvTokens dy_at, dx_at;
+  cuda::ConvState d_final_state, d_initial_state;
   bool silu;
   Places places;
   float* partial;               // [blocks, width + 1, channels]; null: not wanted
@@ -91,20 +93,22 @@ struct Walk {
 
   const Problem& p;
   const cuda::ConvTaps<X, kWidth, N> taps;
-  std::int64_t offset;  // of step 0's elements in x, dy and dx
-  std::int64_t state;   // of the first channel's oldest element in a state
-  bool starts;          // the sequence starts with this block
-  int rows, inside;     // tokens of the block; steps that have a token
+  std::int64_t sequence, channel;
+  const X *x, *dy;  // step 0's elements
+  X* dx;
+  bool starts;       // the sequence starts with this block
+  int rows, inside;  // tokens of the block; steps that have a token
   const std::uint8_t* mask;
   float before[kReach][N], du_before[kReach][N] = {};  // oldest first
   float weight_sum[kWidth][N] = {}, bias_sum[N] = {};
 
   __device__ Walk(const Problem& problem, const ConvSequence& s, std::int64_t first,
-                  std::int64_t channel)
-      : p(problem), taps(problem.in, channel) {
+                  std::int64_t first_channel)
+      : p(problem), taps(problem.in, first_channel), sequence(s.index), channel(first_channel) {
     const std::int64_t token = s.begin + first, left = s.end - token;
-    offset = token * p.in.channels + channel;
-    state = (s.index * p.in.channels + channel) * kReach;
+    x = static_cast<const X*>(p.in.x) + p.in.x_at.at(s, token) + channel;
+    dy = static_cast<const X*>(p.dy) + p.dy_at.at(s, token) + channel;
+    dx = static_cast<X*>(p.dx) + p.dx_at.at(s, token) + channel;
     starts = first == 0;
     rows = static_cast<int>(left < kBlockTokens ? left : kBlockTokens);
     inside = static_cast<int>(left < kBlockTokens + kReach ? left : kBlockTokens + kReach);
@@ -119,16 +123,15 @@ struct Walk {
     Raw<X, N> x[kAhead], dy[kAhead];
 
     __device__ void load(const Walk& w, int t) {
-      const std::int64_t at = w.offset + t * w.p.in.channels;
-      const X* from_x = static_cast<const X*>(w.p.in.x) + at;
-      const X* from_dy = static_cast<const X*>(w.p.dy) + at;
+      const X* from_x = w.x + t * w.p.in.x_at.step;
+      const X* from_dy = w.dy + t * w.p.dy_at.step;
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         const bool live = w.live(t + k);
         x[k] = Raw<X, N>::load(from_x, live);
         dy[k] = Raw<X, N>::load(from_dy, live);
-        from_x += w.p.in.channels;
-        from_dy += w.p.in.channels;
+        from_x += w.p.in.x_at.step;
+        from_dy += w.p.dy_at.step;
       }
     }
   };
@@ -137,57 +140,57 @@ struct Walk {
     Steps next;
     next.load(*this, 0);
     const bool plain = p.silu && p.dx != nullptr && mask == nullptr;
-    X* dx = static_cast<X*>(p.dx) + offset - kReach * p.in.channels;
+    X* to = dx - kReach * p.dx_at.step;
     for (int t = 0; t < rows + kReach; t += kAhead) {
       const Steps steps = next;
       next.load(*this, t + kAhead);
       if (plain && t >= kReach && t + kAhead <= rows) {
-        take<false>(steps, t, dx);
+        take<false>(steps, t, to);
       } else {
-        take<true>(steps, t, dx);
+        take<true>(steps, t, to);
       }
-      dx += kAhead * p.in.channels;
+      to += kAhead * p.dx_at.step;
     }
   }
 
   // kEdge: any steps. Otherwise all of them are of this block, have their dx in it, and nothing is
   // masked or left out; most are, and need no branches.
   template <bool kEdge>
-  __device__ void take(const Steps& steps, int t, X* dx) {
+  __device__ void take(const Steps& steps, int t, X* to) {
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
       if (kEdge && t + k >= rows + kReach) break;
-      float x[N], du[N];
-      steps.x[k].widen(x);
+      float now[N], du[N];
+      steps.x[k].widen(now);
       steps.dy[k].widen(du);
       if (!kEdge || (p.silu && live(t + k))) {
 #pragma unroll
         for (int c = 0; c < N; ++c) {
-          const float u = taps.sum(before, x[c], c);
+          const float u = taps.sum(before, now[c], c);
           du[c] *= math::silu_slope(u, cuda::sigmoid(u));
         }
       }
-      if (!kEdge || t + k < rows) add_to_sums(x, du);
+      if (!kEdge || t + k < rows) add_to_sums(now, du);
       if constexpr (!kEdge) {
         float sum[N];
         input_gradient(du, sum);
-        Raw<X, N>::narrow(sum).store(dx);
-      } else if (t + k >= kReach ? p.dx != nullptr : starts && p.d_initial_state != nullptr) {
-        emit(t + k, du, dx);
+        Raw<X, N>::narrow(sum).store(to);
+      } else if (t + k >= kReach ? p.dx != nullptr : starts && p.d_initial_state.data != nullptr) {
+        emit(t + k, du, to);
       }
-      dx += p.in.channels;
-      cuda::shift_in(before, x);
+      to += p.dx_at.step;
+      cuda::shift_in(before, now);
       cuda::shift_in(du_before, du);
     }
   }
 
-  __device__ void add_to_sums(const float (&x)[N], const float (&du)[N]) {
+  __device__ void add_to_sums(const float (&now)[N], const float (&du)[N]) {
 #pragma unroll
     for (int c = 0; c < N; ++c) {
 #pragma unroll
       for (int j = 0; j < kReach; ++j)
         weight_sum[j][c] = fmaf(du[c], before[j][c], weight_sum[j][c]);
-      weight_sum[kReach][c] = fmaf(du[c], x[c], weight_sum[kReach][c]);
+      weight_sum[kReach][c] = fmaf(du[c], now[c], weight_sum[kReach][c]);
       bias_sum[c] += du[c];
     }
   }
@@ -203,25 +206,26 @@ struct Walk {
   }
 
   // What step t has of dx, or of d_initial_state.
-  __device__ void emit(int t, const float (&du)[N], X* dx) const {
+  __device__ void emit(int t, const float (&du)[N], X* to) const {
     float sum[N];
     input_gradient(du, sum);
-    if (t >= inside && p.d_final_state != nullptr) {  // final_state holds this input
-      const X* from = static_cast<const X*>(p.d_final_state) + state + (t - inside);
+    if (t >= inside && p.d_final_state.data != nullptr) {  // final_state holds this input
 #pragma unroll
-      for (int c = 0; c < N; ++c) sum[c] += cuda::load_math(from[c * kReach]);
+      for (int c = 0; c < N; ++c)
+        sum[c] += cuda::load_math(
+            *p.d_final_state.template at<const X>(sequence, channel + c, t - inside));
     }
     if (t < kReach && starts) {
-      X* to = static_cast<X*>(p.d_initial_state) + state + t;
 #pragma unroll
-      for (int c = 0; c < N; ++c) to[c * kReach] = cuda::store_math<X>(sum[c]);
+      for (int c = 0; c < N; ++c)
+        *p.d_initial_state.template at<X>(sequence, channel + c, t) = cuda::store_math<X>(sum[c]);
       return;
     }
     if (mask != nullptr && mask[t - kReach] == 0) {
 #pragma unroll
       for (float& value : sum) value = 0;
     }
-    Raw<X, N>::narrow(sum).store(dx);
+    Raw<X, N>::narrow(sum).store(to);
   }
 };
 
@@ -280,9 +284,11 @@ Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace 
   const Problem p{
       .in = {d, a, N},
       .dy = a.dy.data,
-      .d_final_state = a.d_final_state.data,
       .dx = a.dx.data,
-      .d_initial_state = a.d_initial_state.data,
+      .dy_at = {d, a.dy},
+      .dx_at = {d, a.dx},
+      .d_final_state = cuda::ConvState(a.d_final_state),
+      .d_initial_state = cuda::ConvState(a.d_initial_state),
       .silu = d.silu,
       .places = {.bounds = d.n_sequences > 0 ? a.cu_seqlens.as<std::int32_t>() : nullptr,
                  .sequences = d.sequences(),

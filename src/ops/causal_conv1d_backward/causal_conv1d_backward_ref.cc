@@ -22,7 +22,7 @@ struct Gradients {
         out.push_back(0);
         continue;
       }
-      const float dy = to_math(a.dy.as<X>()[(s.begin + t) * d.channels + c]);
+      const float dy = to_math(a.dy.as<X>()[conv_at(d, a.dy, s, t) + c]);
       out.push_back(d.silu ? dy * math::silu_slope(in.u(s, t, c)) : dy);
     }
     return out;
@@ -37,7 +37,8 @@ struct Gradients {
       sum = std::fma(in.tap(c, j), inside ? du[static_cast<std::size_t>(at)] : 0.0f, sum);
     }
     const std::int64_t i = t - (s.length - (d.width - 1));
-    if (i >= 0 && a.d_final_state) sum += to_math(a.d_final_state.as<X>()[in.state_at(s, c, i)]);
+    if (i >= 0 && a.d_final_state)
+      sum += to_math(a.d_final_state.as<X>()[a.d_final_state.at(s.index, c, i)]);
     return sum;
   }
 
@@ -48,7 +49,7 @@ struct Gradients {
       if (block.first == 0) {
         g = du(s, c);
         for (std::int64_t i = 0; a.d_initial_state && i < d.width - 1; ++i)
-          a.d_initial_state.as<X>()[in.state_at(s, c, i)] =
+          a.d_initial_state.as<X>()[a.d_initial_state.at(s.index, c, i)] =
               from_math<X>(dx(s, g, i - (d.width - 1), c));
       }
       if (block.rows == 0) continue;
@@ -58,7 +59,7 @@ struct Gradients {
         for (std::int64_t j = 0; j < d.width; ++j)
           weight_sum[j] = std::fma(at_t, in.input(s, t - d.width + 1 + j, c), weight_sum[j]);
         bias_sum += at_t;
-        if (a.dx) a.dx.as<X>()[(s.begin + t) * d.channels + c] = from_math<X>(dx(s, g, t, c));
+        if (a.dx) a.dx.as<X>()[conv_at(d, a.dx, s, t) + c] = from_math<X>(dx(s, g, t, c));
       }
       for (std::int64_t j = 0; j < d.width; ++j) weight_terms[j].push_back(weight_sum[j]);
       bias_terms.push_back(bias_sum);

@@ -30,7 +30,7 @@ struct Head {
   const Op::Args& a;
   const GdnSequence& sequence;
   std::int64_t key_head, head;
-  std::int64_t state;  // the first element of its states
+  std::int64_t index;  // of the sequence
   std::int64_t k_stride, v_stride;
 };
 
@@ -57,7 +57,7 @@ void Forward(const Head& h, const BackwardScratch& s) {
   const gdn::D tag;
   const std::int64_t width = h.d.value_dim;
   if (h.a.initial_state) {
-    gdn::LoadState(h.d, h.a.initial_state.as<float>() + h.state, s.state);
+    gdn::LoadState(h.d, h.a.initial_state, h.index, h.head, s.state);
   } else {
     std::fill_n(s.state, h.d.key_dim * h.v_stride, 0.0f);
   }
@@ -300,22 +300,21 @@ void RunGdnChunkBackward(const Op::Desc& d, const Op::Args& a, const GdnSequence
   std::fill_n(s.ones, kRows, 1.0f);
   for (std::int64_t item = begin; item < end; ++item) {
     const std::int64_t sequence = item / d.key_heads;
-    Head h{d, a, sequences[sequence], item % d.key_heads,
-           0, 0, Padded(d.key_dim),   Padded(d.value_dim)};
+    Head h{d, a,        sequences[sequence], item % d.key_heads,
+           0, sequence, Padded(d.key_dim),   Padded(d.value_dim)};
     const std::int64_t chunks = d.chunks(h.sequence.end - h.sequence.begin);
     std::fill_n(s.dq_sum, chunks * d.chunk * h.k_stride, 0.0f);
     std::fill_n(s.dk_sum, chunks * d.chunk * h.k_stride, 0.0f);
     for (std::int64_t i = 0; i < d.value_heads / d.key_heads; ++i) {
       h.head = d.value_head(h.key_head, i);
-      h.state = (sequence * d.value_heads + h.head) * d.key_dim * d.value_dim;
       Forward(h, s);
       if (a.d_final_state) {
-        gdn::LoadState(d, a.d_final_state.as<float>() + h.state, s.grad);
+        gdn::LoadState(d, a.d_final_state, sequence, h.head, s.grad);
       } else {
         std::fill_n(s.grad, d.key_dim * h.v_stride, 0.0f);
       }
       for (std::int64_t n = chunks - 1; n >= 0; --n) BackwardChunk(h, n, s);
-      if (a.d_initial_state) gdn::StoreState(d, s.grad, a.d_initial_state.as<float>() + h.state);
+      if (a.d_initial_state) gdn::StoreState(d, s.grad, a.d_initial_state, sequence, h.head);
       sums[sequence * d.value_heads + h.head] = StoreGateGradients(h, s.dg);
     }
     StoreKeyGradients(h, a.q, d.query_scale(), s.dq_sum, a.d_q, s);

@@ -52,14 +52,12 @@ struct Head {
     Rows state = zeros(keys, width);
     for (std::size_t i = 0; i < keys; ++i)
       for (std::size_t j = 0; j < width; ++j)
-        if (x) state[i][j] = x.as<float>()[state_at(i, j)];
+        if (x) state[i][j] = x.as<float>()[state_at(x, i, j)];
     return state;
   }
-  std::int64_t state_at(std::size_t i, std::size_t j) const {
-    const auto row = static_cast<std::int64_t>(i), column = static_cast<std::int64_t>(j);
-    return (sequence * d.value_heads + head) * d.key_dim * d.value_dim +
-           (d.state_layout == StateLayout::key_value ? row * d.value_dim + column
-                                                     : column * d.key_dim + row);
+  std::int64_t state_at(const ConstView& x, std::size_t i, std::size_t j) const {
+    return gdn_state_at(d, x, sequence, head, static_cast<std::int64_t>(i),
+                        static_cast<std::int64_t>(j));
   }
 };
 
@@ -311,7 +309,8 @@ GateSums run_head(const Head& h, const GdnSequence& sequence, Rows& dq, Rows& dk
   }
   for (std::size_t i = 0; i < grad.size(); ++i)
     for (std::size_t j = 0; j < grad[i].size(); ++j)
-      if (a.d_initial_state) a.d_initial_state.as<float>()[h.state_at(i, j)] = grad[i][j];
+      if (a.d_initial_state)
+        a.d_initial_state.as<float>()[h.state_at(a.d_initial_state, i, j)] = grad[i][j];
   return sums;
 }
 

@@ -80,12 +80,9 @@ void RunGdnChunkForward(const Op::Desc& d, const Op::Args& a, const GdnSequence*
     const std::int64_t member = item % group;
     const std::int64_t count = std::min({group - member, end - item, cpu::gdn::kShared});
     const auto head = [&](std::int64_t i) { return d.value_head(key_head, member + i); };
-    const auto at = [&](std::int64_t i) {
-      return (n * d.value_heads + head(i)) * d.key_dim * d.value_dim;
-    };
     for (std::int64_t i = 0; i < count; ++i) {
       if (a.initial_state) {
-        gdn::LoadState(d, a.initial_state.as<float>() + at(i), s.state[i]);
+        gdn::LoadState(d, a.initial_state, n, head(i), s.state[i]);
       } else {
         std::fill_n(s.state[i], d.key_dim * gdn::Padded(d.value_dim), 0.0f);
       }
@@ -103,7 +100,7 @@ void RunGdnChunkForward(const Op::Desc& d, const Op::Args& a, const GdnSequence*
       for (std::int64_t i = 0; i < count; ++i) RunChunk(d, a, chunk, head(i), s.state[i], s);
     }
     for (std::int64_t i = 0; i < count && a.final_state; ++i)
-      gdn::StoreState(d, s.state[i], a.final_state.as<float>() + at(i));
+      gdn::StoreState(d, s.state[i], a.final_state, n, head(i));
     item += count;
   }
 }

@@ -112,16 +112,14 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
   const auto width = static_cast<std::size_t>(d.value_dim);
   for (std::size_t n = 0; n < sequences.size(); ++n) {
     for (std::int64_t h = 0; h < d.value_heads; ++h) {
-      const std::int64_t first =
-          (static_cast<std::int64_t>(n) * d.value_heads + h) * d.key_dim * d.value_dim;
-      const auto at = [&](std::size_t i, std::size_t j) {
-        return first + static_cast<std::int64_t>(
-                           d.state_layout == StateLayout::key_value ? i * width + j : j * keys + i);
+      const auto at = [&](const auto& view, std::size_t i, std::size_t j) {
+        return gdn_state_at(d, view, static_cast<std::int64_t>(n), h, static_cast<std::int64_t>(i),
+                            static_cast<std::int64_t>(j));
       };
       Rows state(keys, std::vector<float>(width));
       for (std::size_t i = 0; i < keys; ++i)
         for (std::size_t j = 0; j < width; ++j)
-          if (a.initial_state) state[i][j] = a.initial_state.as<float>()[at(i, j)];
+          if (a.initial_state) state[i][j] = a.initial_state.as<float>()[at(a.initial_state, i, j)];
       for (std::int64_t c = 0; c < d.chunks(sequences[n].end - sequences[n].begin); ++c) {
         BITTERN_TRY((visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
           run_chunk<X>(d, a, gdn_chunk(d, sequences[n], c), h, state);
@@ -130,7 +128,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
       }
       for (std::size_t i = 0; i < keys; ++i)
         for (std::size_t j = 0; j < width; ++j)
-          if (a.final_state) a.final_state.as<float>()[at(i, j)] = state[i][j];
+          if (a.final_state) a.final_state.as<float>()[at(a.final_state, i, j)] = state[i][j];
     }
   }
   return {};

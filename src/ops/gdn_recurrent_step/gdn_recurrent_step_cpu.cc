@@ -89,7 +89,7 @@ HWY_INLINE void Emit(const Token& t, V sk, V sq, V v, V& delta, V& o) {
 
 // kVectors vectors of columns from `column` on; of the last, kMasked, the first `count` lanes.
 template <int kVectors, bool kMasked>
-HWY_INLINE void Columns(std::int64_t keys, std::int64_t values, std::int64_t column,
+HWY_INLINE void Columns(std::int64_t keys, std::int64_t stride, std::int64_t column,
                         std::int64_t count, float* HWY_RESTRICT state, Token& t) {
   const D d;
   const auto in = hn::FirstN(d, static_cast<std::size_t>(count));
@@ -98,7 +98,7 @@ HWY_INLINE void Columns(std::int64_t keys, std::int64_t values, std::int64_t col
   V sk[kVectors], sq[kVectors], delta[kVectors];
   for (int c = 0; c < kVectors; ++c) sk[c] = sq[c] = hn::Zero(d);
   float* row = state + column;
-  for (std::int64_t i = 0; i < keys; ++i, row += values) {
+  for (std::int64_t i = 0; i < keys; ++i, row += stride) {
     const V k = hn::Set(d, t.k[i]), q = hn::Set(d, t.q[i]);
     for (int c = 0; c < kVectors; ++c) {
       const V s = load(row + c * kLanes);
@@ -114,7 +114,7 @@ HWY_INLINE void Columns(std::int64_t keys, std::int64_t values, std::int64_t col
   }
   const V decay = hn::Set(d, t.decay);
   row = state + column;
-  for (std::int64_t i = 0; i < keys; ++i, row += values) {
+  for (std::int64_t i = 0; i < keys; ++i, row += stride) {
     const V k = hn::Set(d, t.k[i]);
     for (int c = 0; c < kVectors; ++c) {
       const V s = hn::MulAdd(k, delta[c], hn::Mul(decay, load(row + c * kLanes)));
@@ -127,13 +127,14 @@ HWY_INLINE void Columns(std::int64_t keys, std::int64_t values, std::int64_t col
   }
 }
 
-void KeyValueStep(std::int64_t keys, std::int64_t values, float* state, Token& t) {
+void KeyValueStep(std::int64_t keys, std::int64_t values, std::int64_t stride, float* state,
+                  Token& t) {
   constexpr int kWide = HWY_TARGET == HWY_AVX2 ? 4 : 8;
   std::int64_t j = 0;
   for (; j + kWide * kLanes <= values; j += kWide * kLanes)
-    Columns<kWide, false>(keys, values, j, 0, state, t);
+    Columns<kWide, false>(keys, stride, j, 0, state, t);
   for (; j < values; j += kLanes)
-    Columns<1, true>(keys, values, j, std::min(kLanes, values - j), state, t);
+    Columns<1, true>(keys, stride, j, std::min(kLanes, values - j), state, t);
 }
 
 // ---- state [value_dim, key_dim]: a vector's worth of rows at a time ----
@@ -161,15 +162,15 @@ HWY_INLINE void RowDots(const float* HWY_RESTRICT row, const Token& t, std::int6
 
 // `next` is the state to come: its lines are fetched into L2 while this one's are written. (The
 // other layout reads a state from end to end, which the hardware does better alone.)
-void ValueKeyStep(std::int64_t keys, std::int64_t values, float* state, const float* next,
-                  Token& t) {
+void ValueKeyStep(std::int64_t keys, std::int64_t values, std::int64_t stride, float* state,
+                  const float* next, Token& t) {
   const D d;
   for (std::int64_t j = 0; j < values; j += kLanes) {
     const std::int64_t count = std::min(kLanes, values - j);
     V sk[kLanes], sq[kLanes];
     for (std::int64_t r = 0; r < kLanes; ++r) {
       if (r < count) {
-        RowDots(state + (j + r) * keys, t, keys, sk[r], sq[r]);
+        RowDots(state + (j + r) * stride, t, keys, sk[r], sq[r]);
       } else {
         sk[r] = sq[r] = hn::Zero(d);
       }
@@ -181,8 +182,8 @@ void ValueKeyStep(std::int64_t keys, std::int64_t values, float* state, const fl
     const V decay = hn::Set(d, t.decay);
     for (std::int64_t r = 0; r < count; ++r) {
       const V row_delta = hn::Set(d, t.delta[j + r]);
-      float* row = state + (j + r) * keys;
-      const float* ahead = next + (j + r) * keys;
+      float* row = state + (j + r) * stride;
+      const float* ahead = next + (j + r) * stride;
       for (std::int64_t i = 0; i < keys; i += kLanes) {
         __builtin_prefetch(ahead + i, 0, 2);
         const V k = hn::Load(d, t.k + i);
@@ -215,12 +216,12 @@ void Skip(const Op::Desc& d, const Op::Args& a, std::int64_t sequence, std::int6
 // Heads [begin, end) of all sequences' heads.
 void RunGdnRecurrentStep(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
                          std::int64_t end) {
-  const std::int64_t size = d.key_dim * d.value_dim;
+  const std::int64_t stride = a.state.stride[2];
   const auto state_of = [&](std::int64_t i) {
     const std::int64_t sequence = i / d.value_heads;
     const std::int64_t slot = d.pool > 0 ? a.state_index.as<std::int32_t>()[sequence] : sequence;
     if (slot < 0) return static_cast<float*>(nullptr);
-    return a.state.as<float>() + (slot * d.value_heads + i % d.value_heads) * size;
+    return a.state.as<float>() + a.state.at(slot, i % d.value_heads);
   };
   const bool stream = a.snapshots && a.snapshots.shape.numel() * 4 >= kStreamBytes;
   Token t{};
@@ -239,18 +240,22 @@ void RunGdnRecurrentStep(const Op::Desc& d, const Op::Args& a, std::int64_t begi
         return Status();
       });
       if (d.state_layout == StateLayout::key_value) {
-        KeyValueStep(d.key_dim, d.value_dim, state, t);
+        KeyValueStep(d.key_dim, d.value_dim, stride, state, t);
       } else {
-        ValueKeyStep(d.key_dim, d.value_dim, state, token + 1 < d.tokens ? state : next, t);
+        ValueKeyStep(d.key_dim, d.value_dim, stride, state, token + 1 < d.tokens ? state : next, t);
       }
       (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
         Narrow(t.o, d.value_dim, a.o.as<X>() + a.o.at(sequence, token, head));
         return Status();
       });
       if (a.snapshots) {
-        const std::int64_t at = (sequence * d.tokens + token) * d.value_heads + head;
-        EmitLines(state, static_cast<std::size_t>(size) * sizeof(float),
-                  a.snapshots.as<float>() + at * size, stream);
+        // In one piece where the state's rows follow one another, as they do in the snapshot.
+        const std::int64_t row = a.state.shape[3], all = a.state.shape[2] * row;
+        const std::int64_t piece = stride == row ? all : row;
+        float* to = a.snapshots.as<float>() + a.snapshots.at(sequence, token, head);
+        for (std::int64_t at = 0; at < all; at += piece)
+          EmitLines(state + at / row * stride, static_cast<std::size_t>(piece) * sizeof(float),
+                    to + at, stream);
       }
     }
   }

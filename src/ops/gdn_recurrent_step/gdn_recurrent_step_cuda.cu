@@ -43,6 +43,7 @@ struct Problem {
   void* o;
   float* snapshots;  // null: left out
   Strides q_stride, k_stride, v_stride, g_stride, beta_stride, o_stride;
+  std::int64_t state_stride, head_stride, row_stride;  // to the next state, its head, their row
   std::int64_t tokens, key_heads, value_heads, states;
   Divisor turns;  // value heads of a key head; tiled, key heads
   int keys, values;
@@ -70,6 +71,9 @@ struct Problem {
         g_stride(a.g),
         beta_stride(a.beta),
         o_stride(a.o),
+        state_stride(a.state.stride[0]),
+        head_stride(a.state.stride[1]),
+        row_stride(a.state.stride[2]),
         tokens(d.tokens),
         key_heads(d.key_heads),
         value_heads(d.value_heads),
@@ -85,7 +89,10 @@ struct Problem {
         allow_neg_eigval(d.allow_neg_eigval),
         pieces(reinterpret_cast<std::uintptr_t>(state) % 16 == 0 &&
                reinterpret_cast<std::uintptr_t>(snapshots) % 16 == 0 &&
-               (d.state_layout == StateLayout::key_value ? values : keys) % 4 == 0),
+               (d.state_layout == StateLayout::key_value ? values : keys) % 4 == 0 &&
+               (state_stride % 4 == 0 || states == 1) &&
+               (head_stride % 4 == 0 || value_heads == 1) &&
+               (row_stride % 4 == 0 || a.state.shape[2] == 1)),
         parts(parts_of_a_head),
         heads(d.value_heads),
         items(d.batch * d.value_heads * parts_of_a_head) {}
@@ -100,7 +107,7 @@ struct Problem {
     const std::int64_t sequence = heads.divide(row), head = row - sequence * heads.value();
     const std::int64_t slot = state_index != nullptr ? state_index[sequence] : sequence;
     if (slot < 0 || slot >= states) return {sequence, head, part, nullptr, slot == -1};
-    return {sequence, head, part, state + (slot * value_heads + head) * keys * values};
+    return {sequence, head, part, state + slot * state_stride + head * head_stride};
   }
   __device__ float* snapshot(const Item& i, std::int64_t token) const {
     const std::int64_t at = (i.sequence * tokens + token) * value_heads + i.head;
@@ -208,11 +215,13 @@ __device__ float updated(float k, float delta, float decay, float s) {
 // token, or to be used for the next one.
 struct Destinations {
   float *snapshot, *state, *tile;  // the first two may be null
+  int snapshot_stride;             // to the next row
+  std::int64_t state_stride;
   template <int N>
-  __device__ void put(int outside, int inside, const Vec<N>& s) const {
-    if (snapshot != nullptr) Vec<N>::of(snapshot + outside) = s;
+  __device__ void put(int row, int column, int inside, const Vec<N>& s) const {
+    if (snapshot != nullptr) Vec<N>::of(snapshot + row * snapshot_stride + column) = s;
     if (state != nullptr) {
-      Vec<N>::of(state + outside) = s;
+      Vec<N>::of(state + row * state_stride + column) = s;
     } else {
       Vec<N>::of(tile + inside) = s;
     }
@@ -238,7 +247,7 @@ __global__ void __launch_bounds__(kColumns) step_columns(const Problem p) {
     if (inside) {
 #pragma unroll 8
       for (int i = down; i < p.keys; i += N) {
-        const float* from = item.state + i * p.values + first + across;
+        const float* from = item.state + i * p.row_stride + first + across;
         if constexpr (N == 4) {
           cuda::copy_async_16(tile + i * width + across, from);
         } else {
@@ -272,15 +281,19 @@ __global__ void __launch_bounds__(kColumns) step_columns(const Problem p) {
 #pragma unroll
             for (int e = 0; e < N; ++e)
               s.at[e] = updated(pairs[i].k, delta.at[e], t.decay, s.at[e]);
-            put(i * p.values + first + across, i * width + across, s);
+            put(i, first + across, i * width + across, s);
           }
         };
         if (last && p.snapshots == nullptr) {
-          update([&](int at, int, const Vec<N>& s) { Vec<N>::of(item.state + at) = s; });
+          update([&](int row, int column, int, const Vec<N>& s) {
+            Vec<N>::of(item.state + row * p.row_stride + column) = s;
+          });
         } else {
           const Destinations to{p.snapshots != nullptr ? p.snapshot(item, token) : nullptr,
-                                last ? item.state : nullptr, tile};
-          update([&](int at, int in_tile, const Vec<N>& s) { to.put(at, in_tile, s); });
+                                last ? item.state : nullptr, tile, p.values, p.row_stride};
+          update([&](int row, int column, int in_tile, const Vec<N>& s) {
+            to.put(row, column, in_tile, s);
+          });
         }
       }
       __syncthreads();
@@ -307,13 +320,15 @@ __global__ void __launch_bounds__(kRowThreads) step_rows(const Problem p) {
     if (item.state == nullptr) continue;
     const int first = static_cast<int>(item.part) * kRows;
     const int rows = min(kRows, p.values - first);
-    float* const state = item.state + first * p.keys;  // the rows lie together
+    float* const state = item.state + first * p.row_stride;
+    for (int i = lane * N; i < p.keys; i += 32 * N) {  // a warp along a row
 #pragma unroll 8
-    for (int i = thread * N; i < rows * p.keys; i += kRowThreads * N) {
-      if constexpr (N == 4) {
-        cuda::copy_async_16(tile + i, state + i);
-      } else {
-        tile[i] = state[i];
+      for (int row = warp; row < rows; row += kRowThreads / 32) {
+        if constexpr (N == 4) {
+          cuda::copy_async_16(tile + row * p.keys + i, state + row * p.row_stride + i);
+        } else {
+          tile[row * p.keys + i] = state[row * p.row_stride + i];
+        }
       }
     }
     cuda::copy_async_commit();
@@ -362,17 +377,21 @@ __global__ void __launch_bounds__(kRowThreads) step_rows(const Problem p) {
             auto x = Vec<N>::of(tile + row * p.keys + i);
 #pragma unroll
             for (int e = 0; e < N; ++e) x.at[e] = updated(k[e], deltas[row], t.decay, x.at[e]);
-            put(row * p.keys + i, x);
+            put(row, i, x);
           }
         }
       };
       if (last && p.snapshots == nullptr) {
-        update([&](int at, const Vec<N>& x) { Vec<N>::of(state + at) = x; });
+        update([&](int row, int column, const Vec<N>& x) {
+          Vec<N>::of(state + row * p.row_stride + column) = x;
+        });
       } else {
         const Destinations to{
             p.snapshots != nullptr ? p.snapshot(item, token) + first * p.keys : nullptr,
-            last ? state : nullptr, tile};
-        update([&](int at, const Vec<N>& x) { to.put(at, at, x); });
+            last ? state : nullptr, tile, p.keys, p.row_stride};
+        update([&](int row, int column, const Vec<N>& x) {
+          to.put(row, column, row * p.keys + column, x);
+        });
       }
       __syncthreads();
     }

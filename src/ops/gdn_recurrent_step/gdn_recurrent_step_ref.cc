@@ -93,7 +93,6 @@ void skip(const Op::Desc& d, const Op::Args& a, std::int64_t sequence) {
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
-  const std::int64_t size = d.key_dim * d.value_dim;
   const bool key_first = d.state_layout == StateLayout::key_value;
   for (std::int64_t sequence = 0; sequence < d.batch; ++sequence) {
     const std::int64_t slot = d.pool > 0 ? a.state_index.as<std::int32_t>()[sequence] : sequence;
@@ -102,16 +101,19 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
       continue;
     }
     for (std::int64_t head = 0; head < d.value_heads; ++head) {
-      const State state{a.state.as<float>() + (slot * d.value_heads + head) * size,
-                        key_first ? d.value_dim : 1, key_first ? 1 : d.key_dim};
+      const std::int64_t row = a.state.stride[2];
+      const State state{a.state.as<float>() + a.state.at(slot, head), key_first ? row : 1,
+                        key_first ? 1 : row};
       for (std::int64_t token = 0; token < d.tokens; ++token) {
         BITTERN_TRY((visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
           step<X>(d, a, sequence, head, token, state);
           return Status();
         })));
         if (a.snapshots) {
-          const std::int64_t at = (sequence * d.tokens + token) * d.value_heads + head;
-          std::copy_n(state.data, size, a.snapshots.as<float>() + at * size);
+          const Shape& shape = a.state.shape;
+          float* to = a.snapshots.as<float>() + a.snapshots.at(sequence, token, head);
+          for (std::int64_t r = 0; r < shape[2]; ++r)
+            to = std::copy_n(state.data + r * row, shape[3], to);
         }
       }
     }
