@@ -398,7 +398,9 @@ class _RowSizes:
 class _NamedSizes:
     """Sizes that are axes of the operands, found by trying two numbers for each field.
 
-    An axis that is then the number plus c is the field plus c. A field with c > 0 (sequences, of
+    An axis that is then the number plus c is the field plus c. One that is a multiple of the number
+    is that of the field: the other factor is known where it is a field found before (kv_heads, of
+    which each of the sequences has its own). A field with c > 0 (sequences, of
     which n need n + 1 offsets) comes from such axes alone, and keeps its default without them; so
     does a field without which an array already has the right shape. A field that changes how many
     axes there are is a choice, not a size: it is given or has its default.
@@ -426,7 +428,10 @@ class _NamedSizes:
         return desc
 
     def axes_of(self, desc, field):
-        """[(operand, its number of axes, axis, c)] of the axes that are `field` + c."""
+        """[(operand, its number of axes, axis, c, times)] of the axes that are `field` * times + c.
+
+        Multiples come last.
+        """
         shapes = []
         for value in (desc.get(field), *self.PROBES):
             trial = desc.copy()
@@ -438,17 +443,19 @@ class _NamedSizes:
             if not len(shapes[0].get(name, first)) == len(first) == len(second):
                 return []
             for axis, (a, b) in enumerate(zip(first, second)):
-                c = a - self.PROBES[0]
+                c, times = a - self.PROBES[0], a // self.PROBES[0]
                 if a != b and c == b - self.PROBES[1] and abs(c) <= 1:
-                    found.append((name, len(first), axis, c))
-        return found
+                    found.append((name, len(first), axis, c, 1))
+                elif (a, b) == tuple(times * p for p in self.PROBES) and times > 1:
+                    found.append((name, len(first), axis, 0, times))
+        return sorted(found, key=lambda axis: axis[-1] > 1)
 
     def refuse_rank(self, name, shape, desc):
         """Says what each axis of the operand is."""
         axes = next([str(n) for n in o.shape] for o in desc.unchecked_operands() if o.name == name)
         for field in self.sizes:
-            for operand, _, axis, c in self.axes_of(desc, field):
-                if operand == name:
+            for operand, _, axis, c, times in self.axes_of(desc, field):
+                if operand == name and times == 1:
                     axes[axis] = field if c == 0 else f"{field} {c:+d}"
         raise ValueError(
             f"{self.op}: {name}: shape {list(shape)}, expected {len(axes)} axes: "
@@ -462,7 +469,7 @@ class _NamedSizes:
         for counted in (True, False):
             for field in free:
                 axes = self.axes_of(trial, field)
-                if any(c > 0 for *_, c in axes) != counted:
+                if any(c > 0 for *_, c, _ in axes) != counted:
                     continue
                 shapes = {o.name: o.shape for o in trial.unchecked_operands()}
                 # A field that has a given array read is not at its default, whatever its size.
@@ -472,7 +479,7 @@ class _NamedSizes:
                     if o.name in tensors
                 )
                 too_few = None
-                for name, count, axis, c in axes:
+                for name, count, axis, c, times in axes:
                     if name not in tensors or (counted and c <= 0):
                         continue
                     shape = tensors[name].shape
@@ -485,9 +492,12 @@ class _NamedSizes:
                         break
                     extra = len(shape) - count
                     lead, rest = shape[: extra + 1], shape[extra + 1 :]
-                    if axis == 0 and extra != 0:
-                        merged[field] = lead
                     value = (_math.prod(lead), *rest)[axis] - c
+                    if value % times != 0:
+                        continue
+                    value //= times
+                    if axis == 0 and extra != 0 and times == 1:
+                        merged[field] = lead
                     desc.set(field, value)
                     if 0 < value < 2**31:
                         trial.set(field, value)
@@ -495,7 +505,9 @@ class _NamedSizes:
                 else:
                     if too_few:
                         self.refuse_rank(too_few, tensors[too_few].shape, trial)
-        leading = {n: f for f in merged for n, _, axis, c in self.axes_of(trial, f) if axis == c == 0}
+        leading = {
+            n: f for f in merged for n, _, axis, c, _ in self.axes_of(trial, f) if axis == c == 0
+        }
 
         def output_shape(operand):
             field = leading.get(operand.name)
