@@ -74,16 +74,16 @@ constexpr std::int64_t kWidth = hn::MaxLanes(Tag<F>());
 constexpr std::int64_t kRow = kWidth<float>;
 inline std::int64_t Padded(std::int64_t size) { return (size + kRow - 1) / kRow * kRow; }
 
-// 2 * kRow neighbouring weights: those of even index, and those of odd index.
+// 2 * kRow neighbouring weights: of every 8, the first and the last 4.
 struct Pair {
-  Vector<float> even, odd;
+  Vector<float> lower, upper;
 };
 HWY_INLINE Pair LoadPair(const bf16* w) {
   const Tag<float> d;
-  const hn::RebindToUnsigned<Tag<float>> du;
-  const auto both = hn::LoadU(du, reinterpret_cast<const std::uint32_t*>(w));
-  return {hn::BitCast(d, hn::ShiftLeft<16>(both)),
-          hn::BitCast(d, hn::And(both, hn::Set(du, 0xffff0000u)))};
+  const hn::ScalableTag<std::uint16_t> d16;
+  const auto x = hn::LoadU(d16, reinterpret_cast<const std::uint16_t*>(w));
+  return {hn::BitCast(d, hn::InterleaveLower(d16, hn::Zero(d16), x)),
+          hn::BitCast(d, hn::InterleaveUpper(d16, hn::Zero(d16), x))};
 }
 
 // x rounded to a stored dtype and back.
@@ -141,8 +141,39 @@ HWY_INLINE Vector<F> InverseOf(Vector<F> s, Vector<F> b) {
 
 // How (w - b) / s is divided. `near` is what Div gives, for weights and scales of ordinary size.
 // `once` gives the same codes with one correction (affine_rules.h: divide_once) for such an s that
-// is a half as stored, or a half over an integer up to 255.
-enum class Division { ieee, near, once };
+// is a half as stored, or a half over an integer up to 255. `apart` gives minmax's codes with none,
+// for groups that Apart accepts.
+enum class Division { ieee, near, once, apart };
+
+// minmax's code says on which side of every h s, h = k + 1/2, w - b lies. With e = bins 2^-22,
+// i = 1 / s rounded and z = fma(w, i, fma(-b, i, e)), the error of z is at most
+// (2 n + 1 + |b| / s) 2^-24, which is below e where |b| <= bins s. So z rounded to nearest is the
+// code unless 0 < h - (w - b) / s <= 2e. For bf16 weights and an s of 11 bits or fewer,
+// w - b - h s is a multiple of the least of ulp(w), ulp(b) and ulp(s) / 2. With t = 2^9 e,
+//   - ulp(s) / 2 > s 2^-12 >= 2e s;
+//   - ulp(b) > |b| 2^-8 >= 2e s where |b| >= t s, and b = 0 is a multiple of anything;
+//   - ulp(w) > 2e s where |w| >= t s. Smaller weights are so close to 0 that (w - b) / s is within
+//     t of -b / s: it is enough that -b / s is not within 2t of any h.
+// Where range / s < n + 1/4 no code needs to be clamped.
+struct Apart {
+  hn::Mask<Tag<float>> accepted;
+  Vector<float> offset;  // fma(-b, i, e)
+};
+HWY_INLINE Apart FindApart(std::int32_t bins, Vector<float> range, Vector<float> s, Vector<float> b,
+                           Vector<float> inverse) {
+  const Tag<float> d;
+  const float e = static_cast<float>(bins) * 0x1p-22f, t = 0x1p9f * e;
+  const auto zero = hn::Mul(b, inverse);
+  const auto size = hn::Abs(zero);
+  const auto from_integer = hn::Abs(hn::Sub(zero, hn::Round(zero)));
+  const auto b_fits = hn::Or(hn::Eq(b, hn::Zero(d)),
+                             hn::And(hn::Ge(size, hn::Set(d, 1.001f * t)),
+                                     hn::Le(size, hn::Set(d, static_cast<float>(bins - 1)))));
+  const auto no_clamp =
+      hn::Lt(hn::Mul(range, inverse), hn::Set(d, static_cast<float>(bins) - 0.75f));
+  const auto no_tie = hn::Lt(from_integer, hn::Set(d, 0.5f - 2 * t));
+  return {hn::And(no_clamp, hn::And(b_fits, no_tie)), hn::NegMulAdd(b, inverse, hn::Set(d, e))};
+}
 
 template <class F, Division kDivision>
 struct Step {
@@ -165,14 +196,21 @@ struct Step {
   HWY_INLINE Vector<F> Quotient(Vector<F> w) const { return hn::Min(n, Unbounded(w)); }
 };
 
-// The codes of 2 * kRow weights, 16 bits each. Only NaN has a negative quotient here.
+template <>
+struct Step<float, Division::apart> {
+  Vector<float> inverse, offset;
+  HWY_INLINE Vector<float> Unbounded(Vector<float> w) const {
+    return hn::MulAdd(w, inverse, offset);
+  }
+};
+
+// The codes of 2 * kRow weights, 16 bits each.
 template <bool kHalfEven, Division kDivision>
 HWY_INLINE auto PairCodes(const bf16* w, const Step<float, kDivision>& step) {
-  const auto [even, odd] = LoadPair(w);
-  const auto a = RoundedCodes<kHalfEven>(step.Unbounded(even));
-  const auto b = RoundedCodes<kHalfEven>(step.Unbounded(odd));
-  const hn::ScalableTag<std::int16_t> d16;  // of NaN, -2^31, the lower half is 0
-  return hn::OddEven(hn::BitCast(d16, hn::ShiftLeft<16>(b)), hn::BitCast(d16, a));
+  const auto [lower, upper] = LoadPair(w);
+  return hn::ReorderDemote2To(hn::ScalableTag<std::int16_t>(),
+                              RoundedCodes<kHalfEven>(step.Unbounded(lower)),
+                              RoundedCodes<kHalfEven>(step.Unbounded(upper)));
 }
 
 template <bool kHalfEven, Division kDivision, class X>
@@ -205,35 +243,50 @@ HWY_INLINE auto PackBytes(Words a, Words b) {
 #endif
 }
 
+// Where a group's codes go: a byte each, or two to a byte, the first in the lower half. Two to a
+// byte is for codes of 4 bits and groups of whole vectors of bytes.
+struct CodeRow {
+  std::uint8_t* HWY_RESTRICT codes;
+  bool nibbles;
+
+  HWY_INLINE void Store(std::int64_t i, hn::Vec<hn::ScalableTag<std::uint8_t>> v) const {
+    const hn::ScalableTag<std::uint8_t> d;
+    if (!nibbles) return hn::StoreU(v, d, codes + i);
+    const hn::RepartitionToWide<decltype(d)> pairs;
+    const hn::Half<decltype(d)> half;
+    const auto pair = hn::BitCast(pairs, v);
+    hn::StoreU(hn::TruncateTo(half, hn::Or(pair, hn::ShiftRight<4>(pair))), half, codes + i / 2);
+  }
+};
+
 // codes[0, size) from pair(i), the integers of codes i .. i + 2 * kRow - 1, 16 bits each; size is a
 // multiple of 2 * kRow.
-template <class Pairs>
+template <bool kClamp, class Pairs>
 HWY_INLINE void StorePairCodes(std::int64_t size, std::int32_t bins, const Pairs& pair,
-                               std::uint8_t* HWY_RESTRICT codes) {
+                               CodeRow to) {
   const hn::ScalableTag<std::uint64_t> d64;
   const hn::ScalableTag<std::uint8_t> d8;
-  const auto most = hn::Set(d8, static_cast<std::uint8_t>(bins - 1));
+  const auto most = hn::Set(d8, static_cast<std::uint8_t>(kClamp ? bins - 1 : 255));
   HWY_ALIGN static constexpr std::uint64_t kOrder[] = {0, 2, 4, 6, 1, 3, 5, 7};
   HWY_ALIGN static constexpr std::uint64_t kOrder4[] = {0, 2, 1, 3};
   const auto order = hn::SetTableIndices(d64, kRow == 16 ? kOrder : kOrder4);
   std::int64_t i = 0;
   for (; i + 4 * kRow <= size; i += 4 * kRow) {
-    const auto v =
-        hn::TableLookupLanes(hn::BitCast(d64, PackBytes(pair(i), pair(i + 2 * kRow))), order);
-    hn::StoreU(hn::Min(hn::BitCast(d8, v), most), d8, codes + i);
+    const auto v = hn::BitCast(
+        d8, hn::TableLookupLanes(hn::BitCast(d64, PackBytes(pair(i), pair(i + 2 * kRow))), order));
+    to.Store(i, kClamp ? hn::Min(v, most) : v);
   }
   if (i < size) {
     const auto last = pair(i);
     const auto v = hn::TableLookupLanes(hn::BitCast(d64, PackBytes(last, last)), order);
     const hn::Half<decltype(d8)> dh;
-    hn::StoreU(hn::LowerHalf(dh, hn::Min(hn::BitCast(d8, v), most)), dh, codes + i);
+    hn::StoreU(hn::LowerHalf(dh, hn::Min(hn::BitCast(d8, v), most)), dh, to.codes + i);
   }
 }
 
 // codes[0, Padded(size)) from row(i), the integers of codes i .. i + kRow - 1.
 template <class Row>
-HWY_INLINE void StoreCodes(std::int64_t size, std::int32_t bins, const Row& row,
-                           std::uint8_t* HWY_RESTRICT codes) {
+HWY_INLINE void StoreCodes(std::int64_t size, std::int32_t bins, const Row& row, CodeRow to) {
   const hn::ScalableTag<std::int32_t> d32;
   const hn::ScalableTag<std::int16_t> d16;
   const hn::ScalableTag<std::uint8_t> d8;
@@ -248,37 +301,35 @@ HWY_INLINE void StoreCodes(std::int64_t size, std::int32_t bins, const Row& row,
     const auto ab = hn::ReorderDemote2To(d16, row(i), row(i + kRow));
     const auto cd = hn::ReorderDemote2To(d16, row(i + 2 * kRow), row(i + 3 * kRow));
     const auto v = hn::TableLookupLanes(hn::BitCast(d32, PackBytes(ab, cd)), order);
-    hn::StoreU(hn::Min(hn::BitCast(d8, v), most), d8, codes + i);
+    to.Store(i, hn::Min(hn::BitCast(d8, v), most));
   }
   const hn::Rebind<std::uint8_t, decltype(d32)> d8q;
   const auto most_q = hn::Set(d8q, static_cast<std::uint8_t>(bins - 1));
   for (; i < size; i += kRow)
-    hn::StoreU(hn::Min(hn::DemoteTo(d8q, row(i)), most_q), d8q, codes + i);
+    hn::StoreU(hn::Min(hn::DemoteTo(d8q, row(i)), most_q), d8q, to.codes + i);
 }
 
 template <bool kHalfEven, Division kDivision, class X, class F>
 HWY_INLINE void QuantizeBy(const X* w, std::int64_t size, F s, F b, F inverse, std::int32_t bins,
-                           std::uint8_t* HWY_RESTRICT codes) {
+                           CodeRow to) {
   const Step<F, kDivision> step(s, b, inverse, static_cast<F>(bins - 1));
   if constexpr (std::is_same_v<X, bf16> && kDivision != Division::ieee) {
-    StorePairCodes(
-        size, bins, [&](std::int64_t i) HWY_ATTR { return PairCodes<kHalfEven>(w + i, step); },
-        codes);
+    StorePairCodes<true>(
+        size, bins, [&](std::int64_t i) HWY_ATTR { return PairCodes<kHalfEven>(w + i, step); }, to);
   } else {
     StoreCodes(
-        size, bins, [&](std::int64_t i) HWY_ATTR { return RowCodes<kHalfEven>(w + i, step); },
-        codes);
+        size, bins, [&](std::int64_t i) HWY_ATTR { return RowCodes<kHalfEven>(w + i, step); }, to);
   }
 }
 // `inverse` is 0 where only Div serves.
 template <bool kHalfEven, bool kOnce, class X, class F>
 HWY_INLINE void Quantize(const X* w, std::int64_t size, F s, F b, F inverse, std::int32_t bins,
-                         std::uint8_t* HWY_RESTRICT codes) {
+                         CodeRow to) {
   if (HWY_LIKELY(sizeof(F) == 4 && inverse != 0)) {
     constexpr Division kDivision = kOnce ? Division::once : Division::near;
-    QuantizeBy<kHalfEven, kDivision>(w, size, s, b, inverse, bins, codes);
+    QuantizeBy<kHalfEven, kDivision>(w, size, s, b, inverse, bins, to);
   } else {
-    QuantizeBy<kHalfEven, Division::ieee>(w, size, s, b, inverse, bins, codes);
+    QuantizeBy<kHalfEven, Division::ieee>(w, size, s, b, inverse, bins, to);
   }
 }
 
@@ -293,6 +344,7 @@ struct Chunk {
   const X* w[kGroups];                 // padded to whole rows
   HWY_ALIGN F s[kGroups], b[kGroups];  // as the codes use them
   HWY_ALIGN F inverse[kGroups];        // InverseOf, or 0 where some weight is not ordinary
+  HWY_ALIGN F offset[kGroups];         // of Apart, or NaN where it does not accept the group
   HWY_ALIGN F stored_s[kGroups], stored_b[kGroups];
   Vector<F> low[kGroups], high[kGroups];  // whose lanes' least and greatest are min and max
   bool halved[kGroups];                   // the range overflows: codes by affine::minmax_code
@@ -423,29 +475,27 @@ HWY_INLINE void FindRange(std::int64_t size, std::int64_t i, Chunk<F>& c, Vector
   c.high[i] = high;
 }
 
-// bf16 as integers of the same order, in which NaN lies beyond the infinities: 32 in a vector, and
-// what is not finite shows in the range.
+// Among the bits of bf16 as unsigned integers, the greatest is the least number where any is
+// negative; as signed integers, the greatest number where any is not. NaN lies beyond infinity. So
+// two maxima make the range of most groups, 2 * kRow weights in a vector: in low[i], the lower half
+// for the least, the upper one, with signs changed, for the greatest.
 template <int kSize>
 HWY_INLINE void FindRange(std::int64_t size, std::int64_t i, Chunk<bf16>& c, Vector<float>&) {
-  const hn::ScalableTag<std::int16_t> d;
-  const hn::ScalableTag<std::int32_t> wide;
-  const auto* w = reinterpret_cast<const std::int16_t*>(c.w[i]);
-  auto low = hn::Set(d, std::int16_t{0x7fff}), high = hn::Not(low);
+  const hn::ScalableTag<std::uint16_t> d;
+  const hn::ScalableTag<std::int16_t> ds;
+  const auto* w = reinterpret_cast<const std::uint16_t*>(c.w[i]);
+  auto least = hn::LoadU(d, w);
+  auto greatest = hn::BitCast(ds, least);
   const std::int64_t end = kSize != 0 ? kSize : size;
   HWY_UNROLL(2)
-  for (std::int64_t j = 0; j < end; j += 2 * kRow) {
+  for (std::int64_t j = 2 * kRow; j < end; j += 2 * kRow) {
     const auto x = hn::LoadU(d, w + j);
-    const auto key = hn::Xor(x, hn::And(hn::ShiftRight<15>(x), hn::Set(d, std::int16_t{0x7fff})));
-    low = hn::Min(low, key);
-    high = hn::Max(high, key);
+    least = hn::Max(least, x);
+    greatest = hn::Max(greatest, hn::BitCast(ds, x));
   }
-  // The upper half of 32 bits decides, whatever the lower one is.
-  const auto both = [&](auto keys, auto&& fold) HWY_ATTR {
-    const auto odd = hn::BitCast(wide, keys);
-    return hn::BitCast(Tag<float>(), fold(odd, hn::ShiftLeft<16>(odd)));
-  };
-  c.low[i] = both(low, [](auto a, auto b) HWY_ATTR { return hn::Min(a, b); });
-  c.high[i] = both(high, [](auto a, auto b) HWY_ATTR { return hn::Max(a, b); });
+  const auto other = hn::Xor(hn::BitCast(d, greatest), hn::Set(d, std::uint16_t{0x8000}));
+  c.low[i] = hn::BitCast(Tag<float>(), hn::Max(hn::ConcatLowerLower(d, other, least),
+                                               hn::ConcatUpperUpper(d, other, least)));
 }
 
 // The ranges of all groups.
@@ -454,25 +504,71 @@ struct Ranges {
   Vector<F> min, max;
 };
 template <class F>
-HWY_INLINE Ranges<F> FoldRanges(Chunk<F>& c) {
+HWY_INLINE Ranges<F> FoldRanges(const Op::Desc&, Chunk<F>& c) {
   const Tag<F> t;
   return {LaneFold(t, c.low, [](auto x, auto y) HWY_ATTR { return hn::Min(x, y); }),
           LaneFold(t, c.high, [](auto x, auto y) HWY_ATTR { return hn::Max(x, y); })};
 }
-HWY_INLINE Ranges<float> FoldRanges(Chunk<bf16>& c) {
-  const Tag<float> t;
-  const hn::ScalableTag<std::int32_t> d;
-  const auto number = [&](Vector<float> keys) HWY_ATTR {
-    const auto key = hn::And(hn::BitCast(d, keys), hn::Set(d, ~0xffff));
-    return hn::BitCast(t, hn::Xor(key, hn::And(hn::ShiftRight<31>(key), hn::Set(d, 0x7fff0000))));
+
+// Groups of one sign: bf16 as signed integers of the same order.
+HWY_NOINLINE void FixRanges(std::int64_t size, const Chunk<bf16>& c, float* min, float* max) {
+  const auto ordered = [](std::int16_t x) {
+    return static_cast<std::int16_t>(x ^ ((x >> 15) & 0x7fff));
   };
-  return {number(LaneFold(t, c.low,
-                          [=](auto x, auto y) HWY_ATTR {
-                            return hn::BitCast(t, hn::Min(hn::BitCast(d, x), hn::BitCast(d, y)));
-                          })),
-          number(LaneFold(t, c.high, [=](auto x, auto y) HWY_ATTR {
-            return hn::BitCast(t, hn::Max(hn::BitCast(d, x), hn::BitCast(d, y)));
-          }))};
+  const auto number = [&](std::int16_t key) { return to_math(std::bit_cast<bf16>(ordered(key))); };
+  for (std::int64_t i = 0; i < Chunk<bf16>::kGroups; ++i) {
+    const auto* w = reinterpret_cast<const std::int16_t*>(c.w[i]);
+    std::int16_t low = 0x7fff, high = -0x8000;
+    for (std::int64_t j = 0; j < size; ++j) {
+      low = std::min(low, ordered(w[j]));
+      high = std::max(high, ordered(w[j]));
+    }
+    min[i] = number(low);
+    max[i] = number(high);
+  }
+}
+HWY_INLINE Ranges<float> FoldRanges(const Op::Desc& d, Chunk<bf16>& c) {
+  const hn::ScalableTag<std::uint16_t> d16;
+  const hn::ScalableTag<std::uint32_t> d32;
+  const hn::ScalableTag<std::uint64_t> d64;
+  const hn::Half<decltype(d16)> half;
+  using Keys = hn::Vec<decltype(d16)>;
+  Keys v[8];
+  for (std::int64_t i = 0; i < 8; ++i) {
+    v[i] = hn::BitCast(d16, c.low[i]);
+#if HWY_TARGET <= HWY_AVX3  // 16 groups: 128-bit blocks i, i, i + 8, i + 8
+    const auto other = hn::BitCast(d16, c.low[i + 8]);
+    v[i] = hn::Max(Keys{_mm512_shuffle_i64x2(v[i].raw, other.raw, 0x88)},
+                   Keys{_mm512_shuffle_i64x2(v[i].raw, other.raw, 0xdd)});
+#endif
+  }
+  // Of each block, the 8 integers: their order becomes that of v.
+  const auto fold = [](auto wide, auto a, auto b) HWY_ATTR {
+    const auto x = hn::BitCast(wide, a), y = hn::BitCast(wide, b);
+    const hn::ScalableTag<std::uint16_t> narrow;
+    return hn::Max(hn::BitCast(narrow, hn::InterleaveLower(wide, x, y)),
+                   hn::BitCast(narrow, hn::InterleaveUpper(wide, x, y)));
+  };
+  const auto four = [&](const Keys* k) HWY_ATTR {
+    return fold(d32, fold(d16, k[0], k[1]), fold(d16, k[2], k[3]));
+  };
+  auto keys = fold(d64, four(v), four(v + 4));
+#if HWY_TARGET <= HWY_AVX3
+  keys = Keys{_mm512_shuffle_i64x2(keys.raw, keys.raw, 0xd8)};
+#endif
+  const auto least = hn::ShiftLeft<16>(hn::PromoteTo(d32, hn::LowerHalf(half, keys)));
+  const auto greatest = hn::Xor(hn::ShiftLeft<16>(hn::PromoteTo(d32, hn::UpperHalf(half, keys))),
+                                hn::Set(d32, 0x80000000u));
+  const Tag<float> t;
+  auto min = hn::BitCast(t, least), max = hn::BitCast(t, greatest);
+  const auto both_signs = hn::BitCast(d32, hn::AndNot(greatest, least));
+  if (HWY_UNLIKELY(!hn::AllTrue(d32, hn::Ne(hn::ShiftRight<31>(both_signs), hn::Zero(d32))))) {
+    HWY_ALIGN float low[Chunk<bf16>::kGroups], high[Chunk<bf16>::kGroups];
+    FixRanges(d.group_size, c, low, high);
+    min = hn::Load(t, low);
+    max = hn::Load(t, high);
+  }
+  return {min, max};
 }
 
 template <class X, class F = Math<X>>
@@ -480,7 +576,7 @@ HWY_NOINLINE void ComputeParams(const Op::Desc& d, Chunk<X>& c) {
   const Tag<F> t;
   const auto zero = hn::Zero(t);
   const auto n = hn::Set(t, static_cast<F>(d.bins() - 1));
-  const auto [min, max] = FoldRanges(c);
+  const auto [min, max] = FoldRanges(d, c);
   const auto range = hn::Sub(max, min);
   Vector<F> s = hn::Div(range, n), b = hn::Add(min, zero);
   auto divides_once = hn::Eq(zero, zero);
@@ -512,10 +608,20 @@ HWY_NOINLINE void ComputeParams(const Op::Desc& d, Chunk<X>& c) {
   const auto size = hn::Max(hn::Abs(min), hn::Abs(max));
   auto ordinary = hn::Lt(size, hn::Set(t, static_cast<F>(kOrdinary)));
   if constexpr (std::is_same_v<X, bf16>) ordinary = hn::And(ordinary, divides_once);
-  hn::Store(hn::IfThenElseZero(ordinary, InverseOf<F>(s, b)), t, c.inverse);
+  const auto inverse = hn::IfThenElseZero(ordinary, InverseOf<F>(s, b));
+  hn::Store(inverse, t, c.inverse);
+  if constexpr (std::is_same_v<X, bf16>) {
+    if (d.method == AffineMethod::minmax) {
+      const Apart apart = FindApart(d.bins(), range, s, b, inverse);
+      const auto accepted = hn::And(hn::Ne(inverse, zero), apart.accepted);
+      hn::Store(hn::IfThenElse(accepted, apart.offset, hn::NaN(t)), t, c.offset);
+    }
+  }
   c.finite = true;
   if (HWY_UNLIKELY(!hn::AllTrue(t, hn::IsFinite(range)))) {
     c.finite = hn::AllTrue(t, hn::And(hn::IsFinite(min), hn::IsFinite(max)));
+    hn::Store(zero, t, c.inverse);  // it was not of the s that FixParams finds
+    hn::Store(hn::NaN(t), t, c.offset);
     FixParams(d, c);
   } else {
     std::fill_n(c.halved, Chunk<X>::kGroups, false);
@@ -524,9 +630,17 @@ HWY_NOINLINE void ComputeParams(const Op::Desc& d, Chunk<X>& c) {
 
 template <class X>
 HWY_NOINLINE void QuantizeHalved(const Op::Desc& d, const X* w, const affine::Params<Math<X>>& p,
-                                 std::uint8_t* codes) {
-  for (std::int64_t j = 0; j < d.group_size; ++j)
-    codes[j] = affine::minmax_code(to_math(w[j]), p, d.bins(), true);
+                                 CodeRow to) {
+  for (std::int64_t j = 0; j < d.group_size; ++j) {
+    const std::uint8_t code = affine::minmax_code(to_math(w[j]), p, d.bins(), true);
+    if (!to.nibbles) {
+      to.codes[j] = code;
+    } else if (j % 2 == 0) {
+      to.codes[j / 2] = code;
+    } else {
+      to.codes[j / 2] = static_cast<std::uint8_t>(to.codes[j / 2] | code << 4);
+    }
+  }
 }
 
 // ---- a block's results ----
@@ -553,13 +667,15 @@ HWY_NOINLINE void StoreParams(const F* HWY_RESTRICT from, std::int64_t first, st
   });
 }
 
-// Codes from the buffer to where they belong, streamed when there are many.
+// Codes from the buffer to where they belong, streamed when there are many. `nibbles`: they are
+// packed already.
 class CodeWriter {
  public:
-  HWY_NOINLINE CodeWriter(const Op::Desc& d, const MutView& q)
+  HWY_NOINLINE CodeWriter(const Op::Desc& d, const MutView& q, bool nibbles)
       : packer_(d.code_bits()),
         q_(static_cast<std::uint8_t*>(q.data)),
         packed_(d.storage == CodeStorage::packed),
+        nibbles_(nibbles),
         bits_(d.code_bits()),
         row_groups_(d.num_groups()),
         size_(d.group_size),
@@ -573,7 +689,10 @@ class CodeWriter {
       const std::int64_t row = first / row_groups_, k = first % row_groups_;
       const std::int64_t groups = std::min(count, row_groups_ - k);
       std::uint8_t* to = q_ + row * row_bytes_;
-      if (packed_) {
+      if (nibbles_) {
+        EmitLines(codes, static_cast<std::size_t>(groups * size_ / 2), to + k * size_ / 2, stream_);
+        codes -= groups * size_ / 2;
+      } else if (packed_) {
         Pack(codes, groups * size_, to + k * size_ * bits_ / 8);
       } else {
         EmitLines(codes, static_cast<std::size_t>(groups * size_), to + k * size_, stream_);
@@ -603,20 +722,39 @@ class CodeWriter {
 
   CodePacker packer_;
   std::uint8_t* q_;
-  bool packed_;
+  bool packed_, nibbles_;
   std::int64_t bits_, row_groups_, size_, row_bytes_;
   bool stream_;
 };
 
 // ---- minmax and mlx ----
 
+template <bool kHalfEven, bool kOnce, class X>
+HWY_INLINE void QuantizeGroup(const Chunk<X>& c, std::int64_t i, std::int64_t size,
+                              std::int32_t bins, CodeRow to) {
+  if constexpr (std::is_same_v<X, bf16> && kOnce && !kHalfEven) {
+    const float offset = c.offset[i];
+    if (HWY_LIKELY(offset == offset)) {
+      const Tag<float> t;
+      const Step<float, Division::apart> step{hn::Set(t, c.inverse[i]), hn::Set(t, offset)};
+      return StorePairCodes<false>(
+          size, bins, [&](std::int64_t j) HWY_ATTR { return PairCodes<true>(c.w[i] + j, step); },
+          to);
+    }
+  }
+  Quantize<kHalfEven, kOnce>(c.w[i], size, c.s[i], c.b[i], c.inverse[i], bins, to);
+}
+
 template <bool kHalfEven, bool kOnce, int kSize, class X, class F = Math<X>>
 HWY_INLINE void DirectBlock(const Op::Desc& d, const Weights<X>& weights, std::int64_t first,
-                            std::int64_t count, Chunk<X>* chunks, Results<F>& out) {
+                            std::int64_t count, bool nibbles, Chunk<X>* chunks, Results<F>& out) {
   constexpr std::int64_t kGroups = Chunk<X>::kGroups;
   const Tag<F> t;
   const std::int64_t size = kSize != 0 ? kSize : d.group_size;
   const std::int32_t bins = d.bins();
+  const auto row = [&](std::int64_t group) {
+    return CodeRow{out.codes + (nibbles ? group * size / 2 : group * size), nibbles};
+  };
   Chunk<X>* now = chunks;
   Chunk<X>* after = chunks + 1;
   Vector<F> nought = hn::Load(t, out.nought);
@@ -633,9 +771,7 @@ HWY_INLINE void DirectBlock(const Op::Desc& d, const Weights<X>& weights, std::i
     // In order: the padding behind a group's codes is overwritten by the next group's. The next
     // chunk's ranges fill the time the divisions take.
     for (std::int64_t i = 0; i < std::min(kGroups, count - g); ++i) {
-      std::uint8_t* codes = out.codes + (g + i) * size;
-      Quantize<kHalfEven, kOnce>(now->w[i], size, now->s[i], now->b[i], now->inverse[i], bins,
-                                 codes);
+      QuantizeGroup<kHalfEven, kOnce>(*now, i, size, bins, row(g + i));
       if (rest > 0) {
         FindRange<kSize>(size, i, *after, nought);
         weights.Prefetch(after->w[i]);
@@ -643,8 +779,7 @@ HWY_INLINE void DirectBlock(const Op::Desc& d, const Weights<X>& weights, std::i
     }
     if (HWY_UNLIKELY(now->any_halved)) {
       for (std::int64_t i = 0; i < std::min(kGroups, count - g); ++i)
-        if (now->halved[i])
-          QuantizeHalved(d, now->w[i], {now->s[i], now->b[i]}, out.codes + (g + i) * size);
+        if (now->halved[i]) QuantizeHalved(d, now->w[i], {now->s[i], now->b[i]}, row(g + i));
     }
   }
   hn::Store(nought, t, out.nought);
@@ -734,7 +869,8 @@ class Lsq {
           if (HWY_UNLIKELY(chunk.any_halved && chunk.halved[i])) {
             out.s[next] = chunk.s[i];
             out.b[next] = chunk.b[i];
-            QuantizeHalved(d_, chunk.w[i], {chunk.s[i], chunk.b[i]}, out.codes + next * size());
+            QuantizeHalved(d_, chunk.w[i], {chunk.s[i], chunk.b[i]},
+                           {out.codes + next * size(), false});
             continue;
           }
           bank.group[slot] = next;
@@ -978,10 +1114,10 @@ class Lsq {
     hn::StoreMaskBits(d, goes_on, bits);
     return ~(bits[0] | static_cast<std::uint32_t>(bits[1]) << 8);
   }
-  static HWY_INLINE auto CodeRow(const float* q) {
+  static HWY_INLINE auto IntegersOf(const float* q) {
     return RoundedCodes<true>(hn::Load(Tag<float>(), q));
   }
-  static HWY_INLINE auto CodeRow(const double* q) {
+  static HWY_INLINE auto IntegersOf(const double* q) {
     const Tag<double> t;
     const hn::Half<Tag<float>> dh;
     return RoundedCodes<true>(hn::Combine(Tag<float>(),
@@ -1001,12 +1137,13 @@ class Lsq {
                    error < error0 * (1 - 0x1p-20))) {
       out.s[g] = bank.s[slot];
       out.b[g] = bank.b[slot];
-      StoreCodes(size(), bins_, [&](std::int64_t i) HWY_ATTR { return CodeRow(from.q + i); }, to);
+      StoreCodes(size(), bins_, [&](std::int64_t i) HWY_ATTR { return IntegersOf(from.q + i); },
+                 {to, false});
     } else {
       out.s[g] = bank.s0[slot];
       out.b[g] = bank.b0[slot];
       Quantize<false, kOnce>(from.w, size(), bank.s0[slot], bank.b0[slot], bank.inverse0[slot],
-                             bins_, to);
+                             bins_, {to, false});
     }
     if (to != codes) std::memcpy(codes, to, static_cast<std::size_t>(size()));
   }
@@ -1023,9 +1160,9 @@ class Lsq {
 // is not finite.
 template <class F, class Compute>
 HWY_INLINE bool ForBlocks(const Op::Desc& d, const Op::Args& a, std::int64_t begin,
-                          std::int64_t end, const Compute& compute) {
+                          std::int64_t end, bool nibbles, const Compute& compute) {
   const Blocks blocks(d);
-  const CodeWriter writer(d, a.q);
+  const CodeWriter writer(d, a.q, nibbles);
   Results<F> results;
   for (std::int64_t i = begin; i < end; ++i) {
     const auto [first, count] = blocks[i];
@@ -1045,7 +1182,7 @@ HWY_NOINLINE bool InitLsq(const Op::Desc& d, const Op::Args& a, std::int64_t beg
   const Weights<X> weights(d, a.w);
   Chunk<X> chunk;
   Lsq<X, kOnce, kWeighted, kSize> lsq(d, a);
-  return ForBlocks<F>(d, a, begin, end,
+  return ForBlocks<F>(d, a, begin, end, false,
                       [&](std::int64_t first, std::int64_t count, Results<F>& results)
                           HWY_ATTR { lsq.Block(weights, first, count, chunk, results); });
 }
@@ -1056,10 +1193,13 @@ HWY_NOINLINE bool InitDirect(const Op::Desc& d, const Op::Args& a, std::int64_t 
   using F = Math<X>;
   const Weights<X> weights(d, a.w);
   Chunk<X> chunks[2];
-  return ForBlocks<F>(
-      d, a, begin, end, [&](std::int64_t first, std::int64_t count, Results<F>& results) HWY_ATTR {
-        DirectBlock<kHalfEven, kOnce, kSize>(d, weights, first, count, chunks, results);
-      });
+  const bool nibbles = kSize % (4 * kRow) == 0 && kSize != 0 && sizeof(F) == 4 &&
+                       d.storage == CodeStorage::packed && d.code_bits() == 4;
+  return ForBlocks<F>(d, a, begin, end, nibbles,
+                      [&](std::int64_t first, std::int64_t count, Results<F>& results) HWY_ATTR {
+                        DirectBlock<kHalfEven, kOnce, kSize>(d, weights, first, count, nibbles,
+                                                             chunks, results);
+                      });
 }
 
 template <class X, bool kShortScale, int kSize>

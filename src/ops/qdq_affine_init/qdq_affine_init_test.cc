@@ -109,6 +109,58 @@ TEST(QdqAffineInit, TiesOfHalves) {
   check(Type<f16>(), Type<f16>());
 }
 
+// Weights on and next to every b + (k + 1/2) s and next to 0, for which codes are easily wrong by
+// one; groups of both signs and of one, with zeros of both signs, and NaN of both.
+TEST(QdqAffineInit, NextToEveryTie) {
+  const auto moved = [](float x, std::int64_t ulps) {
+    const auto bits = std::bit_cast<std::uint16_t>(from_math<bf16>(x));
+    return std::bit_cast<bf16>(static_cast<std::uint16_t>(bits + ulps));
+  };
+  oracle::Rng rng(12);
+  for (const int bins : {2, 3, 4, 7, 8, 15, 16, 31, 100, 255, 256}) {
+    std::vector<bf16> w;
+    for (int group = 0; group < 3000; ++group) {
+      const float size = std::ldexp(1.0f, static_cast<int>(rng.below(40)) - 30);
+      const auto part = [&] { return static_cast<float>(rng.below(1 << 12)) / (1 << 12); };
+      float b = -size * part(), top = b + size * (1 + part());
+      if (group % 4 == 0) b = -size * std::ldexp(1.0f, -static_cast<int>(rng.below(24)));
+      if (group % 11 == 0) top += 1 - b, b = std::max(b, size / 8);  // one sign
+      if (group % 13 == 0) b = 0;
+      b = to_math(from_math<bf16>(b));
+      const float s = to_math(from_math<bf16>((top - b) / static_cast<float>(bins - 1)));
+      const std::size_t first = w.size();
+      w.push_back(from_math<bf16>(b));
+      w.push_back(from_math<bf16>(top));
+      while (w.size() < first + 64) {
+        const float h = static_cast<float>(rng.below(bins - 1)) + 0.5f;
+        switch (rng.below(5)) {
+          case 0:
+            w.push_back(moved(size * std::ldexp(1.0f, -static_cast<int>(rng.below(30))), 0));
+            break;
+          case 1: w.push_back(from_math<bf16>(rng.below(2) ? 0.0f : -0.0f)); break;
+          default: w.push_back(moved(b + h * s, rng.below(3) - 1));
+        }
+      }
+      for (std::size_t i = first; group % 22 == 0 && i < w.size(); ++i)
+        w[i] = from_math<bf16>(-to_math(w[i]));
+    }
+    for (const AffineMethod method : {AffineMethod::minmax, AffineMethod::mlx}) {
+      AffineDesc d = group_of(64, 0, method);
+      d.n_bins = bins;
+      const auto ref = init<bf16, bf16>(d, w, {}, "ref"), cpu = init<bf16, bf16>(d, w, {});
+      const auto differs = std::mismatch(ref.q.begin(), ref.q.end(), cpu.q.begin()).first;
+      const auto at = static_cast<std::size_t>(differs - ref.q.begin());
+      EXPECT_EQ(at, w.size()) << bins << " bins, method " << static_cast<int>(method) << ": weight "
+                              << to_math(w[at]) << ", scale " << ref.s(at / 64) << ", bias "
+                              << ref.b(at / 64);
+      for (std::size_t g = 0; g < ref.scales.size(); ++g) {
+        ASSERT_EQ(ref.s(g), cpu.s(g));
+        ASSERT_EQ(ref.b(g), cpu.b(g));
+      }
+    }
+  }
+}
+
 TEST(QdqAffineInit, MinmaxByHand) {
   auto r = init<float>(group_of(4, 4), {0.0f, 0.5f, 1.5f, 15.0f});
   EXPECT_EQ(r.s(), 1.0);
