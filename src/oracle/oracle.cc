@@ -10,10 +10,12 @@ double Rng::awkward() {
     case 0: return kValues[below(std::size(kValues))];
     case 1: {
       constexpr double kInf = std::numeric_limits<double>::infinity();
+      constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
       const std::int64_t which = below(12);
-      return which == 0   ? std::numeric_limits<double>::quiet_NaN()
+      return which == 0   ? kNan
              : which == 1 ? kInf
              : which == 2 ? -kInf
+             : which == 3 ? std::copysign(kNan, -1.0)
                           : normal() * std::ldexp(1.0, static_cast<int>(below(40)) - 20);
     }
     default: return normal();
