@@ -139,6 +139,20 @@ void ConversionPlanner::note_unused() {
                                       }))
     note("--method " + std::string(kAffineMethodNames[static_cast<std::size_t>(*options_.method)]) +
          " has no effect: no tensor is fitted by it");
+  const auto any = [&](auto&& is) {
+    return std::any_of(conversion_.tensors_.begin(), conversion_.tensors_.end(), is);
+  };
+  if (options_.dtype && options_.format == ModelFormat::gguf &&
+      !any([](const OutputTensor& tensor) {
+        return tensor.to.kind == Storage::Kind::plain && tensor.recipe.shape.rank >= 2 &&
+               !delicate(tensor.recipe.name);
+      }))
+    note("--dtype has no effect: every matrix is quantised, and the rest stays F32");
+  if (options_.pure && options_.mix == nullptr && !any([&](const OutputTensor& tensor) {
+        return is_matrix(tensor.recipe) && delicate(tensor.recipe.name) &&
+               rule_for(tensor.recipe) == nullptr;
+      }))
+    note("--pure has no effect: no matrix is kept by default");
   if (!options_.imatrix.empty()) note_importance();
 }
 

@@ -19,7 +19,8 @@ bool has(std::string_view name, std::string_view part) { return name.find(part) 
 const char* delicate(std::string_view name) {
   for (const std::string_view part : {"norm", "conv1d", "A_log", "ssm_a", "dt_bias", "ssm_dt"})
     if (has(name, part)) return "delicate";
-  for (const std::string_view part : {"mlp.gate.weight", "ffn_gate_inp", "shared_expert_gate"})
+  for (const std::string_view part : {"mlp.gate.weight", "block_sparse_moe.gate.weight", ".router.",
+                                      "ffn_gate_inp", "shared_expert_gate"})
     if (has(name, part)) return "router";
   for (const std::string_view part :
        {"in_proj_a.", "in_proj_b.", "in_proj_ba.", "ssm_alpha", "ssm_beta", "ssm_ba"})

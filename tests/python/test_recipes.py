@@ -506,6 +506,33 @@ def test_split_files(tmp_path):
     assert sorted(p.name for p in out.iterdir()) == names
 
 
+def test_dtype_and_pure_that_change_nothing(tmp_path):
+    source = tiny_gguf(tmp_path / "in.gguf", layers=2)
+    for what in (["--type", "Q4_K_M"], ["--bits", "4"], ["--target-bpw", "6"]):
+        args = ("quantize", source, "-o", tmp_path / "m.gguf", *what, "--dry-run")
+        text = bittern(*args, "--dtype", "f16").stdout
+        assert "--dtype has no effect: every matrix is quantised, and the rest stays F32" in text
+        text = bittern(*args, "--dtype", "f16", "--override", "attn_q=keep").stdout
+        assert "--dtype has no effect" not in text
+        if what[0] != "--target-bpw":
+            text = bittern(*args, "--pure").stdout
+            assert ("--pure has no effect: no matrix is kept by default" in text) == (what[0] == "--bits")
+    source = tiny_gguf(tmp_path / "moe.gguf", layers=2, experts=4)
+    text = bittern("quantize", source, "-o", tmp_path / "m.gguf", "--bits", "4", "--pure", "--dry-run").stdout
+    assert "blk.0.ffn_gate_inp.weight" in text and "--pure has no effect" not in text
+
+
+@pytest.mark.parametrize("router", ["block_sparse_moe.gate", "mlp.gate", "mlp.router"])
+def test_routers_stay_as_they_are(router, tmp_path):
+    rng = np.random.default_rng(1)
+    name = f"model.layers.0.{router}.weight"
+    tensors = {name: weights(rng, 4, 128), "model.layers.0.a.weight": weights(rng)}
+    folder = write_folder(tmp_path / "hf", tensors)
+    text = bittern("quantize", folder, "-o", tmp_path / "out", "--bits", "4").stdout
+    assert f"note: router: left as it is: {name}" in text
+    np.testing.assert_array_equal(load(tmp_path / "out")[name], tensors[name])
+
+
 @pytest.mark.peer("llama_cpp")
 def test_llama_cpp_reads_parts(tmp_path):
     source = tiny_gguf(tmp_path / "in.gguf", layers=2)
