@@ -466,6 +466,7 @@ class _NamedSizes:
         trial = self.safe(desc, fields)
         free = [n for n in self.sizes if n not in fields]
         merged = {}  # a field, and the axes of an array that it counts together
+        empty = set()  # axes that are 0, whatever their other factor is
         for counted in (True, False):
             for field in free:
                 axes = self.axes_of(trial, field)
@@ -493,9 +494,12 @@ class _NamedSizes:
                     extra = len(shape) - count
                     lead, rest = shape[: extra + 1], shape[extra + 1 :]
                     value = (_math.prod(lead), *rest)[axis] - c
-                    if value % times != 0:
+                    apart = axis == 0 and extra == 1 and times > 1  # both factors have an axis
+                    if (name, axis) in empty or value % times or (apart and lead[0] != times):
                         continue
                     value //= times
+                    if value == 0:
+                        empty.update((n, at) for n, _, at, zero, _ in axes if zero == 0)
                     if axis == 0 and extra != 0 and times == 1:
                         merged[field] = lead
                     desc.set(field, value)

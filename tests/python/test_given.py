@@ -519,7 +519,16 @@ def test_attention_finds_its_kv_heads(s, heads, kv_heads):
     given = normal(s, 3, heads, dim), *codes, levels, levels, signs, signs
     expected = bittern.aura_attention(*given, **recent, exact="f32", kv_heads=kv_heads)
     assert_same_bits(bittern.aura_attention(*given, **recent, exact="f32"), expected)
+    apart = [a.reshape(s, kv_heads, *a.shape[1:]) for a in codes]
+    assert_same_bits(
+        bittern.aura_attention(given[0], *apart, *given[5:], **recent, exact="f32"), expected
+    )
+    none = bittern.aura_attention(given[0][:0], *(a[:0] for a in codes), *given[5:])
+    assert none.shape == (0, 3, heads, dim)
     if s > 1:
+        pages = [np.zeros((s + 1, kv_heads, 16, *a.shape[2:]), a.dtype) for a in codes]
+        with pytest.raises(ValueError, match="k_codes: .*page_size"):
+            bittern.aura_attention(given[0], *pages, *given[5:])
         with pytest.raises(ValueError, match=r"k_codes: shape .* \(sequences=.*, kv_heads=1"):
             bittern.aura_attention(given[0], *(a[1:] for a in codes), *given[5:])
 
