@@ -15,6 +15,24 @@ inline float read_f16(const std::uint8_t* at) {
   return to_f32(x);
 }
 
+inline constexpr float kLargestHalf = 65504;
+
+// The largest magnitude of a weight that gguf_quantize does not clamp: up to here no scale or
+// minimum of a block, all of them f16, overflows.
+constexpr float largest_weight(BlockType type) {
+  switch (type) {
+    case BlockType::q4_0: return 8 * kLargestHalf;
+    case BlockType::q5_0: return 16 * kLargestHalf;
+    case BlockType::q8_0: return 127 * kLargestHalf;
+    case BlockType::q2_k: return 15 * kLargestHalf;
+    case BlockType::q3_k: return 64 * kLargestHalf;
+    case BlockType::q4_k:
+    case BlockType::q5_k: return 63 * kLargestHalf;
+    case BlockType::q6_k: return 2048 * kLargestHalf;
+    default: return kLargestHalf;
+  }
+}
+
 // Bits [first, first + count) of a byte.
 inline int bits_of(std::uint8_t byte, int first, int count) {
   return byte >> first & ((1 << count) - 1);

@@ -8,25 +8,9 @@
 #include <cstring>
 
 #include "bittern/gguf_desc.h"
+#include "core/blocks.h"
 
 namespace bittern::blocks {
-
-inline constexpr float kLargestHalf = 65504;
-
-// The largest magnitude of a weight.
-constexpr float limit(BlockType type) {
-  switch (type) {
-    case BlockType::q4_0: return 8 * kLargestHalf;
-    case BlockType::q5_0: return 16 * kLargestHalf;
-    case BlockType::q8_0: return 127 * kLargestHalf;
-    case BlockType::q2_k: return 15 * kLargestHalf;
-    case BlockType::q3_k: return 64 * kLargestHalf;
-    case BlockType::q4_k:
-    case BlockType::q5_k: return 63 * kLargestHalf;
-    case BlockType::q6_k: return 2048 * kLargestHalf;
-    default: return kLargestHalf;
-  }
-}
 
 inline float rounded_to_half(float x) {
   return to_f32(to_f16(std::clamp(x, -kLargestHalf, kLargestHalf)));
@@ -100,7 +84,7 @@ inline Grid given_grid(float s, float b, float n) {
     s += b / n;
     b = 0;
   }
-  constexpr float kMost = limit(BlockType::q4_k);  // Q5_K's too
+  constexpr float kMost = largest_weight(BlockType::q4_k);  // Q5_K's too
   return {s < kTiny ? 0 : std::min(s, kMost), std::min(-b, kMost)};
 }
 

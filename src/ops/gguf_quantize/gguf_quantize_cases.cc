@@ -56,7 +56,7 @@ namespace {
 // Of the formats of 256: what the groups' grids lead to, and super-blocks of one kind of group,
 // where every d is decided by little.
 void aim_super_blocks(const GgufDesc& d, const GgufQuantize::Args& a, Rng& rng) {
-  const double most = static_cast<double>(blocks::limit(d.type));
+  const double most = static_cast<double>(largest_weight(d.type));
   for (std::int64_t i = 0; i < d.outer_size * d.axis_size / 256; ++i) {
     const double magnitude = std::ldexp(1.0, static_cast<int>(rng.below(25)) - 16);
     const std::int64_t kind = rng.below(12);
@@ -127,7 +127,7 @@ void aim_super_blocks(const GgufDesc& d, const GgufQuantize::Args& a, Rng& rng) 
 // zeros, subnormal, huge and not finite weights.
 void gguf_quantize_aim(const GgufDesc& d, const GgufQuantize::Args& a, Rng& rng) {
   if (block_size(d.type).weights == 256) return aim_super_blocks(d, a, rng);
-  const double most = static_cast<double>(blocks::limit(d.type));
+  const double most = static_cast<double>(largest_weight(d.type));
   const bool with_min = d.type == BlockType::q4_1 || d.type == BlockType::q5_1;
   const int n = d.type == BlockType::q4_0   ? 8
                 : d.type == BlockType::q5_0 ? 16

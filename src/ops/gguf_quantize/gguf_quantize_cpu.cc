@@ -72,7 +72,7 @@ HWY_INLINE void PackCodes(const Group& z, std::uint8_t* to) {
 template <BlockType kType, class X>
 HWY_INLINE void QuantizeSmall(const X* w, std::uint8_t* block) {
   constexpr bool kFive = kType == BlockType::q5_0 || kType == BlockType::q5_1;
-  const auto most = hn::Set(kF, blocks::limit(kType));
+  const auto most = hn::Set(kF, largest_weight(kType));
   Group x, z;
   for (int i = 0; i < kParts; ++i) x[i] = LoadWeights(w + i * kWidth, most);
   auto low = x[0], high = x[0];

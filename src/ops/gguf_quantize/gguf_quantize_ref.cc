@@ -69,7 +69,7 @@ void quantize_bytes(const Small& x, std::uint8_t* block) {
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
   const BlockSize size = block_size(d.type);
-  const float most = blocks::limit(d.type);
+  const float most = largest_weight(d.type);
   return visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
     for (std::int64_t i = 0; i < d.outer_size; ++i) {
       const X* w = a.w.as<X>() + i * a.w.row_stride();

@@ -269,6 +269,25 @@ TEST(GgufQuantize, ImportanceMovesTheError) {
   }
 }
 
+// A column that no input reaches may hold anything. The others are quantised as if it held 0.
+TEST(GgufQuantize, WeightsWithoutImportanceCostNoPrecision) {
+  auto w = gaussian(256 * 20, 14);
+  std::vector<float> importance(256, 1.0f), without = w;
+  for (std::size_t j = 3; j < 256; j += 7) importance[j] = 0;
+  for (std::size_t i = 0; i < w.size(); ++i) {
+    if (importance[i % 256] > 0) continue;
+    w[i] *= i % 2 == 0 ? 10.0f : -1000.0f;
+    without[i] = 0;
+  }
+  for (const BlockType type : kSuper) {
+    const GgufDesc d{20, 256, type};
+    const auto y = dequantize(type, quantize(d, w, {}, importance));
+    const auto best = dequantize(type, quantize(d, without, {}, importance));
+    EXPECT_LT(relative_error(w, y, importance), 1.02 * relative_error(w, best, importance))
+        << static_cast<int>(type);
+  }
+}
+
 // The grid of each group's own minimum and maximum.
 Given minmax(const std::vector<float>& w, int last) {
   Given given;

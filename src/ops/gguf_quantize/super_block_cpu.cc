@@ -75,6 +75,28 @@ void SumUp(Batch<kSize>& b) {
   }
 }
 
+// The least and the greatest weight of groups that has an importance; of all, where none has.
+template <bool kWeighted, int kSize>
+HWY_INLINE void RangeOf(const Batch<kSize>& b, int g, Floats& low, Floats& high) {
+  const auto infinity = hn::Set(kF, std::numeric_limits<float>::infinity());
+  auto most = hn::Zero(kF);
+  for (int j = 0; kWeighted && j < kSize; ++j) most = hn::Max(most, At(b.c[j] + g));
+  const auto none = hn::Eq(most, hn::Zero(kF));
+  low = infinity;
+  high = hn::Neg(infinity);
+  for (int j = 0; j < kSize; ++j) {
+    const auto x = At(b.x[j] + g);
+    if constexpr (kWeighted) {
+      const auto counts = hn::Or(none, hn::Gt(At(b.c[j] + g), hn::Zero(kF)));
+      low = hn::Min(low, hn::IfThenElse(counts, x, infinity));
+      high = hn::Max(high, hn::IfThenElse(counts, x, hn::Neg(infinity)));
+    } else {
+      low = hn::Min(low, x);
+      high = hn::Max(high, x);
+    }
+  }
+}
+
 // Codes of groups for m and r = 1 / s.
 HWY_INLINE Floats Code(const SuperRule& rule, Floats x, Floats m, Floats r) {
   return RoundedTo(hn::Mul(hn::Add(x, m), r), rule.low, rule.high);
@@ -84,17 +106,16 @@ template <bool kWeighted, int kSize>
 void Search(const Batch<kSize>& b, BlockType type, const SuperRule& rule, Ideals& best) {
   const auto zero = hn::Zero(kF), tiny = hn::Set(kF, blocks::kTiny);
   for (int g = 0; g < kGroups; g += kWidth) {
-    auto low = zero, high = At(b.x[0] + g);
-    for (int j = 0; j < kSize; ++j) {
-      low = hn::Min(low, At(b.x[j] + g));
-      high = hn::Max(high, At(b.x[j] + g));
-    }
+    Floats low, high;
+    RangeOf<kWeighted>(b, g, low, high);
+    low = hn::Min(low, zero);
     const auto range = hn::Sub(high, low), one = At(b.one + g);
     auto u1 = zero, u2 = zero, x2 = zero;
     alignas(64) float us[kSize][kWidth];
     for (int j = 0; j < kSize; ++j) {
       const auto x = At(b.x[j] + g), u = hn::Sub(x, low), cu = Weigh<kWeighted>(b, j, g, u);
-      hn::Store(u, kF, us[j]);
+      // Below 0 where a weight does not count.
+      hn::Store(kWeighted ? hn::Max(u, zero) : u, kF, us[j]);
       u1 = hn::Add(u1, cu);
       u2 = hn::Add(u2, hn::Mul(cu, u));
       x2 = hn::Add(x2, hn::Mul(Weigh<kWeighted>(b, j, g, x), x));
@@ -144,7 +165,7 @@ void Search(const Batch<kSize>& b, BlockType type, const SuperRule& rule, Ideals
         r = hn::IfThenElseZero(on, hn::Div(hn::Set(kF, 1.0f), s));
       }
     }
-    const auto most = hn::Set(kF, blocks::limit(type));
+    const auto most = hn::Set(kF, largest_weight(type));
     hn::Store(hn::Min(s_best, most), kF, best.s + g);
     hn::Store(hn::Min(m_best, most), kF, best.m + g);
     hn::Store(q_best, kF, best.q + g);
@@ -176,7 +197,7 @@ HWY_INLINE float BestStep(const SuperRule& super, const float* values, const flo
   const StepRule& rule = super.steps;
   static_assert(blocks::kStepTries % kWidth == 0);
   alignas(64) float steps[blocks::kStepTries], errors[blocks::kStepTries];
-  const auto half = hn::Set(kF, blocks::kLargestHalf);
+  const auto half = hn::Set(kF, kLargestHalf);
   largest += 0.0f;
   for (int k = 0; k < blocks::kStepTries; k += kWidth) {
     const auto parts = hn::Add(hn::Set(kF, rule.top), hn::Mul(hn::Set(kF, rule.toward),
@@ -224,7 +245,7 @@ void Fit(const Batch<kSize>& b, BlockType type, const SuperRule& super, const Id
     hn::Store(hn::Sub(At(ideal.qq + g), hn::Mul(q, average)), kF, weight + g);
   }
   FindSteps(super, ideal.s, weight, f.d);
-  const auto most = hn::Set(kF, blocks::limit(type));
+  const auto most = hn::Set(kF, largest_weight(type));
   for (int g = 0; g < kGroups; g += kWidth) {
     const auto s = At(ideal.s + g), d = At(f.d + g);
     const auto sc = RoundedTo(hn::Mul(s, InverseOrZero(d)), rule.low, rule.high);
@@ -439,11 +460,8 @@ template <bool kWeighted>
 void SearchSigned(const Batch<16>& b, const SuperRule& rule, Ideals& best) {
   const auto zero = hn::Zero(kF);
   for (int g = 0; g < kGroups; g += kWidth) {
-    auto low = At(b.x[0] + g), high = low;
-    for (int j = 1; j < 16; ++j) {
-      low = hn::Min(low, At(b.x[j] + g));
-      high = hn::Max(high, At(b.x[j] + g));
-    }
+    Floats low, high;
+    RangeOf<kWeighted>(b, g, low, high);
     const auto largest = hn::IfThenElse(hn::Gt(high, hn::Neg(low)), high, low);
     const auto some = hn::Ge(hn::Abs(largest), hn::Set(kF, blocks::kTiny));
     auto s_best = zero, qq_best = zero, most = zero;
@@ -538,7 +556,7 @@ void QuantizeSigned(BlockType type, const Batch<16>& b, std::uint8_t* block) {
 template <int kSize>
 void Gather(const Op::Desc& d, const Op::Args& a, std::int64_t i, int first, Batch<kSize>& b) {
   const std::int64_t row = i / d.row_blocks(), column = i % d.row_blocks() * 256;
-  const auto most = hn::Set(kF, blocks::limit(d.type));
+  const auto most = hn::Set(kF, largest_weight(d.type));
   alignas(64) float x[256];
   (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
     const X* w = a.w.as<X>() + row * a.w.row_stride() + column;

@@ -62,6 +62,23 @@ Sums sums_of(const Super& b, std::size_t g, Grid grid) {
   return sums_of(b, g, grid.m, inverse_or_zero(grid.s));
 }
 
+// The least and the greatest weight of group g that has an importance; of all, where none has.
+struct Range {
+  float low, high;
+};
+Range range_of(const Super& b, std::size_t g) {
+  const auto size = static_cast<std::size_t>(b.rule.group);
+  const float *x = b.x + g * size, *c = b.c + g * size;
+  const bool none = std::all_of(c, c + size, [](float weight) { return weight == 0; });
+  Range range{kInfinity, -kInfinity};
+  for (std::size_t j = 0; j < size; ++j) {
+    if (c[j] == 0 && !none) continue;
+    range.low = std::min(range.low, x[j]);
+    range.high = std::max(range.high, x[j]);
+  }
+  return range;
+}
+
 float squared_error(const Super& b, std::size_t g, Grid grid) {
   float error = 0;
   each_code(b, g, grid.m, inverse_or_zero(grid.s), [&](float weight, float value, float q) {
@@ -106,8 +123,8 @@ struct Ideal {
 Ideal search(const Super& b, std::size_t g) {
   const auto size = static_cast<std::size_t>(b.rule.group);
   const float *x = b.x + g * size, *c = b.c + g * size;
-  const float low = std::min(*std::min_element(x, x + size), 0.0f);
-  const float range = *std::max_element(x, x + size) - low;
+  const Range whole = range_of(b, g);
+  const float low = std::min(whole.low, 0.0f), range = whole.high - low;
   float one = 0, u1 = 0, u2 = 0, x2 = 0;
   for (std::size_t j = 0; j < size; ++j) {
     const float u = x[j] - low, cu = c[j] * u;
@@ -148,7 +165,7 @@ Ideal search(const Super& b, std::size_t g) {
       r = 1 / s;
     }
   }
-  const float most = blocks::limit(b.type);
+  const float most = largest_weight(b.type);
   best.grid = {std::min(best.grid.s, most), std::min(best.grid.m, most)};
   return best;
 }
@@ -166,8 +183,8 @@ Scales fit(const Super& b, const std::array<Ideal, blocks::kMostGroups>& ideal) 
   for (std::size_t g = 0; g < b.groups(); ++g) {
     // The minimum follows where rounding moved the scale.
     f.sc[g] = multiple(s[g], f.d, rule);
-    m[g] =
-        std::clamp(mean[g] * (f.d * f.sc[g] - s[g]) + ideal[g].grid.m, 0.0f, blocks::limit(b.type));
+    m[g] = std::clamp(mean[g] * (f.d * f.sc[g] - s[g]) + ideal[g].grid.m, 0.0f,
+                      largest_weight(b.type));
     weight[g] = ideal[g].one;
   }
   f.dmin = best_step(b.rule, m, weight, *std::max_element(m.begin(), m.end()));
@@ -227,9 +244,7 @@ struct SignedIdeal {
 };
 
 SignedIdeal search_signed(const Super& b, std::size_t g) {
-  const auto size = static_cast<std::size_t>(b.rule.group);
-  const float* x = b.x + g * size;
-  const float low = *std::min_element(x, x + size), high = *std::max_element(x, x + size);
+  const auto [low, high] = range_of(b, g);
   const float largest = high > -low ? high : low;
   SignedIdeal best{0, 0};
   float most = 0;
