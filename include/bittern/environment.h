@@ -12,8 +12,8 @@ int max_threads();  // 256, or one per core where there are more
 // check_environment().
 Status check_num_threads(int threads);
 
-// Whether BITTERN_THREADS and BITTERN_ISA, read once, and the last set_num_threads have values that
-// are accepted. select() fails where they have not.
+// Whether BITTERN_THREADS, BITTERN_ISA and BITTERN_CUDA_PLUGIN, read once, and the last
+// set_num_threads have values that are accepted. select() fails where they have not.
 Status check_environment();
 
 }  // namespace bittern

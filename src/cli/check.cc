@@ -35,6 +35,8 @@ Result<Fields> parse_fields(const std::vector<std::string>& words) {
     } else {
       return invalid("check: " + word + ": no value, expected " + word + "=value");
     }
+    if (fields.back().second.empty())
+      return invalid("check: --" + fields.back().first + ": empty, expected a value");
   }
   return fields;
 }

@@ -41,6 +41,8 @@ Verb quantize_verb(CLI::App& main);
 void add_common_flags(CLI::App& verb, CommonFlags& flags);
 void add_output_flags(CLI::App& verb, CommonFlags& flags);  // those without a device
 Status use_threads(const CommonFlags& flags);               // --threads
+// Whether BITTERN_KERNEL is the name of a kernel of any op; each plan asks for one of its own.
+Status check_kernel_variable();
 // A CLI11 check whose message says what would be right.
 CLI::Validator integer_in(std::int64_t low, std::int64_t high);
 CLI::Validator number_in(double low, double high);  // no infinity, no NaN

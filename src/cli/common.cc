@@ -1,14 +1,17 @@
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cerrno>
 #include <charconv>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
+#include <initializer_list>
+#include <set>
 
 #include "cli/cli.h"
 #include "convert/replace.h"
@@ -38,6 +41,39 @@ Status use_threads(const CommonFlags& flags) {
     return invalid("--threads: " + std::string(s.message()));
   set_num_threads(flags.threads);
   return {};
+}
+
+namespace {
+
+template <class Kernels>
+void add_names(const Kernels& kernels, std::set<std::string, std::less<>>& names) {
+  for (const auto& kernel : kernels) names.emplace(kernel.name);
+}
+
+}  // namespace
+
+Status check_kernel_variable() {
+  const char* given = std::getenv("BITTERN_KERNEL");
+  if (given == nullptr) return {};
+  std::string text = given;
+  for (char& c : text) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  std::set<std::string, std::less<>> names;
+#define BITTERN_OP(T, f, CPU, CUDA) \
+  add_names(f##_ref(), names);      \
+  BITTERN_IF_##CPU(add_names(f##_cpu(), names);)
+#include "ops/ops.inc"
+  if (names.contains(text)) return {};
+  // The plug-in is loaded for this question only where it may answer it.
+  const auto plugin = cuda_plugin(0);
+  if (plugin) {
+#define BITTERN_OP(T, f, CPU, CUDA) BITTERN_IF_##CUDA(add_names((*plugin)->f, names);)
+#include "ops/ops.inc"
+    if (names.contains(text)) return {};
+  }
+  return invalid(
+      fmt::format("BITTERN_KERNEL: {}, expected one of {}{}", *given == 0 ? "empty" : given,
+                  fmt::join(names, " "),
+                  plugin ? "" : " (no CUDA here: " + std::string(plugin.status().message()) + ")"));
 }
 
 CLI::Validator integer_in(std::int64_t low, std::int64_t high) {
@@ -87,7 +123,7 @@ Result<DeviceChoice> choose_device(const CommonFlags& flags) {
 namespace {
 
 // A larger file is no report.
-constexpr std::uintmax_t kMostReportBytes = std::uintmax_t{256} << 20;
+constexpr off_t kMostReportBytes = off_t{256} << 20;
 // Where the JSON goes when standard output takes it.
 int json_stdout = -1;
 bool stdout_was_closed = false;
@@ -101,20 +137,67 @@ Status json_error(const std::string& path, int error) {
 
 bool is_stdout(const std::string& path) { return path == "-" || path == "/dev/stdout"; }
 
-// What the verbs write: {"schema", "model", ...}, {"machine", "rows"}, [{"op", ...}, ...].
-bool is_report(const std::string& path) {
-  std::error_code error;
-  const std::uintmax_t size = std::filesystem::file_size(path, error);
-  if (error || size > kMostReportBytes) return false;
-  if (size == 0) return true;
-  std::ifstream file(path, std::ios::binary);
-  const Json json = Json::parse(file, nullptr, false);
-  if (json.is_object())
-    return (json.contains("schema") && json.contains("model")) ||
-           (json.contains("machine") && json.contains("rows"));
-  return json.is_array() && std::all_of(json.begin(), json.end(), [](const Json& row) {
-           return row.is_object() && row.contains("op");
-         });
+using Keys = std::initializer_list<const char*>;
+
+// An object with all of `needed` and nothing but these and `more`.
+bool has_keys(const Json& json, Keys needed, Keys more = {}) {
+  const auto in = [](Keys keys, const std::string& key) {
+    return std::find(keys.begin(), keys.end(), key) != keys.end();
+  };
+  if (!json.is_object()) return false;
+  for (const auto& [key, value] : json.items())
+    if (!in(needed, key) && !in(more, key)) return false;
+  return std::all_of(needed.begin(), needed.end(),
+                     [&](const char* key) { return json.contains(key); });
+}
+
+bool all_have_keys(const Json& rows, Keys needed, Keys more = {}) {
+  return rows.is_array() && !rows.empty() &&
+         std::all_of(rows.begin(), rows.end(),
+                     [&](const Json& row) { return has_keys(row, needed, more); });
+}
+
+// What the verbs write, and nothing that merely resembles it.
+bool is_report(const Json& json) {
+  // quantize, inspect, bench
+  if (has_keys(json, {"schema", "model", "output", "weights", "bytes", "bits_per_weight", "seconds",
+                      "seconds_making", "seconds_writing", "seconds_syncing", "resumed",
+                      "scale_change", "saturated", "notes", "tensors"}))
+    return json["schema"] == 1 && json["tensors"].is_array();
+  if (has_keys(json, {"schema", "model"}, {"other", "comparison"}))
+    return json["schema"] == 1 && json["model"].is_object() && json["model"].contains("storages") &&
+           json.contains("other") == json.contains("comparison");
+  if (has_keys(json, {"machine", "rows"}))
+    return json["machine"].is_object() && json["machine"].contains("isa") &&
+           json["rows"].is_array();
+  // check, ops
+  return all_have_keys(json, {"op", "compared", "failures", "seconds"}) ||
+         all_have_keys(json, {"op", "category", "chosen_here", "backends"}, {"fields", "operands"});
+}
+
+// ok when the file is a report of ours, or empty.
+Status check_report(const std::string& path) {
+  const auto unreadable = [&](int error) {
+    return unavailable(fmt::format("--json: {}: cannot be read, so that it may be anything: {}",
+                                   path, std::strerror(error)));
+  };
+  struct stat info;
+  std::string text;
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  if (file < 0) return unreadable(errno);
+  int error = fstat(file, &info) != 0 ? errno : 0;
+  const bool small = error == 0 && info.st_size <= kMostReportBytes;
+  char piece[1 << 16];
+  while (small && error == 0) {
+    const ssize_t n = read(file, piece, sizeof piece);
+    if (n == 0) break;
+    if (n > 0) text.append(piece, static_cast<std::size_t>(n));
+    if (n < 0 && errno != EINTR) error = errno;
+  }
+  close(file);
+  if (error != 0) return unreadable(error);
+  if (small && (text.empty() || is_report(Json::parse(text, nullptr, false)))) return {};
+  return invalid("--json: " + path + " is no report of bittern's; --force replaces only those");
 }
 
 // With a slash at its end.
@@ -156,10 +239,7 @@ Status check_json_flag(const CommonFlags& flags) {
   if (*there == Thing::file) {
     if (!flags.force)
       return invalid("--json: " + flags.json + " exists, expected a new name (or --force)");
-    if (!is_report(flags.json)) {
-      return invalid("--json: " + flags.json +
-                     " is no report of bittern's; --force replaces only those");
-    }
+    BITTERN_TRY(check_report(flags.json));
   }
   const std::string folder = folder_of(flags.json);
   if (folder == flags.json) return json_error(flags.json, EISDIR);
@@ -190,7 +270,7 @@ Status write_json(const CommonFlags& flags, const Json& json) {
     // The name may have been given to something else in the meantime.
     const auto there = thing_at(flags.json);
     if (!there || (*there != Thing::nothing &&
-                   !(*there == Thing::file && flags.force && is_report(flags.json))))
+                   !(*there == Thing::file && flags.force && check_report(flags.json).ok())))
       error = EEXIST;
   }
   if (error == 0 && std::rename(beside.c_str(), flags.json.c_str()) != 0) error = errno;

@@ -1,11 +1,13 @@
 // bittern VERB ... : parses, runs one verb, and turns its status into one line and an exit status.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <new>
+#include <span>
 #include <sstream>
 #include <system_error>
 
@@ -33,6 +35,29 @@ int fail(const Status& status) {
   return exit_status(status.code());
 }
 
+// An empty value is most often a variable of a script that was never set. Flags would otherwise
+// read it as "not given", or, written --flag=, take the next argument in its place.
+Status no_value(const std::string& flag) { return invalid(flag + ": empty, expected a value"); }
+
+Status check_equals_signs(std::span<char*> words) {
+  for (const std::string_view word : words) {
+    if (word == "--") break;
+    if (word.starts_with("--") && word.find('=') == word.size() - 1)
+      return no_value(std::string(word.substr(0, word.size() - 1)));
+  }
+  return {};
+}
+
+Status check_values(const CLI::App& app) {
+  for (const CLI::Option* option : app.get_options()) {
+    const auto& values = option->results();
+    if (std::find(values.begin(), values.end(), "") != values.end())
+      return no_value(option->get_name(false, true));
+  }
+  for (const CLI::App* verb : app.get_subcommands()) BITTERN_TRY(check_values(*verb));
+  return {};
+}
+
 std::string flags_of(const CLI::App& app) {
   std::string text;
   for (const CLI::Option* option : app.get_options()) {
@@ -51,6 +76,8 @@ int run(int argc, char** argv) {
                         quantize_verb(app)};
   std::string names;
   for (const Verb& verb : verbs) names += " " + verb.app->get_name();
+  if (Status s = check_equals_signs({argv, static_cast<std::size_t>(argc)}); !s.ok())
+    return fail(s);
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& asked) {  // help, version
@@ -59,10 +86,12 @@ int run(int argc, char** argv) {
     fmt::print("{}", text.str());
     return status;
   } catch (const CLI::ParseError& error) {
+    if (Status s = check_values(app); !s.ok()) return fail(s);
     std::string text = error.what();
     text.resize(std::min(text.find('\n'), text.size()));
     return fail(invalid(text));
   }
+  if (Status s = check_values(app); !s.ok()) return fail(s);
   for (const Verb& verb : verbs) {
     if (!verb.app->parsed()) continue;
     const auto rest = verb.takes_fields ? app.remaining() : app.remaining(true);
@@ -71,13 +100,15 @@ int run(int argc, char** argv) {
                                       verb.app->get_name(), rest.front(), flags_of(*verb.app))));
     }
     if (Status s = check_environment(); !s.ok()) return fail(s);
+    if (Status s = check_kernel_variable(); !s.ok()) return fail(s);
     const Status status = verb.run();
     return status.ok() ? 0 : fail(status);
   }
   const auto rest = app.remaining();
-  return fail(invalid(
-      rest.empty() ? fmt::format("no verb, expected one of{} (bittern --help tells more)", names)
-                   : fmt::format("no verb called {}, expected one of{}", rest.front(), names)));
+  return fail(
+      invalid(rest.empty() || rest.front().empty()
+                  ? fmt::format("no verb, expected one of{} (bittern --help tells more)", names)
+                  : fmt::format("no verb called {}, expected one of{}", rest.front(), names)));
 }
 
 // Text that is lost is no success.

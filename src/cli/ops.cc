@@ -22,10 +22,31 @@ struct Support {
   PrecisionGuarantee guarantee;
 };
 
+// What serves a plan that names no kernel, BITTERN_KERNEL considered.
+struct Chosen {
+  std::string backend, architecture;
+  std::string why_not;  // when none
+  PrecisionGuarantee guarantee;
+
+  std::string text() const { return backend.empty() ? "none" : backend + " " + architecture; }
+};
+
 // The op's first benchmark problem: valid sizes to ask with.
 std::unique_ptr<AnyDesc> example(const AnyOp& op) {
   auto problems = bench_problems(op);
   return problems.empty() ? op.make_desc() : std::move(problems.front().desc);
+}
+
+// f(desc) for each dtype an element may have, until it returns true.
+template <class F>
+void each_element(const AnyOp& op, const F& f) {
+  const auto desc = example(op);
+  if (!desc->get("element")) {
+    f(*desc);
+    return;
+  }
+  for (const DType element : {DType::f32, DType::f64, DType::f16, DType::bf16})
+    if (desc->set("element", static_cast<std::int64_t>(element)).ok() && f(*desc)) return;
 }
 
 Support support(const AnyOp& op, std::string_view backend) {
@@ -35,11 +56,11 @@ Support support(const AnyOp& op, std::string_view backend) {
   if (!s.exists) return s;
   const Device device{backend == "cuda" ? Device::Type::cuda : Device::Type::cpu, 0};
   const std::string_view kernel = backend == "cuda" ? "" : backend;
-  const auto ask = [&](const AnyDesc& desc) {
+  each_element(op, [&](const AnyDesc& desc) {
     const auto plan = desc.select(device, Preference::exact, kernel);
     if (!plan) {
       if (s.why_not.empty()) s.why_not = plan.status().message();
-      return;
+      return false;
     }
     const Sku sku = (*plan)->sku();
     if (s.dtypes.empty()) {
@@ -47,15 +68,8 @@ Support support(const AnyOp& op, std::string_view backend) {
       s.guarantee = (*plan)->precision_guarantee();
     }
     s.dtypes.emplace_back(name(sku.element));
-  };
-  const auto desc = example(op);
-  if (desc->get("element")) {
-    for (const DType element : {DType::f32, DType::f64, DType::f16, DType::bf16}) {
-      if (desc->set("element", static_cast<std::int64_t>(element)).ok()) ask(*desc);
-    }
-  } else {
-    ask(*desc);
-  }
+    return false;
+  });
   return s;
 }
 
@@ -76,10 +90,27 @@ std::string cell(const Support& s) {
   return !s.exists ? "unsupported" : s.dtypes.empty() ? "not here" : join(s.dtypes);
 }
 
-// What `--device auto` would run: the first of cuda, cpu, ref that can.
-const Support& chosen(const std::vector<Support>& all, const DeviceChoice& choice) {
-  if (choice.device.type == Device::Type::cuda && !all[2].dtypes.empty()) return all[2];
-  return all[1].dtypes.empty() ? all[0] : all[1];
+// For the first dtype that is taken; with `--device auto`, by the GPU or else the CPU.
+Chosen chosen(const AnyOp& op, const DeviceChoice& choice) {
+  Chosen chosen;
+  std::vector<Device> devices = {choice.device};
+  if (choice.automatic && choice.device.type == Device::Type::cuda) devices.emplace_back();
+  for (const Device device : devices) {
+    each_element(op, [&](const AnyDesc& desc) {
+      const auto plan = desc.select(device, Preference::exact);
+      if (!plan) {
+        if (chosen.why_not.empty()) chosen.why_not = plan.status().message();
+        return false;
+      }
+      const Sku sku = (*plan)->sku();
+      chosen.backend = sku.backend;
+      chosen.architecture = sku.architecture;
+      chosen.guarantee = (*plan)->precision_guarantee();
+      return true;
+    });
+    if (!chosen.backend.empty()) break;
+  }
+  return chosen;
 }
 
 Json support_json(const Support& s) {
@@ -113,9 +144,13 @@ std::string default_text(const FieldInfo& f) {
   return f.real ? bittern::field_text(f.default_real) : std::to_string(f.default_value);
 }
 
-Json op_json(const AnyOp& op, const std::vector<Support>& all, const Support& here) {
+Json op_json(const AnyOp& op, const std::vector<Support>& all, const Chosen& here) {
   Json json{{"op", op.name()}, {"category", op.category()}};
-  json["chosen_here"] = {{"backend", here.backend}, {"architecture", here.architecture}};
+  if (here.backend.empty()) {
+    json["chosen_here"] = {{"backend", nullptr}, {"why_not", here.why_not}};
+  } else {
+    json["chosen_here"] = {{"backend", here.backend}, {"architecture", here.architecture}};
+  }
   for (const Support& s : all) json["backends"].push_back(support_json(s));
   for (const FieldInfo& f : op.fields()) {
     Json field{{"name", f.name}, {"default", nullptr}, {"help", f.help}};
@@ -139,7 +174,7 @@ Json op_json(const AnyOp& op, const std::vector<Support>& all, const Support& he
   return json;
 }
 
-void print_op(const AnyOp& op, const std::vector<Support>& all, const Support& here) {
+void print_op(const AnyOp& op, const std::vector<Support>& all, const Chosen& here) {
   fmt::print("{} ({})\n\nfields\n", op.name(), op.category());
   for (const FieldInfo& f : op.fields()) {
     std::string choices;
@@ -176,9 +211,10 @@ void print_op(const AnyOp& op, const std::vector<Support>& all, const Support& h
     } else {
       fmt::print("  {:<4}  {:<8} {:<18} math {}, sums {}, {}{}\n", s.backend, s.architecture,
                  join(s.dtypes), name(s.guarantee.math_precision), name(s.guarantee.accumulator),
-                 guarantee_text(s.guarantee), &s == &here ? "  <- chosen here" : "");
+                 guarantee_text(s.guarantee), s.backend == here.backend ? "  <- chosen here" : "");
     }
   }
+  if (here.backend.empty()) fmt::print("  none is chosen here: {}\n", here.why_not);
   fmt::print("\nExample: bittern check {} --outer_size=5 --axis_size=1024\n", op.name());
 }
 
@@ -198,10 +234,12 @@ Status run(const OpsFlags& flags) {
                "guarantee");
   }
   bool cuda_missing = false;
+  std::string none;  // why the first op without a choice has none
   for (const AnyOp* op : ops) {
     const std::vector<Support> all = {support(*op, "ref"), support(*op, "cpu"),
                                       support(*op, "cuda")};
-    const Support& here = chosen(all, *choice);
+    const Chosen here = chosen(*op, *choice);
+    if (none.empty() && here.backend.empty()) none = here.why_not;
     json.push_back(op_json(*op, all, here));
     cuda_missing = cuda_missing || (all[2].exists && all[2].dtypes.empty());
     if (flags.common.quiet) continue;
@@ -209,8 +247,8 @@ Status run(const OpsFlags& flags) {
       print_op(*op, all, here);
     } else {
       fmt::print("{:<33} {:<17} {:<17} {:<17} {:<13} {}\n", op->name(), cell(all[0]), cell(all[1]),
-                 cell(all[2]), fmt::format("{} {}", here.backend, here.architecture),
-                 guarantee_text(here.guarantee));
+                 cell(all[2]), here.text(),
+                 here.backend.empty() ? "" : guarantee_text(here.guarantee));
     }
   }
   if (!flags.common.quiet && flags.op.empty()) {
@@ -218,6 +256,7 @@ Status run(const OpsFlags& flags) {
       if (const auto plugin = cuda_plugin(0); !plugin)
         fmt::print("no CUDA here: {}\n", plugin.status().message());
     }
+    if (!none.empty()) fmt::print("none: {}\n", none);
     fmt::print("bittern ops OP shows an op's fields and operands.\n");
   }
   return write_json(flags.common, json);

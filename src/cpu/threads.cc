@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bittern/environment.h"
+#include "core/environment.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 
@@ -124,6 +125,8 @@ Status check_environment() {
   BITTERN_TRY(defaults().status);
   if (const int threads = refused.load(std::memory_order_relaxed); threads != 0)
     BITTERN_TRY(check_num_threads(threads));
+  static const auto* const plugin = new Status(cuda_plugin_variable().status());
+  BITTERN_TRY(*plugin);
   return cpu::check_isa_variable();
 }
 

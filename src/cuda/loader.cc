@@ -1,12 +1,12 @@
 // Finds and checks libbittern_cuda.so. The core never links or includes CUDA.
 #include <dlfcn.h>
 
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <string>
 
+#include "core/environment.h"
 #include "cuda/plugin.h"
 
 namespace bittern {
@@ -75,11 +75,9 @@ Result<Loaded> find_and_load() {
 }  // namespace
 
 Result<std::string> cuda_plugin_path() {
-  if (const char* given = std::getenv("BITTERN_CUDA_PLUGIN")) {
-    if (given[0] == '/') return std::string(given);
-    return unavailable(std::string("cuda: BITTERN_CUDA_PLUGIN: ") +
-                       (given[0] != '\0' ? given : "empty") + ", expected an absolute path");
-  }
+  const auto given = cuda_plugin_variable();
+  if (!given) return unavailable("cuda: " + std::string(given.status().message()));
+  if (*given != nullptr) return std::string(*given);
   const std::string own = own_directory();
   std::string tried;
   for (const std::string& directory :

@@ -91,6 +91,41 @@ def test_bad_usage_is_one_line(args, texts):
     refused(bittern(*args), 2, *texts)
 
 
+VERBS = ("ops", "check", "bench", "inspect", "quantize") if COMMAND else ()
+
+
+def options_of(verb):
+    """All names of every option of the verb that takes a value, and its positional arguments."""
+    lines = bittern(verb, "--help").stdout.splitlines()
+    found = [re.match(r"  ([A-Za-z-][\w,-]*) (?:TEXT|INT|UINT|FLOAT)", line) for line in lines]
+    names = [name for match in found if match for name in match[1].split(",")]
+    assert "--json" in names and len(names) >= 4, lines
+    return names
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_empty_value_names_its_flag(verb):
+    """A script's variable that was never set is not the same as a flag that was not given."""
+    for name in options_of(verb):
+        flag = [name] if name.startswith("-") else []
+        refused(bittern(verb, *flag, ""), 2, name, ": empty, expected a value")
+        refused(bittern(verb, *flag, "", "x", "y"), 2, name, ": empty, expected a value")
+        if name.startswith("--"):  # with nothing after it, it is not the next argument that is meant
+            refused(bittern(verb, f"{name}=", "/x"), 2, f"bittern: {name}: empty, expected a value")
+    refused(bittern(verb, "--quiet="), 2, "--quiet: empty")
+
+
+def test_a_field_without_a_value():
+    for args in (["--outer_size="], ["--outer_size", ""]):
+        refused(bittern("check", "quantize_per_group", *args), 2, "--outer_size: empty, expected a value")
+
+
+def test_a_rule_takes_one_value():
+    """What follows it is the model."""
+    for flag in ("--override", "--tensor-type"):
+        refused(bittern("quantize", flag, "x=4", "/no/model", "--dry-run", "--bits", 4), 4, "/no/model")
+
+
 @pytest.mark.parametrize("verb", ["ops", "check", "bench"])
 def test_a_device_that_is_not_there(verb, tmp_path):
     env = {"BITTERN_CUDA_PLUGIN": str(tmp_path / "none.so")}
@@ -120,6 +155,22 @@ def test_ops_lists_every_op_with_its_guarantee(tmp_path):
         assert backends["ref"]["guarantee"]["same_bits_on_all_backends"] is True
         assert op["fields"] and op["operands"] and op["chosen_here"]["backend"] in backends
     assert bittern("ops", "--quiet", "--json", path, "--force").stdout == ""
+
+
+def test_ops_tells_what_a_variable_chooses(tmp_path):
+    path = tmp_path / "ops.json"
+    for kernel in ("ref", "REF"):
+        result = bittern("ops", "--json", path, "--force", env={"BITTERN_KERNEL": kernel})
+        assert result.returncode == 0, result
+        assert {op["chosen_here"]["backend"] for op in json.loads(path.read_text())} == {"ref"}
+    # A kernel that one op has is refused by the plans of the others.
+    result = bittern("ops", "--json", path, "--force", env={"BITTERN_KERNEL": "cpu_int8"})
+    assert result.returncode == 0 and "none: quantize_per_group: BITTERN_KERNEL: cpu_int8, expected" in result.stdout
+    chosen = {op["op"]: op["chosen_here"] for op in json.loads(path.read_text())}
+    assert chosen["pack_codes"]["backend"] is None
+    assert "BITTERN_KERNEL: cpu_int8, expected cpu or ref" in chosen["pack_codes"]["why_not"]
+    result = bittern("ops", "pack_codes", env={"BITTERN_KERNEL": "cpu_int8"})
+    assert "none is chosen here: pack_codes: BITTERN_KERNEL: cpu_int8" in result.stdout
 
 
 def test_ops_shows_an_op():

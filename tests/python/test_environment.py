@@ -31,6 +31,9 @@ BAD = [
     ("BITTERN_ISA", "AVX512", "expected AVX2, AVX3 (AVX-512) or AVX3_DL"),
     ("BITTERN_ISA", "", "expected AVX2, AVX3 (AVX-512) or AVX3_DL"),
     ("BITTERN_KERNEL", "fast", "expected cpu or ref"),
+    ("BITTERN_KERNEL", "", "expected cpu or ref"),
+    ("BITTERN_CUDA_PLUGIN", "", "expected an absolute path"),
+    ("BITTERN_CUDA_PLUGIN", "libbittern_cuda.so", "expected an absolute path"),
 ]
 
 
@@ -55,10 +58,13 @@ def test_a_bad_variable_is_an_error_of_the_first_plan(variable, value, expected)
 
 
 @pytest.mark.skipif(COMMAND is None, reason="the command is not built (build/release/bittern)")
-@pytest.mark.parametrize("variable, value, expected", [b for b in BAD if b[0] != "BITTERN_KERNEL"])
-def test_a_bad_variable_is_an_error_of_the_command(variable, value, expected):
+@pytest.mark.parametrize("verb", ["ops", "check", "bench", "inspect", "quantize"])
+@pytest.mark.parametrize("variable, value, expected", BAD)
+def test_a_bad_variable_is_an_error_of_the_command(variable, value, expected, verb):
+    if variable == "BITTERN_KERNEL":  # of any op
+        expected = "expected one of cpu "
     result = subprocess.run(
-        [COMMAND, "ops"], capture_output=True, text=True, env={**os.environ, variable: value}
+        [COMMAND, verb], capture_output=True, text=True, env={**os.environ, variable: value}
     )
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith(f"bittern: {variable}: {value or 'empty'}"), result.stderr
