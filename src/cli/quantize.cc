@@ -336,7 +336,7 @@ Status run(QuantizeFlags flags) {
   auto options = options_of(flags);
   if (!options) return options.status();
   const bool folder = options->format != ModelFormat::gguf;
-  const bool splits = options->split_bytes + options->split_tensors > 0;
+  const bool splits = options->splits();
   if (!flags.out.empty()) {
     const auto out = output_path(flags.out, folder);
     if (!out) return out.status();
@@ -434,11 +434,13 @@ Verb quantize_verb(CLI::App& main) {
                    "measured error")
       ->check(number_in(1, 32));
   verb->add_option(
-      "--override", flags->overrides,
-      "rule for tensors whose name matches: REGEX=BITS[:GROUP], REGEX=TYPE or REGEX=keep; the "
-      "first match decides");
+          "--override", flags->overrides,
+          "rule for tensors whose name matches: REGEX=BITS[:GROUP], REGEX=TYPE or REGEX=keep; the "
+          "first match decides")
+      ->allow_extra_args(false);
   verb->add_option("--tensor-type", flags->tensor_types,
-                   "the same with GGUF types: REGEX=TYPE, as in llama-quantize");
+                   "the same with GGUF types: REGEX=TYPE, as in llama-quantize")
+      ->allow_extra_args(false);
   verb->add_option("--policy", flags->policy, "a JSON file of such rules (docs/quantize.md)");
   verb->add_option("--imatrix", flags->imatrix,
                    "importance matrix of llama.cpp, as GGUF or .dat: weighs the errors of lsq and "

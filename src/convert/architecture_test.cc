@@ -824,8 +824,8 @@ TEST(Config, WhatIsWrongIsSaid) {
             "config.json: \"rope_scaling\" is \"linear\", expected an object");
   EXPECT_EQ(refused("llama", "rope_scaling",
                     {{"type", "llama3"}, {"low_freq_factor", 4}, {"high_freq_factor", 4}}),
-            "config.json: \"rope_scaling.high_freq_factor\" is not above low_freq_factor, expected "
-            "it to be");
+            "config.json: \"rope_scaling.high_freq_factor\" is 4.000000, expected more than "
+            "low_freq_factor, 4.000000");
   EXPECT_EQ(refused("phi3", "rope_scaling", {{"type", "linear"}, {"factor", 4}}),
             "config.json: \"rope_scaling.rope_type\" \"linear\" is not one of a phi3, expected "
             "longrope");
@@ -1330,7 +1330,7 @@ TEST_F(Metadata, WhatIsWrongIsSaid) {
   EXPECT_EQ(refused("llama", "llama.block_count", GgufData(std::uint32_t{5000})),
             "a model with 5000 layers, expected at most 4096");
   EXPECT_EQ(refused("qwen35", "qwen35.nextn_predict_layers", GgufData(std::uint32_t{2})),
-            "qwen35.block_count: not above nextn_predict_layers, expected it to be");
+            "qwen35.block_count: expected more than nextn_predict_layers");
   EXPECT_EQ(refused("llama", "llama.embedding_length", GgufData(std::int32_t{-1})),
             "llama.embedding_length: -1, expected 1 or more, below 2^31");
   const std::vector<std::uint32_t> uneven{2, 1}, even{2, 0};
@@ -1343,9 +1343,9 @@ TEST_F(Metadata, WhatIsWrongIsSaid) {
   EXPECT_EQ(refused("llama", "llama.attention.head_count_kv", GgufData(std::uint32_t{3})),
             "llama.attention.head_count: no multiple of attention.head_count_kv, expected one");
   EXPECT_EQ(refused("llama", "llama.attention.value_length", GgufData(std::uint32_t{3})),
-            "llama.attention.value_length: not attention.key_length, expected it to be");
+            "llama.attention.value_length: 3, expected attention.key_length, 4");
   EXPECT_EQ(refused("llama", "llama.rope.freq_base", GgufData(0.0f)),
-            "llama.rope.freq_base: not above 0, expected it to be");
+            "llama.rope.freq_base: 0.000000, expected a number above 0");
   EXPECT_EQ(refused("qwen3", "qwen3.rope.dimension_count", GgufData(std::uint32_t{2})),
             "qwen3.rope.dimension_count: 2 of a head's 4, expected all of them, or an even number "
             "in a phi3, qwen3next or qwen35");

@@ -154,6 +154,11 @@ void ConversionPlanner::note_unused() {
       }))
     note("--pure has no effect: no matrix is kept by default");
   if (!options_.imatrix.empty()) note_importance();
+  // llama-quantize refuses it, with the IQ types that are not written here.
+  if (options_.imatrix.empty() && options_.mix == find_mix("Q2_K_S"))
+    note(
+        "Q2_K_S without --imatrix: much of the model is lost, and llama-quantize refuses to; give "
+        "an importance matrix, or take Q2_K");
 }
 
 // Which tensors the importance matrix weighs, and which it does not; the others forget it.

@@ -97,6 +97,8 @@ class Numbers {
   Result<const float*> read(std::int64_t first, std::int64_t count) {
     if (Status status = reader_.numbers(first / width(), count / width(), rows_); !status.ok())
       return status;
+    if (rows_.beyond.count > 0)
+      return unsupported(beyond_f32(rows_, width()) + ", in which numbers are compared");
     if (rows_.dtype == DType::f32) return static_cast<const float*>(rows_.data);
     f32_.resize(static_cast<std::size_t>(count));
     if (Status status = as_f32(rows_, f32_); !status.ok()) return status;
@@ -114,7 +116,7 @@ Status compare_tensor(Numbers& a, Numbers& b, std::size_t worst,
                       const std::function<void(std::int64_t numbers)>& progress,
                       TensorDifference& out, std::vector<Candidate>& candidates) {
   const std::int64_t all = out.shape.numel();
-  const std::int64_t columns = out.shape.rank == 0 ? 1 : out.shape[out.shape.rank - 1];
+  const std::int64_t columns = columns_of(out.shape);
   const std::int64_t groups = (columns + kComparedGroup - 1) / kComparedGroup;  // of a row
   // Whole rows of both, whose widths differ where elements of a vector move.
   const std::int64_t unit = std::lcm(columns, std::lcm(a.width(), b.width()));

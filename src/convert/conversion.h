@@ -58,6 +58,7 @@ struct ConversionOptions {
   // A GGUF file in parts, each of at most so many bytes of tensors, or so many tensors; 0: one
   // file.
   std::uint64_t split_bytes = 0, split_tensors = 0;
+  bool splits() const { return split_bytes > 0 || split_tensors > 0; }
 };
 
 // One line each: {"bits": 4, "group_size": 64, "rules": [{"match": "lm_head", "bits": 8}, ...]}.
@@ -90,7 +91,8 @@ using ProgressFunction = std::function<void(const ConversionProgress&)>;
 
 class Conversion {
  public:
-  // `source` outlives the conversion. `out` decides nothing but names in messages.
+  // `source` outlives the conversion. `out` decides nothing but names, and notes about what is
+  // beside it.
   static Result<Conversion> plan(const Checkpoint& source, const ConversionOptions& options,
                                  const std::string& out, const ProgressFunction& progress);
 

@@ -34,17 +34,10 @@ bool is_matrix(const Recipe& recipe) {
          recipe.name.size() > kSuffix.size() && recipe.name.ends_with(kSuffix);
 }
 
-bool is_embedding_or_head(std::string_view name) {
-  return has(name, "embed_tokens") || has(name, "token_embd") || has(name, "lm_head") ||
-         name == "output.weight" || has(name, "word_embeddings");
-}
-
 // What messages call it: the source's name, as the user knows it.
 const std::string& source_of(const Recipe& recipe) {
   return recipe.sources.empty() ? recipe.name : recipe.sources[0];
 }
-
-std::int64_t columns_of(const Shape& shape) { return shape.rank == 0 ? 1 : shape[shape.rank - 1]; }
 
 GgmlType ConversionPlanner::type_of_bits(int bits) {
   return bits == 2   ? GgmlType::q2_k
@@ -348,6 +341,20 @@ Status ConversionPlanner::try_transcode(const RowReader& reader, const Storage& 
                   });
 }
 
+// F64 that is copied may hold what no reader that computes in f32 can.
+Status ConversionPlanner::note_beyond_f32(OutputTensor& tensor, const RowReader& reader) {
+  const std::int64_t columns = reader.columns(), length = rows_at_once(columns);
+  RowNumbers numbers;
+  for (std::int64_t row = 0; row < reader.rows(); row += length) {
+    BITTERN_TRY(reader.numbers(row, std::min(length, reader.rows() - row), numbers));
+    if (numbers.beyond.count == 0) continue;
+    tensor.note += (tensor.note.empty() ? "" : "; ") + beyond_f32(numbers, columns) +
+                   ": kept as F64, an infinity to programs that compute in f32";
+    return {};
+  }
+  return {};
+}
+
 // Way and size, once the storage is settled.
 Status ConversionPlanner::settle(OutputTensor& tensor) {
   using Way = OutputTensor::Way;
@@ -357,19 +364,17 @@ Status ConversionPlanner::settle(OutputTensor& tensor) {
     const bool same = tensor.to == tensor.from && reader->movable();
     tensor.way = same ? Way::copy : tensor.to.quantized() ? Way::quantize : Way::cast;
   }
+  if (tensor.way == Way::copy && tensor.from == Storage::plain(SafeDType::f64))
+    BITTERN_TRY(note_beyond_f32(tensor, *reader));
   // Quantised, then written as plain numbers.
   if (options_.format == ModelFormat::safetensors && tensor.to.kind == Storage::Kind::affine &&
       tensor.way == Way::quantize) {
     tensor.through = tensor.to;
     tensor.to = Storage::plain(tensor.to.dtype);
   }
-  if (options_.method && tensor.way == Way::quantize && tensor.to.kind == Storage::Kind::blocks) {
-    constexpr GgmlType kGiven[] = {GgmlType::q4_1, GgmlType::q5_1, GgmlType::q4_k, GgmlType::q5_k};
-    if (std::find(std::begin(kGiven), std::end(kGiven), tensor.to.type) == std::end(kGiven))
-      tensor.note += std::string(tensor.note.empty() ? "" : "; ") + "by " +
-                     info(tensor.to.type).name +
-                     "'s own rule: --method is for Q4_1, Q5_1, Q4_K and Q5_K";
-  }
+  if (options_.method && tensor.way == Way::quantize && !is_fitted(tensor.to))
+    tensor.note += std::string(tensor.note.empty() ? "" : "; ") + "by " + tensor.to.str() +
+                   "'s own rule: --method is for Q4_1, Q5_1, Q4_K and Q5_K";
   if (tensor.way == Way::cast && tensor.from.quantized() && !options_.dequantize &&
       !options_.allow_requantize)
     tensor.note = tensor.note.empty() ? "quantised, written as " + tensor.to.str() : tensor.note;

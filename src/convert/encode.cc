@@ -7,10 +7,12 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <utility>
 
 #include "bittern/ops/gguf_quantize.h"
 #include "bittern/ops/qdq_affine_init.h"
 #include "convert/rows.h"
+#include "core/blocks.h"
 
 namespace bittern {
 namespace {
@@ -73,12 +75,10 @@ View<Void> dense(Void* data, DType dtype, const Shape& shape) {
   return {data, dtype, {}, shape, shape.dense_strides()};
 }
 
-constexpr float kLargestF16 = 65504;
-
-std::string value_text(float x) {
+std::string value_text(double x) {
   if (std::isnan(x)) return "nan";
   char text[32];
-  std::snprintf(text, sizeof text, "%.6g", static_cast<double>(x));
+  std::snprintf(text, sizeof text, "%.6g", x);
   return text;
 }
 
@@ -103,11 +103,11 @@ Status not_finite(const std::string& what) {
   return invalid("holds infinities or NaN, expected finite numbers (" + what + ")");
 }
 
+template <class F>
 Status too_large(const RowNumbers& numbers, std::int64_t count, std::int64_t columns,
-                 const std::string& what, DType dtype) {
-  return unsupported(
-      first_that(numbers, count, columns, [&](float x) { return overflows(std::abs(x), dtype); }) +
-      what);
+                 const std::string& what, F&& is) {
+  return unsupported(first_that(numbers, count, columns, [&](float x) { return is(std::abs(x)); }) +
+                     what);
 }
 
 Status decodes_to_infinity(DType params) {
@@ -133,7 +133,7 @@ RowNumbers clamped(const RowNumbers& numbers, std::int64_t count, float limit,
 }
 
 float largest_finite(DType dtype) {
-  return dtype == DType::f16    ? kLargestF16
+  return dtype == DType::f16    ? kLargestHalf
          : dtype == DType::bf16 ? to_f32(bf16{0x7f7f})
                                 : std::numeric_limits<float>::max();
 }
@@ -238,17 +238,6 @@ Status decode_finite(const EncodedRows& rows, const Storage& storage, std::int64
   return expect_finite(back, count * columns, columns);
 }
 
-// Infinite where a number is not finite or cannot be decoded.
-float largest_decoded(const EncodedRows& rows, const Storage& storage, std::int64_t count,
-                      std::int64_t columns) {
-  RowNumbers back;
-  back.own.resize(at(count * columns));
-  if (!decode_rows(tensor_of(rows, storage, count, columns), 0, count, back.own).ok())
-    return std::numeric_limits<float>::infinity();
-  back.data = back.own.data();
-  return largest_magnitude(back, count * columns);
-}
-
 }  // namespace
 
 bool is_fitted(const Storage& to) {
@@ -271,13 +260,32 @@ bool overflows(float magnitude, DType dtype) {
                                 : std::isinf(magnitude);
 }
 
+std::string beyond_f32(const RowNumbers& numbers, std::int64_t columns) {
+  return value_text(numbers.beyond.value) + place(numbers.beyond.at, numbers.first, columns) +
+         " is beyond the range of f32";
+}
+
 Status RowEncoder::encode(const RowNumbers& numbers, std::int64_t count, std::int64_t columns,
                           std::span<const float> importance, EncodedRows& out,
                           std::uint64_t& saturated) const {
+  if (numbers.beyond.count > 0 && !saturate)
+    return unsupported(beyond_f32(numbers, columns) + ": expected --lossy, which takes " +
+                       value_text(std::numeric_limits<float>::max()) + " in its place");
+  // What is clamped again counts once.
+  std::uint64_t here = 0;
+  BITTERN_TRY(encode_within(numbers, count, columns, importance, out, here));
+  saturated += std::max(here, numbers.beyond.count);
+  return {};
+}
+
+Status RowEncoder::encode_within(const RowNumbers& numbers, std::int64_t count,
+                                 std::int64_t columns, std::span<const float> importance,
+                                 EncodedRows& out, std::uint64_t& saturated) const {
   if (through.quantized()) {
-    const RowEncoder inner{.to = through, .method = method, .through = {}, .saturate = saturate};
+    RowEncoder inner = *this;
+    inner.to = std::exchange(inner.through, {});
     EncodedRows codes;
-    BITTERN_TRY(inner.encode(numbers, count, columns, importance, codes, saturated));
+    BITTERN_TRY(inner.encode_within(numbers, count, columns, importance, codes, saturated));
     RowNumbers back;
     back.own.resize(at(count * columns));
     BITTERN_TRY(decode_rows(tensor_of(codes, through, count, columns), 0, count, back.own));
@@ -291,11 +299,10 @@ Status RowEncoder::encode(const RowNumbers& numbers, std::int64_t count, std::in
   const auto within = [&](float limit) {
     std::uint64_t here = 0, again = 0;
     const RowNumbers inside = clamped(numbers, all, limit, here);
-    const Status status = encode(inside, count, columns, importance, out, again);
+    const Status status = encode_within(inside, count, columns, importance, out, again);
     saturated += std::max(here, again);
     return status;
   };
-  const auto decoded = [&] { return largest_decoded(out, to, count, columns); };
   switch (to.kind) {
     case Storage::Kind::plain: {
       const auto dtype = to_dtype(to.dtype);
@@ -306,7 +313,7 @@ Status RowEncoder::encode(const RowNumbers& numbers, std::int64_t count, std::in
                        std::string(" is beyond the range of ") + bittern::name(*dtype) +
                            ": expected f32, or --lossy, which writes " +
                            value_text(largest_finite(*dtype)),
-                       *dtype);
+                       [&](float x) { return overflows(x, *dtype); });
     }
     case Storage::Kind::affine: {
       const DType params = *to_dtype(to.dtype);
@@ -317,34 +324,30 @@ Status RowEncoder::encode(const RowNumbers& numbers, std::int64_t count, std::in
                              ", the dtype of the scales: expected --scale-dtype f32, or --lossy, "
                              "which takes " +
                              value_text(largest_finite(params)) + " in its place",
-                         params);
+                         [&](float x) { return overflows(x, params); });
       }
       BITTERN_TRY(encode_affine(to, method.value_or(AffineMethod::lsq), numbers, count, columns,
                                 importance, out));
       // code * scale + bias may leave the range where no weight does.
-      if (most < largest_finite(params) / 4 || std::isfinite(decoded())) return {};
+      if (most < largest_finite(params) / 4 ||
+          decode_finite(out, to, numbers.first, count, columns).ok())
+        return {};
       return saturate ? within(most / 16 * 15) : decodes_to_infinity(params);
     }
     case Storage::Kind::blocks: {
       const auto type = block_type(to.type);
       if (!type) return unsupported(std::string("blocks of ") + info(to.type).name);
-      const Status encoded = encode_blocks(*type, method, numbers, count, columns, importance, out);
-      // The scales of blocks are f16: below that, none is infinite or has been clamped. Where one
-      // was, the largest number is far from what it was.
-      if (most < kLargestF16 / 4) return encoded;
-      const float largest = encoded.ok() ? decoded() : 0;
-      if (std::isfinite(largest) && largest >= most * 0.75f) return {};
-      if (!overflows(most, DType::f16)) {
-        if (!encoded.ok() || std::isfinite(largest)) return encoded;
-        return saturate ? within(most / 16 * 15) : decodes_to_infinity(DType::f16);
-      }
-      if (saturate) return within(kLargestF16);
+      // Above this the op clamps; below it a weight keeps its value to within a step of its group.
+      const float limit = largest_weight(*type);
+      if (most <= limit)
+        return encode_blocks(*type, method, numbers, count, columns, importance, out);
+      if (saturate) return within(limit);
       return too_large(numbers, all, columns,
                        std::string(" is beyond the range of ") + info(to.type).name +
                            ", whose scales are f16: expected a rule that keeps the tensor, or "
                            "--lossy, which takes " +
-                           value_text(kLargestF16) + " in its place",
-                       DType::f16);
+                           value_text(limit) + " in its place",
+                       [&](float x) { return x > limit; });
     }
   }
   return {};
@@ -392,8 +395,7 @@ Status expect_finite_rows(const EncodedRows& rows, const Storage& storage, std::
     for (std::int64_t i = 0; i < count * columns; ++i) {
       double x;
       std::memcpy(&x, rows.data.data() + at(i) * sizeof x, sizeof x);
-      if (!std::isfinite(x))
-        return not_finite(value_text(static_cast<float>(x)) + place(i, first, columns));
+      if (!std::isfinite(x)) return not_finite(value_text(x) + place(i, first, columns));
     }
     return {};
   }

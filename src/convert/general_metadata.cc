@@ -12,6 +12,7 @@
 #include "convert/tokenizer_table.h"
 #include "formats/json_events.h"
 #include "formats/mapped_file.h"
+#include "formats/side_file.h"
 
 namespace bittern {
 namespace {
@@ -275,6 +276,10 @@ Result<GgufMetadata> from_card(const std::string& path, std::vector<std::string>
   if (!std::filesystem::is_regular_file(path, error) ||
       std::filesystem::file_size(path, error) == 0)
     return out;
+  if (const Status status = check_side_file(path); !status.ok()) {
+    notes.push_back("not read: " + std::string(status.message()));
+    return out;
+  }
   const auto file = MappedFile::open(path);
   if (!file) return file.status();
   const auto bytes = file->bytes();

@@ -151,6 +151,23 @@ TEST_F(GeneralMetadata, ModelCardsAreRead) {
   EXPECT_EQ(keys, expected);
 }
 
+TEST_F(GeneralMetadata, ACardThatIsALinkOutOfTheFolderIsNotRead) {
+  const fs::path outside = folder_.string() + "_card";
+  std::ofstream(outside) << "---\nlicense: a secret of the user\n---\n";
+  fs::create_symlink(outside, folder_ / "README.md");
+  Notes notes;
+  EXPECT_TRUE(read(notes).empty());
+  ASSERT_EQ(notes.size(), 1u);
+  EXPECT_TRUE(notes[0].starts_with("not read: " + (folder_ / "README.md").string() +
+                                   ": a symbolic link to "))
+      << notes[0];
+  fs::rename(folder_ / "README.md", folder_ / "own");
+  save("card.txt", "---\nlicense: mit\n---\n");
+  fs::create_symlink("card.txt", folder_ / "README.md");
+  EXPECT_EQ(read(notes).at("general.license"), "mit");
+  fs::remove(outside);
+}
+
 TEST_F(GeneralMetadata, WhatIsNotUnderstoodIsSaid) {
   Notes notes;
   save("README.md", "---\nlicense: |\n  folded\ntags: {a: b}\nlanguage: [en\n---\n");

@@ -1,9 +1,9 @@
 // The files of the output: where each tensor is written, and what stands beside them.
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
+#include <filesystem>
 #include <map>
-#include <sstream>
+#include <system_error>
 #include <utility>
 
 #include "convert/general_metadata.h"
@@ -13,6 +13,7 @@
 #include "convert/tokenizer.h"
 #include "convert/tokenizer_table.h"
 #include "formats/json_events.h"
+#include "formats/mapped_file.h"
 
 namespace bittern {
 
@@ -26,10 +27,13 @@ constexpr std::size_t kMostParts = 65535;                      // of a GGUF file
 std::string module_of(const std::string& name) { return name.substr(0, name.rfind('.')); }
 
 Result<std::string> read_text(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  if (!file || !(text << file.rdbuf())) return Status{Code::io_error, path + ": cannot read"};
-  return std::move(text).str();
+  // An empty file is not mapped, and may stand beside a model.
+  if (const auto stamp = FileStamp::of(path); stamp && stamp->size == 0) return std::string();
+  const auto file = MappedFile::open(path);
+  if (!file) return file.status();
+  std::string text(reinterpret_cast<const char*>(file->bytes().data()), file->bytes().size());
+  BITTERN_TRY(file->unchanged());
+  return text;
 }
 
 }  // namespace
@@ -42,7 +46,7 @@ Status ConversionPlanner::lay_out_gguf() {
                    std::to_string(kMostParts));
   std::vector<GgufWriter> writers;
   for (std::size_t part = 0; part < ends.size(); ++part)
-    writers.emplace_back(splits() ? part_name(part, ends.size()) : out_);
+    writers.emplace_back(options_.splits() ? part_name(part, ends.size()) : out_);
   const auto add = [&](const std::string& key, const GgufData& value) {
     return writers[0].add(key, value);
   };
@@ -89,7 +93,7 @@ Status ConversionPlanner::lay_out_gguf() {
   if (importance_used_)
     BITTERN_TRY(add("quantize.imatrix.file",
                     GgufData(options_.imatrix.substr(options_.imatrix.rfind('/') + 1))));
-  for (std::size_t part = 0; splits() && part < ends.size(); ++part) {
+  for (std::size_t part = 0; options_.splits() && part < ends.size(); ++part) {
     const auto tensors = static_cast<std::int32_t>(conversion_.tensors_.size());
     GgufWriter& writer = writers[part];
     BITTERN_TRY(writer.add("split.no", GgufData(static_cast<std::uint16_t>(part))));
@@ -114,24 +118,49 @@ Status ConversionPlanner::lay_out_gguf() {
     layout.files.push_back(std::move(one.files[0]));
     layout.tensors.insert(layout.tensors.end(), one.tensors.begin(), one.tensors.end());
   }
-  if (splits())
+  if (options_.splits())
     note(std::to_string(ends.size()) + (ends.size() == 1 ? " file, " : " files, ") +
          layout.files.front().name + (ends.size() == 1 ? "" : " to " + layout.files.back().name));
+  if (options_.splits()) note_other_parts(ends.size());
   return {};
 }
 
-bool ConversionPlanner::splits() const {
-  return options_.split_bytes > 0 || options_.split_tensors > 0;
+// The name of OUT without .gguf.
+std::string ConversionPlanner::part_stem() const {
+  constexpr std::string_view kEnd = ".gguf";
+  std::string stem = out_.substr(out_.rfind('/') + 1);
+  if (stem.ends_with(kEnd)) stem.resize(stem.size() - kEnd.size());
+  return stem;
 }
 
 // As llama-gguf-split calls it: OUT-00001-of-00003.gguf.
 std::string ConversionPlanner::part_name(std::size_t part, std::size_t parts) const {
-  constexpr std::string_view kEnd = ".gguf";
-  std::string stem = out_.substr(out_.rfind('/') + 1);
-  if (stem.ends_with(kEnd)) stem.resize(stem.size() - kEnd.size());
   char numbers[32];
   std::snprintf(numbers, sizeof numbers, "-%05zu-of-%05zu.gguf", part + 1, parts);
-  return stem + numbers;
+  return part_stem() + numbers;
+}
+
+// A set of another number of parts, of an earlier run or of another origin, has other names: it is
+// neither replaced nor in the way.
+void ConversionPlanner::note_other_parts(std::size_t parts) {
+  namespace fs = std::filesystem;
+  const std::string folder = out_.substr(0, out_.rfind('/') + 1), stem = part_stem();
+  std::vector<std::string> others;
+  std::error_code error;
+  for (fs::directory_iterator file(folder.empty() ? "." : folder, error), end;
+       !error && file != end; file.increment(error)) {
+    const std::string name = file->path().filename().string();
+    std::size_t part = 0, count = 0;
+    if (name.starts_with(stem) &&
+        std::sscanf(name.c_str() + stem.size(), "-%5zu-of-%5zu", &part, &count) == 2 &&
+        count != parts && part > 0 && name == part_name(part - 1, count))
+      others.push_back(name);
+  }
+  if (others.empty()) return;
+  std::sort(others.begin(), others.end());
+  note("kept: " + others[0] +
+       (others.size() == 1 ? "" : " and " + std::to_string(others.size() - 1) + " more") +
+       ", of a set with another number of parts; remove them if they are not wanted");
 }
 
 // The tensor after the last of each part, as llama-gguf-split cuts: by the bytes of tensors,

@@ -268,7 +268,9 @@ void read_rope(Fields& fields, const Json& text, Model& m) {
     rope.high = in.number_or("high_freq_factor", 4);
     rope.context = original(8192);
     if (rope.high <= rope.low)
-      in.refuse("high_freq_factor", "not above low_freq_factor, expected it to be");
+      in.refuse("high_freq_factor", std::to_string(rope.high) +
+                                        ", expected more than low_freq_factor, " +
+                                        std::to_string(rope.low));
   } else if (rope.type == "longrope") {
     if (type.arch != Arch::phi3 || !text.contains("original_max_position_embeddings"))
       rope.context = original(rope.context != 0 ? rope.context : m.context);

@@ -73,7 +73,8 @@ class Keys {
       fail(x.status());
       return 1;
     }
-    if (!std::isfinite(*x) || *x <= 0) fail(invalid(name(key) + "not above 0, expected it to be"));
+    if (!std::isfinite(*x) || *x <= 0)
+      fail(invalid(name(key) + std::to_string(*x) + ", expected a number above 0"));
     return *x;
   }
   double number_or(const char* key, double otherwise) { return has(key) ? number(key) : otherwise; }
@@ -154,10 +155,9 @@ Status read_longrope(const GgufFile& file, Keys& keys, Model& m) {
     if (static_cast<float>(attention) != static_cast<float>(usual))
       m.rope.attention = decimal(attention);
   } else if (attention != 1) {
-    keys.fail(unsupported(keys.name("rope.scaling.attn_factor") +
-                          "not 1, expected it to be where "
-                          "there are no tensors " +
-                          kLongFactors + " and " + kShortFactors));
+    keys.fail(unsupported(keys.name("rope.scaling.attn_factor") + std::to_string(attention) +
+                          ", expected 1 where there are no tensors " + kLongFactors + " and " +
+                          kShortFactors));
   }
   return {};
 }
@@ -224,8 +224,7 @@ Result<Model> model_from_gguf(const GgufFile& file) {
 
   m.layers = keys.count("block_count") - keys.count_or("nextn_predict_layers", 0);
   if (m.layers < 1)
-    keys.fail(
-        invalid(keys.name("block_count") + "not above nextn_predict_layers, expected it to be"));
+    keys.fail(invalid(keys.name("block_count") + "expected more than nextn_predict_layers"));
   m.hidden = keys.count("embedding_length");
   m.heads = keys.count("attention.head_count");
   m.kv_heads = keys.count_or("attention.head_count_kv", m.heads);
@@ -233,9 +232,9 @@ Result<Model> model_from_gguf(const GgufFile& file) {
     keys.fail(invalid(keys.name("attention.head_count") +
                       "no multiple of attention.head_count_kv, expected one"));
   m.head_dim = keys.count_or("attention.key_length", m.hidden / m.heads);
-  if (keys.count_or("attention.value_length", m.head_dim) != m.head_dim)
-    keys.fail(unsupported(keys.name("attention.value_length") +
-                          "not attention.key_length, expected it to be"));
+  if (const auto dim = keys.count_or("attention.value_length", m.head_dim); dim != m.head_dim)
+    keys.fail(unsupported(keys.name("attention.value_length") + std::to_string(dim) +
+                          ", expected attention.key_length, " + std::to_string(m.head_dim)));
   if (m.head_dim < 1)
     keys.fail(invalid(keys.name("embedding_length") + "less than attention.head_count"));
   m.context = keys.count("context_length");
@@ -270,8 +269,9 @@ Result<Model> model_from_gguf(const GgufFile& file) {
   if (scaling == "yarn") {
     m.rope.type = "yarn";
     m.rope.context = keys.count_or("rope.scaling.original_context_length", m.context);
-    if (keys.has("rope.scaling.attn_factor") && keys.number("rope.scaling.attn_factor") != 1)
-      keys.fail(unsupported(keys.name("rope.scaling.attn_factor") + "not 1, expected it to be"));
+    if (const double attention = keys.number_or("rope.scaling.attn_factor", 1); attention != 1)
+      keys.fail(unsupported(keys.name("rope.scaling.attn_factor") + std::to_string(attention) +
+                            ", expected 1"));
   } else if ((scaling == "linear" || scaling == "none") && factor != 1) {
     m.rope.type = "linear";
   } else if (scaling != "none" && scaling != "linear" &&

@@ -115,6 +115,10 @@ Status ConversionPlanner::check_options() {
       return invalid(std::string(row.flag) + ": has no effect with " + flag_of(asked[0], o) +
                      "; leave one of them out");
   }
+  if (o.splits() && part_stem().empty())
+    return invalid("-o: " + out_ +
+                   ": no name before .gguf, expected one such as model.gguf, whose "
+                   "parts are model-00001-of-00002.gguf ...");
   for (const auto& [a, b] : kContradict)
     if (given(o, a) && given(o, b))
       return invalid(std::string(a) + " and " + b + " both given, expected one");

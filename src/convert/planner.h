@@ -41,9 +41,7 @@ std::string mix_names();  // of those whose type is written
 // Why a tensor of this name stays as it is unless told otherwise, or null.
 const char* delicate(std::string_view name);
 bool is_matrix(const Recipe& recipe);
-bool is_embedding_or_head(std::string_view name);
 const std::string& source_of(const Recipe& recipe);
-std::int64_t columns_of(const Shape& shape);
 
 class ConversionPlanner {
  public:
@@ -92,6 +90,7 @@ class ConversionPlanner {
   Status decide_transcode(OutputTensor& tensor, const RowReader& reader);
   Status keep_plain(OutputTensor& tensor, const RowReader& reader, const std::string& why);
   static Status try_transcode(const RowReader& reader, const Storage& to);
+  static Status note_beyond_f32(OutputTensor& tensor, const RowReader& reader);
   Status settle(OutputTensor& tensor);
 
   // choose.cc
@@ -112,8 +111,9 @@ class ConversionPlanner {
 
   // lay_out.cc
   Status lay_out_gguf();
-  bool splits() const;
+  std::string part_stem() const;
   std::string part_name(std::size_t part, std::size_t parts) const;
+  void note_other_parts(std::size_t parts);
   std::vector<std::size_t> part_ends();
   std::string model_name() const;
   std::uint32_t file_type() const;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <utility>
 
@@ -13,15 +14,26 @@ std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
 std::string of_tensor(const std::string& name) { return "tensor " + name + ": "; }
 
-float mapped(ValueMap map, float x) {
+double mapped(ValueMap map, double x) {
   switch (map) {
     case ValueMap::same: return x;
     case ValueMap::plus_one: return x + 1;
     case ValueMap::minus_one: return x - 1;
-    case ValueMap::negative_exp: return static_cast<float>(-std::exp(double{x}));
-    case ValueMap::log_negative: return static_cast<float>(std::log(-double{x}));
+    case ValueMap::negative_exp: return -std::exp(x);
+    case ValueMap::log_negative: return std::log(-x);
   }
   return x;
+}
+
+// Number i of `out`, rounded once; one beyond f32's range is clamped and remembered.
+void put(RowNumbers& out, std::size_t i, double x) {
+  const auto rounded = static_cast<float>(x);
+  out.own[i] = rounded;
+  if (!std::isinf(rounded) || std::isinf(x)) return;
+  out.own[i] = std::copysign(std::numeric_limits<float>::max(), rounded);
+  if (out.beyond.count++ > 0) return;
+  out.beyond.at = static_cast<std::int64_t>(i);
+  out.beyond.value = x;
 }
 
 // Each row's equal blocks in another order.
@@ -70,9 +82,7 @@ Result<RowReader> RowReader::open(const Checkpoint& source, const Recipe& recipe
   };
   RowReader reader;
   reader.name_ = recipe.name;
-  reader.columns_ = recipe.width > 0         ? recipe.width
-                    : recipe.shape.rank == 0 ? 1
-                                             : recipe.shape[recipe.shape.rank - 1];
+  reader.columns_ = recipe.width > 0 ? recipe.width : columns_of(recipe.shape);
   reader.rows_ = reader.columns_ == 0 ? 0 : recipe.shape.numel() / reader.columns_;
   reader.column_block_ = recipe.column_block;
   reader.order_ = recipe.columns;
@@ -178,6 +188,20 @@ Status RowReader::each_range(const std::vector<Pick>& picks, F&& f) const {
 
 Status RowReader::numbers(std::int64_t first, std::int64_t count, RowNumbers& out) const {
   out.first = first;
+  out.beyond = {};
+  if (storage() == Storage::plain(SafeDType::f64)) {
+    EncodedRows rows;
+    BITTERN_TRY(stored(first, count, rows));
+    out.own.resize(at(count * columns_));
+    for (std::size_t i = 0; i < out.own.size(); ++i) {
+      double x;
+      std::memcpy(&x, rows.data.data() + i * sizeof x, sizeof x);
+      put(out, i, mapped(map_, x));
+    }
+    out.dtype = DType::f32;
+    out.data = out.own.data();
+    return {};
+  }
   const std::vector<Pick> wanted = picks(first, count);
   const CheckpointTensor& source = sources_[wanted.empty() ? 0 : wanted[0].source];
   const auto dtype = to_dtype(source.storage.dtype);
@@ -213,7 +237,7 @@ Status RowReader::numbers(std::int64_t first, std::int64_t count, RowNumbers& ou
   BITTERN_TRY(each_range(wanted, decode));
   move_blocks(out.own, count, order_);
   if (map_ != ValueMap::same)
-    for (float& x : out.own) x = mapped(map_, x);
+    for (std::size_t i = 0; i < out.own.size(); ++i) put(out, i, mapped(map_, double{out.own[i]}));
   out.dtype = DType::f32;
   out.data = out.own.data();
   return {};

@@ -19,6 +19,11 @@
 
 namespace bittern {
 
+// The length of a row; a single number is one of its own.
+inline std::int64_t columns_of(const Shape& shape) {
+  return shape.rank == 0 ? 1 : shape[shape.rank - 1];
+}
+
 // Bytes of one row of codes (or plain numbers, or blocks), scales and biases.
 struct RowBytes {
   std::uint64_t data = 0, scales = 0, biases = 0;
@@ -31,6 +36,12 @@ struct RowNumbers {
   const void* data = nullptr;
   std::vector<float> own;  // f32 that had to be made
   std::int64_t first = 0;  // the number of the first row, for messages
+  // Finite numbers, of F64 or made by a ValueMap, that f32 cannot hold: they are its largest here.
+  struct {
+    std::uint64_t count = 0;
+    std::int64_t at = 0;  // the first of them
+    double value = 0;
+  } beyond{};
 };
 
 class RowReader {
@@ -74,6 +85,9 @@ class RowReader {
   ValueMap map_ = ValueMap::same;
 };
 
+// The first number that f32 cannot hold, as it was, and its place.
+std::string beyond_f32(const RowNumbers& numbers, std::int64_t columns);
+
 // Finite numbers into a storage; others are refused. `importance`, one a column, weighs errors
 // where the method can. Code::unsupported: a number is so large that the storage would make it
 // infinite.
@@ -89,6 +103,12 @@ struct RowEncoder {
   Status encode(const RowNumbers& numbers, std::int64_t count, std::int64_t columns,
                 std::span<const float> importance, EncodedRows& out,
                 std::uint64_t& saturated) const;
+
+ private:
+  // The same when all numbers are within f32's range.
+  Status encode_within(const RowNumbers& numbers, std::int64_t count, std::int64_t columns,
+                       std::span<const float> importance, EncodedRows& out,
+                       std::uint64_t& saturated) const;
 };
 
 // Rows of codes in another storage (encode_grid), scales and biases rounded to its dtype, as

@@ -185,7 +185,7 @@ Status try_first_row(const Checkpoint& source, const OutputTensor& tensor,
 }
 
 std::vector<std::string> Conversion::outputs(const std::string& out) const {
-  if (options_.split_bytes + options_.split_tensors == 0) return {out};
+  if (!options_.splits()) return {out};
   std::vector<std::string> parts;
   for (const OutputLayout::File& file : layout_.files) parts.push_back(part_path(out, file.name));
   return parts;
@@ -194,7 +194,7 @@ std::vector<std::string> Conversion::outputs(const std::string& out) const {
 Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunOptions& how,
                                               const ProgressFunction& progress) const {
   OutputOptions to{.folder = options_.format != ModelFormat::gguf,
-                   .parts = options_.split_bytes > 0 || options_.split_tensors > 0,
+                   .parts = options_.splits(),
                    .force = how.force,
                    .resume = how.resume,
                    .fingerprint = fingerprint_};
@@ -211,8 +211,7 @@ Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunO
   const auto work = [&]() -> Status {
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
       const OutputTensor& tensor = tensors_[i];
-      const std::int64_t columns =
-          tensor.recipe.shape.rank == 0 ? 1 : tensor.recipe.shape[tensor.recipe.shape.rank - 1];
+      const std::int64_t columns = columns_of(tensor.recipe.shape);
       state.tensor = tensor.recipe.name;
       if (output->finished(tensor.part, static_cast<std::size_t>(tensor.parts()))) {
         state.done += static_cast<std::uint64_t>(tensor.recipe.shape.numel());

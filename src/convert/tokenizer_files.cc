@@ -171,7 +171,7 @@ class TokenizerReader : public JsonEvents {
     const std::string name = "added_tokens." + key_;
     if (key_ == "id") {
       if (value.kind != JsonScalar::natural || value.number >= kMostTokens)
-        return wrong(name.c_str(), value, "an id below 1048576");
+        return wrong(name.c_str(), value, ("an id below " + std::to_string(kMostTokens)).c_str());
       token.id = static_cast<std::uint32_t>(value.number);
       token.has_id = true;
     } else if (key_ == "content") {

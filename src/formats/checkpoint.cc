@@ -458,12 +458,13 @@ Status with_hint(const std::string& folder, const Status& status) {
 
 Status Checkpoint::list_other_files() {
   std::error_code error;
+  std::vector<std::string> no_files;  // pipes, sockets, folders with the name of a file
   for (fs::directory_iterator file(path_, error), end; !error && file != end;
        file.increment(error)) {
     std::string name = file->path().filename().string();
     std::error_code unknown;
     if (!goes_through(name)) continue;
-    if (other_files_.size() + left_out_.size() == kMostOtherFiles) {
+    if (other_files_.size() + left_out_.size() + no_files.size() == kMostOtherFiles) {
       return invalid(path_ + ": more than " + std::to_string(kMostOtherFiles) +
                      " files beside the weights, expected fewer");
     }
@@ -471,9 +472,18 @@ Status Checkpoint::list_other_files() {
       left_out_.emplace_back(status.message());
     } else if (file->is_regular_file(unknown)) {
       other_files_.push_back(std::move(name));
+    } else {
+      no_files.push_back(std::move(name));
     }
   }
-  if (error) return {Code::io_error, path_ + ": cannot list: " + error.message()};
+  if (error) return unavailable(path_ + ": cannot list: " + error.message());
+  if (!no_files.empty()) {
+    std::sort(no_files.begin(), no_files.end());
+    std::string& text = left_out_.emplace_back(path_ + ": ");
+    for (std::size_t i = 0; i < no_files.size(); ++i)
+      text.append(i == 0 ? "" : ", ").append(in_quotes(no_files[i]));
+    text += ": not regular files";
+  }
   std::sort(other_files_.begin(), other_files_.end());
   std::sort(left_out_.begin(), left_out_.end());
   return {};

@@ -33,6 +33,13 @@ Status failed(const std::string& path, const std::string& what, int error) {
   return {code, path + ": " + what + ": " + std::generic_category().message(error)};
 }
 
+// What is to be read and cannot be.
+Status unreadable(const std::string& path, const std::string& what, int error) {
+  const Status status = failed(path, what, error);
+  if (status.code() != Code::io_error) return status;
+  return unavailable(std::string(status.message()));
+}
+
 bool is_there(const std::string& path) {
   struct stat info;
   return ::lstat(path.c_str(), &info) == 0;
@@ -64,7 +71,7 @@ Status changed(const std::string& path, const std::string& how) {
 
 Result<FileStamp> FileStamp::of(const std::string& path) {
   struct stat info;
-  if (::stat(path.c_str(), &info) != 0) return failed(path, "cannot read its time", errno);
+  if (::stat(path.c_str(), &info) != 0) return unreadable(path, "cannot read its time", errno);
   return stamp_of(info);
 }
 
@@ -195,13 +202,13 @@ Status MappedFile::unchanged() const {
 Result<MappedFile> MappedFile::open(const std::string& path) {
   // Without O_NONBLOCK a pipe would be waited for.
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) return failed(path, "cannot open", errno);
+  if (fd < 0) return unreadable(path, "cannot open", errno);
   struct stat info;
   Status status;
   void* data = MAP_FAILED;
   std::size_t size = 0;
   if (::fstat(fd, &info) != 0) {
-    status = failed(path, "cannot read its size", errno);
+    status = unreadable(path, "cannot read its size", errno);
   } else if (S_ISDIR(info.st_mode)) {
     status = invalid(path + ": a folder, expected a file");
   } else if (!S_ISREG(info.st_mode)) {
@@ -211,7 +218,7 @@ Result<MappedFile> MappedFile::open(const std::string& path) {
   } else {
     size = static_cast<std::size_t>(info.st_size);
     data = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, fd, 0);
-    if (data == MAP_FAILED) status = failed(path, "cannot map", errno);
+    if (data == MAP_FAILED) status = unreadable(path, "cannot map", errno);
   }
   ::close(fd);
   if (!status.ok()) return status;

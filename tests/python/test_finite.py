@@ -252,3 +252,99 @@ def test_names_do_not_write_to_the_terminal(tmp_path):
     result = bittern("quantize", source, "-o", tmp_path / "out", "--bits", 4)
     refused(result, 2, "a?[31m?.weight: holds infinities or NaN")
     assert "\x1b" not in result.stderr
+
+
+F64_PATHS = {
+    "bits": ["--bits", 4],
+    "bits bf16": ["--bits", 4, "--scale-dtype", "bf16"],
+    "type": ["--type", "Q8_0", "--format", "gguf"],
+    "K type": ["--type", "Q4_K", "--format", "gguf"],
+    "F16": ["--type", "F16", "--format", "gguf"],
+    "through": ["--bits", 4, "--format", "safetensors"],
+    "f32": ["--dequantize", "f32"],
+    "f16": ["--dequantize", "f16"],
+    "bf16 gguf": ["--dequantize", "bf16", "--format", "gguf"],
+    "dtype": ["--dtype", "f32", "--format", "safetensors"],
+    "transcode": ["--transcode"],
+    "target": ["--target-bpw", 8],
+    "target gguf": ["--target-bpw", 9, "--format", "gguf"],
+}
+
+
+@pytest.mark.peer("safetensors", "gguf")
+@pytest.mark.parametrize("name", ["a.weight", "a.bias"])
+@pytest.mark.parametrize("path", F64_PATHS)
+def test_f64_that_f32_cannot_hold_is_refused_or_clamped(tmp_path, path, name):
+    """1e300 is no infinity: the message tells the value, and --lossy clamps it as it clamps for f16."""
+    import gguf
+
+    rng = np.random.default_rng(0)
+    tensors = {"a.weight": weights(rng, 8, 256).astype(np.float64), "a.bias": weights(rng, 1)[0].astype(np.float64)}
+    rows = tensors[name].reshape(-1, 256)
+    rows[-1, 5], rows[-1, 9] = 1e300, -1e39
+    flags = F64_PATHS[path]
+    if "gguf" in flags:
+        source = write_gguf(tmp_path / "in.gguf", tensors)
+    else:
+        source = write_folder(tmp_path / "in", tensors)
+    out = tmp_path / ("out.gguf" if "gguf" in flags else "out")
+    args = ("quantize", source, "-o", out, *flags)
+    if path == "through" and name == "a.bias":  # F64 stays F64 there
+        result = bittern(*args)
+        place = f"1e+300 at row {rows.shape[0] - 1}, column 5 is beyond the range of f32: kept as F64"
+        assert result.returncode == 0 and place in result.stdout, result
+        return
+    place = f"tensor {name}: 1e+300 at row {rows.shape[0] - 1}, column 5 is beyond the range of f32"
+    refused(bittern(*args, "--quiet"), 3, place, "--lossy")
+    nothing_but(tmp_path, source.name)
+    report = tmp_path / "report.json"
+    result = bittern(*args, "--lossy", "--json", report)
+    assert result.returncode == 0, result
+    assert json.loads(report.read_text())["saturated"] >= 2
+    if "gguf" in flags:
+        tensor = next(t for t in gguf.GGUFReader(out).tensors if t.name == name)
+        y = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(rows.shape)
+    else:
+        back = tmp_path / "back"
+        assert bittern("quantize", out, "-o", back, "--dequantize", "f32", "--lossy").returncode == 0
+        y = load_numbers(back)[name].reshape(rows.shape)
+    assert np.isfinite(y).all() and y[-1, 5] >= 60000 and y[-1, 9] <= -60000
+
+
+@pytest.mark.peer("safetensors")
+def test_f64_that_f32_cannot_hold_is_not_compared_as_if_it_could(tmp_path):
+    w = np.ones((2, 64))
+    w[1, 3] = 1e300
+    a = write_folder(tmp_path / "a", {"a.weight": w})
+    b = write_folder(tmp_path / "b", {"a.weight": np.full((2, 64), np.finfo(np.float32).max)})
+    result = bittern("inspect", a, "--compare", b)
+    assert "1e+300 at row 1, column 3 is beyond the range of f32, in which numbers are compared" in result.stdout
+
+
+@pytest.mark.peer("gguf")
+@pytest.mark.parametrize(
+    "type,steps",
+    [("Q4_0", 8), ("Q4_1", 1), ("Q5_0", 16), ("Q5_1", 1), ("Q8_0", 127), ("Q2_K", 15), ("Q3_K", 64)]
+    + [("Q4_K", 63), ("Q5_K", 63), ("Q6_K", 2048)],
+)
+def test_the_limit_of_a_block_type(tmp_path, type, steps):
+    """A weight is held to within a step of its group, or refused: none is clamped in silence."""
+    import gguf
+
+    limit = np.float32(65504) * steps
+    for value, fine in ((limit, True), (np.nextafter(limit, np.float32(np.inf)), False)):
+        folder = tmp_path / str(fine)
+        folder.mkdir()
+        w = np.zeros((4, 256), np.float32)
+        w[2, 77], w[3, 200] = value, -value
+        source = write_gguf(folder / "in.gguf", {"a.weight": w})
+        args = ("quantize", source, "-o", folder / "out.gguf", "--type", type, "--pure")
+        result = bittern(*args, "--quiet")
+        if not fine:
+            refused(result, 3, "at row 2, column 77 is beyond the range of " + type)
+            assert bittern(*args, "--lossy").returncode == 0
+        else:
+            assert result.returncode == 0, result
+        tensor = gguf.GGUFReader(folder / "out.gguf").tensors[0]
+        y = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(w.shape)
+        assert np.abs(y[[2, 3], [77, 200]] / w[[2, 3], [77, 200]] - 1).max() < 0.01, (type, y[[2, 3], [77, 200]], limit)

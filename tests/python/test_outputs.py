@@ -777,12 +777,107 @@ def test_what_cannot_be_read_is_called_so(open_folder):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (model / name).chmod(0)
         verb = ["quantize", model, "-o", open_folder / "out", "--bits", "4"]
-        result = as_nobody(*verb, cwd=open_folder)
-        assert result.returncode in (1, 4) and f"{name}: cannot" in result.stderr, result
+        refused(as_nobody(*verb, cwd=open_folder), 4, f"{model / name}: cannot open: Permission denied")
         (model / name).chmod(0o644)
+    secret = open_folder / "secret.json"
+    secret.write_text("[]")
+    secret.chmod(0o200)
+    result = as_nobody("inspect", model, "--json", secret, "--force", cwd=open_folder)
+    refused(result, 4, f"--json: {secret}: cannot be read", "Permission denied")
+    for option in ("--policy", "--imatrix"):
+        result = as_nobody("quantize", model, "-o", open_folder / "out", "--bits", "4", option, secret, cwd=open_folder)
+        refused(result, 4, f"{secret}: cannot open: Permission denied")
     closed = open_folder / "closed"
     closed.mkdir()
     closed.chmod(0o555)
     result = as_nobody("quantize", model, "-o", closed / "out", "--bits", "4", cwd=open_folder)
     refused(result, 4, "cannot write into", "Permission denied")
     assert not (open_folder / "out").exists()
+
+
+def test_side_files_that_are_no_files_are_told(folder, tmp_path):
+    """One note for all of them; a link that leads nowhere has a reason of its own."""
+    os.mkfifo(folder / "pipe.json")
+    (folder / "vocab").mkdir()
+    server = socket.socket(socket.AF_UNIX)
+    here = os.getcwd()
+    os.chdir(folder)  # a socket's path is short
+    server.bind("socket.txt")
+    os.chdir(here)
+    (folder / "loop.json").symlink_to("loop.json")
+    (folder / "to_pipe.txt").symlink_to("pipe.json")
+    (folder / "empty.txt").write_text("")
+    result = bittern("quantize", folder, "-o", tmp_path / "out", "--bits", 4)
+    assert result.returncode == 0, result
+    notes = [line for line in result.stdout.splitlines() if line.startswith("note: not copied")]
+    assert len(notes) == 2, notes
+    assert "loop.json: a symbolic link that leads nowhere" in " ".join(notes)
+    for name in ("pipe.json", "socket.txt", "to_pipe.txt", "vocab"):
+        assert sum(name in note for note in notes) == 1, notes
+    assert (tmp_path / "out" / "empty.txt").read_text() == ""
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"schema": 1, "model": "x"}',
+        '{"schema": 1, "model": {}, "mine": 1}',
+        '{"machine": "mine", "rows": []}',
+        '[{"op": "mine"}]',
+        "[]",
+        '[{"op": "x", "compared": 1, "failures": [], "seconds": 1, "mine": 2}]',
+        "{",
+    ],
+)
+def test_what_resembles_a_report_is_kept(folder, tmp_path, text):
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    refused(bittern("inspect", folder, "--json", path, "--force"), 2, "--json", "no report of bittern's")
+    assert path.read_text() == text
+
+
+def test_every_report_may_be_replaced(folder, tmp_path):
+    path = tmp_path / "report.json"
+    verbs = (
+        ["inspect", folder],
+        ["inspect", folder, "--compare", folder],
+        ["quantize", folder, "--bits", 4, "--dry-run"],
+        ["ops"],
+        ["ops", "pack_codes"],
+        ["check", "pack_codes", "--outer_size=2", "--axis_size=64"],
+        ["bench", "pack_codes", "--quick", "--repeat", 1, "--shrink", 64],
+        ["inspect", folder],
+    )
+    for verb in verbs:
+        result = bittern(*verb, "--json", path, "--force", "--quiet")
+        assert result.returncode == 0, (verb, result)
+
+
+def test_parts_of_another_set_are_kept_and_told(tmp_path):
+    rng = np.random.default_rng(0)
+    source = write_gguf(tmp_path / "in.gguf", {f"blk.{i}.a.weight": weights(rng) for i in range(6)})
+    folder = tmp_path / "out"
+    folder.mkdir()
+    args = ("quantize", source, "-o", folder / "m.gguf", "--type", "Q8_0", "--split-max-tensors")
+    assert "kept" not in bittern(*args, 2).stdout
+    old = {p.name: p.read_bytes() for p in folder.iterdir()}
+    assert len(old) == 3
+    (folder / "m-00001-of-00003.gguf.txt").write_text("mine")
+    (folder / "mm-00001-of-00009.gguf").write_text("another's")
+    result = bittern(*args, 3, "--force")
+    assert result.returncode == 0, result
+    assert "note: kept: m-00001-of-00003.gguf and 2 more, of a set with another number of parts" in result.stdout
+    assert {name: (folder / name).read_bytes() for name in old} == old
+    assert "kept" in bittern(*args, 3, "--force", "--dry-run").stdout
+    (folder / "m-00002-of-00002.gguf").unlink()
+    assert "and 2 more" in bittern(*args, 3, "--force").stdout
+
+
+def test_parts_need_a_name(tmp_path):
+    source = write_gguf(tmp_path / "in.gguf", {"a.weight": weights(np.random.default_rng(0))})
+    for flags in (["--split-max-size", "1M"], ["--split-max-tensors", 1]):
+        for dry in ([], ["--dry-run"]):
+            result = bittern("quantize", source, "-o", tmp_path / ".gguf", "--type", "Q8_0", *flags, *dry)
+            refused(result, 2, "-o: ", ".gguf: no name before .gguf, expected one such as model.gguf")
+    assert names(tmp_path) == ["in.gguf"]

@@ -555,3 +555,14 @@ def test_split_by_size(tmp_path):
     assert "alone is larger" in text and len(list(tmp_path.glob("n-*"))) == 3
     quantise(source, tmp_path / "o.gguf", "--dequantize", "f32", "--split-max-size", "1G")
     assert [p.name for p in tmp_path.glob("o*")] == ["o-00001-of-00001.gguf"]
+
+
+@pytest.mark.peer("gguf")
+def test_what_llama_quantize_refuses_without_an_importance_matrix_is_told(tmp_path):
+    rng = np.random.default_rng(0)
+    source = write_gguf(tmp_path / "in.gguf", {"blk.0.attn_q.weight": weights(rng, 8, 256)})
+    for type in ("Q2_K_S", "q2_k_s", "Q2_K", "Q3_K_S"):
+        result = bittern("quantize", source, "-o", tmp_path / "out.gguf", "--type", type, "--dry-run")
+        assert result.returncode == 0, result
+        told = "note: Q2_K_S without --imatrix" in result.stdout and "llama-quantize refuses" in result.stdout
+        assert told == (type.upper() == "Q2_K_S"), result.stdout
