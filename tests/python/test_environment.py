@@ -64,7 +64,7 @@ def test_a_bad_variable_is_an_error_of_the_command(variable, value, expected, ve
     if variable == "BITTERN_KERNEL":  # of any op
         expected = "expected one of cpu "
     result = subprocess.run(
-        [COMMAND, verb], capture_output=True, text=True, env={**os.environ, variable: value}
+        [COMMAND, verb, "/x"], capture_output=True, text=True, env={**os.environ, variable: value}
     )
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith(f"bittern: {variable}: {value or 'empty'}"), result.stderr
