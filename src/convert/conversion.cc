@@ -143,6 +143,13 @@ std::uint64_t ConversionPlanner::fingerprint() const {
   Fingerprint hash;
   hash.add(std::string_view(version()));  // another one may have other bits
   hash.add(source_.fingerprint());
+  // Archives give files of other models the same times, and such files often have the same size.
+  for (const CheckpointTensor& tensor : source_.tensors()) {
+    constexpr std::size_t kSpots = 4, kSpotBytes = 256;
+    const std::size_t last = tensor.data.size() - std::min(tensor.data.size(), kSpotBytes);
+    for (std::size_t i = 0; i < kSpots; ++i)
+      hash.add(tensor.data.subspan(last / (kSpots - 1) * i).first(tensor.data.size() - last));
+  }
   hash.add(options_.method ? static_cast<std::uint64_t>(*options_.method) + 1 : 0);
   hash.add(static_cast<std::uint64_t>(options_.lossy));
   for (const std::vector<float>& weights : conversion_.importance_)

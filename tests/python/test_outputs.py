@@ -193,6 +193,19 @@ def test_resume_believes_no_byte_it_has_not_read(larger, tmp_path, form):
             shutil.rmtree(resumed)
 
 
+def test_resume_tells_a_model_of_the_same_size_and_time(larger, tmp_path):
+    model = own(larger, tmp_path / "hf")
+    kill(start("quantize", model, "--bits", "4", out=tmp_path / "out"))
+    file = model / "model.safetensors"
+    before, data = file.stat(), file.read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    values = np.frombuffer(data[header:], np.uint16) ^ 1
+    file.write_bytes(data[:header] + values.tobytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    result = bittern("quantize", model, "--bits", "4", "-o", tmp_path / "out", "--resume", "--quiet")
+    refused(result, 2, "out.partial: begun from another model")
+
+
 def test_resume_makes_only_what_is_missing(larger, tmp_path):
     args = ["quantize", larger, "--bits", 8]
     out = tmp_path / "out"
