@@ -99,9 +99,11 @@ void aim_rows(const ConstView& x, Rng& rng) {
         for (std::int64_t j = 0; j < n; ++j) set(i, j, j == at ? size : 0.0);
         break;
       case 5: {  // any size; or sums of squares around the least and the largest ordinary one
-        const int exponent = rng.chance(2)
-                                 ? static_cast<int>(rng.below(278)) - 150
-                                 : (rng.chance(2) ? -52 : 61) - static_cast<int>(rng.below(4));
+        int exponent = static_cast<int>(rng.below(278)) - 150;
+        if (rng.chance(2)) {
+          exponent = rng.chance(2) ? -52 : 61;
+          exponent -= static_cast<int>(rng.below(4));
+        }
         for (std::int64_t j = 0; j < n; ++j) set(i, j, std::ldexp(rng.normal(), exponent));
         break;
       }
@@ -114,7 +116,10 @@ void aim_rows(const ConstView& x, Rng& rng) {
       case 8: set(i, at, std::numeric_limits<double>::quiet_NaN()); break;
       case 9: set(i, at, -std::numeric_limits<double>::infinity()); break;
       case 10:
-        for (int k = 0; k < 4; ++k) set(i, rng.below(n), 30 * size * rng.normal());
+        for (int k = 0; k < 4; ++k) {
+          const std::int64_t j = rng.below(n);
+          set(i, j, 30 * size * rng.normal());
+        }
         break;
       default: break;
     }

@@ -19,7 +19,7 @@
 
 namespace bittern::oracle {
 
-class Rng {
+class Rng {  // one call per expression: compilers differ in which of two operands comes first
  public:
   explicit Rng(std::uint64_t seed) : engine_(seed * 0x9E3779B97F4A7C15u + 1) {}
   std::uint64_t next() { return engine_(); }

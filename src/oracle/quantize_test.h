@@ -201,9 +201,11 @@ void expect_parity_on_every_half(int scales, std::uint64_t seed) {
     Rng rng(seed);
     for (std::int64_t i = 0; i < scales; ++i) {
       // Significands at random, exponents where R(x / s) has something to decide.
-      const double s = std::ldexp(1 + rng.uniform(), static_cast<int>(rng.below(20)) - 10);
+      const double significand = 1 + rng.uniform();
+      const double s = std::ldexp(significand, static_cast<int>(rng.below(20)) - 10);
       put(ref.args.scale, i, i % 3 == 0 ? -s : s);
-      put(ref.args.zero_point, i, static_cast<double>(rng.below(7) * (rng.below(3) - 1)));
+      const std::int64_t zero_point = rng.below(7);
+      put(ref.args.zero_point, i, static_cast<double>(zero_point * (rng.below(3) - 1)));
       auto* x = static_cast<std::uint16_t*>(const_cast<void*>(ref.args.x.data)) + i * kAll;
       for (std::int64_t j = 0; j < kAll; ++j) x[j] = static_cast<std::uint16_t>(j);
     }

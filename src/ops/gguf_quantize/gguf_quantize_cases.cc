@@ -66,7 +66,8 @@ void aim_super_blocks(const GgufDesc& d, const GgufQuantize::Args& a, Rng& rng) 
     const auto rule = blocks::super_rule(d.type);
     const auto codes = static_cast<std::int64_t>(rule.high - rule.low) + (rng.chance(2) ? 1 : 13);
     for (std::int64_t g = 0; g < 256 / group; ++g) {
-      const double scale = magnitude * (0.1 + rng.uniform()) * (rng.chance(2) ? 1 : -1);
+      double scale = magnitude * (0.1 + rng.uniform());
+      if (rng.chance(2)) scale = -scale;
       const double low = rule.low < 0 ? static_cast<double>(rule.low) * scale
                                       : rng.normal() * scale * static_cast<double>(codes) / 2;
       for (std::int64_t j = 0; j < group; ++j) {
@@ -81,8 +82,8 @@ void aim_super_blocks(const GgufDesc& d, const GgufQuantize::Args& a, Rng& rng) 
           case 7: x = low; break;  // constant groups
           case 8: x = rng.chance(32) ? x * 50 : x; break;
           case 9:
-            x = step(d.element, low + scale * static_cast<double>(rng.below(codes)),
-                     static_cast<int>(rng.below(3)) - 1);
+            x = low + scale * static_cast<double>(rng.below(codes));
+            x = step(d.element, x, static_cast<int>(rng.below(3)) - 1);
             break;
           case 10: x = low + scale * (static_cast<double>(rng.below(codes)) + 0.5); break;
           default: break;
@@ -159,7 +160,12 @@ void gguf_quantize_aim(const GgufDesc& d, const GgufQuantize::Args& a, Rng& rng)
         break;
       }
       case 7: set_all([&] { return -std::abs(rng.normal()) * magnitude; }); break;
-      case 8: set_all([&] { return magnitude * rng.normal() / (0.02 + rng.uniform()); }); break;
+      case 8:
+        set_all([&] {
+          const double x = magnitude * rng.normal();
+          return x / (0.02 + rng.uniform());
+        });
+        break;
       default: {
         // Half steps, to within 2 ulp, of a scale that the ends give.
         const double s = magnitude * (rng.chance(2) ? 1.0 : 0.5 + rng.uniform());

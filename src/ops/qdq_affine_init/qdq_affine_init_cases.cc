@@ -79,12 +79,18 @@ struct Draw {
   double largest;  // finite, of the element
   Rng& rng;
 
-  double heavy_tailed() { return rng.normal() / (0.02 + rng.uniform()); }
+  double heavy_tailed() {
+    const double x = rng.normal();
+    return x / (0.02 + rng.uniform());
+  }
   double denormal() {
     const double least = step(element, 0.0, 1);
     return least * static_cast<double>(rng.below(64) - 20);
   }
-  double huge() { return largest * (1 - 0.5 * rng.uniform()) * (rng.chance(2) ? 1 : -1); }
+  double huge() {
+    const double x = largest * (1 - 0.5 * rng.uniform());
+    return rng.chance(2) ? x : -x;
+  }
 };
 
 }  // namespace
@@ -106,7 +112,8 @@ void qdq_affine_init_aim(const AffineDesc& d, const QdqAffineInit::Args& a, Rng&
       for (std::int64_t j = 0; j < size; ++j) set(j, x());
     };
     const double magnitude = std::ldexp(1.0, static_cast<int>(rng.below(25)) - 12);
-    const double centre = rng.normal() * magnitude * static_cast<double>(rng.below(3));
+    double centre = rng.normal() * magnitude;
+    centre *= static_cast<double>(rng.below(3));
     switch (rng.below(18)) {
       case 0: break;  // as filled: now and then NaN, infinite or huge
       case 1: set_all([&] { return centre; }); break;
@@ -142,7 +149,8 @@ void qdq_affine_init_aim(const AffineDesc& d, const QdqAffineInit::Args& a, Rng&
                                           ? affine::mlx_params(r, d.bins())
                                           : affine::minmax_params<X>(r, d.bins());
           for (std::int64_t j = 2; j < size; ++j) {
-            const double code = static_cast<double>(rng.below(n)) + (rng.chance(4) ? 0.0 : 0.5);
+            double code = static_cast<double>(rng.below(n));
+            if (!rng.chance(4)) code += 0.5;
             set(j, step(d.element, code * static_cast<double>(p.s) + static_cast<double>(p.b),
                         static_cast<int>(rng.below(5)) - 2));
           }
