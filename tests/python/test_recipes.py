@@ -40,8 +40,8 @@ MODELS = {
 }
 
 
-def tiny_gguf(path, layers, heads=2, kv=2, experts=0, tied=False, width=256, arch="llama", seed=1):
-    rng = np.random.default_rng(seed)
+def tiny_gguf(path, layers, heads=2, kv=2, experts=0, tied=False, width=256, arch="llama", rng=None):
+    rng = rng or np.random.default_rng(1)
     tensors = {}
 
     def describe(writer):
