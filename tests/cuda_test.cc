@@ -377,6 +377,11 @@ TEST(Cuda, LongRunsOfLsq) {
   const QdqAffineInit::Desc problems[] = {
       {.outer_size = rows, .axis_size = 8192, .group_size = 64, .method = AffineMethod::lsq},
       {.outer_size = rows,
+       .axis_size = 8192,
+       .group_size = 64,
+       .element = DType::bf16,
+       .method = AffineMethod::lsq},
+      {.outer_size = rows,
        .axis_size = 4096,
        .group_size = 32,
        .element = DType::bf16,

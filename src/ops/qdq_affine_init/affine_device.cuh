@@ -79,6 +79,32 @@ __device__ Two<X> two(const X* p) {
 __device__ inline float2 load_math(__half2 x) { return __half22float2(x); }
 __device__ inline float2 load_math(__nv_bfloat162 x) { return __bfloat1622float2(x); }
 
+// The least and the greatest of a lane's weights. fmin and fmax pass over NaN; an infinity, or no
+// number at all, shows in the difference.
+template <int N>
+__device__ Range<float> lane_range(const cuda::Pack<float, N>& w) {
+  Range<float> range{w.at[0], w.at[0]};
+#pragma unroll
+  for (int i = 1; i < N; ++i) {
+    range.min = fminf(range.min, w.at[i]);
+    range.max = fmaxf(range.max, w.at[i]);
+  }
+  return range;
+}
+// Halves by twos.
+template <class X, int N>
+__device__ Range<float> lane_range(const cuda::Pack<X, N>& w) {
+  auto low = two(w.at), high = low;
+#pragma unroll
+  for (int i = 2; i < N; i += 2) {
+    const auto pair = two(w.at + i);
+    low = __hmin2(low, pair);
+    high = __hmax2(high, pair);
+  }
+  const float2 least = load_math(low), most = load_math(high);
+  return {fminf(least.x, least.y), fmaxf(most.x, most.y)};
+}
+
 // The range over the lanes of teams of kLanes.
 template <int kLanes, class F>
 __device__ Range<F> team_range(Range<F> r) {
@@ -161,8 +187,8 @@ class NearCodes {
       const float least = 4 * n * margin * static_cast<float>(1 << bits);  // 2 * 2^bits g / s
       const float zero = -p.b * n * inverse_;                              // z of w = 0
       const float from_tie = fabsf(zero - floorf(zero) - 0.5f);
-      only_ties_ = ordinary && from_tie > 2 * least && (p.b == 0 || fabsf(zero) > least) &&
-                   fabsf(zero) < 0x1p9f;
+      only_ties_ =
+          ordinary && from_tie > least && (p.b == 0 || fabsf(zero) > least) && fabsf(zero) < 0x1p9f;
     }
     offset_ += margin;
     limit_ = ordinary ? __float_as_uint(limit) : 0;

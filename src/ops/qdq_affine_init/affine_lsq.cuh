@@ -26,6 +26,7 @@ __device__ __forceinline__ auto row_sums(const Leaf& leaf, int first = 0) {
 template <class X, int kSize, bool kWeighted>
 class LsqWarp {
   static constexpr int V = 4, kRows = kSize / V;
+  static constexpr bool kHalves = sizeof(X) == 2;
   using Row = cuda::Pack<float, V>;
   using Raw = cuda::Pack<X, 16 / sizeof(X)>;
   static constexpr int kRawSize = 16 / sizeof(X), kRawRows = kSize / kRawSize;
@@ -86,6 +87,7 @@ class LsqWarp {
   struct Totals {
     float cq, cqq, cqu;
   };
+  enum class Gain { no, yes, open };
 
   __device__ unsigned lanes_before() const { return (1u << lane_) - 1; }
 
@@ -143,16 +145,16 @@ class LsqWarp {
   // minmax, and what stays the same in every fit.
   __device__ void prepare(int index, int group) {
     Slot& slot = shared_.slots[index];
+    cuda::Pack<X, kHalves ? kSize : 1> w;  // halves stay in registers: u overwrites them
     Range<float> range;
+    if constexpr (kHalves) {
+      w = w.load(slot.raw(0).at);
+      range = lane_range(w);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kRawRows; ++i) {
-      const Raw raw = slot.raw(i);
-#pragma unroll
-      for (int j = 0; j < kRawSize; ++j) {
-        const float x = raw.math(j);
-        if constexpr (sizeof(X) < 4) slot.u((i * kRawSize + j) / V).at[j % V] = x;
-        range.min = fminf(range.min, x);
-        range.max = fmaxf(range.max, x);
+      for (int i = 0; i < kRows; ++i) {
+        const Range<float> row = lane_range(slot.u(i));
+        range = {fminf(range.min, row.min), fmaxf(range.max, row.max)};
       }
     }
     Params<float> start;
@@ -161,7 +163,7 @@ class LsqWarp {
       const bool finite = std::isfinite(range.max - range.min);
       range = {};
 #pragma unroll 1
-      for (int i = 0; i < kSize; ++i) extend(range, slot.u(i / V).at[i % V]);
+      for (int i = 0; i < kSize; ++i) extend(range, slot.raw(i / kRawSize).math(i % kRawSize));
       halved = range.overflows();
       start = minmax_params(range, p_.bins, largest_stored<float>(p_.scale_element),
                             Stored{p_.scale_element});
@@ -169,10 +171,11 @@ class LsqWarp {
     }
     const auto sums = row_sums<kRows>([&](int i) {
       cuda::Sums<float, kWeighted ? 2 * V : V> terms;
-      Row u = slot.u(i);
+      Row u;
+      if constexpr (!kHalves) u = slot.u(i);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        u.at[j] -= start.b;
+        u.at[j] = (kHalves ? w.math(i * V + j) : u.at[j]) - start.b;
         terms.at[j] = u.at[j];
         if constexpr (kWeighted) {
           terms.at[V + j] = slot.c(i).at[j];
@@ -239,7 +242,10 @@ class LsqWarp {
           least_squares(sum_c_, totals_.cq, totals_.cqq, sum_cu_, totals_.cqu, start_.b);
       const Params<float> next = fit(exact, Stored{p_.scale_element});
       const bool moves = next.s > 0 && (next.s != now_.s || next.b != now_.b);
-      if (fits_ >= kMostFits || !moves) {
+      // Stored as halves, s and b may come and go between two values: the last fit then gives the
+      // one that its number, even or odd, says.
+      const bool returns = kHalves && fits_ > 0 && next.s == last_.s && next.b == last_.b;
+      if (fits_ >= kMostFits || !moves || (returns && (kMostFits - fits_) % 2 == 0)) {
         state_ = kDone;
       } else {
         // What storing s and b as halves takes away, the next fit mostly wins back: count both.
@@ -247,6 +253,8 @@ class LsqWarp {
         if (fits_ == 0) gain_ = 0;
         if (fits_ == 0 || halves) gain_ += error_above(exact, now_, -0x1p-10f);
         if (halves) gain_ -= error_above(exact, next, 0x1p-10f);
+        if (returns) fits_ = kMostFits - 1;
+        last_ = now_;
         ++fits_;
         now_ = next;
       }
@@ -303,7 +311,7 @@ class LsqWarp {
   // importance the first two are integers, exact in any order.
   __device__ void quantize() {
     Slot& slot = shared_.slots[index_];
-    const bool halves = sizeof(X) == 2 && p_.scale_element != DType::f32;
+    const bool halves = kHalves && p_.scale_element != DType::f32;
     NearCodes near(now_, p_.n, start_.b - now_.b, halves ? kBits : 24);
     std::uint32_t sum_q = 0, sum_qq = 0;
     const Sums sums = row_sums<kRows>([&](int i) {
@@ -418,17 +426,17 @@ class LsqWarp {
   }
 
   // Is the last fit kept? Two ways to tell: by what the fits gained and storing s and b took away
-  // (new codes only lower the error further), and by the error before and after. The definition
-  // itself rounds w - fma(q, s, b) by at most 2^-23 of b and n s, and codes within n 2^-21 of a
-  // tie.
-  enum class Gain { no, yes, open };
+  // (new codes only lower the error further), and by the error before and after. Codes are those of
+  // the definition, but it squares f32 differences d, each off by at most 2^-24 (|b| + n s + |d|),
+  // and u is off by 2^-24 of itself. Where the errors are about equal, d is at most s on average.
   __device__ Gain estimated_gain() const {
     const float unit = start_.s, b = fabsf(start_.b) + fabsf(now_.b);
-    if (!(unit > 0x1p-50f && unit < 0x1p50f && b < 0x1p12f * unit)) return Gain::open;
+    if (!(unit > 0x1p-50f && unit < 0x1p50f && b < 0x1p12f * unit && now_.s < 2 * unit))
+      return Gain::open;
     const Error now = error();
     const float gain = start_error_.value - now.value, doubt = start_error_.doubt + now.doubt;
-    const float rounding = sum_c_ * unit * (unit * (0x1p-14f + p_.n * 0x1p-20f) + b * 0x1p-23f);
-    if ((!kWeighted && gain_ > rounding) || gain > doubt + rounding) return Gain::yes;
+    const float rounding = sum_c_ * unit * (p_.n * unit + b) * 0x1p-20f;
+    if ((!kWeighted && gain_ > 2 * rounding) || gain > doubt + rounding) return Gain::yes;
     return gain < -(doubt + rounding) ? Gain::no : Gain::open;
   }
 
@@ -439,8 +447,8 @@ class LsqWarp {
   int next_ = 0, end_;                                 // groups not yet in a slot
   int waiting_ = 0, spare_ = kSlots, empty_ = kSlots;  // of the spare, so many have no result
 
-  int index_ = 0;  // of the lane's slot
-  Params<float> start_, now_;
+  int index_ = 0;                     // of the lane's slot
+  Params<float> start_, now_, last_;  // minmax's, the codes', and those before (of halves)
   float sum_c_ = 0, sum_cu_ = 0;
   Totals totals_{};
   std::uint32_t codes_[kSize / 4];  // these and totals_ are those of now_, unless stale

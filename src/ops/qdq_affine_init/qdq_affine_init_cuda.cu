@@ -36,32 +36,6 @@ __device__ Params<F> params(const Problem& p, const Range<F>& range, bool mlx) {
                                Stored{p.scale_element});
 }
 
-// The least and the greatest of a lane's weights. fmin and fmax pass over NaN; an infinity, or no
-// number at all, shows in the difference.
-template <int N>
-__device__ Range<float> lane_range(const Pack<float, N>& w) {
-  Range<float> range{w.at[0], w.at[0]};
-#pragma unroll
-  for (int i = 1; i < N; ++i) {
-    range.min = fminf(range.min, w.at[i]);
-    range.max = fmaxf(range.max, w.at[i]);
-  }
-  return range;
-}
-// Halves by twos.
-template <class X, int N>
-__device__ Range<float> lane_range(const Pack<X, N>& w) {
-  auto low = affine::two(w.at), high = low;
-#pragma unroll
-  for (int i = 2; i < N; i += 2) {
-    const auto pair = affine::two(w.at + i);
-    low = __hmin2(low, pair);
-    high = __hmax2(high, pair);
-  }
-  const float2 least = affine::load_math(low), most = affine::load_math(high);
-  return {fminf(least.x, least.y), fmaxf(most.x, most.y)};
-}
-
 // The code of each weight, four to a word. False where some are in doubt.
 template <class S, bool kMlx, class X, int N>
 __device__ bool near_codes(const Pack<X, N>& w, const Params<float>& by, float n,
@@ -103,7 +77,7 @@ __global__ void __launch_bounds__(cuda::kBlock) init_teams(const Problem p) {
   const std::int64_t chunk = in_row * kLanes + t;
   const auto w = Pack<X, N>::load(from + chunk * N);
 
-  Range<float> range = affine::team_range<kLanes>(lane_range(w));
+  Range<float> range = affine::team_range<kLanes>(affine::lane_range(w));
   Params<float> found;
   bool usual = true, halved = false;
   if (!__all_sync(kWarp, affine::usual_params < S, kMlx, sizeof(X) == 2 > (range, p, found))) {
