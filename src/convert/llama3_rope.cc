@@ -22,6 +22,37 @@ double rounded(double x, int digits) {
   return std::strtod(text.data(), nullptr);
 }
 
+// In f32 and in the order of llama.cpp's converter, each operation rounded: its files and ours are
+// the same but for the last bit of a power.
+class FactorRule {
+ public:
+  FactorRule(const Rope& rope, std::int64_t dim)
+      : theta_(double(single(rope.theta))),
+        dim_(single(double(dim))),
+        context_(single(double(rope.context))),
+        fast_(single(double(rope.context) / rope.high)),
+        slow_(single(double(rope.context) / rope.low)),
+        factor_(single(rope.factor)),
+        low_(single(rope.low)),
+        span_(single(rope.high - rope.low)) {}
+
+  float operator()(std::size_t i) const {
+    const float part = single(2.0 * double(i)) / dim_;
+    const float frequency = 1 / single(std::pow(theta_, double(part)));
+    const float wavelength = 1 / frequency * single(2 * std::numbers::pi);
+    if (wavelength < fast_) return 1;
+    if (wavelength > slow_) return factor_;
+    const float s = (1 / wavelength * context_ - low_) / span_;
+    return 1 / ((1 - s) / factor_ + s);
+  }
+
+ private:
+  static float single(double x) { return static_cast<float>(x); }
+
+  double theta_;
+  float dim_, context_, fast_, slow_, factor_, low_, span_;
+};
+
 // Finds numbers that give the factors. Only the ratios of L, low and high show, and often less: few
 // frequencies of a small head lie between. What the file says of L, and the usual numbers, are
 // tried first.
@@ -48,6 +79,8 @@ class Solver {
       for (const std::int64_t length : contexts)
         if (fits(length, 1, 4)) return true;
       if (solve_line(context)) return true;
+      for (const std::int64_t length : contexts)
+        if (solve_within(length, longest)) return true;
     }
     return false;
   }
@@ -89,6 +122,53 @@ class Solver {
     return fits(whole, low, low * high);
   }
 
+  // low and high of the length given. What lies between is a line, 1 / factor = a + b t, which is 1
+  // at high and 1 / (the largest factor) at low: two points tell both, one tells high for each low,
+  // and without any both lie between the slowest that is 1 and the fastest that is not. Short
+  // numbers are tried first.
+  bool solve_within(std::int64_t length, std::int64_t longest) {
+    if (length < 1) return false;
+    const auto turns = [&](std::size_t i) { return double(length) * inverse_[i]; };
+    std::size_t ones = 0;
+    while (ones < factors_.size() && factors_[ones] == 1) ++ones;
+    const std::size_t end = ones + between_.size();  // of what lies between
+    const double above = ones > 0 ? turns(ones - 1) : turns(0) * 16;
+    const double below = end < factors_.size() ? turns(end) : 0;
+    if (between_.size() > 1) {
+      const double fast = 1 / double(factors_[ones]), slow = 1 / double(factors_[end - 1]);
+      const double b = (fast - slow) / (turns(ones) - turns(end - 1));
+      const double a = fast - b * turns(ones), high = (1 - a) / b;
+      const bool shows = end < factors_.size();  // the largest factor
+      for (const double factor : {shows ? largest_ : double(longest) / double(length), 8.0, 32.0})
+        for (const int digits : {1, 2, 3, 4, 6, 17})
+          if (fits(length, rounded((1 / factor - a) / b, digits), rounded(high, digits)))
+            return true;
+      return false;
+    }
+    const double most = between_.empty() ? above : turns(ones);
+    for (const double step : {1.0, 0.1, 0.01}) {
+      const double trials = between_.empty() ? 20 : 500;
+      const double first = std::max(std::floor(below / step) + 1, 1.0);
+      for (double n = first; n * step < most && n < first + trials; ++n)
+        if (fits_above(length, rounded(n * step, 6), above)) return true;
+    }
+    return fits_above(length, (below + most) / 2, above);
+  }
+
+  // Whether a high above this low fits.
+  bool fits_above(std::int64_t length, double low, double above) {
+    if (between_.empty()) {
+      for (const double high : {4.0, std::floor(low) + 1, rounded(low + 0.1, 6), (low + above) / 2})
+        if (high < above && fits(length, low, high)) return true;
+      return false;
+    }
+    const std::size_t i = between_.front();
+    const double high = low + (double(length) * inverse_[i] - low) / smooth(i);
+    for (const int digits : {1, 2, 3, 4, 6, 17})
+      if (fits(length, low, rounded(high, digits))) return true;
+    return false;
+  }
+
   bool fits(std::int64_t length, double low, double high) {
     if (length < 1 || !(low > 0 && high > low)) return false;
     Rope trial = rope_;
@@ -111,11 +191,14 @@ class Solver {
     for (int digits = 1; digits < 8 && trial.factor == rounded(largest_, 8); ++digits)
       if (static_cast<float>(rounded(largest_, digits)) == static_cast<float>(largest_))
         trial.factor = rounded(largest_, digits);
-    const std::vector<float> made = llama3_factors(trial, dim_);
-    const auto same = [&](float a, float b) {
-      return exact_ ? a == b : std::abs(a - b) <= 1e-5f * std::abs(b);
+    const FactorRule rule(trial, dim_);
+    const auto same = [&](std::size_t i) {
+      const float made = rule(i), wanted = factors_[i];
+      return exact_ ? made == wanted : std::abs(made - wanted) <= 1e-5f * std::abs(wanted);
     };
-    if (!std::equal(factors_.begin(), factors_.end(), made.begin(), same)) return false;
+    if (!between_.empty() && !same(between_.front())) return false;  // as most trials end
+    for (std::size_t i = 0; i < factors_.size(); ++i)
+      if (!same(i)) return false;
     rope_ = trial;
     return true;
   }
@@ -131,27 +214,10 @@ class Solver {
 
 }  // namespace
 
-// In f32 and in the order of llama.cpp's converter, each operation rounded: its files and ours are
-// the same but for the last bit of a power.
 std::vector<float> llama3_factors(const Rope& rope, std::int64_t rotary_dim) {
-  const auto single = [](double x) { return static_cast<float>(x); };
-  const float fast = single(double(rope.context) / rope.high);
-  const float slow = single(double(rope.context) / rope.low);
-  const float factor = single(rope.factor), span = single(rope.high - rope.low);
+  const FactorRule rule(rope, rotary_dim);
   std::vector<float> factors;
-  for (std::int64_t i = 0; i < rotary_dim; i += 2) {
-    const float part = single(double(i)) / single(double(rotary_dim));
-    const float frequency = 1 / single(std::pow(double(single(rope.theta)), double(part)));
-    const float wavelength = 1 / frequency * single(2 * std::numbers::pi);
-    if (wavelength < fast) {
-      factors.push_back(1);
-    } else if (wavelength > slow) {
-      factors.push_back(factor);
-    } else {
-      const float s = (1 / wavelength * single(double(rope.context)) - single(rope.low)) / span;
-      factors.push_back(1 / ((1 - s) / factor + s));
-    }
-  }
+  for (std::int64_t i = 0; i < rotary_dim; i += 2) factors.push_back(rule(std::size_t(i / 2)));
   return factors;
 }
 
