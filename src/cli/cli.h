@@ -30,6 +30,8 @@ struct Verb {
   CLI::App* app = nullptr;
   std::function<Status()> run;
   bool takes_fields = false;  // unknown flags are an op's fields
+  // Of a verb with one argument: how what others write as further ones is given.
+  const char* one_model = nullptr;
 };
 
 Verb ops_verb(CLI::App& main);

@@ -7,9 +7,13 @@
 #include <cstdio>
 #include <cstring>
 #include <new>
+#include <numeric>
 #include <span>
 #include <sstream>
+#include <string>
+#include <string_view>
 #include <system_error>
+#include <vector>
 
 #include "cli/cli.h"
 #include "core/float_mode.h"
@@ -58,6 +62,53 @@ Status check_values(const CLI::App& app) {
   return {};
 }
 
+// CLI11 counts values in words of its own ("1 required TEXT missing").
+Status wrong_count(const CLI::App& app, const std::string& text) {
+  for (const CLI::App* verb : app.get_subcommands()) {
+    for (const CLI::Option* option : verb->get_options()) {
+      const std::string flag = option->get_name();
+      if (!text.starts_with(flag + ": ")) continue;
+      if (text.ends_with(" missing"))
+        return invalid(
+            fmt::format("{}: no value, expected one ({})", flag, option->get_description()));
+      if (text.find("At Most 1 required") != text.npos)
+        return invalid(fmt::format("{}: given more than once, expected once", flag));
+    }
+  }
+  return invalid(text);
+}
+
+// How many letters must be changed, added or left out to make one word of the other.
+std::size_t distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    std::size_t diagonal = row[0]++;
+    for (std::size_t j = 0; j < b.size(); ++j) {
+      const std::size_t above = row[j + 1];
+      row[j + 1] = std::min({above + 1, row[j] + 1, diagonal + (a[i] != b[j])});
+      diagonal = above;
+    }
+  }
+  return row.back();
+}
+
+// The flag that was perhaps meant, as a question; empty where none is near.
+std::string perhaps(const CLI::App& app, std::string_view word) {
+  word = word.substr(0, word.find('='));
+  std::string nearest;
+  std::size_t least = 3;
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& name : option->get_lnames()) {
+      const std::size_t far = distance(word, "--" + name);
+      if (far >= least) continue;
+      least = far;
+      nearest = " (did you mean --" + name + "?)";
+    }
+  }
+  return nearest;
+}
+
 std::string flags_of(const CLI::App& app) {
   std::string text;
   for (const CLI::Option* option : app.get_options()) {
@@ -89,15 +140,20 @@ int run(int argc, char** argv) {
     if (Status s = check_values(app); !s.ok()) return fail(s);
     std::string text = error.what();
     text.resize(std::min(text.find('\n'), text.size()));
-    return fail(invalid(text));
+    return fail(wrong_count(app, text));
   }
   if (Status s = check_values(app); !s.ok()) return fail(s);
   for (const Verb& verb : verbs) {
     if (!verb.app->parsed()) continue;
     const auto rest = verb.takes_fields ? app.remaining() : app.remaining(true);
     if (!rest.empty()) {
-      return fail(invalid(fmt::format("{}: unknown argument {}, expected one of{}",
-                                      verb.app->get_name(), rest.front(), flags_of(*verb.app))));
+      const std::string& word = rest.front();
+      if (verb.one_model && !word.starts_with('-'))
+        return fail(invalid(fmt::format("{}: {}: one argument too many, expected {}",
+                                        verb.app->get_name(), word, verb.one_model)));
+      return fail(
+          invalid(fmt::format("{}: unknown argument {}{}, expected one of{}", verb.app->get_name(),
+                              word, perhaps(*verb.app, word), flags_of(*verb.app))));
     }
     if (Status s = check_environment(); !s.ok()) return fail(s);
     if (Status s = check_kernel_variable(); !s.ok()) return fail(s);

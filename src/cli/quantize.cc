@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <unistd.h>
+#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <memory>
@@ -67,7 +68,10 @@ Result<std::uint64_t> parse_size(const std::string& flag, const std::string& tex
 }
 
 Result<SafeDType> parse_float(const std::string& flag, const std::string& text) {
-  const auto dtype = find_safe_dtype(upper(text));
+  std::string name = upper(text);
+  if (const std::size_t word = name.find("FLOAT"); word != std::string::npos)
+    name.replace(word, 5, "F");  // float16, as mlx_lm.convert spells it
+  const auto dtype = find_safe_dtype(name);
   if (dtype && (*dtype == SafeDType::f32 || *dtype == SafeDType::f16 || *dtype == SafeDType::bf16))
     return *dtype;
   return invalid(fmt::format("{}: {}, expected f32, f16 or bf16", flag, text));
@@ -343,10 +347,9 @@ Status run(QuantizeFlags flags) {
     flags.out = *out;
   }
   if (!flags.out.empty()) {
-    BITTERN_TRY(check_output(flags.out, {.folder = folder,
-                                         .parts = splits,
-                                         .force = flags.force,
-                                         .resume = flags.resume || flags.dry_run}));
+    BITTERN_TRY(check_output(
+        flags.out,
+        {.folder = folder, .parts = splits, .force = flags.force, .resume = flags.resume}));
   }
   BITTERN_TRY(use_threads(flags.common));
   const auto source = Checkpoint::open(flags.model);
@@ -376,7 +379,11 @@ Status run(QuantizeFlags flags) {
     if (print && report.saturated > 0)
       fmt::print("note: {} numbers were too large and are now the largest there is (--lossy)\n",
                  report.saturated);
-    if (print && options->transcode && options->scale_dtype) {
+    const auto& tensors = conversion->tensors();
+    const bool scales = std::any_of(tensors.begin(), tensors.end(), [](const OutputTensor& tensor) {
+      return tensor.to.kind == Storage::Kind::affine;
+    });
+    if (print && options->transcode && options->scale_dtype && scales) {
       fmt::print("note: {}: scales and biases {}; MLX computes in it\n", flags.scale_dtype,
                  report.scale_change == 0
                      ? "are exact"
@@ -485,10 +492,12 @@ Verb quantize_verb(CLI::App& main) {
       "  bittern quantize model.gguf -o model-mlx --transcode\n"
       "  bittern quantize model-folder -o model.gguf --type Q4_K_M --imatrix imatrix.gguf\n"
       "  bittern quantize --hf-path model-folder --mlx-path model-4bit -q");
-  return {verb, [flags] {
+  return {verb,
+          [flags] {
             flags->common.force = flags->force;
             return run(*flags);
-          }};
+          },
+          false, "one MODEL (the output is -o OUT, a type of GGUF --type TYPE)"};
 }
 
 }  // namespace bittern::cli

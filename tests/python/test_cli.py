@@ -85,6 +85,13 @@ def test_help_of_a_verb_has_an_example(verb):
         (["check", "quantize_per_group", "--element=f33"], ["element: f33, expected", "bf16"]),
         (["check", "quantize_per_group", "--outer_size=-1"], ["outer_size"]),
         (["check", "quantize_per_group", "extra"], ["extra"]),
+        (["quantize", "m", "--bits"], ["--bits: no value, expected one (bits per weight: 2, 3,"]),
+        (["quantize", "m", "--dequantize"], ["--dequantize: no value", "f32, f16 or bf16"]),
+        (["quantize", "m", "--bits", "4", "--q-bits", "8"], ["--bits: given more than once"]),
+        (["quantize", "m", "--bit", "4"], ["unknown argument --bit (did you mean --bits?), expected"]),
+        (["quantize", "m", "--tensor-typ=a=b"], ["(did you mean --tensor-type?)"]),
+        (["quantize", "m", "--frobnicate"], ["unknown argument --frobnicate, expected one of"]),
+        (["quantize", "in.gguf", "out.gguf", "Q4_K_M"], ["out.gguf: one argument too many", "-o OUT"]),
     ],
 )
 def test_bad_usage_is_one_line(args, texts):

@@ -255,6 +255,7 @@ def test_a_live_run_is_told_from_a_stopped_one(larger, tmp_path):
     shutil.rmtree(out)
     kill(start(*args, out=out))
     refused(bittern(*args, "-o", out), 2, "left by a run that was stopped", "--resume")
+    refused(bittern(*args, "-o", out, "--dry-run"), 2, "left by a run that was stopped", "--resume")
     assert bittern(*args, "-o", out, "--force").returncode == 0
     assert names(tmp_path) == ["out"]
 
