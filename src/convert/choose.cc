@@ -38,7 +38,8 @@ bool ConversionPlanner::is_embedding(const Recipe& recipe) const {
   return recipe.name == "token_embd.weight" || recipe.name == "per_layer_token_embd.weight";
 }
 
-Status ConversionPlanner::choose_mix() {
+// What a mix depends on beside the tensors' names.
+Result<MixModel> ConversionPlanner::mix_model() const {
   MixModel model{.imatrix = !options_.imatrix.empty()};
   std::string arch;
   std::map<std::string, std::int64_t, std::less<>> integers;
@@ -69,19 +70,20 @@ Status ConversionPlanner::choose_mix() {
   model.large = model.layers == 80 &&
                 ((arch == "llama" && model.experts != 8 && kv_heads > 0 && heads != kv_heads) ||
                  arch == "qwen2");
+  return model;
+}
 
+// The type of each tensor in a mix, before a type whose block does not divide the row falls back.
+std::vector<GgmlType> ConversionPlanner::types_of(const Mix& mix, const MixModel& model) const {
   std::vector<MixTensor> tensors;
   for (const OutputTensor& tensor : conversion_.tensors_) {
     const Recipe& recipe = tensor.recipe;
     const TensorRule* rule = rule_for(recipe);
-    const bool named = !is_matrix(recipe) || fixed_type(recipe) ||
-                       (options_.leave_output && is_output(recipe)) ||
-                       (rule == nullptr ? delicate(recipe.name) != nullptr
-                                        : rule->keep || rule->bits > 0 || rule->type);
+    const bool named = why_kept(recipe) || fixed_type(recipe) ||
+                       (rule != nullptr && (rule->bits > 0 || rule->type));
     tensors.push_back({recipe.name, columns_of(recipe.shape), named});
   }
-  mixed_ = mix_types(*options_.mix, model, tensors);
-  return {};
+  return mix_types(mix, model, tensors);
 }
 
 // The first row of every tensor, as the run will make it: what it cannot make is refused by the
@@ -96,29 +98,52 @@ Status ConversionPlanner::try_rows() {
   return {};
 }
 
+// Whether --type gives some tensors a type that is not the mix's own.
+bool ConversionPlanner::mixes_types() const {
+  if (options_.mix == nullptr) return false;
+  const auto model = mix_model();
+  if (!model) return true;
+  const std::vector<GgmlType> types = types_of(*options_.mix, *model);
+  return std::any_of(types.begin(), types.end(),
+                     [&](GgmlType type) { return type != options_.mix->type; });
+}
+
+// Why the rule, the first that matches the tensor, changes nothing about it, or null.
+const char* ConversionPlanner::in_vain(const TensorRule& rule, const Recipe& recipe) const {
+  if (!is_matrix(recipe)) return ", which is no matrix to be quantised";
+  if (fixed_type(recipe)) return ", whose type another option gives";
+  if (options_.leave_output && is_output(recipe)) return ", which --leave-output-tensor leaves";
+  if (rule.keep && !options_.pure && delicate(recipe.name) != nullptr)
+    return ", which is left as it is without it";
+  return nullptr;
+}
+
 void ConversionPlanner::note_unused() {
   for (std::size_t r = 0; r < options_.rules.size(); ++r) {
     const TensorRule& rule = options_.rules[r];
     const std::string of = "the rule " + rule.pattern;
     std::size_t found = 0, first = 0, able = 0;
-    const OutputTensor* shown = nullptr;
+    const Recipe* shown = nullptr;
+    const char* why = "";  // it has no effect on that one
     for (const OutputTensor& tensor : conversion_.tensors_) {
       if (!matches(r, tensor.recipe)) continue;
       ++found;
       if (rule_for(tensor.recipe) != &rule) continue;
       ++first;
-      if (shown == nullptr) shown = &tensor;
-      able += rule.keep || (is_matrix(tensor.recipe) && !fixed_type(tensor.recipe));
+      const char* vain = in_vain(rule, tensor.recipe);
+      able += vain == nullptr;
+      if (shown == nullptr && vain != nullptr) {
+        shown = &tensor.recipe;
+        why = vain;
+      }
     }
     if (found == 0) {
       note(of + " matches no tensor");
     } else if (first == 0) {
       note(of + " has no effect: earlier rules decide for all it matches");
     } else if (able == 0) {
-      note(of + " has no effect: it matches " + shown->recipe.name +
-           (first == 1 ? "" : " and " + std::to_string(first - 1) + " more") +
-           (is_matrix(shown->recipe) ? ", whose type another option gives"
-                                     : ", which is no matrix to be quantised"));
+      note(of + " has no effect: it matches " + shown->name +
+           (first == 1 ? "" : " and " + std::to_string(first - 1) + " more") + why);
     }
   }
   if (options_.leave_output && tied_)
@@ -143,16 +168,25 @@ void ConversionPlanner::note_unused() {
     return std::any_of(conversion_.tensors_.begin(), conversion_.tensors_.end(), is);
   };
   if (options_.dtype && options_.format == ModelFormat::gguf &&
-      !any([](const OutputTensor& tensor) {
+      !any([&](const OutputTensor& tensor) {
         return tensor.to.kind == Storage::Kind::plain && tensor.recipe.shape.rank >= 2 &&
-               !delicate(tensor.recipe.name);
+               !delicate(tensor.recipe.name) && (casts_only() || why_kept(tensor.recipe));
       }))
-    note("--dtype has no effect: every matrix is quantised, and the rest stays F32");
-  if (options_.pure && options_.mix == nullptr && !any([&](const OutputTensor& tensor) {
+    note("--dtype has no effect: other options give every matrix its type, and the rest stays F32");
+  const auto scaled = [](const OutputTensor& tensor) {
+    return tensor.to.kind == Storage::Kind::affine || tensor.through.kind == Storage::Kind::affine;
+  };
+  if (options_.scale_dtype && !any(scaled))
+    note("--scale-dtype has no effect: no tensor has scales");
+  if (options_.allow_requantize &&
+      !any([](const OutputTensor& tensor) { return tensor.from.quantized(); }))
+    note("--allow-requantize has no effect: the model is not quantised");
+  if (options_.pure && !mixes_types() && !any([&](const OutputTensor& tensor) {
         return is_matrix(tensor.recipe) && delicate(tensor.recipe.name) &&
                rule_for(tensor.recipe) == nullptr;
       }))
-    note("--pure has no effect: no matrix is kept by default");
+    note("--pure has no effect: no matrix is kept by default" +
+         std::string(options_.mix == nullptr ? "" : ", and all have one type"));
   if (!options_.imatrix.empty()) note_importance();
   // llama-quantize refuses it, with the IQ types that are not written here.
   if (options_.imatrix.empty() && options_.mix == find_mix("Q2_K_S"))

@@ -6,6 +6,7 @@
 
 #include "bittern/version.h"
 #include "convert/importance.h"
+#include "convert/mix.h"
 #include "convert/planner.h"
 #include "formats/fingerprint.h"
 
@@ -38,7 +39,11 @@ Result<Conversion> ConversionPlanner::make() {
   if (!options_.imatrix.empty()) BITTERN_TRY(read_importance());
   tied_ = std::none_of(conversion_.tensors_.begin(), conversion_.tensors_.end(),
                        [&](const OutputTensor& tensor) { return is_output(tensor.recipe); });
-  if (options_.mix != nullptr && !options_.pure) BITTERN_TRY(choose_mix());
+  if (options_.mix != nullptr && !options_.pure) {
+    const auto model = mix_model();
+    if (!model) return model.status();
+    mixed_ = types_of(*options_.mix, *model);
+  }
   for (OutputTensor& tensor : conversion_.tensors_) BITTERN_TRY(decide(tensor));
   if (options_.target_bpw > 0) BITTERN_TRY(meet_target());
   for (OutputTensor& tensor : conversion_.tensors_) BITTERN_TRY(settle(tensor));

@@ -83,12 +83,35 @@ Result<bool> ConversionPlanner::fits_f16(const RowReader& reader) const {
                       [](const Worker& worker) { return overflows(worker.most, DType::f16); });
 }
 
+// The type, or what stands in for it where its blocks do not divide the row.
+Result<GgmlType> ConversionPlanner::type_that_fits(const RowReader& reader, GgmlType type) const {
+  const GgmlType fits = fitting(type, reader.columns());
+  if (fits != GgmlType::f16 || fits == type) return fits;
+  const auto in_range = fits_f16(reader);
+  if (!in_range) return in_range.status();
+  if (*in_range) return fits;
+  return reader.storage().dtype == SafeDType::bf16 ? GgmlType::bf16 : GgmlType::f32;
+}
+
 // What --output-tensor-type and --token-embedding-type say. As in llama.cpp, an embedding that is
 // also the head takes the head's type.
 std::optional<GgmlType> ConversionPlanner::fixed_type(const Recipe& recipe) const {
   if (is_output(recipe)) return options_.output_type;
   if (!is_embedding(recipe)) return std::nullopt;
   return options_.embedding_type || !tied_ ? options_.embedding_type : options_.output_type;
+}
+
+// Why a tensor is not quantised, which may go without saying; nothing where it is. Options that
+// name the head or the embedding come before rules.
+std::optional<std::string> ConversionPlanner::why_kept(const Recipe& recipe) const {
+  if (!is_matrix(recipe)) return "";
+  if (fixed_type(recipe)) return std::nullopt;
+  if (options_.leave_output && is_output(recipe)) return "left as it is by --leave-output-tensor";
+  const TensorRule* rule = rule_for(recipe);
+  if (rule != nullptr && rule->keep) return "kept by " + rule->pattern;
+  const char* why = delicate(recipe.name);
+  if (rule != nullptr || options_.pure || why == nullptr) return std::nullopt;
+  return std::string(why) + ": left as it is";
 }
 
 // The type a matrix of a GGUF file is to have, whatever its rows.
@@ -135,37 +158,23 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
                   "); --dtype converts plain numbers, --dequantize makes numbers plain");
   }
 
+  if (auto why = why_kept(recipe)) {
+    tensor.note = std::move(*why);
+    return {};
+  }
   const TensorRule* rule = rule_for(recipe);
-  if (!is_matrix(recipe) || (rule != nullptr && rule->keep)) {
-    if (rule != nullptr && rule->keep) tensor.note = "kept by " + rule->pattern;
-    return {};
-  }
-  if (options_.leave_output && is_output(recipe)) {
-    tensor.note = "left as it is by --leave-output-tensor";
-    return {};
-  }
-  if (rule == nullptr && !options_.pure && !fixed_type(recipe)) {
-    if (const char* why = delicate(recipe.name)) {
-      tensor.note = std::string(why) + ": left as it is";
-      return {};
-    }
-  }
   const std::int64_t columns = columns_of(recipe.shape);
   Storage wanted;
   if (options_.format == ModelFormat::gguf) {
     const GgmlType type = type_for(tensor, rule);
-    GgmlType fits = fitting(type, columns);
-    if (fits == GgmlType::f16 && fits != type) {
-      const auto in_range = fits_f16(*reader);
-      if (!in_range) return in_range.status();
-      if (!*in_range) fits = tensor.from.dtype == SafeDType::bf16 ? GgmlType::bf16 : GgmlType::f32;
-    }
-    if (fits != type) {
+    const auto fits = type_that_fits(*reader, type);
+    if (!fits) return fits.status();
+    if (*fits != type) {
       tensor.note = "rows of " + std::to_string(columns) + " are no multiple of " +
-                    std::to_string(info(type).block) + ": " + info(fits).name + " in place of " +
+                    std::to_string(info(type).block) + ": " + info(*fits).name + " in place of " +
                     info(type).name;
     }
-    wanted = storage_of(fits);
+    wanted = storage_of(*fits);
   } else {
     const int bits = rule != nullptr && rule->bits > 0 ? rule->bits
                      : options_.bits > 0               ? options_.bits

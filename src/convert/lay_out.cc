@@ -168,7 +168,8 @@ void ConversionPlanner::note_other_parts(std::size_t parts) {
 std::vector<std::size_t> ConversionPlanner::part_ends() {
   const auto& tensors = conversion_.tensors_;
   std::vector<std::size_t> ends;
-  std::size_t begin = 0;
+  std::size_t begin = 0, larger = 0;
+  std::string first;
   std::uint64_t bytes = 0;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const std::uint64_t padded =
@@ -181,10 +182,15 @@ std::vector<std::size_t> ConversionPlanner::part_ends() {
       bytes = 0;
     }
     bytes += padded;
-    if (options_.split_bytes > 0 && padded > options_.split_bytes)
-      note("--split-max-size: " + tensors[i].recipe.name + " alone is larger, and is a part");
+    if (options_.split_bytes > 0 && padded > options_.split_bytes && larger++ == 0)
+      first = tensors[i].recipe.name;
   }
   ends.push_back(tensors.size());
+  if (larger > 0)
+    note("--split-max-size: " + first +
+         (larger == 1 ? " alone is larger, and is a part"
+                      : " and " + std::to_string(larger - 1) +
+                            " more are larger, and each is a part of its own"));
   return ends;
 }
 

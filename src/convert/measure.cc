@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdio>
 #include <limits>
+#include <map>
 #include <numeric>
 
 #include "convert/planner.h"
@@ -104,12 +105,34 @@ Result<std::vector<double>> measure(const RowReader& reader,
 
 }  // namespace
 
-// What each `--bits` or `--type` makes of the tensor, with its fallbacks.
-std::vector<Storage> ConversionPlanner::uniform_choices(const OutputTensor& tensor) const {
+// The types of all tensors by each `--bits` and `--type` of a GGUF file: one for all, and the
+// mixes.
+Result<std::vector<std::vector<GgmlType>>> ConversionPlanner::uniform_types() const {
+  std::vector<std::vector<GgmlType>> all;
+  if (options_.format != ModelFormat::gguf) return all;
+  for (const WrittenType& type : kWritten) all.emplace_back(conversion_.tensors_.size(), type.type);
+  if (options_.pure) return all;
+  const auto model = mix_model();
+  if (!model) return model.status();
+  for (const Mix& mix : mixes()) all.push_back(types_of(mix, *model));
+  return all;
+}
+
+// What each `--bits` or `--type` makes of the tensor, with its fallbacks. `types`: in a GGUF file.
+Result<std::vector<Storage>> ConversionPlanner::uniform_choices(
+    const OutputTensor& tensor, const RowReader& reader, std::span<const GgmlType> types) const {
   std::vector<Storage> storages;
   if (options_.format == ModelFormat::gguf) {
-    for (const WrittenType& type : kWritten)
-      storages.push_back(storage_of(fitting(type.type, columns_of(tensor.recipe.shape))));
+    std::map<GgmlType, GgmlType> fitting;
+    for (const GgmlType type : types) {
+      auto known = fitting.find(type);
+      if (known == fitting.end()) {
+        const auto fits = type_that_fits(reader, type);
+        if (!fits) return fits.status();
+        known = fitting.emplace(type, *fits).first;
+      }
+      storages.push_back(storage_of(known->second));
+    }
   } else {
     const bool any = any_group(rule_for(tensor.recipe));
     for (const int wanted : kGroups) {
@@ -167,17 +190,23 @@ Status ConversionPlanner::meet_target() {
   std::vector<std::vector<Storage>> storages(adjustable_.size());
   std::vector<std::vector<SizedLoss>> choices(adjustable_.size());
   std::vector<std::vector<std::size_t>> uniform;
+  const auto all_types = uniform_types();
+  if (!all_types) return all_types.status();
   for (std::size_t t = 0; t < adjustable_.size(); ++t) {
     const OutputTensor& tensor = *adjustable_[t];
-    const std::vector<Storage> wanted = uniform_choices(tensor);
-    uniform.resize(wanted.size());
-    for (std::size_t u = 0; u < wanted.size(); ++u) {
-      const auto found = std::find(storages[t].begin(), storages[t].end(), wanted[u]);
-      uniform[u].push_back(static_cast<std::size_t>(found - storages[t].begin()));
-      if (found == storages[t].end()) storages[t].push_back(wanted[u]);
-    }
     const auto reader = RowReader::open(source_, tensor.recipe);
     if (!reader) return reader.status();
+    std::vector<GgmlType> types;
+    for (const std::vector<GgmlType>& one : *all_types)
+      types.push_back(one[static_cast<std::size_t>(&tensor - conversion_.tensors_.data())]);
+    const auto wanted = uniform_choices(tensor, *reader, types);
+    if (!wanted) return wanted.status();
+    uniform.resize(wanted->size());
+    for (std::size_t u = 0; u < wanted->size(); ++u) {
+      const auto found = std::find(storages[t].begin(), storages[t].end(), (*wanted)[u]);
+      uniform[u].push_back(static_cast<std::size_t>(found - storages[t].begin()));
+      if (found == storages[t].end()) storages[t].push_back((*wanted)[u]);
+    }
     std::vector<RowEncoder> encoders;
     for (const Storage& storage : storages[t]) encoders.push_back(encoder_of(storage));
     const std::vector<float>* weights = importance_of(tensor);
@@ -221,9 +250,10 @@ Status ConversionPlanner::meet_target() {
   char target[32];
   std::snprintf(target, sizeof target, "--target-bpw %.6g", options_.target_bpw);
   if (least > room)
-    return invalid(std::string(target) + ": the smallest possible is " + bits_text(least, weights) +
-                   " bits per weight, with the tensors that are kept" +
-                   (free_groups_ ? "" : " and the groups asked for"));
+    return invalid(
+        std::string(target) + ": the smallest possible is " + bits_text(least, weights) +
+        " bits per weight, with the tensors that are kept" +
+        (free_groups_ || options_.format == ModelFormat::gguf ? "" : " and the groups asked for"));
   const std::vector<std::size_t> chosen = choose_within(choices, uniform, room - kept);
   std::uint64_t reached = kept;
   bool best = true;

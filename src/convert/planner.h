@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,6 +13,7 @@
 
 #include "convert/architecture.h"
 #include "convert/conversion.h"
+#include "convert/mix.h"
 #include "convert/rows.h"
 #include "formats/checkpoint.h"
 
@@ -82,6 +84,8 @@ class ConversionPlanner {
   static GgmlType type_of_bits(int bits);
   static GgmlType fitting(GgmlType type, std::int64_t columns);
   Result<bool> fits_f16(const RowReader& reader) const;
+  Result<GgmlType> type_that_fits(const RowReader& reader, GgmlType type) const;
+  std::optional<std::string> why_kept(const Recipe& recipe) const;
   GgmlType type_for(const OutputTensor& tensor, const TensorRule* rule) const;
   Status decide(OutputTensor& tensor);
   Storage kept(const OutputTensor& tensor) const;
@@ -94,8 +98,11 @@ class ConversionPlanner {
   Status settle(OutputTensor& tensor);
 
   // choose.cc
-  Status choose_mix();
+  Result<MixModel> mix_model() const;
+  std::vector<GgmlType> types_of(const Mix& mix, const MixModel& model) const;
   Status try_rows();
+  bool mixes_types() const;
+  const char* in_vain(const TensorRule& rule, const Recipe& recipe) const;
   void note_unused();
   void note_importance();
   bool is_output(const Recipe& recipe) const;
@@ -103,7 +110,9 @@ class ConversionPlanner {
   std::optional<GgmlType> fixed_type(const Recipe& recipe) const;
 
   // measure.cc
-  std::vector<Storage> uniform_choices(const OutputTensor& tensor) const;
+  Result<std::vector<Storage>> uniform_choices(const OutputTensor& tensor, const RowReader& reader,
+                                               std::span<const GgmlType> types) const;
+  Result<std::vector<std::vector<GgmlType>>> uniform_types() const;
   const std::vector<float>* importance_of(const OutputTensor& tensor) const;
   RowEncoder encoder_of(const Storage& storage) const;
   bool any_group(const TensorRule* rule) const;

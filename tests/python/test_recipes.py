@@ -243,7 +243,7 @@ def test_dtype_of_what_is_not_quantised(folder, tmp_path, dtype):
     w = mx.array(load(folder)["model.layers.1.a.weight"]).astype(getattr(mx, dtype))
     for part, theirs in zip(("weight", "scales", "biases"), mx.quantize(w, 64, 4)):
         assert mx.array_equal(ours[f"model.layers.1.a.{part}"], theirs)
-    quantise(folder, tmp_path / "plain", "--dtype", short)
+    quantise(folder, tmp_path / "plain", "--dtype", dtype)  # as mlx_lm.convert spells it
     plain = mx.load(str(tmp_path / "plain" / "model.safetensors"))
     assert {t.dtype for t in plain.values()} == {getattr(mx, dtype)}
     assert mx.array_equal(plain["model.layers.1.a.weight"], w)
@@ -312,6 +312,41 @@ def test_rules_in_vain_are_told(folder, tmp_path, dry):
     assert "the rule nothing matches no tensor" in result.stdout
     assert r"the rule layers\.0\.a has no effect: earlier rules" in result.stdout
     assert r"the rule layers\.0 " not in result.stdout
+
+
+def test_options_that_name_the_head_come_before_rules(folder, tmp_path):
+    source = tiny_gguf(tmp_path / "in.gguf", layers=1)
+    out = tmp_path / "o.gguf"
+    text = quantise(
+        source, out, "--type", "Q8_0", "--output-tensor-type", "Q6_K", "--override", r"^output\.weight=keep",
+        "--override", "attn_q=keep",
+    )  # fmt: skip
+    assert types(out)[0]["output.weight"] == "Q6_K" and types(out)[0]["blk.0.attn_q.weight"] == "F32"
+    assert r"the rule ^output\.weight has no effect: it matches output.weight, whose type another" in text
+    assert "the rule attn_q has no effect" not in text
+    flags = ("--type", "Q8_0", "--leave-output-tensor", "--override", r"^output\.weight=Q6_K")
+    text = quantise(source, tmp_path / "l.gguf", *flags)
+    assert types(tmp_path / "l.gguf")[0]["output.weight"] == "F32"
+    assert r"the rule ^output\.weight has no effect: it matches output.weight, which --leave" in text
+    # What is kept anyway needs no rule.
+    text = quantise(folder, tmp_path / "k", "--bits", 4, "--override", "norm=keep")
+    assert "the rule norm has no effect: it matches model.norm.weight, which is no matrix" in text
+
+
+def test_options_without_anything_to_act_on_are_told(folder, tmp_path):
+    text = quantise(folder, tmp_path / "t", "--transcode", "--scale-dtype", "f16")
+    assert "--scale-dtype has no effect: no tensor has scales" in text and "are exact" not in text
+    text = quantise(folder, tmp_path / "r", "--bits", 4, "--allow-requantize")
+    assert "--allow-requantize has no effect: the model is not quantised" in text
+    text = quantise(tmp_path / "r", tmp_path / "rr", "--bits", 8, "--allow-requantize", "--scale-dtype", "f16")
+    assert "has no effect" not in text
+    source = tiny_gguf(tmp_path / "in.gguf", layers=1)
+    text = quantise(source, tmp_path / "d.gguf", "--type", "F16", "--dtype", "bf16")
+    assert "--dtype has no effect: other options give every matrix its type" in text
+    assert "BF16" not in types(tmp_path / "d.gguf")[0].values()
+    text = quantise(source, tmp_path / "p.gguf", "--type", "Q8_0", "--pure")
+    assert "--pure has no effect" in text
+    assert "--pure has no effect" not in quantise(source, tmp_path / "m.gguf", "--type", "Q4_K_M", "--pure")
 
 
 def test_a_method_in_vain_is_told(tmp_path):
@@ -511,7 +546,7 @@ def test_dtype_and_pure_that_change_nothing(tmp_path):
     for what in (["--type", "Q4_K_M"], ["--bits", "4"], ["--target-bpw", "6"]):
         args = ("quantize", source, "-o", tmp_path / "m.gguf", *what, "--dry-run")
         text = bittern(*args, "--dtype", "f16").stdout
-        assert "--dtype has no effect: every matrix is quantised, and the rest stays F32" in text
+        assert "--dtype has no effect: other options give every matrix its type, and the rest" in text
         text = bittern(*args, "--dtype", "f16", "--override", "attn_q=keep").stdout
         assert "--dtype has no effect" not in text
         if what[0] != "--target-bpw":
@@ -552,7 +587,8 @@ def test_split_by_size(tmp_path):
     quantise(source, tmp_path / "m.gguf", "--dequantize", "f32", "--split-max-size", "5M")
     assert sorted(p.name for p in tmp_path.glob("m-*")) == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
     text = quantise(source, tmp_path / "n.gguf", "--dequantize", "f32", "--split-max-size", "1M")
-    assert "alone is larger" in text and len(list(tmp_path.glob("n-*"))) == 3
+    assert "blk.0.a.weight and 2 more are larger, and each is a part of its own" in text
+    assert text.count("--split-max-size") == 1 and len(list(tmp_path.glob("n-*"))) == 3
     quantise(source, tmp_path / "o.gguf", "--dequantize", "f32", "--split-max-size", "1G")
     assert [p.name for p in tmp_path.glob("o*")] == ["o-00001-of-00001.gguf"]
 

@@ -111,6 +111,18 @@ def test_gguf(uneven, tmp_path):
     check_sweep(sizes, [5, 5.5, 6, 6.2, 7, 8, 9, 12, 20], [("--type", t) for t in types])
 
 
+@pytest.mark.peer("gguf")
+@pytest.mark.parametrize("shape", [{"layers": 4, "width": 96}, {"layers": 3, "tied": True}])
+def test_no_worse_than_a_mix(tmp_path, shape):
+    """Which gives some tensors more bits, and so may lie between two answers of the target's own."""
+    from test_recipes import tiny_gguf
+
+    source = tiny_gguf(tmp_path / "source.gguf", **shape)
+    sizes = Sizes(source, tmp_path, "--format", "gguf")
+    mixes = ["Q2_K", "Q3_K_M", "Q3_K_L", "Q4_0", "Q4_1", "Q4_K_S", "Q4_K_M", "Q5_0", "Q5_K_S", "Q5_K_M"]
+    check_sweep(sizes, [7, 8, 9], [("--type", mix) for mix in mixes])
+
+
 def test_the_ends_of_the_range(uneven, tmp_path):
     source = write_folder(tmp_path / "hf", uneven)
     report = tmp_path / "report.json"
