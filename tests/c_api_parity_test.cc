@@ -61,6 +61,36 @@ TEST(CApi, SameResultsAsCpp) {
   }
 }
 
+// Numbers that a narrowing to f32 rounds, overflows or loses: none of it may reach the caller's
+// trap.
+TEST(CApi, DescribesProblemsUnderTheCallersTraps) {
+  const unsigned before = __builtin_ia32_stmxcsr();
+  for (std::size_t i = 0; i < bittern_op_count(); ++i) {
+    for (const char* field : {"eps", "scale"}) {
+      for (const double value : {0.1, 1e300, 1e-320, -1e-40}) {
+        bittern_desc* desc = nullptr;
+        bittern_plan* plan = nullptr;
+        double got = value;
+        __builtin_ia32_ldmxcsr(0);
+        const bittern_code made = bittern_desc_create(bittern_op_name(i), &desc);
+        const bool has_field = bittern_desc_set_real(desc, field, value) == BITTERN_OK;
+        if (has_field) bittern_desc_get_real(desc, field, &got);
+        const bittern_code checked = bittern_desc_check(desc);
+        const bittern_code selected =
+            bittern_select(desc, {BITTERN_CPU, 0}, BITTERN_EXACT, nullptr, &plan);
+        const unsigned after = __builtin_ia32_stmxcsr();
+        bittern_plan_destroy(plan);
+        bittern_desc_destroy(desc);
+        __builtin_ia32_ldmxcsr(before);
+        EXPECT_EQ(made, BITTERN_OK);
+        EXPECT_EQ(got, value);
+        EXPECT_EQ(checked, selected) << bittern_op_name(i) << " " << field << " " << value;
+        EXPECT_EQ(after & 0xffc0u, 0u);
+      }
+    }
+  }
+}
+
 TEST(CApi, CodesAreThoseOfCpp) {
   for (int code = BITTERN_OK; code <= BITTERN_INTERNAL; ++code) {
     EXPECT_STREQ(bittern_code_name(static_cast<bittern_code>(code)), name(static_cast<Code>(code)));

@@ -107,6 +107,7 @@ Status expect_rows(std::string_view operand, const ConstView& view, std::int64_t
 }  // namespace
 
 bool KvSide::operator==(const KvSide& other) const {
+  const FloatMode mode;
   return bits == other.bits && rotation == other.rotation && seed == other.seed &&
          scale_rule == other.scale_rule && table == other.table &&
          codebook.levels == other.codebook.levels &&
@@ -486,6 +487,7 @@ Status KvCache::truncate(std::int64_t size) {
 // ---- reading ----
 
 Status KvCache::attend(const ConstView& q, const MutView& out, const KvAttention& how) const {
+  const FloatMode mode;
   const std::int64_t dim = config_.dim;
   if (q.shape.rank != 3) {
     return refuse(

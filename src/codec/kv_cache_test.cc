@@ -320,14 +320,20 @@ TEST(KvCache, DoesNotDependOnTheCallersFloatModes) {
     KvCache cache = make(config);
     Floats out(3 * 32), k(32), v(32);
     const Status appended = cache.append(rows(x, 2, 16), rows(tiny, 2, 16));
-    const Status attended =
-        cache.attend(view(std::as_const(x).data(), {3, 2, 16}), view(out.data(), {3, 2, 16}));
+    const auto attend = [&](double scale) {
+      return cache.attend(view(std::as_const(x).data(), {3, 2, 16}), view(out.data(), {3, 2, 16}),
+                          {.scale = scale});
+    };
+    const Status attended = attend(0.1), refused = attend(1e300);
     const Status was_read = cache.read(20, k, v);
+    const bool same = cache.config() == config;  // tables were filled in
     const unsigned after = __builtin_ia32_stmxcsr();
     __builtin_ia32_ldmxcsr(before);
     expect_ok(appended);
     expect_ok(attended);
     expect_ok(was_read);
+    EXPECT_EQ(refused.code(), Code::invalid_argument);
+    EXPECT_FALSE(same);
     EXPECT_EQ(after & 0xffc0u, mode);
     out.insert(out.end(), k.begin(), k.end());
     out.insert(out.end(), v.begin(), v.end());
@@ -339,6 +345,7 @@ TEST(KvCache, DoesNotDependOnTheCallersFloatModes) {
   const auto expected = run(0x1f80);
   EXPECT_EQ(run(0x1f80 | 0x8040), expected) << "flush to zero";
   EXPECT_EQ(run(0x1f80 | 0x4000), expected) << "round up";
+  EXPECT_EQ(run(0), expected) << "traps";
 }
 
 TEST(KvCache, ForksShareUntilTheyWrite) {

@@ -76,6 +76,7 @@ double attention_kl(std::span<const float> x, std::span<const float> y) {
 }
 
 double bits_per_value(std::int64_t dim, std::int32_t bits, DType scale) {
+  const FloatMode mode;
   const auto bytes =
       static_cast<double>(4 * packed_words(dim, bits)) + static_cast<double>(size_of(scale));
   return 8 * bytes / static_cast<double>(dim);

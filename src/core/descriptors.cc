@@ -8,6 +8,7 @@
 
 #include "bittern/aura_desc.h"
 #include "bittern/bittern.h"
+#include "core/float_mode.h"
 
 namespace bittern {
 namespace {
@@ -59,6 +60,12 @@ std::string number_text(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%.9g", value);
   return text;
+}
+
+Status expect_finite_f32(std::string_view op, std::string_view field, double value) {
+  const FloatMode mode;
+  if (std::isfinite(static_cast<float>(value))) return {};
+  return fail(op, field, number_text(value) + ", expected a number that is finite in f32");
 }
 
 Status expect_groups(std::string_view op, std::int64_t axis_size, std::int64_t group_size) {
@@ -234,9 +241,7 @@ Status check_gdn_desc(std::string_view op, const GdnDesc& d) {
   if (d.allow_neg_eigval && !d.beta_sigmoid) {
     return fail(op, "allow_neg_eigval", "true, expected false without beta_sigmoid");
   }
-  if (!std::isfinite(d.scale))
-    return fail(op, "scale", number_text(d.scale) + ", expected a finite number");
-  return {};
+  return expect_finite_f32(op, "scale", d.scale);
 }
 
 Status check_causal_conv_desc(std::string_view op, const CausalConvDesc& d) {
@@ -250,6 +255,7 @@ Status check_causal_conv_desc(std::string_view op, const CausalConvDesc& d) {
 }
 
 Status check_gated_norm_desc(std::string_view op, const GatedNormDesc& d) {
+  const FloatMode mode;
   BITTERN_TRY(expect_at_least(op, "rows", d.rows, 0));
   BITTERN_TRY(expect_between(op, "dim", d.dim, 1, 1 << 20));
   BITTERN_TRY(expect_no_f64(op, d.element));
@@ -456,9 +462,7 @@ Status AuraAttention::check(const Desc& d) {
   for (const std::int64_t tokens : {d.capacity, d.first, d.recent})
     BITTERN_TRY(expect_countable(kName, {8, d.sequences, d.kv_heads, tokens, kAuraMaxDim}));
   BITTERN_TRY(expect_countable(kName, {d.pages, d.kv_heads, d.page_size, kAuraMaxDim}));
-  if (!std::isfinite(static_cast<float>(d.scale))) {
-    return fail(kName, "scale", number_text(d.scale) + ", expected a number that is finite in f32");
-  }
+  BITTERN_TRY(expect_finite_f32(kName, "scale", d.scale));
   for (const auto& [field, dtype] : {std::pair{"element", d.element}, {"exact", d.exact}}) {
     if (dtype == DType::f32 || is_half(dtype)) continue;
     return unsupported(std::string(kName).append(": ").append(field).append(": ") + name(dtype) +

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 
+#include "core/float_mode.h"
 #include "plan/fields.h"
 #include "plan/kernels.h"
 #include "plan/names.h"
@@ -99,19 +101,25 @@ class DescOf final : public AnyDesc {
   const AnyOp& op() const override { return any_op<Op>(); }
   std::unique_ptr<AnyDesc> clone() const override { return std::make_unique<DescOf>(*this); }
   Status set(std::string_view field, std::int64_t value) override {
+    const FloatMode mode;
     return explained(field, {}, set_field<Op>(desc_, field, value));
   }
   Status set(std::string_view field, double value) override {
+    const FloatMode mode;
     return explained(field, {}, set_field<Op>(desc_, field, value));
   }
   Status set(std::string_view field, std::string_view text) override {
+    const FloatMode mode;
     return explained(field, text, set_field<Op>(desc_, field, text));
   }
   Result<std::int64_t> get(std::string_view field) const override {
     return read<std::int64_t>(field);
   }
   Result<double> get_real(std::string_view field) const override { return read<double>(field); }
-  Status check() const override { return Op::check(desc_); }
+  Status check() const override {
+    const FloatMode mode;
+    return Op::check(desc_);
+  }
   std::int64_t num_groups() const override {
     if constexpr (requires { desc_.num_groups(); }) {
       return desc_.num_groups();
@@ -173,6 +181,7 @@ class DescOf final : public AnyDesc {
   }
   template <class T>
   Result<T> read(std::string_view field) const {
+    const FloatMode mode;
     Result<T> value = explained(field, {}, invalid(std::string()));
     Op::fields(desc_, [&](const char* n, const auto& member, const char*) {
       if (field != n) return;

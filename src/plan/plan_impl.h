@@ -160,6 +160,7 @@ template <class Op>
 Result<Plan<Op>> Plan<Op>::select(const Desc& desc, Device device, Preference preference,
                                   std::string_view kernel) {
   try {
+    const FloatMode mode;  // a field may be rounded to f32
     if (Status s = Op::check(desc); !s.ok()) return s;
     if (Status s = check_environment(); !s.ok()) return s;
     if (Status s = plan_detail::check_device(Op::kName, device); !s.ok()) return s;

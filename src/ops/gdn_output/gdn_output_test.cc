@@ -111,7 +111,10 @@ TEST(GdnOutput, RefusesWhatItCannotDo) {
   GdnDesc d;
   d.scale = std::numeric_limits<double>::infinity();
   oracle::expect_error(Plan<Op>::select(d).status(), Code::invalid_argument,
-                       "gdn_output: scale: inf, expected a finite number");
+                       "gdn_output: scale: inf, expected a number that is finite in f32");
+  d.scale = 1e39;
+  oracle::expect_error(Op::check(d), Code::invalid_argument,
+                       "gdn_output: scale: 1e+39, expected a number that is finite in f32");
 }
 
 }  // namespace
