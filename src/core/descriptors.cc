@@ -2,8 +2,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <iterator>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bittern/aura_desc.h"
@@ -279,22 +281,27 @@ Status GdnRecurrentStep::check(const Desc& d) {
 Status GdnRecurrentStep::check_contents(const Desc& d, const Args& a) {
   if (d.pool == 0) return {};
   const std::int32_t* index = a.state_index.as<std::int32_t>();
-  std::vector<std::int64_t> user(static_cast<std::size_t>(d.pool), -1);
+  const auto wrong = [&](std::int64_t s, const std::string& expected) {
+    return fail(
+        kName, "state_index",
+        "[" + std::to_string(s) + "] is " + std::to_string(index[s]) + ", expected " + expected);
+  };
+  // Sorted by state, not a table of the pool: that may be far larger than the batch.
+  std::vector<std::pair<std::int32_t, std::int64_t>> users;
+  users.reserve(static_cast<std::size_t>(d.batch));
   for (std::int64_t s = 0; s < d.batch; ++s) {
-    const auto wrong = [&](const std::string& expected) {
-      return fail(
-          kName, "state_index",
-          "[" + std::to_string(s) + "] is " + std::to_string(index[s]) + ", expected " + expected);
-    };
     if (index[s] == -1) continue;
     if (index[s] < 0 || index[s] >= d.pool) {
-      return wrong("0.." + std::to_string(d.pool - 1) + ", or -1 to skip the sequence");
+      return wrong(s, "0.." + std::to_string(d.pool - 1) + ", or -1 to skip the sequence");
     }
-    std::int64_t& first = user[static_cast<std::size_t>(index[s])];
-    if (first >= 0) return wrong("a state other than that of [" + std::to_string(first) + "]");
-    first = s;
+    users.emplace_back(index[s], s);
   }
-  return {};
+  std::sort(users.begin(), users.end());
+  const auto twice = std::adjacent_find(
+      users.begin(), users.end(), [](const auto& x, const auto& y) { return x.first == y.first; });
+  if (twice == users.end()) return {};
+  return wrong(std::next(twice)->second,
+               "a state other than that of [" + std::to_string(twice->second) + "]");
 }
 
 Status check_gdn_sequences(std::string_view op, const GdnDesc& d, const ConstView& cu_seqlens) {

@@ -205,7 +205,7 @@ Result<Plan<Op>> Plan<Op>::select(const Desc& desc, Device device, Preference pr
 }
 
 template <class Op>
-Status Plan<Op>::can_implement(const Args& args) const {
+Status Plan<Op>::can_implement(const Args& args) const try {
   const FloatMode mode;  // contents are compared
   Status status;
   std::array<plan_detail::Extent, plan_detail::kMaxOperands> extents;
@@ -252,6 +252,8 @@ Status Plan<Op>::can_implement(const Args& args) const {
     return Op::check_contents(desc_, args);
   }
   return {};
+} catch (const std::bad_alloc&) {
+  return Status(Code::out_of_memory, std::string(Op::kName));
 }
 
 template <class Op>

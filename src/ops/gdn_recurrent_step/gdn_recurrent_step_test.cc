@@ -363,5 +363,29 @@ TEST(GdnRecurrentStep, ErrorsNameWhatIsWrong) {
   EXPECT_EQ(p.state, before);
 }
 
+// The pool is a server's, the batch one step's: a check of the indices that takes memory for each
+// state would cost more than the step, and here 16 GiB.
+TEST(GdnRecurrentStep, ChecksTheIndicesOfALargePoolByTheBatch) {
+  const GdnStepDesc d{.batch = 3, .key_dim = 1, .value_dim = 1, .pool = INT32_MAX};
+  const auto plan = Plan<Op>::select(d);
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  const Floats in(3);
+  Floats o(3);
+  std::vector<std::int32_t> index{INT32_MAX - 1, -1, 0};
+  const ConstView rows = view(in.data(), {3, 1, 1, 1}), gates = view(in.data(), {3, 1, 1});
+  Op::Args a;
+  a.q = a.k = a.v = rows;
+  a.g = a.beta = gates;
+  a.state_index = view(std::as_const(index).data(), {3});
+  // Never read.
+  a.state = view(reinterpret_cast<float*>(std::uintptr_t{1} << 44), {INT32_MAX, 1, 1, 1});
+  a.o = view(o.data(), {3, 1, 1, 1});
+  expect_ok(plan->can_implement(a));
+  index = {7, INT32_MAX - 1, 7};
+  expect_error(
+      plan->can_implement(a), Code::invalid_argument,
+      "gdn_recurrent_step: state_index: [2] is 7, expected a state other than that of [0]");
+}
+
 }  // namespace
 }  // namespace bittern
