@@ -85,7 +85,8 @@ void load_row(const ConstView& view, std::int64_t token, std::int64_t head, std:
 
 Status expect_rows(std::string_view operand, const ConstView& view, std::int64_t middle,
                    std::int64_t dim) {
-  if (view.shape.rank != 3 || view.shape[1] != middle || view.shape[2] != dim) {
+  if (view.shape.rank != 3 || view.shape[0] < 0 || view.shape[1] != middle ||
+      view.shape[2] != dim) {
     return refuse(operand, "shape " + view.shape.str() + ", expected [n," + std::to_string(middle) +
                                "," + std::to_string(dim) + "]");
   }
@@ -101,6 +102,9 @@ Status expect_rows(std::string_view operand, const ConstView& view, std::int64_t
       (view.shape[0] > 1 && view.stride[0] < middle * dim)) {
     return refuse(operand, "strides " + view.stride.str() + ", expected dense rows");
   }
+  const std::size_t size = size_of(view.dtype);
+  if (reinterpret_cast<std::uintptr_t>(view.data) % size != 0)
+    return refuse(operand, "address is not a multiple of " + std::to_string(size));
   return {};
 }
 

@@ -510,6 +510,12 @@ TEST(KvCache, ErrorsNameWhatIsWrong) {
                "kv_cache: k: shape [3,1,32], expected [n,2,16]");
   expect_error(cache.append(three, view(std::as_const(x).data(), {2, 2, 16})), bad,
                "kv_cache: v: 2 tokens, expected those of k, 3");
+  ConstView odd = three;
+  odd.shape[0] = -3;
+  expect_error(cache.append(odd, odd), bad, "kv_cache: k: shape [-3,2,16], expected [n,2,16]");
+  odd = three;
+  odd.data = static_cast<const std::byte*>(odd.data) + 2;
+  expect_error(cache.append(three, odd), bad, "kv_cache: v: address is not a multiple of 4");
   expect_error(cache.truncate(1), bad, "kv_cache: truncate: 1, expected 0..0");
   expect_error(cache.attend(three, view(x.data(), {3, 2, 16})), bad,
                "kv_cache: queries: 3, expected 0..0");
