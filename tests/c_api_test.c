@@ -93,11 +93,25 @@ static void test_desc(void) {
   EXPECT(bittern_desc_set_text(desc, "group_size", "3") == BITTERN_OK);
   EXPECT(bittern_desc_set_text(desc, "group_size", "3.0") == BITTERN_INVALID_ARGUMENT);
   EXPECT_TEXT(bittern_last_error(), "quantize_per_group: group_size: 3.0, expected an integer");
+  EXPECT(bittern_desc_set_text(desc, "group_size", "") == BITTERN_INVALID_ARGUMENT);
+  EXPECT_TEXT(bittern_last_error(), "quantize_per_group: group_size: empty, expected an integer");
+  EXPECT(bittern_desc_set_text(desc, "granularity", "") == BITTERN_INVALID_ARGUMENT);
+  EXPECT_TEXT(bittern_last_error(),
+              "quantize_per_group: granularity: empty, expected group, token, channel or tensor");
+  EXPECT(bittern_desc_set_text(desc, "group_size", "99999999999999999999") ==
+         BITTERN_INVALID_ARGUMENT);
+  EXPECT_TEXT(bittern_last_error(),
+              "quantize_per_group: group_size: 99999999999999999999 does not fit 64 bits");
+  EXPECT(bittern_desc_set(desc, "", 1) == BITTERN_INVALID_ARGUMENT);
+  EXPECT(strstr(bittern_last_error(), "quantize_per_group: no field \"\", expected one of ") !=
+         NULL);
   bittern_desc* real = NULL;
   EXPECT(bittern_desc_create("gdn_recurrent_step", &real) == BITTERN_OK);
   EXPECT(bittern_desc_set(real, "scale", 2) == BITTERN_OK);
   EXPECT(bittern_desc_set_text(real, "scale", "0.25") == BITTERN_OK);
   EXPECT(bittern_desc_set_text(real, "scale", "inf") == BITTERN_INVALID_ARGUMENT);
+  EXPECT(bittern_desc_set_text(real, "scale", "1e400") == BITTERN_INVALID_ARGUMENT);
+  EXPECT_TEXT(bittern_last_error(), "gdn_recurrent_step: scale: 1e400 does not fit 64 bits");
   EXPECT(bittern_desc_get(real, "scale", &value) == BITTERN_INVALID_ARGUMENT);
   EXPECT_TEXT(bittern_last_error(),
               "gdn_recurrent_step: scale: a real number, expected an integer field; "
@@ -256,8 +270,11 @@ static void test_null(void) {
   EXPECT(bittern_select(NULL, kCpu, BITTERN_EXACT, NULL, &plan) == bad);
   EXPECT(bittern_select(desc, kCpu, BITTERN_EXACT, NULL, NULL) == bad);
   EXPECT(bittern_select(desc, kCpu, 9, NULL, &plan) == bad);
-  EXPECT_TEXT(bittern_last_error(), "preference 9, expected BITTERN_EXACT or BITTERN_FASTEST");
+  EXPECT_TEXT(bittern_last_error(),
+              "quantize_per_group: preference 9, expected BITTERN_EXACT or BITTERN_FASTEST");
   EXPECT(bittern_select(desc, (bittern_device){0, 0}, BITTERN_EXACT, NULL, &plan) == bad);
+  EXPECT_TEXT(bittern_last_error(),
+              "quantize_per_group: device type 0, expected BITTERN_CPU or BITTERN_CUDA");
   EXPECT(bittern_select(desc, kCpu, BITTERN_EXACT, "no such", &plan) == BITTERN_UNSUPPORTED);
   EXPECT(bittern_plan_sku(NULL, &sku) == bad);
   EXPECT(bittern_plan_precision(NULL, &precision) == bad);

@@ -275,10 +275,13 @@ bittern_code bittern_select(const bittern_desc* desc, bittern_device device,
     if (plan == nullptr) return null("bittern_select", "plan");
     *plan = nullptr;
     if (desc == nullptr) return null("bittern_select", "desc");
-    BITTERN_TRY(check_device(device));
+    const auto refuse = [&](std::string_view what) {
+      return invalid(std::string(desc->any->op().name()).append(": ").append(what));
+    };
+    if (Status s = check_device(device); !s.ok()) return refuse(s.message());
     if (preference != BITTERN_EXACT && preference != BITTERN_FASTEST) {
-      return invalid("preference " + std::to_string(preference) +
-                     ", expected BITTERN_EXACT or BITTERN_FASTEST");
+      return refuse("preference " + std::to_string(preference) +
+                    ", expected BITTERN_EXACT or BITTERN_FASTEST");
     }
     auto selected = desc->any->select({static_cast<Device::Type>(device.type), device.index},
                                       static_cast<Preference>(preference),

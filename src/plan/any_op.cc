@@ -157,7 +157,8 @@ class DescOf final : public AnyDesc {
  private:
   // A refusal to set `field`, with the name that was probably meant, or the choices that the op
   // takes, which are fewer than there are names.
-  Status explained(std::string_view field, std::string_view text, Status status) const {
+  Status explained(std::string_view field, std::optional<std::string_view> text,
+                   Status status) const {
     if (status.ok()) return status;
     std::vector<std::string_view> known, accepted;
     typename Op::Desc trial;
@@ -166,7 +167,7 @@ class DescOf final : public AnyDesc {
       known.push_back(n);
       using T = std::remove_cvref_t<decltype(member)>;
       if constexpr (kIsNamed<T>) {
-        if (field != n || text.empty()) return;
+        if (field != n || !text) return;
         for (std::size_t i = 0; i < field_names<T>().size(); ++i) {
           member = static_cast<T>(i);
           if (!Op::check(trial).message().starts_with(where))
@@ -177,7 +178,8 @@ class DescOf final : public AnyDesc {
     if (std::find(known.begin(), known.end(), field) == known.end())
       return invalid(std::string(Op::kName).append(": ") + unknown_name("field", field, known));
     if (accepted.empty()) return status;
-    return invalid(where + std::string(text).append(", expected ") + either(accepted));
+    return invalid(where + std::string(text->empty() ? "empty" : *text).append(", expected ") +
+                   either(accepted));
   }
   template <class T>
   Result<T> read(std::string_view field) const {

@@ -99,10 +99,15 @@ Status assign_field(std::string_view field, T& member, std::string_view text) {
     if (error == std::errc() && end == text.data() + text.size()) {
       return assign_field(field, member, value);
     }
+    if (error == std::errc::result_out_of_range && end == text.data() + text.size())
+      return invalid(std::string(field).append(": ").append(text) + " does not fit 64 bits");
     expected = kIsReal<T> ? "a number" : "an integer";
   }
-  return invalid(
-      std::string(field).append(": ").append(text).append(", expected ").append(expected));
+  return invalid(std::string(field)
+                     .append(": ")
+                     .append(text.empty() ? "empty" : text)
+                     .append(", expected ")
+                     .append(expected));
 }
 
 // Sets the field called `field`; `value` is a number or text.

@@ -52,7 +52,8 @@ std::string_view nearest(std::string_view given, std::span<const std::string_vie
 
 std::string unknown_name(std::string_view kind, std::string_view given,
                          std::span<const std::string_view> known) {
-  std::string text = std::string("no ").append(kind).append(" ").append(given);
+  std::string text =
+      std::string("no ").append(kind).append(" ").append(given.empty() ? "\"\"" : given);
   if (const std::string_view meant = nearest(given, known); !meant.empty())
     text.append(" (did you mean ").append(meant).append("?)");
   text.append(", expected one of");
