@@ -217,9 +217,8 @@ void BackwardChunk(const Head& h, std::int64_t index, const BackwardScratch& s) 
   for (std::int64_t i = 0; i < rows; ++i) {
     float dbeta = s.dbeta[i];
     if (d.beta_sigmoid && !(a.mask && a.mask.as<std::uint8_t>()[chunk.begin + i] == 0)) {
-      const float sigmoid =
-          math::sigmoid(a.beta.as<float>()[gdn_at(a.beta, chunk.begin + i, h.head)]);
-      const float slope = sigmoid * (1.0f - sigmoid);
+      const float x = a.beta.as<float>()[gdn_at(a.beta, chunk.begin + i, h.head)];
+      const float slope = math::sigmoid(x) * math::sigmoid(-x);
       dbeta *= d.allow_neg_eigval ? 2 * slope : slope;
     }
     a.d_beta.as<float>()[gdn_at(a.d_beta, chunk.begin + i, h.head)] = dbeta;

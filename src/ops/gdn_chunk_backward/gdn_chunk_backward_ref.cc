@@ -284,8 +284,8 @@ GateSums run_head(const Head& h, const GdnSequence& sequence, Rows& dq, Rows& dk
       dg[row] = masked ? 0 : gradients.g[i];
       float dbeta = masked ? 0 : gradients.beta[i];
       if (d.beta_sigmoid && !masked) {
-        const float s = math::sigmoid(a.beta.as<float>()[h.at(a.beta, t)]);
-        const float slope = s * (1.0f - s);
+        const float x = a.beta.as<float>()[h.at(a.beta, t)];
+        const float slope = math::sigmoid(x) * math::sigmoid(-x);
         dbeta *= d.allow_neg_eigval ? 2 * slope : slope;
       }
       a.d_beta.as<float>()[h.at(a.d_beta, t)] = dbeta;

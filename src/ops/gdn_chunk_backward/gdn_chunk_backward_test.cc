@@ -42,6 +42,29 @@ TEST(GdnChunkBackward, MatchesAnExampleWorkedByHand) {
   }
 }
 
+// One token whose gradient of the strength is 1, so that d_beta is the slope of the sigmoid.
+TEST(GdnChunkBackward, KeepsTheSlopeOfAStrengthNearOneAndZero) {
+  GdnDesc d{.tokens = 1, .key_dim = 1, .value_dim = 1, .chunk = 16, .beta_sigmoid = true};
+  d.scale = 1;
+  for (const std::string_view kernel : oracle::kBothKernels) {
+    for (const bool negative : {false, true}) {
+      d.allow_neg_eigval = negative;
+      for (double beta = -80; beta <= 80; beta += 0.25) {
+        auto p = make_problem<Op>(d, 1, {});
+        for (const ConstView& one : {p.args.q, p.args.k, p.args.v, p.args.mask, p.args.d_o})
+          put(one, 0, 1);
+        for (const ConstView& zero : {p.args.g, p.args.initial_state, p.args.d_final_state})
+          put(zero, 0, 0);
+        put(p.args.beta, 0, beta);
+        oracle::expect_ok(run_problem(p, kernel));
+        const double e = std::exp(-std::fabs(beta));
+        const double slope = (negative ? 2 : 1) * e / ((1 + e) * (1 + e));
+        EXPECT_NEAR(get(p.args.d_beta, 0), slope, 4e-7 * slope) << kernel << " at " << beta;
+      }
+    }
+  }
+}
+
 // What is derived: sum d_o o + sum d_final_state final_state, in f64 from the op's own inputs.
 struct Inputs {
   std::vector<double> q, k, v, g, beta, a_log, dt_bias, initial_state;
