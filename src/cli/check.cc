@@ -1,6 +1,7 @@
 // bittern check [OP] [--field=value ...]: every kernel of this machine against ref, bit for bit.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 
 #include "cli/cli.h"
@@ -35,8 +36,11 @@ Result<Fields> parse_fields(const std::vector<std::string>& words) {
     } else {
       return invalid("check: " + word + ": no value, expected " + word + "=value");
     }
+    const std::string& name = fields.back().first;
     if (fields.back().second.empty())
-      return invalid("check: --" + fields.back().first + ": empty, expected a value");
+      return invalid("check: --" + name + ": empty, expected a value");
+    if (std::count_if(fields.begin(), fields.end(), [&](auto& f) { return f.first == name; }) > 1)
+      return invalid("check: --" + name + ": given twice, expected once");
   }
   return fields;
 }

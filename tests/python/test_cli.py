@@ -84,6 +84,7 @@ def test_help_of_a_verb_has_an_example(verb):
         (["check", "quantize_per_group", "--outer_size=x"], ["outer_size: x, expected an integer"]),
         (["check", "quantize_per_group", "--element=f33"], ["element: f33, expected", "bf16"]),
         (["check", "quantize_per_group", "--outer_size=-1"], ["outer_size"]),
+        (["check", "quantize_per_group", "--q_max=5", "--q_max=6"], ["--q_max: given twice"]),
         (["check", "quantize_per_group", "extra"], ["extra"]),
         (["quantize", "m", "--bits"], ["--bits: no value, expected one (bits per weight: 2, 3,"]),
         (["quantize", "m", "--dequantize"], ["--dequantize: no value", "f32, f16 or bf16"]),
