@@ -27,7 +27,7 @@ LAYERS = [
     ("src/plan/*_test.cc", ORACLE + ["gtest/*"]),
     ("src/plan/*", CORE + ["plan/*", "ops/ops.inc", "cuda/plugin.h"]),
     ("src/cpu/*_test.cc", ORACLE + ["gtest/*", "hwy/*"]),
-    ("src/cpu/*", CORE + ["cpu/*", "hwy/*", "*intrin.h", "cpuid.h", "omp.h", "oneapi/dnnl/*"]),
+    ("src/cpu/*", CORE + ["cpu/*", "hwy/*", "*intrin.h", "cpuid.h", "omp.h", "pthread.h", "oneapi/dnnl/*"]),
     ("src/cuda/*_test.cc", ORACLE + ["gtest/*", "dlfcn.h"]),
     ("src/cuda/*", CORE + ["plan/kernel*.h", "cuda/*", "ops/ops.inc", "dlfcn.h"] + CUDA),
     ("src/ops/*_test.cc", ORACLE + ["gtest/*"]),

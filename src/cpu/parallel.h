@@ -15,6 +15,9 @@ inline constexpr std::int64_t kGrain = 1 << 16;
 bool grain_ignored();
 void ignore_grain(bool ignore);
 
+// Before a team starts: from then on a child that is forked has one thread (threads.cc).
+void mind_forks();
+
 // Calls f(begin, end) on disjoint ranges that cover [0, n), at most one per thread and none shorter
 // than `grain` (a team costs microseconds to wake). Boundaries fall on multiples of `align`. f must
 // not throw. Since f writes what belongs to its range alone, results cannot depend on the split.
@@ -34,6 +37,7 @@ void parallel(std::int64_t n, std::int64_t grain, F&& f, std::int64_t align = 1)
     const std::int64_t whole = blocks / team * t + blocks % team * t / team;
     return std::min(n, whole * align);
   };
+  mind_forks();
 #pragma omp parallel for num_threads(static_cast<int>(team)) schedule(static, 1)
   for (std::int64_t t = 0; t < team; ++t) {
     const FloatMode mode;

@@ -1,4 +1,5 @@
 #include <omp.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <charconv>
@@ -103,12 +104,14 @@ const Default& defaults() {
 std::atomic<int> chosen{0};
 std::atomic<int> refused{0};  // what set_num_threads was last asked for in vain
 std::atomic<bool> split_always{false};
+std::atomic<bool> orphaned{false};  // a child whose parent's team it cannot wake
 
 }  // namespace
 
 int max_threads() { return std::max(256, cores()); }
 
 int num_threads() {
+  if (orphaned.load(std::memory_order_relaxed)) return 1;
   const int set = chosen.load(std::memory_order_relaxed);
   return set >= 1 ? set : defaults().threads;
 }
@@ -134,6 +137,13 @@ namespace cpu {
 
 bool grain_ignored() { return split_always.load(std::memory_order_relaxed); }
 void ignore_grain(bool ignore) { split_always.store(ignore, std::memory_order_relaxed); }
+
+// GCC's runtime keeps a team's threads for the next one, and waits for them in a forked child too,
+// where they do not exist.
+void mind_forks() {
+  [[maybe_unused]] static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { orphaned.store(true, std::memory_order_relaxed); });
+}
 
 }  // namespace cpu
 }  // namespace bittern

@@ -2,7 +2,9 @@
 
 import ctypes
 import inspect
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -736,3 +738,36 @@ def test_every_op_has_a_line():
     folders = [line.split(",")[1].strip() for line in lines if line.startswith("BITTERN_OP(")]
     assert OPS == folders
     assert all(op.backends[-1] == "ref" for op in bittern.ops())
+
+
+def test_a_forked_child_works():
+    """GCC's OpenMP waits, in a child, for the threads of its parent's team."""
+    code = """
+import os, numpy as np, bittern
+x = np.ones((512, 1024), np.float32)
+bittern.set_num_threads(2)
+expected = bittern.quantize_per_group(x, 0.1, group_size=64)
+child = os.fork()
+if child == 0:
+    for threads in (None, 2):
+        if threads:
+            bittern.set_num_threads(threads)
+        same = np.array_equal(bittern.quantize_per_group(x, 0.1, group_size=64), expected)
+        if not same or bittern.num_threads() != 1:
+            os._exit(1)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert np.array_equal(bittern.quantize_per_group(x, 0.1, group_size=64), expected)
+assert bittern.num_threads() == 2
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(pathlib.Path(bittern.__file__).parents[1])},
+        start_new_session=True,
+    )
+    try:
+        assert process.wait(timeout=60) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # the child too
+            process.wait()
