@@ -374,7 +374,7 @@ def test_tangents_are_not_dropped():
         torch.func.jvp(affine, (torch.ones(2, 1),), (torch.ones(2, 1),))
 
 
-def operators():
+def floating_operators():
     """Each operator as a function of its first floating tensor, and that tensor."""
     x, scale, codes = torch.randn(2, 64), torch.full((2, 1), 0.1), torch.zeros(2, 64, dtype=torch.uint8)
     ops, rule, grid = torch.ops.bittern, (64, -8, 7, "group", -1), (64, 4, 0)
@@ -395,9 +395,9 @@ def operators():
     }
 
 
-@pytest.mark.parametrize("where", operators())
+@pytest.mark.parametrize("where", floating_operators())
 def test_no_operator_drops_a_tangent(where):
-    call, at = operators()[where]
+    call, at = floating_operators()[where]
     refused = pytest.raises(NotImplementedError, match=f"{where}: has a tangent, and forward-mode")
     with refused:
         torch.func.jvp(call, (at,), (at,))
