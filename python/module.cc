@@ -33,7 +33,10 @@ void check(const Status& status) {
   if (status.code() == Code::invalid_argument) type = PyExc_ValueError;
   if (status.code() == Code::unsupported) type = PyExc_NotImplementedError;
   if (status.code() == Code::out_of_memory) type = PyExc_MemoryError;
-  PyErr_SetString(type, std::string(status.message()).c_str());
+  const std::string_view text = status.message();  // may hold any bytes that a caller gave
+  const auto message = nb::steal(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace"));
+  if (message.is_valid()) PyErr_SetObject(type, message.ptr());
   throw nb::python_error();
 }
 
@@ -64,6 +67,7 @@ struct Tensor {
   Device device;
   std::vector<std::int64_t> shape, stride;
   bool writable = false;
+  nb::object torch;  // the tensor of torch's that an output is
 };
 
 std::string shape_text(const std::vector<std::int64_t>& shape) {
@@ -91,8 +95,20 @@ void name_dtype(const nb::dlpack::dtype& dtype, Tensor& tensor) {
   }
   static constexpr const char* kKinds[] = {"int",    "uint",    "float", "opaque",
                                            "bfloat", "complex", "bool"};
-  const char* kind = dtype.code < std::size(kKinds) ? kKinds[dtype.code] : "float of";
-  tensor.dtype_name = std::string(kind) + (dtype.code == 6 ? "" : std::to_string(dtype.bits));
+  // DLPack's codes from 7 on: floats of 8, 6 and 4 bits.
+  static constexpr const char* kSmall[] = {
+      "float8_e3m4",     "float8_e4m3",   "float8_e4m3b11fnuz", "float8_e4m3fn",
+      "float8_e4m3fnuz", "float8_e5m2",   "float8_e5m2fnuz",    "float8_e8m0fnu",
+      "float6_e2m3fn",   "float6_e3m2fn", "float4_e2m1fn"};
+  const std::size_t code = dtype.code;
+  if (code < std::size(kKinds)) {
+    tensor.dtype_name = kKinds[code] + (code == 6 ? std::string() : std::to_string(dtype.bits));
+  } else if (code - std::size(kKinds) < std::size(kSmall)) {
+    tensor.dtype_name = kSmall[code - std::size(kKinds)];
+  } else {
+    tensor.dtype_name = "of DLPack's code " + std::to_string(code);
+  }
+  if (dtype.lanes != 1) tensor.dtype_name += "x" + std::to_string(dtype.lanes);
 }
 
 // numpy's bfloat16 is ml_dtypes', which neither DLPack nor the buffer protocol can carry from
@@ -118,12 +134,17 @@ std::string refusal(nb::handle object) {
     return std::string(Py_TYPE(object.ptr())->tp_name) +
            ", expected an array that speaks DLPack or the buffer protocol";
   }
+  std::string what;
+  if (const nb::object dtype = nb::getattr(object, "dtype", nb::none()); !dtype.is_none())
+    what = std::string("dtype ") + nb::str(dtype).c_str() + ": ";
   try {
     object.attr("__dlpack__")();
   } catch (const nb::python_error& error) {
-    return nb::str(error.value()).c_str();
+    // An interrupt, or no memory, is no refusal.
+    if (!error.matches(PyExc_Exception) || error.matches(PyExc_MemoryError)) throw;
+    return what + nb::str(error.value()).c_str();
   }
-  return "not an array";
+  return what + "not an array that can be read";
 }
 
 nb::object cuda_helper(const char* function) {
@@ -144,10 +165,13 @@ std::optional<int> cuda_index(nb::handle object) {
 }
 
 // A tensor of torch's as it can be exported: free of autograd, and not a view that negates.
-nb::object without_autograd(const std::string& where, nb::handle object) {
+nb::object without_autograd(const std::string& where, nb::handle object, bool& is_torchs) {
   const nb::object tensor = nb::borrow(object);
   const nb::object requires_grad = nb::getattr(object, "requires_grad", nb::none());
   if (requires_grad.is_none() || !nb::hasattr(object, "detach")) return tensor;  // not torch's
+  const nb::object torch = nb::steal(PyImport_GetModule(nb::str("torch").ptr()));
+  if (!torch.is_valid() || !nb::isinstance(object, torch.attr("Tensor"))) return tensor;
+  is_torchs = true;
   for (const char* bit : {"is_neg", "is_conj"}) {
     const nb::object is_set = nb::getattr(object, bit, nb::none());
     if (!is_set.is_none() && nb::cast<bool>(nb::bool_(is_set()))) {
@@ -163,7 +187,7 @@ nb::object without_autograd(const std::string& where, nb::handle object) {
                           "of torch.autograd.forward_ad.unpack_dual()"));
   }
   if (!nb::cast<bool>(nb::bool_(requires_grad))) return tensor;
-  const nb::object enabled = nb::module_::import_("torch").attr("is_grad_enabled")();
+  const nb::object enabled = torch.attr("is_grad_enabled")();
   if (nb::cast<bool>(enabled)) {
     check(invalid(where + ": requires a gradient, which this function does not compute: pass "
                           "x.detach(), call it under torch.no_grad(), or use bittern.torch"));
@@ -180,7 +204,12 @@ Tensor import_tensor(const std::string& where, nb::handle object, bool output,
       check(invalid(where + ": read-only, expected a writable array"));
     return tensor;
   }
-  nb::object source = without_autograd(where, object);
+  if (nb::hasattr(object, "filled") && nb::hasattr(object, "mask")) {
+    check(invalid(where + ": a masked array, whose mask no op reads: pass its filled(value) or its "
+                          "data"));
+  }
+  bool is_torchs = false;
+  nb::object source = without_autograd(where, object, is_torchs);
   if (const auto index = cuda_index(object)) {
     try {
       source = cuda_helper("export")(source, *index, stream);
@@ -190,6 +219,7 @@ Tensor import_tensor(const std::string& where, nb::handle object, bool output,
   }
   Tensor tensor;
   tensor.writable = output;
+  if (output && is_torchs) tensor.torch = nb::borrow(object);
   bool imported = import_array(source, output, tensor.array);
   const bool bfloat = !imported && is_numpy_bfloat16(object);
   if (bfloat) {
@@ -219,6 +249,11 @@ Tensor import_tensor(const std::string& where, nb::handle object, bool output,
     default:
       check(unsupported(where + ": on DLPack device type " + std::to_string(array.device_type()) +
                         ", expected cpu or cuda"));
+  }
+  if (tensor.data == nullptr && array.size() != 0) {
+    check(invalid(where +
+                  ": no memory behind it (a tensor that is fake, or wraps others), expected "
+                  "values in memory"));
   }
   tensor.shape.assign(array.shape_ptr(), array.shape_ptr() + array.ndim());
   tensor.stride.assign(array.stride_ptr(), array.stride_ptr() + array.ndim());
@@ -309,21 +344,23 @@ MutView to_view(const std::string& where, const Tensor& tensor, const Operand& e
 
 // ---- plans ----
 
-Device parse_device(std::string_view text) {
+Device parse_device(std::string_view op, std::string_view text) {
   if (text == "cpu") return {};
   if (text == "cuda") return {Device::Type::cuda, 0};
   if (text.starts_with("cuda:") && text.size() > 5 && text.size() < 10 &&
       text.find_first_not_of("0123456789", 5) == std::string_view::npos) {
     return {Device::Type::cuda, std::atoi(std::string(text.substr(5)).c_str())};
   }
-  check(invalid(std::string("device: ").append(text).append(", expected cpu, cuda or cuda:N")));
+  check(invalid(std::string(op).append(": device: ").append(text) +
+                ", expected cpu, cuda or cuda:N"));
   return {};
 }
 
-Preference parse_preference(std::string_view text) {
+Preference parse_preference(std::string_view op, std::string_view text) {
   if (text == "exact") return Preference::exact;
   if (text == "fastest") return Preference::fastest;
-  check(invalid(std::string("preference: ").append(text).append(", expected exact or fastest")));
+  check(invalid(std::string(op).append(": preference: ").append(text) +
+                ", expected exact or fastest"));
   return {};
 }
 
@@ -347,7 +384,7 @@ class PyPlan {
 
   void can_implement(const nb::kwargs& given) const {
     std::vector<Tensor> tensors;
-    check(plan_->can_implement(bind(given, stream_for(nb::none(), given), tensors)));
+    check_strides(plan_->can_implement(bind(given, stream_for(nb::none(), given), tensors)));
   }
 
   void run(nb::object stream, nb::object workspace, const nb::kwargs& given) const {
@@ -384,10 +421,28 @@ class PyPlan {
       const nb::gil_scoped_release unlocked;
       status = plan_->run(views, {reinterpret_cast<void*>(handle)}, space);
     }
-    check(status);
+    check_strides(status);
+    count_writes(tensors);
   }
 
  private:
+  // A refusal of strides says what to do: in Python that is one call.
+  static void check_strides(const Status& status) {
+    const bool strides = status.code() == Code::unsupported &&
+                         status.message().find(": stride ") != std::string_view::npos;
+    check(strides ? unsupported(std::string(status.message()) + "; a contiguous array will do")
+                  : status);
+  }
+
+  // Autograd tells from a tensor's version that what it saved was overwritten.
+  static void count_writes(const std::vector<Tensor>& tensors) {
+    nb::list written;
+    for (const Tensor& tensor : tensors)
+      if (tensor.torch.is_valid()) written.append(tensor.torch);
+    if (written.size() != 0)
+      nb::module_::import_("torch.autograd.graph").attr("increment_version")(written);
+  }
+
   // The CUDA stream to run on; 0 for the CPU, which has none.
   std::uintptr_t stream_for(const nb::object& stream, const nb::kwargs& given) const {
     if (device_.type == Device::Type::cpu) return 0;
@@ -468,8 +523,9 @@ struct PyDesc {
 
   std::unique_ptr<PyPlan> select(std::string_view device, std::string_view preference,
                                  std::optional<std::string> kernel) const {
-    const Device where = parse_device(device);
-    auto plan = checked(desc->select(where, parse_preference(preference), kernel.value_or("")));
+    const std::string_view op = desc->op().name();
+    const Device where = parse_device(op, device);
+    auto plan = checked(desc->select(where, parse_preference(op, preference), kernel.value_or("")));
     return std::make_unique<PyPlan>(std::move(plan), where, desc->num_groups());
   }
 };

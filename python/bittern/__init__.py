@@ -25,7 +25,8 @@ How a function fills in what it was not told:
              lengths, starts, cu_seqlens, block_table, state_index and zero_point of any integer
              dtype become int32, an integer or bool mask becomes uint8, and g, beta, a_log and
              dt_bias in half precision become float32. An integer that int32 cannot hold is an
-             error; on CUDA, where looking would mean waiting, it becomes the nearest int32.
+             error; on CUDA, where looking would mean waiting, it becomes the nearest int32. All of
+             these but block_table, g and beta may have any strides: they are copied then, too.
   autograd   these functions have no gradient: a torch tensor that requires one is an error, unless
              under torch.no_grad(). bittern.torch has the differentiable ones.
   device     that of the first array.
@@ -52,10 +53,12 @@ import math as _math
 import numbers as _numbers
 import operator as _operator
 import os as _os
+import re as _re
 import sys as _sys
 import types as _types
+from fractions import Fraction as _Fraction
 
-from . import _cuda
+from . import _bittern, _cuda
 from ._bittern import (
     Field,
     Op,
@@ -64,12 +67,8 @@ from ._bittern import (
     PrecisionGuarantee,
     Sku,
     __version__,
-    gaussian_codebook,
-    make_rotation,
     num_threads,
     ops,
-    set_num_threads,
-    sphere_codebook,
 )
 from ._bittern import Desc as _Desc
 from ._bittern import Tensor as _Tensor
@@ -97,7 +96,42 @@ def plan(op, *, device="cpu", preference="exact", kernel=None, **fields):
 
     `fields` are the op's descriptor (see `ops()`); `kernel` narrows the choice to one name.
     """
-    return _make_desc(op, fields.items()).select(device, preference, kernel)
+    desc = _make_desc(op, fields.items())
+    return desc.select(*_selection(op, device, preference, kernel))
+
+
+def set_num_threads(threads):
+    """Threads a CPU kernel may use; results never depend on it. Below 1: the default."""
+    _bittern.set_num_threads(_integer_of_bits("set_num_threads: threads", threads, 32))
+
+
+def sphere_codebook(dim, bits):
+    """Levels and boundaries of the codebook with the least error for rows of `dim`, f32 numpy."""
+    return _codebook(_bittern.sphere_codebook, dim, bits)
+
+
+def gaussian_codebook(dim, bits):
+    """The same in the limit of large `dim`."""
+    return _codebook(_bittern.gaussian_codebook, dim, bits)
+
+
+def _codebook(function, dim, bits):
+    name = function.__name__
+    return function(
+        _integer_of_bits(f"{name}: dim", dim, 64), _integer_of_bits(f"{name}: bits", bits, 32)
+    )
+
+
+def make_rotation(rotation, dim, seed=0):
+    """The table of a rotation, f32 numpy: signs, a matrix, or None for identity."""
+    if not isinstance(rotation, str):
+        raise ValueError(
+            f"make_rotation: rotation: {rotation!r}, expected identity, hadamard or dense"
+        )
+    seed = _integer("make_rotation: seed", seed)
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"make_rotation: seed: {seed}, expected 0..2^64-1")
+    return _bittern.make_rotation(rotation, _integer_of_bits("make_rotation: dim", dim, 64), seed)
 
 
 _SIZES = ("outer_size", "axis_size", "inner_size")
@@ -161,13 +195,47 @@ def _is_number(value):
     return isinstance(value, _numbers.Real) or _is_bool(value)
 
 
+def _scalar(value):
+    """The number in an array without axes, as frameworks give for a sum; else the value itself."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "shape", None) == () else value
+
+
 def _integer(where, value):
+    number = _scalar(value)
     try:
-        if not _is_bool(value):
-            return _operator.index(value)
+        if not _is_bool(number):
+            return _operator.index(number)
     except TypeError:
         pass
     raise ValueError(f"{where}: {value!r}, expected an integer")
+
+
+def _integer_of_bits(where, value, bits):
+    number = _integer(where, value)
+    if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
+        raise ValueError(f"{where}: {number}, expected a {bits}-bit integer")
+    return number
+
+
+def _text(value):
+    """A string that UTF-8 can write, whatever Python lets it hold."""
+    return str(value).encode("utf-8", "backslashreplace").decode()
+
+
+def _selection(op, device, preference, kernel):
+    """What a plan's choice is made from, besides the problem; torch's devices have a name."""
+    if isinstance(device, getattr(_sys.modules.get("torch"), "device", ())):
+        device = str(device)
+    options = (
+        ("device", device, "'cpu', 'cuda' or 'cuda:N'"),
+        ("preference", preference, "'exact' or 'fastest'"),
+        ("kernel", "any" if kernel is None else kernel, "the name of a kernel"),
+    )
+    for name, value, expected in options:
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{op}: {name}: {value!r}, expected {expected}")
+    return _text(device), _text(preference), None if kernel is None else _text(kernel)
 
 
 def _field_value(op, field, value):
@@ -178,25 +246,37 @@ def _field_value(op, field, value):
             named = getattr(value, "name", None) or getattr(value, "__name__", None) or value
             named = str(named).removeprefix("torch.").removeprefix("mlx.core.")
             ours = {theirs: name for name, theirs in _FRAMEWORK_DTYPES.items()}
-            return ours.get(named, value if isinstance(value, int) else named)
+            if named in ours or isinstance(value, str):
+                return ours.get(named, _text(named))
         if isinstance(value, str):
-            return str(value)
+            return _text(value)
+        found, value = value, _scalar(value)
         if field.choices == ("false", "true"):
-            if not _is_bool(value) and value not in (0, 1):
-                raise ValueError(f"{where}: {value!r}, expected True or False")
-            return bool(value)
-        if _is_bool(value) or not hasattr(value, "__index__"):
-            raise ValueError(f"{where}: {value!r}, expected one of {' '.join(field.choices)}")
+            if _is_bool(value) or (isinstance(value, _numbers.Integral) and value in (0, 1)):
+                return bool(value)
+            raise ValueError(f"{where}: {found!r}, expected True or False")
+        if _is_bool(value) or not isinstance(value, _numbers.Integral):
+            raise ValueError(f"{where}: {found!r}, expected one of {' '.join(field.choices)}")
         return _operator.index(value)
     if not isinstance(field.default, float):
         return _integer(where, value)
-    if _is_bool(value) or not isinstance(value, _numbers.Real):
+    number = _scalar(value)
+    if _is_bool(number) or not isinstance(number, _numbers.Real):
         raise ValueError(f"{where}: {value!r}, expected a number")
-    return float(value)
+    return _real(where, number, "f64")
+
+
+def _real(where, number, dtype):
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(f"{where}: {number}, expected a number that fits {dtype}") from None
 
 
 def _make_desc(op, fields):
-    desc = _Desc(op)
+    if not isinstance(op, str):
+        raise ValueError(f"op: {op!r}, expected the name of an op")
+    desc = _Desc(_text(op))
     known = _fields_of(op)
     for name, value in fields:
         desc.set(name, _field_value(op, known[name], value) if name in known else 0)
@@ -219,10 +299,7 @@ def _fill_value(where, dtype, value):
     if dtype in ("u8", "s8", "s32", "u32"):
         value = _integer(where, int(value) if dtype == "u8" and _is_bool(value) else value)
     else:
-        try:
-            value = float(value)
-        except OverflowError:
-            raise ValueError(f"{where}: {value}, expected a number that fits {dtype}") from None
+        value = _real(where, value, dtype)
         if not _math.isfinite(value):
             return value
     low, high = _LIMITS.get(dtype, (-_math.inf, _math.inf))
@@ -242,20 +319,36 @@ _COPIED = {
 _INTEGERS = ("u8", "s8", "s32", "u32", "int16", "uint16", "int64", "uint64")
 
 
-def _needs_copy(name, dtype):
-    wanted = _COPIED.get(name)
+def _needs_copy(name, tensor):
+    wanted, dtype = _COPIED.get(name), tensor.dtype
+    if wanted is None:
+        return False
+    if dtype == wanted:  # g and beta may be as large as v, and most ops take their strides
+        return name not in ("g", "beta", "block_table") and not _is_dense(tensor)
     if wanted == "s32":
-        return dtype in _INTEGERS and dtype != "s32"
+        return dtype in _INTEGERS
     if wanted == "u8":
-        return dtype == "bool" or (dtype in _INTEGERS and dtype != "u8")
-    return wanted == "f32" and dtype in ("f16", "bf16")
+        return dtype == "bool" or dtype in _INTEGERS
+    return dtype in ("f16", "bf16")
+
+
+def _is_dense(tensor):
+    step = 1
+    for length, stride in zip(reversed(tensor.shape), reversed(tensor.strides)):
+        if length != 1 and stride != step:
+            return 0 in tensor.shape
+        step *= length
+    return True
 
 
 def _copied(where, name, array, dtype):
-    """The array in the dtype that the op takes; exact, or an error."""
+    """The array in the dtype that the op takes, dense; exact, or an error."""
     wanted = _COPIED[name]
     low, high = _LIMITS["s32"]
     if torch := _cuda.torch_of(array):
+        array = array.contiguous()
+        if dtype == wanted:
+            return array
         if wanted != "s32":
             return (array != 0).to(torch.uint8) if wanted == "u8" else array.to(torch.float32)
         wide = array.to(torch.int64) if dtype != "uint64" else array.view(torch.int64)
@@ -274,10 +367,13 @@ def _copied(where, name, array, dtype):
             import mlx.core as mx
 
             if wanted == "f32":
-                return array.astype(mx.float32)
+                return mx.contiguous(array.astype(mx.float32))
             array = np.array(array)
         elif not isinstance(array, np.ndarray):
             array = np.from_dlpack(array) if hasattr(array, "__dlpack__") else np.asarray(array)
+        array = np.asarray(array, order="C")
+        if dtype == wanted:
+            return array
         if wanted != "s32":
             return (array != 0).astype(np.uint8) if wanted == "u8" else array.astype(np.float32)
         least, most = (int(array.min()), int(array.max())) if array.size else (0, 0)
@@ -340,6 +436,7 @@ class _RowSizes:
         self.needs_axis_size = not any(
             layout.get(o.name) in ((_ROWS, length), (_ROWS, _GROUPS)) for o in inputs
         )
+        self.options = ("axis",) * self.has_inner + ("axis_size",) * self.needs_axis_size
 
     @staticmethod
     def probe(desc, fields):
@@ -352,9 +449,10 @@ class _RowSizes:
         return {o.name: o.dtype for o in operands}, ({o.name: o.shape for o in operands}, length)
 
     def set(self, desc, tensors, found, fields, given):
-        """Sets the sizes; returns the shape of an output, made from the plan's operand."""
+        """Sets the sizes. Returns the shape of an output, made from the plan's operand, and the
+        array that each size is from."""
         layout, length = found
-        rows, axes = self.find(tensors, layout, length, fields, given)
+        rows, axes, source = self.find(tensors, layout, length, fields, given)
         if _math.prod(axes[1:]) != 1 and fields.get("granularity", "group") != "channel":
             raise ValueError(
                 f"{self.op}: axis: {given['axis']} of shape {list(rows + axes)}, expected the last"
@@ -372,26 +470,31 @@ class _RowSizes:
                 return rows + operand.shape[1:]
             return operand.shape
 
-        return output_shape
+        return output_shape, dict.fromkeys(_SIZES, source)
 
     def find(self, tensors, layout, length, fields, given):
-        """The axes before and from the quantised one on."""
+        """The axes before and from the quantised one on, and the array that has them."""
         for full in (True, False):  # an array of the full shape, else one with an entry per group
             for name, tensor in tensors.items():
                 if layout.get(name) != ((_ROWS, length) if full else (_ROWS, _GROUPS)):
                     continue
                 shape = tensor.shape
-                axis = _integer(f"{self.op}: axis", given.get("axis", -1)) if full else -1
+                axis = given.get("axis", -1) if full else -1
                 if not -len(shape) <= axis < len(shape):
                     raise ValueError(f"{self.op}: {name}: shape {list(shape)} has no axis {axis}")
                 axis %= len(shape)
                 rows, axes = shape[:axis], shape[axis:]
                 if not full:
                     axes = (axes[0] * fields.get("group_size", 1),)
-                return rows, axes
+                if given.get("axis_size", axes[0]) != axes[0]:
+                    raise ValueError(
+                        f"{self.op}: {name}: shape {list(shape)}, expected rows of axis_size "
+                        f"{given['axis_size']}"
+                    )
+                return rows, axes, name
         if given.get("axis_size") is not None:
             name, tensor = next((n, t) for n, t in tensors.items() if n in layout)
-            return tensor.shape[:-1], (_integer(f"{self.op}: axis_size", given["axis_size"]),)
+            return tensor.shape[:-1], (given["axis_size"],), None
         raise ValueError(f"{self.op}: no array given tells the length of a row")
 
 
@@ -400,7 +503,8 @@ class _NamedSizes:
 
     An axis that is then the number plus c is the field plus c. One that is a multiple of the number
     is that of the field: the other factor is known where it is a field found before (kv_heads, of
-    which each of the sequences has its own). A field with c > 0 (sequences, of
+    which each of the sequences has its own). One that is the number divided by another field is the
+    field's, too (capacity, of which a block table has the pages). A field with c > 0 (sequences, of
     which n need n + 1 offsets) comes from such axes alone, and keeps its default without them; so
     does a field without which an array already has the right shape. A field that changes how many
     axes there are is a choice, not a size: it is given or has its default.
@@ -410,7 +514,7 @@ class _NamedSizes:
 
     def __init__(self, op, inputs):
         self.op = op.name
-        self.names = ()
+        self.names = self.options = ()
         self.has_inner = self.needs_axis_size = False
         self.sizes = [f.name for f in op.fields if not f.choices and isinstance(f.default, int)]
         self.defaults = {f.name: f.default for f in op.fields}
@@ -432,6 +536,7 @@ class _NamedSizes:
 
         Multiples come last.
         """
+        others = {v for v in map(desc.get, self.sizes) if v > 1}
         shapes = []
         for value in (desc.get(field), *self.PROBES):
             trial = desc.copy()
@@ -448,6 +553,9 @@ class _NamedSizes:
                     found.append((name, len(first), axis, c, 1))
                 elif (a, b) == tuple(times * p for p in self.PROBES) and times > 1:
                     found.append((name, len(first), axis, 0, times))
+                for d in others:
+                    if (a, b) == tuple(p // d for p in self.PROBES):
+                        found.append((name, len(first), axis, 0, _Fraction(1, d)))
         return sorted(found, key=lambda axis: axis[-1] > 1)
 
     def refuse_rank(self, name, shape, desc):
@@ -458,14 +566,15 @@ class _NamedSizes:
                 if operand == name and times == 1:
                     axes[axis] = field if c == 0 else f"{field} {c:+d}"
         raise ValueError(
-            f"{self.op}: {name}: shape {list(shape)}, expected {len(axes)} axes: "
-            f"[{', '.join(axes)}]"
+            f"{self.op}: {name}: shape {list(shape)}, expected {len(axes)} "
+            f"{'axis' if len(axes) == 1 else 'axes'}: [{', '.join(axes)}]"
         )
 
     def set(self, desc, tensors, _, fields, given):
         trial = self.safe(desc, fields)
         free = [n for n in self.sizes if n not in fields]
         merged = {}  # a field, and the axes of an array that it counts together
+        sources = {}  # a field, and the array that it is from
         empty = set()  # axes that are 0, whatever their other factor is
         for counted in (True, False):
             for field in free:
@@ -500,8 +609,9 @@ class _NamedSizes:
                     value //= times
                     if value == 0:
                         empty.update((n, at) for n, _, at, zero, _ in axes if zero == 0)
-                    if axis == 0 and extra != 0 and times == 1:
+                    if axis == 0 and extra != 0 and times == 1 and c == 0:
                         merged[field] = lead
+                    sources[field] = name
                     desc.set(field, value)
                     if 0 < value < 2**31:
                         trial.set(field, value)
@@ -517,7 +627,7 @@ class _NamedSizes:
             field = leading.get(operand.name)
             return merged[field] + operand.shape[1:] if field else operand.shape
 
-        return output_shape
+        return output_shape, sources
 
 
 _FLOAT64_HINT = "; numpy's default is float64: pass float32"
@@ -580,13 +690,15 @@ class _Function:
         for field, value in zip(free, values):
             desc.set(field.name, value)
         tensors = {name: _types.SimpleNamespace(shape=shape) for name, _, shape in described}
-        output_shape = self.sizes.set(desc, tensors, found, given_fields, dict(options))
+        output_shape, sources = self.sizes.set(desc, tensors, found, given_fields, dict(options))
         try:
             chosen = desc.select(*selection)
-        except NotImplementedError as error:
-            if "element: f64" not in str(error):
-                raise
-            raise NotImplementedError(f"{error}{_FLOAT64_HINT}") from None
+        except (ValueError, NotImplementedError) as error:
+            hint = _FLOAT64_HINT if "element: f64" in str(error) else ""
+            for field, source in sources.items():  # nobody said these numbers
+                if source and _re.search(rf"\b{field}\b", str(error)):
+                    hint += f"; {field} is from {source}, shape {list(tensors[source].shape)}"
+            raise type(error)(f"{error}{hint}") from None
         return chosen, {o.name: output_shape(o) for o in chosen.operands if o.output}, desc
 
     def check(self, operand, tensor, desc):
@@ -602,8 +714,9 @@ class _Function:
         merged = tensor.merge_axes(where, operand)
         if not merged.fits(operand):
             given, wanted = (str(list(s)).replace(" ", "") for s in (tensor.shape, shape))
+            hint = "" if tensor.shape or operand.output else "; a number would fill it"
             raise ValueError(
-                f"{where}: shape {given}, expected {wanted}{self.because(operand, desc)}"
+                f"{where}: shape {given}, expected {wanted}{self.because(operand, desc)}{hint}"
             )
         return merged
 
@@ -646,8 +759,9 @@ class _Function:
         for name in numbers:
             del arrays[name]
             if name in written:
-                raise ValueError(f"{where[name]}: {numbers[name]}, expected an array or False")
-        stream = _cuda.stream_handle(given["stream"], arrays.values())
+                may = " or False" if any(o.name == name and o.optional for o in self.outputs) else ""
+                raise ValueError(f"{where[name]}: {numbers[name]}, expected an array{may}")
+        stream = _cuda.stream_handle(given["stream"], arrays.values(), op)
         tensors = {n: _Tensor(where[n], a, n in written, stream) for n, a in arrays.items()}
         if not tensors:
             raise ValueError(f"{op}: no arrays, expected at least one")
@@ -655,11 +769,13 @@ class _Function:
         first, like = next(iter(arrays.items()))
         like_device = tensors[first].device
         for name, tensor in tensors.items():
-            if name not in written and _needs_copy(name, tensor.dtype):
+            can_copy = tensor.device == "cpu" or _cuda.torch_of(arrays[name]) is not None
+            if name not in written and can_copy and _needs_copy(name, tensor):
                 with _cuda.allocating_for(arrays[name], stream):
                     arrays[name] = _copied(where[name], name, arrays[name], tensor.dtype)
                 tensors[name] = _Tensor(where[name], arrays[name], False, stream)
-        device = given["device"] or like_device
+        device = like_device if given["device"] is None else given["device"]
+        selection = _selection(op, device, given["preference"], given["kernel"])
         names = self.sizes.names
         problem = (
             tuple(
@@ -668,8 +784,8 @@ class _Function:
                 if n not in names and given[n] is not None
             ),
             tuple((n, t.dtype, t.shape) for n, t in tensors.items()),
-            tuple((n, given[n]) for n in ("axis", "axis_size") if n in given),
-            (device, given["preference"], given["kernel"]),
+            tuple((n, _integer(f"{op}: {n}", given[n])) for n in self.sizes.options),
+            selection,
         )
         read_by_select = num_threads(), _os.environ.get("BITTERN_KERNEL")
         chosen, output_shapes, desc = self.choose(problem, read_by_select)
@@ -706,7 +822,7 @@ class _Function:
             )
         operands.update(tensors)  # operands this problem does not have: the plan names them
         workspace = given["workspace"]
-        if workspace is None and device != "cpu" and chosen.workspace_bytes:
+        if workspace is None and selection[0] != "cpu" and chosen.workspace_bytes:
             workspace = _cuda.new_workspace(arrays.values(), chosen.workspace_bytes, stream)
         chosen.run(stream=stream, workspace=workspace, **operands)
         _cuda.keep_until_done(arrays.values(), stream)

@@ -26,7 +26,8 @@ How a function fills in what it was not told:
              lengths, starts, cu_seqlens, block_table, state_index and zero_point of any integer
              dtype become int32, an integer or bool mask becomes uint8, and g, beta, a_log and
              dt_bias in half precision become float32. An integer that int32 cannot hold is an
-             error; on CUDA, where looking would mean waiting, it becomes the nearest int32.
+             error; on CUDA, where looking would mean waiting, it becomes the nearest int32. All of
+             these but block_table, g and beta may have any strides: they are copied then, too.
   autograd   these functions have no gradient: a torch tensor that requires one is an error, unless
              under torch.no_grad(). bittern.torch has the differentiable ones.
   device     that of the first array.

@@ -19,7 +19,7 @@ def torch_tensors(arrays):
     return [a for a in arrays if torch_of(a) is not None and a.is_cuda]
 
 
-def stream_handle(stream, arrays=()):
+def stream_handle(stream, arrays=(), op="plan"):
     """The cudaStream_t of `stream`: an int, a stream of torch's, or any that says __cuda_stream__.
 
     None is torch's current stream on the device of its first CUDA tensor, without one the default
@@ -34,11 +34,12 @@ def stream_handle(stream, arrays=()):
     elif hasattr(stream, "__cuda_stream__"):
         stream = stream.__cuda_stream__()[1]
     try:
-        return operator.index(stream)
+        handle = operator.index(stream)
+        if not isinstance(stream, bool) and 0 <= handle < 2**64:
+            return handle
     except TypeError:
-        raise ValueError(
-            f"stream: {stream!r}, expected an int or a CUDA stream of torch's"
-        ) from None
+        pass
+    raise ValueError(f"{op}: stream: {stream!r}, expected an int or a CUDA stream of torch's")
 
 
 def export(array, device, handle):

@@ -23,6 +23,11 @@ __all__ = ["fake_quantize_per_group", "qdq_affine"]
 
 def _plain(tensor):
     """What DLPack exports: dense, and free of autograd and of bits that negate or conjugate."""
+    if tensor is not None and tensor.layout is not _torch.strided:
+        raise ValueError(
+            f"bittern.torch: a tensor of layout {tensor.layout}, expected torch.strided: "
+            "call to_dense() first"
+        )
     return None if tensor is None else tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -222,7 +227,7 @@ def _qdq_affine(
         _plain(q),
         _plain(scales),
         _plain(biases),
-        y=_restored(scales, group_size, dtype),
+        element=dtype,
         group_size=group_size,
         bits=bits,
         n_bins=n_bins,

@@ -1,6 +1,9 @@
 """What the functions make of the arrays, numbers and keywords that they are given."""
 
 import importlib.util
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import bittern
 
 rng = np.random.default_rng(6)
 BITS = 4
+PACKAGE = str(pathlib.Path(bittern.__file__).parents[1])
 
 
 def tables(dim=64, bits=BITS):
@@ -606,3 +610,298 @@ def test_false_is_zero_for_an_input_and_leaves_an_output_out(kind):
     assert_same_bits(masked, unmasked)
     with pytest.raises(ValueError, match="gdn_chunk_forward: o: False, expected an array: it is not"):
         bittern.gdn_chunk_forward(q, q, v, g, 0.5, o=kind(False))
+
+
+# ---- numbers in arrays, options, and functions without arrays ----
+
+
+@pytest.mark.parametrize("value", [-1.0, True, "1", None, [1], np.float32(1)])
+def test_the_axis_is_an_integer(value):
+    x, scale = normal(2, 64), np.ones(64, np.float32)
+    for axis in (-1, 1):
+        bittern.quantize_per_group(x, scale, granularity="channel", axis=axis)  # remembered
+    with pytest.raises(ValueError, match="quantize_per_group: axis: .*, expected an integer"):
+        bittern.quantize_per_group(x, scale, granularity="channel", axis=value)
+    words = bittern.pack_codes(np.zeros((2, 64), np.uint8), bits=4)
+    bittern.unpack_codes(words, axis_size=64, bits=4)
+    with pytest.raises(ValueError, match="unpack_codes: axis_size: 64.0, expected an integer"):
+        bittern.unpack_codes(words, axis_size=64.0, bits=4)
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 1.0, None.__class__, [0], np.ones(2)])
+def test_fields_with_names_take_no_other_things(value):
+    x = normal(2, 64)
+    with pytest.raises(ValueError, match="quantize_per_group: code: .*, expected "):
+        bittern.quantize_per_group(x, 1.0, group_size=64, code=value)
+    with pytest.raises(ValueError, match="quantize_per_group: granularity: .*, expected one of group"):
+        bittern.plan("quantize_per_group", granularity=value)
+    for unclear in (2, 0.5, np.ones(2), [True]):
+        with pytest.raises(ValueError, match="dynamic_quantize: symmetric: .*, expected True or False"):
+            bittern.dynamic_quantize(x, group_size=64, symmetric=unclear)
+
+
+@pytest.mark.parametrize("array", [np.array, "mlx", "torch"])
+def test_an_array_without_axes_is_a_number_for_a_field(array):
+    if isinstance(array, str):
+        module = pytest.importorskip({"mlx": "mlx.core"}.get(array, array))
+        array = module.tensor if array == "torch" else module.array
+    x, z, weight = normal(2, 64), normal(2, 64), normal(64)
+    told = bittern.gated_rms_norm(x, z, weight, eps=array(0.5))
+    assert_same_bits(told, bittern.gated_rms_norm(x, z, weight, eps=0.5))
+    expected = bittern.quantize_per_group(x, 0.125, group_size=32)
+    assert np.array_equal(bittern.quantize_per_group(x, 0.125, group_size=array(32)), expected)
+    assert len(bittern.dynamic_quantize(x, group_size=32, symmetric=array(False))) == 3
+    for wrong in (array(32.0), array(True)):
+        with pytest.raises(ValueError, match="group_size: .*, expected an integer"):
+            bittern.quantize_per_group(x, 0.125, group_size=wrong)
+
+
+@pytest.mark.parametrize("option", ["device", "preference", "kernel"])
+@pytest.mark.parametrize("value", [0, b"cpu", ["cpu"], object()])
+def test_options_are_text(option, value):
+    x = normal(2, 64)
+    for call in (
+        lambda: bittern.quantize_per_group(x, 1.0, group_size=64, **{option: value}),
+        lambda: bittern.plan("quantize_per_group", **{option: value}),
+    ):
+        with pytest.raises(ValueError, match=f"quantize_per_group: {option}: .*, expected "):
+            call()
+    with pytest.raises(ValueError, match="quantize_per_group: device: tpu, expected cpu"):
+        bittern.plan("quantize_per_group", device="tpu")
+
+
+@pytest.mark.parametrize("value", ["64", 64.0, None, True, [64], 2**70])
+def test_tables_want_integers(value):
+    for call, name in (
+        (lambda: bittern.sphere_codebook(value, 4), "sphere_codebook: dim"),
+        (lambda: bittern.sphere_codebook(64, value), "sphere_codebook: bits"),
+        (lambda: bittern.gaussian_codebook(64, bits=value), "gaussian_codebook: bits"),
+        (lambda: bittern.make_rotation("hadamard", value), "make_rotation: dim"),
+        (lambda: bittern.make_rotation("hadamard", 64, value), "make_rotation: seed"),
+        (lambda: bittern.set_num_threads(value), "set_num_threads: threads"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: .*, expected "):
+            call()
+    with pytest.raises(ValueError, match="make_rotation: seed: -1, expected 0"):
+        bittern.make_rotation("hadamard", 64, -1)
+    for wrong in ("Hadamard", 1, None):
+        with pytest.raises(ValueError, match="make_rotation: rotation: .*, expected identity, hadamard"):
+            bittern.make_rotation(wrong, 64)
+    with pytest.raises(ValueError, match="op: 3, expected the name of an op"):
+        bittern.plan(3)
+    assert_same_bits(bittern.make_rotation("hadamard", np.int64(64), np.uint64(1)), tables()[0])
+
+
+# ---- arrays that are not what they seem ----
+
+
+def test_masks_are_not_dropped():
+    x = np.ma.masked_less(normal(2, 64), 0)
+    plan = bittern.plan("quantize_per_group", outer_size=2, axis_size=64, group_size=64)
+    q = np.zeros((2, 64), np.int8)
+    for call in (
+        lambda: bittern.quantize_per_group(x, 1.0, group_size=64),
+        lambda: plan.run(x=x, scale=np.ones((2, 1), np.float32), q=q),
+    ):
+        with pytest.raises(ValueError, match=r"quantize_per_group: x: a masked array.*filled\(value\)"):
+            call()
+    bittern.quantize_per_group(x.filled(0), 1.0, group_size=64)
+
+
+class Raises:
+    def __init__(self, error):
+        self.error = error
+
+    def __dlpack__(self, **_):
+        raise self.error
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, SystemExit])
+def test_an_interrupt_is_not_a_refusal(error):
+    with pytest.raises(error):
+        bittern.quantize_per_group(Raises(error), 1.0)
+
+
+def test_detach_alone_is_not_torchs():
+    """Other libraries have requires_grad and detach too, and torch need not be there."""
+    code = """
+import numpy as np, bittern
+
+class Tensor:
+    requires_grad = False
+
+    def __init__(self, array):
+        self.array = array
+
+    def detach(self):
+        return self
+
+    def __dlpack__(self, **_):
+        return self.array.__dlpack__()
+
+x = np.ones((2, 64), np.float32)
+import sys
+sys.modules["torch.autograd.forward_ad"] = None
+q = bittern.quantize_per_group(Tensor(x), np.ones((2, 1), np.float32), group_size=64)
+assert q.shape == (2, 64)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": PACKAGE})
+
+
+def fakes(tensor):
+    from torch._subclasses import FakeTensorMode
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, t):
+            return torch.Tensor._make_wrapper_subclass(cls, t.shape, dtype=t.dtype)
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    yield FakeTensorMode().from_tensor(tensor)
+    yield Wrapper(tensor)
+
+
+@pytest.mark.peer("torch")
+def test_tensors_without_memory():
+    x, scale = torch.randn(2, 64), torch.ones(2, 1)
+    for name, tensor in (("x", x), ("scale", scale), ("zero_point", torch.ones(2, 1, dtype=torch.int32))):
+        for fake in fakes(tensor):
+            with pytest.raises(ValueError, match=f"quantize_per_group: {name}: no memory behind it"):
+                bittern.quantize_per_group(**{"x": x, "scale": scale, name: fake}, group_size=64)
+
+
+@pytest.mark.peer("torch")
+def test_autograd_sees_what_is_overwritten():
+    x, scale = torch.randn(2, 64), torch.ones(2, 1)
+    plan = bittern.plan("fake_quantize_per_group", outer_size=2, axis_size=64, group_size=64)
+    for write in (
+        lambda y: bittern.fake_quantize_per_group(x, scale, y=y, group_size=64),
+        lambda y: plan.run(x=x, scale=scale, y=y),
+        lambda y: plan.run(x=x, scale=scale, y=y.detach()),
+    ):
+        y, weight = torch.randn(2, 64), torch.ones(2, 64, requires_grad=True)
+        loss = (weight * y).sum()
+        write(y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    before = x._version
+    bittern.fake_quantize_per_group(x, scale, group_size=64)
+    assert x._version == before  # what is read is not written
+    with torch.inference_mode():
+        bittern.fake_quantize_per_group(x, scale, y=torch.zeros(2, 64), group_size=64)
+
+
+@pytest.mark.peer("torch")
+def test_torchs_devices_are_devices():
+    x = torch.randn(2, 64)
+    bittern.quantize_per_group(x, 1.0, group_size=64, device=x.device)
+    assert bittern.plan("quantize_per_group", device=torch.device("cpu")).device == "cpu"
+
+
+@pytest.mark.peer("torch")
+def test_small_floats_have_names():
+    x = torch.zeros(2, 64)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        name = str(dtype).removeprefix("torch.")
+        with pytest.raises(ValueError, match=f"quantize_per_group: x: dtype {name}, expected f32"):
+            bittern.quantize_per_group(x.to(dtype), 1.0, group_size=64)
+
+
+# ---- sizes and strides of small arrays ----
+
+
+def test_small_arrays_may_have_any_strides():
+    """As in vLLM, whose state indices are a column of a block table; int64 ones are copied anyway."""
+    c, pool = gdn_problem(b=3, t=1), normal(4, 4, 16, 8)
+    table = np.array([[2, 9], [0, 9], [3, 9]])
+    for kind in (np.int32, np.int64):
+        states = [pool.copy() for _ in range(2)]
+        column = table.astype(kind)[:, 0]
+        assert not column.flags.c_contiguous
+        got = bittern.gdn_recurrent_step(**c, state=states[0], state_index=column)
+        expected = bittern.gdn_recurrent_step(**c, state=states[1], state_index=column.copy())
+        assert_same_bits(got, expected)
+        assert_same_bits(*states)
+    c = gdn_problem(t=20)
+    mask = rng.integers(0, 2, (2, 40)).astype(np.uint8)
+    for cut in (mask[:, :20], mask[:, ::2], mask[::-1, 20:], np.broadcast_to(mask[:1, :20], (2, 20))):
+        got = bittern.gdn_chunk_forward(**c, mask=cut)
+        expected = bittern.gdn_chunk_forward(**c, mask=np.array(cut, order="C"))
+        assert_same_bits(got[0], expected[0])
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_offsets_with_an_axis_more(kind):
+    c = gdn_problem(b=1, t=20)
+    offsets = np.array([[0, 7, 20]], kind)
+    o, state = bittern.gdn_chunk_forward(**c, cu_seqlens=offsets)
+    expected = bittern.gdn_chunk_forward(**c, cu_seqlens=offsets[0])
+    assert_same_bits(o, expected[0])
+    assert state.shape == (2, 4, 16, 8)
+    assert_same_bits(state, expected[1])
+
+
+def test_a_block_table_tells_the_capacity():
+    signs, boundaries, levels = tables(bits=4)
+    s, kv_heads, tokens, page = 2, 2, 40, 16
+    block_table = np.array([[2, 0, 5], [1, 3, 4]])
+    flat, paged = {}, {}
+    for name in ("k", "v"):
+        codes, norms = bittern.aura_encode(normal(s * kv_heads, tokens, 64), signs, boundaries, levels)
+        for kind, rows in ((f"{name}_codes", codes), (f"{name}_scales", norms[..., 0].copy())):
+            flat[kind] = rows
+            rows = rows.reshape(s, kv_heads, *rows.shape[1:])
+            pages = paged[kind] = np.zeros((7, kv_heads, page, *rows.shape[3:]), rows.dtype)
+            for t in range(tokens):
+                pages[block_table[:, t // page], :, t % page] = rows[:, :, t]
+    fixed = {"q": normal(s, 3, 4, 64), "k_codebook": levels, "v_codebook": levels, "k_table": signs,
+             "v_table": signs, "lengths": np.array([[0, 40, 0], [0, 33, 0]])}  # fmt: skip
+    expected = bittern.aura_attention(**flat, **fixed)
+    for more in ({}, {"capacity": 48}):
+        got = bittern.aura_attention(**paged, **fixed, block_table=block_table, page_size=page, **more)
+        assert_same_bits(got, expected)
+
+
+def test_the_length_of_a_row_is_said_once():
+    words = bittern.pack_codes(np.zeros((2, 64), np.uint8), bits=4)
+    with pytest.raises(ValueError, match=r"codes: shape \[2, 63\], expected rows of axis_size 64"):
+        bittern.unpack_codes(words, axis_size=64, bits=4, codes=np.zeros((2, 63), np.uint8))
+
+
+def test_a_size_says_where_it_is_from():
+    with pytest.raises(ValueError, match=r"axis_size: 65, .*; axis_size is from x, shape \[2, 65\]"):
+        bittern.quantize_per_group(normal(2, 65), 1.0, group_size=64)
+    c = gdn_problem(vh=5)
+    with pytest.raises(ValueError, match="value_heads: 5, .*key_heads is from q, .*value_heads is from v, shape"):
+        bittern.gdn_chunk_forward(**c)
+    with pytest.raises(ValueError, match="group_size: 0, expected at least 1$"):  # said
+        bittern.quantize_per_group(normal(2, 64), 1.0, group_size=0)
+
+
+def test_messages_name_what_was_found():
+    x = normal(2, 64)
+    for wrong, name in ((x.astype(">f4"), ">f4"), (x.astype(object), "object"), (x.astype("U8"), "<U8")):
+        with pytest.raises(ValueError, match=f"quantize_per_group: x: dtype {name}: "):
+            bittern.quantize_per_group(wrong, 1.0, group_size=64)
+    with pytest.raises(ValueError, match=r"scale: shape \[\], expected \[2,1\] .*; a number would fill it"):
+        bittern.quantize_per_group(x, np.array(1, np.float32), group_size=64)
+    with pytest.raises(NotImplementedError, match="x: stride 2 of axis 1, expected 1; a contiguous array"):
+        bittern.quantize_per_group(normal(2, 128)[:, ::2], 1.0, group_size=64)
+    with pytest.raises(ValueError, match="q: 1, expected an array$"):
+        bittern.quantize_per_group(x, 1.0, group_size=64, q=1)
+    with pytest.raises(ValueError, match=r"granularity: \\udc80, expected group, token"):
+        bittern.quantize_per_group(x, 1.0, group_size=64, granularity="\udc80")
+    with pytest.raises(ValueError) as caught:
+        bittern.plan("quantize_per_group", granularity="a\0b")
+    assert "a\0b, expected group" in str(caught.value)
+    with pytest.raises(ValueError, match="gated_rms_norm: eps: 1000.*, expected a number that fits f64"):
+        bittern.gated_rms_norm(x, x, normal(64), eps=10**400)
+    for stream in (-1, 2**64, True):
+        with pytest.raises(ValueError, match="quantize_per_group: stream: .*, expected an int or a CUDA"):
+            bittern.quantize_per_group(x, 1.0, group_size=64, stream=stream)

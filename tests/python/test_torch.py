@@ -570,3 +570,16 @@ def test_a_graph_captures_a_training_step(cuda):
     graph.replay()
     torch.cuda.synchronize()
     assert all(same(a.detach(), b.detach()) for a, b in zip(captured, step()))
+
+
+def test_what_cannot_be_a_result_is_told_before_it_is_made():
+    q, scales = torch.zeros(2, 64, dtype=torch.uint8), torch.ones(2, 1)
+    for group_size in (-64, 0, 2**40):
+        with pytest.raises(ValueError, match=f"qdq_affine_forward: group_size: {group_size}, expected 2..1024"):
+            bittern.torch.qdq_affine(q, scales, scales, group_size=group_size, bits=4)
+    with pytest.raises((ValueError, NotImplementedError), match="qdq_affine_forward: element: s32, expected"):
+        bittern.torch.qdq_affine(q, scales, scales, group_size=64, bits=4, dtype=torch.int32)
+    half = bittern.torch.qdq_affine(q, scales, scales, group_size=64, bits=4, dtype=torch.float16)
+    assert half.dtype == torch.float16 and half.shape == (2, 64)
+    with pytest.raises(ValueError, match="layout torch.sparse_coo, expected torch.strided"):
+        bittern.torch.fake_quantize_per_group(torch.ones(2, 64).to_sparse(), scales, group_size=64)
