@@ -18,22 +18,26 @@ STUB = ROOT / "python" / "bittern" / "__init__.pyi"
 HEAD = '''# Made by tools/make_python_stubs.py.
 """{doc}"""
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, SupportsFloat
 
 __all__ = {names}
 __version__: str
 
-class Array(Protocol):
+class _Array(Protocol):
     """An array of numpy, mlx, torch or any library that speaks DLPack."""
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-class CudaStream(Protocol):
+class _CudaStream(Protocol):
     """torch.cuda.Stream, or any object with `__cuda_stream__`."""
 
     def __cuda_stream__(self) -> tuple[int, int]: ...
 
-Stream = int | CudaStream  # an int is a cudaStream_t
+_Stream = int | _CudaStream  # an int is a cudaStream_t
+
+_DType = Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | Any  # numpy's, torch's, mlx's
+
+_Device = str | Any  # "cpu", "cuda", "cuda:1", or a torch.device
 
 class Field:
     """A field of an op's descriptor: a number, or one of `choices`."""
@@ -119,9 +123,9 @@ class Plan:
     def run(
         self,
         *,
-        stream: Stream | None = None,
-        workspace: Array | None = None,
-        **operands: Array | None,
+        stream: _Stream | None = None,
+        workspace: _Array | None = None,
+        **operands: _Array | None,
     ) -> None:
         """Runs on `operands`, outputs included; the GIL is free meanwhile.
 
@@ -129,7 +133,7 @@ class Plan:
         else the default stream. Without `workspace` (64-byte aligned, at least `workspace_bytes`) a
         CPU plan takes its own, and a CUDA plan with an operand of torch's takes it from torch.
         """
-    def can_implement(self, **operands: Array | None) -> None:
+    def can_implement(self, **operands: _Array | None) -> None:
         """Raises what `run` would raise about the operands."""
     @property
     def sku(self) -> Sku: ...
@@ -165,21 +169,21 @@ def make_rotation(
 def plan(
     op: str,
     *,
-    device: str = "cpu",
+    device: _Device = "cpu",
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    **fields: int | bool | str,
+    **fields: float | str | _DType,
 ) -> Plan:
     """{plan_doc}"""
 '''
 
 OPTIONS = {
     "axis": "int",
-    "device": "str | None",
+    "device": "_Device | None",
     "preference": 'Literal["exact", "fastest"]',
     "kernel": "str | None",
-    "stream": "Stream | None",
-    "workspace": "Array | None",
+    "stream": "_Stream | None",
+    "workspace": "_Array | None",
 }
 
 
@@ -196,6 +200,8 @@ def formula(op):
 def field_type(field):
     if field.choices == ("false", "true"):
         return "bool"
+    if "f32" in field.choices:
+        return "_DType"
     if field.choices:
         return "Literal[" + ", ".join(f'"{c}"' for c in field.choices) + "]"
     return "float" if isinstance(field.default, float) else "int"
@@ -211,9 +217,9 @@ def stub(function):
             lines.append("    *,")
             star = True
         if kind == "input":
-            kinds = "Array | float"
+            kinds = "_Array | SupportsFloat"
         elif kind == "output":
-            kinds = "Array | bool" if name in optional else "Array"
+            kinds = "_Array | bool" if name in optional else "_Array"
         elif kind == "field":
             kinds = field_type(body.fields[name])
         else:
@@ -225,8 +231,8 @@ def stub(function):
             kinds += " | None"
         text = f'"{default}"' if isinstance(default, str) else str(default)
         lines.append(f"    {name}: {kinds} = {text},")
-    several = len(body.outputs) > 1
-    lines.append(f") -> {'tuple[Any, ...]' if several else 'Any'}:")
+    always_several = len(body.outputs) - len(optional) > 1  # a single one is no tuple
+    lines.append(f") -> {'tuple[Any, ...]' if always_several else 'Any'}:")
     returns = ", ".join(o.name for o in body.outputs)
     lines.append(f'    """Returns {returns}.\n\n{formula(function.__name__)}\n    """')
     return "\n".join(lines) + "\n"

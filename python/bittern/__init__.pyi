@@ -46,7 +46,7 @@ Tables of the KV codec come from `sphere_codebook`, `gaussian_codebook` and `mak
 Errors: ValueError (malformed), NotImplementedError (no kernel does it), MemoryError, RuntimeError.
 """
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, SupportsFloat
 
 __all__ = [
     "Field",
@@ -97,17 +97,21 @@ __all__ = [
 ]
 __version__: str
 
-class Array(Protocol):
+class _Array(Protocol):
     """An array of numpy, mlx, torch or any library that speaks DLPack."""
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-class CudaStream(Protocol):
+class _CudaStream(Protocol):
     """torch.cuda.Stream, or any object with `__cuda_stream__`."""
 
     def __cuda_stream__(self) -> tuple[int, int]: ...
 
-Stream = int | CudaStream  # an int is a cudaStream_t
+_Stream = int | _CudaStream  # an int is a cudaStream_t
+
+_DType = Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | Any  # numpy's, torch's, mlx's
+
+_Device = str | Any  # "cpu", "cuda", "cuda:1", or a torch.device
 
 class Field:
     """A field of an op's descriptor: a number, or one of `choices`."""
@@ -193,9 +197,9 @@ class Plan:
     def run(
         self,
         *,
-        stream: Stream | None = None,
-        workspace: Array | None = None,
-        **operands: Array | None,
+        stream: _Stream | None = None,
+        workspace: _Array | None = None,
+        **operands: _Array | None,
     ) -> None:
         """Runs on `operands`, outputs included; the GIL is free meanwhile.
 
@@ -203,7 +207,7 @@ class Plan:
         else the default stream. Without `workspace` (64-byte aligned, at least `workspace_bytes`) a
         CPU plan takes its own, and a CUDA plan with an operand of torch's takes it from torch.
         """
-    def can_implement(self, **operands: Array | None) -> None:
+    def can_implement(self, **operands: _Array | None) -> None:
         """Raises what `run` would raise about the operands."""
     @property
     def sku(self) -> Sku: ...
@@ -239,10 +243,10 @@ def make_rotation(
 def plan(
     op: str,
     *,
-    device: str = "cpu",
+    device: _Device = "cpu",
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    **fields: int | bool | str,
+    **fields: float | str | _DType,
 ) -> Plan:
     """The kernel for one problem, ready to run any number of times.
 
@@ -250,24 +254,24 @@ def plan(
     """
 
 def quantize_per_group(
-    x: Array | float,
-    scale: Array | float,
-    zero_point: Array | float | None = None,
+    x: _Array | SupportsFloat,
+    scale: _Array | SupportsFloat,
+    zero_point: _Array | SupportsFloat | None = None,
     *,
-    q: Array | None = None,
+    q: _Array | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
     q_min: int = -128,
     q_max: int = 127,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
-    code: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
+    code: _DType | None = None,
     f32_scale: bool | None = None,
     axis: int = -1,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns q.
 
@@ -280,24 +284,24 @@ def quantize_per_group(
     """
 
 def quantize_per_group_backward(
-    dy: Array | float,
-    x: Array | float,
-    scale: Array | float,
-    zero_point: Array | float | None = None,
+    dy: _Array | SupportsFloat,
+    x: _Array | SupportsFloat,
+    scale: _Array | SupportsFloat,
+    zero_point: _Array | SupportsFloat | None = None,
     *,
-    dx: Array | None = None,
+    dx: _Array | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
     q_min: int = -128,
     q_max: int = 127,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     f32_scale: bool | None = None,
     axis: int = -1,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns dx.
 
@@ -310,22 +314,22 @@ def quantize_per_group_backward(
     """
 
 def dequantize_per_group(
-    q: Array | float,
-    scale: Array | float,
-    zero_point: Array | float | None = None,
+    q: _Array | SupportsFloat,
+    scale: _Array | SupportsFloat,
+    zero_point: _Array | SupportsFloat | None = None,
     *,
-    y: Array | None = None,
+    y: _Array | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
-    code: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
+    code: _DType | None = None,
     f32_scale: bool | None = None,
     axis: int = -1,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns y.
 
@@ -336,25 +340,25 @@ def dequantize_per_group(
     """
 
 def dequantize_per_group_backward(
-    dy: Array | float,
-    q: Array | float,
-    scale: Array | float,
-    zero_point: Array | float | None = None,
+    dy: _Array | SupportsFloat,
+    q: _Array | SupportsFloat,
+    scale: _Array | SupportsFloat,
+    zero_point: _Array | SupportsFloat | None = None,
     *,
-    dq: Array | bool | None = None,
-    d_scale: Array | bool | None = None,
+    dq: _Array | bool | None = None,
+    d_scale: _Array | bool | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
-    code: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
+    code: _DType | None = None,
     f32_scale: bool | None = None,
     axis: int = -1,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
-) -> tuple[Any, ...]:
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any:
     """Returns dq, d_scale.
 
     dq = dy * s        d_scale = sum of dy * (q - zp) over the elements that share the scale
@@ -367,23 +371,23 @@ def dequantize_per_group_backward(
     """
 
 def fake_quantize_per_group(
-    x: Array | float,
-    scale: Array | float,
-    zero_point: Array | float | None = None,
+    x: _Array | SupportsFloat,
+    scale: _Array | SupportsFloat,
+    zero_point: _Array | SupportsFloat | None = None,
     *,
-    y: Array | None = None,
+    y: _Array | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
     q_min: int = -128,
     q_max: int = 127,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     f32_scale: bool | None = None,
     axis: int = -1,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns y.
 
@@ -394,27 +398,27 @@ def fake_quantize_per_group(
     """
 
 def fake_quantize_per_group_backward(
-    dy: Array | float,
-    x: Array | float,
-    scale: Array | float,
-    zero_point: Array | float | None = None,
+    dy: _Array | SupportsFloat,
+    x: _Array | SupportsFloat,
+    scale: _Array | SupportsFloat,
+    zero_point: _Array | SupportsFloat | None = None,
     *,
-    dx: Array | bool | None = None,
-    d_scale: Array | bool | None = None,
-    d_zero_point: Array | bool | None = None,
+    dx: _Array | bool | None = None,
+    d_scale: _Array | bool | None = None,
+    d_zero_point: _Array | bool | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
     q_min: int = -128,
     q_max: int = 127,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     f32_scale: bool | None = None,
     axis: int = -1,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
-) -> tuple[Any, ...]:
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any:
     """Returns dx, d_scale, d_zero_point.
 
     With z = x / s, in range: q_min <= R(z) + zp <= q_max, and q = clamp(R(z) + zp, q_min, q_max):
@@ -431,25 +435,25 @@ def fake_quantize_per_group_backward(
     """
 
 def dynamic_quantize(
-    x: Array | float,
+    x: _Array | SupportsFloat,
     *,
-    scale: Array | None = None,
-    zero_point: Array | None = None,
-    q: Array | None = None,
+    scale: _Array | None = None,
+    zero_point: _Array | None = None,
+    q: _Array | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
     q_min: int = -128,
     q_max: int = 127,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
-    code: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
+    code: _DType | None = None,
     f32_scale: bool | None = None,
     symmetric: bool = True,
     axis: int = -1,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns scale, zero_point, q.
 
@@ -468,25 +472,25 @@ def dynamic_quantize(
     """
 
 def qdq_affine_init(
-    w: Array | float,
-    importance: Array | float | None = None,
+    w: _Array | SupportsFloat,
+    importance: _Array | SupportsFloat | None = None,
     *,
-    scales: Array | None = None,
-    biases: Array | None = None,
-    q: Array | None = None,
+    scales: _Array | None = None,
+    biases: _Array | None = None,
+    q: _Array | None = None,
     group_size: int = 64,
     bits: int = 0,
     n_bins: int = 0,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     storage: Literal["u8", "packed"] | None = None,
     f32_scale: bool | None = None,
     method: Literal["minmax", "mlx", "lsq"] = "minmax",
     expect_finite: bool = False,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns scales, biases, q.
 
@@ -524,23 +528,23 @@ def qdq_affine_init(
     """
 
 def qdq_affine_forward(
-    q: Array | float,
-    scales: Array | float,
-    biases: Array | float,
+    q: _Array | SupportsFloat,
+    scales: _Array | SupportsFloat,
+    biases: _Array | SupportsFloat,
     *,
-    y: Array | None = None,
+    y: _Array | None = None,
     group_size: int = 64,
     bits: int = 0,
     n_bins: int = 0,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     storage: Literal["u8", "packed"] | None = None,
     f32_scale: bool | None = None,
     rounding: Literal["once", "mlx"] = "once",
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns y.
 
@@ -555,23 +559,23 @@ def qdq_affine_forward(
     """
 
 def qdq_affine_backward(
-    q: Array | float,
-    dy: Array | float,
+    q: _Array | SupportsFloat,
+    dy: _Array | SupportsFloat,
     *,
-    d_scales: Array | bool | None = None,
-    d_biases: Array | bool | None = None,
+    d_scales: _Array | bool | None = None,
+    d_biases: _Array | bool | None = None,
     group_size: int = 64,
     bits: int = 0,
     n_bins: int = 0,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     storage: Literal["u8", "packed"] | None = None,
     f32_scale: bool | None = None,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
-) -> tuple[Any, ...]:
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any:
     """Returns d_scales, d_biases.
 
     d_scales = sum of q * dy        d_biases = sum of dy        over each group, in one pass
@@ -582,15 +586,15 @@ def qdq_affine_backward(
     """
 
 def pack_codes(
-    codes: Array | float,
+    codes: _Array | SupportsFloat,
     *,
-    words: Array | None = None,
+    words: _Array | None = None,
     bits: int = 4,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns words.
 
@@ -603,16 +607,16 @@ def pack_codes(
     """
 
 def unpack_codes(
-    words: Array | float,
+    words: _Array | SupportsFloat,
     *,
     axis_size: int,
-    codes: Array | None = None,
+    codes: _Array | None = None,
     bits: int = 4,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns codes.
 
@@ -621,15 +625,15 @@ def unpack_codes(
     """
 
 def gdn_recompute_w_u(
-    k: Array | float,
-    v: Array | float,
-    beta: Array | float,
-    g: Array | float,
-    a: Array | float,
-    cu_seqlens: Array | float | None = None,
+    k: _Array | SupportsFloat,
+    v: _Array | SupportsFloat,
+    beta: _Array | SupportsFloat,
+    g: _Array | SupportsFloat,
+    a: _Array | SupportsFloat,
+    cu_seqlens: _Array | SupportsFloat | None = None,
     *,
-    w: Array | bool | None = None,
-    u: Array | bool | None = None,
+    w: _Array | bool | None = None,
+    u: _Array | bool | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -638,16 +642,16 @@ def gdn_recompute_w_u(
     value_dim: int | None = None,
     chunk: int | None = None,
     n_sequences: int | None = None,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
-    a_element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
+    a_element: _DType | None = None,
     head_map: Literal["grouped", "tiled"] = "grouped",
     lower_triangular: bool = False,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
-) -> tuple[Any, ...]:
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any:
     """Returns w, u.
 
     The gated delta rule's WY factors of each chunk, from A = (I + L)^-1:
@@ -668,23 +672,23 @@ def gdn_recompute_w_u(
     """
 
 def gdn_cumsum(
-    g: Array | float,
-    a_log: Array | float | None = None,
-    dt_bias: Array | float | None = None,
-    cu_seqlens: Array | float | None = None,
+    g: _Array | SupportsFloat,
+    a_log: _Array | SupportsFloat | None = None,
+    dt_bias: _Array | SupportsFloat | None = None,
+    cu_seqlens: _Array | SupportsFloat | None = None,
     *,
-    sum: Array | None = None,
+    sum: _Array | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     value_heads: int | None = None,
     chunk: int | None = None,
     n_sequences: int | None = None,
     gate: bool = False,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns sum.
 
@@ -698,12 +702,12 @@ def gdn_cumsum(
     """
 
 def gdn_kkt(
-    k: Array | float,
-    beta: Array | float,
-    g: Array | float,
-    cu_seqlens: Array | float | None = None,
+    k: _Array | SupportsFloat,
+    beta: _Array | SupportsFloat,
+    g: _Array | SupportsFloat,
+    cu_seqlens: _Array | SupportsFloat | None = None,
     *,
-    l: Array | None = None,
+    l: _Array | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -711,13 +715,13 @@ def gdn_kkt(
     key_dim: int | None = None,
     chunk: int | None = None,
     n_sequences: int | None = None,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     head_map: Literal["grouped", "tiled"] = "grouped",
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns l.
 
@@ -733,21 +737,21 @@ def gdn_kkt(
     """
 
 def gdn_solve(
-    l: Array | float,
-    cu_seqlens: Array | float | None = None,
+    l: _Array | SupportsFloat,
+    cu_seqlens: _Array | SupportsFloat | None = None,
     *,
-    a: Array | None = None,
+    a: _Array | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     value_heads: int | None = None,
     chunk: int | None = None,
     n_sequences: int | None = None,
-    a_element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
-    device: str | None = None,
+    a_element: _DType | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns a.
 
@@ -763,16 +767,16 @@ def gdn_solve(
     """
 
 def gdn_state(
-    k: Array | float,
-    w: Array | float,
-    u: Array | float,
-    g: Array | float,
-    initial_state: Array | float | None = None,
-    cu_seqlens: Array | float | None = None,
+    k: _Array | SupportsFloat,
+    w: _Array | SupportsFloat,
+    u: _Array | SupportsFloat,
+    g: _Array | SupportsFloat,
+    initial_state: _Array | SupportsFloat | None = None,
+    cu_seqlens: _Array | SupportsFloat | None = None,
     *,
-    h: Array | bool | None = None,
-    v_new: Array | bool | None = None,
-    final_state: Array | bool | None = None,
+    h: _Array | bool | None = None,
+    v_new: _Array | bool | None = None,
+    final_state: _Array | bool | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -781,15 +785,15 @@ def gdn_state(
     value_dim: int | None = None,
     chunk: int | None = None,
     n_sequences: int | None = None,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     head_map: Literal["grouped", "tiled"] = "grouped",
     state_layout: Literal["key_value", "value_key"] = "key_value",
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
-) -> tuple[Any, ...]:
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any:
     """Returns h, v_new, final_state.
 
     The gated delta rule's state from chunk to chunk, and the values each chunk writes into it. For a
@@ -809,14 +813,14 @@ def gdn_state(
     """
 
 def gdn_output(
-    q: Array | float,
-    k: Array | float,
-    v_new: Array | float,
-    h: Array | float,
-    g: Array | float,
-    cu_seqlens: Array | float | None = None,
+    q: _Array | SupportsFloat,
+    k: _Array | SupportsFloat,
+    v_new: _Array | SupportsFloat,
+    h: _Array | SupportsFloat,
+    g: _Array | SupportsFloat,
+    cu_seqlens: _Array | SupportsFloat | None = None,
     *,
-    o: Array | None = None,
+    o: _Array | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -825,15 +829,15 @@ def gdn_output(
     value_dim: int | None = None,
     chunk: int | None = None,
     n_sequences: int | None = None,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     head_map: Literal["grouped", "tiled"] = "grouped",
     state_layout: Literal["key_value", "value_key"] = "key_value",
     scale: float = 0.0,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns o.
 
@@ -850,19 +854,19 @@ def gdn_output(
     """
 
 def gdn_chunk_forward(
-    q: Array | float,
-    k: Array | float,
-    v: Array | float,
-    g: Array | float,
-    beta: Array | float,
-    a_log: Array | float | None = None,
-    dt_bias: Array | float | None = None,
-    mask: Array | float | None = None,
-    initial_state: Array | float | None = None,
-    cu_seqlens: Array | float | None = None,
+    q: _Array | SupportsFloat,
+    k: _Array | SupportsFloat,
+    v: _Array | SupportsFloat,
+    g: _Array | SupportsFloat,
+    beta: _Array | SupportsFloat,
+    a_log: _Array | SupportsFloat | None = None,
+    dt_bias: _Array | SupportsFloat | None = None,
+    mask: _Array | SupportsFloat | None = None,
+    initial_state: _Array | SupportsFloat | None = None,
+    cu_seqlens: _Array | SupportsFloat | None = None,
     *,
-    o: Array | None = None,
-    final_state: Array | bool | None = None,
+    o: _Array | None = None,
+    final_state: _Array | bool | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -871,7 +875,7 @@ def gdn_chunk_forward(
     value_dim: int | None = None,
     chunk: int | None = None,
     n_sequences: int | None = None,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     head_map: Literal["grouped", "tiled"] = "grouped",
     state_layout: Literal["key_value", "value_key"] = "key_value",
     qk_l2norm: bool = False,
@@ -879,12 +883,12 @@ def gdn_chunk_forward(
     beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
     scale: float = 0.0,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
-) -> tuple[Any, ...]:
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any:
     """Returns o, final_state.
 
     The gated delta rule over whole sequences, chunk by chunk, in one call. Token by token it is
@@ -920,25 +924,25 @@ def gdn_chunk_forward(
     """
 
 def aura_encode(
-    x: Array | float,
-    table: Array | float,
-    boundaries: Array | float,
-    codebook: Array | float,
+    x: _Array | SupportsFloat,
+    table: _Array | SupportsFloat,
+    boundaries: _Array | SupportsFloat,
+    codebook: _Array | SupportsFloat,
     *,
-    packed: Array | None = None,
-    norms: Array | None = None,
+    packed: _Array | None = None,
+    norms: _Array | None = None,
     outer_size: int | None = None,
     axis_size: int | None = None,
     bits: int | None = None,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
     scale_rule: Literal["matched", "none", "least_squares", "unbiased"] = "matched",
     f16_norm: bool | None = None,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns packed, norms.
 
@@ -978,24 +982,24 @@ def aura_encode(
     """
 
 def aura_decode(
-    packed: Array | float,
-    norms: Array | float,
-    table: Array | float,
-    codebook: Array | float,
+    packed: _Array | SupportsFloat,
+    norms: _Array | SupportsFloat,
+    table: _Array | SupportsFloat,
+    codebook: _Array | SupportsFloat,
     *,
-    y: Array | None = None,
+    y: _Array | None = None,
     outer_size: int | None = None,
     axis_size: int | None = None,
     bits: int | None = None,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
     f16_norm: bool | None = None,
     rotated: bool = False,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns y.
 
@@ -1009,20 +1013,20 @@ def aura_decode(
     """
 
 def aura_rotate(
-    x: Array | float,
-    table: Array | float,
+    x: _Array | SupportsFloat,
+    table: _Array | SupportsFloat,
     *,
-    y: Array | None = None,
+    y: _Array | None = None,
     outer_size: int | None = None,
     axis_size: int | None = None,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
     inverse: bool = False,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns y.
 
@@ -1032,27 +1036,27 @@ def aura_rotate(
     """
 
 def aura_attention(
-    q: Array | float,
-    k_codes: Array | float,
-    k_scales: Array | float,
-    v_codes: Array | float,
-    v_scales: Array | float,
-    k_codebook: Array | float,
-    v_codebook: Array | float,
-    k_table: Array | float,
-    v_table: Array | float,
-    block_table: Array | float | None = None,
-    lengths: Array | float | None = None,
-    starts: Array | float | None = None,
-    k_first: Array | float | None = None,
-    v_first: Array | float | None = None,
-    k_recent: Array | float | None = None,
-    v_recent: Array | float | None = None,
-    k_mean: Array | float | None = None,
-    v_mean: Array | float | None = None,
-    sinks: Array | float | None = None,
+    q: _Array | SupportsFloat,
+    k_codes: _Array | SupportsFloat,
+    k_scales: _Array | SupportsFloat,
+    v_codes: _Array | SupportsFloat,
+    v_scales: _Array | SupportsFloat,
+    k_codebook: _Array | SupportsFloat,
+    v_codebook: _Array | SupportsFloat,
+    k_table: _Array | SupportsFloat,
+    v_table: _Array | SupportsFloat,
+    block_table: _Array | SupportsFloat | None = None,
+    lengths: _Array | SupportsFloat | None = None,
+    starts: _Array | SupportsFloat | None = None,
+    k_first: _Array | SupportsFloat | None = None,
+    v_first: _Array | SupportsFloat | None = None,
+    k_recent: _Array | SupportsFloat | None = None,
+    v_recent: _Array | SupportsFloat | None = None,
+    k_mean: _Array | SupportsFloat | None = None,
+    v_mean: _Array | SupportsFloat | None = None,
+    sinks: _Array | SupportsFloat | None = None,
     *,
-    out: Array | None = None,
+    out: _Array | None = None,
     sequences: int | None = None,
     queries: int | None = None,
     heads: int | None = None,
@@ -1071,14 +1075,14 @@ def aura_attention(
     window: int | None = None,
     window_keeps_first: bool = False,
     causal: bool = True,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     f16_scale: bool | None = None,
-    exact: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
-    device: str | None = None,
+    exact: _DType | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns out.
 
@@ -1146,18 +1150,18 @@ def aura_attention(
     """
 
 def gdn_recurrent_step(
-    q: Array | float,
-    k: Array | float,
-    v: Array | float,
-    g: Array | float,
-    beta: Array | float,
-    state: Array | float,
-    a_log: Array | float | None = None,
-    dt_bias: Array | float | None = None,
-    state_index: Array | float | None = None,
+    q: _Array | SupportsFloat,
+    k: _Array | SupportsFloat,
+    v: _Array | SupportsFloat,
+    g: _Array | SupportsFloat,
+    beta: _Array | SupportsFloat,
+    state: _Array | SupportsFloat,
+    a_log: _Array | SupportsFloat | None = None,
+    dt_bias: _Array | SupportsFloat | None = None,
+    state_index: _Array | SupportsFloat | None = None,
     *,
-    o: Array | None = None,
-    snapshots: Array | bool | None = None,
+    o: _Array | None = None,
+    snapshots: _Array | bool | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -1165,7 +1169,7 @@ def gdn_recurrent_step(
     key_dim: int | None = None,
     value_dim: int | None = None,
     pool: int | None = None,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     head_map: Literal["grouped", "tiled"] = "grouped",
     state_layout: Literal["key_value", "value_key"] = "key_value",
     qk_l2norm: bool = False,
@@ -1173,12 +1177,12 @@ def gdn_recurrent_step(
     beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
     scale: float = 0.0,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
-) -> tuple[Any, ...]:
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any:
     """Returns o, snapshots.
 
     The gated delta rule token by token: decoding. For each sequence, value head and token in turn,
@@ -1211,27 +1215,27 @@ def gdn_recurrent_step(
     """
 
 def gdn_chunk_backward(
-    q: Array | float,
-    k: Array | float,
-    v: Array | float,
-    g: Array | float,
-    beta: Array | float,
-    d_o: Array | float,
-    a_log: Array | float | None = None,
-    dt_bias: Array | float | None = None,
-    mask: Array | float | None = None,
-    initial_state: Array | float | None = None,
-    cu_seqlens: Array | float | None = None,
-    d_final_state: Array | float | None = None,
+    q: _Array | SupportsFloat,
+    k: _Array | SupportsFloat,
+    v: _Array | SupportsFloat,
+    g: _Array | SupportsFloat,
+    beta: _Array | SupportsFloat,
+    d_o: _Array | SupportsFloat,
+    a_log: _Array | SupportsFloat | None = None,
+    dt_bias: _Array | SupportsFloat | None = None,
+    mask: _Array | SupportsFloat | None = None,
+    initial_state: _Array | SupportsFloat | None = None,
+    cu_seqlens: _Array | SupportsFloat | None = None,
+    d_final_state: _Array | SupportsFloat | None = None,
     *,
-    d_q: Array | None = None,
-    d_k: Array | None = None,
-    d_v: Array | None = None,
-    d_g: Array | None = None,
-    d_beta: Array | None = None,
-    d_a_log: Array | bool | None = None,
-    d_dt_bias: Array | bool | None = None,
-    d_initial_state: Array | bool | None = None,
+    d_q: _Array | None = None,
+    d_k: _Array | None = None,
+    d_v: _Array | None = None,
+    d_g: _Array | None = None,
+    d_beta: _Array | None = None,
+    d_a_log: _Array | bool | None = None,
+    d_dt_bias: _Array | bool | None = None,
+    d_initial_state: _Array | bool | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -1240,7 +1244,7 @@ def gdn_chunk_backward(
     value_dim: int | None = None,
     chunk: int | None = None,
     n_sequences: int | None = None,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     head_map: Literal["grouped", "tiled"] = "grouped",
     state_layout: Literal["key_value", "value_key"] = "key_value",
     qk_l2norm: bool = False,
@@ -1248,11 +1252,11 @@ def gdn_chunk_backward(
     beta_sigmoid: bool = False,
     allow_neg_eigval: bool = False,
     scale: float = 0.0,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> tuple[Any, ...]:
     """Returns d_q, d_k, d_v, d_g, d_beta, d_a_log, d_dt_bias, d_initial_state.
 
@@ -1308,28 +1312,28 @@ def gdn_chunk_backward(
     """
 
 def causal_conv1d(
-    x: Array | float,
-    weight: Array | float,
-    bias: Array | float | None = None,
-    initial_state: Array | float | None = None,
-    mask: Array | float | None = None,
-    cu_seqlens: Array | float | None = None,
+    x: _Array | SupportsFloat,
+    weight: _Array | SupportsFloat,
+    bias: _Array | SupportsFloat | None = None,
+    initial_state: _Array | SupportsFloat | None = None,
+    mask: _Array | SupportsFloat | None = None,
+    cu_seqlens: _Array | SupportsFloat | None = None,
     *,
-    y: Array | bool | None = None,
-    final_state: Array | bool | None = None,
+    y: _Array | bool | None = None,
+    final_state: _Array | bool | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     channels: int | None = None,
     width: int | None = None,
     n_sequences: int | None = None,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     silu: bool = True,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
-) -> tuple[Any, ...]:
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any:
     """Returns y, final_state.
 
     A depthwise causal convolution along each sequence, with the state it starts from and leaves:
@@ -1350,32 +1354,32 @@ def causal_conv1d(
     """
 
 def causal_conv1d_backward(
-    x: Array | float,
-    weight: Array | float,
-    dy: Array | float,
-    bias: Array | float | None = None,
-    initial_state: Array | float | None = None,
-    d_final_state: Array | float | None = None,
-    mask: Array | float | None = None,
-    cu_seqlens: Array | float | None = None,
+    x: _Array | SupportsFloat,
+    weight: _Array | SupportsFloat,
+    dy: _Array | SupportsFloat,
+    bias: _Array | SupportsFloat | None = None,
+    initial_state: _Array | SupportsFloat | None = None,
+    d_final_state: _Array | SupportsFloat | None = None,
+    mask: _Array | SupportsFloat | None = None,
+    cu_seqlens: _Array | SupportsFloat | None = None,
     *,
-    dx: Array | bool | None = None,
-    d_weight: Array | bool | None = None,
-    d_bias: Array | bool | None = None,
-    d_initial_state: Array | bool | None = None,
+    dx: _Array | bool | None = None,
+    d_weight: _Array | bool | None = None,
+    d_bias: _Array | bool | None = None,
+    d_initial_state: _Array | bool | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     channels: int | None = None,
     width: int | None = None,
     n_sequences: int | None = None,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     silu: bool = True,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
-) -> tuple[Any, ...]:
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any:
     """Returns dx, d_weight, d_bias, d_initial_state.
 
     The gradients of causal_conv1d. With u, x and the sequences as there (u is computed anew, in f32,
@@ -1400,21 +1404,21 @@ def causal_conv1d_backward(
     """
 
 def gated_rms_norm(
-    x: Array | float,
-    z: Array | float,
-    weight: Array | float,
+    x: _Array | SupportsFloat,
+    z: _Array | SupportsFloat,
+    weight: _Array | SupportsFloat,
     *,
-    y: Array | None = None,
+    y: _Array | None = None,
     rows: int | None = None,
     dim: int | None = None,
     eps: float = 1e-06,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     rounding: Literal["once", "each"] = "once",
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns y.
 
@@ -1431,24 +1435,24 @@ def gated_rms_norm(
     """
 
 def gated_rms_norm_backward(
-    x: Array | float,
-    z: Array | float,
-    weight: Array | float,
-    dy: Array | float,
+    x: _Array | SupportsFloat,
+    z: _Array | SupportsFloat,
+    weight: _Array | SupportsFloat,
+    dy: _Array | SupportsFloat,
     *,
-    dx: Array | bool | None = None,
-    dz: Array | bool | None = None,
-    d_weight: Array | bool | None = None,
+    dx: _Array | bool | None = None,
+    dz: _Array | bool | None = None,
+    d_weight: _Array | bool | None = None,
     rows: int | None = None,
     dim: int | None = None,
     eps: float = 1e-06,
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
-    device: str | None = None,
+    element: _DType | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
-) -> tuple[Any, ...]:
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any:
     """Returns dx, dz, d_weight.
 
     The gradients of gated_rms_norm. With rstd as there, and in each row
@@ -1466,18 +1470,18 @@ def gated_rms_norm_backward(
     """
 
 def gguf_dequantize(
-    blocks: Array | float,
+    blocks: _Array | SupportsFloat,
     *,
-    y: Array | None = None,
+    y: _Array | None = None,
     outer_size: int | None = None,
     axis_size: int | None = None,
     type: Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"] = "Q4_0",
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
-    device: str | None = None,
+    element: _DType | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns y.
 
@@ -1492,22 +1496,22 @@ def gguf_dequantize(
     """
 
 def gguf_quantize(
-    w: Array | float,
-    importance: Array | float | None = None,
-    scales: Array | float | None = None,
-    biases: Array | float | None = None,
+    w: _Array | SupportsFloat,
+    importance: _Array | SupportsFloat | None = None,
+    scales: _Array | SupportsFloat | None = None,
+    biases: _Array | SupportsFloat | None = None,
     *,
-    blocks: Array | None = None,
+    blocks: _Array | None = None,
     outer_size: int | None = None,
     axis_size: int | None = None,
     type: Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"] = "Q4_0",
-    element: Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | None = None,
+    element: _DType | None = None,
     given_grid: bool = False,
-    device: str | None = None,
+    device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
-    stream: Stream | None = None,
-    workspace: Array | None = None,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
 ) -> Any:
     """Returns blocks.
 
