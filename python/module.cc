@@ -172,6 +172,10 @@ nb::object without_autograd(const std::string& where, nb::handle object, bool& i
   const nb::object torch = nb::steal(PyImport_GetModule(nb::str("torch").ptr()));
   if (!torch.is_valid() || !nb::isinstance(object, torch.attr("Tensor"))) return tensor;
   is_torchs = true;
+  if (nb::cast<bool>(nb::bool_(object.attr("is_nested")))) {
+    check(invalid(where + ": a nested tensor, expected one shape for all: call "
+                          "to_padded_tensor() or pass its values()"));
+  }
   for (const char* bit : {"is_neg", "is_conj"}) {
     const nb::object is_set = nb::getattr(object, bit, nb::none());
     if (!is_set.is_none() && nb::cast<bool>(nb::bool_(is_set()))) {
@@ -436,11 +440,10 @@ class PyPlan {
 
   // Autograd tells from a tensor's version that what it saved was overwritten.
   static void count_writes(const std::vector<Tensor>& tensors) {
-    nb::list written;
-    for (const Tensor& tensor : tensors)
-      if (tensor.torch.is_valid()) written.append(tensor.torch);
-    if (written.size() != 0)
-      nb::module_::import_("torch.autograd.graph").attr("increment_version")(written);
+    for (const Tensor& tensor : tensors) {
+      if (!tensor.torch.is_valid() || nb::cast<bool>(tensor.torch.attr("is_inference")())) continue;
+      nb::module_::import_("torch.autograd.graph").attr("increment_version")(tensor.torch);
+    }
   }
 
   // The CUDA stream to run on; 0 for the CPU, which has none.
@@ -586,7 +589,7 @@ nb::str repr_of(const char* type, nb::handle self, std::initializer_list<const c
 NB_MODULE(_bittern, m) {
   using namespace bittern;
   m.attr("__version__") = version();
-  m.def("num_threads", [] { return num_threads(); });
+  m.def("num_threads", [] { return num_threads(); }, "Threads a CPU kernel may use.");
   m.def(
       "set_num_threads",
       [](int threads) {
@@ -595,7 +598,7 @@ NB_MODULE(_bittern, m) {
       },
       nb::arg("threads"));
 
-  nb::class_<FieldInfo>(m, "Field")
+  nb::class_<FieldInfo>(m, "Field", "A field of an op's descriptor: a number, or one of `choices`.")
       .def_prop_ro("name", [](const FieldInfo& f) { return f.name; })
       .def_prop_ro("help", [](const FieldInfo& f) { return f.help; })
       .def_prop_ro("choices", [](const FieldInfo& f) { return nb::tuple(nb::cast(f.choices)); })
@@ -604,7 +607,7 @@ NB_MODULE(_bittern, m) {
         return repr_of("Field", self, {"name", "default", "choices", "help"});
       });
 
-  nb::class_<OperandInfo>(m, "Operand")
+  nb::class_<OperandInfo>(m, "Operand", "A tensor of an op.")
       .def_prop_ro("name", [](const OperandInfo& o) { return o.name; })
       .def_prop_ro("dtype", [](const OperandInfo& o) { return name(o.expected.dtype); })
       .def_prop_ro("shape", [](const OperandInfo& o) { return to_tuple(o.expected.shape); })
@@ -626,7 +629,7 @@ NB_MODULE(_bittern, m) {
                        {"name", "dtype", "shape", "output", "optional", "in_out", "extra"});
       });
 
-  nb::class_<AnyOp>(m, "Op")
+  nb::class_<AnyOp>(m, "Op", "An operation: its name, fields and operands.")
       .def_prop_ro("name", &AnyOp::name)
       .def_prop_ro("category", &AnyOp::category)
       .def_prop_ro("backends",
@@ -654,13 +657,16 @@ NB_MODULE(_bittern, m) {
       },
       nb::arg("dim"), nb::arg("bits"));
   m.def("make_rotation", rotation_table, nb::arg("rotation"), nb::arg("dim"), nb::arg("seed") = 0);
-  m.def("ops", [] {
-    nb::list ops;
-    for (const AnyOp* op : all_ops()) ops.append(nb::cast(op, nb::rv_policy::reference));
-    return ops;
-  });
+  m.def(
+      "ops",
+      [] {
+        nb::list ops;
+        for (const AnyOp* op : all_ops()) ops.append(nb::cast(op, nb::rv_policy::reference));
+        return ops;
+      },
+      "All ops. There is a function of each one's name, and plan() takes it.");
 
-  nb::class_<Sku>(m, "Sku")
+  nb::class_<Sku>(m, "Sku", "What exactly a plan chose.")
       .def_ro("category", &Sku::category)
       .def_ro("op", &Sku::op)
       .def_prop_ro("element", [](const Sku& s) { return name(s.element); })
@@ -674,7 +680,8 @@ NB_MODULE(_bittern, m) {
             {"category", "op", "element", "aux_element", "architecture", "backend", "kernel"});
       });
 
-  nb::class_<PrecisionGuarantee>(m, "PrecisionGuarantee")
+  nb::class_<PrecisionGuarantee>(m, "PrecisionGuarantee",
+                                 "How exact and repeatable the results of a plan are.")
       .def_prop_ro("math_precision",
                    [](const PrecisionGuarantee& g) { return name(g.math_precision); })
       .def_prop_ro("accumulator", [](const PrecisionGuarantee& g) { return name(g.accumulator); })
@@ -712,10 +719,12 @@ NB_MODULE(_bittern, m) {
                split_rows(t, operand.expected);
       });
 
-  nb::class_<PyPlan>(m, "Plan")
+  nb::class_<PyPlan>(m, "Plan", "A kernel for one problem. Threads may share it.")
       .def("run", &PyPlan::run, nb::kw_only(), nb::arg("stream").none() = nb::none(),
-           nb::arg("workspace").none() = nb::none(), nb::arg("operands"))
-      .def("can_implement", &PyPlan::can_implement, nb::arg("operands"))
+           nb::arg("workspace").none() = nb::none(), nb::arg("operands"),
+           "Runs on the operands, each by its name, outputs included.")
+      .def("can_implement", &PyPlan::can_implement, nb::arg("operands"),
+           "Raises what run() would raise about the operands.")
       .def_prop_ro("sku", [](const PyPlan& p) { return p.plan().sku(); })
       .def_prop_ro("precision_guarantee",
                    [](const PyPlan& p) { return p.plan().precision_guarantee(); })

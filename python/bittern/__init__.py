@@ -28,7 +28,8 @@ How a function fills in what it was not told:
              error; on CUDA, where looking would mean waiting, it becomes the nearest int32. All of
              these but block_table, g and beta may have any strides: they are copied then, too.
   autograd   these functions have no gradient: a torch tensor that requires one is an error, unless
-             under torch.no_grad(). bittern.torch has the differentiable ones.
+             under torch.no_grad(). bittern.torch has the differentiable ones. mlx does not say
+             that it differentiates: to mx.grad and mx.jvp the results are constants.
   device     that of the first array.
   stream     on CUDA, an int (cudaStream_t) or a stream of torch's; by default torch's current one.
              Another stream first waits for what the current one has to do; the results belong to
@@ -181,9 +182,9 @@ def _fields_of(op):
 
 
 def _nearest(name, names):
-    """"; did you mean 'x'?" where a name is like `name`."""
+    """"; did you mean 'x'?" where a name is like `name`, else all of them."""
     close = _difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    return f"; did you mean '{close[0]}'?" if close else f"; expected one of {' '.join(names)}"
 
 
 def _is_bool(value):
@@ -764,7 +765,8 @@ class _Function:
         stream = _cuda.stream_handle(given["stream"], arrays.values(), op)
         tensors = {n: _Tensor(where[n], a, n in written, stream) for n, a in arrays.items()}
         if not tensors:
-            raise ValueError(f"{op}: no arrays, expected at least one")
+            names = " ".join(o.name for o in self.inputs)
+            raise ValueError(f"{op}: no arrays, expected at least one of {names}")
 
         first, like = next(iter(arrays.items()))
         like_device = tensors[first].device

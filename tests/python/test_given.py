@@ -197,6 +197,10 @@ def test_unknown_keywords():
     x = normal(2, 64)
     with pytest.raises(TypeError, match="quantize_per_group: .*'groupsize'; did you mean 'group_size'"):
         bittern.quantize_per_group(x, 1.0, groupsize=64)
+    with pytest.raises(TypeError, match="quantize_per_group: .*'dtype'; expected one of x scale"):
+        bittern.quantize_per_group(x, 1.0, dtype="u8")
+    with pytest.raises(ValueError, match="no arrays, expected at least one of x scale zero_point$"):
+        bittern.quantize_per_group(None, 1.0)
     with pytest.raises(TypeError, match="aura_rotate: .*'inversed'; did you mean 'inverse'"):
         bittern.aura_rotate(x, x, inversed=True)
     with pytest.raises(TypeError, match="quantize_per_group: missing a required argument: 'scale'"):
@@ -794,7 +798,9 @@ def test_autograd_sees_what_is_overwritten():
     bittern.fake_quantize_per_group(x, scale, group_size=64)
     assert x._version == before  # what is read is not written
     with torch.inference_mode():
-        bittern.fake_quantize_per_group(x, scale, y=torch.zeros(2, 64), group_size=64)
+        y = torch.zeros(2, 64)
+        bittern.fake_quantize_per_group(x, scale, y=y, group_size=64)
+    bittern.fake_quantize_per_group(x, scale, y=y, group_size=64)  # which has no version
 
 
 @pytest.mark.peer("torch")
@@ -905,3 +911,16 @@ def test_messages_name_what_was_found():
     for stream in (-1, 2**64, True):
         with pytest.raises(ValueError, match="quantize_per_group: stream: .*, expected an int or a CUDA"):
             bittern.quantize_per_group(x, 1.0, group_size=64, stream=stream)
+
+
+@pytest.mark.peer("torch")
+def test_nested_tensors():
+    for layout in (torch.strided, torch.jagged):
+        x = torch.nested.nested_tensor([torch.zeros(2, 64), torch.zeros(3, 64)], layout=layout)
+        with pytest.raises(ValueError, match="quantize_per_group: x: a nested tensor, expected one shape"):
+            bittern.quantize_per_group(x, 1.0, group_size=64)
+
+
+def test_everything_has_help():
+    for name in bittern.__all__:
+        assert name == "__version__" or getattr(bittern, name).__doc__, name
