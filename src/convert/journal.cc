@@ -8,8 +8,8 @@
 namespace bittern {
 namespace {
 
-constexpr std::string_view kOpening = "bittern journal ", kVersion = "2 ", kFile = "file ",
-                           kPiece = "piece ";
+constexpr std::string_view kOpening = "bittern journal ", kVersion = "2 ", kSource = "source ",
+                           kFile = "file ", kPiece = "piece ";
 constexpr std::size_t kCheckSize = 17;  // a space and 16 digits
 
 std::string hex(std::uint64_t x) {
@@ -39,8 +39,10 @@ bool parse(std::string_view text, std::uint64_t (&numbers)[n]) {
 
 }  // namespace
 
-std::string journal_opening(std::uint64_t fingerprint, const std::vector<std::string>& files) {
+std::string journal_opening(std::uint64_t fingerprint, std::uint64_t stamp,
+                            const std::vector<std::string>& files) {
   std::string text = checked(std::string(kOpening) + std::string(kVersion) + hex(fingerprint));
+  text += checked(std::string(kSource) + hex(stamp));
   for (const std::string& file : files) text += checked(std::string(kFile) + file);
   return text;
 }
@@ -73,6 +75,9 @@ Journal read_journal(std::string_view text) {
       std::uint64_t fingerprint[1];
       if (content.starts_with(kVersion) && parse(content.substr(kVersion.size()), fingerprint))
         journal.fingerprint = fingerprint[0];
+    } else if (content.starts_with(kSource)) {
+      std::uint64_t stamp[1];
+      if (parse(content.substr(kSource.size()), stamp)) journal.stamp = stamp[0];
     } else if (content.starts_with(kFile)) {
       journal.files.emplace_back(content.substr(kFile.size()));
     } else if (content.starts_with(kPiece)) {

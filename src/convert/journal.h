@@ -3,6 +3,7 @@
 // or damaged counts for nothing:
 //
 //   bittern journal 2 FINGERPRINT CHECK
+//   source STAMP CHECK                       Checkpoint::stamp of the model that is read
 //   file NAME CHECK                          a file of the folder OUT
 //   piece TENSOR OFFSET BYTES SUM CHECK      bytes of a tensor, and their Checksum
 //
@@ -22,7 +23,7 @@ struct Journal {
     std::uint64_t tensor = 0, offset = 0, bytes = 0, sum = 0;
   };
   bool ours = false;  // empty, or bittern wrote it, whatever became of it since
-  std::optional<std::uint64_t> fingerprint{};
+  std::optional<std::uint64_t> fingerprint{}, stamp{};
   std::vector<std::string> files{};
   std::vector<Piece> pieces{};
 };
@@ -30,7 +31,8 @@ struct Journal {
 Journal read_journal(std::string_view text);
 
 // Lines, with their ends.
-std::string journal_opening(std::uint64_t fingerprint, const std::vector<std::string>& files);
+std::string journal_opening(std::uint64_t fingerprint, std::uint64_t stamp,
+                            const std::vector<std::string>& files);
 std::string journal_line(const Journal::Piece& piece);
 
 }  // namespace bittern

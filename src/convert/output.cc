@@ -350,6 +350,7 @@ Result<ModelOutput> ModelOutput::create(const std::string& given, OutputLayout l
       }
       journal->fingerprint.reset();
     }
+    if (journal->stamp != options.stamp) journal->pieces.clear();
     if (options.parts) BITTERN_TRY(output.check_parts(journal->fingerprint.has_value()));
     return journal;
   };
@@ -364,7 +365,7 @@ Result<ModelOutput> ModelOutput::create(const std::string& given, OutputLayout l
                    ", as the run that was stopped made it");
   output.keep_ = false;
   std::vector<std::string> names = output.names();
-  std::string lines = journal_opening(options.fingerprint, names);
+  std::string lines = journal_opening(options.fingerprint, options.stamp, names);
   if (!goes_on) {
     names.insert(names.end(), journal->files.begin(), journal->files.end());
     remove_known(partial, names);

@@ -21,9 +21,12 @@ struct OutputOptions {
   // OUT is a set of files beside each other with the layout's names. They are made in the folder
   // OUT.partial and moved when all are whole, the first one last.
   bool parts = false;
-  bool force = false;                // OUT may be there, and is replaced when the new one is whole
-  bool resume = false;               // OUT.partial may be there
-  std::uint64_t fingerprint = 0;     // of everything the output depends on
+  bool force = false;             // OUT may be there, and is replaced when the new one is whole
+  bool resume = false;            // OUT.partial may be there
+  std::uint64_t fingerprint = 0;  // of everything the output depends on
+  // Of the source's files. Where it is another, their bytes may be others too, though fingerprint
+  // and times are the same: then every tensor is made again.
+  std::uint64_t stamp = 0;
   std::vector<std::string> texts{};  // names of the files that add_file will be given
 
   bool many() const { return folder || parts; }  // OUT.partial is a folder

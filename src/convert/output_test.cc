@@ -190,11 +190,13 @@ TEST_F(DamagedPartials, FlippedBytesAreMadeAgain) {
       clear();
       ASSERT_TRUE(run(true));
       const std::size_t size = text_of(file).size();
+      // Without its fingerprint or its stamp, a journal vouches for nothing.
+      const std::size_t head = journal_opening(0, 0, {}).size();
       for (std::size_t at = 0; at < size; at += at < 40 ? 1 : 13) {
         damage(file,
                [&](std::string& text) { text[at] = static_cast<char>(text[at] ^ 1 << at % 8); });
         EXPECT_GE(finished_,
-                  file.ends_with("journal") && at < 50 ? 0 : layout_of().tensors.size() - 2);
+                  file.ends_with("journal") && at < head ? 0 : layout_of().tensors.size() - 2);
       }
     }
   }

@@ -197,7 +197,8 @@ Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunO
                    .parts = options_.splits(),
                    .force = how.force,
                    .resume = how.resume,
-                   .fingerprint = fingerprint_};
+                   .fingerprint = fingerprint_,
+                   .stamp = source_->stamp()};
   std::vector<OutputName> names;
   for (std::string& path : outputs(out)) names.push_back({"output", std::move(path)});
   BITTERN_TRY(check_apart(names, source_->files()));

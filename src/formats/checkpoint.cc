@@ -611,6 +611,21 @@ Status Checkpoint::take_fingerprint() {
 }
 
 Result<Checkpoint> Checkpoint::open(const std::string& path) {
+std::uint64_t Checkpoint::stamp() const {
+  Fingerprint hash;
+  const auto add = [&](const FileStamp& stamp) {
+    hash.add(stamp.inode);
+    hash.add(static_cast<std::uint64_t>(stamp.touched_seconds));
+    hash.add(static_cast<std::uint64_t>(stamp.touched_nanoseconds));
+  };
+  if (gguf_)
+    for (const MappedFile& part : gguf_->parts()) add(part.stamp());
+  if (file_) add(file_->stamp());
+  if (folder_)
+    for (const SafetensorsFile& file : folder_->files()) add(file.stamp());
+  return hash.value();
+}
+
   try {
     Checkpoint model;
     model.path_ = model.given_ = path;

@@ -98,6 +98,8 @@ class Checkpoint {
   Status unchanged() const;
   // Changes when a file of the model does: sizes, times and headers, not every byte.
   std::uint64_t fingerprint() const { return fingerprint_; }
+  // Changes also when a file of weights is written to and given its old time again, or is copied.
+  std::uint64_t stamp() const;
 
  private:
   Checkpoint() = default;

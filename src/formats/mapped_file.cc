@@ -60,7 +60,9 @@ FileStamp stamp_of(const struct stat& info) {
           .inode = info.st_ino,
           .size = static_cast<std::uint64_t>(info.st_size),
           .seconds = info.st_mtim.tv_sec,
-          .nanoseconds = info.st_mtim.tv_nsec};
+          .nanoseconds = info.st_mtim.tv_nsec,
+          .touched_seconds = info.st_ctim.tv_sec,
+          .touched_nanoseconds = info.st_ctim.tv_nsec};
 }
 
 Status changed(const std::string& path, const std::string& how) {
@@ -81,7 +83,10 @@ Status FileStamp::check(const std::string& path) const {
   const FileStamp now = stamp_of(info);
   if (now == *this) return {};
   if (now.inode != inode || now.device != device) return changed(path, "was replaced");
-  if (now.size == size) return changed(path, "was written to");
+  if (now.size == size) {
+    const bool written = now.seconds != seconds || now.nanoseconds != nanoseconds;
+    return changed(path, written ? "was written to" : "was written to, linked or given a new mode");
+  }
   return changed(path, (now.size < size ? "shrank from " : "grew from ") + std::to_string(size) +
                            " to " + std::to_string(now.size) + " bytes");
 }

@@ -15,6 +15,8 @@ namespace bittern {
 struct FileStamp {
   std::uint64_t device = 0, inode = 0, size = 0;
   std::int64_t seconds = 0, nanoseconds = 0;  // when it was last written to
+  // When that, its name or its mode was last changed: the one time that no program can set.
+  std::int64_t touched_seconds = 0, touched_nanoseconds = 0;
   bool operator==(const FileStamp&) const = default;
 
   static Result<FileStamp> of(const std::string& path);

@@ -206,6 +206,28 @@ def test_resume_tells_a_model_of_the_same_size_and_time(larger, tmp_path):
     refused(result, 2, "out.partial: begun from another model")
 
 
+def overwrite_in_silence(file):
+    """Bytes in the middle, and the old time again."""
+    before = file.stat()
+    with open(file, "r+b") as f:
+        f.seek(before.st_size // 64)
+        f.write(b"\0" * 4096)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_resume_believes_no_source_that_was_touched(larger, tmp_path):
+    """Bytes that no fingerprint has looked at: what was made of the old ones is made again."""
+    model = own(larger, tmp_path / "hf")
+    args = ["quantize", model, "--bits", "4"]
+    kill(start(*args, out=tmp_path / "out"))
+    overwrite_in_silence(model / "model.safetensors")
+    result = bittern(*args, "-o", tmp_path / "out", "--resume", "--json", tmp_path / "report.json")
+    assert result.returncode == 0, result
+    assert json.loads((tmp_path / "report.json").read_text())["resumed"] == 0
+    assert bittern(*args, "-o", tmp_path / "expected").returncode == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
 def test_resume_makes_only_what_is_missing(larger, tmp_path):
     args = ["quantize", larger, "--bits", 8]
     out = tmp_path / "out"
@@ -644,7 +666,9 @@ def replace(file):
 
 @pytest.mark.peer("gguf")
 @pytest.mark.parametrize("form", ["folder", "gguf"])
-@pytest.mark.parametrize("change", [truncate, empty, append, overwrite, replace, os.unlink])
+@pytest.mark.parametrize(
+    "change", [truncate, empty, append, overwrite, overwrite_in_silence, replace, os.unlink]
+)
 def test_a_source_that_changes_is_an_error(larger, tmp_path, form, change):
     if form == "gguf":
         source = file = write_gguf(tmp_path / "in.gguf", load_numbers(larger))
