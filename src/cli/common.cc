@@ -206,6 +206,12 @@ std::string folder_of(const std::string& path) {
   return slash == std::string::npos ? "./" : path.substr(0, slash + 1);
 }
 
+// A new file in the folder of `path`. Not the file's name and more: that may be too long.
+int open_beside(const std::string& path, std::string& name) {
+  name = fmt::format("{}.bittern-{}.tmp", folder_of(path), getpid());
+  return open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+}
+
 int write_all(int file, std::string_view text) {
   while (!text.empty()) {
     const ssize_t n = write(file, text.data(), text.size());
@@ -243,7 +249,13 @@ Status check_json_flag(const CommonFlags& flags) {
   }
   const std::string folder = folder_of(flags.json);
   if (folder == flags.json) return json_error(flags.json, EISDIR);
-  return access(folder.c_str(), W_OK) == 0 ? Status() : json_error(flags.json, errno);
+  // Permission is not enough: /dev/fd and the like take no new files.
+  std::string probe;
+  const int file = open_beside(flags.json, probe);
+  if (file < 0) return json_error(flags.json, errno);
+  close(file);
+  unlink(probe.c_str());
+  return {};
 }
 
 std::vector<OutputName> json_output(const CommonFlags& flags) {
@@ -259,10 +271,9 @@ Status write_json(const CommonFlags& flags, const Json& json) {
     const int error = write_all(json_stdout, text);
     return error == 0 ? Status() : json_error(flags.json, error);
   }
-  // Not the file's name and more: that may be too long.
-  const std::string beside = fmt::format("{}.bittern-{}.tmp", folder_of(flags.json), getpid());
-  const int file = open(beside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (file < 0) return json_error(beside, errno);
+  std::string beside;
+  const int file = open_beside(flags.json, beside);
+  if (file < 0) return json_error(flags.json, errno);
   int error = write_all(file, text);
   if (error == 0 && fsync(file) != 0) error = errno;
   if (close(file) != 0 && error == 0) error = errno;

@@ -34,7 +34,15 @@ struct Place {
 
   explicit Place(const std::string& text) : own(identity_of(text)) {
     std::error_code error;
-    const fs::path spelled = fs::absolute(text, error).lexically_normal();
+    fs::path spelled = fs::absolute(text, error);
+    if (!spelled.has_filename()) spelled = spelled.parent_path();
+    // `link/..` is the folder above that which the link leads to: no work for lexically_normal.
+    if (std::find(spelled.begin(), spelled.end(), "..") == spelled.end()) {
+      spelled = spelled.lexically_normal();
+    } else {
+      const fs::path folder = fs::canonical(spelled.parent_path(), error);
+      spelled = (error ? spelled.parent_path() : folder) / spelled.filename();
+    }
     name = spelled.filename();
     parent = identity_of(spelled.parent_path());
     fs::path real = fs::canonical(spelled, error);

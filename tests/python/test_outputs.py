@@ -433,6 +433,14 @@ def test_json_on_standard_output(folder, tmp_path, name):
             assert bool(result.stderr) == (not quiet), result
 
 
+def test_json_that_cannot_be_written_fails_before_the_work(folder, tmp_path):
+    """/dev/fd takes no new file, whoever asks."""
+    for name in ("/dev/fd/99", "/proc/report.json"):
+        result = bittern("quantize", folder, "-o", tmp_path / "out", "--bits", 4, "--json", name)
+        assert result.returncode != 0 and "--json: " + name in result.stderr, result
+        assert names(tmp_path) == ["hf"]
+
+
 def test_json_takes_the_longest_name(folder, tmp_path):
     report = tmp_path / ("a" * 250 + ".json")
     for _ in range(2):
@@ -492,6 +500,19 @@ def test_outputs_are_apart_from_inputs(folder, tmp_path):
     wrong(out, "--json", out, words=["--json", "-o", "out"][:1])
     wrong(out, "--json", f"{out}.partial", words=["--json", "also the output"])
     wrong(out, "--json", tmp_path / "up" / "out.partial.journal", words=["--json", "also the output"])
+    # `down/..` is the model's folder, however it looks.
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (folder / "sub").mkdir()
+    (elsewhere / "down").symlink_to(folder / "sub")
+    result = bittern("quantize", folder, "-o", elsewhere / "down" / ".." / "out", "--bits", 4)
+    refused(result, 2, "-o", "inside the input")
+    result = bittern("inspect", folder, "--json", elsewhere / "down" / ".." / "report.json")
+    refused(result, 2, "--json", "inside the input")
+    result = bittern("quantize", folder, "-o", folder / ".." / "beside", "--bits", 4)
+    assert result.returncode == 0, result
+    (folder / "sub").rmdir()
+    before = contents(folder)
     os.link(folder / "config.json", tmp_path / "hard.json")
     wrong(out, "--json", tmp_path / "hard.json", "--force", words=["--json"])
     (tmp_path / "hard.json").unlink()
