@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <type_traits>
 #include <utility>
 
 #include "bittern/ops/gguf_quantize.h"
@@ -238,6 +239,67 @@ Status decode_finite(const EncodedRows& rows, const Storage& storage, std::int64
   return expect_finite(back, count * columns, columns);
 }
 
+// Row `row` of the grid by itself.
+GridRows row_of(const GridRows& grid, std::int64_t row, std::int64_t columns) {
+  const auto part = [&](const auto& of, std::int64_t length) {
+    return std::remove_cvref_t<decltype(of)>(of.begin() + row * length,
+                                             of.begin() + (row + 1) * length);
+  };
+  const std::int64_t groups = columns / grid.group;
+  return {.bits = grid.bits,
+          .group = grid.group,
+          .first = grid.first + row,
+          .codes = part(grid.codes, columns),
+          .scales = part(grid.scales, groups),
+          .biases = part(grid.biases, groups)};
+}
+
+RowNumbers numbers_of(const GridRows& grid) {
+  RowNumbers numbers;
+  numbers.first = grid.first;
+  numbers.own.resize(grid.codes.size());
+  for (std::size_t i = 0; i < grid.codes.size(); ++i) {
+    const std::size_t g = i / static_cast<std::size_t>(grid.group);
+    numbers.own[i] = static_cast<float>(grid.codes[i]) * grid.scales[g] + grid.biases[g];
+  }
+  numbers.data = numbers.own.data();
+  return numbers;
+}
+
+// Rows whose scales, biases or numbers leave the range are quantised again, from numbers within it;
+// a scale that was merely clamped would move every weight of its group. Row by row, so that nothing
+// depends on which rows a thread was given.
+Status encode_saturated(const GridRows& grid, std::int64_t columns, const Storage& to,
+                        EncodedRows& out, double& change, std::uint64_t& saturated) {
+  const auto count = static_cast<std::int64_t>(grid.codes.size()) / columns;
+  const auto dtype = *to_dtype(to.dtype);
+  const auto in_range = [&](const std::vector<float>& params) {
+    return std::none_of(params.begin(), params.end(),
+                        [&](float x) { return overflows(std::abs(x), dtype); });
+  };
+  const RowEncoder again{.to = to, .method = {}, .through = {}, .saturate = true};
+  out.data.clear();
+  out.scales.clear();
+  out.biases.clear();
+  for (std::int64_t r = 0; r < count; ++r) {
+    GridRows row = row_of(grid, r, columns);
+    EncodedRows one;
+    bool fits = in_range(row.scales) && in_range(row.biases);
+    if (fits) {
+      GridRows rounded = row;
+      const double changed = round_params(rounded, to.dtype);
+      BITTERN_TRY(encode_grid(rounded, columns, to, one));
+      fits = decode_finite(one, to, row.first, 1, columns).ok();
+      if (fits) change = std::max(change, changed);
+    }
+    if (!fits) BITTERN_TRY(again.encode(numbers_of(row), 1, columns, {}, one, saturated));
+    out.data.insert(out.data.end(), one.data.begin(), one.data.end());
+    out.scales.insert(out.scales.end(), one.scales.begin(), one.scales.end());
+    out.biases.insert(out.biases.end(), one.biases.begin(), one.biases.end());
+  }
+  return {};
+}
+
 }  // namespace
 
 bool is_fitted(const Storage& to) {
@@ -356,33 +418,34 @@ Status RowEncoder::encode_within(const RowNumbers& numbers, std::int64_t count,
 Status encode_rounded(GridRows& grid, std::int64_t columns, const Storage& to, bool saturate,
                       EncodedRows& out, double& change, std::uint64_t& saturated) {
   const auto dtype = to_dtype(to.dtype);
-  if (to.kind != Storage::Kind::affine || !dtype || *dtype == DType::f32)
-    return encode_grid(grid, columns, to, out);
+  if (to.kind != Storage::Kind::affine || !dtype) return encode_grid(grid, columns, to, out);
   const std::int64_t groups = columns / std::max(grid.group, 1);
   float most = 0;
-  for (std::vector<float>* params : {&grid.scales, &grid.biases}) {
+  bool fits = true;
+  for (const std::vector<float>* params : {&grid.scales, &grid.biases}) {
     for (std::size_t i = 0; i < params->size(); ++i) {
-      float& x = (*params)[i];
+      const float x = (*params)[i];
       most = std::max(most, std::abs(x));
       if (!overflows(std::abs(x), *dtype)) continue;
+      fits = false;
       if (!saturate)
         return unsupported(std::string(params == &grid.scales ? "scale " : "bias ") +
                            value_text(x) + " of row " +
                            std::to_string(grid.first + static_cast<std::int64_t>(i) / groups) +
                            " is beyond the range of " + bittern::name(*dtype) +
-                           ": expected --scale-dtype f32, or --lossy, which writes " +
-                           value_text(largest_finite(*dtype)));
-      x = std::copysign(largest_finite(*dtype), x);
-      ++saturated;
+                           ": expected --scale-dtype f32, or --lossy, which quantises the row "
+                           "again");
     }
   }
+  const bool near = overflows(most * static_cast<float>(1 << grid.bits), *dtype);
+  if (saturate && (near || !fits))
+    return encode_saturated(grid, columns, to, out, change, saturated);
   change = std::max(change, round_params(grid, to.dtype));
   BITTERN_TRY(encode_grid(grid, columns, to, out));
-  const auto codes = static_cast<float>(1 << grid.bits);
-  if (saturate || !overflows(most * codes, *dtype)) return {};
+  if (!near) return {};
   const std::int64_t count = static_cast<std::int64_t>(grid.codes.size()) / columns;
-  if (decode_finite(out, to, grid.first, count, columns).ok()) return {};
-  return decodes_to_infinity(*dtype);
+  const Status finite = decode_finite(out, to, grid.first, count, columns);
+  return finite.ok() || *dtype == DType::f32 ? finite : decodes_to_infinity(*dtype);
 }
 
 Status expect_finite_rows(const EncodedRows& rows, const Storage& storage, std::int64_t first,

@@ -112,7 +112,8 @@ struct RowEncoder {
 };
 
 // Rows of codes in another storage (encode_grid), scales and biases rounded to its dtype, as
-// round_params tells in `change`. What becomes too large is an error or, with `saturate`, clamped.
+// round_params tells in `change`. What becomes too large is an error or, with `saturate`, a reason
+// to quantise its row again.
 Status encode_rounded(GridRows& grid, std::int64_t columns, const Storage& to, bool saturate,
                       EncodedRows& out, double& change, std::uint64_t& saturated);
 

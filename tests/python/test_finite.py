@@ -218,6 +218,38 @@ def test_transcoding_to_f16_scales(tmp_path):
     assert result.returncode == 0 and "too large" in result.stdout, result
 
 
+@pytest.mark.peer("mlx")
+@pytest.mark.parametrize("scale", [1e4, 6e4, 1e7])
+@pytest.mark.parametrize("bits,group", [(8, 32), (4, 64), (2, 128), (3, 32)])
+def test_transcoding_to_f16_scales_leaves_no_infinity(tmp_path, bits, group, scale):
+    """Scales and biases that f16 holds may decode to infinities, and a bias that is clamped moves
+    every weight of its group. Other rows keep their codes."""
+    from test_quantize import mlx_numbers
+
+    w = weights(np.random.default_rng(3), 6, 256)
+    w[2] *= np.float32(scale / np.abs(w[2]).max())
+    source = write_folder(tmp_path / "hf", {"a.weight": w})
+    exact, out = tmp_path / "exact", tmp_path / "out"
+    flags = ["--bits", bits, "--group-size", group]
+    assert bittern("quantize", source, "-o", exact, *flags).returncode == 0
+    args = ("quantize", exact, "--transcode", "--scale-dtype", "f16", "--lossy")
+    result = bittern(*args, "-o", out)
+    assert result.returncode == 0, result
+    was, now = mlx_numbers(exact, "a", bits, group), mlx_numbers(out, "a", bits, group)
+    assert np.isfinite(now).all()
+    others = [0, 1, 3, 4, 5]
+    np.testing.assert_allclose(now[others], was[others], rtol=0, atol=0.02)
+    # A group of 2 or 3 bits from -65504 to 65504 would overflow as MLX multiplies.
+    inside = np.clip(was[2], -65504, 65504)
+    step = (inside.max() - inside.min()) / (2**bits - 1)
+    assert np.abs(now[2] - inside).max() <= max(step, 0.51 * 65504 if scale > 3e4 else 0)
+    assert bittern(*args, "-o", tmp_path / "again", "--threads", 1).returncode == 0
+    for name in ("model.safetensors", "config.json"):
+        assert (out / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    back = bittern("quantize", out, "-o", tmp_path / "back", "--dequantize", "f32")
+    assert back.returncode == 0, back
+
+
 # ---- told by inspect --compare ----
 
 
