@@ -12,6 +12,20 @@ namespace {
 
 bool has(std::string_view name, std::string_view part) { return name.find(part) != name.npos; }
 
+// A file with one tensor of another dtype is refused by mx.load as a whole.
+bool mlx_reads(SafeDType dtype) {
+  switch (dtype) {
+    case SafeDType::f4:
+    case SafeDType::f6_e2m3:
+    case SafeDType::f6_e3m2:
+    case SafeDType::f8_e5m2:
+    case SafeDType::f8_e4m3fnuz:
+    case SafeDType::f8_e5m2fnuz:
+    case SafeDType::f64: return false;
+    default: return true;
+  }
+}
+
 }  // namespace
 
 // What is small and delicate, and stays as it is unless told otherwise: norms, convolutions,
@@ -141,6 +155,10 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
   const bool arithmetic =
       tensor.from.quantized() || is_float(tensor.from.dtype) || tensor.from.dtype == SafeDType::f64;
   if (!arithmetic) {
+    if (options_.format == ModelFormat::mlx && !mlx_reads(tensor.from.dtype))
+      return unsupported(source_.path() + ": tensor " + source_of(recipe) + ": " +
+                         bittern::name(tensor.from.dtype) +
+                         ", which MLX does not read, expected --format safetensors");
     tensor.note = std::string(bittern::name(tensor.from.dtype)) + ": left as it is";
     return {};
   }
@@ -176,6 +194,10 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
     }
     wanted = storage_of(*fits);
   } else {
+    if (options_.format == ModelFormat::mlx && hides_a_key(recipe.name)) {
+      tensor.note = "config.json has no place for a module of this name: left as it is";
+      return {};
+    }
     const int bits = rule != nullptr && rule->bits > 0 ? rule->bits
                      : options_.bits > 0               ? options_.bits
                                                        : 4;

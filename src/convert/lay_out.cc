@@ -3,6 +3,8 @@
 #include <cstdio>
 #include <filesystem>
 #include <map>
+#include <set>
+#include <span>
 #include <system_error>
 #include <utility>
 
@@ -13,6 +15,7 @@
 #include "convert/tokenizer.h"
 #include "convert/tokenizer_table.h"
 #include "formats/json_events.h"
+#include "formats/json_tree.h"
 #include "formats/mapped_file.h"
 
 namespace bittern {
@@ -23,8 +26,6 @@ using Json = nlohmann::ordered_json;
 
 constexpr std::uint64_t kShardBytes = std::uint64_t{5} << 30;  // as mlx-lm cuts
 constexpr std::size_t kMostParts = 65535;                      // of a GGUF file: a u16
-
-std::string module_of(const std::string& name) { return name.substr(0, name.rfind('.')); }
 
 Result<std::string> read_text(const std::string& path) {
   // An empty file is not mapped, and may stand beside a model.
@@ -37,6 +38,15 @@ Result<std::string> read_text(const std::string& path) {
 }
 
 }  // namespace
+
+std::string module_of(std::string_view name) {
+  return std::string(name.substr(0, name.rfind('.')));
+}
+
+bool hides_a_key(std::string_view name) {
+  const std::string module = module_of(name);
+  return module == "bits" || module == "group_size" || module == "mode";
+}
 
 Status ConversionPlanner::lay_out_gguf() {
   const std::vector<std::size_t> ends = part_ends();
@@ -220,6 +230,8 @@ std::uint32_t ConversionPlanner::file_type() const {
 }
 
 Status ConversionPlanner::lay_out_folder() {
+  if (conversion_.tensors_.empty())
+    return refuse("no tensors, expected at least one: a folder without any cannot be read");
   std::vector<SafetensorsSpec> specs;
   const bool mlx = options_.format == ModelFormat::mlx;
   for (OutputTensor& tensor : conversion_.tensors_) {
@@ -257,8 +269,14 @@ Status ConversionPlanner::lay_out_folder() {
     Json config = written_config_;
     config.erase("quantization");
     config.erase("quantization_config");
-    if (mlx) write_quantization(config);
-    conversion_.texts_.push_back({"config.json", config.dump(4) + "\n"});
+    if (mlx) BITTERN_TRY(write_quantization(config));
+    const std::string text = config.dump(4) + "\n";
+    // What is written must be within the limits of what is read.
+    const auto read = parse_json_tree(out_ + "/config.json", std::as_bytes(std::span(text)));
+    if (!read)
+      return invalid(std::string(read.status().message()) +
+                     "; --bits without rules needs no entry for each tensor");
+    conversion_.texts_.push_back({"config.json", text});
   }
   if (source_.gguf() != nullptr) {
     auto files = tokenizer_from_gguf(*source_.gguf());
@@ -270,6 +288,12 @@ Status ConversionPlanner::lay_out_folder() {
   } else {
     for (const std::string& left_out : source_.left_out()) note("not copied: " + left_out);
     for (const std::string& name : source_.other_files()) {
+      // The index and the journal list the output's files, one a line.
+      const auto is_control = [](unsigned char c) { return c < 32 || c == 127; };
+      if (!is_utf8(name) || std::any_of(name.begin(), name.end(), is_control)) {
+        note("not copied: " + in_quotes(name) + ": a name that is not plain UTF-8");
+        continue;
+      }
       auto text = read_text(source_.path() + "/" + name);
       if (!text) return text.status();
       conversion_.texts_.push_back({name, std::move(*text)});
@@ -294,14 +318,31 @@ Status ConversionPlanner::lay_out_folder() {
   return {};
 }
 
+// Words that the source does not say are packed would be taken for codes beside those that are.
+Status ConversionPlanner::check_packed() const {
+  std::set<std::string_view> names;
+  for (const OutputTensor& tensor : conversion_.tensors_) names.insert(tensor.recipe.name);
+  for (const OutputTensor& tensor : conversion_.tensors_) {
+    const std::string& name = tensor.recipe.name;
+    if (tensor.to != Storage::plain(SafeDType::u32) || !name.ends_with(".weight")) continue;
+    for (const char* part : {".scales", ".biases"})
+      if (names.contains(module_of(name) + part))
+        return refuse("tensor " + name + ": U32 beside " + module_of(name) + part +
+                      ", as MLX packs codes, and no quantization in config.json; expected the "
+                      "config.json that tells its bits and groups");
+  }
+  return {};
+}
+
 // Both keys mlx-lm writes: the choice most tensors have, and those that differ by their module.
-void ConversionPlanner::write_quantization(Json& config) const {
+Status ConversionPlanner::write_quantization(Json& config) const {
   std::map<std::pair<int, int>, std::uint64_t> weights;
   for (const OutputTensor& tensor : conversion_.tensors_)
     if (tensor.to.kind == Storage::Kind::affine)
       weights[{tensor.to.bits, tensor.to.group}] +=
           static_cast<std::uint64_t>(tensor.recipe.shape.numel());
-  if (weights.empty()) return;
+  if (weights.empty()) return {};
+  BITTERN_TRY(check_packed());
   const auto [bits, group] =
       std::max_element(weights.begin(), weights.end(), [](const auto& a, const auto& b) {
         return a.second < b.second;
@@ -311,11 +352,17 @@ void ConversionPlanner::write_quantization(Json& config) const {
     if (tensor.to.kind != Storage::Kind::affine ||
         (tensor.to.bits == bits && tensor.to.group == group))
       continue;
-    quantization[module_of(tensor.recipe.name)] = {
-        {"group_size", tensor.to.group}, {"bits", tensor.to.bits}, {"mode", "affine"}};
+    if (hides_a_key(tensor.recipe.name))
+      return refuse("tensor " + tensor.recipe.name + ": MLX's config.json has no place for the " +
+                    "bits of a module of this name, expected a rule that keeps the tensor");
+    // Not operator[], which would look through all keys for each.
+    quantization.get_ref<Json::object_t&>().emplace_back(
+        module_of(tensor.recipe.name),
+        Json{{"group_size", tensor.to.group}, {"bits", tensor.to.bits}, {"mode", "affine"}});
   }
   config["quantization"] = quantization;
   config["quantization_config"] = quantization;
+  return {};
 }
 
 }  // namespace bittern

@@ -43,6 +43,12 @@ std::string mix_names();  // of those whose type is written
 // Why a tensor of this name stays as it is unless told otherwise, or null.
 const char* delicate(std::string_view name);
 bool is_matrix(const Recipe& recipe);
+// Whether MLX's quantisation in config.json has a key of its own under the name of this tensor's
+// module: "bits", "group_size" or "mode".
+bool hides_a_key(std::string_view name);
+std::string module_of(std::string_view name);  // X of X.weight
+// A rule's pattern as notes and errors show it: cut where it is long.
+std::string pattern_text(const TensorRule& rule);
 const std::string& source_of(const Recipe& recipe);
 
 class ConversionPlanner {
@@ -127,7 +133,8 @@ class ConversionPlanner {
   std::string model_name() const;
   std::uint32_t file_type() const;
   Status lay_out_folder();
-  void write_quantization(Json& config) const;
+  Status check_packed() const;
+  Status write_quantization(Json& config) const;
 
   const Checkpoint& source_;
   ConversionOptions options_;

@@ -431,7 +431,8 @@ bool goes_through(std::string_view name) {
        {"config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json",
         "quantization_config.json"})
     if (name == about_weights) return false;
-  if (name.ends_with(".index.json")) return false;
+  for (const std::string_view weights : {".index.json", ".safetensors", ".gguf"})
+    if (name.ends_with(weights)) return false;
   for (const std::string_view suffix :
        {".json", ".jinja", ".model", ".txt", ".md", ".tiktoken", ".py"})
     if (name.ends_with(suffix)) return true;
@@ -610,7 +611,6 @@ Status Checkpoint::take_fingerprint() {
   return {};
 }
 
-Result<Checkpoint> Checkpoint::open(const std::string& path) {
 std::uint64_t Checkpoint::stamp() const {
   Fingerprint hash;
   const auto add = [&](const FileStamp& stamp) {
@@ -626,6 +626,7 @@ std::uint64_t Checkpoint::stamp() const {
   return hash.value();
 }
 
+Result<Checkpoint> Checkpoint::open(const std::string& path) {
   try {
     Checkpoint model;
     model.path_ = model.given_ = path;

@@ -24,6 +24,7 @@ def bittern(*args, env=None):
         capture_output=True,
         text=True,
         timeout=600,
+        errors="replace",
         env={**os.environ, **(env or {})},
     )
 

@@ -492,14 +492,6 @@ def test_outputs_are_apart_from_inputs(folder, tmp_path):
     wrong(folder / "out", words=["-o", "inside the input"])
     wrong(tmp_path / "link" / "out", words=["-o", "inside the input"])
     wrong(tmp_path / "up" / "hf" / "out", words=["-o", "inside the input"])
-    wrong(folder, "--force", words=[str(folder)])
-    wrong(tmp_path, "--force", words=[str(tmp_path)])
-    out = tmp_path / "out"
-    wrong(out, "--json", folder / "report.json", words=["--json", "inside the input"])
-    wrong(out, "--json", tmp_path / "link" / "report.json", words=["--json", "inside the input"])
-    wrong(out, "--json", out, words=["--json", "-o", "out"][:1])
-    wrong(out, "--json", f"{out}.partial", words=["--json", "also the output"])
-    wrong(out, "--json", tmp_path / "up" / "out.partial.journal", words=["--json", "also the output"])
     # `down/..` is the model's folder, however it looks.
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -513,6 +505,14 @@ def test_outputs_are_apart_from_inputs(folder, tmp_path):
     assert result.returncode == 0, result
     (folder / "sub").rmdir()
     before = contents(folder)
+    wrong(folder, "--force", words=[str(folder)])
+    wrong(tmp_path, "--force", words=[str(tmp_path)])
+    out = tmp_path / "out"
+    wrong(out, "--json", folder / "report.json", words=["--json", "inside the input"])
+    wrong(out, "--json", tmp_path / "link" / "report.json", words=["--json", "inside the input"])
+    wrong(out, "--json", out, words=["--json", "-o", "out"][:1])
+    wrong(out, "--json", f"{out}.partial", words=["--json", "also the output"])
+    wrong(out, "--json", tmp_path / "up" / "out.partial.journal", words=["--json", "also the output"])
     os.link(folder / "config.json", tmp_path / "hard.json")
     wrong(out, "--json", tmp_path / "hard.json", "--force", words=["--json"])
     (tmp_path / "hard.json").unlink()
@@ -852,6 +852,21 @@ def test_what_cannot_be_read_is_called_so(open_folder):
     result = as_nobody("quantize", model, "-o", closed / "out", "--bits", "4", cwd=open_folder)
     refused(result, 4, "cannot write into", "Permission denied")
     assert not (open_folder / "out").exists()
+
+
+def test_side_files_of_any_name(folder, tmp_path):
+    """A name that the list of the output's files cannot hold would make it a stranger's folder."""
+    for name in (b"\xff\xfe.txt", b"a\nb.md", b"vocab.safetensors", "\u00fc n\u00ef.txt".encode()):
+        with open(os.fsencode(folder) + b"/" + name, "wb") as file:
+            file.write(b"text")
+    out = tmp_path / "out"
+    args = ["quantize", folder, "-o", out, "--bits", 4]
+    result = bittern(*args)
+    assert result.returncode == 0 and result.stdout.count("not plain UTF-8") == 2, result
+    expected = ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+    assert names(out) == [*expected, "\u00fc n\u00ef.txt"]
+    result = bittern(*args, "--force", "--quiet")
+    assert result.returncode == 0, result
 
 
 def test_side_files_that_are_no_files_are_told(folder, tmp_path):

@@ -197,3 +197,83 @@ def test_f64_in_other_formats(tmp_path):
     vector = {"blk.0.a.weight": tensors["model.embed_tokens.weight"], "output_norm.weight": tensors["model.norm.weight"]}
     gguf = write_gguf(tmp_path / "in.gguf", vector)
     assert planned("--bits", 8, "--format", "gguf", source=gguf)["output_norm.weight"] == "F32"
+
+
+# ---- what no reader could make sense of ----
+
+
+def write_raw(path, tensors):
+    """name -> (dtype, shape, bytes), in dtypes that numpy has not."""
+    header, data = {}, b""
+    for name, (dtype, shape, content) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+@pytest.mark.parametrize("flags", [["--bits", 4], ["--dequantize", "f16"], ["--transcode"], ["--dtype", "f16"]])
+def test_a_model_without_tensors_makes_no_folder(tmp_path, flags):
+    source = write_raw(tmp_path / "in.safetensors", {})
+    refused(bittern("quantize", source, "-o", tmp_path / "out", *flags), 2, "no tensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
+
+
+@pytest.mark.parametrize("flags", [["--bits", 4], ["--transcode"], ["--dequantize", "f16", "--format", "mlx"]])
+@pytest.mark.parametrize("dtype,bits", [("F8_E5M2", 8), ("F8_E4M3FNUZ", 8), ("F8_E5M2FNUZ", 8), ("F4", 4), ("F6_E2M3", 6)])
+def test_a_dtype_that_mlx_does_not_read_is_refused(tmp_path, dtype, bits, flags):
+    """mx.load refuses a file for one such tensor."""
+    tensors = {"a.weight": ("F32", [2, 64], b"\0" * 512), "x": (dtype, [32], b"\0" * (4 * bits))}
+    source = write_raw(tmp_path / "in.safetensors", tensors)
+    refused(bittern("quantize", source, "-o", tmp_path / "out", *flags), 3, "tensor x: " + dtype, "MLX does not read")
+    result = bittern("quantize", source, "-o", tmp_path / "out", "--dequantize", "f16")
+    assert result.returncode == 0, result
+
+
+def test_words_that_look_packed_are_not_read_as_codes(tmp_path):
+    """Beside codes of 5 bits, config.json would say that these are, too."""
+    rng = np.random.default_rng(9)
+    tensors = {
+        "a.weight": np.zeros((4, 8), np.uint32),
+        "a.scales": weights(rng, 4, 1),
+        "a.biases": weights(rng, 4, 1),
+        "b.weight": weights(rng, 4, 64),
+    }
+    source = write_folder(tmp_path / "in", tensors)
+    refused(bittern("quantize", source, "-o", tmp_path / "out", "--bits", 5), 2, "a.weight", "config.json")
+    result = bittern("quantize", source, "-o", tmp_path / "out", "--dequantize", "f16")
+    assert result.returncode == 0, result
+
+
+@pytest.mark.peer("mlx")
+def test_modules_named_like_keys_of_the_config(tmp_path):
+    rng = np.random.default_rng(9)
+    tensors = {f"{name}.weight": weights(rng, 4, 64) for name in ("bits", "group_size", "mode", "a")}
+    source = write_folder(tmp_path / "in", tensors)
+    rules = [word for name in ("bits", "group_size", "mode") for word in ("--override", f"{name}=8:32")]
+    out = tmp_path / "out"
+    result = bittern("quantize", source, "-o", out, "--bits", 4, *rules)
+    assert result.returncode == 0 and "no place for a module of this name" in result.stdout, result
+    numbers = mlx_weights(out)
+    for name in ("bits", "group_size", "mode"):
+        np.testing.assert_array_equal(numbers[f"{name}.weight"], tensors[f"{name}.weight"])
+    assert bittern("inspect", out).returncode == 0
+
+
+def test_a_config_that_could_not_be_read_is_not_written(tmp_path):
+    """Every tensor that differs from the rest is an entry of config.json, whose size is limited."""
+    count = 70_000
+    data = b"\0" * (128 * count)
+    header = {
+        f"{'ab'[i % 2]}.{i}.weight": {"dtype": "F32", "shape": [1, 32], "data_offsets": [128 * i, 128 * i + 128]}
+        for i in range(count)
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (tmp_path / "in.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    args = ["quantize", tmp_path / "in.safetensors", "-o", tmp_path / "out", "--group-size", 32, "--quiet"]
+    result = bittern(*args, "--bits", 4, "--override", r"^a\.=8:32")
+    refused(result, 2, "config.json: more than 262144 values")
+    assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
