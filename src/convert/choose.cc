@@ -121,7 +121,7 @@ const char* ConversionPlanner::in_vain(const TensorRule& rule, const Recipe& rec
 void ConversionPlanner::note_unused() {
   for (std::size_t r = 0; r < options_.rules.size(); ++r) {
     const TensorRule& rule = options_.rules[r];
-    const std::string of = "the rule " + rule.pattern;
+    const std::string of = "the rule " + pattern_text(rule);
     std::size_t found = 0, first = 0, able = 0;
     const Recipe* shown = nullptr;
     const char* why = "";  // it has no effect on that one
@@ -136,6 +136,7 @@ void ConversionPlanner::note_unused() {
         shown = &tensor.recipe;
         why = vain;
       }
+      if (able > 0) break;  // it has an effect, and there is nothing to tell
     }
     if (found == 0) {
       note(of + " matches no tensor");

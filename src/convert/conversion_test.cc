@@ -257,7 +257,19 @@ TEST_F(Conversions, ReadPolicies) {
   };
   refused("[1]", "not a JSON object");
   refused("{", "JSON");
-  refused(R"({"bitss": 3})", "bitss: unknown");
+  refused(R"({"bitss": 3})", "\"bitss\": unknown");
+  refused(R"({"bits": 3, "bits": 4})", "given twice");
+  for (const char* around :
+       {R"({"bits": @})", R"({"type": @})", R"({"rules": [@]})",
+        R"({"rules": [{"match": "a", "bits": @}]})", R"({"rules": [{"match": "a", "else": @}]})"}) {
+    std::string text = around;
+    const std::size_t at = text.find('@');
+    text.replace(at, 1, std::string(500'000, '[') + std::string(500'000, ']'));
+    refused(text, "policy.json: ");
+    text.replace(at, 1'000'000, "\"" + std::string(1'000'000, 'x') + "\"");
+    EXPECT_LT(read(text).size(), 1000U) << around;
+  }
+  EXPECT_LT(read("{\"" + std::string(1'000'000, 'x') + "\": 1}").size(), 1000U);
   refused(R"({"bits": "3"})", "expected an integer");
   refused(R"({"rules": {}})", "expected a list");
   refused(R"({"rules": [{"bits": 3}]})", "\"match\"");

@@ -122,7 +122,7 @@ std::optional<std::string> ConversionPlanner::why_kept(const Recipe& recipe) con
   if (fixed_type(recipe)) return std::nullopt;
   if (options_.leave_output && is_output(recipe)) return "left as it is by --leave-output-tensor";
   const TensorRule* rule = rule_for(recipe);
-  if (rule != nullptr && rule->keep) return "kept by " + rule->pattern;
+  if (rule != nullptr && rule->keep) return "kept by " + pattern_text(*rule);
   const char* why = delicate(recipe.name);
   if (rule != nullptr || options_.pure || why == nullptr) return std::nullopt;
   return std::string(why) + ": left as it is";

@@ -138,15 +138,16 @@ Status ConversionPlanner::check_options() {
   if (o.bits > 0) BITTERN_TRY(check_bits(o.bits, "--bits"));
   BITTERN_TRY(check_group(o.group, "--group-size"));
   for (const TensorRule& rule : o.rules) {
+    const std::string text = pattern_text(rule);
     if (rule.keep + (rule.bits > 0 || rule.group > 0) + rule.type.has_value() > 1)
-      return invalid(rule.pattern +
+      return invalid(text +
                      ": a rule says one of keep, bits (with a group) and type; expected one");
-    if (rule.bits > 0) BITTERN_TRY(check_bits(rule.bits, rule.pattern));
-    if (rule.group > 0) BITTERN_TRY(check_group(rule.group, rule.pattern));
+    if (rule.bits > 0) BITTERN_TRY(check_bits(rule.bits, text));
+    if (rule.group > 0) BITTERN_TRY(check_group(rule.group, text));
     if (rule.type && !gguf)
-      return invalid(rule.pattern + ": type " + info(*rule.type).name + " in format " +
-                     name(o.format) + ", expected --format gguf");
-    if (rule.type) BITTERN_TRY(check_written(rule.pattern + ": type", *rule.type));
+      return invalid(text + ": type " + info(*rule.type).name + " in format " + name(o.format) +
+                     ", expected --format gguf");
+    if (rule.type) BITTERN_TRY(check_written(text + ": type", *rule.type));
   }
   if (!o.imatrix.empty() && o.method && o.method != AffineMethod::lsq && !gguf)
     return invalid("--imatrix: only --method lsq weighs errors, expected that");

@@ -8,12 +8,15 @@
 #include "convert/mix.h"
 #include "convert/planner.h"
 #include "formats/json_events.h"
+#include "formats/json_tree.h"
 
 namespace bittern {
 
 namespace {
 
-using Json = nlohmann::ordered_json;
+using Json = OrderedJson;
+
+constexpr std::size_t kMostPolicyBytes = std::size_t{4} << 20;
 
 }  // namespace
 
@@ -31,12 +34,10 @@ std::string written_names() {
 Status read_policy(const std::string& path, ConversionOptions& options) {
   auto file = MappedFile::open(path);
   if (!file) return file.status();
-  const auto bytes = file->bytes();
-  if (bytes.size() > (std::size_t{4} << 20))
-    return invalid(path + ": " + std::to_string(bytes.size()) +
-                   " bytes, expected a policy of at most 4 MiB");
-  const auto* text = reinterpret_cast<const char*>(bytes.data());
-  const Json policy = Json::parse(text, text + bytes.size(), nullptr, false);
+  const auto parsed = parse_json_tree(path, file->bytes(), kMostPolicyBytes);
+  if (!parsed) return parsed.status();
+  BITTERN_TRY(file->unchanged());
+  const Json& policy = *parsed;
   const auto refuse = [&](const std::string& what) { return invalid(path + ": " + what); };
   if (!policy.is_object()) return refuse("not a JSON object, expected one");
   const auto number = [&](const Json& in, const char* key, int& to) -> Status {
@@ -44,7 +45,7 @@ Status read_policy(const std::string& path, ConversionOptions& options) {
     if (found == in.end()) return {};
     if (!found->is_number_integer() || found->get<std::int64_t>() < 1 ||
         found->get<std::int64_t>() > 1024)
-      return refuse(std::string(key) + ": " + found->dump() + ", expected an integer in 1..1024");
+      return refuse(std::string(key) + ": " + shown(*found) + ", expected an integer in 1..1024");
     if (to == 0) to = found->get<int>();
     return {};
   };
@@ -55,20 +56,20 @@ Status read_policy(const std::string& path, ConversionOptions& options) {
         found->is_string() ? ggml_type(std::string_view(found->get_ref<const std::string&>()))
                            : nullptr;
     if (known == nullptr || !is_written(known->type))
-      return refuse("type: " + found->dump() + ", expected one of" + written_names());
+      return refuse("type: " + shown(*found) + ", expected one of" + written_names());
     if (!to) to = known->type;
     return {};
   };
   for (const auto& [key, value] : policy.items()) {
     if (key != "bits" && key != "group_size" && key != "type" && key != "rules")
-      return refuse(key + ": unknown, expected bits, group_size, type or rules");
+      return refuse(in_quotes(key) + ": unknown, expected bits, group_size, type or rules");
   }
   BITTERN_TRY(number(policy, "bits", options.bits));
   BITTERN_TRY(number(policy, "group_size", options.group));
   if (const auto found = policy.find("type"); found != policy.end()) {
     const Mix* mix = found->is_string() ? find_mix(found->get_ref<const std::string&>()) : nullptr;
     if (mix == nullptr || !is_written(mix->type))
-      return refuse("type: " + found->dump() + ", expected one of" + mix_names());
+      return refuse("type: " + shown(*found) + ", expected one of" + mix_names());
     if (options.mix == nullptr && !options.type) options.mix = mix;
   }
   const auto rules = policy.find("rules");
@@ -76,15 +77,15 @@ Status read_policy(const std::string& path, ConversionOptions& options) {
   if (!rules->is_array()) return refuse("rules: expected a list of objects");
   for (const Json& line : *rules) {
     if (!line.is_object() || !line.contains("match") || !line["match"].is_string())
-      return refuse("rules: " + line.dump() +
+      return refuse("rules: " + shown(line) +
                     ", expected an object with \"match\", a regular expression");
     TensorRule rule{.pattern = line["match"].get<std::string>()};
     for (const auto& [key, value] : line.items()) {
       if (key == "keep" && value.is_boolean()) {
         rule.keep = value.get<bool>();
       } else if (key != "match" && key != "bits" && key != "group_size" && key != "type") {
-        return refuse("rules: " + rule.pattern + ": " + key + ": " + value.dump() +
-                      ", expected match, bits, group_size, type or keep");
+        return refuse("rules: " + in_quotes(rule.pattern) + ": " + in_quotes(key) + ": " +
+                      shown(value) + ", expected match, bits, group_size, type or keep");
       }
     }
     BITTERN_TRY(number(line, "bits", rule.bits));
@@ -127,8 +128,15 @@ Status ConversionPlanner::compile_rules() {
 bool ConversionPlanner::matches(std::size_t rule, const Recipe& recipe) const {
   const RE2& pattern = *patterns_[rule];
   return RE2::PartialMatch(recipe.name, pattern) ||
-         std::any_of(recipe.sources.begin(), recipe.sources.end(),
-                     [&](const std::string& source) { return RE2::PartialMatch(source, pattern); });
+         std::any_of(recipe.sources.begin(), recipe.sources.end(), [&](const std::string& source) {
+           return source != recipe.name && RE2::PartialMatch(source, pattern);
+         });
+}
+
+std::string pattern_text(const TensorRule& rule) {
+  constexpr std::size_t kMost = 120;
+  if (rule.pattern.size() <= kMost) return rule.pattern;
+  return rule.pattern.substr(0, kMost) + "...";
 }
 
 const TensorRule* ConversionPlanner::rule_for(const Recipe& recipe) const {

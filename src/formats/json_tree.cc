@@ -92,6 +92,14 @@ class TreeEvents : public JsonEvents {
 
 }  // namespace
 
+std::string shown(const OrderedJson& value) {
+  if (value.is_string()) return in_quotes(value.get_ref<const std::string&>());
+  if (value.is_boolean()) return value.get<bool>() ? "true" : "false";
+  if (value.is_number()) return value.dump();
+  if (value.is_null()) return "null";
+  return value.is_object() ? "an object" : "a list";
+}
+
 Result<OrderedJson> parse_json_tree(const std::string& where, std::span<const std::byte> text,
                                     std::size_t most_bytes, std::size_t most_values) {
   if (text.size() > most_bytes) {

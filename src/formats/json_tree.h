@@ -21,4 +21,7 @@ Result<OrderedJson> parse_json_tree(const std::string& where, std::span<const st
                                     std::size_t most_bytes = kJsonMaxBytes,
                                     std::size_t most_values = kJsonMaxValues);
 
+// One short line that shows a value of a file, whatever its size and depth.
+std::string shown(const OrderedJson& value);
+
 }  // namespace bittern

@@ -21,15 +21,6 @@ const OrderedJson* find(const OrderedJson& object, std::string_view key) {
   return nullptr;
 }
 
-// One line that shows a value of a file.
-std::string shown(const OrderedJson& value) {
-  if (value.is_string()) return in_quotes(value.get_ref<const std::string&>());
-  if (value.is_boolean()) return value.get<bool>() ? "true" : "false";
-  if (value.is_number()) return value.dump();
-  if (value.is_null()) return "null";
-  return value.is_object() ? "an object" : "a list";
-}
-
 // A member that must be one of a few whole numbers.
 Result<std::int64_t> one_of(const std::string& where, const OrderedJson& object,
                             std::string_view key, std::span<const std::int64_t> choices) {
