@@ -58,6 +58,7 @@ Result<Conversion> ConversionPlanner::make() {
 Status ConversionPlanner::make_recipes() {
   for (const CheckpointTensor& tensor : source_.tensors())
     shapes_.push_back({tensor.name, tensor.shape});
+  for (const std::string& weights : source_.not_read()) note("not read: " + weights);
   from_ = source_.gguf() != nullptr ? World::gguf : world_of_folder(shapes_);
   const World to = world_of(options_.format);
   config_ = source_.config();

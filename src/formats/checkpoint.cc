@@ -490,6 +490,35 @@ Status Checkpoint::list_other_files() {
   return {};
 }
 
+void Checkpoint::list_not_read() {
+  const auto some = [](const std::string& first, std::size_t count) {
+    return in_quotes(first) + (count == 1 ? "" : " and " + std::to_string(count - 1) + " more");
+  };
+  std::string least;
+  std::size_t count = 0;
+  for (const SafetensorsFile& file : folder_->files()) {
+    for (const SafetensorsTensor& tensor : file.tensors()) {
+      if (folder_->find(tensor.name)) continue;
+      if (count++ == 0 || tensor.name < least) least = tensor.name;
+    }
+  }
+  if (count > 0) not_read_.push_back("tensors that the index does not list: " + some(least, count));
+  count = 0;
+  std::error_code error;
+  for (fs::directory_iterator file(path_, error), end; !error && file != end;
+       file.increment(error)) {
+    const std::string name = file->path().filename().string();
+    const auto is_it = [&](const SafetensorsFile& read) {
+      return fs::path(read.path()).filename() == file->path().filename();
+    };
+    if (!name.ends_with(".safetensors") ||
+        std::any_of(folder_->files().begin(), folder_->files().end(), is_it))
+      continue;
+    if (count++ == 0 || name < least) least = name;
+  }
+  if (count > 0) not_read_.push_back("files that are not of the model: " + some(least, count));
+}
+
 Status Checkpoint::open_folder() {
   kind_ = Kind::hf;
   BITTERN_TRY(check_readable(path_));
@@ -505,6 +534,7 @@ Status Checkpoint::open_folder() {
       if (key == "format" && value == "mlx") kind_ = Kind::mlx;
   BITTERN_TRY(read_config(path_));
   BITTERN_TRY(take_tensors(FolderSource{*folder_}, true));
+  list_not_read();
   return list_other_files();
 }
 

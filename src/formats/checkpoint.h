@@ -91,6 +91,8 @@ class Checkpoint {
   const std::vector<std::string>& other_files() const { return other_files_; }
   // Why others of them do not: links out of the folder (formats/side_file.h).
   const std::vector<std::string>& left_out() const { return left_out_; }
+  // Weights of a folder that its index does not list, and which are therefore not of the model.
+  const std::vector<std::string>& not_read() const { return not_read_; }
   // Paths of all files that are read, of a folder also the folder itself.
   std::vector<std::string> files() const;
   // An error that names a file which is not what it was when the model was opened: it shrank, grew,
@@ -110,6 +112,7 @@ class Checkpoint {
   template <class Source>
   Status take_tensors(const Source& source, bool whole);
   Status list_other_files();
+  void list_not_read();
   Status index_tensors();
   Status take_fingerprint();
 
@@ -119,7 +122,7 @@ class Checkpoint {
   std::optional<SafetensorsFolder> folder_;
   std::optional<SafetensorsFile> file_;
   OrderedJson config_;
-  std::vector<std::string> other_files_, left_out_;
+  std::vector<std::string> other_files_, left_out_, not_read_;
   std::vector<std::pair<std::string, FileStamp>> stamps_;  // of files that are not mapped
   std::vector<CheckpointTensor> tensors_;
   std::vector<std::uint32_t> by_name_;

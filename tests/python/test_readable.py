@@ -199,6 +199,25 @@ def test_f64_in_other_formats(tmp_path):
     assert planned("--bits", 8, "--format", "gguf", source=gguf)["output_norm.weight"] == "F32"
 
 
+def test_weights_that_the_index_does_not_list_are_told(tmp_path):
+    """Other programs read all tensors of a shard, or all files called model*."""
+    from safetensors.numpy import save_file
+
+    folder = tmp_path / "in"
+    folder.mkdir()
+    tensors = {f"l.{i}.weight": weights(np.random.default_rng(i), 4, 64) for i in range(4)}
+    shards = [f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
+    for shard, (name, w) in zip(shards, tensors.items()):
+        save_file({name: w, f"{name}.more": w}, folder / shard)
+    weight_map = dict(zip(tensors, shards[:2])) | {"l.0.weight.more": shards[0]}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for flags in (["--bits", 4], ["--dequantize", "f16"]):
+        result = bittern("quantize", folder, "--dry-run", *flags)
+        assert result.returncode == 0, result
+        assert 'note: not read: tensors that the index does not list: "l.1.weight.more"\n' in result.stdout
+        assert f'note: not read: files that are not of the model: "{shards[2]}" and 1 more\n' in result.stdout
+
+
 # ---- what no reader could make sense of ----
 
 
