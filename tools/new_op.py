@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""new_op.py my_op [--root ROOT]: writes the five files of a new op, which compile and whose test
-fails until the formula, the kernels and the cases are filled in. Prints the two lines to add."""
+"""new_op.py FAMILY OP [--root ROOT]: writes the six files of a new op and adds its two lines.
+
+They compile; the op's test fails until the formula, the kernels and the cases are filled in."""
 import argparse
 import pathlib
 import re
@@ -80,12 +81,11 @@ std::span<const Kernel<@Op@>> @op@_ref() { return kKernels; }
 CPU = '''\
 #include "bittern/ops/@op@.h"
 #include "core/numerics.h"
-#include "cpu/dispatch.h"
+#include "cpu/kernel.h"
 #include "cpu/parallel.h"
-#include "plan/kernel.h"
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "ops/@op@/@op@_cpu.cc"
+#define HWY_TARGET_INCLUDE "ops/@family@/@op@/@op@_cpu.cc"
 #include "hwy/foreach_target.h"
 // after foreach_target.h
 #include "cpu/simd-inl.h"
@@ -114,8 +114,6 @@ namespace {
 using Op = @Op@;
 BITTERN_EXPORT(Run@Op@);
 
-Status supports(const Op::Desc&) { return cpu::supported(); }
-
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
   cpu::parallel(d.outer_size, 1, [&](std::int64_t begin, std::int64_t end) {
     BITTERN_CALL(Run@Op@)(d, a, begin, end);
@@ -123,11 +121,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
   return {};
 }
 
-constexpr Kernel<Op> kKernels[] = {{.name = "cpu",
-                                    .backend = "cpu",
-                                    .supports = supports,
-                                    .architecture = cpu::architecture,
-                                    .run = run}};
+constexpr Kernel<Op> kKernels[] = {cpu::exact_kernel<Op>(run)};
 
 }  // namespace
 
@@ -135,6 +129,29 @@ std::span<const Kernel<@Op@>> @op@_cpu() { return kKernels; }
 
 }  // namespace bittern
 #endif  // HWY_ONCE
+'''
+
+CUDA = '''\
+#include "bittern/ops/@op@.h"
+#include "cuda/runtime.cuh"
+
+namespace bittern {
+namespace {
+
+using Op = @Op@;
+
+// cuda::launch(Op::kName, kernel, cuda::grid_for(items), a.y.device.index, stream, ...)
+Status run(const Op::Desc&, const Op::Args&, Stream, Workspace) {
+  return unsupported("@op@: cuda is not written");
+}
+
+constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run)};
+
+}  // namespace
+
+std::span<const Kernel<@Op@>> @op@_cuda() { return kKernels; }
+
+}  // namespace bittern
 '''
 
 CASES = '''\
@@ -174,28 +191,52 @@ TEST(@Op@, MatchesAnExampleWorkedByHand) { FAIL() << "work an example by hand"; 
 '''
 
 
+def check_name(name):
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
+        sys.exit(f"new_op: {name}: expected lower_snake_case")
+
+
+def insert(file, line, before, after=""):
+    """Adds a line to a file, after the last line that starts with `after`, or before `before`."""
+    lines = file.read_text().splitlines()
+    same = [i for i, text in enumerate(lines) if after and text.startswith(after)]
+    at = same[-1] + 1 if same else lines.index(before)
+    lines.insert(at, line)
+    if after:  # in alphabetical order
+        lines[same[0]:at + 1] = sorted(lines[same[0]:at + 1])
+    file.write_text("\n".join(lines) + "\n")
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("op")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", help="a folder of src/ops, or a new one")
+    parser.add_argument("op", help="in lower_snake_case")
     parser.add_argument("--root", type=pathlib.Path,
                         default=pathlib.Path(__file__).resolve().parent.parent)
     args = parser.parse_args()
-    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", args.op):
-        sys.exit(f"new_op: {args.op}: expected lower_snake_case")
+    check_name(args.family)
+    check_name(args.op)
     name = "".join(word.capitalize() for word in args.op.split("_"))
-    folder = args.root / "src/ops" / args.op
+    folder = args.root / "src/ops" / args.family / args.op
     files = {args.root / f"include/bittern/ops/{args.op}.h": HEADER,
              folder / f"{args.op}_ref.cc": REF, folder / f"{args.op}_cpu.cc": CPU,
-             folder / f"{args.op}_cases.cc": CASES, folder / f"{args.op}_test.cc": TEST}
+             folder / f"{args.op}_cuda.cu": CUDA, folder / f"{args.op}_cases.cc": CASES,
+             folder / f"{args.op}_test.cc": TEST}
     if taken := [str(file) for file in files if file.exists()]:
         sys.exit(f"new_op: {taken[0]}: exists")
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
-        file.write_text(text.replace("@Op@", name).replace("@op@", args.op))
+        text = text.replace("@family@", args.family).replace("@Op@", name).replace("@op@", args.op)
+        file.write_text(text)
         print(f"wrote {file.relative_to(args.root)}")
-    print("\nAdd these two lines:")
-    print(f'  include/bittern/bittern.h   #include "bittern/ops/{args.op}.h"')
-    print(f"  src/ops/ops.inc             BITTERN_OP({name}, {args.op}, 1, 0)")
+    lines = {"include/bittern/bittern.h":
+                 (f'#include "bittern/ops/{args.op}.h"', "", '#include "bittern/ops/'),
+             "src/ops/ops.inc":
+                 (f"BITTERN_OP({name + ',':<31} {args.op + ',':<34} 1,  1)", "#undef BITTERN_OP")}
+    for path, line in lines.items():
+        insert(args.root / path, *line)
+        print(f"added {path}: {line[0]}")
 
 
 main()

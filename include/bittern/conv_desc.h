@@ -9,7 +9,7 @@
 // last axis, states on every axis. Sequences are those of gdn_desc.h: the batch's rows, or with
 // n_sequences > 0 runs of one row's tokens, given by cu_seqlens. They may be empty.
 #pragma once
-#include "bittern/gdn_desc.h"
+#include "bittern/sequences.h"
 
 namespace bittern {
 
@@ -23,14 +23,11 @@ struct CausalConvDesc {
   bool silu = true;
   bool operator==(const CausalConvDesc&) const = default;
 
-  // The same tokens and sequences, in blocks of 64 tokens.
-  GdnDesc rows() const {
-    return {.batch = batch, .tokens = tokens, .chunk = 64, .n_sequences = n_sequences};
-  }
-  std::int64_t sequences() const { return rows().sequences(); }
+  Sequences rows() const { return {batch, tokens, n_sequences}; }
+  std::int64_t sequences() const { return rows().count(); }
   // Blocks there can be at most.
   std::int64_t blocks() const {
-    return n_sequences > 0 ? rows().state_chunks() : batch * rows().state_chunks();
+    return n_sequences > 0 ? rows().most_chunks() : batch * rows().most_chunks();
   }
   Shape tensor_shape() const { return {batch, tokens, channels}; }
   Shape weight_shape() const { return {channels, width}; }

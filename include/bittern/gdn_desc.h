@@ -8,11 +8,7 @@
 //   state     [sequences(), value_heads, key_dim, value_dim], or value_dim before key_dim   f32
 //   h         [batch, state_chunks(), value_heads, ...state]   the state before each chunk
 //
-// Sequences. With n_sequences = 0 each of the `batch` rows is one sequence. With n_sequences = N >
-// 0 the batch must be 1 and its tokens are N sequences, one after the other: sequence i is the
-// tokens cu_seqlens[i] .. cu_seqlens[i+1]-1, where cu_seqlens [N+1] s32 starts at 0, never falls
-// (an empty sequence is fine) and ends at `tokens`. Chunks are counted from a sequence's own start,
-// the last one may be ragged, and no chunk crosses into the next sequence.
+// batch, tokens and n_sequences: bittern/sequences.h.
 //
 // Heads. value_heads is a multiple of key_heads; value head h uses key head
 // h / (value_heads / key_heads) (grouped) or h % key_heads (tiled, as GGUF files of Qwen3.5 do).
@@ -21,7 +17,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "bittern/plan.h"
+#include "bittern/sequences.h"
 
 namespace bittern {
 
@@ -54,7 +50,8 @@ struct GdnDesc {
   double scale = 0;               // of q; 0: key_dim ^ -0.5
   bool operator==(const GdnDesc&) const = default;
 
-  std::int64_t sequences() const { return n_sequences > 0 ? n_sequences : batch; }
+  Sequences rows() const { return {batch, tokens, n_sequences, chunk}; }
+  std::int64_t sequences() const { return rows().count(); }
   std::int64_t key_head(std::int64_t value_head) const {
     return head_map == HeadMap::grouped ? value_head / (value_heads / key_heads)
                                         : value_head % key_heads;
@@ -64,13 +61,10 @@ struct GdnDesc {
     return head_map == HeadMap::grouped ? key_head * (value_heads / key_heads) + i
                                         : key_head + i * key_heads;
   }
-  // Chunks of a sequence of `length` tokens.
-  std::int64_t chunks(std::int64_t length) const { return (length + chunk - 1) / chunk; }
-  // Chunks that h has room for, per batch row: as many as there can be. Sequence i's come first
-  // after those of the sequences before it; what is left over is not written.
-  std::int64_t state_chunks() const {
-    return n_sequences > 0 ? tokens / chunk + n_sequences : chunks(tokens);
-  }
+  std::int64_t chunks(std::int64_t length) const { return rows().chunks(length); }
+  // Chunks that h has room for, per batch row. Sequence i's come first after those of the sequences
+  // before it; what is left over is not written.
+  std::int64_t state_chunks() const { return rows().most_chunks(); }
   // Rounded to f32 once.
   float query_scale() const {
     return static_cast<float>(scale != 0 ? scale : 1 / std::sqrt(static_cast<double>(key_dim)));
@@ -95,10 +89,7 @@ struct GdnDesc {
   Operand state_operand() const {
     return {DType::f32, state_shape(), Operand::kOptional | Operand::kStrided};
   }
-  Operand sequence_operand() const {
-    return Operand::read_if(n_sequences > 0, DType::s32, {n_sequences > 0 ? n_sequences + 1 : 0},
-                            "n_sequences");
-  }
+  Operand sequence_operand() const { return rows().operand(); }
   // a_log and dt_bias.
   Operand gate_operand() const { return Operand::read_if(gate, DType::f32, {value_heads}, "gate"); }
 };
@@ -116,8 +107,6 @@ struct GdnFields {
 };
 
 Status check_gdn_desc(std::string_view op, const GdnDesc& d);
-// cu_seqlens starts at 0, never falls and ends at `tokens`.
-Status check_gdn_sequences(std::string_view op, const GdnDesc& d, const ConstView& cu_seqlens);
 
 template <GdnFields kFields, class D, class F>
 void visit_gdn_fields(D& d, F&& f) {

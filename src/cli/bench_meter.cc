@@ -9,8 +9,8 @@
 #include <cstring>
 
 #include "cli/bench_random.h"
+#include "cli/gemm.h"
 #include "cpu/dispatch.h"
-#include "cpu/gemm.h"
 #include "cpu/parallel.h"
 #include "cuda/plugin.h"
 

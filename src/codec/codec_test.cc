@@ -7,7 +7,7 @@
 
 #include "bittern/kv_cache.h"
 #include "codec/special.h"
-#include "core/aura.h"
+#include "ops/aura/aura.h"
 #include "oracle/op_test.h"
 #include "oracle/oracle.h"
 

@@ -24,16 +24,23 @@ def tool(name, *arguments):
     ("include/bittern/x.h", "hwy/highway.h"),
     ("src/core/x.cc", "plan/kernel.h"),
     ("src/plan/x.cc", "cpu/dispatch.h"),
-    ("src/ops/a/a_cpu.cc", "ops/b/b_impl.h"),
-    ("src/ops/a/a_cpu.cc", "bittern/ops/b.h"),
-    ("src/ops/a/a_ref.cc", "oracle/oracle.h"),
-    ("src/ops/a/a_cpu.cc", "cuda_runtime.h"),
+    ("src/core/x.cc", "bittern/gdn_desc.h"),
+    ("src/cpu/x-inl.h", "ops/gdn/gdn.h"),
+    ("src/ops/f/a/a_cpu.cc", "ops/f/b/b_impl.h"),
+    ("src/ops/f/a/a_cpu.cc", "bittern/ops/b.h"),
+    ("src/ops/f/a/a_cpu.cc", "ops/e/e.h"),
+    ("src/ops/f/a/a_cpu.cc", "bittern/e_desc.h"),
+    ("src/ops/f/f.h", "ops/e/e.h"),
+    ("src/ops/f/a/a_ref.cc", "oracle/oracle.h"),
+    ("src/ops/f/a/a_cpu.cc", "cuda_runtime.h"),
     ("src/cli/x.cc", "cuda_runtime.h"),
     ("src/formats/x.cc", "model/model.h"),
 ])
 def test_include_check_names_a_breach(tmp_path, path, header):
     file = tmp_path / path
     file.parent.mkdir(parents=True)
+    for op in "ab":
+        (tmp_path / "src/ops/f" / op).mkdir(parents=True, exist_ok=True)
     file.write_text(f'#include <vector>\n#include "{header}"\n')
     result = tool("check_includes.py", tmp_path)
     assert result.returncode == 1
@@ -42,10 +49,14 @@ def test_include_check_names_a_breach(tmp_path, path, header):
 
 @pytest.mark.parametrize("path, header", [
     ("include/bittern/x.h", "bittern/plan.h"),
-    ("src/ops/a/a_cpu.cc", "bittern/ops/a.h"),
-    ("src/ops/a/a_cpu.cc", "ops/a/a_cpu.cc"),
-    ("src/ops/a/a_cases.cc", "oracle/aim.h"),
-    ("src/ops/a/a_cuda.cu", "cuda_runtime.h"),
+    ("src/ops/f/a/a_cpu.cc", "bittern/ops/a.h"),
+    ("src/ops/f/a/a_cpu.cc", "bittern/f_desc.h"),
+    ("src/ops/f/a/a_cpu.cc", "ops/f/a/a_cpu.cc"),
+    ("src/ops/f/a/a_cpu.cc", "ops/f/f.h"),
+    ("src/ops/f/f_desc.cc", "bittern/ops/a.h"),
+    ("src/ops/f/a/a_cases.cc", "oracle/aim.h"),
+    ("src/ops/f/a/a_cases.cc", "ops/f/f_aims.h"),
+    ("src/ops/f/a/a_cuda.cu", "cuda_runtime.h"),
     ("src/plan/x.cc", "ops/ops.inc"),
 ])
 def test_include_check_lets_the_layers_through(tmp_path, path, header):
@@ -56,33 +67,38 @@ def test_include_check_lets_the_layers_through(tmp_path, path, header):
 
 
 def test_new_op_writes_files_that_compile(tmp_path):
+    """ARCHITECTURE.md: an op costs six files and two lines, and what is written of them."""
     for folder in ["include", "src"]:
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    result = tool("new_op.py", "half_wave", "--root", tmp_path)
+    before = {file: file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
+    result = tool("new_op.py", "gguf", "half_wave", "--root", tmp_path)
     assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    bittern_h, ops_inc = (line.split(maxsplit=1)[1] for line in lines[-2:])
-    file = tmp_path / "include/bittern/bittern.h"
-    file.write_text(file.read_text() + bittern_h + "\n")
-    file = tmp_path / "src/ops/ops.inc"
-    file.write_text(file.read_text().replace("#undef", ops_inc + "\n#undef"))
-    # The two light ones together, so that the headers are read once less.
-    both = tmp_path / "both.cc"
-    both.write_text("".join(f'#include "ops/half_wave/half_wave_{part}.cc"\n'
-                            for part in ["cases", "test"]))
-    for source in [both, tmp_path / "src/ops/half_wave/half_wave_ref.cc",
-                   tmp_path / "src/ops/half_wave/half_wave_cpu.cc"]:
+    after = {file: file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
+    assert len(after) - len(before) == 6
+    changed = [file for file in before if before[file] != after[file]]
+    assert sorted(file.name for file in changed) == ["bittern.h", "ops.inc"]
+    for file in changed:
+        assert len(after[file].splitlines()) - len(before[file].splitlines()) == 1
+    folder = tmp_path / "src/ops/gguf/half_wave"
+    # The light ones together, so that the headers are read once less.
+    light = tmp_path / "light.cc"
+    light.write_text("".join(f'#include "ops/gguf/half_wave/half_wave_{part}.cc"\n'
+                             for part in ["cases", "test"]) + '#include "plan/kernels.h"\n')
+    device = tmp_path / "device.cc"
+    device.write_text('#include "ops/gguf/half_wave/half_wave_cuda.cu"\n')
+    for source in [light, folder / "half_wave_ref.cc", folder / "half_wave_cpu.cc", device]:
+        first = [f"-I{ROOT}/tests/emulation"] if source == device else []
         compiled = run("g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-fopenmp",
                        "-DHWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4)", "-DHWY_WANT_AVX3_DL",
-                       "-DHWY_IS_DEBUG_BUILD=0", f"-I{tmp_path}/include", f"-I{tmp_path}/src",
-                       source)
+                       "-DHWY_IS_DEBUG_BUILD=0", *first, f"-I{tmp_path}/include",
+                       f"-I{tmp_path}/src", source)
         assert compiled.returncode == 0 and not compiled.stderr, compiled.stderr
     assert tool("check_includes.py", tmp_path).returncode == 0
-    assert "exists" in tool("new_op.py", "half_wave", "--root", tmp_path).stderr
+    assert "exists" in tool("new_op.py", "gguf", "half_wave", "--root", tmp_path).stderr
 
 
 def test_new_op_wants_a_name_in_snake_case(tmp_path):
-    assert "expected lower_snake_case" in tool("new_op.py", "HalfWave", "--root", tmp_path).stderr
+    assert "expected lower_snake_case" in tool("new_op.py", "gguf", "HalfWave", "--root", tmp_path).stderr
 
 
 @pytest.mark.parametrize("script", ["test", "quickstart"])

@@ -35,7 +35,7 @@ struct CausalConv1dBackward {
 
   static Status check(const Desc& d) { return check_causal_conv_desc(kName, d); }
   static Status check_contents(const Desc& d, const Args& a) {
-    return check_gdn_sequences(kName, d.rows(), a.cu_seqlens);
+    return check_cu_seqlens(kName, d.rows(), a.cu_seqlens);
   }
   static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
   static DType element(const Desc& d) { return d.element; }
@@ -55,7 +55,7 @@ struct CausalConv1dBackward {
     f("initial_state", a.initial_state, d.state_operand());
     f("d_final_state", a.d_final_state, d.state_operand());
     f("mask", a.mask, Operand{DType::u8, d.mask_shape(), Operand::kOptional});
-    f("cu_seqlens", a.cu_seqlens, d.rows().sequence_operand());
+    f("cu_seqlens", a.cu_seqlens, d.rows().operand());
     f("dx", a.dx, Operand{d.element, d.tensor_shape(), Operand::kOptional | Operand::kStrided});
     f("d_weight", a.d_weight, Operand{d.element, d.weight_shape(), Operand::kOptional});
     f("d_bias", a.d_bias, Operand{d.element, {d.channels}, Operand::kOptional});

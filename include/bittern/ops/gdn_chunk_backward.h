@@ -71,7 +71,7 @@ struct GdnChunkBackward {
 
   static Status check(const Desc& d) { return check_gdn_desc(kName, d); }
   static Status check_contents(const Desc& d, const Args& a) {
-    return check_gdn_sequences(kName, d, a.cu_seqlens);
+    return check_cu_seqlens(kName, d.rows(), a.cu_seqlens);
   }
   static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
   static DType element(const Desc& d) { return d.element; }

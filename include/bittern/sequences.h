@@ -1,0 +1,40 @@
+// Tokens in sequences, as the gated delta rule and the convolution take them.
+//
+// With n_sequences = 0 each of the `batch` rows is one sequence. With n_sequences = N > 0 the batch
+// must be 1 and its tokens are N sequences, one after the other: sequence i is the tokens
+// cu_seqlens[i] .. cu_seqlens[i+1]-1, where cu_seqlens [N+1] s32 starts at 0, never falls (an empty
+// sequence is fine) and ends at `tokens`. Chunks are counted from a sequence's own start, the last
+// one may be ragged, and no chunk crosses into the next sequence.
+#pragma once
+#include <cstdint>
+#include <string_view>
+
+#include "bittern/plan.h"
+
+namespace bittern {
+
+struct Sequences {
+  std::int64_t batch = 1;
+  std::int64_t tokens = 0;
+  std::int64_t n_sequences = 0;
+  std::int32_t chunk = 64;
+
+  std::int64_t count() const { return n_sequences > 0 ? n_sequences : batch; }
+  // Chunks of a sequence of `length` tokens.
+  std::int64_t chunks(std::int64_t length) const { return (length + chunk - 1) / chunk; }
+  // Chunks of a batch row: as many as there can be.
+  std::int64_t most_chunks() const {
+    return n_sequences > 0 ? tokens / chunk + n_sequences : chunks(tokens);
+  }
+  // cu_seqlens
+  Operand operand() const {
+    return Operand::read_if(n_sequences > 0, DType::s32, {n_sequences > 0 ? n_sequences + 1 : 0},
+                            "n_sequences");
+  }
+};
+
+Status check_sequences(std::string_view op, const Sequences& s);
+// cu_seqlens starts at 0, never falls and ends at `tokens`.
+Status check_cu_seqlens(std::string_view op, const Sequences& s, const ConstView& cu_seqlens);
+
+}  // namespace bittern

@@ -1,0 +1,69 @@
+#include "ops/gdn/gdn_aims.h"
+
+#include <algorithm>
+
+namespace bittern::oracle {
+
+std::vector<GdnDesc> gdn_cases(const GdnFields& fields) {
+  struct Sizes {
+    std::int64_t batch, tokens, key_heads, value_heads, key_dim, value_dim;
+    std::int32_t chunk;
+    std::int64_t n_sequences;
+  };
+  static constexpr Sizes kSizes[] = {
+      {1, 1, 1, 1, 1, 1, 16, 0},      {2, 33, 2, 2, 17, 5, 16, 0},   {1, 70, 1, 3, 16, 24, 64, 0},
+      {1, 100, 2, 6, 24, 17, 32, 4},  {1, 5, 1, 2, 128, 100, 64, 3}, {1, 129, 1, 1, 64, 32, 64, 0},
+      {1, 0, 1, 1, 8, 8, 64, 2},      {0, 7, 1, 1, 8, 8, 64, 0},     {2, 0, 1, 2, 8, 8, 16, 0},
+      {1, 18, 1, 1, 256, 250, 16, 0}, {1, 131, 1, 1, 50, 48, 64, 2}, {2, 64, 3, 3, 31, 20, 32, 0},
+  };
+  std::vector<GdnDesc> cases;
+  std::size_t turn = 0;
+  for (const Sizes& s : kSizes) {
+    for (const DType element : {DType::f32, DType::f16, DType::bf16}) {
+      if (!fields.keys && !fields.values && element != DType::f32) continue;
+      // Ops with states have many operands to leave out: f16 and bf16 take turns.
+      const DType skipped = (&s - kSizes) % 2 == 0 ? DType::f16 : DType::bf16;
+      if (fields.state && element == skipped) continue;
+      // Seven and three turns share no factor, so every pair of settings meets.
+      const std::size_t bits = turn++ % 7;
+      GdnDesc d{.batch = s.batch, .tokens = s.tokens, .value_heads = s.value_heads};
+      d.chunk = s.chunk;
+      d.n_sequences = s.n_sequences;
+      if (fields.keys || fields.values) d.element = element;
+      if (fields.keys) {
+        d.key_heads = s.key_heads;
+        d.key_dim = s.key_dim;
+        d.head_map = (bits & 1) != 0 ? HeadMap::tiled : HeadMap::grouped;
+      }
+      if (fields.values) d.value_dim = s.value_dim;
+      if (fields.matrix) d.a_element = (bits & 2) != 0 ? DType::bf16 : DType::f32;
+      if (fields.triangle) d.lower_triangular = bits % 3 == 1;
+      if (fields.state)
+        d.state_layout = (bits & 2) != 0 ? StateLayout::value_key : StateLayout::key_value;
+      if (fields.scale) d.scale = bits == 4 ? -0.3 : 0;
+      if (fields.gate) d.gate = bits % 3 == 1;
+      if (fields.fused) {
+        d.qk_l2norm = (bits & 4) != 0;
+        d.beta_sigmoid = bits % 3 == 2;
+        d.allow_neg_eigval = bits == 5;
+      }
+      cases.push_back(d);
+    }
+  }
+  return cases;
+}
+
+void aim_log_decay(const ConstView& g, Rng& rng) {
+  if (!g) return;
+  static constexpr double kOthers[] = {0, -0.0, 0, -20, -100, -1e4, -1e-6};
+  for (std::int64_t i = 0; i < g.shape.numel(); ++i)
+    put(g, i, rng.chance(4) ? kOthers[rng.below(std::size(kOthers))] : -2 * rng.uniform());
+}
+
+void aim_beta(const ConstView& beta, Rng& rng) {
+  if (!beta) return;
+  for (std::int64_t i = 0; i < beta.shape.numel(); ++i)
+    put(beta, i, rng.chance(8) ? (rng.chance(2) ? 0.0 : 2.0) : rng.uniform());
+}
+
+}  // namespace bittern::oracle

@@ -1,0 +1,45 @@
+#pragma once
+#include "oracle/aim.h"
+
+namespace bittern::oracle {
+
+// Sizes with every kind of tail, ragged chunks, packed and empty sequences, three value heads a key
+// head; the fields an op reads take turns.
+std::vector<GdnDesc> gdn_cases(const GdnFields& fields);
+
+// Log decays: mostly -2..0, often 0, now and then far below.
+void aim_log_decay(const ConstView& g, Rng& rng);
+
+// Strengths in 0..2, both ends often.
+void aim_beta(const ConstView& beta, Rng& rng);
+
+// The inputs of the rule over whole sequences, gradients aside.
+template <class Args>
+void aim_rule(const GdnDesc& d, const Args& a, Rng& rng) {
+  aim_sequences(d.rows(), a.cu_seqlens, rng);
+  const double size = d.qk_l2norm ? 1 : 1 / std::sqrt(static_cast<double>(d.key_dim));
+  aim_values(a.q, size, rng);
+  aim_values(a.k, size, rng);
+  aim_values(a.v, 1, rng);
+  aim_values(a.initial_state, 1, rng);
+  if (d.gate) {
+    aim_values(a.g, 8, rng);
+    aim_values(a.a_log, 1, rng);
+    aim_values(a.dt_bias, 1, rng);
+  } else {
+    aim_log_decay(a.g, rng);
+  }
+  if (rng.chance(2)) {  // resets, and what is all but one
+    static constexpr double kStrong[] = {HUGE_VAL, 3.4e38, 1e30, 1e6, 8192, 8191};
+    for (std::int64_t i = 0; i < a.g.shape.numel(); ++i)
+      if (rng.chance(8)) put(a.g, i, (d.gate ? 1 : -1) * kStrong[rng.below(std::size(kStrong))]);
+  }
+  if (d.beta_sigmoid) {
+    aim_values(a.beta, 3, rng);
+  } else {
+    aim_beta(a.beta, rng);
+  }
+  aim_mask(a.mask, rng);
+}
+
+}  // namespace bittern::oracle

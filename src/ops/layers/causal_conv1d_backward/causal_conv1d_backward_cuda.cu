@@ -1,0 +1,331 @@
+#include "bittern/ops/causal_conv1d_backward.h"
+#include "cuda/runtime.cuh"
+#include "cuda/silu.cuh"
+#include "cuda/tree_rows.cuh"
+#include "ops/layers/conv.cuh"
+#include "plan/kernel.h"
+
+namespace bittern {
+namespace {
+
+using Op = CausalConv1dBackward;
+using cuda::ConvSequence;
+using cuda::Raw;
+
+constexpr int kThreads = 128;
+constexpr int kChannels = 4;  // of a thread: packs of 16 bytes of f32, 8 of the half types
+// Tokens that are under way while as many are computed.
+template <class X>
+constexpr int kTokensAhead = 8 / sizeof(X);
+constexpr int kBlockTokens = 64;  // summed one after the other
+constexpr int kScanThreads = 1024;
+
+// Places for blocks of tokens. Where cu_seqlens has the lengths, sequence i's places start at
+// begin / 64 + i: that leaves room for all of its blocks, or one where it has no tokens, and needs
+// no sum over the sequences before it. Some places stay empty.
+struct Places {
+  const std::int32_t* bounds;  // null: each sequence has `each` places
+  std::int64_t sequences, all;
+  cuda::Divisor each;
+
+  __device__ std::int64_t first_of(std::int64_t i) const {
+    return bounds != nullptr ? bounds[i] / kBlockTokens + i : i * each.value();
+  }
+  __device__ std::int64_t sequence_at(std::int64_t place) const {
+    if (bounds == nullptr) return each.divide(place);
+    std::int64_t low = 0, high = sequences;
+    while (high - low > 1) {
+      const std::int64_t middle = (low + high) / 2;
+      (first_of(middle) <= place ? low : high) = middle;
+    }
+    return low;
+  }
+};
+
+struct Problem {
+  cuda::ConvInputs in;
+  const void* dy;
+  void* dx;
+  cuda::ConvTokens dy_at, dx_at;
+  cuda::ConvState d_final_state, d_initial_state;
+  bool silu;
+  Places places;
+  float* partial;               // [blocks, width + 1, channels]; null: not wanted
+  const std::int64_t* numbers;  // of each sequence's first block; null: its first place
+};
+
+// numbers[i]: the blocks of the sequences before i; numbers[sequences]: all of them. One block of
+// threads, each with neighbouring sequences.
+__global__ void __launch_bounds__(kScanThreads)
+    number_blocks(const std::int32_t* bounds, std::int64_t sequences, std::int64_t* numbers) {
+  __shared__ std::int64_t sums[kScanThreads];
+  const auto thread = static_cast<int>(threadIdx.x);
+  const std::int64_t each = (sequences + kScanThreads - 1) / kScanThreads;
+  const std::int64_t first = thread * each < sequences ? thread * each : sequences;
+  const std::int64_t end = first + each < sequences ? first + each : sequences;
+  const auto blocks = [&](std::int64_t i) {
+    return (bounds[i + 1] - bounds[i] + kBlockTokens - 1) / kBlockTokens;
+  };
+  std::int64_t own = 0;
+  for (std::int64_t i = first; i < end; ++i) own += blocks(i);
+  sums[thread] = own;
+  for (int stride = 1; stride < kScanThreads; stride *= 2) {
+    __syncthreads();
+    const std::int64_t before = thread >= stride ? sums[thread - stride] : 0;
+    __syncthreads();
+    sums[thread] += before;
+  }
+  std::int64_t number = sums[thread] - own;
+  for (std::int64_t i = first; i < end; ++i) {
+    numbers[i] = number;
+    number += blocks(i);
+  }
+  if (thread == kScanThreads - 1) numbers[sequences] = number;
+}
+
+// N channels of one block of tokens. Step t computes u and du of the block's token t and, with
+// them, dx of token t - (width - 1): the last steps lie past the block, where du is another block's
+// too, or past the sequence, where it is 0; the first give what lies before the block, which is
+// d_initial_state if the sequence starts here and another block's dx if not.
+template <class X, int kWidth, int N>
+struct Walk {
+  static constexpr int kReach = kWidth - 1, kAhead = kTokensAhead<X>;
+
+  const Problem& p;
+  const cuda::ConvTaps<X, kWidth, N> taps;
+  std::int64_t sequence, channel;
+  const X *x, *dy;  // step 0's elements
+  X* dx;
+  bool starts;       // the sequence starts with this block
+  int rows, inside;  // tokens of the block; steps that have a token
+  const std::uint8_t* mask;
+  float before[kReach][N], du_before[kReach][N] = {};  // oldest first
+  float weight_sum[kWidth][N] = {}, bias_sum[N] = {};
+
+  __device__ Walk(const Problem& problem, const ConvSequence& s, std::int64_t first,
+                  std::int64_t first_channel)
+      : p(problem), taps(problem.in, first_channel), sequence(s.index), channel(first_channel) {
+    const std::int64_t token = s.begin + first, left = s.end - token;
+    x = static_cast<const X*>(p.in.x) + p.in.x_at.at(s, token) + channel;
+    dy = static_cast<const X*>(p.dy) + p.dy_at.at(s, token) + channel;
+    dx = static_cast<X*>(p.dx) + p.dx_at.at(s, token) + channel;
+    starts = first == 0;
+    rows = static_cast<int>(left < kBlockTokens ? left : kBlockTokens);
+    inside = static_cast<int>(left < kBlockTokens + kReach ? left : kBlockTokens + kReach);
+    mask = p.in.mask != nullptr ? p.in.mask + token : nullptr;
+    cuda::inputs_before<X>(p.in, s, token, channel, before);
+  }
+
+  __device__ bool live(int t) const { return t < inside && (mask == nullptr || mask[t] != 0); }
+
+  // Steps t .. t + kAhead - 1 as they lie in memory; zeros where there is nothing to read.
+  struct Steps {
+    Raw<X, N> x[kAhead], dy[kAhead];
+
+    __device__ void load(const Walk& w, int t) {
+      const X* from_x = w.x + t * w.p.in.x_at.step;
+      const X* from_dy = w.dy + t * w.p.dy_at.step;
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        const bool live = w.live(t + k);
+        x[k] = Raw<X, N>::load(from_x, live);
+        dy[k] = Raw<X, N>::load(from_dy, live);
+        from_x += w.p.in.x_at.step;
+        from_dy += w.p.dy_at.step;
+      }
+    }
+  };
+
+  __device__ void run() {
+    Steps next;
+    next.load(*this, 0);
+    const bool plain = p.silu && p.dx != nullptr && mask == nullptr;
+    X* to = dx - kReach * p.dx_at.step;
+    for (int t = 0; t < rows + kReach; t += kAhead) {
+      const Steps steps = next;
+      next.load(*this, t + kAhead);
+      if (plain && t >= kReach && t + kAhead <= rows) {
+        take<false>(steps, t, to);
+      } else {
+        take<true>(steps, t, to);
+      }
+      to += kAhead * p.dx_at.step;
+    }
+  }
+
+  // kEdge: any steps. Otherwise all of them are of this block, have their dx in it, and nothing is
+  // masked or left out; most are, and need no branches.
+  template <bool kEdge>
+  __device__ void take(const Steps& steps, int t, X* to) {
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      if (kEdge && t + k >= rows + kReach) break;
+      float now[N], du[N];
+      steps.x[k].widen(now);
+      steps.dy[k].widen(du);
+      if (!kEdge || (p.silu && live(t + k))) {
+#pragma unroll
+        for (int c = 0; c < N; ++c) {
+          const float u = taps.sum(before, now[c], c);
+          du[c] *= math::silu_slope(u, cuda::sigmoid(u));
+        }
+      }
+      if (!kEdge || t + k < rows) add_to_sums(now, du);
+      if constexpr (!kEdge) {
+        float sum[N];
+        input_gradient(du, sum);
+        Raw<X, N>::narrow(sum).store(to);
+      } else if (t + k >= kReach ? p.dx != nullptr : starts && p.d_initial_state.data != nullptr) {
+        emit(t + k, du, to);
+      }
+      to += p.dx_at.step;
+      cuda::shift_in(before, now);
+      cuda::shift_in(du_before, du);
+    }
+  }
+
+  __device__ void add_to_sums(const float (&now)[N], const float (&du)[N]) {
+#pragma unroll
+    for (int c = 0; c < N; ++c) {
+#pragma unroll
+      for (int j = 0; j < kReach; ++j)
+        weight_sum[j][c] = fmaf(du[c], before[j][c], weight_sum[j][c]);
+      weight_sum[kReach][c] = fmaf(du[c], now[c], weight_sum[kReach][c]);
+      bias_sum[c] += du[c];
+    }
+  }
+
+  __device__ void input_gradient(const float (&du)[N], float (&sum)[N]) const {
+#pragma unroll
+    for (int c = 0; c < N; ++c) {
+      sum[c] = fmaf(taps.weight[0][c], du[c], 0.0f);
+#pragma unroll
+      for (int j = 1; j < kWidth; ++j)
+        sum[c] = fmaf(taps.weight[j][c], du_before[kReach - j][c], sum[c]);
+    }
+  }
+
+  // What step t has of dx, or of d_initial_state.
+  __device__ void emit(int t, const float (&du)[N], X* to) const {
+    float sum[N];
+    input_gradient(du, sum);
+    if (t >= inside && p.d_final_state.data != nullptr) {  // final_state holds this input
+#pragma unroll
+      for (int c = 0; c < N; ++c)
+        sum[c] += cuda::load_math(
+            *p.d_final_state.template at<const X>(sequence, channel + c, t - inside));
+    }
+    if (t < kReach && starts) {
+#pragma unroll
+      for (int c = 0; c < N; ++c)
+        *p.d_initial_state.template at<X>(sequence, channel + c, t) = cuda::store_math<X>(sum[c]);
+      return;
+    }
+    if (mask != nullptr && mask[t - kReach] == 0) {
+#pragma unroll
+      for (float& value : sum) value = 0;
+    }
+    Raw<X, N>::narrow(sum).store(to);
+  }
+};
+
+// Item: (place, N channels), channels fastest.
+template <class X, int kWidth, int N>
+__global__ void __launch_bounds__(kThreads, 3) differentiate(const Problem p) {
+  const std::int64_t items = p.places.all * p.in.packs.value();
+  for (std::int64_t item = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; item < items;
+       item += std::int64_t{gridDim.x} * kThreads) {
+    const std::int64_t place = p.in.packs.divide(item);
+    const std::int64_t channel = (item - place * p.in.packs.value()) * N;
+    const ConvSequence s = p.in.sequence(p.places.sequence_at(place));
+    const std::int64_t block = place - p.places.first_of(s.index), first = block * kBlockTokens;
+    if (block > 0 && first >= s.end - s.begin) continue;  // an empty place
+    Walk<X, kWidth, N> walk(p, s, first, channel);
+    walk.run();
+    if (p.partial == nullptr || s.begin == s.end) continue;
+    const std::int64_t number = p.numbers != nullptr ? p.numbers[s.index] + block : place;
+    float* to = p.partial + number * (kWidth + 1) * p.in.channels + channel;
+#pragma unroll
+    for (int j = 0; j <= kWidth; ++j) {
+      Raw<float, N>::narrow(j < kWidth ? walk.weight_sum[j] : walk.bias_sum)
+          .store(to + j * p.in.channels);
+    }
+  }
+}
+
+// Columns are (tap or bias, channel).
+template <class X>
+struct WriteSums {
+  X *d_weight, *d_bias;  // null: not wanted
+  int width;
+  cuda::Divisor channels;
+
+  __device__ void operator()(std::int64_t column, float sum) const {
+    const std::int64_t j = channels.divide(column), c = column - j * channels.value();
+    X* to = j < width ? d_weight : d_bias;
+    if (to != nullptr) to[j < width ? c * width + j : c] = cuda::store_math<X>(sum);
+  }
+};
+
+// Rows of partial sums, then the numbers of blocks.
+std::int64_t partial_sums(const Op::Desc& d) { return d.blocks() * (d.width + 1) * d.channels; }
+
+std::size_t workspace(const Op::Desc& d) {
+  const std::int64_t numbers = d.n_sequences > 0 ? d.n_sequences + 1 : 0;
+  return static_cast<std::size_t>((partial_sums(d) + 1) / 2 + numbers) * sizeof(std::int64_t);
+}
+
+template <class X, int kWidth, int N>
+Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace space) {
+  const int device = a.x.device.index;
+  const bool sums = a.d_weight || a.d_bias;
+  auto* numbers = static_cast<std::int64_t*>(space.data) + (partial_sums(d) + 1) / 2;
+  const std::int64_t each = std::max<std::int64_t>(d.rows().chunks(d.tokens), 1);
+  const Problem p{
+      .in = {d, a, N},
+      .dy = a.dy.data,
+      .dx = a.dx.data,
+      .dy_at = {d, a.dy},
+      .dx_at = {d, a.dx},
+      .d_final_state = cuda::ConvState(a.d_final_state),
+      .d_initial_state = cuda::ConvState(a.d_initial_state),
+      .silu = d.silu,
+      .places = {.bounds = d.n_sequences > 0 ? a.cu_seqlens.as<std::int32_t>() : nullptr,
+                 .sequences = d.sequences(),
+                 .all = d.n_sequences > 0 ? d.blocks() : d.batch * each,
+                 .each = cuda::Divisor(each)},
+      .partial = sums ? static_cast<float*>(space.data) : nullptr,
+      .numbers = sums && d.n_sequences > 0 ? numbers : nullptr};
+  if (p.numbers != nullptr) {
+    BITTERN_TRY(cuda::launch(Op::kName, number_blocks, {.blocks = 1, .threads = kScanThreads},
+                             device, stream, p.places.bounds, d.n_sequences, numbers));
+  }
+  BITTERN_TRY(cuda::launch(Op::kName, differentiate<X, kWidth, N>,
+                           cuda::grid_for(p.places.all * (d.channels / N), kThreads), device,
+                           stream, p));
+  if (!sums) return {};
+  const cuda::TreeRows tree{.partial = p.partial,
+                            .columns = (d.width + 1) * d.channels,
+                            .rows = d.blocks(),
+                            .counted = p.numbers != nullptr ? p.numbers + d.n_sequences : nullptr};
+  return cuda::sum_rows(
+      Op::kName, tree,
+      WriteSums<X>{a.d_weight.as<X>(), a.d_bias.as<X>(), d.width, cuda::Divisor(d.channels)},
+      device, stream);
+}
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace space) {
+  return cuda::visit_conv(d, [&]<class X, class Width>(Type<X>, Width width) {
+    return cuda::conv_packs<X, kChannels>(d, a.x, a.weight, a.dy, a.bias, a.initial_state, a.dx)
+               ? run_packs<X, width(), kChannels>(d, a, stream, space)
+               : run_packs<X, width(), 1>(d, a, stream, space);
+  });
+}
+
+constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run, workspace)};
+
+}  // namespace
+
+std::span<const Kernel<CausalConv1dBackward>> causal_conv1d_backward_cuda() { return kKernels; }
+
+}  // namespace bittern

@@ -1,0 +1,14 @@
+#pragma once
+#include "oracle/aim.h"
+
+namespace bittern::oracle {
+
+// Widths, sequences and channels with every kind of tail.
+std::vector<CausalConvDesc> causal_conv_cases();
+
+// Rows and lengths with every kind of tail, and rows of zeros, tiny or huge values among them.
+std::vector<GatedNormDesc> gated_norm_cases();
+
+void aim_norm_rows(const GatedNormDesc& d, const ConstView& x, Rng& rng);
+
+}  // namespace bittern::oracle

@@ -1,0 +1,88 @@
+#include "bittern/ops/dequantize_per_group_backward.h"
+#include "core/numerics.h"
+#include "cpu/kernel.h"
+#include "ops/quantize/group_sum.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE \
+  "ops/quantize/dequantize_per_group_backward/dequantize_per_group_backward_cpu.cc"
+#include "hwy/foreach_target.h"
+// after foreach_target.h
+#include "ops/quantize/group_sum-inl.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace {
+
+using Op = DequantizePerGroupBackward;
+
+template <class T, class Q>
+struct Body {
+  using X = T;
+  using B = Q;
+  using F = Math<X>;
+  static constexpr int kSums = 1;
+
+  template <class Source>
+  HWY_INLINE void operator()(const Source& source, std::int64_t n, X* dq, F* terms, const X* dy,
+                             const Q* q) const {
+    const hn::ScalableTag<F> d;
+    for (std::int64_t i = 0; i < n; i += kLanes<F>) {
+      const auto& p = source.At(i);
+      const auto v = LoadMath(d, dy + i);
+      StoreMath(d, hn::Mul(v, p.scale), dq + i);
+      hn::StoreU(hn::Mul(v, hn::Sub(LoadCodes(d, q + i), p.zero)), d, terms + i);
+    }
+  }
+
+  void Exact(F s, std::int32_t zero, X& dq, F* terms, X dy, Q q) const {
+    dq = from_math<X>(to_math(dy) * s);
+    *terms = scaled(std::int64_t{q} - zero, to_math(dy));
+  }
+};
+
+void RunBackward(const Op::Desc& d, const Op::Args& a, const cpu::SumPlan& plan, std::int64_t begin,
+                 std::int64_t end, void* partial) {
+  const ParamTensors t{a.scale.data, d.scale_element(), a.zero_point.as<std::int32_t>(), 0, 0};
+  (void)visit_float(d.element, [&]<class X>(Type<X>) {
+    return visit<std::int8_t, std::uint8_t>(d.code, [&]<class Q>(Type<Q>) {
+      const Body<X, Q> body;
+      GroupSums<Body<X, Q>> sums(plan, t, body, Rows<X>(a.dq), Rows<const X>(a.dy),
+                                 Rows<const Q>(a.q), {a.d_scale.data});
+      sums.Run(begin, end, static_cast<Math<X>*>(partial));
+      return Status();
+    });
+  });
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif  // BITTERN_SIMD
+
+#if HWY_ONCE
+namespace bittern {
+namespace {
+
+using Op = DequantizePerGroupBackward;
+BITTERN_EXPORT(RunBackward);
+
+Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
+  const GroupGeometry g = d.geometry();
+  const bool dense =
+      cpu::dense_rows(g, a.dy) && cpu::dense_rows(g, a.q) && cpu::dense_rows(g, a.dq);
+  cpu::run_sums<Op>(cpu::SumPlan(g, dense, 1), BITTERN_CALL(RunBackward), d, a);
+  return {};
+}
+
+constexpr Kernel<Op> kKernels[] = {cpu::exact_kernel<Op>(run)};
+
+}  // namespace
+
+std::span<const Kernel<Op>> dequantize_per_group_backward_cpu() { return kKernels; }
+
+}  // namespace bittern
+#endif  // HWY_ONCE
