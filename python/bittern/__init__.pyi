@@ -1305,8 +1305,8 @@ def gdn_chunk_backward(
       d_dt_bias = sum of d_g, d_a_log = sum of dg * (rate * softplus(a)): over the tokens of a
             sequence, ascending, acc + d_g and acc = fma(dg, rate * softplus(a), acc), from 0; then
             over sequences
-      d_beta = dbeta * slope, if beta_sigmoid, with slope = s * (1 - s), s = sigmoid(beta), twice
-            that if allow_neg_eigval
+      d_beta = dbeta * slope, if beta_sigmoid, with slope = sigmoid(beta) * sigmoid(-beta), twice
+            that if allow_neg_eigval (1 - sigmoid(beta) would lose its digits near 0)
 
     The gradients of a masked token are 0, and its d_o is not looked at. NaN and infinities stay in
     their sequence and head, or key head for d_q and d_k (d_a_log and d_dt_bias: head).
