@@ -169,16 +169,42 @@ Status run_affine(AffineDesc desc, DType params, const RowNumbers& numbers,
   return run_op<QdqAffineInit>(desc, args);
 }
 
+AffineDesc affine_desc(const Storage& to, AffineMethod method, std::int64_t count,
+                       std::int64_t columns) {
+  return {.outer_size = count,
+          .axis_size = columns,
+          .group_size = to.group,
+          .bits = to.bits,
+          .storage = CodeStorage::packed,
+          .method = method};
+}
+
 Status encode_affine(const Storage& to, AffineMethod method, const RowNumbers& numbers,
                      std::int64_t count, std::int64_t columns, std::span<const float> importance,
                      EncodedRows& out) {
-  return run_affine({.outer_size = count,
-                     .axis_size = columns,
-                     .group_size = to.group,
-                     .bits = to.bits,
-                     .storage = CodeStorage::packed,
-                     .method = method},
-                    *to_dtype(to.dtype), numbers, importance, out.scales, out.biases, out.data);
+  return run_affine(affine_desc(to, method, count, columns), *to_dtype(to.dtype), numbers,
+                    importance, out.scales, out.biases, out.data);
+}
+
+// The same where no number is near the end of the scales' range, which minmax's and mlx's own
+// scales and biases tell: |w| is at most |b| + n |s|, but for rounding. False: look at the numbers.
+bool encode_ordinary(const Storage& to, AffineMethod method, const RowNumbers& numbers,
+                     std::int64_t count, std::int64_t columns, EncodedRows& out) {
+  if (method == AffineMethod::lsq) return false;
+  AffineDesc desc = affine_desc(to, method, count, columns);
+  desc.expect_finite = true;
+  const DType params = *to_dtype(to.dtype);
+  if (!run_affine(desc, params, numbers, {}, out.scales, out.biases, out.data).ok()) return false;
+  const float n = static_cast<float>(desc.bins() - 1), limit = largest_finite(params) / 8;
+  bool ordinary = true;
+  (void)visit<float, f16, bf16>(params, [&]<class S>(Type<S>) {
+    const auto* s = reinterpret_cast<const S*>(out.scales.data());
+    const auto* b = reinterpret_cast<const S*>(out.biases.data());
+    for (std::int64_t i = 0; i < desc.param_shape().numel(); ++i)
+      ordinary &= std::abs(to_math(b[i])) + n * std::abs(to_math(s[i])) < limit;
+    return Status();
+  });
+  return ordinary;
 }
 
 constexpr bool has_minimum(BlockType type) {
@@ -354,6 +380,9 @@ Status RowEncoder::encode_within(const RowNumbers& numbers, std::int64_t count,
     back.data = back.own.data();
     return cast_numbers(back, count * columns, *to_dtype(to.dtype), out.data);
   }
+  if (to.kind == Storage::Kind::affine &&
+      encode_ordinary(to, method.value_or(AffineMethod::lsq), numbers, count, columns, out))
+    return {};
   const std::int64_t all = count * columns;
   const float most = largest_magnitude(numbers, all);
   if (!std::isfinite(most)) return expect_finite(numbers, all, columns);
