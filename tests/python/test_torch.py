@@ -395,9 +395,11 @@ def floating_operators():
     }
 
 
-@pytest.mark.parametrize("where", floating_operators())
-def test_no_operator_drops_a_tangent(where):
-    call, at = floating_operators()[where]
+@pytest.mark.parametrize("number", range(4))  # names are known only where torch is
+def test_no_operator_drops_a_tangent(number):
+    table = floating_operators()
+    assert len(table) == 4
+    where, (call, at) = list(table.items())[number]
     refused = pytest.raises(NotImplementedError, match=f"{where}: has a tangent, and forward-mode")
     with refused:
         torch.func.jvp(call, (at,), (at,))
