@@ -1,11 +1,4 @@
 // When the descriptors of the affine family are well formed.
-#include <algorithm>
-#include <cmath>
-#include <iterator>
-#include <limits>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "bittern/affine_desc.h"
 #include "bittern/ops/pack_codes.h"

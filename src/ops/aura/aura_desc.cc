@@ -1,11 +1,8 @@
 // When the descriptors of the KV codec are well formed, and what its tables must hold.
 #include <algorithm>
 #include <cmath>
-#include <iterator>
-#include <limits>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "bittern/aura_desc.h"
 #include "bittern/ops/aura_attention.h"

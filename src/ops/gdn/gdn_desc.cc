@@ -1,8 +1,6 @@
 // When the descriptors of the gated delta rule are well formed.
 #include <algorithm>
-#include <cmath>
 #include <iterator>
-#include <limits>
 #include <string>
 #include <utility>
 #include <vector>

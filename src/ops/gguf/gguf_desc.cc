@@ -1,11 +1,6 @@
 // When the descriptors of GGUF's blocks are well formed.
-#include <algorithm>
-#include <cmath>
 #include <iterator>
-#include <limits>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "bittern/gguf_desc.h"
 #include "bittern/ops/gguf_quantize.h"

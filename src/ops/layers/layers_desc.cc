@@ -1,11 +1,6 @@
 // When the descriptors of the convolution and the norm are well formed.
 #include <algorithm>
 #include <cmath>
-#include <iterator>
-#include <limits>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "bittern/conv_desc.h"
 #include "bittern/norm_desc.h"

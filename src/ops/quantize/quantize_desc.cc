@@ -1,11 +1,5 @@
 // When the descriptors of the quantise family are well formed, and their geometry.
-#include <algorithm>
-#include <cmath>
-#include <iterator>
-#include <limits>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "bittern/ops/dynamic_quantize.h"
 #include "bittern/quantize_desc.h"
