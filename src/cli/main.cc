@@ -7,7 +7,6 @@
 #include <cstdio>
 #include <cstring>
 #include <new>
-#include <numeric>
 #include <span>
 #include <sstream>
 #include <string>
@@ -18,6 +17,7 @@
 #include "cli/cli.h"
 #include "core/float_mode.h"
 #include "formats/mapped_file.h"
+#include "plan/names.h"
 
 namespace bittern::cli {
 namespace {
@@ -78,35 +78,14 @@ Status wrong_count(const CLI::App& app, const std::string& text) {
   return invalid(text);
 }
 
-// How many letters must be changed, added or left out to make one word of the other.
-std::size_t distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), std::size_t{0});
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    std::size_t diagonal = row[0]++;
-    for (std::size_t j = 0; j < b.size(); ++j) {
-      const std::size_t above = row[j + 1];
-      row[j + 1] = std::min({above + 1, row[j] + 1, diagonal + (a[i] != b[j])});
-      diagonal = above;
-    }
-  }
-  return row.back();
-}
-
 // The flag that was perhaps meant, as a question; empty where none is near.
 std::string perhaps(const CLI::App& app, std::string_view word) {
-  word = word.substr(0, word.find('='));
-  std::string nearest;
-  std::size_t least = 3;
-  for (const CLI::Option* option : app.get_options()) {
-    for (const std::string& name : option->get_lnames()) {
-      const std::size_t far = distance(word, "--" + name);
-      if (far >= least) continue;
-      least = far;
-      nearest = " (did you mean --" + name + "?)";
-    }
-  }
-  return nearest;
+  if (!word.starts_with("--")) return {};
+  std::vector<std::string_view> names;
+  for (const CLI::Option* option : app.get_options())
+    names.insert(names.end(), option->get_lnames().begin(), option->get_lnames().end());
+  const std::string_view meant = nearest(word.substr(2, word.find('=') - 2), names);
+  return meant.empty() ? std::string() : fmt::format(" (did you mean --{}?)", meant);
 }
 
 std::string flags_of(const CLI::App& app) {

@@ -43,7 +43,10 @@ std::string_view nearest(std::string_view given, std::span<const std::string_vie
     if (given.size() > 64) break;
     const bool part = given.size() > 2 && name.find(given) != std::string_view::npos;
     const std::size_t distance = part ? 1 : slips(given, name);
-    if (distance >= least || distance >= std::max(given.size(), name.size())) continue;
+    if (distance >= std::max(given.size(), name.size())) continue;
+    // A name that begins with it comes before one that only holds it.
+    const bool better = name.starts_with(given) && !best.starts_with(given) && !best.empty();
+    if (distance > least || (distance == least && !better)) continue;
     least = distance;
     best = name;
   }
