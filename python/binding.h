@@ -1,0 +1,36 @@
+// What the parts of the Python module share: errors as exceptions, tuples, reprs.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include <initializer_list>
+#include <utility>
+#include <vector>
+
+#include "bittern/status.h"
+#include "bittern/tensor.h"
+
+namespace bittern {
+
+namespace nb = nanobind;
+
+// Raises what a status that is not ok says.
+void check(const Status& status);
+
+template <class T>
+T checked(Result<T> result) {
+  check(result.status());
+  return std::move(*result);
+}
+
+nb::tuple to_tuple(const std::vector<std::int64_t>& values);
+nb::tuple to_tuple(const Shape& shape);
+
+// "Sku(category='quantization', ...)" from an object's properties.
+nb::str repr_of(const char* type, nb::handle self, std::initializer_list<const char*> names);
+
+// Each adds its part to the module.
+void bind_tensor(nb::module_& m);  // arrays of any framework
+void bind_plan(nb::module_& m);    // ops, descriptors, plans
+void bind_codec(nb::module_& m);   // codebooks and rotations
+
+}  // namespace bittern
