@@ -1,0 +1,95 @@
+// KvCache::write_aura and read_aura: the layout of the seed's family.
+#include <cstring>
+#include <new>
+
+#include "codec/kv_pages.h"
+
+namespace bittern {
+
+using kv::between;
+using kv::kMostTokens;
+using kv::refuse;
+
+namespace {
+
+Status expect_aura(const KvCacheConfig& c, const KvCache::AuraViews& views, std::int64_t tokens) {
+  const auto expect = [&](const char* name, const MutView& v, DType dtype, std::int64_t width) {
+    const int rank = width == 0 ? 2 : 3;
+    const bool shaped = v.shape.rank == rank && v.stride.rank == rank && v.shape[0] == c.kv_heads &&
+                        v.shape[1] >= tokens && (width == 0 || v.shape[2] == width);
+    if (v.dtype == dtype && shaped && v.data != nullptr) return Status();
+    return refuse(name, std::string(bittern::name(v.dtype)) + " " + v.shape.str() + ", expected " +
+                            bittern::name(dtype) + " [" + std::to_string(c.kv_heads) + ",capacity" +
+                            (width == 0 ? "" : "," + std::to_string(width)) +
+                            "], capacity at least " + std::to_string(tokens));
+  };
+  BITTERN_TRY(expect("k_packed", views.k_packed, DType::u32, packed_words(c.dim, c.k.bits)));
+  BITTERN_TRY(expect("k_norms", views.k_norms, DType::f32, 0));
+  BITTERN_TRY(expect("v_packed", views.v_packed, DType::u32, packed_words(c.dim, c.v.bits)));
+  return expect("v_norms", views.v_norms, DType::f32, 0);
+}
+
+}  // namespace
+
+Status KvCache::write_aura(const AuraViews& to) const {
+  if (config_.f16_scale) return refuse("write_aura", "f16_scale is true, expected f32 norms");
+  if (first() != 0 || recent() != 0 || forgotten() != 0) {
+    return refuse("write_aura", std::to_string(first()) + " first, " + std::to_string(recent()) +
+                                    " recent and " + std::to_string(forgotten()) +
+                                    " forgotten tokens, expected coded ones only");
+  }
+  BITTERN_TRY(expect_aura(config_, to, size_));
+  for (int s = 0; s < 2; ++s) {
+    const MutView &packed = s == 0 ? to.k_packed : to.v_packed,
+                  &norms = s == 0 ? to.k_norms : to.v_norms;
+    for (std::int64_t h = 0; h < config_.kv_heads; ++h) {
+      for (std::int64_t t = 0; t < size_; ++t) {
+        const Slot from = slot(t);
+        std::copy_n(pool_->row(s, from.page, h, from.token), pool_->words[s],
+                    packed.as<std::uint32_t>() + h * packed.row_stride() + t * pool_->words[s]);
+        std::memcpy(norms.as<float>() + h * norms.row_stride() + t,
+                    pool_->scale(s, from.page, h, from.token), sizeof(float));
+      }
+    }
+  }
+  return {};
+}
+
+Result<KvCache> KvCache::read_aura(KvCacheConfig config, const AuraViews& from,
+                                   std::int64_t tokens) {
+  if (config.f16_scale) return refuse("read_aura", "f16_scale is true, expected f32 norms");
+  for (const auto& [field, value] :
+       {std::pair{"first", config.first}, {"recent", config.recent}, {"window", config.window}}) {
+    if (value != 0) {
+      return refuse("read_aura",
+                    std::string(field).append(" is ") + std::to_string(value) + ", expected 0");
+    }
+  }
+  auto made = make(std::move(config));
+  if (!made) return made;
+  KvCache& c = *made;
+  if (Status s = between("tokens", tokens, 0, kMostTokens); !s.ok()) return s;
+  if (Status s = expect_aura(c.config_, from, tokens); !s.ok()) return s;
+  try {
+    if (Status s = c.reserve_pages(tokens); !s.ok()) return s;
+    c.size_ = c.coded_end_ = tokens;
+    for (int s = 0; s < 2; ++s) {
+      const MutView &packed = s == 0 ? from.k_packed : from.v_packed,
+                    &norms = s == 0 ? from.k_norms : from.v_norms;
+      for (std::int64_t h = 0; h < c.config_.kv_heads; ++h) {
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          const Slot to = c.slot(t);
+          std::copy_n(packed.as<std::uint32_t>() + h * packed.row_stride() + t * c.pool_->words[s],
+                      c.pool_->words[s], c.pool_->row(s, to.page, h, to.token));
+          std::memcpy(c.pool_->scale(s, to.page, h, to.token),
+                      norms.as<float>() + h * norms.row_stride() + t, sizeof(float));
+        }
+      }
+    }
+  } catch (const std::bad_alloc&) {
+    return Status(Code::out_of_memory, "kv_cache: read_aura");
+  }
+  return made;
+}
+
+}  // namespace bittern
