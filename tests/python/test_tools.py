@@ -66,6 +66,11 @@ def test_include_check_lets_the_layers_through(tmp_path, path, header):
     assert tool("check_includes.py", tmp_path).returncode == 0
 
 
+def test_the_picture_of_the_layers_is_what_the_table_gives():
+    result = tool("draw_layers.py", "--check")
+    assert result.returncode == 0, result.stderr
+
+
 def test_new_op_writes_files_that_compile(tmp_path):
     """ARCHITECTURE.md: an op costs six files and two lines, and what is written of them."""
     for folder in ["include", "src"]:
