@@ -72,7 +72,7 @@ def test_the_picture_of_the_layers_is_what_the_table_gives():
 
 
 def test_new_op_writes_files_that_compile(tmp_path):
-    """ARCHITECTURE.md: an op costs six files and two lines, and what is written of them."""
+    """CONTRIBUTING.md: an op costs six files and two lines, and these compile as they are written."""
     for folder in ["include", "src"]:
         shutil.copytree(ROOT / folder, tmp_path / folder)
     before = {file: file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
