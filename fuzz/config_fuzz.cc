@@ -8,6 +8,9 @@
 #include <filesystem>
 
 #include "formats/checkpoint.h"
+#include "formats/decode.h"
+#include "formats/grid.h"
+#include "formats/safetensors_layout.h"
 
 namespace {
 

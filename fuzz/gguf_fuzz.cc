@@ -8,6 +8,8 @@
 #include <cstdlib>
 
 #include "formats/checkpoint.h"
+#include "formats/decode.h"
+#include "formats/grid.h"
 
 namespace {
 

@@ -8,6 +8,7 @@
 #include "cli/cli.h"
 #include "convert/compare.h"
 #include "formats/checkpoint.h"
+#include "formats/decode.h"
 #include "formats/json_tree.h"
 #include "formats/safetensors.h"
 

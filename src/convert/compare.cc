@@ -8,7 +8,8 @@
 
 #include "bittern/device.h"
 #include "convert/architecture.h"
-#include "convert/rows.h"
+#include "convert/encode.h"
+#include "convert/row_reader.h"
 
 namespace bittern {
 namespace {

@@ -8,7 +8,7 @@
 #include <random>
 
 #include "bittern/device.h"
-#include "formats/gguf.h"
+#include "formats/gguf_writer.h"
 #include "formats/safetensors.h"
 #include "formats/test_folder.h"
 

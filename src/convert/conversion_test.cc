@@ -7,7 +7,8 @@
 #include <random>
 
 #include "convert/mix.h"
-#include "convert/rows.h"
+#include "convert/row_reader.h"
+#include "formats/decode.h"
 #include "formats/test_folder.h"
 
 namespace bittern {

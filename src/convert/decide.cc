@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cmath>
 
+#include "convert/for_runs.h"
 #include "convert/mix.h"
 #include "convert/planner.h"
 

@@ -1,4 +1,5 @@
-// Numbers into storages: which are refused, and what becomes of the others.
+#include "convert/encode.h"
+
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -12,8 +13,8 @@
 
 #include "bittern/ops/gguf_quantize.h"
 #include "bittern/ops/qdq_affine_init.h"
-#include "convert/rows.h"
 #include "core/blocks.h"
+#include "formats/decode.h"
 
 namespace bittern {
 namespace {

@@ -14,9 +14,11 @@
 #include "convert/replace.h"
 #include "convert/tokenizer.h"
 #include "convert/tokenizer_table.h"
+#include "formats/gguf_writer.h"
 #include "formats/json_events.h"
 #include "formats/json_tree.h"
 #include "formats/mapped_file.h"
+#include "formats/safetensors_layout.h"
 
 namespace bittern {
 

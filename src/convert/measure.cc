@@ -6,8 +6,10 @@
 #include <map>
 #include <numeric>
 
+#include "convert/for_runs.h"
 #include "convert/planner.h"
 #include "convert/target.h"
+#include "formats/decode.h"
 
 namespace bittern {
 namespace {

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "formats/gguf.h"
+#include "formats/ggml_type.h"
 
 namespace bittern {
 

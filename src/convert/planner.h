@@ -13,8 +13,9 @@
 
 #include "convert/architecture.h"
 #include "convert/conversion.h"
+#include "convert/encode.h"
 #include "convert/mix.h"
-#include "convert/rows.h"
+#include "convert/row_reader.h"
 #include "formats/checkpoint.h"
 
 namespace re2 {

@@ -6,8 +6,10 @@
 
 #include "convert/apart.h"
 #include "convert/conversion.h"
+#include "convert/encode.h"
+#include "convert/for_runs.h"
 #include "convert/output.h"
-#include "convert/rows.h"
+#include "convert/row_reader.h"
 #include "convert/run.h"
 #include "formats/fingerprint.h"
 

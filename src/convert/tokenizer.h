@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bittern/status.h"
-#include "formats/gguf.h"
+#include "formats/gguf_writer.h"
 
 namespace bittern {
 

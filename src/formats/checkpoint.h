@@ -1,54 +1,27 @@
 // A model on disk, whatever its form: a GGUF file, a folder of Hugging Face or MLX, one safetensors
-// file. Its tensors are numbers with names; how they are stored is theirs to tell:
-//
-//   plain    numbers of one dtype
-//   blocks   a block format of ggml: scales and codes in one run of bytes
-//   affine   w = scale * code + bias, codes packed apart from scales and biases (MLX, AWQ, GPTQ)
+// file. Its tensors are numbers with names; how they are stored is theirs to tell (storage.h).
 //
 // Nothing is read before it is asked for; tensors are views into mapped files.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
-#include "bittern/gguf_desc.h"
 #include "bittern/status.h"
 #include "bittern/tensor.h"
 #include "formats/gguf.h"
 #include "formats/json_tree.h"
 #include "formats/safetensors.h"
+#include "formats/storage.h"
 
 namespace bittern {
 
 inline constexpr std::size_t kCheckpointMostTensors = std::size_t{1} << 18;
-
-// How a tensor's numbers are, or are to be, stored.
-struct Storage {
-  enum class Kind : std::uint8_t { plain, blocks, affine };
-  Kind kind = Kind::plain;
-  SafeDType dtype = SafeDType::f32;  // plain; of scales and biases where affine
-  GgmlType type = GgmlType::f32;     // blocks: never a type that is plain numbers
-  int bits = 0, group = 0;           // affine
-
-  static Storage plain(SafeDType dtype) { return {.kind = Kind::plain, .dtype = dtype}; }
-  static Storage blocks(GgmlType type) { return {.kind = Kind::blocks, .type = type}; }
-  static Storage affine(int bits, int group, SafeDType params) {
-    return {.kind = Kind::affine, .dtype = params, .bits = bits, .group = group};
-  }
-  bool operator==(const Storage&) const = default;
-
-  bool quantized() const { return kind != Kind::plain; }
-  std::string str() const;  // "BF16", "Q4_K", "4 bit, group 64, BF16"
-  // All bytes of a tensor of this shape: codes, scales and biases; or why it cannot be.
-  Result<std::uint64_t> bytes(const Shape& shape) const;
-};
-
-// GGUF's type as a storage, and back where it has one.
-Storage storage_of(GgmlType type);
-std::optional<GgmlType> ggml_type_of(const Storage& storage);
 
 struct CheckpointTensor {
   // How codes, scales and biases lie when affine: MLX's rows; or AWQ's and GPTQ's columns, where
@@ -109,6 +82,8 @@ class Checkpoint {
   Status open_file();
   Status open_folder();
   Status read_config(const std::string& folder);
+  Status take_tensors(const SafetensorsFile& file);
+  Status take_tensors(const SafetensorsFolder& folder);
   template <class Source>
   Status take_tensors(const Source& source, bool whole);
   Status list_other_files();
@@ -128,52 +103,5 @@ class Checkpoint {
   std::vector<std::uint32_t> by_name_;
   std::uint64_t fingerprint_ = 0;
 };
-
-// ---- numbers out ----
-
-// The block format of gguf_dequantize and gguf_quantize, where they have it.
-std::optional<BlockType> block_type(GgmlType type);
-
-// Rows [first, first + count) as f32 [count, columns]: of a GGUF block as the `gguf` package
-// computes it, of MLX's groups as mx.dequantize does on the CPU (rounded to the dtype of the
-// scales), of AWQ's and GPTQ's (code - zero) * scale in f32. Unsupported types name the tensor.
-Status decode_rows(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
-                   std::span<float> out);
-
-// ---- exact transcoding: codes stay what they are ----
-
-// Rows as codes on a grid, w = code * scale + bias.
-struct GridRows {
-  int bits = 0, group = 0;
-  std::int64_t first = 0;             // the number of the first row, for messages
-  std::vector<std::uint8_t> codes;    // [count, columns], one a byte
-  std::vector<float> scales, biases;  // [count, columns / group]
-};
-
-// The grid such a storage has, with codes of `bits` in groups of `group`; nothing for plain
-// numbers and for blocks with groups of 16 (Q2_K, Q3_K, Q6_K), which no affine storage has. The
-// values of a table (IQ4_NL, IQ4_XS, MXFP4) are integers: they are codes of 8 or 5 bits.
-struct Grid {
-  int bits, group;
-};
-std::optional<Grid> grid_of(const Storage& storage);
-
-// Refuses scales and biases that are not finite or, made from zero points, not exact in f32, and
-// columns of a group that lie apart (GPTQ's act-order).
-Status decode_grid(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
-                   GridRows& out);
-
-// The same grid in another storage, exactly, or why not: a scale that f16 does not hold, a bias
-// that is no multiple, scales that no super-block yields, codes too wide, groups that do not fit.
-// out.data, scales and biases have the bytes of those rows; blocks are all data.
-struct EncodedRows {
-  std::vector<std::byte> data, scales, biases;
-};
-Status encode_grid(const GridRows& grid, std::int64_t columns, const Storage& storage,
-                   EncodedRows& out);
-
-// Rounds scales and biases to F16 or BF16: the largest change relative to what it changes, which is
-// infinite when something overflows. (F32 changes nothing.)
-double round_params(GridRows& grid, SafeDType dtype);
 
 }  // namespace bittern

@@ -1,5 +1,8 @@
 #include "formats/checkpoint.h"
 #include "core/sanitized.h"
+#include "formats/decode.h"
+#include "formats/gguf_writer.h"
+#include "formats/safetensors_layout.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

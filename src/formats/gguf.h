@@ -1,4 +1,5 @@
-// GGUF, the model file of ggml and llama.cpp: versions 2 and 3 in, 3 out, little endian.
+// GGUF, the model file of ggml and llama.cpp: versions 2 and 3 in, 3 out (gguf_writer.h), little
+// endian.
 //
 //   "GGUF" u32 version, u64 tensors, u64 keys
 //   keys:    string key, u32 type, value             a string is u64 length, bytes
@@ -10,17 +11,15 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <vector>
 
 #include "bittern/status.h"
 #include "bittern/tensor.h"
+#include "formats/ggml_type.h"
 #include "formats/mapped_file.h"
 
 namespace bittern {
@@ -32,62 +31,7 @@ inline constexpr std::uint64_t kGgufMostNameBytes = 64;         // the format's 
 inline constexpr std::uint64_t kGgufMostWrittenNameBytes = 63;  // llama.cpp adds a NUL within 64
 inline constexpr std::uint64_t kGgufMostElements = 1 << 22;  // that integers(), numbers() convert
 inline constexpr int kGgufMostDepth = 4;                     // of arrays in arrays
-inline constexpr int kGgufMostRank = 4;
 inline constexpr std::uint32_t kGgufAlignment = 32;
-
-// ---- tensor types ----
-
-enum class GgmlType : std::uint32_t {
-  f32 = 0,
-  f16 = 1,
-  q4_0 = 2,
-  q4_1 = 3,
-  q5_0 = 6,
-  q5_1 = 7,
-  q8_0 = 8,
-  q8_1 = 9,
-  q2_k = 10,
-  q3_k = 11,
-  q4_k = 12,
-  q5_k = 13,
-  q6_k = 14,
-  q8_k = 15,
-  iq2_xxs = 16,
-  iq2_xs = 17,
-  iq3_xxs = 18,
-  iq1_s = 19,
-  iq4_nl = 20,
-  iq3_s = 21,
-  iq2_s = 22,
-  iq4_xs = 23,
-  i8 = 24,
-  i16 = 25,
-  i32 = 26,
-  i64 = 27,
-  f64 = 28,
-  iq1_m = 29,
-  bf16 = 30,
-  tq1_0 = 34,
-  tq2_0 = 35,
-  mxfp4 = 39,
-  nvfp4 = 40,
-  q1_0 = 41,
-};
-
-struct GgmlTypeInfo {
-  GgmlType type;
-  const char* name;     // "Q4_K"
-  std::uint32_t block;  // elements of a block, all of one row
-  std::uint32_t block_bytes;
-  bool readable;  // whether bittern turns it into numbers
-};
-
-std::span<const GgmlTypeInfo> ggml_types();
-const GgmlTypeInfo* ggml_type(std::uint32_t id);           // null: ggml has no such type (any more)
-const GgmlTypeInfo* ggml_type(std::string_view any_case);  // by name
-inline const GgmlTypeInfo& info(GgmlType type) {
-  return *ggml_type(static_cast<std::uint32_t>(type));
-}
 
 // ---- metadata ----
 
@@ -160,9 +104,6 @@ struct GgufTensor {
   std::uint32_t part = 0;            // of a split file
 };
 
-// The bytes of a tensor of this type and row-major shape, or why it cannot be.
-Result<std::uint64_t> ggml_bytes(GgmlType type, const Shape& shape);
-
 class GgufFile {
  public:
   // A part of a split file ("-00002-of-00003.gguf") opens all parts beside it, unless `alone`.
@@ -209,107 +150,6 @@ class GgufFile {
   std::vector<std::uint32_t> keys_by_name_;
   std::vector<GgufTensor> tensors_;
   std::vector<std::uint32_t> tensors_by_name_;
-};
-
-// ---- writing ----
-
-// A value to write.
-class GgufData {
- public:
-  // Of the scalar's own type: GgufData(std::uint32_t{7}) is a u32, GgufData(true) a bool.
-  template <class T>
-    requires std::is_arithmetic_v<T>
-  explicit GgufData(T x) : type_(type_of<T>()) {
-    put(x);
-  }
-  explicit GgufData(std::string_view text) : type_(GgufType::string) { put_string(text); }
-  explicit GgufData(const char* text) : GgufData(std::string_view(text)) {}
-  explicit GgufData(const GgufValue& value);  // a copy, bit for bit
-
-  template <class T>
-    requires std::is_arithmetic_v<T>
-  static GgufData array(std::span<const T> values) {
-    GgufData data = empty_array(type_of<T>(), values.size());
-    for (const T x : values) data.put(x);
-    return data;
-  }
-  static GgufData strings(std::span<const std::string_view> values);
-  static GgufData arrays(std::span<const GgufData> values);  // each an array
-
-  GgufType type() const { return type_; }
-  std::span<const std::byte> encoded() const { return std::as_bytes(std::span(bytes_)); }
-
-  template <class T>
-  static constexpr GgufType type_of() {
-    if constexpr (std::is_same_v<T, bool>) {
-      return GgufType::boolean;
-    } else if constexpr (std::is_floating_point_v<T>) {
-      static_assert(sizeof(T) <= 8);
-      return sizeof(T) == 4 ? GgufType::f32 : GgufType::f64;
-    } else {
-      constexpr bool s = std::is_signed_v<T>;
-      return sizeof(T) == 1   ? (s ? GgufType::s8 : GgufType::u8)
-             : sizeof(T) == 2 ? (s ? GgufType::s16 : GgufType::u16)
-             : sizeof(T) == 4 ? (s ? GgufType::s32 : GgufType::u32)
-                              : (s ? GgufType::s64 : GgufType::u64);
-    }
-  }
-
- private:
-  GgufData() = default;
-  static GgufData empty_array(GgufType element, std::uint64_t count);
-  template <class T>
-  void put(T x) {
-    bytes_.append(reinterpret_cast<const char*>(&x), sizeof x);
-  }
-  void put_string(std::string_view text);
-
-  GgufType type_ = GgufType::u8;
-  int depth_ = 0;  // of arrays in arrays
-  bool well_formed_ = true;
-  std::string bytes_;
-  friend class GgufWriter;
-};
-
-// Everything about keys and tensors first, then begin, then every tensor's bytes in order and in
-// pieces of any size, then commit: only then is there a file at `path`.
-class GgufWriter {
- public:
-  // `path` is where begin will write; errors name it. general.alignment, when not 32, is a key.
-  explicit GgufWriter(std::string path) : path_(std::move(path)) {}
-
-  Status add(std::string_view key, const GgufData& value);
-  Status add_tensor(std::string_view name, GgmlType type, const Shape& shape);
-  std::uint64_t file_bytes() const;  // of what was added so far
-  OutputLayout lay_out() const;      // of the same, for who writes the bytes himself
-
-  Status begin(bool force = false);  // force: may replace a file
-  Status write(std::string_view tensor, std::span<const std::byte> bytes);
-  Status commit();
-
- private:
-  struct Tensor {
-    std::string name;
-    GgmlType type;
-    Shape shape;
-    std::uint64_t bytes;
-  };
-  std::uint64_t header_bytes() const;
-  Status put(std::span<const std::byte> bytes);
-  Status pad(std::uint64_t written);
-  Status finish_tensors();  // pads what is complete and moves on
-  Status refuse(const std::string& what) const;
-
-  std::string path_;
-  std::uint32_t alignment_ = kGgufAlignment;
-  std::string encoded_keys_;
-  std::set<std::string, std::less<>> keys_, names_;
-  std::vector<Tensor> tensors_;
-  std::uint64_t info_bytes_ = 0, data_bytes_ = 0;
-  std::optional<PartialFile> file_;
-  bool began_ = false;
-  std::size_t current_ = 0;    // the tensor being written
-  std::uint64_t written_ = 0;  // of it
 };
 
 }  // namespace bittern

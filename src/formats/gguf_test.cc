@@ -8,7 +8,7 @@
 #include <fstream>
 #include <set>
 
-#include "formats/gguf.h"
+#include "formats/gguf_writer.h"
 
 namespace bittern {
 namespace {

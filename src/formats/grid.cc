@@ -1,5 +1,5 @@
-// Exact transcoding: the codes, scales and biases of one storage in another. What is exact, and
-// why, is in docs/formats.md.
+#include "formats/grid.h"
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -11,7 +11,8 @@
 #include "bittern/ops/pack_codes.h"
 #include "bittern/ops/unpack_codes.h"
 #include "core/blocks.h"
-#include "formats/rows.h"
+#include "formats/decode.h"
+#include "formats/stored_rows.h"
 
 namespace bittern {
 namespace {

@@ -7,7 +7,8 @@
 #include <random>
 
 #include "core/blocks.h"
-#include "formats/checkpoint.h"
+#include "formats/decode.h"
+#include "formats/grid.h"
 
 namespace bittern {
 namespace {

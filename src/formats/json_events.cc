@@ -47,6 +47,10 @@ std::string in_quotes(std::string_view text) {
   return s + '"';
 }
 
+std::string tensor_in(const std::string& where, std::string_view name) {
+  return where + ": tensor " + in_quotes(name) + ": ";
+}
+
 const char* JsonScalar::what() const {
   constexpr const char* kNames[] = {"null",     "a boolean", "a number",
                                     "a number", "a number",  "a string"};

@@ -17,6 +17,8 @@ inline constexpr int kJsonMaxDepth = 64;
 
 // A string of a file as a message shows it: in quotes, on one line, cut where it is long.
 std::string in_quotes(std::string_view text);
+// "FILE: tensor "NAME": ", which opens a message about a tensor.
+std::string tensor_in(const std::string& where, std::string_view name);
 
 struct JsonScalar {
   enum Kind { null, boolean, natural, negative, fraction, text };

@@ -14,49 +14,11 @@
 #include <utility>
 #include <vector>
 
-#include "bittern/dtype.h"
 #include "bittern/status.h"
 #include "formats/mapped_file.h"
+#include "formats/safe_dtype.h"
 
 namespace bittern {
-
-// In the format's own order, by alignment: a file holds the last ones first.
-enum class SafeDType : std::uint8_t {
-  boolean,
-  f4,
-  f6_e2m3,
-  f6_e3m2,
-  u8,
-  i8,
-  f8_e5m2,
-  f8_e4m3,
-  f8_e8m0,
-  f8_e4m3fnuz,
-  f8_e5m2fnuz,
-  i16,
-  u16,
-  f16,
-  bf16,
-  i32,
-  u32,
-  f32,
-  c64,
-  f64,
-  i64,
-  u64,
-};
-inline constexpr int kSafeDTypeCount = 22;
-
-const char* name(SafeDType dtype);  // as the file spells it: "F8_E4M3"
-int bits_of(SafeDType dtype);       // of an element: 4 and 6 are packed without gaps
-std::optional<SafeDType> find_safe_dtype(std::string_view name);
-// Of the three floats weights are computed with.
-inline bool is_float(SafeDType dtype) {
-  return dtype == SafeDType::f32 || dtype == SafeDType::f16 || dtype == SafeDType::bf16;
-}
-// The library's own type of the same values, and back.
-std::optional<DType> to_dtype(SafeDType dtype);
-SafeDType to_safe_dtype(DType dtype);
 
 // What hostile headers are held to, so that memory stays below 64 MiB + twice the file's size.
 inline constexpr std::uint64_t kSafetensorsMaxHeader = 100'000'000;  // the format's own limit
@@ -148,56 +110,6 @@ class SafetensorsFolder {
   std::vector<Entry> entries_;
   std::vector<std::uint32_t> by_name_;
   std::size_t unlisted_ = 0;
-};
-
-// A folder's model.safetensors, or, where the tensors have more than `shard_bytes` bytes,
-// model-00001-of-00005.safetensors and so on: tensors fill the shards in the order given, and a
-// larger one has a shard of its own. `folder` opens the error messages.
-Result<OutputLayout> lay_out_safetensors(const std::string& folder,
-                                         std::span<const SafetensorsSpec> tensors,
-                                         std::uint64_t shard_bytes,
-                                         SafetensorsMetadata metadata = {});
-// model.safetensors.index.json of such a folder; `metadata` is JSON, a member each: "\"a\": 1".
-Result<std::string> safetensors_index(const std::string& folder,
-                                      std::span<const SafetensorsSpec> tensors,
-                                      const OutputLayout& layout,
-                                      std::span<const std::string> metadata);
-
-// Names, dtypes and shapes are given first, so that the header is written before the data; the
-// bytes then come in any order, tensor by tensor or in turns. Bytes are laid out as the reference
-// implementation does, by falling alignment and then by name, which keeps every tensor aligned.
-class SafetensorsWriter {
- public:
-  static Result<SafetensorsWriter> create(const std::string& path,
-                                          std::vector<SafetensorsSpec> tensors,
-                                          SafetensorsMetadata metadata = {}, bool force = false);
-  // The files of lay_out_safetensors in a folder that exists, and the index where there are
-  // several. `force` replaces the model there.
-  static Result<SafetensorsWriter> create_folder(const std::string& folder,
-                                                 std::vector<SafetensorsSpec> tensors,
-                                                 std::uint64_t shard_bytes,
-                                                 SafetensorsMetadata metadata = {},
-                                                 bool force = false);
-
-  // The next bytes of tensor `i` of those given. One thread at a time.
-  Status append(std::size_t i, std::span<const std::byte> bytes);
-  // Refuses tensors that lack bytes. The index is the last file to appear.
-  Status commit();
-
- private:
-  SafetensorsWriter() = default;
-  static Result<SafetensorsWriter> make(const std::string& folder,
-                                        std::vector<SafetensorsSpec> tensors, OutputLayout layout,
-                                        bool force);
-  Status commit_all();
-  Status write_index();
-
-  std::string folder_;  // with its slash; empty for a single file
-  std::vector<PartialFile> files_;
-  std::vector<SafetensorsSpec> tensors_;
-  OutputLayout layout_;
-  std::vector<std::uint64_t> written_;  // bytes of each tensor
-  bool force_ = false;
 };
 
 }  // namespace bittern

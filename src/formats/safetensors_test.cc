@@ -18,6 +18,7 @@
 #include <iterator>
 
 #include "formats/json_events.h"
+#include "formats/safetensors_layout.h"
 
 namespace bittern {
 namespace {

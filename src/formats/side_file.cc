@@ -23,6 +23,10 @@ bool is_there(const std::string& path) {
   return ::stat(path.c_str(), &info) == 0 || (errno != ENOENT && errno != ENOTDIR);
 }
 
+std::string with_slash(const std::string& folder) {
+  return folder.empty() || folder.back() == '/' ? folder : folder + "/";
+}
+
 Status check_side_file(const std::string& path) {
   std::error_code error;
   if (!fs::is_symlink(path, error)) return {};

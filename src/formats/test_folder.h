@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "formats/safetensors.h"
+#include "formats/safetensors_layout.h"
 
 namespace bittern {
 

@@ -1,4 +1,4 @@
-// What decoding numbers and decoding grids share.
+// Rows as they are stored, for what decodes them to numbers (decode.h) or to a grid (grid.h).
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "convert/rows.h"
+#include "convert/row_reader.h"
 
 #include <algorithm>
 #include <cmath>
@@ -6,6 +6,8 @@
 #include <limits>
 #include <numeric>
 #include <utility>
+
+#include "formats/decode.h"
 
 namespace bittern {
 namespace {

@@ -1,0 +1,238 @@
+#include "formats/gguf_writer.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <new>
+
+#include "formats/gguf_detail.h"
+
+namespace bittern {
+
+using namespace gguf_detail;
+
+namespace {
+
+constexpr std::uint64_t kMostBytes = (std::uint64_t{1} << 62) - 1;  // of tensors written
+
+int depth_of(const GgufValue& value) {
+  if (value.type() != GgufType::array) return 0;
+  int depth = 0;
+  if (value.element() == GgufType::array)
+    value.each([&](const GgufValue& inner) { depth = std::max(depth, depth_of(inner)); });
+  return depth + 1;
+}
+
+}  // namespace
+
+GgufData::GgufData(const GgufValue& value)
+    : type_(value.type()), depth_(depth_of(value)), bytes_(text(value.encoded())) {}
+
+GgufData GgufData::empty_array(GgufType element, std::uint64_t count) {
+  GgufData data;
+  data.type_ = GgufType::array;
+  data.depth_ = 1;
+  data.put(static_cast<std::uint32_t>(element));
+  data.put(count);
+  return data;
+}
+
+void GgufData::put_string(std::string_view text) {
+  put(std::uint64_t{text.size()});
+  bytes_.append(text);
+}
+
+GgufData GgufData::strings(std::span<const std::string_view> values) {
+  GgufData data = empty_array(GgufType::string, values.size());
+  for (const std::string_view x : values) data.put_string(x);
+  return data;
+}
+
+GgufData GgufData::arrays(std::span<const GgufData> values) {
+  GgufData data = empty_array(GgufType::array, values.size());
+  for (const GgufData& x : values) {
+    data.depth_ = std::max(data.depth_, x.depth_ + 1);
+    data.well_formed_ &= x.well_formed_ && x.type_ == GgufType::array;
+    data.bytes_.append(x.bytes_);
+  }
+  return data;
+}
+
+Status GgufWriter::refuse(const std::string& what) const { return invalid(path_ + ": " + what); }
+
+Status GgufWriter::add(std::string_view key, const GgufData& value) {
+  if (began_) return refuse(of_key(key) + "added after begin, expected before");
+  if (key.empty() || key.size() > kGgufMostKeyBytes) {
+    return refuse(of_key(key) + "a name of " + dec(key.size()) + " bytes, expected 1.." +
+                  dec(kGgufMostKeyBytes));
+  }
+  if (!value.well_formed_) return refuse(of_key(key) + "arrays of what is none, expected arrays");
+  if (value.depth_ > kGgufMostDepth) {
+    return refuse(of_key(key) + "arrays nested " + std::to_string(value.depth_) +
+                  " deep, expected at most " + std::to_string(kGgufMostDepth));
+  }
+  if (keys_.size() == kGgufMostKeys)
+    return refuse(of_key(key) + "too many keys, expected at most " + dec(kGgufMostKeys));
+  if (keys_.contains(key)) return refuse(of_key(key) + "given twice, expected once");
+  if (key == "general.alignment") {
+    const std::uint32_t n =
+        value.type() == GgufType::u32 ? load<std::uint32_t>(value.encoded()) : 0;
+    if (!std::has_single_bit(n)) {
+      return refuse(of_key(key) + name(value.type()) + (n > 0 ? " " + dec(n) : "") +
+                    ", expected a u32 that is a power of two");
+    }
+    alignment_ = n;
+  }
+  try {
+    keys_.emplace(key);
+    const auto put = [&](auto x) {
+      encoded_keys_.append(reinterpret_cast<const char*>(&x), sizeof x);
+    };
+    put(std::uint64_t{key.size()});
+    encoded_keys_.append(key);
+    put(static_cast<std::uint32_t>(value.type()));
+    encoded_keys_.append(value.bytes_);
+    return {};
+  } catch (const std::bad_alloc&) {
+    return {Code::out_of_memory, path_ + ": " + of_key(key) + "no room"};
+  }
+}
+
+Status GgufWriter::add_tensor(std::string_view name, GgmlType type, const Shape& shape) {
+  if (began_) return refuse(of_tensor(name) + "added after begin, expected before");
+  if (name.empty() || name.size() > kGgufMostWrittenNameBytes) {
+    return refuse(of_tensor(name) + "a name of " + dec(name.size()) + " bytes, expected 1.." +
+                  dec(kGgufMostWrittenNameBytes));
+  }
+  const auto bytes = ggml_bytes(type, shape);
+  if (!bytes) return refuse(of_tensor(name) + std::string(bytes.status().message()));
+  if (tensors_.size() == kGgufMostTensors)
+    return refuse(of_tensor(name) + "too many tensors, expected at most " + dec(kGgufMostTensors));
+  if (*bytes > kMostBytes - data_bytes_) {
+    return refuse(of_tensor(name) + dec(*bytes) + " bytes, expected fewer than 2^62 in all");
+  }
+  if (names_.contains(name)) return refuse(of_tensor(name) + "given twice, expected once");
+  try {
+    names_.emplace(name);
+    tensors_.push_back({std::string(name), type, shape, *bytes});
+    data_bytes_ += *bytes;
+    info_bytes_ += 8 + name.size() + 4 + 8 * static_cast<std::uint64_t>(shape.rank) + 4 + 8;
+    return {};
+  } catch (const std::bad_alloc&) {
+    return {Code::out_of_memory, path_ + ": " + of_tensor(name) + "no room"};
+  }
+}
+
+std::uint64_t GgufWriter::header_bytes() const {
+  return 4 + 4 + 8 + 8 + encoded_keys_.size() + info_bytes_;
+}
+
+std::uint64_t GgufWriter::file_bytes() const {
+  std::uint64_t n = aligned_to(header_bytes(), alignment_);
+  for (const Tensor& t : tensors_) n += aligned_to(t.bytes, alignment_);
+  return n;
+}
+
+OutputLayout GgufWriter::lay_out() const {
+  OutputLayout layout;
+  OutputLayout::File& file = layout.files.emplace_back();
+  file.name = path_;
+  file.bytes = file_bytes();
+  file.head = "GGUF";
+  file.head.reserve(aligned_to(header_bytes(), alignment_));
+  const auto encode = [&](auto x) {
+    file.head.append(reinterpret_cast<const char*>(&x), sizeof x);
+  };
+  encode(std::uint32_t{3});
+  encode(std::uint64_t{tensors_.size()});
+  encode(std::uint64_t{keys_.size()});
+  file.head += encoded_keys_;
+  const std::uint64_t data = aligned_to(header_bytes(), alignment_);
+  std::uint64_t offset = 0;
+  for (const Tensor& t : tensors_) {
+    encode(std::uint64_t{t.name.size()});
+    file.head += t.name;
+    encode(static_cast<std::uint32_t>(t.shape.rank));
+    for (int d = t.shape.rank - 1; d >= 0; --d) encode(t.shape[d]);
+    encode(static_cast<std::uint32_t>(t.type));
+    encode(offset);
+    layout.tensors.push_back({.begin = data + offset, .bytes = t.bytes});
+    offset += aligned_to(t.bytes, alignment_);
+  }
+  file.head.resize(data, '\0');
+  return layout;
+}
+
+Status GgufWriter::begin(bool force) {
+  if (began_) return refuse("begun twice, expected once");
+  auto file = PartialFile::create(path_, force);
+  if (!file) return file.status();
+  try {
+    file_.emplace(std::move(*file));
+    began_ = true;
+    BITTERN_TRY(file_->check_room(file_bytes()));
+    BITTERN_TRY(put(std::as_bytes(std::span(lay_out().files[0].head))));
+  } catch (const std::bad_alloc&) {
+    return {Code::out_of_memory, path_ + ": header"};
+  }
+  return finish_tensors();
+}
+
+// After an error it is not known how much was written: no more goes into that file.
+Status GgufWriter::put(std::span<const std::byte> bytes) {
+  Status status = file_->write(bytes);
+  if (!status.ok()) file_.reset();
+  return status;
+}
+
+Status GgufWriter::pad(std::uint64_t written) {
+  static constexpr std::array<std::byte, 4096> kZeros{};
+  for (std::uint64_t left = aligned_to(written, alignment_) - written; left > 0;) {
+    const std::size_t n = std::min<std::uint64_t>(left, kZeros.size());
+    BITTERN_TRY(put(std::span(kZeros).first(n)));
+    left -= n;
+  }
+  return {};
+}
+
+Status GgufWriter::finish_tensors() {
+  while (current_ < tensors_.size() && written_ == tensors_[current_].bytes) {
+    BITTERN_TRY(pad(written_));
+    ++current_;
+    written_ = 0;
+  }
+  return {};
+}
+
+Status GgufWriter::write(std::string_view tensor, std::span<const std::byte> bytes) {
+  if (!file_)
+    return refuse(of_tensor(tensor) + "written outside begin and commit, expected within");
+  if (bytes.empty()) return {};
+  if (current_ == tensors_.size())
+    return refuse(of_tensor(tensor) + "written after the last, expected commit");
+  const Tensor& t = tensors_[current_];
+  if (t.name != tensor) {
+    return refuse(of_tensor(tensor) + "written after " + dec(written_) + " of " + dec(t.bytes) +
+                  " bytes of " + shown(t.name) + ", expected all of these first");
+  }
+  if (bytes.size() > t.bytes - written_) {
+    return refuse(of_tensor(tensor) + dec(bytes.size()) + " bytes more, expected at most " +
+                  dec(t.bytes - written_));
+  }
+  BITTERN_TRY(put(bytes));
+  written_ += bytes.size();
+  return finish_tensors();
+}
+
+Status GgufWriter::commit() {
+  if (!file_) return refuse("committed before begin or twice, expected once after it");
+  if (current_ < tensors_.size()) {
+    const Tensor& t = tensors_[current_];
+    return refuse(of_tensor(t.name) + dec(written_) + " bytes written, expected " + dec(t.bytes));
+  }
+  BITTERN_TRY(file_->commit());
+  file_.reset();
+  return {};
+}
+
+}  // namespace bittern

@@ -1,0 +1,48 @@
+// Exact transcoding: codes stay what they are, in another storage. What is exact, and why, is in
+// docs/formats.md.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "bittern/status.h"
+#include "formats/checkpoint.h"
+
+namespace bittern {
+
+// Rows as codes on a grid, w = code * scale + bias.
+struct GridRows {
+  int bits = 0, group = 0;
+  std::int64_t first = 0;             // the number of the first row, for messages
+  std::vector<std::uint8_t> codes;    // [count, columns], one a byte
+  std::vector<float> scales, biases;  // [count, columns / group]
+};
+
+// The grid such a storage has, with codes of `bits` in groups of `group`; nothing for plain
+// numbers and for blocks with groups of 16 (Q2_K, Q3_K, Q6_K), which no affine storage has. The
+// values of a table (IQ4_NL, IQ4_XS, MXFP4) are integers: they are codes of 8 or 5 bits.
+struct Grid {
+  int bits, group;
+};
+std::optional<Grid> grid_of(const Storage& storage);
+
+// Refuses scales and biases that are not finite or, made from zero points, not exact in f32, and
+// columns of a group that lie apart (GPTQ's act-order).
+Status decode_grid(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
+                   GridRows& out);
+
+// The same grid in another storage, exactly, or why not: a scale that f16 does not hold, a bias
+// that is no multiple, scales that no super-block yields, codes too wide, groups that do not fit.
+// out.data, scales and biases have the bytes of those rows; blocks are all data.
+struct EncodedRows {
+  std::vector<std::byte> data, scales, biases;
+};
+Status encode_grid(const GridRows& grid, std::int64_t columns, const Storage& storage,
+                   EncodedRows& out);
+
+// Rounds scales and biases to F16 or BF16: the largest change relative to what it changes, which is
+// infinite when something overflows. (F32 changes nothing.)
+double round_params(GridRows& grid, SafeDType dtype);
+
+}  // namespace bittern

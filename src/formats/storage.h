@@ -1,0 +1,43 @@
+// How numbers of a tensor are stored:
+//
+//   plain    numbers of one dtype
+//   blocks   a block format of ggml: scales and codes in one run of bytes
+//   affine   w = scale * code + bias, codes packed apart from scales and biases (MLX, AWQ, GPTQ)
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "bittern/status.h"
+#include "bittern/tensor.h"
+#include "formats/ggml_type.h"
+#include "formats/safe_dtype.h"
+
+namespace bittern {
+
+// How a tensor's numbers are, or are to be, stored.
+struct Storage {
+  enum class Kind : std::uint8_t { plain, blocks, affine };
+  Kind kind = Kind::plain;
+  SafeDType dtype = SafeDType::f32;  // plain; of scales and biases where affine
+  GgmlType type = GgmlType::f32;     // blocks: never a type that is plain numbers
+  int bits = 0, group = 0;           // affine
+
+  static Storage plain(SafeDType dtype) { return {.kind = Kind::plain, .dtype = dtype}; }
+  static Storage blocks(GgmlType type) { return {.kind = Kind::blocks, .type = type}; }
+  static Storage affine(int bits, int group, SafeDType params) {
+    return {.kind = Kind::affine, .dtype = params, .bits = bits, .group = group};
+  }
+  bool operator==(const Storage&) const = default;
+
+  bool quantized() const { return kind != Kind::plain; }
+  std::string str() const;  // "BF16", "Q4_K", "4 bit, group 64, BF16"
+  // All bytes of a tensor of this shape: codes, scales and biases; or why it cannot be.
+  Result<std::uint64_t> bytes(const Shape& shape) const;
+};
+
+// GGUF's type as a storage, and back where it has one.
+Storage storage_of(GgmlType type);
+std::optional<GgmlType> ggml_type_of(const Storage& storage);
+
+}  // namespace bittern
