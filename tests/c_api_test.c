@@ -38,6 +38,7 @@ static void test_library(void) {
   EXPECT(strchr(bittern_version(), '.') != NULL);
   EXPECT_TEXT(bittern_code_name(BITTERN_OK), "ok");
   EXPECT_TEXT(bittern_code_name(BITTERN_INTERNAL), "internal");
+  EXPECT_TEXT(bittern_code_name(BITTERN_CANCELLED), "cancelled");
   EXPECT_TEXT(bittern_code_name(99), "unknown");
   EXPECT(bittern_op_count() >= 1);
   EXPECT_TEXT(bittern_op_name(0), "quantize_per_group");

@@ -17,6 +17,7 @@ enum class Code {
   device_error,
   io_error,
   internal,
+  cancelled,  // by the caller, while it ran
 };
 
 const char* name(Code code);

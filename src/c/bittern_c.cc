@@ -22,7 +22,7 @@ struct bittern_plan {
 
 namespace {
 
-static_assert(BITTERN_INTERNAL == static_cast<int>(Code::internal));
+static_assert(BITTERN_CANCELLED == static_cast<int>(Code::cancelled));
 static_assert(BITTERN_U32 == static_cast<int>(DType::u32));
 static_assert(BITTERN_CUDA == static_cast<int>(Device::Type::cuda));
 static_assert(BITTERN_FASTEST == static_cast<int>(Preference::fastest));
@@ -131,7 +131,8 @@ Status to_views(const bittern_plan& plan, const bittern_tensor* tensors, std::si
 const char* bittern_version(void) { return version(); }
 const char* bittern_last_error(void) { return last_error; }
 const char* bittern_code_name(int code) {
-  return code >= BITTERN_OK && code <= BITTERN_INTERNAL ? name(static_cast<Code>(code)) : "unknown";
+  return code >= BITTERN_OK && code <= BITTERN_CANCELLED ? name(static_cast<Code>(code))
+                                                         : "unknown";
 }
 size_t bittern_op_count(void) { return all_ops().size(); }
 const char* bittern_op_name(size_t index) {

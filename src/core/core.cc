@@ -17,7 +17,7 @@ const char* version() {
 const char* name(Code code) {
   constexpr const char* kNames[] = {"ok",          "invalid_argument", "unsupported",
                                     "unavailable", "out_of_memory",    "device_error",
-                                    "io_error",    "internal"};
+                                    "io_error",    "internal",         "cancelled"};
   return kNames[static_cast<int>(code)];
 }
 

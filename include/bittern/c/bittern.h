@@ -25,7 +25,8 @@ typedef enum {
   BITTERN_OUT_OF_MEMORY,
   BITTERN_DEVICE_ERROR,
   BITTERN_IO_ERROR,
-  BITTERN_INTERNAL
+  BITTERN_INTERNAL,
+  BITTERN_CANCELLED /* by the caller, while it ran */
 } bittern_code;
 
 enum {
