@@ -38,6 +38,12 @@ constexpr bool gated_delta(Arch arch) {
   return arch == Arch::qwen3next || arch == Arch::qwen35 || arch == Arch::qwen35moe;
 }
 
+// Whether use_sliding_window says if sliding_window counts.
+constexpr bool has_window_switch(Arch arch) {
+  return arch == Arch::qwen2 || arch == Arch::qwen2moe || arch == Arch::qwen3 ||
+         arch == Arch::qwen3moe || arch == Arch::smollm3;
+}
+
 // A model type of transformers and what its configuration takes for granted.
 struct ModelType {
   const char* name;        // model_type
