@@ -46,7 +46,10 @@ void must_scale(Limits& limits, const Rope& rope, std::initializer_list<const ch
 }  // namespace
 
 std::int64_t llama_cpp_query_scale(const Model& m) {
-  const int largest = m.arch() == Arch::gemma2 ? 46 : 62;  // layers of the 27B models
+  // GGUF has no key for the scale. llama.cpp tells a model's size by its number of layers, in a
+  // table for each architecture: 46 layers of gemma2, and 62 of gemma3, are the 27B models, whose
+  // queries were trained with 1 / sqrt(n_embd / n_head); every other size has 1 / sqrt(head_dim).
+  const int largest = m.arch() == Arch::gemma2 ? 46 : 62;
   return m.layers == largest ? m.hidden / m.heads : m.head_dim;
 }
 
