@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "bittern/c/bittern.h"
+#include "oracle/op_test.h"
 #include "oracle/oracle_impl.h"
 
 namespace bittern {
@@ -54,12 +55,11 @@ std::vector<typename Op::Desc> empty_problems() {
 }
 
 template <class Op>
-Status run(const typename Op::Desc& desc, const typename Op::Args& args, std::string_view kernel) {
+Status run_if_supported(const typename Op::Desc& desc, const typename Op::Args& args,
+                        std::string_view kernel) {
   const auto plan = Plan<Op>::select(desc, {}, Preference::exact, kernel);
   if (!plan) return plan.status().code() == Code::unsupported ? Status() : plan.status();
-  std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
-  const auto at = reinterpret_cast<std::uintptr_t>(scratch.data());
-  return plan->run(args, {}, {scratch.data() + (64 - at % 64) % 64, plan->workspace_bytes()});
+  return oracle::run_plan(*plan, args);
 }
 
 TEST(EveryOp, TakesNullDataWhereThereAreNoElements) {
@@ -69,11 +69,11 @@ TEST(EveryOp, TakesNullDataWhereThereAreNoElements) {
     for (const auto& desc : problems) {
       // What has elements is written as it is where every operand has an address.
       auto want = oracle::make_problem<Op>(desc, 1, {});
-      Status status = run<Op>(desc, want.args, "ref");
+      Status status = run_if_supported<Op>(desc, want.args, "ref");
       EXPECT_TRUE(status.ok()) << status.message() << " " << flags_text<Op>(desc);
       for (const std::string_view kernel : {"ref", "cpu"}) {
         auto got = null_problem<Op>(desc);
-        status = run<Op>(desc, got.args, kernel);
+        status = run_if_supported<Op>(desc, got.args, kernel);
         EXPECT_TRUE(status.ok()) << status.message() << " " << flags_text<Op>(desc);
         EXPECT_EQ(oracle::compare(got, want), "") << kernel << " " << flags_text<Op>(desc);
       }

@@ -58,11 +58,7 @@ Floats coded_value(const KvCacheConfig& c, const KvSide& side, Floats x) {
   Floats y(x.size());
   const auto run = [](const auto& plan, const auto& args) {
     ASSERT_TRUE(plan.ok()) << plan.status().message();
-    std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
-    void* aligned = scratch.data();
-    std::size_t space = scratch.size();
-    std::align(64, plan->workspace_bytes(), aligned, space);
-    expect_ok(plan->run(args, {}, {aligned, plan->workspace_bytes()}));
+    expect_ok(oracle::run_plan(*plan, args));
   };
   run(Plan<AuraEncode>::select(d),
       AuraEncode::Args{.x = view(std::as_const(x).data(), d.tensor_shape()),

@@ -1,26 +1,35 @@
-// Running one op in a test, and what its errors look like.
+// Running one op in a test.
 #pragma once
 #include <gtest/gtest.h>
 
+#include <cstddef>
+#include <memory>
+#include <string_view>
+#include <vector>
+
 #include "bittern/bittern.h"
+#include "oracle/status_test.h"
 
 namespace bittern::oracle {
 
+// With a workspace of its own.
+template <class Op>
+Status run_plan(const Plan<Op>& plan, const typename Op::Args& args) {
+  std::vector<std::byte> scratch(plan.workspace_bytes() + 64);
+  void* aligned = scratch.data();
+  std::size_t space = scratch.size();
+  std::align(64, plan.workspace_bytes(), aligned, space);
+  return plan.run(args, {}, {aligned, plan.workspace_bytes()});
+}
+
 template <class Op>
 Status run_op(const typename Op::Desc& desc, const typename Op::Args& args,
-              std::string_view kernel = {}) {
-  auto plan = Plan<Op>::select(desc, {}, Preference::exact, kernel);
-  return plan ? plan->run(args) : plan.status();
+              std::string_view kernel = {}, Preference preference = Preference::exact) {
+  const auto plan = Plan<Op>::select(desc, {}, preference, kernel);
+  return plan ? run_plan(*plan, args) : plan.status();
 }
 
 // The kernels a hand-computed example is checked on.
 inline constexpr std::string_view kBothKernels[] = {"ref", "cpu"};
-
-inline void expect_ok(const Status& status) { EXPECT_TRUE(status.ok()) << status.message(); }
-
-inline void expect_error(const Status& status, Code code, std::string_view message) {
-  EXPECT_EQ(status.code(), code) << message;
-  EXPECT_EQ(status.message(), message);
-}
 
 }  // namespace bittern::oracle

@@ -14,20 +14,11 @@ namespace {
 
 using oracle::expect_error;
 using oracle::expect_ok;
+using oracle::run_op;
 using Op = AuraAttention;
 using Desc = AuraAttentionDesc;
 
 TEST(AuraAttention, MatchesRefEverywhere) { oracle::expect_parity("aura_attention"); }
-
-Status run(const Desc& d, const Op::Args& args, std::string_view kernel = {},
-           Preference preference = Preference::exact) {
-  const auto plan = Plan<Op>::select(d, {}, preference, kernel);
-  if (!plan) return plan.status();
-  const std::size_t size = plan->workspace_bytes();
-  const std::unique_ptr<void, decltype(&std::free)> scratch(
-      std::aligned_alloc(64, (size + 64) / 64 * 64), std::free);
-  return plan->run(args, {}, {scratch.get(), size});
-}
 
 // A problem of the oracle's, with ordinary values, that can be changed and run.
 struct Case {
@@ -48,7 +39,7 @@ struct Case {
   Op::Args& args() { return p.args; }
   std::vector<float> output(std::string_view kernel = {},
                             Preference preference = Preference::exact) {
-    expect_ok(run(d, p.args, kernel, preference));
+    expect_ok(run_op<Op>(d, p.args, kernel, preference));
     std::vector<float> out;
     for (std::int64_t i = 0; i < d.query_shape().numel(); ++i)
       out.push_back(static_cast<float>(oracle::get(as_const(p.args.out), i)));
@@ -311,7 +302,7 @@ struct ByHand {
                 .out = array_view(out, {1, 1, 1, 2})};
 
   void expect(float a, float b, std::string_view kernel) {
-    expect_ok(run(d, args, kernel));
+    expect_ok(run_op<Op>(d, args, kernel));
     EXPECT_NEAR(out[0], a, 1e-6) << kernel;
     EXPECT_NEAR(out[1], b, 1e-6) << kernel;
   }
@@ -501,7 +492,7 @@ TEST(AuraAttention, Errors) {
   const auto operand = [&](const ConstView& v, std::int64_t i, double value) {
     const double old = oracle::get(v, i);
     oracle::put(v, i, value);
-    const Status status = run(good, c.args());
+    const Status status = run_op<Op>(good, c.args());
     oracle::put(v, i, old);
     return status;
   };
@@ -520,28 +511,29 @@ TEST(AuraAttention, Errors) {
                "aura_attention: v_table: [5] is 0.5, expected 1 or -1");
   Op::Args args = c.args();
   args.block_table = {};
-  expect_error(run(good, args), bad, "aura_attention: block_table: null, expected s32 [2,2]");
+  expect_error(run_op<Op>(good, args), bad,
+               "aura_attention: block_table: null, expected s32 [2,2]");
   args = c.args();
   args.k_codes.shape[3] = 9;
-  expect_error(run(good, args), bad,
+  expect_error(run_op<Op>(good, args), bad,
                "aura_attention: k_codes: shape [3,2,16,9], expected [3,2,16,8]: 4-bit codes have 8 "
                "words a row");
   // Pages without what says how they are laid out.
   Desc d = good;
   d.capacity = 0;
-  expect_error(run(d, c.args()), bad,
+  expect_error(run_op<Op>(d, c.args()), bad,
                "aura_attention: block_table: shape [2,2], expected [2,0]: capacity is 0; it is "
                "page_size 16 times the columns of block_table");
   d.page_size = d.pages = 0;
-  expect_error(run(d, c.args()), bad,
+  expect_error(run_op<Op>(d, c.args()), bad,
                "aura_attention: k_codes: shape [3,2,16,8], expected [4,0,8]: pages need page_size "
                "(16..128), pages and capacity");
   args = c.args();
   args.q.shape = {2, 4, 64};
-  expect_error(run(good, args), bad,
+  expect_error(run_op<Op>(good, args), bad,
                "aura_attention: q: shape [2,4,64], expected [2,1,4,64]: the axes are "
                "[sequences,queries,heads,dim]");
-  expect_ok(run(good, c.args()));
+  expect_ok(run_op<Op>(good, c.args()));
 }
 
 }  // namespace
