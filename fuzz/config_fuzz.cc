@@ -6,11 +6,12 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 
 #include "formats/checkpoint.h"
 #include "formats/decode.h"
 #include "formats/grid.h"
-#include "formats/safetensors_layout.h"
+#include "formats/test_files.h"
 
 namespace {
 
@@ -24,12 +25,9 @@ void must(bool holds) {
 class Folders {
  public:
   Folders() {
-    std::string pattern = (fs::temp_directory_path() / "bittern_fuzz_XXXXXX").string();
-    must(::mkdtemp(pattern.data()) != nullptr);
-    path_ = pattern;
     const std::string text = "/proc/self/fd/" + std::to_string(fd_);
     const auto folder = [&](const std::string& name, const std::string& linked) {
-      paths_.push_back(path_ + "/" + name);
+      paths_.push_back(root_.path(name));
       fs::create_directory(paths_.back());
       fs::create_symlink(text, paths_.back() + "/" + linked);
       return paths_.back() + "/";
@@ -52,7 +50,6 @@ class Folders {
     write(sharded + "a", {{"a", SafeDType::f32, {2}}});
     write(sharded + "b", {{"b", SafeDType::f32, {2}}, {"c", SafeDType::bf16, {2}}});
   }
-  ~Folders() { fs::remove_all(path_); }
 
   const std::vector<std::string>& paths() const { return paths_; }
   void put(const std::uint8_t* data, std::size_t size) const {
@@ -61,18 +58,19 @@ class Folders {
   }
 
  private:
-  static void write(const std::string& path, const std::vector<SafetensorsSpec>& tensors) {
-    auto writer = SafetensorsWriter::create(path, tensors);
-    must(writer.ok());
-    for (std::size_t i = 0; i < tensors.size(); ++i) {
-      std::size_t size = static_cast<std::size_t>(bits_of(tensors[i].dtype)) / 8;
-      for (const std::uint64_t n : tensors[i].shape) size *= n;
-      must(writer->append(i, std::vector<std::byte>(size)).ok());
+  static void write(const std::string& path, const std::vector<SafetensorsSpec>& specs) {
+    std::vector<StoredTensor> tensors;
+    for (const SafetensorsSpec& spec : specs) {
+      std::size_t size = static_cast<std::size_t>(bits_of(spec.dtype)) / 8;
+      for (const std::uint64_t n : spec.shape) size *= n;
+      tensors.push_back({spec, std::string(size, '\0')});
     }
-    must(writer->commit().ok());
+    const auto text = safetensors_text(tensors);
+    must(text.ok());
+    std::ofstream(path, std::ios::binary) << *text;
   }
 
-  std::string path_;
+  TempFolder root_;
   std::vector<std::string> paths_;
   int fd_ = ::memfd_create("bittern_config", 0);
 };

@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "cuda/plugin.h"
+#include "formats/test_files.h"
 #include "oracle/oracle_test.h"
 
 namespace bittern {
@@ -24,23 +25,21 @@ std::string fixture(const std::string& name) {
 class CudaLoader : public ::testing::Test {
  protected:
   void SetUp() override {
-    char name[] = "/tmp/bittern_loader_XXXXXX";
-    ASSERT_NE(mkdtemp(name), nullptr);
-    directory_ = name;
     before_ = fs::current_path();
     if (const char* given = std::getenv("BITTERN_CUDA_PLUGIN")) given_ = given;
     unsetenv("BITTERN_CUDA_PLUGIN");
   }
   void TearDown() override {
     fs::current_path(before_);
-    fs::remove_all(directory_);
     if (given_.empty()) {
       unsetenv("BITTERN_CUDA_PLUGIN");
     } else {
       setenv("BITTERN_CUDA_PLUGIN", given_.c_str(), 1);
     }
   }
-  fs::path directory_, before_;
+  TempFolder folder_;
+  const fs::path directory_ = folder_.path();
+  fs::path before_;
   std::string given_;
 };
 

@@ -38,7 +38,7 @@ LAYERS = [
     ("src/ops/*.cu*", CORE + ["plan/kernel.h", "cuda/*"] + CUDA),
     ("src/ops/*", KERNEL),
     ("src/oracle/*", ORACLE + ["gtest/*"]),
-    ("src/formats/test_folder.h", CORE + ["formats/*", "gtest/*"]),
+    ("src/formats/test_*.h", CORE + ["formats/*", "gtest/*"]),
     ("src/formats/*_test.cc", ORACLE + ["formats/*", "gtest/*"] + JSON + POSIX),
     ("src/formats/*", CORE + ["formats/*"] + JSON + POSIX),
     ("src/convert/*_test.cc", ORACLE + ["formats/*", "convert/*", "gtest/*"] + JSON + POSIX),

@@ -15,7 +15,7 @@
 #include "bittern/status.h"
 #include "bittern/tensor.h"
 #include "convert/recipe.h"
-#include "formats/gguf_writer.h"
+#include "formats/gguf_contents.h"
 
 namespace bittern {
 

@@ -12,6 +12,7 @@
 #include <sstream>
 
 #include "convert/model.h"
+#include "formats/test_folder.h"
 
 namespace bittern {
 namespace {
@@ -1021,27 +1022,19 @@ TEST(Config, GemmasOfTheHubLeaveTheirDefaultsOut) {
 
 // ---- metadata ----
 
-class Metadata : public testing::Test {
+class Metadata : public TestFolder {
  protected:
-  void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "bittern_arch_XXXXXX").string();
-    ASSERT_NE(mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
   // A file with these keys and the tensors in F32.
   Result<GgufFile> file(const GgufMetadata& keys, const Tensors& tensors) const {
-    const std::string path = (folder_ / "m.gguf").string();
-    GgufWriter writer(path);
-    for (const auto& [key, value] : keys) BITTERN_TRY(writer.add(key, value));
-    for (const auto& [name, values] : tensors)
-      BITTERN_TRY(writer.add_tensor(name, GgmlType::f32, values.shape));
-    BITTERN_TRY(writer.begin(true));
-    for (const auto& [name, values] : tensors)
-      BITTERN_TRY(writer.write(name, std::as_bytes(std::span(values.data))));
-    BITTERN_TRY(writer.commit());
-    return GgufFile::open(path);
+    GgufContents contents(path("m.gguf"));
+    for (const auto& [key, value] : keys) BITTERN_TRY(contents.add(key, value));
+    std::vector<std::string> data;
+    for (const auto& [name, values] : tensors) {
+      BITTERN_TRY(contents.add_tensor(name, GgmlType::f32, values.shape));
+      data.push_back(bytes_of(values.data));
+    }
+    put("m.gguf", file_text(contents.lay_out(), data));
+    return GgufFile::open(path("m.gguf"));
   }
 
   static GgufMetadata metadata(const Json& config, const Tensors& tensors) {
@@ -1049,8 +1042,6 @@ class Metadata : public testing::Test {
     EXPECT_TRUE(keys.ok()) << keys.status().message();
     return keys ? std::move(*keys) : GgufMetadata{};
   }
-
-  fs::path folder_;
 };
 
 std::string text(const GgufMetadata& keys) {

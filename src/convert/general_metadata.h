@@ -9,7 +9,7 @@
 #include "bittern/status.h"
 #include "convert/architecture.h"
 #include "convert/tokenizer.h"
-#include "formats/gguf_writer.h"
+#include "formats/gguf_contents.h"
 
 namespace bittern {
 

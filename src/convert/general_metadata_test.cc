@@ -8,6 +8,8 @@
 #include <fstream>
 #include <map>
 
+#include "formats/test_folder.h"
+
 namespace bittern {
 namespace {
 
@@ -15,29 +17,17 @@ namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 using Notes = std::vector<std::string>;
 
-class GeneralMetadata : public testing::Test {
+class GeneralMetadata : public TestFolder {
  protected:
-  void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "bittern_general_XXXXXX").string();
-    ASSERT_NE(mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
-  void save(const std::string& name, const std::string& text) const {
-    std::ofstream(folder_ / name, std::ios::binary) << text;
-  }
   Result<GgufFile> file(const GgufMetadata& keys) const {
-    const std::string path = (folder_ / "m.gguf").string();
-    GgufWriter writer(path);
-    for (const auto& [key, value] : keys) BITTERN_TRY(writer.add(key, value));
-    BITTERN_TRY(writer.begin(true));
-    BITTERN_TRY(writer.commit());
-    return GgufFile::open(path);
+    GgufContents contents(path("m.gguf"));
+    for (const auto& [key, value] : keys) BITTERN_TRY(contents.add(key, value));
+    put("m.gguf", file_text(contents.lay_out(), {}));
+    return GgufFile::open(path("m.gguf"));
   }
   // Keys as text, or the error.
   std::map<std::string, std::string> read(Notes& notes) const {
-    const auto keys = general_to_gguf(folder_.string(), notes);
+    const auto keys = general_to_gguf(path(), notes);
     if (!keys) return {{"error", std::string(keys.status().message())}};
     const auto written = file(*keys);
     EXPECT_TRUE(written.ok()) << written.status().message();
@@ -53,8 +43,6 @@ class GeneralMetadata : public testing::Test {
     }
     return out;
   }
-
-  fs::path folder_;
 };
 
 TEST_F(GeneralMetadata, GoesThroughAFolderBitForBit) {
@@ -80,9 +68,9 @@ TEST_F(GeneralMetadata, GoesThroughAFolderBitForBit) {
   const auto source = file(keys);
   ASSERT_TRUE(source.ok()) << source.status().message();
   Notes notes;
-  for (const TextFile& text : general_from_gguf(*source, notes)) save(text.name, text.text);
+  for (const TextFile& text : general_from_gguf(*source, notes)) put(text.name, text.text);
   EXPECT_EQ(notes, Notes{});
-  const auto back = general_to_gguf(folder_.string(), notes);
+  const auto back = general_to_gguf(path(), notes);
   ASSERT_TRUE(back.ok()) << back.status().message();
   std::size_t found = 0;
   for (const auto& [key, value] : *back) {
@@ -97,7 +85,7 @@ TEST_F(GeneralMetadata, GoesThroughAFolderBitForBit) {
   EXPECT_EQ(found, keys.size() - 3);  // all but those that are made anew
 
   // The card alone says the same of what cards have words for.
-  fs::remove(folder_ / "gguf_metadata.json");
+  fs::remove(path("gguf_metadata.json"));
   const auto card = read(notes);
   EXPECT_EQ(card.at("general.license"), "apache-2.0");
   EXPECT_EQ(card.at("general.name"), "A Model: v1");
@@ -116,19 +104,19 @@ TEST_F(GeneralMetadata, AFileThatSaysNothingMakesNoFiles) {
 }
 
 TEST_F(GeneralMetadata, ModelCardsAreRead) {
-  save("README.md",
-       "---\r\n"
-       "license: other  # see below\r\n"
-       "license_name: 'it''s mine'\n"
-       "license_link: \"https://example.org/#a\"\n"
-       "language:\n- en\n  - \"fr\"\n"
-       "tags: [chat, 'a b', \"c,d\"]\n"
-       "pipeline_tag: text-generation\n"
-       "base_model:\n- org/Base\n- https://example.org/x\n"
-       "datasets: org/data\n"
-       "widget:\n- text: hello\n  more: 1\n"
-       "model-index:\n  - name: x\n"
-       "---\n# Title\nlicense: not this\n");
+  put("README.md",
+      "---\r\n"
+      "license: other  # see below\r\n"
+      "license_name: 'it''s mine'\n"
+      "license_link: \"https://example.org/#a\"\n"
+      "language:\n- en\n  - \"fr\"\n"
+      "tags: [chat, 'a b', \"c,d\"]\n"
+      "pipeline_tag: text-generation\n"
+      "base_model:\n- org/Base\n- https://example.org/x\n"
+      "datasets: org/data\n"
+      "widget:\n- text: hello\n  more: 1\n"
+      "model-index:\n  - name: x\n"
+      "---\n# Title\nlicense: not this\n");
   Notes notes;
   const auto keys = read(notes);
   EXPECT_EQ(notes, Notes{});
@@ -152,25 +140,24 @@ TEST_F(GeneralMetadata, ModelCardsAreRead) {
 }
 
 TEST_F(GeneralMetadata, ACardThatIsALinkOutOfTheFolderIsNotRead) {
-  const fs::path outside = folder_.string() + "_card";
+  const fs::path outside = path() + "_card";
   std::ofstream(outside) << "---\nlicense: a secret of the user\n---\n";
-  fs::create_symlink(outside, folder_ / "README.md");
+  fs::create_symlink(outside, path("README.md"));
   Notes notes;
   EXPECT_TRUE(read(notes).empty());
   ASSERT_EQ(notes.size(), 1u);
-  EXPECT_TRUE(notes[0].starts_with("not read: " + (folder_ / "README.md").string() +
-                                   ": a symbolic link to "))
+  EXPECT_TRUE(notes[0].starts_with("not read: " + path("README.md") + ": a symbolic link to "))
       << notes[0];
-  fs::rename(folder_ / "README.md", folder_ / "own");
-  save("card.txt", "---\nlicense: mit\n---\n");
-  fs::create_symlink("card.txt", folder_ / "README.md");
+  fs::rename(path("README.md"), path("own"));
+  put("card.txt", "---\nlicense: mit\n---\n");
+  fs::create_symlink("card.txt", path("README.md"));
   EXPECT_EQ(read(notes).at("general.license"), "mit");
   fs::remove(outside);
 }
 
 TEST_F(GeneralMetadata, WhatIsNotUnderstoodIsSaid) {
   Notes notes;
-  save("README.md", "---\nlicense: |\n  folded\ntags: {a: b}\nlanguage: [en\n---\n");
+  put("README.md", "---\nlicense: |\n  folded\ntags: {a: b}\nlanguage: [en\n---\n");
   EXPECT_TRUE(read(notes).empty());
   EXPECT_EQ(notes.size(), 3u);
   EXPECT_EQ(notes[0],
@@ -179,14 +166,14 @@ TEST_F(GeneralMetadata, WhatIsNotUnderstoodIsSaid) {
        {"", "---", "---\n", "---\nlicense: mit\n", "# no card\n", "---\n: x\n---\n",
         "---\n- a\n---\n", "---\nlicense:\n---\n", "---\nlicense: null\n---\n"}) {
     notes.clear();
-    save("README.md", text);
+    put("README.md", text);
     EXPECT_TRUE(read(notes).empty()) << text;
     EXPECT_EQ(notes, Notes{}) << text;
   }
   const auto error = [&](const char* text) {
-    save("gguf_metadata.json", text);
+    put("gguf_metadata.json", text);
     const auto keys = read(notes);
-    return keys.contains("error") ? keys.at("error").substr(folder_.string().size() + 1) : "";
+    return keys.contains("error") ? keys.at("error").substr(path().size() + 1) : "";
   };
   EXPECT_EQ(error("[]"), "gguf_metadata.json: expected an object");
   EXPECT_EQ(error(R"({"name": "x"})"),

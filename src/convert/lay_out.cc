@@ -14,7 +14,7 @@
 #include "convert/replace.h"
 #include "convert/tokenizer.h"
 #include "convert/tokenizer_table.h"
-#include "formats/gguf_writer.h"
+#include "formats/gguf_contents.h"
 #include "formats/json_events.h"
 #include "formats/json_tree.h"
 #include "formats/mapped_file.h"
@@ -56,7 +56,7 @@ Status ConversionPlanner::lay_out_gguf() {
     return invalid((options_.split_bytes > 0 ? "--split-max-size: " : "--split-max-tensors: ") +
                    std::to_string(ends.size()) + " parts, expected at most " +
                    std::to_string(kMostParts));
-  std::vector<GgufWriter> writers;
+  std::vector<GgufContents> writers;
   for (std::size_t part = 0; part < ends.size(); ++part)
     writers.emplace_back(options_.splits() ? part_name(part, ends.size()) : out_);
   const auto add = [&](const std::string& key, const GgufData& value) {
@@ -107,7 +107,7 @@ Status ConversionPlanner::lay_out_gguf() {
                     GgufData(options_.imatrix.substr(options_.imatrix.rfind('/') + 1))));
   for (std::size_t part = 0; options_.splits() && part < ends.size(); ++part) {
     const auto tensors = static_cast<std::int32_t>(conversion_.tensors_.size());
-    GgufWriter& writer = writers[part];
+    GgufContents& writer = writers[part];
     BITTERN_TRY(writer.add("split.no", GgufData(static_cast<std::uint16_t>(part))));
     BITTERN_TRY(writer.add("split.count", GgufData(static_cast<std::uint16_t>(ends.size()))));
     BITTERN_TRY(writer.add("split.tensors.count", GgufData(tensors)));
@@ -123,7 +123,7 @@ Status ConversionPlanner::lay_out_gguf() {
     BITTERN_TRY(writers[part].add_tensor(tensor.recipe.name, *type, tensor.recipe.shape));
   }
   OutputLayout& layout = conversion_.layout_;
-  for (const GgufWriter& writer : writers) {
+  for (const GgufContents& writer : writers) {
     OutputLayout one = writer.lay_out();
     for (OutputLayout::Extent& extent : one.tensors)
       extent.file = static_cast<std::uint32_t>(layout.files.size());

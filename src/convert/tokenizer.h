@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bittern/status.h"
-#include "formats/gguf_writer.h"
+#include "formats/gguf_contents.h"
 
 namespace bittern {
 

@@ -16,7 +16,7 @@
 #include "bittern/status.h"
 #include "convert/tokenizer_files.h"
 #include "convert/tokenizer_table.h"
-#include "formats/gguf_writer.h"
+#include "formats/gguf_contents.h"
 
 namespace bittern::tokenizer_detail {
 

@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "convert/tokenizer_table.h"
+#include "formats/test_files.h"
 
 namespace bittern {
 namespace {
@@ -20,25 +21,6 @@ namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 using Strings = std::vector<std::string>;
 using Keys = std::map<std::string, GgufData>;
-
-class Folder {
- public:
-  Folder() {
-    std::string path = (fs::temp_directory_path() / "bittern_tokenizer_XXXXXX").string();
-    if (::mkdtemp(path.data()) != nullptr) path_ = path;
-  }
-  ~Folder() {
-    std::error_code error;
-    if (!path_.empty()) fs::remove_all(path_, error);
-  }
-  const std::string& path() const { return path_; }
-  void save(const std::string& name, const std::string& text) const {
-    std::ofstream(path_ + "/" + name, std::ios::binary) << text;
-  }
-
- private:
-  std::string path_;
-};
 
 GgufData strings(const Strings& values) {
   const std::vector<std::string_view> views(values.begin(), values.end());
@@ -59,12 +41,11 @@ struct Files {
   Json json(const std::string& name) const { return Json::parse(text.at(name)); }
 };
 Files from_gguf(const Keys& keys) {
-  const Folder folder;
-  const std::string path = folder.path() + "/m.gguf";
-  GgufWriter writer(path);
-  for (const auto& [key, value] : keys) EXPECT_TRUE(writer.add(key, value).ok());
-  EXPECT_TRUE(writer.begin().ok());
-  EXPECT_TRUE(writer.commit().ok());
+  const TempFolder folder;
+  const std::string path = folder.path("m.gguf");
+  GgufContents contents(path);
+  for (const auto& [key, value] : keys) EXPECT_TRUE(contents.add(key, value).ok());
+  folder.put("m.gguf", file_text(contents.lay_out(), {}));
   const auto file = GgufFile::open(path);
   EXPECT_TRUE(file.ok()) << file.status().message();
   const auto files = tokenizer_from_gguf(*file);
@@ -86,7 +67,7 @@ struct Metadata {
     return it != encoded.end() && std::ranges::equal(it->second, value.encoded());
   }
 };
-Metadata to_gguf(const Folder& folder, std::int64_t vocab_size) {
+Metadata to_gguf(const TempFolder& folder, std::int64_t vocab_size) {
   const auto keys = tokenizer_to_gguf(folder.path(), vocab_size);
   Metadata out;
   if (!keys) {
@@ -99,8 +80,8 @@ Metadata to_gguf(const Folder& folder, std::int64_t vocab_size) {
   return out;
 }
 Metadata back_to_gguf(const Files& files, std::int64_t vocab_size) {
-  const Folder folder;
-  for (const auto& [name, text] : files.text) folder.save(name, text);
+  const TempFolder folder;
+  for (const auto& [name, text] : files.text) folder.put(name, text);
   return to_gguf(folder, vocab_size);
 }
 
@@ -446,9 +427,9 @@ Json small_json() {
               "vocab": {"a": 0, "b": 1, "ab": 3}, "merges": ["a b"]}})");
 }
 Metadata convert(const Json& json, std::int64_t vocab_size = 6, const char* config = "{}") {
-  const Folder folder;
-  folder.save("tokenizer.json", json.dump());
-  folder.save("tokenizer_config.json", config);
+  const TempFolder folder;
+  folder.put("tokenizer.json", json.dump());
+  folder.put("tokenizer_config.json", config);
   return to_gguf(folder, vocab_size);
 }
 
@@ -502,13 +483,13 @@ TEST(Tokenizer, PostProcessorDecidesWhatIsAdded) {
 }
 
 TEST(Tokenizer, ChatTemplateFileComesFirst) {
-  const Folder folder;
-  folder.save("tokenizer.json", small_json().dump());
-  folder.save("tokenizer_config.json", R"({"chat_template": "old"})");
+  const TempFolder folder;
+  folder.put("tokenizer.json", small_json().dump());
+  folder.put("tokenizer_config.json", R"({"chat_template": "old"})");
   EXPECT_TRUE(to_gguf(folder, 6).has("tokenizer.chat_template", GgufData("old")));
-  folder.save("chat_template.jinja", "new");
+  folder.put("chat_template.jinja", "new");
   EXPECT_TRUE(to_gguf(folder, 6).has("tokenizer.chat_template", GgufData("new")));
-  folder.save("chat_template.jinja", "\xff");
+  folder.put("chat_template.jinja", "\xff");
   EXPECT_EQ(to_gguf(folder, 6).error,
             "chat_template.jinja: expected UTF-8 text of at most 67108864 bytes");
 }
@@ -606,8 +587,8 @@ TEST(Tokenizer, BadTokenizerJsonIsNamed) {
   EXPECT_EQ(convert(small_json(), 6, "[]").error, "tokenizer_config.json: expected an object");
 
   const auto raw = [](const std::string& text) {
-    const Folder folder;
-    folder.save("tokenizer.json", text);
+    const TempFolder folder;
+    folder.put("tokenizer.json", text);
     return to_gguf(folder, 6).error;
   };
   EXPECT_EQ(raw("[]"), "tokenizer.json: a list, expected an object");
@@ -618,7 +599,7 @@ TEST(Tokenizer, BadTokenizerJsonIsNamed) {
   std::string many = "{\"x\": [0";
   for (int i = 0; i < 600000; ++i) many += ",0";
   EXPECT_EQ(raw(many + "]}"), "tokenizer.json: more than 524288 values, expected fewer");
-  EXPECT_NE(to_gguf(Folder(), 6).error, "");  // nothing there
+  EXPECT_NE(to_gguf(TempFolder(), 6).error, "");  // nothing there
 }
 
 TEST(Tokenizer, MergesThatScoresCannotSayAreRefused) {
@@ -698,10 +679,10 @@ const std::string kPieces = piece("<unk>", 0, 2) + piece("<s>", 0, 3) + piece("<
                             piece("\u2581\u2581", 0, 4);
 
 TEST(Tokenizer, SentencepieceModelIsRead) {
-  const Folder folder;
-  folder.save("tokenizer.model", model(kPieces));
-  folder.save("added_tokens.json", R"({"<tool>": 6})");
-  folder.save(
+  const TempFolder folder;
+  folder.put("tokenizer.model", model(kPieces));
+  folder.put("added_tokens.json", R"({"<tool>": 6})");
+  folder.put(
       "tokenizer_config.json",
       R"({"added_tokens_decoder": {"7": {"content": "<end>", "special": true}}, "eos_token": "<end>"})");
   const Metadata out = to_gguf(folder, 9);
@@ -723,10 +704,10 @@ TEST(Tokenizer, SentencepieceModelIsRead) {
 TEST(Tokenizer, BadSentencepieceModelIsNamed) {
   const auto error = [](const std::string& bytes, const char* added = "{}",
                         const char* config = "{}") {
-    const Folder folder;
-    folder.save("tokenizer.model", bytes);
-    folder.save("added_tokens.json", added);
-    folder.save("tokenizer_config.json", config);
+    const TempFolder folder;
+    folder.put("tokenizer.model", bytes);
+    folder.put("added_tokens.json", added);
+    folder.put("tokenizer_config.json", config);
     return to_gguf(folder, 7).error;
   };
   const std::string good = model(kPieces);

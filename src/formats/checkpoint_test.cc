@@ -1,8 +1,4 @@
 #include "formats/checkpoint.h"
-#include "core/sanitized.h"
-#include "formats/decode.h"
-#include "formats/gguf_writer.h"
-#include "formats/safetensors_layout.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -19,61 +15,34 @@
 #include <fstream>
 #include <random>
 
+#include "core/sanitized.h"
+#include "formats/decode.h"
+#include "formats/gguf_contents.h"
+#include "formats/test_folder.h"
+#include "oracle/status_test.h"
+
 namespace bittern {
 namespace {
+
+using oracle::expect_ok;
 
 namespace fs = std::filesystem;
 
 template <class T>
-std::string bytes_of(const std::vector<T>& values) {
-  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)};
-}
-
-struct Stored {
-  SafetensorsSpec spec;
-  std::string bytes;
-};
-template <class T>
-Stored stored(const std::string& name, SafeDType dtype, std::vector<std::uint64_t> shape,
-              const std::vector<T>& values) {
+StoredTensor stored(const std::string& name, SafeDType dtype, std::vector<std::uint64_t> shape,
+                    const std::vector<T>& values) {
   return {{name, dtype, std::move(shape)}, bytes_of(values)};
 }
 // Zeros of that shape.
-Stored blank(const std::string& name, SafeDType dtype, std::vector<std::uint64_t> shape) {
+StoredTensor blank(const std::string& name, SafeDType dtype, std::vector<std::uint64_t> shape) {
   std::uint64_t bits = static_cast<std::uint64_t>(bits_of(dtype));
   for (const std::uint64_t n : shape) bits *= n;
   return {{name, dtype, std::move(shape)}, std::string(bits / 8, '\0')};
 }
 
-class Checkpoints : public testing::Test {
+class Checkpoints : public TestFolder {
  protected:
-  void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "bittern_model_XXXXXX").string();
-    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
-  std::string path(const std::string& name) const { return folder_ + "/" + name; }
-  void put(const std::string& name, const std::string& text) const {
-    fs::create_directories(fs::path(path(name)).parent_path());
-    std::ofstream(path(name), std::ios::binary) << text;
-  }
-  void put_tensors(const std::string& name, const std::vector<Stored>& tensors,
-                   SafetensorsMetadata metadata = {}) const {
-    std::vector<SafetensorsSpec> specs;
-    for (const Stored& tensor : tensors) specs.push_back(tensor.spec);
-    auto writer = SafetensorsWriter::create(path(name), specs, std::move(metadata), true);
-    ASSERT_TRUE(writer) << writer.status().message();
-    for (std::size_t i = 0; i < tensors.size(); ++i) {
-      const Status status = writer->append(
-          i, std::as_bytes(std::span(tensors[i].bytes.data(), tensors[i].bytes.size())));
-      ASSERT_TRUE(status.ok()) << status.message();
-    }
-    const Status status = writer->commit();
-    ASSERT_TRUE(status.ok()) << status.message();
-  }
-  void put_model(const std::vector<Stored>& tensors, const std::string& config = "") const {
+  void put_model(const std::vector<StoredTensor>& tensors, const std::string& config = "") const {
     put_tensors("model.safetensors", tensors);
     if (!config.empty()) put("config.json", config);
   }
@@ -82,15 +51,13 @@ class Checkpoints : public testing::Test {
     if (!model) ADD_FAILURE() << model.status().message();
     return std::move(*model);
   }
-  Checkpoint opened() const { return opened(folder_); }
+  Checkpoint opened() const { return opened(path()); }
   // The message after "FOLDER".
   void refused(const std::string& message, Code code = Code::invalid_argument) const {
-    const auto model = Checkpoint::open(folder_);
-    EXPECT_EQ(model.status().message(), folder_ + message);
+    const auto model = Checkpoint::open(path());
+    EXPECT_EQ(model.status().message(), path() + message);
     EXPECT_EQ(model.status().code(), code) << message;
   }
-
-  std::string folder_;
 };
 
 std::vector<float> numbers(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count) {
@@ -160,7 +127,7 @@ TEST_F(Checkpoints, AFolderOfPlainNumbers) {
             R"({"model_type": "llama", "eos_token_id": -1})");
   const Checkpoint model = opened();
   EXPECT_EQ(model.kind(), Checkpoint::Kind::hf);
-  EXPECT_EQ(model.path(), folder_);
+  EXPECT_EQ(model.path(), path());
   EXPECT_EQ(model.gguf(), nullptr);
   EXPECT_EQ(model.config().dump(), R"({"model_type":"llama","eos_token_id":-1})");
   ASSERT_EQ(model.tensors().size(), 7u);
@@ -249,7 +216,7 @@ TEST_F(Checkpoints, TheCacheOfHuggingFace) {
   EXPECT_EQ(model.config()["model_type"], "llama");
   for (const std::string ref : {"../../x", "..", "\n", "a/b"}) {
     put("refs/main", ref);
-    const auto bad = Checkpoint::open(folder_);
+    const auto bad = Checkpoint::open(path());
     EXPECT_FALSE(bad);
     EXPECT_TRUE(bad.status().message().ends_with(", expected the name of a folder in snapshots"))
         << bad.status().message();
@@ -315,29 +282,26 @@ TEST_F(Checkpoints, TheFingerprintFollowsTheFiles) {
 
 // ---- GGUF ----
 
-void write_gguf(const std::string& path, const std::vector<std::pair<std::string, GgmlType>>& of,
-                const std::vector<std::pair<std::string, GgufData>>& keys = {}) {
-  GgufWriter writer(path);
-  for (const auto& [key, value] : keys) ASSERT_TRUE(writer.add(key, value).ok());
-  for (const auto& [name, type] : of) ASSERT_TRUE(writer.add_tensor(name, type, {2, 256}).ok());
-  ASSERT_TRUE(writer.begin(true).ok());
+std::string gguf_text(const std::vector<std::pair<std::string, GgmlType>>& of,
+                      const std::vector<std::pair<std::string, GgufData>>& keys = {}) {
+  GgufContents contents("m.gguf");
+  for (const auto& [key, value] : keys) expect_ok(contents.add(key, value));
+  std::vector<std::string> tensors;
   for (const auto& [name, type] : of) {
-    std::vector<std::byte> bytes(*ggml_bytes(type, {2, 256}));
-    for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(i % 61);
-    ASSERT_TRUE(writer.write(name, bytes).ok());
+    expect_ok(contents.add_tensor(name, type, {2, 256}));
+    std::string& bytes = tensors.emplace_back(*ggml_bytes(type, {2, 256}), '\0');
+    for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<char>(i % 61);
   }
-  const Status status = writer.commit();
-  ASSERT_TRUE(status.ok()) << status.message();
+  return file_text(contents.lay_out(), tensors);
 }
 
 TEST_F(Checkpoints, Gguf) {
-  write_gguf(path("m.gguf"),
-             {{"f", GgmlType::f32},
-              {"q", GgmlType::q8_0},
-              {"i", GgmlType::iq2_xs},
-              {"n", GgmlType::i64},
-              {"b", GgmlType::bf16}},
-             {{"general.architecture", GgufData("llama")}});
+  put("m.gguf", gguf_text({{"f", GgmlType::f32},
+                           {"q", GgmlType::q8_0},
+                           {"i", GgmlType::iq2_xs},
+                           {"n", GgmlType::i64},
+                           {"b", GgmlType::bf16}},
+                          {{"general.architecture", GgufData("llama")}}));
   const Checkpoint model = opened(path("m.gguf"));
   EXPECT_EQ(model.kind(), Checkpoint::Kind::gguf);
   ASSERT_NE(model.gguf(), nullptr);
@@ -366,13 +330,13 @@ TEST_F(Checkpoints, GgufInParts) {
         {"split.count", GgufData(std::uint16_t{2})},
         {"split.tensors.count", GgufData(std::int32_t{2})}};
   };
-  write_gguf(path("m-00001-of-00002.gguf"), {{"a", GgmlType::f32}}, part(0));
-  write_gguf(path("m-00002-of-00002.gguf"), {{"b", GgmlType::q4_0}}, part(1));
+  put("m-00001-of-00002.gguf", gguf_text({{"a", GgmlType::f32}}, part(0)));
+  put("m-00002-of-00002.gguf", gguf_text({{"b", GgmlType::q4_0}}, part(1)));
   const Checkpoint model = opened(path("m-00002-of-00002.gguf"));
   EXPECT_EQ(model.tensors().size(), 2u);
   EXPECT_EQ(numbers(*model.find("b")).size(), 512u);
   const std::uint64_t before = model.fingerprint();
-  write_gguf(path("m-00001-of-00002.gguf"), {{"c", GgmlType::f32}}, part(0));
+  put("m-00001-of-00002.gguf", gguf_text({{"c", GgmlType::f32}}, part(0)));
   EXPECT_NE(opened(path("m-00002-of-00002.gguf")).fingerprint(), before);
 }
 
@@ -433,8 +397,8 @@ constexpr MlxGolden kMlx[] = {
      "20ac03c166c128352835683da83930320000a8bd343ba0b81c3830322034343b1cb828b6"},
 };
 
-Stored raw(const std::string& name, SafeDType dtype, std::vector<std::uint64_t> shape,
-           std::string bytes) {
+StoredTensor raw(const std::string& name, SafeDType dtype, std::vector<std::uint64_t> shape,
+                 std::string bytes) {
   return {{name, dtype, std::move(shape)}, std::move(bytes)};
 }
 
@@ -487,8 +451,8 @@ TEST_F(Checkpoints, MlxValuesAreThoseOfMlx) {
 }
 
 // A module of [4, 128], in codes of so many bits and groups.
-std::vector<Stored> mlx_module(const std::string& name, std::uint64_t bits, std::uint64_t group,
-                               SafeDType dtype = SafeDType::bf16) {
+std::vector<StoredTensor> mlx_module(const std::string& name, std::uint64_t bits,
+                                     std::uint64_t group, SafeDType dtype = SafeDType::bf16) {
   return {blank(name + ".weight", SafeDType::u32, {4, 128 * bits / 32}),
           blank(name + ".scales", dtype, {4, 128 / group}),
           blank(name + ".biases", dtype, {4, 128 / group})};
@@ -541,7 +505,8 @@ TEST_F(Checkpoints, AnMlxFolderOfPlainNumbers) {
 
 TEST_F(Checkpoints, MlxPartsThatDisagree) {
   const std::string config = R"({"quantization": {"bits": 4, "group_size": 64}})";
-  const auto refused_parts = [&](const std::vector<Stored>& tensors, const std::string& message) {
+  const auto refused_parts = [&](const std::vector<StoredTensor>& tensors,
+                                 const std::string& message) {
     put_model(tensors, config);
     refused(message);
   };
@@ -648,7 +613,7 @@ constexpr int kAwqValues[8][32] = {
      -120, -120, -24, -72, -32,  -64, -8,  -112, -40, -120, -104, -16, -88, 0,   -80, -24},
 };
 
-std::vector<Stored> awq_module() {
+std::vector<StoredTensor> awq_module() {
   return {raw("m.qweight", SafeDType::i32, {32, 1}, from_hex(kAwqCodes)),
           raw("m.qzeros", SafeDType::i32, {1, 1}, from_hex("5631ccf5")),
           raw("m.scales", SafeDType::f16, {1, 8}, from_hex("00240028002a002c002d002e002f0030"))};
@@ -720,7 +685,7 @@ TEST_F(Checkpoints, GptqOfThreeBits) {
 
 // A module of [rows, 128] in groups of 32, with zeros that are stored less one where `v1`.
 struct GptqModule {
-  std::vector<Stored> tensors;
+  std::vector<StoredTensor> tensors;
   std::vector<float> values;  // in the order of its groups
 };
 GptqModule gptq_module(std::uint32_t bits, bool v1) {
@@ -804,7 +769,7 @@ TEST_F(Checkpoints, GptqInTheOrderOfActivations) {
 }
 
 TEST_F(Checkpoints, ColumnPartsThatDisagree) {
-  const auto refused_parts = [&](std::vector<Stored> tensors, const std::string& message,
+  const auto refused_parts = [&](std::vector<StoredTensor> tensors, const std::string& message,
                                  Code code = Code::invalid_argument) {
     put_tensors("model.safetensors", tensors);
     refused(": tensor \"m.qweight\": " + message, code);
@@ -902,7 +867,7 @@ TEST_F(Checkpoints, MemoryStaysWithinBounds) {
   std::string config = "{\"a\":[{\"\":\"\"}";
   for (std::size_t i = 0; i < kJsonMaxValues / 2 - 4; ++i) config += ",{\"\":\"\"}";
   put("config.json", config + "]}");
-  EXPECT_TRUE(opens_within_bounds(folder_, config.size()));
+  EXPECT_TRUE(opens_within_bounds(path(), config.size()));
 }
 #endif
 

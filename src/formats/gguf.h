@@ -1,4 +1,4 @@
-// GGUF, the model file of ggml and llama.cpp: versions 2 and 3 in, 3 out (gguf_writer.h), little
+// GGUF, the model file of ggml and llama.cpp: versions 2 and 3 in, 3 out (gguf_contents.h), little
 // endian.
 //
 //   "GGUF" u32 version, u64 tensors, u64 keys

@@ -8,12 +8,15 @@
 #include <fstream>
 #include <set>
 
-#include "formats/gguf_writer.h"
+#include "formats/gguf_contents.h"
+#include "formats/test_folder.h"
+#include "oracle/status_test.h"
 
 namespace bittern {
 namespace {
 
 namespace fs = std::filesystem;
+using oracle::expect_ok;
 using Bytes = std::string;
 
 // Written by the gguf package 0.19.0:
@@ -60,25 +63,14 @@ Bytes from_hex(std::string_view hex) {
 }
 Bytes python_file() { return from_hex(kPythonHex); }
 
-// A folder of its own for each test.
-class Gguf : public testing::Test {
+class Gguf : public TestFolder {
  protected:
-  void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "bittern_gguf_XXXXXX").string();
-    ASSERT_NE(mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
+  // In place of the folder's own.
+  std::string path(const std::string& name = "m.gguf") const { return TestFolder::path(name); }
+  void put(const Bytes& bytes, const std::string& name = "m.gguf") const {
+    TestFolder::put(name, bytes);
   }
-  void TearDown() override { fs::remove_all(folder_); }
-
-  std::string path(const std::string& name = "m.gguf") const { return (folder_ / name).string(); }
-  std::string put(const Bytes& bytes, const std::string& name = "m.gguf") const {
-    std::ofstream(path(name), std::ios::binary) << bytes;
-    return path(name);
-  }
-  Bytes get(const std::string& name = "m.gguf") const {
-    std::ifstream in(path(name), std::ios::binary);
-    return {std::istreambuf_iterator<char>(in), {}};
-  }
+  Bytes get(const std::string& name = "m.gguf") const { return text_of(name); }
   GgufFile opened(const std::string& name = "m.gguf") const {
     auto file = GgufFile::open(path(name));
     EXPECT_TRUE(file.ok()) << file.status().message();
@@ -96,8 +88,7 @@ class Gguf : public testing::Test {
   }
   void expect_error(const Status& status, const std::string& message,
                     Code code = Code::invalid_argument, const std::string& name = "m.gguf") const {
-    EXPECT_EQ(status.code(), code) << message;
-    EXPECT_EQ(status.message(), path(name) + ": " + message);
+    oracle::expect_error(status, code, path(name) + ": " + message);
   }
 
   void expect_one_line(const Status& status) const {
@@ -106,11 +97,7 @@ class Gguf : public testing::Test {
     EXPECT_NE(message.find(", expected "), message.npos) << message;
     EXPECT_EQ(message.find('\n'), message.npos) << message;
   }
-
-  fs::path folder_;
 };
-
-void expect_ok(const Status& status) { EXPECT_TRUE(status.ok()) << status.message(); }
 
 // ---- files by hand ----
 
@@ -285,15 +272,15 @@ TEST_F(Gguf, ReadsWhatThePackageWrites) {
 // Keys copied, tensors copied: the file again, bit for bit.
 TEST_F(Gguf, WritesWhatThePackageWrites) {
   const GgufFile file = parsed(python_file());
-  GgufWriter writer(path("copy.gguf"));
-  for (const auto& [name, value] : file.keys()) expect_ok(writer.add(name, GgufData(value)));
-  for (const GgufTensor& t : file.tensors()) expect_ok(writer.add_tensor(t.name, t.type, t.shape));
-  EXPECT_EQ(writer.file_bytes(), python_file().size());
-  expect_ok(writer.begin());
-  for (const GgufTensor& t : file.tensors()) expect_ok(writer.write(t.name, t.bytes));
-  EXPECT_FALSE(fs::exists(path("copy.gguf")));
-  expect_ok(writer.commit());
-  EXPECT_EQ(get("copy.gguf"), python_file());
+  GgufContents copy(path("copy.gguf"));
+  for (const auto& [name, value] : file.keys()) expect_ok(copy.add(name, GgufData(value)));
+  std::vector<Bytes> data;
+  for (const GgufTensor& t : file.tensors()) {
+    expect_ok(copy.add_tensor(t.name, t.type, t.shape));
+    data.emplace_back(reinterpret_cast<const char*>(t.bytes.data()), t.bytes.size());
+  }
+  EXPECT_EQ(copy.file_bytes(), python_file().size());
+  EXPECT_EQ(file_text(copy.lay_out(), data), python_file());
 }
 
 // ---- round trips ----
@@ -323,28 +310,21 @@ TEST_F(Gguf, RoundTripOfEveryType) {
       {"array of array", GgufData::arrays(rows)},
       {"empty", GgufData::array<double>({})},
   };
-  GgufWriter writer(path());
-  expect_ok(writer.add("general.alignment", GgufData(std::uint32_t{64})));
+  GgufContents contents(path());
+  expect_ok(contents.add("general.alignment", GgufData(std::uint32_t{64})));
   std::set<GgufType> types;
   for (const auto& [name, value] : values) {
-    expect_ok(writer.add(name, value));
+    expect_ok(contents.add(name, value));
     types.insert(value.type());
   }
   EXPECT_EQ(types.size(), kGgufTypeCount);
-  expect_ok(writer.add_tensor("first", GgmlType::f16, {3, 5}));
-  expect_ok(writer.add_tensor("none", GgmlType::f32, {0, 4}));
-  expect_ok(writer.add_tensor("scalar", GgmlType::f64, {}));
-  expect_ok(writer.add_tensor("last", GgmlType::q4_k, {2, 1, 1, 256}));
-  const std::uint64_t size = writer.file_bytes();
-  expect_ok(writer.begin());
-  const Bytes data(288, 'x');
-  const auto bytes = std::as_bytes(std::span(data));
-  for (std::size_t i = 0; i < 30; ++i) expect_ok(writer.write("first", bytes.first(1)));
-  expect_ok(writer.write("none", {}));
-  expect_ok(writer.write("scalar", bytes.first(8)));
-  expect_ok(writer.write("last", bytes));
-  expect_ok(writer.commit());
-  EXPECT_EQ(get().size(), size);
+  expect_ok(contents.add_tensor("first", GgmlType::f16, {3, 5}));
+  expect_ok(contents.add_tensor("none", GgmlType::f32, {0, 4}));
+  expect_ok(contents.add_tensor("scalar", GgmlType::f64, {}));
+  expect_ok(contents.add_tensor("last", GgmlType::q4_k, {2, 1, 1, 256}));
+  const std::vector<Bytes> data = {Bytes(30, 'x'), "", Bytes(8, 'x'), Bytes(288, 'x')};
+  put(file_text(contents.lay_out(), data));
+  EXPECT_EQ(get().size(), contents.file_bytes());
 
   const GgufFile file = opened();
   EXPECT_EQ(file.alignment(), 64u);
@@ -370,9 +350,7 @@ TEST_F(Gguf, RoundTripOfEveryType) {
 }
 
 TEST_F(Gguf, NoKeysNoTensors) {
-  GgufWriter writer(path());
-  expect_ok(writer.begin());
-  expect_ok(writer.commit());
+  put(file_text(GgufContents(path()).lay_out(), {}));
   EXPECT_EQ(get().size(), 32u);
   EXPECT_EQ(opened().keys().size(), 0u);
   EXPECT_EQ(parsed(header(0, 0)).tensors().size(), 0u);
@@ -612,17 +590,15 @@ class GgufSplit : public Gguf {
     std::string tensor;
   };
   void write(const Part& part, const std::string& name) const {
-    GgufWriter writer(path(name));
-    if (part.no == 0) expect_ok(writer.add("general.architecture", GgufData("llama")));
+    GgufContents contents(path(name));
+    if (part.no == 0) expect_ok(contents.add("general.architecture", GgufData("llama")));
     if (part.no >= 0)
-      expect_ok(writer.add("split.no", GgufData(static_cast<std::uint16_t>(part.no))));
-    expect_ok(writer.add("split.count", GgufData(static_cast<std::uint16_t>(part.count))));
+      expect_ok(contents.add("split.no", GgufData(static_cast<std::uint16_t>(part.no))));
+    expect_ok(contents.add("split.count", GgufData(static_cast<std::uint16_t>(part.count))));
     if (part.total >= 0)
-      expect_ok(writer.add("split.tensors.count", GgufData(std::int32_t{part.total})));
-    expect_ok(writer.add_tensor(part.tensor, GgmlType::i8, {3}));
-    expect_ok(writer.begin(true));
-    expect_ok(writer.write(part.tensor, std::as_bytes(std::span(part.tensor).first(3))));
-    expect_ok(writer.commit());
+      expect_ok(contents.add("split.tensors.count", GgufData(std::int32_t{part.total})));
+    expect_ok(contents.add_tensor(part.tensor, GgmlType::i8, {3}));
+    put(file_text(contents.lay_out(), std::vector<Bytes>{part.tensor.substr(0, 3)}), name);
   }
   void write_all() const {
     for (int i = 0; i < 3; ++i) write({i, 3, 3, "abc" + std::to_string(i)}, name(i));
@@ -712,10 +688,10 @@ TEST_F(GgufSplit, CountsOfParts) {
           "key split.count: string, expected an unsigned integer");
 }
 
-// ---- the writer's own errors ----
+// ---- what cannot be written ----
 
 TEST_F(Gguf, WriterRefuses) {
-  GgufWriter w(path());
+  GgufContents w(path());
   expect_ok(w.add("a", GgufData(1)));
   expect_error(w.add("a", GgufData(2)), "key a: given twice, expected once");
   expect_error(w.add("", GgufData(2)), "key : a name of 0 bytes, expected 1..65535");
@@ -739,42 +715,6 @@ TEST_F(Gguf, WriterRefuses) {
 
   expect_error(w.add_tensor("v", GgmlType::i8, {(std::int64_t{1} << 62) - 12}),
                "tensor v: 4611686018427387892 bytes, expected fewer than 2^62 in all");
-
-  const Bytes zeros(16, '\0');
-  const auto bytes = std::as_bytes(std::span(zeros));
-  expect_error(w.write("t", bytes), "tensor t: written outside begin and commit, expected within");
-  expect_error(w.commit(), "committed before begin or twice, expected once after it");
-  expect_ok(w.begin());
-  expect_error(w.begin(), "begun twice, expected once");
-  expect_error(w.add("b", GgufData(2)), "key b: added after begin, expected before");
-  expect_error(w.add_tensor("v", GgmlType::f32, {1}),
-               "tensor v: added after begin, expected before");
-  expect_ok(w.write("t", bytes.first(3)));
-  expect_error(w.write("u", bytes.first(4)),
-               "tensor u: written after 3 of 8 bytes of t, expected all of these first");
-  expect_error(w.write("t", bytes.first(6)), "tensor t: 6 bytes more, expected at most 5");
-  expect_error(w.commit(), "tensor t: 3 bytes written, expected 8");
-  expect_ok(w.write("t", bytes.first(5)));
-  expect_ok(w.write("u", bytes.first(4)));
-  expect_error(w.write("u", bytes.first(4)), "tensor u: written after the last, expected commit");
-  expect_ok(w.commit());
-  expect_error(w.commit(), "committed before begin or twice, expected once after it");
-  EXPECT_EQ(opened().tensors().size(), 2u);
-
-  GgufWriter again(path());
-  expect_error(again.begin(), "exists, expected a new file (or force)");
-  expect_ok(again.begin(true));
-  expect_ok(again.commit());
-  EXPECT_EQ(opened().tensors().size(), 0u);
-}
-
-// A writer that is dropped leaves nothing behind.
-TEST_F(Gguf, NothingWithoutCommit) {
-  {
-    GgufWriter w(path());
-    expect_ok(w.begin());
-  }
-  EXPECT_TRUE(fs::is_empty(folder_));
 }
 
 }  // namespace

@@ -40,15 +40,6 @@ Status unreadable(const std::string& path, const std::string& what, int error) {
   return unavailable(std::string(status.message()));
 }
 
-bool is_there(const std::string& path) {
-  struct stat info;
-  return ::lstat(path.c_str(), &info) == 0;
-}
-
-Status exists(const std::string& path) {
-  return invalid(path + ": exists, expected a new file (or force)");
-}
-
 }  // namespace
 
 // ---- FileStamp ----
@@ -354,50 +345,6 @@ Status sync_name(const std::string& path) {
   ::close(fd);
   if (error == 0) return {};
   return failed(folder, "cannot sync", error);
-}
-
-// ---- PartialFile ----
-
-PartialFile& PartialFile::operator=(PartialFile&& other) noexcept {
-  if (this != &other) {
-    discard();
-    path_ = std::move(other.path_);
-    force_ = other.force_;
-    file_ = std::move(other.file_);
-  }
-  return *this;
-}
-
-void PartialFile::discard() {
-  if (!file_.is_open()) return;
-  ::unlink(file_.path().c_str());
-  file_.close();
-}
-
-Result<PartialFile> PartialFile::create(const std::string& path, bool force) {
-  struct stat info;
-  if (::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode))
-    return invalid(path + ": a folder, expected a file");
-  if (!force && is_there(path)) return exists(path);
-  auto file = WritableFile::open(path + ".partial", true);
-  if (!file) return file.status();
-  return PartialFile(path, force, std::move(*file));
-}
-
-Status PartialFile::pwrite(std::uint64_t offset, std::span<const std::byte> bytes) {
-  if (!file_.is_open()) return invalid(path_ + ": written after commit, expected before");
-  return file_.pwrite(offset, bytes);
-}
-
-Status PartialFile::commit() {
-  if (!file_.is_open()) return invalid(path_ + ": committed twice, expected once");
-  // Delayed allocation may find the disk full only now.
-  BITTERN_TRY(file_.sync());
-  if (!force_ && is_there(path_)) return exists(path_);
-  if (std::rename(file_.path().c_str(), path_.c_str()) != 0)
-    return failed(path_, "cannot rename to it", errno);
-  file_.close();
-  return sync_name(path_);
 }
 
 }  // namespace bittern

@@ -94,36 +94,6 @@ class WritableFile {
 // The name `path` is on the disk, not the file's bytes, when this is ok.
 Status sync_name(const std::string& path);
 
-// A file that is written as PATH.partial and becomes PATH in commit(); without commit() nothing
-// stays. A lock on PATH.partial tells a stale one, which is overwritten, from one in work.
-class PartialFile {
- public:
-  // Refuses a PATH that exists, unless `force`: then commit() replaces it.
-  static Result<PartialFile> create(const std::string& path, bool force = false);
-  PartialFile(PartialFile&& other) noexcept = default;
-  PartialFile& operator=(PartialFile&& other) noexcept;
-  ~PartialFile() { discard(); }
-
-  const std::string& path() const { return path_; }
-  std::uint64_t size() const { return file_.size(); }  // the end of what was written
-
-  Status check_room(std::uint64_t bytes) const { return file_.check_room(bytes); }
-  // At the end of the file, and anywhere.
-  Status write(std::span<const std::byte> bytes) { return pwrite(size(), bytes); }
-  Status pwrite(std::uint64_t offset, std::span<const std::byte> bytes);
-  // Everything is on the disk under its final name when this is ok.
-  Status commit();
-
- private:
-  PartialFile(std::string path, bool force, WritableFile file)
-      : path_(std::move(path)), force_(force), file_(std::move(file)) {}
-  void discard();
-
-  std::string path_;
-  bool force_ = false;
-  WritableFile file_;
-};
-
 // Files before they are written: how each begins, and where the bytes of each tensor go.
 struct OutputLayout {
   struct File {

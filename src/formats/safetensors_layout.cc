@@ -1,11 +1,8 @@
 #include "formats/safetensors_layout.h"
 
 #include <algorithm>
-#include <filesystem>
-#include <new>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -28,32 +25,6 @@ std::optional<std::string> json_string(const std::string& text) {
   } catch (const Json::exception&) {
     return std::nullopt;
   }
-}
-
-std::span<const std::byte> as_bytes(const std::string& text) {
-  return std::as_bytes(std::span(text.data(), text.size()));
-}
-
-// A file that a loader of the folder takes for a part of the model.
-bool is_part_of_model(const std::string& file) {
-  if (file == kSingle || file == kIndex) return true;
-  constexpr std::string_view kPattern = "model-#####-of-#####.safetensors";
-  return file.size() == kPattern.size() &&
-         std::equal(file.begin(), file.end(), kPattern.begin(), [](char c, char pattern) {
-           return pattern == '#' ? c >= '0' && c <= '9' : c == pattern;
-         });
-}
-
-std::vector<std::string> parts_of_model(const std::string& folder) {
-  std::vector<std::string> parts;
-  std::error_code error;
-  for (std::filesystem::directory_iterator file(folder, error), end; !error && file != end;
-       file.increment(error)) {
-    std::string name = file->path().filename().string();
-    if (is_part_of_model(name)) parts.push_back(std::move(name));
-  }
-  std::sort(parts.begin(), parts.end());
-  return parts;
 }
 
 // Fills in the heads of files whose names are known and whose tensors know their file.
@@ -179,123 +150,6 @@ Result<std::string> safetensors_index(const std::string& folder,
   }
   text += "\n  }\n}\n";
   return text;
-}
-
-Result<SafetensorsWriter> SafetensorsWriter::make(const std::string& folder,
-                                                  std::vector<SafetensorsSpec> tensors,
-                                                  OutputLayout layout, bool force) {
-  SafetensorsWriter writer;
-  writer.folder_ = folder;
-  writer.force_ = force;
-  std::uint64_t total = 0;
-  for (const OutputLayout::File& file : layout.files) total += file.bytes;
-  for (OutputLayout::File& laid_out : layout.files) {
-    auto file = PartialFile::create(folder + laid_out.name, force);
-    if (!file) return file.status();
-    if (writer.files_.empty()) BITTERN_TRY(file->check_room(total));
-    BITTERN_TRY(file->write(as_bytes(laid_out.head)));
-    laid_out.head = {};
-    writer.files_.push_back(std::move(*file));
-  }
-  writer.tensors_ = std::move(tensors);
-  writer.layout_ = std::move(layout);
-  writer.written_.resize(writer.tensors_.size());
-  return writer;
-}
-
-Result<SafetensorsWriter> SafetensorsWriter::create(const std::string& path,
-                                                    std::vector<SafetensorsSpec> tensors,
-                                                    SafetensorsMetadata metadata, bool force) {
-  return guarded<SafetensorsWriter>(path, [&]() -> Result<SafetensorsWriter> {
-    OutputLayout layout;
-    BITTERN_TRY(size_tensors(path, tensors, layout));
-    layout.files.push_back({.name = path});
-    BITTERN_TRY(lay_out_files(path, "", tensors, std::move(metadata), layout));
-    return make("", std::move(tensors), std::move(layout), force);
-  });
-}
-
-Result<SafetensorsWriter> SafetensorsWriter::create_folder(const std::string& folder,
-                                                           std::vector<SafetensorsSpec> tensors,
-                                                           std::uint64_t shard_bytes,
-                                                           SafetensorsMetadata metadata,
-                                                           bool force) {
-  return guarded<SafetensorsWriter>(folder, [&]() -> Result<SafetensorsWriter> {
-    if (const auto parts = parts_of_model(folder); !parts.empty() && !force) {
-      return invalid(with_slash(folder) + parts[0] +
-                     ": exists, expected a folder without a model (or force)");
-    }
-    auto layout = lay_out_safetensors(folder, tensors, shard_bytes, std::move(metadata));
-    if (!layout) return layout.status();
-    return make(with_slash(folder), std::move(tensors), std::move(*layout), force);
-  });
-}
-
-Status SafetensorsWriter::append(std::size_t i, std::span<const std::byte> bytes) {
-  if (i >= tensors_.size()) {
-    return invalid(files_[0].path() + ": tensor " + std::to_string(i) + ", expected one of " +
-                   std::to_string(tensors_.size()));
-  }
-  const OutputLayout::Extent& extent = layout_.tensors[i];
-  PartialFile& file = files_[extent.file];
-  if (bytes.size() > extent.bytes - written_[i]) {
-    return invalid(tensor_in(file.path(), tensors_[i].name) +
-                   std::to_string(written_[i] + bytes.size()) + " bytes, expected " +
-                   std::to_string(extent.bytes));
-  }
-  BITTERN_TRY(file.pwrite(extent.begin + written_[i], bytes));
-  written_[i] += bytes.size();
-  return {};
-}
-
-Status SafetensorsWriter::write_index() {
-  std::uint64_t total = 0;
-  for (const OutputLayout::Extent& extent : layout_.tensors) total += extent.bytes;
-  const std::string metadata[] = {"\"total_size\": " + std::to_string(total)};
-  auto text = safetensors_index(folder_, tensors_, layout_, metadata);
-  if (!text) return text.status();
-  auto file = PartialFile::create(folder_ + kIndex, force_);
-  if (!file) return file.status();
-  BITTERN_TRY(file->write(as_bytes(*text)));
-  return file->commit();
-}
-
-Status SafetensorsWriter::commit() {
-  try {
-    return commit_all();
-  } catch (const std::bad_alloc&) {
-    return {Code::out_of_memory, files_[0].path() + ": out of memory"};
-  }
-}
-
-Status SafetensorsWriter::commit_all() {
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    const OutputLayout::Extent& extent = layout_.tensors[i];
-    if (written_[i] == extent.bytes) continue;
-    return invalid(tensor_in(files_[extent.file].path(), tensors_[i].name) +
-                   std::to_string(written_[i]) + " bytes, expected " +
-                   std::to_string(extent.bytes));
-  }
-  // An old index goes first: it must not describe the new shards.
-  std::error_code error;
-  const bool folder = !folder_.empty();
-  if (folder && force_) std::filesystem::remove(folder_ + kIndex, error);
-  if (error) return {Code::io_error, folder_ + kIndex + ": cannot remove: " + error.message()};
-  for (PartialFile& file : files_) BITTERN_TRY(file.commit());
-  if (!folder) return {};
-  if (force_) {
-    const auto is_ours = [&](const std::string& part) {
-      return std::any_of(layout_.files.begin(), layout_.files.end(),
-                         [&](const OutputLayout::File& file) { return file.name == part; });
-    };
-    for (const std::string& part : parts_of_model(folder_)) {
-      if (is_ours(part)) continue;
-      if (!std::filesystem::remove(folder_ + part, error) && error)
-        return {Code::io_error, folder_ + part + ": cannot remove: " + error.message()};
-    }
-  }
-  if (files_.size() == 1) return {};
-  return write_index();
 }
 
 }  // namespace bittern

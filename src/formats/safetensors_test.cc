@@ -19,36 +19,13 @@
 
 #include "formats/json_events.h"
 #include "formats/safetensors_layout.h"
+#include "formats/test_files.h"
 
 namespace bittern {
 namespace {
 
 namespace fs = std::filesystem;
 using Bytes = std::vector<std::byte>;
-
-class Folder {
- public:
-  Folder() {
-    std::string path = (fs::temp_directory_path() / "bittern_formats_XXXXXX").string();
-    if (::mkdtemp(path.data()) != nullptr) path_ = path;
-  }
-  ~Folder() {
-    std::error_code error;
-    if (!path_.empty()) fs::remove_all(path_, error);
-  }
-  std::string operator/(const std::string& file) const { return path_ + "/" + file; }
-  const std::string& path() const { return path_; }
-  std::vector<std::string> files() const {
-    std::vector<std::string> names;
-    for (const auto& file : fs::directory_iterator(path_))
-      names.push_back(file.path().filename().string());
-    std::sort(names.begin(), names.end());
-    return names;
-  }
-
- private:
-  std::string path_;
-};
 
 std::string read(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -108,63 +85,64 @@ std::vector<SafetensorsSpec> golden_specs() {
 // ---- mapped_file ----
 
 TEST(MappedFile, MapsAFile) {
-  const Folder folder;
-  save(folder / "a", "hello");
-  auto file = MappedFile::open(folder / "a");
+  const TempFolder folder;
+  folder.put("a", "hello");
+  auto file = MappedFile::open(folder.path("a"));
   ASSERT_TRUE(file) << file.status().message();
   EXPECT_EQ(text(file->bytes()), "hello");
-  EXPECT_EQ(file->path(), folder / "a");
+  EXPECT_EQ(file->path(), folder.path("a"));
   MappedFile moved = std::move(*file);
   EXPECT_EQ(text(moved.bytes()), "hello");
-  save(folder / "b", "other");
-  auto other = MappedFile::open(folder / "b");
+  folder.put("b", "other");
+  auto other = MappedFile::open(folder.path("b"));
   ASSERT_TRUE(other);
   moved = std::move(*other);
   EXPECT_EQ(text(moved.bytes()), "other");
 }
 
 TEST(MappedFile, RefusesWhatIsNoFile) {
-  const Folder folder;
-  save(folder / "empty", "");
-  ASSERT_EQ(::mkfifo((folder / "pipe").c_str(), 0600), 0);
+  const TempFolder folder;
+  folder.put("empty", "");
+  ASSERT_EQ(::mkfifo((folder.path("pipe")).c_str(), 0600), 0);
   const auto message = [](const std::string& path) {
     return std::string(MappedFile::open(path).status().message());
   };
-  EXPECT_EQ(message(folder / "none"), folder / "none: no such file or folder");
-  EXPECT_EQ(MappedFile::open(folder / "none").status().code(), Code::unavailable);
-  EXPECT_EQ(message(folder / "empty"), folder / "empty: empty, expected at least one byte");
+  EXPECT_EQ(message(folder.path("none")), folder.path("none: no such file or folder"));
+  EXPECT_EQ(MappedFile::open(folder.path("none")).status().code(), Code::unavailable);
+  EXPECT_EQ(message(folder.path("empty")), folder.path("empty: empty, expected at least one byte"));
   EXPECT_EQ(message(folder.path()), folder.path() + ": a folder, expected a file");
-  EXPECT_EQ(message(folder / "pipe"), folder / "pipe: a device, pipe or socket, expected a file");
-  EXPECT_EQ(message(folder / "empty/x"), folder / "empty/x: cannot open: Not a directory");
+  EXPECT_EQ(message(folder.path("pipe")),
+            folder.path("pipe: a device, pipe or socket, expected a file"));
+  EXPECT_EQ(message(folder.path("empty/x")), folder.path("empty/x: cannot open: Not a directory"));
 }
 
 constexpr std::size_t kPage = 4096;
 
 TEST(MappedFile, SaysThatTheFileChanged) {
-  const Folder folder;
+  const TempFolder folder;
   const auto after = [&](auto&& change) {
-    save(folder / "a", std::string(3 * kPage, 'a'));
-    const auto file = MappedFile::open(folder / "a");
+    folder.put("a", std::string(3 * kPage, 'a'));
+    const auto file = MappedFile::open(folder.path("a"));
     EXPECT_TRUE(file && file->unchanged().ok());
-    change(folder / "a");
+    change(folder.path("a"));
     return std::string(file->unchanged().message());
   };
   const std::string says = " while it was being read, expected it to stay the same";
   EXPECT_EQ(after([](const std::string& path) { fs::resize_file(path, 5); }),
-            folder / "a: shrank from 12288 to 5 bytes" + says);
+            folder.path("a: shrank from 12288 to 5 bytes") + says);
   EXPECT_EQ(after([](const std::string& path) { fs::resize_file(path, 20000); }),
-            folder / "a: grew from 12288 to 20000 bytes" + says);
+            folder.path("a: grew from 12288 to 20000 bytes") + says);
   EXPECT_EQ(after([](const std::string& path) {
               fs::last_write_time(path, fs::last_write_time(path) + std::chrono::seconds(1));
             }),
-            folder / "a: was written to" + says);
+            folder.path("a: was written to") + says);
   EXPECT_EQ(after([](const std::string& path) {
               fs::copy(path, path + "2");
               fs::rename(path + "2", path);
             }),
-            folder / "a: was replaced" + says);
+            folder.path("a: was replaced") + says);
   EXPECT_EQ(after([](const std::string& path) { fs::remove(path); }),
-            folder / "a: was removed" + says);
+            folder.path("a: was removed") + says);
 }
 
 // What the handler of SIGBUS does is tried in a process of its own. Returns its exit status, or
@@ -191,25 +169,25 @@ char last_byte_after_shrinking(const std::string& path) {
 }
 
 TEST(MappedFile, AGuardedProcessOutlivesAFileThatShrinks) {
-  const Folder folder;
-  save(folder / "a", std::string(3 * kPage, 'a'));
-  save(folder / "b", std::string(3 * kPage, 'b'));
+  const TempFolder folder;
+  folder.put("a", std::string(3 * kPage, 'a'));
+  folder.put("b", std::string(3 * kPage, 'b'));
   EXPECT_EQ(in_child([&] {
               guard_mapped_files();
               for (int i = 0; i < 3; ++i) {  // regions serve again
-                save(folder / "a", std::string(3 * kPage, 'a'));
-                auto closed = MappedFile::open(folder / "b");
-                auto file = MappedFile::open(folder / "a");
-                const auto other = MappedFile::open(folder / "b");
+                folder.put("a", std::string(3 * kPage, 'a'));
+                auto closed = MappedFile::open(folder.path("b"));
+                auto file = MappedFile::open(folder.path("a"));
+                const auto other = MappedFile::open(folder.path("b"));
                 {
                   const auto gone = std::move(*closed);
                 }
                 const MappedFile moved = std::move(*file);
-                fs::resize_file(folder / "a", kPage);
+                fs::resize_file(folder.path("a"), kPage);
                 std::size_t zeros = 0;
                 for (const std::byte x : moved.bytes()) zeros += x == std::byte{0};
                 if (zeros != 2 * kPage) return 1;
-                fs::resize_file(folder / "a", 3 * kPage);  // what was lost stays lost
+                fs::resize_file(folder.path("a"), 3 * kPage);  // what was lost stays lost
                 if (moved.unchanged().ok() || !other->unchanged().ok()) return 2;
                 if (text(other->bytes()) != std::string(3 * kPage, 'b')) return 3;
               }
@@ -219,11 +197,11 @@ TEST(MappedFile, AGuardedProcessOutlivesAFileThatShrinks) {
 }
 
 TEST(MappedFile, FaultsOfOthersGoWhereTheyWent) {
-  const Folder folder;
-  save(folder / "a", std::string(3 * kPage, 'a'));
+  const TempFolder folder;
+  folder.put("a", std::string(3 * kPage, 'a'));
   const auto fault = [&] {
     guard_mapped_files();
-    return static_cast<int>(last_byte_after_shrinking(folder / "a"));
+    return static_cast<int>(last_byte_after_shrinking(folder.path("a")));
   };
   EXPECT_EQ(in_child(fault), -SIGBUS);
   EXPECT_EQ(in_child([] {
@@ -231,7 +209,7 @@ TEST(MappedFile, FaultsOfOthersGoWhereTheyWent) {
               return ::raise(SIGBUS);
             }),
             -SIGBUS);
-  save(folder / "a", std::string(3 * kPage, 'a'));
+  folder.put("a", std::string(3 * kPage, 'a'));
   EXPECT_EQ(in_child([&] {
               struct sigaction theirs = {};
               theirs.sa_handler = [](int) { ::_exit(42); };
@@ -241,97 +219,60 @@ TEST(MappedFile, FaultsOfOthersGoWhereTheyWent) {
             42);
 }
 
-TEST(PartialFile, AppearsWhenCommitted) {
-  const Folder folder;
-  auto file = PartialFile::create(folder / "a");
+TEST(WritableFile, WritesAnywhere) {
+  const TempFolder folder;
+  auto file = WritableFile::open(folder.path("a"), true);
   ASSERT_TRUE(file) << file.status().message();
-  EXPECT_TRUE(file->write(view("hello ")).ok());
-  EXPECT_TRUE(file->write(view("world")).ok());
+  EXPECT_TRUE(file->pwrite(0, view("hello ")).ok());
+  EXPECT_TRUE(file->pwrite(6, view("world")).ok());
   EXPECT_TRUE(file->pwrite(0, view("J")).ok());
   EXPECT_EQ(file->size(), 11u);
-  PartialFile moved = std::move(*file);
-  EXPECT_EQ(folder.files(), std::vector<std::string>{"a.partial"});
-  EXPECT_TRUE(moved.commit().ok());
-  EXPECT_EQ(folder.files(), std::vector<std::string>{"a"});
-  EXPECT_EQ(read(folder / "a"), "Jello world");
-  EXPECT_EQ(moved.commit().message(), folder / "a: committed twice, expected once");
-  EXPECT_EQ(moved.write(view("x")).message(), folder / "a: written after commit, expected before");
-}
-
-TEST(PartialFile, LeavesNothingWithoutCommit) {
-  const Folder folder;
-  {
-    auto file = PartialFile::create(folder / "a");
-    ASSERT_TRUE(file);
-    EXPECT_TRUE(file->write(view("x")).ok());
-    auto other = PartialFile::create(folder / "b");
-    ASSERT_TRUE(other);
-    *file = std::move(*other);
-    EXPECT_EQ(folder.files(), std::vector<std::string>{"b.partial"});
-  }
-  EXPECT_TRUE(folder.files().empty());
-}
-
-TEST(PartialFile, RefusesWhatExists) {
-  const Folder folder;
-  save(folder / "a", "old");
-  EXPECT_EQ(PartialFile::create(folder / "a").status().message(),
-            folder / "a: exists, expected a new file (or force)");
-  EXPECT_EQ(PartialFile::create(folder.path(), true).status().message(),
+  WritableFile moved = std::move(*file);
+  EXPECT_TRUE(moved.sync().ok());
+  EXPECT_EQ(folder.text_of("a"), "Jello world");
+  EXPECT_TRUE(sync_name(folder.path("a")).ok());
+  EXPECT_EQ(WritableFile::open(folder.path(), true).status().message(),
             folder.path() + ": a folder, expected a file");
-  EXPECT_EQ(PartialFile::create(folder / "no/a").status().message(),
-            folder / "no/a.partial: no such file or folder");
-  {
-    auto file = PartialFile::create(folder / "a", true);
-    ASSERT_TRUE(file);
-    EXPECT_TRUE(file->write(view("new")).ok());
-    EXPECT_EQ(read(folder / "a"), "old");
-    EXPECT_TRUE(file->commit().ok());
-  }
-  EXPECT_EQ(read(folder / "a"), "new");
-  auto late = PartialFile::create(folder / "b");
-  ASSERT_TRUE(late);
-  save(folder / "b", "came first");
-  EXPECT_EQ(late->commit().message(), folder / "b: exists, expected a new file (or force)");
-  EXPECT_EQ(read(folder / "b"), "came first");
+  EXPECT_EQ(WritableFile::open(folder.path("no/a"), true).status().message(),
+            folder.path("no/a: no such file or folder"));
 }
 
-TEST(PartialFile, TellsAStalePartialFromOneInWork) {
-  const Folder folder;
-  save(folder / "a.partial", "a longer stale text");
-  auto file = PartialFile::create(folder / "a");
+TEST(WritableFile, TellsAStaleFileFromOneInWork) {
+  const TempFolder folder;
+  folder.put("a", "a longer stale text");
+  auto file = WritableFile::open(folder.path("a"), true);
   ASSERT_TRUE(file) << file.status().message();
-  EXPECT_EQ(PartialFile::create(folder / "a").status().message(),
-            folder / "a.partial: being written by another process, expected none");
-  EXPECT_TRUE(file->write(view("new")).ok());
-  EXPECT_TRUE(file->commit().ok());
-  EXPECT_EQ(read(folder / "a"), "new");
+  EXPECT_EQ(WritableFile::open(folder.path("a"), true).status().message(),
+            folder.path("a: being written by another process, expected none"));
+  EXPECT_TRUE(file->pwrite(0, view("new")).ok());
+  file->close();
+  EXPECT_EQ(folder.text_of("a"), "new");
   // A link would lead the bytes elsewhere.
-  fs::create_symlink(folder / "a", folder / "b.partial");
-  EXPECT_EQ(PartialFile::create(folder / "b").status().message(),
-            folder / "b.partial: a symbolic link, expected a file");
-  fs::create_hard_link(folder / "a", folder / "c.partial");
-  EXPECT_EQ(PartialFile::create(folder / "c").status().message(),
-            folder / "c.partial: a file with 2 names (hard links), expected one");
-  EXPECT_EQ(read(folder / "a"), "new");
+  fs::create_symlink(folder.path("a"), folder.path("b"));
+  EXPECT_EQ(WritableFile::open(folder.path("b"), true).status().message(),
+            folder.path("b: a symbolic link, expected a file"));
+  fs::create_hard_link(folder.path("a"), folder.path("c"));
+  EXPECT_EQ(WritableFile::open(folder.path("c"), true).status().message(),
+            folder.path("c: a file with 2 names (hard links), expected one"));
+  EXPECT_EQ(folder.text_of("a"), "new");
 }
 
-TEST(PartialFile, ADiskWithoutRoom) {
-  const Folder folder;
-  auto file = PartialFile::create(folder / "a");
+TEST(WritableFile, ADiskWithoutRoom) {
+  const TempFolder folder;
+  auto file = WritableFile::open(folder.path("a"), true);
   ASSERT_TRUE(file);
   EXPECT_TRUE(file->check_room(1).ok());
   const Status status = file->check_room(std::uint64_t{1} << 62);
   EXPECT_EQ(status.code(), Code::io_error);
-  EXPECT_EQ(status.message().find(folder / "a.partial: disk has room for "), 0u);
+  EXPECT_EQ(status.message().find(folder.path("a: disk has room for ")), 0u);
   EXPECT_NE(status.message().find(" bytes, expected 4611686018427387904"), std::string::npos);
   EXPECT_EQ(file->pwrite(~std::uint64_t{0}, view("x")).message(),
-            folder / "a.partial: offset 18446744073709551615, expected less than 2^63");
+            folder.path("a: offset 18446744073709551615, expected less than 2^63"));
 }
 
 // On a file system of 64 KiB, which only a process with a mount namespace of its own can have.
-TEST(PartialFile, AFullDisk) {
-  const Folder folder;
+TEST(WritableFile, AFullDisk) {
+  const TempFolder folder;
   constexpr int kSkipped = 77;
   const pid_t child = ::fork();
   if (child == 0) {
@@ -346,17 +287,14 @@ TEST(PartialFile, AFullDisk) {
         ::mount("tmpfs", folder.path().c_str(), "tmpfs", 0, "size=64k") != 0) {
       ::_exit(kSkipped);
     }
-    bool good = false;
-    {
-      auto file = PartialFile::create(folder / "a");
-      const Bytes block(40000);
-      good = file.ok() && file->write(block).ok();
-      const Status full = good ? file->write(block) : Status();
-      good = full.code() == Code::io_error &&
-             full.message() ==
-                 folder / "a.partial: disk full at byte 65536, expected room for 14464 more";
-    }
-    ::_exit(good && folder.files().empty() ? 0 : 1);
+    auto file = WritableFile::open(folder.path("a"), true);
+    const Bytes block(40000);
+    bool good = file.ok() && file->pwrite(0, block).ok();
+    const Status full = good ? file->pwrite(block.size(), block) : Status();
+    good =
+        full.code() == Code::io_error &&
+        full.message() == folder.path("a: disk full at byte 65536, expected room for 14464 more");
+    ::_exit(good ? 0 : 1);
   }
   int status = -1;
   ASSERT_EQ(::waitpid(child, &status, 0), child);
@@ -404,9 +342,9 @@ TEST(Safetensors, ReadsEveryDType) {
 // ---- reading ----
 
 TEST(Safetensors, ReadsWhatPythonWrote) {
-  const Folder folder;
-  save(folder / "a.safetensors", golden());
-  const auto file = SafetensorsFile::open(folder / "a.safetensors");
+  const TempFolder folder;
+  folder.put("a.safetensors", golden());
+  const auto file = SafetensorsFile::open(folder.path("a.safetensors"));
   ASSERT_TRUE(file) << file.status().message();
   EXPECT_EQ(file->metadata(), (SafetensorsMetadata{{"format", "np"}}));
   const std::vector<std::string> order = {"c", kAccented, "none", "scalar", "h", "b"};
@@ -619,8 +557,8 @@ constexpr const char* kBC = R"({"b":{"dtype":"U8","shape":[1],"data_offsets":[1,
                             R"("c":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})";
 
 TEST(SafetensorsFolder, OneFile) {
-  const Folder folder;
-  save(folder / "model.safetensors", golden());
+  const TempFolder folder;
+  folder.put("model.safetensors", golden());
   const auto model = SafetensorsFolder::open(folder.path());
   ASSERT_TRUE(model) << model.status().message();
   EXPECT_EQ(model->size(), 6u);
@@ -632,18 +570,19 @@ TEST(SafetensorsFolder, OneFile) {
 }
 
 TEST(SafetensorsFolder, Shards) {
-  const Folder folder;
-  save(folder / "y.safetensors", file_of(kA, 1));
-  save(folder / "x.safetensors", file_of(kBC, 2));
-  save(folder / "model.safetensors.index.json",
-       R"({"metadata":{"total_size":2},"weight_map":{"c":"x.safetensors","a":"y.safetensors"}})");
+  const TempFolder folder;
+  folder.put("y.safetensors", file_of(kA, 1));
+  folder.put("x.safetensors", file_of(kBC, 2));
+  folder.put(
+      "model.safetensors.index.json",
+      R"({"metadata":{"total_size":2},"weight_map":{"c":"x.safetensors","a":"y.safetensors"}})");
   const auto model = SafetensorsFolder::open(folder.path() + "/");
   ASSERT_TRUE(model) << model.status().message();
   ASSERT_EQ(model->files().size(), 2u);
   ASSERT_EQ(model->size(), 2u);
   EXPECT_EQ(model->tensor(0).name, "c");
   EXPECT_EQ(model->tensor(1).name, "a");
-  EXPECT_EQ(model->file(1).path(), folder / "y.safetensors");
+  EXPECT_EQ(model->file(1).path(), folder.path("y.safetensors"));
   EXPECT_EQ(model->find("a"), 1u);
   EXPECT_EQ(model->find("c"), 0u);
   EXPECT_FALSE(model->find("b"));
@@ -651,17 +590,17 @@ TEST(SafetensorsFolder, Shards) {
 }
 
 TEST(SafetensorsFolder, Refuses) {
-  const Folder folder;
+  const TempFolder folder;
   const auto message = [&](const std::string& index) {
-    save(folder / "model.safetensors.index.json", index);
+    folder.put("model.safetensors.index.json", index);
     return std::string(SafetensorsFolder::open(folder.path()).status().message());
   };
-  const std::string index = folder / "model.safetensors.index.json: ";
+  const std::string index = folder.path("model.safetensors.index.json: ");
   EXPECT_EQ(
       SafetensorsFolder::open(folder.path()).status().message(),
       folder.path() + ": neither model.safetensors.index.json nor model.safetensors, expected one");
-  save(folder / "a.safetensors", file_of(kA, 1));
-  save(folder / "bad.safetensors", file_of(kA, 2));
+  folder.put("a.safetensors", file_of(kA, 1));
+  folder.put("bad.safetensors", file_of(kA, 2));
   EXPECT_EQ(message(""), index + "empty, expected at least one byte");
   EXPECT_EQ(message("{"), index + "not valid JSON at byte 2");
   EXPECT_EQ(message("[]"), index + "a list, expected an object");
@@ -685,13 +624,12 @@ TEST(SafetensorsFolder, Refuses) {
     EXPECT_NE(text.find("\", expected the name of a file beside the index"), std::string::npos);
   }
   EXPECT_EQ(message(R"({"weight_map":{"a":"b.safetensors"}})"),
-            folder /
-                "b.safetensors: no such file or folder, expected a shard named by "
-                "model.safetensors.index.json");
+            folder.path("b.safetensors: no such file or folder, expected a shard named by "
+                        "model.safetensors.index.json"));
   EXPECT_EQ(message(R"({"weight_map":{"b":"a.safetensors"}})"),
             index + "tensor \"b\": not in \"a.safetensors\", expected there");
   EXPECT_EQ(message(R"({"weight_map":{"a":"bad.safetensors"}})"),
-            folder / "bad.safetensors: 1 bytes at the end belong to no tensor, expected none");
+            folder.path("bad.safetensors: 1 bytes at the end belong to no tensor, expected none"));
   std::string many = "{\"weight_map\":{";
   const std::string name(kSafetensorsMaxName + 1, 'n');
   EXPECT_EQ(message(R"({"weight_map":{")" + name + R"(":"x.safetensors"}})"),
@@ -727,84 +665,78 @@ std::vector<std::string> golden_data() {
           "",       std::string("\5\0\0\0", 4)};
 }
 
-TEST(SafetensorsWriter, WritesWhatPythonWrites) {
-  const Folder folder;
-  auto writer =
-      SafetensorsWriter::create(folder / "a.safetensors", golden_specs(), {{"format", "np"}});
-  ASSERT_TRUE(writer) << writer.status().message();
-  const auto data = golden_data();
-  // Last ones first, and in two pieces.
-  for (std::size_t i = data.size(); i-- > 0;) {
-    const std::string first = data[i].substr(0, 1), rest = data[i].substr(first.size());
-    EXPECT_TRUE(writer->append(i, view(first)).ok());
-    EXPECT_TRUE(writer->append(i, view(rest)).ok());
-  }
-  EXPECT_EQ(folder.files(), std::vector<std::string>{"a.safetensors.partial"});
-  const Status status = writer->commit();
-  ASSERT_TRUE(status.ok()) << status.message();
-  EXPECT_EQ(folder.files(), std::vector<std::string>{"a.safetensors"});
-  EXPECT_EQ(read(folder / "a.safetensors"), golden());
+// All in one file.
+Result<OutputLayout> one_file(const std::vector<SafetensorsSpec>& specs,
+                              SafetensorsMetadata metadata = {}) {
+  return lay_out_safetensors("f", specs, ~std::uint64_t{0}, std::move(metadata));
 }
 
-TEST(SafetensorsWriter, NothingAtAll) {
-  const Folder folder;
-  auto writer = SafetensorsWriter::create(folder / "a", {});
-  ASSERT_TRUE(writer);
-  EXPECT_TRUE(writer->commit().ok());
-  EXPECT_EQ(read(folder / "a"), file_of("{}      "));
-  EXPECT_TRUE(SafetensorsFile::open(folder / "a"));
+TEST(SafetensorsLayout, LaysOutAsPythonDoes) {
+  const auto layout = one_file(golden_specs(), {{"format", "np"}});
+  ASSERT_TRUE(layout) << layout.status().message();
+  EXPECT_EQ(file_text(*layout, golden_data()), golden());
 }
 
-TEST(SafetensorsWriter, EveryDTypeRoundTrips) {
-  const Folder folder;
+TEST(SafetensorsLayout, NothingAtAll) {
+  const TempFolder folder;
+  const auto layout = one_file({});
+  ASSERT_TRUE(layout);
+  folder.put("a", file_text(*layout, {}));
+  EXPECT_EQ(folder.text_of("a"), file_of("{}      "));
+  EXPECT_TRUE(SafetensorsFile::open(folder.path("a")));
+}
+
+TEST(SafetensorsLayout, EveryDTypeRoundTrips) {
+  const TempFolder folder;
   std::vector<SafetensorsSpec> specs;
   for (int i = 0; i < kSafeDTypeCount; ++i)
     specs.push_back({"t" + std::to_string(i), static_cast<SafeDType>(i), {3, 4}});
-  auto writer = SafetensorsWriter::create(folder / "a", specs);
-  ASSERT_TRUE(writer);
-  const auto data = [&](std::size_t i) {
-    return std::string(static_cast<std::size_t>(bits_of(specs[i].dtype)) * 12 / 8,
-                       static_cast<char>(i + 1));
-  };
-  for (std::size_t i = 0; i < specs.size(); ++i) EXPECT_TRUE(writer->append(i, view(data(i))).ok());
-  ASSERT_TRUE(writer->commit().ok());
-  const auto file = SafetensorsFile::open(folder / "a");
+  std::vector<std::string> data;
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    data.emplace_back(static_cast<std::size_t>(bits_of(specs[i].dtype)) * 12 / 8,
+                      static_cast<char>(i + 1));
+  }
+  const auto layout = one_file(specs);
+  ASSERT_TRUE(layout);
+  folder.put("a", file_text(*layout, data));
+  const auto file = SafetensorsFile::open(folder.path("a"));
   ASSERT_TRUE(file) << file.status().message();
   for (std::size_t i = 0; i < specs.size(); ++i) {
     const SafetensorsTensor* tensor = file->find(specs[i].name);
     ASSERT_NE(tensor, nullptr);
     EXPECT_EQ(tensor->dtype, specs[i].dtype);
     EXPECT_EQ(tensor->shape, specs[i].shape);
-    EXPECT_EQ(text(file->bytes(*tensor)), data(i));
+    EXPECT_EQ(text(file->bytes(*tensor)), data[i]);
     EXPECT_EQ(tensor->begin % static_cast<std::uint64_t>(std::max(bits_of(tensor->dtype) / 8, 1)),
               0u);
   }
 }
 
-TEST(SafetensorsWriter, ShardsAndIndex) {
-  const Folder folder;
+TEST(SafetensorsLayout, ShardsAndIndex) {
+  const TempFolder folder;
   const std::vector<SafetensorsSpec> specs = {{"d", SafeDType::u8, {4}},
                                               {"c", SafeDType::f32, {1}},
                                               {"big", SafeDType::u8, {20}},
                                               {"none", SafeDType::u8, {0}},
                                               {"a", SafeDType::u8, {5}}};
-  {
-    auto writer = SafetensorsWriter::create_folder(folder.path(), specs, 8, {{"format", "pt"}});
-    ASSERT_TRUE(writer) << writer.status().message();
-    for (std::size_t i = 0; i < specs.size(); ++i) {
-      const std::uint64_t size = specs[i].shape[0] * (i == 1 ? 4 : 1);
-      EXPECT_TRUE(writer->append(i, view(std::string(size, static_cast<char>('0' + i)))).ok());
-    }
-    const Status status = writer->commit();
-    ASSERT_TRUE(status.ok()) << status.message();
-  }
-  EXPECT_EQ(folder.files(), (std::vector<std::string>{
+  std::vector<std::string> data;
+  for (std::size_t i = 0; i < specs.size(); ++i)
+    data.emplace_back(specs[i].shape[0] * (i == 1 ? 4 : 1), static_cast<char>('0' + i));
+  const auto layout = lay_out_safetensors(folder.path(), specs, 8, {{"format", "pt"}});
+  ASSERT_TRUE(layout) << layout.status().message();
+  for (std::uint32_t i = 0; i < layout->files.size(); ++i)
+    folder.put(layout->files[i].name, file_text(*layout, data, i));
+  const std::string metadata[] = {"\"total_size\": 33"};
+  const auto index = safetensors_index(folder.path(), specs, *layout, metadata);
+  ASSERT_TRUE(index) << index.status().message();
+  folder.put("model.safetensors.index.json", *index);
+  EXPECT_EQ(folder.names(), (std::vector<std::string>{
                                 "model-00001-of-00003.safetensors",
                                 "model-00002-of-00003.safetensors",
                                 "model-00003-of-00003.safetensors",
                                 "model.safetensors.index.json",
                             }));
-  EXPECT_EQ(read(folder / "model.safetensors.index.json"), R"({
+  EXPECT_EQ(folder.text_of("model.safetensors.index.json"), R"({
   "metadata": {
     "total_size": 33
   },
@@ -817,38 +749,21 @@ TEST(SafetensorsWriter, ShardsAndIndex) {
   }
 }
 )");
-  {
-    const auto model = SafetensorsFolder::open(folder.path());
-    ASSERT_TRUE(model) << model.status().message();
-    EXPECT_EQ(model->size(), 5u);
-    EXPECT_EQ(text(model->bytes(*model->find("c"))), "1111");
-    EXPECT_EQ(text(model->bytes(*model->find("a"))), "44444");
-    for (const SafetensorsFile& file : model->files())
-      EXPECT_EQ(file.metadata(), (SafetensorsMetadata{{"format", "pt"}}));
-  }
-  // What a loader would take for a part of the model is in the way, or goes.
-  EXPECT_EQ(SafetensorsWriter::create_folder(folder.path(), specs, 100).status().message(),
-            folder /
-                "model-00001-of-00003.safetensors: exists, expected a folder without a model "
-                "(or force)");
-  save(folder / "config.json", "{}");
-  auto writer =
-      SafetensorsWriter::create_folder(folder.path(), {{"d", SafeDType::u8, {4}}}, 100, {}, true);
-  ASSERT_TRUE(writer) << writer.status().message();
-  EXPECT_TRUE(writer->append(0, view("abcd")).ok());
-  EXPECT_TRUE(writer->commit().ok());
-  EXPECT_EQ(folder.files(), (std::vector<std::string>{"config.json", "model.safetensors"}));
   const auto model = SafetensorsFolder::open(folder.path());
-  ASSERT_TRUE(model);
-  EXPECT_EQ(text(model->bytes(0)), "abcd");
+  ASSERT_TRUE(model) << model.status().message();
+  EXPECT_EQ(model->size(), 5u);
+  EXPECT_EQ(text(model->bytes(*model->find("c"))), "1111");
+  EXPECT_EQ(text(model->bytes(*model->find("a"))), "44444");
+  for (const SafetensorsFile& file : model->files())
+    EXPECT_EQ(file.metadata(), (SafetensorsMetadata{{"format", "pt"}}));
 }
 
-TEST(SafetensorsWriter, Refuses) {
-  const Folder folder;
-  const std::string path = folder / "a";
-  const auto message = [&](std::vector<SafetensorsSpec> specs, SafetensorsMetadata metadata = {}) {
-    return std::string(
-        SafetensorsWriter::create(path, std::move(specs), std::move(metadata)).status().message());
+TEST(SafetensorsLayout, Refuses) {
+  // Sizes are checked before it is known which file a tensor goes to.
+  const std::string folder = "f", path = "f/model.safetensors";
+  const auto message = [&](const std::vector<SafetensorsSpec>& specs,
+                           SafetensorsMetadata metadata = {}) {
+    return std::string(one_file(specs, std::move(metadata)).status().message());
   };
   const std::uint64_t big = std::uint64_t{1} << 60;
   EXPECT_EQ(message({{"x", SafeDType::u8, {1}}, {"x", SafeDType::u8, {2}}}),
@@ -858,44 +773,29 @@ TEST(SafetensorsWriter, Refuses) {
   EXPECT_EQ(message({{"\xff", SafeDType::u8, {1}}}),
             path + ": tensor \"\xff\": not UTF-8, expected another name");
   EXPECT_EQ(message({{"x", SafeDType::f4, {1}}}),
-            path + ": tensor \"x\": shape [1] of F4, expected whole bytes");
+            folder + ": tensor \"x\": shape [1] of F4, expected whole bytes");
   const std::string longest(kSafetensorsMaxName, 'n');
   EXPECT_EQ(message({{longest + "n", SafeDType::u8, {1}}}),
             path + ": tensor \"" + longest.substr(0, 120) +
                 "...\": a name of 1025 bytes, expected at most 1024");
   EXPECT_EQ(message({{"x", SafeDType::u8, std::vector<std::uint64_t>(9, 1)}}),
-            path + ": tensor \"x\": rank 9, expected at most 8");
+            folder + ": tensor \"x\": rank 9, expected at most 8");
   EXPECT_EQ(message({{"x", SafeDType::f64, {big}}}),
-            path +
+            folder +
                 ": tensor \"x\": shape [1152921504606846976] of F64, expected less than 2^61 "
                 "bytes");
   EXPECT_EQ(message({{"x", SafeDType::u8, {big}}, {"y", SafeDType::u8, {big}}}),
-            path + ": 2^61 bytes or more, expected less");
-  EXPECT_EQ(message({{"x", SafeDType::u8, {big}}}).find(path + ".partial: disk has room for "), 0u);
+            folder + ": 2^61 bytes or more, expected less");
   EXPECT_EQ(message({}, {{"k", "\xff"}}),
             path + ": __metadata__: \"k\": not UTF-8, expected UTF-8");
   EXPECT_EQ(message({}, {{"k", "1"}, {"k", "2"}}),
             path + ": __metadata__: \"k\": given twice, expected once");
-  EXPECT_EQ(SafetensorsWriter::create_folder(folder.path(), {}, 0).status().message(),
-            folder.path() + ": shards of 0 bytes, expected at least 1");
-  EXPECT_EQ(SafetensorsWriter::create_folder(folder / "no", {}, 1).status().message(),
-            folder / "no/model.safetensors.partial: no such file or folder");
+  EXPECT_EQ(lay_out_safetensors(folder, {}, 0).status().message(),
+            folder + ": shards of 0 bytes, expected at least 1");
   std::vector<SafetensorsSpec> many;
   for (int i = 0; i < 16385; ++i) many.push_back({std::to_string(i), SafeDType::u8, {1}});
-  EXPECT_EQ(SafetensorsWriter::create_folder(folder.path(), many, 1).status().message(),
-            folder.path() + ": 16385 shards, expected at most 16384");
-  {
-    auto writer = SafetensorsWriter::create(path, {{"x", SafeDType::u8, {2}}});
-    ASSERT_TRUE(writer);
-    EXPECT_EQ(writer->append(1, view("a")).message(), path + ": tensor 1, expected one of 1");
-    EXPECT_TRUE(writer->append(0, view("a")).ok());
-    EXPECT_EQ(writer->commit().message(), path + ": tensor \"x\": 1 bytes, expected 2");
-    EXPECT_EQ(writer->append(0, view("bc")).message(),
-              path + ": tensor \"x\": 3 bytes, expected 2");
-  }
-  EXPECT_TRUE(folder.files().empty());
-  save(path, "old");
-  EXPECT_EQ(message({}), path + ": exists, expected a new file (or force)");
+  EXPECT_EQ(lay_out_safetensors(folder, many, 1).status().message(),
+            folder + ": 16385 shards, expected at most 16384");
 }
 
 }  // namespace

@@ -1,45 +1,23 @@
-// For tests: a temporary folder, and models written into it.
+// For tests: a fixture that has a temporary folder, and models written into it.
 #pragma once
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
-#include <sstream>
+#include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "formats/safetensors_layout.h"
+#include "formats/test_files.h"
 
 namespace bittern {
 
-class TestFolder : public testing::Test {
+class TestFolder : public testing::Test, protected TempFolder {
  protected:
-  void SetUp() override {
-    std::string pattern = (std::filesystem::temp_directory_path() / "bittern_test_XXXXXX").string();
-    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
-  }
-  void TearDown() override { std::filesystem::remove_all(folder_); }
-
-  std::string path(const std::string& name) const { return folder_ + "/" + name; }
-  void put(const std::string& name, const std::string& text) const {
-    std::filesystem::create_directories(std::filesystem::path(path(name)).parent_path());
-    std::ofstream(path(name), std::ios::binary) << text;
-  }
-  std::string text_of(const std::string& name) const {
-    std::ostringstream text;
-    text << std::ifstream(path(name), std::ios::binary).rdbuf();
-    return text.str();
-  }
-  // What is in the folder or a folder of it, sorted.
-  std::vector<std::string> names(const std::string& inner = "") const {
-    std::vector<std::string> found;
-    for (const auto& entry : std::filesystem::directory_iterator(path(inner)))
-      found.push_back(entry.path().filename().string());
-    std::sort(found.begin(), found.end());
-    return found;
+  void put_tensors(const std::string& name, const std::vector<StoredTensor>& tensors,
+                   SafetensorsMetadata metadata = {}) const {
+    const auto text = safetensors_text(tensors, std::move(metadata));
+    ASSERT_TRUE(text) << text.status().message();
+    put(name, *text);
   }
 
   struct F32 {
@@ -47,25 +25,18 @@ class TestFolder : public testing::Test {
     std::vector<std::uint64_t> shape;
     std::vector<float> values;
   };
-  // A file of tensors.
-  void put_tensors(const std::string& name, const std::vector<F32>& tensors) const {
-    std::vector<SafetensorsSpec> specs;
-    for (const F32& tensor : tensors) specs.push_back({tensor.name, SafeDType::f32, tensor.shape});
-    auto writer = SafetensorsWriter::create(path(name), specs, {{"format", "pt"}}, true);
-    ASSERT_TRUE(writer) << writer.status().message();
-    for (std::size_t i = 0; i < tensors.size(); ++i)
-      ASSERT_TRUE(writer->append(i, std::as_bytes(std::span(tensors[i].values))).ok());
-    ASSERT_TRUE(writer->commit().ok());
+  void put_floats(const std::string& name, const std::vector<F32>& tensors) const {
+    std::vector<StoredTensor> stored;
+    for (const F32& tensor : tensors)
+      stored.push_back({{tensor.name, SafeDType::f32, tensor.shape}, bytes_of(tensor.values)});
+    put_tensors(name, stored, {{"format", "pt"}});
   }
   // A folder of Hugging Face.
   void put_model(const std::string& name, const std::vector<F32>& tensors,
                  const std::string& config = R"({"model_type": "nobodys"})") const {
     put(name + "/config.json", config);
-    put_tensors(name + "/model.safetensors", tensors);
+    put_floats(name + "/model.safetensors", tensors);
   }
-
- private:
-  std::string folder_;
 };
 
 }  // namespace bittern

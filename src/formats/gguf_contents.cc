@@ -1,7 +1,6 @@
-#include "formats/gguf_writer.h"
+#include "formats/gguf_contents.h"
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <new>
 
@@ -58,10 +57,9 @@ GgufData GgufData::arrays(std::span<const GgufData> values) {
   return data;
 }
 
-Status GgufWriter::refuse(const std::string& what) const { return invalid(path_ + ": " + what); }
+Status GgufContents::refuse(const std::string& what) const { return invalid(path_ + ": " + what); }
 
-Status GgufWriter::add(std::string_view key, const GgufData& value) {
-  if (began_) return refuse(of_key(key) + "added after begin, expected before");
+Status GgufContents::add(std::string_view key, const GgufData& value) {
   if (key.empty() || key.size() > kGgufMostKeyBytes) {
     return refuse(of_key(key) + "a name of " + dec(key.size()) + " bytes, expected 1.." +
                   dec(kGgufMostKeyBytes));
@@ -98,8 +96,7 @@ Status GgufWriter::add(std::string_view key, const GgufData& value) {
   }
 }
 
-Status GgufWriter::add_tensor(std::string_view name, GgmlType type, const Shape& shape) {
-  if (began_) return refuse(of_tensor(name) + "added after begin, expected before");
+Status GgufContents::add_tensor(std::string_view name, GgmlType type, const Shape& shape) {
   if (name.empty() || name.size() > kGgufMostWrittenNameBytes) {
     return refuse(of_tensor(name) + "a name of " + dec(name.size()) + " bytes, expected 1.." +
                   dec(kGgufMostWrittenNameBytes));
@@ -123,17 +120,17 @@ Status GgufWriter::add_tensor(std::string_view name, GgmlType type, const Shape&
   }
 }
 
-std::uint64_t GgufWriter::header_bytes() const {
+std::uint64_t GgufContents::header_bytes() const {
   return 4 + 4 + 8 + 8 + encoded_keys_.size() + info_bytes_;
 }
 
-std::uint64_t GgufWriter::file_bytes() const {
+std::uint64_t GgufContents::file_bytes() const {
   std::uint64_t n = aligned_to(header_bytes(), alignment_);
   for (const Tensor& t : tensors_) n += aligned_to(t.bytes, alignment_);
   return n;
 }
 
-OutputLayout GgufWriter::lay_out() const {
+OutputLayout GgufContents::lay_out() const {
   OutputLayout layout;
   OutputLayout::File& file = layout.files.emplace_back();
   file.name = path_;
@@ -161,78 +158,6 @@ OutputLayout GgufWriter::lay_out() const {
   }
   file.head.resize(data, '\0');
   return layout;
-}
-
-Status GgufWriter::begin(bool force) {
-  if (began_) return refuse("begun twice, expected once");
-  auto file = PartialFile::create(path_, force);
-  if (!file) return file.status();
-  try {
-    file_.emplace(std::move(*file));
-    began_ = true;
-    BITTERN_TRY(file_->check_room(file_bytes()));
-    BITTERN_TRY(put(std::as_bytes(std::span(lay_out().files[0].head))));
-  } catch (const std::bad_alloc&) {
-    return {Code::out_of_memory, path_ + ": header"};
-  }
-  return finish_tensors();
-}
-
-// After an error it is not known how much was written: no more goes into that file.
-Status GgufWriter::put(std::span<const std::byte> bytes) {
-  Status status = file_->write(bytes);
-  if (!status.ok()) file_.reset();
-  return status;
-}
-
-Status GgufWriter::pad(std::uint64_t written) {
-  static constexpr std::array<std::byte, 4096> kZeros{};
-  for (std::uint64_t left = aligned_to(written, alignment_) - written; left > 0;) {
-    const std::size_t n = std::min<std::uint64_t>(left, kZeros.size());
-    BITTERN_TRY(put(std::span(kZeros).first(n)));
-    left -= n;
-  }
-  return {};
-}
-
-Status GgufWriter::finish_tensors() {
-  while (current_ < tensors_.size() && written_ == tensors_[current_].bytes) {
-    BITTERN_TRY(pad(written_));
-    ++current_;
-    written_ = 0;
-  }
-  return {};
-}
-
-Status GgufWriter::write(std::string_view tensor, std::span<const std::byte> bytes) {
-  if (!file_)
-    return refuse(of_tensor(tensor) + "written outside begin and commit, expected within");
-  if (bytes.empty()) return {};
-  if (current_ == tensors_.size())
-    return refuse(of_tensor(tensor) + "written after the last, expected commit");
-  const Tensor& t = tensors_[current_];
-  if (t.name != tensor) {
-    return refuse(of_tensor(tensor) + "written after " + dec(written_) + " of " + dec(t.bytes) +
-                  " bytes of " + shown(t.name) + ", expected all of these first");
-  }
-  if (bytes.size() > t.bytes - written_) {
-    return refuse(of_tensor(tensor) + dec(bytes.size()) + " bytes more, expected at most " +
-                  dec(t.bytes - written_));
-  }
-  BITTERN_TRY(put(bytes));
-  written_ += bytes.size();
-  return finish_tensors();
-}
-
-Status GgufWriter::commit() {
-  if (!file_) return refuse("committed before begin or twice, expected once after it");
-  if (current_ < tensors_.size()) {
-    const Tensor& t = tensors_[current_];
-    return refuse(of_tensor(t.name) + dec(written_) + " bytes written, expected " + dec(t.bytes));
-  }
-  BITTERN_TRY(file_->commit());
-  file_.reset();
-  return {};
 }
 
 }  // namespace bittern

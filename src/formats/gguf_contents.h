@@ -1,9 +1,8 @@
-// A GGUF file to be written: its keys and tensors, where each goes, and the bytes themselves.
+// A GGUF file to be written: its keys and tensors, and where each goes.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -74,24 +73,19 @@ class GgufData {
   int depth_ = 0;  // of arrays in arrays
   bool well_formed_ = true;
   std::string bytes_;
-  friend class GgufWriter;
+  friend class GgufContents;
 };
 
-// Everything about keys and tensors first, then begin, then every tensor's bytes in order and in
-// pieces of any size, then commit: only then is there a file at `path`.
-class GgufWriter {
+// The keys and tensors of a file to be written, from which follows where each goes.
+class GgufContents {
  public:
-  // `path` is where begin will write; errors name it. general.alignment, when not 32, is a key.
-  explicit GgufWriter(std::string path) : path_(std::move(path)) {}
+  // `path` is the file's, which errors name. general.alignment, when not 32, is a key.
+  explicit GgufContents(std::string path) : path_(std::move(path)) {}
 
   Status add(std::string_view key, const GgufData& value);
   Status add_tensor(std::string_view name, GgmlType type, const Shape& shape);
   std::uint64_t file_bytes() const;  // of what was added so far
-  OutputLayout lay_out() const;      // of the same, for who writes the bytes himself
-
-  Status begin(bool force = false);  // force: may replace a file
-  Status write(std::string_view tensor, std::span<const std::byte> bytes);
-  Status commit();
+  OutputLayout lay_out() const;      // the same
 
  private:
   struct Tensor {
@@ -101,9 +95,6 @@ class GgufWriter {
     std::uint64_t bytes;
   };
   std::uint64_t header_bytes() const;
-  Status put(std::span<const std::byte> bytes);
-  Status pad(std::uint64_t written);
-  Status finish_tensors();  // pads what is complete and moves on
   Status refuse(const std::string& what) const;
 
   std::string path_;
@@ -112,10 +103,6 @@ class GgufWriter {
   std::set<std::string, std::less<>> keys_, names_;
   std::vector<Tensor> tensors_;
   std::uint64_t info_bytes_ = 0, data_bytes_ = 0;
-  std::optional<PartialFile> file_;
-  bool began_ = false;
-  std::size_t current_ = 0;    // the tensor being written
-  std::uint64_t written_ = 0;  // of it
 };
 
 }  // namespace bittern
