@@ -11,7 +11,7 @@ namespace bittern::oracle {
 inline void expect_ok(const Status& status) { EXPECT_TRUE(status.ok()) << status.message(); }
 
 inline void expect_error(const Status& status, Code code, std::string_view message) {
-  EXPECT_EQ(status.code(), code) << message;
+  EXPECT_EQ(std::string_view(name(status.code())), name(code)) << message;
   EXPECT_EQ(status.message(), message);
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "oracle/op_test.h"
 #include "oracle/oracle.h"
 
 namespace bittern::oracle {
@@ -24,18 +25,6 @@ void for_each_kernel(Body&& body) {
   }
 }
 
-template <class Op>
-Status run_kernel(const typename Op::Desc& desc, const typename Op::Args& args,
-                  std::string_view kernel = {}) {
-  const auto plan = Plan<Op>::select(desc, {}, Preference::exact, kernel);
-  return plan ? plan->run(args) : plan.status();
-}
-
-inline void expect_status(const Status& status, Code code, const std::string& message) {
-  EXPECT_EQ(name(status.code()), std::string(name(code)));
-  EXPECT_EQ(status.message(), message);
-}
-
 // Changes one operand at a time into everything that is refused, and sees that it is, that the
 // message names it, and that no output was touched.
 template <class Op>
@@ -44,7 +33,7 @@ void expect_operand_errors(const typename Op::Desc& desc) {
   Problem<Op> problem = make_problem<Op>(desc, 1, {});
   const Problem<Op> before = problem;  // the stores' bytes; its views point into `problem`
   const auto expect = [&](const Args& args, Code code, const std::string& message) {
-    expect_status(run_kernel<Op>(desc, args), code, std::string(Op::kName) + ": " + message);
+    expect_error(run_op<Op>(desc, args), code, std::string(Op::kName) + ": " + message);
     for (std::size_t i = 0; i < problem.stores.size(); ++i)
       EXPECT_EQ(problem.stores[i].bytes, before.stores[i].bytes) << problem.stores[i].name;
   };
@@ -114,7 +103,7 @@ void expect_quantize_desc_errors() {
     edit(d);
     const auto plan = Plan<Op>::select(d);
     EXPECT_FALSE(plan.ok()) << message;
-    expect_status(plan.status(), code, std::string(Op::kName) + ": " + message);
+    expect_error(plan.status(), code, std::string(Op::kName) + ": " + message);
   };
   constexpr Code kInvalid = Code::invalid_argument, kUnsupported = Code::unsupported;
   expect([](auto& d) { d.outer_size = -1; }, kInvalid, "outer_size: -1, expected at least 0");
@@ -181,7 +170,7 @@ void expect_empty_is_ok() {
                            .granularity = granularity};
       Problem<Op> p = make_problem<Op>(d, 1, {});
       const auto before = p.stores;
-      EXPECT_TRUE(run_kernel<Op>(d, p.args).ok());
+      EXPECT_TRUE(run_op<Op>(d, p.args).ok());
       for (std::size_t i = 0; i < before.size(); ++i) EXPECT_EQ(p.stores[i].bytes, before[i].bytes);
     }
   }
@@ -213,8 +202,8 @@ void expect_parity_on_every_half(int scales, std::uint64_t seed) {
     for (std::size_t i = 0; i < ref.stores.size(); ++i)
       std::copy(ref.stores[i].bytes.begin(), ref.stores[i].bytes.end(),
                 cpu.stores[i].bytes.begin());
-    ASSERT_TRUE(run_kernel<Op>(d, ref.args, "ref").ok());
-    ASSERT_TRUE(run_kernel<Op>(d, cpu.args, "cpu").ok());
+    ASSERT_TRUE(run_op<Op>(d, ref.args, "ref").ok());
+    ASSERT_TRUE(run_op<Op>(d, cpu.args, "cpu").ok());
     const MutView *want = nullptr, *got = nullptr;
     Op::operands(d, ref.args, [&](const char*, auto& v, const Operand&) {
       if constexpr (std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>) want = &v;

@@ -33,7 +33,7 @@ std::vector<X> dequantize(const char* kernel, const std::vector<Q>& q, const X s
                        .element = dtype_of<X>(),
                        .code = dtype_of<Q>()};
   std::vector<X> y(q.size());
-  const Status s = run_kernel<Op>(
+  const Status s = run_op<Op>(
       d,
       {view(q.data(), {1, n}), view(&scale, {1}), view(&zero_point, {1}), view(y.data(), {1, n})},
       kernel);
@@ -101,14 +101,14 @@ void expect_round_trip(std::int32_t zero_point) {
       scale[i] = from_math<X>(static_cast<Math<X>>(0.013 * std::pow(3.7, static_cast<double>(i))));
     const auto in = [](const auto& v, const Shape& s) { return view(v.data(), s); };
     ASSERT_TRUE(
-        run_kernel<Op>(
+        run_op<Op>(
             d, {in(std::as_const(q), shape), in(scale, {6}), in(zero, {6}), view(y.data(), shape)},
             k)
             .ok());
-    ASSERT_TRUE(run_kernel<QuantizePerGroup>(d,
-                                             {in(std::as_const(y), shape), in(scale, {6}),
-                                              in(zero, {6}), view(again.data(), shape)},
-                                             k)
+    ASSERT_TRUE(run_op<QuantizePerGroup>(d,
+                                         {in(std::as_const(y), shape), in(scale, {6}),
+                                          in(zero, {6}), view(again.data(), shape)},
+                                         k)
                     .ok());
     EXPECT_EQ(again, q);
   });
@@ -136,15 +136,15 @@ TEST(DequantizePerGroup, IsWithinHalfAStepOfWhatWasQuantized) {
   for_each_kernel([&](const char* k) {
     const auto in = [](const auto& v, const Shape& s) { return view(v.data(), s); };
     ASSERT_TRUE(
-        run_kernel<QuantizePerGroup>(d,
-                                     {in(std::as_const(x), shape), in(std::as_const(scale), params),
-                                      in(std::as_const(zero), params), view(q.data(), shape)},
-                                     k)
+        run_op<QuantizePerGroup>(d,
+                                 {in(std::as_const(x), shape), in(std::as_const(scale), params),
+                                  in(std::as_const(zero), params), view(q.data(), shape)},
+                                 k)
             .ok());
-    ASSERT_TRUE(run_kernel<Op>(d,
-                               {in(std::as_const(q), shape), in(std::as_const(scale), params),
-                                in(std::as_const(zero), params), view(y.data(), shape)},
-                               k)
+    ASSERT_TRUE(run_op<Op>(d,
+                           {in(std::as_const(q), shape), in(std::as_const(scale), params),
+                            in(std::as_const(zero), params), view(y.data(), shape)},
+                           k)
                     .ok());
     for (std::size_t i = 0; i < x.size(); ++i) {
       const double s = scale[i / 32];

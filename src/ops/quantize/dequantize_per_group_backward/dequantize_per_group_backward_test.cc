@@ -21,8 +21,8 @@ TEST(DequantizePerGroupBackward, RefusesToComputeNothing) {
   const QuantizeDesc d{.outer_size = 1, .axis_size = 4, .group_size = 4};
   Problem<Op> p = make_problem<Op>(d, 1, {});
   p.args.dq = p.args.d_scale = {};
-  expect_status(run_kernel<Op>(d, p.args), Code::invalid_argument,
-                "dequantize_per_group_backward: every output is left out, expected at least one");
+  expect_error(run_op<Op>(d, p.args), Code::invalid_argument,
+               "dequantize_per_group_backward: every output is left out, expected at least one");
 }
 
 TEST(DequantizePerGroupBackward, ByHand) {
@@ -32,11 +32,10 @@ TEST(DequantizePerGroupBackward, ByHand) {
     const std::int8_t q[] = {1, -2, 3, 10, 20, -128};
     const std::int32_t zero_point[] = {1, -3};
     float dq[6], d_scale[2];
-    const Status s =
-        run_kernel<Op>(d,
-                       {view(dy, {1, 6}), view(q, {1, 6}), view(scale, {1, 2}),
-                        view(zero_point, {1, 2}), view(dq, {1, 6}), view(d_scale, {1, 2})},
-                       kernel);
+    const Status s = run_op<Op>(d,
+                                {view(dy, {1, 6}), view(q, {1, 6}), view(scale, {1, 2}),
+                                 view(zero_point, {1, 2}), view(dq, {1, 6}), view(d_scale, {1, 2})},
+                                kernel);
     ASSERT_TRUE(s.ok()) << s.message();
     EXPECT_EQ((std::vector<float>(dq, dq + 6)), (std::vector<float>{0.5f, 1, 1.5f, -2, 1, 8}));
     // 1*0 + 2*-3 + 3*2, and -1*13 + 0.5*23 + 4*-125
@@ -52,8 +51,7 @@ TEST(DequantizePerGroupBackward, ManyRowsOfNothingTakeNoTime) {
     float d_scale = 42;
     const ConstView dy = view(static_cast<const float*>(nullptr), d.tensor_shape());
     const ConstView q = view(static_cast<const std::int8_t*>(nullptr), d.tensor_shape());
-    const Status s =
-        run_kernel<Op>(d, {dy, q, view(&scale, {1}), {}, {}, view(&d_scale, {1})}, kernel);
+    const Status s = run_op<Op>(d, {dy, q, view(&scale, {1}), {}, {}, view(&d_scale, {1})}, kernel);
     EXPECT_TRUE(s.ok()) << s.message();
     EXPECT_EQ(d_scale, 0);
   });
@@ -66,14 +64,14 @@ float sum_of(const char* kernel, std::vector<float> dy) {
   const std::vector<std::int8_t> q(dy.size(), 1);
   const float scale = 1;
   float sum = 42;
-  const Status s = run_kernel<Op>(d,
-                                  {view(static_cast<const float*>(dy.data()), {1, n}),
-                                   view(static_cast<const std::int8_t*>(q.data()), {1, n}),
-                                   view(&scale, {1}),
-                                   {},
-                                   {},
-                                   view(&sum, {1})},
-                                  kernel);
+  const Status s = run_op<Op>(d,
+                              {view(static_cast<const float*>(dy.data()), {1, n}),
+                               view(static_cast<const std::int8_t*>(q.data()), {1, n}),
+                               view(&scale, {1}),
+                               {},
+                               {},
+                               view(&sum, {1})},
+                              kernel);
   EXPECT_TRUE(s.ok()) << s.message();
   return sum;
 }
@@ -109,14 +107,14 @@ TEST(DequantizePerGroupBackward, FarZeroPointsRoundOnce) {
     const float dy = 1.0000001f, scale = 1;
     const std::int32_t zero_point = kIntMin;
     float sum = 0;
-    ASSERT_TRUE(run_kernel<Op>(d,
-                               {view(&dy, {1, 1}),
-                                view(&q, {1, 1}),
-                                view(&scale, {1, 1}),
-                                view(&zero_point, {1, 1}),
-                                {},
-                                view(&sum, {1, 1})},
-                               kernel)
+    ASSERT_TRUE(run_op<Op>(d,
+                           {view(&dy, {1, 1}),
+                            view(&q, {1, 1}),
+                            view(&scale, {1, 1}),
+                            view(&zero_point, {1, 1}),
+                            {},
+                            view(&sum, {1, 1})},
+                           kernel)
                     .ok());
     // 57 significant bits: long double holds the product.
     EXPECT_EQ(sum, static_cast<float>(static_cast<long double>(dy) * (127 + 2147483648.0L)));
@@ -152,15 +150,15 @@ struct F64Problem {
     return view(values.data(), shape);
   }
   void backward() {
-    const Status s = run_kernel<Op>(
-        d, {input(dy, d.tensor_shape()), input(q, d.tensor_shape()), input(scale, d.param_shape()),
-            input(zero_point, d.param_shape()), view(dq.data(), d.tensor_shape()),
-            view(d_scale.data(), d.param_shape())});
+    const Status s =
+        run_op<Op>(d, {input(dy, d.tensor_shape()), input(q, d.tensor_shape()),
+                       input(scale, d.param_shape()), input(zero_point, d.param_shape()),
+                       view(dq.data(), d.tensor_shape()), view(d_scale.data(), d.param_shape())});
     ASSERT_TRUE(s.ok()) << s.message();
   }
   std::vector<double> forward(const std::vector<double>& at_scale) const {
     std::vector<double> y(q.size());
-    const Status s = run_kernel<DequantizePerGroup>(
+    const Status s = run_op<DequantizePerGroup>(
         d, {input(q, d.tensor_shape()), input(at_scale, d.param_shape()),
             input(zero_point, d.param_shape()), view(y.data(), d.tensor_shape())});
     EXPECT_TRUE(s.ok()) << s.message();
@@ -233,14 +231,14 @@ TEST(DequantizePerGroupBackward, BitsDoNotDependOnTheThreads) {
   }
   const auto sum = [&](const char* kernel) {
     float out = 0;
-    const Status s = run_kernel<Op>(d,
-                                    {F64Problem::input(dy, d.tensor_shape()),
-                                     F64Problem::input(q, d.tensor_shape()),
-                                     F64Problem::input(scale, {1}),
-                                     {},
-                                     {},
-                                     view(&out, {1})},
-                                    kernel);
+    const Status s = run_op<Op>(d,
+                                {F64Problem::input(dy, d.tensor_shape()),
+                                 F64Problem::input(q, d.tensor_shape()),
+                                 F64Problem::input(scale, {1}),
+                                 {},
+                                 {},
+                                 view(&out, {1})},
+                                kernel);
     EXPECT_TRUE(s.ok()) << s.message();
     return out;
   };

@@ -18,13 +18,13 @@ TEST(DynamicQuantize, RefusesOperands) {
 
 TEST(DynamicQuantize, RefusesRangesWithoutRoom) {
   QuantizeDesc d{.outer_size = 1, .axis_size = 64, .group_size = 64, .q_min = -8, .q_max = 0};
-  expect_status(Plan<Op>::select(d).status(), Code::invalid_argument,
-                "dynamic_quantize: q_max: 0, expected at least 1");
+  expect_error(Plan<Op>::select(d).status(), Code::invalid_argument,
+               "dynamic_quantize: q_max: 0, expected at least 1");
   d.symmetric = false;
   EXPECT_TRUE(Plan<Op>::select(d).ok());
   d.q_min = d.q_max = 5;
-  expect_status(Plan<Op>::select(d).status(), Code::invalid_argument,
-                "dynamic_quantize: q_max: 5, expected at least 6");
+  expect_error(Plan<Op>::select(d).status(), Code::invalid_argument,
+               "dynamic_quantize: q_max: 5, expected at least 6");
 }
 
 template <class S>
@@ -53,10 +53,10 @@ Quantized<S> quantize(const char* kernel, const std::vector<double>& values, boo
   std::int32_t zero_point = 0;
   std::vector<std::int8_t> q(values.size());
   const Status s =
-      run_kernel<Op>(d,
-                     {view(std::as_const(x).data(), {1, n}), view(&scale, {1}),
-                      symmetric ? MutView{} : view(&zero_point, {1}), view(q.data(), {1, n})},
-                     kernel);
+      run_op<Op>(d,
+                 {view(std::as_const(x).data(), {1, n}), view(&scale, {1}),
+                  symmetric ? MutView{} : view(&zero_point, {1}), view(q.data(), {1, n})},
+                 kernel);
   EXPECT_TRUE(s.ok()) << s.message();
   return {static_cast<double>(to_math(scale)), zero_point, {q.begin(), q.end()}};
 }
@@ -149,7 +149,7 @@ TEST(DynamicQuantize, NoElements) {
         .outer_size = 0, .axis_size = 3, .granularity = Granularity::channel, .symmetric = false};
     float scale[3] = {};
     std::int32_t zero_point[3] = {};
-    ASSERT_TRUE(run_kernel<Op>(d, {{}, view(scale, {3}), view(zero_point, {3}), {}}, k).ok());
+    ASSERT_TRUE(run_op<Op>(d, {{}, view(scale, {3}), view(zero_point, {3}), {}}, k).ok());
     for (int c = 0; c < 3; ++c) {
       EXPECT_EQ(scale[c], 1);
       EXPECT_EQ(zero_point[c], -128);
@@ -166,12 +166,12 @@ TEST(DynamicQuantize, RoundTrips) {
     Problem<Op> p = make_problem<Op>(d, 9, {}, false);
     Rng rng(10);
     for (std::int64_t i = 0; i < 4 * 256; ++i) put(p.args.x, i, rng.normal());
-    ASSERT_TRUE(run_kernel<Op>(d, p.args).ok());
+    ASSERT_TRUE(run_op<Op>(d, p.args).ok());
     std::vector<float> y(4 * 256);
     ASSERT_TRUE(
-        run_kernel<DequantizePerGroup>(d, {as_const(p.args.q), as_const(p.args.scale),
-                                           symmetric ? ConstView{} : as_const(p.args.zero_point),
-                                           view(y.data(), d.tensor_shape())})
+        run_op<DequantizePerGroup>(d, {as_const(p.args.q), as_const(p.args.scale),
+                                       symmetric ? ConstView{} : as_const(p.args.zero_point),
+                                       view(y.data(), d.tensor_shape())})
             .ok());
     for (std::int64_t i = 0; i < 4 * 256; ++i) {
       const double s = get(as_const(p.args.scale), i / 64);

@@ -31,7 +31,7 @@ std::vector<float> fake(const char* kernel, const std::vector<float>& x, const f
                        .q_min = q_min,
                        .q_max = q_max};
   std::vector<float> y(x.size(), -99);
-  const Status s = run_kernel<Op>(
+  const Status s = run_op<Op>(
       d,
       {view(x.data(), {1, n}), view(&scale, {1}), view(&zero_point, {1}), view(y.data(), {1, n})},
       kernel);
@@ -80,17 +80,17 @@ TEST(FakeQuantizePerGroup, IsDequantizeOfQuantize) {
     const QuantizeDesc d{.outer_size = 5, .axis_size = 320, .group_size = 80, .element = element};
     for_each_kernel([&](const char* k) {
       Problem<Op> p = make_problem<Op>(d, 21, {});
-      ASSERT_TRUE(run_kernel<Op>(d, p.args, k).ok());
+      ASSERT_TRUE(run_op<Op>(d, p.args, k).ok());
       std::vector<std::int8_t> q(5 * 320);
       std::vector<std::byte> bytes(5 * 320 * size_of(element));
       ASSERT_TRUE(
-          run_kernel<QuantizePerGroup>(
+          run_op<QuantizePerGroup>(
               d, {p.args.x, p.args.scale, p.args.zero_point, view(q.data(), d.tensor_shape())}, k)
               .ok());
       MutView y = p.args.y;
       y.data = bytes.data();
       ASSERT_TRUE(
-          run_kernel<DequantizePerGroup>(
+          run_op<DequantizePerGroup>(
               d, {as_const(view(q.data(), d.tensor_shape())), p.args.scale, p.args.zero_point, y},
               k)
               .ok());

@@ -21,9 +21,8 @@ TEST(FakeQuantizePerGroupBackward, RefusesToComputeNothing) {
   const QuantizeDesc d{.outer_size = 1, .axis_size = 4, .group_size = 4};
   Problem<Op> p = make_problem<Op>(d, 1, {});
   p.args.dx = p.args.d_scale = p.args.d_zero_point = {};
-  expect_status(
-      run_kernel<Op>(d, p.args), Code::invalid_argument,
-      "fake_quantize_per_group_backward: every output is left out, expected at least one");
+  expect_error(run_op<Op>(d, p.args), Code::invalid_argument,
+               "fake_quantize_per_group_backward: every output is left out, expected at least one");
 }
 
 // One parameter over everything.
@@ -46,11 +45,11 @@ Gradients<F> backward(const char* kernel, std::vector<F> dy, std::vector<F> x, F
   const std::vector<F>&cdy = dy, &cx = x;
   const F& s = scale;
   const std::int32_t& zp = zero_point;
-  const Status status = run_kernel<Op>(
-      d,
-      {view(cdy.data(), {1, n}), view(cx.data(), {1, n}), view(&s, {1}), view(&zp, {1}),
-       view(g.dx.data(), {1, n}), view(&g.d_scale, {1}), view(&g.d_zero_point, {1})},
-      kernel);
+  const Status status =
+      run_op<Op>(d,
+                 {view(cdy.data(), {1, n}), view(cx.data(), {1, n}), view(&s, {1}), view(&zp, {1}),
+                  view(g.dx.data(), {1, n}), view(&g.d_scale, {1}), view(&g.d_zero_point, {1})},
+                 kernel);
   EXPECT_TRUE(status.ok()) << status.message();
   return g;
 }
@@ -142,7 +141,7 @@ TEST(FakeQuantizePerGroupBackward, IsTheSurrogatesDerivative) {
       zero_point[p] = static_cast<std::int32_t>(rng.below(5) - 2);
     }
     const auto in = [](const auto& v, const Shape& shape) { return view(v.data(), shape); };
-    const Status s = run_kernel<Op>(
+    const Status s = run_op<Op>(
         d, {in(std::as_const(dy), d.tensor_shape()), in(std::as_const(x), d.tensor_shape()),
             in(std::as_const(scale), d.param_shape()),
             in(std::as_const(zero_point), d.param_shape()), view(dx.data(), d.tensor_shape()),

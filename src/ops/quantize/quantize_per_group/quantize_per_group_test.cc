@@ -41,7 +41,7 @@ std::vector<int> quantize(const char* kernel, const std::vector<X>& x, const X s
                        .element = dtype_of<X>(),
                        .code = dtype_of<Q>()};
   std::vector<Q> q(x.size());
-  const Status s = run_kernel<Op>(
+  const Status s = run_op<Op>(
       d,
       {view(x.data(), {1, n}), view(&scale, {1}), view(&zero_point, {1}), view(q.data(), {1, n})},
       kernel);
@@ -131,12 +131,12 @@ TEST(QuantizePerGroup, EachGranularityFindsItsScale) {
   const std::vector<float> x(2 * 6, 24.0f), scale = {1, 2, 3, 4, 6, 8};
   const auto codes = [&](const QuantizeDesc& d, const char* kernel) {
     std::vector<std::int8_t> q(x.size());
-    EXPECT_TRUE(run_kernel<Op>(d,
-                               {view(x.data(), d.tensor_shape()),
-                                view(scale.data(), d.param_shape()),
-                                {},
-                                view(q.data(), d.tensor_shape())},
-                               kernel)
+    EXPECT_TRUE(run_op<Op>(d,
+                           {view(x.data(), d.tensor_shape()),
+                            view(scale.data(), d.param_shape()),
+                            {},
+                            view(q.data(), d.tensor_shape())},
+                           kernel)
                     .ok());
     return Codes(q.begin(), q.end());
   };
@@ -168,12 +168,12 @@ TEST(QuantizePerGroup, MatchesRefWhereOutputsAreStreamed) {
     const std::int64_t stride = d.axis_size + padding;
     std::vector<std::int8_t> want(static_cast<std::size_t>(3 * stride) + 64), got = want;
     const auto run_into = [&](std::vector<std::int8_t>& q, const char* kernel) {
-      return run_kernel<Op>(d,
-                            {as_const(view(x.data(), d.tensor_shape())),
-                             as_const(view(scale.data(), d.param_shape())),
-                             {},
-                             view(q.data() + 5, d.tensor_shape(), stride)},
-                            kernel);
+      return run_op<Op>(d,
+                        {as_const(view(x.data(), d.tensor_shape())),
+                         as_const(view(scale.data(), d.param_shape())),
+                         {},
+                         view(q.data() + 5, d.tensor_shape(), stride)},
+                        kernel);
     };
     ASSERT_TRUE(run_into(want, "ref").ok());
     for (const cpu::Isa isa : cpu::available_isas()) {

@@ -35,11 +35,10 @@ std::vector<float> backward(const char* kernel, const std::vector<float>& dy,
                        .q_min = q_min,
                        .q_max = q_max};
   std::vector<float> dx(x.size(), -99);
-  const Status s =
-      run_kernel<Op>(d,
-                     {view(dy.data(), {1, n}), view(x.data(), {1, n}), view(&scale, {1}),
-                      view(&zero_point, {1}), view(dx.data(), {1, n})},
-                     kernel);
+  const Status s = run_op<Op>(d,
+                              {view(dy.data(), {1, n}), view(x.data(), {1, n}), view(&scale, {1}),
+                               view(&zero_point, {1}), view(dx.data(), {1, n})},
+                              kernel);
   EXPECT_TRUE(s.ok()) << s.message();
   return dx;
 }
@@ -90,7 +89,7 @@ TEST(QuantizePerGroupBackward, IsTheStatedFormula) {
       .outer_size = 7, .axis_size = 480, .group_size = 48, .q_min = -8, .q_max = 7};
   for_each_kernel([&](const char* k) {
     Problem<Op> p = make_problem<Op>(d, 3, {});
-    ASSERT_TRUE(run_kernel<Op>(d, p.args, k).ok());
+    ASSERT_TRUE(run_op<Op>(d, p.args, k).ok());
     int inside = 0, outside = 0;
     for (std::int64_t i = 0; i < 7 * 480; ++i) {
       const float x = p.args.x.as<float>()[i], dy = p.args.dy.as<float>()[i];
@@ -138,12 +137,12 @@ TEST(QuantizePerGroupBackward, PassesExactlyWhereTheForwardDoesNotClamp) {
     }
     const Shape shape = d.tensor_shape(), params = d.param_shape();
     const auto in = [](const std::vector<float>& v, const Shape& s) { return view(v.data(), s); };
-    ASSERT_TRUE(run_kernel<QuantizePerGroup>(
+    ASSERT_TRUE(run_op<QuantizePerGroup>(
                     wide, {in(x, shape), in(scale, params), {}, view(q.data(), shape)}, k)
                     .ok());
     ASSERT_TRUE(
-        run_kernel<Op>(
-            d, {in(dy, shape), in(x, shape), in(scale, params), {}, view(dx.data(), shape)}, k)
+        run_op<Op>(d, {in(dy, shape), in(x, shape), in(scale, params), {}, view(dx.data(), shape)},
+                   k)
             .ok());
     for (std::size_t i = 0; i < x.size(); ++i)
       EXPECT_EQ(dx[i], q[i] >= -7 && q[i] <= 6 ? 1.0f / scale[i / 40] : 0.0f) << x[i];
@@ -161,13 +160,13 @@ TEST(QuantizePerGroupBackward, InPlace) {
     for (const bool over_x : {false, true}) {
       std::vector<float> dy = {8, 8, 8}, x = {1, 100, -4};
       float* out = over_x ? x.data() : dy.data();
-      ASSERT_TRUE(run_kernel<Op>(d,
-                                 {as_const(view(dy.data(), {1, 3})),
-                                  as_const(view(x.data(), {1, 3})),
-                                  view(&scale, {1}),
-                                  {},
-                                  view(out, {1, 3})},
-                                 k)
+      ASSERT_TRUE(run_op<Op>(d,
+                             {as_const(view(dy.data(), {1, 3})),
+                              as_const(view(x.data(), {1, 3})),
+                              view(&scale, {1}),
+                              {},
+                              view(out, {1, 3})},
+                             k)
                       .ok());
       EXPECT_EQ(std::vector<float>(out, out + 3), (std::vector<float>{4, 0, 4}));
     }
