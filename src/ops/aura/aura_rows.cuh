@@ -2,7 +2,7 @@
 // registers fits. `Rows` has rows, rotation, and load(row, t) and store(row, t), by which a warp
 // fetches a row into shared memory and writes one from there.
 #pragma once
-#include "ops/aura/aura.cuh"
+#include "ops/aura/aura_rotation.cuh"
 
 namespace bittern::cuda {
 

@@ -1,5 +1,7 @@
 #include "bittern/ops/aura_decode.h"
 #include "ops/aura/aura_rows.cuh"
+#include "ops/aura/aura_tile.cuh"
+#include "ops/aura/aura_tiles.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {

@@ -1,12 +1,16 @@
 // What the kernels of aura_encode share: the problem, a row by the definition, and the tables by
 // which codes are found.
 #pragma once
+#include <bit>
 #include <cmath>
 #include <limits>
 
 #include "bittern/ops/aura_encode.h"
 #include "core/numerics.h"
-#include "ops/aura/aura.cuh"
+#include "ops/aura/aura_lanes.cuh"
+#include "ops/aura/aura_rotation.cuh"
+#include "ops/aura/aura_tile.cuh"
+#include "ops/aura/aura_tiles.cuh"
 
 namespace bittern::encode {
 
