@@ -19,7 +19,7 @@ PLACE = {
     "include/bittern": (0, 5, "the public C++ and C headers: plain C++20, standard library only"),
     "core": (0, 4, "status, dtypes, scalar arithmetic, GGUF's blocks"),
     "examples": (5, 5, "programs that use the library"),
-    "plan": (0, 2, "select, check and run a kernel; all ops behind one interface"),
+    "plan": (0, 3, "select, check and run a kernel; all ops behind one interface"),
     "codec": (3, 3, "KV codec, KV cache"),
     "formats": (4, 4, "model files, read and written"),
     "c": (0, 0, "the C interface"),

@@ -63,6 +63,40 @@ struct KvCacheConfig {
   bool operator==(const KvCacheConfig&) const = default;
 };
 
+// f(name, member, help) for the numbers and choices of a config, and for its tables: the names that
+// errors have, and C's setters.
+template <class C, class F>
+void visit_kv_fields(C& c, F&& f) {
+  f("kv_heads", c.kv_heads, "KV heads");
+  f("dim", c.dim, "length of a head's row, 2..1024");
+  f("page_size", c.page_size, "tokens of a page, 16..128");
+  f("first", c.first, "first tokens, kept in bf16");
+  f("recent", c.recent, "newest tokens, kept in bf16");
+  f("window", c.window, "tokens a query sees; 0: all");
+  f("slack", c.slack, "tokens kept beyond the window, for truncate and for several queries");
+  f("window_keeps_first", c.window_keeps_first, "first tokens are seen beyond the window");
+  f("f16_scale", c.f16_scale, "scales are f16, not f32");
+  f("k.bits", c.k.bits, "width of a code of K, 1..8");
+  f("k.rotation", c.k.rotation, "identity, hadamard or dense");
+  f("k.seed", c.k.seed, "seed of the rotation");
+  f("k.scale_rule", c.k.scale_rule, "matched, none, least_squares or unbiased");
+  f("v.bits", c.v.bits, "width of a code of V, 1..8");
+  f("v.rotation", c.v.rotation, "identity, hadamard or dense");
+  f("v.seed", c.v.seed, "seed of the rotation");
+  f("v.scale_rule", c.v.scale_rule, "matched, none, least_squares or unbiased");
+}
+template <class C, class F>
+void visit_kv_tables(C& c, F&& f) {
+  f("k.table", c.k.table, "signs [dim] or matrix [dim, dim] of the rotation");
+  f("k.codebook.levels", c.k.codebook.levels, "2^bits values, ascending");
+  f("k.codebook.boundaries", c.k.codebook.boundaries, "2^bits - 1 values, ascending");
+  f("k.mean", c.k.mean, "[kv_heads, dim], subtracted before encoding");
+  f("v.table", c.v.table, "signs [dim] or matrix [dim, dim] of the rotation");
+  f("v.codebook.levels", c.v.codebook.levels, "2^bits values, ascending");
+  f("v.codebook.boundaries", c.v.codebook.boundaries, "2^bits - 1 values, ascending");
+  f("v.mean", c.v.mean, "[kv_heads, dim], subtracted before encoding");
+}
+
 struct KvAttention {
   double scale = 0;      // of the logits; 0: 1 / sqrt(dim)
   ConstView sinks = {};  // f32 [heads]; null: none
@@ -94,7 +128,7 @@ class KvCache {
   // A cache with the same tokens. Pages are shared, and copied when one of the two writes to them.
   KvCache fork() const;
 
-  // k and v [tokens, kv_heads, dim], f32, f16 or bf16; the first axis may have a stride.
+  // k and v [tokens, kv_heads, dim], f32, f16 or bf16, of any strides.
   Status append(const ConstView& k, const ConstView& v);
 
   // Forgets all tokens from `size` on. Refused where the window would then reach tokens that are
@@ -102,7 +136,8 @@ class KvCache {
   Status truncate(std::int64_t size);
 
   // q and out [queries, heads, dim], f32, f16 or bf16, of the newest `queries` tokens:
-  // aura_attention with the config's window.
+  // aura_attention with the config's window. Of any strides, but the values of a row follow one
+  // another.
   Status attend(const ConstView& q, const MutView& out, const KvAttention& how = {}) const;
 
   // Token t's rows as attention sees them, [kv_heads, dim] each: decoded, means added.
@@ -119,10 +154,14 @@ class KvCache {
   // Everything, in the format of docs/kv_cache.md. parse gives an equal cache back, or says why the
   // bytes are not one: foreign, cut short, too long, changed, of another version.
   std::vector<std::byte> serialize() const;
+  // The same into memory of the caller's, of this size.
+  std::size_t serialized_bytes() const;
+  Status serialize(std::span<std::byte> to) const;
   static Result<KvCache> parse(std::span<const std::byte> bytes);
 
   // The layout of the seed's family: packed [kv_heads, capacity, width] u32 and norms
-  // [kv_heads, capacity] f32, of K and V, with tokens from slot 0 on.
+  // [kv_heads, capacity] f32, of K and V, with tokens from slot 0 on. The first axes may have any
+  // strides.
   struct AuraViews {
     MutView k_packed, k_norms, v_packed, v_norms;
   };

@@ -3,6 +3,7 @@
 #include <new>
 
 #include "codec/kv_pages.h"
+#include "plan/overlap.h"
 
 namespace bittern {
 
@@ -15,9 +16,12 @@ namespace {
 Status expect_aura(const KvCacheConfig& c, const KvCache::AuraViews& views, std::int64_t tokens) {
   const auto expect = [&](const char* name, const MutView& v, DType dtype, std::int64_t width) {
     const int rank = width == 0 ? 2 : 3;
-    const bool shaped = v.shape.rank == rank && v.stride.rank == rank && v.shape[0] == c.kv_heads &&
-                        v.shape[1] >= tokens && (width == 0 || v.shape[2] == width);
-    if (v.dtype == dtype && shaped && v.data != nullptr) return Status();
+    const bool shaped = v.shape.rank == rank && v.shape[0] == c.kv_heads && v.shape[1] >= tokens &&
+                        (width == 0 || v.shape[2] == width);
+    if (v.dtype == dtype && shaped) {
+      BITTERN_TRY(kv::expect_memory(name, v));
+      return kv::expect_strides(name, v, false);
+    }
     return refuse(name, std::string(bittern::name(v.dtype)) + " " + v.shape.str() + ", expected " +
                             bittern::name(dtype) + " [" + std::to_string(c.kv_heads) + ",capacity" +
                             (width == 0 ? "" : "," + std::to_string(width)) +
@@ -27,6 +31,28 @@ Status expect_aura(const KvCacheConfig& c, const KvCache::AuraViews& views, std:
   BITTERN_TRY(expect("k_norms", views.k_norms, DType::f32, 0));
   BITTERN_TRY(expect("v_packed", views.v_packed, DType::u32, packed_words(c.dim, c.v.bits)));
   return expect("v_norms", views.v_norms, DType::f32, 0);
+}
+
+// No two of the views that are written share a byte.
+Status expect_apart(const KvCache::AuraViews& views) {
+  const std::pair<const char*, const MutView*> all[] = {{"k_packed", &views.k_packed},
+                                                        {"k_norms", &views.k_norms},
+                                                        {"v_packed", &views.v_packed},
+                                                        {"v_norms", &views.v_norms}};
+  const auto memory = [](const MutView& v) {
+    return plan_detail::Memory{v.data, size_of(v.dtype), &v.shape, &v.stride};
+  };
+  for (std::size_t i = 0; i < std::size(all); ++i) {
+    BITTERN_TRY(kv::expect_strides(all[i].first, *all[i].second, true));
+    for (std::size_t j = 0; j < i; ++j) {
+      const MutView &a = *all[i].second, &b = *all[j].second;
+      if (kv::is_empty(a.shape) || kv::is_empty(b.shape)) continue;
+      if (plan_detail::overlap(memory(a), memory(b)))
+        return refuse(all[i].first,
+                      std::string("overlaps ") + all[j].first + ", expected memory of its own");
+    }
+  }
+  return {};
 }
 
 }  // namespace
@@ -39,6 +65,7 @@ Status KvCache::write_aura(const AuraViews& to) const {
                                     " forgotten tokens, expected coded ones only");
   }
   BITTERN_TRY(expect_aura(config_, to, size_));
+  BITTERN_TRY(expect_apart(to));
   for (int s = 0; s < 2; ++s) {
     const MutView &packed = s == 0 ? to.k_packed : to.v_packed,
                   &norms = s == 0 ? to.k_norms : to.v_norms;
@@ -46,9 +73,9 @@ Status KvCache::write_aura(const AuraViews& to) const {
       for (std::int64_t t = 0; t < size_; ++t) {
         const Slot from = slot(t);
         std::copy_n(pool_->row(s, from.page, h, from.token), pool_->words[s],
-                    packed.as<std::uint32_t>() + h * packed.row_stride() + t * pool_->words[s]);
-        std::memcpy(norms.as<float>() + h * norms.row_stride() + t,
-                    pool_->scale(s, from.page, h, from.token), sizeof(float));
+                    packed.as<std::uint32_t>() + packed.at(h, t));
+        std::memcpy(norms.as<float>() + norms.at(h, t), pool_->scale(s, from.page, h, from.token),
+                    sizeof(float));
       }
     }
   }
@@ -79,10 +106,10 @@ Result<KvCache> KvCache::read_aura(KvCacheConfig config, const AuraViews& from,
       for (std::int64_t h = 0; h < c.config_.kv_heads; ++h) {
         for (std::int64_t t = 0; t < tokens; ++t) {
           const Slot to = c.slot(t);
-          std::copy_n(packed.as<std::uint32_t>() + h * packed.row_stride() + t * c.pool_->words[s],
-                      c.pool_->words[s], c.pool_->row(s, to.page, h, to.token));
-          std::memcpy(c.pool_->scale(s, to.page, h, to.token),
-                      norms.as<float>() + h * norms.row_stride() + t, sizeof(float));
+          std::copy_n(packed.as<std::uint32_t>() + packed.at(h, t), c.pool_->words[s],
+                      c.pool_->row(s, to.page, h, to.token));
+          std::memcpy(c.pool_->scale(s, to.page, h, to.token), norms.as<float>() + norms.at(h, t),
+                      sizeof(float));
         }
       }
     }

@@ -17,6 +17,8 @@ namespace bittern {
 
 using kv::at;
 using kv::between;
+using kv::expect_memory;
+using kv::expect_strides;
 using kv::has_size;
 using kv::kMostExact;
 using kv::kMostTokens;
@@ -61,16 +63,22 @@ Status complete(const std::string& name, std::int64_t kv_heads, std::int64_t dim
   return {};
 }
 
-// Row `index` of a [tokens, kv_heads, dim] view as f32.
+// Row `head` of a token of a [tokens, kv_heads, dim] view as f32.
 void load_row(const ConstView& view, std::int64_t token, std::int64_t head, std::int64_t dim,
               float* to) {
   (void)visit<float, f16, bf16>(view.dtype, [&]<class X>(Type<X>) {
-    const X* from = view.as<X>() + token * view.row_stride() + head * dim;
-    for (std::int64_t j = 0; j < dim; ++j) to[j] = to_math(from[j]);
+    const X* from = view.as<X>() + view.at(token, head);
+    const std::int64_t step = view.stride[2];
+    if (step == 1) {
+      for (std::int64_t j = 0; j < dim; ++j) to[j] = to_math(from[j]);
+    } else {
+      for (std::int64_t j = 0; j < dim; ++j) to[j] = to_math(from[j * step]);
+    }
     return Status();
   });
 }
 
+// A view [n, middle, dim] that may have any strides.
 Status expect_rows(std::string_view operand, const ConstView& view, std::int64_t middle,
                    std::int64_t dim) {
   if (view.shape.rank != 3 || view.shape[0] < 0 || view.shape[1] != middle ||
@@ -82,18 +90,7 @@ Status expect_rows(std::string_view operand, const ConstView& view, std::int64_t
     return refuse(operand,
                   std::string("dtype ").append(name(view.dtype)) + ", expected f32, f16 or bf16");
   }
-  if (view.device != Device{}) return refuse(operand, "on " + name(view.device) + ", expected cpu");
-  if (view.shape[0] > 0 && view.data == nullptr)
-    return refuse(operand, "null, expected " + view.shape.str());
-  if (view.stride.rank != 3 ||
-      (view.shape[0] > 0 && (view.stride[2] != 1 || (middle > 1 && view.stride[1] != dim))) ||
-      (view.shape[0] > 1 && view.stride[0] < middle * dim)) {
-    return refuse(operand, "strides " + view.stride.str() + ", expected dense rows");
-  }
-  const std::size_t size = size_of(view.dtype);
-  if (reinterpret_cast<std::uintptr_t>(view.data) % size != 0)
-    return refuse(operand, "address is not a multiple of " + std::to_string(size));
-  return {};
+  return expect_memory(operand, view);
 }
 
 }  // namespace
@@ -376,9 +373,11 @@ Status KvCache::attend(const ConstView& q, const MutView& out, const KvAttention
         "q", "shape " + q.shape.str() + ", expected [queries,heads," + std::to_string(dim) + "]");
   }
   const std::int64_t heads = q.shape[1];
+  BITTERN_TRY(between("heads", heads, 1, 1 << 16));
   BITTERN_TRY(expect_rows("q", q, heads, dim));
   const std::int64_t queries = q.shape[0];
   BITTERN_TRY(between("queries", queries, 0, size_));
+  BITTERN_TRY(expect_strides("q", q, false));
   const bool gone = forgotten() > 0;
   if (gone && queries > 0 && size_ - queries + 1 - config_.window < coded_begin_) {
     return refuse("queries", std::to_string(queries) + ", expected at most " +
@@ -420,21 +419,15 @@ Status KvCache::attend(const ConstView& q, const MutView& out, const KvAttention
         static_cast<std::int32_t>(coded_end_ % ring)};
     const auto as_sequence = [&](auto rows) {  // [queries, heads, dim] as one sequence's
       rows.shape = desc.query_shape();
-      rows.stride = rows.shape.dense_strides();
+      rows.stride = {0, rows.stride[0], rows.stride[1], rows.stride[2]};
       return rows;
     };
-    const auto dense = [&](const char* operand, std::int64_t stride) {
-      if (queries <= 1 || stride == heads * dim) return Status();
-      return refuse(operand, "stride " + std::to_string(stride) + " of axis 0, expected " +
-                                 std::to_string(heads * dim));
-    };
-    BITTERN_TRY(dense("q", q.stride[0]));
     if (out.shape != q.shape || out.dtype != q.dtype) {
       return refuse("out", std::string(name(out.dtype)) + " " + out.shape.str() + ", expected " +
                                name(q.dtype) + " " + q.shape.str());
     }
-    BITTERN_TRY(expect_rows("out", as_const(out), heads, dim));
-    BITTERN_TRY(dense("out", out.stride[0]));
+    BITTERN_TRY(expect_rows("out", out, heads, dim));
+    BITTERN_TRY(expect_strides("out", out, true));
     const Pool& pool = *pool_;
     const auto scales = [&](int side) {
       return ConstView{pool.scales[side].data(),

@@ -269,6 +269,7 @@ TEST(KvCache, RandomHistoriesMatchAPlainModel) {
           auto parsed = KvCache::parse(bytes);
           ASSERT_TRUE(parsed.ok()) << parsed.status().message();
           EXPECT_EQ(parsed->serialize(), bytes);
+          EXPECT_EQ(cache.serialized_bytes(), bytes.size());
           EXPECT_EQ(parsed->config(), cache.config());
           cache = std::move(*parsed);
           break;
@@ -391,6 +392,63 @@ TEST(KvCache, AWindowNeedsNoMorePagesThanItIsWide) {
   expect_ok(cache.attend(rows({q.begin(), q.begin() + 32}, 1, 32), view(out.data(), {1, 1, 32})));
 }
 
+// Slices, transposed and reversed arrays give what a dense copy of them gives.
+TEST(KvCache, TakesRowsOfAnyStrides) {
+  Rng rng(31);
+  const KvCacheConfig config = small(2, 3, 0, 0, false);  // [2, 16]
+  const Floats wide = normals(2 * 40 * 3 * 16, rng);
+  const auto strided = [&](std::int64_t offset, Shape stride) {
+    ConstView v = view(wide.data() + offset, {40, 2, 16});
+    v.stride = stride;
+    return v;
+  };
+  const ConstView views[] = {strided(0, {32, 16, 1}),       // dense
+                             strided(16, {48, 16, 1}),      // two of three heads
+                             strided(0, {16, 40 * 16, 1}),  // [heads, tokens, dim]
+                             strided(39 * 32, {-32, 16, 1}), strided(0, {0, 0, 1}),
+                             strided(7, {33, 1, 2})};
+  for (const ConstView& v : views) {
+    Floats dense;
+    for (std::int64_t t = 0; t < 40; ++t)
+      for (std::int64_t h = 0; h < 2; ++h)
+        for (std::int64_t j = 0; j < 16; ++j) dense.push_back(v.as<float>()[v.at(t, h, j)]);
+    KvCache a = make(config), b = make(config);
+    expect_ok(a.append(v, v));
+    expect_ok(b.append(rows(dense, 2, 16), rows(dense, 2, 16)));
+    EXPECT_EQ(a.serialize(), b.serialize()) << v.stride.str();
+
+    const std::int64_t queries = 5;
+    ConstView q = v;
+    q.shape[0] = queries;
+    Floats want(at(queries * 32)), got(at(3 * queries * 32), -7.0f);
+    expect_ok(b.attend(view(std::as_const(dense).data(), {queries, 2, 16}),
+                       view(want.data(), {queries, 2, 16})));
+    MutView out = view(got.data(), {queries, 2, 16});
+    out.stride = {16, queries * 16 + 5, 1};
+    if (v.stride[2] != 1 || v.stride[0] < 0) {
+      const bool last = v.stride[2] != 1;
+      expect_error(a.attend(q, out), Code::unsupported,
+                   last ? "kv_cache: q: stride 2 of axis 2, expected 1"
+                        : "kv_cache: q: stride -32 of axis 0, expected at least 0");
+      continue;
+    }
+    expect_ok(a.attend(q, out));
+    std::size_t written = 0;
+    for (const float x : got) written += x != -7.0f;
+    EXPECT_EQ(written, want.size());
+    for (std::int64_t i = 0; i < queries; ++i)
+      for (std::int64_t h = 0; h < 2; ++h)
+        for (std::int64_t j = 0; j < 16; ++j)
+          ASSERT_EQ(got[at(out.at(i, h, j))], want[at((i * 2 + h) * 16 + j)]);
+    out.stride = {16, 8, 1};
+    expect_error(a.attend(q, out), Code::unsupported,
+                 "kv_cache: out: stride 8 of axis 1, expected at least 16");
+    out.stride = {16, 32, 1};
+    expect_error(a.attend(q, out), Code::unsupported,
+                 "kv_cache: out: stride 32 of axis 1, expected at least 80");
+  }
+}
+
 // ---- serialised bytes ----
 
 TEST(KvCache, BadBytesAreRefused) {
@@ -405,7 +463,13 @@ TEST(KvCache, BadBytesAreRefused) {
     expect_error(parsed.status(), Code::invalid_argument, "kv_cache: bytes: " + message);
   };
   refused({}, "0 of them, not a KV cache: expected at least 28");
-  std::vector<std::byte> bytes = good;
+  std::vector<std::byte> bytes(good.size() + 1);
+  for (const std::size_t size : {std::size_t{0}, good.size() - 1, good.size() + 1}) {
+    expect_error(cache.serialize(std::span(bytes).first(size)), Code::invalid_argument,
+                 "kv_cache: bytes: " + std::to_string(size) + " of them, expected " +
+                     std::to_string(good.size()));
+  }
+  bytes = good;
   bytes[0] ^= std::byte{1};
   refused(bytes, "magic at byte 0: not a KV cache, expected BTRNKV\\r\\n");
   bytes = good;
@@ -512,6 +576,29 @@ TEST(KvCache, ErrorsNameWhatIsWrong) {
   odd = three;
   odd.data = static_cast<const std::byte*>(odd.data) + 2;
   expect_error(cache.append(three, odd), bad, "kv_cache: v: address is not a multiple of 4");
+  odd = three;
+  odd.stride[0] = std::int64_t{1} << 62;
+  expect_error(cache.append(three, odd), bad,
+               "kv_cache: v: stride 4611686018427387904 of axis 0 spans more than 2^57 elements");
+  odd.stride[0] = std::numeric_limits<std::int64_t>::min();
+  EXPECT_EQ(cache.append(odd, three).code(), bad);
+  odd.stride.rank = 2;
+  EXPECT_EQ(cache.append(odd, three).code(), bad);
+  odd = three;
+  odd.device = {Device::Type::cuda, 0};
+  expect_error(cache.append(odd, three), bad, "kv_cache: k: on cuda:0, expected cpu");
+  odd = three;
+  odd.data = nullptr;
+  expect_error(cache.append(odd, three), bad, "kv_cache: k: null, expected [3,2,16]");
+  odd.shape = {std::int64_t{1} << 40, 2, 16};
+  odd.data = x.data();
+  odd.stride = {0, 0, 1};
+  expect_error(cache.append(odd, odd), bad, "kv_cache: append: more than 2^29 tokens");
+  odd.shape = {1, std::int64_t{1} << 60, 16};
+  expect_error(cache.attend(odd, {}), bad,
+               "kv_cache: heads: 1152921504606846976, expected 1..65536");
+  odd.shape = {std::int64_t{1} << 60, 4, 16};
+  expect_error(cache.attend(odd, {}), bad, "kv_cache: queries: 1152921504606846976, expected 0..0");
   expect_error(cache.truncate(1), bad, "kv_cache: truncate: 1, expected 0..0");
   expect_error(cache.attend(three, view(x.data(), {3, 2, 16})), bad,
                "kv_cache: queries: 3, expected 0..0");
@@ -558,6 +645,62 @@ TEST(KvCache, ReadsAndWritesTheLayoutOfTheSeedsFamily) {
   for (const char* bad : {"aura", "aura9", "aura4v", "aura4v0", "turbo4", "aura4x4", "aura4v4 "})
     EXPECT_FALSE(parse_aura_name(bad).ok()) << bad;
   EXPECT_EQ(*parse_aura_name("aura3"), (AuraScheme{3, 3}));
+}
+
+// The views' first axes may have any strides; what is not such a view is refused.
+TEST(KvCache, ViewsOfTheSeedsFamilyAreChecked) {
+  const auto config = aura_config({4, 4}, 3, 64, 0);
+  ASSERT_TRUE(config.ok());
+  KvCache cache = make(*config);
+  Rng rng(12);
+  const Floats x = normals(5 * 3 * 64, rng);
+  expect_ok(cache.append(rows(x, 3, 64), rows(x, 3, 64)));
+  // K and V of a token side by side: [capacity, kv_heads, 2, width].
+  std::vector<std::uint32_t> packed(9 * 3 * 2 * 8);
+  Floats norms(2 * 3 * 9);
+  const auto half = [&](std::int64_t side) {
+    MutView v = view(packed.data() + side * 8, {3, 9, 8});
+    v.stride = {2 * 8, 3 * 2 * 8, 1};
+    return v;
+  };
+  const KvCache::AuraViews good{half(0), view(norms.data(), {3, 9}), half(1),
+                                view(norms.data() + 27, {3, 9})};
+  expect_ok(cache.write_aura(good));
+  const auto back = KvCache::read_aura(*config, good, 5);
+  ASSERT_TRUE(back.ok()) << back.status().message();
+  EXPECT_EQ(back->serialize(), cache.serialize());
+
+  const auto both = [&](auto change, Code code, const std::string& message) {
+    KvCache::AuraViews views = good;
+    change(views);
+    expect_error(cache.write_aura(views), code, message);
+    expect_error(KvCache::read_aura(*config, views, 5).status(), code, message);
+  };
+  using V = KvCache::AuraViews&;
+  const Code bad = Code::invalid_argument;
+  both([](V v) { v.k_packed.stride[2] = 2; }, Code::unsupported,
+       "kv_cache: k_packed: stride 2 of axis 2, expected 1");
+  both([](V v) { v.v_packed.stride[0] = -16; }, Code::unsupported,
+       "kv_cache: v_packed: stride -16 of axis 0, expected at least 0");
+  both([](V v) { v.k_norms.device = {Device::Type::cuda, 1}; }, bad,
+       "kv_cache: k_norms: on cuda:1, expected cpu");
+  both([](V v) { v.v_norms.data = static_cast<std::byte*>(v.v_norms.data) + 1; }, bad,
+       "kv_cache: v_norms: address is not a multiple of 4");
+  both([](V v) { v.v_norms.data = nullptr; }, bad, "kv_cache: v_norms: null, expected [3,9]");
+  both([](V v) { v.k_packed.shape[1] = 4; }, bad,
+       "kv_cache: k_packed: u32 [3,4,8], expected u32 [3,capacity,8], capacity at least 5");
+  both([](V v) { v.k_packed.stride[1] = std::int64_t{1} << 60; }, bad,
+       "kv_cache: k_packed: stride 1152921504606846976 of axis 1 spans more than 2^57 elements");
+  both([](V v) { v.k_norms.stride.rank = 1; }, bad,
+       "kv_cache: k_norms: strides [9], expected one per axis");
+  KvCache::AuraViews views = good;
+  views.v_packed = views.k_packed;
+  expect_error(cache.write_aura(views), bad,
+               "kv_cache: v_packed: overlaps k_packed, expected memory of its own");
+  views = good;
+  views.k_norms.stride[0] = 0;
+  expect_error(cache.write_aura(views), Code::unsupported,
+               "kv_cache: k_norms: stride 0 of axis 0, expected at least 1");
 }
 
 TEST(KvCache, LegacyTablesAreForDecodingOnly) {

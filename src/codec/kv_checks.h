@@ -5,28 +5,31 @@
 #include <string_view>
 
 #include "bittern/status.h"
+#include "bittern/tensor.h"
 
 namespace bittern::kv {
 
 inline constexpr std::int64_t kMostTokens = std::int64_t{1} << 29;
 inline constexpr std::int64_t kMostExact = std::int64_t{1} << 28;  // values of a region, of K or V
 
-inline Status refuse(std::string_view where, const std::string& what) {
-  return invalid("kv_cache: " + std::string(where) + ": " + what);
-}
-
-inline Status between(std::string_view field, std::int64_t value, std::int64_t least,
-                      std::int64_t most) {
-  if (value >= least && value <= most) return {};
-  return refuse(field, std::to_string(value) + ", expected " + std::to_string(least) + ".." +
-                           std::to_string(most));
-}
-
-inline Status has_size(const std::string& field, std::size_t size, std::int64_t expected) {
-  if (static_cast<std::int64_t>(size) == expected) return {};
-  return refuse(field, std::to_string(size) + " values, expected " + std::to_string(expected));
-}
-
 inline std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+inline bool is_empty(const Shape& shape) {  // numel() may overflow
+  for (int i = 0; i < shape.rank; ++i)
+    if (shape[i] == 0) return true;
+  return false;
+}
+
+Status refuse(std::string_view where, const std::string& what);
+Status between(std::string_view field, std::int64_t value, std::int64_t least, std::int64_t most);
+Status has_size(const std::string& field, std::size_t size, std::int64_t expected);
+
+// A view of a shape that was checked: it is on the CPU and has memory, aligned, and strides that do
+// not overflow.
+Status expect_memory(std::string_view operand, const ConstView& view);
+
+// And its rows can be used as they lie: the values of the last axis follow one another, no stride
+// is negative, and the elements of an output lie apart.
+Status expect_strides(std::string_view operand, const ConstView& view, bool output);
 
 }  // namespace bittern::kv

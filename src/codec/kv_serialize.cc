@@ -26,22 +26,28 @@ std::uint64_t checksum(std::span<const std::byte> bytes) {  // FNV-1a
   return hash;
 }
 
+// Writes one thing after another, or only counts the bytes.
 class Writer {
  public:
+  explicit Writer(std::byte* to) : to_(to) {}  // null: counts
   template <class T>
   void value(T x) {
     array(&x, 1);
   }
   template <class T>
   void array(const T* from, std::size_t count) {
-    const auto* first = reinterpret_cast<const std::byte*>(from);
-    bytes.insert(bytes.end(), first, first + count * sizeof(T));
+    if (to_ != nullptr && count > 0) std::memcpy(to_ + size_, from, count * sizeof(T));
+    size_ += count * sizeof(T);
   }
   void list(const std::vector<float>& values) {
     value(static_cast<std::uint64_t>(values.size()));
     array(values.data(), values.size());
   }
-  std::vector<std::byte> bytes;
+  std::size_t size() const { return size_; }
+
+ private:
+  std::byte* to_;
+  std::size_t size_ = 0;
 };
 
 // Reads fields in order, and knows where each was.
@@ -135,17 +141,14 @@ void each_number(C& c, F&& f) {
   f("slack", c.slack);
 }
 
-}  // namespace
-
-std::vector<std::byte> KvCache::serialize() const {
-  Writer w;
+void write_head(const KvCacheConfig& c, Writer& w) {
   w.array(kMagic, sizeof kMagic);
   w.value(kVersion);
-  w.value(std::uint64_t{0});  // the length, once it is known
-  each_number(config_, [&](const char*, std::int64_t x) { w.value(x); });
-  w.value(static_cast<std::uint8_t>(config_.window_keeps_first));
-  w.value(static_cast<std::uint8_t>(config_.f16_scale));
-  for (const KvSide* side : {&config_.k, &config_.v}) {
+  w.value(std::uint64_t{0});  // the length, which is known at the end
+  each_number(c, [&](const char*, std::int64_t x) { w.value(x); });
+  w.value(static_cast<std::uint8_t>(c.window_keeps_first));
+  w.value(static_cast<std::uint8_t>(c.f16_scale));
+  for (const KvSide* side : {&c.k, &c.v}) {
     w.value(side->bits);
     w.value(static_cast<std::int32_t>(side->rotation));
     w.value(static_cast<std::int32_t>(side->scale_rule));
@@ -156,6 +159,37 @@ std::vector<std::byte> KvCache::serialize() const {
     w.list(side->codebook.boundaries);
     w.list(side->mean);
   }
+}
+
+// Bytes of the rows of so many tokens in bf16 and in codes.
+std::int64_t row_bytes(const KvCacheConfig& c, std::int64_t exact, std::int64_t coded) {
+  const std::int64_t row = 4 * (packed_words(c.dim, c.k.bits) + packed_words(c.dim, c.v.bits)) +
+                           2 * (c.f16_scale ? 2 : 4);
+  return c.kv_heads * (exact * c.dim * 4 + coded * row);
+}
+
+}  // namespace
+
+std::size_t KvCache::serialized_bytes() const {
+  Writer w(nullptr);
+  write_head(config_, w);
+  return w.size() + 3 * sizeof(std::int64_t) + at(row_bytes(config_, first() + recent(), coded())) +
+         sizeof(std::uint64_t);
+}
+
+std::vector<std::byte> KvCache::serialize() const {
+  std::vector<std::byte> bytes(serialized_bytes());
+  (void)serialize(bytes);
+  return bytes;
+}
+
+Status KvCache::serialize(std::span<std::byte> to) const {
+  if (const std::size_t needed = serialized_bytes(); to.size() != needed) {
+    return refuse("bytes",
+                  std::to_string(to.size()) + " of them, expected " + std::to_string(needed));
+  }
+  Writer w(to.data());
+  write_head(config_, w);
   for (const std::int64_t x : {size_, coded_begin_, coded_end_}) w.value(x);
   const std::int64_t dim = config_.dim;
   for (int s = 0; s < 2; ++s) {
@@ -172,10 +206,10 @@ std::vector<std::byte> KvCache::serialize() const {
       }
     }
   }
-  const std::uint64_t length = w.bytes.size() + sizeof(std::uint64_t);
-  std::memcpy(w.bytes.data() + kOpening - sizeof length, &length, sizeof length);
-  w.value(checksum(w.bytes));
-  return std::move(w.bytes);
+  const std::uint64_t length = to.size();
+  std::memcpy(to.data() + kOpening - sizeof length, &length, sizeof length);
+  w.value(checksum(to.first(w.size())));
+  return {};
 }
 
 Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) {
@@ -258,12 +292,7 @@ Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) {
     // Nothing is allocated for tokens before the bytes are known to hold them. A region's rows may
     // be fewer than it has room for, which `make` allocates: no more than the config says.
     const std::int64_t firsts = std::min(config.first, size);
-    const std::int64_t values = config.kv_heads * config.dim;
-    const std::int64_t coded_row =
-        4 * (packed_words(config.dim, config.k.bits) + packed_words(config.dim, config.v.bits)) +
-        2 * (config.f16_scale ? 2 : 4);
-    const std::int64_t payload =
-        (firsts + size - end) * values * 4 + (end - begin) * config.kv_heads * coded_row;
+    const std::int64_t payload = row_bytes(config, firsts + size - end, end - begin);
     if (payload != static_cast<std::int64_t>(r.left())) {
       return refuse("bytes", "rows at byte " + std::to_string(body.size() - r.left()) + ": " +
                                  std::to_string(r.left()) + " bytes, expected " +
