@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 from arrays import assert_same_bits
-from test_api import OnCuda
+from test_arrays import OnCuda
 
 import bittern
 
