@@ -45,8 +45,6 @@ constexpr GgmlTypeInfo kTypes[] = {
 
 }  // namespace
 
-std::span<const GgmlTypeInfo> ggml_types() { return kTypes; }
-
 const GgmlTypeInfo* ggml_type(std::uint32_t id) {
   for (const GgmlTypeInfo& t : kTypes) {
     if (static_cast<std::uint32_t>(t.type) == id) return &t;

@@ -1,7 +1,6 @@
 // The tensor types of ggml: how many elements and bytes a block of each has.
 #pragma once
 #include <cstdint>
-#include <span>
 #include <string_view>
 
 #include "bittern/status.h"
@@ -56,7 +55,6 @@ struct GgmlTypeInfo {
   bool readable;  // whether bittern turns it into numbers
 };
 
-std::span<const GgmlTypeInfo> ggml_types();
 const GgmlTypeInfo* ggml_type(std::uint32_t id);           // null: ggml has no such type (any more)
 const GgmlTypeInfo* ggml_type(std::string_view any_case);  // by name
 inline const GgmlTypeInfo& info(GgmlType type) {

@@ -139,10 +139,4 @@ Result<std::vector<double>> GgufFile::numbers(std::string_view key) const {
   return convert(*this, key, *array, &GgufValue::as_number, "numbers");
 }
 
-Status GgufFile::readable(const GgufTensor& tensor) const {
-  if (info(tensor.type).readable) return {};
-  return unsupported(parts_[tensor.part].path() + ": unsupported type " + info(tensor.type).name +
-                     " in tensor " + shown(tensor.name));
-}
-
 }  // namespace bittern

@@ -131,9 +131,6 @@ class GgufFile {
   Result<std::vector<std::int64_t>> integers(std::string_view key) const;
   Result<std::vector<double>> numbers(std::string_view key) const;
 
-  // ok when bittern turns the tensor's type into numbers.
-  Status readable(const GgufTensor& tensor) const;
-
  private:
   friend class GgufReader;
   Status read(MappedFile file);

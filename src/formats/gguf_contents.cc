@@ -1,6 +1,5 @@
 #include "formats/gguf_contents.h"
 
-#include <algorithm>
 #include <bit>
 #include <new>
 
@@ -14,23 +13,13 @@ namespace {
 
 constexpr std::uint64_t kMostBytes = (std::uint64_t{1} << 62) - 1;  // of tensors written
 
-int depth_of(const GgufValue& value) {
-  if (value.type() != GgufType::array) return 0;
-  int depth = 0;
-  if (value.element() == GgufType::array)
-    value.each([&](const GgufValue& inner) { depth = std::max(depth, depth_of(inner)); });
-  return depth + 1;
-}
-
 }  // namespace
 
-GgufData::GgufData(const GgufValue& value)
-    : type_(value.type()), depth_(depth_of(value)), bytes_(text(value.encoded())) {}
+GgufData::GgufData(const GgufValue& value) : type_(value.type()), bytes_(text(value.encoded())) {}
 
 GgufData GgufData::empty_array(GgufType element, std::uint64_t count) {
   GgufData data;
   data.type_ = GgufType::array;
-  data.depth_ = 1;
   data.put(static_cast<std::uint32_t>(element));
   data.put(count);
   return data;
@@ -47,27 +36,12 @@ GgufData GgufData::strings(std::span<const std::string_view> values) {
   return data;
 }
 
-GgufData GgufData::arrays(std::span<const GgufData> values) {
-  GgufData data = empty_array(GgufType::array, values.size());
-  for (const GgufData& x : values) {
-    data.depth_ = std::max(data.depth_, x.depth_ + 1);
-    data.well_formed_ &= x.well_formed_ && x.type_ == GgufType::array;
-    data.bytes_.append(x.bytes_);
-  }
-  return data;
-}
-
 Status GgufContents::refuse(const std::string& what) const { return invalid(path_ + ": " + what); }
 
 Status GgufContents::add(std::string_view key, const GgufData& value) {
   if (key.empty() || key.size() > kGgufMostKeyBytes) {
     return refuse(of_key(key) + "a name of " + dec(key.size()) + " bytes, expected 1.." +
                   dec(kGgufMostKeyBytes));
-  }
-  if (!value.well_formed_) return refuse(of_key(key) + "arrays of what is none, expected arrays");
-  if (value.depth_ > kGgufMostDepth) {
-    return refuse(of_key(key) + "arrays nested " + std::to_string(value.depth_) +
-                  " deep, expected at most " + std::to_string(kGgufMostDepth));
   }
   if (keys_.size() == kGgufMostKeys)
     return refuse(of_key(key) + "too many keys, expected at most " + dec(kGgufMostKeys));

@@ -39,7 +39,6 @@ class GgufData {
     return data;
   }
   static GgufData strings(std::span<const std::string_view> values);
-  static GgufData arrays(std::span<const GgufData> values);  // each an array
 
   GgufType type() const { return type_; }
   std::span<const std::byte> encoded() const { return std::as_bytes(std::span(bytes_)); }
@@ -70,8 +69,6 @@ class GgufData {
   void put_string(std::string_view text);
 
   GgufType type_ = GgufType::u8;
-  int depth_ = 0;  // of arrays in arrays
-  bool well_formed_ = true;
   std::string bytes_;
   friend class GgufContents;
 };

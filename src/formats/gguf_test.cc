@@ -33,7 +33,9 @@ TEST(GgmlTypes, SizesAreThoseOfGgml) {
       {"TQ2_0", 35, 256, 66},   {"MXFP4", 39, 32, 17},    {"NVFP4", 40, 64, 36},
       {"Q1_0", 41, 128, 18},
   };
-  EXPECT_EQ(std::size(kPackage), ggml_types().size());
+  std::size_t known = 0;
+  for (std::uint32_t id = 0; id < 256; ++id) known += ggml_type(id) != nullptr;
+  EXPECT_EQ(std::size(kPackage), known);
   for (const auto& [name, id, block, bytes] : kPackage) {
     const GgmlTypeInfo* t = ggml_type(id);
     ASSERT_NE(t, nullptr) << name;
@@ -143,8 +145,6 @@ TEST_F(Gguf, RoundTripOfEveryType) {
   const std::string_view words[] = {"one", "", "three\n"};
   const std::int16_t shorts[] = {-3, 300};
   const bool flags[] = {true, false, true};
-  const GgufData rows[] = {GgufData::array<std::int16_t>(shorts), GgufData::strings(words),
-                           GgufData::array<bool>({})};
   const std::pair<const char*, GgufData> values[] = {
       {"u8", GgufData(std::uint8_t{255})},
       {"s8", GgufData(std::int8_t{-128})},
@@ -161,7 +161,6 @@ TEST_F(Gguf, RoundTripOfEveryType) {
       {"array", GgufData::array<std::int16_t>(shorts)},
       {"array of bool", GgufData::array<bool>(flags)},
       {"array of string", GgufData::strings(words)},
-      {"array of array", GgufData::arrays(rows)},
       {"empty", GgufData::array<double>({})},
   };
   GgufContents contents(path());
@@ -265,8 +264,7 @@ TEST_F(Gguf, IntegersOutOfRangeAndTooMany) {
 TEST_F(Gguf, TypesThatAreListedButNotRead) {
   const GgufFile file = parsed(with_data(header(1, 0) + tensor("blk.0.x", {256}, 17, 0), 74));
   EXPECT_EQ(file.tensors()[0].bytes.size(), 74u);
-  expect_error(file.readable(file.tensors()[0]), "unsupported type IQ2_XS in tensor blk.0.x",
-               Code::unsupported);
+  EXPECT_FALSE(info(file.tensors()[0].type).readable);
 }
 
 // ---- what cannot be written ----
@@ -280,12 +278,6 @@ TEST_F(Gguf, WriterRefuses) {
                "key general.alignment: u32 24, expected a u32 that is a power of two");
   expect_error(w.add("general.alignment", GgufData(32)),
                "key general.alignment: s32, expected a u32 that is a power of two");
-  GgufData deep = GgufData::array<bool>({});
-  for (int i = 0; i < 4; ++i) deep = GgufData::arrays(std::span(&deep, 1));
-  expect_error(w.add("deep", deep), "key deep: arrays nested 5 deep, expected at most 4");
-  const GgufData scalar(1);
-  expect_error(w.add("odd", GgufData::arrays(std::span(&scalar, 1))),
-               "key odd: arrays of what is none, expected arrays");
   expect_error(w.add_tensor(Bytes(64, 't'), GgmlType::f32, {1}),
                "tensor " + Bytes(64, 't') + ": a name of 64 bytes, expected 1..63");
   expect_error(w.add_tensor("t", GgmlType::q6_k, {2, 32}),

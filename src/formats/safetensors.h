@@ -83,7 +83,7 @@ class SafetensorsFile {
   SafetensorsHeader header_;
 };
 
-// The index decides where there is one: a tensor it does not name is left out, and counted.
+// The index decides where there is one: a tensor it does not name is left out.
 class SafetensorsFolder {
  public:
   static Result<SafetensorsFolder> open(const std::string& folder);
@@ -97,7 +97,6 @@ class SafetensorsFolder {
   }
   std::span<const std::byte> bytes(std::size_t i) const { return file(i).bytes(tensor(i)); }
   std::optional<std::size_t> find(std::string_view name) const;
-  std::size_t unlisted() const { return unlisted_; }
 
  private:
   struct Entry {
@@ -109,7 +108,6 @@ class SafetensorsFolder {
   std::vector<SafetensorsFile> files_;
   std::vector<Entry> entries_;
   std::vector<std::uint32_t> by_name_;
-  std::size_t unlisted_ = 0;
 };
 
 }  // namespace bittern

@@ -153,7 +153,6 @@ Result<SafetensorsFolder> SafetensorsFolder::open(const std::string& folder) {
     if (!text) return text.status();
     const auto index = parse_safetensors_index(text->path(), text->bytes());
     if (!index) return index.status();
-    std::size_t held = 0;
     for (const std::string& shard : index->shards) {
       auto file = SafetensorsFile::open(beside + shard);
       if (!file && file.status().code() == Code::unavailable) {
@@ -161,7 +160,6 @@ Result<SafetensorsFolder> SafetensorsFolder::open(const std::string& folder) {
                            kIndex);
       }
       if (!file) return file.status();
-      held += file->tensors().size();
       model.files_.push_back(std::move(*file));
     }
     for (const auto& [name, shard] : index->weight_map) {
@@ -176,7 +174,6 @@ Result<SafetensorsFolder> SafetensorsFolder::open(const std::string& folder) {
     std::sort(model.entries_.begin(), model.entries_.end(), [](const Entry& a, const Entry& b) {
       return std::tie(a.file, a.tensor) < std::tie(b.file, b.tensor);
     });
-    model.unlisted_ = held - model.entries_.size();
     model.sort_names();
     return model;
   });

@@ -275,7 +275,6 @@ TEST(SafetensorsFolder, OneFile) {
   ASSERT_TRUE(b);
   EXPECT_EQ(text(model->bytes(*b)), "\1\2\3");
   EXPECT_FALSE(model->find("bb"));
-  EXPECT_EQ(model->unlisted(), 0u);
 }
 
 TEST(SafetensorsFolder, Shards) {
@@ -295,7 +294,6 @@ TEST(SafetensorsFolder, Shards) {
   EXPECT_EQ(model->find("a"), 1u);
   EXPECT_EQ(model->find("c"), 0u);
   EXPECT_FALSE(model->find("b"));
-  EXPECT_EQ(model->unlisted(), 1u);
 }
 
 TEST(SafetensorsFolder, Refuses) {
