@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""models.py [--repeat N]: bittern quantize beside MLX and mlx-lm, on this machine, in one run.
+"""models.py [--repeat N]: compares bittern quantize with MLX and mlx-lm on this machine, in one run.
 
-A random f32 model of 1 GB in the page cache: what `bittern quantize --method mlx` makes of it, as a
-ratio to copying memory and to mx.quantize. SmolLM2 dequantised to a folder of Hugging Face: from
-nothing to a synced folder, beside mlx_lm.convert (its import not counted). Best of N."""
+Two measurements, each the best of N. A random f32 model of 1 GB in the page cache: the speed of
+`bittern quantize --method mlx` as a ratio to copying memory and to mx.quantize. SmolLM2, dequantised
+to a Hugging Face folder: the time to a synced 4-bit folder, compared with mlx_lm.convert (its import
+not counted)."""
 import argparse
 import json
 import os

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Puts other libraries beside `bittern bench`: the same problems, sizes and threads.
+"""Compares other libraries with `bittern bench`: the same problems, sizes and threads.
 
     bench/peers.py --threads 2 --json peers.json
     bench/peers.py --python torch=/some/venv/bin/python --op "quantize_per_group f32"
 
-For each op, bittern runs first and measures the machine's copy bandwidth around its own samples;
-the peers follow at once and are set against that same copy. Every peer runs in a process of its
-own. `torch` gives two rows, eager and torch.compile. A peer that is not installed is a row that
-says so. Beside aura_attention stands torch's attention over an f16 cache, whose bytes are its own;
-the gated delta rule is bound by products, so its peers have a time and no ratio.
+For each op, bittern runs first and measures the machine's copy bandwidth around its own samples. The
+peers follow at once and are compared with that same copy. Every peer runs in its own process.
+`torch` gives two rows, eager and torch.compile. A peer that is not installed gives a row that says
+so. For aura_attention the peer is torch's attention over an f16 cache, whose ratio counts the bytes
+of that cache. The gated delta rule is limited by products, so its peers have a time and no ratio.
 
 All get huge pages where the system grants them, and memory that is kept between calls, so that no
 one pays for page faults. GB/s counts the bytes the op must read and write at least.

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Puts other libraries beside bittern's CUDA kernels: the same inputs, in one run.
+"""Compares other libraries with bittern's CUDA kernels: the same inputs, in one run.
 
     bench/peers_cuda.py --library build/shared/libbittern.so --json peers.json
     bench/peers_cuda.py --only quantize --repeat 21
 
 The peers are torch (the op's formula, eager and compiled) and FLA, flash-linear-attention, for the
 gated delta rule; fla-core, flash-linear-attention and einops may be unpacked wheels on PYTHONPATH.
-One that is not installed, or fails, is a row that says so. bittern is reached through its C
-interface, so any Python will do: the library is one built with -DBUILD_SHARED_LIBS=ON, and
-libbittern_cuda.so lies beside it.
+A peer that is not installed, or fails, gives a row that says so. bittern is called through its C
+interface, so any Python will do. Build the library with -DBUILD_SHARED_LIBS=ON, and put
+libbittern_cuda.so beside it.
 
 Every candidate is captured as a CUDA graph of many calls, which take turns with several sets of
 inputs where one would fit the L2; samples of all of them and of a copy within the device's memory

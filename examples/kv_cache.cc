@@ -15,7 +15,7 @@ constexpr std::int64_t kTokens = 100, kKvHeads = 2, kHeads = 4, kDim = 64;
 
 Status attend() {
   std::vector<float> k(kTokens * kKvHeads * kDim), v(k.size()), q(kHeads * kDim), out(q.size());
-  for (std::size_t i = 0; i < k.size(); ++i) {  // stands for a model's
+  for (std::size_t i = 0; i < k.size(); ++i) {  // in place of a model's keys and values
     k[i] = std::sin(0.7f * static_cast<float>(i));
     v[i] = std::cos(1.3f * static_cast<float>(i));
   }

@@ -1,6 +1,6 @@
-// Bytes -> a GGUF file. What must hold: nothing crashes, a refusal is one line that opens with the
-// file's name, every value and tensor can be read, and a grid in another storage is the same
-// numbers.
+// Takes the bytes as a GGUF file. What must hold: nothing crashes, an error is one line that begins
+// with the file's name, every value and tensor can be read, and a grid that is moved to another
+// storage has the same numbers.
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -1,5 +1,5 @@
-// Bytes -> an op, a descriptor (one of its check cases with fields overwritten), operands in exact
-// heap blocks with mistakes planted in their views. What must hold:
+// Makes from the bytes an op, a descriptor (one of its check cases with fields overwritten) and
+// operands in heap blocks of the exact size, with mistakes planted in their views. What must hold:
 //   nothing crashes, whatever the bytes;
 //   when can_implement refuses, run refuses with the same code and writes nothing;
 //   when it accepts, run succeeds and writes what ref writes, bit for bit.

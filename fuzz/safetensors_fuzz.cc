@@ -1,6 +1,6 @@
-// Bytes -> a safetensors file, or the index of a folder. What must hold: nothing crashes, a refusal
-// is one line that opens with the file's name, and the tensors of a file that is read tile its
-// data.
+// Takes the bytes as a safetensors file, or as the index of a folder. What must hold: nothing
+// crashes, an error is one line that begins with the file's name, and the tensors of a file that is
+// read cover its data without gaps.
 #include <cstdlib>
 
 #include "formats/safetensors.h"
