@@ -1,15 +1,18 @@
 #include <algorithm>
 #include <cstring>
-#include <exception>
-#include <new>
 #include <string>
 #include <vector>
 
 #include "bittern/bittern.h"
-#include "bittern/c/bittern.h"
+#include "c/c_api.h"
 #include "plan/any_op.h"
 
 using namespace bittern;
+using c_api::check_device;
+using c_api::check_preference;
+using c_api::fail;
+using c_api::null;
+using c_api::run;
 
 struct bittern_desc {
   std::unique_ptr<AnyDesc> any;
@@ -31,34 +34,20 @@ static_assert(BITTERN_MAX_RANK == kMaxRank);
 // Of fixed size, so that "out of memory" needs none.
 thread_local char last_error[2048] = "";
 
-bittern_code fail(Code code, std::string_view message) {
+}  // namespace
+
+namespace bittern::c_api {
+
+bittern_code fail(Code code, std::string_view message) noexcept {
   const std::size_t length = std::min(message.size(), sizeof last_error - 1);
   std::memcpy(last_error, message.data(), length);
   last_error[length] = '\0';
   return static_cast<bittern_code>(code);
 }
 
-// Runs f() -> Status; what it throws stays on this side.
-template <class F>
-bittern_code guarded(F&& f) noexcept {
-  try {
-    const Status status = f();
-    return status.ok() ? BITTERN_OK : fail(status.code(), status.message());
-  } catch (const std::bad_alloc&) {
-    return fail(Code::out_of_memory, "out of memory");
-  } catch (const std::exception& e) {
-    return fail(Code::internal, e.what());
-  } catch (...) {
-    return fail(Code::internal, "unknown exception");
-  }
-}
-
 Status null(const char* function, const char* argument) {
   return invalid(std::string(function).append(": ").append(argument).append(": null"));
 }
-
-// Names come from literals and from strings that are never freed: all end in '\0'.
-const char* c_string(std::string_view name) { return name.data(); }
 
 Status check_device(bittern_device device) {
   if (device.type == BITTERN_CPU || device.type == BITTERN_CUDA) return {};
@@ -66,17 +55,14 @@ Status check_device(bittern_device device) {
                  ", expected BITTERN_CPU or BITTERN_CUDA");
 }
 
-Status to_view(std::string_view op, const OperandInfo& operand, const bittern_tensor& tensor,
-               MutView& view) {
-  const auto refuse = [&](const std::string& what) {
-    return invalid(std::string(op).append(": ").append(operand.name).append(": ") + what);
-  };
-  // Null data leaves the operand out, unless its shape says that it has no elements.
-  if (tensor.data == nullptr &&
-      (tensor.shape == nullptr || tensor.rank < 1 || tensor.rank > kMaxRank ||
-       std::find(tensor.shape, tensor.shape + tensor.rank, 0) == tensor.shape + tensor.rank)) {
-    return {};
-  }
+Status check_preference(bittern_preference preference) {
+  if (preference == BITTERN_EXACT || preference == BITTERN_FASTEST) return {};
+  return invalid("preference " + std::to_string(preference) +
+                 ", expected BITTERN_EXACT or BITTERN_FASTEST");
+}
+
+Status to_view(const std::string& where, const bittern_tensor& tensor, MutView& view) {
+  const auto refuse = [&](const std::string& what) { return invalid(where + ": " + what); };
   if (tensor.dtype < 0 || tensor.dtype >= kDTypeCount) {
     return refuse("dtype " + std::to_string(tensor.dtype) + ", expected a bittern_dtype");
   }
@@ -89,16 +75,33 @@ Status to_view(std::string_view op, const OperandInfo& operand, const bittern_te
   view.data = tensor.data;
   view.dtype = static_cast<DType>(tensor.dtype);
   view.device = {static_cast<Device::Type>(tensor.device.type), tensor.device.index};
-  view.shape.rank = tensor.rank;
-  for (int i = 0; i < tensor.rank; ++i) view.shape[i] = tensor.shape[i];
-  view.stride = view.shape;
-  if (tensor.strides != nullptr) {
-    for (int i = 0; i < tensor.rank; ++i) view.stride[i] = tensor.strides[i];
-  } else if (view.shape == operand.expected.shape ||
-             (operand.expected.flags & Operand::kRowAxes) != 0) {
-    view.stride = view.shape.dense_strides();
+  view.shape.rank = view.stride.rank = tensor.rank;
+  std::int64_t dense = 1;
+  for (int i = tensor.rank; i-- > 0;) {
+    view.shape[i] = tensor.shape[i];
+    view.stride[i] = tensor.strides != nullptr ? tensor.strides[i] : dense;
+    // A shape so large is never the one expected; its strides are not looked at.
+    if (__builtin_mul_overflow(dense, tensor.shape[i], &dense)) dense = 0;
   }
   return {};
+}
+
+}  // namespace bittern::c_api
+
+namespace {
+
+// Names come from literals and from strings that are never freed: all end in '\0'.
+const char* c_string(std::string_view name) { return name.data(); }
+
+Status to_view(std::string_view op, const OperandInfo& operand, const bittern_tensor& tensor,
+               MutView& view) {
+  // Null data leaves the operand out, unless its shape says that it has no elements.
+  if (tensor.data == nullptr &&
+      (tensor.shape == nullptr || tensor.rank < 1 || tensor.rank > kMaxRank ||
+       std::find(tensor.shape, tensor.shape + tensor.rank, 0) == tensor.shape + tensor.rank)) {
+    return {};
+  }
+  return c_api::to_view(std::string(op).append(": ").append(operand.name), tensor, view);
 }
 
 // The tensors in the order of the plan's operands.
@@ -140,7 +143,7 @@ const char* bittern_op_name(size_t index) {
 }
 int bittern_num_threads(void) { return num_threads(); }
 bittern_code bittern_set_num_threads(int threads) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     BITTERN_TRY(check_num_threads(threads));
     set_num_threads(threads);
     return {};
@@ -148,7 +151,7 @@ bittern_code bittern_set_num_threads(int threads) {
 }
 
 bittern_code bittern_desc_create(const char* op, bittern_desc** desc) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (desc == nullptr) return null("bittern_desc_create", "desc");
     *desc = nullptr;
     if (op == nullptr) return null("bittern_desc_create", "op");
@@ -162,7 +165,7 @@ bittern_code bittern_desc_create(const char* op, bittern_desc** desc) {
 void bittern_desc_destroy(bittern_desc* desc) { delete desc; }
 
 bittern_code bittern_desc_set(bittern_desc* desc, const char* field, int64_t value) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (desc == nullptr) return null("bittern_desc_set", "desc");
     if (field == nullptr) return null("bittern_desc_set", "field");
     return desc->any->set(field, value);
@@ -170,7 +173,7 @@ bittern_code bittern_desc_set(bittern_desc* desc, const char* field, int64_t val
 }
 
 bittern_code bittern_desc_set_real(bittern_desc* desc, const char* field, double value) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (desc == nullptr) return null("bittern_desc_set_real", "desc");
     if (field == nullptr) return null("bittern_desc_set_real", "field");
     const Status s = desc->any->set(field, value);
@@ -180,7 +183,7 @@ bittern_code bittern_desc_set_real(bittern_desc* desc, const char* field, double
 }
 
 bittern_code bittern_desc_set_text(bittern_desc* desc, const char* field, const char* text) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (desc == nullptr) return null("bittern_desc_set_text", "desc");
     if (field == nullptr) return null("bittern_desc_set_text", "field");
     if (text == nullptr) return null("bittern_desc_set_text", "text");
@@ -189,7 +192,7 @@ bittern_code bittern_desc_set_text(bittern_desc* desc, const char* field, const 
 }
 
 bittern_code bittern_desc_get(const bittern_desc* desc, const char* field, int64_t* value) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (desc == nullptr) return null("bittern_desc_get", "desc");
     if (field == nullptr) return null("bittern_desc_get", "field");
     if (value == nullptr) return null("bittern_desc_get", "value");
@@ -204,7 +207,7 @@ bittern_code bittern_desc_get(const bittern_desc* desc, const char* field, int64
 }
 
 bittern_code bittern_desc_get_real(const bittern_desc* desc, const char* field, double* value) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (desc == nullptr) return null("bittern_desc_get_real", "desc");
     if (field == nullptr) return null("bittern_desc_get_real", "field");
     if (value == nullptr) return null("bittern_desc_get_real", "value");
@@ -216,14 +219,14 @@ bittern_code bittern_desc_get_real(const bittern_desc* desc, const char* field, 
 }
 
 bittern_code bittern_desc_check(const bittern_desc* desc) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (desc == nullptr) return null("bittern_desc_check", "desc");
     return desc->any->check();
   });
 }
 
 bittern_code bittern_desc_num_groups(const bittern_desc* desc, int64_t* groups) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (desc == nullptr) return null("bittern_desc_num_groups", "desc");
     if (groups == nullptr) return null("bittern_desc_num_groups", "groups");
     *groups = desc->any->num_groups();
@@ -232,7 +235,7 @@ bittern_code bittern_desc_num_groups(const bittern_desc* desc, int64_t* groups) 
 }
 
 bittern_code bittern_desc_operand_count(const bittern_desc* desc, size_t* count) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (desc == nullptr) return null("bittern_desc_operand_count", "desc");
     if (count == nullptr) return null("bittern_desc_operand_count", "count");
     BITTERN_TRY(desc->any->check());
@@ -243,7 +246,7 @@ bittern_code bittern_desc_operand_count(const bittern_desc* desc, size_t* count)
 
 bittern_code bittern_desc_operand(const bittern_desc* desc, size_t index,
                                   bittern_operand* operand) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (desc == nullptr) return null("bittern_desc_operand", "desc");
     if (operand == nullptr) return null("bittern_desc_operand", "operand");
     BITTERN_TRY(desc->any->check());
@@ -272,7 +275,7 @@ bittern_code bittern_desc_operand(const bittern_desc* desc, size_t index,
 bittern_code bittern_select(const bittern_desc* desc, bittern_device device,
                             bittern_preference preference, const char* kernel,
                             bittern_plan** plan) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (plan == nullptr) return null("bittern_select", "plan");
     *plan = nullptr;
     if (desc == nullptr) return null("bittern_select", "desc");
@@ -280,10 +283,7 @@ bittern_code bittern_select(const bittern_desc* desc, bittern_device device,
       return invalid(std::string(desc->any->op().name()).append(": ").append(what));
     };
     if (Status s = check_device(device); !s.ok()) return refuse(s.message());
-    if (preference != BITTERN_EXACT && preference != BITTERN_FASTEST) {
-      return refuse("preference " + std::to_string(preference) +
-                    ", expected BITTERN_EXACT or BITTERN_FASTEST");
-    }
+    if (Status s = check_preference(preference); !s.ok()) return refuse(s.message());
     auto selected = desc->any->select({static_cast<Device::Type>(device.type), device.index},
                                       static_cast<Preference>(preference),
                                       kernel != nullptr ? kernel : std::string_view());
@@ -297,7 +297,7 @@ bittern_code bittern_select(const bittern_desc* desc, bittern_device device,
 void bittern_plan_destroy(bittern_plan* plan) { delete plan; }
 
 bittern_code bittern_plan_sku(const bittern_plan* plan, bittern_sku* sku) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (plan == nullptr) return null("bittern_plan_sku", "plan");
     if (sku == nullptr) return null("bittern_plan_sku", "sku");
     const Sku s = plan->any->sku();
@@ -313,7 +313,7 @@ bittern_code bittern_plan_sku(const bittern_plan* plan, bittern_sku* sku) {
 }
 
 bittern_code bittern_plan_precision(const bittern_plan* plan, bittern_precision* precision) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (plan == nullptr) return null("bittern_plan_precision", "plan");
     if (precision == nullptr) return null("bittern_plan_precision", "precision");
     const PrecisionGuarantee g = plan->any->precision_guarantee();
@@ -327,7 +327,7 @@ bittern_code bittern_plan_precision(const bittern_plan* plan, bittern_precision*
 }
 
 bittern_code bittern_plan_workspace_bytes(const bittern_plan* plan, size_t* bytes) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (plan == nullptr) return null("bittern_plan_workspace_bytes", "plan");
     if (bytes == nullptr) return null("bittern_plan_workspace_bytes", "bytes");
     *bytes = plan->any->workspace_bytes();
@@ -337,7 +337,7 @@ bittern_code bittern_plan_workspace_bytes(const bittern_plan* plan, size_t* byte
 
 bittern_code bittern_plan_can_implement(const bittern_plan* plan, const bittern_tensor* tensors,
                                         size_t count) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (plan == nullptr) return null("bittern_plan_can_implement", "plan");
     std::vector<MutView> views;
     BITTERN_TRY(to_views(*plan, tensors, count, views));
@@ -347,7 +347,7 @@ bittern_code bittern_plan_can_implement(const bittern_plan* plan, const bittern_
 
 bittern_code bittern_plan_run(const bittern_plan* plan, const bittern_tensor* tensors, size_t count,
                               void* stream, void* workspace, size_t workspace_bytes) {
-  return guarded([&]() -> Status {
+  return run([&]() -> Status {
     if (plan == nullptr) return null("bittern_plan_run", "plan");
     std::vector<MutView> views;
     BITTERN_TRY(to_views(*plan, tensors, count, views));

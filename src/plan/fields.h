@@ -4,11 +4,11 @@
 #include <charconv>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "bittern/bittern.h"
@@ -49,7 +49,10 @@ Status assign_field(std::string_view field, T& member, std::int64_t value) {
   } else if constexpr (kIsReal<T>) {
     member = static_cast<double>(value);
     return {};
-  } else if (value < std::numeric_limits<T>::min() || value > std::numeric_limits<T>::max()) {
+  } else if (!std::in_range<T>(value)) {
+    if (std::is_unsigned_v<T> && value < 0) {
+      return invalid(std::string(field) + ": " + std::to_string(value) + ", expected at least 0");
+    }
     return invalid(std::string(field) + ": " + std::to_string(value) + " does not fit " +
                    std::to_string(8 * sizeof(T)) + " bits");
   }
@@ -94,10 +97,17 @@ Status assign_field(std::string_view field, T& member, std::string_view text) {
   if constexpr (kIsNamed<T>) {
     for (const std::string_view n : names) expected.append(expected.empty() ? "" : " ").append(n);
   } else {
-    std::conditional_t<kIsReal<T>, double, std::int64_t> value = 0;
+    constexpr bool kUnsigned = std::is_same_v<T, std::uint64_t>;
+    using Integer = std::conditional_t<kUnsigned, T, std::int64_t>;
+    std::conditional_t<kIsReal<T>, double, Integer> value = 0;
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
     if (error == std::errc() && end == text.data() + text.size()) {
-      return assign_field(field, member, value);
+      if constexpr (kUnsigned) {
+        member = value;
+        return {};
+      } else {
+        return assign_field(field, member, value);
+      }
     }
     if (error == std::errc::result_out_of_range && end == text.data() + text.size())
       return invalid(std::string(field).append(": ").append(text) + " does not fit 64 bits");
