@@ -7,4 +7,9 @@ namespace bittern::oracle {
 // storages.
 std::vector<AffineDesc> affine_cases();
 
+// For pack_codes and unpack_codes: every width, rows with every kind of tail, and one problem of
+// `large_bits` that is large enough for streaming stores; and what to measure.
+std::vector<PackDesc> pack_cases(std::int32_t large_bits);
+std::vector<BenchCase<PackDesc>> pack_bench_cases();
+
 }  // namespace bittern::oracle

@@ -53,6 +53,16 @@ std::vector<GdnDesc> gdn_cases(const GdnFields& fields) {
   return cases;
 }
 
+std::vector<BenchCase<GdnDesc>> gdn_bench_cases() {
+  const GdnDesc f32{.tokens = 4096, .key_heads = 16, .value_heads = 32};
+  GdnDesc bf16 = f32;
+  bf16.element = DType::bf16;
+  const auto fill = [](const GdnDesc&, std::string_view operand, const ConstView& view, Rng& rng) {
+    if (operand == "g") aim_log_decay(view, rng);
+  };
+  return {{"f32 16/32 heads 128", f32, fill}, {"bf16 16/32 heads 128", bf16, fill}};
+}
+
 void aim_log_decay(const ConstView& g, Rng& rng) {
   if (!g) return;
   static constexpr double kOthers[] = {0, -0.0, 0, -20, -100, -1e4, -1e-6};

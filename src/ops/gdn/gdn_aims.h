@@ -7,6 +7,9 @@ namespace bittern::oracle {
 // head; the fields an op reads take turns.
 std::vector<GdnDesc> gdn_cases(const GdnFields& fields);
 
+// What to measure of an op that has no other choices: f32 and bf16.
+std::vector<BenchCase<GdnDesc>> gdn_bench_cases();
+
 // Log decays: mostly -2..0, often 0, now and then far below.
 void aim_log_decay(const ConstView& g, Rng& rng);
 

@@ -3,9 +3,11 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "bittern/gdn_desc.h"
 #include "cpu/parallel.h"
+#include "ops/gdn/gdn.h"
 
 namespace bittern::cpu::gdn {
 
@@ -69,6 +71,30 @@ void parallel_scratch(const GdnDesc& d, std::int64_t items, Workspace workspace,
     Pieces pieces(d, static_cast<float*>(workspace.data) + slot * floats);
     f(begin, end, Scratch(pieces));
   });
+}
+
+// Calls f(d, a, parts, begin, end, scratch, more...) on ranges of items. An item is one head of one
+// part: item i is head i % heads of part i / heads.
+template <class Scratch, class Part, class Args, class F, class... More>
+Status run_parts(const GdnDesc& d, const Args& a, const std::vector<Part>& parts,
+                 std::int64_t heads, Workspace workspace, F& f, More... more) {
+  const auto items = static_cast<std::int64_t>(parts.size()) * heads;
+  parallel_scratch<Scratch>(d, items, workspace,
+                            [&](std::int64_t begin, std::int64_t end, const Scratch& scratch) {
+                              f(d, a, parts.data(), begin, end, scratch, more...);
+                            });
+  return {};
+}
+// Parts are chunks, where these do not wait for each other, or whole sequences.
+template <class Scratch, class Args, class F>
+Status run_chunks(const GdnDesc& d, const Args& a, Workspace workspace, F& f) {
+  return run_parts<Scratch>(d, a, gdn_chunks(d, a.cu_seqlens), d.value_heads, workspace, f);
+}
+template <class Scratch, class Args, class F, class... More>
+Status run_sequences(const GdnDesc& d, const Args& a, std::int64_t heads, Workspace workspace, F& f,
+                     More... more) {
+  return run_parts<Scratch>(d, a, sequences_of(d.rows(), a.cu_seqlens), heads, workspace, f,
+                            more...);
 }
 
 // The two parts of each token's sum of log decays (gdn.h).

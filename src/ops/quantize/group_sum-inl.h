@@ -9,7 +9,7 @@
 #endif
 
 #include "cpu/reduce-inl.h"
-#include "ops/quantize/quantize-inl.h"
+#include "ops/quantize/tiles-inl.h"
 
 #if BITTERN_SIMD
 HWY_BEFORE_NAMESPACE();

@@ -26,39 +26,6 @@ void aim_quotient(const QuantizeDesc& d, const ConstView& x, const ConstView& sc
   }
 }
 
-std::vector<QuantizeDesc> long_sum_cases(const QuantizeFields& fields) {
-  std::vector<QuantizeDesc> cases;
-  const auto add = [&](std::int64_t outer, std::int64_t axis, std::int64_t inner,
-                       Granularity granularity) {
-    for (const DType element : {DType::f32, DType::bf16, DType::f64}) {
-      QuantizeDesc d{.outer_size = outer,
-                     .axis_size = axis,
-                     .inner_size = inner,
-                     .group_size = 4099,
-                     .granularity = granularity,
-                     .element = element};
-      if (fields.code && cases.size() % 2 != 0) {
-        d.code = DType::u8;
-        d.q_min = 0;
-      }
-      if (fields.symmetric) d.symmetric = cases.size() % 3 != 0;
-      cases.push_back(d);
-    }
-  };
-  add(1, 2 * 4099, 1, Granularity::group);
-  for (const std::int64_t axis : {0, 2048, 2049, 9000}) add(3, axis, 1, Granularity::token);
-  for (const std::int64_t outer : {1, 2, 3, 1000, 4099}) add(outer, 3, 1, Granularity::channel);
-  add(9, 700, 1, Granularity::channel);
-  add(2050, 1, 1, Granularity::channel);
-  add(5, 3, 700, Granularity::channel);
-  add(4, 5, 0, Granularity::channel);
-  add(3, 0, 1, Granularity::tensor);
-  add(5000, 1, 1, Granularity::tensor);
-  add(7, 5003, 1, Granularity::tensor);
-  add(32, 1024, 1, Granularity::tensor);
-  return cases;
-}
-
 std::vector<QuantizeDesc> quantize_cases(const QuantizeFields& fields) {
   std::vector<QuantizeDesc> geometries;
   for (const std::int64_t group : {1, 3, 5, 16, 31, 33, 48, 64, 80, 96, 128, 1000})
@@ -121,6 +88,58 @@ std::vector<QuantizeDesc> quantize_cases(const QuantizeFields& fields) {
     }
   }
   return cases;
+}
+
+namespace {
+
+// Lengths around blocks of partial sums, columns in several units, and parameters without elements.
+std::vector<QuantizeDesc> long_sum_cases(const QuantizeFields& fields) {
+  std::vector<QuantizeDesc> cases;
+  const auto add = [&](std::int64_t outer, std::int64_t axis, std::int64_t inner,
+                       Granularity granularity) {
+    for (const DType element : {DType::f32, DType::bf16, DType::f64}) {
+      QuantizeDesc d{.outer_size = outer,
+                     .axis_size = axis,
+                     .inner_size = inner,
+                     .group_size = 4099,
+                     .granularity = granularity,
+                     .element = element};
+      if (fields.code && cases.size() % 2 != 0) {
+        d.code = DType::u8;
+        d.q_min = 0;
+      }
+      if (fields.symmetric) d.symmetric = cases.size() % 3 != 0;
+      cases.push_back(d);
+    }
+  };
+  add(1, 2 * 4099, 1, Granularity::group);
+  for (const std::int64_t axis : {0, 2048, 2049, 9000}) add(3, axis, 1, Granularity::token);
+  for (const std::int64_t outer : {1, 2, 3, 1000, 4099}) add(outer, 3, 1, Granularity::channel);
+  add(9, 700, 1, Granularity::channel);
+  add(2050, 1, 1, Granularity::channel);
+  add(5, 3, 700, Granularity::channel);
+  add(4, 5, 0, Granularity::channel);
+  add(3, 0, 1, Granularity::tensor);
+  add(5000, 1, 1, Granularity::tensor);
+  add(7, 5003, 1, Granularity::tensor);
+  add(32, 1024, 1, Granularity::tensor);
+  return cases;
+}
+
+}  // namespace
+
+std::vector<QuantizeDesc> sum_cases(const QuantizeFields& fields) {
+  std::vector<QuantizeDesc> cases = quantize_cases(fields);
+  const std::vector<QuantizeDesc> more = long_sum_cases(fields);
+  cases.insert(cases.end(), more.begin(), more.end());
+  return cases;
+}
+
+std::vector<BenchCase<QuantizeDesc>> sum_bench_cases() {
+  const QuantizeDesc f32{.outer_size = 8192, .axis_size = 4096, .group_size = 128};
+  QuantizeDesc bf16 = f32;
+  bf16.element = DType::bf16;
+  return with_large_cases({{"f32 group 128", f32}, {"bf16 group 128", bf16}});
 }
 
 std::vector<QuantizeDesc> codeless_cases(const QuantizeFields& fields) {

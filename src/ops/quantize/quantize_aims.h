@@ -7,12 +7,14 @@ namespace bittern::oracle {
 void aim_quotient(const QuantizeDesc& d, const ConstView& x, const ConstView& scale,
                   const ConstView& zero_point, Rng& rng);
 
-// Lengths around blocks of partial sums, columns in several units, and parameters without elements.
-std::vector<QuantizeDesc> long_sum_cases(const QuantizeFields& fields);
-
 // Geometries (group, token, channel, tensor; sizes with every kind of tail) x elements x codes.
 // Fields a case does not set stay as in `base`.
 std::vector<QuantizeDesc> quantize_cases(const QuantizeFields& fields);
+
+// The same for ops that sum over a parameter's elements, with lengths around blocks of partial
+// sums, columns in several units, and parameters without elements; and what to measure.
+std::vector<QuantizeDesc> sum_cases(const QuantizeFields& fields);
+std::vector<BenchCase<QuantizeDesc>> sum_bench_cases();
 
 // For the elementwise ops that store no code: the same and ranges of any 32-bit kind, and what to
 // measure.

@@ -1,28 +1,15 @@
-#include <numeric>
-
-#include "oracle/op_test.h"
+#include "ops/affine/pack_test.h"
 #include "oracle/oracle_test.h"
 
 namespace bittern {
 namespace {
 
-using oracle::expect_error;
 using oracle::expect_ok;
 using oracle::kBothKernels;
+using oracle::pack;
 using oracle::run_op;
 
 TEST(PackCodes, MatchesRefEverywhere) { oracle::expect_parity("pack_codes"); }
-
-// One row, over words that are dirty.
-std::vector<std::uint32_t> pack(const std::vector<std::uint8_t>& codes, std::int32_t bits,
-                                std::string_view kernel) {
-  const PackDesc d{
-      .outer_size = 1, .axis_size = static_cast<std::int64_t>(codes.size()), .bits = bits};
-  std::vector<std::uint32_t> words(static_cast<std::size_t>(d.word_shape()[1]), 0xffffffffu);
-  expect_ok(run_op<PackCodes>(
-      d, {view(codes.data(), d.code_shape()), view(words.data(), d.word_shape())}, kernel));
-  return words;
-}
 
 TEST(PackCodes, FirstCodeIsLowest) {
   for (const auto kernel : kBothKernels) {
@@ -93,49 +80,7 @@ TEST(PackCodes, SkuAndGuaranteeSpeakOfIntegers) {
 }
 
 TEST(PackCodes, ErrorsNameTheFieldAndLeaveTheOutputAlone) {
-  std::vector<std::uint8_t> codes(64, 1);
-  std::vector<std::uint32_t> words(32, 0xabcdef01u);
-  const auto untouched = words;
-  const PackDesc good{.outer_size = 2, .axis_size = 32, .bits = 4};
-  const PackCodes::Args args{view(std::as_const(codes).data(), good.code_shape()),
-                             view(words.data(), good.word_shape())};
-  const auto with = [&](auto change) {
-    PackDesc d = good;
-    change(d);
-    return run_op<PackCodes>(d, args);
-  };
-  const auto operand = [&](auto change) {
-    PackCodes::Args a = args;
-    change(a);
-    return run_op<PackCodes>(good, a);
-  };
-  using D = PackDesc&;
-  using A = PackCodes::Args&;
-  const Code bad = Code::invalid_argument;
-  expect_error(with([](D d) { d.bits = 0; }), bad, "pack_codes: bits: 0, expected 1..8");
-  expect_error(with([](D d) { d.bits = 9; }), bad, "pack_codes: bits: 9, expected 1..8");
-  expect_error(with([](D d) { d.outer_size = -1; }), bad,
-               "pack_codes: outer_size: -1, expected at least 0");
-  expect_error(with([](D d) { d.axis_size = -7; }), bad,
-               "pack_codes: axis_size: -7, expected at least 0");
-  expect_error(with([](D d) { d.bits = 5; }), bad,
-               "pack_codes: words: shape [2,4], expected [2,5]");
-  expect_error(operand([](A a) { a.codes.dtype = DType::s8; }), bad,
-               "pack_codes: codes: dtype s8, expected u8");
-  expect_error(operand([](A a) { a.codes = {}; }), bad,
-               "pack_codes: codes: null, expected u8 [2,32]");
-  expect_error(operand([](A a) { a.codes.stride[1] = 2; }), Code::unsupported,
-               "pack_codes: codes: stride 2 of axis 1, expected 1");
-  expect_error(operand([](A a) { a.words.stride[0] = 3; }), Code::unsupported,
-               "pack_codes: words: stride 3 of axis 0, expected at least 4");
-  expect_error(operand([&](A a) { a.codes.data = words.data(); }), bad,
-               "pack_codes: words: overlaps codes, expected memory of its own");
-  EXPECT_EQ(words, untouched);
-  expect_ok(run_op<PackCodes>(good, args));
-  EXPECT_NE(words, untouched);
-  expect_ok(
-      run_op<PackCodes>({.outer_size = 0, .axis_size = 32, .bits = 4},
-                        {view(std::as_const(codes).data(), {0, 32}), view(words.data(), {0, 4})}));
+  oracle::expect_pack_errors<PackCodes>();
 }
 
 }  // namespace

@@ -346,15 +346,11 @@ std::size_t workspace(const Op::Desc& d) {
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
-  const std::vector<Sequence> sequences = sequences_of(d.rows(), a.cu_seqlens);
   auto* sums = static_cast<GateSums*>(workspace.data);
   const Workspace rest{static_cast<std::byte*>(workspace.data) + sums_bytes(d),
                        workspace.bytes - sums_bytes(d)};
-  const auto items = static_cast<std::int64_t>(sequences.size()) * d.key_heads;
-  cpu::gdn::parallel_scratch<Scratch>(
-      d, items, rest, [&](std::int64_t begin, std::int64_t end, const Scratch& scratch) {
-        BITTERN_CALL(RunGdnChunkBackward)(d, a, sequences.data(), begin, end, scratch, sums);
-      });
+  (void)cpu::gdn::run_sequences<Scratch>(d, a, d.key_heads, rest, BITTERN_CALL(RunGdnChunkBackward),
+                                         sums);
   for (std::int64_t h = 0; h < d.value_heads; ++h) {
     GateSums total{};
     for (std::int64_t n = 0; n < d.sequences(); ++n) {

@@ -118,19 +118,12 @@ using Op = GdnChunkForward;
 using Scratch = cpu::gdn::ForwardScratch;
 BITTERN_EXPORT(RunGdnChunkForward);
 
-std::size_t workspace(const Op::Desc& d) { return cpu::gdn::scratch_bytes<Scratch>(d); }
-
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
-  const std::vector<Sequence> sequences = sequences_of(d.rows(), a.cu_seqlens);
-  const auto items = static_cast<std::int64_t>(sequences.size()) * d.value_heads;
-  cpu::gdn::parallel_scratch<Scratch>(
-      d, items, workspace, [&](std::int64_t begin, std::int64_t end, const Scratch& scratch) {
-        BITTERN_CALL(RunGdnChunkForward)(d, a, sequences.data(), begin, end, scratch);
-      });
-  return {};
+  return cpu::gdn::run_sequences<Scratch>(d, a, d.value_heads, workspace,
+                                          BITTERN_CALL(RunGdnChunkForward));
 }
 
-constexpr Kernel<Op> kKernels[] = {cpu::exact_kernel<Op>(run, workspace)};
+constexpr Kernel<Op> kKernels[] = {cpu::exact_kernel<Op>(run, cpu::gdn::scratch_bytes<Scratch>)};
 
 }  // namespace
 

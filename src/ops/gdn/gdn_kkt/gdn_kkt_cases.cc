@@ -4,15 +4,7 @@ namespace bittern::oracle {
 
 std::vector<GdnDesc> gdn_kkt_check_cases() { return gdn_cases(GdnKkt::kFields); }
 
-std::vector<BenchCase<GdnDesc>> gdn_kkt_bench_cases() {
-  const GdnDesc f32{.tokens = 4096, .key_heads = 16, .value_heads = 32};
-  GdnDesc bf16 = f32;
-  bf16.element = DType::bf16;
-  const auto fill = [](const GdnDesc&, std::string_view operand, const ConstView& view, Rng& rng) {
-    if (operand == "g") aim_log_decay(view, rng);
-  };
-  return {{"f32 16/32 heads 128", f32, fill}, {"bf16 16/32 heads 128", bf16, fill}};
-}
+std::vector<BenchCase<GdnDesc>> gdn_kkt_bench_cases() { return gdn_bench_cases(); }
 
 void gdn_kkt_aim(const GdnDesc& d, const GdnKkt::Args& a, Rng& rng) {
   aim_sequences(d.rows(), a.cu_seqlens, rng);

@@ -70,19 +70,11 @@ using Op = GdnOutput;
 using Scratch = cpu::gdn::OutputScratch;
 BITTERN_EXPORT(RunGdnOutput);
 
-std::size_t workspace(const Op::Desc& d) { return cpu::gdn::scratch_bytes<Scratch>(d); }
-
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
-  const std::vector<GdnChunk> chunks = gdn_chunks(d, a.cu_seqlens);
-  const auto items = static_cast<std::int64_t>(chunks.size()) * d.value_heads;
-  cpu::gdn::parallel_scratch<Scratch>(
-      d, items, workspace, [&](std::int64_t begin, std::int64_t end, const Scratch& scratch) {
-        BITTERN_CALL(RunGdnOutput)(d, a, chunks.data(), begin, end, scratch);
-      });
-  return {};
+  return cpu::gdn::run_chunks<Scratch>(d, a, workspace, BITTERN_CALL(RunGdnOutput));
 }
 
-constexpr Kernel<Op> kKernels[] = {cpu::exact_kernel<Op>(run, workspace)};
+constexpr Kernel<Op> kKernels[] = {cpu::exact_kernel<Op>(run, cpu::gdn::scratch_bytes<Scratch>)};
 
 }  // namespace
 

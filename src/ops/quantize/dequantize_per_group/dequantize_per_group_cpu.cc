@@ -1,13 +1,13 @@
 #include "bittern/ops/dequantize_per_group.h"
 #include "core/numerics.h"
 #include "cpu/kernel.h"
-#include "cpu/parallel.h"
+#include "ops/quantize/run_elements.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/quantize/dequantize_per_group/dequantize_per_group_cpu.cc"
 #include "hwy/foreach_target.h"
 // after foreach_target.h
-#include "ops/quantize/quantize-inl.h"
+#include "ops/quantize/tiles-inl.h"
 
 #if BITTERN_SIMD
 HWY_BEFORE_NAMESPACE();
@@ -64,14 +64,7 @@ using Op = DequantizePerGroup;
 BITTERN_EXPORT(RunDequantizePerGroup);
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
-  const GroupGeometry g = d.geometry();
-  cpu::parallel(
-      g.rows * g.row_length, cpu::kGrain,
-      [&](std::int64_t begin, std::int64_t end) {
-        BITTERN_CALL(RunDequantizePerGroup)(d, a, begin, end);
-      },
-      64);
-  return {};
+  return cpu::run_elements(d, a, BITTERN_CALL(RunDequantizePerGroup));
 }
 
 constexpr Kernel<Op> kKernels[] = {cpu::exact_kernel<Op>(run)};

@@ -3,10 +3,7 @@
 namespace bittern::oracle {
 
 std::vector<QuantizeDesc> dynamic_quantize_check_cases() {
-  std::vector<QuantizeDesc> cases = quantize_cases(DynamicQuantize::kFields);
-  const std::vector<QuantizeDesc> more = long_sum_cases(DynamicQuantize::kFields);
-  cases.insert(cases.end(), more.begin(), more.end());
-  return cases;
+  return sum_cases(DynamicQuantize::kFields);
 }
 
 std::vector<BenchCase<QuantizeDesc>> dynamic_quantize_bench_cases() {

@@ -9,6 +9,7 @@
 #include "hwy/foreach_target.h"
 // after foreach_target.h
 #include "ops/quantize/quantize-inl.h"
+#include "ops/quantize/tiles-inl.h"
 
 #if BITTERN_SIMD
 HWY_BEFORE_NAMESPACE();

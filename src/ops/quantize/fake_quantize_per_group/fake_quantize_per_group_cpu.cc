@@ -1,13 +1,13 @@
 #include "bittern/ops/fake_quantize_per_group.h"
 #include "core/numerics.h"
 #include "cpu/kernel.h"
-#include "cpu/parallel.h"
+#include "ops/quantize/run_elements.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/quantize/fake_quantize_per_group/fake_quantize_per_group_cpu.cc"
 #include "hwy/foreach_target.h"
 // after foreach_target.h
-#include "ops/quantize/quantize-inl.h"
+#include "ops/quantize/tiles-inl.h"
 
 #if BITTERN_SIMD
 HWY_BEFORE_NAMESPACE();
@@ -96,14 +96,7 @@ using Op = FakeQuantizePerGroup;
 BITTERN_EXPORT(RunFakeQuantizePerGroup);
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
-  const GroupGeometry g = d.geometry();
-  cpu::parallel(
-      g.rows * g.row_length, cpu::kGrain,
-      [&](std::int64_t begin, std::int64_t end) {
-        BITTERN_CALL(RunFakeQuantizePerGroup)(d, a, begin, end);
-      },
-      64);
-  return {};
+  return cpu::run_elements(d, a, BITTERN_CALL(RunFakeQuantizePerGroup));
 }
 
 constexpr Kernel<Op> kKernels[] = {cpu::exact_kernel<Op>(run)};

@@ -3,19 +3,11 @@
 namespace bittern::oracle {
 
 std::vector<QuantizeDesc> fake_quantize_per_group_backward_check_cases() {
-  std::vector<QuantizeDesc> cases = quantize_cases(FakeQuantizePerGroupBackward::kFields);
-  const std::vector<QuantizeDesc> more = long_sum_cases(FakeQuantizePerGroupBackward::kFields);
-  cases.insert(cases.end(), more.begin(), more.end());
-  return cases;
+  return sum_cases(FakeQuantizePerGroupBackward::kFields);
 }
 
 std::vector<BenchCase<QuantizeDesc>> fake_quantize_per_group_backward_bench_cases() {
-  const QuantizeDesc base{.outer_size = 8192, .axis_size = 4096, .group_size = 128};
-  std::vector<BenchCase<QuantizeDesc>> cases = {{"f32 group 128", base}};
-  QuantizeDesc d = base;
-  d.element = DType::bf16;
-  cases.push_back({"bf16 group 128", d});
-  return with_large_cases(std::move(cases));
+  return sum_bench_cases();
 }
 
 void fake_quantize_per_group_backward_aim(const QuantizeDesc& d,

@@ -1,14 +1,14 @@
 #include "bittern/ops/quantize_per_group_backward.h"
 #include "core/numerics.h"
 #include "cpu/kernel.h"
-#include "cpu/parallel.h"
+#include "ops/quantize/run_elements.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE \
   "ops/quantize/quantize_per_group_backward/quantize_per_group_backward_cpu.cc"
 #include "hwy/foreach_target.h"
 // after foreach_target.h
-#include "ops/quantize/quantize-inl.h"
+#include "ops/quantize/tiles-inl.h"
 
 #if BITTERN_SIMD
 HWY_BEFORE_NAMESPACE();
@@ -148,14 +148,7 @@ using Op = QuantizePerGroupBackward;
 BITTERN_EXPORT(RunQuantizePerGroupBackward);
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
-  const GroupGeometry g = d.geometry();
-  cpu::parallel(
-      g.rows * g.row_length, cpu::kGrain,
-      [&](std::int64_t begin, std::int64_t end) {
-        BITTERN_CALL(RunQuantizePerGroupBackward)(d, a, begin, end);
-      },
-      64);
-  return {};
+  return cpu::run_elements(d, a, BITTERN_CALL(RunQuantizePerGroupBackward));
 }
 
 constexpr Kernel<Op> kKernels[] = {cpu::exact_kernel<Op>(run)};
