@@ -95,7 +95,7 @@ class Plan:
         self.plan = ctypes.c_void_p()
         self._call(
             "bittern_select", desc, device, ctypes.c_int32(PREFERENCES.index(preference)), None,
-            ctypes.byref(self.plan),
+            ctypes.c_int(0), ctypes.byref(self.plan),
         )  # fmt: skip
         sku = Sku()
         self._call("bittern_plan_sku", self.plan, ctypes.byref(sku))

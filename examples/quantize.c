@@ -21,7 +21,7 @@ int main(void) {
   }
   const bittern_device cpu = {BITTERN_CPU, 0};
   bittern_plan* plan = NULL;
-  if (bittern_select(desc, cpu, BITTERN_EXACT, NULL, &plan)) return fail("select");
+  if (bittern_select(desc, cpu, BITTERN_EXACT, NULL, 0, &plan)) return fail("select");
 
   const int64_t shape[] = {2, 4};
   const bittern_tensor tensors[] = {

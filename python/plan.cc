@@ -198,10 +198,11 @@ struct PyDesc {
   }
 
   std::unique_ptr<PyPlan> select(std::string_view device, std::string_view preference,
-                                 std::optional<std::string> kernel) const {
+                                 std::optional<std::string> kernel, int threads) const {
     const std::string_view op = desc->op().name();
     const Device where = parse_device(op, device);
-    auto plan = checked(desc->select(where, parse_preference(op, preference), kernel.value_or("")));
+    auto plan = checked(
+        desc->select(where, parse_preference(op, preference), kernel.value_or(""), threads));
     return std::make_unique<PyPlan>(std::move(plan), where, desc->num_groups());
   }
 };
@@ -340,7 +341,7 @@ void bind_plan(nb::module_& m) {
       .def("unchecked_operands",
            [](const PyDesc& d) { return nb::tuple(nb::cast(d.desc->operands())); })
       .def("select", &PyDesc::select, nb::arg("device"), nb::arg("preference"),
-           nb::arg("kernel").none());
+           nb::arg("kernel").none(), nb::arg("threads"));
 }
 
 }  // namespace bittern

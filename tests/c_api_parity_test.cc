@@ -39,7 +39,8 @@ TEST(CApi, SameResultsAsCpp) {
       EXPECT_EQ(bittern_desc_set(desc, field, static_cast<std::int64_t>(member)), BITTERN_OK);
     });
     bittern_plan* c_plan = nullptr;
-    ASSERT_EQ(bittern_select(desc, {BITTERN_CPU, 0}, BITTERN_EXACT, nullptr, &c_plan), BITTERN_OK)
+    ASSERT_EQ(bittern_select(desc, {BITTERN_CPU, 0}, BITTERN_EXACT, nullptr, 0, &c_plan),
+              BITTERN_OK)
         << bittern_last_error();
     const bittern_tensor tensors[] = {
         tensor_of("q", got.data(), args.q.dtype, args.q.shape),
@@ -77,7 +78,7 @@ TEST(CApi, DescribesProblemsUnderTheCallersTraps) {
         if (has_field) bittern_desc_get_real(desc, field, &got);
         const bittern_code checked = bittern_desc_check(desc);
         const bittern_code selected =
-            bittern_select(desc, {BITTERN_CPU, 0}, BITTERN_EXACT, nullptr, &plan);
+            bittern_select(desc, {BITTERN_CPU, 0}, BITTERN_EXACT, nullptr, 0, &plan);
         const unsigned after = __builtin_ia32_stmxcsr();
         bittern_plan_destroy(plan);
         bittern_desc_destroy(desc);

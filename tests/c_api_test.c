@@ -127,7 +127,7 @@ static void test_desc(void) {
   EXPECT_TEXT(bittern_last_error(), "quantize_per_group: group_size: 0, expected at least 1");
   EXPECT(bittern_desc_operand_count(desc, &count) == BITTERN_INVALID_ARGUMENT);
   bittern_plan* plan = (bittern_plan*)&value;
-  EXPECT(bittern_select(desc, kCpu, BITTERN_EXACT, NULL, &plan) == BITTERN_INVALID_ARGUMENT);
+  EXPECT(bittern_select(desc, kCpu, BITTERN_EXACT, NULL, 0, &plan) == BITTERN_INVALID_ARGUMENT);
   EXPECT(plan == NULL);
   bittern_desc_destroy(desc);
 
@@ -147,7 +147,7 @@ static const int64_t kShape[2] = {2, 6}, kStrides[2] = {8, 1}, kParams[2] = {2, 
 static void test_run(const char* kernel) {
   bittern_desc* desc = make_desc();
   bittern_plan* plan = NULL;
-  EXPECT(bittern_select(desc, kCpu, BITTERN_EXACT, kernel, &plan) == BITTERN_OK);
+  EXPECT(bittern_select(desc, kCpu, BITTERN_EXACT, kernel, 0, &plan) == BITTERN_OK);
   bittern_desc_destroy(desc); /* the plan has its own copy */
 
   int8_t q[2][6];
@@ -232,7 +232,7 @@ static void test_f64_says_f64(void) {
   bittern_sku sku;
   bittern_precision precision;
   EXPECT(bittern_desc_set_text(desc, "element", "f64") == BITTERN_OK);
-  EXPECT(bittern_select(desc, kCpu, BITTERN_FASTEST, NULL, &plan) == BITTERN_OK);
+  EXPECT(bittern_select(desc, kCpu, BITTERN_FASTEST, NULL, 0, &plan) == BITTERN_OK);
   EXPECT(bittern_plan_sku(plan, &sku) == BITTERN_OK && sku.element == BITTERN_F64);
   EXPECT(bittern_plan_precision(plan, &precision) == BITTERN_OK &&
          precision.math_precision == BITTERN_F64);
@@ -268,21 +268,21 @@ static void test_null(void) {
   EXPECT(bittern_desc_operand_count(desc, NULL) == bad);
   EXPECT(bittern_desc_operand(NULL, 0, &operand) == bad);
   EXPECT(bittern_desc_operand(desc, 0, NULL) == bad);
-  EXPECT(bittern_select(NULL, kCpu, BITTERN_EXACT, NULL, &plan) == bad);
-  EXPECT(bittern_select(desc, kCpu, BITTERN_EXACT, NULL, NULL) == bad);
-  EXPECT(bittern_select(desc, kCpu, 9, NULL, &plan) == bad);
+  EXPECT(bittern_select(NULL, kCpu, BITTERN_EXACT, NULL, 0, &plan) == bad);
+  EXPECT(bittern_select(desc, kCpu, BITTERN_EXACT, NULL, 0, NULL) == bad);
+  EXPECT(bittern_select(desc, kCpu, 9, NULL, 0, &plan) == bad);
   EXPECT_TEXT(bittern_last_error(),
               "quantize_per_group: preference 9, expected BITTERN_EXACT or BITTERN_FASTEST");
-  EXPECT(bittern_select(desc, (bittern_device){0, 0}, BITTERN_EXACT, NULL, &plan) == bad);
+  EXPECT(bittern_select(desc, (bittern_device){0, 0}, BITTERN_EXACT, NULL, 0, &plan) == bad);
   EXPECT_TEXT(bittern_last_error(),
               "quantize_per_group: device type 0, expected BITTERN_CPU or BITTERN_CUDA");
-  EXPECT(bittern_select(desc, kCpu, BITTERN_EXACT, "no such", &plan) == BITTERN_UNSUPPORTED);
+  EXPECT(bittern_select(desc, kCpu, BITTERN_EXACT, "no such", 0, &plan) == BITTERN_UNSUPPORTED);
   EXPECT(bittern_plan_sku(NULL, &sku) == bad);
   EXPECT(bittern_plan_precision(NULL, &precision) == bad);
   EXPECT(bittern_plan_workspace_bytes(NULL, &count) == bad);
   EXPECT(bittern_plan_can_implement(NULL, NULL, 0) == bad);
   EXPECT(bittern_plan_run(NULL, NULL, 0, NULL, NULL, 0) == bad);
-  EXPECT(bittern_select(desc, kCpu, BITTERN_EXACT, NULL, &plan) == BITTERN_OK);
+  EXPECT(bittern_select(desc, kCpu, BITTERN_EXACT, NULL, 0, &plan) == BITTERN_OK);
   EXPECT(bittern_plan_sku(plan, NULL) == bad);
   EXPECT(bittern_plan_precision(plan, NULL) == bad);
   EXPECT(bittern_plan_workspace_bytes(plan, NULL) == bad);

@@ -2,14 +2,105 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <filesystem>
+#include <new>
 #include <random>
+#include <stdexcept>
+#include <system_error>
 
+#include "core/guarded.h"
 #include "core/numerics.h"
 #include "plan/any_op.h"
 #include "plan/fields.h"
 
 namespace bittern {
 namespace {
+
+// ---- errors ----
+
+static_assert(std::is_nothrow_copy_constructible_v<Status>);
+static_assert(std::is_nothrow_move_constructible_v<Status>);
+static_assert(std::is_nothrow_copy_assignable_v<Status>);
+static_assert(std::is_nothrow_constructible_v<Status, Code, std::string_view>);
+static_assert(sizeof(Status) == sizeof(void*));
+
+TEST(Status, IsACodeAndAMessage) {
+  EXPECT_TRUE(Status().ok());
+  EXPECT_EQ(Status().code(), Code::ok);
+  EXPECT_EQ(Status().message(), "");
+  EXPECT_TRUE(Status(Code::ok, "all is well").ok());
+  EXPECT_EQ(Status(Code::ok, "all is well").message(), "");
+  const std::string text(1000, 'x');
+  Status status = invalid(text);
+  EXPECT_FALSE(status.ok());
+  EXPECT_EQ(status.code(), Code::invalid_argument);
+  EXPECT_EQ(status.message(), text);
+  const Status copy = status;
+  const Status moved = std::move(status);
+  status = unsupported("other");
+  EXPECT_EQ(copy.message(), text);
+  EXPECT_EQ(moved.message(), text);
+  EXPECT_EQ(status.message(), "other");
+  status = status;  // NOLINT: itself
+  EXPECT_EQ(status.message(), "other");
+  status = copy;
+  EXPECT_EQ(status.message(), text);
+  status = {};
+  EXPECT_TRUE(status.ok());
+}
+
+TEST(Status, OutOfMemoryIsOneForAll) {
+  Status status = Status::out_of_memory();
+  const Status copy = status;
+  EXPECT_EQ(status.code(), Code::out_of_memory);
+  EXPECT_EQ(copy.message(), "out of memory");
+  EXPECT_EQ(copy.message().data(), Status::out_of_memory().message().data());
+}
+
+TEST(Result, HasAValueOrAReason) {
+  const Result<int> value = 3;
+  EXPECT_TRUE(value.ok());
+  EXPECT_TRUE(value.status().ok());
+  const Result<int> reason = invalid("why");
+  EXPECT_FALSE(reason.ok());
+  EXPECT_EQ(reason.status().message(), "why");
+}
+
+// Never one that is neither.
+TEST(Result, RefusesAnOkStatus) {
+  const Result<int> neither = Status();
+  EXPECT_FALSE(neither.ok());
+  EXPECT_FALSE(neither.status().ok());
+  EXPECT_EQ(neither.status().code(), Code::internal);
+  EXPECT_EQ(neither.status().message(), "a Result of an ok Status, which has no value");
+}
+
+TEST(Guarded, TurnsWhatIsThrownIntoAStatus) {
+  const auto expect = [](auto error, Code code, std::string_view message) {
+    const Status status = guarded("name", [&]() -> Status { throw error; });
+    EXPECT_EQ(status.code(), code);
+    EXPECT_EQ(status.message(), message);
+    const Result<int> result = guarded("name", [&]() -> Result<int> { throw error; });
+    EXPECT_EQ(result.status().code(), code);
+  };
+  expect(std::bad_alloc(), Code::out_of_memory, "name: out of memory");
+  expect(std::bad_array_new_length(), Code::out_of_memory, "name: out of memory");
+  expect(std::length_error("vector"), Code::out_of_memory, "name: out of memory");
+  expect(std::runtime_error("odd"), Code::internal, "name: odd");
+  expect(3, Code::internal, "name: unknown exception");
+  const auto again = std::make_error_code(std::errc::resource_unavailable_try_again);
+  expect(std::system_error(again, "thread"), Code::unavailable,
+         "name: thread: Resource temporarily unavailable");
+  const auto full = std::make_error_code(std::errc::no_space_on_device);
+  expect(std::filesystem::filesystem_error("copy", full), Code::io_error,
+         "name: filesystem error: copy: No space left on device");
+  const auto memory = std::make_error_code(std::errc::not_enough_memory);
+  expect(std::system_error(memory), Code::out_of_memory, "out of memory");
+  EXPECT_EQ(guarded("", []() -> Status { throw std::bad_alloc(); }).message(), "out of memory");
+  EXPECT_EQ(guarded(std::string(5000, 'n'), []() -> Status { throw std::bad_alloc(); }).message(),
+            std::string(256, 'n') + ": out of memory");
+  EXPECT_EQ(*guarded("", []() -> Result<int> { return 4; }), 4);
+}
 
 // The value of an f16 from its definition.
 double f16_value(std::uint16_t bits) {

@@ -105,7 +105,8 @@ TEST(EveryOp, TakesNullDataWhereThereAreNoElementsFromC) {
                            nullptr});
       });
       bittern_plan* plan = nullptr;
-      ASSERT_EQ(bittern_select(desc, {BITTERN_CPU, 0}, BITTERN_EXACT, nullptr, &plan), BITTERN_OK)
+      ASSERT_EQ(bittern_select(desc, {BITTERN_CPU, 0}, BITTERN_EXACT, nullptr, 0, &plan),
+                BITTERN_OK)
           << bittern_last_error();
       EXPECT_EQ(bittern_plan_can_implement(plan, tensors.data(), tensors.size()), BITTERN_OK)
           << bittern_last_error() << " " << flags_text<Op>(d);

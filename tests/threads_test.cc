@@ -2,8 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <new>
 #include <thread>
 
+#include "core/thread_count.h"
+#include "cpu/parallel.h"
 #include "oracle/oracle_impl.h"
 
 namespace bittern {
@@ -75,6 +78,156 @@ TEST_F(Threads, ResultsDoNotDependOnTheTeam) {
       }
     }
   });
+}
+
+TEST_F(Threads, ResultsDoNotDependOnAPlansOwnThreads) {
+  set_num_threads(3);
+  for_each_op([]<class Op>(Type<Op>) {
+    for (const auto& desc : some_cases<Op>()) {
+      for (const int threads : {1, 2, 7}) {
+        const auto plan = Plan<Op>::select(desc, {}, Preference::exact, {}, threads);
+        ASSERT_TRUE(plan.ok()) << plan.status().message();
+        EXPECT_EQ(plan->threads(), threads);
+        EXPECT_EQ(differs_from_ref(*plan), "") << Op::kName << ", " << threads << " threads";
+      }
+    }
+  });
+  EXPECT_EQ(num_threads(), 3);
+}
+
+// How many ranges cpu::parallel makes of much work, each of which is a thread's.
+int team_size() {
+  std::atomic<int> ranges = 0;
+  cpu::parallel(1000, 1, [&](std::int64_t, std::int64_t) { ++ranges; });
+  return ranges;
+}
+
+TEST_F(Threads, CountsAreOfOneThreadAndEnd) {
+  set_num_threads(3);
+  EXPECT_EQ(team_size(), 3);
+  {
+    const ThreadCount five(5);
+    EXPECT_EQ(team_size(), 5);
+    std::thread([] { EXPECT_EQ(team_size(), 3); }).join();
+    const ThreadCount as_before(0);
+    EXPECT_EQ(team_size(), 5);
+    const ThreadCount two(2);
+    EXPECT_EQ(team_size(), 2);
+  }
+  EXPECT_EQ(team_size(), 3);
+}
+
+TEST_F(Threads, PlansWithDifferentCountsRunAtOnce) {
+  for_each_op([]<class Op>(Type<Op>) {
+    const auto cases = some_cases<Op>();
+    on_threads(kCallers, [&](int t) {
+      for (const auto& desc : cases) {
+        const auto plan = Plan<Op>::select(desc, {}, Preference::exact, {}, 1 + t);
+        ASSERT_TRUE(plan.ok()) << plan.status().message();
+        EXPECT_EQ(differs_from_ref(*plan), "") << Op::kName;
+      }
+    });
+  });
+}
+
+TEST_F(Threads, APlansCountIsChecked) {
+  const QuantizeDesc desc{.outer_size = 1, .axis_size = 8, .group_size = 8};
+  const auto select = [&](int threads) {
+    return Plan<QuantizePerGroup>::select(desc, {}, Preference::exact, {}, threads).status();
+  };
+  EXPECT_TRUE(select(0).ok());
+  const std::string most = std::to_string(max_threads());
+  EXPECT_EQ(
+      select(-1).message(),
+      "quantize_per_group: threads: -1, expected 0 (as num_threads says) or an integer 1.." + most);
+  EXPECT_EQ(select(1 << 30).message(),
+            "quantize_per_group: threads: 1073741824, expected an integer 1.." + most);
+  EXPECT_EQ(select(1 << 30).code(), Code::invalid_argument);
+  EXPECT_TRUE(check_environment().ok());  // nothing is left behind
+}
+
+// Inside a region there is one thread, whatever a plan was promised.
+TEST_F(Threads, RegionsDoNotNest) {
+  set_num_threads(4);
+  std::atomic<int> inner = 0, outer = 0;
+  cpu::parallel(4, 1, [&](std::int64_t, std::int64_t) {
+    ++outer;
+    EXPECT_EQ(num_threads(), 1);
+    const ThreadCount three(3);
+    inner += team_size();
+  });
+  EXPECT_EQ(outer, 4);
+  EXPECT_EQ(inner, 4);
+  EXPECT_EQ(num_threads(), 4);
+  const Status status = cpu::parallel_queue(8, 4, [&](std::int64_t, std::int64_t) -> Status {
+    EXPECT_EQ(team_size(), 1);
+    return {};
+  });
+  EXPECT_TRUE(status.ok());
+  EXPECT_EQ(team_size(), 4);
+}
+
+TEST_F(Threads, PlansInARegionGiveTheSameBits) {
+  set_num_threads(3);
+  for_each_op([]<class Op>(Type<Op>) {
+    for (const auto& desc : some_cases<Op>()) {
+      const auto plan = Plan<Op>::select(desc);  // with scratch for three
+      ASSERT_TRUE(plan.ok()) << plan.status().message();
+      cpu::parallel(3, 1, [&](std::int64_t, std::int64_t) {
+        EXPECT_EQ(differs_from_ref(*plan), "") << Op::kName;
+      });
+    }
+  });
+}
+
+TEST_F(Threads, AQueueGivesEachSlotToOneCall) {
+  set_num_threads(4);
+  for (const std::int64_t slots : {1, 3, 9}) {
+    std::vector<std::atomic<int>> busy(9), calls(200);
+    const Status status =
+        cpu::parallel_queue(200, slots, [&](std::int64_t i, std::int64_t slot) -> Status {
+          EXPECT_LT(slot, std::min<std::int64_t>(slots, 4));
+          EXPECT_EQ(++busy[static_cast<std::size_t>(slot)], 1);
+          ++calls[static_cast<std::size_t>(i)];
+          --busy[static_cast<std::size_t>(slot)];
+          return {};
+        });
+    EXPECT_TRUE(status.ok());
+    for (const auto& count : calls) EXPECT_EQ(count, 1);
+  }
+  EXPECT_TRUE(
+      cpu::parallel_queue(0, 4, [](std::int64_t, std::int64_t) { return invalid("called"); }).ok());
+}
+
+TEST_F(Threads, TheFirstFailureOfAQueueIsItsAnswer) {
+  set_num_threads(4);
+  for (int repeat = 0; repeat < 50; ++repeat) {
+    std::atomic<std::int64_t> last = 0;
+    const Status status =
+        cpu::parallel_queue(100000, 4, [&](std::int64_t i, std::int64_t) -> Status {
+          last = std::max<std::int64_t>(last, i);
+          if (i == 57) throw std::bad_alloc();
+          return i > 57 ? invalid("later") : Status();
+        });
+    EXPECT_EQ(status.code(), Code::out_of_memory);
+    EXPECT_LT(last, 1000);
+  }
+}
+
+TEST_F(Threads, AnExceptionOfARangeReachesTheCaller) {
+  for (const int threads : {1, 4}) {
+    set_num_threads(threads);
+    std::atomic<int> ended = 0;
+    const auto run = [&] {
+      cpu::parallel(4, 1, [&](std::int64_t begin, std::int64_t end) {
+        ended += static_cast<int>(end - begin);
+        if (begin == 0) throw std::bad_alloc();
+      });
+    };
+    EXPECT_THROW(run(), std::bad_alloc);
+    EXPECT_EQ(ended, 4);
+    EXPECT_EQ(num_threads(), threads);
+  }
 }
 
 // Flush to zero, denormals are zero, other roundings, traps: as the program or a library of its may

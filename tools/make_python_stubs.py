@@ -172,6 +172,7 @@ def plan(
     device: _Device = "cpu",
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     **fields: float | str | _DType,
 ) -> Plan:
     """{plan_doc}"""
@@ -182,6 +183,7 @@ OPTIONS = {
     "device": "_Device | None",
     "preference": 'Literal["exact", "fastest"]',
     "kernel": "str | None",
+    "threads": "int",
     "stream": "_Stream | None",
     "workspace": "_Array | None",
 }

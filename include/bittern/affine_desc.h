@@ -60,7 +60,7 @@ struct AffineDesc {
   }
 };
 
-Status check_affine_desc(std::string_view op, const AffineDesc& d);
+Status check_affine_desc(std::string_view op, const AffineDesc& d) noexcept;
 
 template <class D, class F>
 void visit_affine_fields(D& d, F&& f) {

@@ -99,21 +99,21 @@ struct AuraFields {
 // A row's length, width of a code and rotation: what every op on the row format checks. `axis`
 // names the field that holds dim.
 Status check_aura_row(std::string_view op, std::string_view axis, std::int64_t dim,
-                      std::int32_t bits, Rotation rotation);
-Status check_aura_desc(std::string_view op, const AuraDesc& d);
+                      std::int32_t bits, Rotation rotation) noexcept;
+Status check_aura_desc(std::string_view op, const AuraDesc& d) noexcept;
 
 // Of a table or of packed codes whose length is another width's: which one, and what `bits` needs.
 // "" for other operands.
 std::string width_hint(std::string_view operand, std::int64_t dim, std::int32_t bits,
-                       const Shape& found);
+                       const Shape& found) noexcept;
 
 // What the tables must hold. Names that open the message are the operands'.
 Status check_boundaries(std::string_view op, std::string_view operand, const float* values,
-                        std::int64_t count);  // finite, never descending
+                        std::int64_t count) noexcept;  // finite, never descending
 Status check_codebook(std::string_view op, std::string_view operand, const float* values,
-                      std::int64_t count);  // finite
+                      std::int64_t count) noexcept;  // finite
 Status check_signs(std::string_view op, std::string_view operand, const float* values,
-                   std::int64_t count);  // +1 or -1
+                   std::int64_t count) noexcept;  // +1 or -1
 // The same for the rotation's table, given what `d` says it is.
 inline Status check_rotation(std::string_view op, const AuraDesc& d, const ConstView& table) {
   if (d.rotation != Rotation::hadamard) return {};

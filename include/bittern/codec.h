@@ -25,21 +25,21 @@ struct Codebook {
 };
 
 // The exact optimum for dim 2..1024 and bits 1..8.
-Result<Codebook> sphere_codebook(std::int64_t dim, std::int32_t bits);
+Result<Codebook> sphere_codebook(std::int64_t dim, std::int32_t bits) noexcept;
 
 // The optimum for N(0, 1/dim), the limit of large dim; its distortion is that on N(0, 1/dim).
-Result<Codebook> gaussian_codebook(std::int64_t dim, std::int32_t bits);
+Result<Codebook> gaussian_codebook(std::int64_t dim, std::int32_t bits) noexcept;
 
 // Levels of the user's: 2^bits of them, bits 1..8, finite, ascending (equal neighbours are
 // refused).
-Result<Codebook> user_codebook(std::span<const float> levels);
+Result<Codebook> user_codebook(std::span<const float> levels) noexcept;
 
 // f32(a/2 + b/2), in f64, of each pair of neighbours.
-std::vector<float> midpoints(std::span<const float> levels);
+Result<std::vector<float>> midpoints(std::span<const float> levels) noexcept;
 
 // Expected |u - u'|^2 of a random unit vector in R^dim quantised by any sorted table.
 Result<double> sphere_distortion(std::int64_t dim, std::span<const float> levels,
-                                 std::span<const float> boundaries);
+                                 std::span<const float> boundaries) noexcept;
 
 // The table of a rotation: nothing for identity, dim signs for hadamard, P [dim, dim] for dense.
 //
@@ -52,6 +52,7 @@ Result<double> sphere_distortion(std::int64_t dim, std::span<const float> levels
 //              Gaussians a w and b w, w = sqrt(-2 log(s) / s); other pairs are passed over.
 //
 // G = 0x9E3779B97F4A7C15; mix is SplitMix64's finaliser.
-Result<std::vector<float>> make_rotation(Rotation rotation, std::int64_t dim, std::uint64_t seed);
+Result<std::vector<float>> make_rotation(Rotation rotation, std::int64_t dim,
+                                         std::uint64_t seed) noexcept;
 
 }  // namespace bittern

@@ -38,7 +38,7 @@ struct CausalConvDesc {
   Shape mask_shape() const { return {batch, tokens}; }
 };
 
-Status check_causal_conv_desc(std::string_view op, const CausalConvDesc& d);
+Status check_causal_conv_desc(std::string_view op, const CausalConvDesc& d) noexcept;
 
 template <class D, class F>
 void visit_causal_conv_fields(D& d, F&& f) {

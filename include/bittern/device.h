@@ -12,7 +12,8 @@ struct Device {
   bool operator==(const Device&) const = default;
 };
 
-std::string name(Device device);  // "cpu", "cuda:0"
+// "cpu", "cuda:0"; without memory for the index, "cuda".
+std::string name(Device device) noexcept;
 
 // A CUDA stream for a CUDA plan (null: the default stream). CPU plans run on the calling thread
 // and its team and ignore it.
@@ -20,9 +21,10 @@ struct Stream {
   void* native = nullptr;
 };
 
-// The number of threads CPU kernels use: what was set here, else BITTERN_THREADS, else one per
-// core. Results never depend on it. A value below 1 restores the default.
-int num_threads();
-void set_num_threads(int threads);
+// The number of threads CPU kernels use, unless their plan has its own (Plan::select): what was set
+// here, else BITTERN_THREADS, else one per core. Results never depend on it. A value below 1
+// restores the default.
+int num_threads() noexcept;
+void set_num_threads(int threads) noexcept;
 
 }  // namespace bittern

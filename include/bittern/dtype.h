@@ -14,8 +14,8 @@ namespace bittern {
 enum class DType : std::uint8_t { f32, f64, f16, bf16, u8, s8, s32, u32 };
 inline constexpr int kDTypeCount = 8;
 
-const char* name(DType dtype);
-std::size_t size_of(DType dtype);
+const char* name(DType dtype) noexcept;
+std::size_t size_of(DType dtype) noexcept;
 
 // Storage types; the layout is that of IEEE binary16 and of the upper half of a binary32.
 struct f16 {
@@ -25,12 +25,12 @@ struct bf16 {
   std::uint16_t bits;
 };
 
-float to_f32(f16 x);
+float to_f32(f16 x) noexcept;
 inline float to_f32(bf16 x) { return std::bit_cast<float>(std::uint32_t{x.bits} << 16); }
 
 // Nearest even; NaN stays NaN (quiet), overflow goes to infinity, subnormals are kept.
-f16 to_f16(float x);
-bf16 to_bf16(float x);
+f16 to_f16(float x) noexcept;
+bf16 to_bf16(float x) noexcept;
 
 // The type arithmetic is done in: f64 for f64, f32 for all else.
 template <class T>

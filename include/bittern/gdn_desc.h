@@ -106,7 +106,7 @@ struct GdnFields {
   bool fused = false;  // qk_l2norm, beta_sigmoid, allow_neg_eigval
 };
 
-Status check_gdn_desc(std::string_view op, const GdnDesc& d);
+Status check_gdn_desc(std::string_view op, const GdnDesc& d) noexcept;
 
 template <GdnFields kFields, class D, class F>
 void visit_gdn_fields(D& d, F&& f) {

@@ -118,7 +118,7 @@ struct GgufDesc {
   Shape block_shape() const { return {outer_size, row_bytes()}; }
 };
 
-Status check_gguf_desc(std::string_view op, const GgufDesc& d);
+Status check_gguf_desc(std::string_view op, const GgufDesc& d) noexcept;
 
 template <class D, class F>
 void visit_gguf_fields(D& d, F&& f) {

@@ -4,8 +4,8 @@
 //   auto cache = KvCache::make({.kv_heads = 8, .dim = 128, .recent = 64});
 //   cache->append(k, v);                  k, v [tokens, kv_heads, dim]
 //   cache->attend(q, out);                q, out [queries, heads, dim], the last tokens' queries
-//   KvCache guess = cache->fork();        shares pages until either writes to one
-//   guess.truncate(guess.size() - 3);     rolls back
+//   auto guess = cache->fork();           shares pages until either writes to one
+//   guess->truncate(guess->size() - 3);   rolls back
 //
 // Tokens are numbered from 0 by append. Token t lies in one of three regions, in order:
 //
@@ -22,9 +22,10 @@
 // the pages they leave are used again: a ring. `slack` is what truncate may take back, and attend's
 // queries beyond the first may need. First tokens stay if window_keeps_first.
 //
+// A call that fails leaves the cache as it was.
+//
 // Forks share a pool of pages. A cache, its forks included, may be used by one thread at a time.
 #pragma once
-#include <deque>
 #include <memory>
 #include <vector>
 
@@ -118,7 +119,7 @@ struct KvCacheBytes {
 class KvCache {
  public:
   // Fills in the tables that `config` leaves out.
-  static Result<KvCache> make(KvCacheConfig config);
+  static Result<KvCache> make(const KvCacheConfig& config) noexcept;
 
   KvCache(const KvCache&) = delete;  // fork() says what it does
   KvCache(KvCache&&) noexcept;
@@ -126,38 +127,38 @@ class KvCache {
   ~KvCache();
 
   // A cache with the same tokens. Pages are shared, and copied when one of the two writes to them.
-  KvCache fork() const;
+  Result<KvCache> fork() const noexcept;
 
   // k and v [tokens, kv_heads, dim], f32, f16 or bf16, of any strides.
-  Status append(const ConstView& k, const ConstView& v);
+  Status append(const ConstView& k, const ConstView& v) noexcept;
 
   // Forgets all tokens from `size` on. Refused where the window would then reach tokens that are
   // gone already.
-  Status truncate(std::int64_t size);
+  Status truncate(std::int64_t size) noexcept;
 
   // q and out [queries, heads, dim], f32, f16 or bf16, of the newest `queries` tokens:
   // aura_attention with the config's window. Of any strides, but the values of a row follow one
   // another.
-  Status attend(const ConstView& q, const MutView& out, const KvAttention& how = {}) const;
+  Status attend(const ConstView& q, const MutView& out, const KvAttention& how = {}) const noexcept;
 
   // Token t's rows as attention sees them, [kv_heads, dim] each: decoded, means added.
-  Status read(std::int64_t token, std::span<float> k, std::span<float> v) const;
+  Status read(std::int64_t token, std::span<float> k, std::span<float> v) const noexcept;
 
   const KvCacheConfig& config() const { return config_; }
   std::int64_t size() const { return size_; }  // tokens appended, less those taken back
-  std::int64_t first() const;                  // how many of them are in each region
+  std::int64_t first() const noexcept;         // how many of them are in each region
   std::int64_t coded() const { return coded_end_ - coded_begin_; }
   std::int64_t recent() const { return size_ - coded_end_; }
   std::int64_t forgotten() const { return coded_begin_ - first(); }  // after the first tokens
-  KvCacheBytes bytes() const;
+  KvCacheBytes bytes() const noexcept;
 
   // Everything, in the format of docs/kv_cache.md. parse gives an equal cache back, or says why the
   // bytes are not one: foreign, cut short, too long, changed, of another version.
-  std::vector<std::byte> serialize() const;
+  Result<std::vector<std::byte>> serialize() const noexcept;
   // The same into memory of the caller's, of this size.
-  std::size_t serialized_bytes() const;
-  Status serialize(std::span<std::byte> to) const;
-  static Result<KvCache> parse(std::span<const std::byte> bytes);
+  std::size_t serialized_bytes() const noexcept;
+  Status serialize(std::span<std::byte> to) const noexcept;
+  static Result<KvCache> parse(std::span<const std::byte> bytes) noexcept;
 
   // The layout of the seed's family: packed [kv_heads, capacity, width] u32 and norms
   // [kv_heads, capacity] f32, of K and V, with tokens from slot 0 on. The first axes may have any
@@ -166,10 +167,10 @@ class KvCache {
     MutView k_packed, k_norms, v_packed, v_norms;
   };
   // The coded tokens; there must be no others, and capacity for them.
-  Status write_aura(const AuraViews& to) const;
+  Status write_aura(const AuraViews& to) const noexcept;
   // A cache of the first `tokens` slots.
-  static Result<KvCache> read_aura(KvCacheConfig config, const AuraViews& from,
-                                   std::int64_t tokens);
+  static Result<KvCache> read_aura(const KvCacheConfig& config, const AuraViews& from,
+                                   std::int64_t tokens) noexcept;
 
  private:
   struct Pool;
@@ -178,17 +179,19 @@ class KvCache {
   };
   explicit KvCache(KvCacheConfig config);
   Slot slot(std::int64_t token) const;
+  Status append_all(const ConstView& k, const ConstView& v, std::vector<std::int32_t>& aside);
   Status encode(std::int64_t count, const std::vector<float>& k, const std::vector<float>& v);
   Status reserve_pages(std::int64_t tokens);
   void make_own(std::size_t index);
+  std::int64_t oldest(std::int64_t size) const;
   void forget();
   void drop_pages();
   void release();
 
   KvCacheConfig config_;
   std::shared_ptr<Pool> pool_;
-  std::deque<std::int32_t> table_;  // pages, oldest first
-  std::int64_t table_begin_ = 0;    // the token in the first slot of table_[0]
+  std::vector<std::int32_t> table_;  // pages, oldest first
+  std::int64_t table_begin_ = 0;     // the token in the first slot of table_[0]
   std::int64_t size_ = 0, coded_begin_ = 0, coded_end_ = 0;
   std::vector<bf16> k_first_, v_first_;    // [kv_heads, first, dim]
   std::vector<bf16> k_recent_, v_recent_;  // [kv_heads, recent, dim]; token t in slot t % recent
@@ -199,17 +202,17 @@ struct AuraScheme {
   std::int32_t k_bits = 4, v_bits = 4;
   bool operator==(const AuraScheme&) const = default;
 };
-Result<AuraScheme> parse_aura_name(std::string_view name);
-std::string aura_name(const AuraScheme& scheme);
+Result<AuraScheme> parse_aura_name(std::string_view name) noexcept;
+std::string aura_name(const AuraScheme& scheme) noexcept;  // "aura" of bits that are none
 
 // A config that reads and writes caches of the seed's family: hadamard rotations seeded by the
 // layer, matched f32 norms. With `legacy`, its shipped tables: for decoding only.
 Result<KvCacheConfig> aura_config(const AuraScheme& scheme, std::int64_t kv_heads, std::int64_t dim,
-                                  std::uint64_t layer, bool legacy = false);
+                                  std::uint64_t layer, bool legacy = false) noexcept;
 
 // The tables the seed's family shipped for 2, 3, 4 and 8 bits, without boundaries: their 4-bit one
 // has 2.1 times the error of sphere_codebook's, the 8-bit one 3.9 times. To read caches that were
 // made with them.
-Result<Codebook> legacy_codebook(std::int64_t dim, std::int32_t bits);
+Result<Codebook> legacy_codebook(std::int64_t dim, std::int32_t bits) noexcept;
 
 }  // namespace bittern

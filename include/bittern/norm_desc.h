@@ -24,6 +24,6 @@ struct GatedNormDesc {
   Shape shape() const { return {rows, dim}; }
 };
 
-Status check_gated_norm_desc(std::string_view op, const GatedNormDesc& d);
+Status check_gated_norm_desc(std::string_view op, const GatedNormDesc& d) noexcept;
 
 }  // namespace bittern

@@ -104,32 +104,40 @@ class Plan {
   // Validates `desc` and takes the first kernel on `device` that supports it; if none does, the
   // status gives every kernel's reason. `kernel` narrows the choice to one name (so does the
   // environment variable BITTERN_KERNEL, when `kernel` is empty). Fails where a variable has a
-  // value that it cannot have (bittern/environment.h).
+  // value that it cannot have (bittern/environment.h). `threads` are those of a CPU plan, as
+  // set_num_threads takes them; 0: num_threads() when it runs.
   static Result<Plan> select(const Desc& desc, Device device = {},
                              Preference preference = Preference::exact,
-                             std::string_view kernel = {});
+                             std::string_view kernel = {}, int threads = 0) noexcept;
 
   // Checks each operand's dtype, shape, device (for CUDA, where its memory is), strides, overlap.
-  Status can_implement(const Args& args) const;
+  Status can_implement(const Args& args) const noexcept;
 
   // The caller owns scratch: at least this many bytes, 64-byte aligned, go to run(). Fixed by
   // select(): raising num_threads() later does not enlarge it.
   std::size_t workspace_bytes() const { return workspace_bytes_; }
 
   // The thread's floating-point modes (flush to zero, rounding) do not matter, and are kept.
-  Status run(const Args& args, Stream stream = {}, Workspace workspace = {}) const;
+  Status run(const Args& args, Stream stream = {}, Workspace workspace = {}) const noexcept;
 
-  Sku sku() const;
-  PrecisionGuarantee precision_guarantee() const;
+  Sku sku() const noexcept;
+  PrecisionGuarantee precision_guarantee() const noexcept;
   const Desc& desc() const { return desc_; }
   Device device() const { return device_; }
+  int threads() const { return threads_; }  // as select() was given them
 
  private:
-  Plan(const Desc& desc, Device device, const Kernel<Op>* kernel, std::size_t workspace_bytes)
-      : desc_(desc), device_(device), kernel_(kernel), workspace_bytes_(workspace_bytes) {}
+  Plan(const Desc& desc, Device device, const Kernel<Op>* kernel, int threads,
+       std::size_t workspace_bytes)
+      : desc_(desc),
+        device_(device),
+        kernel_(kernel),
+        threads_(threads),
+        workspace_bytes_(workspace_bytes) {}
   Desc desc_;
   Device device_;
   const Kernel<Op>* kernel_;
+  int threads_;
   std::size_t workspace_bytes_;
 };
 

@@ -53,9 +53,9 @@ struct QuantizeDesc {
   // Groups along the axis; 0 when group_size <= 0.
   std::int64_t num_groups() const { return group_size > 0 ? axis_size / group_size : 0; }
   DType scale_element() const { return f32_scale ? DType::f32 : element; }
-  Shape tensor_shape() const;
-  Shape param_shape() const;
-  GroupGeometry geometry() const;
+  Shape tensor_shape() const noexcept;
+  Shape param_shape() const noexcept;
+  GroupGeometry geometry() const noexcept;
 };
 
 // Which fields an op reads beyond sizes, granularity and element.
@@ -66,7 +66,8 @@ struct QuantizeFields {
 };
 
 // Sizes, granularity, dtypes and, where read, the code range. `op` opens every message.
-Status check_quantize_desc(std::string_view op, const QuantizeDesc& d, QuantizeFields fields);
+Status check_quantize_desc(std::string_view op, const QuantizeDesc& d,
+                           QuantizeFields fields) noexcept;
 
 template <QuantizeFields kFields, class D, class F>
 void visit_quantize_fields(D& d, F&& f) {

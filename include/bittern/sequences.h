@@ -33,8 +33,9 @@ struct Sequences {
   }
 };
 
-Status check_sequences(std::string_view op, const Sequences& s);
+Status check_sequences(std::string_view op, const Sequences& s) noexcept;
 // cu_seqlens starts at 0, never falls and ends at `tokens`.
-Status check_cu_seqlens(std::string_view op, const Sequences& s, const ConstView& cu_seqlens);
+Status check_cu_seqlens(std::string_view op, const Sequences& s,
+                        const ConstView& cu_seqlens) noexcept;
 
 }  // namespace bittern

@@ -1,6 +1,7 @@
 // Errors are values: the library never throws, prints or aborts.
 #pragma once
-#include <memory>
+#include <atomic>
+#include <cstddef>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -20,50 +21,71 @@ enum class Code {
   cancelled,  // by the caller, while it ran
 };
 
-const char* name(Code code);
+const char* name(Code code) noexcept;
 
-// A null pointer when ok, so success costs one word.
+// A null pointer when ok, so success costs one word. Copies share the message, so nothing here
+// throws.
 class [[nodiscard]] Status {
  public:
-  Status() = default;
-  Status(Code code, std::string message)
-      : rep_(std::make_unique<Rep>(Rep{code, std::move(message)})) {}
-  Status(const Status& other) : rep_(other.rep_ ? std::make_unique<Rep>(*other.rep_) : nullptr) {}
-  Status(Status&&) = default;
-  Status& operator=(Status other) {
-    rep_ = std::move(other.rep_);
+  Status() noexcept = default;
+  // Without memory for the message the status is out_of_memory(). Code::ok is ok, without one.
+  Status(Code code, std::string_view message) noexcept;
+  Status(const Status& other) noexcept : rep_(other.rep_) {
+    if (rep_ != nullptr) hold();
+  }
+  Status(Status&& other) noexcept : rep_(std::exchange(other.rep_, nullptr)) {}
+  Status& operator=(Status other) noexcept {
+    std::swap(rep_, other.rep_);
     return *this;
   }
-  ~Status() = default;
+  ~Status() {
+    if (rep_ != nullptr) drop();
+  }
+  static Status out_of_memory() noexcept;  // needs no memory
 
-  bool ok() const { return rep_ == nullptr; }
-  Code code() const { return rep_ ? rep_->code : Code::ok; }
-  std::string_view message() const {
-    return rep_ ? std::string_view(rep_->message) : std::string_view();
+  bool ok() const noexcept { return rep_ == nullptr; }
+  Code code() const noexcept { return rep_ != nullptr ? rep_->code : Code::ok; }
+  std::string_view message() const noexcept {  // lives as long as a copy of this status
+    return rep_ != nullptr ? rep_->message : std::string_view();
   }
 
  private:
   struct Rep {
     Code code;
-    std::string message;
+    std::string_view message;
+    std::atomic<std::size_t> holders;  // 0: of all threads, for ever
   };
-  std::unique_ptr<Rep> rep_;
+  static Rep no_memory_;
+  void hold() const noexcept;
+  void drop() noexcept;
+  Rep* rep_ = nullptr;
 };
 
-inline Status invalid(std::string message) { return {Code::invalid_argument, std::move(message)}; }
-inline Status unsupported(std::string message) { return {Code::unsupported, std::move(message)}; }
-inline Status unavailable(std::string message) { return {Code::unavailable, std::move(message)}; }
+inline Status invalid(std::string_view message) noexcept {
+  return {Code::invalid_argument, message};
+}
+inline Status unsupported(std::string_view message) noexcept {
+  return {Code::unsupported, message};
+}
+inline Status unavailable(std::string_view message) noexcept {
+  return {Code::unavailable, message};
+}
+inline Status internal(std::string_view message) noexcept { return {Code::internal, message}; }
 
 // A value or the reason why there is none: std::expected<T, Status>, which C++20 lacks.
 template <class T>
 class [[nodiscard]] Result {
  public:
   Result(T value) : value_(std::move(value)) {}
-  Result(Status status) : status_(std::move(status)) {}
+  // An ok status does not say why there is no value: it becomes `internal`.
+  Result(Status status) noexcept
+      : status_(status.ok() ? internal("a Result of an ok Status, which has no value")
+                            : std::move(status)) {}
   explicit operator bool() const { return value_.has_value(); }
   bool ok() const { return value_.has_value(); }
-  T& operator*() { return *value_; }
-  const T& operator*() const { return *value_; }
+  T& operator*() & { return *value_; }
+  const T& operator*() const& { return *value_; }
+  T&& operator*() && { return std::move(*value_); }
   T* operator->() { return &*value_; }
   const T* operator->() const { return &*value_; }
   const Status& status() const { return status_; }

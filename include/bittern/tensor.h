@@ -31,8 +31,8 @@ struct Shape {
     return n;
   }
   // The strides of a dense row-major tensor of this shape.
-  Shape dense_strides() const;
-  std::string str() const;  // "[2,128]"
+  Shape dense_strides() const noexcept;
+  std::string str() const noexcept;  // "[2,128]"; "[...]" without memory for more
   bool operator==(const Shape&) const = default;
 };
 

@@ -6,6 +6,6 @@
 
 namespace bittern {
 
-const char* version();  // "0.1.0"
+const char* version() noexcept;  // "0.1.0"
 
 }  // namespace bittern

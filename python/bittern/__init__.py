@@ -92,13 +92,14 @@ __all__ = [
 ]
 
 
-def plan(op, *, device="cpu", preference="exact", kernel=None, **fields):
+def plan(op, *, device="cpu", preference="exact", kernel=None, threads=0, **fields):
     """The kernel for one problem, ready to run any number of times.
 
     `fields` are the op's descriptor (see `ops()`); `kernel` narrows the choice to one name.
+    `threads` are those of a CPU kernel, as set_num_threads takes them; 0: num_threads().
     """
     desc = _make_desc(op, fields.items())
-    return desc.select(*_selection(op, device, preference, kernel))
+    return desc.select(*_selection(op, device, preference, kernel, threads))
 
 
 def set_num_threads(threads):
@@ -224,7 +225,7 @@ def _text(value):
     return str(value).encode("utf-8", "backslashreplace").decode()
 
 
-def _selection(op, device, preference, kernel):
+def _selection(op, device, preference, kernel, threads):
     """What a plan's choice is made from, besides the problem; torch's devices have a name."""
     if isinstance(device, getattr(_sys.modules.get("torch"), "device", ())):
         device = str(device)
@@ -236,7 +237,9 @@ def _selection(op, device, preference, kernel):
     for name, value, expected in options:
         if not isinstance(value, str) or not value:
             raise ValueError(f"{op}: {name}: {value!r}, expected {expected}")
-    return _text(device), _text(preference), None if kernel is None else _text(kernel)
+    kernel = None if kernel is None else _text(kernel)
+    threads = _integer_of_bits(f"{op}: threads", threads, 32)
+    return _text(device), _text(preference), kernel, threads
 
 
 def _field_value(op, field, value):
@@ -667,6 +670,7 @@ class _Function:
         yield "device", "option", None
         yield "preference", "option", "exact"
         yield "kernel", "option", None
+        yield "threads", "option", 0
         yield "stream", "option", None
         yield "workspace", "option", None
 
@@ -777,7 +781,9 @@ class _Function:
                     arrays[name] = _copied(where[name], name, arrays[name], tensor.dtype)
                 tensors[name] = _Tensor(where[name], arrays[name], False, stream)
         device = like_device if given["device"] is None else given["device"]
-        selection = _selection(op, device, given["preference"], given["kernel"])
+        selection = _selection(
+            op, device, given["preference"], given["kernel"], given["threads"]
+        )
         names = self.sizes.names
         problem = (
             tuple(

@@ -137,9 +137,9 @@ const char* bittern_code_name(int code) {
   return code >= BITTERN_OK && code <= BITTERN_CANCELLED ? name(static_cast<Code>(code))
                                                          : "unknown";
 }
-size_t bittern_op_count(void) { return all_ops().size(); }
+size_t bittern_op_count(void) { return op_names().size(); }
 const char* bittern_op_name(size_t index) {
-  return index < all_ops().size() ? c_string(all_ops()[index]->name()) : nullptr;
+  return index < op_names().size() ? c_string(op_names()[index]) : nullptr;
 }
 int bittern_num_threads(void) { return num_threads(); }
 bittern_code bittern_set_num_threads(int threads) {
@@ -273,7 +273,7 @@ bittern_code bittern_desc_operand(const bittern_desc* desc, size_t index,
 }
 
 bittern_code bittern_select(const bittern_desc* desc, bittern_device device,
-                            bittern_preference preference, const char* kernel,
+                            bittern_preference preference, const char* kernel, int threads,
                             bittern_plan** plan) {
   return run([&]() -> Status {
     if (plan == nullptr) return null("bittern_select", "plan");
@@ -286,7 +286,7 @@ bittern_code bittern_select(const bittern_desc* desc, bittern_device device,
     if (Status s = check_preference(preference); !s.ok()) return refuse(s.message());
     auto selected = desc->any->select({static_cast<Device::Type>(device.type), device.index},
                                       static_cast<Preference>(preference),
-                                      kernel != nullptr ? kernel : std::string_view());
+                                      kernel != nullptr ? kernel : std::string_view(), threads);
     if (!selected) return selected.status();
     auto operands = (*selected)->operands();
     *plan = new bittern_plan{std::move(*selected), desc->any->op().name(), std::move(operands)};

@@ -1,13 +1,12 @@
 // What the files of the C interface share: errors as codes, tensors as views.
 #pragma once
-#include <exception>
-#include <new>
 #include <string>
 #include <string_view>
 
 #include "bittern/c/bittern.h"
 #include "bittern/status.h"
 #include "bittern/tensor.h"
+#include "core/guarded.h"
 
 namespace bittern::c_api {
 
@@ -17,16 +16,8 @@ bittern_code fail(Code code, std::string_view message) noexcept;
 // Runs f() -> Status; what it throws stays on this side.
 template <class F>
 bittern_code run(F&& f) noexcept {
-  try {
-    const Status status = f();
-    return status.ok() ? BITTERN_OK : fail(status.code(), status.message());
-  } catch (const std::bad_alloc&) {
-    return fail(Code::out_of_memory, "out of memory");
-  } catch (const std::exception& e) {
-    return fail(Code::internal, e.what());
-  } catch (...) {
-    return fail(Code::internal, "unknown exception");
-  }
+  const Status status = guarded("", f);
+  return status.ok() ? BITTERN_OK : fail(status.code(), status.message());
 }
 
 Status null(const char* function, const char* argument);

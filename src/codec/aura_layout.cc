@@ -5,6 +5,7 @@
 
 #include "bittern/kv_cache.h"
 #include "core/float_mode.h"
+#include "core/guarded.h"
 
 namespace bittern {
 namespace {
@@ -56,7 +57,7 @@ std::vector<float> eight_bits() {
 
 }  // namespace
 
-Result<AuraScheme> parse_aura_name(std::string_view name) {
+Result<AuraScheme> parse_aura_name(std::string_view name) noexcept try {
   AuraScheme scheme;
   const char* end = name.data() + name.size();
   if (!name.starts_with("aura")) return refuse(name);
@@ -71,13 +72,17 @@ Result<AuraScheme> parse_aura_name(std::string_view name) {
   for (const std::int32_t bits : {scheme.k_bits, scheme.v_bits})
     if (bits < 1 || bits > 8) return refuse(name);
   return scheme;
+} catch (...) {
+  return caught("aura scheme");
 }
 
-std::string aura_name(const AuraScheme& scheme) {
+std::string aura_name(const AuraScheme& scheme) noexcept try {
   return "aura" + std::to_string(scheme.k_bits) + "v" + std::to_string(scheme.v_bits);
+} catch (...) {
+  return "aura";
 }
 
-Result<Codebook> legacy_codebook(std::int64_t dim, std::int32_t bits) {
+Result<Codebook> legacy_codebook(std::int64_t dim, std::int32_t bits) noexcept try {
   const FloatMode mode;
   if (dim < kAuraMinDim || dim > kAuraMaxDim) {
     return invalid("legacy_codebook: dim: " + std::to_string(dim) + ", expected 2..1024");
@@ -97,14 +102,18 @@ Result<Codebook> legacy_codebook(std::int64_t dim, std::int32_t bits) {
   }
   const auto scale = static_cast<float>(std::sqrt(128.0 / static_cast<double>(dim)));
   for (float& level : codebook.levels) level *= scale;
-  const auto distortion = sphere_distortion(dim, codebook.levels, midpoints(codebook.levels));
+  const auto boundaries = midpoints(codebook.levels);
+  if (!boundaries) return boundaries.status();
+  const auto distortion = sphere_distortion(dim, codebook.levels, *boundaries);
   if (!distortion) return distortion.status();
   codebook.distortion = *distortion;
   return codebook;
+} catch (...) {
+  return caught("legacy_codebook");
 }
 
 Result<KvCacheConfig> aura_config(const AuraScheme& scheme, std::int64_t kv_heads, std::int64_t dim,
-                                  std::uint64_t layer, bool legacy) {
+                                  std::uint64_t layer, bool legacy) noexcept try {
   KvCacheConfig config{.kv_heads = kv_heads, .dim = dim};
   for (const auto& [side, bits] :
        {std::pair{&config.k, scheme.k_bits}, {&config.v, scheme.v_bits}}) {
@@ -116,6 +125,8 @@ Result<KvCacheConfig> aura_config(const AuraScheme& scheme, std::int64_t kv_head
     side->codebook = std::move(*codebook);
   }
   return config;
+} catch (...) {
+  return caught("aura_config");
 }
 
 }  // namespace bittern

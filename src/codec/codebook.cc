@@ -5,6 +5,7 @@
 #include "bittern/codec.h"
 #include "codec/special.h"
 #include "core/float_mode.h"
+#include "core/guarded.h"
 
 namespace bittern {
 namespace {
@@ -89,6 +90,15 @@ Half lloyd_max(const Coordinate& law, const Coordinate& companded, double compan
   return {std::move(c), 1 - 2 * kept};
 }
 
+std::vector<float> halfway(std::span<const float> levels) {
+  std::vector<float> out;
+  for (std::size_t i = 1; i < levels.size(); ++i) {
+    out.push_back(static_cast<float>(static_cast<double>(levels[i - 1]) / 2 +
+                                     static_cast<double>(levels[i]) / 2));
+  }
+  return out;
+}
+
 Codebook from_half(const Half& half, std::int64_t dim) {
   const double scale = std::sqrt(static_cast<double>(dim));
   const std::size_t n = half.levels.size();
@@ -99,7 +109,7 @@ Codebook from_half(const Half& half, std::int64_t dim) {
     book.levels[n + i] = level;
     book.levels[n - 1 - i] = -level;
   }
-  book.boundaries = midpoints(book.levels);
+  book.boundaries = halfway(book.levels);
   book.distortion = half.distortion;
   return book;
 }
@@ -112,21 +122,25 @@ Status check(std::string_view what, std::int64_t dim, std::int32_t bits) {
 
 // The best density of levels is the cube root of the law's: that of a sphere in d/3 + 2 dimensions,
 // and a Gaussian sqrt(3) times as wide. So its quantiles are where the search starts.
-Result<Codebook> sphere_codebook(std::int64_t dim, std::int32_t bits) {
+Result<Codebook> sphere_codebook(std::int64_t dim, std::int32_t bits) noexcept try {
   const FloatMode mode;
   if (Status s = check("sphere_codebook", dim, bits); !s.ok()) return s;
   const Coordinate law(dim), companded(dim / 3 + 2);
   return from_half(lloyd_max(law, companded, law.end() / companded.end(), bits), dim);
+} catch (...) {
+  return caught("sphere_codebook");
 }
 
-Result<Codebook> gaussian_codebook(std::int64_t dim, std::int32_t bits) {
+Result<Codebook> gaussian_codebook(std::int64_t dim, std::int32_t bits) noexcept try {
   const FloatMode mode;
   if (Status s = check("gaussian_codebook", dim, bits); !s.ok()) return s;
   const Coordinate law(0);
   return from_half(lloyd_max(law, law, std::sqrt(3.0), bits), dim);
+} catch (...) {
+  return caught("gaussian_codebook");
 }
 
-Result<Codebook> user_codebook(std::span<const float> levels) {
+Result<Codebook> user_codebook(std::span<const float> levels) noexcept try {
   const FloatMode mode;
   const std::size_t n = levels.size();
   if (n < 2 || n > 256 || (n & (n - 1)) != 0) {
@@ -144,21 +158,18 @@ Result<Codebook> user_codebook(std::span<const float> levels) {
     }
   }
   return Codebook{
-      {levels.begin(), levels.end()}, midpoints(levels), std::numeric_limits<double>::quiet_NaN()};
+      {levels.begin(), levels.end()}, halfway(levels), std::numeric_limits<double>::quiet_NaN()};
+} catch (...) {
+  return caught("user_codebook");
 }
 
-std::vector<float> midpoints(std::span<const float> levels) {
+Result<std::vector<float>> midpoints(std::span<const float> levels) noexcept {
   const FloatMode mode;
-  std::vector<float> out;
-  for (std::size_t i = 1; i < levels.size(); ++i) {
-    out.push_back(static_cast<float>(static_cast<double>(levels[i - 1]) / 2 +
-                                     static_cast<double>(levels[i]) / 2));
-  }
-  return out;
+  return guarded("midpoints", [&]() -> Result<std::vector<float>> { return halfway(levels); });
 }
 
 Result<double> sphere_distortion(std::int64_t dim, std::span<const float> levels,
-                                 std::span<const float> boundaries) {
+                                 std::span<const float> boundaries) noexcept try {
   const FloatMode mode;
   constexpr std::string_view kName = "sphere_distortion";
   if (Status s = check(kName, dim, 1); !s.ok()) return s;
@@ -187,6 +198,8 @@ Result<double> sphere_distortion(std::int64_t dim, std::span<const float> levels
     sum += c * (c * (tail(low) - tail(high)) - 2 * (moment(low) - moment(high)));
   }
   return sum;
+} catch (...) {
+  return caught("sphere_distortion");
 }
 
 }  // namespace bittern

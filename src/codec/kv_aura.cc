@@ -1,8 +1,8 @@
 // KvCache::write_aura and read_aura: the layout of the seed's family.
 #include <cstring>
-#include <new>
 
 #include "codec/kv_pages.h"
+#include "core/guarded.h"
 #include "plan/overlap.h"
 
 namespace bittern {
@@ -57,7 +57,7 @@ Status expect_apart(const KvCache::AuraViews& views) {
 
 }  // namespace
 
-Status KvCache::write_aura(const AuraViews& to) const {
+Status KvCache::write_aura(const AuraViews& to) const noexcept try {
   if (config_.f16_scale) return refuse("write_aura", "f16_scale is true, expected f32 norms");
   if (first() != 0 || recent() != 0 || forgotten() != 0) {
     return refuse("write_aura", std::to_string(first()) + " first, " + std::to_string(recent()) +
@@ -80,10 +80,12 @@ Status KvCache::write_aura(const AuraViews& to) const {
     }
   }
   return {};
+} catch (...) {
+  return caught("kv_cache: write_aura");
 }
 
-Result<KvCache> KvCache::read_aura(KvCacheConfig config, const AuraViews& from,
-                                   std::int64_t tokens) {
+Result<KvCache> KvCache::read_aura(const KvCacheConfig& config, const AuraViews& from,
+                                   std::int64_t tokens) noexcept try {
   if (config.f16_scale) return refuse("read_aura", "f16_scale is true, expected f32 norms");
   for (const auto& [field, value] :
        {std::pair{"first", config.first}, {"recent", config.recent}, {"window", config.window}}) {
@@ -92,31 +94,29 @@ Result<KvCache> KvCache::read_aura(KvCacheConfig config, const AuraViews& from,
                     std::string(field).append(" is ") + std::to_string(value) + ", expected 0");
     }
   }
-  auto made = make(std::move(config));
+  auto made = make(config);
   if (!made) return made;
   KvCache& c = *made;
   if (Status s = between("tokens", tokens, 0, kMostTokens); !s.ok()) return s;
   if (Status s = expect_aura(c.config_, from, tokens); !s.ok()) return s;
-  try {
-    if (Status s = c.reserve_pages(tokens); !s.ok()) return s;
-    c.size_ = c.coded_end_ = tokens;
-    for (int s = 0; s < 2; ++s) {
-      const MutView &packed = s == 0 ? from.k_packed : from.v_packed,
-                    &norms = s == 0 ? from.k_norms : from.v_norms;
-      for (std::int64_t h = 0; h < c.config_.kv_heads; ++h) {
-        for (std::int64_t t = 0; t < tokens; ++t) {
-          const Slot to = c.slot(t);
-          std::copy_n(packed.as<std::uint32_t>() + packed.at(h, t), c.pool_->words[s],
-                      c.pool_->row(s, to.page, h, to.token));
-          std::memcpy(c.pool_->scale(s, to.page, h, to.token), norms.as<float>() + norms.at(h, t),
-                      sizeof(float));
-        }
+  if (Status s = c.reserve_pages(tokens); !s.ok()) return s;
+  c.size_ = c.coded_end_ = tokens;
+  for (int s = 0; s < 2; ++s) {
+    const MutView &packed = s == 0 ? from.k_packed : from.v_packed,
+                  &norms = s == 0 ? from.k_norms : from.v_norms;
+    for (std::int64_t h = 0; h < c.config_.kv_heads; ++h) {
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        const Slot to = c.slot(t);
+        std::copy_n(packed.as<std::uint32_t>() + packed.at(h, t), c.pool_->words[s],
+                    c.pool_->row(s, to.page, h, to.token));
+        std::memcpy(c.pool_->scale(s, to.page, h, to.token), norms.as<float>() + norms.at(h, t),
+                    sizeof(float));
       }
     }
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, "kv_cache: read_aura");
   }
   return made;
+} catch (...) {
+  return caught("kv_cache: read_aura");
 }
 
 }  // namespace bittern

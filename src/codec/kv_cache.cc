@@ -5,13 +5,13 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <new>
 
 #include "bittern/ops/aura_attention.h"
 #include "bittern/ops/aura_decode.h"
 #include "bittern/ops/aura_encode.h"
 #include "codec/kv_pages.h"
 #include "core/float_mode.h"
+#include "core/guarded.h"
 
 namespace bittern {
 
@@ -131,8 +131,9 @@ KvCache& KvCache::operator=(KvCache&& other) noexcept {
 }
 KvCache::~KvCache() { release(); }
 
-Result<KvCache> KvCache::make(KvCacheConfig config) {
+Result<KvCache> KvCache::make(const KvCacheConfig& given) noexcept try {
   const FloatMode mode;
+  KvCacheConfig config = given;
   Status status = [&]() -> Status {
     BITTERN_TRY(between("kv_heads", config.kv_heads, 1, 1 << 16));
     BITTERN_TRY(between("dim", config.dim, kAuraMinDim, kAuraMaxDim));
@@ -146,14 +147,12 @@ Result<KvCache> KvCache::make(KvCacheConfig config) {
     return complete("v", config.kv_heads, config.dim, config.v);
   }();
   if (!status.ok()) return status;
-  try {
-    return KvCache(std::move(config));
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, "kv_cache");
-  }
+  return KvCache(std::move(config));
+} catch (...) {
+  return caught("kv_cache");
 }
 
-KvCache KvCache::fork() const {
+Result<KvCache> KvCache::fork() const noexcept try {
   KvCache other(config_);
   other.pool_ = pool_;
   other.table_ = table_;
@@ -167,9 +166,11 @@ KvCache KvCache::fork() const {
   other.k_recent_ = k_recent_;
   other.v_recent_ = v_recent_;
   return other;
+} catch (...) {
+  return caught("kv_cache: fork");
 }
 
-std::int64_t KvCache::first() const { return std::min(config_.first, size_); }
+std::int64_t KvCache::first() const noexcept { return std::min(config_.first, size_); }
 
 // ---- writing ----
 
@@ -274,7 +275,27 @@ Status KvCache::encode(std::int64_t count, const std::vector<float>& k,
   return {};
 }
 
-Status KvCache::append(const ConstView& k, const ConstView& v) {
+// Nothing that the cache holds is overwritten or given away before all that can fail has succeeded:
+// rows go to slots that are free.
+Status KvCache::append(const ConstView& k, const ConstView& v) noexcept {
+  const std::int64_t size = size_, begin = coded_begin_, end = coded_end_;
+  const std::int64_t table_begin = table_begin_;
+  std::vector<std::int32_t> aside;
+  Status status = guarded("kv_cache: append", [&] { return append_all(k, v, aside); });
+  if (!status.ok()) {
+    if (!aside.empty()) std::swap(table_, aside);
+    size_ = size;
+    coded_begin_ = begin;
+    coded_end_ = end;
+    table_begin_ = table_begin;
+    drop_pages();
+  }
+  for (const std::int32_t page : aside) pool_->drop(page);
+  return status;
+}
+
+Status KvCache::append_all(const ConstView& k, const ConstView& v,
+                           std::vector<std::int32_t>& aside) {
   const FloatMode mode;
   const std::int64_t heads = config_.kv_heads, dim = config_.dim;
   BITTERN_TRY(expect_rows("k", k, heads, dim));
@@ -291,64 +312,71 @@ Status KvCache::append(const ConstView& k, const ConstView& v) {
                     "none, as of tables for decoding only; expected some to append");
     }
   }
-  try {
-    std::vector<float> row(at(dim));
-    // Token `token` of the input to row `slot` of a bf16 region.
-    const auto keep = [&](std::int64_t token, std::int64_t slot, std::int64_t slots,
-                          std::vector<bf16>& k_rows, std::vector<bf16>& v_rows) {
-      for (std::int64_t h = 0; h < heads; ++h) {
-        for (const auto& [from, to] : {std::pair{&k, &k_rows}, {&v, &v_rows}}) {
-          load_row(*from, token, h, dim, row.data());
-          for (std::int64_t j = 0; j < dim; ++j)
-            (*to)[at((h * slots + slot) * dim + j)] = to_bf16(row[at(j)]);
-        }
+  std::vector<float> row(at(dim));
+  // Token `token` of the input to row `slot` of a bf16 region.
+  const auto keep = [&](std::int64_t token, std::int64_t slot, std::int64_t slots,
+                        std::vector<bf16>& k_rows, std::vector<bf16>& v_rows) {
+    for (std::int64_t h = 0; h < heads; ++h) {
+      for (const auto& [from, to] : {std::pair{&k, &k_rows}, {&v, &v_rows}}) {
+        load_row(*from, token, h, dim, row.data());
+        for (std::int64_t j = 0; j < dim; ++j)
+          (*to)[at((h * slots + slot) * dim + j)] = to_bf16(row[at(j)]);
       }
-    };
-    std::int64_t taken = 0;
-    for (; taken < count && size_ < config_.first; ++taken) {
-      keep(taken, size_, config_.first, k_first_, v_first_);
-      coded_begin_ = coded_end_ = ++size_;
     }
-    // What leaves the recent region, oldest first, and of the new tokens what finds no room in it;
-    // so many at a time that they stay small.
-    std::int64_t leaving = std::max<std::int64_t>(recent() + count - taken - config_.recent, 0);
-    while (leaving > 0) {
-      const std::int64_t n = std::min(leaving, 4 * config_.page_size);
-      std::vector<float> k_rows(at(heads * n * dim)), v_rows(k_rows.size());
-      const std::int64_t from_region = std::min(n, recent());
-      for (std::int64_t h = 0; h < heads; ++h) {
-        for (std::int64_t i = 0; i < n; ++i) {
-          float* to[] = {k_rows.data() + (h * n + i) * dim, v_rows.data() + (h * n + i) * dim};
-          for (int s = 0; s < 2; ++s) {
-            if (i < from_region) {
-              const std::int64_t slot = (coded_end_ + i) % config_.recent;
-              const bf16* from =
-                  (s == 0 ? k_recent_ : v_recent_).data() + (h * config_.recent + slot) * dim;
-              for (std::int64_t j = 0; j < dim; ++j) to[s][j] = to_f32(from[j]);
-            } else {
-              load_row(s == 0 ? k : v, taken + i - from_region, h, dim, to[s]);
-              if (config_.recent > 0)
-                for (std::int64_t j = 0; j < dim; ++j) to[s][j] = to_f32(to_bf16(to[s][j]));
-            }
+  };
+  std::int64_t taken = 0;
+  for (; taken < count && size_ < config_.first; ++taken) {
+    keep(taken, size_, config_.first, k_first_, v_first_);
+    coded_begin_ = coded_end_ = ++size_;
+  }
+  // What leaves the recent region, oldest first, and of the new tokens what finds no room in it;
+  // so many at a time that they stay small.
+  std::int64_t leaving = std::max<std::int64_t>(recent() + count - taken - config_.recent, 0);
+  // The window leaves these behind at once, and all that was coded before them: they are not
+  // encoded. The old pages are kept until nothing can fail.
+  const std::int64_t skipped =
+      std::clamp(oldest(size_ + count - taken) - coded_end_, std::int64_t{0}, leaving);
+  if (skipped > 0) {
+    const std::int64_t from_region = std::min(skipped, recent());
+    std::swap(table_, aside);
+    coded_begin_ = coded_end_ += skipped;
+    taken += skipped - from_region;
+    size_ += skipped - from_region;
+    leaving -= skipped;
+  }
+  while (leaving > 0) {
+    const std::int64_t n = std::min(leaving, 4 * config_.page_size);
+    std::vector<float> k_rows(at(heads * n * dim)), v_rows(k_rows.size());
+    const std::int64_t from_region = std::min(n, recent());
+    for (std::int64_t h = 0; h < heads; ++h) {
+      for (std::int64_t i = 0; i < n; ++i) {
+        float* to[] = {k_rows.data() + (h * n + i) * dim, v_rows.data() + (h * n + i) * dim};
+        for (int s = 0; s < 2; ++s) {
+          if (i < from_region) {
+            const std::int64_t slot = (coded_end_ + i) % config_.recent;
+            const bf16* from =
+                (s == 0 ? k_recent_ : v_recent_).data() + (h * config_.recent + slot) * dim;
+            for (std::int64_t j = 0; j < dim; ++j) to[s][j] = to_f32(from[j]);
+          } else {
+            load_row(s == 0 ? k : v, taken + i - from_region, h, dim, to[s]);
+            if (config_.recent > 0)
+              for (std::int64_t j = 0; j < dim; ++j) to[s][j] = to_f32(to_bf16(to[s][j]));
           }
         }
       }
-      BITTERN_TRY(encode(n, k_rows, v_rows));
-      taken += n - from_region;
-      size_ += n - from_region;
-      leaving -= n;
-      forget();
     }
-    for (; taken < count; ++taken, ++size_)
-      keep(taken, size_ % config_.recent, config_.recent, k_recent_, v_recent_);
-    forget();
-    return {};
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, "kv_cache: append");
+    BITTERN_TRY(encode(n, k_rows, v_rows));
+    taken += n - from_region;
+    size_ += n - from_region;
+    leaving -= n;
   }
+  for (; taken < count; ++taken, ++size_)
+    keep(taken, size_ % config_.recent, config_.recent, k_recent_, v_recent_);
+  forget();
+  return {};
 }
 
-Status KvCache::truncate(std::int64_t size) {
+Status KvCache::truncate(std::int64_t size) noexcept try {
   BITTERN_TRY(between("truncate", size, 0, size_));
   const std::int64_t least = forgotten() > 0 ? coded_begin_ + config_.window : 0;
   if (size < size_ && size < least) {
@@ -361,11 +389,14 @@ Status KvCache::truncate(std::int64_t size) {
   coded_begin_ = std::min(coded_begin_, size);
   drop_pages();
   return {};
+} catch (...) {
+  return caught("kv_cache: truncate");
 }
 
 // ---- reading ----
 
-Status KvCache::attend(const ConstView& q, const MutView& out, const KvAttention& how) const {
+Status KvCache::attend(const ConstView& q, const MutView& out,
+                       const KvAttention& how) const noexcept try {
   const FloatMode mode;
   const std::int64_t dim = config_.dim;
   if (q.shape.rank != 3) {
@@ -406,75 +437,73 @@ Status KvCache::attend(const ConstView& q, const MutView& out, const KvAttention
                          .exact = DType::bf16};
   const auto plan = Plan<AuraAttention>::select(desc, {}, how.preference);
   if (!plan) return plan.status();
-  try {
-    const std::vector<std::int32_t> table(table_.begin(), table_.end());
-    // Before the first token that is gone none is in a window.
-    const std::int64_t firsts = gone && !config_.window_keeps_first ? 0 : first();
-    const std::int32_t lengths[] = {static_cast<std::int32_t>(firsts),
-                                    static_cast<std::int32_t>(coded()),
-                                    static_cast<std::int32_t>(recent())};
-    const std::int64_t ring = std::max<std::int64_t>(config_.recent, 1);
-    const std::int32_t starts[] = {
-        static_cast<std::int32_t>(coded() > 0 ? coded_begin_ - table_begin_ : 0),
-        static_cast<std::int32_t>(coded_end_ % ring)};
-    const auto as_sequence = [&](auto rows) {  // [queries, heads, dim] as one sequence's
-      rows.shape = desc.query_shape();
-      rows.stride = {0, rows.stride[0], rows.stride[1], rows.stride[2]};
-      return rows;
-    };
-    if (out.shape != q.shape || out.dtype != q.dtype) {
-      return refuse("out", std::string(name(out.dtype)) + " " + out.shape.str() + ", expected " +
-                               name(q.dtype) + " " + q.shape.str());
-    }
-    BITTERN_TRY(expect_rows("out", out, heads, dim));
-    BITTERN_TRY(expect_strides("out", out, true));
-    const Pool& pool = *pool_;
-    const auto scales = [&](int side) {
-      return ConstView{pool.scales[side].data(),
-                       desc.scale_element(),
-                       {},
-                       desc.scale_shape(),
-                       desc.scale_shape().dense_strides()};
-    };
-    const auto floats = [](const std::vector<float>& values, const Shape& shape) {
-      return values.empty() ? ConstView{} : view(values.data(), shape);
-    };
-    const auto exact = [&](const std::vector<bf16>& rows, std::int64_t tokens) {
-      return view(rows.data(), desc.exact_shape(tokens));
-    };
-    const Shape mean{config_.kv_heads, dim};
-    const AuraAttention::Args args{
-        .q = as_sequence(q),
-        .k_codes = view(pool.codes[0].data(), desc.code_shape(desc.k_bits)),
-        .k_scales = scales(0),
-        .v_codes = view(pool.codes[1].data(), desc.code_shape(desc.v_bits)),
-        .v_scales = scales(1),
-        .k_codebook = floats(config_.k.codebook.levels, {std::int64_t{1} << desc.k_bits}),
-        .v_codebook = floats(config_.v.codebook.levels, {std::int64_t{1} << desc.v_bits}),
-        .k_table = floats(config_.k.table, desc.rotation_shape(desc.k_rotation)),
-        .v_table = floats(config_.v.table, desc.rotation_shape(desc.v_rotation)),
-        .block_table = view(table.data(), desc.table_shape()),
-        .lengths = view(lengths, {1, 3}),
-        .starts = view(starts, {1, 2}),
-        .k_first = exact(k_first_, desc.first),
-        .v_first = exact(v_first_, desc.first),
-        .k_recent = exact(k_recent_, desc.recent),
-        .v_recent = exact(v_recent_, desc.recent),
-        .k_mean = floats(config_.k.mean, mean),
-        .v_mean = floats(config_.v.mean, mean),
-        .sinks = how.sinks,
-        .out = as_sequence(out)};
-    std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
-    void* aligned = scratch.data();
-    std::size_t space = scratch.size();
-    std::align(64, plan->workspace_bytes(), aligned, space);
-    return plan->run(args, {}, {aligned, plan->workspace_bytes()});
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, "kv_cache: attend");
+  // Before the first token that is gone none is in a window.
+  const std::int64_t firsts = gone && !config_.window_keeps_first ? 0 : first();
+  const std::int32_t lengths[] = {static_cast<std::int32_t>(firsts),
+                                  static_cast<std::int32_t>(coded()),
+                                  static_cast<std::int32_t>(recent())};
+  const std::int64_t ring = std::max<std::int64_t>(config_.recent, 1);
+  const std::int32_t starts[] = {
+      static_cast<std::int32_t>(coded() > 0 ? coded_begin_ - table_begin_ : 0),
+      static_cast<std::int32_t>(coded_end_ % ring)};
+  const auto as_sequence = [&](auto rows) {  // [queries, heads, dim] as one sequence's
+    rows.shape = desc.query_shape();
+    rows.stride = {0, rows.stride[0], rows.stride[1], rows.stride[2]};
+    return rows;
+  };
+  if (out.shape != q.shape || out.dtype != q.dtype) {
+    return refuse("out", std::string(name(out.dtype)) + " " + out.shape.str() + ", expected " +
+                             name(q.dtype) + " " + q.shape.str());
   }
+  BITTERN_TRY(expect_rows("out", out, heads, dim));
+  BITTERN_TRY(expect_strides("out", out, true));
+  const Pool& pool = *pool_;
+  const auto scales = [&](int side) {
+    return ConstView{pool.scales[side].data(),
+                     desc.scale_element(),
+                     {},
+                     desc.scale_shape(),
+                     desc.scale_shape().dense_strides()};
+  };
+  const auto floats = [](const std::vector<float>& values, const Shape& shape) {
+    return values.empty() ? ConstView{} : view(values.data(), shape);
+  };
+  const auto exact = [&](const std::vector<bf16>& rows, std::int64_t tokens) {
+    return view(rows.data(), desc.exact_shape(tokens));
+  };
+  const Shape mean{config_.kv_heads, dim};
+  const AuraAttention::Args args{
+      .q = as_sequence(q),
+      .k_codes = view(pool.codes[0].data(), desc.code_shape(desc.k_bits)),
+      .k_scales = scales(0),
+      .v_codes = view(pool.codes[1].data(), desc.code_shape(desc.v_bits)),
+      .v_scales = scales(1),
+      .k_codebook = floats(config_.k.codebook.levels, {std::int64_t{1} << desc.k_bits}),
+      .v_codebook = floats(config_.v.codebook.levels, {std::int64_t{1} << desc.v_bits}),
+      .k_table = floats(config_.k.table, desc.rotation_shape(desc.k_rotation)),
+      .v_table = floats(config_.v.table, desc.rotation_shape(desc.v_rotation)),
+      .block_table = view(table_.data(), desc.table_shape()),
+      .lengths = view(lengths, {1, 3}),
+      .starts = view(starts, {1, 2}),
+      .k_first = exact(k_first_, desc.first),
+      .v_first = exact(v_first_, desc.first),
+      .k_recent = exact(k_recent_, desc.recent),
+      .v_recent = exact(v_recent_, desc.recent),
+      .k_mean = floats(config_.k.mean, mean),
+      .v_mean = floats(config_.v.mean, mean),
+      .sinks = how.sinks,
+      .out = as_sequence(out)};
+  std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
+  void* aligned = scratch.data();
+  std::size_t space = scratch.size();
+  std::align(64, plan->workspace_bytes(), aligned, space);
+  return plan->run(args, {}, {aligned, plan->workspace_bytes()});
+} catch (...) {
+  return caught("kv_cache: attend");
 }
 
-Status KvCache::read(std::int64_t token, std::span<float> k, std::span<float> v) const {
+Status KvCache::read(std::int64_t token, std::span<float> k, std::span<float> v) const noexcept
+    try {
   const FloatMode mode;
   const std::int64_t heads = config_.kv_heads, dim = config_.dim;
   BITTERN_TRY(has_size("k", k.size(), heads * dim));
@@ -524,9 +553,11 @@ Status KvCache::read(std::int64_t token, std::span<float> k, std::span<float> v)
       to[at(i)] = finite_sum(to[at(i)], side.mean[at(i)]);
   }
   return {};
+} catch (...) {
+  return caught("kv_cache: read");
 }
 
-KvCacheBytes KvCache::bytes() const {
+KvCacheBytes KvCache::bytes() const noexcept {
   KvCacheBytes b;
   const std::int64_t rows = coded() * config_.kv_heads;
   b.codes = at(rows * 4 * (pool_->words[0] + pool_->words[1]));

@@ -255,7 +255,7 @@ TEST(KvCache, RandomHistoriesMatchAPlainModel) {
           break;
         }
         case 5: {
-          KvCache copy = cache.fork();
+          KvCache copy = *cache.fork();
           Model same = model;
           if (forks.size() < 4) {
             forks.emplace_back(std::move(copy), std::move(same));
@@ -265,10 +265,10 @@ TEST(KvCache, RandomHistoriesMatchAPlainModel) {
           break;
         }
         case 6: {
-          const std::vector<std::byte> bytes = cache.serialize();
+          const std::vector<std::byte> bytes = *cache.serialize();
           auto parsed = KvCache::parse(bytes);
           ASSERT_TRUE(parsed.ok()) << parsed.status().message();
-          EXPECT_EQ(parsed->serialize(), bytes);
+          EXPECT_EQ(*parsed->serialize(), bytes);
           EXPECT_EQ(cache.serialized_bytes(), bytes.size());
           EXPECT_EQ(parsed->config(), cache.config());
           cache = std::move(*parsed);
@@ -302,7 +302,7 @@ TEST(KvCache, DoesNotDependOnHowTokensWereGrouped) {
     expect_ok(
         parts.append(view(k.data() + i * row, {n, 2, 16}), view(v.data() + i * row, {n, 2, 16})));
   }
-  EXPECT_EQ(whole.serialize(), parts.serialize());
+  EXPECT_EQ(*whole.serialize(), *parts.serialize());
 }
 
 TEST(KvCache, DoesNotDependOnTheCallersFloatModes) {
@@ -334,7 +334,7 @@ TEST(KvCache, DoesNotDependOnTheCallersFloatModes) {
     EXPECT_EQ(after & 0xffc0u, mode);
     out.insert(out.end(), k.begin(), k.end());
     out.insert(out.end(), v.begin(), v.end());
-    std::vector<std::byte> bytes = cache.serialize();
+    std::vector<std::byte> bytes = *cache.serialize();
     const auto* first = reinterpret_cast<const std::byte*>(out.data());
     bytes.insert(bytes.end(), first, first + out.size() * sizeof(float));
     return bytes;
@@ -351,10 +351,10 @@ TEST(KvCache, ForksShareUntilTheyWrite) {
   const Floats x = normals(40 * 32, rng);
   expect_ok(cache.append(rows(x, 1, 32), rows(x, 1, 32)));
   EXPECT_EQ(cache.bytes().shared, 0u);
-  const auto before = cache.serialize();
+  const auto before = *cache.serialize();
   const std::size_t page = cache.bytes().pages / 3;
   {
-    KvCache fork = cache.fork();
+    KvCache fork = *cache.fork();
     EXPECT_EQ(fork.bytes().shared, 3 * page);
     const Floats y = normals(32, rng);
     expect_ok(fork.append(rows(y, 1, 32), rows(y, 1, 32)));
@@ -362,7 +362,7 @@ TEST(KvCache, ForksShareUntilTheyWrite) {
     expect_ok(fork.truncate(20));
     expect_ok(fork.append(rows(y, 1, 32), rows(y, 1, 32)));
     EXPECT_EQ(fork.bytes().shared, page);
-    EXPECT_EQ(cache.serialize(), before);
+    EXPECT_EQ(*cache.serialize(), before);
   }
   EXPECT_EQ(cache.bytes().shared, 0u);
 }
@@ -415,7 +415,7 @@ TEST(KvCache, TakesRowsOfAnyStrides) {
     KvCache a = make(config), b = make(config);
     expect_ok(a.append(v, v));
     expect_ok(b.append(rows(dense, 2, 16), rows(dense, 2, 16)));
-    EXPECT_EQ(a.serialize(), b.serialize()) << v.stride.str();
+    EXPECT_EQ(*a.serialize(), *b.serialize()) << v.stride.str();
 
     const std::int64_t queries = 5;
     ConstView q = v;
@@ -456,7 +456,7 @@ TEST(KvCache, BadBytesAreRefused) {
   KvCache cache = make(small(2, 3, 0, 0, false));
   const Floats x = normals(30 * 32, rng);
   expect_ok(cache.append(rows(x, 2, 16), rows(x, 2, 16)));
-  const std::vector<std::byte> good = cache.serialize();
+  const std::vector<std::byte> good = *cache.serialize();
   const auto refused = [](std::span<const std::byte> bytes, const std::string& message) {
     const auto parsed = KvCache::parse(bytes);
     ASSERT_FALSE(parsed.ok());
@@ -635,7 +635,7 @@ TEST(KvCache, ReadsAndWritesTheLayoutOfTheSeedsFamily) {
     EXPECT_EQ(kn[20], -1);
     const auto back = KvCache::read_aura(*config, views, 20);
     ASSERT_TRUE(back.ok()) << back.status().message();
-    EXPECT_EQ(back->serialize(), cache.serialize());
+    EXPECT_EQ(*back->serialize(), *cache.serialize());
     // Row [h, t] of K by its definition: norm * P^T c.
     Floats row_k(3 * 64), row_v(3 * 64);
     expect_ok(back->read(7, row_k, row_v));
@@ -668,7 +668,7 @@ TEST(KvCache, ViewsOfTheSeedsFamilyAreChecked) {
   expect_ok(cache.write_aura(good));
   const auto back = KvCache::read_aura(*config, good, 5);
   ASSERT_TRUE(back.ok()) << back.status().message();
-  EXPECT_EQ(back->serialize(), cache.serialize());
+  EXPECT_EQ(*back->serialize(), *cache.serialize());
 
   const auto both = [&](auto change, Code code, const std::string& message) {
     KvCache::AuraViews views = good;

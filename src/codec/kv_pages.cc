@@ -21,8 +21,9 @@ Status KvCache::reserve_pages(std::int64_t tokens) {
   if (tokens == 0) return {};
   if (table_.empty()) table_begin_ = coded_end_;
   const std::int64_t needed = coded_end_ + tokens - table_begin_;
-  while (static_cast<std::int64_t>(table_.size()) * config_.page_size < needed)
-    table_.push_back(pool_->take());
+  const std::size_t pages = at((needed + config_.page_size - 1) / config_.page_size);
+  if (pages > table_.capacity()) table_.reserve(std::max(pages, 2 * table_.capacity()));
+  while (table_.size() < pages) table_.push_back(pool_->take());
   return {};
 }
 
@@ -36,11 +37,13 @@ void KvCache::make_own(std::size_t index) {
 // Pages without a token of ours go back to the pool.
 void KvCache::drop_pages() {
   const std::int64_t size = config_.page_size;
-  while (!table_.empty() && (coded_begin_ == coded_end_ || table_begin_ + size <= coded_begin_)) {
-    pool_->drop(table_.front());
-    table_.pop_front();
+  std::size_t gone = 0;
+  while (gone < table_.size() &&
+         (coded_begin_ == coded_end_ || table_begin_ + size <= coded_begin_)) {
+    pool_->drop(table_[gone++]);
     table_begin_ += size;
   }
+  table_.erase(table_.begin(), table_.begin() + static_cast<std::ptrdiff_t>(gone));
   while (!table_.empty() &&
          table_begin_ + (static_cast<std::int64_t>(table_.size()) - 1) * size >= coded_end_) {
     pool_->drop(table_.back());
@@ -48,11 +51,13 @@ void KvCache::drop_pages() {
   }
 }
 
+// The oldest coded token that a cache of `size` tokens keeps.
+std::int64_t KvCache::oldest(std::int64_t size) const {
+  return config_.window > 0 ? size - config_.window - config_.slack : 0;
+}
+
 void KvCache::forget() {
-  if (config_.window > 0) {
-    const std::int64_t oldest = size_ - config_.window - config_.slack;
-    coded_begin_ = std::clamp(oldest, coded_begin_, coded_end_);
-  }
+  coded_begin_ = std::clamp(oldest(size_), coded_begin_, coded_end_);
   drop_pages();
 }
 

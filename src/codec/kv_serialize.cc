@@ -1,9 +1,9 @@
 // KvCache::serialize and parse: the format of docs/kv_cache.md.
 #include <bit>
 #include <cstring>
-#include <new>
 
 #include "codec/kv_pages.h"
+#include "core/guarded.h"
 
 namespace bittern {
 
@@ -170,20 +170,22 @@ std::int64_t row_bytes(const KvCacheConfig& c, std::int64_t exact, std::int64_t 
 
 }  // namespace
 
-std::size_t KvCache::serialized_bytes() const {
+std::size_t KvCache::serialized_bytes() const noexcept {
   Writer w(nullptr);
   write_head(config_, w);
   return w.size() + 3 * sizeof(std::int64_t) + at(row_bytes(config_, first() + recent(), coded())) +
          sizeof(std::uint64_t);
 }
 
-std::vector<std::byte> KvCache::serialize() const {
+Result<std::vector<std::byte>> KvCache::serialize() const noexcept try {
   std::vector<std::byte> bytes(serialized_bytes());
-  (void)serialize(bytes);
+  BITTERN_TRY(serialize(bytes));
   return bytes;
+} catch (...) {
+  return caught("kv_cache: serialize");
 }
 
-Status KvCache::serialize(std::span<std::byte> to) const {
+Status KvCache::serialize(std::span<std::byte> to) const noexcept try {
   if (const std::size_t needed = serialized_bytes(); to.size() != needed) {
     return refuse("bytes",
                   std::to_string(to.size()) + " of them, expected " + std::to_string(needed));
@@ -210,9 +212,11 @@ Status KvCache::serialize(std::span<std::byte> to) const {
   std::memcpy(to.data() + kOpening - sizeof length, &length, sizeof length);
   w.value(checksum(to.first(w.size())));
   return {};
+} catch (...) {
+  return caught("kv_cache: serialize");
 }
 
-Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) {
+Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) noexcept try {
   if (bytes.size() < kOpening + sizeof(std::uint64_t)) {
     return refuse("bytes", std::to_string(bytes.size()) +
                                " of them, not a KV cache: expected at "
@@ -241,92 +245,89 @@ Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) {
   }
 
   // What follows holds for bytes that were made to deceive, too.
-  try {
-    Reader r(body.subspan(kOpening), kOpening);
-    KvCacheConfig config;
-    each_number(config, [&](const char* field, std::int64_t& x) { r.value(field, x); });
-    r.flag("window_keeps_first", config.window_keeps_first);
-    r.flag("f16_scale", config.f16_scale);
-    for (const auto& [name, side] : {std::pair{"k.", &config.k}, {"v.", &config.v}}) {
-      const std::string of = name;
-      r.value(of + "bits", side->bits);
-      r.choice(of + "rotation", side->rotation, 2);
-      r.choice(of + "scale_rule", side->scale_rule, 3);
-      r.value(of + "seed", side->seed);
-      r.value(of + "codebook.distortion", side->codebook.distortion);
-      r.list(of + "table", side->table);
-      r.list(of + "codebook.levels", side->codebook.levels);
-      r.list(of + "codebook.boundaries", side->codebook.boundaries);
-      r.list(of + "mean", side->mean);
-      if (!r.status().ok()) return r.status();
-      if (side->codebook.levels.empty()) return r.bad(of + "codebook.levels", "none");
-      if (side->table.empty() && side->rotation != Rotation::identity)
-        return r.bad(of + "table", "none, expected one for the rotation");
-    }
-    std::int64_t size = 0, begin = 0, end = 0;
-    r.value("size", size);
-    r.value("coded_begin", begin);
-    r.value("coded_end", end);
+  Reader r(body.subspan(kOpening), kOpening);
+  KvCacheConfig config;
+  each_number(config, [&](const char* field, std::int64_t& x) { r.value(field, x); });
+  r.flag("window_keeps_first", config.window_keeps_first);
+  r.flag("f16_scale", config.f16_scale);
+  for (const auto& [name, side] : {std::pair{"k.", &config.k}, {"v.", &config.v}}) {
+    const std::string of = name;
+    r.value(of + "bits", side->bits);
+    r.choice(of + "rotation", side->rotation, 2);
+    r.choice(of + "scale_rule", side->scale_rule, 3);
+    r.value(of + "seed", side->seed);
+    r.value(of + "codebook.distortion", side->codebook.distortion);
+    r.list(of + "table", side->table);
+    r.list(of + "codebook.levels", side->codebook.levels);
+    r.list(of + "codebook.boundaries", side->codebook.boundaries);
+    r.list(of + "mean", side->mean);
     if (!r.status().ok()) return r.status();
-    const auto between = [&](const char* field, std::int64_t value, std::int64_t least,
-                             std::int64_t most, const char* why = "") {
-      if (value >= least && value <= most) return Status();
-      return r.bad(field, std::to_string(value) + ", expected " + std::to_string(least) + ".." +
-                              std::to_string(most) + why);
-    };
-    const auto check = [&]() -> Status {
-      BITTERN_TRY(between("kv_heads", config.kv_heads, 1, 1 << 16));
-      BITTERN_TRY(between("dim", config.dim, kAuraMinDim, kAuraMaxDim));
-      BITTERN_TRY(between("k.bits", config.k.bits, 1, 8));
-      BITTERN_TRY(between("v.bits", config.v.bits, 1, 8));
-      BITTERN_TRY(between("size", size, 0, kMostTokens));
-      BITTERN_TRY(between("first", config.first, 0, kMostExact));
-      BITTERN_TRY(between("recent", config.recent, 0, kMostExact));
-      const std::int64_t firsts = std::min(config.first, size);
-      BITTERN_TRY(between("coded_begin", begin, firsts, config.window == 0 ? firsts : size,
-                          config.window == 0 ? ": without a window nothing is forgotten" : ""));
-      return between("coded_end", end, std::max(begin, size - config.recent), size,
-                     ": the recent tokens are after it");
-    };
-    if (Status s = check(); !s.ok()) return s;
-    // Nothing is allocated for tokens before the bytes are known to hold them. A region's rows may
-    // be fewer than it has room for, which `make` allocates: no more than the config says.
+    if (side->codebook.levels.empty()) return r.bad(of + "codebook.levels", "none");
+    if (side->table.empty() && side->rotation != Rotation::identity)
+      return r.bad(of + "table", "none, expected one for the rotation");
+  }
+  std::int64_t size = 0, begin = 0, end = 0;
+  r.value("size", size);
+  r.value("coded_begin", begin);
+  r.value("coded_end", end);
+  if (!r.status().ok()) return r.status();
+  const auto between = [&](const char* field, std::int64_t value, std::int64_t least,
+                           std::int64_t most, const char* why = "") {
+    if (value >= least && value <= most) return Status();
+    return r.bad(field, std::to_string(value) + ", expected " + std::to_string(least) + ".." +
+                            std::to_string(most) + why);
+  };
+  const auto check = [&]() -> Status {
+    BITTERN_TRY(between("kv_heads", config.kv_heads, 1, 1 << 16));
+    BITTERN_TRY(between("dim", config.dim, kAuraMinDim, kAuraMaxDim));
+    BITTERN_TRY(between("k.bits", config.k.bits, 1, 8));
+    BITTERN_TRY(between("v.bits", config.v.bits, 1, 8));
+    BITTERN_TRY(between("size", size, 0, kMostTokens));
+    BITTERN_TRY(between("first", config.first, 0, kMostExact));
+    BITTERN_TRY(between("recent", config.recent, 0, kMostExact));
     const std::int64_t firsts = std::min(config.first, size);
-    const std::int64_t payload = row_bytes(config, firsts + size - end, end - begin);
-    if (payload != static_cast<std::int64_t>(r.left())) {
-      return refuse("bytes", "rows at byte " + std::to_string(body.size() - r.left()) + ": " +
-                                 std::to_string(r.left()) + " bytes, expected " +
-                                 std::to_string(payload) + " for " + std::to_string(size) +
-                                 " tokens");
-    }
+    BITTERN_TRY(between("coded_begin", begin, firsts, config.window == 0 ? firsts : size,
+                        config.window == 0 ? ": without a window nothing is forgotten" : ""));
+    return between("coded_end", end, std::max(begin, size - config.recent), size,
+                   ": the recent tokens are after it");
+  };
+  if (Status s = check(); !s.ok()) return s;
+  // Nothing is allocated for tokens before the bytes are known to hold them. A region's rows may
+  // be fewer than it has room for, which `make` allocates: no more than the config says.
+  const std::int64_t firsts = std::min(config.first, size);
+  const std::int64_t payload = row_bytes(config, firsts + size - end, end - begin);
+  if (payload != static_cast<std::int64_t>(r.left())) {
+    return refuse("bytes", "rows at byte " + std::to_string(body.size() - r.left()) + ": " +
+                               std::to_string(r.left()) + " bytes, expected " +
+                               std::to_string(payload) + " for " + std::to_string(size) +
+                               " tokens");
+  }
 
-    auto made = make(config);
-    if (!made) return r.bad(made.status());
-    KvCache& c = *made;
-    c.size_ = size;
-    c.coded_begin_ = c.coded_end_ = begin;
-    if (Status s = c.reserve_pages(end - begin); !s.ok()) return s;
-    c.coded_end_ = end;
-    const std::int64_t dim = config.dim;
-    for (int s = 0; s < 2; ++s) {
-      for (std::int64_t h = 0; h < config.kv_heads; ++h) {
-        r.array((s == 0 ? c.k_first_ : c.v_first_).data() + h * config.first * dim,
-                at(firsts * dim));
-        for (std::int64_t t = begin; t < end; ++t)
-          r.array(c.pool_->row(s, c.slot(t).page, h, c.slot(t).token), at(c.pool_->words[s]));
-        for (std::int64_t t = begin; t < end; ++t)
-          r.array(c.pool_->scale(s, c.slot(t).page, h, c.slot(t).token), at(c.pool_->scale_bytes));
-        for (std::int64_t t = end; t < size; ++t) {
-          r.array((s == 0 ? c.k_recent_ : c.v_recent_).data() +
-                      (h * config.recent + t % config.recent) * dim,
-                  at(dim));
-        }
+  auto made = make(config);
+  if (!made) return r.bad(made.status());
+  KvCache& c = *made;
+  c.size_ = size;
+  c.coded_begin_ = c.coded_end_ = begin;
+  if (Status s = c.reserve_pages(end - begin); !s.ok()) return s;
+  c.coded_end_ = end;
+  const std::int64_t dim = config.dim;
+  for (int s = 0; s < 2; ++s) {
+    for (std::int64_t h = 0; h < config.kv_heads; ++h) {
+      r.array((s == 0 ? c.k_first_ : c.v_first_).data() + h * config.first * dim, at(firsts * dim));
+      for (std::int64_t t = begin; t < end; ++t)
+        r.array(c.pool_->row(s, c.slot(t).page, h, c.slot(t).token), at(c.pool_->words[s]));
+      for (std::int64_t t = begin; t < end; ++t)
+        r.array(c.pool_->scale(s, c.slot(t).page, h, c.slot(t).token), at(c.pool_->scale_bytes));
+      for (std::int64_t t = end; t < size; ++t) {
+        r.array((s == 0 ? c.k_recent_ : c.v_recent_).data() +
+                    (h * config.recent + t % config.recent) * dim,
+                at(dim));
       }
     }
-    return made;
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, "kv_cache: parse");
   }
+  return made;
+} catch (...) {
+  return caught("kv_cache: parse");
 }
 
 }  // namespace bittern

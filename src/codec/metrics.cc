@@ -1,7 +1,6 @@
 #include "bittern/metrics.h"
 
 #include <algorithm>
-#include <cassert>
 #include <cmath>
 #include <limits>
 
@@ -10,8 +9,9 @@
 namespace bittern {
 namespace {
 
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
 double dot(std::span<const float> x, std::span<const float> y) {
-  assert(x.size() == y.size());
   double sum = 0;
   for (std::size_t i = 0; i < x.size(); ++i)
     sum += static_cast<double>(x[i]) * static_cast<double>(y[i]);
@@ -32,9 +32,9 @@ double ratio(double error, double size) {
 
 }  // namespace
 
-double relative_mse(std::span<const float> x, std::span<const float> y) {
+double relative_mse(std::span<const float> x, std::span<const float> y) noexcept {
   const FloatMode mode;
-  assert(x.size() == y.size());
+  if (x.size() != y.size()) return kNan;
   double error = 0;
   for (std::size_t i = 0; i < x.size(); ++i) {
     const double d = static_cast<double>(x[i]) - static_cast<double>(y[i]);
@@ -43,16 +43,17 @@ double relative_mse(std::span<const float> x, std::span<const float> y) {
   return ratio(error, dot(x, x));
 }
 
-double cosine_similarity(std::span<const float> x, std::span<const float> y) {
+double cosine_similarity(std::span<const float> x, std::span<const float> y) noexcept {
   const FloatMode mode;
+  if (x.size() != y.size()) return kNan;
   const double xx = dot(x, x), yy = dot(y, y);
   if (xx == 0 || yy == 0) return xx == yy ? 1 : 0;
   return dot(x, y) / (std::sqrt(xx) * std::sqrt(yy));
 }
 
-double logit_error(std::span<const float> x, std::span<const float> y) {
+double logit_error(std::span<const float> x, std::span<const float> y) noexcept {
   const FloatMode mode;
-  assert(x.size() == y.size());
+  if (x.size() != y.size()) return kNan;
   double error = 0, most = 0;
   for (std::size_t i = 0; i < x.size(); ++i) {
     error = std::max(error, std::fabs(static_cast<double>(x[i]) - static_cast<double>(y[i])));
@@ -61,9 +62,9 @@ double logit_error(std::span<const float> x, std::span<const float> y) {
   return ratio(error, most);
 }
 
-double attention_kl(std::span<const float> x, std::span<const float> y) {
+double attention_kl(std::span<const float> x, std::span<const float> y) noexcept {
   const FloatMode mode;
-  assert(x.size() == y.size());
+  if (x.size() != y.size()) return kNan;
   if (x.empty()) return 0;
   const double zx = log_sum_exp(x), zy = log_sum_exp(y);
   double kl = 0;
@@ -75,7 +76,7 @@ double attention_kl(std::span<const float> x, std::span<const float> y) {
   return kl;
 }
 
-double bits_per_value(std::int64_t dim, std::int32_t bits, DType scale) {
+double bits_per_value(std::int64_t dim, std::int32_t bits, DType scale) noexcept {
   const FloatMode mode;
   const auto bytes =
       static_cast<double>(4 * packed_words(dim, bits)) + static_cast<double>(size_of(scale));

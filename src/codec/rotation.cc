@@ -3,6 +3,7 @@
 #include "bittern/codec.h"
 #include "codec/special.h"
 #include "core/float_mode.h"
+#include "core/guarded.h"
 
 namespace bittern {
 namespace {
@@ -80,7 +81,8 @@ std::vector<float> random_rotation(std::int64_t dim, std::uint64_t seed) {
 
 }  // namespace
 
-Result<std::vector<float>> make_rotation(Rotation rotation, std::int64_t dim, std::uint64_t seed) {
+Result<std::vector<float>> make_rotation(Rotation rotation, std::int64_t dim,
+                                         std::uint64_t seed) noexcept try {
   const FloatMode mode;
   if (Status s = check_aura_row("make_rotation", "dim", dim, 1, rotation); !s.ok()) return s;
   switch (rotation) {
@@ -89,6 +91,8 @@ Result<std::vector<float>> make_rotation(Rotation rotation, std::int64_t dim, st
     case Rotation::dense: return random_rotation(dim, seed);
   }
   return std::vector<float>();
+} catch (...) {
+  return caught("make_rotation");
 }
 
 }  // namespace bittern

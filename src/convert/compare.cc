@@ -10,6 +10,8 @@
 #include "convert/architecture.h"
 #include "convert/encode.h"
 #include "convert/row_reader.h"
+#include "core/guarded.h"
+#include "cpu/parallel.h"
 
 namespace bittern {
 namespace {
@@ -131,13 +133,15 @@ Status compare_tensor(Numbers& a, Numbers& b, std::size_t worst,
     if (!numbers_b) return numbers_b.status();
     const std::int64_t chunk_groups = count / columns * groups;
     sums.resize(static_cast<std::size_t>(chunk_groups));
-#pragma omp parallel for num_threads(num_threads()) schedule(static) if (count > 65536)
-    for (std::int64_t i = 0; i < chunk_groups; ++i) {
-      const std::int64_t column = i % groups * kComparedGroup;
-      const std::int64_t at = i / groups * columns + column;
-      sums[static_cast<std::size_t>(i)] =
-          sums_of(*numbers_a + at, *numbers_b + at, std::min(kComparedGroup, columns - column));
-    }
+    cpu::parallel(
+        chunk_groups, cpu::kGrain / kComparedGroup, [&](std::int64_t begin, std::int64_t end) {
+          for (std::int64_t i = begin; i < end; ++i) {
+            const std::int64_t column = i % groups * kComparedGroup;
+            const std::int64_t at = i / groups * columns + column;
+            sums[static_cast<std::size_t>(i)] = sums_of(*numbers_a + at, *numbers_b + at,
+                                                        std::min(kComparedGroup, columns - column));
+          }
+        });
     for (std::int64_t i = 0; i < chunk_groups; ++i) {
       const GroupSums& group = sums[static_cast<std::size_t>(i)];
       const std::int64_t column = i % groups * kComparedGroup;
@@ -261,7 +265,8 @@ std::vector<const TensorDifference*> Comparison::not_finite() const {
 }
 
 Result<Comparison> compare(const Checkpoint& a, const Checkpoint& b, std::size_t worst_groups,
-                           const std::function<void(const ComparisonProgress&)>& progress) {
+                           const std::function<void(const ComparisonProgress&)>& progress) noexcept
+    try {
   Named names_a(a), names_b(b);
   BITTERN_TRY(bring_together(names_a, names_b));
 
@@ -328,6 +333,8 @@ Result<Comparison> compare(const Checkpoint& a, const Checkpoint& b, std::size_t
     result.tensors.push_back(std::move(tensor));
   }
   return result;
+} catch (...) {
+  return caught(b.path());
 }
 
 }  // namespace bittern

@@ -69,6 +69,6 @@ struct ComparisonProgress {
 // (convert/architecture.h), and what a has no place for is only in b. Folders without a common name
 // are compared under llama.cpp's.
 Result<Comparison> compare(const Checkpoint& a, const Checkpoint& b, std::size_t worst_groups,
-                           const std::function<void(const ComparisonProgress&)>& progress);
+                           const std::function<void(const ComparisonProgress&)>& progress) noexcept;
 
 }  // namespace bittern

@@ -8,6 +8,7 @@
 #include "convert/importance.h"
 #include "convert/mix.h"
 #include "convert/planner.h"
+#include "core/guarded.h"
 #include "formats/fingerprint.h"
 
 namespace bittern {
@@ -173,10 +174,13 @@ std::uint64_t ConversionPlanner::fingerprint() const {
 }
 
 Result<Conversion> Conversion::plan(const Checkpoint& source, const ConversionOptions& options,
-                                    const std::string& out, const ProgressFunction& progress) {
+                                    const std::string& out,
+                                    const ProgressFunction& progress) noexcept try {
   auto made = ConversionPlanner(source, options, out, progress).make();
   BITTERN_TRY(source.unchanged());  // what was planned from
   return made;
+} catch (...) {
+  return caught(source.path());
 }
 
 std::uint64_t Conversion::weights() const {

@@ -63,7 +63,7 @@ struct ConversionOptions {
 
 // One line each: {"bits": 4, "group_size": 64, "rules": [{"match": "lm_head", "bits": 8}, ...]}.
 // Fills what the options do not say; its rules come after theirs.
-Status read_policy(const std::string& path, ConversionOptions& options);
+Status read_policy(const std::string& path, ConversionOptions& options) noexcept;
 
 struct OutputTensor {
   enum class Way { copy, cast, quantize, transcode };
@@ -94,7 +94,7 @@ class Conversion {
   // `source` outlives the conversion. `out` decides nothing but names, and notes about what is
   // beside it.
   static Result<Conversion> plan(const Checkpoint& source, const ConversionOptions& options,
-                                 const std::string& out, const ProgressFunction& progress);
+                                 const std::string& out, const ProgressFunction& progress) noexcept;
 
   const std::vector<OutputTensor>& tensors() const { return tensors_; }
   const std::vector<std::string>& notes() const { return notes_; }  // about the model as a whole
@@ -115,7 +115,7 @@ class Conversion {
     double making = 0, writing = 0, syncing = 0;
   };
   Result<RunReport> run(const std::string& out, const RunOptions& how,
-                        const ProgressFunction& progress) const;
+                        const ProgressFunction& progress) const noexcept;
 
  private:
   friend class ConversionPlanner;

@@ -14,6 +14,7 @@
 #include "bittern/ops/gguf_quantize.h"
 #include "bittern/ops/qdq_affine_init.h"
 #include "core/blocks.h"
+#include "cpu/parallel.h"
 #include "formats/decode.h"
 
 namespace bittern {
@@ -35,10 +36,7 @@ Status run_op(const typename Op::Desc& desc, const typename Op::Args& args) {
 // f(begin, end) over [0, count) on all threads; f writes what is its own.
 template <class F>
 void in_parallel(std::int64_t count, F&& f) {
-  constexpr std::int64_t kPiece = 1 << 16;
-  const std::int64_t pieces = (count + kPiece - 1) / kPiece;
-#pragma omp parallel for num_threads(num_threads()) schedule(static) if (pieces > 1)
-  for (std::int64_t i = 0; i < pieces; ++i) f(i * kPiece, std::min(count, (i + 1) * kPiece));
+  cpu::parallel(count, cpu::kGrain, f);
 }
 
 // The same numbers, each rounded once.

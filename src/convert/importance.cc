@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "convert/tokenizer_table.h"
+#include "core/guarded.h"
 
 namespace bittern {
 namespace {
@@ -29,7 +30,7 @@ void divide(std::vector<float>& sums, std::int64_t matrices, std::int64_t column
 
 }  // namespace
 
-Result<ImportanceMatrix> ImportanceMatrix::open(const std::string& path) {
+Result<ImportanceMatrix> ImportanceMatrix::open(const std::string& path) noexcept try {
   auto file = MappedFile::open(path);
   if (!file) return file.status();
   ImportanceMatrix matrix;
@@ -47,6 +48,8 @@ Result<ImportanceMatrix> ImportanceMatrix::open(const std::string& path) {
     return invalid(path + ": general.type is not imatrix; expected an importance matrix");
   matrix.gguf_.emplace(std::move(*gguf));
   return matrix;
+} catch (...) {
+  return caught(path);
 }
 
 Status ImportanceMatrix::read_legacy() {

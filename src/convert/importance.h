@@ -21,7 +21,7 @@ namespace bittern {
 class ImportanceMatrix {
  public:
   // A file that begins with "GGUF" is of the first kind; any other must be of the second.
-  static Result<ImportanceMatrix> open(const std::string& path);
+  static Result<ImportanceMatrix> open(const std::string& path) noexcept;
 
   // The mean squares of the inputs of tensor `name`, [matrices, columns]; all ones for a matrix
   // that saw no input; empty where the file has no such tensor.

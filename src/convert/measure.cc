@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <limits>
 #include <map>
+#include <mutex>
 #include <numeric>
 
 #include "convert/for_runs.h"
@@ -63,6 +64,7 @@ Result<std::vector<double>> measure(const RowReader& reader,
   const std::int64_t matrix_runs = (matrix_rows + length - 1) / length;
   const std::int64_t runs = matrices * matrix_runs;
   std::vector<double> sums(encoders.size() * static_cast<std::size_t>(runs));
+  std::mutex telling;
   const auto run = [&](std::int64_t i, Worker& worker) -> Status {
     const std::int64_t matrix = i / matrix_runs, in_matrix = i % matrix_runs * length;
     const std::int64_t row = matrix * matrix_rows + in_matrix;
@@ -94,7 +96,7 @@ Result<std::vector<double>> measure(const RowReader& reader,
           decode_rows(tensor_of(worker.encoded, encoder.to, count, columns), 0, count, worker.y));
       *sum++ = squared_error(worker.w, worker.y, weights);
     }
-#pragma omp critical(bittern_progress)
+    const std::lock_guard lock(telling);
     progress(count);
     return {};
   };

@@ -9,11 +9,12 @@
 #include <cerrno>
 #include <cstdio>
 #include <fstream>
-#include <new>
 #include <system_error>
 
 #include "bittern/device.h"
+#include "convert/for_runs.h"
 #include "convert/replace.h"
+#include "core/guarded.h"
 #include "formats/fingerprint.h"
 
 namespace bittern {
@@ -58,8 +59,8 @@ Result<Journal> load_journal(const WritableFile& file) {
     if (!file.pread(0, std::as_writable_bytes(std::span(text))))
       return Status{Code::io_error, file.path() + ": cannot read"};
     return read_journal(text);
-  } catch (const std::bad_alloc&) {
-    return Status{Code::out_of_memory, file.path() + ": out of memory"};
+  } catch (...) {
+    return caught(file.path());
   }
 }
 
@@ -247,7 +248,7 @@ Status ModelOutput::open_files(bool anew) {
 }
 
 // The journal's pieces whose bytes have their sums; marks the tensors they cover.
-std::vector<Journal::Piece> ModelOutput::verified(const Journal& journal) {
+Result<std::vector<Journal::Piece>> ModelOutput::verified(const Journal& journal) {
   std::vector<Journal::Piece> pieces;
   for (const Journal::Piece& piece : journal.pieces) {
     if (piece.tensor >= layout_.tensors.size()) continue;
@@ -255,25 +256,24 @@ std::vector<Journal::Piece> ModelOutput::verified(const Journal& journal) {
     if (piece.offset <= all && piece.bytes <= all - piece.offset) pieces.push_back(piece);
   }
   std::vector<std::uint8_t> good(pieces.size());
-  const auto count = static_cast<std::int64_t>(pieces.size());
-#pragma omp parallel num_threads(num_threads()) if (count > 1)
-  {
-    std::vector<std::byte> buffer(kReadAtOnce);
-#pragma omp for schedule(dynamic)
-    for (std::int64_t i = 0; i < count; ++i) {
-      const Journal::Piece& piece = pieces[static_cast<std::size_t>(i)];
-      const OutputLayout::Extent& extent = layout_.tensors[piece.tensor];
-      Checksum sum;
-      bool there = true;
-      for (std::uint64_t at = 0; there && at < piece.bytes; at += kReadAtOnce) {
-        const auto part = std::span(buffer).first(
-            static_cast<std::size_t>(std::min<std::uint64_t>(kReadAtOnce, piece.bytes - at)));
-        there = files_[extent.file].pread(extent.begin + piece.offset + at, part);
-        if (there) sum.add(part);
-      }
-      good[static_cast<std::size_t>(i)] = there && sum.value() == piece.sum;
+  std::vector<std::vector<std::byte>> buffers;
+  const auto verify = [&](std::int64_t i, std::vector<std::byte>& buffer) {
+    const Journal::Piece& piece = pieces[static_cast<std::size_t>(i)];
+    const OutputLayout::Extent& extent = layout_.tensors[piece.tensor];
+    buffer.resize(kReadAtOnce);
+    Checksum sum;
+    bool there = true;
+    for (std::uint64_t at = 0; there && at < piece.bytes; at += kReadAtOnce) {
+      const auto part = std::span(buffer).first(
+          static_cast<std::size_t>(std::min<std::uint64_t>(kReadAtOnce, piece.bytes - at)));
+      there = files_[extent.file].pread(extent.begin + piece.offset + at, part);
+      if (there) sum.add(part);
     }
-  }
+    good[static_cast<std::size_t>(i)] = there && sum.value() == piece.sum;
+    return Status();
+  };
+  const Status read = for_runs(static_cast<std::int64_t>(pieces.size()), buffers, verify);
+  if (!read.ok()) return read;
   std::vector<std::vector<Journal::Piece>> of_tensor(layout_.tensors.size());
   for (std::size_t i = 0; i < pieces.size(); ++i)
     if (good[i] != 0) of_tensor[pieces[i].tensor].push_back(pieces[i]);
@@ -379,7 +379,9 @@ Result<ModelOutput> ModelOutput::create(const std::string& given, OutputLayout l
     output.keep_ = true;  // what was made is kept, whatever happens now
     if (options.parts) BITTERN_TRY(output.take_parts_back());
     BITTERN_TRY(output.open_files(false));
-    for (const Journal::Piece& piece : output.verified(*journal)) lines += journal_line(piece);
+    const auto pieces = output.verified(*journal);
+    if (!pieces) return pieces.status();
+    for (const Journal::Piece& piece : *pieces) lines += journal_line(piece);
     BITTERN_TRY(output.fill_gaps());
     BITTERN_TRY(output.journal_.truncate());
     BITTERN_TRY(output.journal_.pwrite(0, as_bytes(lines)));
@@ -440,7 +442,11 @@ Status ModelOutput::move_parts() const {
 
 ModelOutput::~ModelOutput() {
   if (keep_ || !journal_.is_open()) return;
-  if (check_names().ok()) remove_known(partial(), names());
+  try {
+    if (check_names().ok()) remove_known(partial(), names());
+  } catch (...) {
+    return;  // without memory to name them, the files stay for another run
+  }
   remove_journal();
 }
 

@@ -79,7 +79,7 @@ class ModelOutput {
   Status check_partial(const Journal& journal) const;
   Result<bool> begins_alike(const std::string& path, const std::string& head) const;
   Status open_files(bool anew);
-  std::vector<Journal::Piece> verified(const Journal& journal);
+  Result<std::vector<Journal::Piece>> verified(const Journal& journal);
   Status fill_gaps();
   Status check_names() const;
   void remove_journal();

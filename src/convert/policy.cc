@@ -7,6 +7,7 @@
 
 #include "convert/mix.h"
 #include "convert/planner.h"
+#include "core/guarded.h"
 #include "formats/json_events.h"
 #include "formats/json_tree.h"
 
@@ -31,7 +32,7 @@ std::string written_names() {
   return names;
 }
 
-Status read_policy(const std::string& path, ConversionOptions& options) {
+Status read_policy(const std::string& path, ConversionOptions& options) noexcept try {
   auto file = MappedFile::open(path);
   if (!file) return file.status();
   const auto parsed = parse_json_tree(path, file->bytes(), kMostPolicyBytes);
@@ -94,6 +95,8 @@ Status read_policy(const std::string& path, ConversionOptions& options) {
     options.rules.push_back(std::move(rule));
   }
   return {};
+} catch (...) {
+  return caught(path);
 }
 
 Status ConversionPlanner::check_bits(int bits, const std::string& where) const {

@@ -2,6 +2,7 @@
 // size.
 #include <algorithm>
 #include <chrono>
+#include <mutex>
 #include <utility>
 
 #include "convert/apart.h"
@@ -11,6 +12,7 @@
 #include "convert/output.h"
 #include "convert/row_reader.h"
 #include "convert/run.h"
+#include "core/guarded.h"
 #include "formats/fingerprint.h"
 
 namespace bittern {
@@ -144,6 +146,7 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
   const std::int64_t length = run_length(matrix_rows, reader->columns());
   const std::int64_t matrix_runs = (matrix_rows + length - 1) / length;
   std::vector<Worker> workers;
+  std::mutex writing;
   const auto run = [&](std::int64_t i, Worker& worker) -> Status {
     const std::int64_t in_matrix = i % matrix_runs * length;
     const std::int64_t row = i / matrix_runs * matrix_rows + in_matrix;
@@ -152,8 +155,8 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
     sum_rows(worker);
     worker.watch.lap(worker.report.making);
     Status written;
-#pragma omp critical(bittern_output)
     {
+      const std::lock_guard lock(writing);
       written = write_rows(stream, row, worker);
       if (written.ok()) progress(count);
     }
@@ -194,7 +197,7 @@ std::vector<std::string> Conversion::outputs(const std::string& out) const {
 }
 
 Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunOptions& how,
-                                              const ProgressFunction& progress) const {
+                                              const ProgressFunction& progress) const noexcept try {
   OutputOptions to{.folder = options_.format != ModelFormat::gguf,
                    .parts = options_.splits(),
                    .force = how.force,
@@ -241,7 +244,7 @@ Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunO
     watch.lap(report.syncing);
     return {};
   };
-  Status status = work();
+  Status status = guarded(out, work);
   // Whatever bytes of a file that changed have led to is of no interest.
   if (!status.ok())
     if (Status source = source_->unchanged(); !source.ok()) status = std::move(source);
@@ -249,6 +252,8 @@ Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunO
   if (status.code() == Code::io_error) output->keep();
   if (!status.ok()) return status;
   return report;
+} catch (...) {
+  return caught(out);
 }
 
 }  // namespace bittern

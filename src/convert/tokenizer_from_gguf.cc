@@ -1,9 +1,9 @@
 // The files of a folder's tokeniser from GGUF's metadata.
 #include <algorithm>
-#include <new>
 
 #include "convert/tokenizer.h"
 #include "convert/tokenizer_source.h"
+#include "core/guarded.h"
 #include "formats/json_events.h"
 
 namespace bittern {
@@ -213,8 +213,8 @@ Result<std::vector<TextFile>> convert(const GgufFile& file) {
 Result<std::vector<TextFile>> tokenizer_from_gguf(const GgufFile& file) {
   try {
     return convert(file);
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, file.path() + ": tokenizer");
+  } catch (...) {
+    return caught(file.path());
   }
 }
 

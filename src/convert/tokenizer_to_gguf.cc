@@ -1,10 +1,10 @@
 // The tokeniser of a folder as GGUF's metadata. Byte-level BPE is here, the rest in the files that
 // tokenizer_parts.h names.
 #include <algorithm>
-#include <new>
 
 #include "convert/tokenizer.h"
 #include "convert/tokenizer_parts.h"
+#include "core/guarded.h"
 #include "formats/json_events.h"
 #include "formats/side_file.h"
 
@@ -132,8 +132,8 @@ Result<Metadata> tokenizer_to_gguf(const std::string& folder, std::int64_t vocab
     if (!is_there(folder + "/tokenizer.json") && is_there(folder + "/tokenizer.model"))
       return from_sentencepiece_model(folder, vocab_size);
     return from_json(folder, vocab_size, like_phi3);
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, folder + ": tokenizer");
+  } catch (...) {
+    return caught(folder);
   }
 }
 

@@ -3,10 +3,11 @@
 #include <string>
 
 #include "core/expect.h"
+#include "core/guarded.h"
 
 namespace bittern {
 
-Status check_sequences(std::string_view op, const Sequences& s) {
+Status check_sequences(std::string_view op, const Sequences& s) noexcept try {
   BITTERN_TRY(expect_at_least(op, "batch", s.batch, 0));
   BITTERN_TRY(expect_at_least(op, "tokens", s.tokens, 0));
   BITTERN_TRY(expect_between(op, "n_sequences", s.n_sequences, 0, std::int64_t{1} << 31));
@@ -15,9 +16,12 @@ Status check_sequences(std::string_view op, const Sequences& s) {
   }
   if (s.n_sequences > 0) BITTERN_TRY(expect_between(op, "tokens", s.tokens, 0, INT32_MAX));
   return {};
+} catch (...) {
+  return caught(op);
 }
 
-Status check_cu_seqlens(std::string_view op, const Sequences& s, const ConstView& cu_seqlens) {
+Status check_cu_seqlens(std::string_view op, const Sequences& s,
+                        const ConstView& cu_seqlens) noexcept try {
   if (s.n_sequences == 0) return {};
   const std::int32_t* at = cu_seqlens.as<std::int32_t>();
   const auto wrong = [&](std::int64_t i, const std::string& expected) {
@@ -35,6 +39,8 @@ Status check_cu_seqlens(std::string_view op, const Sequences& s, const ConstView
     return wrong(s.n_sequences, "tokens, " + std::to_string(s.tokens));
   }
   return {};
+} catch (...) {
+  return caught(op);
 }
 
 std::vector<Sequence> sequences_of(const Sequences& s, const ConstView& cu_seqlens) {

@@ -7,7 +7,10 @@
 #include <cctype>
 #include <cstdlib>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "core/guarded.h"
 
 namespace bittern::cpu {
 namespace {
@@ -76,7 +79,11 @@ Choice choose() {
 }
 
 const Choice& choice() {
-  static const auto* const made = new Choice(choose());
+  static const auto* const made = [] {
+    Choice chosen = choose();
+    throw_if_out_of_memory(chosen.status);
+    return new Choice(std::move(chosen));
+  }();
   return *made;
 }
 

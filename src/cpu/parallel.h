@@ -1,10 +1,16 @@
-// Splits work over the OpenMP team in fixed contiguous ranges.
+// Splits work over the OpenMP team: in fixed contiguous ranges, or as a queue.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <exception>
+#include <mutex>
+#include <utility>
 
 #include "bittern/device.h"
+#include "bittern/status.h"
 #include "core/float_mode.h"
+#include "core/guarded.h"
 
 namespace bittern::cpu {
 
@@ -18,9 +24,36 @@ void ignore_grain(bool ignore);
 // Before a team starts: from then on a child that is forked has one thread (threads.cc).
 void mind_forks();
 
+// While one lives, this thread is one of a team's: num_threads() is 1, so that plans do not nest.
+class [[nodiscard]] InRegion {
+ public:
+  InRegion() noexcept;
+  ~InRegion();
+  InRegion(const InRegion&) = delete;
+  InRegion& operator=(const InRegion&) = delete;
+
+ private:
+  const bool before_;
+};
+
+// No exception may leave an OpenMP region: a thread that catches one keeps it here, and the caller
+// throws the first of them again.
+class FirstException {
+ public:
+  void keep() noexcept;  // inside a catch (...)
+  void rethrow() const {
+    if (first_ != nullptr) std::rethrow_exception(first_);
+  }
+
+ private:
+  std::atomic_flag kept_;
+  std::exception_ptr first_;
+};
+
 // Calls f(begin, end) on disjoint ranges that cover [0, n), at most one per thread and none shorter
-// than `grain` (a team costs microseconds to wake). Boundaries fall on multiples of `align`. f must
-// not throw. Since f writes what belongs to its range alone, results cannot depend on the split.
+// than `grain` (a team costs microseconds to wake). Boundaries fall on multiples of `align`. An
+// exception of f reaches the caller once all ranges have ended. Since f writes what belongs to its
+// range alone, results cannot depend on the split.
 template <class F>
 void parallel(std::int64_t n, std::int64_t grain, F&& f, std::int64_t align = 1) {
   if (n <= 0) return;
@@ -38,11 +71,18 @@ void parallel(std::int64_t n, std::int64_t grain, F&& f, std::int64_t align = 1)
     return std::min(n, whole * align);
   };
   mind_forks();
+  FirstException thrown;
 #pragma omp parallel for num_threads(static_cast<int>(team)) schedule(static, 1)
   for (std::int64_t t = 0; t < team; ++t) {
     const FloatMode mode;
-    if (edge(t) < edge(t + 1)) f(edge(t), edge(t + 1));
+    const InRegion region;
+    try {
+      if (edge(t) < edge(t + 1)) f(edge(t), edge(t + 1));
+    } catch (...) {
+      thrown.keep();
+    }
   }
+  thrown.rethrow();
 }
 
 // Calls f(slot, begin, end) on disjoint ranges that cover [0, n), where no two calls that run at
@@ -56,6 +96,40 @@ void parallel_slots(std::int64_t n, std::int64_t slots, F&& f) {
     for (std::int64_t slot = first; slot < last; ++slot)
       if (edge(slot) < edge(slot + 1)) f(slot, edge(slot), edge(slot + 1));
   });
+}
+
+// Calls f(i, slot) -> Status for i in [0, n), each on the thread that is free first, where no two
+// calls that run at once have the same slot < slots. They begin in the order of i. Once one has
+// failed, or thrown, none begins; the answer is that of the least i that did.
+template <class F>
+Status parallel_queue(std::int64_t n, std::int64_t slots, const F& f) {
+  const std::int64_t team =
+      std::max<std::int64_t>(std::min({n, slots, std::int64_t{num_threads()}}), 1);
+  std::atomic<std::int64_t> next = 0, failed = n;
+  std::mutex mutex;
+  Status failure;
+  const auto work = [&](std::int64_t slot) noexcept {
+    const FloatMode mode;
+    for (std::int64_t i; (i = next++) < n && i < failed;) {
+      Status status = guarded("", [&]() -> Status { return f(i, slot); });
+      if (status.ok()) continue;
+      const std::lock_guard lock(mutex);
+      if (i >= failed) continue;
+      failed = i;
+      failure = std::move(status);
+    }
+  };
+  if (team <= 1) {
+    work(0);
+    return failure;
+  }
+  mind_forks();
+#pragma omp parallel for num_threads(static_cast<int>(team)) schedule(static, 1)
+  for (std::int64_t slot = 0; slot < team; ++slot) {
+    const InRegion region;
+    work(slot);
+  }
+  return failure;
 }
 
 }  // namespace bittern::cpu

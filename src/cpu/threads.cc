@@ -1,19 +1,24 @@
 #include <omp.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <charconv>
 #include <condition_variable>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <string>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "bittern/environment.h"
 #include "core/environment.h"
+#include "core/guarded.h"
+#include "core/thread_count.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 
@@ -21,7 +26,7 @@ namespace bittern {
 namespace {
 
 // Asked for once: the operating system takes microseconds to say how many cores there are.
-int cores() {
+int cores() noexcept {
   static const int count = omp_get_num_procs();
   return count;
 }
@@ -35,6 +40,8 @@ int can_start(int wanted) {
   std::condition_variable end;
   bool ended = false;
   std::vector<std::thread> threads;
+  threads.reserve(static_cast<std::size_t>(wanted));
+  std::exception_ptr no_memory;  // which says nothing about the system's limit
   try {
     while (static_cast<int>(threads.size()) + 1 < wanted) {
       threads.emplace_back([&] {
@@ -44,6 +51,7 @@ int can_start(int wanted) {
     }
   } catch (const std::system_error&) {  // the system's limit
   } catch (const std::bad_alloc&) {
+    no_memory = std::current_exception();
   }
   {
     const std::lock_guard lock(mutex);
@@ -51,6 +59,7 @@ int can_start(int wanted) {
   }
   end.notify_all();
   for (std::thread& thread : threads) thread.join();
+  if (no_memory != nullptr) std::rethrow_exception(no_memory);
   const int started = static_cast<int>(threads.size()) + 1;
   int before = known.load();
   while (before < started && !known.compare_exchange_weak(before, started)) {
@@ -96,44 +105,82 @@ Default read_default() {
   return {threads, std::move(status)};
 }
 
-const Default& defaults() {
-  static const auto* const read = new Default(read_default());
-  return *read;
+// Without memory to read them: one thread, until there is some.
+const Default& defaults() noexcept {
+  static const Default none{1, Status::out_of_memory()};
+  try {
+    static const auto* const read = [] {
+      Default made = read_default();
+      throw_if_out_of_memory(made.status);
+      return new Default(std::move(made));
+    }();
+    return *read;
+  } catch (...) {
+    return none;
+  }
 }
 
 std::atomic<int> chosen{0};
 std::atomic<int> refused{0};  // what set_num_threads was last asked for in vain
 std::atomic<bool> split_always{false};
 std::atomic<bool> orphaned{false};  // a child whose parent's team it cannot wake
+thread_local int plan_threads = 0;  // of the plan that this thread runs; 0: none says
+thread_local bool in_region = false;
 
 }  // namespace
 
-int max_threads() { return std::max(256, cores()); }
+int max_threads() noexcept { return std::max(256, cores()); }
 
-int num_threads() {
-  if (orphaned.load(std::memory_order_relaxed)) return 1;
+int num_threads() noexcept {
+  if (in_region || orphaned.load(std::memory_order_relaxed)) return 1;
+  if (plan_threads >= 1) return plan_threads;
   const int set = chosen.load(std::memory_order_relaxed);
   return set >= 1 ? set : defaults().threads;
 }
 
-Status check_num_threads(int threads) { return check_count("num_threads", threads); }
+ThreadCount::ThreadCount(int threads) noexcept : before_(plan_threads) {
+  if (threads >= 1) plan_threads = threads;
+}
+ThreadCount::~ThreadCount() { plan_threads = before_; }
 
-void set_num_threads(int threads) {
+Status check_num_threads(int threads) noexcept {
+  return guarded("num_threads", [&] { return check_count("num_threads", threads); });
+}
+
+Status check_plan_threads(std::string_view op, int threads) {
+  if (threads == 0) return {};
+  const std::string what = std::string(op).append(": threads");
+  if (threads < 0) {
+    return invalid(what + ": " + std::to_string(threads) +
+                   ", expected 0 (as num_threads says) or " + accepted());
+  }
+  return check_count(what, threads);
+}
+
+void set_num_threads(int threads) noexcept {
   const bool ok = check_num_threads(threads).ok();
   refused.store(ok ? 0 : threads, std::memory_order_relaxed);
   if (ok) chosen.store(threads, std::memory_order_relaxed);
 }
 
-Status check_environment() {
-  BITTERN_TRY(defaults().status);
-  if (const int threads = refused.load(std::memory_order_relaxed); threads != 0)
-    BITTERN_TRY(check_num_threads(threads));
-  static const auto* const plugin = new Status(cuda_plugin_variable().status());
-  BITTERN_TRY(*plugin);
-  return cpu::check_isa_variable();
+Status check_environment() noexcept {
+  return guarded("environment", []() -> Status {
+    BITTERN_TRY(defaults().status);
+    if (const int threads = refused.load(std::memory_order_relaxed); threads != 0)
+      BITTERN_TRY(check_num_threads(threads));
+    BITTERN_TRY(check_cuda_plugin_variable());
+    return cpu::check_isa_variable();
+  });
 }
 
 namespace cpu {
+
+InRegion::InRegion() noexcept : before_(std::exchange(in_region, true)) {}
+InRegion::~InRegion() { in_region = before_; }
+
+void FirstException::keep() noexcept {
+  if (!kept_.test_and_set()) first_ = std::current_exception();
+}
 
 bool grain_ignored() { return split_always.load(std::memory_order_relaxed); }
 void ignore_grain(bool ignore) { split_always.store(ignore, std::memory_order_relaxed); }

@@ -3,10 +3,12 @@
 
 #include <filesystem>
 #include <fstream>
+#include <new>
 #include <sstream>
 #include <string>
 
 #include "core/environment.h"
+#include "core/guarded.h"
 #include "cuda/plugin.h"
 
 namespace bittern {
@@ -17,16 +19,19 @@ namespace {
 std::string own_directory() {
   const auto self = reinterpret_cast<std::uintptr_t>(&own_directory);
   std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);) {
+  std::string line;
+  while (std::getline(maps, line)) {
     // begin-end permissions offset device inode path
     std::istringstream fields(line);
     std::uintptr_t begin = 0, end = 0;
     char dash = 0;
     fields >> std::hex >> begin >> dash >> end;
+    if (fields.bad()) throw std::bad_alloc();
     if (!fields || self < begin || self >= end) continue;
     const std::size_t first = line.find('/'), last = line.rfind('/');
     if (first != std::string::npos) return line.substr(first, last + 1 - first);
   }
+  if (maps.bad()) throw std::bad_alloc();  // which streams keep to themselves
   return {};
 }
 
@@ -97,7 +102,11 @@ Result<const CudaPlugin*> load_cuda_plugin(const std::string& path, int device_i
 }
 
 Result<const CudaPlugin*> cuda_plugin(int device_index) {
-  static const auto* const loaded = new Result<Loaded>(find_and_load());
+  static const auto* const loaded = [] {
+    Result<Loaded> found = find_and_load();
+    throw_if_out_of_memory(found.status());
+    return new Result<Loaded>(std::move(found));
+  }();
   return with_device(*loaded, device_index);
 }
 

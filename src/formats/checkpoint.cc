@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <new>
 #include <numeric>
 #include <system_error>
 
+#include "core/guarded.h"
 #include "formats/fingerprint.h"
 #include "formats/json_events.h"
 #include "formats/side_file.h"
@@ -74,8 +74,8 @@ Result<Checkpoint> Checkpoint::open(const std::string& path) {
     if (Status status = model.index_tensors(); !status.ok()) return status;
     if (Status status = model.take_fingerprint(); !status.ok()) return status;
     return model;
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, path + ": out of memory");
+  } catch (...) {
+    return caught(path);
   }
 }
 

@@ -1,13 +1,13 @@
 #include "formats/decode.h"
 
 #include <algorithm>
-#include <new>
 #include <string>
 #include <type_traits>
 #include <vector>
 
 #include "bittern/ops/gguf_dequantize.h"
 #include "bittern/ops/qdq_affine_forward.h"
+#include "core/guarded.h"
 #include "formats/json_events.h"
 #include "formats/stored_rows.h"
 
@@ -140,8 +140,8 @@ Status decode_rows(const CheckpointTensor& tensor, std::int64_t first, std::int6
   if (out.empty()) return {};
   try {
     return decode(tensor, first, count, out.data());
-  } catch (const std::bad_alloc&) {
-    return {Code::out_of_memory, of_tensor(tensor) + "out of memory"};
+  } catch (...) {
+    return caught(tensor.name);
   }
 }
 

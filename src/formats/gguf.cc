@@ -2,8 +2,8 @@
 #include "formats/gguf.h"
 
 #include <algorithm>
-#include <new>
 
+#include "core/guarded.h"
 #include "formats/gguf_detail.h"
 
 namespace bittern {
@@ -95,8 +95,8 @@ Result<std::vector<std::string_view>> GgufFile::strings(std::string_view key) co
     out.reserve(array->size());
     array->each([&](const GgufValue& x) { out.push_back(*x.as_string()); });
     return out;
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, of_key_in(*this, key) + "strings");
+  } catch (...) {
+    return caught(key);
   }
 }
 
@@ -120,8 +120,8 @@ Result<std::vector<T>> convert(const GgufFile& file, std::string_view key, const
       out.push_back(*x);
     }
     return out;
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, of_key_in(file, key) + "elements");
+  } catch (...) {
+    return caught(key);
   }
 }
 

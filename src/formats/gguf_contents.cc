@@ -1,8 +1,8 @@
 #include "formats/gguf_contents.h"
 
 #include <bit>
-#include <new>
 
+#include "core/guarded.h"
 #include "formats/gguf_detail.h"
 
 namespace bittern {
@@ -65,8 +65,8 @@ Status GgufContents::add(std::string_view key, const GgufData& value) {
     put(static_cast<std::uint32_t>(value.type()));
     encoded_keys_.append(value.bytes_);
     return {};
-  } catch (const std::bad_alloc&) {
-    return {Code::out_of_memory, path_ + ": " + of_key(key) + "no room"};
+  } catch (...) {
+    return caught(path_);
   }
 }
 
@@ -89,8 +89,8 @@ Status GgufContents::add_tensor(std::string_view name, GgmlType type, const Shap
     data_bytes_ += *bytes;
     info_bytes_ += 8 + name.size() + 4 + 8 * static_cast<std::uint64_t>(shape.rank) + 4 + 8;
     return {};
-  } catch (const std::bad_alloc&) {
-    return {Code::out_of_memory, path_ + ": " + of_tensor(name) + "no room"};
+  } catch (...) {
+    return caught(path_);
   }
 }
 

@@ -5,10 +5,10 @@
 #include <compare>
 #include <cstdio>
 #include <limits>
-#include <new>
 #include <numeric>
 #include <utility>
 
+#include "core/guarded.h"
 #include "formats/gguf_detail.h"
 
 namespace bittern {
@@ -416,8 +416,8 @@ Result<GgufFile> GgufFile::open(const std::string& path, bool alone) {
     }
     out.path_ = path;
     return out;
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, path);
+  } catch (...) {
+    return caught(path);
   }
 }
 

@@ -5,12 +5,12 @@
 #include <cmath>
 #include <cstdio>
 #include <functional>
-#include <new>
 #include <type_traits>
 
 #include "bittern/ops/pack_codes.h"
 #include "bittern/ops/unpack_codes.h"
 #include "core/blocks.h"
+#include "core/guarded.h"
 #include "formats/decode.h"
 #include "formats/stored_rows.h"
 
@@ -474,8 +474,8 @@ Status decode_grid(const CheckpointTensor& tensor, std::int64_t first, std::int6
   BITTERN_TRY(check_rows(tensor, first, count));
   try {
     return read_grid(tensor, first, count, out);
-  } catch (const std::bad_alloc&) {
-    return {Code::out_of_memory, of_tensor(tensor) + "out of memory"};
+  } catch (...) {
+    return caught(tensor.name);
   }
 }
 
@@ -483,8 +483,8 @@ Status encode_grid(const GridRows& grid, std::int64_t columns, const Storage& st
                    EncodedRows& out) {
   try {
     return encode(grid, columns, storage, out);
-  } catch (const std::bad_alloc&) {
-    return {Code::out_of_memory, "encode_grid: out of memory"};
+  } catch (...) {
+    return caught("encode_grid");
   }
 }
 

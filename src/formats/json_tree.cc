@@ -1,10 +1,10 @@
 #include "formats/json_tree.h"
 
 #include <algorithm>
-#include <new>
 #include <numeric>
 #include <vector>
 
+#include "core/guarded.h"
 #include "formats/json_events.h"
 
 namespace bittern {
@@ -110,8 +110,8 @@ Result<OrderedJson> parse_json_tree(const std::string& where, std::span<const st
     TreeEvents events(where, most_values);
     BITTERN_TRY(events.parse(text));
     return events.take();
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, where + ": out of memory");
+  } catch (...) {
+    return caught(where);
   }
 }
 

@@ -195,30 +195,28 @@ Status MappedFile::unchanged() const {
   return {};
 }
 
+namespace {
+struct Closing {
+  int fd;
+  ~Closing() { ::close(fd); }
+};
+}  // namespace
+
 Result<MappedFile> MappedFile::open(const std::string& path) {
+  std::string own = path;  // nothing fails once it is mapped
   // Without O_NONBLOCK a pipe would be waited for.
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) return unreadable(path, "cannot open", errno);
+  const Closing closing{fd};
   struct stat info;
-  Status status;
-  void* data = MAP_FAILED;
-  std::size_t size = 0;
-  if (::fstat(fd, &info) != 0) {
-    status = unreadable(path, "cannot read its size", errno);
-  } else if (S_ISDIR(info.st_mode)) {
-    status = invalid(path + ": a folder, expected a file");
-  } else if (!S_ISREG(info.st_mode)) {
-    status = invalid(path + ": a device, pipe or socket, expected a file");
-  } else if (info.st_size <= 0) {
-    status = invalid(path + ": empty, expected at least one byte");
-  } else {
-    size = static_cast<std::size_t>(info.st_size);
-    data = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, fd, 0);
-    if (data == MAP_FAILED) status = unreadable(path, "cannot map", errno);
-  }
-  ::close(fd);
-  if (!status.ok()) return status;
-  return MappedFile(path, {static_cast<const std::byte*>(data), size}, stamp_of(info));
+  if (::fstat(fd, &info) != 0) return unreadable(path, "cannot read its size", errno);
+  if (S_ISDIR(info.st_mode)) return invalid(path + ": a folder, expected a file");
+  if (!S_ISREG(info.st_mode)) return invalid(path + ": a device, pipe or socket, expected a file");
+  if (info.st_size <= 0) return invalid(path + ": empty, expected at least one byte");
+  const auto size = static_cast<std::size_t>(info.st_size);
+  const void* data = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, fd, 0);
+  if (data == MAP_FAILED) return unreadable(path, "cannot map", errno);
+  return MappedFile(std::move(own), {static_cast<const std::byte*>(data), size}, stamp_of(info));
 }
 
 // ---- WritableFile ----
@@ -251,9 +249,10 @@ Result<WritableFile> WritableFile::open(const std::string& path, bool empty) {
       return invalid(path + (S_ISDIR(info.st_mode) ? ": a folder" : ": a device, pipe or socket") +
                      ", expected a file");
   }
+  std::string own = path;
   const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
   if (fd < 0) return failed(path, "cannot create", errno);
-  WritableFile file(path, fd, 0);
+  WritableFile file(std::move(own), fd, 0);
   // A file system without locks is trusted.
   const bool locked = ::flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
   if (locked || !file.has_name() || ::fstat(fd, &info) != 0)

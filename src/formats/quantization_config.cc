@@ -1,10 +1,10 @@
 #include "formats/quantization_config.h"
 
 #include <algorithm>
-#include <new>
 #include <span>
 #include <vector>
 
+#include "core/guarded.h"
 #include "formats/json_events.h"
 
 namespace bittern {
@@ -179,8 +179,8 @@ Result<QuantizationConfig> read_quantization_config(const std::string& where,
                                                     const OrderedJson& config) {
   try {
     return read_config(where, config);
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, where + ": out of memory");
+  } catch (...) {
+    return caught(where);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <tuple>
 #include <utility>
 
+#include "core/guarded.h"
 #include "formats/json_events.h"
 #include "formats/safetensors_detail.h"
 
@@ -250,7 +251,7 @@ const SafetensorsTensor* SafetensorsHeader::find(std::string_view name) const {
 
 Result<SafetensorsHeader> parse_safetensors(const std::string& where,
                                             std::span<const std::byte> file) {
-  return guarded<SafetensorsHeader>(where, [&]() -> Result<SafetensorsHeader> {
+  return guarded(where, [&]() -> Result<SafetensorsHeader> {
     if (file.size() < 8)
       return invalid(where + ": " + std::to_string(file.size()) + " bytes, expected at least 8");
     std::uint64_t size = 0;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <new>
 #include <numeric>
 #include <span>
 #include <string>
@@ -42,15 +41,6 @@ Status sort_names(const std::string& where, const auto& tensors,
   });
   if (twice == by_name.end()) return {};
   return invalid(tensor_in(where, tensors[*twice].name) + "given twice, expected once");
-}
-
-template <class T, class F>
-Result<T> guarded(const std::string& where, F&& f) {
-  try {
-    return f();
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, where + ": out of memory");
-  }
 }
 
 }  // namespace bittern::safetensors_detail

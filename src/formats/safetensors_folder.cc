@@ -4,6 +4,7 @@
 #include <tuple>
 #include <utility>
 
+#include "core/guarded.h"
 #include "formats/json_events.h"
 #include "formats/safetensors_detail.h"
 #include "formats/side_file.h"
@@ -99,7 +100,7 @@ class IndexEvents : public JsonEvents {
 
 Result<SafetensorsIndex> parse_safetensors_index(const std::string& where,
                                                  std::span<const std::byte> json) {
-  return guarded<SafetensorsIndex>(where, [&]() -> Result<SafetensorsIndex> {
+  return guarded(where, [&]() -> Result<SafetensorsIndex> {
     if (json.size() > kSafetensorsMaxHeader) {
       return invalid(where + ": " + std::to_string(json.size()) + " bytes, expected at most " +
                      std::to_string(kSafetensorsMaxHeader));
@@ -134,7 +135,7 @@ std::optional<std::size_t> SafetensorsFolder::find(std::string_view name) const 
 }
 
 Result<SafetensorsFolder> SafetensorsFolder::open(const std::string& folder) {
-  return guarded<SafetensorsFolder>(folder, [&]() -> Result<SafetensorsFolder> {
+  return guarded(folder, [&]() -> Result<SafetensorsFolder> {
     const std::string beside = with_slash(folder);
     SafetensorsFolder model;
     if (!is_there(beside + kIndex)) {

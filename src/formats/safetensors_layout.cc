@@ -6,6 +6,7 @@
 #include <tuple>
 #include <utility>
 
+#include "core/guarded.h"
 #include "formats/json_events.h"
 #include "formats/safetensors_detail.h"
 #include "formats/side_file.h"
@@ -103,7 +104,7 @@ Status size_tensors(const std::string& where, std::span<const SafetensorsSpec> t
 Result<OutputLayout> lay_out_safetensors(const std::string& folder,
                                          std::span<const SafetensorsSpec> tensors,
                                          std::uint64_t shard_bytes, SafetensorsMetadata metadata) {
-  return guarded<OutputLayout>(folder, [&]() -> Result<OutputLayout> {
+  return guarded(folder, [&]() -> Result<OutputLayout> {
     if (shard_bytes == 0) return invalid(folder + ": shards of 0 bytes, expected at least 1");
     OutputLayout layout;
     BITTERN_TRY(size_tensors(folder, tensors, layout));

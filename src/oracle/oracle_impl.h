@@ -2,6 +2,7 @@
 // with kernels that are wrong on purpose.
 #pragma once
 #include <algorithm>
+#include <memory>
 
 #include "oracle/oracle.h"
 

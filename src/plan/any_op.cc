@@ -148,8 +148,8 @@ class DescOf final : public AnyDesc {
   }
   std::vector<OperandInfo> operands() const override { return operand_infos<Op>(desc_); }
   Result<std::unique_ptr<AnyPlan>> select(Device device, Preference preference,
-                                          std::string_view kernel) const override {
-    auto plan = Plan<Op>::select(desc_, device, preference, kernel);
+                                          std::string_view kernel, int threads) const override {
+    auto plan = Plan<Op>::select(desc_, device, preference, kernel, threads);
     if (!plan) return plan.status();
     return std::unique_ptr<AnyPlan>(std::make_unique<PlanOf<Op>>(std::move(*plan)));
   }
@@ -257,6 +257,14 @@ std::span<const AnyOp* const> all_ops() {
 #include "ops/ops.inc"
   };
   return ops;
+}
+
+std::span<const std::string_view> op_names() noexcept {
+  static constexpr std::string_view kNames[] = {
+#define BITTERN_OP(T, f, CPU, CUDA) T::kName,
+#include "ops/ops.inc"
+  };
+  return kNames;
 }
 
 Result<const AnyOp*> find_op(std::string_view name) {

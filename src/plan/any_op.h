@@ -59,7 +59,8 @@ class AnyDesc {
   virtual std::int64_t elements() const = 0;              // of the main tensor, for rates
   virtual std::vector<OperandInfo> operands() const = 0;  // check() must be ok
   virtual Result<std::unique_ptr<AnyPlan>> select(Device device, Preference preference,
-                                                  std::string_view kernel = {}) const = 0;
+                                                  std::string_view kernel = {},
+                                                  int threads = 0) const = 0;
 };
 
 class AnyOp {
@@ -76,6 +77,7 @@ class AnyOp {
 };
 
 std::span<const AnyOp* const> all_ops();
-Result<const AnyOp*> find_op(std::string_view name);  // the error lists the names
+std::span<const std::string_view> op_names() noexcept;  // of all_ops(), without making them
+Result<const AnyOp*> find_op(std::string_view name);    // the error lists the names
 
 }  // namespace bittern

@@ -2,13 +2,14 @@
 #pragma once
 #include <algorithm>
 #include <array>
-#include <new>
 #include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/float_mode.h"
+#include "core/guarded.h"
+#include "core/thread_count.h"
 #include "plan/kernels.h"
 #include "plan/names.h"
 
@@ -158,54 +159,57 @@ Status run_rows(const Kernel<Op>& kernel, const typename Op::Desc& desc,
 
 template <class Op>
 Result<Plan<Op>> Plan<Op>::select(const Desc& desc, Device device, Preference preference,
-                                  std::string_view kernel) {
-  try {
-    const FloatMode mode;  // a field may be rounded to f32
-    if (Status s = Op::check(desc); !s.ok()) return s;
-    if (Status s = check_environment(); !s.ok()) return s;
-    if (Status s = plan_detail::check_device(Op::kName, device); !s.ok()) return s;
-    auto lists = kernels_for<Op>(device);
-    if (!lists) return lists.status();
-    std::vector<std::string_view> known;
-    for (const auto& list : *lists)
-      for (const Kernel<Op>& k : list) known.push_back(k.name);
-    if (kernel.empty() && !known.empty()) {
-      const auto forced = plan_detail::kernel_variable(Op::kName, known);
-      if (!forced) return forced.status();
-      kernel = *forced;
-    }
-    std::string why;
-    const auto refuse = [&](const Kernel<Op>& k, std::string_view reason) {
-      why.append(" ").append(k.name).append(": ").append(reason).append(";");
-    };
-    for (const auto& list : *lists) {
-      for (const Kernel<Op>& k : list) {
-        if (!kernel.empty() && kernel != k.name) continue;
-        if (k.weaker != nullptr && preference == Preference::exact) {
-          refuse(k, "weaker than the op's contract");
-          continue;
-        }
-        const Status s = k.supports != nullptr ? k.supports(desc) : Status();
-        if (s.ok()) return Plan(desc, device, &k, k.workspace != nullptr ? k.workspace(desc) : 0);
-        refuse(k, s.message());
-      }
-    }
-    std::string message =
-        std::string(Op::kName).append(": no kernel on ").append(bittern::name(device));
-    if (!kernel.empty()) message.append(" named ").append(kernel);
-    if (!why.empty()) {
-      message.append(":").append(why);
-    } else if (!known.empty()) {
-      message.append(", expected ").append(either(known));
-    }
-    return unsupported(std::move(message));
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, std::string(Op::kName));
+                                  std::string_view kernel, int threads) noexcept try {
+  const FloatMode mode;  // a field may be rounded to f32
+  if (Status s = Op::check(desc); !s.ok()) return s;
+  if (Status s = check_environment(); !s.ok()) return s;
+  if (Status s = plan_detail::check_device(Op::kName, device); !s.ok()) return s;
+  if (Status s = check_plan_threads(Op::kName, threads); !s.ok()) return s;
+  const ThreadCount count(threads);  // scratch depends on it
+  auto lists = kernels_for<Op>(device);
+  if (!lists) return lists.status();
+  std::vector<std::string_view> known;
+  for (const auto& list : *lists)
+    for (const Kernel<Op>& k : list) known.push_back(k.name);
+  if (kernel.empty() && !known.empty()) {
+    const auto forced = plan_detail::kernel_variable(Op::kName, known);
+    if (!forced) return forced.status();
+    kernel = *forced;
   }
+  std::string why;
+  const auto refuse = [&](const Kernel<Op>& k, std::string_view reason) {
+    why.append(" ").append(k.name).append(": ").append(reason).append(";");
+  };
+  for (const auto& list : *lists) {
+    for (const Kernel<Op>& k : list) {
+      if (!kernel.empty() && kernel != k.name) continue;
+      if (k.weaker != nullptr && preference == Preference::exact) {
+        refuse(k, "weaker than the op's contract");
+        continue;
+      }
+      const Status s = k.supports != nullptr ? k.supports(desc) : Status();
+      if (s.ok()) {
+        return Plan(desc, device, &k, threads, k.workspace != nullptr ? k.workspace(desc) : 0);
+      }
+      throw_if_out_of_memory(s);  // another kernel would be no answer
+      refuse(k, s.message());
+    }
+  }
+  std::string message =
+      std::string(Op::kName).append(": no kernel on ").append(bittern::name(device));
+  if (!kernel.empty()) message.append(" named ").append(kernel);
+  if (!why.empty()) {
+    message.append(":").append(why);
+  } else if (!known.empty()) {
+    message.append(", expected ").append(either(known));
+  }
+  return unsupported(std::move(message));
+} catch (...) {
+  return caught(Op::kName);
 }
 
 template <class Op>
-Status Plan<Op>::can_implement(const Args& args) const try {
+Status Plan<Op>::can_implement(const Args& args) const noexcept try {
   const FloatMode mode;  // contents are compared
   Status status;
   std::array<plan_detail::Extent, plan_detail::kMaxOperands> extents;
@@ -252,12 +256,12 @@ Status Plan<Op>::can_implement(const Args& args) const try {
     return Op::check_contents(desc_, args);
   }
   return {};
-} catch (const std::bad_alloc&) {
-  return Status(Code::out_of_memory, std::string(Op::kName));
+} catch (...) {
+  return caught(Op::kName);
 }
 
 template <class Op>
-Sku Plan<Op>::sku() const {
+Sku Plan<Op>::sku() const noexcept {
   return {.category = Op::kCategory,
           .op = Op::kName,
           .element = Op::element(desc_),
@@ -268,41 +272,40 @@ Sku Plan<Op>::sku() const {
 }
 
 template <class Op>
-PrecisionGuarantee Plan<Op>::precision_guarantee() const {
+PrecisionGuarantee Plan<Op>::precision_guarantee() const noexcept {
   return kernel_->weaker != nullptr ? kernel_->weaker(desc_) : Op::contract(desc_);
 }
 
 template <class Op>
-Status Plan<Op>::run(const Args& args, Stream stream, Workspace workspace) const {
-  try {
-    const FloatMode mode;
-    BITTERN_TRY(can_implement(args));
-    const std::size_t needed = workspace_bytes();
-    if (workspace.bytes < needed || (needed != 0 && workspace.data == nullptr)) {
-      return invalid(std::string(Op::kName).append(": workspace: ") +
-                     std::to_string(workspace.data != nullptr ? workspace.bytes : 0) +
-                     " bytes, expected at least " + std::to_string(needed));
-    }
-    if (reinterpret_cast<std::uintptr_t>(workspace.data) % 64 != 0 && needed != 0) {
-      return invalid(std::string(Op::kName).append(": workspace: not aligned to 64 bytes"));
-    }
-    if (device_.type == Device::Type::cuda && needed != 0)
-      BITTERN_TRY(plan_detail::check_memory(Op::kName, "workspace", workspace.data, device_));
-    bool work = false;  // no output element: nothing to do, nothing to launch
-    Op::operands(desc_, args, [&](const char*, const auto& v, const Operand& expected) {
-      if constexpr (std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>) {
-        work = work || (v.data != nullptr && expected.shape.numel() != 0);
-      }
-    });
-    if (!work) return {};
-    if constexpr (requires { Op::rows(std::declval<Desc&>()); }) {
-      return plan_detail::run_rows<Op>(*kernel_, desc_, args, stream, workspace);
-    } else {
-      return kernel_->run(desc_, args, stream, workspace);
-    }
-  } catch (const std::bad_alloc&) {
-    return Status(Code::out_of_memory, std::string(Op::kName));
+Status Plan<Op>::run(const Args& args, Stream stream, Workspace workspace) const noexcept try {
+  const FloatMode mode;
+  const ThreadCount count(threads_);
+  BITTERN_TRY(can_implement(args));
+  const std::size_t needed = workspace_bytes();
+  if (workspace.bytes < needed || (needed != 0 && workspace.data == nullptr)) {
+    return invalid(std::string(Op::kName).append(": workspace: ") +
+                   std::to_string(workspace.data != nullptr ? workspace.bytes : 0) +
+                   " bytes, expected at least " + std::to_string(needed));
   }
+  if (reinterpret_cast<std::uintptr_t>(workspace.data) % 64 != 0 && needed != 0) {
+    return invalid(std::string(Op::kName).append(": workspace: not aligned to 64 bytes"));
+  }
+  if (device_.type == Device::Type::cuda && needed != 0)
+    BITTERN_TRY(plan_detail::check_memory(Op::kName, "workspace", workspace.data, device_));
+  bool work = false;  // no output element: nothing to do, nothing to launch
+  Op::operands(desc_, args, [&](const char*, const auto& v, const Operand& expected) {
+    if constexpr (std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>) {
+      work = work || (v.data != nullptr && expected.shape.numel() != 0);
+    }
+  });
+  if (!work) return {};
+  if constexpr (requires { Op::rows(std::declval<Desc&>()); }) {
+    return plan_detail::run_rows<Op>(*kernel_, desc_, args, stream, workspace);
+  } else {
+    return kernel_->run(desc_, args, stream, workspace);
+  }
+} catch (...) {
+  return caught(Op::kName);
 }
 
 }  // namespace bittern

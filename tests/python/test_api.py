@@ -3,6 +3,7 @@
 import inspect
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -382,6 +383,57 @@ def test_num_threads():
         assert bittern.num_threads() >= 1
     finally:
         bittern.set_num_threads(before)
+
+
+def team_size(call):
+    """How many threads a process has that makes `call`: OpenMP keeps those of a team."""
+    code = f"""
+import os, sys
+import numpy as np
+import bittern
+x = np.ones((4096, 1024), np.float32)
+bittern.set_num_threads(2)
+for _ in range(3):
+    {call}
+print(len(os.listdir("/proc/self/task")))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return int(result.stdout)
+
+
+def test_a_plan_may_have_its_own_threads():
+    one = team_size("bittern.quantize_per_group(x, 0.5, group_size=64, threads=1)")
+    two = team_size("bittern.quantize_per_group(x, 0.5, group_size=64)")
+    five = team_size("bittern.quantize_per_group(x, 0.5, group_size=64, threads=5)")
+    assert two == one + 1 and five == one + 4
+    x = normal(64, 1024)
+    want = bittern.dynamic_quantize(x, group_size=64)
+    for threads in (1, 2, 7):
+        got = bittern.dynamic_quantize(x, group_size=64, threads=threads)
+        assert all(np.array_equal(a, b) for a, b in zip(got, want))
+        fields = {"outer_size": 64, "axis_size": 1024, "group_size": 64}
+        p = bittern.plan("dynamic_quantize", threads=threads, **fields)
+        q, scale = np.zeros_like(want[0]), np.zeros_like(want[1])
+        p.run(x=x, q=q, scale=scale)
+        assert np.array_equal(q, want[0]) and np.array_equal(scale, want[1])
+
+
+def test_a_plans_threads_are_checked():
+    x = normal(2, 64)
+    for value, message in (
+        (-1, "threads: -1, expected 0 "),
+        (100000, "threads: 100000, expected an integer 1.."),
+        (2**40, "threads: 1099511627776, expected a 32-bit integer"),
+        (1.5, "threads: 1.5, expected an integer"),
+        (True, "threads: True, expected an integer"),
+    ):
+        for call in (
+            lambda: bittern.plan("quantize_per_group", axis_size=64, threads=value),
+            lambda: bittern.quantize_per_group(x, 1.0, group_size=64, threads=value),
+        ):
+            with pytest.raises(ValueError, match="quantize_per_group: " + re.escape(message)):
+                call()
+    assert bittern.quantize_per_group(x, 1.0, group_size=64).shape == (2, 64)
 
 
 # ---- the package ----

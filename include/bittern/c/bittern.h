@@ -106,8 +106,9 @@ const char* bittern_code_name(int code); /* "invalid_argument" */
 size_t bittern_op_count(void);
 const char* bittern_op_name(size_t index); /* NULL when there is no such op */
 
-/* Threads CPU kernels use; results never depend on it. Below 1: the default. Refused, and nothing
- * is changed: more than 256 (or one per core where there are more), or than the system allows. */
+/* Threads CPU kernels use, unless their plan has its own; results never depend on it. Below 1: the
+ * default. Refused, and nothing is changed: more than 256 (or one per core where there are more),
+ * or than the system allows. */
 int bittern_num_threads(void);
 bittern_code bittern_set_num_threads(int threads);
 
@@ -129,9 +130,12 @@ bittern_code bittern_desc_num_groups(const bittern_desc* desc, int64_t* groups);
 bittern_code bittern_desc_operand_count(const bittern_desc* desc, size_t* count);
 bittern_code bittern_desc_operand(const bittern_desc* desc, size_t index, bittern_operand* operand);
 
-/* `kernel` NULL: the first that supports the problem. The plan keeps a copy of the descriptor. */
+/* `kernel` NULL: the first that supports the problem. `threads` are those of a CPU plan, as
+ * bittern_set_num_threads takes them; 0: bittern_num_threads() when it runs. The plan keeps a copy
+ * of the descriptor. */
 bittern_code bittern_select(const bittern_desc* desc, bittern_device device,
-                            bittern_preference preference, const char* kernel, bittern_plan** plan);
+                            bittern_preference preference, const char* kernel, int threads,
+                            bittern_plan** plan);
 void bittern_plan_destroy(bittern_plan* plan);
 bittern_code bittern_plan_sku(const bittern_plan* plan, bittern_sku* sku);
 bittern_code bittern_plan_precision(const bittern_plan* plan, bittern_precision* precision);

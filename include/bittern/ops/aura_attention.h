@@ -92,7 +92,7 @@ struct AuraAttentionDesc {
 
   std::int64_t group() const { return heads / kv_heads; }  // query heads of a KV head
   DType scale_element() const { return f16_scale ? DType::f16 : DType::f32; }
-  float softmax_scale() const;
+  float softmax_scale() const noexcept;
   Shape query_shape() const { return {sequences, queries, heads, dim}; }
   Shape code_shape(std::int32_t bits) const {
     const std::int64_t width = packed_words(dim, bits);
@@ -128,9 +128,10 @@ struct AuraAttention {
     MutView out;
   };
 
-  static Status check(const Desc& d);
-  static Status check_contents(const Desc& d, const Args& a);
-  static std::string shape_hint(const Desc& d, std::string_view operand, const Shape& found);
+  static Status check(const Desc& d) noexcept;
+  static Status check_contents(const Desc& d, const Args& a) noexcept;
+  static std::string shape_hint(const Desc& d, std::string_view operand,
+                                const Shape& found) noexcept;
   static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
   static DType element(const Desc& d) { return d.element; }
   static DType aux_element(const Desc&) { return DType::u32; }

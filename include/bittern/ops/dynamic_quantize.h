@@ -26,7 +26,7 @@ struct DynamicQuantize {
     MutView scale, zero_point{}, q;  // zero_point: asymmetric only
   };
 
-  static Status check(const Desc& d);
+  static Status check(const Desc& d) noexcept;
   static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
   static DType element(const Desc& d) { return d.element; }
   static DType aux_element(const Desc& d) { return d.code; }

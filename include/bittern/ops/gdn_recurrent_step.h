@@ -90,8 +90,8 @@ struct GdnRecurrentStep {
     MutView snapshots{};
   };
 
-  static Status check(const Desc& d);
-  static Status check_contents(const Desc& d, const Args& a);
+  static Status check(const Desc& d) noexcept;
+  static Status check_contents(const Desc& d, const Args& a) noexcept;
   static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
   static DType element(const Desc& d) { return d.element; }
   static DType aux_element(const Desc&) { return DType::f32; }

@@ -56,7 +56,7 @@ struct GgufQuantize {
     MutView blocks;
   };
 
-  static Status check(const Desc& d);
+  static Status check(const Desc& d) noexcept;
   static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
   static DType element(const Desc& d) { return d.element; }
   static DType aux_element(const Desc&) { return DType::u8; }

@@ -18,7 +18,7 @@ struct PackDesc {
   Shape word_shape() const { return {outer_size, packed_words(axis_size, bits)}; }
 };
 
-Status check_pack_desc(std::string_view op, const PackDesc& d);
+Status check_pack_desc(std::string_view op, const PackDesc& d) noexcept;
 
 template <class D, class F>
 void visit_pack_fields(D& d, F&& f) {

@@ -7,6 +7,7 @@
 #include "bittern/aura_desc.h"
 #include "bittern/ops/aura_attention.h"
 #include "core/expect.h"
+#include "core/guarded.h"
 
 namespace bittern {
 
@@ -22,7 +23,7 @@ Status bad_value(std::string_view op, std::string_view operand, std::int64_t i, 
 }  // namespace
 
 Status check_aura_row(std::string_view op, std::string_view axis, std::int64_t dim,
-                      std::int32_t bits, Rotation rotation) {
+                      std::int32_t bits, Rotation rotation) noexcept try {
   BITTERN_TRY(expect_between(op, axis, dim, kAuraMinDim, kAuraMaxDim));
   BITTERN_TRY(expect_between(op, "bits", bits, 1, 8));
   BITTERN_TRY(expect_between(op, "rotation", static_cast<std::int32_t>(rotation), 0, 2));
@@ -34,9 +35,11 @@ Status check_aura_row(std::string_view op, std::string_view axis, std::int64_t d
                     " with rotation hadamard, expected a power of two times one of" + factors);
   }
   return {};
+} catch (...) {
+  return caught(op);
 }
 
-Status check_aura_desc(std::string_view op, const AuraDesc& d) {
+Status check_aura_desc(std::string_view op, const AuraDesc& d) noexcept try {
   BITTERN_TRY(expect_at_least(op, "outer_size", d.outer_size, 0));
   BITTERN_TRY(check_aura_row(op, "axis_size", d.axis_size, d.bits, d.rotation));
   BITTERN_TRY(expect_countable(op, {d.outer_size, d.axis_size}));
@@ -44,10 +47,12 @@ Status check_aura_desc(std::string_view op, const AuraDesc& d) {
   if (d.element == DType::f32 || is_half(d.element)) return {};
   return unsupported(std::string(op).append(": element: ").append(name(d.element)) +
                      ", expected f32, f16 or bf16");
+} catch (...) {
+  return caught(op);
 }
 
 Status check_boundaries(std::string_view op, std::string_view operand, const float* values,
-                        std::int64_t count) {
+                        std::int64_t count) noexcept try {
   for (std::int64_t i = 0; i < count; ++i) {
     if (!std::isfinite(values[i])) return bad_value(op, operand, i, values[i], "a finite value");
     if (i > 0 && values[i] < values[i - 1]) {
@@ -55,24 +60,30 @@ Status check_boundaries(std::string_view op, std::string_view operand, const flo
     }
   }
   return {};
+} catch (...) {
+  return caught(op);
 }
 
 Status check_codebook(std::string_view op, std::string_view operand, const float* values,
-                      std::int64_t count) {
+                      std::int64_t count) noexcept try {
   for (std::int64_t i = 0; i < count; ++i)
     if (!std::isfinite(values[i])) return bad_value(op, operand, i, values[i], "a finite value");
   return {};
+} catch (...) {
+  return caught(op);
 }
 
 Status check_signs(std::string_view op, std::string_view operand, const float* values,
-                   std::int64_t count) {
+                   std::int64_t count) noexcept try {
   for (std::int64_t i = 0; i < count; ++i)
     if (values[i] != 1 && values[i] != -1) return bad_value(op, operand, i, values[i], "1 or -1");
   return {};
+} catch (...) {
+  return caught(op);
 }
 
 std::string width_hint(std::string_view operand, std::int64_t dim, std::int32_t bits,
-                       const Shape& found) {
+                       const Shape& found) noexcept try {
   const bool packed = operand == "packed" || operand.ends_with("_codes");
   const bool boundaries = operand == "boundaries";
   if ((!packed && !boundaries && !operand.ends_with("codebook")) || found.rank == 0) return {};
@@ -89,9 +100,12 @@ std::string width_hint(std::string_view operand, std::int64_t dim, std::int32_t 
     return text + ", and " + std::to_string(got) + " are of " + std::to_string(width) + " bits";
   }
   return text;
+} catch (...) {
+  return {};  // a hint is not worth a failure
 }
 
-std::string AuraAttention::shape_hint(const Desc& d, std::string_view operand, const Shape& found) {
+std::string AuraAttention::shape_hint(const Desc& d, std::string_view operand,
+                                      const Shape& found) noexcept try {
   const bool rows = operand.ends_with("_codes") || operand.ends_with("_scales");
   const bool coded = rows && operand.substr(1, 1) == "_";
   const int paged = operand.ends_with("_codes") ? 4 : 3;
@@ -107,13 +121,15 @@ std::string AuraAttention::shape_hint(const Desc& d, std::string_view operand, c
   if (coded && d.page_size == 0 && d.capacity == 0 && found.rank == paged - 1)
     return "capacity is 0; it is the coded tokens of a sequence";
   return width_hint(operand, d.dim, operand.starts_with("k_") ? d.k_bits : d.v_bits, found);
+} catch (...) {
+  return {};  // a hint is not worth a failure
 }
 
-float AuraAttentionDesc::softmax_scale() const {
+float AuraAttentionDesc::softmax_scale() const noexcept {
   return static_cast<float>(scale == 0 ? 1 / std::sqrt(static_cast<double>(dim)) : scale);
 }
 
-Status AuraAttention::check(const Desc& d) {
+Status AuraAttention::check(const Desc& d) noexcept try {
   BITTERN_TRY(expect_at_least(kName, "sequences", d.sequences, 0));
   BITTERN_TRY(expect_at_least(kName, "queries", d.queries, 0));
   BITTERN_TRY(expect_between(kName, "heads", d.heads, 1, 1 << 16));
@@ -162,9 +178,11 @@ Status AuraAttention::check(const Desc& d) {
                        ", expected f32, f16 or bf16");
   }
   return {};
+} catch (...) {
+  return caught(kName);
 }
 
-Status AuraAttention::check_contents(const Desc& d, const Args& a) {
+Status AuraAttention::check_contents(const Desc& d, const Args& a) noexcept try {
   BITTERN_TRY(check_codebook(kName, "k_codebook", a.k_codebook.as<float>(), 1 << d.k_bits));
   BITTERN_TRY(check_codebook(kName, "v_codebook", a.v_codebook.as<float>(), 1 << d.v_bits));
   if (d.k_rotation == Rotation::hadamard)
@@ -211,6 +229,8 @@ Status AuraAttention::check_contents(const Desc& d, const Args& a) {
     }
   }
   return {};
+} catch (...) {
+  return caught(kName);
 }
 
 }  // namespace bittern

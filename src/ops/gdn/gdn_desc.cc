@@ -8,10 +8,11 @@
 #include "bittern/gdn_desc.h"
 #include "bittern/ops/gdn_recurrent_step.h"
 #include "core/expect.h"
+#include "core/guarded.h"
 
 namespace bittern {
 
-Status check_gdn_desc(std::string_view op, const GdnDesc& d) {
+Status check_gdn_desc(std::string_view op, const GdnDesc& d) noexcept try {
   BITTERN_TRY(check_sequences(op, d.rows()));
   BITTERN_TRY(expect_at_least(op, "key_heads", d.key_heads, 1));
   BITTERN_TRY(expect_at_least(op, "value_heads", d.value_heads, 1));
@@ -40,16 +41,20 @@ Status check_gdn_desc(std::string_view op, const GdnDesc& d) {
     return fail(op, "allow_neg_eigval", "true, expected false without beta_sigmoid");
   }
   return expect_finite_f32(op, "scale", d.scale);
+} catch (...) {
+  return caught(op);
 }
 
-Status GdnRecurrentStep::check(const Desc& d) {
+Status GdnRecurrentStep::check(const Desc& d) noexcept try {
   BITTERN_TRY(check_gdn_desc(kName, d.heads()));
   BITTERN_TRY(expect_between(kName, "pool", d.pool, 0, INT32_MAX));
   BITTERN_TRY(expect_countable(kName, {d.states(), d.value_heads, d.key_dim, d.value_dim}));
   return expect_countable(kName, {d.batch, d.tokens, d.value_heads, d.key_dim, d.value_dim});
+} catch (...) {
+  return caught(kName);
 }
 
-Status GdnRecurrentStep::check_contents(const Desc& d, const Args& a) {
+Status GdnRecurrentStep::check_contents(const Desc& d, const Args& a) noexcept try {
   if (d.pool == 0) return {};
   const std::int32_t* index = a.state_index.as<std::int32_t>();
   const auto wrong = [&](std::int64_t s, const std::string& expected) {
@@ -73,6 +78,8 @@ Status GdnRecurrentStep::check_contents(const Desc& d, const Args& a) {
   if (twice == users.end()) return {};
   return wrong(std::next(twice)->second,
                "a state other than that of [" + std::to_string(twice->second) + "]");
+} catch (...) {
+  return caught(kName);
 }
 
 }  // namespace bittern

@@ -5,10 +5,11 @@
 #include "bittern/gguf_desc.h"
 #include "bittern/ops/gguf_quantize.h"
 #include "core/expect.h"
+#include "core/guarded.h"
 
 namespace bittern {
 
-Status check_gguf_desc(std::string_view op, const GgufDesc& d) {
+Status check_gguf_desc(std::string_view op, const GgufDesc& d) noexcept try {
   const auto types = static_cast<std::int64_t>(std::size(kBlockTypeNames));
   BITTERN_TRY(expect_between(op, "type", static_cast<std::int64_t>(d.type), 0, types - 1));
   BITTERN_TRY(expect_at_least(op, "outer_size", d.outer_size, 0));
@@ -22,9 +23,11 @@ Status check_gguf_desc(std::string_view op, const GgufDesc& d) {
   }
   BITTERN_TRY(expect_countable(op, {d.outer_size, d.axis_size}));
   return expect_no_f64(op, d.element);
+} catch (...) {
+  return caught(op);
 }
 
-Status GgufQuantize::check(const Desc& d) {
+Status GgufQuantize::check(const Desc& d) noexcept try {
   BITTERN_TRY(check_gguf_desc(kName, d));
   const auto type = std::string(kBlockTypeNames[static_cast<std::size_t>(d.type)]);
   if (d.type >= BlockType::iq4_nl) {
@@ -36,6 +39,8 @@ Status GgufQuantize::check(const Desc& d) {
                 "true with type " + type + ", expected type Q4_K or Q5_K (or given_grid false)");
   }
   return {};
+} catch (...) {
+  return caught(kName);
 }
 
 }  // namespace bittern

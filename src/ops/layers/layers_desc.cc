@@ -6,10 +6,11 @@
 #include "bittern/norm_desc.h"
 #include "core/expect.h"
 #include "core/float_mode.h"
+#include "core/guarded.h"
 
 namespace bittern {
 
-Status check_causal_conv_desc(std::string_view op, const CausalConvDesc& d) {
+Status check_causal_conv_desc(std::string_view op, const CausalConvDesc& d) noexcept try {
   BITTERN_TRY(check_sequences(op, d.rows()));
   BITTERN_TRY(expect_at_least(op, "channels", d.channels, 0));
   BITTERN_TRY(expect_between(op, "width", d.width, 2, 4));
@@ -17,9 +18,11 @@ Status check_causal_conv_desc(std::string_view op, const CausalConvDesc& d) {
   BITTERN_TRY(expect_countable(op, {d.batch, d.tokens, d.channels, 8}));
   // What the backward keeps of every block.
   return expect_countable(op, {std::max(d.sequences(), d.blocks()), d.channels, 8});
+} catch (...) {
+  return caught(op);
 }
 
-Status check_gated_norm_desc(std::string_view op, const GatedNormDesc& d) {
+Status check_gated_norm_desc(std::string_view op, const GatedNormDesc& d) noexcept try {
   const FloatMode mode;
   BITTERN_TRY(expect_at_least(op, "rows", d.rows, 0));
   BITTERN_TRY(expect_between(op, "dim", d.dim, 1, 1 << 20));
@@ -32,6 +35,8 @@ Status check_gated_norm_desc(std::string_view op, const GatedNormDesc& d) {
                     "least 0");
   }
   return expect_countable(op, {d.rows, d.dim});
+} catch (...) {
+  return caught(op);
 }
 
 }  // namespace bittern

@@ -4,15 +4,16 @@
 #include "bittern/ops/dynamic_quantize.h"
 #include "bittern/quantize_desc.h"
 #include "core/expect.h"
+#include "core/guarded.h"
 
 namespace bittern {
 
-Shape QuantizeDesc::tensor_shape() const {
+Shape QuantizeDesc::tensor_shape() const noexcept {
   if (inner_size == 1) return {outer_size, axis_size};
   return {outer_size, axis_size, inner_size};
 }
 
-Shape QuantizeDesc::param_shape() const {
+Shape QuantizeDesc::param_shape() const noexcept {
   switch (granularity) {
     case Granularity::group: return {outer_size, num_groups()};
     case Granularity::token: return {outer_size};
@@ -22,7 +23,7 @@ Shape QuantizeDesc::param_shape() const {
   return {};
 }
 
-GroupGeometry QuantizeDesc::geometry() const {
+GroupGeometry QuantizeDesc::geometry() const noexcept {
   GroupGeometry g{.rows = outer_size, .row_length = axis_size * inner_size};
   switch (granularity) {
     case Granularity::group:
@@ -42,7 +43,8 @@ GroupGeometry QuantizeDesc::geometry() const {
   return g;
 }
 
-Status check_quantize_desc(std::string_view op, const QuantizeDesc& d, QuantizeFields fields) {
+Status check_quantize_desc(std::string_view op, const QuantizeDesc& d,
+                           QuantizeFields fields) noexcept try {
   const auto granularity = static_cast<std::int32_t>(d.granularity);
   BITTERN_TRY(expect_between(op, "granularity", granularity, 0, 3));
   BITTERN_TRY(expect_at_least(op, "outer_size", d.outer_size, 0));
@@ -75,12 +77,16 @@ Status check_quantize_desc(std::string_view op, const QuantizeDesc& d, QuantizeF
     }
   }
   return {};
+} catch (...) {
+  return caught(op);
 }
 
-Status DynamicQuantize::check(const Desc& d) {
+Status DynamicQuantize::check(const Desc& d) noexcept try {
   BITTERN_TRY(check_quantize_desc(kName, d, kFields));
   if (d.symmetric) return expect_at_least(kName, "q_max", d.q_max, 1);
   return expect_at_least(kName, "q_max", d.q_max, std::int64_t{d.q_min} + 1);
+} catch (...) {
+  return caught(kName);
 }
 
 }  // namespace bittern
