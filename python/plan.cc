@@ -295,10 +295,13 @@ void bind_plan(nb::module_& m) {
       .def_ro("deterministic", &PrecisionGuarantee::deterministic)
       .def_ro("bit_stable_on_same_hardware", &PrecisionGuarantee::bit_stable_on_same_hardware)
       .def_ro("same_bits_on_all_backends", &PrecisionGuarantee::same_bits_on_all_backends)
+      .def_prop_ro("error_norm", [](const PrecisionGuarantee& g) { return name(g.error_norm); })
+      .def_ro("error_bound", &PrecisionGuarantee::error_bound)
       .def("__repr__", [](nb::handle self) {
-        return repr_of("PrecisionGuarantee", self,
-                       {"math_precision", "accumulator", "deterministic",
-                        "bit_stable_on_same_hardware", "same_bits_on_all_backends"});
+        return repr_of(
+            "PrecisionGuarantee", self,
+            {"math_precision", "accumulator", "deterministic", "bit_stable_on_same_hardware",
+             "same_bits_on_all_backends", "error_norm", "error_bound"});
       });
 
   nb::class_<PyPlan>(m, "Plan", "A kernel for one problem. Threads may share it.")

@@ -223,6 +223,7 @@ static void test_run(const char* kernel) {
   EXPECT(precision.math_precision == BITTERN_F32 && precision.accumulator == BITTERN_F32);
   EXPECT(precision.deterministic && precision.bit_stable_on_same_hardware &&
          precision.same_bits_on_all_backends);
+  EXPECT(precision.error_norm == BITTERN_ERROR_EXACT && precision.error_bound == 0);
   bittern_plan_destroy(plan);
 }
 

@@ -149,6 +149,77 @@ TEST(Cuda, SkuNamesTheDevice) {
   ::testing::Test::RecordProperty("architecture", std::string(plan->sku().architecture));
 }
 
+// What a kernel needs of a device is said by select, and under its own name nothing else runs.
+TEST(Cuda, KernelsNameTheDeviceThatTheyNeed) {
+  BITTERN_NEEDS_CUDA();
+  GdnDesc chunks{.tokens = 64};
+  chunks.element = DType::bf16;
+  const AuraDesc rows{.outer_size = 4, .axis_size = 128, .rotation = Rotation::dense};
+  const auto fastest = Plan<GdnRecomputeWU>::select(chunks, kDevice, Preference::fastest);
+  const auto encode = Plan<AuraEncode>::select(rows, kDevice, Preference::fastest);
+  ASSERT_TRUE(fastest.ok() && encode.ok());
+  const std::string here(fastest->sku().architecture);
+  if (here == "sm_90") {  // the plug-ins of the tests have sm_90a's code
+    EXPECT_EQ(fastest->sku().kernel, "cuda_wgmma");
+    EXPECT_EQ(encode->sku().kernel, "cuda_tensor");
+    return;
+  }
+  EXPECT_EQ(fastest->sku().kernel, "cuda_mma");
+  EXPECT_EQ(encode->sku().kernel, "cuda");
+  const std::string why = "device: " + here + ", expected sm_90;";
+  EXPECT_EQ(Plan<GdnRecomputeWU>::select(chunks, kDevice, Preference::fastest, "cuda_wgmma")
+                .status()
+                .message(),
+            "gdn_recompute_w_u: no kernel on cuda:0 named cuda_wgmma: cuda_wgmma: " + why);
+  EXPECT_EQ(Plan<AuraEncode>::select(rows, kDevice, Preference::fastest, "cuda_tensor")
+                .status()
+                .message(),
+            "aura_encode: no kernel on cuda:0 named cuda_tensor: cuda_tensor: " + why);
+}
+
+// cu_seqlens is the device's, and nobody checks it: whatever it holds, nothing outside the operands
+// is touched and nothing faults.
+template <class Op>
+void expect_harmless_bounds(const typename Op::Desc& desc, std::uint64_t seed) {
+  const auto plan = Plan<Op>::select(desc, kDevice);
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  oracle::Rng rng(seed);
+  static constexpr std::int32_t kFar[] = {INT32_MIN, INT32_MAX, -1, 1 << 20, -(1 << 20), 0};
+  for (int turn = 0; turn < 40; ++turn) {
+    auto got = oracle::make_problem<Op>(desc, seed, {});
+    auto want = oracle::make_problem<Op>(desc, seed, {});
+    const std::int64_t n = desc.n_sequences + 1;
+    auto* const bounds = oracle::data<std::int32_t>(got.args.cu_seqlens);
+    for (std::int64_t i = 0; i < n; ++i) {
+      const bool kept = turn > 0 && rng.chance(2);
+      const auto near = static_cast<std::int32_t>(rng.below(3 * desc.tokens) - desc.tokens);
+      if (!kept)
+        bounds[i] = turn % 2 == 0 || rng.chance(2) ? kFar[rng.below(std::size(kFar))] : near;
+    }
+    std::copy_n(bounds, n, oracle::data<std::int32_t>(want.args.cu_seqlens));
+    const Status s =
+        oracle::run_on(kDevice, got, plan->workspace_bytes(),
+                       [&](const auto& args, Workspace w) { return plan->run(args, {}, w); });
+    ASSERT_TRUE(s.ok()) << s.message();
+    ASSERT_EQ(oracle::compare(got, want, true), "") << Op::kName << " " << turn;
+  }
+}
+
+TEST(Cuda, BoundsOfSequencesThatAreWrongTouchNothingElse) {
+  BITTERN_NEEDS_CUDA();
+  GdnDesc d{.tokens = 150, .value_heads = 2, .key_dim = 16, .value_dim = 32, .n_sequences = 5};
+  for (const std::int32_t chunk : {16, 64}) {
+    d.chunk = chunk;
+    expect_harmless_bounds<GdnRecomputeWU>(d, 3);
+    expect_harmless_bounds<GdnCumsum>(d, 4);
+  }
+  for (const std::int64_t channels : {3, 8}) {
+    const CausalConvDesc conv{.tokens = 150, .channels = channels, .n_sequences = 5};
+    expect_harmless_bounds<CausalConv1d>(conv, 5);
+    expect_harmless_bounds<CausalConv1dBackward>(conv, 6);
+  }
+}
+
 TEST(Cuda, HostMemoryIsRefused) {
   BITTERN_NEEDS_CUDA();
   const auto plan = Plan<QuantizePerGroup>::select({.outer_size = 1, .axis_size = 128}, kDevice);

@@ -357,6 +357,208 @@ TEST(OracleSelfTest, JudgesPacking) {
   EXPECT_CAUGHT(PackCodes, pack<PackFault::dirty_tail>);
 }
 
+// ---- kernels with a declared bound: within it accepted, beyond it caught ----
+
+// `ref`, and then what a fault makes of its outputs.
+template <class Op>
+using Spoil = void (*)(const typename Op::Desc&, const typename Op::Args&);
+
+template <class Op, Spoil<Op> kSpoil>
+Status spoiled(const typename Op::Desc& d, const typename Op::Args& a, Stream, Workspace) {
+  const auto ref = Plan<Op>::select(d, {}, Preference::exact, "ref");
+  if (!ref) return ref.status();
+  BITTERN_TRY(ref->run(a));
+  kSpoil(d, a);
+  return {};
+}
+
+template <class Op>
+Report judge_bounded(Status (*run)(const typename Op::Desc&, const typename Op::Args&, Stream,
+                                   Workspace),
+                     PrecisionGuarantee (*weaker)(const typename Op::Desc&)) {
+  const Kernel<Op> kernel{.name = "candidate", .backend = "cpu", .weaker = weaker, .run = run};
+  Report report;
+  Settings settings;
+  auto cases = oracle::Cases<Op>::check();
+  for (const auto& desc : oracle::Cases<Op>::bounded()) cases.push_back(desc);
+  for (std::size_t i = 0; i < cases.size() && report.failures.empty(); i += 2) {
+    report.add(oracle::parity<Op>(cases[i], settings, &kernel));
+    ++settings.seed;
+  }
+  return report;
+}
+
+PrecisionGuarantee within(double bound) {
+  return {.same_bits_on_all_backends = false, .error_norm = ErrorNorm::terms, .error_bound = bound};
+}
+PrecisionGuarantee of_chunks(const GdnDesc& d) { return within(2 * d.chunk * 0x1p-24); }
+PrecisionGuarantee of_rows(const AuraDesc& d) {
+  return within(2 * static_cast<double>(d.axis_size + 8) * 0x1p-24);
+}
+PrecisionGuarantee of_attention(const AuraAttentionDesc&) { return within(1.0 / 32512); }
+
+#define EXPECT_BEYOND(OP, SPOIL, BOUND)                                         \
+  EXPECT_FALSE((judge_bounded<OP>(spoiled<OP, SPOIL>, BOUND).failures.empty())) \
+      << "not caught: " #SPOIL
+#define EXPECT_WITHIN(OP, SPOIL, BOUND)                                             \
+  if (const Report accepted = judge_bounded<OP>(spoiled<OP, SPOIL>, BOUND); true) { \
+    for (const auto& f : accepted.failures) ADD_FAILURE() << #SPOIL << ": " << f;   \
+    EXPECT_GT(accepted.compared, 30);                                               \
+  }
+
+// Every element of the view, which may be left out.
+template <class F>
+void each(const MutView& v, F&& f) {
+  for (std::int64_t i = 0; v && i < v.shape.numel(); ++i)
+    oracle::put(as_const(v), i, f(oracle::get(as_const(v), i), i));
+}
+// A half type's ulps, or f32's in 2^-24.
+template <int kUlps>
+void off_by_ulps(const GdnDesc& d, const GdnRecomputeWU::Args& a) {
+  for (const MutView& v : {a.u, a.w})
+    each(v, [&](double x, std::int64_t) { return oracle::step(d.element, x, kUlps); });
+}
+void nothing(const GdnDesc&, const GdnRecomputeWU::Args&) {}
+void last_row_of_zeros(const GdnDesc&, const GdnRecomputeWU::Args& a) {
+  each(a.u, [&](double x, std::int64_t i) { return i + 1 < a.u.shape.numel() ? x : 0.0; });
+}
+void nan_becomes_zero(const GdnDesc&, const GdnRecomputeWU::Args& a) {
+  each(a.w, [&](double x, std::int64_t) { return std::isnan(x) ? 0.0 : x; });
+}
+void zero_becomes_nan(const GdnDesc&, const GdnRecomputeWU::Args& a) {
+  each(a.w, [&](double x, std::int64_t) { return x == 0 ? std::nan("") : x; });
+}
+void never_the_same(const GdnDesc& d, const GdnRecomputeWU::Args& a) {
+  static int turn = 0;
+  ++turn;
+  each(a.u, [&](double x, std::int64_t i) {
+    return i == 0 && d.element != DType::f32 ? oracle::step(d.element, x, turn % 2) : x;
+  });
+}
+void writes_past_the_end(const GdnDesc&, const GdnRecomputeWU::Args& a) {
+  const auto bytes = a.u.shape.numel() * static_cast<std::int64_t>(size_of(a.u.dtype));
+  if (a.u) static_cast<std::byte*>(a.u.data)[bytes] = {};
+}
+void writes_to_an_input(const GdnDesc& d, const GdnRecomputeWU::Args& a) {
+  if (d.gate_shape().numel() > 0) oracle::data<float>(a.beta)[0] += 1;
+}
+
+TEST(OracleSelfTest, JudgesABoundOfTerms) {
+  EXPECT_WITHIN(GdnRecomputeWU, nothing, of_chunks);
+  EXPECT_WITHIN(GdnRecomputeWU, off_by_ulps<1>, of_chunks);
+  EXPECT_BEYOND(GdnRecomputeWU, off_by_ulps<3>, of_chunks);
+  EXPECT_BEYOND(GdnRecomputeWU, last_row_of_zeros, of_chunks);
+  EXPECT_BEYOND(GdnRecomputeWU, nan_becomes_zero, of_chunks);
+  EXPECT_BEYOND(GdnRecomputeWU, zero_becomes_nan, of_chunks);
+}
+
+TEST(OracleSelfTest, JudgesWhatABoundedKernelSaysBesides) {
+  EXPECT_BEYOND(GdnRecomputeWU, never_the_same, of_chunks);
+  EXPECT_BEYOND(GdnRecomputeWU, writes_past_the_end, of_chunks);
+  EXPECT_BEYOND(GdnRecomputeWU, writes_to_an_input, of_chunks);
+  // Not written, where the poison is within the bound of any result.
+  const auto huge = [](const GdnDesc&) { return within(1e300); };
+  const auto skips = [](const GdnDesc&, const GdnRecomputeWU::Args&, Stream, Workspace) {
+    return Status();
+  };
+  EXPECT_FALSE(judge_bounded<GdnRecomputeWU>(skips, huge).failures.empty());
+  // What does not repeat itself may, if it says so.
+  const auto varies = [](const GdnDesc& d) {
+    PrecisionGuarantee g = of_chunks(d);
+    g.deterministic = g.bit_stable_on_same_hardware = false;
+    return g;
+  };
+  EXPECT_WITHIN(GdnRecomputeWU, never_the_same, varies);
+}
+
+// x changed by a few roundings, or by far more; and so the scale.
+template <int kExponent>
+Status encode_nearby(const AuraDesc& d, const AuraEncode::Args& a, Stream, Workspace) {
+  const auto ref = Plan<AuraEncode>::select(d, {}, Preference::exact, "ref");
+  if (!ref) return ref.status();
+  AuraDesc wide = d;
+  wide.element = DType::f32;
+  const auto plan = Plan<AuraEncode>::select(wide, {}, Preference::exact, "ref");
+  std::vector<float> x(static_cast<std::size_t>(d.tensor_shape().numel()));
+  for (std::size_t i = 0; i < x.size(); ++i)
+    x[i] = static_cast<float>(oracle::get(a.x, static_cast<std::int64_t>(i)) *
+                              (1 + (i % 3 - 1.0) * std::ldexp(1.0, kExponent)));
+  AuraEncode::Args nearby = a;
+  nearby.x = view(std::as_const(x).data(), d.tensor_shape());
+  return plan->run(nearby);
+}
+void another_code(const AuraDesc& d, const AuraEncode::Args& a) {
+  if (d.outer_size > 0 && d.bits > 1) a.packed.as<std::uint32_t>()[0] ^= 2;
+}
+void spare_bits(const AuraDesc& d, const AuraEncode::Args& a) {
+  const std::int64_t words = packed_words(d.axis_size, d.bits);
+  if (d.outer_size > 0 && d.axis_size * d.bits % 32 != 0)
+    a.packed.as<std::uint32_t>()[words - 1] |= 1u << 31;
+}
+template <int kExponent>
+void scale_is_off(const AuraDesc&, const AuraEncode::Args& a) {
+  each(a.norms, [](double x, std::int64_t) { return x * (1 + std::ldexp(1.0, kExponent)); });
+}
+
+TEST(OracleSelfTest, JudgesCodesByTheirDistanceFromABoundary) {
+  for (const auto& f : judge_bounded<AuraEncode>(encode_nearby<-22>, of_rows).failures)
+    ADD_FAILURE() << f;
+  EXPECT_FALSE(judge_bounded<AuraEncode>(encode_nearby<-12>, of_rows).failures.empty());
+  EXPECT_BEYOND(AuraEncode, another_code, of_rows);
+  EXPECT_BEYOND(AuraEncode, spare_bits, of_rows);
+  EXPECT_WITHIN(AuraEncode, scale_is_off<-22>, of_rows);
+  EXPECT_BEYOND(AuraEncode, scale_is_off<-8>, of_rows);
+}
+
+// Attention with the query in as many bits as kBits.
+template <int kBits>
+Status attend_coarsely(const AuraAttentionDesc& d, const AuraAttention::Args& a, Stream,
+                       Workspace) {
+  std::vector<float> q(static_cast<std::size_t>(d.query_shape().numel()));
+  const auto dim = static_cast<std::size_t>(d.dim);
+  for (std::size_t row = 0; row < q.size(); row += dim) {
+    double most = 0;
+    for (std::size_t j = 0; j < dim; ++j) {
+      q[row + j] = static_cast<float>(oracle::get(a.q, static_cast<std::int64_t>(row + j)));
+      most = std::max(most, std::fabs(static_cast<double>(q[row + j])));
+    }
+    const double unit = most / std::ldexp(1.0, kBits - 1);
+    for (std::size_t j = 0; j < dim; ++j)
+      if (unit > 0 && std::isfinite(unit))
+        q[row + j] =
+            static_cast<float>(std::nearbyint(static_cast<double>(q[row + j]) / unit) * unit);
+  }
+  AuraAttentionDesc wide = d;
+  wide.element = DType::f32;
+  std::vector<float> out(q.size());
+  const auto plan = Plan<AuraAttention>::select(wide, {}, Preference::exact, "ref");
+  if (!plan) return plan.status();
+  AuraAttention::Args coarse = a;
+  coarse.q = view(std::as_const(q).data(), d.query_shape());
+  coarse.out = view(out.data(), d.query_shape());
+  BITTERN_TRY(plan->run(coarse));
+  each(a.out, [&](double, std::int64_t i) {
+    return static_cast<double>(out[static_cast<std::size_t>(i)]);
+  });
+  return {};
+}
+
+TEST(OracleSelfTest, JudgesLogitsByWhatTheyDoToTheOutput) {
+  for (const auto& f : judge_bounded<AuraAttention>(attend_coarsely<22>, of_attention).failures)
+    ADD_FAILURE() << f;
+  EXPECT_FALSE(judge_bounded<AuraAttention>(attend_coarsely<8>, of_attention).failures.empty());
+}
+
+// A failure of a bounded kernel says the bound, what it is relative to and by how much it is off.
+TEST(OracleSelfTest, SaysByHowMuchABoundWasExceeded) {
+  const Report report =
+      judge_bounded<GdnRecomputeWU>(spoiled<GdnRecomputeWU, off_by_ulps<3>>, of_chunks);
+  ASSERT_FALSE(report.failures.empty());
+  for (const char* part : {"candidate: u[", ", expected ", " within ", "(bound ", " x terms ",
+                           "), off by ", " times as much   bittern check gdn_recompute_w_u "})
+    EXPECT_NE(report.failures[0].find(part), std::string::npos) << report.failures[0];
+}
+
 // A failure's reproducer is the command that shows it.
 TEST(OracleSelfTest, PrintsAReproducer) {
   const Report report = judge<QuantizePerGroup>(quantize<HalfAway>);

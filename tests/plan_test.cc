@@ -72,21 +72,31 @@ constexpr Kernel<Double> kFast[] = {
      .backend = "cpu",
      .weaker =
          [](const Double::Desc&) {
-           return PrecisionGuarantee{.deterministic = false, .same_bits_on_all_backends = false};
+           return PrecisionGuarantee{.deterministic = false,
+                                     .same_bits_on_all_backends = false,
+                                     .error_norm = ErrorNorm::terms,
+                                     .error_bound = 0.5};
+         },
+     .accepts =
+         [](const Double::Desc&, const Double::Args& a) {
+           return reinterpret_cast<std::uintptr_t>(a.x.data) % 16 == 0
+                      ? Status()
+                      : unsupported("x: address is odd, expected a multiple of 16");
          },
      .run = run_double},
     {.name = "narrow",
      .backend = "cpu",
      .supports =
-         [](const Double::Desc& d) {
+         [](const Double::Desc& d, Device) {
            return d.columns > 4 ? unsupported("more than 4 columns") : Status();
          },
      .architecture = [](Device) { return std::string_view("toy"); },
      .run = run_double}};
-constexpr Kernel<Double> kRef[] = {{.name = "ref",
-                                    .backend = "ref",
-                                    .workspace = [](const Double::Desc&) { return kScratch; },
-                                    .run = run_double}};
+constexpr Kernel<Double> kRef[] = {
+    {.name = "ref",
+     .backend = "ref",
+     .workspace = [](const Double::Desc&, Device) { return kScratch; },
+     .run = run_double}};
 
 }  // namespace
 
@@ -123,6 +133,28 @@ TEST(Plan, ExactSkipsAWeakerKernelAndFastestTakesIt) {
   EXPECT_EQ(fastest->sku().architecture, "any");
   EXPECT_FALSE(fastest->precision_guarantee().deterministic);
   EXPECT_FALSE(fastest->precision_guarantee().same_bits_on_all_backends);
+  EXPECT_EQ(fastest->precision_guarantee().error_norm, ErrorNorm::terms);
+  EXPECT_EQ(fastest->precision_guarantee().error_bound, 0.5);
+  EXPECT_EQ(exact->precision_guarantee().error_norm, ErrorNorm::exact);
+  EXPECT_EQ(exact->precision_guarantee().error_bound, 0);
+}
+
+// What is chosen is what runs: a kernel that wants an alignment refuses another, and run() does
+// too.
+TEST(Plan, AKernelMayRefuseOperandsByTheirAddresses) {
+  const auto fastest = Plan<Double>::select({2, 3}, {}, Preference::fastest);
+  const auto exact = Plan<Double>::select({2, 3});
+  ASSERT_TRUE(fastest && exact);
+  Tensors t;
+  auto args = t.args(2, 3);
+  EXPECT_TRUE(fastest->can_implement(args).ok());
+  args.x.data = t.x.data() + 1;
+  EXPECT_TRUE(exact->can_implement(args).ok());
+  for (const Status& s : {fastest->can_implement(args), fastest->run(args)}) {
+    EXPECT_EQ(s.code(), Code::unsupported);
+    EXPECT_EQ(s.message(),
+              "double: x: address is odd, expected a multiple of 16 for kernel approximate");
+  }
 }
 
 TEST(Plan, FallsThroughToRefAndSaysWhyNotWhenAKernelIsNamed) {

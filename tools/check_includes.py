@@ -50,7 +50,7 @@ LAYERS = [
     ("src/distill/*", MODEL + ["distill/*", "report/*"]),
     ("src/report/*", MODEL + ["report/*"]),
     ("src/c/*", ["bittern/*", "c/*", "core/guarded.h", "plan/any_op.h", "plan/fields.h", "plan/names.h"]),
-    ("tests/emulation/*", ["bittern/*", "emulation.h"] + CUDA),
+    ("tests/emulation/*", ["bittern/*", "emulation.h", "sys/mman.h"] + CUDA),
     ("examples/*", ["bittern/*", "CLI/*", "fmt/*"]),
     ("*", ["*"]),  # the command, Python, tests, benchmarks: all but CUDA
 ]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # tools/gpu_check.sh BUILD [tests] [sanitizers] [bench]: on a machine with a GPU, without network and
 # without our packages,
-#   tests       every CUDA kernel against ref, bit for bit, and the CUDA tests, none of them skipped
+#   tests       every CUDA kernel against ref, bit for bit or within its bound, and the CUDA tests, none of them skipped
 #   sanitizers  compute-sanitizer's memcheck and racecheck, one case in 8 of every op
 #   bench       every op beside the device's copy
 # all three by default. BUILD is a build folder made with -DBITTERN_STATIC_TESTS=ON; of it only

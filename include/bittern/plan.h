@@ -36,12 +36,27 @@ enum class Preference {
   fastest,  // also kernels that declare a weaker bound
 };
 
+// What PrecisionGuarantee::error_bound is relative to.
+enum class ErrorNorm {
+  exact,  // nothing: results are those of the op's contract, and error_bound is 0
+  // The magnitudes of the terms that an element is made of. A result differs from the contract's by
+  // at most error_bound times their sum, which the op's header defines, and one ulp of an f16 or
+  // bf16 output. For codes the header says what may differ.
+  terms,
+};
+inline constexpr std::string_view kErrorNormNames[] = {"exact", "terms"};
+inline std::string_view name(ErrorNorm norm) {
+  return kErrorNormNames[static_cast<std::size_t>(norm)];
+}
+
 struct PrecisionGuarantee {
   DType math_precision = DType::f32;        // the type of each elementary operation
   DType accumulator = DType::f32;           // the type sums are kept in
   bool deterministic = true;                // the same bits on every run
   bool bit_stable_on_same_hardware = true;  // also for every thread count and vector width
   bool same_bits_on_all_backends = true;    // ref, every SIMD target and CUDA agree
+  ErrorNorm error_norm = ErrorNorm::exact;
+  double error_bound = 0;
   bool operator==(const PrecisionGuarantee&) const = default;
 };
 
@@ -101,16 +116,21 @@ class Plan {
   using Desc = typename Op::Desc;
   using Args = typename Op::Args;
 
-  // Validates `desc` and takes the first kernel on `device` that supports it; if none does, the
-  // status gives every kernel's reason. `kernel` narrows the choice to one name (so does the
-  // environment variable BITTERN_KERNEL, when `kernel` is empty). Fails where a variable has a
-  // value that it cannot have (bittern/environment.h). `threads` are those of a CPU plan, as
-  // set_num_threads takes them; 0: num_threads() when it runs.
+  // Validates `desc` and takes the first kernel that supports it on `device`; if none does, the
+  // status gives every kernel's reason. run() runs this kernel and no other. A kernel that needs
+  // aligned operands refuses others in can_implement(), with the operand and the alignment. Kernels
+  // that meet the contract take every address and stride that the op allows.
+  // `kernel` narrows the choice to one name (so does the environment variable BITTERN_KERNEL, when
+  // `kernel` is empty). Fails where a variable has a value that it cannot have
+  // (bittern/environment.h). `threads` are those of a CPU plan, as set_num_threads takes
+  // them; 0: num_threads() when it runs.
   static Result<Plan> select(const Desc& desc, Device device = {},
                              Preference preference = Preference::exact,
                              std::string_view kernel = {}, int threads = 0) noexcept;
 
-  // Checks each operand's dtype, shape, device (for CUDA, where its memory is), strides, overlap.
+  // Checks each operand's dtype, shape, device (for CUDA, where its memory is), strides, overlap,
+  // and what this kernel needs besides. On CUDA the contents are not checked: the op's header says
+  // what an index or a length that is out of range does.
   Status can_implement(const Args& args) const noexcept;
 
   // The caller owns scratch: at least this many bytes, 64-byte aligned, go to run(). Fixed by

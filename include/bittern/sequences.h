@@ -5,6 +5,11 @@
 // cu_seqlens[i] .. cu_seqlens[i+1]-1, where cu_seqlens [N+1] s32 starts at 0, never falls (an empty
 // sequence is fine) and ends at `tokens`. Chunks are counted from a sequence's own start, the last
 // one may be ragged, and no chunk crosses into the next sequence.
+//
+// On the CPU any other cu_seqlens is an error. On CUDA the host does not read it. Kernels there
+// clamp each bound to 0 .. tokens, and a sequence that ends before it starts is empty. So a wrong
+// cu_seqlens causes no fault and no access outside the operands, but the values of the outputs are
+// then not specified.
 #pragma once
 #include <cstdint>
 #include <string_view>

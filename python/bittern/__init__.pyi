@@ -191,6 +191,10 @@ class PrecisionGuarantee:
     def bit_stable_on_same_hardware(self) -> bool: ...
     @property
     def same_bits_on_all_backends(self) -> bool: ...
+    @property
+    def error_norm(self) -> str: ...
+    @property
+    def error_bound(self) -> float: ...
 
 class Plan:
     """A kernel for one problem. Threads may share it."""
@@ -670,6 +674,13 @@ def gdn_recompute_w_u(
     these j count, also those above the diagonal; with lower_triangular those alone with j <= i, and
     the others are not read. NaN and infinities go where these products put them: no further than
     their chunk and head. Either output may be left out.
+
+    Kernels cuda_mma and cuda_wgmma (f16 and bf16, Preference::fastest) add the same terms in another
+    order, and tensor cores truncate where fma rounds. Their ErrorNorm is `terms`: each element of u
+    and w is off by at most error_bound = 2 chunk 2^-24 times the sum of |A[i][j]| |b[j]|, b being vb
+    or kb, and one ulp of `element`. In that sum an |A[i][j]| > 0 counts as at least 2^-114. If a
+    term is not finite, the result is that of the definition. If the terms are finite and the sum
+    reaches 2^127, one order may overflow and the other not: nothing is promised for that element.
     """
 
 def gdn_cumsum(
@@ -978,6 +989,19 @@ def aura_encode(
     With rotation dense, rule matched and f32 norms this is AURA's fused encode, except for rows of
     norm 1e-8 and less, to which AURA gives no direction, and those whose squares overflow.
 
+    Kernel cuda_tensor (dense rotations of 64 and 128, sm_90, Preference::fastest) computes r in
+    another order, and s from its own r and codes. Its ErrorNorm is `terms`, and error_bound is
+    e = 2 (axis_size + 8) 2^-24. With T_i = sum over j of (|P_ij| + 2^-16) (|u_j| + 2^-16):
+
+      code_i  is the code of some r' with |r' - r_i| <= e T_i. So it can differ from the contract's
+              only if r_i is that near to a boundary.
+      s       is off by at most e M, and one ulp of the norms' dtype, from what step 5 gives for the
+              codes that the kernel found. M = |s| (none, matched), 2 norm sum T_i |c_i| / C
+              (least_squares), 2 |s| sum T_i |c_i| / D (unbiased). If D is within
+              2 e sum T_i |c_i| of 0 or of 1e-8, nothing is promised for s (unbiased).
+
+    A row with a NaN or an infinity has codes 0 and s NaN here too.
+
     boundaries must be finite and never descend; the codebook must be finite, and ascending where the
     codes are to be the nearest levels. A dense matrix is taken as it is.
     """
@@ -1138,11 +1162,27 @@ def aura_attention(
     that see it, and no others.
 
     Kernel cpu_int8 (k_bits 4, Preference::fastest) takes r and c as 16-bit integers of full scale
-    32512, in two bytes each, and leaves out the product of the lower bytes: with dr = max|r| / 32512
-    and dc = max|c| / 32512, r . c is off by at most sum_j (|r_j| dc / 2 + |c_j| dr / 2 + 2^15 dr
-    dc). On AVX-512 and with v_bits 4 it also takes w and the centroids y of V as integers: o_j of a
-    split of n tokens is off by at most max|y| (W / 4094 + n max(max|w| / 65534, W 2^-20)), W = sum
-    |w|.
+    32512, in two bytes each, and leaves out the product of the lower bytes. On AVX-512 and with
+    v_bits 4 it also takes w and the centroids y of V as integers: y of full scale 2047, w in units
+    of max(max|w| / 32767, sum|w| / 2^19) of its split. Its ErrorNorm is `terms`, and error_bound is
+    e = 1 / 32512. For one query let h_t = p_t / l be its weights, S the number of splits with a
+    token seen, R = max|r_j|, K = max|k_codebook| and Y = max|v_codebook|, each at least 2^-126.
+    Then:
+
+      X_t  = (1 + S) (1 + max|x|) / 32. For a coded token add
+             |k_scale_t| (K sum|r_j| / 2 + R sum|c_tj| / 2 + (1.1 + dim / 4096) dim R K).
+             The logit x_t is off by at most e X_t.
+      L_j  = exp(2 e max X) sum h_t X_t |v_tj - out_j|, over the tokens and the sink: what the logits
+             do to out_j.
+      N    = 2^-100 + Y sum over the splits of coded tokens of (f + S / 16) Z, where Z is the split's
+             sum of h_t |v_scale_t|, and f = 2 + dim / 256. With v_bits 4, f = 16, and a split of n
+             tokens adds n (max(z / 2, Z / 32) + 2^-85), z its largest h_t |v_scale_t|.
+      A_j  = sum h_t |v_tj|, where |v_tj| of a coded token is |v_scale_t (P_v^T c)_j| + |v_mean_j|.
+      out_j is off by at most e (L_j + N sum_i |P_v|_ij + (1 + S / 16) A_j), and one ulp of an f16 or
+             bf16 element.
+
+    If a query sees a NaN, its results are NaN wherever the contract's are. If it sees an infinity,
+    or if R K dim, a logit or a sum of magnitudes reaches 2^127, nothing is promised for its row.
 
     Layout. Contiguous (page_size 0): slot n of KV head h is row [s * kv_heads + h, n] of codes and
     scales. Paged: row [block_table[s, n / page_size], h, n % page_size]. Coded token t has slot
@@ -1211,8 +1251,10 @@ def gdn_recurrent_step(
     States. With pool = 0 sequence s has state s. With pool = P > 0 there are P states and sequence s
     uses state state_index[s]: in range, and no two the same. The others are not touched. An index of
     -1 skips its sequence, as servers pad their batches: its o and snapshots are zeros, nothing of it
-    is read. snapshots, where given, receives the state after each token, for going back to it when
-    later tokens are rejected.
+    is read. On CUDA the host does not read state_index. Any other index that is out of range then
+    leaves its sequence out: its o and snapshots are not written. If two sequences have the same
+    index, their results and that state are not specified. snapshots, where given, receives the state
+    after each token, for going back to it when later tokens are rejected.
     """
 
 def gdn_chunk_backward(

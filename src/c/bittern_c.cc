@@ -321,7 +321,9 @@ bittern_code bittern_plan_precision(const bittern_plan* plan, bittern_precision*
                   .accumulator = static_cast<bittern_dtype>(g.accumulator),
                   .deterministic = g.deterministic,
                   .bit_stable_on_same_hardware = g.bit_stable_on_same_hardware,
-                  .same_bits_on_all_backends = g.same_bits_on_all_backends};
+                  .same_bits_on_all_backends = g.same_bits_on_all_backends,
+                  .error_norm = static_cast<bittern_error_norm>(g.error_norm),
+                  .error_bound = g.error_bound};
     return {};
   });
 }

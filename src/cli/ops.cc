@@ -1,6 +1,8 @@
 // bittern ops [OP]: which backend does what here, and what an op takes.
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "cli/cli.h"
 #include "cuda/plugin.h"
 
@@ -19,6 +21,15 @@ struct Support {
   std::vector<std::string> dtypes;  // elements it takes here
   std::string architecture;         // of the kernel chosen for the first of them
   std::string why_not;              // when none
+  PrecisionGuarantee guarantee;
+};
+
+// A kernel that is weaker than the op's contract, for the first dtype that it takes here.
+struct Weaker {
+  std::string kernel;
+  std::vector<std::string> dtypes;  // elements it takes here
+  std::string architecture;
+  std::string why_not;  // when none
   PrecisionGuarantee guarantee;
 };
 
@@ -73,10 +84,48 @@ Support support(const AnyOp& op, std::string_view backend) {
   return s;
 }
 
+std::vector<Weaker> weaker_kernels(const AnyOp& op) {
+  std::vector<Weaker> all;
+  for (const Device device : {Device{}, Device{Device::Type::cuda, 0}}) {
+    const auto kernels = op.kernels(device);
+    if (!kernels) continue;
+    for (const KernelInfo& k : *kernels) {
+      if (!k.weaker) continue;
+      Weaker w{.kernel = std::string(k.name)};
+      // The sizes of any benchmark: the first one's need not be what this kernel is for.
+      for (const Problem& problem : bench_problems(op)) {
+        for (const DType element : {DType::f32, DType::f16, DType::bf16}) {
+          const auto desc = problem.desc->clone();
+          (void)desc->set("element", static_cast<std::int64_t>(element));
+          const auto plan = desc->select(device, Preference::fastest, k.name);
+          if (!plan) {
+            if (w.why_not.empty()) w.why_not = plan.status().message();
+            continue;
+          }
+          if (w.dtypes.empty()) {
+            w.architecture = (*plan)->sku().architecture;
+            w.guarantee = (*plan)->precision_guarantee();
+          }
+          const std::string text((*plan)->sku().element == element ? name(element) : "");
+          if (!text.empty() && std::find(w.dtypes.begin(), w.dtypes.end(), text) == w.dtypes.end())
+            w.dtypes.push_back(text);
+        }
+      }
+      all.push_back(std::move(w));
+    }
+  }
+  return all;
+}
+
 std::string join(const std::vector<std::string>& words) {
   std::string text;
   for (const std::string& w : words) text += (text.empty() ? "" : " ") + w;
   return text;
+}
+
+std::string bound_text(const PrecisionGuarantee& g) {
+  if (g.error_norm == ErrorNorm::exact) return "exact";
+  return fmt::format("error at most {:.3g} x {}", g.error_bound, name(g.error_norm));
 }
 
 std::string guarantee_text(const PrecisionGuarantee& g) {
@@ -113,6 +162,16 @@ Chosen chosen(const AnyOp& op, const DeviceChoice& choice) {
   return chosen;
 }
 
+Json guarantee_json(const PrecisionGuarantee& g) {
+  return {{"math_precision", name(g.math_precision)},
+          {"accumulator", name(g.accumulator)},
+          {"deterministic", g.deterministic},
+          {"bit_stable_on_same_hardware", g.bit_stable_on_same_hardware},
+          {"same_bits_on_all_backends", g.same_bits_on_all_backends},
+          {"error_norm", name(g.error_norm)},
+          {"error_bound", g.error_bound}};
+}
+
 Json support_json(const Support& s) {
   Json json{{"backend", s.backend}, {"exists", s.exists}, {"dtypes", s.dtypes}};
   if (s.dtypes.empty()) {
@@ -120,11 +179,18 @@ Json support_json(const Support& s) {
     return json;
   }
   json["architecture"] = s.architecture;
-  json["guarantee"] = {{"math_precision", name(s.guarantee.math_precision)},
-                       {"accumulator", name(s.guarantee.accumulator)},
-                       {"deterministic", s.guarantee.deterministic},
-                       {"bit_stable_on_same_hardware", s.guarantee.bit_stable_on_same_hardware},
-                       {"same_bits_on_all_backends", s.guarantee.same_bits_on_all_backends}};
+  json["guarantee"] = guarantee_json(s.guarantee);
+  return json;
+}
+
+Json weaker_json(const Weaker& w) {
+  Json json{{"kernel", w.kernel}, {"dtypes", w.dtypes}};
+  if (w.dtypes.empty()) {
+    json["why_not"] = w.why_not;
+    return json;
+  }
+  json["architecture"] = w.architecture;
+  json["guarantee"] = guarantee_json(w.guarantee);
   return json;
 }
 
@@ -144,7 +210,8 @@ std::string default_text(const FieldInfo& f) {
   return f.real ? bittern::field_text(f.default_real) : std::to_string(f.default_value);
 }
 
-Json op_json(const AnyOp& op, const std::vector<Support>& all, const Chosen& here) {
+Json op_json(const AnyOp& op, const std::vector<Support>& all, const std::vector<Weaker>& weaker,
+             const Chosen& here) {
   Json json{{"op", op.name()}, {"category", op.category()}};
   if (here.backend.empty()) {
     json["chosen_here"] = {{"backend", nullptr}, {"why_not", here.why_not}};
@@ -152,6 +219,8 @@ Json op_json(const AnyOp& op, const std::vector<Support>& all, const Chosen& her
     json["chosen_here"] = {{"backend", here.backend}, {"architecture", here.architecture}};
   }
   for (const Support& s : all) json["backends"].push_back(support_json(s));
+  json["weaker_kernels"] = Json::array();
+  for (const Weaker& w : weaker) json["weaker_kernels"].push_back(weaker_json(w));
   for (const FieldInfo& f : op.fields()) {
     Json field{{"name", f.name}, {"default", nullptr}, {"help", f.help}};
     if (f.real) {
@@ -174,7 +243,8 @@ Json op_json(const AnyOp& op, const std::vector<Support>& all, const Chosen& her
   return json;
 }
 
-void print_op(const AnyOp& op, const std::vector<Support>& all, const Chosen& here) {
+void print_op(const AnyOp& op, const std::vector<Support>& all, const std::vector<Weaker>& weaker,
+              const Chosen& here) {
   fmt::print("{} ({})\n\nfields\n", op.name(), op.category());
   for (const FieldInfo& f : op.fields()) {
     std::string choices;
@@ -209,9 +279,20 @@ void print_op(const AnyOp& op, const std::vector<Support>& all, const Chosen& he
     } else if (s.dtypes.empty()) {
       fmt::print("  {:<4}  not here: {}\n", s.backend, s.why_not);
     } else {
-      fmt::print("  {:<4}  {:<8} {:<18} math {}, sums {}, {}{}\n", s.backend, s.architecture,
+      fmt::print("  {:<4}  {:<8} {:<18} math {}, sums {}, {}, {}{}\n", s.backend, s.architecture,
                  join(s.dtypes), name(s.guarantee.math_precision), name(s.guarantee.accumulator),
-                 guarantee_text(s.guarantee), s.backend == here.backend ? "  <- chosen here" : "");
+                 guarantee_text(s.guarantee), bound_text(s.guarantee),
+                 s.backend == here.backend ? "  <- chosen here" : "");
+    }
+  }
+  for (const Weaker& w : weaker) {
+    if (w.dtypes.empty()) {
+      fmt::print("  {}  not here: {}\n", w.kernel, w.why_not);
+    } else {
+      fmt::print("  {}  {} {}, math {}, sums {}, {}, {} (preference fastest)\n", w.kernel,
+                 w.architecture, join(w.dtypes), name(w.guarantee.math_precision),
+                 name(w.guarantee.accumulator), guarantee_text(w.guarantee),
+                 bound_text(w.guarantee));
     }
   }
   if (here.backend.empty()) fmt::print("  none is chosen here: {}\n", here.why_not);
@@ -238,17 +319,23 @@ Status run(const OpsFlags& flags) {
   for (const AnyOp* op : ops) {
     const std::vector<Support> all = {support(*op, "ref"), support(*op, "cpu"),
                                       support(*op, "cuda")};
+    const std::vector<Weaker> weaker = weaker_kernels(*op);
     const Chosen here = chosen(*op, *choice);
     if (none.empty() && here.backend.empty()) none = here.why_not;
-    json.push_back(op_json(*op, all, here));
+    json.push_back(op_json(*op, all, weaker, here));
     cuda_missing = cuda_missing || (all[2].exists && all[2].dtypes.empty());
     if (flags.common.quiet) continue;
     if (!flags.op.empty()) {
-      print_op(*op, all, here);
+      print_op(*op, all, weaker, here);
     } else {
       fmt::print("{:<33} {:<17} {:<17} {:<17} {:<13} {}\n", op->name(), cell(all[0]), cell(all[1]),
                  cell(all[2]), here.text(),
                  here.backend.empty() ? "" : guarantee_text(here.guarantee));
+      for (const Weaker& w : weaker) {
+        if (!w.dtypes.empty())
+          fmt::print("  with preference fastest also {}: {}, {}\n", w.kernel, join(w.dtypes),
+                     bound_text(w.guarantee));
+      }
     }
   }
   if (!flags.common.quiet && flags.op.empty()) {

@@ -10,7 +10,7 @@ constexpr Kernel<Op> exact_kernel(decltype(Kernel<Op>::run) run,
                                   decltype(Kernel<Op>::workspace) workspace = nullptr) {
   return {.name = "cpu",
           .backend = "cpu",
-          .supports = [](const typename Op::Desc&) { return supported(); },
+          .supports = [](const typename Op::Desc&, Device) { return supported(); },
           .workspace = workspace,
           .architecture = architecture,
           .run = run};

@@ -230,6 +230,23 @@ const Limits& limits(int device) {
   return known_devices()[static_cast<std::size_t>(device)].limits;
 }
 
+Status needs_warpgroups(Device device) {
+  if (limits(device.index).capability != 90)
+    return unsupported("device: " + std::string(architecture(device)) + ", expected sm_90");
+#ifdef BITTERN_SM90A
+  return {};
+#else
+  return unsupported("this build has no code for sm_90a");
+#endif
+}
+
+Status starts_aligned(const char* operand, const void* data) {
+  const std::uintptr_t off = reinterpret_cast<std::uintptr_t>(data) % 16;
+  if (off == 0) return {};
+  return unsupported(std::string(operand) + ": address is " + std::to_string(off) +
+                     " bytes past a multiple of 16, expected a multiple of 16");
+}
+
 }  // namespace cuda
 }  // namespace bittern
 

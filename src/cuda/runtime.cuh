@@ -111,15 +111,11 @@ struct Limits {
 };
 const Limits& limits(int device);
 
-// Whether kernels may use products of a warpgroup: this device has them, and they were compiled for
-// it (sm_90a, whose code runs on 9.0 alone).
-inline bool has_warpgroups(int device) {
-#ifdef BITTERN_SM90A
-  return limits(device).capability == 90;
-#else
-  (void)device;
-  return false;
-#endif
-}
+// Why kernels may not use products of a warpgroup: sm_90a's code runs on 9.0 alone, and must have
+// been compiled.
+Status needs_warpgroups(Device device);
+
+// For Kernel::accepts, of kernels that copy 16 bytes at a time: an operand's address.
+Status starts_aligned(const char* operand, const void* data);
 
 }  // namespace bittern::cuda

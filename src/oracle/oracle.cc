@@ -158,20 +158,97 @@ std::string difference(const Store& got, const Store& want) {
   return got.name + ": memory outside the tensor was written";
 }
 
-std::vector<Target> targets(const Settings& settings) {
-  std::vector<Target> out;
-  if (settings.cpu) {
-    for (const cpu::Isa isa : cpu::available_isas())
-      for (const int threads : settings.threads)
-        out.push_back({std::string("cpu/").append(cpu::name(isa)) + "/" + std::to_string(threads),
-                       {},
-                       "cpu",
-                       isa,
-                       threads});
+void copy_elements(const Store& from, Store& to) {
+  const std::size_t size = size_of(from.expected.dtype);
+  for (std::int64_t i = 0; i < from.expected.shape.numel(); ++i) {
+    const auto at = static_cast<std::size_t>(position(from.shape, from.stride, i)) * size;
+    std::memcpy(to.bytes.data() + to.offset + at, from.bytes.data() + from.offset + at, size);
   }
-  if (settings.cuda && cuda_plugin(settings.cuda_index))
-    out.push_back({"cuda", {Device::Type::cuda, settings.cuda_index}, "", cpu::Isa::none, 1});
-  return out;
+}
+
+void poison_elements(std::vector<Store>& stores) {
+  for (Store& s : stores) {
+    if (!s.present || !s.output || (s.expected.flags & Operand::kInOut) != 0) continue;
+    Store other = s;
+    std::fill(other.bytes.begin(), other.bytes.end(), kOtherPoison);
+    copy_elements(other, s);
+  }
+}
+
+std::string compare_runs(const std::vector<Store>& got, const std::vector<Store>& want) {
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    if (!got[i].present || !got[i].output) continue;
+    Store g = got[i], w = want[i];
+    canonicalise_nans(g);
+    canonicalise_nans(w);
+    if (std::string text = difference(g, w); !text.empty()) return text;
+  }
+  return {};
+}
+
+namespace {
+
+// The distance to the next larger magnitude; of the largest, to the power of two beyond it.
+double ulp(DType dtype, double x) {
+  double size = 0;
+  (void)visit_float(dtype, [&]<class T>(Type<T>) {
+    size = std::min(std::fabs(x), static_cast<double>(max_finite<T>()));
+    return Status();
+  });
+  return size > 0 ? size - step(dtype, size, -1) : step(dtype, 0, 1);
+}
+
+// An infinity as the first value that rounds to it, so that overflow is an error like any other.
+double bounded_value(DType dtype, double x) {
+  if (!std::isinf(x)) return x;
+  (void)visit_float(dtype, [&]<class T>(Type<T>) {
+    const auto most = static_cast<double>(max_finite<T>());
+    x = std::copysign(most + ulp(dtype, most), x);
+    return Status();
+  });
+  return x;
+}
+
+std::string number(double x) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.9g", x);
+  return text;
+}
+
+}  // namespace
+
+void Judge::fail(std::string_view operand, std::int64_t index, const std::string& what) {
+  if (failure_.empty())
+    failure_ = std::string(operand).append("[") + std::to_string(index) + "]: " + what;
+}
+
+void Judge::value(std::string_view operand, const ConstView& got, const ConstView& want,
+                  std::int64_t index, double unit) {
+  const double g = get(got, index), w = get(want, index);
+  if (std::isinf(unit)) return;
+  if (std::isnan(g) || std::isnan(w) || std::isnan(unit)) {
+    const bool same = std::isnan(g) == std::isnan(w) && (!std::isinf(w) || g == w);
+    if (!same) fail(operand, index, number(g) + ", expected " + number(w));
+    return;
+  }
+  const double a = bounded_value(got.dtype, g), b = bounded_value(got.dtype, w);
+  // f32: what is subnormal has no relative error.
+  const double slack =
+      got.dtype == DType::f32 ? 0x1p-149 : ulp(got.dtype, std::max(std::fabs(a), std::fabs(b)));
+  distance(operand, index, g, w, std::fabs(a - b), unit, slack);
+}
+
+void Judge::distance(std::string_view operand, std::int64_t index, double got, double want,
+                     double error, double unit, double slack) {
+  if (std::isinf(unit)) return;
+  const double most = bound_ * unit + slack;
+  if (error > 0) worst_ = std::max(worst_, error / most);
+  if (error <= most) return;
+  fail(operand, index,
+       number(got) + ", expected " + number(want) + " within " + number(most) + " (bound " +
+           number(bound_) + " x terms " + number(unit) +
+           (slack > 0 ? " + " + number(slack) : std::string()) + "), off by " + number(error) +
+           ", " + number(error / most) + " times as much");
 }
 
 void lay_out(const Operand& expected, const Layout& layout, std::size_t which, Store& s) {
@@ -248,7 +325,8 @@ namespace {
 
 template <class Op>
 void check_cases(const Settings& settings, Report& report) {
-  const auto cases = Cases<Op>::check();
+  auto cases = Cases<Op>::check();
+  for (const auto& desc : Cases<Op>::bounded()) cases.push_back(desc);
   Settings each = settings;
   for (std::size_t i = 0; i < cases.size(); i += std::max<std::size_t>(settings.every, 1)) {
     if (report.failures.size() >= settings.max_failures) return;

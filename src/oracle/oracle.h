@@ -1,11 +1,13 @@
-// One parity check for every op and backend: fill the operands the op declares, aim them at its
+// One parity check for every op and kernel: fill the operands the op declares, aim them at its
 // decision boundaries, run `ref`, run each candidate into poisoned outputs with canaries around
-// them, and compare bits. `bittern check`, the tests and the fuzzer all run this.
+// them, and compare bits; or, of a kernel that declares a bound, judge each element by that bound.
+// `bittern check`, the tests and the fuzzer all run this.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <random>
 #include <string>
 #include <vector>
@@ -53,6 +55,31 @@ double get(const ConstView& v, std::int64_t index);
 // The next representable value of the dtype, `steps` times up (or down, when negative).
 double step(DType dtype, double value, int steps);
 
+// ---- kernels that are weaker than their op's contract ----
+
+// Told of every element of a kernel's outputs by the op's <op>_judge, with the unit that the bound
+// is relative to (ErrorNorm): of `terms`, the sum of magnitudes that the op's header defines. A
+// unit that is NaN says that the element is made of something that is not finite: it must then be
+// NaN where ref's is, and the same infinity. An infinite unit: nothing is promised of this element.
+class Judge {
+ public:
+  explicit Judge(double bound) : bound_(bound) {}
+  // Element `index` of a floating-point output, against ref's. Half types may be an ulp off.
+  void value(std::string_view operand, const ConstView& got, const ConstView& want,
+             std::int64_t index, double unit);
+  // Anything else: `error` may be bound * unit + slack.
+  void distance(std::string_view operand, std::int64_t index, double got, double want, double error,
+                double unit, double slack = 0);
+  void fail(std::string_view operand, std::int64_t index, const std::string& what);
+  double bound() const { return bound_; }
+  double worst() const { return worst_; }  // the largest share of what an element may be off by
+  const std::string& failure() const { return failure_; }  // the first; "" if there is none
+
+ private:
+  double bound_, worst_ = 0;
+  std::string failure_;
+};
+
 // ---- supplied by each op's <op>_cases.cc ----
 
 template <class Desc>
@@ -74,14 +101,31 @@ struct BenchCase {
   void f##_aim(const T::Desc& desc, const T::Args& args, Rng& rng);
 #include "ops/ops.inc"
 
+// Of ops with T::kBounded: further descriptors, for kernels that no check case is for, and what
+// judges them. The inputs of `got` and `want` are the same.
+#define BITTERN_OP(T, f, CPU, CUDA)         \
+  std::vector<T::Desc> f##_bounded_cases(); \
+  void f##_judge(const T::Desc& desc, const T::Args& got, const T::Args& want, Judge& judge);
+#include "ops/ops.inc"
+
+template <class Op>
+inline constexpr bool kBounded = requires { Op::kBounded; };
+
 template <class Op>
 struct Cases;
-#define BITTERN_OP(T, f, CPU, CUDA)                                                       \
-  template <>                                                                             \
-  struct Cases<T> {                                                                       \
-    static std::vector<T::Desc> check() { return f##_check_cases(); }                     \
-    static std::vector<BenchCase<T::Desc>> bench() { return f##_bench_cases(); }          \
-    static void aim(const T::Desc& d, const T::Args& a, Rng& rng) { f##_aim(d, a, rng); } \
+#define BITTERN_OP(T, f, CPU, CUDA)                                                          \
+  template <>                                                                                \
+  struct Cases<T> {                                                                          \
+    static std::vector<T::Desc> check() { return f##_check_cases(); }                        \
+    static std::vector<BenchCase<T::Desc>> bench() { return f##_bench_cases(); }             \
+    static void aim(const T::Desc& d, const T::Args& a, Rng& rng) { f##_aim(d, a, rng); }    \
+    static std::vector<T::Desc> bounded() {                                                  \
+      if constexpr (kBounded<T>) return f##_bounded_cases();                                 \
+      return {};                                                                             \
+    }                                                                                        \
+    static void judge(const T::Desc& d, const T::Args& got, const T::Args& want, Judge& j) { \
+      if constexpr (kBounded<T>) f##_judge(d, got, want, j);                                 \
+    }                                                                                        \
   };
 #include "ops/ops.inc"
 
@@ -89,6 +133,7 @@ struct Cases;
 
 inline constexpr std::size_t kCanary = 128;
 inline constexpr std::byte kPoison{0xA5};
+inline constexpr std::byte kOtherPoison{0x5A};
 
 struct Store {
   std::string name;
@@ -122,14 +167,32 @@ template <class Op>
 Problem<Op> make_problem(const typename Op::Desc& desc, std::uint64_t seed, const Layout& layout,
                          bool aim = true);
 
+// What was seen of one kernel.
+struct KernelReport {
+  std::int64_t compared = 0;  // runs
+  std::int64_t refused = 0;   // layouts that it does not take
+  bool bounded = false;       // it declares a bound
+  double worst = 0;           // and this much of it was used
+  std::string why_not;        // when it supports no descriptor that was tried: its last reason
+};
+
 struct Report {
   std::int64_t compared = 0;          // kernel runs compared with ref
   std::int64_t compared_cuda = 0;     // of these, on a CUDA device
   std::vector<std::string> failures;  // each one line, with its reproducer
+  std::map<std::string, KernelReport> kernels;
   void add(const Report& other) {
     compared += other.compared;
     compared_cuda += other.compared_cuda;
     failures.insert(failures.end(), other.failures.begin(), other.failures.end());
+    for (const auto& [name, k] : other.kernels) {
+      KernelReport& mine = kernels[name];
+      mine.compared += k.compared;
+      mine.refused += k.refused;
+      mine.bounded = mine.bounded || k.bounded;
+      mine.worst = std::max(mine.worst, k.worst);
+      if (!k.why_not.empty()) mine.why_not = k.why_not;
+    }
   }
 };
 
@@ -152,7 +215,7 @@ template <class Op>
 Report parity(const typename Op::Desc& desc, const Settings& settings,
               const Kernel<Op>* candidate = nullptr);
 
-// All of an op's check cases; an op's name or "" for all ops.
+// All of an op's check cases and bounded cases; an op's name or "" for all ops.
 Report check_op(std::string_view op, const Settings& settings);
 // One descriptor of one op, given as field=value pairs.
 Result<Report> check_flags(std::string_view op,

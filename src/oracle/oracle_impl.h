@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <memory>
+#include <optional>
 
 #include "oracle/oracle.h"
 
@@ -69,10 +70,17 @@ Problem<Op> make_problem(const typename Op::Desc& desc, std::uint64_t seed, cons
   return p;
 }
 
+// Takes the elements of an output over, and nothing around them.
+void copy_elements(const Store& from, Store& to);
+// Another poison in the elements of outputs that are not read first.
+void poison_elements(std::vector<Store>& stores);
+// The outputs of two runs of one kernel, bit for bit.
+std::string compare_runs(const std::vector<Store>& got, const std::vector<Store>& want);
+
 // The outputs of `got` and the untouched rest, against `want` made with the same layout but never
-// in place.
+// in place. `any_elements`: not the values of outputs, only that nothing else was written.
 template <class Op>
-std::string compare(Problem<Op>& got, Problem<Op>& want) {
+std::string compare(Problem<Op>& got, Problem<Op>& want, bool any_elements = false) {
   // In place, the shared input holds the output that was not allocated.
   const auto find = [](Problem<Op>& p, const std::string& n) -> Store& {
     return *std::find_if(p.stores.begin(), p.stores.end(),
@@ -95,6 +103,12 @@ std::string compare(Problem<Op>& got, Problem<Op>& want) {
     Store as_output = g;
     as_output.output = g.output || shared;
     as_output.name = w.name;
+    if (as_output.output && any_elements) {
+      Store mixed = w;
+      copy_elements(as_output, mixed);
+      if (std::string text = difference(as_output, mixed); !text.empty()) return text;
+      continue;
+    }
     if (as_output.output) {
       canonicalise_nans(as_output);
       canonicalise_nans(w);
@@ -176,8 +190,52 @@ struct Target {
   int threads = 1;
 };
 
-// Everything this machine can run beside ref.
-std::vector<Target> targets(const Settings& settings);
+// Everything this machine can run beside ref: each kernel, a CPU's with every SIMD target and
+// number of threads.
+template <class Op>
+std::vector<Target> targets(const Settings& settings) {
+  std::vector<Target> out;
+  const auto for_kernels = [](Device device, auto&& f) {
+    const auto lists = kernels_for<Op>(device);
+    if (!lists) return;
+    for (const auto& list : *lists)
+      for (const Kernel<Op>& k : list)
+        if (k.backend != "ref") f(std::string(k.name));
+  };
+  if (settings.cpu) {
+    for_kernels({}, [&](const std::string& kernel) {
+      for (const cpu::Isa isa : cpu::available_isas())
+        for (const int threads : settings.threads)
+          out.push_back({kernel + "/" + std::string(cpu::name(isa)) + "/" + std::to_string(threads),
+                         {},
+                         kernel,
+                         isa,
+                         threads});
+    });
+  }
+  if (settings.cuda) {
+    const Device device{Device::Type::cuda, settings.cuda_index};
+    for_kernels(device, [&](const std::string& kernel) {
+      out.push_back({kernel, device, kernel, cpu::Isa::none, 1});
+    });
+  }
+  return out;
+}
+
+// Judges a bounded kernel's outputs; "" when they are within its bound.
+template <class Op>
+std::string judge(const PrecisionGuarantee& guarantee, const Problem<Op>& got,
+                  const Problem<Op>& want, KernelReport& kernel) {
+  if constexpr (kBounded<Op>) {
+    Judge judge(guarantee.error_bound);
+    Cases<Op>::judge(got.desc, got.args, want.args, judge);
+    kernel.bounded = true;
+    kernel.worst = std::max(kernel.worst, judge.worst());
+    return judge.failure();
+  } else {
+    return "a kernel declares a bound, and the op has no judge (kBounded)";
+  }
+}
 
 // The layouts worth trying for an op with these operands.
 std::vector<Layout> layouts(int optional_operands, int in_place_pairs, bool strided,
@@ -213,9 +271,9 @@ Report parity(const typename Op::Desc& desc, const Settings& settings,
       }
     }
   }
-  const std::vector<Target> all =
-      candidate != nullptr ? std::vector<Target>{{"candidate", {}, "", cpu::Isa::none, 1}}
-                           : targets(settings);
+  const std::vector<Target> all = candidate != nullptr
+                                      ? std::vector<Target>{{"candidate", {}, "candidate"}}
+                                      : targets<Op>(settings);
   for (const Layout& layout : layouts(optional, pairs, strided, settings.seed)) {
     Layout apart = layout;
     apart.in_place = -1;
@@ -236,35 +294,86 @@ Report parity(const typename Op::Desc& desc, const Settings& settings,
     // Made once, then restored for each target: filling costs far more than running.
     Problem<Op> got = make_problem<Op>(desc, settings.seed, layout);
     const std::vector<Store> fresh = got.stores;
+    // Of each bounded kernel that promises the same bits everywhere, its first result.
+    std::map<std::string, std::vector<Store>> firsts;
     for (const Target& t : all) {
+      KernelReport& seen = report.kernels[t.kernel];
       cpu::force_isa(t.isa);
       set_num_threads(t.threads);
       cpu::ignore_grain(true);
-      for (std::size_t i = 0; i < fresh.size(); ++i)
-        std::copy(fresh[i].bytes.begin(), fresh[i].bytes.end(), got.stores[i].bytes.begin());
-      Status status;
+      const auto restore = [&] {
+        for (std::size_t i = 0; i < fresh.size(); ++i)
+          std::copy(fresh[i].bytes.begin(), fresh[i].bytes.end(), got.stores[i].bytes.begin());
+      };
+      restore();
+      PrecisionGuarantee guarantee = Op::contract(desc);
+      std::function<Status()> run;
+      std::optional<Plan<Op>> plan;
       if (candidate != nullptr) {
-        status = run_on(
-            t.device, got, candidate->workspace ? candidate->workspace(desc) : 0,
-            [&](const auto& args, Workspace w) { return candidate->run(desc, args, {}, w); });
+        if (candidate->weaker != nullptr) guarantee = candidate->weaker(desc);
+        run = [&] {
+          return run_on(
+              t.device, got, candidate->workspace ? candidate->workspace(desc, t.device) : 0,
+              [&](const auto& args, Workspace w) { return candidate->run(desc, args, {}, w); });
+        };
       } else {
-        auto plan = Plan<Op>::select(desc, t.device, Preference::exact, t.kernel);
-        if (!plan) {
-          if (plan.status().code() != Code::unsupported)
-            fail(t.name, std::string(plan.status().message()));
+        auto selected = Plan<Op>::select(desc, t.device, Preference::fastest, t.kernel);
+        if (!selected) {
+          if (selected.status().code() != Code::unsupported)
+            fail(t.name, std::string(selected.status().message()));
+          if (seen.compared == 0) seen.why_not = selected.status().message();
           continue;
         }
-        status = run_on(t.device, got, plan->workspace_bytes(),
+        plan.emplace(std::move(*selected));
+        guarantee = plan->precision_guarantee();
+        run = [&] {
+          return run_on(t.device, got, plan->workspace_bytes(),
                         [&](const auto& args, Workspace w) { return plan->run(args, {}, w); });
+        };
+      }
+      const bool bounded = guarantee.error_norm != ErrorNorm::exact;
+      const Status status = run();
+      // A kernel with a bound may want its operands aligned; one that meets the contract may not.
+      const bool plain = !layout.unaligned && !layout.padded_rows && layout.axis_order == 0;
+      if (bounded && !plain && status.code() == Code::unsupported) {
+        ++seen.refused;
+        continue;
       }
       ++report.compared;
+      ++seen.compared;
       report.compared_cuda += t.device.type == Device::Type::cuda;
       if (!has_outputs<Op>(status)) {
         fail(t.name, std::string(status.message()));
-      } else if (status.ok() != told.ok()) {
+        continue;
+      }
+      if (status.ok() != told.ok()) {
         fail(t.name, status.ok() ? "no error where ref has one" : "an error where ref has none");
-      } else if (const std::string text = compare(got, want); !text.empty()) {
+        continue;
+      }
+      if (std::string text = compare(got, want, bounded); !text.empty()) {
         fail(t.name, text);
+        continue;
+      }
+      if (!bounded) continue;
+      if (std::string text = judge(guarantee, got, want, seen); !text.empty()) {
+        fail(t.name, text);
+        continue;
+      }
+      // What it says of repeating itself. The poison differs, so that what it does not write shows.
+      const std::vector<Store> once = got.stores;
+      if (guarantee.deterministic) {
+        restore();
+        poison_elements(got.stores);
+        if (const Status again = run(); !has_outputs<Op>(again)) {
+          fail(t.name, std::string(again.message()));
+        } else if (std::string text = compare_runs(got.stores, once); !text.empty()) {
+          fail(t.name, text + ", in a second run of a deterministic kernel");
+        }
+      }
+      if (guarantee.bit_stable_on_same_hardware) {
+        const auto [first, added] = firsts.try_emplace(t.kernel, once);
+        if (std::string text = added ? "" : compare_runs(once, first->second); !text.empty())
+          fail(t.name, text + ", with another SIMD target or number of threads");
       }
     }
   }

@@ -19,6 +19,15 @@ inline void expect_parity(std::string_view op, const Settings& settings = {}) {
   const Report report = check_op(op, settings);
   for (const std::string& failure : report.failures) ADD_FAILURE() << failure;
   EXPECT_GT(report.compared, 0) << "no kernel was compared";
+  // Every kernel, but those that this machine cannot run at all.
+  for (const auto& [kernel, seen] : report.kernels) {
+    const auto says = [&](const char* why) { return seen.why_not.find(why) != std::string::npos; };
+    EXPECT_TRUE(seen.compared > 0 || settings.every > 1 || says("needs a CPU") ||
+                says("expected sm_") || says("no code for"))
+        << kernel << " was not compared: " << seen.why_not;
+    if (seen.bounded)
+      ::testing::Test::RecordProperty(kernel + "_share_of_bound", std::to_string(seen.worst));
+  }
   const auto info = find_op(op);
   if (cuda_required() && settings.cuda && info && (*info)->has_cuda()) {
     const auto plugin = cuda_plugin(0);

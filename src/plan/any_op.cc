@@ -235,6 +235,14 @@ class OpOf final : public AnyOp {
   }
   bool has_cpu() const override { return kCpu; }
   bool has_cuda() const override { return kCuda; }
+  Result<std::vector<KernelInfo>> kernels(Device device) const override {
+    const auto lists = kernels_for<Op>(device);
+    if (!lists) return lists.status();
+    std::vector<KernelInfo> all;
+    for (const auto& list : *lists)
+      for (const Kernel<Op>& k : list) all.push_back({k.name, k.backend, k.weaker != nullptr});
+    return all;
+  }
   std::unique_ptr<AnyDesc> make_desc() const override { return std::make_unique<DescOf<Op>>(); }
 
  private:

@@ -26,6 +26,11 @@ struct OperandInfo {
   bool output = false;
 };
 
+struct KernelInfo {
+  std::string_view name, backend;
+  bool weaker = false;  // than the op's contract: taken with Preference::fastest alone
+};
+
 class AnyPlan {
  public:
   virtual ~AnyPlan() = default;
@@ -73,6 +78,8 @@ class AnyOp {
   virtual std::vector<OperandInfo> operands() const = 0;
   virtual bool has_cpu() const = 0;
   virtual bool has_cuda() const = 0;
+  // Those of a device, in order of preference.
+  virtual Result<std::vector<KernelInfo>> kernels(Device device) const = 0;
   virtual std::unique_ptr<AnyDesc> make_desc() const = 0;
 };
 

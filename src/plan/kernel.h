@@ -16,8 +16,13 @@ struct Kernel {
   // The bound this kernel declares when it is weaker than Op::contract; null: it meets the
   // contract.
   PrecisionGuarantee (*weaker)(const Desc&) = nullptr;
-  Status (*supports)(const Desc&) = nullptr;           // null: everything; the message says why not
-  std::size_t (*workspace)(const Desc&) = nullptr;     // null: none
+  // Null: everything. The message says why not.
+  Status (*supports)(const Desc&, Device) = nullptr;
+  std::size_t (*workspace)(const Desc&, Device) = nullptr;  // null: none
+  // What cannot be known before the operands are: the alignment of addresses and strides. Null:
+  // every layout that the op allows, as all kernels take that meet the contract. The message reads
+  // "operand: what was found, expected what".
+  Status (*accepts)(const Desc&, const Args&) = nullptr;
   std::string_view (*architecture)(Device) = nullptr;  // null: "any"
   Status (*run)(const Desc&, const Args&, Stream, Workspace) = nullptr;
 };

@@ -15,10 +15,6 @@
 
 namespace bittern {
 
-// The kernels of `device` in order of preference; specialised per op.
-template <class Op>
-Result<std::vector<std::span<const Kernel<Op>>>> kernels_for(Device device);
-
 namespace plan_detail {
 
 // An operand as can_implement compares it with the others.
@@ -111,11 +107,10 @@ class RowRuns {
   std::array<std::int64_t, kMaxRank> length_{}, stride_{};
 };
 
-// A kernel knows rows at one distance. Views that have them otherwise run in as few pieces as they
-// allow.
-template <class Op>
-Status run_rows(const Kernel<Op>& kernel, const typename Op::Desc& desc,
-                const typename Op::Args& args, Stream stream, Workspace workspace) {
+// f(desc, args) for each piece of a problem. A kernel knows rows at one distance. Views that have
+// them otherwise are given to it in as few pieces as they allow.
+template <class Op, class F>
+Status for_rows(const typename Op::Desc& desc, const typename Op::Args& args, F&& f) {
   typename Op::Desc piece = desc;
   std::int64_t& rows = Op::rows(piece);
   const std::int64_t all = rows;
@@ -134,7 +129,7 @@ Status run_rows(const Kernel<Op>& kernel, const typename Op::Desc& desc,
     run = RowRuns(v.shape, v.stride, expected.shape.rank - 1);
     if (!run.whole()) rows = std::gcd(rows, run.length());
   });
-  if (plain) return kernel.run(desc, args, stream, workspace);
+  if (plain) return f(desc, args);
   for (std::int64_t first = 0; first < all; first += rows) {
     some = args;
     each(some, [&](auto& v, const Operand& expected, const RowRuns& run) {
@@ -150,9 +145,17 @@ Status run_rows(const Kernel<Op>& kernel, const typename Op::Desc& desc,
       v.shape = shape;
       v.stride = stride;
     });
-    BITTERN_TRY(kernel.run(piece, some, stream, workspace));
+    BITTERN_TRY(f(piece, some));
   }
   return {};
+}
+template <class Op, class F>
+Status for_pieces(const typename Op::Desc& desc, const typename Op::Args& args, F&& f) {
+  if constexpr (requires { Op::rows(std::declval<typename Op::Desc&>()); }) {
+    return for_rows<Op>(desc, args, f);
+  } else {
+    return f(desc, args);
+  }
 }
 
 }  // namespace plan_detail
@@ -187,9 +190,10 @@ Result<Plan<Op>> Plan<Op>::select(const Desc& desc, Device device, Preference pr
         refuse(k, "weaker than the op's contract");
         continue;
       }
-      const Status s = k.supports != nullptr ? k.supports(desc) : Status();
+      const Status s = k.supports != nullptr ? k.supports(desc, device) : Status();
       if (s.ok()) {
-        return Plan(desc, device, &k, threads, k.workspace != nullptr ? k.workspace(desc) : 0);
+        return Plan(desc, device, &k, threads,
+                    k.workspace != nullptr ? k.workspace(desc, device) : 0);
       }
       throw_if_out_of_memory(s);  // another kernel would be no answer
       refuse(k, s.message());
@@ -247,6 +251,17 @@ Status Plan<Op>::can_implement(const Args& args) const noexcept try {
         std::string(Op::kName).append(": every output is left out, expected at least one"));
   }
   BITTERN_TRY(plan_detail::check_overlap(Op::kName, std::span(extents.data(), count)));
+  if (kernel_->accepts != nullptr) {
+    const Status s = plan_detail::for_pieces<Op>(
+        desc_, args, [&](const Desc& d, const Args& a) { return kernel_->accepts(d, a); });
+    if (!s.ok()) {
+      return {s.code(), std::string(Op::kName)
+                            .append(": ")
+                            .append(s.message())
+                            .append(" for kernel ")
+                            .append(kernel_->name)};
+    }
+  }
   if (device_.type == Device::Type::cuda) {
     for (const plan_detail::Extent& extent : std::span(extents.data(), count))
       BITTERN_TRY(plan_detail::check_memory(Op::kName, extent.name, extent.begin, device_));
@@ -299,11 +314,9 @@ Status Plan<Op>::run(const Args& args, Stream stream, Workspace workspace) const
     }
   });
   if (!work) return {};
-  if constexpr (requires { Op::rows(std::declval<Desc&>()); }) {
-    return plan_detail::run_rows<Op>(*kernel_, desc_, args, stream, workspace);
-  } else {
-    return kernel_->run(desc_, args, stream, workspace);
-  }
+  return plan_detail::for_pieces<Op>(desc_, args, [&](const Desc& d, const Args& a) {
+    return kernel_->run(d, a, stream, workspace);
+  });
 } catch (...) {
   return caught(Op::kName);
 }

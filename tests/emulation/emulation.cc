@@ -1,5 +1,7 @@
 #include "emulation.h"
 
+#include <sys/mman.h>
+
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -280,10 +282,17 @@ cudaError_t cudaDriverGetVersion(int* version) {
   *version = 13000;
   return cudaSuccess;
 }
+namespace {
+// BITTERN_EMULATED_CAPABILITY=80: another device than that of sm_90.
+int capability() {
+  const char* text = std::getenv("BITTERN_EMULATED_CAPABILITY");
+  return text != nullptr ? std::atoi(text) : 90;
+}
+}  // namespace
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
   switch (which) {
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
-    case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = capability() / 10; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = capability() % 10; break;
     // Few, so that persistent kernels take several rounds.
     case cudaDevAttrMultiProcessorCount: *value = 3; break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 227 << 10; break;
@@ -295,9 +304,32 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int device) {
   return cudaDeviceGetAttribute(&out->multiProcessorCount, cudaDevAttrMultiProcessorCount, device);
 }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+namespace {
+// Memory lies at the end of its pages, between pages that cannot be touched: what a kernel reads or
+// writes far outside is a fault, as it may be on a device.
+struct Guarded {
+  static constexpr std::size_t kPage = 4096, kGuard = 16 << 20;
+  std::size_t used, pages;
+  explicit Guarded(std::size_t bytes)
+      : used((bytes + 255) / 256 * 256), pages((used + kPage - 1) / kPage * kPage) {}
+  void* allocate() const {
+    void* const all = mmap(nullptr, pages + 2 * kGuard, PROT_NONE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (all == MAP_FAILED) return nullptr;
+    auto* const first = static_cast<std::byte*>(all) + kGuard;
+    if (mprotect(first, pages, PROT_READ | PROT_WRITE) != 0) {
+      munmap(all, pages + 2 * kGuard);
+      return nullptr;
+    }
+    return first + (pages - used);
+  }
+  void release(void* p) const {
+    munmap(static_cast<std::byte*>(p) - (pages - used) - kGuard, pages + 2 * kGuard);
+  }
+};
+}  // namespace
 cudaError_t cudaMalloc(void** out, std::size_t bytes) {
-  *out =
-      bytes > std::size_t{1} << 33 ? nullptr : std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  *out = bytes > std::size_t{1} << 33 ? nullptr : Guarded(bytes).allocate();
   if (*out == nullptr) return cudaErrorMemoryAllocation;
   const std::lock_guard lock(memory_mutex);
   allocations[*out] = bytes;
@@ -305,8 +337,10 @@ cudaError_t cudaMalloc(void** out, std::size_t bytes) {
 }
 cudaError_t cudaFree(void* p) {
   const std::lock_guard lock(memory_mutex);
-  allocations.erase(p);
-  std::free(p);
+  if (const auto found = allocations.find(p); found != allocations.end()) {
+    Guarded(found->second).release(p);
+    allocations.erase(found);
+  }
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind) {

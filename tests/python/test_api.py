@@ -160,10 +160,21 @@ def test_what_plans_say(op):
             assert guarantee.math_precision == guarantee.accumulator == math
             assert guarantee.deterministic and guarantee.bit_stable_on_same_hardware
             assert guarantee.same_bits_on_all_backends
+            assert (guarantee.error_norm, guarantee.error_bound) == ("exact", 0)
             if element:
                 assert p.sku.element == element
             groups = {f.name: f.default for f in table.fields}.get("group_size")
             assert p.num_groups == (256 // groups if groups else 0)
+
+
+def test_a_weaker_kernel_declares_its_bound():
+    try:
+        p = bittern.plan("aura_attention", capacity=16, kernel="cpu_int8", preference="fastest")
+    except NotImplementedError as e:
+        pytest.skip(str(e))
+    guarantee = p.precision_guarantee
+    assert (guarantee.error_norm, guarantee.error_bound) == ("terms", 1 / 32512)
+    assert "error_bound=" in repr(guarantee) and not guarantee.same_bits_on_all_backends
 
 
 def test_sku(problem):

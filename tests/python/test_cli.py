@@ -166,6 +166,27 @@ def test_ops_lists_every_op_with_its_guarantee(tmp_path):
     assert bittern("ops", "--quiet", "--json", path, "--force").stdout == ""
 
 
+def test_ops_and_check_tell_of_kernels_with_a_bound(tmp_path):
+    path = tmp_path / "ops.json"
+    result = bittern("ops", "aura_attention", "--json", path)
+    (op,) = json.loads(path.read_text())
+    assert all(b["guarantee"]["error_bound"] == 0 for b in op["backends"] if "guarantee" in b)
+    weaker = {w["kernel"]: w for w in op["weaker_kernels"]}
+    if "guarantee" not in weaker["cpu_int8"]:
+        pytest.skip(weaker["cpu_int8"]["why_not"])
+    guarantee = weaker["cpu_int8"]["guarantee"]
+    assert guarantee["error_norm"] == "terms" and guarantee["error_bound"] == 1 / 32512
+    assert "error at most 3.08e-05 x terms" in result.stdout
+    assert "with preference fastest also cpu_int8" in bittern("ops").stdout
+    result = bittern("check", "aura_attention", "--quick", "--json", path, "--force")
+    assert result.returncode == 0 and "within its declared bound" in result.stdout
+    (row,) = json.loads(path.read_text())
+    assert row["kernels"]["cpu_int8"]["compared"] > 10
+    assert 0 < row["kernels"]["cpu_int8"]["share_of_bound"] <= 1
+    assert "share_of_bound" not in row["kernels"]["cpu"]
+    assert "cpu_int8: errors up to" in result.stdout
+
+
 def test_ops_tells_what_a_variable_chooses(tmp_path):
     path = tmp_path / "ops.json"
     for kernel in ("ref", "REF"):

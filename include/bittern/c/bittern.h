@@ -92,12 +92,21 @@ typedef struct {
   const char* kernel;
 } bittern_sku;
 
+/* What bittern_precision.error_bound is relative to. */
+typedef enum {
+  BITTERN_ERROR_EXACT, /* nothing: results are those of the op's contract, and the bound is 0 */
+  BITTERN_ERROR_TERMS  /* the sum of the terms' magnitudes that the op's header in bittern/ops
+                          defines; one ulp of an f16 or bf16 output is added */
+} bittern_error_norm;
+
 typedef struct {
   bittern_dtype math_precision; /* the type of each elementary operation */
   bittern_dtype accumulator;    /* the type sums are kept in */
   bool deterministic;
   bool bit_stable_on_same_hardware;
   bool same_bits_on_all_backends;
+  bittern_error_norm error_norm;
+  double error_bound; /* the largest difference from the op's contract, in units of error_norm */
 } bittern_precision;
 
 const char* bittern_version(void);       /* "0.1.0" */

@@ -49,11 +49,27 @@
 // that see it, and no others.
 //
 // Kernel cpu_int8 (k_bits 4, Preference::fastest) takes r and c as 16-bit integers of full scale
-// 32512, in two bytes each, and leaves out the product of the lower bytes: with dr = max|r| / 32512
-// and dc = max|c| / 32512, r . c is off by at most sum_j (|r_j| dc / 2 + |c_j| dr / 2 + 2^15 dr
-// dc). On AVX-512 and with v_bits 4 it also takes w and the centroids y of V as integers: o_j of a
-// split of n tokens is off by at most max|y| (W / 4094 + n max(max|w| / 65534, W 2^-20)), W = sum
-// |w|.
+// 32512, in two bytes each, and leaves out the product of the lower bytes. On AVX-512 and with
+// v_bits 4 it also takes w and the centroids y of V as integers: y of full scale 2047, w in units
+// of max(max|w| / 32767, sum|w| / 2^19) of its split. Its ErrorNorm is `terms`, and error_bound is
+// e = 1 / 32512. For one query let h_t = p_t / l be its weights, S the number of splits with a
+// token seen, R = max|r_j|, K = max|k_codebook| and Y = max|v_codebook|, each at least 2^-126.
+// Then:
+//
+//   X_t  = (1 + S) (1 + max|x|) / 32. For a coded token add
+//          |k_scale_t| (K sum|r_j| / 2 + R sum|c_tj| / 2 + (1.1 + dim / 4096) dim R K).
+//          The logit x_t is off by at most e X_t.
+//   L_j  = exp(2 e max X) sum h_t X_t |v_tj - out_j|, over the tokens and the sink: what the logits
+//          do to out_j.
+//   N    = 2^-100 + Y sum over the splits of coded tokens of (f + S / 16) Z, where Z is the split's
+//          sum of h_t |v_scale_t|, and f = 2 + dim / 256. With v_bits 4, f = 16, and a split of n
+//          tokens adds n (max(z / 2, Z / 32) + 2^-85), z its largest h_t |v_scale_t|.
+//   A_j  = sum h_t |v_tj|, where |v_tj| of a coded token is |v_scale_t (P_v^T c)_j| + |v_mean_j|.
+//   out_j is off by at most e (L_j + N sum_i |P_v|_ij + (1 + S / 16) A_j), and one ulp of an f16 or
+//          bf16 element.
+//
+// If a query sees a NaN, its results are NaN wherever the contract's are. If it sees an infinity,
+// or if R K dim, a logit or a sum of magnitudes reaches 2^127, nothing is promised for its row.
 //
 // Layout. Contiguous (page_size 0): slot n of KV head h is row [s * kv_heads + h, n] of codes and
 // scales. Paged: row [block_table[s, n / page_size], h, n % page_size]. Coded token t has slot
@@ -115,6 +131,7 @@ struct AuraAttentionDesc {
 struct AuraAttention {
   static constexpr std::string_view kName = "aura_attention";
   static constexpr std::string_view kCategory = "kv_codec";
+  static constexpr bool kBounded = true;  // has kernels with a bound: see Judge in oracle.h
 
   using Desc = AuraAttentionDesc;
   struct Args {

@@ -29,6 +29,19 @@
 // With rotation dense, rule matched and f32 norms this is AURA's fused encode, except for rows of
 // norm 1e-8 and less, to which AURA gives no direction, and those whose squares overflow.
 //
+// Kernel cuda_tensor (dense rotations of 64 and 128, sm_90, Preference::fastest) computes r in
+// another order, and s from its own r and codes. Its ErrorNorm is `terms`, and error_bound is
+// e = 2 (axis_size + 8) 2^-24. With T_i = sum over j of (|P_ij| + 2^-16) (|u_j| + 2^-16):
+//
+//   code_i  is the code of some r' with |r' - r_i| <= e T_i. So it can differ from the contract's
+//           only if r_i is that near to a boundary.
+//   s       is off by at most e M, and one ulp of the norms' dtype, from what step 5 gives for the
+//           codes that the kernel found. M = |s| (none, matched), 2 norm sum T_i |c_i| / C
+//           (least_squares), 2 |s| sum T_i |c_i| / D (unbiased). If D is within
+//           2 e sum T_i |c_i| of 0 or of 1e-8, nothing is promised for s (unbiased).
+//
+// A row with a NaN or an infinity has codes 0 and s NaN here too.
+//
 // boundaries must be finite and never descend; the codebook must be finite, and ascending where the
 // codes are to be the nearest levels. A dense matrix is taken as it is.
 #pragma once
@@ -39,6 +52,7 @@ namespace bittern {
 struct AuraEncode {
   static constexpr std::string_view kName = "aura_encode";
   static constexpr std::string_view kCategory = "kv_codec";
+  static constexpr bool kBounded = true;  // has kernels with a bound: see Judge in oracle.h
   static constexpr AuraFields kFields{.codes = true, .scale_rule = true};
 
   using Desc = AuraDesc;

@@ -13,6 +13,13 @@
 // these j count, also those above the diagonal; with lower_triangular those alone with j <= i, and
 // the others are not read. NaN and infinities go where these products put them: no further than
 // their chunk and head. Either output may be left out.
+//
+// Kernels cuda_mma and cuda_wgmma (f16 and bf16, Preference::fastest) add the same terms in another
+// order, and tensor cores truncate where fma rounds. Their ErrorNorm is `terms`: each element of u
+// and w is off by at most error_bound = 2 chunk 2^-24 times the sum of |A[i][j]| |b[j]|, b being vb
+// or kb, and one ulp of `element`. In that sum an |A[i][j]| > 0 counts as at least 2^-114. If a
+// term is not finite, the result is that of the definition. If the terms are finite and the sum
+// reaches 2^127, one order may overflow and the other not: nothing is promised for that element.
 #pragma once
 #include "bittern/gdn_desc.h"
 
@@ -21,6 +28,7 @@ namespace bittern {
 struct GdnRecomputeWU {
   static constexpr std::string_view kName = "gdn_recompute_w_u";
   static constexpr std::string_view kCategory = "gated_delta";
+  static constexpr bool kBounded = true;  // has kernels with a bound: see Judge in oracle.h
   static constexpr GdnFields kFields{
       .keys = true, .values = true, .matrix = true, .triangle = true};
 

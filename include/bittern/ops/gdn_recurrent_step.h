@@ -23,8 +23,10 @@
 // States. With pool = 0 sequence s has state s. With pool = P > 0 there are P states and sequence s
 // uses state state_index[s]: in range, and no two the same. The others are not touched. An index of
 // -1 skips its sequence, as servers pad their batches: its o and snapshots are zeros, nothing of it
-// is read. snapshots, where given, receives the state after each token, for going back to it when
-// later tokens are rejected.
+// is read. On CUDA the host does not read state_index. Any other index that is out of range then
+// leaves its sequence out: its o and snapshots are not written. If two sequences have the same
+// index, their results and that state are not specified. snapshots, where given, receives the state
+// after each token, for going back to it when later tokens are rejected.
 #pragma once
 #include "bittern/gdn_desc.h"
 

@@ -55,7 +55,7 @@ std::int64_t scratch_floats(const GdnDesc& d) {
   return pieces.floats();
 }
 template <class Scratch>
-std::size_t scratch_bytes(const GdnDesc& d) {
+std::size_t scratch_bytes(const GdnDesc& d, Device = {}) {
   return static_cast<std::size_t>(std::max(num_threads(), 1) * scratch_floats<Scratch>(d)) *
          sizeof(float);
 }

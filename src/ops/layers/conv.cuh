@@ -43,6 +43,11 @@ struct ConvState {
   }
 };
 
+// A bound of cu_seqlens, which the host cannot check: no token outside the tensor is touched.
+__device__ inline std::int64_t conv_bound(std::int64_t bound, std::int64_t tokens) {
+  return bound < 0 ? 0 : bound > tokens ? tokens : bound;
+}
+
 struct ConvInputs {
   const void *x, *weight, *bias;
   ConvTokens x_at;
@@ -69,7 +74,11 @@ struct ConvInputs {
         packs(d.channels / pack) {}
 
   __device__ ConvSequence sequence(std::int64_t i) const {
-    if (bounds != nullptr) return {i, bounds[i], bounds[i + 1]};
+    if (bounds != nullptr) {
+      const std::int64_t begin = conv_bound(bounds[i], tokens);
+      const std::int64_t end = conv_bound(bounds[i + 1], tokens);
+      return {i, begin, end < begin ? begin : end};
+    }
     return {i, i * row.value(), (i + 1) * row.value()};
   }
   // The last one that starts at or before the token: sequences without tokens hold none.

@@ -84,14 +84,12 @@ inline void load_tiles(std::uint32_t (&to)[4], const void* row, bool transposed)
 }
 
 // A sum as wrong as tensor cores may make it: within 10.5 * 2^-24 of the sizes, now up, now down.
-// Not for f16 by warpgroups: what they are used for has no bound, but figures measured on a GPU.
 class Sum {
  public:
-  explicit Sum(float first, bool wrong = true)
-      : exact_(first), size_(wrong ? std::fabs(first) : 0), wrong_(wrong) {}
+  explicit Sum(float first) : exact_(first), size_(std::fabs(first)) {}
   void add(double term) {
     exact_ += term;
-    if (wrong_) size_ += std::fabs(term);
+    size_ += std::fabs(term);
   }
   float rounded() const {
     if (!std::isfinite(size_)) return static_cast<float>(exact_);
@@ -102,7 +100,6 @@ class Sum {
 
  private:
   double exact_, size_;
-  bool wrong_;
 };
 
 template <class T>
@@ -141,7 +138,7 @@ void warpgroup_multiply(float (&d)[kCount], const std::uint32_t (&a)[4], std::ui
   const std::uintptr_t columns = b / 128 * 128, piece = b % 128 / 16;
   for (int i = 0; i < kCount; ++i) {
     const int row = r + 8 * (i / 2 % 2), column = 8 * (i / 4) + c + i % 2;
-    Sum sum(add ? d[i] : 0, std::is_same_v<T, bf16>);
+    Sum sum(add ? d[i] : 0);
     for (int k = 0; k < 16; ++k) {
       const std::byte* x = slots[row % 8 * 4 + k % 8 / 2].bytes + 4 * (row / 8 + 2 * (k / 8));
       const std::uintptr_t place = (piece + static_cast<unsigned>(k / 8)) ^ column % 8;

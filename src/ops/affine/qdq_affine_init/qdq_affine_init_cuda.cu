@@ -324,7 +324,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   return visit_float(d.element, [&]<class X>(Type<X>) { return run_typed<X>(d, a, stream); });
 }
 
-Status supports(const Op::Desc& d) {
+Status supports(const Op::Desc& d, Device) {
   if (!d.expect_finite) return {};
   return unsupported("expect_finite: true, expected false: it runs asynchronously");
 }

@@ -1,3 +1,8 @@
+#include <algorithm>
+
+#include "core/numerics.h"
+#include "ops/aura/aura.h"
+#include "ops/aura/aura_attention/walk.h"
 #include "oracle/oracle.h"
 
 namespace bittern::oracle {
@@ -137,6 +142,236 @@ std::vector<BenchCase<AuraAttentionDesc>> aura_attention_bench_cases() {
   d.capacity = 4096;
   add("4/4 bit prefill 256 queries", d);
   return cases;
+}
+
+// 4-bit keys of every length, codes of V of 4 bits and others, several splits.
+std::vector<AuraAttentionDesc> aura_attention_bounded_cases() {
+  std::vector<AuraAttentionDesc> cases;
+  constexpr DType kElements[] = {DType::f32, DType::bf16, DType::f16};
+  for (const std::int64_t dim : {2, 7, 33, 64, 128, 130, 256, 1024}) {
+    for (const std::int64_t tokens : {1, 40, 300}) {
+      AuraAttentionDesc d{.queries = 1 + tokens % 3, .heads = 2, .dim = dim, .capacity = tokens};
+      d.recent = tokens == 40 ? 5 : 0;
+      d.v_bits = cases.size() % 4 == 3 ? 3 : 4;
+      if (hadamard_factor(dim) == 0) d.k_rotation = Rotation::identity;
+      d.v_rotation = dim > 300 || cases.size() % 3 == 0 ? Rotation::identity : Rotation::dense;
+      d.element = kElements[cases.size() % 3];
+      d.exact = kElements[(cases.size() + 1) % 3];
+      cases.push_back(d);
+    }
+  }
+  return cases;
+}
+
+namespace {
+
+// One query row in f64, and the terms of the bound that the header of the op states.
+class AttentionBound {
+ public:
+  AttentionBound(const AuraAttentionDesc& d, const AuraAttention::Args& a, std::int64_t s,
+                 std::int64_t query, std::int64_t h, const std::vector<double>& columns)
+      : d_(d), a_(a), s_(s), head_(h / d.group()), sequence_(d, a, s) {
+    const auto dim = static_cast<std::size_t>(d.dim);
+    std::vector<float> exact(dim);
+    for (std::size_t j = 0; j < dim; ++j)
+      exact[j] = static_cast<float>(get(a.q, ((s * d.queries + query) * d.heads + h) * d.dim +
+                                                 static_cast<std::int64_t>(j))) *
+                 d.softmax_scale();
+    std::vector<float> rotated = exact;
+    rotate_row(d.k_rotation, d.dim, a.k_table.as<float>(), false, rotated.data());
+    double sum_r = 0;
+    r_ = kLeast;
+    for (const float r : rotated) {
+      sum_r += std::fabs(see(static_cast<double>(r)));
+      r_ = std::max(r_, std::fabs(static_cast<double>(r)));
+    }
+    double b = 0;
+    for (std::size_t j = 0; a.k_mean && j < dim; ++j)
+      b +=
+          static_cast<double>(exact[j]) *
+          see(static_cast<double>(a.k_mean.as<float>()[static_cast<std::size_t>(head_) * dim + j]));
+    const double k = std::max(largest(a.k_codebook), kLeast);
+    const double y = std::max(largest(a.v_codebook), kLeast);
+    const auto n = static_cast<double>(d.dim);
+    limit(r_ * k * n);
+
+    struct Token {
+      double x, more, scale;  // logit; X beyond what all have; |v_scale|, 0 of an exact one
+      std::vector<double> v, size;
+      std::int64_t split;
+    };
+    std::vector<Token> tokens;
+    std::int64_t splits = 0;
+    for (const aura::Region region : {aura::kFirst, aura::kCoded, aura::kRecent}) {
+      const aura::Span seen = sequence_.seen(d, query, region);
+      std::int64_t last = -1;
+      for (std::int64_t t = seen.begin; t < seen.end; ++t) {
+        if (t / AuraAttentionDesc::kSplit != last) ++splits;
+        last = t / AuraAttentionDesc::kSplit;
+        const bool coded = region == aura::kCoded;
+        const std::vector<float> key = row(region, t, false);
+        double x = 0, sum_c = 0;
+        for (std::size_t j = 0; j < dim; ++j) {
+          x += static_cast<double>(coded ? rotated[j] : exact[j]) * static_cast<double>(key[j]);
+          sum_c += std::fabs(static_cast<double>(key[j]));
+        }
+        const double k_scale = coded ? see(scale(t, false)) : 1;
+        const double v_scale = coded ? see(scale(t, true)) : 1;
+        Token token{.x = see(coded ? x * k_scale + b : x),
+                    .more = coded ? std::fabs(k_scale) * (k * sum_r / 2 + r_ * sum_c / 2 +
+                                                          (1.1 + n / 4096) * n * r_ * k)
+                                  : 0,
+                    .scale = coded ? std::fabs(v_scale) : 0,
+                    .v = {},
+                    .size = {},
+                    .split = splits};
+        std::vector<float> value = row(region, t, true);
+        if (coded) rotate_row(d.v_rotation, d.dim, a.v_table.as<float>(), true, value.data());
+        for (std::size_t j = 0; j < dim; ++j) {
+          const double part = see(static_cast<double>(value[j])) * v_scale;
+          const double mean =
+              coded && a.v_mean
+                  ? see(static_cast<double>(
+                        a.v_mean.as<float>()[static_cast<std::size_t>(head_) * dim + j]))
+                  : 0;
+          token.v.push_back(part + mean);
+          token.size.push_back(std::fabs(part) + std::fabs(mean));
+        }
+        tokens.push_back(std::move(token));
+      }
+    }
+    if (a.sinks) {
+      const double sink = see(static_cast<double>(a.sinks.as<float>()[h]));
+      tokens.push_back({sink, 0, 0, std::vector<double>(dim), std::vector<double>(dim), 0});
+    }
+    units_.assign(dim, 0);
+    if (tokens.empty()) return;
+    double m = -std::numeric_limits<double>::infinity(), most = 0, l = 0, most_x = 0;
+    for (const Token& t : tokens) {
+      m = std::max(m, t.x);
+      most = std::max(most, std::fabs(t.x));
+    }
+    limit(most);
+    const double common = (1 + static_cast<double>(splits)) * (1 + most) / 32;
+    std::vector<double> out(dim);
+    for (const Token& t : tokens) {
+      l += std::exp(t.x - m);
+      most_x = std::max(most_x, common + t.more);
+    }
+    limit(most_x);
+    for (const Token& t : tokens)
+      for (std::size_t j = 0; j < dim; ++j) out[j] += std::exp(t.x - m) / l * t.v[j];
+    const double grown = std::exp(2 * kBound * most_x), few = static_cast<double>(splits) / 16;
+    for (const Token& t : tokens) {
+      const double weight = std::exp(t.x - m) / l;
+      for (std::size_t j = 0; j < dim; ++j) {
+        units_[j] += grown * weight * (common + t.more) * std::fabs(t.v[j] - out[j]) +
+                     (1 + few) * weight * t.size[j];
+        limit(t.size[j]);
+      }
+    }
+    double from_values = 0x1p-100;
+    for (std::int64_t split = 1; split <= splits; ++split) {
+      double total = 0, z = 0, count = 0;
+      for (const Token& t : tokens) {
+        if (t.split != split || t.scale == 0) continue;
+        const double mine = std::exp(t.x - m) / l * t.scale;
+        total += mine;
+        z = std::max(z, mine);
+        ++count;
+        limit(t.scale * y * count);
+      }
+      from_values += y * (few + (d.v_bits == 4 ? 16 : 2 + n / 256)) * total;
+      if (d.v_bits == 4) from_values += y * count * (std::max(z / 2, total / 32) + 0x1p-85);
+    }
+    for (std::size_t j = 0; j < dim; ++j) units_[j] += columns[j] * from_values;
+  }
+
+  double unit(std::int64_t j) const {
+    return nan_   ? std::nan("")
+           : inf_ ? std::numeric_limits<double>::infinity()
+                  : units_[static_cast<std::size_t>(j)];
+  }
+
+ private:
+  static constexpr double kBound = 1.0 / 32512, kLeast = 0x1p-126;
+
+  double see(double x) {
+    nan_ = nan_ || std::isnan(x);
+    inf_ = inf_ || std::isinf(x);
+    return x;
+  }
+  void limit(double x) { inf_ = inf_ || !(x < 0x1p127); }
+  static double largest(const ConstView& v) {
+    double most = 0;
+    for (std::int64_t i = 0; i < v.shape.numel(); ++i) most = std::max(most, std::fabs(get(v, i)));
+    return most;
+  }
+  std::vector<float> row(aura::Region region, std::int64_t t, bool of_v) {
+    std::vector<float> values(static_cast<std::size_t>(d_.dim));
+    const std::int64_t slot = sequence_.slot(region, t);
+    if (region == aura::kCoded) {
+      const ConstView& codes = of_v ? a_.v_codes : a_.k_codes;
+      const std::int64_t bits = of_v ? d_.v_bits : d_.k_bits;
+      const auto* codebook = (of_v ? a_.v_codebook : a_.k_codebook).as<float>();
+      const auto* words =
+          codes.as<std::uint32_t>() +
+          aura::row_offset(d_, codes, a_.block_table, s_, head_, slot, packed_words(d_.dim, bits));
+      for (std::int64_t j = 0; j < d_.dim; ++j)
+        values[static_cast<std::size_t>(j)] = codebook[packed_code(words, j, bits)];
+      return values;
+    }
+    const ConstView& exact = region == aura::kFirst ? (of_v ? a_.v_first : a_.k_first)
+                                                    : (of_v ? a_.v_recent : a_.k_recent);
+    const std::int64_t at = aura::exact_offset(d_, exact, s_, head_, slot);
+    (void)visit<float, f16, bf16>(d_.exact, [&]<class E>(Type<E>) {
+      for (std::int64_t j = 0; j < d_.dim; ++j)
+        values[static_cast<std::size_t>(j)] = to_math(exact.as<E>()[at + j]);
+      return Status();
+    });
+    for (const float v : values) see(static_cast<double>(v));
+    return values;
+  }
+  double scale(std::int64_t t, bool of_v) const {
+    const ConstView& scales = of_v ? a_.v_scales : a_.k_scales;
+    const std::int64_t at =
+        aura::row_offset(d_, scales, a_.block_table, s_, head_, sequence_.slot(aura::kCoded, t), 1);
+    return static_cast<double>(d_.f16_scale ? to_f32(scales.as<f16>()[at])
+                                            : scales.as<float>()[at]);
+  }
+
+  const AuraAttentionDesc& d_;
+  const AuraAttention::Args& a_;
+  std::int64_t s_, head_;
+  aura::Sequence sequence_;
+  double r_ = 0;
+  bool nan_ = false, inf_ = false;
+  std::vector<double> units_;
+};
+
+}  // namespace
+
+void aura_attention_judge(const AuraAttentionDesc& d, const AuraAttention::Args& got,
+                          const AuraAttention::Args& want, Judge& judge) {
+  // sum_i |P_v|_ij
+  std::vector<double> columns(static_cast<std::size_t>(d.dim), 1.0);
+  for (std::int64_t j = 0; j < d.dim; ++j) {
+    double& sum = columns[static_cast<std::size_t>(j)];
+    if (d.v_rotation == Rotation::hadamard) sum = std::sqrt(static_cast<double>(d.dim));
+    if (d.v_rotation != Rotation::dense) continue;
+    sum = 0;
+    for (std::int64_t i = 0; i < d.dim; ++i) sum += std::fabs(get(want.v_table, i * d.dim + j));
+  }
+  for (std::int64_t s = 0; s < d.sequences; ++s) {
+    for (std::int64_t i = 0; i < d.queries; ++i) {
+      for (std::int64_t h = 0; h < d.heads; ++h) {
+        const AttentionBound row(d, want, s, i, h, columns);
+        for (std::int64_t j = 0; j < d.dim; ++j)
+          judge.value("out", as_const(got.out), as_const(want.out),
+                      ((s * d.queries + i) * d.heads + h) * d.dim + j, row.unit(j));
+      }
+    }
+  }
 }
 
 void aura_attention_aim(const AuraAttentionDesc& d, const AuraAttention::Args& a, Rng& rng) {

@@ -225,14 +225,14 @@ BITTERN_EXPORT(PrepareTasks);
 BITTERN_EXPORT(RunSplits);
 BITTERN_EXPORT(FinishTasks);
 
-Status supports(const Op::Desc&) { return cpu::supported(); }
-Status supports_int8(const Op::Desc& d) {
+Status supports(const Op::Desc&, Device) { return cpu::supported(); }
+Status supports_int8(const Op::Desc& d, Device) {
   if (d.k_bits != 4) return unsupported("k_bits: " + std::to_string(d.k_bits) + ", expected 4");
   return cpu::supported();
 }
 
 template <bool kInt8>
-std::size_t workspace(const Op::Desc& d) {
+std::size_t workspace(const Op::Desc& d, Device) {
   const Op::Args none;
   const Work w{d, none, kInt8, nullptr, nullptr};
   return static_cast<std::size_t>(w.rows() * w.record_length() + w.partials_length()) *
@@ -271,7 +271,9 @@ PrecisionGuarantee int8_guarantee(const Op::Desc&) {
   return {.math_precision = DType::s8,
           .accumulator = DType::s32,
           .bit_stable_on_same_hardware = false,
-          .same_bits_on_all_backends = false};
+          .same_bits_on_all_backends = false,
+          .error_norm = ErrorNorm::terms,
+          .error_bound = 1.0 / 32512};
 }
 
 constexpr Kernel<Op> kKernels[] = {{.name = "cpu_int8",

@@ -258,12 +258,51 @@ TEST(AuraAttention, LogitsOfTheInt8KernelAreWithinAThousandthOfTheLargest) {
   }
 }
 
+// Numbers so small that the unit of their integers is subnormal, and comes out a third too small:
+// with huge factors elsewhere the logits are ordinary.
+TEST(AuraAttention, TheInt8KernelTakesTinyNumbers) {
+  const Desc d{.dim = 16,
+               .capacity = 8,
+               .v_bits = 3,
+               .k_rotation = Rotation::identity,
+               .v_rotation = Rotation::identity,
+               .scale = 1};
+  if (!Plan<Op>::select(d, {}, Preference::fastest, "cpu_int8")) GTEST_SKIP() << "no SIMD here";
+  constexpr double kTiny = 32512 * 1.4 * 0x1p-149;
+  for (const bool tiny_query : {false, true}) {
+    Case want(d, 5, ~0), got(d, 5, ~0);
+    for (Case* c : {&want, &got}) {
+      for (std::int64_t i = 0; i < 16; ++i) {
+        const double share = (static_cast<double>(i) - 7) / 8;  // 1 is among them
+        oracle::put(c->args().q, i, (tiny_query ? kTiny : 0x1p50) * share);
+        oracle::put(c->args().k_codebook, i, (tiny_query ? 0x1p50 : kTiny) * share);
+      }
+      for (std::int64_t i = 0; i < 8; ++i) oracle::put(c->args().k_scales, i, 0x1p80);
+    }
+    expect_ok(run(d, want.args(), "ref"));
+    for (const cpu::Isa isa : cpu::available_isas()) {
+      cpu::force_isa(isa);
+      expect_ok(run(d, got.args(), "cpu_int8", Preference::fastest));
+      oracle::Judge judge(1.0 / 32512);
+      oracle::Cases<Op>::judge(d, got.args(), want.args(), judge);
+      EXPECT_EQ(judge.failure(), "") << cpu::name(isa);
+      EXPECT_LT(judge.worst(), 1);
+    }
+    cpu::force_isa(cpu::Isa::none);
+  }
+}
+
 TEST(AuraAttention, Int8IsNotTakenUnasked) {
   const Desc d{.capacity = 16};
   const auto exact = Plan<Op>::select(d);
   ASSERT_TRUE(exact.ok());
   EXPECT_NE(exact->sku().kernel, "cpu_int8");
   EXPECT_TRUE(exact->precision_guarantee().same_bits_on_all_backends);
+  EXPECT_EQ(exact->precision_guarantee().error_norm, ErrorNorm::exact);
+  if (const auto fast = Plan<Op>::select(d, {}, Preference::fastest, "cpu_int8")) {
+    EXPECT_EQ(fast->precision_guarantee().error_norm, ErrorNorm::terms);
+    EXPECT_EQ(fast->precision_guarantee().error_bound, 1.0 / 32512);
+  }
   const auto wide = Plan<Op>::select({.capacity = 16, .k_bits = 8}, {}, Preference::fastest);
   ASSERT_TRUE(wide.ok());
   EXPECT_NE(wide->sku().kernel, "cpu_int8");

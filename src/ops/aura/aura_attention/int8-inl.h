@@ -45,6 +45,9 @@ HWY_INLINE VU DotBytes(VU sum, VB a, VB b) {
 }
 
 constexpr float kByteScale = 32512;  // 127 * 256
+// The unit of integers that stand for f32. One that is subnormal must keep 8 bits: if it is rounded
+// down by more, the largest number is beyond the full scale.
+constexpr float kLeastUnit = 0x1p-141f;
 
 // The codebook in two bytes: c = unit * (256 (high - 128) + low).
 class ByteCodes {
@@ -52,7 +55,7 @@ class ByteCodes {
   explicit ByteCodes(const float* codebook) {
     float most = 0;
     for (int i = 0; i < 16; ++i) most = std::max(most, std::fabs(codebook[i]));
-    unit_ = most > 0 ? most / kByteScale : 1;
+    unit_ = std::max(most / kByteScale, kLeastUnit);
     HWY_ALIGN std::uint8_t high[16], low[16];
     for (int i = 0; i < 16; ++i) {
       const auto c = static_cast<int>(std::nearbyint(codebook[i] / unit_));
@@ -75,9 +78,11 @@ class ByteCodes {
         for (std::int64_t t = some.count; t < kUnit; ++t) std::fill_n(acc[t], kUnit, 0.0f);
         HWY_ALIGN float sums[kUnit];
         FoldAccumulators(acc, sums);
-        const float factor = 256 * unit_ * q[r]->byte_unit;
+        // The smaller first: neither product then underflows or overflows unless the dot does.
+        const float one = 256 * unit_, other = q[r]->byte_unit;
+        const float less = one < other ? one : other, more = one < other ? other : one;
         for (std::int64_t t = 0; t < some.count; ++t)
-          dots[r][at + n + t] = (sums[t] - q[r]->byte_offset) * factor;
+          dots[r][at + n + t] = (sums[t] - q[r]->byte_offset) * less * more;
       }
     }
   }
@@ -130,9 +135,8 @@ void MakeBytes(const Work& w, Record& row) {
     finite = finite && std::isfinite(row.r[i]);
   }
   // What is not finite shall be seen.
-  row.byte_unit = !finite    ? std::numeric_limits<float>::quiet_NaN()
-                  : most > 0 ? most / kByteScale
-                             : 1.0f;
+  row.byte_unit =
+      finite ? std::max(most / kByteScale, kLeastUnit) : std::numeric_limits<float>::quiet_NaN();
   std::int64_t sum = 0;
   for (std::int64_t j = 0; j < length; ++j) {
     const std::int64_t block = j / 128, lane = j / 8 % kUnit, i = j % 8;
@@ -165,7 +169,7 @@ class ShortCodes {
   explicit ShortCodes(const float* codebook) {
     float most = 0;
     for (int i = 0; i < 16; ++i) most = std::max(most, std::fabs(codebook[i]));
-    unit_ = most > 0 ? most / 2047 : 1;
+    unit_ = std::max(most / 2047, kLeastUnit);
     HWY_ALIGN std::int16_t table[32];
     for (int i = 0; i < 32; ++i)
       table[i] = static_cast<std::int16_t>(std::nearbyint(codebook[i % 16] / unit_));

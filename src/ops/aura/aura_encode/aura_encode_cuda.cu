@@ -108,36 +108,48 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
       by_warps);
 }
 
-Status run_tensors(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace none) {
+Status run_tensors(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   const int device = a.x.device.index;
-  if (!cuda::has_warpgroups(device) || !cuda::pieces_aligned(a.x, d.outer_size))
-    return run(d, a, stream, none);
   const Problem p = problem(d, a);
   return visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
     return d.axis_size == 64 ? run_by_warpgroups<X, 64>(p, device, stream)
                              : run_by_warpgroups<X, 128>(p, device, stream);
   });
 }
-Status supports_tensors(const Op::Desc& d) {
+Status supports_tensors(const Op::Desc& d, Device device) {
   if (d.rotation != Rotation::dense) {
     const auto name = kRotationNames[static_cast<std::size_t>(d.rotation)];
     return unsupported("rotation: " + std::string(name) + ", expected dense");
   }
-  if (d.axis_size == 64 || d.axis_size == 128) return {};
-  return unsupported("axis_size: " + std::to_string(d.axis_size) + ", expected 64 or 128");
+  if (d.axis_size != 64 && d.axis_size != 128)
+    return unsupported("axis_size: " + std::to_string(d.axis_size) + ", expected 64 or 128");
+  return cuda::needs_warpgroups(device);
 }
-// Products of 22 bits by what x has, sums in the tensor cores' order.
-PrecisionGuarantee tensor_guarantee(const Op::Desc&) {
+Status accepts_pieces(const Op::Desc& d, const Op::Args& a) {
+  BITTERN_TRY(cuda::starts_aligned("x", a.x.data));
+  if (cuda::pieces_aligned(a.x, d.outer_size)) return {};
+  return unsupported("x: stride " + std::to_string(a.x.row_stride()) +
+                     " of axis 0, expected a multiple of " +
+                     std::to_string(16 / size_of(d.element)));
+}
+// Of d = axis_size terms, in 2^-24 of T (bittern/ops/aura_encode.h): the definition's fma chain d,
+// its u 8; here d / 16 products of the high parts 10.5 each, what two parts leave of P and of x 4,
+// the squares' d / 4 + 2 half of that, 1 / norm and the product with it 4. That is below
+// 1.8 d + 16.
+PrecisionGuarantee tensor_guarantee(const Op::Desc& d) {
   return {.math_precision = DType::f32,
           .accumulator = DType::f32,
           .bit_stable_on_same_hardware = true,
-          .same_bits_on_all_backends = false};
+          .same_bits_on_all_backends = false,
+          .error_norm = ErrorNorm::terms,
+          .error_bound = 2 * static_cast<double>(d.axis_size + 8) * 0x1p-24};
 }
 
 constexpr Kernel<Op> kKernels[] = {{.name = "cuda_tensor",
                                     .backend = "cuda",
                                     .weaker = tensor_guarantee,
                                     .supports = supports_tensors,
+                                    .accepts = accepts_pieces,
                                     .architecture = cuda::architecture,
                                     .run = run_tensors},
                                    cuda::exact_kernel<Op>(run)};

@@ -66,6 +66,22 @@ Encoded encode_on_gpu(const AuraDesc& d, const std::vector<X>& x, const Tables& 
   return first;
 }
 
+// Is the kernel on tensor cores for this device?
+bool has_tensor_kernel() {
+  const AuraDesc d{.outer_size = 1, .axis_size = 64, .rotation = Rotation::dense};
+  return Plan<AuraEncode>::select(d, {Device::Type::cuda, 0}, Preference::fastest, "cuda_tensor")
+      .ok();
+}
+#define BITTERN_NEEDS_TENSOR_KERNEL() \
+  BITTERN_NEEDS_CUDA();               \
+  if (!has_tensor_kernel()) GTEST_SKIP() << "no cuda_tensor on this device"
+
+// A device whose sums are as wrong as the bound allows: figures measured on a GPU are not for it.
+bool is_emulated() {
+  CudaDeviceInfo info;
+  return (*cuda_plugin(0))->info(0, &info).ok() && info.name == "emulated";
+}
+
 // The kernel that Preference::fastest takes.
 template <class X>
 Encoded encode_fastest(const AuraDesc& d, const std::vector<X>& x, const Tables& t, int runs) {
@@ -78,7 +94,7 @@ Encoded encode_fastest(const AuraDesc& d, const std::vector<X>& x, const Tables&
 
 // Codes against a rotation in f64: 99.99 % agree; s to 1e-6 of that of the codes found.
 TEST(AuraEncode, TensorCoresAgreeWithF64) {
-  BITTERN_NEEDS_CUDA();
+  BITTERN_NEEDS_TENSOR_KERNEL();
   Gaussians gaussians(9);
   for (const std::int64_t dim : {64, 128}) {
     for (const std::int32_t bits : {2, 4, 8}) {
@@ -121,7 +137,7 @@ TEST(AuraEncode, TensorCoresAgreeWithF64) {
           return Status();
         }));
         EXPECT_LE(static_cast<double>(different),
-                  1e-4 * static_cast<double>(d.tensor_shape().numel()))
+                  (is_emulated() ? 4e-3 : 1e-4) * static_cast<double>(d.tensor_shape().numel()))
             << dim << " " << bits << " " << name(element);
       }
     }
@@ -130,7 +146,7 @@ TEST(AuraEncode, TensorCoresAgreeWithF64) {
 
 // Rows out of the ordinary are the exact kernel's, and every run gives the same bits.
 TEST(AuraEncode, TensorCoresAreDeterministic) {
-  BITTERN_NEEDS_CUDA();
+  BITTERN_NEEDS_TENSOR_KERNEL();
   AuraDesc d{.outer_size = 67, .axis_size = 128, .rotation = Rotation::dense};
   const Tables t(d);
   Gaussians gaussians(10);
@@ -151,10 +167,47 @@ TEST(AuraEncode, TensorCoresAreDeterministic) {
   }
 }
 
+// Rows that do not begin where 16 bytes do are refused, by address or by stride.
+TEST(AuraEncode, TensorCoresRefuseUnalignedRows) {
+  BITTERN_NEEDS_TENSOR_KERNEL();
+  constexpr Device kDevice{Device::Type::cuda, 0};
+  const AuraDesc d{.outer_size = 6, .axis_size = 64, .rotation = Rotation::dense};
+  const auto plan = Plan<AuraEncode>::select(d, kDevice, Preference::fastest, "cuda_tensor");
+  const auto exact = Plan<AuraEncode>::select(d, kDevice);
+  ASSERT_TRUE(plan.ok() && exact.ok());
+  const Tables t(d);
+  const OnDevice rows(std::vector<float>(1000)), table(t.rotation), boundaries(t.book.boundaries),
+      codebook(t.book.levels);
+  const OnDevice packed(std::vector<std::uint32_t>(100)), norms(std::vector<float>(6));
+  AuraEncode::Args args{.x = view(rows.as<const float>(), d.tensor_shape(), kDevice),
+                        .table = view(table.as<const float>(), d.rotation_shape(), kDevice),
+                        .boundaries = view(boundaries.as<const float>(), {d.levels() - 1}, kDevice),
+                        .codebook = view(codebook.as<const float>(), {d.levels()}, kDevice),
+                        .packed = view(packed.as<std::uint32_t>(), d.packed_shape(), kDevice),
+                        .norms = view(norms.as<float>(), d.norm_shape(), kDevice)};
+  const auto refused = [&](std::string_view what) {
+    expect_ok(exact->can_implement(args));
+    oracle::expect_error(plan->can_implement(args), Code::unsupported,
+                         "aura_encode: x: " + std::string(what) + " for kernel cuda_tensor");
+  };
+  expect_ok(plan->can_implement(args));
+  args.x.data = rows.as<const float>() + 1;
+  refused("address is 4 bytes past a multiple of 16, expected a multiple of 16");
+  args.x.data = rows.as<const float>();
+  args.x.stride[0] = 65;
+  refused("stride 65 of axis 0, expected a multiple of 4");
+  // Rows as axes: each piece begins somewhere else.
+  args.x.shape = {2, 3, 64};
+  args.x.stride = {3 * 64 + 2, 64, 1};
+  refused("address is 8 bytes past a multiple of 16, expected a multiple of 16");
+  args.x.stride = {3 * 64 + 8, 64, 1};
+  expect_ok(plan->can_implement(args));
+}
+
 // Matrices that are not orthogonal, whose r may lie anywhere, or that f16 cannot hold; all rules,
 // and codes that fill no byte.
 TEST(AuraEncode, TensorCoresTakeAnyMatrix) {
-  BITTERN_NEEDS_CUDA();
+  BITTERN_NEEDS_TENSOR_KERNEL();
   Gaussians gaussians(11);
   for (const float factor : {0.25f, 5.0f, 1e4f}) {
     for (const std::int32_t bits : {3, 4, 5}) {
@@ -174,10 +227,11 @@ TEST(AuraEncode, TensorCoresTakeAnyMatrix) {
           different += of_row;
           const float norm = want.norms[static_cast<std::size_t>(row)];
           if (of_row == 0) {
-            EXPECT_NEAR(e.norms[static_cast<std::size_t>(row)] / norm, 1, 1e-5);
+            EXPECT_NEAR(e.norms[static_cast<std::size_t>(row)] / norm, 1,
+                        is_emulated() ? 1e-4 : 1e-5);
           }
         }
-        EXPECT_LE(different, 1) << factor << " " << bits;
+        EXPECT_LE(different, is_emulated() ? 20 : 1) << factor << " " << bits;
       }
     }
   }
@@ -256,7 +310,7 @@ TEST(AuraEncode, CudaTakesRowsOfAnySize) {
             const Encoded e = encode_on_gpu(d, stored<X>(x), t, 1, "cuda");
             EXPECT_EQ(e.packed, want.packed) << dim << " " << copies << " " << name(element);
             EXPECT_EQ(e.norms, want.norms) << dim << " " << copies << " " << name(element);
-            if (rotation == Rotation::dense && dim != 80) {
+            if (rotation == Rotation::dense && dim != 80 && has_tensor_kernel()) {
               const Encoded fast = encode_on_gpu(d, stored<X>(x), t, 1, "cuda_tensor");
               std::int64_t different = 0;
               for (std::int64_t i = 0; i < d.tensor_shape().numel(); ++i)

@@ -341,7 +341,7 @@ std::size_t sums_bytes(const Op::Desc& d) {
   return (heads * sizeof(GateSums) + 63) / 64 * 64;
 }
 
-std::size_t workspace(const Op::Desc& d) {
+std::size_t workspace(const Op::Desc& d, Device) {
   return sums_bytes(d) + cpu::gdn::scratch_bytes<Scratch>(d);
 }
 

@@ -1,3 +1,4 @@
+#include "ops/gdn/gdn.h"
 #include "ops/gdn/gdn_aims.h"
 
 namespace bittern::oracle {
@@ -28,6 +29,89 @@ std::vector<BenchCase<GdnDesc>> gdn_recompute_w_u_bench_cases() {
           {"16 x 2048 4/4 heads, A bf16", small_bf16, fill, "", Preference::fastest, true},
           {"16 x 2048 4/4 heads, A f32", small_f32, fill, "", Preference::fastest, true},
           {"T 32768 16/32 heads, A f32, exact", long_f32, fill, "", Preference::exact, true}};
+}
+
+// What the kernels on tensor cores treat differently: both dtypes of A, whole and ragged chunks,
+// heads of 128 and others.
+std::vector<GdnDesc> gdn_recompute_w_u_bounded_cases() {
+  std::vector<GdnDesc> cases;
+  const auto add = [&](GdnDesc d) {
+    for (const DType element : {DType::bf16, DType::f16}) {
+      for (const DType matrix : {DType::f32, DType::bf16}) {
+        d.element = element;
+        d.a_element = matrix;
+        d.lower_triangular = cases.size() % 2 != 0;
+        cases.push_back(d);
+      }
+    }
+  };
+  add({.tokens = 64});
+  add({.tokens = 100, .key_heads = 2, .value_heads = 4});
+  add({.tokens = 37, .key_heads = 2, .value_heads = 6, .key_dim = 16, .value_dim = 48});
+  add({.batch = 2, .tokens = 65, .value_heads = 2, .key_dim = 256, .value_dim = 32, .chunk = 32});
+  add({.tokens = 50, .key_dim = 48, .value_dim = 144, .chunk = 16});
+  GdnDesc packed{.tokens = 150, .key_heads = 2, .value_heads = 2, .n_sequences = 5};
+  packed.head_map = HeadMap::tiled;
+  add(packed);
+  packed.key_dim = 80;
+  packed.value_dim = 64;
+  add(packed);
+  return cases;
+}
+
+// The unit of an element is sum |A[i][j]| |b[j]|, as the header of the op has it.
+void gdn_recompute_w_u_judge(const GdnDesc& d, const GdnRecomputeWU::Args& got,
+                             const GdnRecomputeWU::Args& want, Judge& judge) {
+  const std::int64_t heads = d.value_heads;
+  constexpr double kLeast = 0x1p-114;  // below, parts of A in bf16 are subnormal
+  const auto rounded = [&](float x) {
+    return std::fabs(static_cast<double>(d.element == DType::f16    ? to_f32(to_f16(x))
+                                         : d.element == DType::bf16 ? to_f32(to_bf16(x))
+                                                                    : x));
+  };
+  for (const GdnChunk& chunk : gdn_chunks(d, want.cu_seqlens)) {
+    for (std::int64_t h = 0; h < heads; ++h) {
+      std::vector<double> a, b;
+      for (std::int64_t i = 0; i < chunk.rows; ++i)
+        for (std::int64_t j = 0; j < chunk.rows; ++j)
+          a.push_back(std::fabs(get(want.a, ((chunk.begin + i) * heads + h) * d.chunk + j)));
+      const auto output = [&](const char* name, const MutView& out, const MutView& ref,
+                              std::int64_t width, auto&& factor) {
+        if (!out) return;
+        b.clear();
+        for (std::int64_t j = 0; j < chunk.rows; ++j)
+          for (std::int64_t c = 0; c < width; ++c) b.push_back(rounded(factor(chunk.begin + j, c)));
+        for (std::int64_t i = 0; i < chunk.rows; ++i) {
+          for (std::int64_t c = 0; c < width; ++c) {
+            double unit = 0;
+            for (std::int64_t j = 0; j < (d.lower_triangular ? i + 1 : chunk.rows); ++j) {
+              const double x = a[static_cast<std::size_t>(i * chunk.rows + j)];
+              const double y = b[static_cast<std::size_t>(j * width + c)];
+              unit += !std::isfinite(x) || !std::isfinite(y) ? std::nan("")
+                      : x > 0                                ? std::max(x, kLeast) * y
+                                                             : 0;
+            }
+            if (unit >= 0x1p127) unit = std::numeric_limits<double>::infinity();
+            judge.value(name, as_const(out), as_const(ref),
+                        ((chunk.begin + i) * heads + h) * width + c, unit);
+          }
+        }
+      };
+      const auto gate = [&](const ConstView& v, std::int64_t t) {
+        return v.as<float>()[t * heads + h];
+      };
+      const auto element = [&](const ConstView& v, std::int64_t at) {
+        return static_cast<float>(get(v, at));
+      };
+      output("u", got.u, want.u, d.value_dim, [&](std::int64_t t, std::int64_t c) {
+        return element(want.v, (t * heads + h) * d.value_dim + c) * gate(want.beta, t);
+      });
+      output("w", got.w, want.w, d.key_dim, [&](std::int64_t t, std::int64_t c) {
+        const float k = element(want.k, (t * d.key_heads + d.key_head(h)) * d.key_dim + c);
+        return k * gate(want.beta, t) * math::exp(gate(want.g, t));
+      });
+    }
+  }
 }
 
 // A is unlike a real one: full, so that each term shows; what must not be read is NaN.

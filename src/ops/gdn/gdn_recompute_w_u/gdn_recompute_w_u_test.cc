@@ -156,36 +156,24 @@ TEST(GdnRecomputeWU, SequencesDoNotMeet) {
 
 constexpr Device kGpu{Device::Type::cuda, 0};
 
-Status run_mma(oracle::Problem<Op>& p) {
-  const auto plan = Plan<Op>::select(p.desc, kGpu, Preference::fastest, "cuda_mma");
+Status run_mma(oracle::Problem<Op>& p, std::string_view kernel) {
+  const auto plan = Plan<Op>::select(p.desc, kGpu, Preference::fastest, kernel);
   if (!plan) return plan.status();
   return oracle::run_on(kGpu, p, plan->workspace_bytes(),
                         [&](const auto& args, Workspace w) { return plan->run(args, {}, w); });
 }
 
-// Heads, dims, chunks and sequences in every combination that the kernel treats differently.
-std::vector<GdnDesc> mma_problems() {
-  std::vector<GdnDesc> all;
-  const auto add = [&](GdnDesc d) {
-    std::size_t turn = all.size();
-    for (const DType element : {DType::bf16, DType::f16}) {
-      for (const DType matrix : {DType::f32, DType::bf16}) {
-        d.element = element;
-        d.a_element = matrix;
-        d.lower_triangular = turn++ % 2 != 0;
-        all.push_back(d);
-      }
-    }
-  };
-  add({.tokens = 64});
-  add({.tokens = 100, .key_heads = 2, .value_heads = 4});
-  add({.tokens = 37, .key_heads = 2, .value_heads = 6, .key_dim = 16, .value_dim = 48});
-  add({.batch = 2, .tokens = 65, .value_heads = 2, .key_dim = 256, .value_dim = 32, .chunk = 32});
-  add({.tokens = 50, .key_dim = 48, .value_dim = 144, .chunk = 16});
-  GdnDesc packed{.tokens = 150, .key_heads = 2, .value_heads = 6, .key_dim = 80, .value_dim = 64};
-  packed.n_sequences = 5;
-  packed.head_map = HeadMap::tiled;
-  add(packed);
+// Each problem with each kernel that takes it here.
+struct MmaProblem {
+  GdnDesc d;
+  std::string_view kernel;
+};
+std::vector<MmaProblem> mma_problems() {
+  std::vector<MmaProblem> all;
+  for (const GdnDesc& d : oracle::Cases<Op>::bounded())
+    for (const std::string_view kernel : {"cuda_mma", "cuda_wgmma"})
+      if (Plan<Op>::select(d, kGpu, Preference::fastest, kernel)) all.push_back({d, kernel});
+  EXPECT_GT(all.size(), 20u);
   return all;
 }
 
@@ -222,9 +210,11 @@ void expect_untouched_around(const oracle::Problem<Op>& p) {
 
 TEST(GdnRecomputeWU, TensorCoresStayWithinTheBound) {
   BITTERN_NEEDS_CUDA();
-  for (const GdnDesc& d : mma_problems()) {
+  for (const MmaProblem& m : mma_problems()) {
+    const GdnDesc& d = m.d;
+    const std::string_view kernel = m.kernel;
     auto p = mma_problem(d);
-    oracle::expect_ok(run_mma(p));
+    oracle::expect_ok(run_mma(p, kernel));
     expect_untouched_around(p);
     const auto round = [&](double x) {
       const auto f = static_cast<float>(x);
@@ -278,12 +268,13 @@ TEST(GdnRecomputeWU, TensorCoresRepeatThemselves) {
     d.element = DType::bf16;
     auto first = mma_problem(d);
     const auto fresh = first.stores;
-    oracle::expect_ok(run_mma(first));
+    const auto kernel = Plan<Op>::select(d, kGpu, Preference::fastest)->sku().kernel;
+    oracle::expect_ok(run_mma(first, kernel));
     auto again = mma_problem(d);
     for (int i = 1; i < 100; ++i) {
       for (std::size_t s = 0; s < fresh.size(); ++s)
         std::copy(fresh[s].bytes.begin(), fresh[s].bytes.end(), again.stores[s].bytes.begin());
-      oracle::expect_ok(run_mma(again));
+      oracle::expect_ok(run_mma(again, kernel));
       ASSERT_EQ(oracle::compare(again, first), "") << i;
     }
   }
@@ -292,7 +283,9 @@ TEST(GdnRecomputeWU, TensorCoresRepeatThemselves) {
 // Infinities and NaN are where the definition has them, and nowhere else.
 TEST(GdnRecomputeWU, TensorCoresPutNonFiniteValuesWhereTheyBelong) {
   BITTERN_NEEDS_CUDA();
-  for (const GdnDesc& d : mma_problems()) {
+  for (const MmaProblem& m : mma_problems()) {
+    const GdnDesc& d = m.d;
+    const std::string_view kernel = m.kernel;
     auto want = mma_problem(d), got = mma_problem(d);
     for (auto* p : {&want, &got}) {
       const std::int64_t row = d.key_heads * d.key_dim;
@@ -304,7 +297,7 @@ TEST(GdnRecomputeWU, TensorCoresPutNonFiniteValuesWhereTheyBelong) {
       put(p->args.v, 30 / d.chunk * d.chunk * d.value_heads * d.value_dim + 2, 0);
     }
     oracle::expect_ok(run_problem(want, "ref"));
-    oracle::expect_ok(run_mma(got));
+    oracle::expect_ok(run_mma(got, kernel));
     for (const auto& [w, g] :
          {std::pair{want.args.u, got.args.u}, std::pair{want.args.w, got.args.w}}) {
       for (std::int64_t i = 0; i < w.shape.numel(); ++i) {
@@ -321,15 +314,22 @@ TEST(GdnRecomputeWU, TensorCoresPutNonFiniteValuesWhereTheyBelong) {
 }
 
 // Addresses that no 16-byte access can use.
-TEST(GdnRecomputeWU, TensorCoresLeaveUnalignedOperandsToTheExactKernel) {
+TEST(GdnRecomputeWU, TensorCoresRefuseUnalignedOperands) {
   BITTERN_NEEDS_CUDA();
-  for (const GdnDesc& d : mma_problems()) {
-    const oracle::Layout layout{.unaligned = true};
-    auto want = mma_problem(d, layout), got = mma_problem(d, layout);
-    oracle::expect_ok(run_problem(want, "ref"));
-    oracle::expect_ok(run_mma(got));
-    EXPECT_EQ(oracle::compare(got, want), "");
+  GdnDesc d{.tokens = 64};
+  d.element = DType::bf16;
+  auto unaligned = mma_problem(d, {.unaligned = true});
+  for (const std::string kernel : {"cuda_mma", "cuda_wgmma"}) {
+    if (!Plan<Op>::select(d, kGpu, Preference::fastest, kernel)) continue;
+    oracle::expect_error(run_mma(unaligned, kernel), Code::unsupported,
+                         "gdn_recompute_w_u: k: address is 2 bytes past a multiple of 16, expected "
+                         "a multiple of 16 for kernel " +
+                             kernel);
   }
+  auto want = mma_problem(d, {.unaligned = true});
+  oracle::expect_ok(run_problem(want, "ref"));
+  oracle::expect_ok(run_mma(unaligned, "cuda"));
+  EXPECT_EQ(oracle::compare(unaligned, want), "");
 }
 
 TEST(GdnRecomputeWU, TensorCoresAreForTheFastestPreference) {
@@ -338,12 +338,19 @@ TEST(GdnRecomputeWU, TensorCoresAreForTheFastestPreference) {
   d.element = DType::bf16;
   const auto fastest = Plan<Op>::select(d, kGpu, Preference::fastest);
   ASSERT_TRUE(fastest.ok()) << fastest.status().message();
-  EXPECT_EQ(fastest->sku().kernel, "cuda_mma");
+  const bool wide = fastest->sku().architecture == "sm_90";
+  EXPECT_EQ(fastest->sku().kernel, wide ? "cuda_wgmma" : "cuda_mma");
   EXPECT_FALSE(fastest->precision_guarantee().same_bits_on_all_backends);
   EXPECT_TRUE(fastest->precision_guarantee().deterministic);
+  EXPECT_EQ(fastest->precision_guarantee().error_norm, ErrorNorm::terms);
+  EXPECT_EQ(fastest->precision_guarantee().error_bound, 0x1p-17);
   const auto exact = Plan<Op>::select(d, kGpu);
   ASSERT_TRUE(exact.ok()) << exact.status().message();
   EXPECT_EQ(exact->sku().kernel, "cuda");
+  d.key_dim = 64;
+  const auto narrow = Plan<Op>::select(d, kGpu, Preference::fastest);
+  ASSERT_TRUE(narrow.ok()) << narrow.status().message();
+  EXPECT_EQ(narrow->sku().kernel, "cuda_mma");
   d.key_dim = 24;
   const auto other = Plan<Op>::select(d, kGpu, Preference::fastest);
   ASSERT_TRUE(other.ok()) << other.status().message();
@@ -352,6 +359,10 @@ TEST(GdnRecomputeWU, TensorCoresAreForTheFastestPreference) {
       Plan<Op>::select(d, kGpu, Preference::fastest, "cuda_mma").status(), Code::unsupported,
       "gdn_recompute_w_u: no kernel on cuda:0 named cuda_mma: cuda_mma: key_dim: 24, expected a "
       "multiple of 16;");
+  oracle::expect_error(
+      Plan<Op>::select(d, kGpu, Preference::fastest, "cuda_wgmma").status(), Code::unsupported,
+      "gdn_recompute_w_u: no kernel on cuda:0 named cuda_wgmma: cuda_wgmma: key_dim: 24, expected "
+      "128;");
 }
 
 TEST(GdnRecomputeWU, RefusesWhatItCannotDo) {

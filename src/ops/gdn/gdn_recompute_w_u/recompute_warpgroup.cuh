@@ -198,12 +198,6 @@ __global__ void __launch_bounds__(kThreads, kWarpgroupBlocks<M>)
   store_tile(Shared::kKeys, static_cast<bf16*>(p.w) + out, stride, rows);
 }
 
-inline bool fits_warpgroup(const Op::Desc& d, const Op::Args& a) {
-  return d.element == DType::bf16 && d.chunk == kMostRows && d.key_dim == kWide &&
-         d.value_dim == kWide && Problem(d, a).items <= 0x7fffffff &&
-         cuda::has_warpgroups(a.k.device.index);
-}
-
 template <class M>
 Status run_warpgroup(const Op::Desc& d, const Op::Args& a, Stream stream) {
   const Problem p(d, a);

@@ -154,7 +154,7 @@ using Op = CausalConv1dBackward;
 BITTERN_EXPORT(RunCausalConv1dBackward);
 BITTERN_EXPORT(SumCausalConv1dBackward);
 
-std::size_t workspace(const Op::Desc& d) {
+std::size_t workspace(const Op::Desc& d, Device) {
   return static_cast<std::size_t>(d.blocks() * (d.width + 1) * d.channels) * sizeof(float);
 }
 

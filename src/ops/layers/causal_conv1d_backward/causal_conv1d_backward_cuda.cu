@@ -25,11 +25,12 @@ constexpr int kScanThreads = 1024;
 // no sum over the sequences before it. Some places stay empty.
 struct Places {
   const std::int32_t* bounds;  // null: each sequence has `each` places
-  std::int64_t sequences, all;
+  std::int64_t sequences, all, tokens;
   cuda::Divisor each;
 
   __device__ std::int64_t first_of(std::int64_t i) const {
-    return bounds != nullptr ? bounds[i] / kBlockTokens + i : i * each.value();
+    if (bounds == nullptr) return i * each.value();
+    return cuda::conv_bound(bounds[i], tokens) / kBlockTokens + i;
   }
   __device__ std::int64_t sequence_at(std::int64_t place) const {
     if (bounds == nullptr) return each.divide(place);
@@ -54,17 +55,21 @@ struct Problem {
   const std::int64_t* numbers;  // of each sequence's first block; null: its first place
 };
 
-// numbers[i]: the blocks of the sequences before i; numbers[sequences]: all of them. One block of
-// threads, each with neighbouring sequences.
+// numbers[i]: the blocks of the sequences before i; numbers[sequences]: all of them, which are no
+// more than there are places, whatever the bounds are. One block of threads, each with neighbouring
+// sequences.
 __global__ void __launch_bounds__(kScanThreads)
-    number_blocks(const std::int32_t* bounds, std::int64_t sequences, std::int64_t* numbers) {
+    number_blocks(const Places places, std::int64_t* numbers) {
+  const std::int64_t sequences = places.sequences;
   __shared__ std::int64_t sums[kScanThreads];
   const auto thread = static_cast<int>(threadIdx.x);
   const std::int64_t each = (sequences + kScanThreads - 1) / kScanThreads;
   const std::int64_t first = thread * each < sequences ? thread * each : sequences;
   const std::int64_t end = first + each < sequences ? first + each : sequences;
   const auto blocks = [&](std::int64_t i) {
-    return (bounds[i + 1] - bounds[i] + kBlockTokens - 1) / kBlockTokens;
+    const std::int64_t length = cuda::conv_bound(places.bounds[i + 1], places.tokens) -
+                                cuda::conv_bound(places.bounds[i], places.tokens);
+    return length > 0 ? (length + kBlockTokens - 1) / kBlockTokens : 0;
   };
   std::int64_t own = 0;
   for (std::int64_t i = first; i < end; ++i) own += blocks(i);
@@ -80,7 +85,7 @@ __global__ void __launch_bounds__(kScanThreads)
     numbers[i] = number;
     number += blocks(i);
   }
-  if (thread == kScanThreads - 1) numbers[sequences] = number;
+  if (thread == kScanThreads - 1) numbers[sequences] = number < places.all ? number : places.all;
 }
 
 // N channels of one block of tokens. Step t computes u and du of the block's token t and, with
@@ -239,11 +244,12 @@ __global__ void __launch_bounds__(kThreads, 3) differentiate(const Problem p) {
     const std::int64_t channel = (item - place * p.in.packs.value()) * N;
     const ConvSequence s = p.in.sequence(p.places.sequence_at(place));
     const std::int64_t block = place - p.places.first_of(s.index), first = block * kBlockTokens;
-    if (block > 0 && first >= s.end - s.begin) continue;  // an empty place
+    if (block < 0 || (block > 0 && first >= s.end - s.begin)) continue;  // an empty place
     Walk<X, kWidth, N> walk(p, s, first, channel);
     walk.run();
     if (p.partial == nullptr || s.begin == s.end) continue;
     const std::int64_t number = p.numbers != nullptr ? p.numbers[s.index] + block : place;
+    if (number >= p.places.all) continue;  // bounds that fall
     float* to = p.partial + number * (kWidth + 1) * p.in.channels + channel;
 #pragma unroll
     for (int j = 0; j <= kWidth; ++j) {
@@ -270,7 +276,7 @@ struct WriteSums {
 // Rows of partial sums, then the numbers of blocks.
 std::int64_t partial_sums(const Op::Desc& d) { return d.blocks() * (d.width + 1) * d.channels; }
 
-std::size_t workspace(const Op::Desc& d) {
+std::size_t workspace(const Op::Desc& d, Device) {
   const std::int64_t numbers = d.n_sequences > 0 ? d.n_sequences + 1 : 0;
   return static_cast<std::size_t>((partial_sums(d) + 1) / 2 + numbers) * sizeof(std::int64_t);
 }
@@ -293,12 +299,13 @@ Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace 
       .places = {.bounds = d.n_sequences > 0 ? a.cu_seqlens.as<std::int32_t>() : nullptr,
                  .sequences = d.sequences(),
                  .all = d.n_sequences > 0 ? d.blocks() : d.batch * each,
+                 .tokens = d.tokens,
                  .each = cuda::Divisor(each)},
       .partial = sums ? static_cast<float*>(space.data) : nullptr,
       .numbers = sums && d.n_sequences > 0 ? numbers : nullptr};
   if (p.numbers != nullptr) {
     BITTERN_TRY(cuda::launch(Op::kName, number_blocks, {.blocks = 1, .threads = kScanThreads},
-                             device, stream, p.places.bounds, d.n_sequences, numbers));
+                             device, stream, p.places, numbers));
   }
   BITTERN_TRY(cuda::launch(Op::kName, differentiate<X, kWidth, N>,
                            cuda::grid_for(p.places.all * (d.channels / N), kThreads), device,

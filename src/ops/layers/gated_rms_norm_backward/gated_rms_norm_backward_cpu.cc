@@ -90,7 +90,7 @@ using Op = GatedRmsNormBackward;
 BITTERN_EXPORT(RunGatedRmsNormBackward);
 BITTERN_EXPORT(SumGatedRmsNormBackward);
 
-std::size_t workspace(const Op::Desc& d) {
+std::size_t workspace(const Op::Desc& d, Device) {
   return static_cast<std::size_t>(d.blocks() * d.dim) * sizeof(float);
 }
 

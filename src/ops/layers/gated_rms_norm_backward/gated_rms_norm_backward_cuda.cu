@@ -247,7 +247,7 @@ Status run_typed(const Op::Desc& d, const Op::Args& a, Stream stream, float* spa
                         WriteWeight<X>{a.d_weight.as<X>()}, device, stream);
 }
 
-std::size_t workspace(const Op::Desc& d) {
+std::size_t workspace(const Op::Desc& d, Device) {
   return static_cast<std::size_t>(d.blocks() * d.dim + d.rows) * sizeof(float);
 }
 
