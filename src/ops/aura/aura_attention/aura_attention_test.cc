@@ -279,10 +279,10 @@ TEST(AuraAttention, TheInt8KernelTakesTinyNumbers) {
       }
       for (std::int64_t i = 0; i < 8; ++i) oracle::put(c->args().k_scales, i, 0x1p80);
     }
-    expect_ok(run(d, want.args(), "ref"));
+    expect_ok(run_op<Op>(d, want.args(), "ref"));
     for (const cpu::Isa isa : cpu::available_isas()) {
       cpu::force_isa(isa);
-      expect_ok(run(d, got.args(), "cpu_int8", Preference::fastest));
+      expect_ok(run_op<Op>(d, got.args(), "cpu_int8", Preference::fastest));
       oracle::Judge judge(1.0 / 32512);
       oracle::Cases<Op>::judge(d, got.args(), want.args(), judge);
       EXPECT_EQ(judge.failure(), "") << cpu::name(isa);
