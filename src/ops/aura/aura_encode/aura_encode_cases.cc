@@ -75,7 +75,7 @@ std::vector<AuraDesc> aura_encode_bounded_cases() {
   for (const std::int64_t dim : {64, 128}) {
     for (const DType element : {DType::f32, DType::f16, DType::bf16}) {
       for (std::int32_t bits = 1; bits <= 8; ++bits) {
-        AuraDesc d{.outer_size = 70 - 9 * bits,
+        AuraDesc d{.outer_size = 70 - 8 * bits,
                    .axis_size = dim,
                    .bits = bits,
                    .element = element,
