@@ -84,14 +84,18 @@ void gdn_recompute_w_u_judge(const GdnDesc& d, const GdnRecomputeWU::Args& got,
         for (std::int64_t i = 0; i < chunk.rows; ++i) {
           for (std::int64_t c = 0; c < width; ++c) {
             double unit = 0;
+            bool finite = true;
             for (std::int64_t j = 0; j < (d.lower_triangular ? i + 1 : chunk.rows); ++j) {
               const double x = a[static_cast<std::size_t>(i * chunk.rows + j)];
               const double y = b[static_cast<std::size_t>(j * width + c)];
-              unit += !std::isfinite(x) || !std::isfinite(y) ? std::nan("")
-                      : x > 0                                ? std::max(x, kLeast) * y
-                                                             : 0;
+              finite = finite && std::isfinite(x) && std::isfinite(y);
+              if (std::isfinite(x) && std::isfinite(y) && x > 0) unit += std::max(x, kLeast) * y;
             }
-            if (unit >= 0x1p127) unit = std::numeric_limits<double>::infinity();
+            if (unit >= 0x1p127) {  // sums may overflow in one order and not in another
+              unit = std::numeric_limits<double>::infinity();
+            } else if (!finite) {
+              unit = std::nan("");
+            }
             judge.value(name, as_const(out), as_const(ref),
                         ((chunk.begin + i) * heads + h) * width + c, unit);
           }
