@@ -678,9 +678,10 @@ def gdn_recompute_w_u(
     Kernels cuda_mma and cuda_wgmma (f16 and bf16, Preference::fastest) add the same terms in another
     order, and tensor cores truncate where fma rounds. Their ErrorNorm is `terms`: each element of u
     and w is off by at most error_bound = 2 chunk 2^-24 times the sum of |A[i][j]| |b[j]|, b being vb
-    or kb, and one ulp of `element`. In that sum an |A[i][j]| > 0 counts as at least 2^-114. If a
-    term is not finite, the result is that of the definition. If the terms are finite and the sum
-    reaches 2^127, one order may overflow and the other not: nothing is promised for that element.
+    or kb, and one ulp of `element`. In that sum an |A[i][j]| > 0 counts as at least 2^-114. With a
+    term that is not finite, the element is NaN or an infinity as in the definition. But if the sum
+    of the finite magnitudes reaches 2^127, one order may overflow and the other not, and nothing is
+    promised for that element.
     """
 
 def gdn_cumsum(
