@@ -826,7 +826,7 @@ class FileAllocation : public TestFolder {
     put("hf/tokenizer.json", "{}");
     put("policy.json", R"({"bits": 4, "rules": [{"match": "norm", "bits": 8}]})");
     const auto model = Checkpoint::open(path("hf"));
-    const auto quiet = [](const ConversionProgress&) {};
+    const auto quiet = [](const ModelProgress&) { return true; };
     const auto plan =
         Conversion::plan(*model, {.format = ModelFormat::mlx, .bits = 4}, path("mlx"), quiet);
     ASSERT_TRUE(plan.ok() && plan->run(path("mlx"), {}, quiet).ok());
@@ -858,7 +858,7 @@ TEST_F(FileAllocation, ModelsAreOpened) {
 TEST_F(FileAllocation, ModelsAreConvertedAndCompared) {
   const auto model = Checkpoint::open(path("hf")), made = Checkpoint::open(path("mlx"));
   ASSERT_TRUE(model.ok() && made.ok());
-  const auto quiet = [](const ConversionProgress&) {};
+  const auto quiet = [](const ModelProgress&) { return true; };
   const std::string out = path("out");
   const auto gone = [&] {  // whatever a failure left
     std::filesystem::remove_all(out);
@@ -873,8 +873,27 @@ TEST_F(FileAllocation, ModelsAreConvertedAndCompared) {
   exhaust("Conversion::run", [&] { return plan->run(out, {}, quiet).status(); }, gone);
   exhaust(
       "Conversion::run", [&] { return plan->run(out, {.resume = true}, quiet).status(); }, gone);
-  exhaust("compare",
-          [&] { return compare(*model, *made, 3, [](const ComparisonProgress&) {}).status(); });
+  exhaust("compare", [&] {
+    return compare(*model, *made, 3, [](const ModelProgress&) { return true; }).status();
+  });
+}
+
+TEST_F(FileAllocation, ByThePublicCalls) {
+  const std::string out = path("out");
+  const auto gone = [&] {
+    std::filesystem::remove_all(out);
+    for (const char* end : {".partial", ".partial.journal", ".replaced"})
+      std::filesystem::remove_all(out + end);
+  };
+  const std::string hf = path("hf"), mlx = path("mlx"), file = path("hf/model.safetensors");
+  const QuantizeOptions options{.policy = path("policy.json"),
+                                .progress = [](const ModelProgress&) { return true; }};
+  exhaust("quantize_model", [&] { return quantize_model(hf, out, options).status(); }, gone);
+  const QuantizeOptions wrong{.bits = 7};
+  expect_refusal("quantize_model", [&] { return quantize_model(hf, out, wrong).status(); });
+  for (const std::string* model : {&hf, &mlx, &file})
+    exhaust("inspect_model", [&] { return inspect_model(*model).status(); });
+  exhaust("compare_models", [&] { return compare_models(hf, mlx).status(); });
 }
 
 // ---- the first calls of a process, in which what is kept for ever is made ----

@@ -39,6 +39,8 @@ Verb check_verb(CLI::App& main);
 Verb bench_verb(CLI::App& main, char** argv);
 Verb inspect_verb(CLI::App& main);
 Verb quantize_verb(CLI::App& main);
+// The flag that stands for a field of QuantizeOptions or CompareOptions.
+std::string flag_of(std::string_view field);
 
 void add_common_flags(CLI::App& verb, CommonFlags& flags);
 void add_output_flags(CLI::App& verb, CommonFlags& flags);  // those without a device

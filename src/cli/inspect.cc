@@ -8,8 +8,6 @@
 namespace bittern::cli {
 namespace {
 
-constexpr std::size_t kWorstGroups = 10;
-
 struct InspectFlags {
   CommonFlags common;
   std::string model, other;
@@ -17,38 +15,34 @@ struct InspectFlags {
 };
 
 Status run_compare(const InspectFlags& flags) {
-  const auto model = Checkpoint::open(flags.model);
-  if (!model) return model.status();
-  const auto other = Checkpoint::open(flags.other);
-  if (!other) return other.status();
-  std::vector<std::string> inputs = model->files();
-  for (std::string& file : other->files()) inputs.push_back(std::move(file));
-  BITTERN_TRY(check_apart(json_output(flags.common), inputs));
   Progress progress(flags.common.quiet);
-  const auto comparison =
-      compare(*model, *other, kWorstGroups, [&](const ComparisonProgress& state) {
-        progress.show(fmt::format("comparing {:3.0f} %: {}",
-                                  100 * static_cast<double>(state.done) /
-                                      static_cast<double>(std::max<std::uint64_t>(state.all, 1)),
-                                  printable(state.tensor)));
-      });
+  CompareOptions options{.progress =
+                             [&](const ModelProgress& state) {
+                               progress.show(fmt::format(
+                                   "comparing {:3.0f} %: {}",
+                                   100 * static_cast<double>(state.done) /
+                                       static_cast<double>(std::max<std::uint64_t>(state.total, 1)),
+                                   printable(state.tensor)));
+                               return true;
+                             },
+                         .option_name = flag_of};
+  for (const OutputName& json : json_output(flags.common))
+    options.also_written.push_back(json.path);
+  const auto comparison = compare_models(flags.model, flags.other, options);
   progress.clear();
-  BITTERN_TRY(model->unchanged());
-  BITTERN_TRY(other->unchanged());
   if (!comparison) return comparison.status();
-  const Summary summary = summarize(*model), other_summary = summarize(*other);
   if (!flags.common.quiet) {
-    print_summary(summary);
-    if (flags.tensors) print_tensors(summary);
+    print_summary(comparison->model);
+    if (flags.tensors) print_tensors(comparison->model);
     fmt::print("\n");
-    print_summary(other_summary);
-    if (flags.tensors) print_tensors(other_summary);
+    print_summary(comparison->other);
+    if (flags.tensors) print_tensors(comparison->other);
     print_comparison(*comparison);
   }
   if (flags.common.json.empty()) return {};
   return write_json(flags.common, {{"schema", 1},
-                                   {"model", summary_json(summary)},
-                                   {"other", summary_json(other_summary)},
+                                   {"model", summary_json(comparison->model)},
+                                   {"other", summary_json(comparison->other)},
                                    {"comparison", comparison_json(*comparison)}});
 }
 
@@ -56,15 +50,15 @@ Status run(const InspectFlags& flags) {
   BITTERN_TRY(use_threads(flags.common));
   BITTERN_TRY(check_json_flag(flags.common));
   if (!flags.other.empty()) return run_compare(flags);
-  const auto summary = summarize(flags.model);
-  if (!summary) return summary.status();
-  BITTERN_TRY(check_apart(json_output(flags.common), summary->files));
+  const auto model = inspect_model(flags.model);
+  if (!model) return model.status();
+  BITTERN_TRY(check_apart(json_output(flags.common), model->files));
   if (!flags.common.quiet) {
-    print_summary(*summary);
-    if (flags.tensors) print_tensors(*summary);
+    print_summary(*model);
+    if (flags.tensors) print_tensors(*model);
   }
   if (flags.common.json.empty()) return {};
-  return write_json(flags.common, {{"schema", 1}, {"model", summary_json(*summary)}});
+  return write_json(flags.common, {{"schema", 1}, {"model", summary_json(*model)}});
 }
 
 }  // namespace

@@ -16,42 +16,18 @@ std::string with_commas(std::uint64_t n) {
   return text;
 }
 
-std::optional<double> bits_per_weight(std::uint64_t bytes, std::uint64_t parameters) {
-  if (parameters == 0) return std::nullopt;
-  return 8 * static_cast<double>(bytes) / static_cast<double>(parameters);
-}
-
-std::string bits_text(std::uint64_t bytes, std::uint64_t parameters) {
-  const auto bits = bits_per_weight(bytes, parameters);
+std::string bits_text(const std::optional<double>& bits) {
   return bits ? fmt::format("{:.3f}", *bits) : "-";
 }
 
-// "4 bit, group 64, affine; 3 modules differ"
-std::string quantization_text(const Json& settings) {
-  std::vector<std::string> words;
-  if (const auto method = text_in(member(settings, "quant_method"))) words.push_back(*method);
-  const auto whole = [&](std::string_view key, std::string_view other) -> std::string {
-    const Json* value = member(settings, key);
-    if (value == nullptr) value = member(settings, other);
-    return value != nullptr && value->is_number_integer() ? value->dump() : "";
-  };
-  if (const auto bits = whole("bits", "w_bit"); !bits.empty()) words.push_back(bits + " bit");
-  if (const auto group = whole("group_size", "q_group_size"); !group.empty())
-    words.push_back("group " + group);
-  if (const auto mode = text_in(member(settings, "mode"))) words.push_back(*mode);
-  std::string line = fmt::format("{}", fmt::join(words, ", "));
-  std::size_t modules = 0;
-  if (!member(settings, "quant_method")) {
-    for (const auto& [key, value] : settings.items())
-      modules += value.is_object() || value.is_boolean();
-  }
-  if (modules > 0) line += fmt::format("; {} module{} apart", modules, modules == 1 ? "" : "s");
-  return line.empty() ? "settings in config.json" : line;
+template <class T>
+std::string shape_text(const std::vector<T>& shape) {
+  return fmt::format("[{}]", fmt::join(shape, ","));
 }
 
-std::size_t name_width(const Summary& summary) {
+std::size_t name_width(const ModelDescription& model) {
   std::size_t width = 10;
-  for (const Listed& tensor : summary.tensors) width = std::max(width, tensor.name.size());
+  for (const TensorDescription& tensor : model.tensors) width = std::max(width, tensor.name.size());
   return std::min<std::size_t>(width, 72);
 }
 
@@ -59,71 +35,69 @@ std::size_t name_width(const Summary& summary) {
 
 // ---- as text ----
 
-void print_summary(const Summary& summary) {
-  fmt::print("{}: {}\n", printable(summary.path), summary.form);
+void print_summary(const ModelDescription& model) {
+  fmt::print("{}: {}\n", printable(model.path), model.form);
   const auto line = [](const char* label, const std::string& value) {
     fmt::print("  {:<14} {}\n", label, printable(value));
   };
   const auto number = [&](const char* label, const std::optional<std::uint64_t>& value) {
     if (value) line(label, std::to_string(*value));
   };
-  if (summary.architecture || summary.model_class) {
-    std::string text = summary.architecture.value_or("");
-    if (summary.model_class)
-      text += text.empty() ? *summary.model_class : " (" + *summary.model_class + ")";
+  if (model.architecture || model.model_class) {
+    std::string text = model.architecture.value_or("");
+    if (model.model_class)
+      text += text.empty() ? *model.model_class : " (" + *model.model_class + ")";
     line("architecture", text);
   }
-  if (summary.name) line("name", *summary.name);
-  number("layers", summary.layers);
-  number("hidden size", summary.hidden_size);
-  if (summary.heads) {
-    line("heads", summary.key_value_heads ? fmt::format("{}, {} for keys and values",
-                                                        *summary.heads, *summary.key_value_heads)
-                                          : std::to_string(*summary.heads));
+  if (model.name) line("name", *model.name);
+  number("layers", model.layers);
+  number("hidden size", model.hidden_size);
+  if (model.heads) {
+    line("heads", model.key_value_heads ? fmt::format("{}, {} for keys and values", *model.heads,
+                                                      *model.key_value_heads)
+                                        : std::to_string(*model.heads));
   }
-  number("experts", summary.experts);
-  number("vocabulary", summary.vocabulary);
-  number("context", summary.context);
-  if (!summary.quantization.is_null()) line("quantised", quantization_text(summary.quantization));
-  const std::uint64_t parameters = summary.parameters(), bytes = summary.bytes();
-  line("parameters", with_commas(parameters));
+  number("experts", model.experts);
+  number("vocabulary", model.vocabulary);
+  number("context", model.context);
+  if (model.quantization) line("quantised", *model.quantization);
+  const std::uint64_t bytes = model.bytes();
+  line("parameters", with_commas(model.parameters()));
   line("size",
-       fmt::format("{}, {} bits per weight", size_text(bytes), bits_text(bytes, parameters)));
+       fmt::format("{}, {} bits per weight", size_text(bytes), bits_text(model.bits_per_weight())));
   fmt::print("\n  {:<26} {:>8} {:>16} {:>10} {:>7}\n", "storage", "tensors", "parameters", "bytes",
              "share");
-  for (const StorageTotal& total : totals(summary)) {
+  for (const StorageTotal& total : model.storages) {
     const double share =
         100 * static_cast<double>(total.bytes) / static_cast<double>(std::max(bytes, {1}));
     fmt::print("  {:<26} {:>8} {:>16} {:>10} {:>5.1f} %\n", total.storage, total.tensors,
                with_commas(total.parameters), size_text(total.bytes), share);
   }
-  for (const std::string& note : summary.notes) fmt::print("note: {}\n", printable(note));
+  for (const std::string& note : model.notes) fmt::print("note: {}\n", printable(note));
 }
 
-void print_tensors(const Summary& summary) {
-  const std::size_t width = name_width(summary);
+void print_tensors(const ModelDescription& model) {
+  const std::size_t width = name_width(model);
   fmt::print("\n{:<{}} {:>20} {:>26} {:>12} {:>7}\n", "tensor", width, "shape", "storage", "bytes",
              "bits");
-  for (const Listed& tensor : summary.tensors) {
+  for (const TensorDescription& tensor : model.tensors) {
     fmt::print("{:<{}} {:>20} {:>26} {:>12} {:>7}\n", printable(tensor.name), width,
-               fmt::format("[{}]", fmt::join(tensor.shape, ",")), tensor.storage, tensor.bytes,
-               bits_text(tensor.bytes, tensor.parameters));
+               shape_text(tensor.shape), tensor.storage, tensor.bytes,
+               bits_text(tensor.bits_per_weight()));
   }
 }
 
-void print_comparison(const Comparison& comparison) {
-  std::size_t width = 10, equal = 0;
-  for (const TensorDifference& tensor : comparison.tensors) {
+void print_comparison(const ModelComparison& comparison) {
+  std::size_t width = 10;
+  for (const TensorDifference& tensor : comparison.tensors)
     width = std::max(width, tensor.name.size());
-    equal += tensor.different == 0;
-  }
   width = std::min<std::size_t>(width, 72);
   fmt::print("\n{:<{}} {:>20} {:>26} {:>26} {:>14} {:>13}\n", "tensor", width, "shape", "storage",
              "of the other", "relative error", "max abs error");
   for (const TensorDifference& tensor : comparison.tensors) {
     fmt::print("{:<{}} {:>20} {:>26} {:>26} {:>14.4g} {:>13.4g}{}\n", printable(tensor.name), width,
-               tensor.shape.str(), tensor.a.str(), tensor.b.str(), tensor.relative_error(),
-               tensor.max_abs_error,
+               shape_text(tensor.shape), tensor.storage, tensor.other_storage,
+               tensor.relative_error(), tensor.max_abs_error,
                tensor.not_finite == 0
                    ? ""
                    : fmt::format("  {} infinite or NaN in one alone", tensor.not_finite));
@@ -144,24 +118,28 @@ void print_comparison(const Comparison& comparison) {
     fmt::print("\nonly in {}:\n", where);
     for (const std::string& name : all) fmt::print("  {}\n", printable(name));
   };
-  names("the model", comparison.only_in_a);
-  names("the other", comparison.only_in_b);
+  names("the model", comparison.only_in_model);
+  names("the other", comparison.only_in_other);
   if (!comparison.shapes_differ.empty()) fmt::print("\nof other shapes:\n");
-  for (const Comparison::Shapes& shapes : comparison.shapes_differ)
-    fmt::print("  {} {} and {}\n", printable(shapes.name), shapes.a.str(), shapes.b.str());
+  for (const ModelComparison::Shapes& shapes : comparison.shapes_differ)
+    fmt::print("  {} {} and {}\n", printable(shapes.name), shape_text(shapes.shape),
+               shape_text(shapes.other_shape));
   if (!comparison.not_compared.empty()) fmt::print("\nnot compared:\n");
-  for (const Comparison::Skipped& skipped : comparison.not_compared)
+  for (const ModelComparison::Skipped& skipped : comparison.not_compared)
     fmt::print("  {}: {}\n", printable(skipped.name), printable(skipped.reason));
   fmt::print(
       "\n{} tensors compared, {} equal; over all numbers: relative error {:.6g}, "
       "max abs error {:.6g}\n",
-      comparison.tensors.size(), equal, comparison.relative_error(), comparison.max_abs_error());
-  const std::vector<const TensorDifference*> sick = comparison.not_finite();
-  if (sick.empty()) return;
-  fmt::print("{} tensors hold infinities or NaN, which these totals leave out:\n", sick.size());
-  for (const TensorDifference* tensor : sick)
-    fmt::print("  {}: {} in the model, {} in the other\n", printable(tensor->name),
-               tensor->not_finite_a, tensor->not_finite_b);
+      comparison.tensors.size(), comparison.equal(), comparison.relative_error(),
+      comparison.max_abs_error());
+  if (comparison.not_finite.empty()) return;
+  fmt::print("{} tensors hold infinities or NaN, which these totals leave out:\n",
+             comparison.not_finite.size());
+  for (const std::size_t i : comparison.not_finite) {
+    const TensorDifference& tensor = comparison.tensors[i];
+    fmt::print("  {}: {} in the model, {} in the other\n", printable(tensor.name),
+               tensor.not_finite_in_model, tensor.not_finite_in_other);
+  }
 }
 
 // ---- as JSON ----
@@ -175,60 +153,58 @@ Json or_null(const std::optional<T>& value) {
 
 }  // namespace
 
-Json summary_json(const Summary& summary) {
+Json summary_json(const ModelDescription& model) {
   Json storages = Json::array(), tensors = Json::array();
-  for (const StorageTotal& total : totals(summary)) {
+  for (const StorageTotal& total : model.storages) {
     storages.push_back({{"storage", total.storage},
                         {"tensors", total.tensors},
                         {"parameters", total.parameters},
                         {"bytes", total.bytes}});
   }
-  for (const Listed& tensor : summary.tensors) {
-    tensors.push_back(
-        {{"name", tensor.name},
-         {"shape", tensor.shape},
-         {"storage", tensor.storage},
-         {"bytes", tensor.bytes},
-         {"bits_per_weight", or_null(bits_per_weight(tensor.bytes, tensor.parameters))},
-         {"decodable", tensor.decodable}});
+  for (const TensorDescription& tensor : model.tensors) {
+    tensors.push_back({{"name", tensor.name},
+                       {"shape", tensor.shape},
+                       {"storage", tensor.storage},
+                       {"bytes", tensor.bytes},
+                       {"bits_per_weight", or_null(tensor.bits_per_weight())},
+                       {"decodable", tensor.decodable}});
   }
-  return {{"path", summary.path},
-          {"kind", summary.kind},
-          {"architecture", or_null(summary.architecture)},
-          {"class", or_null(summary.model_class)},
-          {"name", or_null(summary.name)},
-          {"layers", or_null(summary.layers)},
-          {"hidden_size", or_null(summary.hidden_size)},
-          {"heads", or_null(summary.heads)},
-          {"key_value_heads", or_null(summary.key_value_heads)},
-          {"experts", or_null(summary.experts)},
-          {"vocabulary", or_null(summary.vocabulary)},
-          {"context", or_null(summary.context)},
-          {"quantization", summary.quantization},
-          {"parameters", summary.parameters()},
-          {"bytes", summary.bytes()},
-          {"bits_per_weight", or_null(bits_per_weight(summary.bytes(), summary.parameters()))},
-          {"storages", storages},
-          {"notes", summary.notes},
-          {"tensors", tensors}};
+  return {
+      {"path", model.path},
+      {"kind", model.kind},
+      {"architecture", or_null(model.architecture)},
+      {"class", or_null(model.model_class)},
+      {"name", or_null(model.name)},
+      {"layers", or_null(model.layers)},
+      {"hidden_size", or_null(model.hidden_size)},
+      {"heads", or_null(model.heads)},
+      {"key_value_heads", or_null(model.key_value_heads)},
+      {"experts", or_null(model.experts)},
+      {"vocabulary", or_null(model.vocabulary)},
+      {"context", or_null(model.context)},
+      {"quantization", model.quantization_json ? Json::parse(*model.quantization_json) : Json()},
+      {"parameters", model.parameters()},
+      {"bytes", model.bytes()},
+      {"bits_per_weight", or_null(model.bits_per_weight())},
+      {"storages", storages},
+      {"notes", model.notes},
+      {"tensors", tensors}};
 }
 
-Json comparison_json(const Comparison& comparison) {
+Json comparison_json(const ModelComparison& comparison) {
   Json tensors = Json::array(), groups = Json::array(), shapes = Json::array(),
        skipped = Json::array();
-  std::size_t equal = 0;
   for (const TensorDifference& tensor : comparison.tensors) {
-    equal += tensor.different == 0;
     tensors.push_back({{"name", tensor.name},
-                       {"shape", dims(tensor.shape)},
-                       {"storage", tensor.a.str()},
-                       {"other_storage", tensor.b.str()},
+                       {"shape", tensor.shape},
+                       {"storage", tensor.storage},
+                       {"other_storage", tensor.other_storage},
                        {"relative_error", tensor.relative_error()},
                        {"max_abs_error", tensor.max_abs_error},
                        {"different", tensor.different},
                        {"not_finite", tensor.not_finite},
-                       {"not_finite_in_model", tensor.not_finite_a},
-                       {"not_finite_in_other", tensor.not_finite_b}});
+                       {"not_finite_in_model", tensor.not_finite_in_model},
+                       {"not_finite_in_other", tensor.not_finite_in_other}});
   }
   for (const GroupDifference& group : comparison.worst_groups) {
     groups.push_back({{"tensor", comparison.tensors[group.tensor].name},
@@ -236,22 +212,22 @@ Json comparison_json(const Comparison& comparison) {
                       {"column", group.column},
                       {"error", group.error}});
   }
-  for (const Comparison::Shapes& one : comparison.shapes_differ) {
-    shapes.push_back({{"name", one.name}, {"shape", dims(one.a)}, {"other_shape", dims(one.b)}});
+  for (const ModelComparison::Shapes& one : comparison.shapes_differ) {
+    shapes.push_back({{"name", one.name}, {"shape", one.shape}, {"other_shape", one.other_shape}});
   }
-  for (const Comparison::Skipped& one : comparison.not_compared)
+  for (const ModelComparison::Skipped& one : comparison.not_compared)
     skipped.push_back({{"name", one.name}, {"reason", one.reason}});
   Json sick = Json::array();
-  for (const TensorDifference* tensor : comparison.not_finite()) sick.push_back(tensor->name);
+  for (const std::size_t i : comparison.not_finite) sick.push_back(comparison.tensors[i].name);
   return {{"relative_error", comparison.relative_error()},
           {"max_abs_error", comparison.max_abs_error()},
           {"not_finite_tensors", sick},
-          {"equal", equal},
+          {"equal", comparison.equal()},
           {"group_columns", kComparedGroup},
           {"tensors", tensors},
           {"worst_groups", groups},
-          {"only_in_model", comparison.only_in_a},
-          {"only_in_other", comparison.only_in_b},
+          {"only_in_model", comparison.only_in_model},
+          {"only_in_other", comparison.only_in_other},
           {"shapes_differ", shapes},
           {"not_compared", skipped}};
 }

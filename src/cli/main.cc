@@ -14,9 +14,9 @@
 #include <system_error>
 #include <vector>
 
+#include "bittern/convert.h"
 #include "cli/cli.h"
 #include "core/float_mode.h"
-#include "formats/mapped_file.h"
 #include "plan/names.h"
 
 namespace bittern::cli {

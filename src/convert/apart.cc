@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <optional>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 namespace bittern {
@@ -29,6 +30,7 @@ std::optional<Identity> identity_of(const fs::path& path) {
 struct Place {
   std::optional<Identity> own;
   std::vector<Identity> above;
+  std::vector<std::pair<Identity, fs::path>> not_yet;  // folders above that are still to be made
   std::optional<Identity> parent;
   fs::path name;  // in its parent
 
@@ -50,7 +52,11 @@ struct Place {
     for (const fs::path& path : {spelled, real})
       for (fs::path at = path; at.has_relative_path();) {
         at = at.parent_path();
-        if (const auto found = identity_of(at)) above.push_back(*found);
+        if (const auto found = identity_of(at)) {
+          above.push_back(*found);
+        } else if (const auto folder = identity_of(at.parent_path())) {
+          not_yet.emplace_back(*folder, at.filename());
+        }
       }
   }
   bool is(const Place& other) const {
@@ -58,7 +64,10 @@ struct Place {
     return parent && parent == other.parent && name == other.name;
   }
   bool is_inside(const Place& other) const {
-    return other.own && std::find(above.begin(), above.end(), *other.own) != above.end();
+    if (other.own) return std::find(above.begin(), above.end(), *other.own) != above.end();
+    return std::any_of(not_yet.begin(), not_yet.end(), [&](const auto& folder) {
+      return folder.first == other.parent && folder.second == other.name;
+    });
   }
 };
 

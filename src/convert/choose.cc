@@ -112,7 +112,7 @@ bool ConversionPlanner::mixes_types() const {
 const char* ConversionPlanner::in_vain(const TensorRule& rule, const Recipe& recipe) const {
   if (!is_matrix(recipe)) return ", which is no matrix to be quantised";
   if (fixed_type(recipe)) return ", whose type another option gives";
-  if (options_.leave_output && is_output(recipe)) return ", which --leave-output-tensor leaves";
+  if (options_.leave_output && is_output(recipe)) return ", which @{leave_output_tensor} leaves";
   if (rule.keep && !options_.pure && delicate(recipe.name) != nullptr)
     return ", which is left as it is without it";
   return nullptr;
@@ -148,22 +148,23 @@ void ConversionPlanner::note_unused() {
     }
   }
   if (options_.leave_output && tied_)
-    note("--leave-output-tensor has no effect: the embedding is the head, and is quantised");
+    note("@{leave_output_tensor} has no effect: the embedding is the head, and is quantised");
   if (options_.output_type && tied_ && options_.embedding_type)
-    note("--output-tensor-type has no effect: the embedding is the head");
+    note("@{output_tensor_type} has no effect: the embedding is the head");
   if (options_.output_type && tied_ && !options_.embedding_type)
-    note("--output-tensor-type: the embedding is the head, and gets that type");
+    note("@{output_tensor_type}: the embedding is the head, and gets that type");
   if (options_.embedding_type &&
       std::none_of(conversion_.tensors_.begin(), conversion_.tensors_.end(),
                    [&](const OutputTensor& tensor) { return is_embedding(tensor.recipe); }))
-    note("--token-embedding-type has no effect: there is no token_embd.weight");
+    note("@{token_embedding_type} has no effect: there is no token_embd.weight");
   if (options_.method && std::none_of(conversion_.tensors_.begin(), conversion_.tensors_.end(),
                                       [](const OutputTensor& tensor) {
                                         return tensor.way == OutputTensor::Way::quantize &&
                                                is_fitted(tensor.through.quantized() ? tensor.through
                                                                                     : tensor.to);
                                       }))
-    note("--method " + std::string(kAffineMethodNames[static_cast<std::size_t>(*options_.method)]) +
+    note("@{method} " +
+         std::string(kAffineMethodNames[static_cast<std::size_t>(*options_.method)]) +
          " has no effect: no tensor is fitted by it");
   const auto any = [&](auto&& is) {
     return std::any_of(conversion_.tensors_.begin(), conversion_.tensors_.end(), is);
@@ -173,26 +174,27 @@ void ConversionPlanner::note_unused() {
         return tensor.to.kind == Storage::Kind::plain && tensor.recipe.shape.rank >= 2 &&
                !delicate(tensor.recipe.name) && (casts_only() || why_kept(tensor.recipe));
       }))
-    note("--dtype has no effect: other options give every matrix its type, and the rest stays F32");
+    note(
+        "@{dtype} has no effect: other options give every matrix its type, and the rest stays F32");
   const auto scaled = [](const OutputTensor& tensor) {
     return tensor.to.kind == Storage::Kind::affine || tensor.through.kind == Storage::Kind::affine;
   };
   if (options_.scale_dtype && !any(scaled))
-    note("--scale-dtype has no effect: no tensor has scales");
+    note("@{scale_dtype} has no effect: no tensor has scales");
   if (options_.allow_requantize &&
       !any([](const OutputTensor& tensor) { return tensor.from.quantized(); }))
-    note("--allow-requantize has no effect: the model is not quantised");
+    note("@{allow_requantize} has no effect: the model is not quantised");
   if (options_.pure && !mixes_types() && !any([&](const OutputTensor& tensor) {
         return is_matrix(tensor.recipe) && delicate(tensor.recipe.name) &&
                rule_for(tensor.recipe) == nullptr;
       }))
-    note("--pure has no effect: no matrix is kept by default" +
+    note("@{pure} has no effect: no matrix is kept by default" +
          std::string(options_.mix == nullptr ? "" : ", and all have one type"));
   if (!options_.imatrix.empty()) note_importance();
   // llama-quantize refuses it, with the IQ types that are not written here.
   if (options_.imatrix.empty() && options_.mix == find_mix("Q2_K_S"))
     note(
-        "Q2_K_S without --imatrix: much of the model is lost, and llama-quantize refuses to; give "
+        "Q2_K_S without @{imatrix}: much of the model is lost, and llama-quantize refuses to; give "
         "an importance matrix, or take Q2_K");
 }
 
@@ -223,7 +225,7 @@ void ConversionPlanner::note_importance() {
   if (used > 0) {
     note("importance from " + options_.imatrix + " weighs the errors of " + tensors(used));
   } else {
-    note("--imatrix " + options_.imatrix + " has no effect");
+    note("@{imatrix} " + options_.imatrix + " has no effect");
   }
   for (const auto& [what, n] : deaf) note("importance is not used by " + what + ": " + tensors(n));
   if (missing > 0)

@@ -5,10 +5,18 @@
 #include <limits>
 #include <map>
 #include <numeric>
+#include <utility>
 
 #include "bittern/device.h"
+#include "bittern/environment.h"
+#include "convert/apart.h"
 #include "convert/architecture.h"
+#include "convert/call.h"
+#include "convert/describe.h"
 #include "convert/encode.h"
+#include "convert/option_names.h"
+#include "convert/parse_options.h"
+#include "convert/progress.h"
 #include "convert/row_reader.h"
 #include "core/guarded.h"
 #include "cpu/parallel.h"
@@ -114,12 +122,12 @@ class Numbers {
   std::vector<float> f32_;
 };
 
-// Both have the numbers of out.shape, which is not empty.
-Status compare_tensor(Numbers& a, Numbers& b, std::size_t worst,
-                      const std::function<void(std::int64_t numbers)>& progress,
-                      TensorDifference& out, std::vector<Candidate>& candidates) {
-  const std::int64_t all = out.shape.numel();
-  const std::int64_t columns = columns_of(out.shape);
+// Both have the numbers of `shape`, which is not empty.
+Status compare_tensor(Numbers& a, Numbers& b, const Shape& shape, std::size_t worst,
+                      TeamProgress& progress, TensorDifference& out,
+                      std::vector<Candidate>& candidates) {
+  const std::int64_t all = shape.numel();
+  const std::int64_t columns = columns_of(shape);
   const std::int64_t groups = (columns + kComparedGroup - 1) / kComparedGroup;  // of a row
   // Whole rows of both, whose widths differ where elements of a vector move.
   const std::int64_t unit = std::lcm(columns, std::lcm(a.width(), b.width()));
@@ -150,13 +158,13 @@ Status compare_tensor(Numbers& a, Numbers& b, std::size_t worst,
       out.max_abs_error = std::max(out.max_abs_error, group.max_abs);
       out.different += group.different;
       out.not_finite += group.not_finite;
-      out.not_finite_a += group.not_finite_a;
-      out.not_finite_b += group.not_finite_b;
+      out.not_finite_in_model += group.not_finite_a;
+      out.not_finite_in_other += group.not_finite_b;
       const auto n = static_cast<double>(std::min(kComparedGroup, columns - column));
       keep_largest(candidates, {group.error / n, first / columns + i / groups, column}, worst,
                    [](const Candidate& c) { return c.mean_square; });
     }
-    progress(count);
+    BITTERN_TRY(progress.add(static_cast<std::uint64_t>(count)));
   }
   return {};
 }
@@ -233,6 +241,10 @@ Status bring_together(Named& a, Named& b) {
   return b.move_to(World::gguf);
 }
 
+std::vector<std::int64_t> dims(const Shape& shape) {
+  return {shape.dim.begin(), shape.dim.begin() + shape.rank};
+}
+
 bool is_empty(const Shape& shape) {
   return std::any_of(shape.dim.begin(), shape.dim.begin() + shape.rank,
                      [](std::int64_t n) { return n == 0; });
@@ -240,9 +252,11 @@ bool is_empty(const Shape& shape) {
 
 }  // namespace
 
-double TensorDifference::relative_error() const { return ratio(squared_error, squared_norm); }
+double TensorDifference::relative_error() const noexcept {
+  return ratio(squared_error, squared_norm);
+}
 
-double Comparison::relative_error() const {
+double ModelComparison::relative_error() const noexcept {
   double error = 0, norm = 0;
   for (const TensorDifference& tensor : tensors) {
     error += tensor.squared_error;
@@ -251,77 +265,73 @@ double Comparison::relative_error() const {
   return ratio(error, norm);
 }
 
-double Comparison::max_abs_error() const {
+double ModelComparison::max_abs_error() const noexcept {
   double most = 0;
   for (const TensorDifference& tensor : tensors) most = std::max(most, tensor.max_abs_error);
   return most;
 }
 
-std::vector<const TensorDifference*> Comparison::not_finite() const {
-  std::vector<const TensorDifference*> found;
-  for (const TensorDifference& tensor : tensors)
-    if (tensor.not_finite_a + tensor.not_finite_b > 0) found.push_back(&tensor);
-  return found;
+std::size_t ModelComparison::equal() const noexcept {
+  return static_cast<std::size_t>(
+      std::count_if(tensors.begin(), tensors.end(),
+                    [](const TensorDifference& tensor) { return tensor.different == 0; }));
 }
 
-Result<Comparison> compare(const Checkpoint& a, const Checkpoint& b, std::size_t worst_groups,
-                           const std::function<void(const ComparisonProgress&)>& progress) noexcept
-    try {
+Result<ModelComparison> compare(const Checkpoint& a, const Checkpoint& b, std::size_t worst_groups,
+                                const ModelProgressFunction& tell) noexcept try {
   Named names_a(a), names_b(b);
   BITTERN_TRY(bring_together(names_a, names_b));
 
-  Comparison result;
+  ModelComparison result;
   struct Pair {
     const Recipe *a, *b;
   };
   std::vector<Pair> pairs;
-  ComparisonProgress state;
+  ModelProgress state{.doing = "comparing"};
   for (const Recipe& recipe : names_a.tensors()) {
     const Recipe* other = names_b.find(recipe.name);
     if (other == nullptr) {
-      result.only_in_a.push_back(recipe.name);
+      result.only_in_model.push_back(recipe.name);
     } else if (other->shape != recipe.shape) {
-      result.shapes_differ.push_back({recipe.name, recipe.shape, other->shape});
+      result.shapes_differ.push_back({recipe.name, dims(recipe.shape), dims(other->shape)});
     } else {
       pairs.push_back({&recipe, other});
-      if (!is_empty(recipe.shape)) state.all += static_cast<std::uint64_t>(recipe.shape.numel());
+      if (!is_empty(recipe.shape)) state.total += static_cast<std::uint64_t>(recipe.shape.numel());
     }
   }
   for (const Recipe& recipe : names_b.tensors())
-    if (names_a.find(recipe.name) == nullptr) result.only_in_b.push_back(recipe.name);
-  for (const std::string& name : names_a.left_out()) result.only_in_a.push_back(name);
-  for (const std::string& name : names_b.left_out()) result.only_in_b.push_back(name);
+    if (names_a.find(recipe.name) == nullptr) result.only_in_other.push_back(recipe.name);
+  for (const std::string& name : names_a.left_out()) result.only_in_model.push_back(name);
+  for (const std::string& name : names_b.left_out()) result.only_in_other.push_back(name);
 
+  TeamProgress progress(tell, state);
   for (const Pair& pair : pairs) {
-    TensorDifference tensor{.name = pair.a->name, .shape = pair.a->shape, .a = {}, .b = {}};
-    if (is_empty(tensor.shape)) {
+    const Shape& shape = pair.a->shape;
+    TensorDifference tensor{
+        .name = pair.a->name, .shape = dims(shape), .storage = {}, .other_storage = {}};
+    if (is_empty(shape)) {
       result.tensors.push_back(std::move(tensor));
       continue;
     }
     std::vector<Candidate> candidates;
-    state.tensor = tensor.name;
+    progress.begin(pair.a->name);
     const auto work = [&]() -> Status {
       auto reader_a = RowReader::open(a, *pair.a);
       if (!reader_a) return reader_a.status();
       auto reader_b = RowReader::open(b, *pair.b);
       if (!reader_b) return reader_b.status();
       Numbers numbers_a(std::move(*reader_a)), numbers_b(std::move(*reader_b));
-      tensor.a = numbers_a.storage();
-      tensor.b = numbers_b.storage();
-      return compare_tensor(
-          numbers_a, numbers_b, worst_groups,
-          [&](std::int64_t numbers) {
-            state.done += static_cast<std::uint64_t>(numbers);
-            progress(state);
-          },
-          tensor, candidates);
+      tensor.storage = numbers_a.storage().str();
+      tensor.other_storage = numbers_b.storage().str();
+      return compare_tensor(numbers_a, numbers_b, shape, worst_groups, progress, tensor,
+                            candidates);
     };
     if (const Status status = work(); !status.ok()) {
-      if (status.code() == Code::out_of_memory) return status;
+      if (status.code() == Code::out_of_memory || status.code() == Code::cancelled) return status;
       result.not_compared.push_back({tensor.name, std::string(status.message())});
       continue;
     }
-    const double mean_square = tensor.squared_norm / static_cast<double>(tensor.shape.numel());
+    const double mean_square = tensor.squared_norm / static_cast<double>(shape.numel());
     for (const Candidate& c : candidates) {
       keep_largest(result.worst_groups,
                    {.tensor = result.tensors.size(),
@@ -330,11 +340,52 @@ Result<Comparison> compare(const Checkpoint& a, const Checkpoint& b, std::size_t
                     .error = ratio(c.mean_square, mean_square)},
                    worst_groups, [](const GroupDifference& group) { return group.error; });
     }
+    if (tensor.not_finite_in_model + tensor.not_finite_in_other > 0)
+      result.not_finite.push_back(result.tensors.size());
     result.tensors.push_back(std::move(tensor));
   }
   return result;
 } catch (...) {
   return caught(b.path());
+}
+
+namespace {
+
+Result<ModelComparison> compare_files(const std::string& path_a, const std::string& path_b,
+                                      const CompareOptions& options) {
+  BITTERN_TRY(check_environment());
+  BITTERN_TRY(check_threads(options.threads));
+  const CallSettings settings(options.threads);
+  for (const auto& [field, path] : {std::pair("model", &path_a), std::pair("other", &path_b)})
+    if (path->empty())
+      return invalid(std::string("@{") + field + "}: empty, expected a model to read");
+  const auto a = Checkpoint::open(path_a);
+  if (!a) return a.status();
+  const auto b = Checkpoint::open(path_b);
+  if (!b) return b.status();
+  std::vector<std::string> inputs = a->files();
+  for (std::string& file : b->files()) inputs.push_back(std::move(file));
+  std::vector<OutputName> outputs;
+  for (const std::string& path : options.also_written) outputs.push_back({"@{also_written}", path});
+  BITTERN_TRY(check_apart(outputs, inputs));
+  auto comparison = compare(*a, *b, options.worst_groups, options.progress);
+  BITTERN_TRY(a->unchanged());
+  BITTERN_TRY(b->unchanged());
+  if (!comparison) return comparison.status();
+  comparison->model = describe(*a);
+  comparison->other = describe(*b);
+  return comparison;
+}
+
+}  // namespace
+
+Result<ModelComparison> compare_models(const std::string& model, const std::string& other,
+                                       const CompareOptions& options) noexcept {
+  return guarded("compare_models", [&]() -> Result<ModelComparison> {
+    auto comparison = compare_files(model, other, options);
+    if (!comparison) return with_option_names(comparison.status(), options.option_name);
+    return comparison;
+  });
 }
 
 }  // namespace bittern

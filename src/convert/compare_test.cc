@@ -28,14 +28,16 @@ class Compare : public TestFolder {
     return path(name);
   }
 
-  static Comparison compared(const std::string& a, const std::string& b, std::size_t worst = 5) {
+  static ModelComparison compared(const std::string& a, const std::string& b,
+                                  std::size_t worst = 5) {
     const auto model_a = Checkpoint::open(a), model_b = Checkpoint::open(b);
     EXPECT_TRUE(model_a.ok() && model_b.ok());
     std::uint64_t done = 0, all = 0;
-    auto result = compare(*model_a, *model_b, worst, [&](const ComparisonProgress& state) {
+    auto result = compare(*model_a, *model_b, worst, [&](const ModelProgress& state) {
       EXPECT_GT(state.done, done);
       done = state.done;
-      all = state.all;
+      all = state.total;
+      return true;
     });
     EXPECT_TRUE(result.ok()) << result.status().message();
     EXPECT_TRUE(done == all || !result->not_compared.empty());
@@ -51,7 +53,7 @@ TEST_F(Compare, ByHand) {
   ASSERT_EQ(result.tensors.size(), 2u);
   const TensorDifference& x = result.tensors[0];
   EXPECT_EQ(x.name, "x");
-  EXPECT_EQ(x.shape, (Shape{2, 3}));
+  EXPECT_EQ(x.shape, (std::vector<std::int64_t>{2, 3}));
   EXPECT_EQ(x.squared_error, 5.0);
   EXPECT_EQ(x.squared_norm, 25.0);
   EXPECT_EQ(x.relative_error(), std::sqrt(0.2));
@@ -115,7 +117,7 @@ TEST_F(Compare, SameBitsForAnyNumberOfThreads) {
   }
   const auto a = write("a", {{"x", {700, 3000}, x}}), b = write("b", {{"x", {700, 3000}, y}});
   set_num_threads(1);
-  const Comparison one = compared(a, b);
+  const ModelComparison one = compared(a, b);
   // Against a sum in another order.
   double error = 0, norm = 0;
   for (std::size_t i = 0; i < x.size(); ++i) {
@@ -125,7 +127,7 @@ TEST_F(Compare, SameBitsForAnyNumberOfThreads) {
   EXPECT_NEAR(one.tensors[0].relative_error(), std::sqrt(error / norm), 1e-12);
   for (const int threads : {2, 3, 7}) {
     set_num_threads(threads);
-    const Comparison many = compared(a, b);
+    const ModelComparison many = compared(a, b);
     EXPECT_EQ(many.tensors[0].squared_error, one.tensors[0].squared_error);
     EXPECT_EQ(many.tensors[0].squared_norm, one.tensors[0].squared_norm);
     EXPECT_EQ(many.tensors[0].max_abs_error, one.tensors[0].max_abs_error);
@@ -159,12 +161,12 @@ TEST_F(Compare, NamesAndShapes) {
       write("b", {{"both", {2}, {1, 2}}, {"theirs", {1}, {1}}, {"turned", {1, 2}, {1, 2}}}));
   ASSERT_EQ(result.tensors.size(), 1u);
   EXPECT_EQ(result.tensors[0].name, "both");
-  EXPECT_EQ(result.only_in_a, std::vector<std::string>{"ours"});
-  EXPECT_EQ(result.only_in_b, std::vector<std::string>{"theirs"});
+  EXPECT_EQ(result.only_in_model, std::vector<std::string>{"ours"});
+  EXPECT_EQ(result.only_in_other, std::vector<std::string>{"theirs"});
   ASSERT_EQ(result.shapes_differ.size(), 1u);
   EXPECT_EQ(result.shapes_differ[0].name, "turned");
-  EXPECT_EQ(result.shapes_differ[0].a, (Shape{2, 1}));
-  EXPECT_EQ(result.shapes_differ[0].b, (Shape{1, 2}));
+  EXPECT_EQ(result.shapes_differ[0].shape, (std::vector<std::int64_t>{2, 1}));
+  EXPECT_EQ(result.shapes_differ[0].other_shape, (std::vector<std::int64_t>{1, 2}));
 }
 
 TEST_F(Compare, EmptyTensorsAreEqual) {

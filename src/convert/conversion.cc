@@ -8,6 +8,7 @@
 #include "convert/importance.h"
 #include "convert/mix.h"
 #include "convert/planner.h"
+#include "convert/progress.h"
 #include "core/guarded.h"
 #include "formats/fingerprint.h"
 
@@ -45,7 +46,12 @@ Result<Conversion> ConversionPlanner::make() {
     if (!model) return model.status();
     mixed_ = types_of(*options_.mix, *model);
   }
-  for (OutputTensor& tensor : conversion_.tensors_) BITTERN_TRY(decide(tensor));
+  TeamProgress progress(progress_, {.doing = "planning", .total = conversion_.weights()});
+  for (OutputTensor& tensor : conversion_.tensors_) {
+    progress.begin(tensor.recipe.name);
+    BITTERN_TRY(decide(tensor));
+    BITTERN_TRY(progress.add(static_cast<std::uint64_t>(tensor.recipe.shape.numel())));
+  }
   if (options_.target_bpw > 0) BITTERN_TRY(meet_target());
   for (OutputTensor& tensor : conversion_.tensors_) BITTERN_TRY(settle(tensor));
   BITTERN_TRY(try_rows());
@@ -175,7 +181,7 @@ std::uint64_t ConversionPlanner::fingerprint() const {
 
 Result<Conversion> Conversion::plan(const Checkpoint& source, const ConversionOptions& options,
                                     const std::string& out,
-                                    const ProgressFunction& progress) noexcept try {
+                                    const ModelProgressFunction& progress) noexcept try {
   auto made = ConversionPlanner(source, options, out, progress).make();
   BITTERN_TRY(source.unchanged());  // what was planned from
   return made;

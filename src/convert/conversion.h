@@ -1,6 +1,7 @@
 // From a model on disk to another: first a plan, which says what becomes of every tensor and fails
 // where it must; then the run, which streams rows from mapped files through the ops into the
-// output.
+// output. Messages and notes name options by marks (convert/option_names.h). bittern/convert.h is
+// what users call.
 //
 // A tensor goes one of four ways:
 //   copy       its rows move as they are stored
@@ -9,13 +10,12 @@
 //   transcode  codes to the same codes in another storage: every number keeps its bits
 #pragma once
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "bittern/affine_desc.h"
+#include "bittern/convert.h"
 #include "bittern/status.h"
 #include "convert/recipe.h"
 #include "formats/checkpoint.h"
@@ -82,19 +82,13 @@ struct OutputText {
   std::string name, text;
 };
 
-struct ConversionProgress {
-  std::string_view doing;  // "measuring", "writing"
-  std::string_view tensor;
-  std::uint64_t done = 0, all = 0;  // weights
-};
-using ProgressFunction = std::function<void(const ConversionProgress&)>;
-
 class Conversion {
  public:
   // `source` outlives the conversion. `out` decides nothing but names, and notes about what is
   // beside it.
   static Result<Conversion> plan(const Checkpoint& source, const ConversionOptions& options,
-                                 const std::string& out, const ProgressFunction& progress) noexcept;
+                                 const std::string& out,
+                                 const ModelProgressFunction& progress) noexcept;
 
   const std::vector<OutputTensor>& tensors() const { return tensors_; }
   const std::vector<std::string>& notes() const { return notes_; }  // about the model as a whole
@@ -115,7 +109,7 @@ class Conversion {
     double making = 0, writing = 0, syncing = 0;
   };
   Result<RunReport> run(const std::string& out, const RunOptions& how,
-                        const ProgressFunction& progress) const noexcept;
+                        const ModelProgressFunction& progress) const noexcept;
 
  private:
   friend class ConversionPlanner;

@@ -42,7 +42,7 @@ class Conversions : public TestFolder {
                       const ConversionOptions& options, Conversion::RunOptions how = {}) const {
     auto model = Checkpoint::open(path(from));
     if (!model) return std::string(model.status().message());
-    const auto quiet = [](const ConversionProgress&) {};
+    const auto quiet = [](const ModelProgress&) { return true; };
     const auto plan = Conversion::plan(*model, options, path(to), quiet);
     if (!plan) return std::string(plan.status().message());
     const auto ran = plan->run(path(to), how, quiet);
@@ -107,7 +107,8 @@ TEST_F(Conversions, RulesDecideInOrder) {
   options.rules = {{.pattern = "layers\\.0", .keep = true},
                    {.pattern = "layers", .bits = 2, .group = 32},
                    {.pattern = "odd", .bits = 8}};
-  const auto plan = Conversion::plan(model, options, "out", [](const ConversionProgress&) {});
+  const auto plan =
+      Conversion::plan(model, options, "out", [](const ModelProgress&) { return true; });
   ASSERT_TRUE(plan) << plan.status().message();
   std::vector<std::string> to;
   for (const OutputTensor& tensor : plan->tensors())
@@ -126,7 +127,7 @@ TEST_F(Conversions, MeetATarget) {
   const Checkpoint model = open("six");
   const auto bits = [&](double target) {
     const auto plan = Conversion::plan(model, {.format = ModelFormat::mlx, .target_bpw = target},
-                                       "out", [](const ConversionProgress&) {});
+                                       "out", [](const ModelProgress&) { return true; });
     EXPECT_TRUE(plan) << plan.status().message();
     return plan ? plan->bits_per_weight() : 0;
   };
@@ -206,10 +207,10 @@ TEST_F(Conversions, RefuseClearly) {
     EXPECT_EQ(names(), std::vector<std::string>{"hf"});
   };
   expect({}, "nothing asked for");
-  expect({.bits = 7}, "7 bits, expected 2, 3, 4, 5, 6 or 8");
-  expect({.bits = 4, .group = 16}, "groups of 16, expected 32, 64 or 128");
+  expect({.bits = 7}, "7, expected 2, 3, 4, 5, 6 or 8");
+  expect({.bits = 4, .group = 16}, "16, expected 32, 64 or 128");
   expect({.bits = 4, .dequantize = SafeDType::f32}, "exclude each other");
-  expect({.type = GgmlType::q4_k}, "expected --format gguf");
+  expect({.type = GgmlType::q4_k}, "expected @{format} gguf");
   expect({.format = ModelFormat::gguf, .type = GgmlType::iq4_nl},
          "IQ4_NL: not written, expected one of Q2_K Q3_K Q4_0");
   expect({.format = ModelFormat::gguf, .bits = 4}, "nobodys");

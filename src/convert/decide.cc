@@ -121,7 +121,7 @@ std::optional<GgmlType> ConversionPlanner::fixed_type(const Recipe& recipe) cons
 std::optional<std::string> ConversionPlanner::why_kept(const Recipe& recipe) const {
   if (!is_matrix(recipe)) return "";
   if (fixed_type(recipe)) return std::nullopt;
-  if (options_.leave_output && is_output(recipe)) return "left as it is by --leave-output-tensor";
+  if (options_.leave_output && is_output(recipe)) return "left as it is by @{leave_output_tensor}";
   const TensorRule* rule = rule_for(recipe);
   if (rule != nullptr && rule->keep) return "kept by " + pattern_text(*rule);
   const char* why = delicate(recipe.name);
@@ -159,7 +159,7 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
     if (options_.format == ModelFormat::mlx && !mlx_reads(tensor.from.dtype))
       return unsupported(source_.path() + ": tensor " + source_of(recipe) + ": " +
                          bittern::name(tensor.from.dtype) +
-                         ", which MLX does not read, expected --format safetensors");
+                         ", which MLX does not read, expected @{format} safetensors");
     tensor.note = std::string(bittern::name(tensor.from.dtype)) + ": left as it is";
     return {};
   }
@@ -174,7 +174,7 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
   if (casts_only()) {
     if (!tensor.from.quantized()) return {};
     return refuse("tensor " + source_of(recipe) + " is quantised (" + tensor.from.str() +
-                  "); --dtype converts plain numbers, --dequantize makes numbers plain");
+                  "); @{dtype} converts plain numbers, @{dequantize} makes numbers plain");
   }
 
   if (auto why = why_kept(recipe)) {
@@ -224,8 +224,8 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
                        (options_.format == ModelFormat::gguf && source_.gguf() != nullptr);
     return refuse("tensor " + source_of(recipe) + " is quantised already (" + tensor.from.str() +
                   "), expected plain numbers; " +
-                  (exact ? "--transcode keeps every number, " : "") +
-                  "--dequantize writes them plain, --allow-requantize quantises once more");
+                  (exact ? "@{transcode} keeps every number, " : "") +
+                  "@{dequantize} writes them plain, @{allow_requantize} quantises once more");
   }
   tensor.to = wanted;
   tensor.way = OutputTensor::Way::quantize;
@@ -296,8 +296,8 @@ Status ConversionPlanner::decide_transcode(OutputTensor& tensor, const RowReader
   const std::int64_t columns = columns_of(recipe.shape);
   if (options_.format == ModelFormat::safetensors)
     return invalid(
-        "--transcode: a folder of plain safetensors has no codes, expected --format mlx or gguf "
-        "(or --dequantize f32)");
+        "@{transcode}: a folder of plain safetensors has no codes, expected @{format} mlx or gguf "
+        "(or @{dequantize} f32)");
   const bool blocks = tensor.from.kind == Storage::Kind::blocks;
   if (options_.format == ModelFormat::gguf && blocks && reader.movable()) return {};
   if (options_.format == ModelFormat::mlx) {
@@ -354,7 +354,7 @@ Status ConversionPlanner::decide_transcode(OutputTensor& tensor, const RowReader
   if (why.empty()) why = "rows of " + std::to_string(columns) + " are no multiple of 32";
   return unsupported(source_.path() + ": tensor " + source_of(recipe) +
                      ": no type of GGUF holds its numbers exactly (" + why +
-                     "), expected --lossy (numbers change) or --dequantize");
+                     "), expected @{lossy} (numbers change) or @{dequantize}");
 }
 
 Status ConversionPlanner::try_transcode(const RowReader& reader, const Storage& to) {
@@ -406,7 +406,7 @@ Status ConversionPlanner::settle(OutputTensor& tensor) {
   }
   if (options_.method && tensor.way == Way::quantize && !is_fitted(tensor.to))
     tensor.note += std::string(tensor.note.empty() ? "" : "; ") + "by " + tensor.to.str() +
-                   "'s own rule: --method is for Q4_1, Q5_1, Q4_K and Q5_K";
+                   "'s own rule: @{method} is for Q4_1, Q5_1, Q4_K and Q5_K";
   if (tensor.way == Way::cast && tensor.from.quantized() && !options_.dequantize &&
       !options_.allow_requantize)
     tensor.note = tensor.note.empty() ? "quantised, written as " + tensor.to.str() : tensor.note;

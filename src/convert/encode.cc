@@ -113,7 +113,7 @@ Status too_large(const RowNumbers& numbers, std::int64_t count, std::int64_t col
 Status decodes_to_infinity(DType params) {
   return unsupported(
       std::string("with scales of ") + name(params) +
-      " its numbers decode to infinities: expected --scale-dtype f32, or a rule that "
+      " its numbers decode to infinities: expected @{scale_dtype} f32, or a rule that "
       "keeps the tensor");
 }
 
@@ -356,7 +356,7 @@ Status RowEncoder::encode(const RowNumbers& numbers, std::int64_t count, std::in
                           std::span<const float> importance, EncodedRows& out,
                           std::uint64_t& saturated) const {
   if (numbers.beyond.count > 0 && !saturate)
-    return unsupported(beyond_f32(numbers, columns) + ": expected --lossy, which takes " +
+    return unsupported(beyond_f32(numbers, columns) + ": expected @{lossy}, which takes " +
                        value_text(std::numeric_limits<float>::max()) + " in its place");
   // What is clamped again counts once.
   std::uint64_t here = 0;
@@ -401,7 +401,7 @@ Status RowEncoder::encode_within(const RowNumbers& numbers, std::int64_t count,
       if (saturate) return within(largest_finite(*dtype));
       return too_large(numbers, all, columns,
                        std::string(" is beyond the range of ") + bittern::name(*dtype) +
-                           ": expected f32, or --lossy, which writes " +
+                           ": expected f32, or @{lossy}, which writes " +
                            value_text(largest_finite(*dtype)),
                        [&](float x) { return overflows(x, *dtype); });
     }
@@ -411,7 +411,7 @@ Status RowEncoder::encode_within(const RowNumbers& numbers, std::int64_t count,
         if (saturate) return within(largest_finite(params));
         return too_large(numbers, all, columns,
                          std::string(" is beyond the range of ") + bittern::name(params) +
-                             ", the dtype of the scales: expected --scale-dtype f32, or --lossy, "
+                             ", the dtype of the scales: expected @{scale_dtype} f32, or @{lossy}, "
                              "which takes " +
                              value_text(largest_finite(params)) + " in its place",
                          [&](float x) { return overflows(x, params); });
@@ -435,7 +435,7 @@ Status RowEncoder::encode_within(const RowNumbers& numbers, std::int64_t count,
       return too_large(numbers, all, columns,
                        std::string(" is beyond the range of ") + info(to.type).name +
                            ", whose scales are f16: expected a rule that keeps the tensor, or "
-                           "--lossy, which takes " +
+                           "@{lossy}, which takes " +
                            value_text(limit) + " in its place",
                        [&](float x) { return x > limit; });
     }
@@ -461,7 +461,7 @@ Status encode_rounded(GridRows& grid, std::int64_t columns, const Storage& to, b
                            value_text(x) + " of row " +
                            std::to_string(grid.first + static_cast<std::int64_t>(i) / groups) +
                            " is beyond the range of " + bittern::name(*dtype) +
-                           ": expected --scale-dtype f32, or --lossy, which quantises the row "
+                           ": expected @{scale_dtype} f32, or @{lossy}, which quantises the row "
                            "again");
     }
   }

@@ -53,7 +53,7 @@ bool hides_a_key(std::string_view name) {
 Status ConversionPlanner::lay_out_gguf() {
   const std::vector<std::size_t> ends = part_ends();
   if (ends.size() > kMostParts)
-    return invalid((options_.split_bytes > 0 ? "--split-max-size: " : "--split-max-tensors: ") +
+    return invalid((options_.split_bytes > 0 ? "@{split_max_size}: " : "@{split_max_tensors}: ") +
                    std::to_string(ends.size()) + " parts, expected at most " +
                    std::to_string(kMostParts));
   std::vector<GgufContents> writers;
@@ -199,7 +199,7 @@ std::vector<std::size_t> ConversionPlanner::part_ends() {
   }
   ends.push_back(tensors.size());
   if (larger > 0)
-    note("--split-max-size: " + first +
+    note("@{split_max_size}: " + first +
          (larger == 1 ? " alone is larger, and is a part"
                       : " and " + std::to_string(larger - 1) +
                             " more are larger, and each is a part of its own"));
@@ -277,7 +277,7 @@ Status ConversionPlanner::lay_out_folder() {
     const auto read = parse_json_tree(out_ + "/config.json", std::as_bytes(std::span(text)));
     if (!read)
       return invalid(std::string(read.status().message()) +
-                     "; --bits without rules needs no entry for each tensor");
+                     "; @{bits} without rules needs no entry for each tensor");
     conversion_.texts_.push_back({"config.json", text});
   }
   if (source_.gguf() != nullptr) {

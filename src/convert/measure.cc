@@ -4,11 +4,11 @@
 #include <cstdio>
 #include <limits>
 #include <map>
-#include <mutex>
 #include <numeric>
 
 #include "convert/for_runs.h"
 #include "convert/planner.h"
+#include "convert/progress.h"
 #include "convert/target.h"
 #include "formats/decode.h"
 
@@ -53,7 +53,7 @@ double squared_error(std::span<const float> w, std::span<const float> y,
 Result<std::vector<double>> measure(const RowReader& reader,
                                     const std::vector<RowEncoder>& encoders,
                                     std::span<const float> importance, std::int64_t matrices,
-                                    const std::function<void(std::int64_t rows)>& progress) {
+                                    TeamProgress& progress) {
   struct Worker {
     RowNumbers numbers;
     EncodedRows encoded;
@@ -64,11 +64,11 @@ Result<std::vector<double>> measure(const RowReader& reader,
   const std::int64_t matrix_runs = (matrix_rows + length - 1) / length;
   const std::int64_t runs = matrices * matrix_runs;
   std::vector<double> sums(encoders.size() * static_cast<std::size_t>(runs));
-  std::mutex telling;
   const auto run = [&](std::int64_t i, Worker& worker) -> Status {
     const std::int64_t matrix = i / matrix_runs, in_matrix = i % matrix_runs * length;
     const std::int64_t row = matrix * matrix_rows + in_matrix;
     const std::int64_t count = std::min(length, matrix_rows - in_matrix);
+    BITTERN_TRY(progress.go_on());
     BITTERN_TRY(reader.numbers(row, count, worker.numbers));
     BITTERN_TRY(expect_finite(worker.numbers, count * columns, columns));
     worker.w.resize(static_cast<std::size_t>(count * columns));
@@ -96,9 +96,7 @@ Result<std::vector<double>> measure(const RowReader& reader,
           decode_rows(tensor_of(worker.encoded, encoder.to, count, columns), 0, count, worker.y));
       *sum++ = squared_error(worker.w, worker.y, weights);
     }
-    const std::lock_guard lock(telling);
-    progress(count);
-    return {};
+    return progress.add(static_cast<std::uint64_t>(count * columns));
   };
   std::vector<Worker> workers;
   BITTERN_TRY(for_runs(runs, workers, run));
@@ -188,9 +186,10 @@ Status ConversionPlanner::meet_target() {
   }
   const double mean = importances > 0 ? importance_sum / static_cast<double>(importances) : 1;
 
-  ConversionProgress state{.doing = "measuring", .tensor = {}, .done = 0, .all = 0};
+  ModelProgress state{.doing = "measuring"};
   for (const OutputTensor* tensor : adjustable_)
-    state.all += static_cast<std::uint64_t>(tensor->recipe.shape.numel());
+    state.total += static_cast<std::uint64_t>(tensor->recipe.shape.numel());
+  TeamProgress progress(progress_, state);
   std::vector<std::vector<Storage>> storages(adjustable_.size());
   std::vector<std::vector<SizedLoss>> choices(adjustable_.size());
   std::vector<std::vector<std::size_t>> uniform;
@@ -216,13 +215,10 @@ Status ConversionPlanner::meet_target() {
     const std::vector<float>* weights = importance_of(tensor);
     const std::int64_t matrices =
         tensor.recipe.shape.rank >= 3 ? std::max<std::int64_t>(tensor.recipe.shape[0], 1) : 1;
-    state.tensor = tensor.recipe.name;
+    progress.begin(tensor.recipe.name);
     const auto lost =
         measure(*reader, encoders, weights == nullptr ? std::span<const float>{} : *weights,
-                matrices, [&](std::int64_t rows) {
-                  state.done += static_cast<std::uint64_t>(rows * reader->columns());
-                  progress_(state);
-                });
+                matrices, progress);
     if (!lost) return with_tensor(source_, source_of(tensor.recipe), lost.status());
     for (std::size_t c = 0; c < storages[t].size(); ++c) {
       const auto bytes = storages[t][c].bytes(tensor.recipe.shape);
@@ -230,6 +226,7 @@ Status ConversionPlanner::meet_target() {
       const bool copied = storages[t][c] == tensor.from && reader->movable();
       choices[t].push_back({*bytes, copied ? 0 : (*lost)[c] * (weights == nullptr ? mean : 1)});
     }
+    BITTERN_TRY(progress.end());
   }
 
   std::uint64_t least = kept;
@@ -239,7 +236,7 @@ Status ConversionPlanner::meet_target() {
       if (std::isfinite(choice.loss)) smallest = std::min(smallest, choice.bytes);
     if (smallest == std::numeric_limits<std::uint64_t>::max())
       return unsupported(source_.path() + ": tensor " + source_of(adjustable_[t]->recipe) +
-                         ": its numbers are too large for every choice of --target-bpw, expected "
+                         ": its numbers are too large for every choice of @{target_bpw}, expected "
                          "a rule for it");
     least += smallest;
   }
@@ -252,7 +249,7 @@ Status ConversionPlanner::meet_target() {
   room -= room > 0 && !fits(room);
   room += fits(room + 1);
   char target[32];
-  std::snprintf(target, sizeof target, "--target-bpw %.6g", options_.target_bpw);
+  std::snprintf(target, sizeof target, "@{target_bpw} %.6g", options_.target_bpw);
   if (least > room)
     return invalid(
         std::string(target) + ": the smallest possible is " + bits_text(least, weights) +

@@ -7,6 +7,7 @@
 
 #include "convert/conversion.h"
 #include "convert/mix.h"
+#include "convert/option_names.h"
 #include "formats/test_folder.h"
 
 namespace bittern {
@@ -15,7 +16,7 @@ namespace {
 using Set = std::function<void(ConversionOptions&)>;
 
 struct Option {
-  std::string flag;
+  std::string field;
   Set set;
   // The ways and formats in which it has an effect: q(uantise), t(ranscode), d(equantise), c(ast);
   // g(guf), f(olders).
@@ -24,36 +25,36 @@ struct Option {
 
 const std::vector<Option>& options() {
   static const std::vector<Option> all = {
-      {"--bits", [](auto& o) { o.bits = 4; }, "q", "gf"},
-      {"--type", [](auto& o) { o.mix = find_mix("Q8_0"); }, "q", "g"},
-      {"--target-bpw", [](auto& o) { o.target_bpw = 9; }, "q", "gf"},
-      {"--group-size", [](auto& o) { o.group = 32; }, "q", "gf"},
-      {"--method", [](auto& o) { o.method = AffineMethod::lsq; }, "q", "gf"},
-      {"--override", [](auto& o) { o.rules = {{.pattern = "b", .keep = true}}; }, "q", "gf"},
-      {"--imatrix", [](auto& o) { o.imatrix = "/nowhere"; }, "q", "gf"},
-      {"--pure", [](auto& o) { o.pure = true; }, "q", "gf"},
-      {"--allow-requantize", [](auto& o) { o.allow_requantize = true; }, "q", "gf"},
-      {"--transcode", [](auto& o) { o.transcode = true; }, "t", "gf"},
-      {"--lossy", [](auto& o) { o.lossy = true; }, "qtdc", "gf"},
-      {"--scale-dtype", [](auto& o) { o.scale_dtype = SafeDType::f32; }, "qt", "f"},
-      {"--dequantize", [](auto& o) { o.dequantize = SafeDType::f32; }, "d", "gf"},
-      {"--dtype", [](auto& o) { o.dtype = SafeDType::f32; }, "qc", "gf"},
-      {"--output-tensor-type", [](auto& o) { o.output_type = GgmlType::q8_0; }, "q", "g"},
-      {"--token-embedding-type", [](auto& o) { o.embedding_type = GgmlType::q8_0; }, "q", "g"},
-      {"--leave-output-tensor", [](auto& o) { o.leave_output = true; }, "q", "gf"},
-      {"--split-max-size", [](auto& o) { o.split_bytes = 1000000; }, "qtdc", "g"},
-      {"--split-max-tensors", [](auto& o) { o.split_tensors = 2; }, "qtdc", "g"},
+      {"bits", [](auto& o) { o.bits = 4; }, "q", "gf"},
+      {"type", [](auto& o) { o.mix = find_mix("Q8_0"); }, "q", "g"},
+      {"target_bpw", [](auto& o) { o.target_bpw = 9; }, "q", "gf"},
+      {"group_size", [](auto& o) { o.group = 32; }, "q", "gf"},
+      {"method", [](auto& o) { o.method = AffineMethod::lsq; }, "q", "gf"},
+      {"rules", [](auto& o) { o.rules = {{.pattern = "b", .keep = true}}; }, "q", "gf"},
+      {"imatrix", [](auto& o) { o.imatrix = "/nowhere"; }, "q", "gf"},
+      {"pure", [](auto& o) { o.pure = true; }, "q", "gf"},
+      {"allow_requantize", [](auto& o) { o.allow_requantize = true; }, "q", "gf"},
+      {"transcode", [](auto& o) { o.transcode = true; }, "t", "gf"},
+      {"lossy", [](auto& o) { o.lossy = true; }, "qtdc", "gf"},
+      {"scale_dtype", [](auto& o) { o.scale_dtype = SafeDType::f32; }, "qt", "f"},
+      {"dequantize", [](auto& o) { o.dequantize = SafeDType::f32; }, "d", "gf"},
+      {"dtype", [](auto& o) { o.dtype = SafeDType::f32; }, "qc", "gf"},
+      {"output_tensor_type", [](auto& o) { o.output_type = GgmlType::q8_0; }, "q", "g"},
+      {"token_embedding_type", [](auto& o) { o.embedding_type = GgmlType::q8_0; }, "q", "g"},
+      {"leave_output_tensor", [](auto& o) { o.leave_output = true; }, "q", "gf"},
+      {"split_max_size", [](auto& o) { o.split_bytes = 1000000; }, "qtdc", "g"},
+      {"split_max_tensors", [](auto& o) { o.split_tensors = 2; }, "qtdc", "g"},
   };
   return all;
 }
 
 const std::pair<const char*, const char*> kContradict[] = {
-    {"--bits", "--type"},
-    {"--bits", "--target-bpw"},
-    {"--type", "--target-bpw"},
-    {"--type", "--group-size"},
-    {"--output-tensor-type", "--leave-output-tensor"},
-    {"--split-max-size", "--split-max-tensors"}};
+    {"bits", "type"},
+    {"bits", "target_bpw"},
+    {"type", "target_bpw"},
+    {"type", "group_size"},
+    {"output_tensor_type", "leave_output_tensor"},
+    {"split_max_size", "split_max_tensors"}};
 
 class OptionPairs : public TestFolder {
  protected:
@@ -65,9 +66,10 @@ class OptionPairs : public TestFolder {
   std::string refusal(const ConversionOptions& options) const {
     const auto model = Checkpoint::open(path("hf"));
     EXPECT_TRUE(model);
-    const auto plan = Conversion::plan(*model, options, "out", [](const ConversionProgress&) {});
+    const auto plan =
+        Conversion::plan(*model, options, "out", [](const ModelProgress&) { return true; });
     if (plan) return "";
-    const std::string message(plan.status().message());
+    const std::string message = with_option_names(plan.status().message(), {});
     // The model itself has no GGUF form, and there is no such matrix: the options passed.
     const bool later = message.find("nobodys") != message.npos ||
                        message.find("/nowhere") != message.npos ||
@@ -93,7 +95,7 @@ TEST_F(OptionPairs, AreUsedOrRefused) {
           char now = way;
           a.set(o);
           b.set(o);
-          // --dtype alone is a way of its own until something else is one.
+          // dtype alone is a way of its own until something else is one.
           if (now == 'c') {
             if (o.bits > 0 || o.mix != nullptr || o.target_bpw > 0) now = 'q';
             if (o.transcode) now = 't';
@@ -103,7 +105,10 @@ TEST_F(OptionPairs, AreUsedOrRefused) {
             return x.ways.find(now) != x.ways.npos && x.formats.find(format) != x.formats.npos;
           };
           bool fine = true;
-          std::string given;
+          std::string given = " ";
+          const auto has = [&](const std::string& field) {
+            return given.find(" " + field + " ") != given.npos;
+          };
           for (const Option& x : options()) {
             ConversionOptions alone;
             x.set(alone);
@@ -121,11 +126,10 @@ TEST_F(OptionPairs, AreUsedOrRefused) {
                 (alone.split_bytes > 0 && o.split_bytes > 0) ||
                 (alone.split_tensors > 0 && o.split_tensors > 0);
             if (!is) continue;
-            given += " " + x.flag;
+            given += x.field + " ";
             fine = fine && fits(x);
             for (const auto& [one, other] : kContradict)
-              fine = fine && !(x.flag == one && given.find(other) != given.npos) &&
-                     !(x.flag == other && given.find(one) != given.npos);
+              fine = fine && !(x.field == one && has(other)) && !(x.field == other && has(one));
           }
           const std::string why = refusal(o);
           EXPECT_EQ(why.empty(), fine) << format << given << ": " << why;
@@ -138,13 +142,12 @@ TEST_F(OptionPairs, AreUsedOrRefused) {
   EXPECT_GT(refused, 1000);
 }
 
-TEST_F(OptionPairs, NameBothFlags) {
+TEST_F(OptionPairs, NameBothFields) {
   EXPECT_EQ(refusal({.bits = 4, .transcode = true}),
-            "--bits and --transcode exclude each other, expected one");
+            "bits and transcode exclude each other, expected one");
   EXPECT_EQ(refusal({.group = 32, .transcode = true}),
-            "--group-size: has no effect with --transcode; leave one of them out");
-  EXPECT_EQ(refusal({.bits = 4, .target_bpw = 5}),
-            "--bits and --target-bpw both given, expected one");
+            "group_size: has no effect with transcode; leave one of them out");
+  EXPECT_EQ(refusal({.bits = 4, .target_bpw = 5}), "bits and target_bpw both given, expected one");
 }
 
 TEST_F(OptionPairs, TargetsMustBeNumbers) {

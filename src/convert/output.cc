@@ -13,6 +13,7 @@
 
 #include "bittern/device.h"
 #include "convert/for_runs.h"
+#include "convert/progress.h"
 #include "convert/replace.h"
 #include "core/guarded.h"
 #include "formats/fingerprint.h"
@@ -152,7 +153,7 @@ Status check_output(const std::string& given, const OutputOptions& options) {
     if (!*thing) return thing->status();
   if (*there != Thing::nothing && !options.parts) {
     if (*there == (options.folder ? Thing::folder : Thing::file) && !options.force)
-      return invalid(path + ": exists, expected a new name (--force replaces it)");
+      return invalid(path + ": exists, expected a new name (@{force} replaces it)");
     BITTERN_TRY(check_replaceable(path, options.folder));
     if (*there == Thing::folder && *aside != Thing::nothing) {
       return invalid(aside_of(path) + ": exists, and " + path +
@@ -167,8 +168,8 @@ Status check_output(const std::string& given, const OutputOptions& options) {
   if (*left == Thing::link || *left == Thing::special) return not_ours(partial);
   if (*left != Thing::nothing && !options.resume && !options.force) {
     return invalid(partial +
-                   ": left by a run that was stopped, expected none (--resume goes on with "
-                   "it, --force starts anew)");
+                   ": left by a run that was stopped, expected none (@{resume} goes on with "
+                   "it, @{force} starts anew)");
   }
   return {};
 }
@@ -181,7 +182,7 @@ Status check_part(const std::string& path, bool force) {
   const auto there = thing_at(path);
   if (!there) return there.status();
   if (*there == Thing::file && !force)
-    return invalid(path + ": exists, expected a new name (--force replaces it)");
+    return invalid(path + ": exists, expected a new name (@{force} replaces it)");
   return check_replaceable(path, false);
 }
 
@@ -255,9 +256,13 @@ Result<std::vector<Journal::Piece>> ModelOutput::verified(const Journal& journal
     const std::uint64_t all = layout_.tensors[piece.tensor].bytes;
     if (piece.offset <= all && piece.bytes <= all - piece.offset) pieces.push_back(piece);
   }
+  ModelProgress state{.doing = "checking"};
+  for (const Journal::Piece& piece : pieces) state.total += piece.bytes;
+  TeamProgress progress(options_.progress, state);
   std::vector<std::uint8_t> good(pieces.size());
   std::vector<std::vector<std::byte>> buffers;
-  const auto verify = [&](std::int64_t i, std::vector<std::byte>& buffer) {
+  const auto verify = [&](std::int64_t i, std::vector<std::byte>& buffer) -> Status {
+    BITTERN_TRY(progress.go_on());
     const Journal::Piece& piece = pieces[static_cast<std::size_t>(i)];
     const OutputLayout::Extent& extent = layout_.tensors[piece.tensor];
     buffer.resize(kReadAtOnce);
@@ -270,10 +275,11 @@ Result<std::vector<Journal::Piece>> ModelOutput::verified(const Journal& journal
       if (there) sum.add(part);
     }
     good[static_cast<std::size_t>(i)] = there && sum.value() == piece.sum;
-    return Status();
+    return progress.add(piece.bytes);
   };
   const Status read = for_runs(static_cast<std::int64_t>(pieces.size()), buffers, verify);
   if (!read.ok()) return read;
+  if (!pieces.empty()) BITTERN_TRY(progress.end());
   std::vector<std::vector<Journal::Piece>> of_tensor(layout_.tensors.size());
   for (std::size_t i = 0; i < pieces.size(); ++i)
     if (good[i] != 0) of_tensor[pieces[i].tensor].push_back(pieces[i]);
@@ -346,7 +352,7 @@ Result<ModelOutput> ModelOutput::create(const std::string& given, OutputLayout l
       if (!options.force) {
         return invalid(partial +
                        ": begun from another model or with other options, expected the same "
-                       "(--force starts anew)");
+                       "(@{force} starts anew)");
       }
       journal->fingerprint.reset();
     }
@@ -513,7 +519,7 @@ Status ModelOutput::commit() {
   const auto there = thing_at(path_);
   if (!there) return there.status();
   if (!options_.force && *there != Thing::nothing)
-    return invalid(path_ + ": exists by now, expected a new name (--force replaces it)");
+    return invalid(path_ + ": exists by now, expected a new name (@{force} replaces it)");
   BITTERN_TRY(rename_over(partial(), path_, options_.folder));
   remove_journal();
   return sync_name(path_);

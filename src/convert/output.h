@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "bittern/convert.h"
 #include "bittern/status.h"
 #include "convert/journal.h"
 #include "formats/mapped_file.h"
@@ -28,6 +29,7 @@ struct OutputOptions {
   // and times are the same: then every tensor is made again.
   std::uint64_t stamp = 0;
   std::vector<std::string> texts{};  // names of the files that add_file will be given
+  ModelProgressFunction progress{};  // "checking", in bytes: what an earlier run wrote
 
   bool many() const { return folder || parts; }  // OUT.partial is a folder
 };

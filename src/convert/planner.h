@@ -40,6 +40,7 @@ inline constexpr WrittenType kWritten[] = {
 bool is_written(GgmlType type);
 std::string written_names();
 std::string mix_names();  // of those whose type is written
+Status check_bits(int bits, const std::string& where);
 
 // Why a tensor of this name stays as it is unless told otherwise, or null.
 const char* delicate(std::string_view name);
@@ -55,7 +56,7 @@ const std::string& source_of(const Recipe& recipe);
 class ConversionPlanner {
  public:
   ConversionPlanner(const Checkpoint& source, const ConversionOptions& options,
-                    const std::string& out, const ProgressFunction& progress)
+                    const std::string& out, const ModelProgressFunction& progress)
       : source_(source), options_(options), out_(out), progress_(progress) {}
 
   Result<Conversion> make();
@@ -81,7 +82,6 @@ class ConversionPlanner {
   std::uint64_t fingerprint() const;
 
   // policy.cc
-  Status check_bits(int bits, const std::string& where) const;
   Status check_group(int group, const std::string& where) const;
   Status compile_rules();
   bool matches(std::size_t rule, const Recipe& recipe) const;
@@ -140,7 +140,7 @@ class ConversionPlanner {
   const Checkpoint& source_;
   ConversionOptions options_;
   std::string out_;
-  const ProgressFunction& progress_;
+  const ModelProgressFunction& progress_;
   Conversion conversion_;
   std::vector<std::shared_ptr<const re2::RE2>> patterns_;  // of the rules
   std::vector<NamedShape> shapes_;                         // of the source

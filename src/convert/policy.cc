@@ -99,19 +99,19 @@ Status read_policy(const std::string& path, ConversionOptions& options) noexcept
   return caught(path);
 }
 
-Status ConversionPlanner::check_bits(int bits, const std::string& where) const {
+Status check_bits(int bits, const std::string& where) {
   if (std::find(std::begin(kBits), std::end(kBits), bits) == std::end(kBits))
-    return invalid(where + ": " + std::to_string(bits) + " bits, expected 2, 3, 4, 5, 6 or 8");
+    return invalid(where + ": " + std::to_string(bits) + ", expected 2, 3, 4, 5, 6 or 8");
   return {};
 }
 
 Status ConversionPlanner::check_group(int group, const std::string& where) const {
   const bool gguf = options_.format == ModelFormat::gguf;
   if (gguf && group != 32)
-    return invalid(where + ": groups of " + std::to_string(group) +
+    return invalid(where + ": " + std::to_string(group) +
                    ": the type decides it in GGUF (32; 16 in Q2_K, Q3_K and Q6_K), expected 32");
   if (std::find(std::begin(kGroups), std::end(kGroups), group) == std::end(kGroups))
-    return invalid(where + ": groups of " + std::to_string(group) + ", expected 32, 64 or 128");
+    return invalid(where + ": " + std::to_string(group) + ", expected 32, 64 or 128");
   return {};
 }
 

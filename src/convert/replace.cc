@@ -103,7 +103,7 @@ Status check_replaceable(const std::string& path, bool folder) {
     const auto files = listed_files(path);
     if (files.empty()) {
       return invalid(path + ": a folder that bittern did not write (" + (kIndex + 1) +
-                     " would list its files); --force replaces only what bittern wrote");
+                     " would list its files); @{force} replaces only what bittern wrote");
     }
     return check_only(path, files);
   }
@@ -113,7 +113,7 @@ Status check_replaceable(const std::string& path, bool folder) {
   const ssize_t n = ::read(fd, magic, sizeof magic);
   ::close(fd);
   if (n == 0 || (n == 4 && std::string_view(magic, 4) == "GGUF")) return {};
-  return invalid(path + ": not a GGUF file; --force replaces only a model of the same format");
+  return invalid(path + ": not a GGUF file; @{force} replaces only a model of the same format");
 }
 
 void remove_known(const std::string& path, const std::vector<std::string>& names) {

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "convert/progress.h"
 #include "formats/decode.h"
 
 namespace bittern {
@@ -308,6 +309,7 @@ std::int64_t rows_at_once(std::int64_t columns) {
 }
 
 Status with_tensor(const Checkpoint& source, const std::string& name, const Status& status) {
+  if (status.code() == Code::cancelled) return status;
   const std::string_view message = status.message();
   const std::string tensor = message.starts_with("tensor ") ? "" : of_tensor(name);
   return {status.code(), source.path() + ": " + tensor + std::string(message)};

@@ -10,6 +10,7 @@
 #include "convert/encode.h"
 #include "convert/for_runs.h"
 #include "convert/output.h"
+#include "convert/progress.h"
 #include "convert/row_reader.h"
 #include "convert/run.h"
 #include "core/guarded.h"
@@ -132,8 +133,7 @@ std::int64_t run_length(std::int64_t rows, std::int64_t columns) {
 Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
                      std::optional<AffineMethod> method, bool saturate,
                      std::span<const float> importance, ModelOutput& output,
-                     Conversion::RunReport& report,
-                     const std::function<void(std::int64_t rows)>& progress) {
+                     Conversion::RunReport& report, TeamProgress& progress) {
   const auto reader = RowReader::open(source, tensor.recipe);
   if (!reader) return reader.status();
   const auto bytes = row_bytes(tensor.to, reader->columns());
@@ -148,6 +148,7 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
   std::vector<Worker> workers;
   std::mutex writing;
   const auto run = [&](std::int64_t i, Worker& worker) -> Status {
+    BITTERN_TRY(progress.go_on());
     const std::int64_t in_matrix = i % matrix_runs * length;
     const std::int64_t row = i / matrix_runs * matrix_rows + in_matrix;
     const std::int64_t count = std::min(length, matrix_rows - in_matrix);
@@ -158,13 +159,13 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
     {
       const std::lock_guard lock(writing);
       written = write_rows(stream, row, worker);
-      if (written.ok()) progress(count);
     }
     worker.watch.lap(worker.report.writing);
-    return written;
+    BITTERN_TRY(written);
+    return progress.add(static_cast<std::uint64_t>(count * reader->columns()));
   };
   const Status status = for_runs(matrices * matrix_runs, workers, run);
-  if (status.code() == Code::io_error) return status;  // of the output
+  if (status.code() == Code::io_error || status.code() == Code::cancelled) return status;
   if (!status.ok()) return with_tensor(source, tensor.recipe.name, status);
   for (const Worker& worker : workers) {
     report.scale_change = std::max(report.scale_change, worker.report.scale_change);
@@ -197,40 +198,39 @@ std::vector<std::string> Conversion::outputs(const std::string& out) const {
 }
 
 Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunOptions& how,
-                                              const ProgressFunction& progress) const noexcept try {
+                                              const ModelProgressFunction& tell) const noexcept
+    try {
   OutputOptions to{.folder = options_.format != ModelFormat::gguf,
                    .parts = options_.splits(),
                    .force = how.force,
                    .resume = how.resume,
                    .fingerprint = fingerprint_,
-                   .stamp = source_->stamp()};
+                   .stamp = source_->stamp(),
+                   .progress = tell};
   std::vector<OutputName> names;
-  for (std::string& path : outputs(out)) names.push_back({"output", std::move(path)});
+  for (std::string& path : outputs(out)) names.push_back({"@{out}", std::move(path)});
   BITTERN_TRY(check_apart(names, source_->files()));
   for (const OutputText& text : texts_) to.texts.push_back(text.name);
   auto output = ModelOutput::create(out, layout_, to);
   if (!output) return output.status();
   RunReport report;
-  ConversionProgress state{.doing = "writing", .tensor = {}, .done = 0, .all = weights()};
+  TeamProgress progress(tell, {.doing = "writing", .total = weights()});
   using Clock = std::chrono::steady_clock;
   auto asked = Clock::now();
   const auto work = [&]() -> Status {
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
       const OutputTensor& tensor = tensors_[i];
-      const std::int64_t columns = columns_of(tensor.recipe.shape);
-      state.tensor = tensor.recipe.name;
+      progress.begin(tensor.recipe.name);
       if (output->finished(tensor.part, static_cast<std::size_t>(tensor.parts()))) {
-        state.done += static_cast<std::uint64_t>(tensor.recipe.shape.numel());
         ++report.resumed;
+        BITTERN_TRY(progress.add(static_cast<std::uint64_t>(tensor.recipe.shape.numel())));
         continue;
       }
       const std::span<const float> importance =
           importance_.empty() ? std::span<const float>{} : std::span(importance_[i]);
       BITTERN_TRY(stream_tensor(*source_, tensor, options_.method, options_.lossy, importance,
-                                *output, report, [&](std::int64_t rows) {
-                                  state.done += static_cast<std::uint64_t>(rows * columns);
-                                  progress(state);
-                                }));
+                                *output, report, progress));
+      BITTERN_TRY(progress.end());
       // In the end it is asked in any case; now and then it saves the rest of the work.
       if (const auto now = Clock::now(); now - asked > std::chrono::milliseconds(200)) {
         BITTERN_TRY(source_->unchanged());
@@ -248,8 +248,9 @@ Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunO
   // Whatever bytes of a file that changed have led to is of no interest.
   if (!status.ok())
     if (Status source = source_->unchanged(); !source.ok()) status = std::move(source);
-  // A full disk may be mended; what was written until then is worth keeping.
-  if (status.code() == Code::io_error) output->keep();
+  // A full disk may be mended, and a caller may change its mind; what was written until then is
+  // worth keeping.
+  if (status.code() == Code::io_error || status.code() == Code::cancelled) output->keep();
   if (!status.ok()) return status;
   return report;
 } catch (...) {

@@ -18,6 +18,8 @@
 #include <system_error>
 #include <utility>
 
+#include "bittern/convert.h"
+
 namespace bittern {
 namespace {
 
@@ -155,7 +157,7 @@ struct MappedRegions {
   }
 };
 
-void guard_mapped_files() {
+void guard_mapped_files() noexcept {
   static const bool installed = [] {
     struct sigaction ours = {};
     ours.sa_sigaction = MappedRegions::on_signal;

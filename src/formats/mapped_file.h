@@ -27,9 +27,9 @@ struct FileStamp {
 // anonymous memory, whatever the file's size.
 //
 // When another process shrinks the file, or the disk fails, reading a page that is gone raises
-// SIGBUS. A program that has called guard_mapped_files() reads zeros instead, and unchanged() is an
-// error from then on; so whoever has read bytes asks it before believing what came of them
-// (docs/adr/0011).
+// SIGBUS. A program that has called guard_mapped_files() (bittern/convert.h) reads zeros instead,
+// and unchanged() is an error from then on; so whoever has read bytes asks it before believing what
+// came of them (docs/adr/0011).
 class MappedFile {
  public:
   static Result<MappedFile> open(const std::string& path);
@@ -52,10 +52,6 @@ class MappedFile {
   FileStamp stamp_;
   Region* region_ = nullptr;
 };
-
-// Installs a handler of SIGBUS for the whole process, which is for a program to decide: the library
-// never calls this. Faults outside mapped files go to the handler that was there before.
-void guard_mapped_files();
 
 // An open file that is written anywhere in it, locked against other processes that do the same.
 class WritableFile {

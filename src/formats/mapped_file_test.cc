@@ -13,6 +13,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "bittern/convert.h"
 #include "formats/safetensors_test.h"
 
 namespace bittern {

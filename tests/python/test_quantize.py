@@ -239,10 +239,10 @@ def test_wrong_flags(folder, tmp_path):
         return result, status
 
     refused(*wrong(), "nothing asked for", "--bits")
-    refused(*wrong("--bits", 7), "7 bits, expected 2, 3, 4, 5, 6 or 8")
-    refused(*wrong("--bits", 4, "--group-size", 48), "groups of 48, expected 32, 64 or 128")
-    refused(*wrong("--bits", 7, "--format", "gguf"), "7 bits, expected 2, 3, 4, 5, 6 or 8")
-    refused(*wrong("--bits", 2, "--group-size", 64, "--format", "gguf"), "groups of 64", "expected 32")
+    refused(*wrong("--bits", 7), "--bits: 7, expected 2, 3, 4, 5, 6 or 8")
+    refused(*wrong("--bits", 4, "--group-size", 48), "--group-size: 48, expected 32, 64 or 128")
+    refused(*wrong("--bits", 7, "--format", "gguf"), "--bits: 7, expected 2, 3, 4, 5, 6 or 8")
+    refused(*wrong("--bits", 2, "--group-size", 64, "--format", "gguf"), "--group-size: 64", "expected 32")
     refused(*wrong("--type", "MXFP4", "--format", "gguf", status=3), "MXFP4: not written", "Q2_K Q3_K")
     refused(*wrong("--bits", 4, "--type", "Q4_K", "--format", "gguf"), "--type and --bits")
     refused(*wrong("--type", "Q9_K"), "--type: Q9_K", "Q4_K")
