@@ -18,4 +18,5 @@ NB_MODULE(_bittern, m) {
   bind_tensor(m);
   bind_codec(m);
   bind_plan(m);
+  bind_convert(m);
 }

@@ -20,6 +20,22 @@ HEAD = '''# Made by tools/make_python_stubs.py.
 
 from typing import Any, Literal, Protocol, SupportsFloat
 
+from ._convert import (
+    Cancelled as Cancelled,
+    GroupDifference as GroupDifference,
+    ModelComparison as ModelComparison,
+    ModelDescription as ModelDescription,
+    ModelProgress as ModelProgress,
+    QuantizeReport as QuantizeReport,
+    QuantizedTensor as QuantizedTensor,
+    StorageTotal as StorageTotal,
+    TensorDescription as TensorDescription,
+    TensorDifference as TensorDifference,
+    compare_models as compare_models,
+    inspect_model as inspect_model,
+    quantize_model as quantize_model,
+)
+
 __all__ = {names}
 __version__: str
 

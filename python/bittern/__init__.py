@@ -41,9 +41,16 @@ Tables of the KV codec come from `sphere_codebook`, `gaussian_codebook` and `mak
     signs = bittern.make_rotation("hadamard", dim=128, seed=1)
     packed, norms = bittern.aura_encode(k, signs, boundaries, levels)
 
+Model files (docs/quantize.md, docs/inspect.md):
+
+    report = bittern.quantize_model("model", "model-4bit", bits=4)
+    print(bittern.inspect_model("model-4bit"))
+    bittern.compare_models("model", "model-4bit").relative_error
+
 `plan` is the layer below: every field said, nothing inferred, nothing allocated but scratch.
 
-Errors: ValueError (malformed), NotImplementedError (no kernel does it), MemoryError, RuntimeError.
+Errors: ValueError (malformed), NotImplementedError (no kernel does it), MemoryError, RuntimeError; of
+model files also FileNotFoundError, OSError and Cancelled.
 """
 
 import difflib as _difflib
@@ -73,20 +80,48 @@ from ._bittern import (
 )
 from ._bittern import Desc as _Desc
 from ._bittern import Tensor as _Tensor
+from ._convert import (
+    Cancelled,
+    GroupDifference,
+    ModelComparison,
+    ModelDescription,
+    ModelProgress,
+    QuantizeReport,
+    QuantizedTensor,
+    StorageTotal,
+    TensorDescription,
+    TensorDifference,
+    compare_models,
+    inspect_model,
+    quantize_model,
+)
 
 __all__ = [
+    "Cancelled",
     "Field",
+    "GroupDifference",
+    "ModelComparison",
+    "ModelDescription",
+    "ModelProgress",
     "Op",
     "Operand",
     "Plan",
     "PrecisionGuarantee",
+    "QuantizeReport",
+    "QuantizedTensor",
     "Sku",
+    "StorageTotal",
+    "TensorDescription",
+    "TensorDifference",
     "__version__",
+    "compare_models",
     "gaussian_codebook",
+    "inspect_model",
     "make_rotation",
     "num_threads",
     "ops",
     "plan",
+    "quantize_model",
     "set_num_threads",
     "sphere_codebook",
 ]

@@ -42,26 +42,62 @@ Tables of the KV codec come from `sphere_codebook`, `gaussian_codebook` and `mak
     signs = bittern.make_rotation("hadamard", dim=128, seed=1)
     packed, norms = bittern.aura_encode(k, signs, boundaries, levels)
 
+Model files (docs/quantize.md, docs/inspect.md):
+
+    report = bittern.quantize_model("model", "model-4bit", bits=4)
+    print(bittern.inspect_model("model-4bit"))
+    bittern.compare_models("model", "model-4bit").relative_error
+
 `plan` is the layer below: every field said, nothing inferred, nothing allocated but scratch.
 
-Errors: ValueError (malformed), NotImplementedError (no kernel does it), MemoryError, RuntimeError.
+Errors: ValueError (malformed), NotImplementedError (no kernel does it), MemoryError, RuntimeError; of
+model files also FileNotFoundError, OSError and Cancelled.
 """
 
 from typing import Any, Literal, Protocol, SupportsFloat
 
+from ._convert import (
+    Cancelled as Cancelled,
+    GroupDifference as GroupDifference,
+    ModelComparison as ModelComparison,
+    ModelDescription as ModelDescription,
+    ModelProgress as ModelProgress,
+    QuantizeReport as QuantizeReport,
+    QuantizedTensor as QuantizedTensor,
+    StorageTotal as StorageTotal,
+    TensorDescription as TensorDescription,
+    TensorDifference as TensorDifference,
+    compare_models as compare_models,
+    inspect_model as inspect_model,
+    quantize_model as quantize_model,
+)
+
 __all__ = [
+    "Cancelled",
     "Field",
+    "GroupDifference",
+    "ModelComparison",
+    "ModelDescription",
+    "ModelProgress",
     "Op",
     "Operand",
     "Plan",
     "PrecisionGuarantee",
+    "QuantizeReport",
+    "QuantizedTensor",
     "Sku",
+    "StorageTotal",
+    "TensorDescription",
+    "TensorDifference",
     "__version__",
+    "compare_models",
     "gaussian_codebook",
+    "inspect_model",
     "make_rotation",
     "num_threads",
     "ops",
     "plan",
+    "quantize_model",
     "set_num_threads",
     "sphere_codebook",
     "quantize_per_group",
