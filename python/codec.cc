@@ -1,28 +1,17 @@
 // Tables of the KV codec as numpy arrays.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string_view.h>
 
-#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "binding.h"
 #include "bittern/codec.h"
+#include "tensor.h"
 
 namespace bittern {
 namespace {
-
-using FloatArray = nb::ndarray<nb::numpy, float>;
-
-FloatArray to_numpy(std::vector<float> values, const std::vector<std::size_t>& shape) {
-  auto owned = std::make_unique<std::vector<float>>(std::move(values));
-  float* data = owned->data();
-  const nb::capsule owner(owned.release(),
-                          [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
-  return FloatArray(data, shape.size(), shape.data(), owner);
-}
 
 nb::tuple to_tuple(Codebook book) {
   const std::size_t levels = book.levels.size();
@@ -37,9 +26,8 @@ nb::object rotation_table(std::string_view rotation, std::int64_t dim, std::uint
     auto table = checked(make_rotation(kind, dim, seed));
     if (kind == Rotation::identity) return nb::none();
     const auto n = static_cast<std::size_t>(dim);
-    return nb::cast(to_numpy(std::move(table), kind == Rotation::dense
-                                                   ? std::vector<std::size_t>{n, n}
-                                                   : std::vector<std::size_t>{n}));
+    return to_numpy(std::move(table), kind == Rotation::dense ? std::vector<std::size_t>{n, n}
+                                                              : std::vector<std::size_t>{n});
   }
   check(invalid("make_rotation: rotation: '" + std::string(rotation) +
                 "', expected identity, hadamard or dense"));

@@ -99,26 +99,10 @@ class PyPlan {
       status = plan_->run(views, {reinterpret_cast<void*>(handle)}, space);
     }
     check_strides(status);
-    count_writes(tensors);
+    for (const Tensor& tensor : tensors) count_write(tensor);
   }
 
  private:
-  // A refusal of strides says what to do: in Python that is one call.
-  static void check_strides(const Status& status) {
-    const bool strides = status.code() == Code::unsupported &&
-                         status.message().find(": stride ") != std::string_view::npos;
-    check(strides ? unsupported(std::string(status.message()) + "; a contiguous array will do")
-                  : status);
-  }
-
-  // Autograd tells from a tensor's version that what it saved was overwritten.
-  static void count_writes(const std::vector<Tensor>& tensors) {
-    for (const Tensor& tensor : tensors) {
-      if (!tensor.torch.is_valid() || nb::cast<bool>(tensor.torch.attr("is_inference")())) continue;
-      nb::module_::import_("torch.autograd.graph").attr("increment_version")(tensor.torch);
-    }
-  }
-
   // The CUDA stream to run on; 0 for the CPU, which has none.
   std::uintptr_t stream_for(const nb::object& stream, const nb::kwargs& given) const {
     if (device_.type == Device::Type::cpu) return 0;

@@ -4,6 +4,9 @@
 #include <nanobind/stl/string_view.h>
 
 #include <algorithm>
+#include <memory>
+#include <string_view>
+#include <utility>
 
 #include "plan/any_op.h"
 
@@ -289,6 +292,26 @@ MutView to_view(const std::string& where, const Tensor& tensor, const Operand& e
   std::copy(tensor.shape.begin(), tensor.shape.end(), view.shape.dim.begin());
   std::copy(tensor.stride.begin(), tensor.stride.end(), view.stride.dim.begin());
   return view;
+}
+
+void check_strides(const Status& status) {
+  const bool strides = status.code() == Code::unsupported &&
+                       status.message().find(": stride ") != std::string_view::npos;
+  check(strides ? unsupported(std::string(status.message()) + "; a contiguous array will do")
+                : status);
+}
+
+void count_write(const Tensor& tensor) {
+  if (!tensor.torch.is_valid() || nb::cast<bool>(tensor.torch.attr("is_inference")())) return;
+  nb::module_::import_("torch.autograd.graph").attr("increment_version")(tensor.torch);
+}
+
+nb::object to_numpy(std::vector<float> values, const std::vector<std::size_t>& shape) {
+  auto owned = std::make_unique<std::vector<float>>(std::move(values));
+  float* data = owned->data();
+  const nb::capsule owner(owned.release(),
+                          [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, float>(data, shape.size(), shape.data(), owner));
 }
 
 void bind_tensor(nb::module_& m) {

@@ -32,6 +32,15 @@ Tensor import_tensor(const std::string& where, nb::handle object, bool output,
 // `expected` is named in errors; the plan compares shapes.
 MutView to_view(const std::string& where, const Tensor& tensor, const Operand& expected);
 
+// A refusal of strides says what to do: in Python that is one call.
+void check_strides(const Status& status);
+
+// Autograd tells from a tensor's version that what it saved was overwritten.
+void count_write(const Tensor& tensor);
+
+// An array of numpy's that owns the values.
+nb::object to_numpy(std::vector<float> values, const std::vector<std::size_t>& shape);
+
 // A function of bittern/_cuda.py.
 nb::object cuda_helper(const char* function);
 

@@ -140,6 +140,8 @@ class KvCache {
   // aura_attention with the config's window. Of any strides, but the values of a row follow one
   // another.
   Status attend(const ConstView& q, const MutView& out, const KvAttention& how = {}) const noexcept;
+  // What attend would refuse about q, before there is an `out`.
+  Status check_query(const ConstView& q) const noexcept;
 
   // Token t's rows as attention sees them, [kv_heads, dim] each: decoded, means added.
   Status read(std::int64_t token, std::span<float> k, std::span<float> v) const noexcept;

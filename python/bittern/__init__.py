@@ -913,3 +913,5 @@ for _op in ops():
     globals()[_op.name] = _make_function(_op)
     __all__.append(_op.name)
 del _op
+
+from ._kv_cache import KvBytes, KvCache, KvCounts, aura_config  # noqa: E402  (uses the above)

@@ -395,9 +395,7 @@ Status KvCache::truncate(std::int64_t size) noexcept try {
 
 // ---- reading ----
 
-Status KvCache::attend(const ConstView& q, const MutView& out,
-                       const KvAttention& how) const noexcept try {
-  const FloatMode mode;
+Status KvCache::check_query(const ConstView& q) const noexcept try {
   const std::int64_t dim = config_.dim;
   if (q.shape.rank != 3) {
     return refuse(
@@ -409,12 +407,21 @@ Status KvCache::attend(const ConstView& q, const MutView& out,
   const std::int64_t queries = q.shape[0];
   BITTERN_TRY(between("queries", queries, 0, size_));
   BITTERN_TRY(expect_strides("q", q, false));
-  const bool gone = forgotten() > 0;
-  if (gone && queries > 0 && size_ - queries + 1 - config_.window < coded_begin_) {
+  if (forgotten() > 0 && queries > 0 && size_ - queries + 1 - config_.window < coded_begin_) {
     return refuse("queries", std::to_string(queries) + ", expected at most " +
                                  std::to_string(size_ + 1 - config_.window - coded_begin_) +
                                  ": the first one's window reaches tokens that are gone");
   }
+  return {};
+} catch (...) {
+  return caught("kv_cache: check_query");
+}
+
+Status KvCache::attend(const ConstView& q, const MutView& out,
+                       const KvAttention& how) const noexcept try {
+  const FloatMode mode;
+  BITTERN_TRY(check_query(q));
+  const std::int64_t queries = q.shape[0], heads = q.shape[1], dim = config_.dim;
   AuraAttentionDesc desc{.queries = queries,
                          .heads = heads,
                          .kv_heads = config_.kv_heads,
@@ -438,7 +445,7 @@ Status KvCache::attend(const ConstView& q, const MutView& out,
   const auto plan = Plan<AuraAttention>::select(desc, {}, how.preference);
   if (!plan) return plan.status();
   // Before the first token that is gone none is in a window.
-  const std::int64_t firsts = gone && !config_.window_keeps_first ? 0 : first();
+  const std::int64_t firsts = forgotten() > 0 && !config_.window_keeps_first ? 0 : first();
   const std::int32_t lengths[] = {static_cast<std::int32_t>(firsts),
                                   static_cast<std::int32_t>(coded()),
                                   static_cast<std::int32_t>(recent())};
