@@ -443,15 +443,20 @@ Status run(const BenchFlags& flags, char** argv) {
 Verb bench_verb(CLI::App& main, char** argv) {
   auto flags = std::make_shared<BenchFlags>();
   CLI::App* verb = main.add_subcommand(
-      "bench", "each op's speed beside this machine's copy bandwidth and GEMM rate");
-  verb->add_option("OP", flags->ops, "these ops alone (default: all)");
-  verb->add_option("--filter", flags->filter, "only cases whose \"OP CASE\" contains this text");
-  verb->add_option("--repeat", flags->repeat, "samples per case (default: 15, fewer when slow)")
+      "bench", "time each op and compare it with this machine's copy bandwidth and GEMM rate");
+  verb->add_option("OP", flags->ops, "time only these ops (default: all)");
+  verb->add_option("--filter", flags->filter, "time only cases whose \"OP CASE\" contains TEXT")
+      ->option_text("TEXT");
+  verb->add_option("--repeat", flags->repeat,
+                   "take N samples of each case (default: 15, fewer for slow cases)")
+      ->option_text("N")
       ->check(integer_in(1, 100000));
   verb->add_option("--shrink", flags->shrink,
-                   "1/N of each case's elements (default: 1, 8 with --quick)")
+                   "use 1/N of each case's elements (default: 1, or 8 with --quick)")
+      ->option_text("N")
       ->check(integer_in(1, 1 << 20));
-  verb->add_flag("--quick", flags->quick, "small problems, few samples: a glance, not a result");
+  verb->add_flag("--quick", flags->quick,
+                 "use small problems and few samples: a first look, not a result");
   add_common_flags(*verb, flags->common);
   verb->footer("Example: bittern bench quantize_per_group --threads 2 --json results.json");
   return {verb, [flags, argv] { return run(*flags, argv); }};

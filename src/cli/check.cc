@@ -154,17 +154,21 @@ Status run(const CheckFlags& flags, const std::vector<std::string>& rest) {
 
 Verb check_verb(CLI::App& main) {
   auto flags = std::make_shared<CheckFlags>();
-  CLI::App* verb = main.add_subcommand("check", "compare every kernel of this machine with ref");
-  verb->add_option("OP", flags->op, "this op alone (default: all)");
-  verb->add_option("--seed", flags->seed, "of the data")
-      ->check(integer_in(0, std::numeric_limits<std::int64_t>::max()))
-      ->capture_default_str();
-  verb->add_flag("--quick", flags->quick, "one case in 8");
+  CLI::App* verb =
+      main.add_subcommand("check", "compare every kernel on this machine with the reference");
+  verb->add_option("OP", flags->op, "check only this op (default: all)");
+  verb->add_option("--seed", flags->seed, "make the input data from seed N (default: 1)")
+      ->option_text("N")
+      ->check(integer_in(0, std::numeric_limits<std::int64_t>::max()));
+  verb->add_flag("--quick", flags->quick, "check one case in 8");
   add_common_flags(*verb, flags->common);
   verb->footer(
-      "Kernels that meet the op's contract are compared bit for bit, weaker ones (bittern ops OP\n"
-      "lists them) by the error bound that they declare.\n"
-      "With --field=value after OP, one problem of that op (bittern ops OP lists its fields).\n"
+      "Kernels that meet the op's contract must give the same bits. Weaker ones (bittern ops OP lists
+"
+      "them) must be within the error bound that they declare.
+"
+      "--FIELD=VALUE after OP checks one problem of that op (bittern ops OP lists its fields).
+"
       "Example: bittern check quantize_per_group --outer_size=5 --axis_size=96 --group_size=32");
   return {verb, [flags, verb] { return run(*flags, verb->remaining()); }, true};
 }

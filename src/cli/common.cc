@@ -21,18 +21,24 @@
 namespace bittern::cli {
 
 void add_common_flags(CLI::App& verb, CommonFlags& flags) {
-  verb.add_option("--device", flags.device, "auto, cpu, cuda or cuda:n")->capture_default_str();
+  verb.add_option("--device", flags.device,
+                  "run on this device: auto, cpu, cuda or cuda:n; auto uses the GPU where it can "
+                  "and otherwise the CPU (default: auto)")
+      ->option_text("DEVICE");
   add_output_flags(verb, flags);
 }
 
 void add_output_flags(CLI::App& verb, CommonFlags& flags) {
-  verb.add_option("--threads", flags.threads, "CPU threads (default: one per core)")
+  verb.add_option("--threads", flags.threads,
+                  "use N CPU threads (default: BITTERN_THREADS, or one per core)")
+      ->option_text("N")
       ->check(integer_in(1, max_threads()));
-  verb.add_option(
-      "--json", flags.json,
-      "also write the result to this file; - is standard output, and text goes to standard error");
-  verb.add_flag("--force", flags.force, "let --json replace an earlier report");
-  verb.add_flag("--quiet", flags.quiet, "print errors only");
+  verb.add_option("--json", flags.json,
+                  "also write a report to FILE, as JSON; - means standard output, and all other "
+                  "text then goes to standard error")
+      ->option_text("FILE");
+  verb.add_flag("--force", flags.force, "replace FILE of --json if it is an earlier report");
+  verb.add_flag("--quiet", flags.quiet, "print only errors");
 }
 
 Status use_threads(const CommonFlags& flags) {

@@ -65,13 +65,14 @@ Status run(const InspectFlags& flags) {
 
 Verb inspect_verb(CLI::App& main) {
   auto flags = std::make_shared<InspectFlags>();
-  CLI::App* verb = main.add_subcommand("inspect", "what a model file holds");
+  CLI::App* verb = main.add_subcommand("inspect", "show what a model file holds, or compare two");
   verb->add_option("MODEL", flags->model,
-                   "a .gguf or .safetensors file, or a folder of Hugging Face or MLX")
+                   "a .gguf or .safetensors file, or a Hugging Face or MLX folder")
       ->required();
-  verb->add_flag("--tensors", flags->tensors, "a line for each tensor");
+  verb->add_flag("--tensors", flags->tensors, "print a line for each tensor");
   verb->add_option("--compare", flags->other,
-                   "another model: how far each of its tensors is from MODEL's");
+                   "show how far each tensor of the model OTHER is from MODEL's")
+      ->option_text("OTHER");
   add_output_flags(*verb, flags->common);
   verb->footer(
       "Example: bittern inspect model.gguf --tensors\n"

@@ -96,11 +96,34 @@ std::string flags_of(const CLI::App& app) {
   return text;
 }
 
+// CLI11's help, with lines of at most 100 columns and without the type of a positional argument.
+class HelpFormat : public CLI::Formatter {
+ public:
+  std::string make_option_desc(const CLI::Option* option) const override {
+    std::string text = option->get_description();
+    const std::size_t width = 100 - get_column_width();
+    for (std::size_t start = 0; text.size() - start > width;) {
+      const std::size_t space = text.rfind(' ', start + width);
+      if (space == text.npos || space <= start) break;
+      text[space] = '\n';
+      start = space + 1;
+    }
+    return text;
+  }
+  std::string make_option_opts(const CLI::Option* option) const override {
+    return option->get_positional() ? std::string() : Formatter::make_option_opts(option);
+  }
+};
+
 int run(int argc, char** argv) {
   const FloatMode mode;  // libraries may have changed it; threads start with this one's
-  CLI::App app{"bittern: low-bit quantisation that says which bits it produces", "bittern"};
+  CLI::App app{"bittern: quantise language models, and run and check the kernels for it",
+               "bittern"};
+  app.formatter(std::make_shared<HelpFormat>());
   app.set_version_flag("--version", std::string("bittern ") + version());
-  app.footer("bittern VERB --help tells more.\nExample: bittern bench --quick");
+  app.footer(
+      "bittern VERB --help shows the options of a verb.\n"
+      "Example: bittern quantize model-folder -o model-4bit --bits 4");
   app.allow_extras();
   const Verb verbs[] = {ops_verb(app), check_verb(app), bench_verb(app, argv), inspect_verb(app),
                         quantize_verb(app)};
@@ -151,7 +174,7 @@ int flushed(int status) {
   const int error = std::fflush(stdout) != 0 ? errno : std::ferror(stdout) != 0 ? EIO : 0;
   if (status != 0 || error == 0) return status;
   return fail({Code::io_error,
-               fmt::format("standard output: {}, expected to write to it", std::strerror(error))});
+               fmt::format("standard output: {}, cannot write to it", std::strerror(error))});
 }
 
 }  // namespace
@@ -167,8 +190,8 @@ int main(int argc, char** argv) {
   } catch (const std::bad_alloc&) {
     std::fputs("bittern: out of memory\n", stderr);
   } catch (const std::system_error& error) {  // of fmt::print
-    bittern::cli::tell(fmt::format("bittern: standard output: {}, expected to write to it\n",
-                                   error.code().message()));
+    bittern::cli::tell(
+        fmt::format("bittern: standard output: {}, cannot write to it\n", error.code().message()));
   } catch (...) {
     std::fputs("bittern: an internal error; please report the command\n", stderr);
   }

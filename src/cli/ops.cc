@@ -253,7 +253,7 @@ void print_op(const AnyOp& op, const std::vector<Support>& all, const std::vecto
       for (const std::string_view c : f.choices) choices.append(" ").append(c);
       choices = ":" + choices;
     }
-    fmt::print("  --{:<12} {:>8}  {}{}\n", f.name, default_text(f), f.help, choices);
+    fmt::print("  --{:<19} {:>8}  {}{}\n", f.name, default_text(f), f.help, choices);
   }
   const auto desc = example(op);
   std::string problem;
@@ -353,7 +353,8 @@ Status run(const OpsFlags& flags) {
 
 Verb ops_verb(CLI::App& main) {
   auto flags = std::make_shared<OpsFlags>();
-  CLI::App* verb = main.add_subcommand("ops", "what each op supports, and which kernel serves it");
+  CLI::App* verb =
+      main.add_subcommand("ops", "list the ops, their dtypes, and the kernel that runs each");
   verb->add_option("OP", flags->op, "show this op's fields, operands and kernels");
   add_common_flags(*verb, flags->common);
   verb->footer("Example: bittern ops quantize_per_group");

@@ -270,85 +270,120 @@ Verb quantize_verb(CLI::App& main) {
   auto flags = std::make_shared<QuantizeFlags>();
   CLI::App* verb =
       main.add_subcommand("quantize", "quantise a model, or convert it to another file format");
+  const auto option = [verb](const char* names, auto& value, const char* text, const char* help) {
+    return verb->add_option(names, value, help)->option_text(text);
+  };
   verb->add_option("MODEL", flags->model,
-                   "a .gguf file, a Hugging Face or MLX folder, a .safetensors file");
-  verb->add_option("--hf-path,--model", flags->hf_path, "the same as MODEL, as in mlx_lm.convert");
-  verb->add_flag("-q,--quantize", flags->quantize,
-                 "quantise, as mlx_lm.convert does: to 4 bits unless another flag says how");
-  verb->add_option("-o,--output,--mlx-path", flags->out, "the folder or .gguf file to write");
-  verb->add_option(
-      "--format", flags->format,
-      "mlx, gguf or safetensors (default: gguf if OUT ends in .gguf or a flag is for GGUF only; "
-      "safetensors with --dequantize; else mlx)");
-  verb->add_option("--bits,--q-bits", flags->bits, "bits per weight: 2, 3, 4, 5, 6 or 8")
-      ->check(integer_in(1, 64));
-  verb->add_option("--group-size,--q-group-size", flags->group,
-                   "weights that share a scale: 32, 64 or 128 (default 64; --target-bpw chooses; "
-                   "32 in GGUF)")
-      ->check(integer_in(1, 1 << 20));
-  verb->add_option("--type", flags->type,
-                   "type of a GGUF file; tensors get llama-quantize's mix of types: Q2_K Q2_K_S "
-                   "Q3_K_S Q3_K_M Q3_K_L Q4_0 Q4_1 Q4_K_S Q4_K_M Q5_0 Q5_1 Q5_K_S Q5_K_M Q6_K Q8_0 "
-                   "F16 BF16 F32 (Q3_K, Q4_K and Q5_K mean the _M mixes)");
-  verb->add_option("--output-tensor-type", flags->output_type,
-                   "GGUF type of output.weight (default: the mix's)");
-  verb->add_option("--token-embedding-type", flags->embedding_type,
-                   "GGUF type of token_embd.weight (default: the mix's)");
-  verb->add_flag("--leave-output-tensor", flags->leave_output,
-                 "leave output.weight (lm_head) as it is");
-  verb->add_option(
-      "--method", flags->method,
-      "rule for scales and biases: minmax, mlx or lsq (default lsq; in GGUF the type's own)");
-  verb->add_option("--target-bpw", flags->target_bpw,
-                   "most bits per weight of the whole model; the bits of each tensor are chosen by "
-                   "measured error")
-      ->check(number_in(1, 32));
-  verb->add_option(
-          "--override", flags->overrides,
-          "rule for tensors whose name matches: REGEX=BITS[:GROUP], REGEX=TYPE or REGEX=keep; the "
-          "first match decides")
-      ->allow_extra_args(false);
-  verb->add_option("--tensor-type", flags->tensor_types,
-                   "the same with GGUF types: REGEX=TYPE, as in llama-quantize")
-      ->allow_extra_args(false);
-  verb->add_option("--policy", flags->policy, "a JSON file of such rules (docs/quantize.md)");
-  verb->add_option("--imatrix", flags->imatrix,
-                   "importance matrix of llama.cpp, as GGUF or .dat: weighs the errors of lsq and "
-                   "of the K types");
-  verb->add_flag("--transcode", flags->transcode, "convert the file and keep every number exactly");
-  verb->add_flag(
-      "--lossy", flags->lossy,
-      "clamp numbers that the output's dtype cannot hold, instead of refusing them; with "
-      "--transcode, also quantise again what cannot be exact");
-  verb->add_option(
-      "--scale-dtype", flags->scale_dtype,
-      "dtype of MLX's scales and biases: f32, f16 or bf16 (default: that of the weights; f32 with "
-      "--transcode)");
-  verb->add_option("--dequantize", flags->dequantize, "write plain numbers: f32, f16 or bf16");
-  verb->add_option(
-      "--dtype", flags->dtype,
-      "dtype of tensors that are not quantised: f32, f16 or bf16 (default: as they are)");
-  verb->add_option("--split-max-size", flags->split_size,
-                   "cut a GGUF file into parts of at most this size, such as 500M or 2G");
-  verb->add_option("--split-max-tensors", flags->split_tensors,
-                   "cut a GGUF file into parts of at most this many tensors")
-      ->check(integer_in(1, 1 << 20));
-  verb->add_flag("--pure", flags->pure,
-                 "one type for every matrix: no mix, and also for those that are kept by default "
-                 "(routers, gates, ...)");
-  verb->add_flag("--allow-requantize", flags->allow_requantize,
-                 "accept a model that is already quantised");
-  verb->add_flag("--dry-run", flags->dry_run,
-                 "print what every tensor would become; write nothing");
-  verb->add_flag("--resume", flags->resume, "continue a run that was stopped");
-  verb->add_option("--threads", flags->common.threads, "CPU threads (default: one per core)")
+                   "a .gguf file, a Hugging Face or MLX folder, or a .safetensors file");
+  option("--hf-path,--model", flags->hf_path, "MODEL", "the same as MODEL, as in mlx_lm.convert");
+  option("--threads", flags->common.threads, "N",
+         "use N CPU threads (default: BITTERN_THREADS, or one per core)")
       ->check(integer_in(1, max_threads()));
-  verb->add_option(
-      "--json", flags->common.json,
-      "also write the report to this file; - is standard output, and text goes to standard error");
+  option("--json", flags->common.json, "FILE",
+         "also write a report to FILE, as JSON; - means standard output, and all other text then "
+         "goes to standard error");
+  verb->add_flag("--quiet", flags->common.quiet, "print only errors");
+
+  const char* what = "What to do (one of these, or --dtype alone)";
+  option("--bits,--q-bits", flags->bits, "N",
+         "quantise every matrix to N bits per weight: 2, 3, 4, 5, 6 or 8")
+      ->check(integer_in(1, 64))
+      ->group(what);
+  verb->add_flag("-q,--quantize", flags->quantize,
+                 "quantise as mlx_lm.convert -q does: to 4 bits unless another flag says how")
+      ->group(what);
+  option(
+      "--type", flags->type, "TYPE",
+      "write a GGUF file and give every tensor the type that llama-quantize gives it: Q2_K "
+      "Q2_K_S Q3_K_S Q3_K_M Q3_K_L Q4_0 Q4_1 Q4_K_S Q4_K_M Q5_0 Q5_1 Q5_K_S Q5_K_M Q6_K Q8_0 F16 "
+      "BF16 F32; Q3_K, Q4_K and Q5_K mean the _M mixes")
+      ->group(what);
+  option("--target-bpw", flags->target_bpw, "X",
+         "quantise the whole model to at most X bits per weight; measured errors decide the bits "
+         "of each tensor")
+      ->check(number_in(1, 32))
+      ->group(what);
+  verb->add_flag("--transcode", flags->transcode,
+                 "convert to another file format and keep every number exactly")
+      ->group(what);
+  option("--dequantize", flags->dequantize, "DTYPE", "write plain numbers: f32, f16 or bf16")
+      ->group(what);
+
+  const char* how = "How";
+  option("--group-size,--q-group-size", flags->group, "N",
+         "let N weights share a scale: 32, 64 or 128, in GGUF 32 (default: 64; with --target-bpw "
+         "the best for each tensor; in GGUF 32)")
+      ->check(integer_in(1, 1 << 20))
+      ->group(how);
+  option("--method", flags->method, "RULE",
+         "how scales and biases are found: minmax, mlx or lsq (default: lsq; in GGUF the type's "
+         "own rule)")
+      ->group(how);
+  option("--imatrix", flags->imatrix, "FILE",
+         "weight the errors of lsq and of the K types by llama.cpp's importance matrix, GGUF or "
+         ".dat")
+      ->group(how);
+  option("--scale-dtype", flags->scale_dtype, "DTYPE",
+         "dtype of MLX's scales and biases: f32, f16 or bf16 (default: that of the weights; f32 "
+         "with --transcode)")
+      ->group(how);
+  option("--dtype", flags->dtype, "DTYPE",
+         "dtype of the tensors that are not quantised: f32, f16 or bf16 (default: the source's)")
+      ->group(how);
+  verb->add_flag("--lossy", flags->lossy,
+                 "clamp numbers that the output's dtype cannot hold, instead of refusing them; "
+                 "with --transcode, also quantise again what cannot be exact")
+      ->group(how);
+  verb->add_flag("--allow-requantize", flags->allow_requantize,
+                 "accept a model that is already quantised")
+      ->group(how);
+
+  const char* tensors = "Single tensors";
+  option("--override", flags->overrides, "RULE",
+         "for tensors whose name matches REGEX: REGEX=BITS[:GROUP], REGEX=TYPE or REGEX=keep; the "
+         "first rule that matches decides; may be given several times")
+      ->allow_extra_args(false)
+      ->group(tensors);
+  option("--tensor-type", flags->tensor_types, "RULE",
+         "the same for GGUF types: REGEX=TYPE, as in llama-quantize")
+      ->allow_extra_args(false)
+      ->group(tensors);
+  option("--policy", flags->policy, "FILE", "read such rules from a JSON file (docs/quantize.md)")
+      ->group(tensors);
+  option("--output-tensor-type", flags->output_type, "TYPE",
+         "GGUF type of output.weight (default: as --type decides)")
+      ->group(tensors);
+  option("--token-embedding-type", flags->embedding_type, "TYPE",
+         "GGUF type of token_embd.weight (default: as --type decides)")
+      ->group(tensors);
+  verb->add_flag("--leave-output-tensor", flags->leave_output,
+                 "do not quantise output.weight (lm_head)")
+      ->group(tensors);
+  verb->add_flag("--pure", flags->pure,
+                 "give every matrix the same type, also those that are not quantised by default "
+                 "(routers, gates, ...)")
+      ->group(tensors);
+
+  const char* output = "Output";
+  option("-o,--output,--mlx-path", flags->out, "OUT", "write this folder or .gguf file")
+      ->group(output);
+  option("--format", flags->format, "FORMAT",
+         "mlx, gguf or safetensors (default: gguf if OUT ends in .gguf or a flag is for GGUF only; "
+         "safetensors with --dequantize; else mlx)")
+      ->group(output);
+  option("--split-max-size", flags->split_size, "SIZE",
+         "split a GGUF file into parts of at most SIZE bytes, such as 500M or 2G")
+      ->group(output);
+  option("--split-max-tensors", flags->split_tensors, "N",
+         "split a GGUF file into parts of at most N tensors")
+      ->check(integer_in(1, 1 << 20))
+      ->group(output);
+  verb->add_flag("--dry-run", flags->dry_run, "print what every tensor would become; write nothing")
+      ->group(output);
+  verb->add_flag("--resume", flags->resume, "continue a run that was stopped")->group(output);
   verb->add_flag("--force", flags->force,
-                 "replace OUT if bittern wrote it (and an earlier report of --json)");
-  verb->add_flag("--quiet", flags->common.quiet, "print errors only");
+                 "replace OUT if bittern wrote it, and FILE of --json if it is an earlier report")
+      ->group(output);
   verb->footer(
       "Examples:\n"
       "  bittern quantize model-folder -o model-4bit --bits 4\n"
