@@ -64,14 +64,14 @@ Status check_affine_desc(std::string_view op, const AffineDesc& d) noexcept;
 
 template <class D, class F>
 void visit_affine_fields(D& d, F&& f) {
-  f("outer_size", d.outer_size, "rows of the weight");
+  f("outer_size", d.outer_size, "number of rows");
   f("axis_size", d.axis_size, "length of a row");
   f("group_size", d.group_size, "weights per scale and bias, 2..1024");
-  f("bits", d.bits, "width of a code, 1..8 (0: just enough for n_bins)");
+  f("bits", d.bits, "bits per code, 1..8 (0: as many as n_bins needs)");
   f("n_bins", d.n_bins, "number of code values, 2..256 (0: 2^bits)");
   f("element", d.element, "dtype of the weights: f32 f64 f16 bf16");
-  f("storage", d.storage, "codes one per byte (u8) or packed into u32 words");
-  f("f32_scale", d.f32_scale, "scales and biases are f32 though weights are f16 or bf16");
+  f("storage", d.storage, "one code per byte, or codes packed into u32 words");
+  f("f32_scale", d.f32_scale, "keep scales and biases in f32 where weights are f16 or bf16");
 }
 
 }  // namespace bittern

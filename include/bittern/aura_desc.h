@@ -122,16 +122,17 @@ inline Status check_rotation(std::string_view op, const AuraDesc& d, const Const
 
 template <AuraFields kFields, class D, class F>
 void visit_aura_fields(D& d, F&& f) {
-  f("outer_size", d.outer_size, "rows");
+  f("outer_size", d.outer_size, "number of rows");
   f("axis_size", d.axis_size, "length of a row, 2..1024");
-  if constexpr (kFields.codes) f("bits", d.bits, "width of a code, 1..8");
+  if constexpr (kFields.codes) f("bits", d.bits, "bits per code, 1..8");
   f("element", d.element, "dtype of the rows: f32 f16 bf16");
-  f("rotation", d.rotation, "identity, hadamard (signs) or dense (a matrix)");
+  f("rotation", d.rotation, "rotation of a row (hadamard takes signs, dense a matrix)");
   if constexpr (kFields.scale_rule) {
-    f("scale_rule", d.scale_rule, "stored norm: matched none least_squares unbiased");
+    f("scale_rule", d.scale_rule, "rule for the stored norm");
   }
-  if constexpr (kFields.codes) f("f16_norm", d.f16_norm, "norms are f16, not f32");
-  if constexpr (kFields.rotated) f("rotated", d.rotated, "y stays in rotated space");
+  if constexpr (kFields.codes) f("f16_norm", d.f16_norm, "store norms in f16 instead of f32");
+  if constexpr (kFields.rotated)
+    f("rotated", d.rotated, "do not rotate back: y is in the rotated space");
   if constexpr (kFields.inverse) f("inverse", d.inverse, "apply the inverse rotation");
 }
 

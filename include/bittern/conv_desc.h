@@ -42,13 +42,13 @@ Status check_causal_conv_desc(std::string_view op, const CausalConvDesc& d) noex
 
 template <class D, class F>
 void visit_causal_conv_fields(D& d, F&& f) {
-  f("batch", d.batch, "rows of tokens; 1 when n_sequences is given");
-  f("tokens", d.tokens, "tokens of a row");
-  f("channels", d.channels, "channels, each convolved by itself");
-  f("width", d.width, "inputs an output sees, 2..4");
-  f("n_sequences", d.n_sequences, "sequences packed in the tokens (0: each row is one)");
-  f("element", d.element, "dtype: f32 f16 bf16");
-  f("silu", d.silu, "the output is silu of the sum");
+  f("batch", d.batch, "rows of tokens; 1 with n_sequences");
+  f("tokens", d.tokens, "tokens per row");
+  f("channels", d.channels, "number of channels");
+  f("width", d.width, "inputs per output, 2..4");
+  f("n_sequences", d.n_sequences, "number of sequences packed in the tokens (0: each row is one)");
+  f("element", d.element, "dtype of the tensors: f32 f16 bf16");
+  f("silu", d.silu, "apply silu to the output");
 }
 
 }  // namespace bittern

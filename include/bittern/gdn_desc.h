@@ -110,28 +110,31 @@ Status check_gdn_desc(std::string_view op, const GdnDesc& d) noexcept;
 
 template <GdnFields kFields, class D, class F>
 void visit_gdn_fields(D& d, F&& f) {
-  f("batch", d.batch, "rows of tokens; 1 when n_sequences is given");
-  f("tokens", d.tokens, "tokens of a row");
-  if constexpr (kFields.keys) f("key_heads", d.key_heads, "heads of q and k");
-  f("value_heads", d.value_heads, "heads of v, g and beta: a multiple of key_heads");
+  f("batch", d.batch, "rows of tokens; 1 with n_sequences");
+  f("tokens", d.tokens, "tokens per row");
+  if constexpr (kFields.keys) f("key_heads", d.key_heads, "number of heads of q and k");
+  f("value_heads", d.value_heads, "number of heads of v, g and beta, a multiple of key_heads");
   if constexpr (kFields.keys) f("key_dim", d.key_dim, "length of a key, 1..256");
   if constexpr (kFields.values) f("value_dim", d.value_dim, "length of a value, 1..256");
-  f("chunk", d.chunk, "tokens of a chunk: 16, 32 or 64");
-  f("n_sequences", d.n_sequences, "sequences packed in the tokens (0: each row is one)");
+  f("chunk", d.chunk, "tokens per chunk: 16, 32 or 64");
+  f("n_sequences", d.n_sequences, "number of sequences packed in the tokens (0: each row is one)");
   if constexpr (kFields.keys || kFields.values)
     f("element", d.element, "dtype of keys and values: f32 f16 bf16");
   if constexpr (kFields.matrix) f("a_element", d.a_element, "dtype of A: f32 bf16");
-  if constexpr (kFields.keys) f("head_map", d.head_map, "which key head a value head uses");
+  if constexpr (kFields.keys)
+    f("head_map", d.head_map,
+      "key head of value head h: h / (value_heads / key_heads) or h % key_heads");
   if constexpr (kFields.state) f("state_layout", d.state_layout, "order of a state's two axes");
   if constexpr (kFields.triangle)
-    f("lower_triangular", d.lower_triangular, "what lies above A's diagonal is not read");
-  if constexpr (kFields.fused) f("qk_l2norm", d.qk_l2norm, "q and k are normalised first");
-  if constexpr (kFields.gate) f("gate", d.gate, "g is -exp(a_log) * softplus(g + dt_bias)");
+    f("lower_triangular", d.lower_triangular, "do not read A above its diagonal");
+  if constexpr (kFields.fused)
+    f("qk_l2norm", d.qk_l2norm, "normalise q and k by their L2 norm first");
+  if constexpr (kFields.gate) f("gate", d.gate, "use -exp(a_log) * softplus(g + dt_bias) for g");
   if constexpr (kFields.fused) {
-    f("beta_sigmoid", d.beta_sigmoid, "beta is sigmoid(beta)");
-    f("allow_neg_eigval", d.allow_neg_eigval, "beta is 2 * sigmoid(beta)");
+    f("beta_sigmoid", d.beta_sigmoid, "use sigmoid(beta) for beta");
+    f("allow_neg_eigval", d.allow_neg_eigval, "use 2 * sigmoid(beta) for beta");
   }
-  if constexpr (kFields.scale) f("scale", d.scale, "of q (0: key_dim ^ -0.5)");
+  if constexpr (kFields.scale) f("scale", d.scale, "factor of q (0: key_dim ^ -0.5)");
 }
 
 }  // namespace bittern

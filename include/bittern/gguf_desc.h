@@ -122,9 +122,9 @@ Status check_gguf_desc(std::string_view op, const GgufDesc& d) noexcept;
 
 template <class D, class F>
 void visit_gguf_fields(D& d, F&& f) {
-  f("outer_size", d.outer_size, "rows");
-  f("axis_size", d.axis_size, "weights of a row, a multiple of the type's block (32 or 256)");
-  f("type", d.type, "block format");
+  f("outer_size", d.outer_size, "number of rows");
+  f("axis_size", d.axis_size, "weights per row, a multiple of the type's block (32 or 256)");
+  f("type", d.type, "GGUF block type, such as Q4_0 or Q4_K");
   f("element", d.element, "dtype of the weights: f32 f16 bf16");
 }
 

@@ -73,15 +73,16 @@ void visit_kv_fields(C& c, F&& f) {
   f("page_size", c.page_size, "tokens of a page, 16..128");
   f("first", c.first, "first tokens, kept in bf16");
   f("recent", c.recent, "newest tokens, kept in bf16");
-  f("window", c.window, "tokens a query sees; 0: all");
+  f("window", c.window, "number of tokens that a query sees (0: all)");
   f("slack", c.slack, "tokens kept beyond the window, for truncate and for several queries");
-  f("window_keeps_first", c.window_keeps_first, "first tokens are seen beyond the window");
-  f("f16_scale", c.f16_scale, "scales are f16, not f32");
-  f("k.bits", c.k.bits, "width of a code of K, 1..8");
+  f("window_keeps_first", c.window_keeps_first,
+    "let queries see the first tokens outside the window too");
+  f("f16_scale", c.f16_scale, "store scales in f16 instead of f32");
+  f("k.bits", c.k.bits, "bits per code of K, 1..8");
   f("k.rotation", c.k.rotation, "identity, hadamard or dense");
   f("k.seed", c.k.seed, "seed of the rotation");
   f("k.scale_rule", c.k.scale_rule, "matched, none, least_squares or unbiased");
-  f("v.bits", c.v.bits, "width of a code of V, 1..8");
+  f("v.bits", c.v.bits, "bits per code of V, 1..8");
   f("v.rotation", c.v.rotation, "identity, hadamard or dense");
   f("v.seed", c.v.seed, "seed of the rotation");
   f("v.scale_rule", c.v.scale_rule, "matched, none, least_squares or unbiased");

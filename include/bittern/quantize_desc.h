@@ -82,8 +82,9 @@ void visit_quantize_fields(D& d, F&& f) {
   }
   f("element", d.element, "dtype of the floating-point tensors: f32 f64 f16 bf16");
   if constexpr (kFields.code) f("code", d.code, "dtype of the codes: s8 u8");
-  f("f32_scale", d.f32_scale, "scales are f32 though x is f16 or bf16");
-  if constexpr (kFields.symmetric) f("symmetric", d.symmetric, "zero point 0, scale from max|x|");
+  f("f32_scale", d.f32_scale, "keep scales in f32 where x is f16 or bf16");
+  if constexpr (kFields.symmetric)
+    f("symmetric", d.symmetric, "use zero point 0 and a scale from max |x|");
 }
 
 inline constexpr unsigned kRows = Operand::kRowStride | Operand::kInPlace;

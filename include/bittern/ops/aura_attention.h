@@ -158,26 +158,27 @@ struct AuraAttention {
 
   template <class D, class F>
   static void fields(D& d, F&& f) {
-    f("sequences", d.sequences, "sequences, each with tokens of its own");
-    f("queries", d.queries, "query tokens of each sequence, the last ones it has");
-    f("heads", d.heads, "query heads");
-    f("kv_heads", d.kv_heads, "KV heads, a divisor of heads");
+    f("sequences", d.sequences, "number of sequences");
+    f("queries", d.queries, "query tokens per sequence: its last ones");
+    f("heads", d.heads, "number of query heads");
+    f("kv_heads", d.kv_heads, "number of KV heads, a divisor of heads");
     f("dim", d.dim, "length of a head's row, 2..1024");
-    f("capacity", d.capacity, "coded tokens a sequence has room for");
-    f("page_size", d.page_size, "tokens of a page, 16..128; 0: contiguous");
-    f("pages", d.pages, "pages of the pool");
-    f("first", d.first, "first tokens, kept exactly, a sequence has room for");
-    f("recent", d.recent, "recent tokens, kept exactly, a sequence has room for");
-    f("k_bits", d.k_bits, "width of a code of K, 1..8");
-    f("v_bits", d.v_bits, "width of a code of V, 1..8");
-    f("k_rotation", d.k_rotation, "identity, hadamard (signs) or dense (a matrix)");
-    f("v_rotation", d.v_rotation, "identity, hadamard (signs) or dense (a matrix)");
-    f("scale", d.scale, "factor of the logits; 0: 1 / sqrt(dim)");
-    f("window", d.window, "tokens a query sees; 0: all");
-    f("window_keeps_first", d.window_keeps_first, "first tokens are seen beyond the window");
-    f("causal", d.causal, "a query sees no token after its own");
+    f("capacity", d.capacity, "largest number of coded tokens of a sequence");
+    f("page_size", d.page_size, "tokens per page, 16..128 (0: contiguous, no pages)");
+    f("pages", d.pages, "number of pages in the pool");
+    f("first", d.first, "largest number of first tokens, which are not coded");
+    f("recent", d.recent, "largest number of recent tokens, which are not coded");
+    f("k_bits", d.k_bits, "bits per code of K, 1..8");
+    f("v_bits", d.v_bits, "bits per code of V, 1..8");
+    f("k_rotation", d.k_rotation, "rotation of K (hadamard takes signs, dense a matrix)");
+    f("v_rotation", d.v_rotation, "rotation of V (hadamard takes signs, dense a matrix)");
+    f("scale", d.scale, "factor of the logits (0: 1 / sqrt(dim))");
+    f("window", d.window, "number of tokens that a query sees (0: all)");
+    f("window_keeps_first", d.window_keeps_first,
+      "let queries see the first tokens outside the window too");
+    f("causal", d.causal, "hide the tokens after a query from it");
     f("element", d.element, "dtype of q and out: f32 f16 bf16");
-    f("f16_scale", d.f16_scale, "scales are f16, not f32");
+    f("f16_scale", d.f16_scale, "store scales in f16 instead of f32");
     f("exact", d.exact, "dtype of first and recent tokens: f32 f16 bf16");
   }
   template <class A, class F>

@@ -32,10 +32,10 @@ struct GatedRmsNorm {
 
   template <class D, class F>
   static void fields(D& d, F&& f) {
-    f("rows", d.rows, "rows");
+    f("rows", d.rows, "number of rows");
     f("dim", d.dim, "length of a row");
     f("eps", d.eps, "added to the mean square");
-    f("element", d.element, "dtype: f32 f16 bf16");
+    f("element", d.element, "dtype of the tensors: f32 f16 bf16");
     f("rounding", d.rounding, "round once, or after each of norm, weight and gate");
   }
   template <class A, class F>

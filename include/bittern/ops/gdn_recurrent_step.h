@@ -103,21 +103,22 @@ struct GdnRecurrentStep {
 
   template <class D, class F>
   static void fields(D& d, F&& f) {
-    f("batch", d.batch, "sequences");
-    f("tokens", d.tokens, "tokens of each");
-    f("key_heads", d.key_heads, "heads of q and k");
-    f("value_heads", d.value_heads, "heads of v, g and beta: a multiple of key_heads");
+    f("batch", d.batch, "number of sequences");
+    f("tokens", d.tokens, "tokens per sequence");
+    f("key_heads", d.key_heads, "number of heads of q and k");
+    f("value_heads", d.value_heads, "number of heads of v, g and beta, a multiple of key_heads");
     f("key_dim", d.key_dim, "length of a key, 1..256");
     f("value_dim", d.value_dim, "length of a value, 1..256");
-    f("pool", d.pool, "states that state_index picks from (0: one for each sequence)");
+    f("pool", d.pool, "number of states that state_index chooses from (0: one per sequence)");
     f("element", d.element, "dtype of q, k, v and o: f32 f16 bf16");
-    f("head_map", d.head_map, "which key head a value head uses");
+    f("head_map", d.head_map,
+      "key head of value head h: h / (value_heads / key_heads) or h % key_heads");
     f("state_layout", d.state_layout, "order of a state's two axes");
-    f("qk_l2norm", d.qk_l2norm, "q and k are normalised first");
-    f("gate", d.gate, "g is -exp(a_log) * softplus(g + dt_bias)");
-    f("beta_sigmoid", d.beta_sigmoid, "beta is sigmoid(beta)");
-    f("allow_neg_eigval", d.allow_neg_eigval, "beta is 2 * sigmoid(beta)");
-    f("scale", d.scale, "of q (0: key_dim ^ -0.5)");
+    f("qk_l2norm", d.qk_l2norm, "normalise q and k by their L2 norm first");
+    f("gate", d.gate, "use -exp(a_log) * softplus(g + dt_bias) for g");
+    f("beta_sigmoid", d.beta_sigmoid, "use sigmoid(beta) for beta");
+    f("allow_neg_eigval", d.allow_neg_eigval, "use 2 * sigmoid(beta) for beta");
+    f("scale", d.scale, "factor of q (0: key_dim ^ -0.5)");
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {

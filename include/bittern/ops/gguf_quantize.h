@@ -65,7 +65,7 @@ struct GgufQuantize {
   template <class D, class F>
   static void fields(D& d, F&& f) {
     visit_gguf_fields(d, f);
-    f("given_grid", d.given_grid, "scales and biases are given (Q4_K, Q5_K)");
+    f("given_grid", d.given_grid, "fit the blocks to given scales and biases (Q4_K, Q5_K)");
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {

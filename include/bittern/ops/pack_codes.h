@@ -22,7 +22,7 @@ Status check_pack_desc(std::string_view op, const PackDesc& d) noexcept;
 
 template <class D, class F>
 void visit_pack_fields(D& d, F&& f) {
-  f("outer_size", d.outer_size, "rows");
+  f("outer_size", d.outer_size, "number of rows");
   f("axis_size", d.axis_size, "codes per row");
   f("bits", d.bits, "bits per code, 1..8");
 }

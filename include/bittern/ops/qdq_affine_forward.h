@@ -29,7 +29,7 @@ struct QdqAffineForward {
   template <class D, class F>
   static void fields(D& d, F&& f) {
     visit_affine_fields(d, f);
-    f("rounding", d.rounding, "once (one rounding) or mlx (product rounded first)");
+    f("rounding", d.rounding, "round once, or the product too as MLX does");
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {

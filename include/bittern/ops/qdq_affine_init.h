@@ -56,8 +56,8 @@ struct QdqAffineInit {
   template <class D, class F>
   static void fields(D& d, F&& f) {
     visit_affine_fields(d, f);
-    f("method", d.method, "rule for scale and bias: minmax mlx lsq");
-    f("expect_finite", d.expect_finite, "weights that are infinite or NaN are an error");
+    f("method", d.method, "rule for scales and biases");
+    f("expect_finite", d.expect_finite, "refuse weights that are infinite or NaN");
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
