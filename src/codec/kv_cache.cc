@@ -309,7 +309,7 @@ Status KvCache::append_all(const ConstView& k, const ConstView& v,
   for (const auto& [name, side] : {std::pair{"k", &config_.k}, {"v", &config_.v}}) {
     if (side->codebook.boundaries.empty()) {
       return refuse(std::string(name).append(".codebook.boundaries"),
-                    "none, as of tables for decoding only; expected some to append");
+                    "none: this table can only decode; to append, the codebook needs boundaries");
     }
   }
   std::vector<float> row(at(dim));

@@ -728,8 +728,8 @@ TEST(KvCache, LegacyTablesAreForDecodingOnly) {
   const Floats x(128, 1.0f);
   expect_error(
       cache->append(rows(x, 1, 128), rows(x, 1, 128)), Code::invalid_argument,
-      "kv_cache: k.codebook.boundaries: none, as of tables for decoding only; expected some to "
-      "append");
+      "kv_cache: k.codebook.boundaries: none: this table can only decode; to append, the codebook "
+      "needs boundaries");
 }
 
 // ---- quality ----

@@ -58,7 +58,7 @@ Status missing(const std::vector<Part>& parts, Q quantity, std::int64_t row) {
     for (const Rows& run : part.rows) {
       if (run.quantity != quantity) continue;
       if (part.whole || (row >= run.first && row < run.first + run.count * run.step))
-        return invalid("no tensor " + in_quotes(part.name) + ", expected one as the config says");
+        return invalid("no tensor " + in_quotes(part.name) + "; the config requires it");
     }
   }
   return {Code::internal, "a tensor's rows are nowhere"};
@@ -91,8 +91,8 @@ class Renamer {
     for (const auto& [name, shape] : shapes_) {
       if (used_.contains(name)) continue;
       if (!may_be_left_out(name))
-        return unsupported("tensor " + in_quotes(name) + " " + shape->str() + " is not one of a " +
-                           m_.type->name + ", expected only those");
+        return unsupported("tensor " + in_quotes(name) + " " + shape->str() +
+                           " does not belong to a " + m_.type->name + " model");
       out_.left_out.push_back(std::string(name));
     }
     return std::move(out_);

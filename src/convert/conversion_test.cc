@@ -215,7 +215,7 @@ TEST_F(Conversions, RefuseClearly) {
          "IQ4_NL: not written, expected one of Q2_K Q3_K Q4_0");
   expect({.format = ModelFormat::gguf, .bits = 4}, "nobodys");
   expect({.bits = 4, .rules = {{.pattern = "("}}},
-         "\"(\": missing ): (: not a regular expression of RE2");
+         "\"(\": missing ): (: RE2 does not accept this pattern");
   expect({.target_bpw = 1}, "the smallest possible is");
   expect({.bits = 4, .imatrix = path("none")}, "no such file");
   std::vector<float> sick = noise(256, 5);

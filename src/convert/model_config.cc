@@ -148,7 +148,8 @@ void read_rope(Fields& fields, const Json& text, Model& m) {
                                "or longrope");
   }
   if (type.arch == Arch::phi3 && rope.type != "default" && rope.type != "longrope")
-    in.cannot("rope_type", " " + in_quotes(rope.type) + " is not one of a phi3, expected longrope");
+    in.cannot("rope_type",
+              " " + in_quotes(rope.type) + " does not belong to a phi3, expected longrope");
   fields.fail(in.status());
 }
 
@@ -326,8 +327,7 @@ Result<Model> model_from_config(const Json& config) {
   if (!sections.empty() && fields.status().ok() &&
       sections[0] + sections[1] + sections[2] != m.rotary_dim() / 2)
     fields.refuse("rope_parameters", "one whose mrope_section does not add up to the " +
-                                         std::to_string(m.rotary_dim() / 2) +
-                                         " frequencies, expected it to");
+                                         std::to_string(m.rotary_dim() / 2) + " frequencies");
 
   const bool bias = fields.truth_or("attention_bias", false);
   m.attention_bias = bias || m.arch() == Arch::qwen2 ||

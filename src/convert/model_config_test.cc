@@ -64,9 +64,10 @@ TEST(Config, WhatIsWrongIsSaid) {
                     {{"type", "llama3"}, {"low_freq_factor", 4}, {"high_freq_factor", 4}}),
             "config.json: \"rope_scaling.high_freq_factor\" is 4.000000, expected more than "
             "low_freq_factor, 4.000000");
-  EXPECT_EQ(refused("phi3", "rope_scaling", {{"type", "linear"}, {"factor", 4}}),
-            "config.json: \"rope_scaling.rope_type\" \"linear\" is not one of a phi3, expected "
-            "longrope");
+  EXPECT_EQ(
+      refused("phi3", "rope_scaling", {{"type", "linear"}, {"factor", 4}}),
+      "config.json: \"rope_scaling.rope_type\" \"linear\" does not belong to a phi3, expected "
+      "longrope");
   EXPECT_EQ(refused("phi3", "rope_scaling", {{"type", "su"}, {"short_factor", {1.0}}}),
             "config.json: \"rope_scaling.long_factor\" is missing");
   EXPECT_EQ(refused("phi3", "rope_scaling",
@@ -117,7 +118,7 @@ TEST(Config, WhatIsWrongIsSaid) {
             "linear_num_key_heads (4)");
   EXPECT_EQ(refused("qwen35", "rope_parameters", {{"mrope_section", {1, 1, 1}}}),
             "config.json: \"rope_parameters\" is one whose mrope_section does not add up to the 1 "
-            "frequencies, expected it to");
+            "frequencies");
   EXPECT_EQ(refused("qwen35", "rope_parameters", {{"mrope_section", {1, -1, 1}}}),
             "config.json: \"rope_parameters.mrope_section\" is [1,-1,1], expected three whole "
             "numbers");

@@ -173,7 +173,7 @@ Status read_llama3(const GgufFile& file, const GgufTensor& tensor, Keys& keys, M
       return refuse("a factor is " + std::to_string(f) + ", expected 1 or more");
   if (!solve_llama3(*factors, keys.count_or("rope.scaling.original_context_length", 0), m.context,
                     m.rope))
-    return refuse("not the factors of a llama3 rotary embedding, expected them to be");
+    return refuse("no llama3 rotary embedding has these factors");
   return {};
 }
 
@@ -229,8 +229,8 @@ Result<Model> model_from_gguf(const GgufFile& file) {
   m.heads = keys.count("attention.head_count");
   m.kv_heads = keys.count_or("attention.head_count_kv", m.heads);
   if (m.heads % m.kv_heads != 0)
-    keys.fail(invalid(keys.name("attention.head_count") +
-                      "no multiple of attention.head_count_kv, expected one"));
+    keys.fail(
+        invalid(keys.name("attention.head_count") + "not a multiple of attention.head_count_kv"));
   m.head_dim = keys.count_or("attention.key_length", m.hidden / m.heads);
   if (const auto dim = keys.count_or("attention.value_length", m.head_dim); dim != m.head_dim)
     keys.fail(unsupported(keys.name("attention.value_length") + std::to_string(dim) +
@@ -345,7 +345,7 @@ Result<Model> model_from_gguf(const GgufFile& file) {
       });
       if (wrong != 0 || layer < m.layers)
         return unsupported(keys.name("attention.recurrent_layers") +
-                           "not all but every full_attention_interval-th layer, expected that");
+                           "expected all layers but every full_attention_interval-th");
     }
   }
   if (keys.has("expert_count")) {

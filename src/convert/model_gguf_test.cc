@@ -311,7 +311,7 @@ TEST_F(Metadata, WhatIsWrongIsSaid) {
                     GgufData::array(std::span<const std::uint32_t>(even))),
             "");
   EXPECT_EQ(refused("llama", "llama.attention.head_count_kv", GgufData(std::uint32_t{3})),
-            "llama.attention.head_count: no multiple of attention.head_count_kv, expected one");
+            "llama.attention.head_count: not a multiple of attention.head_count_kv");
   EXPECT_EQ(refused("llama", "llama.attention.value_length", GgufData(std::uint32_t{3})),
             "llama.attention.value_length: 3, expected attention.key_length, 4");
   EXPECT_EQ(refused("llama", "llama.rope.freq_base", GgufData(0.0f)),
@@ -325,11 +325,10 @@ TEST_F(Metadata, WhatIsWrongIsSaid) {
             "qwen35.ssm.inner_size: the heads of the gated delta net do not fit together, expected "
             "ssm.state_size x ssm.time_step_rank, which is a multiple of ssm.group_count");
   const std::array<bool, 2> recurrent{false, true}, usual{true, false};
-  EXPECT_EQ(
-      refused("qwen35", "qwen35.attention.recurrent_layers",
-              GgufData::array(std::span<const bool>(recurrent))),
-      "qwen35.attention.recurrent_layers: not all but every full_attention_interval-th layer, "
-      "expected that");
+  EXPECT_EQ(refused("qwen35", "qwen35.attention.recurrent_layers",
+                    GgufData::array(std::span<const bool>(recurrent))),
+            "qwen35.attention.recurrent_layers: expected all layers but every "
+            "full_attention_interval-th");
   EXPECT_EQ(refused("qwen35", "qwen35.attention.recurrent_layers",
                     GgufData::array(std::span<const bool>(usual))),
             "");
@@ -479,8 +478,7 @@ TEST_F(Metadata, OtherFactorsAreRefused) {
   };
   EXPECT_EQ(refused({1, 2, 3}), "tensor rope_freqs.weight: F32 [3], expected F32 [2]");
   EXPECT_EQ(refused({4, 1}),
-            "tensor rope_freqs.weight: not the factors of a llama3 rotary embedding, expected them "
-            "to be");
+            "tensor rope_freqs.weight: no llama3 rotary embedding has these factors");
   EXPECT_EQ(refused({1, std::nanf("")}),
             "tensor rope_freqs.weight: a factor is nan, expected 1 or more");
 }

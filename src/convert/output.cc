@@ -40,8 +40,7 @@ Status os_error(const std::string& what, int error) {
 }
 
 Status in_work(const std::string& path) {
-  return unavailable(path + ": another run is writing it now, expected none (" + path +
-                     ".partial.journal is locked)");
+  return unavailable(path + ": another run is writing it (" + path + ".partial.journal is locked)");
 }
 
 // Whether the process that made the journal holds it still.
@@ -104,7 +103,7 @@ Status rename_new(const std::string& from, const std::string& to) {
                                                          : errno;
   }
   if (error == 0) return {};
-  if (error == EEXIST) return invalid(to + ": exists by now, expected a new name");
+  if (error == EEXIST) return invalid(to + ": was created in the meantime, expected a new name");
   return os_error(to + ": cannot rename to it", error);
 }
 
@@ -460,8 +459,7 @@ ModelOutput::~ModelOutput() {
 Status ModelOutput::check_names() const {
   for (const WritableFile& file : files_)
     if (!file.has_name())
-      return unavailable(file.path() +
-                         ": removed or replaced while it was being written, expected it to stay");
+      return unavailable(file.path() + ": removed or replaced while bittern was writing it");
   return {};
 }
 

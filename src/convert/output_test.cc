@@ -364,7 +364,7 @@ TEST_F(Outputs, TellALiveRunFromOneThatWasStopped) {
     for (const bool force : {false, true}) {
       for (const bool resume : {false, true}) {
         const OutputOptions options{.force = force, .resume = resume, .fingerprint = 1};
-        EXPECT_TRUE(has(message("out", options), "out: another run is writing it now"));
+        EXPECT_TRUE(has(message("out", options), "out: another run is writing it"));
         EXPECT_TRUE(has(std::string(check_output(path("out"), options).message()), "another run"));
       }
     }

@@ -40,7 +40,7 @@ Status read_policy(const std::string& path, ConversionOptions& options) noexcept
   BITTERN_TRY(file->unchanged());
   const Json& policy = *parsed;
   const auto refuse = [&](const std::string& what) { return invalid(path + ": " + what); };
-  if (!policy.is_object()) return refuse("not a JSON object, expected one");
+  if (!policy.is_object()) return refuse("not a JSON object");
   const auto number = [&](const Json& in, const char* key, int& to) -> Status {
     const auto found = in.find(key);
     if (found == in.end()) return {};
@@ -122,7 +122,7 @@ Status ConversionPlanner::compile_rules() {
     auto pattern = std::make_shared<const RE2>(rule.pattern, quiet);
     if (!pattern->ok())  // the reason may repeat a pattern of any length
       return invalid(in_quotes(rule.pattern) + ": " + pattern->error().substr(0, 80) +
-                     ": not a regular expression of RE2, expected one");
+                     ": RE2 does not accept this pattern");
     patterns_.push_back(std::move(pattern));
   }
   return {};

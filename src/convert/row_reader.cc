@@ -92,7 +92,7 @@ Result<RowReader> RowReader::open(const Checkpoint& source, const Recipe& recipe
   reader.map_ = recipe.map;
   for (const std::string& name : recipe.sources) {
     const CheckpointTensor* found = source.find(name);
-    if (found == nullptr) return refuse(name, "not there, expected");
+    if (found == nullptr) return refuse(name, "missing");
     CheckpointTensor& tensor = reader.sources_.emplace_back(*found);
     // A conv weight [C, 1, K] and its [C, K] or [C, K, 1] are the same numbers.
     if (tensor.columns() != reader.columns_ && !tensor.storage.quantized() && reader.columns_ > 0 &&

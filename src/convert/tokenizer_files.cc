@@ -376,8 +376,7 @@ Result<SentencePieces> read_sentencepiece(const std::string& path) {
     return true;
   });
   if (!status.ok()) return status;
-  if (!whole || out.pieces.empty())
-    return invalid(path + ": not a sentencepiece model, expected one");
+  if (!whole || out.pieces.empty()) return invalid(path + ": not a sentencepiece model");
   constexpr std::uint64_t kBpe = 2;
   if (model_type != kBpe)
     return unsupported(path + ": trainer_spec.model_type " + std::to_string(model_type) +

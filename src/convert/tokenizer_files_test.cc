@@ -114,8 +114,9 @@ TEST(Tokenizer, BadTokenizerJsonIsNamed) {
             "tokenizer.json: model.vocab: a number, expected an object");
   EXPECT_EQ(error("/model/merges", "[\"a b\", \"a b\"]"),
             "tokenizer.json: model.merges: \"a\" \"b\" twice, expected once");
-  EXPECT_EQ(error("/model/merges", "[[\"a\", \"x\"]]"),
-            "tokenizer.json: model.merges: merge 0, \"a\" \"x\": \"x\" is no token, expected one");
+  EXPECT_EQ(
+      error("/model/merges", "[[\"a\", \"x\"]]"),
+      "tokenizer.json: model.merges: merge 0, \"a\" \"x\": \"x\" is not a token of the vocabulary");
   EXPECT_EQ(error("/model/merges", "[[\"a\"]]"),
             "tokenizer.json: model.merges: merge 0: a list of 1, expected two tokens");
   EXPECT_EQ(error("/model/merges", "[\"ab\"]"),
@@ -128,7 +129,7 @@ TEST(Tokenizer, BadTokenizerJsonIsNamed) {
             "tokenizer.json: model.type: \"WordPiece\", expected BPE");
   EXPECT_EQ(error("/model/end_of_word_suffix", "\"</w>\""),
             "tokenizer.json: model.end_of_word_suffix: \"</w>\", which GGUF cannot say");
-  EXPECT_EQ(error("/model", "null"), "tokenizer.json: model: not there, expected an object");
+  EXPECT_EQ(error("/model", "null"), "tokenizer.json: model: missing, expected an object");
   EXPECT_EQ(error("/added_tokens", "{}"),
             "tokenizer.json: added_tokens: expected a list of objects");
   EXPECT_EQ(error("/added_tokens", "[{\"id\": 5}]"),
@@ -141,9 +142,8 @@ TEST(Tokenizer, BadTokenizerJsonIsNamed) {
   EXPECT_EQ(error("/added_tokens/0/content", "\"a\""),
             "tokenizer.json: tokens 0 and 5 are both \"a\", expected each once");
   EXPECT_EQ(error("/added_tokens/0/rstrip", "true"),
-            "tokenizer.json: added_tokens: \"<s>\" takes the spaces around it or stands alone "
-            "only, which "
-            "GGUF cannot say");
+            "tokenizer.json: added_tokens: \"<s>\" has lstrip, rstrip or single_word, which "
+            "GGUF cannot express");
   EXPECT_EQ(error("/added_tokens/0/special", "1"),
             "tokenizer.json: added_tokens.special: a number, expected a boolean");
   EXPECT_EQ(
@@ -172,7 +172,7 @@ TEST(Tokenizer, BadTokenizerJsonIsNamed) {
   EXPECT_EQ(convert(small_json(), 0).error,
             "tokenizer.json: a model of 0 tokens, expected 1 to 1048576");
   EXPECT_EQ(convert(small_json(), 6, R"({"bos_token": "x"})").error,
-            "tokenizer_config.json: bos_token: \"x\" is no token, expected one");
+            "tokenizer_config.json: bos_token: \"x\" is not a token of the vocabulary");
   EXPECT_EQ(convert(small_json(), 6, R"({"chat_template": 7})").error,
             "tokenizer_config.json: chat_template: expected a string or a list of named templates");
   EXPECT_EQ(
@@ -309,7 +309,7 @@ TEST(Tokenizer, BadSentencepieceModelIsNamed) {
   };
   const std::string good = model(kPieces);
   EXPECT_EQ(error(good), "");
-  EXPECT_EQ(error("x"), "tokenizer.model: not a sentencepiece model, expected one");
+  EXPECT_EQ(error("x"), "tokenizer.model: not a sentencepiece model");
   for (std::size_t size = 1; size < good.size(); ++size) {
     EXPECT_NE(error(good.substr(0, size)), "") << size;  // also without its specs
   }

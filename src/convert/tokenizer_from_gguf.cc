@@ -183,7 +183,7 @@ Status read_name(Source& s) {
     if (s.index.find(s.tokens, token) < 0)
       return unsupported(s.file.path() + ": general.name: " + in_quotes(*name) +
                          ": llama.cpp looks for the token " + in_quotes(token) +
-                         " in models of this name, expected it");
+                         " in models of this name, and there is none");
   return {};
 }
 

@@ -165,7 +165,7 @@ Status put_file_merges(const Source& s, const GgufValue& merges, std::string& ou
     joined.assign(left).append(right);
     for (const std::string_view part : {left, right, std::string_view(joined)}) {
       if (s.index.find(s.tokens, part) < 0)
-        return refuse(in_quotes(part) + " is no token, expected one");
+        return refuse(in_quotes(part) + " is not a token of the vocabulary");
     }
     put_merge(out, left, right, i == 0);
     ++i;

@@ -153,7 +153,7 @@ Result<NamedIds> named_ids(const Companions& c, const Tokens& t) {
       const std::int64_t id = t.find(text);
       if (id < 0)
         return invalid(c.folder + name + key + ": " + in_quotes(text) +
-                       " is no token, expected one");
+                       " is not a token of the vocabulary");
       ids[i] = static_cast<std::uint32_t>(id);
     }
     if (ids[i]) continue;

@@ -162,7 +162,7 @@ TEST(Tokenizer, BadMetadataIsNamed) {
             "tokenizer.ggml.pre: \"nobody\", expected one of " + pre_tokenizer_names());
   EXPECT_EQ(error("general.name", GgufData("My Phi-3")),
             "general.name: \"My Phi-3\": llama.cpp looks for the token \"</s>\" in models of this "
-            "name, expected it");
+            "name, and there is none");
   Strings tokens = kTokens;
   tokens[2] = "a";
   EXPECT_EQ(error("tokenizer.ggml.tokens", strings(tokens)),
@@ -182,9 +182,9 @@ TEST(Tokenizer, BadMetadataIsNamed) {
   EXPECT_EQ(error("tokenizer.ggml.merges", strings({"a b", "a"})),
             "tokenizer.ggml.merges: merge 1, \"a\": no space, expected two tokens");
   EXPECT_EQ(error("tokenizer.ggml.merges", strings({"a x"})),
-            "tokenizer.ggml.merges: merge 0, \"a x\": \"x\" is no token, expected one");
+            "tokenizer.ggml.merges: merge 0, \"a x\": \"x\" is not a token of the vocabulary");
   EXPECT_EQ(error("tokenizer.ggml.merges", strings({"b a"})),
-            "tokenizer.ggml.merges: merge 0, \"b a\": \"ba\" is no token, expected one");
+            "tokenizer.ggml.merges: merge 0, \"b a\": \"ba\" is not a token of the vocabulary");
   EXPECT_EQ(error("tokenizer.ggml.merges", integers({1})),
             "tokenizer.ggml.merges: 1 of type s32, expected at most 4194304 strings");
   EXPECT_EQ(error("tokenizer.ggml.eos_token_id", id(8)),

@@ -75,7 +75,7 @@ Result<Metadata> from_byte_level(TokenizerJson& json, const std::string& path, c
 
 Status check_model(const Json& rest, const std::string& path) {
   const Json* model = member(rest, "model");
-  if (model == nullptr) return invalid(path + ": model: not there, expected an object");
+  if (model == nullptr) return invalid(path + ": model: missing, expected an object");
   // Files of old have no type: theirs is BPE where there are merges.
   const std::string type = text_member(*model, "type");
   if (type != "BPE" && !type.empty())
@@ -105,7 +105,7 @@ Status check_strips(const TokenizerJson& json, const std::string& path, bool* li
   };
   if (like_phi3 == nullptr || !is_phi3())
     return unsupported(path + ": added_tokens: " + in_quotes(first->content) +
-                       " takes the spaces around it or stands alone only, which GGUF cannot say");
+                       " has lstrip, rstrip or single_word, which GGUF cannot express");
   *like_phi3 = true;
   return {};
 }

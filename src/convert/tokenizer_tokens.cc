@@ -68,7 +68,7 @@ Result<Tokens> gather(TokenizerJson& json, const std::string& path, std::int64_t
   for (const AddedToken& token : json.added) {
     if (token.stripped)
       return unsupported(path + ": added_tokens: " + in_quotes(token.content) +
-                         " takes the spaces around it or stands alone only, which GGUF cannot say");
+                         " has lstrip, rstrip or single_word, which GGUF cannot express");
     if (token.id < slots.size() && slots[token.id].taken &&
         t.pool.view(slots[token.id].text) == token.content) {
       slots[token.id].taken = false;
@@ -98,7 +98,7 @@ Result<std::vector<MergeIds>> merge_ids(const TokenizerJson& json, const Tokens&
       if (id < 0)
         return invalid(t.path + ": model.merges: merge " + std::to_string(ids.size()) + ", " +
                        in_quotes(left) + " " + in_quotes(right) + ": " + in_quotes(part) +
-                       " is no token, expected one");
+                       " is not a token of the vocabulary");
       found[k++] = static_cast<std::uint32_t>(id);
     }
     ids.push_back({found[0], found[1], found[2]});

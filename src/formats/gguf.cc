@@ -42,7 +42,7 @@ std::string of_key_in(const GgufFile& file, std::string_view key) {
 
 Status mismatch(const GgufFile& file, std::string_view key, const GgufValue* value,
                 const std::string& expected) {
-  return invalid(of_key_in(file, key) + (value != nullptr ? found(*value) : "not there") +
+  return invalid(of_key_in(file, key) + (value != nullptr ? found(*value) : "missing") +
                  ", expected " + expected);
 }
 

@@ -115,11 +115,11 @@ TEST_F(Gguf, TensorErrors) {
   refused(header(1, 0) + str("tens") + u32(2) + Bytes(12, '\1'),
           "tensor tens: 8 bytes at byte 48, expected at most the 4 left in the file");
   refused(with_data(header(2, 0) + tensor("a", {12}, 0, 0) + tensor("b", {1}, 0, 32), 64),
-          "tensor b: offset 32 lies within tensor a, expected no overlap");
+          "tensor b: offset 32 is within tensor a, expected no overlap");
   refused(with_data(header(2, 0) + tensor("a", {1}, 0, 32) + tensor("b", {12}, 0, 0), 64),
-          "tensor a: offset 32 lies within tensor b, expected no overlap");
+          "tensor a: offset 32 is within tensor b, expected no overlap");
   refused(with_data(header(2, 0) + tensor("a", {1}, 0, 0) + tensor("b", {1}, 0, 0), 64),
-          "tensor b: offset 0 lies within tensor a, expected no overlap");
+          "tensor b: offset 0 is within tensor a, expected no overlap");
   refused(with_data(header(2, 0) + tensor("a", {1}, 0, 0) + tensor("a", {1}, 0, 32), 64),
           "tensor a: given twice, expected once");
 }
@@ -222,7 +222,7 @@ TEST_F(GgufSplit, OpensAllFromAny) {
       EXPECT_EQ(t.bytes[2], std::byte{'c'});
       EXPECT_EQ(file.tensor(t.name), &t);
     }
-    expect_error(file.uint("no").status(), "key no: not there, expected an unsigned integer",
+    expect_error(file.uint("no").status(), "key no: missing, expected an unsigned integer",
                  Code::invalid_argument, name(0));
   }
   auto alone = GgufFile::open(path(name(1)), true);
@@ -255,7 +255,7 @@ TEST_F(GgufSplit, PartsThatDoNotBelong) {
   write({1, 4, 3, "abc1"}, name(1));
   expect_error(open(), "part 2 of 4, expected part 2 of 3", Code::invalid_argument, name(1));
   write({-1, 3, 3, "abc1"}, name(1));
-  expect_error(open(), "key split.no: not there, expected an unsigned integer",
+  expect_error(open(), "key split.no: missing, expected an unsigned integer",
                Code::invalid_argument, name(1));
   write({3, 3, 3, "abc1"}, name(1));
   expect_error(open(1), "part 4 of 3, expected a part of 1..3", Code::invalid_argument, name(1));
@@ -273,7 +273,7 @@ TEST_F(GgufSplit, CountsOfParts) {
   expect_error(open(), "3 tensors so far, expected 2 in all parts", Code::invalid_argument,
                name(2));
   write({0, 3, -1, "abc0"}, name(0));
-  expect_error(open(), "key split.tensors.count: not there, expected an unsigned integer",
+  expect_error(open(), "key split.tensors.count: missing, expected an unsigned integer",
                Code::invalid_argument, name(0));
   write({0, 3, 262145, "abc0"}, name(0));
   expect_error(open(), "262145 tensors, expected at most 262144", Code::invalid_argument, name(0));

@@ -276,7 +276,7 @@ class GgufReader {
       if (t.bytes.empty()) continue;
       if (last != nullptr && t.bytes.data() < last->bytes.data() + last->bytes.size()) {
         return refuse(of_tensor(t.name) + "offset " + dec(places_[i].offset) +
-                      " lies within tensor " + shown(last->name) + ", expected no overlap");
+                      " is within tensor " + shown(last->name) + ", expected no overlap");
       }
       last = &t;
     }

@@ -234,7 +234,7 @@ TEST_F(Gguf, GettersNameFileAndKey) {
   const auto says = [&](const auto& result, const std::string& message) {
     expect_error(result.status(), message);
   };
-  says(file.uint("no"), "key no: not there, expected an unsigned integer");
+  says(file.uint("no"), "key no: missing, expected an unsigned integer");
   says(file.uint("t.s8"), "key t.s8: s8 -100, expected an unsigned integer");
   says(file.uint("t.string"), "key t.string: string, expected an unsigned integer");
   says(file.uint("t.bool"), "key t.bool: bool true, expected an unsigned integer");

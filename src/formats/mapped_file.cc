@@ -30,7 +30,7 @@ constexpr std::uint64_t kSendBytes = std::uint64_t{8} << 20;
 Status failed(const std::string& path, const std::string& what, int error) {
   if (error == ENOENT) return unavailable(path + ": no such file or folder");
   if (error == ENOSPC || error == EDQUOT)
-    return {Code::io_error, path + ": disk full, expected room for it"};
+    return {Code::io_error, path + ": no space left on the disk"};
   const Code code = error == ENOMEM ? Code::out_of_memory : Code::io_error;
   return {code, path + ": " + what + ": " + std::generic_category().message(error)};
 }
@@ -59,7 +59,8 @@ FileStamp stamp_of(const struct stat& info) {
 }
 
 Status changed(const std::string& path, const std::string& how) {
-  return unavailable(path + ": " + how + " while it was being read, expected it to stay the same");
+  return unavailable(path + ": " + how +
+                     " while bittern was reading it; it must not change during a run");
 }
 
 }  // namespace

@@ -74,7 +74,7 @@ TEST(MappedFile, SaysThatTheFileChanged) {
     change(folder.path("a"));
     return std::string(file->unchanged().message());
   };
-  const std::string says = " while it was being read, expected it to stay the same";
+  const std::string says = " while bittern was reading it; it must not change during a run";
   EXPECT_EQ(after([](const std::string& path) { fs::resize_file(path, 5); }),
             folder.path("a: shrank from 12288 to 5 bytes") + says);
   EXPECT_EQ(after([](const std::string& path) { fs::resize_file(path, 20000); }),

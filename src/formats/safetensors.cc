@@ -224,7 +224,7 @@ Status check_cover(const std::string& where, const SafetensorsHeader& header,
     const std::string range = list(std::vector{tensor.begin - data_begin, tensor.end - data_begin});
     if (tensor.begin < end) {
       return invalid(tensor_in(where, tensor.name) + "data_offsets " + range + " overlap tensor " +
-                     in_quotes(before->name) + ", expected none to");
+                     in_quotes(before->name) + "; tensors must not overlap");
     }
     if (tensor.begin > end) {
       return invalid(tensor_in(where, tensor.name) + "data_offsets " + range + " leave a hole of " +

@@ -167,7 +167,7 @@ Result<SafetensorsFolder> SafetensorsFolder::open(const std::string& folder) {
       const SafetensorsTensor* found = model.files_[shard].find(name);
       if (found == nullptr) {
         return invalid(tensor_in(text->path(), name) + "not in " + in_quotes(index->shards[shard]) +
-                       ", expected there");
+                       ", where the index places it");
       }
       const auto number = found - model.files_[shard].tensors().data();
       model.entries_.push_back({shard, static_cast<std::uint32_t>(number)});

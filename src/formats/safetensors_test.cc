@@ -180,7 +180,7 @@ TEST(Safetensors, RefusesBadHeaders) {
       {file_of(R"({"b":{"dtype":"U8","shape":[3],"data_offsets":[1,4]},)"
                R"("a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}})",
                4),
-       "f: tensor \"b\": data_offsets [1,4] overlap tensor \"a\", expected none to"},
+       "f: tensor \"b\": data_offsets [1,4] overlap tensor \"a\"; tensors must not overlap"},
       {file_of(R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},)"
                R"("a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})",
                2),
@@ -334,7 +334,7 @@ TEST(SafetensorsFolder, Refuses) {
             folder.path("b.safetensors: no such file or folder, expected a shard named by "
                         "model.safetensors.index.json"));
   EXPECT_EQ(message(R"({"weight_map":{"b":"a.safetensors"}})"),
-            index + "tensor \"b\": not in \"a.safetensors\", expected there");
+            index + "tensor \"b\": not in \"a.safetensors\", where the index places it");
   EXPECT_EQ(message(R"({"weight_map":{"a":"bad.safetensors"}})"),
             folder.path("bad.safetensors: 1 bytes at the end belong to no tensor, expected none"));
   std::string many = "{\"weight_map\":{";

@@ -155,7 +155,7 @@ def test_a_live_run_is_told_from_a_stopped_one(larger, tmp_path):
     process = start(*args, out=out)
     before = names(tmp_path)
     for flags in ([], ["--force"], ["--resume"], ["--force", "--resume"]):
-        refused(bittern(*args, "-o", out, *flags), 4, "out: another run is writing it now")
+        refused(bittern(*args, "-o", out, *flags), 4, "out: another run is writing it")
     assert names(tmp_path) == before
     assert go_on(process).returncode == 0
     assert names(tmp_path) == ["out"]
@@ -240,7 +240,7 @@ def test_a_source_that_changes_is_an_error(larger, tmp_path, form, change):
     out.parent.mkdir()
     process = start("quantize", source, "--bits", 8, "--format", "mlx" if form == "folder" else "gguf", out=out)
     change(file)
-    refused(go_on(process), 4, str(file), "while it was being read")
+    refused(go_on(process), 4, str(file), "while bittern was reading it")
     assert names(out.parent) == []
 
 
@@ -250,5 +250,5 @@ def test_a_side_file_that_changes_is_an_error(larger, tmp_path):
     out.parent.mkdir()
     process = start("quantize", source, "--bits", 8, out=out)
     (source / "config.json").write_text('{"model_type": "others"}')
-    refused(go_on(process), 4, "config.json", "while it was being read")
+    refused(go_on(process), 4, "config.json", "while bittern was reading it")
     assert names(out.parent) == []
