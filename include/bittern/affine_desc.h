@@ -1,9 +1,10 @@
-// The problem the qdq_affine ops share: a weight [outer_size, axis_size] whose rows are cut into
-// groups of group_size; each group has one scale and one bias, and each weight a code of n_bins
-// values, y = q * s + b.
+// The problem that the qdq_affine ops share: a weight [outer_size, axis_size] whose rows are cut
+// into groups of group_size. Each group has one scale s and one bias b, each weight has a code q
+// with n_bins possible values, and y = q * s + b.
 //
 // Codes are stored one per byte, or packed: code j of a row occupies bits [j*bits, (j+1)*bits) of a
-// little-endian bit stream in u32 words, ceil(axis_size * bits / 32) words a row, spare bits zero.
+// little-endian bit stream in u32 words, ceil(axis_size * bits / 32) words per row, unused bits
+// zero.
 #pragma once
 #include <bit>
 #include <cstdint>
@@ -34,11 +35,11 @@ struct AffineDesc {
   std::int64_t outer_size = 0;
   std::int64_t axis_size = 0;
   std::int64_t group_size = 64;  // 2..1024, divides axis_size
-  std::int32_t bits = 0;         // 1..8, width of a packed code; 0: just enough for n_bins
+  std::int32_t bits = 0;         // per packed code, 1..8; 0: as many as n_bins needs
   std::int32_t n_bins = 0;       // 2..256 code values; 0: 2^bits (16 when bits is 0 too)
   DType element = DType::f32;    // of w, y, dy: f32 f64 f16 bf16
   CodeStorage storage = CodeStorage::u8;
-  bool f32_scale = false;  // half weights with f32 scales and biases; otherwise as the weights
+  bool f32_scale = false;  // f32 scales and biases for half weights; otherwise their dtype
   AffineMethod method = AffineMethod::minmax;      // read by qdq_affine_init
   AffineRounding rounding = AffineRounding::once;  // read by qdq_affine_forward
   bool expect_finite = false;  // qdq_affine_init refuses weights that are infinite or NaN

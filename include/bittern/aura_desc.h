@@ -4,9 +4,9 @@
 //   x' = s * P^T c[code]         P orthogonal, the codebook c for coordinates of unit vectors
 //
 // Code j of a row occupies bits [j*bits, (j+1)*bits) of a little-endian bit stream in u32 words,
-// packed_words(d, bits) words a row, spare bits zero: the layout of pack_codes.
+// packed_words(d, bits) words per row, unused bits zero: the layout of pack_codes.
 //
-// The rotation y = P x, in f32; fma where it says so, every other operation rounded:
+// The rotation y = P x is computed in f32, with fma where stated; every other operation is rounded:
 //
 //   identity   y = x. No table.
 //   dense      y_i = sum over j of P[i,j] x_j: acc = fma(P[i,j], x_j, acc), j ascending, from 0.
@@ -18,13 +18,13 @@
 //              2. on each n consecutive values, for h = 1, 2, 4, ... n/2:
 //                 (t_j, t_{j+h}) := (t_j + t_{j+h}, t_j - t_{j+h}), where j has no bit h
 //              3. unless m = 1: y_{an+b} = sum over c of H_m[a,c] t_{cn+b}, four terms at a time,
-//                 for many a share them. With h_i and t_i those of c = 4k + i,
+//                 because many a share these sums. With h_i and t_i those of c = 4k + i,
 //                 G_k = (t_0 +- t_1) +- (t_2 +- t_3), where the signs are h_0 h_1, h_0 h_2 and
 //                 h_2 h_3;  y = +- G_0 +- G_1 ..., k ascending, the signs h_0
 //              The inverse: t_j = y_j * r, step 3 with H_m[c,a], step 2, then x_j = t_j * sign_j.
 //
-// H_m is Paley's: of the first kind where m - 1 is a prime, otherwise of the second (m = 28, 36).
-// With chi the Legendre symbol mod q (0 at 0), S[i,j] = chi(j - i):
+// H_m is Paley's matrix: the first kind if m - 1 is a prime, otherwise the second (m = 28, 36).
+// With chi the Legendre symbol mod q (0 at 0) and S[i,j] = chi(j - i):
 //   I,  q = m - 1:      H = I + [[0, 1], [-1, S]]
 //   II, q = m/2 - 1:    C = [[0, 1], [1, S]];  H = [[C + I, C - I], [C - I, -C - I]]
 #pragma once
@@ -39,7 +39,7 @@ enum class Rotation : std::int32_t { identity, hadamard, dense };
 inline constexpr std::string_view kRotationNames[] = {"identity", "hadamard", "dense"};
 constexpr auto& enum_names(Rotation) { return kRotationNames; }
 
-// How the stored s follows from the row and its codes: see bittern/ops/aura_encode.h.
+// The rule that gives the stored s from the row and its codes: see bittern/ops/aura_encode.h.
 enum class ScaleRule : std::int32_t { matched, none, least_squares, unbiased };
 inline constexpr std::string_view kScaleRuleNames[] = {"matched", "none", "least_squares",
                                                        "unbiased"};
@@ -50,7 +50,7 @@ inline constexpr std::int64_t kAuraMinDim = 2, kAuraMaxDim = 1024;
 // The orders m of H_m in a hadamard rotation.
 inline constexpr std::int64_t kHadamardFactors[] = {1, 12, 20, 28, 36, 44, 60};
 
-// m for rows of `dim`; 0 when dim is no kHadamardFactors[i] * 2^k.
+// m for rows of `dim` values; 0 if dim is not kHadamardFactors[i] * 2^k.
 constexpr std::int64_t hadamard_factor(std::int64_t dim) {
   for (const std::int64_t m : kHadamardFactors) {
     if (dim < 1 || dim % m != 0) continue;
@@ -68,7 +68,7 @@ struct AuraDesc {
   Rotation rotation = Rotation::hadamard;
   ScaleRule scale_rule = ScaleRule::matched;  // read by aura_encode
   bool f16_norm = false;                      // norms are f16, otherwise f32
-  bool rotated = false;                       // read by aura_decode: y stays in rotated space
+  bool rotated = false;                       // read by aura_decode: y is not rotated back
   bool inverse = false;                       // read by aura_rotate: y = P^T x
   bool operator==(const AuraDesc&) const = default;
 
@@ -77,11 +77,11 @@ struct AuraDesc {
   Shape tensor_shape() const { return {outer_size, axis_size}; }
   Shape packed_shape() const { return {outer_size, packed_words(axis_size, bits)}; }
   Shape norm_shape() const { return {outer_size, 1}; }  // a column: it may have a row stride
-  // Of the rotation's table; not for identity, which has none.
+  // The shape of the rotation's table; identity has none.
   Shape rotation_shape() const {
     return rotation == Rotation::dense ? Shape{axis_size, axis_size} : Shape{axis_size};
   }
-  // A dense rotation is bound by its product, everything else by memory.
+  // A dense rotation is limited by its product, everything else by memory.
   double rotation_flops() const {
     const auto n = static_cast<double>(axis_size);
     return rotation == Rotation::dense ? 2 * static_cast<double>(outer_size) * n * n : 0;
@@ -96,25 +96,25 @@ struct AuraFields {
   bool inverse = false;
 };
 
-// A row's length, width of a code and rotation: what every op on the row format checks. `axis`
-// names the field that holds dim.
+// Checks a row's length, bits per code and rotation, for every op on the row format. `axis` is the
+// name of the field that holds dim.
 Status check_aura_row(std::string_view op, std::string_view axis, std::int64_t dim,
                       std::int32_t bits, Rotation rotation) noexcept;
 Status check_aura_desc(std::string_view op, const AuraDesc& d) noexcept;
 
-// Of a table or of packed codes whose length is another width's: which one, and what `bits` needs.
+// For a table or packed codes whose length fits other bits: which bits, and the length for `bits`.
 // "" for other operands.
 std::string width_hint(std::string_view operand, std::int64_t dim, std::int32_t bits,
                        const Shape& found) noexcept;
 
-// What the tables must hold. Names that open the message are the operands'.
+// Checks of the tables' values. Messages begin with the name of the operand.
 Status check_boundaries(std::string_view op, std::string_view operand, const float* values,
                         std::int64_t count) noexcept;  // finite, never descending
 Status check_codebook(std::string_view op, std::string_view operand, const float* values,
                       std::int64_t count) noexcept;  // finite
 Status check_signs(std::string_view op, std::string_view operand, const float* values,
                    std::int64_t count) noexcept;  // +1 or -1
-// The same for the rotation's table, given what `d` says it is.
+// The same for the rotation's table, as `d` describes it.
 inline Status check_rotation(std::string_view op, const AuraDesc& d, const ConstView& table) {
   if (d.rotation != Rotation::hadamard) return {};
   return check_signs(op, "table", table.as<float>(), d.axis_size);
@@ -136,7 +136,7 @@ void visit_aura_fields(D& d, F&& f) {
   if constexpr (kFields.inverse) f("inverse", d.inverse, "apply the inverse rotation");
 }
 
-// The operand `table`, where the rotation has one and it is used; where not, the last operand.
+// The operand `table`, if the rotation has one and it is used; otherwise it is the last operand.
 template <class A, class F>
 void visit_rotation(const AuraDesc& d, A& a, F&& f, bool used = true) {
   if (d.rotation == Rotation::identity || !used) return;
@@ -149,7 +149,7 @@ void visit_unread_rotation(const AuraDesc& d, A& a, F&& f, bool used = true) {
   f("table", a.table, Operand::read_if(false, DType::f32, {0}, with));
 }
 
-// Rows of codes, norms and values: in any arrangement.
+// Rows of codes, norms and values may have any strides.
 inline constexpr unsigned kAuraRows = Operand::kStrided | Operand::kRowAxes;
 
 }  // namespace bittern

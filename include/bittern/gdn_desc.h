@@ -42,7 +42,7 @@ struct GdnDesc {
   DType a_element = DType::f32;  // of A: f32 bf16
   HeadMap head_map = HeadMap::grouped;
   StateLayout state_layout = StateLayout::key_value;
-  bool lower_triangular = false;  // A is: what lies above its diagonal is not read
+  bool lower_triangular = false;  // A is: it is not read above its diagonal
   bool qk_l2norm = false;         // q and k are normalised first: x / sqrt(sum x^2 + 1e-6)
   bool gate = false;              // g holds a: the log decay is -exp(a_log) * softplus(a + dt_bias)
   bool beta_sigmoid = false;      // beta holds b: the strength is sigmoid(b)
@@ -62,8 +62,8 @@ struct GdnDesc {
                                         : key_head + i * key_heads;
   }
   std::int64_t chunks(std::int64_t length) const { return rows().chunks(length); }
-  // Chunks that h has room for, per batch row. Sequence i's come first after those of the sequences
-  // before it; what is left over is not written.
+  // The number of chunks in h per batch row. The chunks of the sequences follow one another; chunks
+  // of h after the last are not written.
   std::int64_t state_chunks() const { return rows().most_chunks(); }
   // Rounded to f32 once.
   float query_scale() const {

@@ -7,20 +7,18 @@
 //   auto guess = cache->fork();           shares pages until either writes to one
 //   guess->truncate(guess->size() - 3);   rolls back
 //
-// Tokens are numbered from 0 by append. Token t lies in one of three regions, in order:
+// append numbers tokens from 0. Token t is in one of three regions, in this order:
 //
 //   first    t < config.first, in bf16
 //   coded    in pages of page_size tokens: [kv_heads, page_size] rows of codes and scales
-//   recent   the newest config.recent, in bf16; what leaves is encoded, from its bf16 value, so
-//   that
-//            the cache does not depend on how the tokens were grouped into appends
+//   recent   the newest config.recent, in bf16. A token that leaves is encoded from its bf16 value,
+//            so the cache does not depend on how tokens were grouped into appends
 //
-// Encoding is not undone: after truncate the recent region is that much shorter until it fills
-// anew.
+// Encoding is not undone: after truncate the recent region is shorter until it fills again.
 //
-// With a window, tokens are forgotten once they lie window + slack or more behind the newest, and
-// the pages they leave are used again: a ring. `slack` is what truncate may take back, and attend's
-// queries beyond the first may need. First tokens stay if window_keeps_first.
+// With a window, tokens that are window + slack or more behind the newest are dropped, and their
+// pages are used again (a ring). `slack` is how many tokens truncate may remove, and how many
+// queries beyond the first attend may have. First tokens are kept if window_keeps_first.
 //
 // A call that fails leaves the cache as it was.
 //
@@ -34,16 +32,16 @@
 
 namespace bittern {
 
-// What K and V have of their own.
+// The settings of one side, K or V.
 struct KvSide {
   std::int32_t bits = 4;
   Rotation rotation = Rotation::hadamard;
-  std::uint64_t seed = 0;  // of the rotation
+  std::uint64_t seed = 0;  // for the rotation
   ScaleRule scale_rule = ScaleRule::matched;
   // Empty: make_rotation(rotation, dim, seed).
   std::vector<float> table = {};
-  // Without levels: sphere_codebook(dim, bits). Without boundaries, what is coded can be read, but
-  // nothing appended.
+  // Without levels: sphere_codebook(dim, bits). Without boundaries, coded tokens can be read but
+  // nothing can be appended.
   Codebook codebook = {};
   std::vector<float> mean = {};  // [kv_heads, dim], subtracted before encoding; empty: none
   bool operator==(const KvSide&) const;
@@ -64,8 +62,8 @@ struct KvCacheConfig {
   bool operator==(const KvCacheConfig&) const = default;
 };
 
-// f(name, member, help) for the numbers and choices of a config, and for its tables: the names that
-// errors have, and C's setters.
+// f(name, member, help) for the numbers and choices of a config, and for its tables. Error messages
+// and the C setters use these names.
 template <class C, class F>
 void visit_kv_fields(C& c, F&& f) {
   f("kv_heads", c.kv_heads, "KV heads");
@@ -106,13 +104,13 @@ struct KvAttention {
   Preference preference = Preference::exact;
 };
 
-// Bytes, to the last one.
+// The memory held, to the byte.
 struct KvCacheBytes {
-  std::size_t codes = 0;    // of the tokens held: their packed words
-  std::size_t scales = 0;   // and their scales
+  std::size_t codes = 0;    // packed words of the coded tokens
+  std::size_t scales = 0;   // scales of the coded tokens
   std::size_t exact = 0;    // tokens held in bf16
   std::size_t pages = 0;    // memory of the pages in use, whole ones
-  std::size_t shared = 0;   // of these, pages that another cache holds too
+  std::size_t shared = 0;   // the part of `pages` that another cache holds too
   std::size_t regions = 0;  // memory of the bf16 regions
   std::size_t tables = 0;   // codebooks, rotations, means
 };
@@ -133,13 +131,13 @@ class KvCache {
   // k and v [tokens, kv_heads, dim], f32, f16 or bf16, of any strides.
   Status append(const ConstView& k, const ConstView& v) noexcept;
 
-  // Forgets all tokens from `size` on. Refused where the window would then reach tokens that are
-  // gone already.
+  // Removes all tokens from `size` on. Refused if the window would then need tokens that were
+  // dropped already.
   Status truncate(std::int64_t size) noexcept;
 
   // q and out [queries, heads, dim], f32, f16 or bf16, of the newest `queries` tokens:
-  // aura_attention with the config's window. Of any strides, but the values of a row follow one
-  // another.
+  // aura_attention with the config's window. Strides may be any, except that the values of a row
+  // are neighbours.
   Status attend(const ConstView& q, const MutView& out, const KvAttention& how = {}) const noexcept;
   // What attend would refuse about q, before there is an `out`.
   Status check_query(const ConstView& q) const noexcept;
@@ -158,18 +156,18 @@ class KvCache {
   // Everything, in the format of docs/kv_cache.md. parse gives an equal cache back, or says why the
   // bytes are not one: foreign, cut short, too long, changed, of another version.
   Result<std::vector<std::byte>> serialize() const noexcept;
-  // The same into memory of the caller's, of this size.
+  // The same, into the caller's memory of this size.
   std::size_t serialized_bytes() const noexcept;
   Status serialize(std::span<std::byte> to) const noexcept;
   static Result<KvCache> parse(std::span<const std::byte> bytes) noexcept;
 
-  // The layout of the seed's family: packed [kv_heads, capacity, width] u32 and norms
+  // AURA's layout: packed [kv_heads, capacity, width] u32 and norms
   // [kv_heads, capacity] f32, of K and V, with tokens from slot 0 on. The first axes may have any
   // strides.
   struct AuraViews {
     MutView k_packed, k_norms, v_packed, v_norms;
   };
-  // The coded tokens; there must be no others, and capacity for them.
+  // Writes the coded tokens. There must be no others, and the capacity must be enough.
   Status write_aura(const AuraViews& to) const noexcept;
   // A cache of the first `tokens` slots.
   static Result<KvCache> read_aura(const KvCacheConfig& config, const AuraViews& from,
@@ -208,14 +206,14 @@ struct AuraScheme {
 Result<AuraScheme> parse_aura_name(std::string_view name) noexcept;
 std::string aura_name(const AuraScheme& scheme) noexcept;  // "aura" of bits that are none
 
-// A config that reads and writes caches of the seed's family: hadamard rotations seeded by the
-// layer, matched f32 norms. With `legacy`, its shipped tables: for decoding only.
+// A config that reads and writes AURA's caches: hadamard rotations seeded by the layer, matched f32
+// norms. With `legacy`, the tables that AURA shipped, for decoding only.
 Result<KvCacheConfig> aura_config(const AuraScheme& scheme, std::int64_t kv_heads, std::int64_t dim,
                                   std::uint64_t layer, bool legacy = false) noexcept;
 
-// The tables the seed's family shipped for 2, 3, 4 and 8 bits, without boundaries: their 4-bit one
-// has 2.1 times the error of sphere_codebook's, the 8-bit one 3.9 times. To read caches that were
-// made with them.
+// The tables that AURA shipped for 2, 3, 4 and 8 bits, without boundaries, to read caches that were
+// made with them. The 4-bit table has 2.1 times the error of sphere_codebook's, the 8-bit one 3.9
+// times.
 Result<Codebook> legacy_codebook(std::int64_t dim, std::int32_t bits) noexcept;
 
 }  // namespace bittern

@@ -14,13 +14,13 @@ double relative_mse(std::span<const float> x, std::span<const float> y) noexcept
 // <x, y> / (|x| |y|); 1 where both are zero, 0 where one is.
 double cosine_similarity(std::span<const float> x, std::span<const float> y) noexcept;
 
-// max |x - y| / max |x|: the error of logits beside the largest of them.
+// max |x - y| / max |x|: the error of logits relative to the largest of them.
 double logit_error(std::span<const float> x, std::span<const float> y) noexcept;
 
 // KL(p || p') of p = softmax(x) and p' = softmax(y), in nats.
 double attention_kl(std::span<const float> x, std::span<const float> y) noexcept;
 
-// What a row of `dim` values costs, its scale and the spare bits of its last word included.
+// The cost of a row of `dim` values, including its scale and the unused bits of its last word.
 double bits_per_value(std::int64_t dim, std::int32_t bits, DType scale = DType::f32) noexcept;
 
 }  // namespace bittern

@@ -3,20 +3,20 @@
 // An Op is a struct with
 //   kName, kCategory          its name and family
 //   Desc, Args                the problem and its tensors (ConstView: input, MutView: output)
-//   check(desc)               is the problem well formed, on any backend?
-//   contract(desc)            the guarantee every `exact` kernel gives
-//   element(desc), aux_element(desc)   the dtypes its sku names
+//   check(desc)               whether the problem is valid, on any backend
+//   contract(desc)            the guarantee that every `exact` kernel gives
+//   element(desc), aux_element(desc)   the dtypes in its sku
 //   fields(desc, f)           f(name, member, help) for each descriptor field
 //   operands(desc, args, f)   f(name, view, Operand{dtype, shape, flags}) for each tensor
 // and may have
-//   check_contents(desc, args)  values an operand must hold (a table sorted, an index in range);
-//                               can_implement asks it once all else is right, on the CPU
-//   shape_hint(desc, operand, found)  why an operand of another shape is wrong, where numbers do
-//                               not tell; "" where they do
-//   flops(desc)               for an op bound by matrix work: what `bench` compares with the GEMM
-//   elements(desc)            how many elements `bench` counts, when not outer * axis * inner size
-//   rows(desc)                the field that counts rows, where each is computed by itself: views
-//                             whose rows do not follow at one distance then run piece by piece
+//   check_contents(desc, args)  checks the values of an operand (a table is sorted, an index is in
+//                               range); can_implement calls it last, on the CPU
+//   shape_hint(desc, operand, found)  more words about a wrong shape, if the numbers alone do not
+//                               explain it; otherwise ""
+//   flops(desc)               for an op limited by matrix work: `bench` compares it with the GEMM
+//   elements(desc)            how many elements `bench` counts, if not outer * axis * inner size
+//   rows(desc)                the field that counts rows, if each row is computed separately: views
+//                             whose rows are not at equal distances then run piece by piece
 #pragma once
 #include <cstddef>
 #include <string_view>
@@ -79,28 +79,28 @@ struct Sku {
 
 struct Operand {
   enum Flags : unsigned {
-    kOptional = 1,   // may be left out (null data, unless the shape has a 0: that is all of it)
+    kOptional = 1,   // may be left out: null data (with a 0 in the shape: whole but empty)
     kRowStride = 2,  // the first axis may have any stride that keeps rows apart
-    // An output that may coincide with an input of the same dtype, shape and strides that is also
-    // marked so: element i of the output depends on that input's element i alone.
+    // An output that may be the same memory as an input with this flag and the same dtype, shape
+    // and strides: element i of the output depends only on element i of that input.
     kInPlace = 4,
     kInOut = 8,  // an output that is read first: a state, a cache
-    // Any strides but that of the last axis, whose elements follow one another. An input's may be
-    // 0, an output's keep its elements apart.
+    // Any strides, except that the elements of the last axis are neighbours. Strides of an input
+    // may be 0; those of an output must keep its elements apart.
     kStrided = 16,
-    // The first axis counts rows, which a view may have as several axes: [batch, heads, tokens,
+    // The first axis counts rows. A view may have several axes in its place: [batch, heads, tokens,
     // dim] for [rows, dim].
     kRowAxes = 32,
-    kScattered = 256 | kStrided,  // and of the last axis too
-    kExtra = 64,    // an optional output that few callers want: what makes outputs leaves it out
-    kUnread = 128,  // this descriptor does not read it: it must be left out, or empty
+    kScattered = 256 | kStrided,  // any stride of the last axis too
+    kExtra = 64,    // an optional output that few callers want: it is made only on request
+    kUnread = 128,  // not read with this descriptor: it must be left out, or be empty
   };
   DType dtype;
   Shape shape;
   unsigned flags = 0;
-  const char* read_with = "";  // of what is unread: the field that would have it read
+  const char* read_with = "";  // for kUnread: the field that decides whether it is read
 
-  // Of an operand that is read, and then required, only if a field says so.
+  // An operand that is read, and then required, only if a field says so.
   static Operand read_if(bool read, DType dtype, const Shape& shape, const char* with,
                          unsigned flags = 0) {
     return {dtype, shape, read ? flags : flags | kOptional | kUnread, with};
@@ -137,7 +137,7 @@ class Plan {
   // select(): raising num_threads() later does not enlarge it.
   std::size_t workspace_bytes() const { return workspace_bytes_; }
 
-  // The thread's floating-point modes (flush to zero, rounding) do not matter, and are kept.
+  // The thread's floating-point modes (flush to zero, rounding) have no effect, and are restored.
   Status run(const Args& args, Stream stream = {}, Workspace workspace = {}) const noexcept;
 
   Sku sku() const noexcept;

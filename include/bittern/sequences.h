@@ -2,9 +2,9 @@
 //
 // With n_sequences = 0 each of the `batch` rows is one sequence. With n_sequences = N > 0 the batch
 // must be 1 and its tokens are N sequences, one after the other: sequence i is the tokens
-// cu_seqlens[i] .. cu_seqlens[i+1]-1, where cu_seqlens [N+1] s32 starts at 0, never falls (an empty
-// sequence is fine) and ends at `tokens`. Chunks are counted from a sequence's own start, the last
-// one may be ragged, and no chunk crosses into the next sequence.
+// cu_seqlens[i] .. cu_seqlens[i+1]-1. cu_seqlens [N+1] s32 starts at 0, never decreases (a sequence
+// may be empty) and ends at `tokens`. Chunks are counted from the start of their sequence, the last
+// one may be shorter, and no chunk crosses into the next sequence.
 //
 // On the CPU any other cu_seqlens is an error. On CUDA the host does not read it. Kernels there
 // clamp each bound to 0 .. tokens, and a sequence that ends before it starts is empty. So a wrong
@@ -39,7 +39,7 @@ struct Sequences {
 };
 
 Status check_sequences(std::string_view op, const Sequences& s) noexcept;
-// cu_seqlens starts at 0, never falls and ends at `tokens`.
+// Checks that cu_seqlens starts at 0, never decreases and ends at `tokens`.
 Status check_cu_seqlens(std::string_view op, const Sequences& s,
                         const ConstView& cu_seqlens) noexcept;
 

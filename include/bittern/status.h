@@ -11,9 +11,9 @@ namespace bittern {
 
 enum class Code {
   ok,
-  invalid_argument,  // the caller's problem or operands are malformed
-  unsupported,       // well formed, but no kernel here does it
-  unavailable,       // a device, file or driver is not there
+  invalid_argument,  // the problem or an operand is not valid
+  unsupported,       // valid, but no kernel here does it
+  unavailable,       // a device, file or driver is missing
   out_of_memory,
   device_error,
   io_error,

@@ -54,13 +54,13 @@ struct View {
     }
   }
   explicit operator bool() const { return data != nullptr; }
-  // What may be written may be read.
+  // A view that may be written can be used as one that is only read.
   template <class Const>
     requires(std::is_const_v<Const> && !std::is_const_v<Void>)
   operator View<Const>() const {
     return {data, dtype, device, shape, stride};
   }
-  // Elements from the first one to the one with these indices of the leading axes.
+  // The offset, in elements, of the element with these indices of the leading axes.
   template <class... Index>
   std::int64_t at(Index... index) const {
     std::size_t axis = 0;
@@ -68,7 +68,7 @@ struct View {
     ((offset += index * stride.dim[axis++]), ...);
     return offset;
   }
-  // Elements from one index of the first axis to the next.
+  // The distance, in elements, from one index of the first axis to the next.
   std::int64_t row_stride() const { return stride[0]; }
 };
 

@@ -287,11 +287,13 @@ def plan(
     device: _Device = "cpu",
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     **fields: float | str | _DType,
 ) -> Plan:
     """The kernel for one problem, ready to run any number of times.
 
     `fields` are the op's descriptor (see `ops()`); `kernel` narrows the choice to one name.
+    `threads` are those of a CPU kernel, as set_num_threads takes them; 0: num_threads().
     """
 
 def quantize_per_group(
@@ -311,6 +313,7 @@ def quantize_per_group(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -341,6 +344,7 @@ def quantize_per_group_backward(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -369,6 +373,7 @@ def dequantize_per_group(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -397,6 +402,7 @@ def dequantize_per_group_backward(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -427,6 +433,7 @@ def fake_quantize_per_group(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -457,6 +464,7 @@ def fake_quantize_per_group_backward(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -493,6 +501,7 @@ def dynamic_quantize(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> tuple[Any, ...]:
@@ -530,6 +539,7 @@ def qdq_affine_init(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> tuple[Any, ...]:
@@ -553,19 +563,19 @@ def qdq_affine_init(
 
     lsq      from minmax's s, b and q, at most 20 times: fit s, b to the codes by least squares
              (weighted by `importance` where given), round them to their dtype, re-quantise as minmax
-             does; stop when s and b stay, hence the codes, or when the fit has no finite s > 0.
-             Never worse than minmax in the squared error sum c (w - fma(q, s, b))^2: a group keeps
-             minmax's result unless the fit gains at least one part in 2^20.
+             does; stop when s and b (hence the codes) no longer change, or when the fit has no
+             finite s > 0. The squared error sum c (w - fma(q, s, b))^2 is never more than minmax's:
+             a group keeps minmax's result unless the fit gains at least one part in 2^20.
              docs/numerics.md gives the sums, their order and the proof.
 
     NaN weights get code 0. Infinite weights saturate to the end codes. No finite weight: s = 1,
     b = 0. When max - min overflows, every method is minmax with
              s = (max/2 - min/2) / (n/2), bounded as above
              q = clamp(A((w/2 - b/2) / (s/2)), 0, n)
-    A group with a weight that is not finite is left to minmax by lsq; mlx applies its own formula to
-    the finite part (MLX itself stores NaN there). With expect_finite the outputs are the same, and
-    run tells by an error that there was such a weight; kernels that run asynchronously cannot, and
-    refuse the field.
+    For a group with a weight that is not finite, lsq gives minmax's result, and mlx applies its
+    formula to the finite weights (MLX itself stores NaN there). With expect_finite the outputs are
+    the same, and run returns an error if there was such a weight; kernels that run asynchronously
+    cannot, and refuse the field.
     """
 
 def qdq_affine_forward(
@@ -584,6 +594,7 @@ def qdq_affine_forward(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -592,11 +603,10 @@ def qdq_affine_forward(
     y = q * s + b
 
     rounding once   fma(q, s, b) in f32 (f64 for f64): one rounding, then the conversion to y's dtype
-    rounding mlx    the product is rounded to y's dtype before the add, and the sum to y's dtype:
-    what
-                    MLX's CPU backend does
+    rounding mlx    the product is rounded to y's dtype before the addition, then the sum is, as in
+                    MLX's CPU backend
 
-    A code is taken as it is stored; packed codes have `bits` bits, so none exceeds 2^bits - 1.
+    Codes are not checked; packed codes have `bits` bits, so none exceeds 2^bits - 1.
     """
 
 def qdq_affine_backward(
@@ -614,6 +624,7 @@ def qdq_affine_backward(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -634,6 +645,7 @@ def pack_codes(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -643,7 +655,7 @@ def pack_codes(
 
       words[w] = OR over j of (codes[j] mod 2^bits) << (j*bits - 32*w), kept to 32 bits
 
-    A code may spill into the next word; a row has ceil(axis_size * bits / 32) words and its spare
+    A code may continue in the next word. A row has ceil(axis_size * bits / 32) words, and its unused
     bits are zero. bits is 1..8. This is MLX's layout, and that of the KV codec.
     """
 
@@ -656,6 +668,7 @@ def unpack_codes(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -690,6 +703,7 @@ def gdn_recompute_w_u(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -736,6 +750,7 @@ def gdn_cumsum(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -769,6 +784,7 @@ def gdn_kkt(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -799,6 +815,7 @@ def gdn_solve(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -809,9 +826,9 @@ def gdn_solve(
       A[i] = e[i] - (sum over j < i of L[i][j] * A[j])
 
     by rows, for rows i, j of one chunk: the sum is acc = fma(L[i][j], A[j][c], acc) in f32, j
-    ascending, from 0, and is subtracted from 1 (c = i) or 0. Every j < i counts, also those where
-    A[j][c] is 0; of L, what lies on or above the diagonal or past a ragged chunk is not read. A is 0
-    above the diagonal (whatever L holds) and past a ragged chunk; it is rounded to a_element last.
+    ascending, from 0, and is subtracted from 1 (c = i) or 0. Every j < i counts, also where A[j][c]
+    is 0. L is not read on or above the diagonal, nor past a ragged chunk. A is 0 above the diagonal
+    (whatever L holds) and past a ragged chunk; it is rounded to a_element last.
     A NaN or infinity of L makes its row and rows below it NaN, in its chunk and head.
     """
 
@@ -840,6 +857,7 @@ def gdn_state(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -885,6 +903,7 @@ def gdn_output(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -935,6 +954,7 @@ def gdn_chunk_forward(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -990,6 +1010,7 @@ def aura_encode(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> tuple[Any, ...]:
@@ -1018,13 +1039,14 @@ def aura_encode(
       sum   of each eight neighbours s_0 .. s_7 (zeros past the row's end)
             ((s_0 + s_1) + (s_2 + s_3)) + ((s_4 + s_5) + (s_6 + s_7)); then the halving tree of these
 
-    A finite row has the codes of its direction, however small or large it is. s follows its norm as
-    far as the norms' dtype goes: with fewer bits where it is subnormal there, to the largest finite
-    value where the norm or s is beyond that. A row of zeros has the codes of 0, s = 0 and x' = 0. A
-    row with a NaN or an infinity has codes 0 and s NaN, and decodes to NaN. No row touches another.
+    The codes of a finite row depend only on its direction, however small or large the row is. s
+    follows the norm within the range of the norms' dtype: it has fewer bits where it is subnormal,
+    and is the largest finite value where the norm or s would exceed it. A row of zeros has the codes
+    of 0, s = 0 and x' = 0. A row with a NaN or an infinity has codes 0 and s NaN, and decodes to
+    NaN. No row affects another.
 
     With rotation dense, rule matched and f32 norms this is AURA's fused encode, except for rows of
-    norm 1e-8 and less, to which AURA gives no direction, and those whose squares overflow.
+    norm 1e-8 or less, to which AURA gives no direction, and rows whose squares overflow.
 
     Kernel cuda_tensor (dense rotations of 64 and 128, sm_90, Preference::fastest) computes r in
     another order, and s from its own r and codes. Its ErrorNorm is `terms`, and error_bound is
@@ -1039,8 +1061,8 @@ def aura_encode(
 
     A row with a NaN or an infinity has codes 0 and s NaN here too.
 
-    boundaries must be finite and never descend; the codebook must be finite, and ascending where the
-    codes are to be the nearest levels. A dense matrix is taken as it is.
+    boundaries must be finite and never decrease; the codebook must be finite, and ascending where
+    the codes are to be the nearest levels. A dense matrix is not checked.
     """
 
 def aura_decode(
@@ -1060,6 +1082,7 @@ def aura_decode(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -1070,8 +1093,8 @@ def aura_decode(
 
       y_j = norm * codebook[code_j], and unless `rotated`, y := P^T y; then rounded to its dtype
 
-    `rotated` leaves y in the rotated space, where attention may stay. NaN and infinities follow from
-    the operations and stay in their row. A codebook that is not sorted decodes too.
+    `rotated` leaves y in the rotated space, for attention that works there. NaN and infinities
+    follow from the operations and affect only their row. The codebook need not be sorted.
     """
 
 def aura_rotate(
@@ -1087,14 +1110,15 @@ def aura_rotate(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
     """Returns y.
 
     y = P x, or y = P^T x if `inverse`: each row of x widened to f32, rotated as bittern/aura_desc.h
-    states, and rounded to its dtype. For queries on their way in and attention's output on its way
-    out. NaN and infinities follow from the operations and stay in their row.
+    states, and rounded to its dtype. Used for queries, and inversely for attention's output. NaN and
+    infinities follow from the operations and affect only their row.
     """
 
 def aura_attention(
@@ -1143,6 +1167,7 @@ def aura_attention(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -1159,15 +1184,16 @@ def aura_attention(
       coded    lengths[s,1] tokens as aura_encode leaves them: k_t = k_scale_t P_k^T c[code] + k_mean
       recent   lengths[s,2] tokens kept as they were, rows of k_recent and v_recent
 
-    Query head h reads KV head h / (heads / kv_heads). With n tokens in all, query i stands at token
-    n - queries + i. It sees every token up to there (causal) or all (not causal), and with a window
-    w > 0 none that lies w or more before it (but for first tokens, if window_keeps_first). A query
-    that sees no token gives zeros. sinks[h] is one more logit, whose value is a row of zeros.
+    Query head h reads KV head h / (heads / kv_heads). With n tokens in all, query i belongs to token
+    n - queries + i. It sees every token up to that one (causal) or all tokens (not causal). With a
+    window w > 0 it sees none that is w or more before it (except first tokens, if
+    window_keeps_first). A query that sees no token gives zeros. sinks[h] is one more logit, whose
+    value is a row of zeros.
 
-    Centring: codes hold k - k_mean and v - v_mean. q . k_mean is the same for every coded token, so
-    where nothing else is attended to it cancels and k_mean may be left out; given, it is added to
-    their logits, which then compare with sinks and with the regions that were never centred. v_mean
-    is added in the proportion that coded tokens have of l.
+    Centring: codes hold k - k_mean and v - v_mean. q . k_mean is the same for every coded token. If
+    there are only coded tokens it cancels, and k_mean may be left out. If k_mean is given, q .
+    k_mean is added to the logits of coded tokens, so that they compare with sinks and with the other
+    regions, which are not centred. v_mean is added in proportion to the coded tokens' share of l.
 
     The order of operations, all in f32, exp as in core/math.h:
 
@@ -1188,15 +1214,14 @@ def aura_attention(
     Splits with a token seen are merged in order into a state of m, l, l_coded, o_coded, o_exact that
     starts at -inf, 0, 0, 0, 0 (with sinks at m = sinks[h], l = 1):
 
-      M = m_split > m ? m_split : m       f = exp(m - M), g = exp(m_split - M), or exp(m),
-      exp(m_split)
-                                          where M = -inf
-      l = fma(l_split, g, l * f)          and so o and l_coded, of which what the split does not add
-                                          to is multiplied by f
+      M = m_split > m ? m_split : m
+      f = exp(m - M), g = exp(m_split - M); if M = -inf, f = exp(m), g = exp(m_split)
+      l = fma(l_split, g, l * f); o and l_coded likewise. Those that the split does not add to are
+          multiplied by f
 
-    and then u = P_v^T o_coded, u = fma(l_coded, v_mean, u) where v_mean is given, and
-    out = (u + o_exact) / l, or 0 where l = 0. A row or scale that is not finite touches the queries
-    that see it, and no others.
+    Then u = P_v^T o_coded; if v_mean is given, u = fma(l_coded, v_mean, u); and
+    out = (u + o_exact) / l, or 0 if l = 0. A row or scale that is not finite affects only the
+    queries that see it.
 
     Kernel cpu_int8 (k_bits 4, Preference::fastest) takes r and c as 16-bit integers of full scale
     32512, in two bytes each, and leaves out the product of the lower bytes. On AVX-512 and with
@@ -1258,6 +1283,7 @@ def gdn_recurrent_step(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -1283,15 +1309,16 @@ def gdn_recurrent_step(
       key_value   sum = fma(S_ij, k_i, sum), i ascending, from 0
       value_key   as core/dot.h: 16 strided sums, then the halving tree
 
-    NaN and infinities propagate as this arithmetic has it; a sequence's never reach another's.
+    NaN and infinities follow from this arithmetic; those of a sequence never reach another.
 
     States. With pool = 0 sequence s has state s. With pool = P > 0 there are P states and sequence s
-    uses state state_index[s]: in range, and no two the same. The others are not touched. An index of
-    -1 skips its sequence, as servers pad their batches: its o and snapshots are zeros, nothing of it
-    is read. On CUDA the host does not read state_index. Any other index that is out of range then
-    leaves its sequence out: its o and snapshots are not written. If two sequences have the same
-    index, their results and that state are not specified. snapshots, where given, receives the state
-    after each token, for going back to it when later tokens are rejected.
+    uses state state_index[s]; the indices must be in range and different. The other states are not
+    changed. An index of -1 skips its sequence, for servers that pad their batches: its o and
+    snapshots are zeros, and nothing of it is read. On CUDA the host does not read state_index. Any
+    other index that is out of range then leaves its sequence out: its o and snapshots are not
+    written. If two sequences have the same index, their results and that state are not specified.
+    snapshots, if given, receives the state after each token, to return to it when later tokens are
+    rejected.
     """
 
 def gdn_chunk_backward(
@@ -1335,6 +1362,7 @@ def gdn_chunk_backward(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> tuple[Any, ...]:
@@ -1411,6 +1439,7 @@ def causal_conv1d(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -1457,6 +1486,7 @@ def causal_conv1d_backward(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -1497,6 +1527,7 @@ def gated_rms_norm(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -1530,6 +1561,7 @@ def gated_rms_norm_backward(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -1560,6 +1592,7 @@ def gguf_dequantize(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -1590,6 +1623,7 @@ def gguf_quantize(
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
+    threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
 ) -> Any:
@@ -1632,8 +1666,9 @@ def gguf_quantize(
 
     IQ4_NL, IQ4_XS and MXFP4 are read only.
 
-    The error is at most ggml's, over a tensor of weights as models have them. Of a given grid, a
-    negative scale is the same grid counted from its other end; a bias above 0 cannot be held, so the
-    grid then runs from 0 to the same top; what is not finite counts as 0. An importance that is not
-    > 0 or not finite counts as 0, and one above 2^40 as 2^40. docs/numerics.md gives every step.
+    Over a tensor of a real model the error is at most ggml's. A negative scale of a given grid means
+    the same grid counted from its other end. A bias above 0 cannot be stored, so the grid then runs
+    from 0 to the same top. Scales and biases that are not finite count as 0. An importance that is
+    not > 0 or not finite counts as 0, and one above 2^40 as 2^40. docs/numerics.md gives every
+    step.
     """

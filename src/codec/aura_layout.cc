@@ -1,4 +1,4 @@
-// Names, signs and tables of the seed's family.
+// AURA's names, signs and tables.
 #include <algorithm>
 #include <charconv>
 #include <cmath>

@@ -178,7 +178,7 @@ TEST(Codec, EveryTableIsAFixedPoint) {
   }
 }
 
-// What the seed's family ships. Its 4-bit levels are the means of equally likely bins; its 8-bit
+// The tables that AURA ships. Its 4-bit levels are the means of equally likely bins; its 8-bit
 // ones are 100 k-means sweeps over a grid, from quantiles: both far from the optimum.
 TEST(Codec, ShippedTablesAreTwiceAndFourTimesWorse) {
   const std::vector<double> shipped = {0.006938, 0.020989, 0.035597, 0.051262,

@@ -1,4 +1,4 @@
-// KvCache::write_aura and read_aura: the layout of the seed's family.
+// KvCache::write_aura and read_aura: AURA's layout.
 #include <cstring>
 
 #include "codec/kv_pages.h"

@@ -610,7 +610,7 @@ TEST(KvCache, ErrorsNameWhatIsWrong) {
                "kv_cache: out: f32 [2,2,16], expected f32 [3,2,16]");
 }
 
-// ---- the seed's family ----
+// ---- AURA's layout ----
 
 TEST(KvCache, ReadsAndWritesTheLayoutOfTheSeedsFamily) {
   for (const char* name : {"aura4v4", "aura8v4", "aura4v2"}) {

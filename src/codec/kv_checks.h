@@ -28,8 +28,8 @@ Status has_size(const std::string& field, std::size_t size, std::int64_t expecte
 // not overflow.
 Status expect_memory(std::string_view operand, const ConstView& view);
 
-// And its rows can be used as they lie: the values of the last axis follow one another, no stride
-// is negative, and the elements of an output lie apart.
+// And its rows can be used in place: the values of the last axis are neighbours, no stride is
+// negative, and the elements of an output do not overlap.
 Status expect_strides(std::string_view operand, const ConstView& view, bool output);
 
 }  // namespace bittern::kv

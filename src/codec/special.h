@@ -7,8 +7,8 @@ namespace bittern::codec {
 double exp(double x);  // |x| < 700
 double log(double x);  // x > 0, normal
 
-// The distribution of t = x sqrt(d), x a coordinate of a random unit vector in R^d; d = 0 stands
-// for its limit N(0, 1). Unit variance in either case. Every function is for t >= 0.
+// The distribution of t = x sqrt(d), x a coordinate of a random unit vector in R^d; d = 0 means its
+// limit N(0, 1). The variance is 1 in either case. Every function is for t >= 0.
 class Coordinate {
  public:
   explicit Coordinate(std::int64_t dim);

@@ -1,5 +1,5 @@
-// Outputs that would change what is being read, or each other: told by device and inode, so that
-// links and other spellings of a name hide nothing.
+// Finds outputs that would change an input, or each other. Device and inode decide, so links and
+// other spellings of a name hide nothing.
 #pragma once
 #include <span>
 #include <string>

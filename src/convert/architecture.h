@@ -1,7 +1,7 @@
-// What a model's tensors are called and how their rows lie, in three worlds:
+// The names of a model's tensors and the order of their rows, in three worlds:
 //   hf     Hugging Face's names, as transformers saves them
-//   mlx    those mlx-lm's models expect after their own sanitising: stacked experts (switch_mlp),
-//          conv1d weights [C, K, 1], norms with their +1 folded in where mlx-lm does that
+//   mlx    the names that mlx-lm's models expect after their own sanitising: stacked experts
+//          (switch_mlp), conv1d weights [C, K, 1], norms with their +1 added where mlx-lm does that
 //   gguf   llama.cpp's names and row orders
 // and what config.json says as GGUF metadata, both ways.
 #pragma once
@@ -43,7 +43,7 @@ Result<nlohmann::ordered_json> config_from_gguf(const GgufFile& file, std::strin
 // The config.json to write beside tensors renamed from one world of folders to the other (or from
 // config_from_gguf's, which is of world hf): mlx-lm wants the rotary parameters at the top level
 // and, of qwen3_5, the vision model's type; of a vision model, the language model is what is left.
-// It says nothing of quantisation: who writes adds that, and the dtype where it changes.
+// It has no quantisation: the caller adds that, and the dtype if it changes.
 Result<nlohmann::ordered_json> config_for(World to, const nlohmann::ordered_json& config);
 
 // general.architecture and all keys of the architecture llama.cpp needs; no tokenizer, no
@@ -62,8 +62,8 @@ struct Renaming {
   std::vector<std::string> left_out;  // names, in order
   std::vector<std::string> notes;     // what the other world's programs will do differently
 };
-// What left_out holds, one line for tensors of one kind: names that differ in numbers only, or all
-// of what sees images.
+// left_out as text, one line for each kind of tensor: names that differ only in numbers, or all
+// tensors of the vision part.
 std::vector<std::string> kinds_left_out(std::span<const std::string> names, World to);
 
 Result<Renaming> rename_tensors(const nlohmann::ordered_json& config,

@@ -27,7 +27,7 @@ struct Mix;
 enum class ModelFormat { mlx, gguf, safetensors };
 const char* name(ModelFormat format);
 
-// What tensors whose name fits the pattern become: a line of a policy.
+// A rule of a policy: what the tensors whose name matches the pattern become.
 struct TensorRule {
   std::string pattern;      // a regular expression, found anywhere in the name
   bool keep = false;        // as it is stored
@@ -42,14 +42,14 @@ struct ConversionOptions {
   const Mix* mix = nullptr;        // or as llama-quantize mixes them (convert/mix.h)
   // Of the head and of the embedding in a GGUF file; they come before rules.
   std::optional<GgmlType> output_type{}, embedding_type{};
-  bool leave_output = false;             // the head stays as it is
+  bool leave_output = false;             // do not quantise the head
   std::optional<AffineMethod> method{};  // lsq; for GGUF the type's own
-  std::vector<TensorRule> rules{};       // the first that fits decides
+  std::vector<TensorRule> rules{};       // the first that matches decides
   double target_bpw = 0;                 // 0: none; bits per weight of the whole model
-  bool pure = false;                     // also what is kept by default is quantised
+  bool pure = false;                     // quantise also what is kept by default
   bool allow_requantize = false;
   bool transcode = false;
-  bool lossy = false;  // what cannot be exact is quantised again, what is too large clamped
+  bool lossy = false;  // quantise again what cannot be exact, clamp what is too large
   std::optional<SafeDType> dequantize{};   // all plain, of this dtype
   std::optional<SafeDType> scale_dtype{};  // of scales and biases
   // Of plain tensors, and of scales where scale_dtype says nothing. Alone it quantises nothing.
@@ -61,8 +61,8 @@ struct ConversionOptions {
   bool splits() const { return split_bytes > 0 || split_tensors > 0; }
 };
 
-// One line each: {"bits": 4, "group_size": 64, "rules": [{"match": "lm_head", "bits": 8}, ...]}.
-// Fills what the options do not say; its rules come after theirs.
+// A JSON file: {"bits": 4, "group_size": 64, "rules": [{"match": "lm_head", "bits": 8}, ...]}.
+// Sets what the options do not set; its rules come after theirs.
 Status read_policy(const std::string& path, ConversionOptions& options) noexcept;
 
 struct OutputTensor {
@@ -105,7 +105,7 @@ class Conversion {
     std::size_t resumed = 0;      // tensors that were whole already
     double scale_change = 0;      // the largest relative change of a scale or bias that was rounded
     std::uint64_t saturated = 0;  // numbers beyond the range of their dtype, clamped by `lossy`
-    // Seconds; of making and writing each thread does its share, and this is their mean.
+    // Seconds. Making and writing are means over the threads.
     double making = 0, writing = 0, syncing = 0;
   };
   Result<RunReport> run(const std::string& out, const RunOptions& how,

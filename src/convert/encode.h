@@ -1,4 +1,4 @@
-// Rows in the storage they are to have: which numbers it can hold, and what becomes of the others.
+// Encodes rows into their new storage, and decides what happens to numbers that it cannot hold.
 #pragma once
 #include <cstdint>
 #include <optional>
@@ -16,13 +16,13 @@ namespace bittern {
 // The first number that f32 cannot hold, as it was, and its place.
 std::string beyond_f32(const RowNumbers& numbers, std::int64_t columns);
 
-// Finite numbers into a storage; others are refused. `importance`, one a column, weighs errors
-// where the method can. Code::unsupported: a number is so large that the storage would make it
-// infinite.
+// Encodes finite numbers into a storage; others are refused. `importance`, one per column, weights
+// errors if the method can use it. Code::unsupported: a number is so large that the storage would
+// make it infinite.
 struct RowEncoder {
   Storage to;
   std::optional<AffineMethod> method;
-  // When it is quantised: `to` is plain, and gets the numbers this storage makes of them.
+  // If quantised: `to` is plain, and receives the numbers that this storage decodes to.
   Storage through;
   // Numbers that are too large become the largest finite one in place of an error.
   bool saturate = false;
@@ -51,7 +51,7 @@ Status expect_finite_rows(const EncodedRows& rows, const Storage& storage, std::
                           std::int64_t count, std::int64_t columns);
 // Whether a method fits scales and biases of this storage, or its own rule makes them.
 bool is_fitted(const Storage& to);
-// Whether importance weighs the errors of numbers that are quantised so.
+// Whether importance weights the errors of this quantisation.
 bool uses_importance(const Storage& to, std::optional<AffineMethod> method);
 
 // Encoded rows as a tensor that decode_rows reads; it views them.

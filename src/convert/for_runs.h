@@ -11,8 +11,8 @@
 
 namespace bittern {
 
-// f(i, state) for i in [0, runs) on all threads, each of which has a state of its own. The first i
-// that fails is the answer; what has not begun by then is left out.
+// Calls f(i, state) for i in [0, runs) on all threads, each with its own state. Returns the error
+// of the first i that fails; calls that have not begun by then are skipped.
 template <class State, class F>
 Status for_runs(std::int64_t runs, std::vector<State>& states, const F& f) {
   const std::int64_t slots = std::clamp<std::int64_t>(runs, 1, num_threads());

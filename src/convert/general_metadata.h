@@ -1,7 +1,7 @@
-// What is said about a model as a work, whatever its numbers: name, authors, licence, languages,
-// what it was made from. GGUF has it under general.*. A folder has it in gguf_metadata.json, an
-// object of the same keys, which is how a GGUF file comes back as it was, and in the model card,
-// README.md, for people and for the Hub (docs/formats.md).
+// Descriptive metadata of a model: name, authors, licence, languages, base models. GGUF has them
+// under general.*. A folder has them in gguf_metadata.json, an object with the same keys from which
+// a GGUF file gets them back, and in the model card, README.md, for people and for the Hub
+// (docs/formats.md).
 #pragma once
 #include <string>
 #include <vector>

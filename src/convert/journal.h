@@ -1,14 +1,14 @@
-// OUT.partial.journal: what a partial output is made from, which files it has, and which bytes of
-// it are written. Lines of text, each followed by a check of itself, so that a line that is cut off
-// or damaged counts for nothing:
+// OUT.partial.journal: what a partial output is made from, which files it has, and which of its
+// bytes are written. It consists of lines of text, each with its own check, so that a line that is
+// cut off or damaged is ignored:
 //
 //   bittern journal 2 FINGERPRINT CHECK
 //   source STAMP CHECK                       Checkpoint::stamp of the model that is read
 //   file NAME CHECK                          a file of the folder OUT
 //   piece TENSOR OFFSET BYTES SUM CHECK      bytes of a tensor, and their Checksum
 //
-// Numbers are hexadecimal. A piece is believed when its bytes, read again, have its sum; so nothing
-// depends on what a killed process or a machine that lost its power managed to write.
+// Numbers are hexadecimal. A piece counts only if its bytes, read again, have its sum. So nothing
+// depends on how much a killed process, or a machine that lost power, managed to write.
 #pragma once
 #include <cstdint>
 #include <optional>

@@ -1,6 +1,6 @@
 // llama-quantize's file types: which type each tensor of a GGUF file gets. Most matrices have the
-// mix's own type; the ones that hurt most when they are coarse (attn_v, ffn_down of some layers,
-// the output) get more bits.
+// mix's own type. Those where coarse weights do most damage (attn_v, ffn_down of some layers, the
+// output) get more bits.
 #pragma once
 #include <cstdint>
 #include <span>

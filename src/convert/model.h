@@ -44,7 +44,7 @@ constexpr bool has_window_switch(Arch arch) {
          arch == Arch::qwen3moe || arch == Arch::smollm3;
 }
 
-// A model type of transformers and what its configuration takes for granted.
+// A model type of transformers and the defaults of its configuration.
 struct ModelType {
   const char* name;        // model_type
   const char* class_name;  // of architectures
@@ -114,7 +114,7 @@ struct Model {
   std::int64_t conv_kernel = 0, key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;
 
   std::optional<std::int64_t> bos, eos, pad;
-  std::vector<std::string> unread;  // keys of config.json that may matter and were not looked at
+  std::vector<std::string> unread;  // keys of config.json that may matter and were not read
 
   Arch arch() const { return type->arch; }
   bool is(std::string_view model_type) const { return model_type == type->name; }

@@ -1,7 +1,7 @@
-// A model being written. It grows as OUT.partial, a file or a folder, beside OUT.partial.journal
-// (convert/journal.h), which is locked while a run is alive; OUT appears by rename when all of it
-// is there. A run that was killed leaves both. One that resumes reads again what the journal
-// vouches for and makes every tensor of which something is missing or not as it was written.
+// A model being written. It is written as OUT.partial, a file or a folder, with OUT.partial.journal
+// beside it (convert/journal.h), which is locked while a run is alive. When complete, it is renamed
+// to OUT. A run that was killed leaves both behind. A run that resumes reads again the bytes that
+// the journal lists, and makes every tensor again that is incomplete or changed.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -25,8 +25,8 @@ struct OutputOptions {
   bool force = false;             // OUT may be there, and is replaced when the new one is whole
   bool resume = false;            // OUT.partial may be there
   std::uint64_t fingerprint = 0;  // of everything the output depends on
-  // Of the source's files. Where it is another, their bytes may be others too, though fingerprint
-  // and times are the same: then every tensor is made again.
+  // The stamp of the source's files. If it differs, their bytes may differ too, even with the same
+  // fingerprint and times. Then every tensor is made again.
   std::uint64_t stamp = 0;
   std::vector<std::string> texts{};  // names of the files that add_file will be given
   ModelProgressFunction progress{};  // "checking", in bytes: what an earlier run wrote

@@ -1,4 +1,4 @@
-// Inside Conversion::plan: from what was asked for to what becomes of every tensor and file.
+// Inside Conversion::plan: from the options to what every tensor and file becomes.
 // conversion.cc walks the steps; policy.cc, decide.cc, measure.cc and lay_out.cc hold one each.
 #pragma once
 #include <cstdint>
@@ -42,7 +42,7 @@ std::string written_names();
 std::string mix_names();  // of those whose type is written
 Status check_bits(int bits, const std::string& where);
 
-// Why a tensor of this name stays as it is unless told otherwise, or null.
+// Why a tensor of this name is not quantised by default, or null.
 const char* delicate(std::string_view name);
 bool is_matrix(const Recipe& recipe);
 // Whether MLX's quantisation in config.json has a key of its own under the name of this tensor's
@@ -65,7 +65,7 @@ class ConversionPlanner {
   using Json = nlohmann::ordered_json;
 
   Status refuse(const std::string& what) const { return invalid(source_.path() + ": " + what); }
-  // What knows of names and configs does not know whose they are.
+  // Adds the file's name to an error of code that only knows names and configs.
   Status of_source(const Status& status) const {
     const std::string message(status.message());
     if (message.starts_with(source_.path())) return status;

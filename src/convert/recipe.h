@@ -1,7 +1,7 @@
-// How a tensor to be written comes from tensors that are there. Renaming, llama.cpp's order of q
+// How a tensor to be written is made from tensors of the source. Renaming, llama.cpp's order of q
 // and k rows, stacks of experts, fused and split projections and V-head orders all move whole rows
-// (and, once, whole blocks of columns), so quantised rows move unchanged; only small vectors change
-// value.
+// (and, in one case, whole blocks of columns). So quantised rows move unchanged; only small vectors
+// change value.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -27,8 +27,8 @@ struct Recipe {
   // vector move.
   std::vector<RowRun> rows{};
   std::int64_t width = 0;
-  // Block b of the columns is block columns[b] of the source's; empty: columns stay. Never together
-  // with rows.
+  // Block b of the columns is block columns[b] of the source; empty: columns do not move. Never
+  // together with rows.
   std::int64_t column_block = 0;
   std::vector<std::int64_t> columns{};
   ValueMap map = ValueMap::same;  // anything but `same` is for plain numbers only

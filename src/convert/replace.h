@@ -1,6 +1,6 @@
-// What is at an output's name already, and whether it may be replaced. Nothing is removed that
-// bittern did not write: of a file, its format is the proof; of a folder, the list of its files in
-// the metadata of model.safetensors.index.json, {"written_by": "bittern", "files": [...]}.
+// What exists already at an output's name, and whether it may be replaced. Nothing is removed that
+// bittern did not write. The proof is, for a file, its format; for a folder, the list of its files
+// in the metadata of model.safetensors.index.json, {"written_by": "bittern", "files": [...]}.
 #pragma once
 #include <string>
 #include <vector>

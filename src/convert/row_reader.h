@@ -23,7 +23,7 @@ struct RowBytes {
 };
 Result<RowBytes> row_bytes(const Storage& storage, std::int64_t columns);
 
-// Numbers of f32, f16 or bf16: in the mapped source where they lie there as they are wanted.
+// Numbers in f32, f16 or bf16: views of the mapped source if it has them in the wanted form.
 struct RowNumbers {
   DType dtype = DType::f32;
   const void* data = nullptr;
@@ -78,7 +78,7 @@ class RowReader {
   ValueMap map_ = ValueMap::same;
 };
 
-// Rows of a chunk: a few MiB, so that what one pass has read the next finds in a cache.
+// Rows of a chunk: a few MiB, so that the next pass finds in a cache what one pass has read.
 std::int64_t rows_at_once(std::int64_t columns);
 
 // An error of a tensor's rows with the file and the tensor, where it does not say "tensor ..." yet.

@@ -1,4 +1,4 @@
-// The files of a folder that say how text becomes tokens, read without trusting them.
+// The tokeniser files of a folder, read without trusting them.
 #pragma once
 #include <cstdint>
 #include <nlohmann/json.hpp>

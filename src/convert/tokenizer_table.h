@@ -40,7 +40,7 @@ enum class TokenType : int {
   byte = 6,
 };
 
-// Tokens with a part to play, as GGUF and as Hugging Face calls them.
+// Tokens with a special role, by their names in GGUF and in Hugging Face.
 struct NamedToken {
   const char* gguf;  // tokenizer.ggml.NAME_token_id
   const char* hf;    // NAME_token
@@ -52,7 +52,7 @@ inline constexpr NamedToken kNamedTokens[] = {
 };
 inline constexpr std::size_t kBos = 0, kEos = 1, kUnk = 2, kPad = 3;
 
-// What hostile files are held to.
+// Limits for files that are not trusted.
 inline constexpr std::size_t kMostTokens = std::size_t{1} << 20;
 inline constexpr std::size_t kMostAddedTokens = std::size_t{1} << 17;
 inline constexpr std::size_t kMostMerges = std::size_t{1} << 22;

@@ -38,7 +38,7 @@ inline int bits_of(std::uint8_t byte, int first, int count) {
   return byte >> first & ((1 << count) - 1);
 }
 
-// What s multiplies: the code, less its offset in the signed types, or the table's value of it.
+// The factor of s: the code, minus its offset in the signed types, or its value in the table.
 inline int block_code(BlockType type, const std::uint8_t* block, int j) {
   const int l = j % 32, h = j / 128, k = j / 32 % 4;
   const auto nibble = [&](const std::uint8_t* qs) { return bits_of(qs[j % 16], j / 16 * 4, 4); };

@@ -1,7 +1,7 @@
 // Dot products in a fixed order that vectors of any width share:
 //
 //   sum[i % lanes] = fma(a_i, b_i, sum[i % lanes]), i ascending, each from +0; then the halving
-//   tree of these (numerics.h); 16 lanes where nothing else is said
+//   tree of these (numerics.h); 16 lanes unless stated otherwise
 #pragma once
 #include <cmath>
 #include <cstdint>

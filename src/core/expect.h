@@ -1,4 +1,4 @@
-// What the checks of descriptors share: `op: field: what it is, expected what`.
+// Shared checks of descriptors. Messages read `op: field: what was found, expected what`.
 #pragma once
 #include <initializer_list>
 #include <string>
@@ -18,7 +18,7 @@ Status expect_between(std::string_view op, std::string_view field, std::int64_t 
                       std::int64_t least, std::int64_t most);
 
 // Views count bytes in int64, so no tensor may reach 2^63 / 8 elements.
-// Strides of a tensor without elements are products of its other sizes, so a 0 excuses none.
+// The strides of an empty tensor are products of its other sizes, so these are checked as well.
 Status expect_countable(std::string_view op, std::initializer_list<std::int64_t> sizes);
 
 Status expect_float(std::string_view op, DType element, bool f32_scale);

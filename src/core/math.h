@@ -2,9 +2,9 @@
 // fma) in f32 or f64, so `ref`, every SIMD target (cpu/math-inl.h, line by line the same) and every
 // other backend give the same bits, which no libm promises.
 //
-//   exp(x)         within 1 ulp; gradually through the subnormals to 0, to infinity; NaN stays
-//   exp(x, low)    e^(x + low), the sum not rounded: within 1 ulp for |low| <= 1/8, else not
-//   promised sigmoid(x)     within 1 ulp, subnormal results too; 0 at -infinity, 1 at +infinity
+//   exp(x)         within 1 ulp, also for subnormal results; 0 and infinity beyond; NaN gives NaN
+//   exp(x, low)    e^(x + low), the sum not rounded: within 1 ulp, only for |low| <= 1/8
+//   sigmoid(x)     within 1 ulp, also for subnormal results; 0 at -infinity, 1 at +infinity
 //   silu(x)        x * sigmoid(x): within 2.2 ulp down to x = -87, below that (where sigmoid(x) is
 //                  subnormal) within 2^-142; NaN at -infinity
 //   silu_slope(x)  its derivative, s * fma(x, 1 - s, 1) with s = sigmoid(x): within 2^-20
@@ -27,12 +27,12 @@ inline constexpr float kLn2High = 0x1.62e4p-1f;  // 15 bits: products with |n| <
 inline constexpr float kLn2Low = 0x1.7f7d1cp-20f;
 // Adding it leaves the nearest integer in the low bits; it is exact, ties to even, up to 2^22.
 inline constexpr float kRounder = 0x1.8p23f;
-// e^x is infinite above the one, and rounds to 0 below the other.
+// e^x is infinite above the first, and rounds to 0 below the second.
 inline constexpr float kExpMost = 89.0f;
 inline constexpr float kExpLeast = -104.0f;
 inline constexpr float kExpLeastHigh = -105.0f;  // the same with a low part of up to 1/8
 // e^r = 1 + r + r^2 (c0 + c1 r + ...) within 2^-28.2 for |r| <= ln(2)/2: minimax, each coefficient
-// rounded to f32 before the next was sought.
+// rounded to f32 before the next was computed.
 // (Tables are functions: device code has no access to the host's arrays.)
 constexpr float exp_term(int i) {
   constexpr float kTerms[] = {0x1.fffffcp-2f, 0x1.55548ap-3f, 0x1.55584ep-5f, 0x1.123f3p-7f,
@@ -60,7 +60,7 @@ BITTERN_HOST_DEVICE inline ExpParts exp_parts(float shifted, float r) {
   const float tail = std::fma(r * r, q, r - (line - 1.0f));
   const float high = line + tail;
   const float low = tail - (high - line);
-  // Of a NaN `shifted` holds anything, and NaN times a power of two is NaN.
+  // For a NaN `shifted` may hold any value, and NaN times a power of two is NaN.
   const auto whole = static_cast<std::int32_t>(std::bit_cast<std::uint32_t>(shifted) -
                                                std::bit_cast<std::uint32_t>(kRounder));
   const std::int32_t half = whole >> 1;
@@ -116,13 +116,13 @@ BITTERN_HOST_DEVICE inline float silu_slope(float x, float sigmoid_of_x) {
 }
 BITTERN_HOST_DEVICE inline float silu_slope(float x) { return silu_slope(x, sigmoid(x)); }
 
-// ---- softplus: in f64, where one rounding is left to make ----
+// ---- softplus: in f64, with one rounding at the end ----
 
 inline constexpr float kSoftplusLinear = 20.0f;
 inline constexpr double kLog2E64 = 0x1.71547652b82fep0;
 inline constexpr double kLn264 = 0x1.62e42fefa39efp-1;
 inline constexpr double kRounder64 = 0x1.8p52;
-// 1/k! and 1/(2k + 1): Taylor's, good to 2^-40 on the ranges they are used on.
+// 1/k! and 1/(2k + 1), Taylor's coefficients: accurate to 2^-40 on the ranges they are used for.
 constexpr double exp_term64(int i) {
   constexpr double kTerms[] = {1.0,         1.0,          1.0 / 2,      1.0 / 6,
                                1.0 / 24,    1.0 / 120,    1.0 / 720,    1.0 / 5040,
@@ -134,8 +134,7 @@ constexpr double log_term64(int i) {
                                1.0 / 9, 1.0 / 11, 1.0 / 13, 1.0 / 15};
   return kTerms[i];
 }
-// The bits of sqrt(1/2), from which exponents are counted: what is left lies in [sqrt(1/2),
-// sqrt(2)).
+// The bits of sqrt(1/2). Exponents are counted from here, so the rest is in [sqrt(1/2), sqrt(2)).
 inline constexpr std::uint64_t kHalfRootBits = 0x3fe6a09e667f3bcdu;
 
 BITTERN_HOST_DEVICE inline float softplus(float x) {

@@ -1,5 +1,5 @@
-// The arithmetic the op headers promise, in plain scalar form: what `ref` is made of, and what the
-// other backends use where speed does not matter.
+// The arithmetic that the op headers promise, in plain scalar form. `ref` is made of it, and the
+// other backends use it where speed does not matter.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -22,7 +22,7 @@ BITTERN_HOST_DEVICE F quotient(F x, F s) {
 }
 
 // R(z) + zp. In f64 the sum of an integer-valued f32 or f64 and a 32-bit zero point is exact below
-// 2^53, and above it lies outside every code range on the right side.
+// 2^53. Above, it is outside every code range, on the right side.
 template <class F>
 BITTERN_HOST_DEVICE double unclamped_code(F z, std::int32_t zero_point) {
   return static_cast<double>(std::nearbyint(z)) + static_cast<double>(zero_point);
@@ -49,7 +49,7 @@ BITTERN_HOST_DEVICE inline float scaled(std::int64_t difference, float x) {
   const double error = std::fma(a, b, -product);
   if (error != 0 && std::isfinite(product)) {
     auto bits = std::bit_cast<std::uint64_t>(product);
-    // Truncate towards zero, then set the last bit: "odd" stands for "not exact".
+    // Truncate towards zero, then set the last bit: "odd" means "not exact".
     if ((error < 0) != (product < 0)) --bits;
     product = std::bit_cast<double>(bits | 1);
   }
@@ -78,7 +78,7 @@ inline std::uint32_t packed_code(const std::uint32_t* words, std::int64_t j, std
   return code;
 }
 
-// Sets it, in words that were zero there; code < 2^bits.
+// Sets code j, whose bits must be zero; code < 2^bits.
 inline void put_packed_code(std::uint32_t* words, std::int64_t j, std::int64_t bits,
                             std::uint32_t code) {
   for (std::int64_t k = 0; k < bits; ++k) {
@@ -88,7 +88,7 @@ inline void put_packed_code(std::uint32_t* words, std::int64_t j, std::int64_t b
 }
 
 // The halving tree: pad with zeros to a power of two n, then add the element n/2, n/4, ... 1 away.
-// A wider vector does more of the same additions at once, so the bits depend on nothing else.
+// A wider vector does more of the same additions at once, so the bits do not depend on the width.
 // Overwrites `terms`.
 template <class F>
 F halving_sum(std::vector<F>& terms) {

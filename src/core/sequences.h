@@ -1,4 +1,5 @@
-// Where sequences lie. Tokens are counted over the whole tensor, batch rows one after the other.
+// Where each sequence begins and ends. Tokens are counted over the whole tensor, batch rows one
+// after the other.
 #pragma once
 #include <cstdint>
 #include <vector>

@@ -1,4 +1,4 @@
-// Rows of codes cut into chunks: what threads share out.
+// Rows of codes cut into chunks, which threads take.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -15,7 +15,7 @@ struct Chunks {
   };
   std::int64_t per_row() const { return (row_length + kLength - 1) / kLength; }
   std::int64_t size() const { return rows * per_row(); }
-  // Chunks of about 64 Ki codes, fewer than which are not worth a thread.
+  // Chunks of about 64 Ki codes; fewer are not worth a thread.
   std::int64_t grain() const {
     return (std::int64_t{1} << 16) / std::clamp<std::int64_t>(row_length, 1, kLength);
   }
@@ -29,8 +29,8 @@ struct Chunks {
 inline constexpr std::int64_t kCodeChunk = 2048;
 using CodeChunks = Chunks<kCodeChunk>;
 
-// Work that waits for reads deals short chunks from kReadStreams places in turn: the hardware reads
-// ahead in each of them, and across more pages than in one.
+// Work that waits for memory takes short chunks from kReadStreams places in turn: the hardware
+// reads ahead in each of them, so it covers more pages than in one stream.
 inline constexpr std::int64_t kShortChunk = 512, kReadStreams = 4;
 using ShortChunks = Chunks<kShortChunk>;
 

@@ -1,6 +1,6 @@
 // Picks the SIMD target a cpu kernel runs on. Highway compiles each *_cpu.cc once per target; this
-// chooses among them. (Highway's own chooser lives in a shared library; with ours its headers are
-// enough, so nothing needs that library at run time.)
+// chooses among them. (Highway's own chooser is in a shared library. With ours only its headers are
+// needed, and nothing at run time.)
 #pragma once
 #include <span>
 #include <string_view>
@@ -10,7 +10,7 @@
 
 namespace bittern::cpu {
 
-// Best first. A CPU without AVX2 has none of them and is served by `ref`.
+// Best first. A CPU without AVX2 has none of them and uses `ref`.
 enum class Isa { avx3_dl, avx3, avx2, none };
 inline constexpr int kIsaCount = 3;
 
@@ -26,11 +26,11 @@ std::span<const Isa> available_isas();
 // For tests and `bittern check`: use `isa` from now on; Isa::none restores the default.
 void force_isa(Isa isa);
 
-// Whether memory is read faster from several pages in turn than from end to end: by a third on
-// Intel servers, while on AMD's it is slower.
+// Whether reading from several pages in turn is faster than reading from end to end: on Intel
+// servers by a third, while on AMD's it is slower.
 extern const bool kPagesInTurn;
 
-// What a cpu kernel's sku names, and its answer on a CPU without AVX2.
+// The architecture in a cpu kernel's sku, and its `supports` on a CPU without AVX2.
 std::string_view architecture(Device = {});
 Status supported();
 

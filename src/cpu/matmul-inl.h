@@ -1,11 +1,11 @@
-// Small matrix products in a fixed order, for operands that lie in cache.
+// Small matrix products in a fixed order, for operands that are in cache.
 //
 //   c[i][j] = fma(a[i][k], b[k][j], ...), k ascending, from 0 or from c[i][j]
 //
-// Vectors run over j alone and each element has one accumulator, so that the bits depend on nothing
-// but the operands. a is read one element at a time with any two strides: a transposed left operand
+// Vectors run only over j and each element has one accumulator, so the bits depend only on the
+// operands. a is read one element at a time with any two strides, so a transposed left operand
 // costs nothing. Rows of b and c are contiguous, and are read and written in whole vectors: their
-// strides leave room for that (`Padded`), and what lies in the padding is not promised.
+// strides leave room for that (`Padded`), and the values in the padding are undefined.
 // Per-target include guard, as Highway's own -inl.h files have.
 #if defined(BITTERN_CPU_MATMUL_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef BITTERN_CPU_MATMUL_INL_H_
@@ -34,8 +34,8 @@ constexpr std::int64_t Padded(std::int64_t columns) {
   return (columns + kLanes - 1) / kLanes * kLanes;
 }
 
-// A tile of kTileRows rows and kTileVectors vectors of c stays in registers: 24 of the 32 that
-// AVX-512 has, 12 of AVX2's 16.
+// A tile of kTileRows rows and kTileVectors vectors of c is kept in registers: 24 of AVX-512's 32,
+// 12 of AVX2's 16.
 inline constexpr int kTileRows = 6;
 inline constexpr int kTileVectors = HWY_TARGET == HWY_AVX2 ? 2 : 4;
 
@@ -46,7 +46,7 @@ struct Left {
   std::int64_t column = 1;
 };
 
-// Which terms row i has, and what becomes of their sum.
+// Which terms row i has, and what is done with their sum.
 enum class Kind {
   full,         // k < depth
   lower,        // k <= i: the left operand is lower triangular
@@ -172,7 +172,7 @@ inline void MultiplyUpper(std::int64_t rows, std::int64_t columns, const Left& a
 }
 
 // The elements j <= i of c[rows, rows] = a[rows, depth] b[depth, rows]; those above the diagonal
-// are not promised.
+// are undefined.
 inline void MultiplyToLower(std::int64_t rows, std::int64_t depth, const Left& a, const float* b,
                             std::int64_t b_stride, float* c, std::int64_t c_stride) {
   for (std::int64_t i = 0; i < rows; i += 2 * kTileRows) {

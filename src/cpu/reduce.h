@@ -8,7 +8,7 @@ namespace bittern::cpu {
 inline constexpr std::int64_t kBlockLanes = 2048;
 
 // n terms of each of `columns` parameters, a matrix [n, columns], cut into blocks of `rows` rows
-// (a power of two), the last one padded with zeros. `sums` such matrices lie behind each other.
+// (a power of two), the last one padded with zeros. `sums` such matrices follow one another.
 struct BlockShape {
   std::int64_t n, columns, sums, rows, blocks;
 

@@ -1,5 +1,5 @@
 // What every *_cpu.cc includes after foreach_target.h: Highway, and whether this pass has SIMD
-// code. (The pass for the baseline target compiles nothing: `ref` serves CPUs without AVX2.)
+// code. (The pass for the baseline target compiles nothing: CPUs without AVX2 use `ref`.)
 // Per-target include guard, as Highway's own -inl.h files have.
 #if defined(BITTERN_CPU_SIMD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef BITTERN_CPU_SIMD_INL_H_
@@ -40,8 +40,8 @@ HWY_INLINE hn::Vec<D> LoadMath(D d, const f16* p) {
   return hn::PromoteTo(d, hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(p)));
 }
 
-// The bits of f32 lanes rounded to bf16, nearest even. vcvtneps2bf16 would flush subnormals, so in
-// integers.
+// The bits of f32 lanes rounded to bf16, nearest even. Done in integers, because vcvtneps2bf16
+// would flush subnormals.
 template <class D>
 HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> Bf16Bits(D, hn::Vec<D> v) {
   const hn::RebindToUnsigned<D> du;

@@ -1,8 +1,8 @@
 // Large tensors from and to memory.
 //
-// Stores past the caches, for outputs that would only push other data out of them: whole 64-byte
-// lines, or the memory controller reads each line first; a range that used them ends with
-// hwy::FlushStream().
+// Stores that bypass the caches, for outputs that would only evict other data. They must write
+// whole 64-byte lines, or the memory controller reads each line first. A range that used them ends
+// with hwy::FlushStream().
 #if defined(BITTERN_CPU_STREAM_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef BITTERN_CPU_STREAM_INL_H_
 #undef BITTERN_CPU_STREAM_INL_H_
@@ -54,9 +54,9 @@ HWY_INLINE void PrefetchNext(const T* p, std::int64_t n) {
   }
 }
 
-// The same for loops that compute more than they load. A line on its way to L1 holds one of the
-// core's few miss buffers until it is there, and with all of them held computing waits for memory;
-// so these lines go to L2.
+// The same for loops that compute more than they load. A line on its way to L1 occupies one of the
+// core's few miss buffers until it arrives, and when all are occupied, computing waits for memory.
+// So these lines go to L2.
 template <class T>
 HWY_INLINE void PrefetchBesideWork(const T* p, std::int64_t n) {
   if (cpu::kPagesInTurn) return PrefetchNext(p, n);

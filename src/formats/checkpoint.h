@@ -1,5 +1,5 @@
-// A model on disk, whatever its form: a GGUF file, a folder of Hugging Face or MLX, one safetensors
-// file. Its tensors are numbers with names; how they are stored is theirs to tell (storage.h).
+// A model on disk, whatever its form: a GGUF file, a Hugging Face or MLX folder, or one safetensors
+// file. Its tensors are numbers with names; each says how it is stored (storage.h).
 //
 // Nothing is read before it is asked for; tensors are views into mapped files.
 #pragma once
@@ -24,8 +24,8 @@ namespace bittern {
 inline constexpr std::size_t kCheckpointMostTensors = std::size_t{1} << 18;
 
 struct CheckpointTensor {
-  // How codes, scales and biases lie when affine: MLX's rows; or AWQ's and GPTQ's columns, where
-  // scales and packed zero points are [columns / group, rows]. gptq stores zero points less one.
+  // The order of affine codes, scales and biases: MLX's rows; or AWQ's and GPTQ's columns, where
+  // scales and packed zero points are [columns / group, rows]. gptq stores zero points minus one.
   enum class Layout : std::uint8_t { rows, awq, gptq, gptq_v2 };
 
   std::string name;  // with its suffix: "model.layers.0.mlp.up_proj.weight"
@@ -60,16 +60,16 @@ class Checkpoint {
   const GgufFile* gguf() const { return gguf_ ? &*gguf_ : nullptr; }
   // config.json of a folder; null where there is none.
   const OrderedJson& config() const { return config_; }
-  // Files of a folder that go through untouched: tokenizer.json, chat_template.jinja, ...
+  // Files of a folder that are copied unchanged: tokenizer.json, chat_template.jinja, ...
   const std::vector<std::string>& other_files() const { return other_files_; }
-  // Why others of them do not: links out of the folder (formats/side_file.h).
+  // Why other such files are not copied: links out of the folder (formats/side_file.h).
   const std::vector<std::string>& left_out() const { return left_out_; }
-  // Weights of a folder that its index does not list, and which are therefore not of the model.
+  // Weights of a folder that its index does not list, so they are not part of the model.
   const std::vector<std::string>& not_read() const { return not_read_; }
-  // Paths of all files that are read, of a folder also the folder itself.
+  // Paths of all files that are read; for a folder also the folder itself.
   std::vector<std::string> files() const;
-  // An error that names a file which is not what it was when the model was opened: it shrank, grew,
-  // was written to, replaced or removed. What was read before may be of either state.
+  // An error if a file changed since the model was opened: it shrank, grew, was written to,
+  // replaced or removed. What was read before may come from either state. The error names the file.
   Status unchanged() const;
   // Changes when a file of the model does: sizes, times and headers, not every byte.
   std::uint64_t fingerprint() const { return fingerprint_; }

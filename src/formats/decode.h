@@ -13,9 +13,9 @@ namespace bittern {
 // The block format of gguf_dequantize and gguf_quantize, where they have it.
 std::optional<BlockType> block_type(GgmlType type);
 
-// Rows [first, first + count) as f32 [count, columns]: of a GGUF block as the `gguf` package
-// computes it, of MLX's groups as mx.dequantize does on the CPU (rounded to the dtype of the
-// scales), of AWQ's and GPTQ's (code - zero) * scale in f32. Unsupported types name the tensor.
+// Rows [first, first + count) as f32 [count, columns]. GGUF blocks are decoded as the `gguf`
+// package does, MLX's groups as mx.dequantize does on the CPU (rounded to the dtype of the scales),
+// AWQ and GPTQ as (code - zero) * scale in f32. For an unsupported type the error names the tensor.
 Status decode_rows(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
                    std::span<float> out);
 

@@ -1,5 +1,5 @@
-// Whether two things are the same, for what that is worth: FNV-1a over 64-bit words. It guards
-// against mistakes, not against malice.
+// A hash to tell whether two things are the same: FNV-1a over 64-bit words. It protects against
+// mistakes, not against malice.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -15,7 +15,7 @@ class Fingerprint {
   std::uint64_t value() const { return value_; }
   void add(std::uint64_t word) {
     value_ = (value_ ^ word) * 0x100000001b3;
-    value_ ^= value_ >> 32;  // a product's low bits know nothing of the word's high ones
+    value_ ^= value_ >> 32;  // a product's low bits do not depend on the word's high bits
   }
   // The last word is filled up with zeros.
   void add(std::span<const std::byte> bytes) {
@@ -34,8 +34,8 @@ class Fingerprint {
   std::uint64_t value_ = 0xcbf29ce484222325;
 };
 
-// The same for many bytes: eight chains that need not wait for each other, so that memory is the
-// limit. Each step is a bijection of the chain and of the word, so one flipped bit always shows.
+// The same for many bytes: eight independent chains, so that only memory limits the speed. Each
+// step is a bijection of the chain and of the word, so one flipped bit always changes the result.
 class Checksum {
  public:
   // All parts but the last are multiples of kBlock.

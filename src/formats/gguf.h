@@ -6,8 +6,8 @@
 //   tensors: string name, u32 rank, u64 dim[rank] (innermost first), u32 type, u64 offset
 //   padding to general.alignment (32), then the tensors' bytes, each at its offset from here
 //
-// Values stay in the mapped file: what opening allocates is bounded by the two limits below, not by
-// what the file claims.
+// Values are read from the mapped file. The memory that opening allocates is bounded by the two
+// limits below, not by what the file claims.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -55,7 +55,7 @@ inline constexpr std::uint32_t kGgufTypeCount = 13;
 const char* name(GgufType type);            // "u8", "bool", "string", ...
 std::uint64_t size_of_gguf(GgufType type);  // of one value; 0 for string and array
 
-// One value, a view into the file it came from; well formed, as the file was checked when opened.
+// One value, a view into its file. It is valid, because the file was checked when it was opened.
 class GgufValue {
  public:
   GgufType type() const { return type_; }
@@ -78,7 +78,7 @@ class GgufValue {
     for (std::uint64_t i = 0; i < count_; ++i) f(next(from));
   }
 
-  // As encoded in the file, without the type (and with element type and count of an array).
+  // The bytes in the file, without the type (for an array, with element type and count).
   std::span<const std::byte> encoded() const { return encoded_; }
 
  private:
@@ -107,7 +107,7 @@ struct GgufTensor {
 class GgufFile {
  public:
   // A part of a split file ("-00002-of-00003.gguf") opens all parts beside it, unless `alone`.
-  // Metadata are those of the first part then, tensors those of all in order.
+  // The metadata are then those of the first part, the tensors those of all parts in order.
   static Result<GgufFile> open(const std::string& path, bool alone = false);
 
   const std::string& path() const { return path_; }  // as given to open

@@ -1,5 +1,5 @@
-// Exact transcoding: codes stay what they are, in another storage. What is exact, and why, is in
-// docs/formats.md.
+// Exact transcoding: the same codes in another storage. docs/formats.md says what is exact, and
+// why.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -19,16 +19,16 @@ struct GridRows {
   std::vector<float> scales, biases;  // [count, columns / group]
 };
 
-// The grid such a storage has, with codes of `bits` in groups of `group`; nothing for plain
-// numbers and for blocks with groups of 16 (Q2_K, Q3_K, Q6_K), which no affine storage has. The
-// values of a table (IQ4_NL, IQ4_XS, MXFP4) are integers: they are codes of 8 or 5 bits.
+// The grid of a storage, with codes of `bits` bits in groups of `group`. Nothing for plain numbers
+// and for blocks with groups of 16 (Q2_K, Q3_K, Q6_K), which no affine storage has. The values of a
+// table (IQ4_NL, IQ4_XS, MXFP4) are integers: they become codes of 8 or 5 bits.
 struct Grid {
   int bits, group;
 };
 std::optional<Grid> grid_of(const Storage& storage);
 
 // Refuses scales and biases that are not finite or, made from zero points, not exact in f32, and
-// columns of a group that lie apart (GPTQ's act-order).
+// groups whose columns are not neighbours (GPTQ's act-order).
 Status decode_grid(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
                    GridRows& out);
 

@@ -1,6 +1,6 @@
-// JSON read as events, for files nobody vouches for: no tree is built, so memory does not follow
-// the text; a duplicate key is seen; depth and token lengths are bounded; nothing is thrown but
-// std::bad_alloc. A reader overrides four calls and refuses by returning an error.
+// JSON read as events, for files that are not trusted: no tree is built, so memory does not grow
+// with the text; duplicate keys are found; depth and token lengths are bounded; only std::bad_alloc
+// is thrown. A reader overrides four calls and refuses by returning an error.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -17,7 +17,7 @@ inline constexpr int kJsonMaxDepth = 64;
 
 // A string of a file as a message shows it: in quotes, on one line, cut where it is long.
 std::string in_quotes(std::string_view text);
-// "FILE: tensor "NAME": ", which opens a message about a tensor.
+// "FILE: tensor "NAME": ", the beginning of a message about a tensor.
 std::string tensor_in(const std::string& where, std::string_view name);
 
 struct JsonScalar {
@@ -34,7 +34,7 @@ struct JsonScalar {
 
 class JsonEvents {
  public:
-  // `where` opens the messages, `broken` that of text that is not JSON.
+  // Messages begin with `where`; the one about text that is not JSON begins with `broken`.
   JsonEvents(std::string where, std::string broken)
       : where_(std::move(where)), broken_(std::move(broken)) {}
   virtual ~JsonEvents() = default;

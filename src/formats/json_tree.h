@@ -1,5 +1,5 @@
-// JSON as a tree, for configs: keys keep their order, and a text of strangers costs no more memory
-// than its bounds allow.
+// JSON as a tree, for configs: keys keep their order, and memory is bounded even for text that is
+// not trusted.
 #pragma once
 #include <cstddef>
 #include <nlohmann/json.hpp>
@@ -16,7 +16,7 @@ using OrderedJson = nlohmann::ordered_json;
 inline constexpr std::size_t kJsonMaxBytes = std::size_t{16} << 20;
 inline constexpr std::size_t kJsonMaxValues = std::size_t{1} << 18;
 
-// A key given twice in one object is an error; `where` opens the messages.
+// A key that is given twice in one object is an error; messages begin with `where`.
 Result<OrderedJson> parse_json_tree(const std::string& where, std::span<const std::byte> text,
                                     std::size_t most_bytes = kJsonMaxBytes,
                                     std::size_t most_values = kJsonMaxValues);

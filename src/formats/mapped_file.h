@@ -1,4 +1,4 @@
-// Files in and out: mapped for reading, streamed for writing and visible only when whole.
+// Files: mapped for reading, streamed for writing and visible only when complete.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -11,11 +11,11 @@
 
 namespace bittern {
 
-// What tells that a file is not what it was: another one, of another size, or written to since.
+// Identifies the state of a file: it differs for another file, another size, or after a write.
 struct FileStamp {
   std::uint64_t device = 0, inode = 0, size = 0;
   std::int64_t seconds = 0, nanoseconds = 0;  // when it was last written to
-  // When that, its name or its mode was last changed: the one time that no program can set.
+  // When its contents, name or mode last changed: the only time that no program can set.
   std::int64_t touched_seconds = 0, touched_nanoseconds = 0;
   bool operator==(const FileStamp&) const = default;
 
@@ -56,8 +56,8 @@ class MappedFile {
 // An open file that is written anywhere in it, locked against other processes that do the same.
 class WritableFile {
  public:
-  // The file at `path`, made where there is none; what is in it stays, unless `empty`. Refuses what
-  // is no regular file and a file that has other names, which would change with it.
+  // Opens the file at `path`, or creates it; its contents are kept unless `empty`. Refuses anything
+  // but a regular file, and a file with other names (hard links), which would change too.
   static Result<WritableFile> open(const std::string& path, bool empty);
   WritableFile(WritableFile&& other) noexcept;
   WritableFile& operator=(WritableFile&& other) noexcept;
@@ -65,10 +65,10 @@ class WritableFile {
 
   const std::string& path() const { return path_; }
   bool is_open() const { return fd_ >= 0; }
-  std::uint64_t size() const { return size_; }  // the end of what is in it
-  bool has_name() const;                        // whether it is what is at `path` still
+  std::uint64_t size() const { return size_; }  // where its contents end
+  bool has_name() const;                        // whether `path` is still this file
 
-  // An error when the disk has no room for `bytes` more now; it reserves nothing.
+  // An error if the disk has no room for `bytes` more now. Nothing is reserved.
   Status check_room(std::uint64_t bytes) const;
   Status pwrite(std::uint64_t offset, std::span<const std::byte> bytes);
   // False when the bytes are not there or cannot be read.
@@ -87,10 +87,10 @@ class WritableFile {
   std::uint64_t unsent_ = 0;  // bytes written since the disk was last asked to take them
 };
 
-// The name `path` is on the disk, not the file's bytes, when this is ok.
+// If this is ok, the name `path` is on the disk (but not necessarily the file's bytes).
 Status sync_name(const std::string& path);
 
-// Files before they are written: how each begins, and where the bytes of each tensor go.
+// The layout of files to be written: how each begins, and where the bytes of each tensor go.
 struct OutputLayout {
   struct File {
     std::string name{}, head{};

@@ -1,4 +1,4 @@
-// What config.json says of quantised tensors, in the dialects that are read as affine groups.
+// What config.json says about quantised tensors, in the forms that are read as affine groups.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -21,12 +21,12 @@ struct QuantizationConfig {
 
   Method method = Method::none;
   Module all;
-  // Of mlx: what is said of single modules; nothing: it is not quantised.
+  // For mlx: the settings of single modules; nothing means that the module is not quantised.
   std::map<std::string, std::optional<Module>, std::less<>> modules;
-  bool zeros_minus_one = true;  // of gptq: zero points are stored less one
+  bool zeros_minus_one = true;  // gptq: zero points are stored minus one
 };
 
-// `where` opens the messages. A config that is null says nothing.
+// Messages begin with `where`. A config that is null has no settings.
 Result<QuantizationConfig> read_quantization_config(const std::string& where,
                                                     const OrderedJson& config);
 

@@ -3,7 +3,8 @@
 // and the JSON maps each tensor's name to {"dtype", "shape", "data_offsets": [begin, end)}, and
 // "__metadata__" to an object of strings. A folder holds one model.safetensors, or shards and a
 // model.safetensors.index.json whose "weight_map" says which tensor is in which shard.
-// Data are mapped in and streamed out: memory grows with the number of tensors only.
+// Data are mapped for reading and streamed for writing: memory grows only with the number of
+// tensors.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -20,7 +21,7 @@
 
 namespace bittern {
 
-// What hostile headers are held to, so that memory stays below 64 MiB + twice the file's size.
+// Limits for headers that are not trusted: memory is below 64 MiB + twice the file's size.
 inline constexpr std::uint64_t kSafetensorsMaxHeader = 100'000'000;  // the format's own limit
 inline constexpr std::size_t kSafetensorsMaxTensors = std::size_t{1} << 19;
 inline constexpr std::size_t kSafetensorsMaxMetadata = std::size_t{1} << 16;
@@ -28,7 +29,7 @@ inline constexpr std::size_t kSafetensorsMaxRank = 8;
 inline constexpr std::size_t kSafetensorsMaxName = 1024;  // bytes
 inline constexpr std::size_t kSafetensorsMaxShards = std::size_t{1} << 14;
 
-// What a writer is told of a tensor.
+// A tensor to be written.
 struct SafetensorsSpec {
   std::string name;
   SafeDType dtype = SafeDType::f32;
@@ -42,14 +43,14 @@ struct SafetensorsTensor : SafetensorsSpec {
 using SafetensorsMetadata = std::vector<std::pair<std::string, std::string>>;  // keys ascend
 
 struct SafetensorsHeader {
-  std::vector<SafetensorsTensor> tensors;  // as their bytes lie in the file
+  std::vector<SafetensorsTensor> tensors;  // in the order of their bytes in the file
   std::vector<std::uint32_t> by_name;      // their order by name
   SafetensorsMetadata metadata;
 
   const SafetensorsTensor* find(std::string_view name) const;
 };
 
-// The header of a whole file in memory; `where` opens the error messages.
+// The header of a whole file in memory; error messages begin with `where`.
 Result<SafetensorsHeader> parse_safetensors(const std::string& where,
                                             std::span<const std::byte> file);
 
@@ -83,13 +84,13 @@ class SafetensorsFile {
   SafetensorsHeader header_;
 };
 
-// The index decides where there is one: a tensor it does not name is left out.
+// If there is an index, it decides: a tensor that it does not name is left out.
 class SafetensorsFolder {
  public:
   static Result<SafetensorsFolder> open(const std::string& folder);
 
   const std::vector<SafetensorsFile>& files() const { return files_; }
-  // Tensors are numbered as their bytes lie, shard by shard.
+  // Tensors are numbered in the order of their bytes, shard by shard.
   std::size_t size() const { return entries_.size(); }
   const SafetensorsFile& file(std::size_t i) const { return files_[entries_[i].file]; }
   const SafetensorsTensor& tensor(std::size_t i) const {

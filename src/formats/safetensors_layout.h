@@ -12,10 +12,10 @@
 namespace bittern {
 
 // A folder's model.safetensors, or, where the tensors have more than `shard_bytes` bytes,
-// model-00001-of-00005.safetensors and so on: tensors fill the shards in the order given, and a
-// larger one has a shard of its own. Within a file bytes lie as the reference implementation lays
-// them, by falling alignment and then by name, which keeps every tensor aligned. `folder` opens the
-// error messages.
+// model-00001-of-00005.safetensors and so on: tensors fill the shards in the given order, and a
+// larger tensor has a shard of its own. Within a file the tensors have the order of the reference
+// implementation, by decreasing alignment and then by name, which keeps every tensor aligned. Error
+// messages begin with `folder`.
 Result<OutputLayout> lay_out_safetensors(const std::string& folder,
                                          std::span<const SafetensorsSpec> tensors,
                                          std::uint64_t shard_bytes,

@@ -1,6 +1,6 @@
 // Files beside a model's weights: config, tokeniser, notes. They are copied or parsed into the
-// output, so a model from a stranger must not have links among them that lead to files of the user.
-// Weights may be links to anywhere: they are what the user named, and hold nothing but numbers.
+// output. So in a model from a stranger they must not be links that lead to the user's files.
+// Weights may be links to anywhere: the user named them, and they hold only numbers.
 #pragma once
 #include <string>
 
@@ -8,7 +8,7 @@
 
 namespace bittern {
 
-// False only when there is nothing of that name; what cannot be looked at is there.
+// False only if there is nothing of that name. What cannot be examined counts as existing.
 bool is_there(const std::string& path);
 
 // "FOLDER/", to which the name of a file is added.

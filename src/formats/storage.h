@@ -1,4 +1,4 @@
-// How numbers of a tensor are stored:
+// How the numbers of a tensor are stored:
 //
 //   plain    numbers of one dtype
 //   blocks   a block format of ggml: scales and codes in one run of bytes
@@ -32,7 +32,7 @@ struct Storage {
 
   bool quantized() const { return kind != Kind::plain; }
   std::string str() const;  // "BF16", "Q4_K", "4 bit, group 64, BF16"
-  // All bytes of a tensor of this shape: codes, scales and biases; or why it cannot be.
+  // All bytes of a tensor of this shape: codes, scales and biases; or why it is impossible.
   Result<std::uint64_t> bytes(const Shape& shape) const;
 };
 

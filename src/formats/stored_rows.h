@@ -1,4 +1,4 @@
-// Rows as they are stored, for what decodes them to numbers (decode.h) or to a grid (grid.h).
+// Rows as they are stored, for decoding to numbers (decode.h) or to a grid (grid.h).
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -13,13 +13,13 @@ namespace bittern {
 // "tensor NAME: ", on one line.
 std::string of_tensor(const CheckpointTensor& tensor);
 
-// ok when there are such rows, and the tensor has the bytes its storage and shape say.
+// ok if the rows exist, and the tensor has as many bytes as its storage and shape require.
 Status check_rows(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count);
 
 // `out.size()` numbers of F32, F16, BF16 or F64, at any address.
 Status widen(SafeDType dtype, std::span<const std::byte> bytes, std::span<float> out);
 
-// Rows of T as an op takes them: where they lie, or a copy when that is not aligned.
+// Rows of T as an op takes them: in place, or a copy if they are not aligned.
 template <class T>
 class AlignedRows {
  public:

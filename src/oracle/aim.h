@@ -1,4 +1,4 @@
-// Putting inputs where kernels go wrong; a family's own aims lie with it.
+// Puts inputs where kernels go wrong. A family's own aims are in its folder.
 #pragma once
 #include "oracle/oracle.h"
 
@@ -7,8 +7,8 @@ namespace bittern::oracle {
 // Scales that are ordinary, powers of two, negative, and now and then 0, NaN, infinite or denormal.
 void aim_scale(const ConstView& scale, Rng& rng);
 
-// Terms of sums: mostly finite, since one NaN would hide every other fault of a sum; sometimes all
-// zeros of both signs, or all -0, where padding shows.
+// Terms of sums: mostly finite, since one NaN would hide every other mistake in a sum; sometimes
+// all zeros of both signs, or all -0, which shows wrong padding.
 void aim_gradient(const ConstView& dy, Rng& rng);
 
 // Sequences that cover the tokens, some of them empty.
@@ -16,7 +16,7 @@ void aim_sequences(const Sequences& s, const ConstView& cu_seqlens, Rng& rng);
 // Mostly finite values of about the given size, since one NaN spoils its whole chunk.
 void aim_values(const ConstView& x, double size, Rng& rng);
 
-// Ones with holes, where there is a mask.
+// A mask of ones with some zeros, if there is a mask.
 void aim_mask(const ConstView& mask, Rng& rng);
 
 }  // namespace bittern::oracle

@@ -31,7 +31,7 @@ class Rng {  // one call per expression: compilers differ in which of two operan
   }
   bool chance(int one_in) { return below(one_in) == 0; }
   double uniform() { return static_cast<double>(next() >> 11) * 0x1p-53; }
-  double normal() {  // the sum of twelve uniforms is near enough, and the same on every library
+  double normal() {  // the sum of twelve uniforms is close enough, and equal on every library
     double sum = -6;
     for (int i = 0; i < 12; ++i) sum += uniform();
     return sum;
@@ -44,7 +44,7 @@ class Rng {  // one call per expression: compilers differ in which of two operan
   std::mt19937_64 engine_;
 };
 
-// Writing to inputs: the problem owns their memory.
+// Inputs may be written here: the problem owns their memory.
 template <class T>
 T* data(const ConstView& v) {
   return const_cast<T*>(v.as<T>());
@@ -86,8 +86,8 @@ template <class Desc>
 struct BenchCase {
   std::string label;  // "f32->s8 group 128"
   Desc desc;
-  // Called for each operand that is read, after a random fill, which some contents are not: an
-  // index, a sorted table, a gate.
+  // Called for each operand that is read, after it was filled with random values. Some operands
+  // need others: an index, a sorted table, a gate.
   void (*fill)(const Desc& desc, std::string_view operand, const ConstView& view,
                Rng& rng) = nullptr;
   const char* left_out = "";  // optional operands, separated by spaces
@@ -140,18 +140,18 @@ struct Store {
   Operand expected;
   bool output = false;
   bool present = true;
-  Shape shape, stride;     // of the view: as expected, or with the first axis as several
+  Shape shape, stride;     // of the view: as expected, or with several axes for the first
   std::size_t offset = 0;  // of the first element in `bytes`
   std::vector<std::byte> bytes;
 };
 
-// How operands lie in memory; derived from a seed so that all are met.
+// How operands are laid out in memory; derived from a seed, so that every layout occurs.
 struct Layout {
   bool padded_rows = false;  // row strides beyond the row, where the operand allows them
-  bool unaligned = false;    // addresses that are multiples of the element size alone
+  bool unaligned = false;    // addresses that are multiples of only the element size
   int left_out = 0;          // a mask over the optional operands
   int in_place = -1;         // which (input, output) pair shares memory, -1: none
-  int axis_order = 0;        // where it allows any strides: in what order its axes lie, 0: as ever
+  int axis_order = 0;        // the order of the axes where any strides are allowed; 0: usual
 };
 
 template <class Op>

@@ -41,8 +41,8 @@ class AnyPlan {
   virtual Sku sku() const = 0;
   virtual PrecisionGuarantee precision_guarantee() const = 0;
   virtual std::vector<OperandInfo> operands() const = 0;
-  // The error for an operand that operands() does not have: which field's value would bring it, or
-  // the names there are.
+  // The error for an operand that operands() does not list: it names the field value that would add
+  // the operand, or else lists the operands.
   virtual Status no_operand(std::string_view name) const = 0;
 };
 
@@ -60,7 +60,7 @@ class AnyDesc {
   virtual Result<double> get_real(std::string_view field) const = 0;   // of any field
   virtual Status check() const = 0;
   virtual std::int64_t num_groups() const = 0;            // 0 for an op without groups
-  virtual double flops() const = 0;                       // 0 for an op bound by memory
+  virtual double flops() const = 0;                       // 0 for an op limited by memory
   virtual std::int64_t elements() const = 0;              // of the main tensor, for rates
   virtual std::vector<OperandInfo> operands() const = 0;  // check() must be ok
   virtual Result<std::unique_ptr<AnyPlan>> select(Device device, Preference preference,
@@ -74,7 +74,8 @@ class AnyOp {
   virtual std::string_view name() const = 0;
   virtual std::string_view category() const = 0;
   virtual const std::vector<FieldInfo>& fields() const = 0;
-  // All operands any descriptor can give, in order; dtype and shape are those of the default one.
+  // All operands that any descriptor can have, in order, with the dtype and shape that the default
+  // descriptor gives them.
   virtual std::vector<OperandInfo> operands() const = 0;
   virtual bool has_cpu() const = 0;
   virtual bool has_cuda() const = 0;

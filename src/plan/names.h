@@ -9,7 +9,7 @@ namespace bittern {
 // "a, b or c"
 std::string either(std::span<const std::string_view> names);
 
-// Of `known`, what differs from `given` by a slip or continues it; "" when nothing does.
+// The name in `known` that differs from `given` by a typing mistake or begins with it; "" if none.
 std::string_view nearest(std::string_view given, std::span<const std::string_view> known);
 
 // "no field grop_size (did you mean group_size?), expected one of outer_size axis_size ..."

@@ -1,4 +1,4 @@
-// Plan<Op>'s members. plan.cc instantiates them for every op; a test may for an op of its own.
+// Plan<Op>'s members. plan.cc instantiates them for every op; a test may instantiate its own op.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -30,28 +30,28 @@ struct Extent {
 };
 inline constexpr int kMaxOperands = 32;
 
-// Null data leaves an operand out, unless the view's shape says that there are no elements, of
-// which null is all there is.
+// Null data means that the operand is left out, unless its shape has no elements: then null is
+// complete.
 inline bool left_out(const ConstView& view) {
   const auto& dim = view.shape.dim;
   return view.data == nullptr &&
          std::find(dim.begin(), dim.begin() + view.shape.rank, 0) == dim.begin() + view.shape.rank;
 }
-// The kernel out of `known` that BITTERN_KERNEL names, in letters of either case; "" without it.
+// The kernel in `known` that BITTERN_KERNEL names, in upper or lower case; "" if it is not set.
 Result<std::string_view> kernel_variable(std::string_view op,
                                          std::span<const std::string_view> known);
 Status check_device(std::string_view op, Device device);
-// Whether `shape` has the first axis of what is expected as several.
+// Whether `shape` is the expected one with several axes in place of the first.
 bool splits_rows(const Shape& shape, const Operand& expected);
-// `view` against what the descriptor implies; fills `extent` when it is ok and not left out.
+// Compares `view` with what the descriptor implies; fills `extent` if it is ok and not left out.
 Status check_operand(std::string_view op, const char* name, const ConstView& view, bool output,
                      const Operand& expected, Device device, Extent& extent);
-// No output may overlap another operand, but for exact in-place use.
+// No output may overlap another operand, except for exact in-place use.
 Status check_overlap(std::string_view op, std::span<const Extent> extents);
 // Whether `p` is memory that kernels on a CUDA device can use, whatever its view declares.
 Status check_memory(std::string_view op, const char* name, const void* p, Device device);
 
-// What the axes of an operand are, "[batch,tokens,3]": the fields that they grow with, or numbers.
+// The axes of an operand as text, "[batch,tokens,3]": the field that gives each size, or a number.
 template <class Op>
 std::string axes_text(const typename Op::Desc& desc, std::string_view operand, const Shape& shape) {
   std::array<std::string, kMaxRank> axes;
@@ -78,7 +78,7 @@ std::string axes_text(const typename Op::Desc& desc, std::string_view operand, c
   return text + "]";
 }
 
-// Why an operand's shape is what the descriptor implies, where numbers do not tell.
+// Why the descriptor implies an operand's shape, if the numbers alone do not explain it.
 template <class Op>
 std::string shape_hint(const typename Op::Desc& desc, std::string_view operand, const Shape& found,
                        const Shape& expected) {
@@ -89,13 +89,14 @@ std::string shape_hint(const typename Op::Desc& desc, std::string_view operand, 
   return "the axes are " + axes_text<Op>(desc, operand, expected);
 }
 
-// The rows of a view that has them as axes of any strides: runs of rows at one distance.
+// The rows of a view that has several axes of any strides for them: runs of rows at equal
+// distances.
 class RowRuns {
  public:
   RowRuns() = default;
   // The last `inner` axes are a row's.
   RowRuns(const Shape& shape, const Shape& stride, int inner);
-  // Rows at one distance from each other, from any multiple of this on; 0: all.
+  // How many rows are at equal distances, from any multiple of this number on; 0: all.
   std::int64_t length() const { return axes_ == 0 ? 0 : length_[axes_ - 1]; }
   std::int64_t stride() const { return axes_ == 0 ? 0 : stride_[axes_ - 1]; }
   bool whole() const { return axes_ <= 1; }

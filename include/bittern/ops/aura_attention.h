@@ -9,15 +9,16 @@
 //   coded    lengths[s,1] tokens as aura_encode leaves them: k_t = k_scale_t P_k^T c[code] + k_mean
 //   recent   lengths[s,2] tokens kept as they were, rows of k_recent and v_recent
 //
-// Query head h reads KV head h / (heads / kv_heads). With n tokens in all, query i stands at token
-// n - queries + i. It sees every token up to there (causal) or all (not causal), and with a window
-// w > 0 none that lies w or more before it (but for first tokens, if window_keeps_first). A query
-// that sees no token gives zeros. sinks[h] is one more logit, whose value is a row of zeros.
+// Query head h reads KV head h / (heads / kv_heads). With n tokens in all, query i belongs to token
+// n - queries + i. It sees every token up to that one (causal) or all tokens (not causal). With a
+// window w > 0 it sees none that is w or more before it (except first tokens, if
+// window_keeps_first). A query that sees no token gives zeros. sinks[h] is one more logit, whose
+// value is a row of zeros.
 //
-// Centring: codes hold k - k_mean and v - v_mean. q . k_mean is the same for every coded token, so
-// where nothing else is attended to it cancels and k_mean may be left out; given, it is added to
-// their logits, which then compare with sinks and with the regions that were never centred. v_mean
-// is added in the proportion that coded tokens have of l.
+// Centring: codes hold k - k_mean and v - v_mean. q . k_mean is the same for every coded token. If
+// there are only coded tokens it cancels, and k_mean may be left out. If k_mean is given, q .
+// k_mean is added to the logits of coded tokens, so that they compare with sinks and with the other
+// regions, which are not centred. v_mean is added in proportion to the coded tokens' share of l.
 //
 // The order of operations, all in f32, exp as in core/math.h:
 //
@@ -38,15 +39,14 @@
 // Splits with a token seen are merged in order into a state of m, l, l_coded, o_coded, o_exact that
 // starts at -inf, 0, 0, 0, 0 (with sinks at m = sinks[h], l = 1):
 //
-//   M = m_split > m ? m_split : m       f = exp(m - M), g = exp(m_split - M), or exp(m),
-//   exp(m_split)
-//                                       where M = -inf
-//   l = fma(l_split, g, l * f)          and so o and l_coded, of which what the split does not add
-//                                       to is multiplied by f
+//   M = m_split > m ? m_split : m
+//   f = exp(m - M), g = exp(m_split - M); if M = -inf, f = exp(m), g = exp(m_split)
+//   l = fma(l_split, g, l * f); o and l_coded likewise. Those that the split does not add to are
+//       multiplied by f
 //
-// and then u = P_v^T o_coded, u = fma(l_coded, v_mean, u) where v_mean is given, and
-// out = (u + o_exact) / l, or 0 where l = 0. A row or scale that is not finite touches the queries
-// that see it, and no others.
+// Then u = P_v^T o_coded; if v_mean is given, u = fma(l_coded, v_mean, u); and
+// out = (u + o_exact) / l, or 0 if l = 0. A row or scale that is not finite affects only the
+// queries that see it.
 //
 // Kernel cpu_int8 (k_bits 4, Preference::fastest) takes r and c as 16-bit integers of full scale
 // 32512, in two bytes each, and leaves out the product of the lower bytes. On AVX-512 and with

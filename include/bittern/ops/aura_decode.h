@@ -3,8 +3,8 @@
 //
 //   y_j = norm * codebook[code_j], and unless `rotated`, y := P^T y; then rounded to its dtype
 //
-// `rotated` leaves y in the rotated space, where attention may stay. NaN and infinities follow from
-// the operations and stay in their row. A codebook that is not sorted decodes too.
+// `rotated` leaves y in the rotated space, for attention that works there. NaN and infinities
+// follow from the operations and affect only their row. The codebook need not be sorted.
 #pragma once
 #include "bittern/aura_desc.h"
 

@@ -21,13 +21,14 @@
 //   sum   of each eight neighbours s_0 .. s_7 (zeros past the row's end)
 //         ((s_0 + s_1) + (s_2 + s_3)) + ((s_4 + s_5) + (s_6 + s_7)); then the halving tree of these
 //
-// A finite row has the codes of its direction, however small or large it is. s follows its norm as
-// far as the norms' dtype goes: with fewer bits where it is subnormal there, to the largest finite
-// value where the norm or s is beyond that. A row of zeros has the codes of 0, s = 0 and x' = 0. A
-// row with a NaN or an infinity has codes 0 and s NaN, and decodes to NaN. No row touches another.
+// The codes of a finite row depend only on its direction, however small or large the row is. s
+// follows the norm within the range of the norms' dtype: it has fewer bits where it is subnormal,
+// and is the largest finite value where the norm or s would exceed it. A row of zeros has the codes
+// of 0, s = 0 and x' = 0. A row with a NaN or an infinity has codes 0 and s NaN, and decodes to
+// NaN. No row affects another.
 //
 // With rotation dense, rule matched and f32 norms this is AURA's fused encode, except for rows of
-// norm 1e-8 and less, to which AURA gives no direction, and those whose squares overflow.
+// norm 1e-8 or less, to which AURA gives no direction, and rows whose squares overflow.
 //
 // Kernel cuda_tensor (dense rotations of 64 and 128, sm_90, Preference::fastest) computes r in
 // another order, and s from its own r and codes. Its ErrorNorm is `terms`, and error_bound is
@@ -42,8 +43,8 @@
 //
 // A row with a NaN or an infinity has codes 0 and s NaN here too.
 //
-// boundaries must be finite and never descend; the codebook must be finite, and ascending where the
-// codes are to be the nearest levels. A dense matrix is taken as it is.
+// boundaries must be finite and never decrease; the codebook must be finite, and ascending where
+// the codes are to be the nearest levels. A dense matrix is not checked.
 #pragma once
 #include "bittern/aura_desc.h"
 

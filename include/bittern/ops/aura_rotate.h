@@ -1,6 +1,6 @@
 // y = P x, or y = P^T x if `inverse`: each row of x widened to f32, rotated as bittern/aura_desc.h
-// states, and rounded to its dtype. For queries on their way in and attention's output on its way
-// out. NaN and infinities follow from the operations and stay in their row.
+// states, and rounded to its dtype. Used for queries, and inversely for attention's output. NaN and
+// infinities follow from the operations and affect only their row.
 #pragma once
 #include "bittern/aura_desc.h"
 

@@ -18,15 +18,16 @@
 //   key_value   sum = fma(S_ij, k_i, sum), i ascending, from 0
 //   value_key   as core/dot.h: 16 strided sums, then the halving tree
 //
-// NaN and infinities propagate as this arithmetic has it; a sequence's never reach another's.
+// NaN and infinities follow from this arithmetic; those of a sequence never reach another.
 //
 // States. With pool = 0 sequence s has state s. With pool = P > 0 there are P states and sequence s
-// uses state state_index[s]: in range, and no two the same. The others are not touched. An index of
-// -1 skips its sequence, as servers pad their batches: its o and snapshots are zeros, nothing of it
-// is read. On CUDA the host does not read state_index. Any other index that is out of range then
-// leaves its sequence out: its o and snapshots are not written. If two sequences have the same
-// index, their results and that state are not specified. snapshots, where given, receives the state
-// after each token, for going back to it when later tokens are rejected.
+// uses state state_index[s]; the indices must be in range and different. The other states are not
+// changed. An index of -1 skips its sequence, for servers that pad their batches: its o and
+// snapshots are zeros, and nothing of it is read. On CUDA the host does not read state_index. Any
+// other index that is out of range then leaves its sequence out: its o and snapshots are not
+// written. If two sequences have the same index, their results and that state are not specified.
+// snapshots, if given, receives the state after each token, to return to it when later tokens are
+// rejected.
 #pragma once
 #include "bittern/gdn_desc.h"
 

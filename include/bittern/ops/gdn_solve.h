@@ -3,9 +3,9 @@
 //   A[i] = e[i] - (sum over j < i of L[i][j] * A[j])
 //
 // by rows, for rows i, j of one chunk: the sum is acc = fma(L[i][j], A[j][c], acc) in f32, j
-// ascending, from 0, and is subtracted from 1 (c = i) or 0. Every j < i counts, also those where
-// A[j][c] is 0; of L, what lies on or above the diagonal or past a ragged chunk is not read. A is 0
-// above the diagonal (whatever L holds) and past a ragged chunk; it is rounded to a_element last.
+// ascending, from 0, and is subtracted from 1 (c = i) or 0. Every j < i counts, also where A[j][c]
+// is 0. L is not read on or above the diagonal, nor past a ragged chunk. A is 0 above the diagonal
+// (whatever L holds) and past a ragged chunk; it is rounded to a_element last.
 // A NaN or infinity of L makes its row and rows below it NaN, in its chunk and head.
 #pragma once
 #include "bittern/gdn_desc.h"

@@ -35,10 +35,11 @@
 //
 // IQ4_NL, IQ4_XS and MXFP4 are read only.
 //
-// The error is at most ggml's, over a tensor of weights as models have them. Of a given grid, a
-// negative scale is the same grid counted from its other end; a bias above 0 cannot be held, so the
-// grid then runs from 0 to the same top; what is not finite counts as 0. An importance that is not
-// > 0 or not finite counts as 0, and one above 2^40 as 2^40. docs/numerics.md gives every step.
+// Over a tensor of a real model the error is at most ggml's. A negative scale of a given grid means
+// the same grid counted from its other end. A bias above 0 cannot be stored, so the grid then runs
+// from 0 to the same top. Scales and biases that are not finite count as 0. An importance that is
+// not > 0 or not finite counts as 0, and one above 2^40 as 2^40. docs/numerics.md gives every
+// step.
 #pragma once
 #include "bittern/gguf_desc.h"
 

@@ -2,7 +2,7 @@
 //
 //   words[w] = OR over j of (codes[j] mod 2^bits) << (j*bits - 32*w), kept to 32 bits
 //
-// A code may spill into the next word; a row has ceil(axis_size * bits / 32) words and its spare
+// A code may continue in the next word. A row has ceil(axis_size * bits / 32) words, and its unused
 // bits are zero. bits is 1..8. This is MLX's layout, and that of the KV codec.
 #pragma once
 #include "bittern/affine_desc.h"

@@ -1,11 +1,10 @@
 // y = q * s + b
 //
 // rounding once   fma(q, s, b) in f32 (f64 for f64): one rounding, then the conversion to y's dtype
-// rounding mlx    the product is rounded to y's dtype before the add, and the sum to y's dtype:
-// what
-//                 MLX's CPU backend does
+// rounding mlx    the product is rounded to y's dtype before the addition, then the sum is, as in
+//                 MLX's CPU backend
 //
-// A code is taken as it is stored; packed codes have `bits` bits, so none exceeds 2^bits - 1.
+// Codes are not checked; packed codes have `bits` bits, so none exceeds 2^bits - 1.
 #pragma once
 #include "bittern/affine_desc.h"
 

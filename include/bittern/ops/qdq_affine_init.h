@@ -16,19 +16,19 @@
 //
 // lsq      from minmax's s, b and q, at most 20 times: fit s, b to the codes by least squares
 //          (weighted by `importance` where given), round them to their dtype, re-quantise as minmax
-//          does; stop when s and b stay, hence the codes, or when the fit has no finite s > 0.
-//          Never worse than minmax in the squared error sum c (w - fma(q, s, b))^2: a group keeps
-//          minmax's result unless the fit gains at least one part in 2^20.
+//          does; stop when s and b (hence the codes) no longer change, or when the fit has no
+//          finite s > 0. The squared error sum c (w - fma(q, s, b))^2 is never more than minmax's:
+//          a group keeps minmax's result unless the fit gains at least one part in 2^20.
 //          docs/numerics.md gives the sums, their order and the proof.
 //
 // NaN weights get code 0. Infinite weights saturate to the end codes. No finite weight: s = 1,
 // b = 0. When max - min overflows, every method is minmax with
 //          s = (max/2 - min/2) / (n/2), bounded as above
 //          q = clamp(A((w/2 - b/2) / (s/2)), 0, n)
-// A group with a weight that is not finite is left to minmax by lsq; mlx applies its own formula to
-// the finite part (MLX itself stores NaN there). With expect_finite the outputs are the same, and
-// run tells by an error that there was such a weight; kernels that run asynchronously cannot, and
-// refuse the field.
+// For a group with a weight that is not finite, lsq gives minmax's result, and mlx applies its
+// formula to the finite weights (MLX itself stores NaN there). With expect_finite the outputs are
+// the same, and run returns an error if there was such a weight; kernels that run asynchronously
+// cannot, and refuse the field.
 #pragma once
 #include "bittern/affine_desc.h"
 

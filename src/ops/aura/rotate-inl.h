@@ -1,8 +1,7 @@
 // The rotations of bittern/aura_desc.h on rows of f32, the same operations as ops/aura/aura.h.
 //
 //   const RowRotation rotation(kind, dim, table);
-//   rotation.Apply(rows, stride, count, inverse);    rows[i * stride + j] := (P rows[i])_j, in
-//   place
+//   rotation.Apply(rows, stride, count, inverse);    rows[i * stride + j] := (P rows[i])_j
 //
 // Rows whose length is a power of two take a Hadamard rotation one by one, in registers. All else
 // works on kF32Lanes rows at once, transposed so that a row is a lane: then every operation is a

@@ -70,8 +70,7 @@ BITTERN_HOST_DEVICE Params<F> mlx_params(const Range<F>& r, std::int32_t bins) {
 
 // x / s with one correction, z = x * (1 / s), z = fma(fma(-z, s, x), 1 / s, z), is all that codes
 // need where
-//   - they round half away, and s has 11 bits or fewer: a half as stored. The remainder is exact,
-//   so
+//   - they round half away, and s has at most 11 bits (a stored half). The remainder is exact, so
 //     x / s is known to 2^-47 of itself before the last rounding. For every h = k + 1/2 up to
 //     255.5, h s has at most 9 + 11 bits: where x / s >= h, z is, too; where x < h s, x is at least
 //     one ulp below it, hence x / s more than half an ulp below h, and z < h.

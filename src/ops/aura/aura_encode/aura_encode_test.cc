@@ -100,7 +100,7 @@ TEST(AuraEncode, RotationsTameAwkwardRows) {
   EXPECT_NEAR(error(Rotation::dense, outliers), 0.0095, 0.0008);
 }
 
-// ---- the seed's contract ----
+// ---- AURA's contract ----
 
 // Its pipeline in f64, against dense rotations and a uniform codebook; a code may differ only where
 // the rotated value all but touches a boundary.
