@@ -1,9 +1,9 @@
-// bittern bench [OP...]: every op beside the limits measured in the same run.
+// bittern bench [OP...]: compares every op with the machine's limits, measured in the same run.
 //
-// The copy is interleaved with the op, because a machine's bandwidth may change in mid-run:
+// Copies and samples of the op alternate, because a machine's bandwidth may change during a run:
 // copy, op, copy, op, ... copy. A sample's ratio compares the op with the copies before and after
-// it; what is reported is the median of the samples. On a GPU a sample is a graph of many calls
-// that take turns with several sets of operands, so that none finds its own in the L2.
+// it, and the median of the samples is reported. On a GPU a sample is a graph of many calls that
+// use several sets of operands in turn, so that no call finds its operands in the L2.
 #include <fmt/format.h>
 #include <omp.h>
 #include <unistd.h>
@@ -46,8 +46,8 @@ std::int64_t shrink_factor(const BenchFlags& flags) {
   return flags.shrink > 0 ? flags.shrink : flags.quick ? kQuickShrink : 1;
 }
 
-// OpenMP reads these when it is loaded, so the program starts anew with them; a user's own settings
-// are left alone.
+// OpenMP reads these when it is loaded, so the program restarts itself with them. A user's own
+// settings are kept.
 void pin_threads(char** argv) {
   if (std::getenv("OMP_PROC_BIND") != nullptr || std::getenv("OMP_PLACES") != nullptr ||
       std::getenv("GOMP_CPU_AFFINITY") != nullptr) {
@@ -116,8 +116,8 @@ Result<Row> measure(const Problem& problem, const AnyPlan& plan, Meter& meter, d
   const double copied = 2e-9 * static_cast<double>(meter.copy_bytes());
   const Sku sku = plan.sku();
   Row row{std::string(sku.kernel), std::string(sku.architecture), name(meter.device())};
-  // A GPU multiplies so much faster than it moves data that even ops made of products are held
-  // against the copy there.
+  // A GPU multiplies much faster than it moves data, so even ops made of products are compared with
+  // the copy there.
   row.by_gemm = gigaflops > 0 && gemm_gflop_s > 0 && meter.host();
   std::vector<double> times, copies = {*copy}, traffic_ratios, ratios;
   for (int i = 0; i < repeat; ++i) {
@@ -330,7 +330,7 @@ Result<std::vector<Task>> tasks(const BenchFlags& flags, const DeviceChoice& cho
 }
 
 Status run(const BenchFlags& flags, char** argv) {
-  pin_threads(argv);  // first: what it starts anew must find standard output as it was
+  pin_threads(argv);  // first: the restarted program needs the original standard output
   BITTERN_TRY(check_json_flag(flags.common));
   const auto choice = choose_device(flags.common);
   if (!choice) return choice.status();

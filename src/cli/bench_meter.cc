@@ -243,8 +243,8 @@ class CpuMeter final : public Meter {
   std::vector<std::unique_ptr<Pages>> operands_;
 };
 
-// A sample of a call that takes microseconds is many calls, captured once as a graph: what is timed
-// is the device, not the host's launching. Copies last long enough to be launched one by one.
+// A call takes microseconds, so a sample is many calls, captured once as a graph. This times the
+// device, not the launches of the host. Copies take long enough to be launched one by one.
 class CudaMeter final : public Meter {
  public:
   CudaMeter(int index, const CudaPlugin* plugin)

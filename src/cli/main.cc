@@ -39,8 +39,8 @@ int fail(const Status& status) {
   return exit_status(status.code());
 }
 
-// An empty value is most often a variable of a script that was never set. Flags would otherwise
-// read it as "not given", or, written --flag=, take the next argument in its place.
+// An empty value is most often a script's variable that was never set. Without this check, flags
+// would take it as "not given", or --flag= would take the next argument.
 Status no_value(const std::string& flag) { return invalid(flag + ": empty, expected a value"); }
 
 Status check_equals_signs(std::span<char*> words) {

@@ -20,8 +20,9 @@ constexpr float kThree[] = {0.021460f, 0.065717f, 0.117832f, 0.190685f};
 constexpr float kFour[] = {0.006938f, 0.020989f, 0.035597f, 0.051262f,
                            0.068756f, 0.089527f, 0.117195f, 0.173926f};
 
-// The 8-bit table is what its generator had reached when it stopped: 100 sweeps of k-means over
-// 32768 points of [-1, 1], weighted by the density for d = 128, from the quantiles (i + 1/2) / 256.
+// The 8-bit table is the state of its generator when it stopped, after 100 sweeps of k-means over
+// 32768 points of [-1, 1], weighted by the density for d = 128, starting from the quantiles
+// (i + 1/2) / 256.
 std::vector<float> eight_bits() {
   constexpr int kPoints = 32768, kLevels = 256, kSweeps = 100;
   std::vector<double> x(kPoints), sum(kPoints + 1), first(kPoints + 1);

@@ -120,8 +120,8 @@ Status check(std::string_view what, std::int64_t dim, std::int32_t bits) {
 
 }  // namespace
 
-// The best density of levels is the cube root of the law's: that of a sphere in d/3 + 2 dimensions,
-// and a Gaussian sqrt(3) times as wide. So its quantiles are where the search starts.
+// The best density of levels is the cube root of the distribution's density: that of a sphere in
+// d/3 + 2 dimensions, or of a Gaussian sqrt(3) times as wide. The search starts at its quantiles.
 Result<Codebook> sphere_codebook(std::int64_t dim, std::int32_t bits) noexcept try {
   const FloatMode mode;
   if (Status s = check("sphere_codebook", dim, bits); !s.ok()) return s;

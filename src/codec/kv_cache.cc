@@ -178,15 +178,15 @@ namespace {
 
 constexpr float kMost = std::numeric_limits<float>::max();
 
-// x + y, at most the largest finite number where both are finite: the error of a code must not make
-// an infinity of a row that had none.
+// x + y, limited to the largest finite number if both are finite: the error of a code must not turn
+// a finite row into an infinite one.
 float finite_sum(float x, float y) {
   const float sum = x + y;
   return std::isinf(sum) && std::isfinite(x) ? std::clamp(sum, -kMost, kMost) : sum;
 }
 
-// row = x - mean. Where that overflows, row is half of it, which keeps the direction; the result
-// says so.
+// row = x - mean. If that overflows, row is half of it, which keeps the direction, and the result is
+// true.
 bool centre(const float* x, const float* mean, std::int64_t dim, float* row) {
   bool overflow = false;
   for (std::int64_t i = 0; i < dim; ++i) {

@@ -1,5 +1,5 @@
-// What is chosen over all tensors at once: llama-quantize's mix; that the run will be able to make
-// every tensor; and what was asked for in vain.
+// Steps over all tensors at once: llama-quantize's mix, a check that the run can make every tensor,
+// and notes about options that have no effect.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -86,8 +86,8 @@ std::vector<GgmlType> ConversionPlanner::types_of(const Mix& mix, const MixModel
   return mix_types(mix, model, tensors);
 }
 
-// The first row of every tensor, as the run will make it: what it cannot make is refused by the
-// plan, and by --dry-run.
+// Makes the first row of every tensor, as the run will. So the plan, and --dry-run, refuse what the
+// run could not make.
 Status ConversionPlanner::try_rows() {
   for (std::size_t i = 0; i < conversion_.tensors_.size(); ++i) {
     const OutputTensor& tensor = conversion_.tensors_[i];

@@ -230,8 +230,8 @@ class Named {
   std::map<std::string_view, const Recipe*> by_name_;  // into tensors_
 };
 
-// b as a has it. Of two folders that still share no name, one is perhaps a model for images too
-// (language_model.model.layers...): llama.cpp's names are then those of both.
+// b translated to a's world. If two folders still have no common name, one may be a vision model
+// (language_model.model.layers...). Then both are translated to llama.cpp's names.
 Status bring_together(Named& a, Named& b) {
   const bool folders = a.world() != World::gguf && b.world() != World::gguf;
   // Folders may have names nobody knows: they are compared as they are.

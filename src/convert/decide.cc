@@ -29,8 +29,8 @@ bool mlx_reads(SafeDType dtype) {
 
 }  // namespace
 
-// What is small and delicate, and stays as it is unless told otherwise: norms, convolutions,
-// routers, and the gates of gated-delta layers.
+// Small, sensitive tensors that are not quantised by default: norms, convolutions, routers, and the
+// gates of gated-delta layers.
 const char* delicate(std::string_view name) {
   for (const std::string_view part : {"norm", "conv1d", "A_log", "ssm_a", "dt_bias", "ssm_dt"})
     if (has(name, part)) return "delicate";
@@ -98,7 +98,7 @@ Result<bool> ConversionPlanner::fits_f16(const RowReader& reader) const {
                       [](const Worker& worker) { return overflows(worker.most, DType::f16); });
 }
 
-// The type, or what stands in for it where its blocks do not divide the row.
+// The type, or its fallback if its blocks do not divide the row.
 Result<GgmlType> ConversionPlanner::type_that_fits(const RowReader& reader, GgmlType type) const {
   const GgmlType fits = fitting(type, reader.columns());
   if (fits != GgmlType::f16 || fits == type) return fits;
@@ -108,16 +108,16 @@ Result<GgmlType> ConversionPlanner::type_that_fits(const RowReader& reader, Ggml
   return reader.storage().dtype == SafeDType::bf16 ? GgmlType::bf16 : GgmlType::f32;
 }
 
-// What --output-tensor-type and --token-embedding-type say. As in llama.cpp, an embedding that is
-// also the head takes the head's type.
+// The type by --output-tensor-type or --token-embedding-type. As in llama.cpp, an embedding that is
+// also the head gets the head's type.
 std::optional<GgmlType> ConversionPlanner::fixed_type(const Recipe& recipe) const {
   if (is_output(recipe)) return options_.output_type;
   if (!is_embedding(recipe)) return std::nullopt;
   return options_.embedding_type || !tied_ ? options_.embedding_type : options_.output_type;
 }
 
-// Why a tensor is not quantised, which may go without saying; nothing where it is. Options that
-// name the head or the embedding come before rules.
+// Why a tensor is not quantised (the text may be empty if that needs no note); nothing if it is.
+// Options that name the head or the embedding win over rules.
 std::optional<std::string> ConversionPlanner::why_kept(const Recipe& recipe) const {
   if (!is_matrix(recipe)) return "";
   if (fixed_type(recipe)) return std::nullopt;
@@ -233,8 +233,8 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
   return {};
 }
 
-// How a tensor stays, in the format asked for: its storage, where that has it; --dtype where it is
-// plain.
+// The storage of a tensor that is not quantised: its own if the output format has it; for plain
+// tensors the dtype of --dtype.
 Storage ConversionPlanner::kept(const OutputTensor& tensor) const {
   using Kind = Storage::Kind;
   const Storage& from = tensor.from;

@@ -138,8 +138,8 @@ float largest_finite(DType dtype) {
                                 : std::numeric_limits<float>::max();
 }
 
-// Scales, biases and codes by one of the affine rules. Halves may have f32 scales; otherwise, as
-// mlx-lm does, the weights take the dtype of their scales first.
+// Scales, biases and codes by one of the affine rules. Half weights may have f32 scales; otherwise,
+// as in mlx-lm, the weights are first rounded to the dtype of their scales.
 Status run_affine(AffineDesc desc, DType params, const RowNumbers& numbers,
                   std::span<const float> importance, std::vector<std::byte>& scales,
                   std::vector<std::byte>& biases, std::vector<std::byte>& codes) {
@@ -185,8 +185,9 @@ Status encode_affine(const Storage& to, AffineMethod method, const RowNumbers& n
                     importance, out.scales, out.biases, out.data);
 }
 
-// The same where no number is near the end of the scales' range, which minmax's and mlx's own
-// scales and biases tell: |w| is at most |b| + n |s|, but for rounding. False: look at the numbers.
+// The same if no number is near the end of the scales' range. The scales and biases of minmax and
+// mlx show that: |w| is at most |b| + n |s|, except for rounding. False: the numbers must be
+// checked.
 bool encode_ordinary(const Storage& to, AffineMethod method, const RowNumbers& numbers,
                      std::int64_t count, std::int64_t columns, EncodedRows& out) {
   if (method == AffineMethod::lsq) return false;
@@ -211,8 +212,8 @@ constexpr bool has_minimum(BlockType type) {
          type == BlockType::q5_k;
 }
 
-// By the type's own rule, or, where a method is given and the type has minima, by that: Q4_1 and
-// Q5_1 are such a grid with f16 scales; super-blocks are fitted to it.
+// By the type's own rule; if a method is given and the type has minima, by that method: Q4_1 and
+// Q5_1 are such a grid with f16 scales, and super-blocks are fitted to it.
 Status encode_blocks(BlockType type, std::optional<AffineMethod> method, const RowNumbers& numbers,
                      std::int64_t count, std::int64_t columns, std::span<const float> importance,
                      EncodedRows& out) {
@@ -291,9 +292,9 @@ RowNumbers numbers_of(const GridRows& grid) {
   return numbers;
 }
 
-// Rows whose scales, biases or numbers leave the range are quantised again, from numbers within it;
-// a scale that was merely clamped would move every weight of its group. Row by row, so that nothing
-// depends on which rows a thread was given.
+// Rows whose scales, biases or numbers are out of range are quantised again, from numbers clamped
+// to the range. Clamping only a scale would move every weight of its group. This is done row by
+// row, so that results do not depend on which rows a thread has.
 Status encode_saturated(const GridRows& grid, std::int64_t columns, const Storage& to,
                         EncodedRows& out, double& change, std::uint64_t& saturated) {
   const auto count = static_cast<std::int64_t>(grid.codes.size()) / columns;

@@ -24,7 +24,7 @@ constexpr const char* kCard = "README.md";
 constexpr std::size_t kMostCardBytes = std::size_t{1} << 20;
 constexpr const char* kHub = "https://huggingface.co/";
 
-// Keys that follow from the tensors and are made anew.
+// Keys that follow from the tensors and are made again.
 bool is_made(std::string_view key) {
   for (const std::string_view made : {"general.architecture", "general.type", "general.file_type",
                                       "general.quantization_version", "general.alignment"})
@@ -88,8 +88,8 @@ std::optional<GgufData> data_of(std::string_view key, const Json& value) {
 
 // ---- the model card ----
 
-// What stands between two lines of three dashes at the top of README.md, of YAML no more than model
-// cards use: strings, and lists of strings in either form.
+// Reads the lines between two lines of three dashes at the top of README.md. Of YAML it knows only
+// what model cards use: strings, and lists of strings in either form.
 class CardFields {
  public:
   explicit CardFields(std::string_view text) {

@@ -1,4 +1,4 @@
-// The files of the output: where each tensor is written, and what stands beside them.
+// The files of the output: where each tensor is written, and the other files.
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -152,8 +152,8 @@ std::string ConversionPlanner::part_name(std::size_t part, std::size_t parts) co
   return part_stem() + numbers;
 }
 
-// A set of another number of parts, of an earlier run or of another origin, has other names: it is
-// neither replaced nor in the way.
+// A set with another number of parts, from an earlier run or from elsewhere, has other names. It is
+// not replaced, and it is not in the way.
 void ConversionPlanner::note_other_parts(std::size_t parts) {
   namespace fs = std::filesystem;
   const std::string folder = out_.substr(0, out_.rfind('/') + 1), stem = part_stem();
@@ -175,8 +175,8 @@ void ConversionPlanner::note_other_parts(std::size_t parts) {
        ", of a set with another number of parts; remove them if they are not wanted");
 }
 
-// The tensor after the last of each part, as llama-gguf-split cuts: by the bytes of tensors,
-// padded, or by their number. A part has one tensor at least, however large.
+// For each part, the tensor after its last one. Parts are cut as in llama-gguf-split: by the padded
+// bytes of tensors, or by their number. A part has at least one tensor, however large.
 std::vector<std::size_t> ConversionPlanner::part_ends() {
   const auto& tensors = conversion_.tensors_;
   std::vector<std::size_t> ends;

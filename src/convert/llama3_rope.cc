@@ -23,7 +23,7 @@ double rounded(double x, int digits) {
 }
 
 // In f32 and in the order of llama.cpp's converter, each operation rounded: its files and ours are
-// the same but for the last bit of a power.
+// equal except for the last bit of a power.
 class FactorRule {
  public:
   FactorRule(const Rope& rope, std::int64_t dim)
@@ -53,9 +53,9 @@ class FactorRule {
   float dim_, context_, fast_, slow_, factor_, low_, span_;
 };
 
-// Finds numbers that give the factors. Only the ratios of L, low and high show, and often less: few
-// frequencies of a small head lie between. What the file says of L, and the usual numbers, are
-// tried first.
+// Finds numbers that give the factors. The factors show only the ratios of L, low and high, and
+// often less: in a small head few frequencies are between low and high. The L of the file and the
+// usual numbers are tried first.
 class Solver {
  public:
   Solver(std::span<const float> factors, Rope& rope, std::int64_t dim)
@@ -122,10 +122,10 @@ class Solver {
     return fits(whole, low, low * high);
   }
 
-  // low and high of the length given. What lies between is a line, 1 / factor = a + b t, which is 1
-  // at high and 1 / (the largest factor) at low: two points tell both, one tells high for each low,
-  // and without any both lie between the slowest that is 1 and the fastest that is not. Short
-  // numbers are tried first.
+  // low and high for the given length. Between them 1 / factor is a line, a + b t, which is 1 at
+  // high and 1 / (the largest factor) at low. Two points on it give both numbers; one point gives
+  // high for each low; without points, both are between the slowest frequency with factor 1 and the
+  // fastest without. Short numbers are tried first.
   bool solve_within(std::int64_t length, std::int64_t longest) {
     if (length < 1) return false;
     const auto turns = [&](std::size_t i) { return double(length) * inverse_[i]; };

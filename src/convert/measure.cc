@@ -47,9 +47,9 @@ double squared_error(std::span<const float> w, std::span<const float> y,
   return sum;
 }
 
-// The squared error of each storage; infinite where it cannot hold the numbers. Runs of rows are
-// the same for any number of threads and their sums are added in order, so that the sums are the
-// same, too.
+// The squared error of each storage; infinite if it cannot hold the numbers. Runs of rows do not
+// depend on the number of threads, and their sums are added in order, so the result does not
+// either.
 Result<std::vector<double>> measure(const RowReader& reader,
                                     const std::vector<RowEncoder>& encoders,
                                     std::span<const float> importance, std::int64_t matrices,

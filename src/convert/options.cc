@@ -1,5 +1,5 @@
-// Which options go together. Every option is used or refused: what would have no effect is an
-// error here, before anything is read.
+// Which options go together. Every option is used or refused: an option that would have no effect
+// is an error here, before anything is read.
 #include <algorithm>
 #include <cmath>
 #include <utility>

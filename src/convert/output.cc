@@ -204,8 +204,8 @@ Result<bool> ModelOutput::begins_alike(const std::string& path, const std::strin
   return file->pread(0, std::as_writable_bytes(std::span(text))) && head.starts_with(text);
 }
 
-// ok when what is there was written by bittern: the journal beside it says so or, without one, it
-// begins byte for byte as this output does.
+// ok if bittern wrote what is there: the journal beside it says so or, without a journal, it begins
+// byte for byte like this output.
 Status ModelOutput::check_partial(const Journal& journal) const {
   const auto thing = thing_at(partial());
   if (!thing) return thing.status();
@@ -396,8 +396,8 @@ Result<ModelOutput> ModelOutput::create(const std::string& given, OutputLayout l
   return output;
 }
 
-// Refuses parts that exist, unless force, and but for those that a run moved before it was stopped:
-// they are missing in OUT.partial and begin as this output does.
+// Refuses parts that exist, unless force. Exceptions are parts that a run had moved before it was
+// stopped: they are missing in OUT.partial and begin like this output.
 Status ModelOutput::check_parts(bool goes_on) const {
   for (const OutputLayout::File& file : layout_.files) {
     const std::string path = part_path(path_, file.name);
@@ -428,8 +428,8 @@ Status ModelOutput::take_parts_back() const {
   return {};
 }
 
-// The first part comes last: a reader that opens it finds all others. An old first part goes before
-// that, so that none is ever there with others that are not its own.
+// The first part is moved last, so a reader that opens it finds all others. An old first part is
+// removed before that, so it never exists together with parts of another set.
 Status ModelOutput::move_parts() const {
   const std::string first = part_path(path_, layout_.files[0].name);
   BITTERN_TRY(check_part(first, options_.force));
@@ -455,7 +455,7 @@ ModelOutput::~ModelOutput() {
   remove_journal();
 }
 
-// Somebody may have removed what is partial, and another run may have made its own since.
+// Somebody may have removed the partial output, and another run may have made its own since.
 Status ModelOutput::check_names() const {
   for (const WritableFile& file : files_)
     if (!file.has_name())

@@ -171,7 +171,7 @@ std::vector<RowReader::Pick> RowReader::picks(std::int64_t first, std::int64_t c
 }
 
 // f(tensor, first, count, from, to): rows [first, first + count) of a source hold picks [from, to).
-// Rows near each other are one range, so that a permuted head is decoded at once.
+// Rows that are close together form one range, so that a permuted head is decoded at once.
 template <class F>
 Status RowReader::each_range(const std::vector<Pick>& picks, F&& f) const {
   for (std::size_t from = 0; from < picks.size();) {

@@ -1,5 +1,5 @@
-// The streaming loop: memory is a run of rows and its codes for each thread, whatever the model's
-// size.
+// The streaming loop. Each thread needs memory for a run of rows and its codes, whatever the
+// model's size.
 #include <algorithm>
 #include <chrono>
 #include <mutex>
@@ -117,8 +117,8 @@ Status write_rows(const TensorStream& stream, std::int64_t row, const Worker& wo
   return stream.output.write(part + 2, at * stream.bytes.biases, rows.biases, sums[2]);
 }
 
-// How many of `rows` rows a thread takes at once: so many that a write is worth its call, and so
-// few that there is work for all threads.
+// How many of `rows` rows a thread takes at once: enough that a write is worth its call, but few
+// enough that there is work for all threads.
 std::int64_t run_length(std::int64_t rows, std::int64_t columns) {
   constexpr std::int64_t kLeastWeights = 1 << 14;
   const std::int64_t most = rows_at_once(columns), team = num_threads();

@@ -28,10 +28,10 @@ Status read_scores(const Source& s, std::vector<float>& scores) {
   return {};
 }
 
-// llama.cpp joins the two neighbours whose token has the highest score, the leftmost first among
-// equals; tokenizer.json, the two whose merge comes first. Both agree where no two tokens that are
-// joined have one score, and for runs of one letter that have, see repeated_letter. Tokens found in
-// the text beforehand are never joined.
+// llama.cpp joins the two neighbours whose token has the highest score, among equals the leftmost.
+// tokenizer.json joins the two whose merge comes first. Both agree if no two joined tokens have the
+// same score; for runs of one letter with the same score, see repeated_letter. Tokens that are
+// found in the text beforehand are never joined.
 struct ScoredMerges {
   std::vector<std::uint32_t> order;  // tokens that are joined, by falling score
   std::size_t bytes = 0;             // of their merges as JSON

@@ -35,9 +35,9 @@ Status check_runs(const Tokens& t, std::span<const MergeIds> merges) {
   return {};
 }
 
-// Scores that make llama.cpp join what the merges would, or why there are none. It joins any two
-// neighbours that make a token, so every such pair must be a merge; it ranks tokens, not pairs, so
-// a token's merges must follow each other, but for runs of one letter, see repeated_letter.
+// Scores with which llama.cpp joins what the merges would join, or why there are none. It joins any
+// two neighbours that make a token, so every such pair must be a merge. It ranks tokens, not pairs,
+// so the merges of a token must follow each other (for runs of one letter, see repeated_letter).
 Result<std::vector<float>> scores_of(const Tokens& t, std::span<const MergeIds> merges) {
   const std::string where = t.path + ": model.merges: ";
   std::vector<std::uint32_t> count(t.texts.size()), last(t.texts.size());

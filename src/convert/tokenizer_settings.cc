@@ -1,4 +1,4 @@
-// How text is cut and normalised before it becomes tokens, and what tokens and templates go around
+// How text is split and normalised before it becomes tokens, and the tokens and templates around
 // it.
 #include <algorithm>
 

@@ -31,8 +31,8 @@ int cores() noexcept {
   return count;
 }
 
-// How many threads, the caller among them, this process may have at once, up to `wanted`. OpenMP's
-// runtime ends the process when the system gives it fewer than asked, so they are tried first.
+// How many threads, including the caller, this process may have at once, up to `wanted`. OpenMP's
+// runtime ends the process if the system gives it fewer than it asks for, so this tries them first.
 int can_start(int wanted) {
   static std::atomic<int> known{1};
   if (wanted <= known.load()) return wanted;
@@ -185,8 +185,8 @@ void FirstException::keep() noexcept {
 bool grain_ignored() { return split_always.load(std::memory_order_relaxed); }
 void ignore_grain(bool ignore) { split_always.store(ignore, std::memory_order_relaxed); }
 
-// GCC's runtime keeps a team's threads for the next one, and waits for them in a forked child too,
-// where they do not exist.
+// GCC's runtime keeps a team's threads for the next team. In a forked child it waits for them too,
+// although they do not exist there.
 void mind_forks() {
   [[maybe_unused]] static const int registered =
       pthread_atfork(nullptr, nullptr, [] { orphaned.store(true, std::memory_order_relaxed); });

@@ -14,8 +14,9 @@
 namespace bittern {
 namespace {
 
-// The directory, with its slash, of the program or library this code was linked into. The kernel's
-// word for it: the dynamic linker and argv[0] may give a path relative to a directory since left.
+// The directory, with its slash, of the program or library that this code is linked into. It comes
+// from the kernel, because the dynamic linker and argv[0] may give a path relative to a directory
+// that the program has left since.
 std::string own_directory() {
   const auto self = reinterpret_cast<std::uintptr_t>(&own_directory);
   std::ifstream maps("/proc/self/maps");

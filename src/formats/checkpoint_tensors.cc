@@ -1,5 +1,5 @@
-// The tensors of safetensors files: most are numbers as they lie, some are codes with their scales
-// and biases beside them.
+// The tensors of safetensors files: most are plain numbers, some are codes with their scales and
+// biases in other tensors.
 #include <algorithm>
 #include <limits>
 

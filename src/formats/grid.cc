@@ -28,7 +28,7 @@ std::string number(float x) {
   return text;
 }
 
-// Where a group lies, for messages.
+// The place of a group, for messages.
 std::string place(std::int64_t row, std::int64_t column, std::int64_t group) {
   return "row " + std::to_string(row) + ", columns " + std::to_string(column) + ".." +
          std::to_string(column + group - 1) + ": ";
@@ -206,8 +206,9 @@ void put_f16(std::uint8_t* at, float x) {
   std::memcpy(at, &half, sizeof half);
 }
 
-// d * k[i] == x[i] with d in f16 and 0 <= k[i] <= 63. Of several such d the smallest in magnitude,
-// whose k reach highest: ggml makes the largest k 63, so that its own super-blocks come back.
+// Finds d in f16 and 0 <= k[i] <= 63 with d * k[i] == x[i]. Among several such d it takes the
+// smallest in magnitude, which has the largest k: ggml makes the largest k 63, so its own
+// super-blocks come back.
 struct SuperScale {
   float d = 0;
   std::array<int, kMostGroups> k{};

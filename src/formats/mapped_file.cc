@@ -87,8 +87,8 @@ Status FileStamp::check(const std::string& path) const {
 
 // ---- MappedFile ----
 
-// Regions are in a list that only grows, so that a signal handler may walk it at any time; those
-// of files that were closed serve again.
+// Regions are in a list that only grows, so that a signal handler may read it at any time. Regions
+// of closed files are used again.
 struct MappedFile::Region {
   std::atomic<std::uintptr_t> begin = 0, end = 0;  // whole pages; empty: of no file
   std::atomic<bool> lost = false;                  // zeros were read in place of the file
@@ -242,8 +242,8 @@ void WritableFile::close() {
 }
 
 Result<WritableFile> WritableFile::open(const std::string& path, bool empty) {
-  // The file is emptied only under the lock, and only when the name is still its own: its writer
-  // may have renamed it since the open.
+  // The file is emptied only under the lock, and only if the name still belongs to it: its writer
+  // may have renamed it since it was opened.
   struct stat info;
   if (::lstat(path.c_str(), &info) == 0) {
     // The mere opening of a device or a pipe may have effects.
