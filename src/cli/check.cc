@@ -163,12 +163,9 @@ Verb check_verb(CLI::App& main) {
   verb->add_flag("--quick", flags->quick, "check one case in 8");
   add_common_flags(*verb, flags->common);
   verb->footer(
-      "Kernels that meet the op's contract must give the same bits. Weaker ones (bittern ops OP lists
-      "
-      "them) must be within the error bound that they declare.
-      "
-      "--FIELD=VALUE after OP checks one problem of that op (bittern ops OP lists its fields).
-      "
+      "Kernels that meet the op's contract must give the same bits. Weaker ones (bittern ops OP\n"
+      "lists them) must be within the error bound that they declare.\n"
+      "--FIELD=VALUE after OP checks one problem of that op (bittern ops OP lists its fields).\n"
       "Example: bittern check quantize_per_group --outer_size=5 --axis_size=96 --group_size=32");
   return {verb, [flags, verb] { return run(*flags, verb->remaining()); }, true};
 }

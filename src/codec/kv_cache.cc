@@ -185,8 +185,8 @@ float finite_sum(float x, float y) {
   return std::isinf(sum) && std::isfinite(x) ? std::clamp(sum, -kMost, kMost) : sum;
 }
 
-// row = x - mean. If that overflows, row is half of it, which keeps the direction, and the result is
-// true.
+// row = x - mean. If that overflows, row is half of it, which keeps the direction, and the result
+// is true.
 bool centre(const float* x, const float* mean, std::int64_t dim, float* row) {
   bool overflow = false;
   for (std::int64_t i = 0; i < dim; ++i) {

@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(kBlock)
 // ---- on the host ----
 
 // Bytes that run_reduction may need.
-inline std::size_t reduction_workspace(const QuantizeDesc& d) {
+inline std::size_t reduction_workspace(const QuantizeDesc& d, Device) {
   const GroupGeometry g = d.geometry();
   const TermCut cut(TermPlaces(g), g.param_step == 0);
   const std::size_t bytes = d.element == DType::f64 ? sizeof(Terms<double>) : sizeof(Terms<float>);
