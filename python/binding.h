@@ -29,9 +29,10 @@ nb::tuple to_tuple(const Shape& shape);
 nb::str repr_of(const char* type, nb::handle self, std::initializer_list<const char*> names);
 
 // Each adds its part to the module.
-void bind_tensor(nb::module_& m);   // arrays of any framework
-void bind_plan(nb::module_& m);     // ops, descriptors, plans
-void bind_codec(nb::module_& m);    // codebooks and rotations
-void bind_convert(nb::module_& m);  // model files
+void bind_tensor(nb::module_& m);    // arrays of any framework
+void bind_plan(nb::module_& m);      // ops, descriptors, plans
+void bind_codec(nb::module_& m);     // codebooks and rotations
+void bind_kv_cache(nb::module_& m);  // the KV cache
+void bind_convert(nb::module_& m);   // model files
 
 }  // namespace bittern

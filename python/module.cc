@@ -18,5 +18,6 @@ NB_MODULE(_bittern, m) {
   bind_tensor(m);
   bind_codec(m);
   bind_plan(m);
+  bind_kv_cache(m);
   bind_convert(m);
 }

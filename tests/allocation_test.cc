@@ -543,6 +543,7 @@ TEST_F(Allocation, CachesAreRead) {
         [&] { return cache->attend(query.view(), view(out.data(), {1, kHeads, kDim})); },
         unchanged);
     expect_refusal("KvCache::attend", [&] { return cache->attend({}, {}); });
+    expect_refusal("KvCache::check_query", [&] { return cache->check_query({}); });
     for (const std::int64_t token : {36, 30}) {
       exhaust("KvCache::read", [&] { return cache->read(token, k, v); }, unchanged);
       expect_refusal("KvCache::read", [&] { return cache->read(token, k, {}); });

@@ -35,6 +35,12 @@ from ._convert import (
     inspect_model as inspect_model,
     quantize_model as quantize_model,
 )
+from ._kv_cache import (
+    KvBytes as KvBytes,
+    KvCache as KvCache,
+    KvCounts as KvCounts,
+    aura_config as aura_config,
+)
 
 __all__ = {names}
 __version__: str

@@ -47,6 +47,8 @@ Model files (docs/quantize.md, docs/inspect.md):
     print(bittern.inspect_model("model-4bit"))
     bittern.compare_models("model", "model-4bit").relative_error
 
+`KvCache` keeps the keys and values of an attention layer as such codes, and attends to them.
+
 `plan` is the layer below: every field said, nothing inferred, nothing allocated but scratch.
 
 Errors: ValueError (malformed), NotImplementedError (no kernel does it), MemoryError, RuntimeError; of
@@ -100,6 +102,9 @@ __all__ = [
     "Cancelled",
     "Field",
     "GroupDifference",
+    "KvBytes",
+    "KvCache",
+    "KvCounts",
     "ModelComparison",
     "ModelDescription",
     "ModelProgress",
@@ -114,6 +119,7 @@ __all__ = [
     "TensorDescription",
     "TensorDifference",
     "__version__",
+    "aura_config",
     "compare_models",
     "gaussian_codebook",
     "inspect_model",

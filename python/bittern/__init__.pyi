@@ -48,6 +48,8 @@ Model files (docs/quantize.md, docs/inspect.md):
     print(bittern.inspect_model("model-4bit"))
     bittern.compare_models("model", "model-4bit").relative_error
 
+`KvCache` keeps the keys and values of an attention layer as such codes, and attends to them.
+
 `plan` is the layer below: every field said, nothing inferred, nothing allocated but scratch.
 
 Errors: ValueError (malformed), NotImplementedError (no kernel does it), MemoryError, RuntimeError; of
@@ -71,11 +73,20 @@ from ._convert import (
     inspect_model as inspect_model,
     quantize_model as quantize_model,
 )
+from ._kv_cache import (
+    KvBytes as KvBytes,
+    KvCache as KvCache,
+    KvCounts as KvCounts,
+    aura_config as aura_config,
+)
 
 __all__ = [
     "Cancelled",
     "Field",
     "GroupDifference",
+    "KvBytes",
+    "KvCache",
+    "KvCounts",
     "ModelComparison",
     "ModelDescription",
     "ModelProgress",
@@ -90,6 +101,7 @@ __all__ = [
     "TensorDescription",
     "TensorDifference",
     "__version__",
+    "aura_config",
     "compare_models",
     "gaussian_codebook",
     "inspect_model",

@@ -13,7 +13,6 @@ from . import (  # type: ignore[attr-defined]  # the stub has no helpers
     _is_bool,
     _nearest,
     _new_array,
-    _selection,
     _Tensor,
     _text,
 )
@@ -167,12 +166,13 @@ class KvCache:
         """
         factor = 0.0 if scale is None else _field_value("KvCache", _SCALE, scale)
         causal = _flag("KvCache: causal", causal)
-        _, preference, _ = _selection("KvCache", "cpu", preference, None)
+        if not isinstance(preference, str):
+            raise ValueError(f"KvCache: preference: {preference!r}, expected 'exact' or 'fastest'")
         tensor = _Tensor("KvCache: q", q)
         self._cache.check_query(tensor)
         if out is None:
             out = _new_array(q, tensor.shape, tensor.dtype)
-        self._cache.attend(tensor, out, sinks, factor, causal, preference)
+        self._cache.attend(tensor, out, sinks, factor, causal, _text(preference))
         return out
 
     def truncate(self, size: int) -> None:

@@ -428,7 +428,7 @@ def test_the_layout_of_aura():
     legacy = bittern.aura_config("aura4", HEADS, DIM, 5, legacy=True)
     old = KvCache(**legacy)
     assert old.k_codebook[1] is None
-    with pytest.raises(ValueError, match="k_codebook: boundaries: none, .* expected some to append"):
+    with pytest.raises(ValueError, match="k_codebook: boundaries: none: this table can only decode"):
         old.append(*rows(1))
     with pytest.raises(ValueError, match="aura scheme: aura, expected"):
         bittern.aura_config("aura", 1, 64, 0)
@@ -633,6 +633,21 @@ def test_operands_that_are_wrong():
             attend(q, **option)
         assert str(error.value).startswith(f"KvCache: {message}"), (str(error.value), message)
     assert cache.serialize() == before
+
+
+def test_an_append_that_fails_changes_nothing(monkeypatch):
+    cache = filled(4, first=5, recent=3)
+    before = cache.serialize()
+    monkeypatch.setenv("BITTERN_KERNEL", "nope")
+    with pytest.raises(ValueError, match="BITTERN_KERNEL: nope, expected"):
+        cache.append(*rows(20))
+    monkeypatch.undo()
+    assert cache.serialize() == before
+    k, v = rows(20)
+    same = KvCache.parse(before)
+    for each in (cache, same):
+        each.append(k, v)
+    assert cache.serialize() == same.serialize()
 
 
 @pytest.mark.peer("torch")
