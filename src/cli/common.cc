@@ -177,8 +177,9 @@ bool is_report(const Json& json) {
     return json["machine"].is_object() && json["machine"].contains("isa") &&
            json["rows"].is_array();
   // check, ops
-  return all_have_keys(json, {"op", "compared", "failures", "seconds"}) ||
-         all_have_keys(json, {"op", "category", "chosen_here", "backends"}, {"fields", "operands"});
+  return all_have_keys(json, {"op", "compared", "failures", "seconds"}, {"kernels"}) ||
+         all_have_keys(json, {"op", "category", "chosen_here", "backends"},
+                       {"weaker_kernels", "fields", "operands"});
 }
 
 // ok when the file is a report of ours, or empty.
