@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
 """new_op.py FAMILY OP [--root ROOT]: writes the six files of a new op and adds its two lines.
 
-They compile; the op's test fails until the formula, the kernels and the cases are filled in."""
+They compile and link; the op's tests fail until the places that say `fill in` are filled in."""
 import argparse
 import pathlib
 import re
 import sys
 
 HEADER = '''\
-// y = the formula: rounding, ties, clamps, NaN, infinities, empty input
+// fill in: y = the formula, with its rounding, ties, clamps, NaN, infinities and empty input
 #pragma once
 #include "bittern/plan.h"
 
 namespace bittern {
 
+// fill in: sizes, dtypes and choices
 struct @Op@Desc {
   std::int64_t outer_size = 0;
   std::int64_t axis_size = 0;
@@ -24,15 +25,15 @@ struct @Op@Desc {
 
 struct @Op@ {
   static constexpr std::string_view kName = "@op@";
-  static constexpr std::string_view kCategory = "new";
+  static constexpr std::string_view kCategory = "new";  // fill in: the family
 
   using Desc = @Op@Desc;
-  struct Args {
+  struct Args {  // fill in: the tensors
     ConstView x;
     MutView y;
   };
 
-  // Replace by the fields' limits: sizes >= 0 and their product countable, the dtypes offered.
+  // fill in: the fields' limits: sizes >= 0, their product countable, the dtypes offered
   static Status check(const Desc&) { return unsupported("@op@: check() is not written"); }
   static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
   static DType element(const Desc& d) { return d.element; }
@@ -64,7 +65,7 @@ namespace {
 
 using Op = @Op@;
 
-// The header's formula, plain enough to be checked by eye.
+// fill in: the header's formula, plain enough to be checked by eye
 Status run(const Op::Desc&, const Op::Args&, Stream, Workspace) {
   return unsupported("@op@: ref is not written");
 }
@@ -98,7 +99,7 @@ namespace {
 
 using Op = @Op@;
 
-// Rows [begin, end).
+// fill in: rows [begin, end)
 void Run@Op@(const Op::Desc&, const Op::Args&, std::int64_t, std::int64_t) {}
 
 }  // namespace
@@ -140,7 +141,7 @@ namespace {
 
 using Op = @Op@;
 
-// cuda::launch(Op::kName, kernel, cuda::grid_for(items), a.y.device.index, stream, ...)
+// fill in: cuda::launch(Op::kName, kernel, cuda::grid_for(items), a.y.device.index, stream, ...)
 Status run(const Op::Desc&, const Op::Args&, Stream, Workspace) {
   return unsupported("@op@: cuda is not written");
 }
@@ -159,16 +160,17 @@ CASES = '''\
 
 namespace bittern::oracle {
 
-// Every dtype, and sizes that leave one-element vector tails.
+// fill in: every dtype, and sizes that leave one-element vector tails
 std::vector<@Op@Desc> @op@_check_cases() {
   return {{.outer_size = 3, .axis_size = 65}};
 }
 
+// fill in: what to measure
 std::vector<BenchCase<@Op@Desc>> @op@_bench_cases() {
   return {{"f32", {.outer_size = 8192, .axis_size = 4096}}};
 }
 
-// Move inputs to within 2 ulp of every decision the formula makes.
+// fill in: inputs within 2 ulp of every decision the formula makes
 void @op@_aim(const @Op@Desc&, const @Op@::Args&, Rng&) {}
 
 }  // namespace bittern::oracle
@@ -184,7 +186,9 @@ namespace {
 
 TEST(@Op@, MatchesRefEverywhere) { oracle::expect_parity("@op@"); }
 
-TEST(@Op@, MatchesAnExampleWorkedByHand) { FAIL() << "work an example by hand"; }
+TEST(@Op@, MatchesAnExampleWorkedByHand) { FAIL() << "fill in: an example"; }
+
+TEST(@Op@, RefusesWhatItCannotDo) { FAIL() << "fill in: every error's code and message"; }
 
 }  // namespace
 }  // namespace bittern

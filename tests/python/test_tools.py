@@ -1,6 +1,10 @@
 """The repository's own tools do what they promise."""
+import concurrent.futures
+import json
 import os
 import pathlib
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -71,35 +75,96 @@ def test_the_picture_of_the_layers_is_what_the_table_gives():
     assert result.returncode == 0, result.stderr
 
 
-def test_new_op_writes_files_that_compile(tmp_path):
-    """CONTRIBUTING.md: an op costs six files and two lines, and these compile as they are written."""
+# ---- a new op ----
+
+BUILD = ROOT / "build/release"
+
+
+@pytest.fixture(scope="module")
+def new_op(tmp_path_factory):
+    """A copy of the sources in which tools/new_op.py has made half_wave, and the files before."""
+    copy = tmp_path_factory.mktemp("new_op")
     for folder in ["include", "src"]:
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    before = {file: file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
-    result = tool("new_op.py", "gguf", "half_wave", "--root", tmp_path)
+        shutil.copytree(ROOT / folder, copy / folder)
+    before = {file: file.read_text() for file in copy.rglob("*") if file.is_file()}
+    result = tool("new_op.py", "gguf", "half_wave", "--root", copy)
     assert result.returncode == 0, result.stderr
-    after = {file: file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
-    assert len(after) - len(before) == 6
+    return copy, before
+
+
+def test_new_op_costs_what_the_architecture_says(new_op):
+    copy, before = new_op
+    after = {file: file.read_text() for file in copy.rglob("*") if file.is_file()}
+    written = [after[file].splitlines() for file in after if file not in before]
     changed = [file for file in before if before[file] != after[file]]
     assert sorted(file.name for file in changed) == ["bittern.h", "ops.inc"]
-    for file in changed:
-        assert len(after[file].splitlines()) - len(before[file].splitlines()) == 1
-    folder = tmp_path / "src/ops/gguf/half_wave"
-    # The light ones together, so that the headers are read once less.
-    light = tmp_path / "light.cc"
-    light.write_text("".join(f'#include "ops/gguf/half_wave/half_wave_{part}.cc"\n'
-                             for part in ["cases", "test"]) + '#include "plan/kernels.h"\n')
-    device = tmp_path / "device.cc"
-    device.write_text('#include "ops/gguf/half_wave/half_wave_cuda.cu"\n')
-    for source in [light, folder / "half_wave_ref.cc", folder / "half_wave_cpu.cc", device]:
-        first = [f"-I{ROOT}/tests/emulation"] if source == device else []
-        compiled = run("g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-fopenmp",
-                       "-DHWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4)", "-DHWY_WANT_AVX3_DL",
-                       "-DHWY_IS_DEBUG_BUILD=0", *first, f"-I{tmp_path}/include",
-                       f"-I{tmp_path}/src", source)
-        assert compiled.returncode == 0 and not compiled.stderr, compiled.stderr
-    assert tool("check_includes.py", tmp_path).returncode == 0
-    assert "exists" in tool("new_op.py", "gguf", "half_wave", "--root", tmp_path).stderr
+    added = sum(len(after[file].splitlines()) - len(before[file].splitlines()) for file in changed)
+    places = sum("fill in:" in line for lines in written for line in lines)
+    stated = " ".join((ROOT / "ARCHITECTURE.md").read_text().split())
+    cost = (f"An op costs {len(written)} files and {added} lines in other files. "
+            f"`tools/new_op.py FAMILY OP` writes all of them: {sum(map(len, written))} lines, in which "
+            f"{places} places say `fill in`.")
+    assert cost in stated, cost
+    assert tool("check_includes.py", copy).returncode == 0
+    assert "exists" in tool("new_op.py", "gguf", "half_wave", "--root", copy).stderr
+
+
+def sees_registry(file):
+    return re.search(r'"(ops/ops.inc|cuda/plugin.h)"', file.read_text())
+
+
+@pytest.mark.skipif(not (BUILD / "compile_commands.json").exists(),
+                    reason="the tests are not built (build/release)")
+def test_new_op_links_and_fails_only_where_it_is_to_be_filled_in(new_op):
+    """What sees the registry is compiled anew, without optimising; the other objects are the build's."""
+    copy, _ = new_op
+    commands = {entry["file"]: shlex.split(entry["command"])
+                for entry in json.loads((BUILD / "compile_commands.json").read_text())}
+
+    def compile(file, like=None):
+        """An object of a file of the copy, with the flags of a file that the build compiles."""
+        command = commands[str(ROOT / (like or file))]
+        command = [part.replace(str(ROOT), str(copy)) for part in command]
+        at = command.index("-o")
+        to = copy / (file.replace("/", "_") + ".o")
+        command = command[:at] + ["-O0", "-Werror", "-o", to, "-c", copy / file]
+        result = run(*command, cwd=BUILD)
+        assert result.returncode == 0, result.stderr
+        return to
+
+    anew = [file.relative_to(copy).as_posix() for folder in ["plan", "oracle", "cuda"]
+            for file in (copy / "src" / folder).glob("*.cc")
+            if not file.name.endswith("_test.cc") and sees_registry(file)]
+    assert len(anew) <= 6, anew  # the registry's readers, or the test takes too long
+    own = [f"src/ops/gguf/half_wave/half_wave_{part}.cc" for part in ["ref", "cpu", "cases", "test"]]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [pool.submit(compile, file) for file in anew]
+        jobs += [pool.submit(compile, file, file.replace("half_wave", "gguf_dequantize"))
+                 for file in own]
+        objects = [job.result() for job in jobs]
+    device = run("g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-x", "c++",
+                 f"-I{ROOT}/tests/emulation", f"-I{copy}/include", f"-I{copy}/src",
+                 copy / "src/ops/gguf/half_wave/half_wave_cuda.cu")
+    assert device.returncode == 0 and not device.stderr, device.stderr
+
+    tests = BUILD / "CMakeFiles/bittern_test.dir"
+    objects += [tests / f"{file.relative_to(ROOT)}.o" for file in
+                [ROOT / "src/ops/affine/pack_codes/pack_codes_test.cc", *ROOT.glob("src/plan/*_test.cc")]
+                if not sees_registry(file)]
+    binary = copy / "half_wave_test"
+    linked = run("g++", "-o", binary, *objects, BUILD / "libbittern_oracle.a", BUILD / "libbittern.a",
+                 "-lgtest_main", "-lgtest", "-fopenmp", "-ldl")
+    assert linked.returncode == 0, linked.stderr
+
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    rest = run(binary, "--gtest_filter=-HalfWave.*", env=environment)
+    assert rest.returncode == 0, rest.stdout
+    assert "PackCodes.MatchesRefEverywhere" in rest.stdout
+    own_tests = run(binary, "--gtest_filter=HalfWave.*", env=environment)
+    assert own_tests.returncode == 1
+    assert "half_wave: check() is not written" in own_tests.stdout
+    assert "fill in: an example" in own_tests.stdout
+    assert "3 FAILED TESTS" in own_tests.stdout
 
 
 def test_new_op_wants_a_name_in_snake_case(tmp_path):
