@@ -1,5 +1,6 @@
 // On a GPU: what the parity tests of the ops do not reach. Quick, and also run on the emulated
 // device and under a memory checker; cuda_large_test.cc has the rest.
+#include "core/scratch.h"
 #include "gpu_test.h"
 
 #include <memory>
@@ -273,9 +274,8 @@ TEST(Cuda, HostMemoryForScratchIsRefused) {
       OnDevice<Op> there;
       Status s = there.make(problem, plan->workspace_bytes());
       ASSERT_TRUE(s.ok()) << s.message();
-      std::vector<std::byte> host(plan->workspace_bytes() + 64);
-      const auto at = reinterpret_cast<std::uintptr_t>(host.data());
-      s = plan->run(there.args(), {}, {host.data() + (64 - at % 64) % 64, host.size() - 64});
+      AlignedScratch host(plan->workspace_bytes());
+      s = plan->run(there.args(), {}, host.workspace());
       EXPECT_EQ(s.message(),
                 std::string(Op::kName) + ": workspace: host memory, expected memory of cuda:0");
       ++refused;

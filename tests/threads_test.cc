@@ -5,6 +5,7 @@
 #include <new>
 #include <thread>
 
+#include "core/scratch.h"
 #include "core/thread_count.h"
 #include "cpu/parallel.h"
 #include "oracle/oracle_impl.h"
@@ -245,10 +246,8 @@ TEST_F(Threads, TheCallersFloatModesDoNotMatterAndAreKept) {
           for (const int threads : {1, 3}) {
             set_num_threads(threads);
             auto got = oracle::make_problem<Op>(desc, 1, {});
-            std::vector<std::byte> scratch(each->workspace_bytes() + 64);
-            const auto at = reinterpret_cast<std::uintptr_t>(scratch.data());
-            const Workspace workspace{scratch.data() + (64 - at % 64) % 64,
-                                      each->workspace_bytes()};
+            AlignedScratch scratch(each->workspace_bytes());
+            const Workspace workspace = scratch.workspace();
             Status status;
             bool kept = true;
             // A new thread, and a team of its own that was in use before, in the same mode.

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <memory>
 
 #include "bittern/ops/aura_attention.h"
 #include "bittern/ops/aura_decode.h"
@@ -12,6 +11,7 @@
 #include "codec/kv_pages.h"
 #include "core/float_mode.h"
 #include "core/guarded.h"
+#include "core/scratch.h"
 
 namespace bittern {
 
@@ -238,10 +238,7 @@ Status KvCache::encode(std::int64_t count, const std::vector<float>& k,
                           .f16_norm = config_.f16_scale};
       const auto plan = Plan<AuraEncode>::select(desc);
       if (!plan) return plan.status();
-      std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
-      void* aligned = scratch.data();
-      std::size_t space = scratch.size();
-      std::align(64, plan->workspace_bytes(), aligned, space);
+      AlignedScratch scratch(plan->workspace_bytes());
       for (std::int64_t h = 0; h < (one ? 1 : heads); ++h) {
         MutView packed = view(pool_->row(s, to.page, h, to.token), desc.packed_shape(),
                               one ? page_size * pool_->words[s] : pool_->words[s]);
@@ -258,7 +255,7 @@ Status KvCache::encode(std::int64_t count, const std::vector<float>& k,
             .norms = norms};
         if (side.rotation != Rotation::identity)
           args.table = view(side.table.data(), desc.rotation_shape());
-        BITTERN_TRY(plan->run(args, {}, {aligned, plan->workspace_bytes()}));
+        BITTERN_TRY(plan->run(args, {}, scratch.workspace()));
       }
       // Half of what f16 clamps is clamped, too.
       for (std::int64_t i = 0; i < heads * run && !config_.f16_scale; ++i) {
@@ -500,11 +497,8 @@ Status KvCache::attend(const ConstView& q, const MutView& out,
       .v_mean = floats(config_.v.mean, mean),
       .sinks = how.sinks,
       .out = as_sequence(out)};
-  std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
-  void* aligned = scratch.data();
-  std::size_t space = scratch.size();
-  std::align(64, plan->workspace_bytes(), aligned, space);
-  return plan->run(args, {}, {aligned, plan->workspace_bytes()});
+  AlignedScratch scratch(plan->workspace_bytes());
+  return plan->run(args, {}, scratch.workspace());
 } catch (...) {
   return caught("kv_cache: attend");
 }
@@ -551,11 +545,8 @@ Status KvCache::read(std::int64_t token, std::span<float> k, std::span<float> v)
                           .y = view(to.data(), desc.tensor_shape())};
     if (side.rotation != Rotation::identity)
       args.table = view(side.table.data(), desc.rotation_shape());
-    std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
-    void* aligned = scratch.data();
-    std::size_t space = scratch.size();
-    std::align(64, plan->workspace_bytes(), aligned, space);
-    BITTERN_TRY(plan->run(args, {}, {aligned, plan->workspace_bytes()}));
+    AlignedScratch scratch(plan->workspace_bytes());
+    BITTERN_TRY(plan->run(args, {}, scratch.workspace()));
     for (std::int64_t i = 0; !side.mean.empty() && i < heads * dim; ++i)
       to[at(i)] = finite_sum(to[at(i)], side.mean[at(i)]);
   }

@@ -7,13 +7,13 @@
 #include <cstdio>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <type_traits>
 #include <utility>
 
 #include "bittern/ops/gguf_quantize.h"
 #include "bittern/ops/qdq_affine_init.h"
 #include "core/blocks.h"
+#include "core/scratch.h"
 #include "cpu/parallel.h"
 #include "formats/decode.h"
 
@@ -26,11 +26,8 @@ template <class Op>
 Status run_op(const typename Op::Desc& desc, const typename Op::Args& args) {
   const auto plan = Plan<Op>::select(desc);
   if (!plan) return plan.status();
-  std::vector<std::byte> scratch(plan->workspace_bytes() + 64);
-  void* aligned = scratch.data();
-  std::size_t space = scratch.size();
-  std::align(64, plan->workspace_bytes(), aligned, space);
-  return plan->run(args, {}, {aligned, plan->workspace_bytes()});
+  AlignedScratch scratch(plan->workspace_bytes());
+  return plan->run(args, {}, scratch.workspace());
 }
 
 // f(begin, end) over [0, count) on all threads; f writes what is its own.

@@ -3,11 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
-#include <memory>
 #include <string_view>
 #include <vector>
 
 #include "bittern/bittern.h"
+#include "core/scratch.h"
 #include "oracle/status_test.h"
 
 namespace bittern::oracle {
@@ -15,11 +15,8 @@ namespace bittern::oracle {
 // With a workspace of its own.
 template <class Op>
 Status run_plan(const Plan<Op>& plan, const typename Op::Args& args) {
-  std::vector<std::byte> scratch(plan.workspace_bytes() + 64);
-  void* aligned = scratch.data();
-  std::size_t space = scratch.size();
-  std::align(64, plan.workspace_bytes(), aligned, space);
-  return plan.run(args, {}, {aligned, plan.workspace_bytes()});
+  AlignedScratch scratch(plan.workspace_bytes());
+  return plan.run(args, {}, scratch.workspace());
 }
 
 template <class Op>

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 
+#include "core/scratch.h"
 #include "oracle/oracle.h"
 
 namespace bittern::oracle {
@@ -131,9 +132,8 @@ bool has_outputs(const Status& status) {
 template <class Op, class Run>
 Status run_on(Device device, Problem<Op>& p, std::size_t workspace_bytes, Run&& run) {
   if (device.type == Device::Type::cpu) {
-    std::vector<std::byte> scratch(workspace_bytes + 64);
-    const auto at = reinterpret_cast<std::uintptr_t>(scratch.data());
-    return run(p.args, Workspace{scratch.data() + (64 - at % 64) % 64, workspace_bytes});
+    AlignedScratch scratch(workspace_bytes);
+    return run(p.args, scratch.workspace());
   }
   auto plugin = cuda_plugin(device.index);
   if (!plugin) return plugin.status();
