@@ -40,16 +40,20 @@ HWY_INLINE hn::Vec<D> LoadMath(D d, const f16* p) {
   return hn::PromoteTo(d, hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(p)));
 }
 
-// The bits of f32 lanes rounded to bf16, nearest even. Done in integers, because vcvtneps2bf16
-// would flush subnormals.
+// f32 lanes rounded to bf16, nearest even. The upper half of each lane holds the bits, the lower
+// half is undefined. Done in integers, because vcvtneps2bf16 would flush subnormals.
 template <class D>
-HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> Bf16Bits(D, hn::Vec<D> v) {
+HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> Bf16InUpperHalf(D, hn::Vec<D> v) {
   const hn::RebindToUnsigned<D> du;
   const auto u = hn::BitCast(du, v);
   const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1u));
-  const auto rounded = hn::ShiftRight<16>(hn::Add(hn::Add(u, hn::Set(du, 0x7fffu)), odd));
-  const auto quiet = hn::Or(hn::ShiftRight<16>(u), hn::Set(du, 0x40u));
+  const auto rounded = hn::Add(hn::Add(u, hn::Set(du, 0x7fffu)), odd);
+  const auto quiet = hn::Or(u, hn::Set(du, 0x400000u));
   return hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(v)), quiet, rounded);
+}
+template <class D>
+HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> Bf16Bits(D d, hn::Vec<D> v) {
+  return hn::ShiftRight<16>(Bf16InUpperHalf(d, v));
 }
 
 // Stores f32 or f64 lanes as any float dtype, rounding to nearest even.
@@ -85,7 +89,8 @@ HWY_INLINE hn::Vec<D> RoundMath(D d, hn::Vec<D> v) {
   if constexpr (std::is_same_v<X, f16>) {
     return hn::PromoteTo(d, hn::DemoteTo(hn::Rebind<hwy::float16_t, D>(), v));
   } else if constexpr (std::is_same_v<X, bf16>) {
-    return hn::BitCast(d, hn::ShiftLeft<16>(Bf16Bits(d, v)));
+    const hn::RebindToUnsigned<D> du;
+    return hn::BitCast(d, hn::And(Bf16InUpperHalf(d, v), hn::Set(du, 0xffff0000u)));
   } else {
     return v;
   }

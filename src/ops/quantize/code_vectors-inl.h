@@ -156,18 +156,9 @@ HWY_INLINE Two<D> LoadTwo(D d, const T* p) {
 template <class D, class To>
 HWY_INLINE void StoreTwo(D d, Two<D> v, To p) {
   if constexpr (std::is_same_v<TargetOf<To>, bf16>) {
-    const hn::RebindToUnsigned<D> du;
     const hn::Repartition<std::uint16_t, D> d16;
-    // As to_bf16, in the upper half of each lane.
-    const auto round = [&](hn::Vec<D> x) HWY_ATTR {
-      const auto u = hn::BitCast(du, x);
-      const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1u));
-      const auto rounded = hn::Add(hn::Add(u, hn::Set(du, 0x7fffu)), odd);
-      const auto quiet = hn::Or(u, hn::Set(du, 0x400000u));
-      return hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(x)), quiet, rounded);
-    };
-    const auto even = hn::BitCast(d16, hn::ShiftRight<16>(round(v.a)));
-    StoreVector(d16, hn::OddEven(hn::BitCast(d16, round(v.b)), even), p);
+    const auto even = hn::BitCast(d16, Bf16Bits(d, v.a));
+    StoreVector(d16, hn::OddEven(hn::BitCast(d16, Bf16InUpperHalf(d, v.b)), even), p);
   } else {
     StoreMath(d, v.a, p);
     StoreMath(d, v.b, p + static_cast<std::int64_t>(hn::Lanes(d)));

@@ -29,18 +29,8 @@ using affine::kMaxGroup;
 // x rounded to a stored dtype and back.
 HWY_INLINE Vector<float> RoundTo(DType dtype, Vector<float> x) {
   const Tag<float> d;
-  if (dtype == DType::f16) {
-    const hn::Rebind<hwy::float16_t, Tag<float>> dh;
-    return hn::PromoteTo(d, hn::DemoteTo(dh, x));
-  }
-  if (dtype == DType::bf16) {
-    const hn::RebindToUnsigned<Tag<float>> du;
-    const auto u = hn::BitCast(du, x);
-    const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1u));
-    const auto sum = hn::Add(hn::Add(u, hn::Set(du, 0x7fffu)), odd);
-    const auto rounded = hn::BitCast(d, hn::And(sum, hn::Set(du, 0xffff0000u)));
-    return hn::IfThenElse(hn::IsNaN(x), x, rounded);
-  }
+  if (dtype == DType::f16) return RoundMath<f16>(d, x);
+  if (dtype == DType::bf16) return RoundMath<bf16>(d, x);
   return x;
 }
 HWY_INLINE Vector<double> RoundTo(DType, Vector<double> x) { return x; }
