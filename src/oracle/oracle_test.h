@@ -21,7 +21,9 @@ inline void expect_parity(std::string_view op, const Settings& settings = {}) {
   EXPECT_GT(report.compared, 0) << "no kernel was compared";
   // Every kernel, but those that this machine cannot run at all.
   for (const auto& [kernel, seen] : report.kernels) {
-    const auto says = [&](const char* why) { return seen.why_not.find(why) != std::string::npos; };
+    const auto says = [&reason = seen.why_not](const char* why) {
+      return reason.find(why) != std::string::npos;
+    };
     EXPECT_TRUE(seen.compared > 0 || settings.every > 1 || says("needs a CPU") ||
                 says("expected sm_") || says("no code for"))
         << kernel << " was not compared: " << seen.why_not;
