@@ -311,8 +311,8 @@ Verb quantize_verb(CLI::App& main) {
 
   const char* how = "How";
   option("--group-size,--q-group-size", flags->group, "N",
-         "let N weights share a scale: 32, 64 or 128, in GGUF 32 (default: 64; with --target-bpw "
-         "the best for each tensor; in GGUF 32)")
+         "let N weights share a scale: 32, 64 or 128 (default: 64; with --target-bpw the best for "
+         "each tensor); always 32 in GGUF")
       ->check(integer_in(1, 1 << 20))
       ->group(how);
   option("--method", flags->method, "RULE",
