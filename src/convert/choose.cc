@@ -175,7 +175,7 @@ void ConversionPlanner::note_unused() {
                !delicate(tensor.recipe.name) && (casts_only() || why_kept(tensor.recipe));
       }))
     note(
-        "@{dtype} has no effect: other options give every matrix its type, and the rest stays F32");
+        "@{dtype} has no effect: other options give every matrix its type, and the others are F32");
   const auto scaled = [](const OutputTensor& tensor) {
     return tensor.to.kind == Storage::Kind::affine || tensor.through.kind == Storage::Kind::affine;
   };

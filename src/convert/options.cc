@@ -150,7 +150,7 @@ Status ConversionPlanner::check_options() {
     if (rule.type) BITTERN_TRY(check_written(text + ": type", *rule.type));
   }
   if (!o.imatrix.empty() && o.method && o.method != AffineMethod::lsq && !gguf)
-    return invalid("@{imatrix}: only @{method} lsq weighs errors, expected that");
+    return invalid("@{imatrix}: only @{method} lsq uses it, expected @{method} lsq");
   return {};
 }
 

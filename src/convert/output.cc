@@ -517,7 +517,8 @@ Status ModelOutput::commit() {
   const auto there = thing_at(path_);
   if (!there) return there.status();
   if (!options_.force && *there != Thing::nothing)
-    return invalid(path_ + ": exists by now, expected a new name (@{force} replaces it)");
+    return invalid(path_ +
+                   ": was created in the meantime, expected a new name (@{force} replaces it)");
   BITTERN_TRY(rename_over(partial(), path_, options_.folder));
   remove_journal();
   return sync_name(path_);

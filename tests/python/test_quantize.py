@@ -248,7 +248,7 @@ def test_wrong_flags(folder, tmp_path):
     refused(*wrong("--type", "Q9_K"), "--type: Q9_K", "Q4_K")
     refused(*wrong("--type", "Q4_K", "--format", "mlx"), "--type Q4_K", "--format gguf")
     refused(*wrong("--bits", 4, "--method", "best"), "--method: best", "minmax, mlx or lsq")
-    refused(*wrong("--bits", 4, "--override", "a(=8"), "a(: not a regular expression")
+    refused(*wrong("--bits", 4, "--override", "a(=8"), "a(: RE2 does not accept this pattern")
     refused(*wrong("--bits", 4, "--override", "a=eight"), "--override: a=eight", "REGEX=BITS")
     refused(*wrong("--bits", 4, "--dequantize", "f32"), "exclude each other")
     refused(*wrong("--bits", 4, "--policy", tmp_path / "none", status=4), "no such file")
