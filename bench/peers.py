@@ -65,7 +65,7 @@ OPS = {
     "gguf_dequantize Q4_K": ("gguf_dequantize", {"type": "Q4_K", "element": "f32"}, ("ggml",)),
     "gguf_dequantize Q6_K": ("gguf_dequantize", {"type": "Q6_K", "element": "f32"}, ("ggml",)),
     "aura_encode d128 4 bit": (
-        "aura_encode", {"element": "f32", "axis_size": 128, "bits": 4, "rotation": "hadamard"},
+        "aura_encode", {"element": "f32", "dim": 128, "bits": 4, "rotation": "hadamard"},
         ("torch",)),
     "aura_attention 4/4 bit": (
         "aura_attention", {"k_bits": 4, "v_bits": 4, "heads": 8, "capacity": 65536, "page_size": 0},
@@ -161,10 +161,10 @@ def torch_rows(op, rows, threads, repeat):
     def quantize(x, s, zp):
         return (torch.round(x.float() / s.float()) + zp).clamp(-128, 127).to(torch.int8)
 
-    def quantize_backward(dy, x, s, zp):
+    def quantize_backward(d_y, x, s, zp):
         code = torch.round(x.float() / s.float()) + zp
         inside = (code >= -128) & (code <= 127)
-        return torch.where(inside, dy.float() / s.float(), 0.0).to(dtype)
+        return torch.where(inside, d_y.float() / s.float(), 0.0).to(dtype)
 
     def affine_init(w):
         low, high = torch.aminmax(w, dim=1, keepdim=True)
@@ -175,8 +175,8 @@ def torch_rows(op, rows, threads, repeat):
     def affine_forward(q, s, b):
         return q * s + b
 
-    def affine_backward(q, dy):
-        return (q * dy).sum(1), dy.sum(1)
+    def affine_backward(d_y, q):
+        return (q * d_y).sum(1), d_y.sum(1)
 
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
 
@@ -197,7 +197,7 @@ def torch_rows(op, rows, threads, repeat):
             3 * n * wide + params * (wide + 4)),
         "qdq_affine_init": (affine_init, (x,), n * 5 + params * 8),
         "qdq_affine_forward": (affine_forward, (codes, s, s), n * 5 + params * 8),
-        "qdq_affine_backward": (affine_backward, (codes, x), n * 5 + params * 8),
+        "qdq_affine_backward": (affine_backward, (x, codes), n * 5 + params * 8),
         "pack_codes": (pack, (nibbles,), n + n // 2),
         "unpack_codes": (unpack, (pack(nibbles),), n + n // 2),
     }[OPS[op][0]]  # fmt: skip

@@ -199,7 +199,7 @@ def cases(torch, where, small):
             scale = 3.6e-4 + 2.4e-4 * uniform(rows, columns // 128)
             zero = integers(-3, 4, scale.shape, torch.int32)
             out = {"x": x.to(dtype), "scale": scale.to(dtype), "zero_point": zero}
-            return {"dy": normal(rows, columns, dtype=dtype), **out} if gradient else out
+            return {"d_y": normal(rows, columns, dtype=dtype), **out} if gradient else out
 
         return make
 
@@ -215,20 +215,20 @@ def cases(torch, where, small):
         s, zp = t["scale"].float()[..., None], t["zero_point"][..., None]
         code = torch.round(grouped(t["x"]) / s) + zp
         inside = (code >= -128) & (code <= 127)
-        dx = torch.where(inside, grouped(t["dy"]) / s, 0.0)
-        return (dx.to(t["x"].dtype).view(rows, columns),)
+        d_x = torch.where(inside, grouped(t["d_y"]) / s, 0.0)
+        return (d_x.to(t["x"].dtype).view(rows, columns),)
 
     def fake_backward(t):
-        s, zp, dy = t["scale"].float()[..., None], t["zero_point"][..., None], grouped(t["dy"])
+        s, zp, d_y = t["scale"].float()[..., None], t["zero_point"][..., None], grouped(t["d_y"])
         z = grouped(t["x"]) / s
         rounded = torch.round(z)
         inside = (rounded + zp >= -128) & (rounded + zp <= 127)
         clamped = (rounded + zp).clamp(-128, 127) - zp
-        d_scale = (dy * torch.where(inside, rounded - z, clamped)).sum(2)
-        d_zero = torch.where(inside, 0.0, -(s * dy)).sum(2)
-        dx = torch.where(inside, dy, 0.0)
+        d_scale = (d_y * torch.where(inside, rounded - z, clamped)).sum(2)
+        d_zero = torch.where(inside, 0.0, -(s * d_y)).sum(2)
+        d_x = torch.where(inside, d_y, 0.0)
         kind = t["x"].dtype
-        return dx.to(kind).view(rows, columns), d_scale.to(kind), d_zero.to(kind)
+        return d_x.to(kind).view(rows, columns), d_scale.to(kind), d_zero.to(kind)
 
     problem = {"outer_size": rows, "axis_size": columns, "group_size": 128}
     for name, dtype in (("bf16", bf16), ("f32", f32)):
@@ -239,12 +239,12 @@ def cases(torch, where, small):
         )  # fmt: skip
         yield Case(
             f"quantize_per_group_backward {name}", "quantize_per_group_backward", fields,
-            quantize_inputs(dtype, True), both(quantize_backward), ("dx",),
+            quantize_inputs(dtype, True), both(quantize_backward), ("d_x",),
         )  # fmt: skip
     yield Case(
         "fake_quantize_per_group_backward bf16", "fake_quantize_per_group_backward",
         {**problem, "element": "bf16"}, quantize_inputs(bf16, True), both(fake_backward),
-        ("dx", "d_scale", "d_zero_point"),
+        ("d_x", "d_scale", "d_zero_point"),
     )  # fmt: skip
 
     # -- affine: 64 weights to a scale and a bias, codes 0..15, one to a byte --
@@ -261,8 +261,8 @@ def cases(torch, where, small):
         return (y.view(rows, columns),)
 
     def affine_backward(t):
-        q, dy = grouped(t["q"], 64), grouped(t["dy"], 64)
-        return (q * dy).sum(2), dy.sum(2)
+        q, d_y = grouped(t["q"], 64), grouped(t["d_y"], 64)
+        return (q * d_y).sum(2), d_y.sum(2)
 
     def codes():
         return integers(0, 16, (rows, columns), torch.uint8)
@@ -280,7 +280,7 @@ def cases(torch, where, small):
     )  # fmt: skip
     yield Case(
         "qdq_affine_backward f32", "qdq_affine_backward", problem,
-        lambda: {"q": codes(), "dy": normal(rows, columns)}, both(affine_backward),
+        lambda: {"d_y": normal(rows, columns), "q": codes()}, both(affine_backward),
         ("d_scales", "d_biases"),
     )  # fmt: skip
 
@@ -312,10 +312,10 @@ def cases(torch, where, small):
             torch._dynamo.reset()  # the product's precision is compiled in
         yield Case(
             f"aura_encode dense d128 {name}", "aura_encode",
-            {"outer_size": tokens, "axis_size": width, "bits": 4, "rotation": "dense"},
+            {"rows": tokens, "dim": width, "bits": 4, "rotation": "dense"},
             lambda: {"x": normal(tokens, width), "table": rotation, "boundaries": boundaries,
                      "codebook": levels},
-            {k: wrap(f) for k, f in both(encode).items()}, ("packed 4", "norms"),
+            {k: wrap(f) for k, f in both(encode).items()}, ("packed 4", "scales"),
         )  # fmt: skip
 
     # -- the gated delta rule: 16 key heads, 32 value heads of 128, chunks of 64 --

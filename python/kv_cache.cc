@@ -345,9 +345,9 @@ class PyKvCache {
     };
     KvCache::AuraViews views;
     views.k_packed = view("k_packed", k_packed, DType::u32);
-    views.k_norms = view("k_scales", k_scales, DType::f32);
+    views.k_scales = view("k_scales", k_scales, DType::f32);
     views.v_packed = view("v_packed", v_packed, DType::u32);
-    views.v_norms = view("v_scales", v_scales, DType::f32);
+    views.v_scales = view("v_scales", v_scales, DType::f32);
     return views;
   }
 

@@ -205,8 +205,14 @@ void bind_plan(nb::module_& m) {
   nb::class_<FieldInfo>(m, "Field", "A field of an op's descriptor: a number, or one of `choices`.")
       .def_prop_ro("name", [](const FieldInfo& f) { return f.name; })
       .def_prop_ro("help", [](const FieldInfo& f) { return f.help; })
-      .def_prop_ro("choices", [](const FieldInfo& f) { return nb::tuple(nb::cast(f.choices)); })
+      .def_prop_ro("choices",
+                   [](const FieldInfo& f) {
+                     return nb::tuple(nb::cast(f.accepted.empty() ? f.choices : f.accepted));
+                   })
       .def_prop_ro("default", default_value)
+      .def_ro("is_dtype", &FieldInfo::is_dtype)
+      .def_ro("decides_dtype", &FieldInfo::decides_dtype)
+      .def_ro("is_size", &FieldInfo::is_size)
       .def("__repr__", [](nb::handle self) {
         return repr_of("Field", self, {"name", "default", "choices", "help"});
       });
@@ -215,6 +221,13 @@ void bind_plan(nb::module_& m) {
       .def_prop_ro("name", [](const OperandInfo& o) { return o.name; })
       .def_prop_ro("dtype", [](const OperandInfo& o) { return name(o.expected.dtype); })
       .def_prop_ro("shape", [](const OperandInfo& o) { return to_tuple(o.expected.shape); })
+      .def_prop_ro("axes",
+                   [](const OperandInfo& o) {
+                     nb::list names;
+                     for (int i = 0; i < o.expected.shape.rank; ++i)
+                       names.append(o.expected.shape.name(i));
+                     return nb::tuple(names);
+                   })
       .def_prop_ro("output", [](const OperandInfo& o) { return o.output; })
       .def_prop_ro(
           "optional",
@@ -230,7 +243,7 @@ void bind_plan(nb::module_& m) {
                    [](const OperandInfo& o) { return (o.expected.flags & Operand::kExtra) != 0; })
       .def("__repr__", [](nb::handle self) {
         return repr_of("Operand", self,
-                       {"name", "dtype", "shape", "output", "optional", "in_out", "extra"});
+                       {"name", "dtype", "shape", "axes", "output", "optional", "in_out", "extra"});
       });
 
   nb::class_<AnyOp>(m, "Op", "An operation: its name, fields and operands.")

@@ -285,7 +285,7 @@ MutView to_view(const std::string& where, const Tensor& tensor, const Operand& e
   }
   if (tensor.shape.size() > kMaxRank) {
     check(invalid(where + ": shape " + shape_text(tensor.shape) + ", expected " +
-                  expected.shape.str()));
+                  expected.shape.str() + " = " + expected.shape.names_str()));
   }
   MutView view{tensor.data, *tensor.dtype, tensor.device, {}, {}};
   view.shape.rank = view.stride.rank = static_cast<int>(tensor.shape.size());

@@ -370,7 +370,7 @@ TEST_F(Allocation, ChecksOfDescriptors) {
   bad("check_pack_desc", [&] { return check_pack_desc(op, {.outer_size = -1}); });
   bad("check_sequences", [&] { return check_sequences(op, {.batch = -1}); });
   bad("check_cu_seqlens",
-      [&] { return check_cu_seqlens(op, {.tokens = 3, .n_sequences = 2}, view(starts, {3})); });
+      [&] { return check_cu_seqlens(op, {.tokens = 3, .sequences = 2}, view(starts, {3})); });
   bad("visit", [&] { return visit<float>(DType::bf16, [](auto) { return Status(); }); });
   bad("visit_float", [&] { return visit_float(DType::u8, [](auto) { return Status(); }); });
   bad("QdqAffineInit::not_finite", [&] { return QdqAffineInit::not_finite(); });
@@ -571,11 +571,11 @@ TEST_F(Allocation, CachesOfTheSeedsFamily) {
   const Tokens tokens(20);
   auto cache = KvCache::make(*config);
   ASSERT_TRUE(cache.ok() && cache->append(tokens.view(), tokens.view()).ok());
-  std::vector<std::uint32_t> k_codes(kHeads * 20 * 4), v_codes(kHeads * 20 * 2);
-  std::vector<float> k_norms(kHeads * 20), v_norms(kHeads * 20);
+  std::vector<std::uint32_t> k_packed(kHeads * 20 * 4), v_packed(kHeads * 20 * 2);
+  std::vector<float> k_scales(kHeads * 20), v_scales(kHeads * 20);
   const KvCache::AuraViews views{
-      view(k_codes.data(), {kHeads, 20, 4}), view(k_norms.data(), {kHeads, 20}),
-      view(v_codes.data(), {kHeads, 20, 2}), view(v_norms.data(), {kHeads, 20})};
+      view(k_packed.data(), {kHeads, 20, 4}), view(k_scales.data(), {kHeads, 20}),
+      view(v_packed.data(), {kHeads, 20, 2}), view(v_scales.data(), {kHeads, 20})};
   exhaust("KvCache::write_aura", [&] { return cache->write_aura(views); });
   expect_refusal("KvCache::write_aura", [&] { return cache->write_aura({}); });
   exhaust("KvCache::read_aura", [&] { return KvCache::read_aura(*config, views, 20).status(); });

@@ -189,7 +189,7 @@ void expect_harmless_bounds(const typename Op::Desc& desc, std::uint64_t seed) {
   for (int turn = 0; turn < 40; ++turn) {
     auto got = oracle::make_problem<Op>(desc, seed, {});
     auto want = oracle::make_problem<Op>(desc, seed, {});
-    const std::int64_t n = desc.n_sequences + 1;
+    const std::int64_t n = desc.sequences + 1;
     auto* const bounds = oracle::data<std::int32_t>(got.args.cu_seqlens);
     for (std::int64_t i = 0; i < n; ++i) {
       const bool kept = turn > 0 && rng.chance(2);
@@ -208,14 +208,14 @@ void expect_harmless_bounds(const typename Op::Desc& desc, std::uint64_t seed) {
 
 TEST(Cuda, BoundsOfSequencesThatAreWrongTouchNothingElse) {
   BITTERN_NEEDS_CUDA();
-  GdnDesc d{.tokens = 150, .value_heads = 2, .key_dim = 16, .value_dim = 32, .n_sequences = 5};
+  GdnDesc d{.tokens = 150, .value_heads = 2, .key_dim = 16, .value_dim = 32, .sequences = 5};
   for (const std::int32_t chunk : {16, 64}) {
     d.chunk = chunk;
     expect_harmless_bounds<GdnRecomputeWU>(d, 3);
     expect_harmless_bounds<GdnCumsum>(d, 4);
   }
   for (const std::int64_t channels : {3, 8}) {
-    const CausalConvDesc conv{.tokens = 150, .channels = channels, .n_sequences = 5};
+    const CausalConvDesc conv{.tokens = 150, .channels = channels, .sequences = 5};
     expect_harmless_bounds<CausalConv1d>(conv, 5);
     expect_harmless_bounds<CausalConv1dBackward>(conv, 6);
   }
@@ -403,8 +403,8 @@ TEST(Cuda, TilesOfTheCodec) {
   for (const std::int64_t dim : {64, 80, 128, 256, 512}) {
     for (const std::int32_t bits : {2, 3, 4, 8}) {
       for (const ScaleRule rule : {ScaleRule::matched, ScaleRule::least_squares}) {
-        const AuraDesc d{.outer_size = rows,
-                         .axis_size = dim,
+        const AuraDesc d{.rows = rows,
+                         .dim = dim,
                          .bits = bits,
                          .element = kElements[turn++ % 3],
                          .scale_rule = rule};

@@ -1,11 +1,15 @@
 // What holds for every op alike, whatever it computes: tensors without elements, from C++ and C.
 #include <gtest/gtest.h>
 
+#include <optional>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "bittern/c/bittern.h"
 #include "oracle/op_test.h"
 #include "oracle/oracle_impl.h"
+#include "plan/any_op.h"
 
 namespace bittern {
 namespace {
@@ -60,6 +64,73 @@ Status run_if_supported(const typename Op::Desc& desc, const typename Op::Args& 
   const auto plan = Plan<Op>::select(desc, {}, Preference::exact, kernel);
   if (!plan) return plan.status().code() == Code::unsupported ? Status() : plan.status();
   return oracle::run_plan(*plan, args);
+}
+
+// What an axis' name says its length is; nothing for a name of its own.
+template <class Op>
+std::optional<std::int64_t> length_of(const typename Op::Desc& desc, std::string_view name) {
+  const auto term = [&](std::string_view text) {
+    std::optional<std::int64_t> value;
+    if (text.find_first_not_of("0123456789") == std::string_view::npos)
+      value = std::stoll(std::string(text));
+    Op::fields(desc, [&](const char* field, const auto& member, const char*) {
+      using T = std::remove_cvref_t<decltype(member)>;
+      if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>)
+        if (text == field) value = member;
+    });
+    return value;
+  };
+  const std::size_t at = name.find_first_of("+-*/");
+  const auto left = term(name.substr(0, at));
+  if (at == std::string_view::npos || !left) return left;
+  const auto right = term(name.substr(at + 1));
+  if (!right) return {};
+  switch (name[at]) {
+    case '+': return *left + *right;
+    case '-': return *left - *right;
+    case '*': return *left * *right;
+    default: return *right == 0 ? 0 : *left / *right;
+  }
+}
+
+TEST(EveryOp, NamesAnAxisByTheFieldsItFollowsFrom) {
+  const std::set<std::string_view> own = {"words",  "bytes",  "groups",
+                                          "chunks", "2^bits", "2^bits-1"};
+  for_each_op([&]<class Op>(Type<Op>) {
+    for (const auto& desc : oracle::Cases<Op>::check()) {
+      const typename Op::Args none;
+      Op::operands(desc, none, [&](const char* operand, const auto&, const Operand& expected) {
+        const Axes& axes = expected.shape;
+        for (int i = 0; i < axes.rank; ++i) {
+          const std::string_view name = axes.name(i);
+          const auto length = length_of<Op>(desc, name);
+          EXPECT_NE(length.has_value(), own.contains(name))
+              << Op::kName << " " << operand << " " << name;
+          if (!length || (expected.flags & Operand::kUnread) != 0) continue;
+          EXPECT_EQ(*length, axes[i]) << Op::kName << " " << operand << " " << name;
+        }
+      });
+    }
+  });
+}
+
+TEST(EveryOp, KnowsWhichFieldsDecideDtypesAndSizes) {
+  std::set<std::string_view> dtypes, sizes;
+  for (const AnyOp* op : all_ops()) {
+    for (const FieldInfo& f : op->fields()) {
+      if (f.decides_dtype) dtypes.insert(f.name);
+      if (f.is_size) sizes.insert(f.name);
+      EXPECT_EQ(f.choices.empty(), f.accepted.empty()) << op->name() << " " << f.name;
+      EXPECT_LE(f.is_dtype, f.decides_dtype) << op->name() << " " << f.name;
+    }
+  }
+  EXPECT_EQ(dtypes, (std::set<std::string_view>{"element", "code", "a_element", "exact", "storage",
+                                                "f32_scale", "f16_scale"}));
+  EXPECT_EQ(sizes, (std::set<std::string_view>{
+                       "outer_size",  "axis_size", "inner_size", "rows",  "dim",      "batch",
+                       "tokens",      "sequences", "queries",    "heads", "kv_heads", "key_heads",
+                       "value_heads", "key_dim",   "value_dim",  "chunk", "pool",     "channels",
+                       "width",       "capacity",  "page_size",  "pages", "first",    "recent"}));
 }
 
 TEST(EveryOp, TakesNullDataWhereThereAreNoElements) {

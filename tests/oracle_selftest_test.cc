@@ -159,33 +159,33 @@ TEST(OracleSelfTest, CatchesWrongMemory) {
 
 struct InclusiveMask {
   template <class F>
-  static F dx(F dy, F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
-    return s != 0 && in_range(unclamped_code(quotient(x, s), zp), lo, hi) ? dy / s : F(0);
+  static F d_x(F d_y, F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    return s != 0 && in_range(unclamped_code(quotient(x, s), zp), lo, hi) ? d_y / s : F(0);
   }
 };
 struct StrictMask {
   template <class F>
-  static F dx(F dy, F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+  static F d_x(F d_y, F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
     const double code = unclamped_code(quotient(x, s), zp);
-    return s != 0 && code > lo && code < hi ? dy / s : F(0);
+    return s != 0 && code > lo && code < hi ? d_y / s : F(0);
   }
 };
 struct MaskByUnroundedQuotient {
   template <class F>
-  static F dx(F dy, F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
-    return s != 0 && in_range(static_cast<double>(quotient(x, s)) + zp, lo, hi) ? dy / s : F(0);
+  static F d_x(F d_y, F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    return s != 0 && in_range(static_cast<double>(quotient(x, s)) + zp, lo, hi) ? d_y / s : F(0);
   }
 };
 struct GradientByReciprocal {
   template <class F>
-  static F dx(F dy, F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
-    return s != 0 && in_range(unclamped_code(quotient(x, s), zp), lo, hi) ? dy * (F(1) / s) : F(0);
+  static F d_x(F d_y, F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    return s != 0 && in_range(unclamped_code(quotient(x, s), zp), lo, hi) ? d_y * (F(1) / s) : F(0);
   }
 };
-struct GradientTimesMask {  // NaN and infinite dy survive a multiplication by 0
+struct GradientTimesMask {  // NaN and infinite d_y survive a multiplication by 0
   template <class F>
-  static F dx(F dy, F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
-    return s == 0 ? F(0) : dy / s * F(in_range(unclamped_code(quotient(x, s), zp), lo, hi));
+  static F d_x(F d_y, F x, F s, std::int32_t zp, std::int32_t lo, std::int32_t hi) {
+    return s == 0 ? F(0) : d_y / s * F(in_range(unclamped_code(quotient(x, s), zp), lo, hi));
   }
 };
 
@@ -194,15 +194,15 @@ Status backward(const QuantizeDesc& d, const QuantizePerGroupBackward::Args& a, 
   const GroupGeometry g = d.geometry();
   return visit_float(d.element, [&]<class X>(Type<X>) {
     for (std::int64_t i = 0; i < g.rows; ++i) {
-      const X* dy = a.dy.as<X>() + i * a.dy.row_stride();
+      const X* d_y = a.d_y.as<X>() + i * a.d_y.row_stride();
       const X* x = a.x.as<X>() + i * a.x.row_stride();
-      X* dx = a.dx.as<X>() + i * a.dx.row_stride();
+      X* d_x = a.d_x.as<X>() + i * a.d_x.row_stride();
       for (std::int64_t j = 0; j < g.row_length; ++j) {
         const std::int64_t p = g.param(i, j);
         const std::int32_t zp = a.zero_point ? a.zero_point.as<std::int32_t>()[p] : 0;
-        dx[j] = from_math<X>(Element::dx(to_math(dy[j]), to_math(x[j]),
-                                         static_cast<Math<X>>(oracle::get(a.scale, p)), zp, d.q_min,
-                                         d.q_max));
+        d_x[j] = from_math<X>(Element::d_x(to_math(d_y[j]), to_math(x[j]),
+                                           static_cast<Math<X>>(oracle::get(a.scale, p)), zp,
+                                           d.q_min, d.q_max));
       }
     }
     return Status();
@@ -298,9 +298,9 @@ Status affine_backward(const AffineDesc& d, const QdqAffineBackward::Args& a, St
         scale_terms.clear();
         bias_terms.clear();
         for (std::int64_t j = group * d.group_size; j < (group + 1) * d.group_size; ++j) {
-          const Math<X> dy = to_math(a.dy.as<X>()[i * a.dy.row_stride() + j]);
-          scale_terms.push_back(static_cast<Math<X>>(code(i, j)) * dy);
-          bias_terms.push_back(dy);
+          const Math<X> d_y = to_math(a.d_y.as<X>()[i * a.d_y.row_stride() + j]);
+          scale_terms.push_back(static_cast<Math<X>>(code(i, j)) * d_y);
+          bias_terms.push_back(d_y);
         }
         const std::int64_t at = i * d.num_groups() + group;
         if (a.d_scales)
@@ -329,7 +329,7 @@ template <PackFault kFault>
 Status pack(const PackDesc& d, const PackCodes::Args& a, Stream, Workspace) {
   const std::int64_t words = packed_words(d.axis_size, d.bits);
   for (std::int64_t i = 0; i < d.outer_size; ++i) {
-    std::uint32_t* out = a.words.as<std::uint32_t>() + i * a.words.row_stride();
+    std::uint32_t* out = a.packed.as<std::uint32_t>() + i * a.packed.row_stride();
     for (std::int64_t w = 0; w < words; ++w) {
       if (kFault != PackFault::dirty_tail) out[w] = 0;
     }
@@ -497,7 +497,7 @@ void spare_bits(const AuraDesc& d, const AuraEncode::Args& a) {
 }
 template <int kExponent>
 void scale_is_off(const AuraDesc&, const AuraEncode::Args& a) {
-  each(a.norms, [](double x, std::int64_t) { return x * (1 + std::ldexp(1.0, kExponent)); });
+  each(a.scales, [](double x, std::int64_t) { return x * (1 + std::ldexp(1.0, kExponent)); });
 }
 
 TEST(OracleSelfTest, JudgesCodesByTheirDistanceFromABoundary) {

@@ -42,10 +42,11 @@ struct Double {
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
-    f("x", a.x, Operand{DType::f32, {d.rows, d.columns}, kRows});
-    f("offset", a.offset, Operand{DType::f32, {d.rows, d.columns}});
-    f("y", a.y, Operand{DType::f32, {d.rows, d.columns}, kRows | Operand::kOptional});
-    f("count", a.count, Operand{DType::s32, {d.rows}, Operand::kOptional});
+    f("x", a.x, Operand{DType::f32, {{"rows", d.rows}, {"columns", d.columns}}, kRows});
+    f("offset", a.offset, Operand{DType::f32, {{"rows", d.rows}, {"columns", d.columns}}});
+    f("y", a.y,
+      Operand{DType::f32, {{"rows", d.rows}, {"columns", d.columns}}, kRows | Operand::kOptional});
+    f("count", a.count, Operand{DType::s32, {{"rows", d.rows}}, Operand::kOptional});
   }
   static Status check_contents(const Desc& d, const Args& a) {
     for (std::int64_t i = 0; i < d.rows * d.columns; ++i)
@@ -323,9 +324,9 @@ TEST(Plan, NamesTheOperandThatIsWrong) {
       {[](Double::Args& a) { a.x.dtype = DType::f16; }, Code::invalid_argument,
        "double: x: dtype f16, expected f32"},
       {[](Double::Args& a) { a.x.shape = {3, 2}; }, Code::invalid_argument,
-       "double: x: shape [3,2], expected [2,3]"},
+       "double: x: shape [3,2], expected [2,3] = [rows,columns]"},
       {[](Double::Args& a) { a.x.shape = {6}; }, Code::invalid_argument,
-       "double: x: shape [6], expected [2,3]: the axes are [rows,columns]"},
+       "double: x: shape [6], expected [2,3] = [rows,columns]"},
       {[](Double::Args& a) { a.x.device.index = 3; }, Code::invalid_argument,
        "double: x: on cpu:3, expected cpu"},
       {[](Double::Args& a) { a.x.data = nullptr; }, Code::invalid_argument,
@@ -423,7 +424,7 @@ TEST(Plan, AnEmptyTensorDoesNotLeaveOut) {
   Tensors t;
   Double::Args args = t.args(2, 3);
   args.count = view(static_cast<std::int32_t*>(nullptr), {0});
-  EXPECT_EQ(plan->run(args).message(), "double: count: shape [0], expected [2]");
+  EXPECT_EQ(plan->run(args).message(), "double: count: shape [0], expected [2] = [rows]");
   args.count = view(static_cast<std::int32_t*>(nullptr), {2});
   EXPECT_TRUE(plan->run(args).ok());
 }
@@ -438,7 +439,8 @@ TEST(Plan, NothingToDoIsOk) {
   args.y = view(static_cast<float*>(nullptr), {0, 9});
   EXPECT_TRUE(plan->can_implement(args).ok());
   args.y.shape = {0, 8};
-  EXPECT_EQ(plan->can_implement(args).message(), "double: y: shape [0,8], expected [0,9]");
+  EXPECT_EQ(plan->can_implement(args).message(),
+            "double: y: shape [0,8], expected [0,9] = [rows,columns]");
   float y = -7;
   args.y = view(&y, {0, 9});
   alignas(64) std::byte scratch[kScratch];

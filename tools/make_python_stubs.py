@@ -11,6 +11,8 @@ import pathlib
 import sys
 
 import bittern
+from bittern._bittern import Desc
+from bittern._values import DTYPES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STUB = ROOT / "python" / "bittern" / "__init__.pyi"
@@ -18,7 +20,7 @@ STUB = ROOT / "python" / "bittern" / "__init__.pyi"
 HEAD = '''# Made by tools/make_python_stubs.py.
 """{doc}"""
 
-from typing import Any, Literal, Protocol, SupportsFloat
+from typing import Any, Literal, Protocol, SupportsFloat, overload
 
 from ._convert import (
     Cancelled as Cancelled,
@@ -57,9 +59,27 @@ class _CudaStream(Protocol):
 
 _Stream = int | _CudaStream  # an int is a cudaStream_t
 
-_DType = Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | Any  # numpy's, torch's, mlx's
+class _Sized(Protocol):
+    """numpy.dtype or torch.dtype."""
 
-_Device = str | Any  # "cpu", "cuda", "cuda:1", or a torch.device
+    @property
+    def itemsize(self) -> int: ...
+
+class _MlxDtype(Protocol):
+    @property
+    def size(self) -> int: ...
+
+_DType = type[Any] | _Sized | _MlxDtype  # numpy.float16, numpy.dtype, torch.float16, mlx's
+
+class _TorchDevice(Protocol):
+    @property
+    def type(self) -> str: ...
+    @property
+    def index(self) -> Any: ...
+
+_Device = str | _TorchDevice  # "cpu", "cuda", "cuda:1", or a torch.device
+
+_Result = Any  # an array of the first array's framework
 
 class Field:
     """A field of an op's descriptor: a number, or one of `choices`."""
@@ -72,6 +92,15 @@ class Field:
     def choices(self) -> tuple[str, ...]: ...
     @property
     def default(self) -> int | float | bool | str: ...
+    @property
+    def is_dtype(self) -> bool:
+        """The choices are dtypes."""
+    @property
+    def decides_dtype(self) -> bool:
+        """The dtypes of operands follow from it."""
+    @property
+    def is_size(self) -> bool:
+        """An axis of an operand tells it."""
 
 class Operand:
     """A tensor of an op."""
@@ -82,6 +111,9 @@ class Operand:
     def dtype(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """What each axis is: a field, an expression of fields, a number, or a name of its own."""
     @property
     def output(self) -> bool: ...
     @property
@@ -225,17 +257,65 @@ def formula(op):
     raise ValueError(f"{op}.h: no code after the comment")
 
 
+def literal(values):
+    return "Literal[" + ", ".join(f'"{v}"' if isinstance(v, str) else str(v) for v in values) + "]"
+
+
 def field_type(field):
     if field.choices == ("false", "true"):
         return "bool"
-    if "f32" in field.choices:
-        return "_DType"
+    if field.is_dtype:
+        return literal([*field.choices, *(DTYPES[c] for c in field.choices)]) + " | _DType"
     if field.choices:
-        return "Literal[" + ", ".join(f'"{c}"' for c in field.choices) + "]"
+        return literal(field.choices)
     return "float" if isinstance(field.default, float) else "int"
 
 
-def stub(function):
+def outputs_by_choice(op, body):
+    """[(field, values, names)]: the outputs for each choice that another set of them goes with."""
+    names = [o.name for o in body.outputs]
+
+    def made(*setting):
+        desc = Desc(op)
+        for value in setting:
+            desc.set(*value)
+        return [n for n in names if n in {o.name for o in desc.unchecked_operands()}]
+
+    default = made()
+    for field in body.fields.values():
+        values = [False, True] if isinstance(field.default, bool) else field.choices
+        other = [v for v in values if made((field.name, v)) != default]
+        if other:
+            same = [v for v in values if v not in other]
+            return [(field.name, same, default), (field.name, other, made((field.name, other[0])))]
+    return [(None, (), default)]
+
+
+def returned(names):
+    return "_Result" if len(names) == 1 else f"tuple[{', '.join(['_Result'] * len(names))}]"
+
+
+def variants(function):
+    """({parameter: its type}, the type returned) of each overload; the last takes everything."""
+    body = function._body
+    optional = [o.name for o in body.outputs if o.optional and not o.extra]
+    extra = [o.name for o in body.outputs if o.extra]
+    found = []
+    for field, values, names in outputs_by_choice(function.__name__, body):
+        types = {n: "_Array | Literal[True] | None" for n in optional}
+        types |= {n: "Literal[False] | None" for n in extra}
+        if field is not None:
+            types[field] = literal(values)
+        plain = [n for n in names if n not in extra]
+        found.append((types, returned(plain)))
+        for name in extra:
+            found.append(({**types, name: "_Array | Literal[True]"}, returned([*plain, name])))
+    if len(found) > 1 or optional:
+        found.append(({}, "Any"))
+    return found
+
+
+def signature(function, types, result, text):
     body = function._body
     optional = {o.name for o in body.outputs if o.optional}
     lines = [f"def {function.__name__}("]
@@ -244,7 +324,9 @@ def stub(function):
         if kind != "input" and not star:
             lines.append("    *,")
             star = True
-        if kind == "input":
+        if name in types:
+            kinds = types[name]
+        elif kind == "input":
             kinds = "_Array | SupportsFloat"
         elif kind == "output":
             kinds = "_Array | bool" if name in optional else "_Array"
@@ -252,18 +334,32 @@ def stub(function):
             kinds = field_type(body.fields[name])
         else:
             kinds = OPTIONS[name]
-        if default is inspect.Parameter.empty:
+        value = f'"{default}"' if isinstance(default, str) else str(default)
+        required = default is inspect.Parameter.empty
+        if name in types and not required and kinds.startswith("Literal[") and value not in kinds:
+            required = default is not None or "None" not in kinds
+        if name in types and kinds == "_Array | Literal[True]":
+            required = True
+        if required:
             lines.append(f"    {name}: {kinds},")
             continue
         if default is None and "None" not in kinds:
             kinds += " | None"
-        text = f'"{default}"' if isinstance(default, str) else str(default)
-        lines.append(f"    {name}: {kinds} = {text},")
-    always_several = len(body.outputs) - len(optional) > 1  # a single one is no tuple
-    lines.append(f") -> {'tuple[Any, ...]' if always_several else 'Any'}:")
-    returns = ", ".join(o.name for o in body.outputs)
-    lines.append(f'    """Returns {returns}.\n\n{formula(function.__name__)}\n    """')
+        lines.append(f"    {name}: {kinds} = {value},")
+    lines.append(f") -> {result}:{text}")
     return "\n".join(lines) + "\n"
+
+
+def stub(function):
+    returns = ", ".join(o.name for o in function._body.outputs)
+    text = f'\n    """Returns {returns}.\n\n{formula(function.__name__)}\n    """'
+    all_of_them = variants(function)
+    if len(all_of_them) == 1:
+        return signature(function, *all_of_them[0], text)
+    return "\n".join(
+        "@overload\n" + signature(function, types, result, text if i == 0 else " ...")
+        for i, (types, result) in enumerate(all_of_them)
+    )
 
 
 def make():

@@ -20,7 +20,7 @@ struct @Op@Desc {
   std::int64_t axis_size = 0;
   DType element = DType::f32;
   bool operator==(const @Op@Desc&) const = default;
-  Shape shape() const { return {outer_size, axis_size}; }
+  Axes shape() const { return {{"outer_size", outer_size}, {"axis_size", axis_size}}; }
 };
 
 struct @Op@ {

@@ -37,7 +37,7 @@ struct AffineDesc {
   std::int64_t group_size = 64;  // 2..1024, divides axis_size
   std::int32_t bits = 0;         // per packed code, 1..8; 0: as many as n_bins needs
   std::int32_t n_bins = 0;       // 2..256 code values; 0: 2^bits (16 when bits is 0 too)
-  DType element = DType::f32;    // of w, y, dy: f32 f64 f16 bf16
+  DType element = DType::f32;    // of w, y, d_y: f32 f64 f16 bf16
   CodeStorage storage = CodeStorage::u8;
   bool f32_scale = false;  // f32 scales and biases for half weights; otherwise their dtype
   AffineMethod method = AffineMethod::minmax;      // read by qdq_affine_init
@@ -53,11 +53,13 @@ struct AffineDesc {
   }
   DType scale_element() const { return f32_scale ? DType::f32 : element; }
   DType code_element() const { return storage == CodeStorage::u8 ? DType::u8 : DType::u32; }
-  Shape tensor_shape() const { return {outer_size, axis_size}; }
-  Shape param_shape() const { return {outer_size, num_groups()}; }
-  Shape code_shape() const {
-    return {outer_size,
-            storage == CodeStorage::u8 ? axis_size : packed_words(axis_size, code_bits())};
+  Axes tensor_shape() const { return {{"outer_size", outer_size}, {"axis_size", axis_size}}; }
+  Axes param_shape() const {
+    return {{"outer_size", outer_size}, {"axis_size/group_size", num_groups()}};
+  }
+  Axes code_shape() const {
+    if (storage == CodeStorage::u8) return tensor_shape();
+    return {{"outer_size", outer_size}, {"words", packed_words(axis_size, code_bits())}};
   }
 };
 

@@ -61,36 +61,38 @@ constexpr std::int64_t hadamard_factor(std::int64_t dim) {
 }
 
 struct AuraDesc {
-  std::int64_t outer_size = 0;   // rows
-  std::int64_t axis_size = 128;  // d, 2..1024
-  std::int32_t bits = 4;         // 1..8
-  DType element = DType::f32;    // of x and y: f32 f16 bf16
+  std::int64_t rows = 0;
+  std::int64_t dim = 128;      // d, 2..1024
+  std::int32_t bits = 4;       // 1..8
+  DType element = DType::f32;  // of x and y: f32 f16 bf16
   Rotation rotation = Rotation::hadamard;
   ScaleRule scale_rule = ScaleRule::matched;  // read by aura_encode
-  bool f16_norm = false;                      // norms are f16, otherwise f32
+  bool f16_scale = false;                     // scales are f16, otherwise f32
   bool rotated = false;                       // read by aura_decode: y is not rotated back
   bool inverse = false;                       // read by aura_rotate: y = P^T x
   bool operator==(const AuraDesc&) const = default;
 
   std::int64_t levels() const { return std::int64_t{1} << bits; }
-  DType norm_element() const { return f16_norm ? DType::f16 : DType::f32; }
-  Shape tensor_shape() const { return {outer_size, axis_size}; }
-  Shape packed_shape() const { return {outer_size, packed_words(axis_size, bits)}; }
-  Shape norm_shape() const { return {outer_size, 1}; }  // a column: it may have a row stride
+  DType scale_element() const { return f16_scale ? DType::f16 : DType::f32; }
+  Axes tensor_shape() const { return {{"rows", rows}, {"dim", dim}}; }
+  Axes packed_shape() const { return {{"rows", rows}, {"words", packed_words(dim, bits)}}; }
+  // A column: it may have a row stride.
+  Axes scale_shape() const { return {{"rows", rows}, {"1", 1}}; }
   // The shape of the rotation's table; identity has none.
-  Shape rotation_shape() const {
-    return rotation == Rotation::dense ? Shape{axis_size, axis_size} : Shape{axis_size};
+  Axes rotation_shape() const {
+    if (rotation == Rotation::dense) return {{"dim", dim}, {"dim", dim}};
+    return {{"dim", dim}};
   }
   // A dense rotation is limited by its product, everything else by memory.
   double rotation_flops() const {
-    const auto n = static_cast<double>(axis_size);
-    return rotation == Rotation::dense ? 2 * static_cast<double>(outer_size) * n * n : 0;
+    const auto n = static_cast<double>(dim);
+    return rotation == Rotation::dense ? 2 * static_cast<double>(rows) * n * n : 0;
   }
 };
 
 // Which fields an op reads beyond sizes, element and rotation.
 struct AuraFields {
-  bool codes = false;  // bits and norms
+  bool codes = false;  // bits and scales
   bool scale_rule = false;
   bool rotated = false;
   bool inverse = false;
@@ -106,6 +108,8 @@ Status check_aura_desc(std::string_view op, const AuraDesc& d) noexcept;
 // "" for other operands.
 std::string width_hint(std::string_view operand, std::int64_t dim, std::int32_t bits,
                        const Shape& found) noexcept;
+// Of a rotation's table that is another rotation's.
+std::string rotation_hint(std::string_view operand, Rotation rotation, const Shape& found) noexcept;
 
 // Checks of the tables' values. Messages begin with the name of the operand.
 Status check_boundaries(std::string_view op, std::string_view operand, const float* values,
@@ -117,20 +121,20 @@ Status check_signs(std::string_view op, std::string_view operand, const float* v
 // The same for the rotation's table, as `d` describes it.
 inline Status check_rotation(std::string_view op, const AuraDesc& d, const ConstView& table) {
   if (d.rotation != Rotation::hadamard) return {};
-  return check_signs(op, "table", table.as<float>(), d.axis_size);
+  return check_signs(op, "table", table.as<float>(), d.dim);
 }
 
 template <AuraFields kFields, class D, class F>
 void visit_aura_fields(D& d, F&& f) {
-  f("outer_size", d.outer_size, "number of rows");
-  f("axis_size", d.axis_size, "length of a row, 2..1024");
+  f("rows", d.rows, "number of rows");
+  f("dim", d.dim, "length of a row, 2..1024");
   if constexpr (kFields.codes) f("bits", d.bits, "bits per code, 1..8");
   f("element", d.element, "dtype of the rows: f32 f16 bf16");
   f("rotation", d.rotation, "rotation of a row (hadamard takes signs, dense a matrix)");
   if constexpr (kFields.scale_rule) {
     f("scale_rule", d.scale_rule, "rule for the stored norm");
   }
-  if constexpr (kFields.codes) f("f16_norm", d.f16_norm, "store norms in f16 instead of f32");
+  if constexpr (kFields.codes) f("f16_scale", d.f16_scale, "store scales in f16 instead of f32");
   if constexpr (kFields.rotated)
     f("rotated", d.rotated, "do not rotate back: y is in the rotated space");
   if constexpr (kFields.inverse) f("inverse", d.inverse, "apply the inverse rotation");
@@ -146,10 +150,10 @@ template <class A, class F>
 void visit_unread_rotation(const AuraDesc& d, A& a, F&& f, bool used = true) {
   if (d.rotation != Rotation::identity && used) return;
   const char* with = used ? "a hadamard or dense rotation" : "rotated = false";
-  f("table", a.table, Operand::read_if(false, DType::f32, {0}, with));
+  f("table", a.table, Operand::read_if(false, DType::f32, {{"dim", 0}}, with));
 }
 
-// Rows of codes, norms and values may have any strides.
+// Rows of codes, scales and values may have any strides.
 inline constexpr unsigned kAuraRows = Operand::kStrided | Operand::kRowAxes;
 
 }  // namespace bittern

@@ -5,10 +5,10 @@
 //   g, beta   [batch, tokens, value_heads]            f32
 //   A, L      [batch, tokens, value_heads, chunk]     row t: row (t - start) % chunk of its chunk
 //   w         [batch, tokens, value_heads, key_dim]   u, v_new: [.., value_dim]
-//   state     [sequences(), value_heads, key_dim, value_dim], or value_dim before key_dim   f32
+//   state     [sequence_count(), value_heads, key_dim, value_dim], or value_dim before key_dim f32
 //   h         [batch, state_chunks(), value_heads, ...state]   the state before each chunk
 //
-// batch, tokens and n_sequences: bittern/sequences.h.
+// batch, tokens and sequences: bittern/sequences.h.
 //
 // Heads. value_heads is a multiple of key_heads; value head h uses key head
 // h / (value_heads / key_heads) (grouped) or h % key_heads (tiled, as GGUF files of Qwen3.5 do).
@@ -16,6 +16,7 @@
 #include <cmath>
 #include <cstdint>
 #include <string_view>
+#include <utility>
 
 #include "bittern/sequences.h"
 
@@ -37,7 +38,7 @@ struct GdnDesc {
   std::int64_t key_dim = 128;    // 1..256
   std::int64_t value_dim = 128;  // 1..256
   std::int32_t chunk = 64;       // 16, 32 or 64
-  std::int64_t n_sequences = 0;
+  std::int64_t sequences = 0;
   DType element = DType::f32;    // of q, k, v, o, w, u, h: f32 f16 bf16
   DType a_element = DType::f32;  // of A: f32 bf16
   HeadMap head_map = HeadMap::grouped;
@@ -50,8 +51,8 @@ struct GdnDesc {
   double scale = 0;               // of q; 0: key_dim ^ -0.5
   bool operator==(const GdnDesc&) const = default;
 
-  Sequences rows() const { return {batch, tokens, n_sequences, chunk}; }
-  std::int64_t sequences() const { return rows().count(); }
+  Sequences rows() const { return {batch, tokens, sequences, chunk}; }
+  std::int64_t sequence_count() const { return rows().count(); }
   std::int64_t key_head(std::int64_t value_head) const {
     return head_map == HeadMap::grouped ? value_head / (value_heads / key_heads)
                                         : value_head % key_heads;
@@ -70,20 +71,29 @@ struct GdnDesc {
     return static_cast<float>(scale != 0 ? scale : 1 / std::sqrt(static_cast<double>(key_dim)));
   }
 
-  Shape key_shape() const { return {batch, tokens, key_heads, key_dim}; }
-  Shape value_shape() const { return {batch, tokens, value_heads, value_dim}; }
-  Shape gate_shape() const { return {batch, tokens, value_heads}; }
-  Shape matrix_shape() const { return {batch, tokens, value_heads, chunk}; }
-  Shape w_shape() const { return {batch, tokens, value_heads, key_dim}; }
-  Shape state_shape() const {
-    return state_layout == StateLayout::key_value
-               ? Shape{sequences(), value_heads, key_dim, value_dim}
-               : Shape{sequences(), value_heads, value_dim, key_dim};
+  Axes key_shape() const { return of_tokens({"key_heads", key_heads}, {"key_dim", key_dim}); }
+  Axes value_shape() const { return of_tokens(value_head_axis(), {"value_dim", value_dim}); }
+  Axes gate_shape() const { return {{"batch", batch}, {"tokens", tokens}, value_head_axis()}; }
+  Axes matrix_shape() const { return of_tokens(value_head_axis(), {"chunk", chunk}); }
+  Axes w_shape() const { return of_tokens(value_head_axis(), {"key_dim", key_dim}); }
+  Axes mask_shape() const { return {{"batch", batch}, {"tokens", tokens}}; }
+  Axes head_shape() const { return {value_head_axis()}; }
+  Axes state_shape() const {
+    const auto [first, second] = state_axes();
+    return {rows().axis(), value_head_axis(), first, second};
   }
-  Shape chunk_state_shape() const {
-    return state_layout == StateLayout::key_value
-               ? Shape{batch, state_chunks(), value_heads, key_dim, value_dim}
-               : Shape{batch, state_chunks(), value_heads, value_dim, key_dim};
+  Axes chunk_state_shape() const {
+    const auto [first, second] = state_axes();
+    return {{"batch", batch}, {"chunks", state_chunks()}, value_head_axis(), first, second};
+  }
+  // A state's own, in their order.
+  std::pair<Axis, Axis> state_axes() const {
+    const Axis key{"key_dim", key_dim}, value{"value_dim", value_dim};
+    return state_layout == StateLayout::key_value ? std::pair(key, value) : std::pair(value, key);
+  }
+  Axis value_head_axis() const { return {"value_heads", value_heads}; }
+  Axes of_tokens(Axis heads, Axis elements) const {
+    return {{"batch", batch}, {"tokens", tokens}, heads, elements};
   }
   // initial_state, final_state and their gradients.
   Operand state_operand() const {
@@ -91,10 +101,10 @@ struct GdnDesc {
   }
   Operand sequence_operand() const { return rows().operand(); }
   // a_log and dt_bias.
-  Operand gate_operand() const { return Operand::read_if(gate, DType::f32, {value_heads}, "gate"); }
+  Operand gate_operand() const { return Operand::read_if(gate, DType::f32, head_shape(), "gate"); }
 };
 
-// Which fields an op reads beyond batch, tokens, value_heads, chunk and n_sequences.
+// Which fields an op reads beyond batch, tokens, value_heads, chunk and sequences.
 struct GdnFields {
   bool keys = false;      // key_heads, key_dim, head_map, element
   bool values = false;    // value_dim, element
@@ -110,14 +120,14 @@ Status check_gdn_desc(std::string_view op, const GdnDesc& d) noexcept;
 
 template <GdnFields kFields, class D, class F>
 void visit_gdn_fields(D& d, F&& f) {
-  f("batch", d.batch, "rows of tokens; 1 with n_sequences");
+  f("batch", d.batch, "rows of tokens; 1 with sequences");
   f("tokens", d.tokens, "tokens per row");
   if constexpr (kFields.keys) f("key_heads", d.key_heads, "number of heads of q and k");
   f("value_heads", d.value_heads, "number of heads of v, g and beta, a multiple of key_heads");
   if constexpr (kFields.keys) f("key_dim", d.key_dim, "length of a key, 1..256");
   if constexpr (kFields.values) f("value_dim", d.value_dim, "length of a value, 1..256");
   f("chunk", d.chunk, "tokens per chunk: 16, 32 or 64");
-  f("n_sequences", d.n_sequences, "number of sequences packed in the tokens (0: each row is one)");
+  f("sequences", d.sequences, "number of sequences packed in the tokens (0: each row is one)");
   if constexpr (kFields.keys || kFields.values)
     f("element", d.element, "dtype of keys and values: f32 f16 bf16");
   if constexpr (kFields.matrix) f("a_element", d.a_element, "dtype of A: f32 bf16");

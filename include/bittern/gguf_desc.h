@@ -110,12 +110,13 @@ struct GgufDesc {
 
   std::int64_t row_blocks() const { return axis_size / block_size(type).weights; }
   std::int64_t row_bytes() const { return row_blocks() * block_size(type).bytes; }
-  Shape tensor_shape() const { return {outer_size, axis_size}; }
+  Axes tensor_shape() const { return {{"outer_size", outer_size}, {"axis_size", axis_size}}; }
   // Of scales and biases.
-  Shape grid_shape() const {
-    return {outer_size, given_grid ? axis_size / block_size(type).group : 0};
+  Axes grid_shape() const {
+    return {{"outer_size", outer_size},
+            {"groups", given_grid ? axis_size / block_size(type).group : 0}};
   }
-  Shape block_shape() const { return {outer_size, row_bytes()}; }
+  Axes block_shape() const { return {{"outer_size", outer_size}, {"bytes", row_bytes()}}; }
 };
 
 Status check_gguf_desc(std::string_view op, const GgufDesc& d) noexcept;

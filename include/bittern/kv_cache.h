@@ -161,11 +161,11 @@ class KvCache {
   Status serialize(std::span<std::byte> to) const noexcept;
   static Result<KvCache> parse(std::span<const std::byte> bytes) noexcept;
 
-  // AURA's layout: packed [kv_heads, capacity, width] u32 and norms
+  // AURA's layout: packed [kv_heads, capacity, width] u32 and scales
   // [kv_heads, capacity] f32, of K and V, with tokens from slot 0 on. The first axes may have any
   // strides.
   struct AuraViews {
-    MutView k_packed, k_norms, v_packed, v_norms;
+    MutView k_packed, k_scales, v_packed, v_scales;
   };
   // Writes the coded tokens. There must be no others, and the capacity must be enough.
   Status write_aura(const AuraViews& to) const noexcept;
@@ -207,7 +207,7 @@ Result<AuraScheme> parse_aura_name(std::string_view name) noexcept;
 std::string aura_name(const AuraScheme& scheme) noexcept;  // "aura" of bits that are none
 
 // A config that reads and writes AURA's caches: hadamard rotations seeded by the layer, matched f32
-// norms. With `legacy`, the tables that AURA shipped, for decoding only.
+// scales. With `legacy`, the tables that AURA shipped, for decoding only.
 Result<KvCacheConfig> aura_config(const AuraScheme& scheme, std::int64_t kv_heads, std::int64_t dim,
                                   std::uint64_t layer, bool legacy = false) noexcept;
 

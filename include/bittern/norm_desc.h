@@ -21,7 +21,8 @@ struct GatedNormDesc {
 
   static constexpr std::int64_t kBlock = 64;  // rows summed one after the other
   std::int64_t blocks() const { return (rows + kBlock - 1) / kBlock; }
-  Shape shape() const { return {rows, dim}; }
+  Axes shape() const { return {{"rows", rows}, {"dim", dim}}; }
+  Axes weight_shape() const { return {{"dim", dim}}; }
 };
 
 Status check_gated_norm_desc(std::string_view op, const GatedNormDesc& d) noexcept;

@@ -7,7 +7,7 @@
 //   contract(desc)            the guarantee that every `exact` kernel gives
 //   element(desc), aux_element(desc)   the dtypes in its sku
 //   fields(desc, f)           f(name, member, help) for each descriptor field
-//   operands(desc, args, f)   f(name, view, Operand{dtype, shape, flags}) for each tensor
+//   operands(desc, args, f)   f(name, view, Operand{dtype, axes, flags}) for each tensor
 // and may have
 //   check_contents(desc, args)  checks the values of an operand (a table is sorted, an index is in
 //                               range); can_implement calls it last, on the CPU
@@ -96,12 +96,12 @@ struct Operand {
     kUnread = 128,  // not read with this descriptor: it must be left out, or be empty
   };
   DType dtype;
-  Shape shape;
+  Axes shape;
   unsigned flags = 0;
   const char* read_with = "";  // for kUnread: the field that decides whether it is read
 
   // An operand that is read, and then required, only if a field says so.
-  static Operand read_if(bool read, DType dtype, const Shape& shape, const char* with,
+  static Operand read_if(bool read, DType dtype, const Axes& shape, const char* with,
                          unsigned flags = 0) {
     return {dtype, shape, read ? flags : flags | kOptional | kUnread, with};
   }

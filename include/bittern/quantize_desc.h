@@ -44,7 +44,7 @@ struct QuantizeDesc {
   Granularity granularity = Granularity::group;
   std::int32_t q_min = -128;
   std::int32_t q_max = 127;
-  DType element = DType::f32;  // of x, y, dy, dx: f32 f64 f16 bf16
+  DType element = DType::f32;  // of x, y, d_y, d_x: f32 f64 f16 bf16
   DType code = DType::s8;      // of q: s8 u8
   bool f32_scale = false;      // half x with f32 scales (and gradients); otherwise scale is as x
   bool symmetric = true;       // read by dynamic_quantize alone
@@ -53,8 +53,8 @@ struct QuantizeDesc {
   // Groups along the axis; 0 when group_size <= 0.
   std::int64_t num_groups() const { return group_size > 0 ? axis_size / group_size : 0; }
   DType scale_element() const { return f32_scale ? DType::f32 : element; }
-  Shape tensor_shape() const noexcept;
-  Shape param_shape() const noexcept;
+  Axes tensor_shape() const noexcept;
+  Axes param_shape() const noexcept;
   GroupGeometry geometry() const noexcept;
 };
 

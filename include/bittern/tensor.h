@@ -36,6 +36,29 @@ struct Shape {
   bool operator==(const Shape&) const = default;
 };
 
+struct Axis {
+  const char* name;
+  std::int64_t size;
+};
+
+// A shape whose axes have names. An axis that follows from fields of the descriptor is named by
+// them: "tokens", "sequences+1", "sequences*kv_heads", "capacity/page_size". A constant is named
+// by its digits, and a length that does not tell a field has a name of its own: "words".
+struct Axes : Shape {
+  std::array<const char*, kMaxRank> names{};
+
+  Axes() = default;
+  Axes(std::initializer_list<Axis> axes) {
+    assert(axes.size() <= kMaxRank);
+    for (const Axis& axis : axes) {
+      names[static_cast<std::size_t>(rank)] = axis.name;
+      dim[static_cast<std::size_t>(rank++)] = axis.size;
+    }
+  }
+  const char* name(int i) const { return names[static_cast<std::size_t>(i)]; }
+  std::string names_str() const noexcept;  // "[rows,words]"; "[...]" without memory for more
+};
+
 template <class Void>
 struct View {
   Void* data = nullptr;

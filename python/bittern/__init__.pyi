@@ -7,12 +7,11 @@ One function per op takes numpy, mlx or torch arrays without copying them:
     scales, biases, q = bittern.qdq_affine_init(w, bits=4, method="mlx", storage="packed")
 
 How a function fills in what it was not told:
-  sizes      the arrays' axes give them. Where an op has `outer_size` and `axis_size`, the array of
-             the op's full shape does: its last axis is the quantised one (`axis` moves it, for
-             granularity "channel"), the axes before it are rows. Other operands may have those axes
-             merged or not. Packed codes alone do not say how long a row is; scales do. In any other
-             op a size is the axis that is named after it, and axes before an operand's first are
-             merged into that one. A single axis where rows are expected is one row, and gives one.
+  sizes      the arrays' axes give them: operands name their axes (`ops()`, `axes`). An array may
+             have more axes than its operand; the first ones then count as one, and outputs have
+             them, too. A single axis where rows are expected is one row, and gives one. In the
+             quantise family the last axis is the quantised one; `axis` moves it, for granularity
+             "channel". Packed codes alone do not say how long a row is; scales do.
   dtypes     `element`, `code`, `f32_scale` and their like follow the arrays given. A dtype field
              takes bittern's names ("s8") and those of numpy and torch ("int8", np.int8, torch.int8).
   outputs    those not given are allocated by the framework of the first array; `False` leaves an
@@ -40,7 +39,7 @@ Tables of the KV codec come from `sphere_codebook`, `gaussian_codebook` and `mak
 
     levels, boundaries = bittern.sphere_codebook(dim=128, bits=4)
     signs = bittern.make_rotation("hadamard", dim=128, seed=1)
-    packed, norms = bittern.aura_encode(k, signs, boundaries, levels)
+    packed, scales = bittern.aura_encode(k, signs, boundaries, levels)
 
 Model files (docs/quantize.md, docs/inspect.md):
 
@@ -56,7 +55,7 @@ Errors: ValueError (malformed), NotImplementedError (no kernel does it), MemoryE
 model files also FileNotFoundError, OSError and Cancelled.
 """
 
-from typing import Any, Literal, Protocol, SupportsFloat
+from typing import Any, Literal, Protocol, SupportsFloat, overload
 
 from ._convert import (
     Cancelled as Cancelled,
@@ -158,9 +157,27 @@ class _CudaStream(Protocol):
 
 _Stream = int | _CudaStream  # an int is a cudaStream_t
 
-_DType = Literal["f32", "f64", "f16", "bf16", "u8", "s8", "s32", "u32"] | Any  # numpy's, torch's, mlx's
+class _Sized(Protocol):
+    """numpy.dtype or torch.dtype."""
 
-_Device = str | Any  # "cpu", "cuda", "cuda:1", or a torch.device
+    @property
+    def itemsize(self) -> int: ...
+
+class _MlxDtype(Protocol):
+    @property
+    def size(self) -> int: ...
+
+_DType = type[Any] | _Sized | _MlxDtype  # numpy.float16, numpy.dtype, torch.float16, mlx's
+
+class _TorchDevice(Protocol):
+    @property
+    def type(self) -> str: ...
+    @property
+    def index(self) -> Any: ...
+
+_Device = str | _TorchDevice  # "cpu", "cuda", "cuda:1", or a torch.device
+
+_Result = Any  # an array of the first array's framework
 
 class Field:
     """A field of an op's descriptor: a number, or one of `choices`."""
@@ -173,6 +190,15 @@ class Field:
     def choices(self) -> tuple[str, ...]: ...
     @property
     def default(self) -> int | float | bool | str: ...
+    @property
+    def is_dtype(self) -> bool:
+        """The choices are dtypes."""
+    @property
+    def decides_dtype(self) -> bool:
+        """The dtypes of operands follow from it."""
+    @property
+    def is_size(self) -> bool:
+        """An axis of an operand tells it."""
 
 class Operand:
     """A tensor of an op."""
@@ -183,6 +209,9 @@ class Operand:
     def dtype(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """What each axis is: a field, an expression of fields, a number, or a name of its own."""
     @property
     def output(self) -> bool: ...
     @property
@@ -314,12 +343,15 @@ def quantize_per_group(
     zero_point: _Array | SupportsFloat | None = None,
     *,
     q: _Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    inner_size: int | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
     q_min: int = -128,
     q_max: int = 127,
-    element: _DType | None = None,
-    code: _DType | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "float32", "float64", "float16", "bfloat16"] | _DType | None = None,
+    code: Literal["u8", "s8", "uint8", "int8"] | _DType | None = None,
     f32_scale: bool | None = None,
     axis: int = -1,
     device: _Device | None = None,
@@ -328,7 +360,7 @@ def quantize_per_group(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns q.
 
     q = clamp(R(x / s) + zp, q_min, q_max)
@@ -340,17 +372,20 @@ def quantize_per_group(
     """
 
 def quantize_per_group_backward(
-    dy: _Array | SupportsFloat,
+    d_y: _Array | SupportsFloat,
     x: _Array | SupportsFloat,
     scale: _Array | SupportsFloat,
     zero_point: _Array | SupportsFloat | None = None,
     *,
-    dx: _Array | None = None,
+    d_x: _Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    inner_size: int | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
     q_min: int = -128,
     q_max: int = 127,
-    element: _DType | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "float32", "float64", "float16", "bfloat16"] | _DType | None = None,
     f32_scale: bool | None = None,
     axis: int = -1,
     device: _Device | None = None,
@@ -359,15 +394,15 @@ def quantize_per_group_backward(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
-    """Returns dx.
+) -> _Result:
+    """Returns d_x.
 
-    dx = dy / s   where q_min <= R(x / s) + zp <= q_max,   else 0
+    d_x = d_y / s   where q_min <= R(x / s) + zp <= q_max,   else 0
 
     The straight-through estimator of quantize_per_group: R(x/s) + zp is the very value the forward
-    clamps (NaN quotient counts as 0, the sum is exact), both ends are inside, and dy / s is a true
-    division. s = 0 gives 0; s NaN gives dy / s, that is NaN, where zp is in range. In place: dx may
-    be dy or x.
+    clamps (NaN quotient counts as 0, the sum is exact), both ends are inside, and d_y / s is a true
+    division. s = 0 gives 0; s NaN gives d_y / s, that is NaN, where zp is in range. In place: d_x
+    may be d_y or x.
     """
 
 def dequantize_per_group(
@@ -376,10 +411,13 @@ def dequantize_per_group(
     zero_point: _Array | SupportsFloat | None = None,
     *,
     y: _Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    inner_size: int | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
-    element: _DType | None = None,
-    code: _DType | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "float32", "float64", "float16", "bfloat16"] | _DType | None = None,
+    code: Literal["u8", "s8", "uint8", "int8"] | _DType | None = None,
     f32_scale: bool | None = None,
     axis: int = -1,
     device: _Device | None = None,
@@ -388,7 +426,7 @@ def dequantize_per_group(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns y.
 
     y = (q - zp) * s
@@ -397,18 +435,22 @@ def dequantize_per_group(
     half y then takes one more rounding to its dtype, to nearest even. A zero point left out is 0.
     """
 
+@overload
 def dequantize_per_group_backward(
-    dy: _Array | SupportsFloat,
+    d_y: _Array | SupportsFloat,
     q: _Array | SupportsFloat,
     scale: _Array | SupportsFloat,
     zero_point: _Array | SupportsFloat | None = None,
     *,
-    dq: _Array | bool | None = None,
-    d_scale: _Array | bool | None = None,
+    d_q: _Array | Literal[True] | None = None,
+    d_scale: _Array | Literal[True] | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    inner_size: int | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
-    element: _DType | None = None,
-    code: _DType | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "float32", "float64", "float16", "bfloat16"] | _DType | None = None,
+    code: Literal["u8", "s8", "uint8", "int8"] | _DType | None = None,
     f32_scale: bool | None = None,
     axis: int = -1,
     device: _Device | None = None,
@@ -417,17 +459,43 @@ def dequantize_per_group_backward(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
-    """Returns dq, d_scale.
+) -> tuple[_Result, _Result]:
+    """Returns d_q, d_scale.
 
-    dq = dy * s        d_scale = sum of dy * (q - zp) over the elements that share the scale
+    d_q = d_y * s        d_scale = sum of d_y * (q - zp) over the elements that share the scale
 
     q - zp is exact and each product is rounded once, to f32 (f64 for f64). The sum is the halving
     tree over GroupGeometry's order: pad with +0 to a power of two n, then add the element n/2, n/4,
-    ... 1 away; a scale without elements gets 0. dq has y's dtype (codes are taken as real numbers),
+    ... 1 away; a scale without elements gets 0. d_q has y's dtype (codes are taken as real numbers),
     d_scale the scale's; half ones take one more rounding, to nearest even. Either output may be left
-    out, not both. In place: dq may be dy.
+    out, not both. In place: d_q may be d_y.
     """
+
+@overload
+def dequantize_per_group_backward(
+    d_y: _Array | SupportsFloat,
+    q: _Array | SupportsFloat,
+    scale: _Array | SupportsFloat,
+    zero_point: _Array | SupportsFloat | None = None,
+    *,
+    d_q: _Array | bool | None = None,
+    d_scale: _Array | bool | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    inner_size: int | None = None,
+    group_size: int = 128,
+    granularity: Literal["group", "token", "channel", "tensor"] = "group",
+    element: Literal["f32", "f64", "f16", "bf16", "float32", "float64", "float16", "bfloat16"] | _DType | None = None,
+    code: Literal["u8", "s8", "uint8", "int8"] | _DType | None = None,
+    f32_scale: bool | None = None,
+    axis: int = -1,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
 
 def fake_quantize_per_group(
     x: _Array | SupportsFloat,
@@ -435,11 +503,14 @@ def fake_quantize_per_group(
     zero_point: _Array | SupportsFloat | None = None,
     *,
     y: _Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    inner_size: int | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
     q_min: int = -128,
     q_max: int = 127,
-    element: _DType | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "float32", "float64", "float16", "bfloat16"] | _DType | None = None,
     f32_scale: bool | None = None,
     axis: int = -1,
     device: _Device | None = None,
@@ -448,7 +519,7 @@ def fake_quantize_per_group(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns y.
 
     y = (clamp(R(x / s) + zp, q_min, q_max) - zp) * s
@@ -457,20 +528,24 @@ def fake_quantize_per_group(
     stored, so q_min and q_max may be any 32-bit range. In place: y may be x.
     """
 
+@overload
 def fake_quantize_per_group_backward(
-    dy: _Array | SupportsFloat,
+    d_y: _Array | SupportsFloat,
     x: _Array | SupportsFloat,
     scale: _Array | SupportsFloat,
     zero_point: _Array | SupportsFloat | None = None,
     *,
-    dx: _Array | bool | None = None,
-    d_scale: _Array | bool | None = None,
-    d_zero_point: _Array | bool | None = None,
+    d_x: _Array | Literal[True] | None = None,
+    d_scale: _Array | Literal[True] | None = None,
+    d_zero_point: _Array | Literal[True] | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    inner_size: int | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
     q_min: int = -128,
     q_max: int = 127,
-    element: _DType | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "float32", "float64", "float16", "bfloat16"] | _DType | None = None,
     f32_scale: bool | None = None,
     axis: int = -1,
     device: _Device | None = None,
@@ -479,36 +554,68 @@ def fake_quantize_per_group_backward(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
-    """Returns dx, d_scale, d_zero_point.
+) -> tuple[_Result, _Result, _Result]:
+    """Returns d_x, d_scale, d_zero_point.
 
     With z = x / s, in range: q_min <= R(z) + zp <= q_max, and q = clamp(R(z) + zp, q_min, q_max):
 
-      dx           = in range ? dy : 0
-      d_scale      = sum of dy * (in range ? R(z) - z : q - zp)
-      d_zero_point = sum of (in range ? 0 : -(s * dy))
+      d_x          = in range ? d_y : 0
+      d_scale      = sum of d_y * (in range ? R(z) - z : q - zp)
+      d_zero_point = sum of (in range ? 0 : -(s * d_y))
 
     z follows quantize_per_group (NaN, s = 0 and s NaN count as 0). R(z) - z and q - zp are exact,
     each product is rounded once, to f32 (f64 for f64). Sums are the halving tree over
     GroupGeometry's order, padded with +0. d_scale and d_zero_point have the scale's dtype; half ones
-    take one more rounding, to nearest even. Any output may be left out, not all three. In place: dx
-    may be dy or x.
+    take one more rounding, to nearest even. Any output may be left out, not all three. In place: d_x
+    may be d_y or x.
     """
 
+@overload
+def fake_quantize_per_group_backward(
+    d_y: _Array | SupportsFloat,
+    x: _Array | SupportsFloat,
+    scale: _Array | SupportsFloat,
+    zero_point: _Array | SupportsFloat | None = None,
+    *,
+    d_x: _Array | bool | None = None,
+    d_scale: _Array | bool | None = None,
+    d_zero_point: _Array | bool | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    inner_size: int | None = None,
+    group_size: int = 128,
+    granularity: Literal["group", "token", "channel", "tensor"] = "group",
+    q_min: int = -128,
+    q_max: int = 127,
+    element: Literal["f32", "f64", "f16", "bf16", "float32", "float64", "float16", "bfloat16"] | _DType | None = None,
+    f32_scale: bool | None = None,
+    axis: int = -1,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
+
+@overload
 def dynamic_quantize(
     x: _Array | SupportsFloat,
     *,
     scale: _Array | None = None,
     zero_point: _Array | None = None,
     q: _Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    inner_size: int | None = None,
     group_size: int = 128,
     granularity: Literal["group", "token", "channel", "tensor"] = "group",
     q_min: int = -128,
     q_max: int = 127,
-    element: _DType | None = None,
-    code: _DType | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "float32", "float64", "float16", "bfloat16"] | _DType | None = None,
+    code: Literal["u8", "s8", "uint8", "int8"] | _DType | None = None,
     f32_scale: bool | None = None,
-    symmetric: bool = True,
+    symmetric: Literal[True] = True,
     axis: int = -1,
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
@@ -516,7 +623,7 @@ def dynamic_quantize(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[_Result, _Result]:
     """Returns scale, zero_point, q.
 
     The scale (and zero point) from the data, then q = clamp(R(x / s) + zp, q_min, q_max) with the
@@ -533,6 +640,60 @@ def dynamic_quantize(
     Symmetric needs q_max > 0; asymmetric needs q_max > q_min.
     """
 
+@overload
+def dynamic_quantize(
+    x: _Array | SupportsFloat,
+    *,
+    scale: _Array | None = None,
+    zero_point: _Array | None = None,
+    q: _Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    inner_size: int | None = None,
+    group_size: int = 128,
+    granularity: Literal["group", "token", "channel", "tensor"] = "group",
+    q_min: int = -128,
+    q_max: int = 127,
+    element: Literal["f32", "f64", "f16", "bf16", "float32", "float64", "float16", "bfloat16"] | _DType | None = None,
+    code: Literal["u8", "s8", "uint8", "int8"] | _DType | None = None,
+    f32_scale: bool | None = None,
+    symmetric: Literal[False],
+    axis: int = -1,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> tuple[_Result, _Result, _Result]: ...
+
+@overload
+def dynamic_quantize(
+    x: _Array | SupportsFloat,
+    *,
+    scale: _Array | None = None,
+    zero_point: _Array | None = None,
+    q: _Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    inner_size: int | None = None,
+    group_size: int = 128,
+    granularity: Literal["group", "token", "channel", "tensor"] = "group",
+    q_min: int = -128,
+    q_max: int = 127,
+    element: Literal["f32", "f64", "f16", "bf16", "float32", "float64", "float16", "bfloat16"] | _DType | None = None,
+    code: Literal["u8", "s8", "uint8", "int8"] | _DType | None = None,
+    f32_scale: bool | None = None,
+    symmetric: bool = True,
+    axis: int = -1,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
+
 def qdq_affine_init(
     w: _Array | SupportsFloat,
     importance: _Array | SupportsFloat | None = None,
@@ -540,10 +701,12 @@ def qdq_affine_init(
     scales: _Array | None = None,
     biases: _Array | None = None,
     q: _Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
     group_size: int = 64,
     bits: int = 0,
     n_bins: int = 0,
-    element: _DType | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "float32", "float64", "float16", "bfloat16"] | _DType | None = None,
     storage: Literal["u8", "packed"] | None = None,
     f32_scale: bool | None = None,
     method: Literal["minmax", "mlx", "lsq"] = "minmax",
@@ -554,7 +717,7 @@ def qdq_affine_init(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[_Result, _Result, _Result]:
     """Returns scales, biases, q.
 
     Scales, biases and codes of a weight, group by group. All arithmetic is f32 (f64 for f64), each
@@ -596,10 +759,12 @@ def qdq_affine_forward(
     biases: _Array | SupportsFloat,
     *,
     y: _Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
     group_size: int = 64,
     bits: int = 0,
     n_bins: int = 0,
-    element: _DType | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "float32", "float64", "float16", "bfloat16"] | _DType | None = None,
     storage: Literal["u8", "packed"] | None = None,
     f32_scale: bool | None = None,
     rounding: Literal["once", "mlx"] = "once",
@@ -609,7 +774,7 @@ def qdq_affine_forward(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns y.
 
     y = q * s + b
@@ -621,16 +786,19 @@ def qdq_affine_forward(
     Codes are not checked; packed codes have `bits` bits, so none exceeds 2^bits - 1.
     """
 
+@overload
 def qdq_affine_backward(
+    d_y: _Array | SupportsFloat,
     q: _Array | SupportsFloat,
-    dy: _Array | SupportsFloat,
     *,
-    d_scales: _Array | bool | None = None,
-    d_biases: _Array | bool | None = None,
+    d_scales: _Array | Literal[True] | None = None,
+    d_biases: _Array | Literal[True] | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
     group_size: int = 64,
     bits: int = 0,
     n_bins: int = 0,
-    element: _DType | None = None,
+    element: Literal["f32", "f64", "f16", "bf16", "float32", "float64", "float16", "bfloat16"] | _DType | None = None,
     storage: Literal["u8", "packed"] | None = None,
     f32_scale: bool | None = None,
     device: _Device | None = None,
@@ -639,20 +807,45 @@ def qdq_affine_backward(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> tuple[_Result, _Result]:
     """Returns d_scales, d_biases.
 
-    d_scales = sum of q * dy        d_biases = sum of dy        over each group, in one pass
+    d_scales = sum of q * d_y        d_biases = sum of d_y        over each group, in one pass
 
     Each product is rounded once, to f32 (f64 for f64). The sums are the halving tree: pad the group
     with zeros to the next power of two n, then add the element n/2, n/4, ... 1 away; every backend
     and vector width gives the same bits. Either output may be left out, not both.
     """
 
+@overload
+def qdq_affine_backward(
+    d_y: _Array | SupportsFloat,
+    q: _Array | SupportsFloat,
+    *,
+    d_scales: _Array | bool | None = None,
+    d_biases: _Array | bool | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
+    group_size: int = 64,
+    bits: int = 0,
+    n_bins: int = 0,
+    element: Literal["f32", "f64", "f16", "bf16", "float32", "float64", "float16", "bfloat16"] | _DType | None = None,
+    storage: Literal["u8", "packed"] | None = None,
+    f32_scale: bool | None = None,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
+
 def pack_codes(
     codes: _Array | SupportsFloat,
     *,
-    words: _Array | None = None,
+    packed: _Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
     bits: int = 4,
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
@@ -660,22 +853,23 @@ def pack_codes(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
-    """Returns words.
+) -> _Result:
+    """Returns packed.
 
     Code j of a row goes to bits [j*bits, (j+1)*bits) of a little-endian bit stream in u32 words:
 
-      words[w] = OR over j of (codes[j] mod 2^bits) << (j*bits - 32*w), kept to 32 bits
+      packed[w] = OR over j of (codes[j] mod 2^bits) << (j*bits - 32*w), kept to 32 bits
 
     A code may continue in the next word. A row has ceil(axis_size * bits / 32) words, and its unused
     bits are zero. bits is 1..8. This is MLX's layout, and that of the KV codec.
     """
 
 def unpack_codes(
-    words: _Array | SupportsFloat,
+    packed: _Array | SupportsFloat,
     *,
-    axis_size: int,
     codes: _Array | None = None,
+    outer_size: int | None = None,
+    axis_size: int | None = None,
     bits: int = 4,
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
@@ -683,13 +877,14 @@ def unpack_codes(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns codes.
 
     codes[j] = bits [j*bits, (j+1)*bits) of a row's little-endian bit stream in u32 words: the
     inverse of pack_codes.
     """
 
+@overload
 def gdn_recompute_w_u(
     k: _Array | SupportsFloat,
     v: _Array | SupportsFloat,
@@ -698,8 +893,8 @@ def gdn_recompute_w_u(
     a: _Array | SupportsFloat,
     cu_seqlens: _Array | SupportsFloat | None = None,
     *,
-    w: _Array | bool | None = None,
-    u: _Array | bool | None = None,
+    w: _Array | Literal[True] | None = None,
+    u: _Array | Literal[True] | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -707,9 +902,9 @@ def gdn_recompute_w_u(
     key_dim: int | None = None,
     value_dim: int | None = None,
     chunk: int | None = None,
-    n_sequences: int | None = None,
-    element: _DType | None = None,
-    a_element: _DType | None = None,
+    sequences: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    a_element: Literal["f32", "bf16", "float32", "bfloat16"] | _DType | None = None,
     head_map: Literal["grouped", "tiled"] = "grouped",
     lower_triangular: bool = False,
     device: _Device | None = None,
@@ -718,7 +913,7 @@ def gdn_recompute_w_u(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> tuple[_Result, _Result]:
     """Returns w, u.
 
     The gated delta rule's WY factors of each chunk, from A = (I + L)^-1:
@@ -746,6 +941,37 @@ def gdn_recompute_w_u(
     promised for that element.
     """
 
+@overload
+def gdn_recompute_w_u(
+    k: _Array | SupportsFloat,
+    v: _Array | SupportsFloat,
+    beta: _Array | SupportsFloat,
+    g: _Array | SupportsFloat,
+    a: _Array | SupportsFloat,
+    cu_seqlens: _Array | SupportsFloat | None = None,
+    *,
+    w: _Array | bool | None = None,
+    u: _Array | bool | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    key_heads: int | None = None,
+    value_heads: int | None = None,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    chunk: int | None = None,
+    sequences: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    a_element: Literal["f32", "bf16", "float32", "bfloat16"] | _DType | None = None,
+    head_map: Literal["grouped", "tiled"] = "grouped",
+    lower_triangular: bool = False,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
+
 def gdn_cumsum(
     g: _Array | SupportsFloat,
     a_log: _Array | SupportsFloat | None = None,
@@ -757,7 +983,7 @@ def gdn_cumsum(
     tokens: int | None = None,
     value_heads: int | None = None,
     chunk: int | None = None,
-    n_sequences: int | None = None,
+    sequences: int | None = None,
     gate: bool = False,
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
@@ -765,7 +991,7 @@ def gdn_cumsum(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns sum.
 
     The log decay summed within each chunk:   sum[i] = sum[i-1] + g[i]   from 0 at the chunk's start,
@@ -790,8 +1016,8 @@ def gdn_kkt(
     value_heads: int | None = None,
     key_dim: int | None = None,
     chunk: int | None = None,
-    n_sequences: int | None = None,
-    element: _DType | None = None,
+    sequences: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     head_map: Literal["grouped", "tiled"] = "grouped",
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
@@ -799,7 +1025,7 @@ def gdn_kkt(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns l.
 
     The matrix of each chunk's delta rule, strictly lower triangular:
@@ -822,15 +1048,15 @@ def gdn_solve(
     tokens: int | None = None,
     value_heads: int | None = None,
     chunk: int | None = None,
-    n_sequences: int | None = None,
-    a_element: _DType | None = None,
+    sequences: int | None = None,
+    a_element: Literal["f32", "bf16", "float32", "bfloat16"] | _DType | None = None,
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns a.
 
     The inverse of each chunk's unit lower triangular matrix: A = (I + L)^-1, L from gdn_kkt.
@@ -844,6 +1070,7 @@ def gdn_solve(
     A NaN or infinity of L makes its row and rows below it NaN, in its chunk and head.
     """
 
+@overload
 def gdn_state(
     k: _Array | SupportsFloat,
     w: _Array | SupportsFloat,
@@ -852,9 +1079,9 @@ def gdn_state(
     initial_state: _Array | SupportsFloat | None = None,
     cu_seqlens: _Array | SupportsFloat | None = None,
     *,
-    h: _Array | bool | None = None,
-    v_new: _Array | bool | None = None,
-    final_state: _Array | bool | None = None,
+    h: _Array | Literal[True] | None = None,
+    v_new: _Array | Literal[True] | None = None,
+    final_state: _Array | Literal[True] | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -862,8 +1089,8 @@ def gdn_state(
     key_dim: int | None = None,
     value_dim: int | None = None,
     chunk: int | None = None,
-    n_sequences: int | None = None,
-    element: _DType | None = None,
+    sequences: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     head_map: Literal["grouped", "tiled"] = "grouped",
     state_layout: Literal["key_value", "value_key"] = "key_value",
     device: _Device | None = None,
@@ -872,7 +1099,7 @@ def gdn_state(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> tuple[_Result, _Result, _Result]:
     """Returns h, v_new, final_state.
 
     The gated delta rule's state from chunk to chunk, and the values each chunk writes into it. For a
@@ -891,6 +1118,37 @@ def gdn_state(
     does (state_layout). An empty sequence passes its state on. Any output may be left out.
     """
 
+@overload
+def gdn_state(
+    k: _Array | SupportsFloat,
+    w: _Array | SupportsFloat,
+    u: _Array | SupportsFloat,
+    g: _Array | SupportsFloat,
+    initial_state: _Array | SupportsFloat | None = None,
+    cu_seqlens: _Array | SupportsFloat | None = None,
+    *,
+    h: _Array | bool | None = None,
+    v_new: _Array | bool | None = None,
+    final_state: _Array | bool | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    key_heads: int | None = None,
+    value_heads: int | None = None,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    chunk: int | None = None,
+    sequences: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    head_map: Literal["grouped", "tiled"] = "grouped",
+    state_layout: Literal["key_value", "value_key"] = "key_value",
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
+
 def gdn_output(
     q: _Array | SupportsFloat,
     k: _Array | SupportsFloat,
@@ -907,8 +1165,8 @@ def gdn_output(
     key_dim: int | None = None,
     value_dim: int | None = None,
     chunk: int | None = None,
-    n_sequences: int | None = None,
-    element: _DType | None = None,
+    sequences: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     head_map: Literal["grouped", "tiled"] = "grouped",
     state_layout: Literal["key_value", "value_key"] = "key_value",
     scale: float = 0.0,
@@ -918,7 +1176,7 @@ def gdn_output(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns o.
 
     The gated delta rule's output of each chunk, from the state before it and what it writes:
@@ -933,6 +1191,7 @@ def gdn_output(
     with j <= i alone. scale is query_scale().
     """
 
+@overload
 def gdn_chunk_forward(
     q: _Array | SupportsFloat,
     k: _Array | SupportsFloat,
@@ -946,7 +1205,7 @@ def gdn_chunk_forward(
     cu_seqlens: _Array | SupportsFloat | None = None,
     *,
     o: _Array | None = None,
-    final_state: _Array | bool | None = None,
+    final_state: _Array | Literal[True] | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -954,8 +1213,8 @@ def gdn_chunk_forward(
     key_dim: int | None = None,
     value_dim: int | None = None,
     chunk: int | None = None,
-    n_sequences: int | None = None,
-    element: _DType | None = None,
+    sequences: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     head_map: Literal["grouped", "tiled"] = "grouped",
     state_layout: Literal["key_value", "value_key"] = "key_value",
     qk_l2norm: bool = False,
@@ -969,7 +1228,7 @@ def gdn_chunk_forward(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> tuple[_Result, _Result]:
     """Returns o, final_state.
 
     The gated delta rule over whole sequences, chunk by chunk, in one call. Token by token it is
@@ -1004,6 +1263,45 @@ def gdn_chunk_forward(
     state passes it by, and its o is 0. An empty sequence passes its state on.
     """
 
+@overload
+def gdn_chunk_forward(
+    q: _Array | SupportsFloat,
+    k: _Array | SupportsFloat,
+    v: _Array | SupportsFloat,
+    g: _Array | SupportsFloat,
+    beta: _Array | SupportsFloat,
+    a_log: _Array | SupportsFloat | None = None,
+    dt_bias: _Array | SupportsFloat | None = None,
+    mask: _Array | SupportsFloat | None = None,
+    initial_state: _Array | SupportsFloat | None = None,
+    cu_seqlens: _Array | SupportsFloat | None = None,
+    *,
+    o: _Array | None = None,
+    final_state: _Array | bool | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    key_heads: int | None = None,
+    value_heads: int | None = None,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    chunk: int | None = None,
+    sequences: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    head_map: Literal["grouped", "tiled"] = "grouped",
+    state_layout: Literal["key_value", "value_key"] = "key_value",
+    qk_l2norm: bool = False,
+    gate: bool = False,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    scale: float = 0.0,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
+
 def aura_encode(
     x: _Array | SupportsFloat,
     table: _Array | SupportsFloat,
@@ -1011,24 +1309,24 @@ def aura_encode(
     codebook: _Array | SupportsFloat,
     *,
     packed: _Array | None = None,
-    norms: _Array | None = None,
-    outer_size: int | None = None,
-    axis_size: int | None = None,
-    bits: int | None = None,
-    element: _DType | None = None,
+    scales: _Array | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    bits: int = 4,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
     scale_rule: Literal["matched", "none", "least_squares", "unbiased"] = "matched",
-    f16_norm: bool | None = None,
+    f16_scale: bool | None = None,
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> tuple[Any, ...]:
-    """Returns packed, norms.
+) -> tuple[_Result, _Result]:
+    """Returns packed, scales.
 
-    Rows of x to codes and norms, by the row format of bittern/aura_desc.h. Everything in f32, each
+    Rows of x to codes and scales, by the row format of bittern/aura_desc.h. Everything in f32, each
     operation rounded.
 
       1. norm = sqrt(dot(x, x));  inv = norm > 0 ? 1 / norm : 0. Unless 2^-100 <= dot(x, x) < 2^128,
@@ -1043,7 +1341,7 @@ def aura_encode(
          none            s = norm
          least_squares   s = sqrt(C) > 1e-8f ? norm * (D / C) : norm     least |x - x'|
          unbiased        s = D > 1e-8f ? norm / D : norm                 <x, x'> = |x|^2
-         s is clamped to the largest finite values of the norms' dtype, of either sign, and rounded
+         s is clamped to the largest finite values of the scales' dtype, of either sign, and rounded
          to it.
 
       dot   32 chains: sum[j % 32] = fma(a_j, b_j, sum[j % 32]), j ascending, each from +0; then the
@@ -1052,21 +1350,21 @@ def aura_encode(
             ((s_0 + s_1) + (s_2 + s_3)) + ((s_4 + s_5) + (s_6 + s_7)); then the halving tree of these
 
     The codes of a finite row depend only on its direction, however small or large the row is. s
-    follows the norm within the range of the norms' dtype: it has fewer bits where it is subnormal,
+    follows the norm within the range of the scales' dtype: it has fewer bits where it is subnormal,
     and is the largest finite value where the norm or s would exceed it. A row of zeros has the codes
     of 0, s = 0 and x' = 0. A row with a NaN or an infinity has codes 0 and s NaN, and decodes to
     NaN. No row affects another.
 
-    With rotation dense, rule matched and f32 norms this is AURA's fused encode, except for rows of
+    With rotation dense, rule matched and f32 scales this is AURA's fused encode, except for rows of
     norm 1e-8 or less, to which AURA gives no direction, and rows whose squares overflow.
 
     Kernel cuda_tensor (dense rotations of 64 and 128, sm_90, Preference::fastest) computes r in
     another order, and s from its own r and codes. Its ErrorNorm is `terms`, and error_bound is
-    e = 2 (axis_size + 8) 2^-24. With T_i = sum over j of (|P_ij| + 2^-16) (|u_j| + 2^-16):
+    e = 2 (dim + 8) 2^-24. With T_i = sum over j of (|P_ij| + 2^-16) (|u_j| + 2^-16):
 
       code_i  is the code of some r' with |r' - r_i| <= e T_i. So it can differ from the contract's
               only if r_i is that near to a boundary.
-      s       is off by at most e M, and one ulp of the norms' dtype, from what step 5 gives for the
+      s       is off by at most e M, and one ulp of the scales' dtype, from what step 5 gives for the
               codes that the kernel found. M = |s| (none, matched), 2 norm sum T_i |c_i| / C
               (least_squares), 2 |s| sum T_i |c_i| / D (unbiased). If D is within
               2 e sum T_i |c_i| of 0 or of 1e-8, nothing is promised for s (unbiased).
@@ -1079,17 +1377,17 @@ def aura_encode(
 
 def aura_decode(
     packed: _Array | SupportsFloat,
-    norms: _Array | SupportsFloat,
+    scales: _Array | SupportsFloat,
     table: _Array | SupportsFloat,
     codebook: _Array | SupportsFloat,
     *,
     y: _Array | None = None,
-    outer_size: int | None = None,
-    axis_size: int | None = None,
-    bits: int | None = None,
-    element: _DType | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    bits: int = 4,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
-    f16_norm: bool | None = None,
+    f16_scale: bool | None = None,
     rotated: bool = False,
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
@@ -1097,13 +1395,13 @@ def aura_decode(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns y.
 
-    Codes and norms back to rows, by the row format of bittern/aura_desc.h. In f32, each operation
+    Codes and scales back to rows, by the row format of bittern/aura_desc.h. In f32, each operation
     rounded:
 
-      y_j = norm * codebook[code_j], and unless `rotated`, y := P^T y; then rounded to its dtype
+      y_j = s * codebook[code_j], and unless `rotated`, y := P^T y; then rounded to its dtype
 
     `rotated` leaves y in the rotated space, for attention that works there. NaN and infinities
     follow from the operations and affect only their row. The codebook need not be sorted.
@@ -1114,9 +1412,9 @@ def aura_rotate(
     table: _Array | SupportsFloat,
     *,
     y: _Array | None = None,
-    outer_size: int | None = None,
-    axis_size: int | None = None,
-    element: _DType | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
     inverse: bool = False,
     device: _Device | None = None,
@@ -1125,7 +1423,7 @@ def aura_rotate(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns y.
 
     y = P x, or y = P^T x if `inverse`: each row of x widened to f32, rotated as bittern/aura_desc.h
@@ -1135,9 +1433,9 @@ def aura_rotate(
 
 def aura_attention(
     q: _Array | SupportsFloat,
-    k_codes: _Array | SupportsFloat,
+    k_packed: _Array | SupportsFloat,
     k_scales: _Array | SupportsFloat,
-    v_codes: _Array | SupportsFloat,
+    v_packed: _Array | SupportsFloat,
     v_scales: _Array | SupportsFloat,
     k_codebook: _Array | SupportsFloat,
     v_codebook: _Array | SupportsFloat,
@@ -1165,24 +1463,24 @@ def aura_attention(
     pages: int | None = None,
     first: int | None = None,
     recent: int | None = None,
-    k_bits: int | None = None,
-    v_bits: int | None = None,
+    k_bits: int = 4,
+    v_bits: int = 4,
     k_rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
     v_rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
     scale: float = 0.0,
-    window: int | None = None,
+    window: int = 0,
     window_keeps_first: bool = False,
     causal: bool = True,
-    element: _DType | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     f16_scale: bool | None = None,
-    exact: _DType | None = None,
+    exact: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns out.
 
     Attention over a compressed KV cache, computed on the codes: K and V are never decoded to memory.
@@ -1264,6 +1562,7 @@ def aura_attention(
     Without `starts` these are 0; without `lengths` every region is full.
     """
 
+@overload
 def gdn_recurrent_step(
     q: _Array | SupportsFloat,
     k: _Array | SupportsFloat,
@@ -1276,7 +1575,7 @@ def gdn_recurrent_step(
     state_index: _Array | SupportsFloat | None = None,
     *,
     o: _Array | None = None,
-    snapshots: _Array | bool | None = None,
+    snapshots: Literal[False] | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
@@ -1284,7 +1583,7 @@ def gdn_recurrent_step(
     key_dim: int | None = None,
     value_dim: int | None = None,
     pool: int | None = None,
-    element: _DType | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     head_map: Literal["grouped", "tiled"] = "grouped",
     state_layout: Literal["key_value", "value_key"] = "key_value",
     qk_l2norm: bool = False,
@@ -1298,7 +1597,7 @@ def gdn_recurrent_step(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns o, snapshots.
 
     The gated delta rule token by token: decoding. For each sequence, value head and token in turn,
@@ -1333,37 +1632,28 @@ def gdn_recurrent_step(
     rejected.
     """
 
-def gdn_chunk_backward(
+@overload
+def gdn_recurrent_step(
     q: _Array | SupportsFloat,
     k: _Array | SupportsFloat,
     v: _Array | SupportsFloat,
     g: _Array | SupportsFloat,
     beta: _Array | SupportsFloat,
-    d_o: _Array | SupportsFloat,
+    state: _Array | SupportsFloat,
     a_log: _Array | SupportsFloat | None = None,
     dt_bias: _Array | SupportsFloat | None = None,
-    mask: _Array | SupportsFloat | None = None,
-    initial_state: _Array | SupportsFloat | None = None,
-    cu_seqlens: _Array | SupportsFloat | None = None,
-    d_final_state: _Array | SupportsFloat | None = None,
+    state_index: _Array | SupportsFloat | None = None,
     *,
-    d_q: _Array | None = None,
-    d_k: _Array | None = None,
-    d_v: _Array | None = None,
-    d_g: _Array | None = None,
-    d_beta: _Array | None = None,
-    d_a_log: _Array | bool | None = None,
-    d_dt_bias: _Array | bool | None = None,
-    d_initial_state: _Array | bool | None = None,
+    o: _Array | None = None,
+    snapshots: _Array | Literal[True],
     batch: int | None = None,
     tokens: int | None = None,
     key_heads: int | None = None,
     value_heads: int | None = None,
     key_dim: int | None = None,
     value_dim: int | None = None,
-    chunk: int | None = None,
-    n_sequences: int | None = None,
-    element: _DType | None = None,
+    pool: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     head_map: Literal["grouped", "tiled"] = "grouped",
     state_layout: Literal["key_value", "value_key"] = "key_value",
     qk_l2norm: bool = False,
@@ -1377,7 +1667,91 @@ def gdn_chunk_backward(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[_Result, _Result]: ...
+
+@overload
+def gdn_recurrent_step(
+    q: _Array | SupportsFloat,
+    k: _Array | SupportsFloat,
+    v: _Array | SupportsFloat,
+    g: _Array | SupportsFloat,
+    beta: _Array | SupportsFloat,
+    state: _Array | SupportsFloat,
+    a_log: _Array | SupportsFloat | None = None,
+    dt_bias: _Array | SupportsFloat | None = None,
+    state_index: _Array | SupportsFloat | None = None,
+    *,
+    o: _Array | None = None,
+    snapshots: _Array | bool | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    key_heads: int | None = None,
+    value_heads: int | None = None,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    pool: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    head_map: Literal["grouped", "tiled"] = "grouped",
+    state_layout: Literal["key_value", "value_key"] = "key_value",
+    qk_l2norm: bool = False,
+    gate: bool = False,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    scale: float = 0.0,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
+
+@overload
+def gdn_chunk_backward(
+    d_o: _Array | SupportsFloat,
+    q: _Array | SupportsFloat,
+    k: _Array | SupportsFloat,
+    v: _Array | SupportsFloat,
+    g: _Array | SupportsFloat,
+    beta: _Array | SupportsFloat,
+    d_final_state: _Array | SupportsFloat | None = None,
+    a_log: _Array | SupportsFloat | None = None,
+    dt_bias: _Array | SupportsFloat | None = None,
+    mask: _Array | SupportsFloat | None = None,
+    initial_state: _Array | SupportsFloat | None = None,
+    cu_seqlens: _Array | SupportsFloat | None = None,
+    *,
+    d_q: _Array | None = None,
+    d_k: _Array | None = None,
+    d_v: _Array | None = None,
+    d_g: _Array | None = None,
+    d_beta: _Array | None = None,
+    d_a_log: _Array | Literal[True] | None = None,
+    d_dt_bias: _Array | Literal[True] | None = None,
+    d_initial_state: _Array | Literal[True] | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    key_heads: int | None = None,
+    value_heads: int | None = None,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    chunk: int | None = None,
+    sequences: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    head_map: Literal["grouped", "tiled"] = "grouped",
+    state_layout: Literal["key_value", "value_key"] = "key_value",
+    qk_l2norm: bool = False,
+    gate: bool = False,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    scale: float = 0.0,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> tuple[_Result, _Result, _Result, _Result, _Result, _Result, _Result, _Result]:
     """Returns d_q, d_k, d_v, d_g, d_beta, d_a_log, d_dt_bias, d_initial_state.
 
     The gradient of gdn_chunk_forward: from d_o and d_final_state (0 if left out) to d_q, d_k, d_v,
@@ -1431,6 +1805,54 @@ def gdn_chunk_backward(
     their sequence and head, or key head for d_q and d_k (d_a_log and d_dt_bias: head).
     """
 
+@overload
+def gdn_chunk_backward(
+    d_o: _Array | SupportsFloat,
+    q: _Array | SupportsFloat,
+    k: _Array | SupportsFloat,
+    v: _Array | SupportsFloat,
+    g: _Array | SupportsFloat,
+    beta: _Array | SupportsFloat,
+    d_final_state: _Array | SupportsFloat | None = None,
+    a_log: _Array | SupportsFloat | None = None,
+    dt_bias: _Array | SupportsFloat | None = None,
+    mask: _Array | SupportsFloat | None = None,
+    initial_state: _Array | SupportsFloat | None = None,
+    cu_seqlens: _Array | SupportsFloat | None = None,
+    *,
+    d_q: _Array | None = None,
+    d_k: _Array | None = None,
+    d_v: _Array | None = None,
+    d_g: _Array | None = None,
+    d_beta: _Array | None = None,
+    d_a_log: _Array | bool | None = None,
+    d_dt_bias: _Array | bool | None = None,
+    d_initial_state: _Array | bool | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    key_heads: int | None = None,
+    value_heads: int | None = None,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    chunk: int | None = None,
+    sequences: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    head_map: Literal["grouped", "tiled"] = "grouped",
+    state_layout: Literal["key_value", "value_key"] = "key_value",
+    qk_l2norm: bool = False,
+    gate: bool = False,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    scale: float = 0.0,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
+
+@overload
 def causal_conv1d(
     x: _Array | SupportsFloat,
     weight: _Array | SupportsFloat,
@@ -1439,14 +1861,14 @@ def causal_conv1d(
     mask: _Array | SupportsFloat | None = None,
     cu_seqlens: _Array | SupportsFloat | None = None,
     *,
-    y: _Array | bool | None = None,
-    final_state: _Array | bool | None = None,
+    y: _Array | Literal[True] | None = None,
+    final_state: _Array | Literal[True] | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     channels: int | None = None,
     width: int | None = None,
-    n_sequences: int | None = None,
-    element: _DType | None = None,
+    sequences: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     silu: bool = True,
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
@@ -1454,7 +1876,7 @@ def causal_conv1d(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> tuple[_Result, _Result]:
     """Returns y, final_state.
 
     A depthwise causal convolution along each sequence, with the state it starts from and leaves:
@@ -1474,26 +1896,23 @@ def causal_conv1d(
     NaN and infinities reach the next width - 1 tokens of their channel and sequence, and no others.
     """
 
-def causal_conv1d_backward(
+@overload
+def causal_conv1d(
     x: _Array | SupportsFloat,
     weight: _Array | SupportsFloat,
-    dy: _Array | SupportsFloat,
     bias: _Array | SupportsFloat | None = None,
     initial_state: _Array | SupportsFloat | None = None,
-    d_final_state: _Array | SupportsFloat | None = None,
     mask: _Array | SupportsFloat | None = None,
     cu_seqlens: _Array | SupportsFloat | None = None,
     *,
-    dx: _Array | bool | None = None,
-    d_weight: _Array | bool | None = None,
-    d_bias: _Array | bool | None = None,
-    d_initial_state: _Array | bool | None = None,
+    y: _Array | bool | None = None,
+    final_state: _Array | bool | None = None,
     batch: int | None = None,
     tokens: int | None = None,
     channels: int | None = None,
     width: int | None = None,
-    n_sequences: int | None = None,
-    element: _DType | None = None,
+    sequences: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     silu: bool = True,
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
@@ -1501,29 +1920,89 @@ def causal_conv1d_backward(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
-    """Returns dx, d_weight, d_bias, d_initial_state.
+) -> Any: ...
+
+@overload
+def causal_conv1d_backward(
+    d_y: _Array | SupportsFloat,
+    x: _Array | SupportsFloat,
+    weight: _Array | SupportsFloat,
+    d_final_state: _Array | SupportsFloat | None = None,
+    bias: _Array | SupportsFloat | None = None,
+    initial_state: _Array | SupportsFloat | None = None,
+    mask: _Array | SupportsFloat | None = None,
+    cu_seqlens: _Array | SupportsFloat | None = None,
+    *,
+    d_x: _Array | Literal[True] | None = None,
+    d_weight: _Array | Literal[True] | None = None,
+    d_bias: _Array | Literal[True] | None = None,
+    d_initial_state: _Array | Literal[True] | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    channels: int | None = None,
+    width: int | None = None,
+    sequences: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    silu: bool = True,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> tuple[_Result, _Result, _Result, _Result]:
+    """Returns d_x, d_weight, d_bias, d_initial_state.
 
     The gradients of causal_conv1d. With u, x and the sequences as there (u is computed anew, in f32,
     and never rounded further), and positions counted from the sequence's start:
 
-      du[t][c]          = dy[t][c] * silu_slope(u[t][c]), or dy[t][c];  +0 past the sequence's end
-      dx[t][c]          = sum over j < width of weight[c][j] * du[t + width - 1 - j][c]
+      d_u[t][c]         = d_y[t][c] * silu_slope(u[t][c]), or d_y[t][c];  +0 past the sequence's end
+      d_x[t][c]         = sum over j < width of weight[c][j] * d_u[t + width - 1 - j][c]
                           + d_final_state's value for x[t], where final_state holds x[t]
       d_initial_state   the same at the positions t < 0
-      d_weight[c][j]    = sum over tokens of du[t][c] * x[t - width + 1 + j][c]
-      d_bias[c]         = sum over tokens of du[t][c]
+      d_weight[c][j]    = sum over tokens of d_u[t][c] * x[t - width + 1 + j][c]
+      d_bias[c]         = sum over tokens of d_u[t][c]
 
-    dx is sum = fma(weight, du, sum), j ascending, from 0, then + d_final_state (only where that is
-    given and has a value), rounded to `element` once. At t < 0 the du of tokens before the start
+    d_x is sum = fma(weight, d_u, sum), j ascending, from 0, then + d_final_state (only where that is
+    given and has a value), rounded to `element` once. At t < 0 the d_u of tokens before the start
     are +0 and take part.
 
     d_weight and d_bias go over each sequence in blocks of 64 tokens from its start: inside a block
-    sum = fma(du, x, sum) (sum + du for the bias), t ascending, from 0; then the halving tree over
+    sum = fma(d_u, x, sum) (sum + d_u for the bias), t ascending, from 0; then the halving tree over
     all blocks of all sequences, in order. So bits do not depend on threads.
 
-    A masked token's dy is not read: its du and its dx are +0, and x there counts as +0.
+    A masked token's d_y is not read: its d_u and its d_x are +0, and x there counts as +0.
     """
+
+@overload
+def causal_conv1d_backward(
+    d_y: _Array | SupportsFloat,
+    x: _Array | SupportsFloat,
+    weight: _Array | SupportsFloat,
+    d_final_state: _Array | SupportsFloat | None = None,
+    bias: _Array | SupportsFloat | None = None,
+    initial_state: _Array | SupportsFloat | None = None,
+    mask: _Array | SupportsFloat | None = None,
+    cu_seqlens: _Array | SupportsFloat | None = None,
+    *,
+    d_x: _Array | bool | None = None,
+    d_weight: _Array | bool | None = None,
+    d_bias: _Array | bool | None = None,
+    d_initial_state: _Array | bool | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    channels: int | None = None,
+    width: int | None = None,
+    sequences: int | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    silu: bool = True,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
 
 def gated_rms_norm(
     x: _Array | SupportsFloat,
@@ -1534,7 +2013,7 @@ def gated_rms_norm(
     rows: int | None = None,
     dim: int | None = None,
     eps: float = 1e-06,
-    element: _DType | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     rounding: Literal["once", "each"] = "once",
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
@@ -1542,7 +2021,7 @@ def gated_rms_norm(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns y.
 
     A row normalised to root mean square 1, weighted, and gated:
@@ -1557,34 +2036,35 @@ def gated_rms_norm(
     A row of zeros gives zeros (NaN when eps is 0). NaN and infinities stay in their row.
     """
 
+@overload
 def gated_rms_norm_backward(
+    d_y: _Array | SupportsFloat,
     x: _Array | SupportsFloat,
     z: _Array | SupportsFloat,
     weight: _Array | SupportsFloat,
-    dy: _Array | SupportsFloat,
     *,
-    dx: _Array | bool | None = None,
-    dz: _Array | bool | None = None,
-    d_weight: _Array | bool | None = None,
+    d_x: _Array | Literal[True] | None = None,
+    d_z: _Array | Literal[True] | None = None,
+    d_weight: _Array | Literal[True] | None = None,
     rows: int | None = None,
     dim: int | None = None,
     eps: float = 1e-06,
-    element: _DType | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
-    """Returns dx, dz, d_weight.
+) -> tuple[_Result, _Result, _Result]:
+    """Returns d_x, d_z, d_weight.
 
     The gradients of gated_rms_norm. With rstd as there, and in each row
 
-      n_j = x_j * rstd     s_j = sigmoid(z_j)     h_j = dy_j * (z_j * s_j)     e_j = h_j * weight_j
+      n_j = x_j * rstd     s_j = sigmoid(z_j)     h_j = d_y_j * (z_j * s_j)     e_j = h_j * weight_j
 
-      dx_j     = rstd * fma(-n_j, (e.n) / dim, e_j)
-      dz_j     = (dy_j * (n_j * weight_j)) * silu_slope(z_j)
+      d_x_j    = rstd * fma(-n_j, (e.n) / dim, e_j)
+      d_z_j    = (d_y_j * (n_j * weight_j)) * silu_slope(z_j)
       d_weight = sum over rows of h_j * n_j
 
     In f32, each operation rounded once; e.n is summed as core/dot.h says, sigmoid and silu_slope are
@@ -1593,6 +2073,28 @@ def gated_rms_norm_backward(
     tree over the blocks, in order. NaN and infinities stay in their row, and in d_weight's column.
     """
 
+@overload
+def gated_rms_norm_backward(
+    d_y: _Array | SupportsFloat,
+    x: _Array | SupportsFloat,
+    z: _Array | SupportsFloat,
+    weight: _Array | SupportsFloat,
+    *,
+    d_x: _Array | bool | None = None,
+    d_z: _Array | bool | None = None,
+    d_weight: _Array | bool | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    eps: float = 1e-06,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
+
 def gguf_dequantize(
     blocks: _Array | SupportsFloat,
     *,
@@ -1600,14 +2102,14 @@ def gguf_dequantize(
     outer_size: int | None = None,
     axis_size: int | None = None,
     type: Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"] = "Q4_0",
-    element: _DType | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
     kernel: str | None = None,
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns y.
 
     y[j] = s q[j] - m (s q[j] + m in Q4_1 and Q5_1), with s = d sc and m = dmin mn in the K formats,
@@ -1630,7 +2132,7 @@ def gguf_quantize(
     outer_size: int | None = None,
     axis_size: int | None = None,
     type: Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"] = "Q4_0",
-    element: _DType | None = None,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
     given_grid: bool = False,
     device: _Device | None = None,
     preference: Literal["exact", "fastest"] = "exact",
@@ -1638,7 +2140,7 @@ def gguf_quantize(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> Any:
+) -> _Result:
     """Returns blocks.
 
     Weights into the blocks of bittern/gguf_desc.h. All arithmetic is f32, each operation rounded;

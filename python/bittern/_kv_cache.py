@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from . import (  # type: ignore[attr-defined]  # the stub has no helpers
-    _bittern,
-    _field_value,
-    _fields_of,
-    _integer,
-    _integer_of_bits,
-    _is_bool,
-    _nearest,
-    _new_array,
-    _Tensor,
-    _text,
-)
+from . import _bittern  # type: ignore[attr-defined]
+from ._arrays import new_array as _new_array
+from ._bittern import Tensor as _Tensor  # type: ignore[import-untyped, import-not-found]
+from ._functions import fields_of as _fields_of
+from ._values import field_value as _field_value
+from ._values import integer as _integer
+from ._values import integer_of_bits as _integer_of_bits
+from ._values import is_bool as _is_bool
+from ._values import nearest as _nearest
+from ._values import text as _text
 
 _Bytes = bytes  # KvCache has a property of that name
 _Rotation = Literal["identity", "hadamard", "dense"]

@@ -127,7 +127,7 @@ def _(x, scale, zero_point, *_):
 
 @_torch.library.custom_op("bittern::fake_quantize_per_group_backward", mutates_args=())
 def _fake_quantize_backward(
-    dy: Tensor,
+    d_y: Tensor,
     x: Tensor,
     scale: Tensor,
     zero_point: Tensor | None,
@@ -140,11 +140,11 @@ def _fake_quantize_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = _gradients_like((x, scale, scale), wanted)
     _bittern.fake_quantize_per_group_backward(
-        _plain(dy),
+        _plain(d_y),
         _plain(x),
         _scales(scale, zero_point),
         _integers(zero_point),
-        **_given(("dx", "d_scale", "d_zero_point"), gradients, wanted),
+        **_given(("d_x", "d_scale", "d_zero_point"), gradients, wanted),
         group_size=group_size,
         q_min=q_min,
         q_max=q_max,
@@ -155,9 +155,9 @@ def _fake_quantize_backward(
 
 
 @_fake_quantize_backward.register_fake
-def _(dy, x, scale, zero_point, *rest):
+def _(d_y, x, scale, zero_point, *rest):
     _check_devices(
-        "fake_quantize_per_group_backward", dy=dy, x=x, scale=scale, zero_point=zero_point
+        "fake_quantize_per_group_backward", d_y=d_y, x=x, scale=scale, zero_point=zero_point
     )
     return _gradients_like((x, scale, scale), rest[-1])
 
@@ -167,10 +167,10 @@ def _save_fake_quantize(ctx, inputs, output):
     ctx.fields = inputs[3:]
 
 
-def _differentiate_fake_quantize(ctx, dy):
+def _differentiate_fake_quantize(ctx, d_y):
     x, scale, zero_point = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:3])
-    gradients = list(_fake_quantize_backward(dy, x, scale, zero_point, *ctx.fields, wanted))
+    gradients = list(_fake_quantize_backward(d_y, x, scale, zero_point, *ctx.fields, wanted))
     if wanted[2]:
         gradients[2] = gradients[2].view(zero_point.shape).to(zero_point.dtype)
     return *(g if w else None for g, w in zip(gradients, wanted)), *(None for _ in ctx.fields)
@@ -199,7 +199,7 @@ def qdq_affine(
     scales    and biases: [..., axis / group_size]
     dtype     of the result: that of the scales, or a half one beside float32 scales
 
-    The gradients are those of qdq_affine_backward: the sums of q * dy and of dy over each group.
+    The gradients are those of qdq_affine_backward: the sums of q * d_y and of d_y over each group.
     """
     if scales.dim() == 0:
         raise ValueError("bittern.torch.qdq_affine: scales: shape [], expected an entry per group")
@@ -243,8 +243,8 @@ def _(q, scales, biases, group_size, bits, n_bins, rounding, dtype):
 
 @_torch.library.custom_op("bittern::qdq_affine_backward", mutates_args=())
 def _qdq_affine_backward(
+    d_y: Tensor,
     q: Tensor,
-    dy: Tensor,
     scales: Tensor,
     group_size: int,
     bits: int,
@@ -253,8 +253,8 @@ def _qdq_affine_backward(
 ) -> tuple[Tensor, Tensor]:
     gradients = _gradients_like((scales, scales), wanted)
     _bittern.qdq_affine_backward(
+        _plain(d_y),
         _plain(q),
-        _plain(dy),
         **_given(("d_scales", "d_biases"), gradients, wanted),
         group_size=group_size,
         bits=bits,
@@ -264,8 +264,8 @@ def _qdq_affine_backward(
 
 
 @_qdq_affine_backward.register_fake
-def _(q, dy, scales, group_size, bits, n_bins, wanted):
-    _check_devices("qdq_affine_backward", q=q, dy=dy, scales=scales)
+def _(d_y, q, scales, group_size, bits, n_bins, wanted):
+    _check_devices("qdq_affine_backward", d_y=d_y, q=q, scales=scales)
     return _gradients_like((scales, scales), wanted)
 
 
@@ -274,10 +274,10 @@ def _save_qdq_affine(ctx, inputs, output):
     ctx.save_for_backward(q, scales)
 
 
-def _differentiate_qdq_affine(ctx, dy):
+def _differentiate_qdq_affine(ctx, d_y):
     wanted = list(ctx.needs_input_grad[1:3])
     q, scales = ctx.saved_tensors
-    gradients = _qdq_affine_backward(q, dy, scales, *ctx.fields[:3], wanted)
+    gradients = _qdq_affine_backward(d_y, q, scales, *ctx.fields[:3], wanted)
     return None, *(g if w else None for g, w in zip(gradients, wanted)), *(None for _ in ctx.fields)
 
 

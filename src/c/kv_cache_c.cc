@@ -70,9 +70,9 @@ Status to_view(const char* operand, const bittern_tensor* tensor, MutView& view)
 
 Status to_views(const bittern_kv_aura& aura, KvCache::AuraViews& views) {
   BITTERN_TRY(to_view("k_packed", &aura.k_packed, views.k_packed));
-  BITTERN_TRY(to_view("k_scales", &aura.k_scales, views.k_norms));
+  BITTERN_TRY(to_view("k_scales", &aura.k_scales, views.k_scales));
   BITTERN_TRY(to_view("v_packed", &aura.v_packed, views.v_packed));
-  return to_view("v_scales", &aura.v_scales, views.v_norms);
+  return to_view("v_scales", &aura.v_scales, views.v_scales);
 }
 
 Status give(Result<KvCache> made, bittern_kv_cache** cache) {

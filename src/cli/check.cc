@@ -18,37 +18,9 @@ struct CheckFlags {
   bool quick = false;
 };
 
-using Fields = std::vector<std::pair<std::string, std::string>>;
-
-// "--name=value" or "--name value".
-Result<Fields> parse_fields(const std::vector<std::string>& words) {
-  Fields fields;
-  for (std::size_t i = 0; i < words.size(); ++i) {
-    const std::string& word = words[i];
-    if (!word.starts_with("--")) {
-      return invalid("check: unknown argument " + word + ", expected --field=value");
-    }
-    const std::size_t equals = word.find('=');
-    if (equals != std::string::npos) {
-      fields.emplace_back(word.substr(2, equals - 2), word.substr(equals + 1));
-    } else if (i + 1 < words.size() && !words[i + 1].starts_with("--")) {
-      fields.emplace_back(word.substr(2), words[i + 1]);
-      ++i;
-    } else {
-      return invalid("check: " + word + ": no value, expected " + word + "=value");
-    }
-    const std::string& name = fields.back().first;
-    if (fields.back().second.empty())
-      return invalid("check: --" + name + ": empty, expected a value");
-    if (std::count_if(fields.begin(), fields.end(), [&](auto& f) { return f.first == name; }) > 1)
-      return invalid("check: --" + name + ": given twice, expected once");
-  }
-  return fields;
-}
-
 Status run(const CheckFlags& flags, const std::vector<std::string>& rest) {
   BITTERN_TRY(check_json_flag(flags.common));
-  const auto fields = parse_fields(rest);
+  const auto fields = parse_fields("check", rest);
   if (!fields) return fields.status();
   if (flags.op.empty() && !fields->empty()) {
     return invalid("check: --" + fields->front().first +

@@ -103,6 +103,12 @@ struct Problem {
   bool gpu_only = false;
 };
 std::vector<Problem> bench_problems(const AnyOp& op);
+// One that takes no time.
+std::unique_ptr<AnyDesc> small_problem(const AnyOp& op);
+
+// An op's fields as the command line has them: "--name=value" or "--name value".
+using Fields = std::vector<std::pair<std::string, std::string>>;
+Result<Fields> parse_fields(std::string_view verb, const std::vector<std::string>& words);
 
 std::string field_text(const AnyDesc& desc, const FieldInfo& field);
 Json fields_json(const AnyDesc& desc);

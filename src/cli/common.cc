@@ -338,23 +338,67 @@ std::string size_text(std::uint64_t bytes) {
   return fmt::format("{:.2f} GB", x / 1e9);
 }
 
+Result<Fields> parse_fields(std::string_view verb, const std::vector<std::string>& words) {
+  Fields fields;
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    const std::string& word = words[i];
+    if (!word.starts_with("--")) {
+      return invalid(fmt::format("{}: unknown argument {}, expected --field=value", verb, word));
+    }
+    const std::size_t equals = word.find('=');
+    if (equals != std::string::npos) {
+      fields.emplace_back(word.substr(2, equals - 2), word.substr(equals + 1));
+    } else if (i + 1 < words.size() && !words[i + 1].starts_with("--")) {
+      fields.emplace_back(word.substr(2), words[i + 1]);
+      ++i;
+    } else {
+      return invalid(fmt::format("{}: {}: no value, expected {}=value", verb, word, word));
+    }
+    const std::string& name = fields.back().first;
+    if (fields.back().second.empty())
+      return invalid(fmt::format("{}: --{}: empty, expected a value", verb, name));
+    if (std::count_if(fields.begin(), fields.end(), [&](auto& f) { return f.first == name; }) > 1)
+      return invalid(fmt::format("{}: --{}: given twice, expected once", verb, name));
+  }
+  return fields;
+}
+
 namespace {
+
+template <class Op>
+std::unique_ptr<AnyDesc> any_desc(const AnyOp& op, const typename Op::Desc& desc) {
+  auto any = op.make_desc();
+  Op::fields(desc, [&](const char* field, const auto& member, const char*) {
+    if constexpr (kIsReal<std::remove_cvref_t<decltype(member)>>) {
+      (void)any->set(field, member);
+    } else {
+      (void)any->set(field, static_cast<std::int64_t>(member));
+    }
+  });
+  return any;
+}
+
+// The first of the check cases in which every operand that is read has elements.
+template <class Op>
+std::unique_ptr<AnyDesc> small(const AnyOp& op) {
+  for (const auto& desc : oracle::Cases<Op>::check()) {
+    auto any = any_desc<Op>(op, desc);
+    const auto operands = any->operands();
+    if (std::none_of(operands.begin(), operands.end(), [](const OperandInfo& o) {
+          return (o.expected.flags & Operand::kUnread) == 0 && o.expected.shape.numel() == 0;
+        }))
+      return any;
+  }
+  return op.make_desc();
+}
 
 template <class Op>
 std::vector<Problem> problems(const AnyOp& op) {
   std::vector<Problem> out;
   for (const auto& bench : oracle::Cases<Op>::bench()) {
-    auto any = op.make_desc();
-    Op::fields(bench.desc, [&](const char* field, const auto& member, const char*) {
-      if constexpr (kIsReal<std::remove_cvref_t<decltype(member)>>) {
-        (void)any->set(field, member);
-      } else {
-        (void)any->set(field, static_cast<std::int64_t>(member));
-      }
-    });
     Problem& problem = out.emplace_back();
     problem.label = bench.label;
-    problem.desc = std::move(any);
+    problem.desc = any_desc<Op>(op, bench.desc);
     problem.left_out = bench.left_out;
     problem.preference = bench.preference;
     problem.gpu_only = bench.gpu_only;
@@ -384,6 +428,13 @@ std::vector<Problem> bench_problems(const AnyOp& op) {
   if (op.name() == T::kName) return problems<T>(op);
 #include "ops/ops.inc"
   return {};
+}
+
+std::unique_ptr<AnyDesc> small_problem(const AnyOp& op) {
+#define BITTERN_OP(T, f, CPU, CUDA) \
+  if (op.name() == T::kName) return small<T>(op);
+#include "ops/ops.inc"
+  return op.make_desc();
 }
 
 std::string field_text(const AnyDesc& desc, const FieldInfo& field) {

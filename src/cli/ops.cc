@@ -48,6 +48,15 @@ std::unique_ptr<AnyDesc> example(const AnyOp& op) {
   return problems.empty() ? op.make_desc() : std::move(problems.front().desc);
 }
 
+// The example with fields of the caller's.
+Result<std::unique_ptr<AnyDesc>> example(const AnyOp& op, const Fields& fields) {
+  auto desc = example(op);
+  for (const auto& [field, text] : fields)
+    if (Status s = desc->set(field, std::string_view(text)); !s.ok()) return s;
+  if (Status s = desc->check(); !s.ok()) return s;
+  return desc;
+}
+
 // f(desc) for each dtype an element may have, until it returns true.
 template <class F>
 void each_element(const AnyOp& op, const F& f) {
@@ -210,8 +219,34 @@ std::string default_text(const FieldInfo& f) {
   return f.real ? bittern::field_text(f.default_real) : std::to_string(f.default_value);
 }
 
-Json op_json(const AnyOp& op, const std::vector<Support>& all, const std::vector<Weaker>& weaker,
-             const Chosen& here) {
+// " --dim=64 ...": the fields that are not what they are by default.
+std::string flags_text(const AnyDesc& desc) {
+  std::string text;
+  for (const FieldInfo& f : desc.op().fields())
+    if (const std::string value = field_text(desc, f); value != default_text(f))
+      text += fmt::format(" --{}={}", f.name, value);
+  return text;
+}
+
+// All operands, those that the problem has as it has them.
+std::vector<OperandInfo> operands_of(const AnyDesc& desc) {
+  std::vector<OperandInfo> all = desc.op().operands();
+  for (const OperandInfo& now : desc.operands())
+    for (OperandInfo& o : all)
+      if (o.name == now.name) o = now;
+  return all;
+}
+
+bool has(const AnyDesc& desc, std::string_view operand) {
+  const auto operands = desc.operands();
+  return std::any_of(operands.begin(), operands.end(), [&](const OperandInfo& o) {
+    return o.name == operand && (o.expected.flags & Operand::kUnread) == 0;
+  });
+}
+
+Json op_json(const AnyDesc& desc, const std::vector<Support>& all,
+             const std::vector<Weaker>& weaker, const Chosen& here) {
+  const AnyOp& op = desc.op();
   Json json{{"op", op.name()}, {"category", op.category()}};
   if (here.backend.empty()) {
     json["chosen_here"] = {{"backend", nullptr}, {"why_not", here.why_not}};
@@ -229,48 +264,46 @@ Json op_json(const AnyOp& op, const std::vector<Support>& all, const std::vector
       field["default"] = f.default_value;
     } else {
       field["default"] = default_text(f);
-      field["choices"] = f.choices;
+      field["choices"] = f.accepted;
     }
     json["fields"].push_back(field);
   }
-  for (const OperandInfo& o : op.operands()) {
+  for (const OperandInfo& o : operands_of(desc)) {
+    std::vector<std::string> axes;
+    for (int i = 0; i < o.expected.shape.rank; ++i) axes.emplace_back(o.expected.shape.name(i));
     json["operands"].push_back({{"name", o.name},
                                 {"output", o.output},
                                 {"dtype", name(o.expected.dtype)},
                                 {"rank", o.expected.shape.rank},
+                                {"axes", axes},
                                 {"flags", operand_flags(o)}});
   }
   return json;
 }
 
-void print_op(const AnyOp& op, const std::vector<Support>& all, const std::vector<Weaker>& weaker,
-              const Chosen& here) {
+void print_op(const AnyDesc& desc, const Fields& fields, const std::vector<Support>& all,
+              const std::vector<Weaker>& weaker, const Chosen& here) {
+  const AnyOp& op = desc.op();
   fmt::print("{} ({})\n\nfields\n", op.name(), op.category());
   for (const FieldInfo& f : op.fields()) {
     std::string choices;
-    // Dtypes are too many to list and the help names those that apply.
-    if (!f.choices.empty() && f.choices.size() < kDTypeCount) {
+    if (!f.choices.empty() && !f.is_dtype) {  // the help names dtypes
       for (const std::string_view c : f.choices) choices.append(" ").append(c);
       choices = ":" + choices;
     }
     fmt::print("  --{:<19} {:>8}  {}{}\n", f.name, default_text(f), f.help, choices);
   }
-  const auto desc = example(op);
-  std::string problem;
-  for (const FieldInfo& f : op.fields()) {
-    const std::string text = field_text(*desc, f);
-    if (text != default_text(f)) problem += fmt::format(" --{}={}", f.name, text);
-  }
-  fmt::print("\noperands, for{}\n", problem);
-  const auto sized = desc->operands();
-  for (const OperandInfo& o : op.operands()) {
-    std::string shape = "(not for this problem)";
-    for (const OperandInfo& s : sized)
-      if (s.name == o.name) shape = s.expected.shape.str();
+  fmt::print("\noperands, for{}\n", flags_text(desc));
+  std::size_t width = 0;
+  for (const OperandInfo& o : operands_of(desc))
+    width = std::max(width, o.expected.shape.names_str().size());
+  for (const OperandInfo& o : operands_of(desc)) {
     std::string flags;
     for (const std::string& f : operand_flags(o)) flags += (flags.empty() ? "" : ", ") + f;
-    fmt::print("  {:<3}  {:<12} {:<4}  {:<14} {}\n", o.output ? "out" : "in", o.name,
-               name(o.expected.dtype), shape, flags);
+    const bool here = has(desc, o.name);
+    fmt::print("  {:<3}  {:<15} {:<4}  {:<{}}  {:<16} {}\n", o.output ? "out" : "in", o.name,
+               name(o.expected.dtype), o.expected.shape.names_str(), width,
+               here ? o.expected.shape.str() : "not for these", here ? flags : "");
   }
   fmt::print("\nkernels\n");
   for (const Support& s : all) {
@@ -296,11 +329,22 @@ void print_op(const AnyOp& op, const std::vector<Support>& all, const std::vecto
     }
   }
   if (here.backend.empty()) fmt::print("  none is chosen here: {}\n", here.why_not);
-  fmt::print("\nExample: bittern check {} --outer_size=5 --axis_size=1024\n", op.name());
+  auto small = small_problem(op);
+  bool fits = true;
+  for (const auto& [field, text] : fields)
+    fits = fits && small->set(field, std::string_view(text)).ok();
+  const std::string flags = flags_text(fits && small->check().ok() ? *small : desc);
+  fmt::print("\nExample: bittern check {}{}\n", op.name(), flags);
 }
 
-Status run(const OpsFlags& flags) {
+Status run(const OpsFlags& flags, const std::vector<std::string>& rest) {
   BITTERN_TRY(check_json_flag(flags.common));
+  const auto fields = parse_fields("ops", rest);
+  if (!fields) return fields.status();
+  if (flags.op.empty() && !fields->empty()) {
+    return invalid("ops: --" + fields->front().first +
+                   ": a field of no op, expected bittern ops OP --field=value");
+  }
   const auto choice = choose_device(flags.common);
   if (!choice) return choice.status();
   std::vector<const AnyOp*> ops(all_ops().begin(), all_ops().end());
@@ -322,11 +366,13 @@ Status run(const OpsFlags& flags) {
     const std::vector<Weaker> weaker = weaker_kernels(*op);
     const Chosen here = chosen(*op, *choice);
     if (none.empty() && here.backend.empty()) none = here.why_not;
-    json.push_back(op_json(*op, all, weaker, here));
+    const auto desc = example(*op, *fields);
+    if (!desc) return desc.status();
+    json.push_back(op_json(**desc, all, weaker, here));
     cuda_missing = cuda_missing || (all[2].exists && all[2].dtypes.empty());
     if (flags.common.quiet) continue;
     if (!flags.op.empty()) {
-      print_op(*op, all, weaker, here);
+      print_op(**desc, *fields, all, weaker, here);
     } else {
       fmt::print("{:<33} {:<17} {:<17} {:<17} {:<13} {}\n", op->name(), cell(all[0]), cell(all[1]),
                  cell(all[2]), here.text(),
@@ -357,8 +403,10 @@ Verb ops_verb(CLI::App& main) {
       main.add_subcommand("ops", "list the ops, their dtypes, and the kernel that runs each");
   verb->add_option("OP", flags->op, "show this op's fields, operands and kernels");
   add_common_flags(*verb, flags->common);
-  verb->footer("Example: bittern ops quantize_per_group");
-  return {verb, [flags] { return run(*flags); }};
+  verb->footer(
+      "With --field=value after OP, its operands for that field.\n"
+      "Example: bittern ops quantize_per_group --element bf16");
+  return {verb, [flags, verb] { return run(*flags, verb->remaining()); }, true};
 }
 
 }  // namespace bittern::cli

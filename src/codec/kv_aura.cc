@@ -28,17 +28,17 @@ Status expect_aura(const KvCacheConfig& c, const KvCache::AuraViews& views, std:
                             "], capacity at least " + std::to_string(tokens));
   };
   BITTERN_TRY(expect("k_packed", views.k_packed, DType::u32, packed_words(c.dim, c.k.bits)));
-  BITTERN_TRY(expect("k_norms", views.k_norms, DType::f32, 0));
+  BITTERN_TRY(expect("k_scales", views.k_scales, DType::f32, 0));
   BITTERN_TRY(expect("v_packed", views.v_packed, DType::u32, packed_words(c.dim, c.v.bits)));
-  return expect("v_norms", views.v_norms, DType::f32, 0);
+  return expect("v_scales", views.v_scales, DType::f32, 0);
 }
 
 // No two of the views that are written share a byte.
 Status expect_apart(const KvCache::AuraViews& views) {
   const std::pair<const char*, const MutView*> all[] = {{"k_packed", &views.k_packed},
-                                                        {"k_norms", &views.k_norms},
+                                                        {"k_scales", &views.k_scales},
                                                         {"v_packed", &views.v_packed},
-                                                        {"v_norms", &views.v_norms}};
+                                                        {"v_scales", &views.v_scales}};
   const auto memory = [](const MutView& v) {
     return plan_detail::Memory{v.data, size_of(v.dtype), &v.shape, &v.stride};
   };
@@ -58,7 +58,7 @@ Status expect_apart(const KvCache::AuraViews& views) {
 }  // namespace
 
 Status KvCache::write_aura(const AuraViews& to) const noexcept try {
-  if (config_.f16_scale) return refuse("write_aura", "f16_scale is true, expected f32 norms");
+  if (config_.f16_scale) return refuse("write_aura", "f16_scale is true, expected f32 scales");
   if (first() != 0 || recent() != 0 || forgotten() != 0) {
     return refuse("write_aura", std::to_string(first()) + " first, " + std::to_string(recent()) +
                                     " recent and " + std::to_string(forgotten()) +
@@ -68,13 +68,13 @@ Status KvCache::write_aura(const AuraViews& to) const noexcept try {
   BITTERN_TRY(expect_apart(to));
   for (int s = 0; s < 2; ++s) {
     const MutView &packed = s == 0 ? to.k_packed : to.v_packed,
-                  &norms = s == 0 ? to.k_norms : to.v_norms;
+                  &scales = s == 0 ? to.k_scales : to.v_scales;
     for (std::int64_t h = 0; h < config_.kv_heads; ++h) {
       for (std::int64_t t = 0; t < size_; ++t) {
         const Slot from = slot(t);
         std::copy_n(pool_->row(s, from.page, h, from.token), pool_->words[s],
                     packed.as<std::uint32_t>() + packed.at(h, t));
-        std::memcpy(norms.as<float>() + norms.at(h, t), pool_->scale(s, from.page, h, from.token),
+        std::memcpy(scales.as<float>() + scales.at(h, t), pool_->scale(s, from.page, h, from.token),
                     sizeof(float));
       }
     }
@@ -86,7 +86,7 @@ Status KvCache::write_aura(const AuraViews& to) const noexcept try {
 
 Result<KvCache> KvCache::read_aura(const KvCacheConfig& config, const AuraViews& from,
                                    std::int64_t tokens) noexcept try {
-  if (config.f16_scale) return refuse("read_aura", "f16_scale is true, expected f32 norms");
+  if (config.f16_scale) return refuse("read_aura", "f16_scale is true, expected f32 scales");
   for (const auto& [field, value] :
        {std::pair{"first", config.first}, {"recent", config.recent}, {"window", config.window}}) {
     if (value != 0) {
@@ -103,13 +103,13 @@ Result<KvCache> KvCache::read_aura(const KvCacheConfig& config, const AuraViews&
   c.size_ = c.coded_end_ = tokens;
   for (int s = 0; s < 2; ++s) {
     const MutView &packed = s == 0 ? from.k_packed : from.v_packed,
-                  &norms = s == 0 ? from.k_norms : from.v_norms;
+                  &scales = s == 0 ? from.k_scales : from.v_scales;
     for (std::int64_t h = 0; h < c.config_.kv_heads; ++h) {
       for (std::int64_t t = 0; t < tokens; ++t) {
         const Slot to = c.slot(t);
         std::copy_n(packed.as<std::uint32_t>() + packed.at(h, t), c.pool_->words[s],
                     c.pool_->row(s, to.page, h, to.token));
-        std::memcpy(c.pool_->scale(s, to.page, h, to.token), norms.as<float>() + norms.at(h, t),
+        std::memcpy(c.pool_->scale(s, to.page, h, to.token), scales.as<float>() + scales.at(h, t),
                     sizeof(float));
       }
     }

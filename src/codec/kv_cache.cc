@@ -230,29 +230,29 @@ Status KvCache::encode(std::int64_t count, const std::vector<float>& k,
       }
       // One token's rows are page_size apart; several tokens' rows of a head follow each other.
       const bool one = run == 1;
-      const AuraDesc desc{.outer_size = one ? heads : run,
-                          .axis_size = dim,
+      const AuraDesc desc{.rows = one ? heads : run,
+                          .dim = dim,
                           .bits = side.bits,
                           .rotation = side.rotation,
                           .scale_rule = side.scale_rule,
-                          .f16_norm = config_.f16_scale};
+                          .f16_scale = config_.f16_scale};
       const auto plan = Plan<AuraEncode>::select(desc);
       if (!plan) return plan.status();
       AlignedScratch scratch(plan->workspace_bytes());
       for (std::int64_t h = 0; h < (one ? 1 : heads); ++h) {
         MutView packed = view(pool_->row(s, to.page, h, to.token), desc.packed_shape(),
                               one ? page_size * pool_->words[s] : pool_->words[s]);
-        MutView norms{pool_->scale(s, to.page, h, to.token),
-                      desc.norm_element(),
-                      {},
-                      desc.norm_shape(),
-                      {one ? page_size : 1, 1}};
+        MutView scales{pool_->scale(s, to.page, h, to.token),
+                       desc.scale_element(),
+                       {},
+                       desc.scale_shape(),
+                       {one ? page_size : 1, 1}};
         AuraEncode::Args args{
             .x = view(std::as_const(rows).data() + h * run * dim, desc.tensor_shape()),
             .boundaries = view(side.codebook.boundaries.data(), {desc.levels() - 1}),
             .codebook = view(side.codebook.levels.data(), {desc.levels()}),
             .packed = packed,
-            .norms = norms};
+            .scales = scales};
         if (side.rotation != Rotation::identity)
           args.table = view(side.table.data(), desc.rotation_shape());
         BITTERN_TRY(plan->run(args, {}, scratch.workspace()));
@@ -473,14 +473,14 @@ Status KvCache::attend(const ConstView& q, const MutView& out,
     return values.empty() ? ConstView{} : view(values.data(), shape);
   };
   const auto exact = [&](const std::vector<bf16>& rows, std::int64_t tokens) {
-    return view(rows.data(), desc.exact_shape(tokens));
+    return view(rows.data(), {desc.sequences * desc.kv_heads, tokens, desc.dim});
   };
   const Shape mean{config_.kv_heads, dim};
   const AuraAttention::Args args{
       .q = as_sequence(q),
-      .k_codes = view(pool.codes[0].data(), desc.code_shape(desc.k_bits)),
+      .k_packed = view(pool.codes[0].data(), desc.packed_shape(desc.k_bits)),
       .k_scales = scales(0),
-      .v_codes = view(pool.codes[1].data(), desc.code_shape(desc.v_bits)),
+      .v_packed = view(pool.codes[1].data(), desc.packed_shape(desc.v_bits)),
       .v_scales = scales(1),
       .k_codebook = floats(config_.k.codebook.levels, {std::int64_t{1} << desc.k_bits}),
       .v_codebook = floats(config_.v.codebook.levels, {std::int64_t{1} << desc.v_bits}),
@@ -527,20 +527,20 @@ Status KvCache::read(std::int64_t token, std::span<float> k, std::span<float> v)
       continue;
     }
     const Slot from = slot(token);
-    const AuraDesc desc{.outer_size = heads,
-                        .axis_size = dim,
+    const AuraDesc desc{.rows = heads,
+                        .dim = dim,
                         .bits = side.bits,
                         .rotation = side.rotation,
-                        .f16_norm = config_.f16_scale};
+                        .f16_scale = config_.f16_scale};
     const auto plan = Plan<AuraDecode>::select(desc);
     if (!plan) return plan.status();
     AuraDecode::Args args{.packed = view(pool_->row(s, from.page, 0, from.token),
                                          desc.packed_shape(), config_.page_size * pool_->words[s]),
-                          .norms = {pool_->scale(s, from.page, 0, from.token),
-                                    desc.norm_element(),
-                                    {},
-                                    desc.norm_shape(),
-                                    {config_.page_size, 1}},
+                          .scales = {pool_->scale(s, from.page, 0, from.token),
+                                     desc.scale_element(),
+                                     {},
+                                     desc.scale_shape(),
+                                     {config_.page_size, 1}},
                           .codebook = view(side.codebook.levels.data(), {desc.levels()}),
                           .y = view(to.data(), desc.tensor_shape())};
     if (side.rotation != Rotation::identity)

@@ -42,15 +42,15 @@ KvCache make(const KvCacheConfig& config) {
 // x, [kv_heads, dim], encoded and decoded by the ops.
 Floats coded_value(const KvCacheConfig& c, const KvSide& side, Floats x) {
   for (std::size_t i = 0; i < side.mean.size(); ++i) x[i] -= side.mean[i];
-  const AuraDesc d{.outer_size = c.kv_heads,
-                   .axis_size = c.dim,
+  const AuraDesc d{.rows = c.kv_heads,
+                   .dim = c.dim,
                    .bits = side.bits,
                    .rotation = side.rotation,
                    .scale_rule = side.scale_rule,
-                   .f16_norm = c.f16_scale};
+                   .f16_scale = c.f16_scale};
   std::vector<std::uint32_t> packed(at(d.packed_shape().numel()));
-  std::vector<std::byte> norms(at(c.kv_heads * 4));
-  const MutView norm_view{norms.data(), d.norm_element(), {}, d.norm_shape(), {1, 1}};
+  std::vector<std::byte> scales(at(c.kv_heads * 4));
+  const MutView scale_view{scales.data(), d.scale_element(), {}, d.scale_shape(), {1, 1}};
   const ConstView table = side.rotation == Rotation::identity
                               ? ConstView{}
                               : view(side.table.data(), d.rotation_shape());
@@ -66,10 +66,10 @@ Floats coded_value(const KvCacheConfig& c, const KvSide& side, Floats x) {
                        .boundaries = view(side.codebook.boundaries.data(), {d.levels() - 1}),
                        .codebook = levels,
                        .packed = view(packed.data(), d.packed_shape()),
-                       .norms = norm_view});
+                       .scales = scale_view});
   run(Plan<AuraDecode>::select(d),
       AuraDecode::Args{.packed = view(std::as_const(packed).data(), d.packed_shape()),
-                       .norms = norm_view,
+                       .scales = scale_view,
                        .table = table,
                        .codebook = levels,
                        .y = view(y.data(), d.tensor_shape())});
@@ -636,7 +636,7 @@ TEST(KvCache, ReadsAndWritesTheLayoutOfTheSeedsFamily) {
     const auto back = KvCache::read_aura(*config, views, 20);
     ASSERT_TRUE(back.ok()) << back.status().message();
     EXPECT_EQ(*back->serialize(), *cache.serialize());
-    // Row [h, t] of K by its definition: norm * P^T c.
+    // Row [h, t] of K by its definition: scale * P^T c.
     Floats row_k(3 * 64), row_v(3 * 64);
     expect_ok(back->read(7, row_k, row_v));
     const std::span<const float> original(k.data() + 7 * 3 * 64, 3 * 64);
@@ -657,14 +657,14 @@ TEST(KvCache, ViewsOfTheSeedsFamilyAreChecked) {
   expect_ok(cache.append(rows(x, 3, 64), rows(x, 3, 64)));
   // K and V of a token side by side: [capacity, kv_heads, 2, width].
   std::vector<std::uint32_t> packed(9 * 3 * 2 * 8);
-  Floats norms(2 * 3 * 9);
+  Floats scales(2 * 3 * 9);
   const auto half = [&](std::int64_t side) {
     MutView v = view(packed.data() + side * 8, {3, 9, 8});
     v.stride = {2 * 8, 3 * 2 * 8, 1};
     return v;
   };
-  const KvCache::AuraViews good{half(0), view(norms.data(), {3, 9}), half(1),
-                                view(norms.data() + 27, {3, 9})};
+  const KvCache::AuraViews good{half(0), view(scales.data(), {3, 9}), half(1),
+                                view(scales.data() + 27, {3, 9})};
   expect_ok(cache.write_aura(good));
   const auto back = KvCache::read_aura(*config, good, 5);
   ASSERT_TRUE(back.ok()) << back.status().message();
@@ -682,25 +682,25 @@ TEST(KvCache, ViewsOfTheSeedsFamilyAreChecked) {
        "kv_cache: k_packed: stride 2 of axis 2, expected 1");
   both([](V v) { v.v_packed.stride[0] = -16; }, Code::unsupported,
        "kv_cache: v_packed: stride -16 of axis 0, expected at least 0");
-  both([](V v) { v.k_norms.device = {Device::Type::cuda, 1}; }, bad,
-       "kv_cache: k_norms: on cuda:1, expected cpu");
-  both([](V v) { v.v_norms.data = static_cast<std::byte*>(v.v_norms.data) + 1; }, bad,
-       "kv_cache: v_norms: address is not a multiple of 4");
-  both([](V v) { v.v_norms.data = nullptr; }, bad, "kv_cache: v_norms: null, expected [3,9]");
+  both([](V v) { v.k_scales.device = {Device::Type::cuda, 1}; }, bad,
+       "kv_cache: k_scales: on cuda:1, expected cpu");
+  both([](V v) { v.v_scales.data = static_cast<std::byte*>(v.v_scales.data) + 1; }, bad,
+       "kv_cache: v_scales: address is not a multiple of 4");
+  both([](V v) { v.v_scales.data = nullptr; }, bad, "kv_cache: v_scales: null, expected [3,9]");
   both([](V v) { v.k_packed.shape[1] = 4; }, bad,
        "kv_cache: k_packed: u32 [3,4,8], expected u32 [3,capacity,8], capacity at least 5");
   both([](V v) { v.k_packed.stride[1] = std::int64_t{1} << 60; }, bad,
        "kv_cache: k_packed: stride 1152921504606846976 of axis 1 spans more than 2^57 elements");
-  both([](V v) { v.k_norms.stride.rank = 1; }, bad,
-       "kv_cache: k_norms: strides [9], expected one per axis");
+  both([](V v) { v.k_scales.stride.rank = 1; }, bad,
+       "kv_cache: k_scales: strides [9], expected one per axis");
   KvCache::AuraViews views = good;
   views.v_packed = views.k_packed;
   expect_error(cache.write_aura(views), bad,
                "kv_cache: v_packed: overlaps k_packed, expected memory of its own");
   views = good;
-  views.k_norms.stride[0] = 0;
+  views.k_scales.stride[0] = 0;
   expect_error(cache.write_aura(views), Code::unsupported,
-               "kv_cache: k_norms: stride 0 of axis 0, expected at least 1");
+               "kv_cache: k_scales: stride 0 of axis 0, expected at least 1");
 }
 
 TEST(KvCache, LegacyTablesAreForDecodingOnly) {
@@ -715,9 +715,9 @@ TEST(KvCache, LegacyTablesAreForDecodingOnly) {
   const auto config = aura_config({4, 4}, 1, 128, 0, true);
   ASSERT_TRUE(config.ok());
   std::vector<std::uint32_t> packed(16, 0x88888888u);  // every code 8, the least positive level
-  Floats norms = {2};
-  const KvCache::AuraViews views{view(packed.data(), {1, 1, 16}), view(norms.data(), {1, 1}),
-                                 view(packed.data(), {1, 1, 16}), view(norms.data(), {1, 1})};
+  Floats scales = {2};
+  const KvCache::AuraViews views{view(packed.data(), {1, 1, 16}), view(scales.data(), {1, 1}),
+                                 view(packed.data(), {1, 1, 16}), view(scales.data(), {1, 1})};
   auto cache = KvCache::read_aura(*config, views, 1);
   ASSERT_TRUE(cache.ok());
   Floats k(128), v(128);

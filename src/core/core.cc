@@ -87,6 +87,14 @@ Shape Shape::dense_strides() const noexcept {
   return stride;
 }
 
+std::string Axes::names_str() const noexcept try {
+  std::string text = "[";
+  for (int i = 0; i < rank; ++i) text.append(i == 0 ? "" : ",").append(name(i));
+  return text + "]";
+} catch (...) {
+  return "[...]";
+}
+
 std::string Shape::str() const noexcept try {
   std::string s = "[";
   for (int i = 0; i < rank; ++i) {

@@ -112,12 +112,12 @@ Status read_affine(const CheckpointTensor& tensor, std::int64_t first, std::int6
                    GridRows& out) {
   const PackDesc desc{
       .outer_size = count, .axis_size = tensor.columns(), .bits = tensor.storage.bits};
-  const auto row_words = static_cast<std::size_t>(desc.word_shape()[1]);
+  const auto row_words = static_cast<std::size_t>(desc.packed_shape()[1]);
   const AlignedRows<std::uint32_t> words(rows_of(tensor.data, 4 * row_words, first, count));
   const auto plan = Plan<UnpackCodes>::select(desc);
   if (!plan) return plan.status();
   BITTERN_TRY(plan->run(
-      {view(words.data(), desc.word_shape()), view(out.codes.data(), desc.code_shape())}));
+      {view(words.data(), desc.packed_shape()), view(out.codes.data(), desc.code_shape())}));
   const auto row_bytes = static_cast<std::size_t>(tensor.columns() / tensor.storage.group *
                                                   bits_of(tensor.storage.dtype) / 8);
   BITTERN_TRY(
@@ -422,11 +422,11 @@ Status encode_affine(const GridRows& grid, std::int64_t columns, const Storage& 
   }
 
   const PackDesc desc{.outer_size = rows, .axis_size = columns, .bits = storage.bits};
-  std::vector<std::uint32_t> words(static_cast<std::size_t>(desc.word_shape().numel()));
+  std::vector<std::uint32_t> words(static_cast<std::size_t>(desc.packed_shape().numel()));
   const auto plan = Plan<PackCodes>::select(desc);
   if (!plan) return plan.status();
   BITTERN_TRY(plan->run(
-      {view(grid.codes.data(), desc.code_shape()), view(words.data(), desc.word_shape())}));
+      {view(grid.codes.data(), desc.code_shape()), view(words.data(), desc.packed_shape())}));
   const auto bytes = std::as_bytes(std::span(words));
   out.data.assign(bytes.begin(), bytes.end());
   const auto encode = [&]<class T>(Type<T>) {

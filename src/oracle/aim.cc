@@ -22,28 +22,28 @@ void aim_scale(const ConstView& scale, Rng& rng) {
   }
 }
 
-void aim_gradient(const ConstView& dy, Rng& rng) {
-  const std::int64_t kind = rng.below(8), n = dy.shape.numel();
+void aim_gradient(const ConstView& d_y, Rng& rng) {
+  const std::int64_t kind = rng.below(8), n = d_y.shape.numel();
   if (kind == 0) return;
   for (std::int64_t i = 0; i < n; ++i) {
     if (kind == 1) {
-      put(dy, i, rng.chance(2) ? 0.0 : -0.0);
+      put(d_y, i, rng.chance(2) ? 0.0 : -0.0);
     } else if (kind == 2) {
-      put(dy, i, -0.0);
-    } else if (!(std::fabs(get(dy, i)) < 1e6)) {
-      put(dy, i, rng.normal());
+      put(d_y, i, -0.0);
+    } else if (!(std::fabs(get(d_y, i)) < 1e6)) {
+      put(d_y, i, rng.normal());
     }
   }
 }
 
 void aim_sequences(const Sequences& s, const ConstView& cu_seqlens, Rng& rng) {
-  if (!cu_seqlens || s.n_sequences == 0) return;
+  if (!cu_seqlens || s.sequences == 0) return;
   auto* at = data<std::int32_t>(cu_seqlens);
   at[0] = 0;
-  for (std::int64_t i = 1; i < s.n_sequences; ++i)
+  for (std::int64_t i = 1; i < s.sequences; ++i)
     at[i] = rng.chance(3) ? 0 : static_cast<std::int32_t>(rng.below(s.tokens + 1));
-  at[s.n_sequences] = static_cast<std::int32_t>(s.tokens);
-  std::sort(at, at + s.n_sequences + 1);
+  at[s.sequences] = static_cast<std::int32_t>(s.tokens);
+  std::sort(at, at + s.sequences + 1);
 }
 
 void aim_values(const ConstView& x, double size, Rng& rng) {

@@ -9,7 +9,7 @@ void aim_scale(const ConstView& scale, Rng& rng);
 
 // Terms of sums: mostly finite, since one NaN would hide every other mistake in a sum; sometimes
 // all zeros of both signs, or all -0, which shows wrong padding.
-void aim_gradient(const ConstView& dy, Rng& rng);
+void aim_gradient(const ConstView& d_y, Rng& rng);
 
 // Sequences that cover the tokens, some of them empty.
 void aim_sequences(const Sequences& s, const ConstView& cu_seqlens, Rng& rng);

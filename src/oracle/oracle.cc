@@ -95,6 +95,12 @@ double step(DType dtype, double value, int steps) {
   return value;
 }
 
+Rng numbers_of(std::string_view operand, std::uint64_t seed) {
+  std::uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+  for (const char c : operand) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  return Rng(hash + seed);
+}
+
 void fill(const ConstView& v, Rng& rng) {
   const std::int64_t n = v.shape.numel();
   for (std::int64_t i = 0; i < n; ++i) {

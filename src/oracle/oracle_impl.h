@@ -12,6 +12,9 @@ namespace bittern::oracle {
 
 // The shape and strides of an operand's view; `which` one of the op's it is.
 void lay_out(const Operand& expected, const Layout& layout, std::size_t which, Store& s);
+// An operand's own random numbers: they follow from its name, not from its place among the others,
+// nor from which of these are left out.
+Rng numbers_of(std::string_view operand, std::uint64_t seed);
 // Random content for a float, integer or code operand, before aim().
 void fill(const ConstView& v, Rng& rng);
 // NaN payloads are not promised: every NaN of a float output becomes the same one.
@@ -23,7 +26,6 @@ template <class Op>
 Problem<Op> make_problem(const typename Op::Desc& desc, std::uint64_t seed, const Layout& layout,
                          bool aimed) {
   Problem<Op> p{desc, {}, {}, {}};
-  Rng rng(seed);
   int optional = 0;
   // Two visits: vectors of stores must not move once views point into them.
   Op::operands(desc, p.args, [&](const char* n, auto& v, const Operand& expected) {
@@ -45,7 +47,7 @@ Problem<Op> make_problem(const typename Op::Desc& desc, std::uint64_t seed, cons
   });
   std::size_t i = 0;
   int pair = 0;
-  Op::operands(desc, p.args, [&](const char*, auto& v, const Operand& expected) {
+  Op::operands(desc, p.args, [&](const char* n, auto& v, const Operand& expected) {
     Store* s = &p.stores[i++];
     v.dtype = expected.dtype;
     v.shape = s->shape;
@@ -65,9 +67,15 @@ Problem<Op> make_problem(const typename Op::Desc& desc, std::uint64_t seed, cons
     }
     v.data = s->bytes.data() + s->offset;
     constexpr bool kOutput = std::is_same_v<std::remove_cvref_t<decltype(v)>, MutView>;
-    if (!kOutput || (expected.flags & Operand::kInOut) != 0) fill(v, rng);
+    if (!kOutput || (expected.flags & Operand::kInOut) != 0) {
+      Rng rng = numbers_of(n, seed);
+      fill(v, rng);
+    }
   });
-  if (aimed) Cases<Op>::aim(desc, p.args, rng);
+  if (aimed) {
+    Rng rng(seed);
+    Cases<Op>::aim(desc, p.args, rng);
+  }
   return p;
 }
 

@@ -22,6 +22,52 @@ std::vector<OperandInfo> operand_infos(const typename Op::Desc& desc) {
   return infos;
 }
 
+// Whether an axis' name tells `field`: it is the name, or a factor or the first term in it.
+bool tells(std::string_view axis, std::string_view field) {
+  const std::size_t at = axis.find_first_of("+-*/");
+  return axis.substr(0, at) == field ||
+         (at != std::string_view::npos && axis[at] == '*' && axis.substr(at + 1) == field);
+}
+
+// What the table of operands says about a field, from the operands of `desc` with each value of it.
+template <class Op>
+void describe_field(std::string_view name, FieldInfo& info) {
+  typename Op::Desc desc;
+  const auto before = operand_infos<Op>(desc);
+  const std::string where = std::string(Op::kName).append(": ").append(name).append(": ");
+  const auto has_axis = [&](const std::vector<OperandInfo>& operands) {
+    for (const OperandInfo& o : operands)
+      for (int i = 0; i < o.expected.shape.rank; ++i)
+        if (tells(o.expected.shape.name(i), name)) return true;
+    return false;
+  };
+  Op::fields(desc, [&](const char* n, auto& member, const char*) {
+    using T = std::remove_cvref_t<decltype(member)>;
+    const T value = member;
+    if constexpr (kIsNamed<T>) {
+      if (name != n) return;
+      info.is_dtype = std::is_same_v<T, DType>;
+      for (std::size_t i = 0; i < field_names<T>().size(); ++i) {
+        member = static_cast<T>(i);
+        if (!info.is_dtype || !Op::check(desc).message().starts_with(where))
+          info.accepted.push_back(field_names<T>()[i]);
+        for (const OperandInfo& now : operand_infos<Op>(desc))
+          for (const OperandInfo& then : before)
+            info.decides_dtype = info.decides_dtype || (now.name == then.name &&
+                                                        now.expected.dtype != then.expected.dtype);
+      }
+    } else if constexpr (std::is_integral_v<T>) {
+      // Some axes are there, or are a field's, only where a field is not 0.
+      info.is_size = info.is_size || has_axis(before);
+      if (value == 0) {
+        member = 1;
+        info.is_size = info.is_size || has_axis(operand_infos<Op>(desc));
+      }
+    }
+    member = value;
+  });
+}
+
 template <class Op>
 class PlanOf final : public AnyPlan {
  public:
@@ -161,20 +207,11 @@ class DescOf final : public AnyDesc {
                    Status status) const {
     if (status.ok()) return status;
     std::vector<std::string_view> known, accepted;
-    typename Op::Desc trial;
     const std::string where = std::string(Op::kName).append(": ").append(field).append(": ");
-    Op::fields(trial, [&](const char* n, auto& member, const char*) {
-      known.push_back(n);
-      using T = std::remove_cvref_t<decltype(member)>;
-      if constexpr (kIsNamed<T>) {
-        if (field != n || !text) return;
-        for (std::size_t i = 0; i < field_names<T>().size(); ++i) {
-          member = static_cast<T>(i);
-          if (!Op::check(trial).message().starts_with(where))
-            accepted.push_back(field_names<T>()[i]);
-        }
-      }
-    });
+    for (const FieldInfo& f : op().fields()) {
+      known.push_back(f.name);
+      if (f.name == field && text) accepted = f.accepted;
+    }
     if (std::find(known.begin(), known.end(), field) == known.end())
       return invalid(std::string(Op::kName).append(": ") + unknown_name("field", field, known));
     if (accepted.empty()) return status;
@@ -210,6 +247,7 @@ class OpOf final : public AnyOp {
       field.real = kIsReal<std::remove_cvref_t<decltype(member)>>;
       field.default_real = static_cast<double>(member);
       if (!field.real) field.default_value = static_cast<std::int64_t>(member);
+      describe_field<Op>(n, field);
     });
   }
   std::string_view name() const override { return Op::kName; }

@@ -18,6 +18,10 @@ struct FieldInfo {
   std::int64_t default_value = 0;         // for a choice, its index
   bool real = false;                      // a real number
   double default_real = 0;
+  bool is_dtype = false;                     // its choices are dtypes
+  bool decides_dtype = false;                // dtypes of operands follow from it
+  bool is_size = false;                      // an axis of an operand tells it: Axes
+  std::vector<std::string_view> accepted{};  // the choices that the op takes
 };
 
 struct OperandInfo {

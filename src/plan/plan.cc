@@ -114,7 +114,9 @@ Status check_operand(std::string_view op, const char* operand, const ConstView& 
         std::string("dtype ").append(name(view.dtype)) + ", expected " + name(expected.dtype));
   }
   if (view.shape != expected.shape && !splits_rows(view.shape, expected)) {
-    return fail(op, operand, "shape " + view.shape.str() + ", expected " + expected.shape.str());
+    return fail(op, operand,
+                "shape " + view.shape.str() + ", expected " + expected.shape.str() + " = " +
+                    expected.shape.names_str());
   }
   if (view.device != device) {
     return fail(op, operand, "on " + name(view.device) + ", expected " + name(device));

@@ -51,42 +51,15 @@ Status check_overlap(std::string_view op, std::span<const Extent> extents);
 // Whether `p` is memory that kernels on a CUDA device can use, whatever its view declares.
 Status check_memory(std::string_view op, const char* name, const void* p, Device device);
 
-// The axes of an operand as text, "[batch,tokens,3]": the field that gives each size, or a number.
+// Why an operand's shape is what the descriptor implies, where its axes' names do not tell.
 template <class Op>
-std::string axes_text(const typename Op::Desc& desc, std::string_view operand, const Shape& shape) {
-  std::array<std::string, kMaxRank> axes;
-  for (int i = 0; i < shape.rank; ++i) axes[static_cast<std::size_t>(i)] = std::to_string(shape[i]);
-  typename Op::Desc trial = desc;
-  Op::fields(trial, [&](const char* field, auto& member, const char*) {
-    using T = std::remove_cvref_t<decltype(member)>;
-    if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) {
-      const T before = member;
-      member = static_cast<T>(before + 1);
-      const typename Op::Args none;
-      Op::operands(trial, none, [&](const char* n, const auto&, const Operand& grown) {
-        if (operand != n || grown.shape.rank != shape.rank) return;
-        for (int i = 0; i < shape.rank; ++i)
-          if (grown.shape[i] == shape[i] + 1 && shape[i] == before)
-            axes[static_cast<std::size_t>(i)] = field;
-      });
-      member = before;
-    }
-  });
-  std::string text = "[";
-  for (int i = 0; i < shape.rank; ++i)
-    text.append(i == 0 ? "" : ",").append(axes[static_cast<std::size_t>(i)]);
-  return text + "]";
-}
-
-// Why the descriptor implies an operand's shape, if the numbers alone do not explain it.
-template <class Op>
-std::string shape_hint(const typename Op::Desc& desc, std::string_view operand, const Shape& found,
-                       const Shape& expected) {
+std::string shape_hint(const typename Op::Desc& desc, std::string_view operand,
+                       const Shape& found) {
   if constexpr (requires { Op::shape_hint(desc, operand, found); }) {
-    if (std::string text = Op::shape_hint(desc, operand, found); !text.empty()) return text;
+    return Op::shape_hint(desc, operand, found);
+  } else {
+    return {};
   }
-  if (found.rank == expected.rank) return {};
-  return "the axes are " + axes_text<Op>(desc, operand, expected);
 }
 
 // The rows of a view that has several axes of any strides for them: runs of rows at equal
@@ -236,7 +209,7 @@ Status Plan<Op>::can_implement(const Args& args) const noexcept try {
     if (!status.ok() && v.dtype == expected.dtype && v.shape != expected.shape &&
         (expected.flags & Operand::kUnread) == 0 && !plan_detail::left_out(v) &&
         !plan_detail::splits_rows(v.shape, expected)) {
-      const std::string hint = plan_detail::shape_hint<Op>(desc_, operand, v.shape, expected.shape);
+      const std::string hint = plan_detail::shape_hint<Op>(desc_, operand, v.shape);
       if (!hint.empty())
         status = {status.code(), std::string(status.message()).append(": ").append(hint)};
     }

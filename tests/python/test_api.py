@@ -66,16 +66,16 @@ def test_codes_follow_the_output(problem):
 
 def test_optional_outputs_may_be_left_out():
     q = rng.integers(-128, 128, (3, 64)).astype(np.int8)
-    dy = rng.normal(size=q.shape).astype(np.float32)
+    d_y = rng.normal(size=q.shape).astype(np.float32)
     scale = np.full((3, 2), 0.5, np.float32)
     call = bittern.dequantize_per_group_backward
-    dq, d_scale = call(dy, q, scale, group_size=32)
-    assert_same_bits(call(dy, q, scale, group_size=32, dq=False), d_scale)
-    assert_same_bits(call(dy, q, scale, group_size=32, d_scale=False), dq)
+    d_q, d_scale = call(d_y, q, scale, group_size=32)
+    assert_same_bits(call(d_y, q, scale, group_size=32, d_q=False), d_scale)
+    assert_same_bits(call(d_y, q, scale, group_size=32, d_scale=False), d_q)
     with pytest.raises(ValueError, match="every output is left out"):
-        call(dy, q, scale, group_size=32, dq=False, d_scale=False)
+        call(d_y, q, scale, group_size=32, d_q=False, d_scale=False)
     with pytest.raises(ValueError, match="d_scale: 3, expected an array or False"):
-        call(dy, q, scale, group_size=32, d_scale=3)
+        call(d_y, q, scale, group_size=32, d_scale=3)
 
 
 def test_operands_that_one_choice_has():
@@ -87,12 +87,18 @@ def test_operands_that_one_choice_has():
         bittern.dynamic_quantize(x, group_size=32, zero_point=zero_point)
 
 
+def _formula(op):
+    """The first line of the comment that opens the op's header."""
+    header = (ROOT / "include" / "bittern" / "ops" / f"{op}.h").read_text()
+    return header.splitlines()[0].removeprefix("// ")
+
+
 def test_signatures():
     for op in bittern.ops():
         function = getattr(bittern, op.name)
         parameters = inspect.signature(function).parameters
         assert {o.name for o in op.operands} <= set(parameters)
-        assert op.name in bittern.__all__ and "formula" in function.__doc__
+        assert op.name in bittern.__all__ and _formula(op.name) in function.__doc__
     with pytest.raises(TypeError, match="missing a required argument: 'scale'"):
         bittern.quantize_per_group(np.zeros((1, 128), np.float32))
     with pytest.raises(TypeError, match="unexpected keyword argument 'groupsize'"):
@@ -196,30 +202,30 @@ def test_sku(problem):
 
 def test_workspace():
     fields = {"outer_size": 512, "axis_size": 64, "granularity": "channel"}
-    x, dy = (rng.normal(size=(512, 64)).astype(np.float32) for _ in range(2))
+    x, d_y = (rng.normal(size=(512, 64)).astype(np.float32) for _ in range(2))
     scale = rng.uniform(0.1, 1, 64).astype(np.float32)
     outputs = []
     for kernel in (None, "ref"):
         p = bittern.plan("fake_quantize_per_group_backward", kernel=kernel, **fields)
         d_scale = np.zeros(64, np.float32)
-        p.run(dy=dy, x=x, scale=scale, d_scale=d_scale)  # takes its own
+        p.run(d_y=d_y, x=x, scale=scale, d_scale=d_scale)  # takes its own
         outputs.append(d_scale)
         need = p.workspace_bytes
         memory = np.zeros(need + 64, np.uint8)
         aligned = memory[-memory.ctypes.data % 64 :][:need]
         again = np.zeros(64, np.float32)
-        p.run(dy=dy, x=x, scale=scale, d_scale=again, workspace=aligned)
+        p.run(d_y=d_y, x=x, scale=scale, d_scale=again, workspace=aligned)
         assert_same_bits(again, d_scale)
         if need:
             with pytest.raises(
                 ValueError, match=f"workspace: {need - 1} bytes, expected at least {need}"
             ):
-                p.run(dy=dy, x=x, scale=scale, d_scale=again, workspace=aligned[:-1])
+                p.run(d_y=d_y, x=x, scale=scale, d_scale=again, workspace=aligned[:-1])
     assert_same_bits(*outputs)
     with pytest.raises(ValueError, match="workspace: read-only"):
-        p.run(dy=dy, x=x, scale=scale, d_scale=d_scale, workspace=b"123")
+        p.run(d_y=d_y, x=x, scale=scale, d_scale=d_scale, workspace=b"123")
     with pytest.raises(ValueError, match="workspace: expected one axis of stride 1"):
-        p.run(dy=dy, x=x, scale=scale, d_scale=d_scale, workspace=np.zeros(9, np.uint8)[::2])
+        p.run(d_y=d_y, x=x, scale=scale, d_scale=d_scale, workspace=np.zeros(9, np.uint8)[::2])
 
 
 # ---- errors ----
@@ -294,7 +300,7 @@ def test_operand_errors(problem):
     )
     fails(ValueError, "x: dtype bool, expected f32", x=x > 0)
     fails(ValueError, "x: dtype complex64, expected f32", x=x.astype(np.complex64))
-    fails(ValueError, "x: shape [6,128], expected [6,256]", x=x[:, :128].copy())
+    fails(ValueError, "x: shape [6,128], expected [6,256] = [outer_size,axis_size]", x=x[:, :128].copy())
     fails(
         ValueError,
         "x: shape [1,1,1,1,1,1,6,256], expected [6,256]",

@@ -203,7 +203,7 @@ def test_cuda_arrays_are_not_mixed_with_others(problem):
             call(x=x, scale=OnCuda(scale), q=q)
     with pytest.raises(ValueError, match="fake_quantize_per_group_backward: workspace: on cuda:1"):
         bittern.plan("fake_quantize_per_group_backward", outer_size=1, axis_size=128).run(
-            dy=x[:1, :128],
+            d_y=x[:1, :128],
             x=x[:1, :128],
             scale=scale[:1, :1],
             d_scale=np.zeros((1, 1), np.float32),

@@ -13,6 +13,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILDS = [ROOT / "build" / preset / "bittern" for preset in ("release", "dev")]
 COMMAND = os.environ.get("BITTERN_COMMAND") or next((str(p) for p in BUILDS if p.exists()), None)
 
+OPS = re.findall(r"^BITTERN_OP\(\w+, +(\w+),", (ROOT / "src/ops/ops.inc").read_text(), re.M)
+
 pytestmark = pytest.mark.skipif(
     COMMAND is None, reason="the command is not built (build/release/bittern)"
 )
@@ -65,7 +67,8 @@ def test_help_of_a_verb_has_an_example(verb):
     [
         ([], ["no verb", "ops check bench"]),
         (["frobnicate"], ["frobnicate", "ops check bench"]),
-        (["ops", "--frobnicate"], ["--frobnicate", "--json"]),
+        (["ops", "--frobnicate"], ["--frobnicate", "--frobnicate=value"]),
+        (["ops", "--frobnicate=1"], ["--frobnicate", "bittern ops OP"]),
         (["bench", "--frobnicate"], ["--frobnicate", "--quick"]),
         (["ops", "frobnicate"], ["frobnicate", "quantize_per_group"]),
         (["check", "frobnicate"], ["frobnicate", "quantize_per_group"]),
@@ -208,6 +211,34 @@ def test_ops_shows_an_op():
     assert result.returncode == 0
     for text in ("--granularity", "group token channel tensor", "zero_point", "optional", "ref"):
         assert text in result.stdout
+
+
+def test_ops_shows_the_operands_of_the_fields_that_are_asked_for(tmp_path):
+    text = bittern("ops", "aura_decode", "--element", "bf16", "--rotated=false").stdout
+    assert re.search(r"^  out  y +bf16  \[rows,dim\] +\[\d+,128\] ", text, re.M)
+    assert re.search(r"^  in   table +f32   \[dim\] +\[128\] *$", text, re.M)
+    assert re.search(r"^Example: bittern check aura_decode .*--element=bf16", text, re.M)
+    text = bittern("ops", "dynamic_quantize", "--symmetric=true").stdout
+    assert re.search(r"^  out  zero_point +s32 .* not for these *$", text, re.M)
+    path = tmp_path / "op.json"
+    bittern("ops", "pack_codes", "--json", path)
+    (op,) = json.loads(path.read_text())
+    assert [o["axes"] for o in op["operands"]] == [["outer_size", "axis_size"], ["outer_size", "words"]]
+    wrong = bittern("ops", "pack_codes", "--bits=9")
+    assert wrong.returncode == 2 and "pack_codes: bits: 9, expected 1..8" in wrong.stderr
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_example_of_every_op_runs(op):
+    for fields in ([], ["--element=bf16"]):
+        shown = bittern("ops", op, *fields)
+        if fields and "no field element" in shown.stderr:
+            continue
+        assert shown.returncode == 0, shown
+        (example,) = re.findall(r"^Example: bittern (check .*)$", shown.stdout, re.M)
+        result = bittern(*example.split())
+        assert result.returncode == 0, result
+        assert re.search(rf"^{op} +[1-9]\d* +0 ", result.stdout, re.M)
 
 
 def test_check_one_problem_as_the_oracle_prints_it(tmp_path):

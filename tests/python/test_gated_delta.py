@@ -61,7 +61,7 @@ def test_strong_decays_and_resets(strong, chunk):
     o, final_state = bittern.gdn_chunk_forward(q, k, v, g, beta, chunk=chunk)
     assert rms_ratio(o, want) < 1e-6
     assert rms_ratio(final_state[0], state) < 1e-6
-    gradients = bittern.gdn_chunk_backward(q, k, v, g, beta, d_o=v, d_final_state=final_state, chunk=chunk)
+    gradients = bittern.gdn_chunk_backward(v, q, k, v, g, beta, d_final_state=final_state, chunk=chunk)
     assert all(np.isfinite(x).all() for x in gradients)
     assert not gradients[3][:, 3::8].any()  # d_g of what is gone
 
@@ -141,7 +141,7 @@ def test_conv():
     assert rms_ratio(y, c["y"]) < 1e-6
     assert np.array_equal(state, c["x"][:, -3:].swapaxes(1, 2))
     gradients = bittern.causal_conv1d_backward(
-        c["x"], c["weight"], c["dy"], c["bias"], c["state"]
+        c["dy"], c["x"], c["weight"], bias=c["bias"], initial_state=c["state"]
     )
     for ours, name in zip(gradients, ("dx", "dweight", "dbias", "dstate"), strict=True):
         assert rms_ratio(ours, c[name]) < 1e-6, name
@@ -152,7 +152,7 @@ def test_conv():
 def test_gated_norm():
     c = case("norm")
     assert rms_ratio(bittern.gated_rms_norm(c["x"], c["z"], c["weight"]), c["y"]) < 1e-6
-    gradients = bittern.gated_rms_norm_backward(c["x"], c["z"], c["weight"], c["dy"])
+    gradients = bittern.gated_rms_norm_backward(c["dy"], c["x"], c["z"], c["weight"])
     for ours, name in zip(gradients, ("dx", "dz", "dweight"), strict=True):
         assert rms_ratio(ours, c[name]) < 2e-6, name
     many = c["x"].reshape(3, 25, -1), c["z"].reshape(3, 25, -1)

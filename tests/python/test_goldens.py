@@ -128,32 +128,32 @@ class Case:
 @pytest.mark.parametrize("key", TORCH_CASES)
 def test_torch(key):
     case = Case(key)
-    x, dy, scale, zero_point = (case[k] for k in ("x", "dy", "scale", "zero_point"))
+    x, d_y, scale, zero_point = (case[k] for k in ("x", "dy", "scale", "zero_point"))
     pow2 = case.scales == "pow2"
 
     y = bittern.fake_quantize_per_group(
         x, scale, zero_point, y=zeros(x.shape, case.dtype), **case.fields
     )
     case.compare("y", y, case["y"], exact=pow2)
-    dx, d_scale, d_zero_point = bittern.fake_quantize_per_group_backward(
-        dy, x, scale, zero_point, dx=zeros(x.shape, case.dtype), **case.fields
+    d_x, d_scale, d_zero_point = bittern.fake_quantize_per_group_backward(
+        d_y, x, scale, zero_point, d_x=zeros(x.shape, case.dtype), **case.fields
     )
-    case.compare("dx", dx, case["dx"], exact=pow2)
+    case.compare("dx", d_x, case["dx"], exact=pow2)
     if case.kind == "ties":
         return
 
     # torch's learnable backward rounds x/s + zp in one step, so a zero point moves its ties
     exact = pow2 and (case.kind == "sums" or case.zero_points == "zero")
     if case.kind == "terms":
-        case.compare("dx_learnable", dx, case["dx_learnable"], exact)
+        case.compare("dx_learnable", d_x, case["dx_learnable"], exact)
     clear = ~case.near_tie().any(case.other_axes) | exact
     z = values_of(x) / case.s
     low, high = case.fields["q_min"], case.fields["q_max"]
     q = np.rint(z) + case.zp
     inside = (q >= low) & (q <= high)
-    slope = np.abs(values_of(dy)) * (np.abs(z) + 1)
-    d_scale_term = values_of(dy) * np.where(inside, np.rint(z) - z, np.clip(q, low, high) - case.zp)
-    d_zero_term = np.where(inside, 0, -case.s * values_of(dy))
+    slope = np.abs(values_of(d_y)) * (np.abs(z) + 1)
+    d_scale_term = values_of(d_y) * np.where(inside, np.rint(z) - z, np.clip(q, low, high) - case.zp)
+    d_zero_term = np.where(inside, 0, -case.s * values_of(d_y))
     n = x.size // scale.size
 
     def bound(term):

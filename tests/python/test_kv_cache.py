@@ -121,7 +121,7 @@ def test_the_bits_are_those_of_the_ops(rotation, f16_scale):
         by_head = np.ascontiguousarray(x.transpose(1, 0, 2))
         packed, scales = bittern.aura_encode(
             by_head, table, boundaries, levels, bits=bits, rotation=rotation, scale_rule=rule,
-            **{_bittern_name("f16_scale", "f16_norm"): f16_scale},
+            **{_bittern_name("f16_scale", "f16_scale"): f16_scale},
         )  # fmt: skip
         coded.append((packed, np.ascontiguousarray(scales[..., 0]), levels, table))
     (kc, ks, kl, kt), (vc, vs, vl, vt) = coded

@@ -14,44 +14,44 @@ def encode(x, bits, seed=1, **fields):
     dim = x.shape[-1]
     levels, boundaries = bittern.sphere_codebook(dim, bits)
     signs = bittern.make_rotation("hadamard", dim, seed)
-    packed, norms = bittern.aura_encode(x, signs, boundaries, levels, bits=bits, **fields)
-    return packed, norms, signs, levels
+    packed, scales = bittern.aura_encode(x, signs, boundaries, levels, bits=bits, **fields)
+    return packed, scales, signs, levels
 
 
 @pytest.mark.parametrize("bits", DISTORTION)
 def test_the_error_is_the_tables_own(bits):
     x = rng.normal(size=(4000, 128)).astype(np.float32)
-    packed, norms, signs, levels = encode(x, bits, scale_rule="none")
+    packed, scales, signs, levels = encode(x, bits, scale_rule="none")
     assert packed.shape == (4000, 4 * bits) and packed.dtype == np.uint32
-    y = bittern.aura_decode(packed, norms, signs, levels, bits=bits)
+    y = bittern.aura_decode(packed, scales, signs, levels, bits=bits)
     error = (np.square(x - y).sum(1) / np.square(x).sum(1)).mean()
     assert abs(error / DISTORTION[bits] - 1) < 0.02
 
 
 def test_axes_before_the_row_are_kept():
     x = rng.normal(size=(2, 3, 5, 96)).astype(np.float32)
-    packed, norms, signs, levels = encode(x, 3)
-    assert packed.shape == (2, 3, 5, 9) and norms.shape == (2, 3, 5, 1)
-    y = bittern.aura_decode(packed, norms, signs, levels, bits=3)
+    packed, scales, signs, levels = encode(x, 3)
+    assert packed.shape == (2, 3, 5, 9) and scales.shape == (2, 3, 5, 1)
+    y = bittern.aura_decode(packed, scales, signs, levels, bits=3)
     assert y.shape == x.shape
-    rotated = bittern.aura_decode(packed, norms, None, levels, bits=3, axis_size=96, rotated=True)
+    rotated = bittern.aura_decode(packed, scales, None, levels, bits=3, dim=96, rotated=True)
     back = bittern.aura_rotate(rotated, signs, inverse=True)
     assert np.allclose(back, y, rtol=0, atol=1e-5)
 
 
-def test_half_rows_and_norms():
+def test_half_rows_and_scales():
     x = from_f32(rng.normal(size=(7, 64)), "f16")
-    packed, norms, signs, levels = encode(x, 4, f16_norm=True)
-    assert norms.dtype == np.float16
-    y = bittern.aura_decode(packed, norms, signs, levels, element="f16")
+    packed, scales, signs, levels = encode(x, 4, f16_scale=True)
+    assert scales.dtype == np.float16
+    y = bittern.aura_decode(packed, scales, signs, levels, element="f16")
     assert y.dtype == np.float16 and np.abs(y - x).max() < 1
 
 
 @pytest.mark.parametrize("size", [1e-37, 1e-20, 1e-9, 1e18, 1e19, 1e20, 1e36])
 def test_rows_of_any_size(size):
     x = (size * rng.normal(size=(7, 64))).astype(np.float32)
-    packed, norms, signs, levels = encode(x, 4)
-    y = bittern.aura_decode(packed, norms, signs, levels)
+    packed, scales, signs, levels = encode(x, 4)
+    y = bittern.aura_decode(packed, scales, signs, levels)
     x, y = x.astype(np.float64), y.astype(np.float64)
     assert (np.square(x - y).sum(1) / np.square(x).sum(1)).max() < 0.02
 

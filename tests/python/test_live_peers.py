@@ -118,17 +118,17 @@ def test_torch_fake_quantize(dtype, low, high):
     )
     x = x.to(getattr(torch, dtype)).requires_grad_()
     y = torch.fake_quantize_per_channel_affine(x, scale, zero_point, 0, low, high)
-    dy = torch.tensor(rng.normal(size=x.shape)).to(x.dtype)
-    y.backward(dy)
+    d_y = torch.tensor(rng.normal(size=x.shape)).to(x.dtype)
+    y.backward(d_y)
     fields = {"granularity": "channel", "axis": 0, "q_min": low, "q_max": high}
     x = x.detach(), x.grad
     assert torch.equal(
         bittern.fake_quantize_per_group(x[0], scale, zero_point, **fields), y.detach()
     )
-    dx = bittern.fake_quantize_per_group_backward(
-        dy, x[0], scale, zero_point, d_scale=False, d_zero_point=False, **fields
+    d_x = bittern.fake_quantize_per_group_backward(
+        d_y, x[0], scale, zero_point, d_scale=False, d_zero_point=False, **fields
     )
-    assert torch.equal(dx, x[1])
+    assert torch.equal(d_x, x[1])
 
 
 def straight_through_codes(torch, x, scale, zero_point, low, high):
@@ -151,13 +151,13 @@ def test_quantize_backward_is_autograd_of_the_surrogate(dtype, low, high):
     x, scale, zero_point = torch_problem(rng, (16, 4000), 16, low, high, False)
     x, scale = (torch.tensor(a.astype(dtype)) for a in (x, scale))
     zero_point = torch.tensor(zero_point)
-    dy = torch.tensor(rng.normal(size=x.shape).astype(dtype))
+    d_y = torch.tensor(rng.normal(size=x.shape).astype(dtype))
     leaf = x.clone().requires_grad_()
-    straight_through_codes(torch, leaf, scale, zero_point, low, high).backward(dy)
-    dx = bittern.quantize_per_group_backward(
-        dy, x, scale, zero_point, granularity="channel", axis=0, q_min=low, q_max=high
+    straight_through_codes(torch, leaf, scale, zero_point, low, high).backward(d_y)
+    d_x = bittern.quantize_per_group_backward(
+        d_y, x, scale, zero_point, granularity="channel", axis=0, q_min=low, q_max=high
     )
-    assert torch.equal(dx, leaf.grad)
+    assert torch.equal(d_x, leaf.grad)
 
 
 @pytest.mark.peer("torch")
@@ -169,18 +169,18 @@ def test_fake_quantize_backward_is_autograd_of_the_surrogate(low, high):
     rng = np.random.default_rng(14)
     x, scale, zero_point = torch_problem(rng, (16, 4000), 16, low, high, False)
     x, s = (torch.tensor(a.astype(np.float64)) for a in (x, scale))
-    dy = torch.tensor(rng.normal(size=x.shape))
+    d_y = torch.tensor(rng.normal(size=x.shape))
     leaves = [t.clone().requires_grad_() for t in (x, s, torch.tensor(zero_point).double())]
     codes = straight_through_codes(torch, *leaves, low, high)
-    ((codes - leaves[2][:, None]) * leaves[1][:, None]).backward(dy)
-    dx, d_scale, d_zero_point = bittern.fake_quantize_per_group_backward(
-        dy, x, s, torch.tensor(zero_point), granularity="channel", axis=0, q_min=low, q_max=high
+    ((codes - leaves[2][:, None]) * leaves[1][:, None]).backward(d_y)
+    d_x, d_scale, d_zero_point = bittern.fake_quantize_per_group_backward(
+        d_y, x, s, torch.tensor(zero_point), granularity="channel", axis=0, q_min=low, q_max=high
     )
     eps = 2.0**-52
-    assert torch.allclose(dx, leaves[0].grad, rtol=4 * eps, atol=0)  # autograd: dy * s / s
-    terms = (dy.abs() * ((x / s[:, None]).abs() + 2 * (high - low))).sum(1)
+    assert torch.allclose(d_x, leaves[0].grad, rtol=4 * eps, atol=0)  # autograd: d_y * s / s
+    terms = (d_y.abs() * ((x / s[:, None]).abs() + 2 * (high - low))).sum(1)
     assert torch.all((d_scale - leaves[1].grad).abs() <= x.shape[1] * eps * terms)
-    terms = (dy.abs() * s[:, None]).sum(1)
+    terms = (d_y.abs() * s[:, None]).sum(1)
     assert torch.all((d_zero_point - leaves[2].grad).abs() <= x.shape[1] * eps * terms)
 
 
@@ -190,11 +190,11 @@ def test_affine_backward_is_autograd():
 
     rng = np.random.default_rng(15)
     q = torch.tensor(rng.integers(0, 16, (8, 256)).astype(np.uint8))
-    dy = torch.tensor(rng.normal(size=(8, 256)))
+    d_y = torch.tensor(rng.normal(size=(8, 256)))
     scales, biases = (torch.tensor(rng.normal(size=(8, 4))).requires_grad_() for _ in range(2))
     groups = q.double().reshape(8, 4, 64)
-    (groups * scales[..., None] + biases[..., None]).reshape(8, 256).backward(dy)
-    d_scales, d_biases = bittern.qdq_affine_backward(q, dy, group_size=64, bits=4)
-    bound = 64 * 2.0**-52 * (dy.reshape(8, 4, 64).abs() * 16).sum(-1)
+    (groups * scales[..., None] + biases[..., None]).reshape(8, 256).backward(d_y)
+    d_scales, d_biases = bittern.qdq_affine_backward(d_y, q, group_size=64, bits=4)
+    bound = 64 * 2.0**-52 * (d_y.reshape(8, 4, 64).abs() * 16).sum(-1)
     assert torch.all((d_scales - scales.grad).abs() <= bound)
     assert torch.all((d_biases - biases.grad).abs() <= bound)

@@ -39,7 +39,7 @@ class Groups:
         self.s, self.zp = (np.repeat(a, 48, 1) for a in (self.scale, self.zero_point))
         self.x = (steps * self.s).astype(NUMPY[dtype])
         self.x[3, :4] = [np.inf, -np.inf, np.nan, 0]
-        self.dy = from_f32(rng.normal(size=self.x.shape), dtype)
+        self.d_y = from_f32(rng.normal(size=self.x.shape), dtype)
         with np.errstate(all="ignore"):
             z = self.x.astype(self.f) / self.s.astype(self.f)
         self.z = np.where((self.s == 0) | np.isnan(z), self.f(0), z)
@@ -59,10 +59,10 @@ def test_quantize(dtype):
     g = Groups(dtype)
     q = bittern.quantize_per_group(g.x, g.scale, g.zero_point, **g.fields)
     assert np.array_equal(q, g.q.astype(np.int8))
-    dx = bittern.quantize_per_group_backward(g.dy, g.x, g.scale, g.zero_point, **g.fields)
+    d_x = bittern.quantize_per_group_backward(g.d_y, g.x, g.scale, g.zero_point, **g.fields)
     with np.errstate(all="ignore"):
-        slope = g.dy.astype(g.f) / g.s.astype(g.f)
-    g.same(dx, np.where(g.inside & (g.s != 0), slope, g.f(0)))
+        slope = g.d_y.astype(g.f) / g.s.astype(g.f)
+    g.same(d_x, np.where(g.inside & (g.s != 0), slope, g.f(0)))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -71,11 +71,11 @@ def test_dequantize(dtype):
     q = g.q.astype(np.int8)
     y = bittern.dequantize_per_group(q, g.scale, g.zero_point, group_size=48)
     g.same(y, (q - g.zp).astype(g.f) * g.s.astype(g.f))
-    dq, d_scale = bittern.dequantize_per_group_backward(
-        g.dy, q, g.scale, g.zero_point, group_size=48
+    d_q, d_scale = bittern.dequantize_per_group_backward(
+        g.d_y, q, g.scale, g.zero_point, group_size=48
     )
-    g.same(dq, g.dy.astype(g.f) * g.s.astype(g.f))
-    g.same(d_scale, g.sums(g.dy.astype(g.f) * (q - g.zp).astype(g.f)))
+    g.same(d_q, g.d_y.astype(g.f) * g.s.astype(g.f))
+    g.same(d_scale, g.sums(g.d_y.astype(g.f) * (q - g.zp).astype(g.f)))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -83,15 +83,15 @@ def test_fake_quantize(dtype):
     g = Groups(dtype)
     y = bittern.fake_quantize_per_group(g.x, g.scale, g.zero_point, **g.fields)
     g.same(y, (g.q - g.zp).astype(g.f) * g.s.astype(g.f))
-    dx, d_scale, d_zero_point = bittern.fake_quantize_per_group_backward(
-        g.dy, g.x, g.scale, g.zero_point, **g.fields
+    d_x, d_scale, d_zero_point = bittern.fake_quantize_per_group_backward(
+        g.d_y, g.x, g.scale, g.zero_point, **g.fields
     )
-    dy = g.dy.astype(g.f)
-    g.same(dx, np.where(g.inside, dy, g.f(0)))
+    d_y = g.d_y.astype(g.f)
+    g.same(d_x, np.where(g.inside, d_y, g.f(0)))
     with np.errstate(invalid="ignore"):
         slope = np.where(g.inside, np.rint(g.z) - g.z, g.q - g.zp).astype(g.f)
-    assert_equal_but_zero_signs(d_scale, g.sums(dy * slope))
-    outside = np.where(g.inside, g.f(0), -(g.s.astype(g.f) * dy))
+    assert_equal_but_zero_signs(d_scale, g.sums(d_y * slope))
+    outside = np.where(g.inside, g.f(0), -(g.s.astype(g.f) * d_y))
     assert_equal_but_zero_signs(d_zero_point, g.sums(outside))
 
 
@@ -160,11 +160,11 @@ def test_affine(dtype, bins):
     expected = (product + b).astype(NUMPY[dtype]).reshape(4, 240)
     assert_same_bits(bittern.qdq_affine_forward(q, scales, biases, **fields), expected)
 
-    dy = from_f32(rng.normal(size=w.shape), dtype)
-    d_scales, d_biases = bittern.qdq_affine_backward(q, dy, group_size=48, n_bins=bins)
-    dy = dy.astype(f).reshape(4, 5, 48)
-    assert_same_bits(d_scales, halving_sum(q.reshape(4, 5, 48).astype(f) * dy).astype(NUMPY[dtype]))
-    assert_same_bits(d_biases, halving_sum(dy).astype(NUMPY[dtype]))
+    d_y = from_f32(rng.normal(size=w.shape), dtype)
+    d_scales, d_biases = bittern.qdq_affine_backward(d_y, q, group_size=48, n_bins=bins)
+    d_y = d_y.astype(f).reshape(4, 5, 48)
+    assert_same_bits(d_scales, halving_sum(q.reshape(4, 5, 48).astype(f) * d_y).astype(NUMPY[dtype]))
+    assert_same_bits(d_biases, halving_sum(d_y).astype(NUMPY[dtype]))
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -183,8 +183,8 @@ def test_affine_packed(bits):
     assert y.shape == w.shape
     assert_same_bits(bittern.qdq_affine_forward(packed, scales, biases, **fields), y)
     for a, b in zip(
-        bittern.qdq_affine_backward(packed, w, **fields),
-        bittern.qdq_affine_backward(codes, w, **fields),
+        bittern.qdq_affine_backward(w, packed, **fields),
+        bittern.qdq_affine_backward(w, codes, **fields),
     ):
         assert_same_bits(a, b)
 

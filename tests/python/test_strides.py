@@ -70,20 +70,20 @@ def test_rows_as_several_axes():
     signs, boundaries, levels = tables()
     x = normal(2, 7, 3, 64)  # batch, tokens, heads
     turned = x.swapaxes(1, 2)
-    packed, norms = bittern.aura_encode(turned.copy(), signs, boundaries, levels)
-    for got, want in zip(bittern.aura_encode(turned, signs, boundaries, levels), (packed, norms)):
+    packed, scales = bittern.aura_encode(turned.copy(), signs, boundaries, levels)
+    for got, want in zip(bittern.aura_encode(turned, signs, boundaries, levels), (packed, scales)):
         assert_same_bits(got, want)
-    cache, scales = np.zeros((2, 3, 20, 8), np.uint32), np.zeros((2, 3, 20), np.float32)
+    cache, column = np.zeros((2, 3, 20, 8), np.uint32), np.zeros((2, 3, 20), np.float32)
     bittern.aura_encode(
-        turned, signs, boundaries, levels, packed=cache[:, :, 5:12], norms=scales[:, :, 5:12]
+        turned, signs, boundaries, levels, packed=cache[:, :, 5:12], scales=column[:, :, 5:12]
     )
     assert np.array_equal(cache[:, :, 5:12], packed)
-    assert np.array_equal(scales[:, :, 5:12], norms[..., 0])
-    cache[:, :, 5:12], scales[:, :, 5:12] = 0, 0
-    assert not cache.any() and not scales.any()  # nothing outside was written
-    cache[:, :, 5:12], scales[:, :, 5:12] = packed, norms[..., 0]
-    y = bittern.aura_decode(packed, norms, signs, levels)
-    assert_same_bits(bittern.aura_decode(cache[:, :, 5:12], scales[:, :, 5:12], signs, levels), y)
+    assert np.array_equal(column[:, :, 5:12], scales[..., 0])
+    cache[:, :, 5:12], column[:, :, 5:12] = 0, 0
+    assert not cache.any() and not column.any()  # nothing outside was written
+    cache[:, :, 5:12], column[:, :, 5:12] = packed, scales[..., 0]
+    y = bittern.aura_decode(packed, scales, signs, levels)
+    assert_same_bits(bittern.aura_decode(cache[:, :, 5:12], column[:, :, 5:12], signs, levels), y)
     out = np.zeros((2, 7, 3, 64), np.float32)
     bittern.aura_rotate(turned, signs, y=out.swapaxes(1, 2))
     assert_same_bits(out, bittern.aura_rotate(x, signs))
@@ -128,14 +128,14 @@ def test_convolution_takes_slices(kernel, packed, dtype):
     for x in (turned, sparse):
         got = bittern.causal_conv1d(x, weight, initial_state=dense["initial_state"], **common)
         assert torch.equal(got[0], y) and torch.equal(got[1], final)
-    dy, d_final = whole[..., 2 * c :], last.mT
+    d_y, d_final = whole[..., 2 * c :], last.mT
     grads = bittern.causal_conv1d_backward(
-        weight=weight, dy=dy.contiguous(), d_final_state=d_final.contiguous(), **dense, **common
+        weight=weight, d_y=d_y.contiguous(), d_final_state=d_final.contiguous(), **dense, **common
     )
-    dx, d_initial = torch.empty(t, b, c + 3, dtype=to), torch.empty(n, c, 5, dtype=to)
+    d_x, d_initial = torch.empty(t, b, c + 3, dtype=to), torch.empty(n, c, 5, dtype=to)
     got = bittern.causal_conv1d_backward(
-        weight=weight, dy=dy, d_final_state=d_final, **views, **common,
-        dx=dx.transpose(0, 1)[..., 2:-1], d_initial_state=d_initial[..., 1:4],
+        weight=weight, d_y=d_y, d_final_state=d_final, **views, **common,
+        d_x=d_x.transpose(0, 1)[..., 2:-1], d_initial_state=d_initial[..., 1:4],
     )  # fmt: skip
     for a, want in zip(got, grads):
         assert torch.equal(a, want)
@@ -189,8 +189,8 @@ def test_attention_takes_strides():
     s, heads, kv_heads, tokens, dim = 2, 4, 2, 6, 64
     k, v = normal(s, kv_heads, tokens, dim), normal(s, kv_heads, tokens, dim)
     codes = [bittern.aura_encode(a.reshape(s * kv_heads, tokens, dim), signs, boundaries, levels) for a in (k, v)]
-    coded = {"k_codes": codes[0][0], "k_scales": codes[0][1][..., 0].copy(),
-             "v_codes": codes[1][0], "v_scales": codes[1][1][..., 0].copy()}  # fmt: skip
+    coded = {"k_packed": codes[0][0], "k_scales": codes[0][1][..., 0].copy(),
+             "v_packed": codes[1][0], "v_scales": codes[1][1][..., 0].copy()}  # fmt: skip
     fixed = {"k_codebook": levels, "v_codebook": levels, "k_table": signs, "v_table": signs,
              "kv_heads": kv_heads, "capacity": tokens}  # fmt: skip
     q = normal(s, 3, heads, dim)
@@ -214,10 +214,10 @@ def test_attention_finds_its_kv_heads(s, heads, kv_heads):
     tokens, dim = 6, 64
     codes = []
     for _ in range(2):
-        packed, norms = bittern.aura_encode(
+        packed, scales = bittern.aura_encode(
             normal(s * kv_heads, tokens, dim), signs, boundaries, levels
         )
-        codes += [packed, norms[..., 0].copy()]
+        codes += [packed, scales[..., 0].copy()]
     recent = {"k_recent": normal(s, kv_heads, 5, dim), "v_recent": normal(s, kv_heads, 5, dim)}
     given = normal(s, 3, heads, dim), *codes, levels, levels, signs, signs
     expected = bittern.aura_attention(*given, **recent, exact="f32", kv_heads=kv_heads)
@@ -230,9 +230,9 @@ def test_attention_finds_its_kv_heads(s, heads, kv_heads):
     assert none.shape == (0, 3, heads, dim)
     if s > 1:
         pages = [np.zeros((s + 1, kv_heads, 16, *a.shape[2:]), a.dtype) for a in codes]
-        with pytest.raises(ValueError, match="k_codes: .*page_size"):
+        with pytest.raises(ValueError, match="k_packed: .*page_size"):
             bittern.aura_attention(given[0], *pages, *given[5:])
-        with pytest.raises(ValueError, match=r"k_codes: shape .* \(sequences=.*, kv_heads=1"):
+        with pytest.raises(ValueError, match=r"k_packed: shape .* = \[sequences\*kv_heads,capacity,words\]"):
             bittern.aura_attention(given[0], *(a[1:] for a in codes), *given[5:])
 
 
@@ -276,8 +276,8 @@ def test_a_block_table_tells_the_capacity():
     block_table = np.array([[2, 0, 5], [1, 3, 4]])
     flat, paged = {}, {}
     for name in ("k", "v"):
-        codes, norms = bittern.aura_encode(normal(s * kv_heads, tokens, 64), signs, boundaries, levels)
-        for kind, rows in ((f"{name}_codes", codes), (f"{name}_scales", norms[..., 0].copy())):
+        packed, scales = bittern.aura_encode(normal(s * kv_heads, tokens, 64), signs, boundaries, levels)
+        for kind, rows in ((f"{name}_packed", packed), (f"{name}_scales", scales[..., 0].copy())):
             flat[kind] = rows
             rows = rows.reshape(s, kv_heads, *rows.shape[1:])
             pages = paged[kind] = np.zeros((7, kv_heads, page, *rows.shape[3:]), rows.dtype)
@@ -293,7 +293,7 @@ def test_a_block_table_tells_the_capacity():
 
 def test_the_length_of_a_row_is_said_once():
     words = bittern.pack_codes(np.zeros((2, 64), np.uint8), bits=4)
-    with pytest.raises(ValueError, match=r"codes: shape \[2, 63\], expected rows of axis_size 64"):
+    with pytest.raises(ValueError, match=r"codes: shape \[2,63\], expected \[2,64\] = \[outer_size,axis_size\]"):
         bittern.unpack_codes(words, axis_size=64, bits=4, codes=np.zeros((2, 63), np.uint8))
 
 

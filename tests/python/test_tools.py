@@ -12,6 +12,8 @@ import zipfile
 
 import pytest
 
+import bittern
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -253,3 +255,25 @@ def test_get_model_has_a_cache_of_its_own(smollm2, minilm):
     assert (again.returncode, again.stdout, again.stderr) == (0, f"{smollm2}\n", "")
     elsewhere = get_model("smollm2", XDG_CACHE_HOME="/dev/null", **NO_INDEX)
     assert elsewhere.returncode == 1 and "/dev/null/bittern: " in elsewhere.stderr
+
+
+def test_names_lists_every_operand_and_size():
+    text = (ROOT / "docs" / "names.md").read_text()
+    _, sizes, tensors = text.split("\n## ")[1:]
+    listed = [
+        {name for row in re.findall(r"^\| (`[^|]*)\|", part, re.M) for name in re.findall(r"`(\w+)`", row)}
+        for part in (sizes, tensors)
+    ]
+    fields = {f for op in bittern.ops() for f in op.fields if not f.choices}
+    not_sizes = {"bits", "n_bins", "k_bits", "v_bits", "q_min", "q_max", "window"}
+    assert listed[0] == {f.name for f in fields if isinstance(f.default, int)} - not_sizes
+    assert listed[1] == {o.name for op in bittern.ops() for o in op.operands}
+
+
+def test_backward_ops_take_the_incoming_gradient_first():
+    for op in bittern.ops():
+        first = op.operands[0].name
+        assert first.startswith("d_") == op.name.endswith("_backward"), op.name
+        for o in op.operands:
+            if o.output and op.name.endswith("_backward"):
+                assert o.name.startswith("d_"), (op.name, o.name)

@@ -66,14 +66,14 @@ GRANULARITIES = {
 
 
 def fake_quantize_problem(device, granularity="group", dtype="float32", scale_dtype=None):
-    """x [3,4,128] with clamped values on both sides, scale, zero points that are integers, dy."""
+    """x [3,4,128] with clamped values on both sides, scale, zero points that are integers, d_y."""
     shape, fields = GRANULARITIES[granularity]
     dtype = getattr(torch, dtype)
     x = torch.randn(3, 4, 128).to(dtype)
     scale = torch.empty(shape).uniform_(0.1, 0.3).to(scale_dtype or dtype)
     zero_point = torch.randint(-3, 4, shape)
-    dy = torch.randn(3, 4, 128).to(dtype)
-    return [t.to(device) for t in (x, scale, zero_point, dy)], {**fields, **RANGE}
+    d_y = torch.randn(3, 4, 128).to(dtype)
+    return [t.to(device) for t in (x, scale, zero_point, d_y)], {**fields, **RANGE}
 
 
 def affine_problem(device, storage="u8", dtype="float64"):
@@ -101,9 +101,9 @@ def test_affine_is_bitterns(device, dtype, storage):
     q, scales, biases, fields = affine_problem(device, storage, dtype)
     y = bittern.torch.qdq_affine(q, scales, biases, **fields)
     assert same(y, bittern.qdq_affine_forward(q, scales.detach(), biases.detach(), **fields))
-    dy = torch.randn_like(y)
-    y.backward(dy)
-    d_scales, d_biases = bittern.qdq_affine_backward(q, dy, **fields)
+    d_y = torch.randn_like(y)
+    y.backward(d_y)
+    d_scales, d_biases = bittern.qdq_affine_backward(d_y, q, **fields)
     assert same(scales.grad, d_scales) and same(biases.grad, d_biases)
     if storage == "packed":
         again = bittern.torch.qdq_affine(q.view(torch.int32), scales, biases, **fields)
@@ -114,7 +114,7 @@ def test_affine_is_bitterns(device, dtype, storage):
             q, wide, biases.detach().float(), dtype=getattr(torch, dtype), **fields
         )
         assert y.dtype == getattr(torch, dtype)
-        y.backward(dy)
+        y.backward(d_y)
         assert wide.grad.dtype == torch.float32 and biases.grad.dtype == biases.dtype
 
 
@@ -122,23 +122,23 @@ def test_affine_is_bitterns(device, dtype, storage):
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_fake_quantize_is_bitterns(device, granularity, dtype):
     """Values and gradients are those of the op and its backward; a floating zero point learns."""
-    (x, scale, zero_point, dy), fields = fake_quantize_problem(device, granularity, dtype)
+    (x, scale, zero_point, d_y), fields = fake_quantize_problem(device, granularity, dtype)
     leaves = [t.clone().requires_grad_() for t in (x, scale, zero_point.to(scale.dtype) + 0.25)]
     y = bittern.torch.fake_quantize_per_group(*leaves, **fields)
-    y.backward(dy)
+    y.backward(d_y)
     integers = zero_point.to(torch.int32)
     assert same(y.detach(), bittern.fake_quantize_per_group(x, scale, integers, **fields))
     for leaf, expected in zip(
-        leaves, bittern.fake_quantize_per_group_backward(dy, x, scale, integers, **fields)
+        leaves, bittern.fake_quantize_per_group_backward(d_y, x, scale, integers, **fields)
     ):
         assert same(leaf.grad, expected) and torch.any(expected != 0)
 
 
 def test_fake_quantize_with_f32_scales(device):
     problem, fields = fake_quantize_problem(device, dtype="bfloat16", scale_dtype=torch.float32)
-    x, scale, _, dy = problem
+    x, scale, _, d_y = problem
     x, scale = x.requires_grad_(), scale.requires_grad_()
-    bittern.torch.fake_quantize_per_group(x, scale, **fields).backward(dy)
+    bittern.torch.fake_quantize_per_group(x, scale, **fields).backward(d_y)
     assert x.grad.dtype == torch.bfloat16 and scale.grad.dtype == torch.float32
 
 
@@ -151,43 +151,43 @@ def test_torchs_own_autograd_agrees(device, low, high):
     zero_point = torch.randint(low, high + 1, (rows,))
     codes = torch.randint(low - 4, high + 5, (rows, 500))
     x = (codes - zero_point[:, None] + torch.empty(rows, 500).uniform_(-0.4, 0.4)) * scale[:, None]
-    dy = torch.randn(rows, 500)
-    x, scale, zero_point, dy = (t.to(device) for t in (x, scale, zero_point.float(), dy))
+    d_y = torch.randn(rows, 500)
+    x, scale, zero_point, d_y = (t.to(device) for t in (x, scale, zero_point.float(), d_y))
     ours = [t.clone().requires_grad_() for t in (x, scale, zero_point)]
     theirs = [t.clone().requires_grad_() for t in (x, scale, zero_point)]
     y = bittern.torch.fake_quantize_per_group(
         *ours, granularity="channel", axis=0, q_min=low, q_max=high
     )
     expected = torch._fake_quantize_learnable_per_channel_affine(*theirs, 0, low, high, 1.0)
-    y.backward(dy)
-    expected.backward(dy)
+    y.backward(d_y)
+    expected.backward(d_y)
     assert torch.equal(y, expected) and torch.equal(ours[0].grad, theirs[0].grad)
     for mine, other in zip(ours[1:], theirs[1:]):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-3)
     leaf = x.clone().requires_grad_()
     torch.fake_quantize_per_channel_affine(
         leaf, scale, zero_point.int(), 0, low, high
-    ).backward(dy)
+    ).backward(d_y)
     assert torch.equal(ours[0].grad, leaf.grad)
 
 
 def test_only_what_is_asked(device):
-    (x, scale, zero_point, dy), fields = fake_quantize_problem(device)
+    (x, scale, zero_point, d_y), fields = fake_quantize_problem(device)
     zero_point = zero_point.to(torch.int32)
     call = bittern.torch.fake_quantize_per_group
     with torch.no_grad():
         assert not call(x.clone().requires_grad_(), scale, zero_point, **fields).requires_grad
     assert not call(x, scale, zero_point, **fields).requires_grad
-    full = bittern.fake_quantize_per_group_backward(dy, x, scale, zero_point, **fields)
+    full = bittern.fake_quantize_per_group_backward(d_y, x, scale, zero_point, **fields)
     for i in range(2):
         leaves = [x.clone(), scale.clone()]
         leaves[i].requires_grad_()
-        call(*leaves, zero_point, **fields).backward(dy)
+        call(*leaves, zero_point, **fields).backward(d_y)
         assert same(leaves[i].grad, full[i]) and leaves[1 - i].grad is None
     y = call(x.requires_grad_(), scale, zero_point, **fields)
-    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (d_x,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="autograd"):
-        dx.sum().backward()
+        d_x.sum().backward()
 
 
 def test_not_contiguous(device):
@@ -204,17 +204,17 @@ def test_not_contiguous(device):
         assert same(y.detach(), expected) and y.is_contiguous()
         y.sum().backward()
         ones = torch.ones_like(expected)
-        dx = bittern.fake_quantize_per_group_backward(
+        d_x = bittern.fake_quantize_per_group_backward(
             ones, x, scale, zero_point, d_scale=False, d_zero_point=False, **fields
         )
-        assert same(leaf.grad, dx)
+        assert same(leaf.grad, d_x)
 
 
 # ---- operators and the compiler ----
 
 
 def operators(device):
-    (x, scale, zero_point, dy), _ = fake_quantize_problem(device)
+    (x, scale, zero_point, d_y), _ = fake_quantize_problem(device)
     leaves = [t.requires_grad_() for t in (x, scale, zero_point.float())]
     fields = (32, -8, 7, "group", -1)
     q, scales, biases, _ = affine_problem(device, "packed")
@@ -224,7 +224,7 @@ def operators(device):
         "fake_quantize_per_group": (names.fake_quantize_per_group.default, (*leaves, *fields)),
         "fake_quantize_per_group_backward": (
             names.fake_quantize_per_group_backward.default,
-            (dy, *(t.detach() for t in leaves), *fields, [True, False, True]),
+            (d_y, *(t.detach() for t in leaves), *fields, [True, False, True]),
         ),
         "qdq_affine": (
             names.qdq_affine.default,
@@ -232,7 +232,7 @@ def operators(device):
         ),
         "qdq_affine_backward": (
             names.qdq_affine_backward.default,
-            (q, y, scales.detach(), 32, 4, 0, [True, True]),
+            (y, q, scales.detach(), 32, 4, 0, [True, True]),
         ),
     }
 
@@ -253,7 +253,7 @@ def test_opcheck(device, name):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_whole_with_the_same_bits(device, backend):
-    (x, scale, zero_point, dy), fields = fake_quantize_problem(device)
+    (x, scale, zero_point, d_y), fields = fake_quantize_problem(device)
     q, scales, biases, affine = affine_problem(device, "packed", "float32")
 
     def both(x, scale, zero_point, scales, biases):
@@ -266,7 +266,7 @@ def test_compiled_whole_with_the_same_bits(device, backend):
         starts = (x, scale, zero_point.float(), scales, biases)
         leaves = [t.detach().clone().requires_grad_() for t in starts]
         y, w = function(*leaves)
-        torch.autograd.backward((y, w), (dy, torch.ones_like(w)))
+        torch.autograd.backward((y, w), (d_y, torch.ones_like(w)))
         results.append([y.detach(), w.detach(), *(leaf.grad for leaf in leaves)])
     assert all(same(a, b) for a, b in zip(*results))
 
@@ -380,16 +380,16 @@ def floating_operators():
     ops, rule, grid = torch.ops.bittern, (64, -8, 7, "group", -1), (64, 4, 0)
     return {
         "fake_quantize_per_group: x": (lambda x: ops.fake_quantize_per_group(x, scale, None, *rule), x),
-        "fake_quantize_per_group_backward: dy": (
-            lambda dy: ops.fake_quantize_per_group_backward(dy, x, scale, None, *rule, [True] * 3),
+        "fake_quantize_per_group_backward: d_y": (
+            lambda d_y: ops.fake_quantize_per_group_backward(d_y, x, scale, None, *rule, [True] * 3),
             x,
         ),
         "qdq_affine: scales": (
             lambda s: ops.qdq_affine(codes, s, scale, *grid, "once", torch.float32),
             scale,
         ),
-        "qdq_affine_backward: dy": (
-            lambda dy: ops.qdq_affine_backward(codes, dy, scale, *grid, [True] * 2),
+        "qdq_affine_backward: d_y": (
+            lambda d_y: ops.qdq_affine_backward(d_y, codes, scale, *grid, [True] * 2),
             x,
         ),
     }
@@ -540,24 +540,24 @@ def test_another_stream_waits_for_the_current_one(cuda, kind):
 def test_scratch_comes_from_torch(cuda):
     """An op with a workspace on CUDA runs without being given one, by function and by plan."""
     op, fields = "fake_quantize_per_group_backward", {"granularity": "tensor", **RANGE}
-    dy, x = (torch.randn(512, 1024, device=cuda) for _ in range(2))
+    d_y, x = (torch.randn(512, 1024, device=cuda) for _ in range(2))
     scale = torch.full((1,), 0.2, device=cuda)
-    results = bittern.fake_quantize_per_group_backward(dy, x, scale, **fields)
-    expected = bittern.fake_quantize_per_group_backward(dy.cpu(), x.cpu(), scale.cpu(), **fields)
+    results = bittern.fake_quantize_per_group_backward(d_y, x, scale, **fields)
+    expected = bittern.fake_quantize_per_group_backward(d_y.cpu(), x.cpu(), scale.cpu(), **fields)
     assert all(same(a.cpu(), b) for a, b in zip(results, expected))
     plan = bittern.plan(op, outer_size=512, axis_size=1024, device="cuda:0", **fields)
     d_scale = torch.zeros(1, device=cuda)
-    plan.run(dy=dy, x=x, scale=scale, d_scale=d_scale)
+    plan.run(d_y=d_y, x=x, scale=scale, d_scale=d_scale)
     assert same(d_scale.cpu(), expected[1])
 
 
 def test_a_graph_captures_a_training_step(cuda):
-    (x, scale, zero_point, dy), fields = fake_quantize_problem(cuda)
+    (x, scale, zero_point, d_y), fields = fake_quantize_problem(cuda)
     leaves = [t.requires_grad_() for t in (x, scale, zero_point.float())]
 
     def step():
         y = bittern.torch.fake_quantize_per_group(*leaves, **fields)
-        return y, *torch.autograd.grad(y, leaves, dy)
+        return y, *torch.autograd.grad(y, leaves, d_y)
 
     side = torch.cuda.Stream(cuda)  # torch asks for a run on a side stream first
     side.wait_stream(torch.cuda.current_stream(cuda))

@@ -109,23 +109,32 @@ struct AuraAttentionDesc {
   std::int64_t group() const { return heads / kv_heads; }  // query heads of a KV head
   DType scale_element() const { return f16_scale ? DType::f16 : DType::f32; }
   float softmax_scale() const noexcept;
-  Shape query_shape() const { return {sequences, queries, heads, dim}; }
-  Shape code_shape(std::int32_t bits) const {
-    const std::int64_t width = packed_words(dim, bits);
-    if (page_size == 0) return {sequences * kv_heads, capacity, width};
-    return {pages, kv_heads, page_size, width};
+  Axes query_shape() const {
+    return {{"sequences", sequences}, {"queries", queries}, {"heads", heads}, {"dim", dim}};
   }
-  Shape scale_shape() const {
-    if (page_size == 0) return {sequences * kv_heads, capacity};
-    return {pages, kv_heads, page_size};
+  Axes packed_shape(std::int32_t bits) const {
+    const Axis words{"words", packed_words(dim, bits)};
+    if (page_size == 0) return {row_axis(), {"capacity", capacity}, words};
+    return {{"pages", pages}, {"kv_heads", kv_heads}, {"page_size", page_size}, words};
   }
-  Shape table_shape() const { return {sequences, page_size == 0 ? 0 : capacity / page_size}; }
-  Shape exact_shape(std::int64_t tokens) const { return {sequences * kv_heads, tokens, dim}; }
-  Shape rotation_shape(Rotation rotation) const {
-    return rotation == Rotation::dense      ? Shape{dim, dim}
-           : rotation == Rotation::hadamard ? Shape{dim}
-                                            : Shape{0};
+  Axes scale_shape() const {
+    if (page_size == 0) return {row_axis(), {"capacity", capacity}};
+    return {{"pages", pages}, {"kv_heads", kv_heads}, {"page_size", page_size}};
   }
+  Axes table_shape() const {
+    return {{"sequences", sequences},
+            {"capacity/page_size", page_size == 0 ? 0 : capacity / page_size}};
+  }
+  Axes first_shape() const { return {row_axis(), {"first", first}, {"dim", dim}}; }
+  Axes recent_shape() const { return {row_axis(), {"recent", recent}, {"dim", dim}}; }
+  Axes mean_shape() const { return {{"kv_heads", kv_heads}, {"dim", dim}}; }
+  Axes codebook_shape(std::int32_t bits) const { return {{"2^bits", std::int64_t{1} << bits}}; }
+  Axes rotation_shape(Rotation rotation) const {
+    if (rotation == Rotation::dense) return {{"dim", dim}, {"dim", dim}};
+    return {{"dim", rotation == Rotation::hadamard ? dim : 0}};
+  }
+  // A row for each KV head of each sequence.
+  Axis row_axis() const { return {"sequences*kv_heads", sequences * kv_heads}; }
 };
 
 struct AuraAttention {
@@ -136,7 +145,7 @@ struct AuraAttention {
   using Desc = AuraAttentionDesc;
   struct Args {
     ConstView q;
-    ConstView k_codes, k_scales, v_codes, v_scales;
+    ConstView k_packed, k_scales, v_packed, v_scales;
     ConstView k_codebook, v_codebook;
     ConstView k_table{}, v_table{};  // of the rotations
     ConstView block_table{}, lengths{}, starts{};
@@ -186,30 +195,30 @@ struct AuraAttention {
     constexpr unsigned kRow = Operand::kRowStride, kMay = Operand::kOptional;
     constexpr unsigned kRows = Operand::kStrided | Operand::kRowAxes;
     // What a descriptor has no use for is empty, and must not be given.
-    const auto used = [](DType dtype, const Shape& shape, unsigned flags, const char* with) {
+    const auto used = [](DType dtype, const Axes& shape, unsigned flags, const char* with) {
       return Operand::read_if(shape.numel() != 0, dtype, shape, with, flags);
     };
     const char* const kRotation = "a hadamard or dense rotation";
     f("q", a.q, Operand{d.element, d.query_shape(), Operand::kStrided});
-    f("k_codes", a.k_codes, Operand{DType::u32, d.code_shape(d.k_bits), kRow});
+    f("k_packed", a.k_packed, Operand{DType::u32, d.packed_shape(d.k_bits), kRow});
     f("k_scales", a.k_scales, Operand{d.scale_element(), d.scale_shape(), kRow});
-    f("v_codes", a.v_codes, Operand{DType::u32, d.code_shape(d.v_bits), kRow});
+    f("v_packed", a.v_packed, Operand{DType::u32, d.packed_shape(d.v_bits), kRow});
     f("v_scales", a.v_scales, Operand{d.scale_element(), d.scale_shape(), kRow});
-    f("k_codebook", a.k_codebook, Operand{DType::f32, {std::int64_t{1} << d.k_bits}});
-    f("v_codebook", a.v_codebook, Operand{DType::f32, {std::int64_t{1} << d.v_bits}});
+    f("k_codebook", a.k_codebook, Operand{DType::f32, d.codebook_shape(d.k_bits)});
+    f("v_codebook", a.v_codebook, Operand{DType::f32, d.codebook_shape(d.v_bits)});
     f("k_table", a.k_table, used(DType::f32, d.rotation_shape(d.k_rotation), 0, kRotation));
     f("v_table", a.v_table, used(DType::f32, d.rotation_shape(d.v_rotation), 0, kRotation));
     const unsigned paged = d.table_shape().numel() == 0 ? kRow | kMay : kRow;
     f("block_table", a.block_table, Operand{DType::s32, d.table_shape(), paged});
-    f("lengths", a.lengths, Operand{DType::s32, {d.sequences, 3}, kMay});
-    f("starts", a.starts, Operand{DType::s32, {d.sequences, 2}, kMay});
-    f("k_first", a.k_first, used(d.exact, d.exact_shape(d.first), kRows, "first"));
-    f("v_first", a.v_first, used(d.exact, d.exact_shape(d.first), kRows, "first"));
-    f("k_recent", a.k_recent, used(d.exact, d.exact_shape(d.recent), kRows, "recent"));
-    f("v_recent", a.v_recent, used(d.exact, d.exact_shape(d.recent), kRows, "recent"));
-    f("k_mean", a.k_mean, Operand{DType::f32, {d.kv_heads, d.dim}, kMay});
-    f("v_mean", a.v_mean, Operand{DType::f32, {d.kv_heads, d.dim}, kMay});
-    f("sinks", a.sinks, Operand{DType::f32, {d.heads}, kMay});
+    f("lengths", a.lengths, Operand{DType::s32, {{"sequences", d.sequences}, {"3", 3}}, kMay});
+    f("starts", a.starts, Operand{DType::s32, {{"sequences", d.sequences}, {"2", 2}}, kMay});
+    f("k_first", a.k_first, used(d.exact, d.first_shape(), kRows, "first"));
+    f("v_first", a.v_first, used(d.exact, d.first_shape(), kRows, "first"));
+    f("k_recent", a.k_recent, used(d.exact, d.recent_shape(), kRows, "recent"));
+    f("v_recent", a.v_recent, used(d.exact, d.recent_shape(), kRows, "recent"));
+    f("k_mean", a.k_mean, Operand{DType::f32, d.mean_shape(), kMay});
+    f("v_mean", a.v_mean, Operand{DType::f32, d.mean_shape(), kMay});
+    f("sinks", a.sinks, Operand{DType::f32, {{"heads", d.heads}}, kMay});
     f("out", a.out, Operand{d.element, d.query_shape(), Operand::kStrided});
   }
 };

@@ -1,4 +1,4 @@
-// Rows of x to codes and norms, by the row format of bittern/aura_desc.h. Everything in f32, each
+// Rows of x to codes and scales, by the row format of bittern/aura_desc.h. Everything in f32, each
 // operation rounded.
 //
 //   1. norm = sqrt(dot(x, x));  inv = norm > 0 ? 1 / norm : 0. Unless 2^-100 <= dot(x, x) < 2^128,
@@ -13,7 +13,7 @@
 //      none            s = norm
 //      least_squares   s = sqrt(C) > 1e-8f ? norm * (D / C) : norm     least |x - x'|
 //      unbiased        s = D > 1e-8f ? norm / D : norm                 <x, x'> = |x|^2
-//      s is clamped to the largest finite values of the norms' dtype, of either sign, and rounded
+//      s is clamped to the largest finite values of the scales' dtype, of either sign, and rounded
 //      to it.
 //
 //   dot   32 chains: sum[j % 32] = fma(a_j, b_j, sum[j % 32]), j ascending, each from +0; then the
@@ -22,21 +22,21 @@
 //         ((s_0 + s_1) + (s_2 + s_3)) + ((s_4 + s_5) + (s_6 + s_7)); then the halving tree of these
 //
 // The codes of a finite row depend only on its direction, however small or large the row is. s
-// follows the norm within the range of the norms' dtype: it has fewer bits where it is subnormal,
+// follows the norm within the range of the scales' dtype: it has fewer bits where it is subnormal,
 // and is the largest finite value where the norm or s would exceed it. A row of zeros has the codes
 // of 0, s = 0 and x' = 0. A row with a NaN or an infinity has codes 0 and s NaN, and decodes to
 // NaN. No row affects another.
 //
-// With rotation dense, rule matched and f32 norms this is AURA's fused encode, except for rows of
+// With rotation dense, rule matched and f32 scales this is AURA's fused encode, except for rows of
 // norm 1e-8 or less, to which AURA gives no direction, and rows whose squares overflow.
 //
 // Kernel cuda_tensor (dense rotations of 64 and 128, sm_90, Preference::fastest) computes r in
 // another order, and s from its own r and codes. Its ErrorNorm is `terms`, and error_bound is
-// e = 2 (axis_size + 8) 2^-24. With T_i = sum over j of (|P_ij| + 2^-16) (|u_j| + 2^-16):
+// e = 2 (dim + 8) 2^-24. With T_i = sum over j of (|P_ij| + 2^-16) (|u_j| + 2^-16):
 //
 //   code_i  is the code of some r' with |r' - r_i| <= e T_i. So it can differ from the contract's
 //           only if r_i is that near to a boundary.
-//   s       is off by at most e M, and one ulp of the norms' dtype, from what step 5 gives for the
+//   s       is off by at most e M, and one ulp of the scales' dtype, from what step 5 gives for the
 //           codes that the kernel found. M = |s| (none, matched), 2 norm sum T_i |c_i| / C
 //           (least_squares), 2 |s| sum T_i |c_i| / D (unbiased). If D is within
 //           2 e sum T_i |c_i| of 0 or of 1e-8, nothing is promised for s (unbiased).
@@ -61,13 +61,15 @@ struct AuraEncode {
     ConstView x;
     ConstView table{};  // not for identity
     ConstView boundaries, codebook;
-    MutView packed, norms;
+    MutView packed, scales;
   };
 
-  static std::int64_t& rows(Desc& d) { return d.outer_size; }
+  static std::int64_t& rows(Desc& d) { return d.rows; }
+  static std::int64_t elements(const Desc& d) { return d.tensor_shape().numel(); }
   static Status check(const Desc& d) { return check_aura_desc(kName, d); }
   static std::string shape_hint(const Desc& d, std::string_view operand, const Shape& found) {
-    return width_hint(operand, d.axis_size, d.bits, found);
+    if (operand == "table") return rotation_hint(operand, d.rotation, found);
+    return width_hint(operand, d.dim, d.bits, found);
   }
   static Status check_contents(const Desc& d, const Args& a) {
     BITTERN_TRY(check_rotation(kName, d, a.table));
@@ -87,10 +89,10 @@ struct AuraEncode {
   static void operands(const Desc& d, A& a, F&& f) {
     f("x", a.x, Operand{d.element, d.tensor_shape(), kAuraRows});
     visit_rotation(d, a, f);
-    f("boundaries", a.boundaries, Operand{DType::f32, {d.levels() - 1}});
-    f("codebook", a.codebook, Operand{DType::f32, {d.levels()}});
+    f("boundaries", a.boundaries, Operand{DType::f32, {{"2^bits-1", d.levels() - 1}}});
+    f("codebook", a.codebook, Operand{DType::f32, {{"2^bits", d.levels()}}});
     f("packed", a.packed, Operand{DType::u32, d.packed_shape(), kAuraRows});
-    f("norms", a.norms, Operand{d.norm_element(), d.norm_shape(), kAuraRows});
+    f("scales", a.scales, Operand{d.scale_element(), d.scale_shape(), kAuraRows});
     visit_unread_rotation(d, a, f);
   }
 };

@@ -18,7 +18,11 @@ struct AuraRotate {
     MutView y;
   };
 
-  static std::int64_t& rows(Desc& d) { return d.outer_size; }
+  static std::int64_t& rows(Desc& d) { return d.rows; }
+  static std::int64_t elements(const Desc& d) { return d.tensor_shape().numel(); }
+  static std::string shape_hint(const Desc& d, std::string_view operand, const Shape& found) {
+    return rotation_hint(operand, d.rotation, found);
+  }
   static Status check(const Desc& d) { return check_aura_desc(kName, d); }
   static Status check_contents(const Desc& d, const Args& a) {
     return check_rotation(kName, d, a.table);

@@ -46,7 +46,7 @@ struct CausalConv1d {
   static void operands(const Desc& d, A& a, F&& f) {
     f("x", a.x, Operand{d.element, d.tensor_shape(), Operand::kStrided});
     f("weight", a.weight, Operand{d.element, d.weight_shape()});
-    f("bias", a.bias, Operand{d.element, {d.channels}, Operand::kOptional});
+    f("bias", a.bias, Operand{d.element, d.bias_shape(), Operand::kOptional});
     f("initial_state", a.initial_state, d.state_operand());
     f("mask", a.mask, Operand{DType::u8, d.mask_shape(), Operand::kOptional});
     f("cu_seqlens", a.cu_seqlens, d.rows().operand());

@@ -1,14 +1,14 @@
 // With z = x / s, in range: q_min <= R(z) + zp <= q_max, and q = clamp(R(z) + zp, q_min, q_max):
 //
-//   dx           = in range ? dy : 0
-//   d_scale      = sum of dy * (in range ? R(z) - z : q - zp)
-//   d_zero_point = sum of (in range ? 0 : -(s * dy))
+//   d_x          = in range ? d_y : 0
+//   d_scale      = sum of d_y * (in range ? R(z) - z : q - zp)
+//   d_zero_point = sum of (in range ? 0 : -(s * d_y))
 //
 // z follows quantize_per_group (NaN, s = 0 and s NaN count as 0). R(z) - z and q - zp are exact,
 // each product is rounded once, to f32 (f64 for f64). Sums are the halving tree over
 // GroupGeometry's order, padded with +0. d_scale and d_zero_point have the scale's dtype; half ones
-// take one more rounding, to nearest even. Any output may be left out, not all three. In place: dx
-// may be dy or x.
+// take one more rounding, to nearest even. Any output may be left out, not all three. In place: d_x
+// may be d_y or x.
 #pragma once
 #include "bittern/quantize_desc.h"
 
@@ -21,8 +21,8 @@ struct FakeQuantizePerGroupBackward {
 
   using Desc = QuantizeDesc;
   struct Args {
-    ConstView dy, x, scale, zero_point{};
-    MutView dx{}, d_scale{}, d_zero_point{};
+    ConstView d_y, x, scale, zero_point{};
+    MutView d_x{}, d_scale{}, d_zero_point{};
   };
 
   static Status check(const Desc& d) { return check_quantize_desc(kName, d, kFields); }
@@ -36,11 +36,11 @@ struct FakeQuantizePerGroupBackward {
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
-    f("dy", a.dy, Operand{d.element, d.tensor_shape(), kRows});
+    f("d_y", a.d_y, Operand{d.element, d.tensor_shape(), kRows});
     f("x", a.x, Operand{d.element, d.tensor_shape(), kRows});
     f("scale", a.scale, Operand{d.scale_element(), d.param_shape()});
     f("zero_point", a.zero_point, Operand{DType::s32, d.param_shape(), Operand::kOptional});
-    f("dx", a.dx, Operand{d.element, d.tensor_shape(), kRows | Operand::kOptional});
+    f("d_x", a.d_x, Operand{d.element, d.tensor_shape(), kRows | Operand::kOptional});
     f("d_scale", a.d_scale, Operand{d.scale_element(), d.param_shape(), Operand::kOptional});
     f("d_zero_point", a.d_zero_point,
       Operand{d.scale_element(), d.param_shape(), Operand::kOptional});

@@ -42,7 +42,7 @@ struct GatedRmsNorm {
   static void operands(const Desc& d, A& a, F&& f) {
     f("x", a.x, Operand{d.element, d.shape(), Operand::kStrided | Operand::kRowAxes});
     f("z", a.z, Operand{d.element, d.shape(), Operand::kStrided | Operand::kRowAxes});
-    f("weight", a.weight, Operand{d.element, {d.dim}});
+    f("weight", a.weight, Operand{d.element, d.weight_shape()});
     f("y", a.y, Operand{d.element, d.shape(), Operand::kStrided | Operand::kRowAxes});
   }
 };

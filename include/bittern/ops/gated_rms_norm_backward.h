@@ -1,9 +1,9 @@
 // The gradients of gated_rms_norm. With rstd as there, and in each row
 //
-//   n_j = x_j * rstd     s_j = sigmoid(z_j)     h_j = dy_j * (z_j * s_j)     e_j = h_j * weight_j
+//   n_j = x_j * rstd     s_j = sigmoid(z_j)     h_j = d_y_j * (z_j * s_j)     e_j = h_j * weight_j
 //
-//   dx_j     = rstd * fma(-n_j, (e.n) / dim, e_j)
-//   dz_j     = (dy_j * (n_j * weight_j)) * silu_slope(z_j)
+//   d_x_j    = rstd * fma(-n_j, (e.n) / dim, e_j)
+//   d_z_j    = (d_y_j * (n_j * weight_j)) * silu_slope(z_j)
 //   d_weight = sum over rows of h_j * n_j
 //
 // In f32, each operation rounded once; e.n is summed as core/dot.h says, sigmoid and silu_slope are
@@ -21,8 +21,8 @@ struct GatedRmsNormBackward {
 
   using Desc = GatedNormDesc;
   struct Args {
-    ConstView x, z, weight, dy;
-    MutView dx{}, dz{}, d_weight{};
+    ConstView d_y, x, z, weight;
+    MutView d_x{}, d_z{}, d_weight{};
   };
 
   static Status check(const Desc& d) { return check_gated_norm_desc(kName, d); }
@@ -40,13 +40,13 @@ struct GatedRmsNormBackward {
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
+    f("d_y", a.d_y, Operand{d.element, d.shape(), Operand::kRowStride});
     f("x", a.x, Operand{d.element, d.shape(), Operand::kRowStride});
     f("z", a.z, Operand{d.element, d.shape(), Operand::kRowStride});
-    f("weight", a.weight, Operand{d.element, {d.dim}});
-    f("dy", a.dy, Operand{d.element, d.shape(), Operand::kRowStride});
-    f("dx", a.dx, Operand{d.element, d.shape(), Operand::kRowStride | Operand::kOptional});
-    f("dz", a.dz, Operand{d.element, d.shape(), Operand::kRowStride | Operand::kOptional});
-    f("d_weight", a.d_weight, Operand{d.element, {d.dim}, Operand::kOptional});
+    f("weight", a.weight, Operand{d.element, d.weight_shape()});
+    f("d_x", a.d_x, Operand{d.element, d.shape(), Operand::kRowStride | Operand::kOptional});
+    f("d_z", a.d_z, Operand{d.element, d.shape(), Operand::kRowStride | Operand::kOptional});
+    f("d_weight", a.d_weight, Operand{d.element, d.weight_shape(), Operand::kOptional});
   }
 };
 

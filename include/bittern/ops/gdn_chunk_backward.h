@@ -60,11 +60,11 @@ struct GdnChunkBackward {
 
   using Desc = GdnDesc;
   struct Args {
+    ConstView d_o;
+    ConstView d_final_state{};
     ConstView q, k, v, g, beta;
     ConstView a_log{}, dt_bias{};  // with `gate`
     ConstView mask{}, initial_state{}, cu_seqlens{};
-    ConstView d_o;
-    ConstView d_final_state{};
     MutView d_q, d_k, d_v, d_g, d_beta;
     MutView d_a_log{}, d_dt_bias{}, d_initial_state{};
   };
@@ -91,8 +91,10 @@ struct GdnChunkBackward {
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
-    const Operand head{DType::f32, {d.value_heads}, Operand::kOptional};
+    const Operand head{DType::f32, d.head_shape(), Operand::kOptional};
     const Operand state = d.state_operand();
+    f("d_o", a.d_o, Operand{d.element, d.value_shape(), Operand::kStrided});
+    f("d_final_state", a.d_final_state, state);
     f("q", a.q, Operand{d.element, d.key_shape(), Operand::kStrided});
     f("k", a.k, Operand{d.element, d.key_shape(), Operand::kStrided});
     f("v", a.v, Operand{d.element, d.value_shape(), Operand::kStrided});
@@ -100,11 +102,9 @@ struct GdnChunkBackward {
     f("beta", a.beta, Operand{DType::f32, d.gate_shape(), Operand::kScattered});
     f("a_log", a.a_log, d.gate_operand());
     f("dt_bias", a.dt_bias, d.gate_operand());
-    f("mask", a.mask, Operand{DType::u8, {d.batch, d.tokens}, Operand::kOptional});
+    f("mask", a.mask, Operand{DType::u8, d.mask_shape(), Operand::kOptional});
     f("initial_state", a.initial_state, state);
     f("cu_seqlens", a.cu_seqlens, d.sequence_operand());
-    f("d_o", a.d_o, Operand{d.element, d.value_shape(), Operand::kStrided});
-    f("d_final_state", a.d_final_state, state);
     f("d_q", a.d_q, Operand{d.element, d.key_shape(), Operand::kStrided});
     f("d_k", a.d_k, Operand{d.element, d.key_shape(), Operand::kStrided});
     f("d_v", a.d_v, Operand{d.element, d.value_shape(), Operand::kStrided});

@@ -76,7 +76,7 @@ struct GdnChunkForward {
     f("beta", a.beta, Operand{DType::f32, d.gate_shape(), Operand::kScattered});
     f("a_log", a.a_log, d.gate_operand());
     f("dt_bias", a.dt_bias, d.gate_operand());
-    f("mask", a.mask, Operand{DType::u8, {d.batch, d.tokens}, Operand::kOptional});
+    f("mask", a.mask, Operand{DType::u8, d.mask_shape(), Operand::kOptional});
     f("initial_state", a.initial_state, d.state_operand());
     f("cu_seqlens", a.cu_seqlens, d.sequence_operand());
     f("o", a.o, Operand{d.element, d.value_shape(), Operand::kStrided});

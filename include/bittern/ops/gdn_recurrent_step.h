@@ -69,14 +69,13 @@ struct GdnStepDesc {
             .scale = scale};
   }
   std::int64_t states() const { return pool > 0 ? pool : batch; }
-  Shape state_shape() const {
-    return state_layout == StateLayout::key_value
-               ? Shape{states(), value_heads, key_dim, value_dim}
-               : Shape{states(), value_heads, value_dim, key_dim};
+  Axes state_shape() const {
+    const auto [first, second] = heads().state_axes();
+    return {{pool > 0 ? "pool" : "batch", states()}, heads().value_head_axis(), first, second};
   }
-  Shape snapshot_shape() const {
-    const Shape s = state_shape();
-    return {batch, tokens, s[1], s[2], s[3]};
+  Axes snapshot_shape() const {
+    const auto [first, second] = heads().state_axes();
+    return {{"batch", batch}, {"tokens", tokens}, heads().value_head_axis(), first, second};
   }
 };
 
@@ -132,7 +131,7 @@ struct GdnRecurrentStep {
     f("a_log", a.a_log, h.gate_operand());
     f("dt_bias", a.dt_bias, h.gate_operand());
     f("state_index", a.state_index,
-      Operand::read_if(d.pool > 0, DType::s32, {d.pool > 0 ? d.batch : 0}, "pool"));
+      Operand::read_if(d.pool > 0, DType::s32, {{"batch", d.pool > 0 ? d.batch : 0}}, "pool"));
     f("state", a.state, Operand{DType::f32, d.state_shape(), Operand::kInOut | Operand::kStrided});
     f("o", a.o, Operand{d.element, h.value_shape(), Operand::kStrided});
     f("snapshots", a.snapshots,

@@ -73,8 +73,9 @@ struct GgufQuantize {
     f("w", a.w, Operand{d.element, d.tensor_shape(), Operand::kRowStride});
     f("importance", a.importance,
       block_size(d.type).weights == 256
-          ? Operand{DType::f32, {d.axis_size}, Operand::kOptional}
-          : Operand::read_if(false, DType::f32, {0}, "a type of 256-weight blocks (the K types)"));
+          ? Operand{DType::f32, {{"axis_size", d.axis_size}}, Operand::kOptional}
+          : Operand::read_if(false, DType::f32, {{"axis_size", 0}},
+                             "a type of 256-weight blocks (the K types)"));
     const Operand grid = Operand::read_if(d.given_grid, DType::f32, d.grid_shape(), "given_grid",
                                           Operand::kRowStride);
     f("scales", a.scales, grid);

@@ -1,6 +1,6 @@
 // Code j of a row goes to bits [j*bits, (j+1)*bits) of a little-endian bit stream in u32 words:
 //
-//   words[w] = OR over j of (codes[j] mod 2^bits) << (j*bits - 32*w), kept to 32 bits
+//   packed[w] = OR over j of (codes[j] mod 2^bits) << (j*bits - 32*w), kept to 32 bits
 //
 // A code may continue in the next word. A row has ceil(axis_size * bits / 32) words, and its unused
 // bits are zero. bits is 1..8. This is MLX's layout, and that of the KV codec.
@@ -14,8 +14,10 @@ struct PackDesc {
   std::int64_t axis_size = 0;
   std::int32_t bits = 4;
   bool operator==(const PackDesc&) const = default;
-  Shape code_shape() const { return {outer_size, axis_size}; }
-  Shape word_shape() const { return {outer_size, packed_words(axis_size, bits)}; }
+  Axes code_shape() const { return {{"outer_size", outer_size}, {"axis_size", axis_size}}; }
+  Axes packed_shape() const {
+    return {{"outer_size", outer_size}, {"words", packed_words(axis_size, bits)}};
+  }
 };
 
 Status check_pack_desc(std::string_view op, const PackDesc& d) noexcept;
@@ -38,7 +40,7 @@ struct PackCodes {
   using Desc = PackDesc;
   struct Args {
     ConstView codes;
-    MutView words;
+    MutView packed;
   };
 
   static Status check(const Desc& d) { return check_pack_desc(kName, d); }
@@ -53,7 +55,7 @@ struct PackCodes {
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
     f("codes", a.codes, Operand{DType::u8, d.code_shape(), Operand::kRowStride});
-    f("words", a.words, Operand{DType::u32, d.word_shape(), Operand::kRowStride});
+    f("packed", a.packed, Operand{DType::u32, d.packed_shape(), Operand::kRowStride});
   }
 };
 

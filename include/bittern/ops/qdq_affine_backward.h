@@ -1,4 +1,4 @@
-// d_scales = sum of q * dy        d_biases = sum of dy        over each group, in one pass
+// d_scales = sum of q * d_y        d_biases = sum of d_y        over each group, in one pass
 //
 // Each product is rounded once, to f32 (f64 for f64). The sums are the halving tree: pad the group
 // with zeros to the next power of two n, then add the element n/2, n/4, ... 1 away; every backend
@@ -14,7 +14,7 @@ struct QdqAffineBackward {
 
   using Desc = AffineDesc;
   struct Args {
-    ConstView q, dy;
+    ConstView d_y, q;
     MutView d_scales{}, d_biases{};
   };
 
@@ -29,8 +29,8 @@ struct QdqAffineBackward {
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
+    f("d_y", a.d_y, Operand{d.element, d.tensor_shape(), Operand::kRowStride});
     f("q", a.q, Operand{d.code_element(), d.code_shape(), Operand::kRowStride});
-    f("dy", a.dy, Operand{d.element, d.tensor_shape(), Operand::kRowStride});
     f("d_scales", a.d_scales, Operand{d.scale_element(), d.param_shape(), Operand::kOptional});
     f("d_biases", a.d_biases, Operand{d.scale_element(), d.param_shape(), Operand::kOptional});
   }

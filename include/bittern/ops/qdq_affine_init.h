@@ -63,11 +63,15 @@ struct QdqAffineInit {
   static void operands(const Desc& d, A& a, F&& f) {
     f("w", a.w, Operand{d.element, d.tensor_shape(), Operand::kRowStride});
     const bool lsq = d.method == AffineMethod::lsq;
-    if (lsq) f("importance", a.importance, Operand{DType::f32, {d.axis_size}, Operand::kOptional});
+    if (lsq)
+      f("importance", a.importance,
+        Operand{DType::f32, {{"axis_size", d.axis_size}}, Operand::kOptional});
     f("scales", a.scales, Operand{d.scale_element(), d.param_shape()});
     f("biases", a.biases, Operand{d.scale_element(), d.param_shape()});
     f("q", a.q, Operand{d.code_element(), d.code_shape(), Operand::kRowStride});
-    if (!lsq) f("importance", a.importance, Operand::read_if(false, DType::f32, {0}, "method lsq"));
+    if (!lsq)
+      f("importance", a.importance,
+        Operand::read_if(false, DType::f32, {{"axis_size", 0}}, "method lsq"));
   }
 };
 

@@ -1,9 +1,9 @@
-// dx = dy / s   where q_min <= R(x / s) + zp <= q_max,   else 0
+// d_x = d_y / s   where q_min <= R(x / s) + zp <= q_max,   else 0
 //
 // The straight-through estimator of quantize_per_group: R(x/s) + zp is the very value the forward
-// clamps (NaN quotient counts as 0, the sum is exact), both ends are inside, and dy / s is a true
-// division. s = 0 gives 0; s NaN gives dy / s, that is NaN, where zp is in range. In place: dx may
-// be dy or x.
+// clamps (NaN quotient counts as 0, the sum is exact), both ends are inside, and d_y / s is a true
+// division. s = 0 gives 0; s NaN gives d_y / s, that is NaN, where zp is in range. In place: d_x
+// may be d_y or x.
 #pragma once
 #include "bittern/quantize_desc.h"
 
@@ -16,8 +16,8 @@ struct QuantizePerGroupBackward {
 
   using Desc = QuantizeDesc;
   struct Args {
-    ConstView dy, x, scale, zero_point{};
-    MutView dx;
+    ConstView d_y, x, scale, zero_point{};
+    MutView d_x;
   };
 
   static Status check(const Desc& d) { return check_quantize_desc(kName, d, kFields); }
@@ -31,11 +31,11 @@ struct QuantizePerGroupBackward {
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
-    f("dy", a.dy, Operand{d.element, d.tensor_shape(), kRows});
+    f("d_y", a.d_y, Operand{d.element, d.tensor_shape(), kRows});
     f("x", a.x, Operand{d.element, d.tensor_shape(), kRows});
     f("scale", a.scale, Operand{d.scale_element(), d.param_shape()});
     f("zero_point", a.zero_point, Operand{DType::s32, d.param_shape(), Operand::kOptional});
-    f("dx", a.dx, Operand{d.element, d.tensor_shape(), kRows});
+    f("d_x", a.d_x, Operand{d.element, d.tensor_shape(), kRows});
   }
 };
 

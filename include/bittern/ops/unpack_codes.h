@@ -11,7 +11,7 @@ struct UnpackCodes {
 
   using Desc = PackDesc;
   struct Args {
-    ConstView words;
+    ConstView packed;
     MutView codes;
   };
 
@@ -26,7 +26,7 @@ struct UnpackCodes {
   }
   template <class A, class F>
   static void operands(const Desc& d, A& a, F&& f) {
-    f("words", a.words, Operand{DType::u32, d.word_shape(), Operand::kRowStride});
+    f("packed", a.packed, Operand{DType::u32, d.packed_shape(), Operand::kRowStride});
     f("codes", a.codes, Operand{DType::u8, d.code_shape(), Operand::kRowStride});
   }
 };

@@ -16,9 +16,9 @@ inline std::vector<std::uint32_t> pack(const std::vector<std::uint8_t>& codes, s
                                        std::string_view kernel) {
   const PackDesc d{
       .outer_size = 1, .axis_size = static_cast<std::int64_t>(codes.size()), .bits = bits};
-  std::vector<std::uint32_t> words(static_cast<std::size_t>(d.word_shape()[1]), 0xffffffffu);
+  std::vector<std::uint32_t> words(static_cast<std::size_t>(d.packed_shape()[1]), 0xffffffffu);
   expect_ok(run_op<PackCodes>(
-      d, {view(codes.data(), d.code_shape()), view(words.data(), d.word_shape())}, kernel));
+      d, {view(codes.data(), d.code_shape()), view(words.data(), d.packed_shape())}, kernel));
   return words;
 }
 inline std::vector<std::uint8_t> unpack(const std::vector<std::uint32_t>& words, std::int64_t count,
@@ -26,7 +26,7 @@ inline std::vector<std::uint8_t> unpack(const std::vector<std::uint32_t>& words,
   const PackDesc d{.outer_size = 1, .axis_size = count, .bits = bits};
   std::vector<std::uint8_t> codes(static_cast<std::size_t>(count), 0xff);
   expect_ok(run_op<UnpackCodes>(
-      d, {view(words.data(), d.word_shape()), view(codes.data(), d.code_shape())}, kernel));
+      d, {view(words.data(), d.packed_shape()), view(codes.data(), d.code_shape())}, kernel));
   return codes;
 }
 
@@ -40,7 +40,7 @@ void expect_pack_errors() {
   const PackDesc good{.outer_size = 2, .axis_size = 32, .bits = 4};
   typename Op::Args args;
   args.codes = view(codes.data(), good.code_shape());
-  args.words = view(words.data(), good.word_shape());
+  args.packed = view(words.data(), good.packed_shape());
   const auto with = [&](auto change) {
     PackDesc d = good;
     change(d);
@@ -61,23 +61,25 @@ void expect_pack_errors() {
   refused(with([](D d) { d.bits = 9; }), bad, "bits: 9, expected 1..8");
   refused(with([](D d) { d.outer_size = -1; }), bad, "outer_size: -1, expected at least 0");
   refused(with([](D d) { d.axis_size = -7; }), bad, "axis_size: -7, expected at least 0");
-  refused(with([](D d) { d.bits = 5; }), bad, "words: shape [2,4], expected [2,5]");
+  refused(with([](D d) { d.bits = 5; }), bad,
+          "packed: shape [2,4], expected [2,5] = [outer_size,words]");
   refused(operand([](A a) { a.codes.dtype = DType::s8; }), bad, "codes: dtype s8, expected u8");
-  refused(operand([](A a) { a.words.dtype = DType::s32; }), bad, "words: dtype s32, expected u32");
+  refused(operand([](A a) { a.packed.dtype = DType::s32; }), bad,
+          "packed: dtype s32, expected u32");
   refused(operand([](A a) { a.codes = {}; }), bad, "codes: null, expected u8 [2,32]");
   refused(operand([](A a) { a.codes.stride[1] = 2; }), Code::unsupported,
           "codes: stride 2 of axis 1, expected 1");
-  refused(operand([](A a) { a.words.stride[0] = 3; }), Code::unsupported,
-          "words: stride 3 of axis 0, expected at least 4");
+  refused(operand([](A a) { a.packed.stride[0] = 3; }), Code::unsupported,
+          "packed: stride 3 of axis 0, expected at least 4");
   refused(operand([&](A a) { a.codes.data = words.data(); }), bad,
-          std::is_same_v<Op, PackCodes> ? "words: overlaps codes, expected memory of its own"
-                                        : "codes: overlaps words, expected memory of its own");
+          std::is_same_v<Op, PackCodes> ? "packed: overlaps codes, expected memory of its own"
+                                        : "codes: overlaps packed, expected memory of its own");
   EXPECT_EQ(codes, old_codes);
   EXPECT_EQ(words, old_words);
   expect_ok(run_op<Op>(good, args));
   EXPECT_NE(codes == old_codes, words == old_words);  // the output has changed, the input has not
   args.codes.shape = {0, 32};
-  args.words.shape = {0, 4};
+  args.packed.shape = {0, 4};
   expect_ok(run_op<Op>({.outer_size = 0, .axis_size = 32, .bits = 4}, args));
 }
 

@@ -11,11 +11,11 @@ std::vector<AuraDesc> aura_cases() {
   std::size_t turn = 0;
   static constexpr DType kElements[] = {DType::f32, DType::f16, DType::bf16};
   const auto add = [&](std::int64_t rows, std::int64_t dim, Rotation rotation) {
-    AuraDesc d{.outer_size = rows, .axis_size = dim, .rotation = rotation};
+    AuraDesc d{.rows = rows, .dim = dim, .rotation = rotation};
     d.bits = static_cast<std::int32_t>(turn % 8) + 1;
     d.element = kElements[turn % 3];
     d.scale_rule = static_cast<ScaleRule>(turn / 2 % 4);
-    d.f16_norm = turn % 5 == 0;
+    d.f16_scale = turn % 5 == 0;
     ++turn;
     cases.push_back(d);
   };
@@ -52,10 +52,10 @@ const Codebook& book(std::int64_t dim, std::int32_t bits) {
 
 const std::vector<float>& rotation_table(const AuraDesc& d) {
   thread_local std::map<std::pair<std::int64_t, Rotation>, std::vector<float>> made;
-  const std::pair key(d.axis_size, d.rotation);
+  const std::pair key(d.dim, d.rotation);
   auto at = made.find(key);
   if (at == made.end()) {
-    at = made.emplace(key, *make_rotation(d.rotation, d.axis_size, 5)).first;
+    at = made.emplace(key, *make_rotation(d.rotation, d.dim, 5)).first;
   }
   return at->second;
 }
@@ -68,10 +68,10 @@ void copy(const std::vector<float>& from, const ConstView& to) {
 
 void fill_aura(const AuraDesc& d, std::string_view operand, const ConstView& view, Rng& rng) {
   if (operand == "table") copy(rotation_table(d), view);
-  if (operand == "boundaries") copy(book(d.axis_size, d.bits).boundaries, view);
-  if (operand == "codebook") copy(book(d.axis_size, d.bits).levels, view);
-  if (operand == "norms") {
-    for (std::int64_t i = 0; i < d.outer_size; ++i) put(view, i, 0.5 + rng.uniform());
+  if (operand == "boundaries") copy(book(d.dim, d.bits).boundaries, view);
+  if (operand == "codebook") copy(book(d.dim, d.bits).levels, view);
+  if (operand == "scales") {
+    for (std::int64_t i = 0; i < d.rows; ++i) put(view, i, 0.5 + rng.uniform());
   }
 }
 

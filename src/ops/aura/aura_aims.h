@@ -9,7 +9,7 @@ namespace bittern::oracle {
 std::vector<AuraDesc> aura_cases();
 
 // What the operand must hold: signs or an orthogonal matrix for `rotation`, the sphere's tables for
-// `boundaries` and `codebook`, positive norms near 1. Other operands are left alone.
+// `boundaries` and `codebook`, positive scales near 1. Other operands are left alone.
 void fill_aura(const AuraDesc& d, std::string_view operand, const ConstView& view, Rng& rng);
 
 // Rows as the codec meets them: ordinary ones of any size, with outliers, constant, one-hot, zero,

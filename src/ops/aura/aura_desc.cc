@@ -40,9 +40,9 @@ Status check_aura_row(std::string_view op, std::string_view axis, std::int64_t d
 }
 
 Status check_aura_desc(std::string_view op, const AuraDesc& d) noexcept try {
-  BITTERN_TRY(expect_at_least(op, "outer_size", d.outer_size, 0));
-  BITTERN_TRY(check_aura_row(op, "axis_size", d.axis_size, d.bits, d.rotation));
-  BITTERN_TRY(expect_countable(op, {d.outer_size, d.axis_size}));
+  BITTERN_TRY(expect_at_least(op, "rows", d.rows, 0));
+  BITTERN_TRY(check_aura_row(op, "dim", d.dim, d.bits, d.rotation));
+  BITTERN_TRY(expect_countable(op, {d.rows, d.dim}));
   BITTERN_TRY(expect_between(op, "scale_rule", static_cast<std::int32_t>(d.scale_rule), 0, 3));
   if (d.element == DType::f32 || is_half(d.element)) return {};
   return unsupported(std::string(op).append(": element: ").append(name(d.element)) +
@@ -84,7 +84,7 @@ Status check_signs(std::string_view op, std::string_view operand, const float* v
 
 std::string width_hint(std::string_view operand, std::int64_t dim, std::int32_t bits,
                        const Shape& found) noexcept try {
-  const bool packed = operand == "packed" || operand.ends_with("_codes");
+  const bool packed = operand == "packed" || operand.ends_with("_packed");
   const bool boundaries = operand == "boundaries";
   if ((!packed && !boundaries && !operand.ends_with("codebook")) || found.rank == 0) return {};
   const auto length = [&](std::int32_t width) {
@@ -104,11 +104,23 @@ std::string width_hint(std::string_view operand, std::int64_t dim, std::int32_t 
   return {};  // a hint is not worth a failure
 }
 
+std::string rotation_hint(std::string_view operand, Rotation rotation, const Shape& found) noexcept
+    try {
+  if (operand != "table" && operand != "k_table" && operand != "v_table") return {};
+  if (rotation == Rotation::hadamard && found.rank == 2)
+    return "rotation hadamard takes signs; a matrix goes with rotation dense";
+  if (rotation == Rotation::dense && found.rank == 1)
+    return "rotation dense takes a matrix; signs go with rotation hadamard";
+  return {};
+} catch (...) {
+  return {};  // a hint is not worth a failure
+}
+
 std::string AuraAttention::shape_hint(const Desc& d, std::string_view operand,
                                       const Shape& found) noexcept try {
-  const bool rows = operand.ends_with("_codes") || operand.ends_with("_scales");
+  const bool rows = operand.ends_with("_packed") || operand.ends_with("_scales");
   const bool coded = rows && operand.substr(1, 1) == "_";
-  const int paged = operand.ends_with("_codes") ? 4 : 3;
+  const int paged = operand.ends_with("_packed") ? 4 : 3;
   if (operand == "block_table" || (coded && found.rank == paged)) {
     if (d.page_size == 0) return "pages need page_size (16..128), pages and capacity";
     if (operand == "block_table" && d.capacity == 0) {
@@ -120,7 +132,10 @@ std::string AuraAttention::shape_hint(const Desc& d, std::string_view operand,
     return "page_size is " + std::to_string(d.page_size) + "; without pages it is 0";
   if (coded && d.page_size == 0 && d.capacity == 0 && found.rank == paged - 1)
     return "capacity is 0; it is the coded tokens of a sequence";
-  return width_hint(operand, d.dim, operand.starts_with("k_") ? d.k_bits : d.v_bits, found);
+  const bool of_k = operand.starts_with("k_");
+  if (operand.ends_with("_table"))
+    return rotation_hint(operand, of_k ? d.k_rotation : d.v_rotation, found);
+  return width_hint(operand, d.dim, of_k ? d.k_bits : d.v_bits, found);
 } catch (...) {
   return {};  // a hint is not worth a failure
 }

@@ -13,9 +13,8 @@ inline constexpr std::int64_t kRowsAtOnce = 16;
 // f(begin, end) on ranges of d's rows.
 template <class F>
 void parallel_rows(const AuraDesc& d, F&& f) {
-  const std::int64_t work =
-      d.rotation == Rotation::dense ? d.axis_size * d.axis_size / 8 : 4 * d.axis_size;
-  parallel(d.outer_size, kGrain / std::max<std::int64_t>(work, 1), f, kRowsAtOnce);
+  const std::int64_t work = d.rotation == Rotation::dense ? d.dim * d.dim / 8 : 4 * d.dim;
+  parallel(d.rows, kGrain / std::max<std::int64_t>(work, 1), f, kRowsAtOnce);
 }
 
 }  // namespace bittern::cpu

@@ -28,7 +28,7 @@ struct ChunkSlots {
 
   ChunkSlots(const GdnDesc& d, const ConstView& cu)
       : cu_seqlens(cu.as<std::int32_t>()),
-        sequences(d.n_sequences),
+        sequences(d.sequences),
         tokens(d.tokens),
         chunk(d.chunk),
         per_row(d.state_chunks()),

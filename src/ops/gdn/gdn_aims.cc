@@ -8,7 +8,7 @@ std::vector<GdnDesc> gdn_cases(const GdnFields& fields) {
   struct Sizes {
     std::int64_t batch, tokens, key_heads, value_heads, key_dim, value_dim;
     std::int32_t chunk;
-    std::int64_t n_sequences;
+    std::int64_t sequences;
   };
   static constexpr Sizes kSizes[] = {
       {1, 1, 1, 1, 1, 1, 16, 0},      {2, 33, 2, 2, 17, 5, 16, 0},   {1, 70, 1, 3, 16, 24, 64, 0},
@@ -28,7 +28,7 @@ std::vector<GdnDesc> gdn_cases(const GdnFields& fields) {
       const std::size_t bits = turn++ % 7;
       GdnDesc d{.batch = s.batch, .tokens = s.tokens, .value_heads = s.value_heads};
       d.chunk = s.chunk;
-      d.n_sequences = s.n_sequences;
+      d.sequences = s.sequences;
       if (fields.keys || fields.values) d.element = element;
       if (fields.keys) {
         d.key_heads = s.key_heads;

@@ -27,7 +27,7 @@ Status check_gdn_desc(std::string_view op, const GdnDesc& d) noexcept try {
     return fail(op, "chunk", std::to_string(d.chunk) + ", expected 16, 32 or 64");
   }
   BITTERN_TRY(expect_countable(op, {d.batch, d.tokens, d.value_heads, 256}));
-  BITTERN_TRY(expect_countable(op, {d.sequences(), d.value_heads, d.key_dim, d.value_dim}));
+  BITTERN_TRY(expect_countable(op, {d.sequence_count(), d.value_heads, d.key_dim, d.value_dim}));
   BITTERN_TRY(
       expect_countable(op, {d.batch, d.state_chunks(), d.value_heads, d.key_dim, d.value_dim}));
   BITTERN_TRY(expect_no_f64(op, d.element));

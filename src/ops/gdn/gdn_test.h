@@ -231,8 +231,8 @@ inline double worst_error(const std::vector<double>& got, const std::vector<doub
 // Where the sequences start, and the end: of equal rows, or as given.
 inline std::vector<std::int64_t> gdn_starts(const GdnDesc& d, const ConstView& cu_seqlens) {
   std::vector<std::int64_t> starts;
-  for (std::int64_t i = 0; i <= d.sequences(); ++i)
-    starts.push_back(d.n_sequences > 0 ? cu_seqlens.as<std::int32_t>()[i] : i * d.tokens);
+  for (std::int64_t i = 0; i <= d.sequence_count(); ++i)
+    starts.push_back(d.sequences > 0 ? cu_seqlens.as<std::int32_t>()[i] : i * d.tokens);
   return starts;
 }
 

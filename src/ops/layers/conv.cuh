@@ -66,9 +66,9 @@ struct ConvInputs {
         x_at(d, a.x),
         initial_state(a.initial_state),
         mask(a.mask.template as<std::uint8_t>()),
-        bounds(d.n_sequences > 0 ? a.cu_seqlens.template as<std::int32_t>() : nullptr),
+        bounds(d.sequences > 0 ? a.cu_seqlens.template as<std::int32_t>() : nullptr),
         channels(d.channels),
-        sequences(d.sequences()),
+        sequences(d.sequence_count()),
         tokens(d.batch * d.tokens),
         row(d.tokens),
         packs(d.channels / pack) {}

@@ -54,7 +54,7 @@ template <class View>
 std::int64_t conv_at(const CausalConvDesc& d, const View& v, const ConvSequence& s,
                      std::int64_t position) {
   const std::int64_t packed = 0;  // one row has all sequences
-  return d.n_sequences > 0 ? v.at(packed, s.begin + position) : v.at(s.index, position);
+  return d.sequences > 0 ? v.at(packed, s.begin + position) : v.at(s.index, position);
 }
 
 template <class X>

@@ -17,7 +17,7 @@ std::vector<CausalConvDesc> causal_conv_cases() {
                          .tokens = tokens,
                          .channels = channels,
                          .width = width,
-                         .n_sequences = packed ? 3 : 0,
+                         .sequences = packed ? 3 : 0,
                          .element = kElements[turn % 3],
                          .silu = turn % 4 != 3});
       }
@@ -31,14 +31,14 @@ std::vector<CausalConvDesc> causal_conv_cases() {
                        .tokens = 75,
                        .channels = 24,
                        .width = width,
-                       .n_sequences = packed ? 4 : 0,
+                       .sequences = packed ? 4 : 0,
                        .element = element,
                        .silu = element != DType::f16});
     }
   }
-  cases.push_back({.tokens = 600, .channels = 1, .n_sequences = 600});
-  cases.push_back({.tokens = 300, .channels = 5, .n_sequences = 2});
-  cases.push_back({.tokens = 0, .channels = 5, .n_sequences = 2});
+  cases.push_back({.tokens = 600, .channels = 1, .sequences = 600});
+  cases.push_back({.tokens = 300, .channels = 5, .sequences = 2});
+  cases.push_back({.tokens = 0, .channels = 5, .sequences = 2});
   cases.push_back({.tokens = 5, .channels = 0});
   cases.push_back({.batch = 0, .tokens = 5, .channels = 3});
   return cases;

@@ -17,7 +17,7 @@ Status check_causal_conv_desc(std::string_view op, const CausalConvDesc& d) noex
   BITTERN_TRY(expect_no_f64(op, d.element));
   BITTERN_TRY(expect_countable(op, {d.batch, d.tokens, d.channels, 8}));
   // What the backward keeps of every block.
-  return expect_countable(op, {std::max(d.sequences(), d.blocks()), d.channels, 8});
+  return expect_countable(op, {std::max(d.sequence_count(), d.blocks()), d.channels, 8});
 } catch (...) {
   return caught(op);
 }

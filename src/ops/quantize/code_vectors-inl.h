@@ -66,8 +66,8 @@ HWY_INLINE hn::Vec<D> LoadCodes(D d, const Q* q) {
 
 template <class DI, class Q>
 HWY_INLINE void StoreCodes(DI, hn::Vec<DI> codes, Q* q) {
-  const hn::Rebind<Q, DI> dq;
-  hn::StoreU(hn::DemoteTo(dq, codes), dq, q);
+  const hn::Rebind<Q, DI> d_q;
+  hn::StoreU(hn::DemoteTo(d_q, codes), d_q, q);
 }
 
 template <class DI, class Q>

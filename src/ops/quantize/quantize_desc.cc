@@ -8,17 +8,19 @@
 
 namespace bittern {
 
-Shape QuantizeDesc::tensor_shape() const noexcept {
-  if (inner_size == 1) return {outer_size, axis_size};
-  return {outer_size, axis_size, inner_size};
+Axes QuantizeDesc::tensor_shape() const noexcept {
+  const Axis outer{"outer_size", outer_size}, axis{"axis_size", axis_size};
+  if (inner_size == 1) return {outer, axis};
+  return {outer, axis, {"inner_size", inner_size}};
 }
 
-Shape QuantizeDesc::param_shape() const noexcept {
+Axes QuantizeDesc::param_shape() const noexcept {
+  const Axis outer{"outer_size", outer_size};
   switch (granularity) {
-    case Granularity::group: return {outer_size, num_groups()};
-    case Granularity::token: return {outer_size};
-    case Granularity::channel: return {axis_size};
-    case Granularity::tensor: return {1};
+    case Granularity::group: return {outer, {"axis_size/group_size", num_groups()}};
+    case Granularity::token: return {outer};
+    case Granularity::channel: return {{"axis_size", axis_size}};
+    case Granularity::tensor: return {{"1", 1}};
   }
   return {};
 }

@@ -19,7 +19,7 @@ namespace {
 void PackChunks(const PackDesc& d, const PackCodes::Args& a, std::int64_t begin, std::int64_t end) {
   const CodePacker packer(d.bits);
   const cpu::ShortChunks chunks{d.outer_size, d.axis_size};
-  const bool stream = d.word_shape().numel() * 4 >= kStreamBytes;
+  const bool stream = d.packed_shape().numel() * 4 >= kStreamBytes;
   HWY_ALIGN std::uint8_t buffer[cpu::kShortChunk];
   const std::int64_t per_stream = (end - begin + cpu::kReadStreams - 1) / cpu::kReadStreams;
   for (std::int64_t i = 0; i < cpu::kReadStreams * per_stream; ++i) {
@@ -28,7 +28,7 @@ void PackChunks(const PackDesc& d, const PackCodes::Args& a, std::int64_t begin,
     const auto [row, first, length] = chunks[chunk];
     const auto count = static_cast<std::size_t>(length);
     const auto* codes = a.codes.as<std::uint8_t>() + row * a.codes.row_stride() + first;
-    auto* words = a.words.as<std::uint32_t>() + row * a.words.row_stride() + first * d.bits / 32;
+    auto* words = a.packed.as<std::uint32_t>() + row * a.packed.row_stride() + first * d.bits / 32;
     auto* bytes = reinterpret_cast<std::uint8_t*>(words);
     // Codes need not fill lines evenly: lines are assembled in L1, then streamed.
     std::uint8_t* to = stream ? buffer : bytes;

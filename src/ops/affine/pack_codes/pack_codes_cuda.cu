@@ -105,9 +105,9 @@ __global__ void __launch_bounds__(cuda::kBlock) pack(const Problem p) {
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
-  const Problem p(d, a.codes, a.words, !is_vector(d.bits) ? 4 : d.bits < 4 ? 4u * d.bits : 16);
+  const Problem p(d, a.codes, a.packed, !is_vector(d.bits) ? 4 : d.bits < 4 ? 4u * d.bits : 16);
   return cuda::visit_bits(d.bits, [&](auto width) {
-    return cuda::launch(Op::kName, pack<width()>, cuda::grid_for(p.units), a.words.device.index,
+    return cuda::launch(Op::kName, pack<width()>, cuda::grid_for(p.units), a.packed.device.index,
                         stream, p);
   });
 }

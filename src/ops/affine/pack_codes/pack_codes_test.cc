@@ -58,8 +58,8 @@ TEST(PackCodes, UnpackBringsEveryCodeBack) {
       const PackDesc d{.outer_size = 1, .axis_size = length, .bits = bits};
       std::fill(back.begin(), back.end(), std::uint8_t{0xee});
       expect_ok(run_op<PackCodes>(d, {view(std::as_const(codes).data() + offset, d.code_shape()),
-                                      view(words.data(), d.word_shape())}));
-      expect_ok(run_op<UnpackCodes>(d, {view(std::as_const(words).data(), d.word_shape()),
+                                      view(words.data(), d.packed_shape())}));
+      expect_ok(run_op<UnpackCodes>(d, {view(std::as_const(words).data(), d.packed_shape()),
                                         view(back.data() + offset, d.code_shape())}));
       EXPECT_TRUE(std::equal(codes.begin() + offset, codes.begin() + offset + length,
                              back.begin() + offset))

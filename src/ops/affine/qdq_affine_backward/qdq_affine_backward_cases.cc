@@ -40,7 +40,7 @@ void qdq_affine_backward_aim(const AffineDesc& d, const QdqAffineBackward::Args&
     for (std::int64_t j = begin; j < begin + d.group_size; ++j) {
       const double sign = rng.chance(2) ? -1.0 : 1.0;
       const int exponent = static_cast<int>(rng.below(24)) - 12;
-      put(a.dy, j, zeros ? (rng.chance(9) ? 0.0 : -0.0) : sign * std::ldexp(1.0, exponent));
+      put(a.d_y, j, zeros ? (rng.chance(9) ? 0.0 : -0.0) : sign * std::ldexp(1.0, exponent));
     }
   }
 }

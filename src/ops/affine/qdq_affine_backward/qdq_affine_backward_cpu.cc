@@ -19,20 +19,20 @@ namespace {
 
 using Op = QdqAffineBackward;
 
-// q * dy and dy of a group, for RowTree.
+// q * d_y and d_y of a group, for RowTree.
 template <class D, class X>
 struct GroupTerms {
   const std::uint8_t* HWY_RESTRICT q;
-  const X* HWY_RESTRICT dy;
+  const X* HWY_RESTRICT d_y;
 
   HWY_INLINE TwoTerms<hn::Vec<D>> Of(std::int64_t i, const X* at) const {
     const auto v = LoadMath(D(), at);
     return {hn::Mul(LoadCodes(D(), q + i), v), v};
   }
-  HWY_INLINE TwoTerms<hn::Vec<D>> operator()(std::int64_t i) const { return Of(i, dy + i); }
+  HWY_INLINE TwoTerms<hn::Vec<D>> operator()(std::int64_t i) const { return Of(i, d_y + i); }
   HWY_INLINE TwoTerms<hn::Vec<D>> operator()(std::int64_t i, std::int64_t count) const {
     X padded[hn::MaxLanes(D())] = {};
-    std::memcpy(padded, dy + i, static_cast<std::size_t>(count) * sizeof(X));
+    std::memcpy(padded, d_y + i, static_cast<std::size_t>(count) * sizeof(X));
     return Of(i, padded);
   }
 };
@@ -78,9 +78,9 @@ void SumGroups(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::in
         ready = std::min(std::min((row + 1) * d.num_groups(), end) - group, window);
         const std::int64_t j = group % d.num_groups() * size;
         terms.q = reader.Read(row, j / 8 * 8, j % 8 + ready * size) + j % 8;
-        terms.dy = a.dy.as<X>() + row * a.dy.row_stride() + j;
+        terms.d_y = a.d_y.as<X>() + row * a.d_y.row_stride() + j;
       }
-      PrefetchNext(terms.dy, size);
+      PrefetchNext(terms.d_y, size);
       const auto tree = [&]() HWY_ATTR {
         if constexpr (kRows != 0) {
           return FewRows<kRows>(df, terms, 0, 1);
@@ -91,7 +91,7 @@ void SumGroups(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::in
       scale_terms[k] = tree.first;
       bias_terms[k] = tree.second;
       terms.q += size;
-      terms.dy += size;
+      terms.d_y += size;
       --ready;
     }
     const std::int64_t width = RowWidth(df, size);

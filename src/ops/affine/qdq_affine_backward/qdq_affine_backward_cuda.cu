@@ -1,7 +1,7 @@
 // Groups of 32, 64 and 128: a team of lanes per group, kGroups groups in a row. A lane reads 16
-// bytes of dy, V elements, in each of kLoads rows: element (i kLanes + t) V + j is value j of row i
-// of lane t, so that the halving tree adds rows, then lanes, then the values of a lane.
-// All others: a warp per group.
+// bytes of d_y, V elements, in each of kLoads rows: element (i kLanes + t) V + j is value j of row
+// i of lane t, so that the halving tree adds rows, then lanes, then the values of a lane. All
+// others: a warp per group.
 #include "bittern/ops/qdq_affine_backward.h"
 #include "cuda/device.cuh"
 #include "cuda/runtime.cuh"
@@ -19,10 +19,10 @@ using cuda::Pack;
 using cuda::Sums;
 
 struct Problem {
-  const void *q, *dy;
+  const void *q, *d_y;
   void *d_scales, *d_biases;  // either may be null
   DType scale_element;
-  std::int64_t q_stride, dy_stride;
+  std::int64_t q_stride, d_y_stride;
   std::int64_t groups;
   Divisor row_groups;
   bool one_row;  // or rows that follow each other as one
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(cuda::kBlock) sum_teams(const Problem p) {
   const std::int64_t thread = std::int64_t{blockIdx.x} * cuda::kBlock + threadIdx.x;
   const int t = static_cast<int>(threadIdx.x % kLanes);
   const std::int64_t first = thread / kLanes * kGroups;
-  Pack<X, V> dy[kGroups][kLoads];
+  Pack<X, V> d_y[kGroups][kLoads];
   std::uint32_t fields[kGroups][kLoads][kFields];
 #pragma unroll
   for (int k = 0; k < kGroups; ++k) {
@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(cuda::kBlock) sum_teams(const Problem p) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const std::int64_t at = j + i * kLanes * V;
-      dy[k][i] =
-          Pack<X, V>::template load<true>(static_cast<const X*>(p.dy) + row * p.dy_stride + at);
+      d_y[k][i] =
+          Pack<X, V>::template load<true>(static_cast<const X*>(p.d_y) + row * p.d_y_stride + at);
 #pragma unroll
       for (int f = 0; f < kFields; ++f) fields[k][i][f] = q.template field<4>(at + 4 * f);
     }
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(cuda::kBlock) sum_teams(const Problem p) {
     for (int i = 0; i < kLoads; ++i) {
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        bias[i][j] = cuda::load_math(dy[k][i].at[j]);
+        bias[i][j] = cuda::load_math(d_y[k][i].at[j]);
         scale[i][j] = q.template value<float>(fields[k][i][j / 4], j % 4) * bias[i][j];
       }
     }
@@ -99,10 +99,10 @@ __global__ void __launch_bounds__(cuda::kBlock) sum_groups(const Problem p) {
   const std::int64_t row = p.row_groups.divide(group);
   const std::int64_t first = (group - row * p.row_groups.value()) * p.group_size;
   const CodeRow<kPacked> q(p.q, row * p.q_stride, p.bits);
-  const X* dy = static_cast<const X*>(p.dy) + row * p.dy_stride + first;
+  const X* d_y = static_cast<const X*>(p.d_y) + row * p.d_y_stride + first;
   const auto sums = cuda::warp_tree<F, 2>(p.group_size, [&](int j) -> Sums<F, 2> {
     if (j >= p.group_size) return {};
-    const F x = cuda::load_math(dy[j]);
+    const F x = cuda::load_math(d_y[j]);
     return {q.template value<F>(q.template field<1>(first + j), 0) * x, x};
   });
   if (threadIdx.x % 32 == 0) store_sum(p.d_scales, p.scale_element, group, sums.at[0]);
@@ -119,24 +119,24 @@ Status launch_teams(const Problem& p, int device, Stream stream) {
 template <class X, bool kPacked>
 Status run_typed(const Op::Desc& d, const Op::Args& a, Stream stream) {
   const bool one_row = cuda::codes_dense(d, a.q.row_stride()) &&
-                       (d.outer_size <= 1 || a.dy.row_stride() == d.axis_size);
+                       (d.outer_size <= 1 || a.d_y.row_stride() == d.axis_size);
   const Problem p{.q = a.q.data,
-                  .dy = a.dy.data,
+                  .d_y = a.d_y.data,
                   .d_scales = a.d_scales.data,
                   .d_biases = a.d_biases.data,
                   .scale_element = d.scale_element(),
                   .q_stride = a.q.row_stride(),
-                  .dy_stride = a.dy.row_stride(),
+                  .d_y_stride = a.d_y.row_stride(),
                   .groups = d.outer_size * d.num_groups(),
                   .row_groups = Divisor(d.num_groups()),
                   .one_row = one_row,
                   .group_size = static_cast<int>(d.group_size),
                   .bits = d.code_bits()};
-  const int device = a.dy.device.index;
+  const int device = a.d_y.device.index;
   if constexpr (sizeof(X) <= 4) {
     constexpr int V = 16 / sizeof(X);
     if (cuda::codes_aligned<4>(d, a.q.data, a.q.row_stride()) &&
-        cuda::packs_aligned<X, V>(a.dy.data, d.outer_size, a.dy.row_stride())) {
+        cuda::packs_aligned<X, V>(a.d_y.data, d.outer_size, a.d_y.row_stride())) {
       switch (d.group_size) {  // lanes x loads x V elements; 4 loads a thread keep the H200 busy
         case 32: return launch_teams<X, 32 / V, 1, 2, kPacked>(p, device, stream);
         case 64: return launch_teams<X, 8, 8 / V, V / 2, kPacked>(p, device, stream);

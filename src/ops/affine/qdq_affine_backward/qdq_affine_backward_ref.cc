@@ -12,7 +12,7 @@ void sum_groups(const Op::Desc& d, const Op::Args& a) {
   using F = Math<X>;
   std::vector<F> scale_terms, bias_terms;
   for (std::int64_t i = 0; i < d.outer_size; ++i) {
-    const X* dy = a.dy.as<X>() + i * a.dy.row_stride();
+    const X* d_y = a.d_y.as<X>() + i * a.d_y.row_stride();
     for (std::int64_t g = 0; g < d.num_groups(); ++g) {
       scale_terms.clear();
       bias_terms.clear();
@@ -21,8 +21,8 @@ void sum_groups(const Op::Desc& d, const Op::Args& a) {
             d.storage == CodeStorage::u8
                 ? a.q.as<std::uint8_t>()[i * a.q.row_stride() + j]
                 : packed_code(a.q.as<std::uint32_t>() + i * a.q.row_stride(), j, d.code_bits());
-        scale_terms.push_back(static_cast<F>(q) * to_math(dy[j]));
-        bias_terms.push_back(to_math(dy[j]));
+        scale_terms.push_back(static_cast<F>(q) * to_math(d_y[j]));
+        bias_terms.push_back(to_math(d_y[j]));
       }
       const std::int64_t at = i * d.num_groups() + g;
       if (a.d_scales) a.d_scales.as<S>()[at] = from_math<S>(halving_sum(scale_terms));

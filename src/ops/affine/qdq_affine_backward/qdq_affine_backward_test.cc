@@ -15,13 +15,13 @@ TEST(QdqAffineBackward, MatchesRefEverywhere) { oracle::expect_parity("qdq_affin
 struct Sums {
   float scale = NAN, bias = NAN;
 };
-Sums sums(const std::vector<std::uint8_t>& q, const std::vector<float>& dy,
+Sums sums(const std::vector<std::uint8_t>& q, const std::vector<float>& d_y,
           std::string_view kernel) {
   const auto n = static_cast<std::int64_t>(q.size());
   const AffineDesc d{.outer_size = 1, .axis_size = n, .group_size = n, .bits = 8};
   Sums out;
   expect_ok(run_op<Op>(d,
-                       {view(q.data(), {1, n}), view(dy.data(), {1, n}), view(&out.scale, {1, 1}),
+                       {view(d_y.data(), {1, n}), view(q.data(), {1, n}), view(&out.scale, {1, 1}),
                         view(&out.bias, {1, 1})},
                        kernel));
   return out;
@@ -58,7 +58,7 @@ TEST(QdqAffineBackward, PaddingIsAdded) {
 struct Problem {
   AffineDesc d;
   std::vector<std::uint8_t> q;
-  std::vector<double> dy, d_scales, d_biases;
+  std::vector<double> d_y, d_scales, d_biases;
 
   explicit Problem(std::int64_t group)
       : d{.outer_size = 2,
@@ -69,24 +69,24 @@ struct Problem {
     oracle::Rng rng(static_cast<std::uint64_t>(group));
     for (std::int64_t i = 0; i < d.outer_size * d.axis_size; ++i) {
       q.push_back(static_cast<std::uint8_t>(rng.below(256)));
-      dy.push_back(rng.normal());
+      d_y.push_back(rng.normal());
     }
     d_scales.resize(6);
     d_biases.resize(6);
     expect_ok(run_op<Op>(
-        d, {view(std::as_const(q).data(), d.code_shape()),
-            view(std::as_const(dy).data(), d.tensor_shape()),
-            view(d_scales.data(), d.param_shape()), view(d_biases.data(), d.param_shape())}));
+        d, {view(std::as_const(d_y).data(), d.tensor_shape()),
+            view(std::as_const(q).data(), d.code_shape()), view(d_scales.data(), d.param_shape()),
+            view(d_biases.data(), d.param_shape())}));
   }
 
-  // <dy, forward(s, b)>
+  // <d_y, forward(s, b)>
   double loss(const std::vector<double>& s, const std::vector<double>& b) const {
-    std::vector<double> y(dy.size());
+    std::vector<double> y(d_y.size());
     expect_ok(run_op<QdqAffineForward>(
         d, {view(q.data(), d.code_shape()), view(s.data(), d.param_shape()),
             view(b.data(), d.param_shape()), view(y.data(), d.tensor_shape())}));
     long double sum = 0;
-    for (std::size_t i = 0; i < y.size(); ++i) sum += static_cast<long double>(y[i]) * dy[i];
+    for (std::size_t i = 0; i < y.size(); ++i) sum += static_cast<long double>(y[i]) * d_y[i];
     return static_cast<double>(sum);
   }
 };
@@ -117,7 +117,7 @@ TEST(QdqAffineBackward, IsTheDerivativeOfTheForward) {
   }
 }
 
-// The forward is linear in (s, b), so <dy, F(s, b)> = <d_scales, s> + <d_biases, b>.
+// The forward is linear in (s, b), so <d_y, F(s, b)> = <d_scales, s> + <d_biases, b>.
 TEST(QdqAffineBackward, IsTheAdjointOfTheForward) {
   for (const std::int64_t group : {2, 3, 5, 48, 80, 96, 1000, 1024}) {
     const Problem p(group);
@@ -140,14 +140,15 @@ TEST(QdqAffineBackward, IsTheAdjointOfTheForward) {
 TEST(QdqAffineBackward, EitherOutputMayBeLeftOut) {
   const AffineDesc d{.outer_size = 1, .axis_size = 4, .group_size = 4, .bits = 8};
   const std::uint8_t q[] = {1, 2, 3, 4};
-  const float dy[] = {0.5f, 1, -1, 2};
+  const float d_y[] = {0.5f, 1, -1, 2};
   for (const auto kernel : kBothKernels) {
     float scale = NAN, bias = NAN;
-    expect_ok(run_op<Op>(d, {view(q, {1, 4}), view(dy, {1, 4}), view(&scale, {1, 1}), {}}, kernel));
-    expect_ok(run_op<Op>(d, {view(q, {1, 4}), view(dy, {1, 4}), {}, view(&bias, {1, 1})}, kernel));
+    expect_ok(
+        run_op<Op>(d, {view(d_y, {1, 4}), view(q, {1, 4}), view(&scale, {1, 1}), {}}, kernel));
+    expect_ok(run_op<Op>(d, {view(d_y, {1, 4}), view(q, {1, 4}), {}, view(&bias, {1, 1})}, kernel));
     EXPECT_EQ(scale, 7.5f);
     EXPECT_EQ(bias, 2.5f);
-    expect_error(run_op<Op>(d, {view(q, {1, 4}), view(dy, {1, 4}), {}, {}}, kernel),
+    expect_error(run_op<Op>(d, {view(d_y, {1, 4}), view(q, {1, 4}), {}, {}}, kernel),
                  Code::invalid_argument,
                  "qdq_affine_backward: every output is left out, expected at least one");
   }
@@ -156,10 +157,11 @@ TEST(QdqAffineBackward, EitherOutputMayBeLeftOut) {
 TEST(QdqAffineBackward, ErrorsNameTheFieldAndLeaveTheOutputsAlone) {
   const AffineDesc good{.outer_size = 2, .axis_size = 8, .group_size = 4, .bits = 4};
   std::vector<std::uint8_t> q(16, 3);
-  std::vector<float> dy(16, 1), ds(4, -77), db(4, -78);
+  std::vector<float> d_y(16, 1), ds(4, -77), db(4, -78);
   const auto untouched_ds = ds, untouched_db = db;
-  const Op::Args args{view(std::as_const(q).data(), {2, 8}), view(std::as_const(dy).data(), {2, 8}),
-                      view(ds.data(), {2, 2}), view(db.data(), {2, 2})};
+  const Op::Args args{view(std::as_const(d_y).data(), {2, 8}),
+                      view(std::as_const(q).data(), {2, 8}), view(ds.data(), {2, 2}),
+                      view(db.data(), {2, 2})};
   const auto with = [&](auto change) {
     AffineDesc d = good;
     change(d);
@@ -186,10 +188,10 @@ TEST(QdqAffineBackward, ErrorsNameTheFieldAndLeaveTheOutputsAlone) {
   expect_error(with([](D d) { d.storage = CodeStorage::packed; }), bad,
                op + "q: dtype u8, expected u32");
   expect_error(with([](D d) { d.group_size = 8; }), bad,
-               op + "d_scales: shape [2,2], expected [2,1]");
-  expect_error(operand([](A a) { a.dy = {}; }), bad, op + "dy: null, expected f32 [2,8]");
-  expect_error(operand([](A a) { a.dy.dtype = DType::f64; }), bad,
-               op + "dy: dtype f64, expected f32");
+               op + "d_scales: shape [2,2], expected [2,1] = [outer_size,axis_size/group_size]");
+  expect_error(operand([](A a) { a.d_y = {}; }), bad, op + "d_y: null, expected f32 [2,8]");
+  expect_error(operand([](A a) { a.d_y.dtype = DType::f64; }), bad,
+               op + "d_y: dtype f64, expected f32");
   expect_error(operand([](A a) { a.q.stride[0] = 7; }), Code::unsupported,
                op + "q: stride 7 of axis 0, expected at least 8");
   expect_error(operand([](A a) { a.d_biases.stride[0] = 3; }), Code::unsupported,

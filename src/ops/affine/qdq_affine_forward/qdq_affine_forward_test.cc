@@ -142,7 +142,7 @@ TEST(QdqAffineForward, ErrorsNameTheFieldAndLeaveTheOutputAlone) {
   expect_error(with([](D d) { d.element = DType::f16; }), bad,
                op + "scales: dtype f32, expected f16");
   expect_error(with([](D d) { d.group_size = 2; }), bad,
-               op + "scales: shape [2,2], expected [2,4]");
+               op + "scales: shape [2,2], expected [2,4] = [outer_size,axis_size/group_size]");
   expect_error(operand([](A a) { a.biases = {}; }), bad, op + "biases: null, expected f32 [2,2]");
   expect_error(operand([](A a) { a.y = {}; }), bad, op + "y: null, expected f32 [2,8]");
   expect_error(operand([](A a) { a.y.stride[1] = 2; }), Code::unsupported,

@@ -25,7 +25,7 @@ void UnpackChunks(const PackDesc& d, const UnpackCodes::Args& a, std::int64_t be
     const auto [row, first, length] = chunks[i];
     const auto count = static_cast<std::size_t>(length);
     const auto* words =
-        a.words.as<std::uint32_t>() + row * a.words.row_stride() + first * d.bits / 32;
+        a.packed.as<std::uint32_t>() + row * a.packed.row_stride() + first * d.bits / 32;
     const auto* bytes = reinterpret_cast<const std::uint8_t*>(words);
     auto* codes = a.codes.as<std::uint8_t>() + row * a.codes.row_stride() + first;
     // Codes up to the next line; whole bytes of the stream, or the rest would not start on one.

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(cuda::kBlock) unpack(const Problem p) {
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
-  const Problem p(d, a.codes, a.words, is_vector(d.bits) ? 2u * d.bits : 4);
+  const Problem p(d, a.codes, a.packed, is_vector(d.bits) ? 2u * d.bits : 4);
   return cuda::visit_bits(d.bits, [&](auto width) {
     return cuda::launch(Op::kName, unpack<width()>, cuda::grid_for(p.units), a.codes.device.index,
                         stream, p);

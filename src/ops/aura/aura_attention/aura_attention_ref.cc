@@ -46,7 +46,7 @@ class Attention {
     Row values(static_cast<std::size_t>(d_.dim));
     const std::int64_t slot = sequence_.slot(region, t);
     if (region == aura::kCoded) {
-      const ConstView& codes = of_v ? a_.v_codes : a_.k_codes;
+      const ConstView& codes = of_v ? a_.v_packed : a_.k_packed;
       const std::int64_t bits = of_v ? d_.v_bits : d_.k_bits;
       const auto* codebook = (of_v ? a_.v_codebook : a_.k_codebook).as<float>();
       const auto* words =

@@ -69,7 +69,7 @@ class Decoded {
         x[at(j)] = oracle::get(v, ((s * d_.kv_heads + head) * v.shape[1] + slot) * dim + j);
       return x;
     }
-    const ConstView &codes = of_v ? a_.v_codes : a_.k_codes,
+    const ConstView &codes = of_v ? a_.v_packed : a_.k_packed,
                     &scales = of_v ? a_.v_scales : a_.k_scales;
     const std::int64_t bits = of_v ? d_.v_bits : d_.k_bits;
     const auto* words =
@@ -332,9 +332,9 @@ struct ByHand {
   float levels[2] = {-1, 1};
   float out[2] = {7, 7};
   Op::Args args{.q = array_view(std::as_const(q), {1, 1, 1, 2}),
-                .k_codes = array_view(std::as_const(k), {1, 2, 1}),
+                .k_packed = array_view(std::as_const(k), {1, 2, 1}),
                 .k_scales = array_view(std::as_const(scales), {1, 2}),
-                .v_codes = array_view(std::as_const(v), {1, 2, 1}),
+                .v_packed = array_view(std::as_const(v), {1, 2, 1}),
                 .v_scales = array_view(std::as_const(scales), {1, 2}),
                 .k_codebook = array_view(std::as_const(levels), {2}),
                 .v_codebook = array_view(std::as_const(levels), {2}),
@@ -438,10 +438,10 @@ TEST(AuraAttention, PagesAndRingsHoldTheSameTokens) {
       const std::int64_t slot = (t + shift) % d.capacity;
       const std::int64_t row = (pages[slot / 32] * 2 + h) * 32 + slot % 32;
       for (std::int64_t w = 0; w < words; ++w) {
-        oracle::put(to.k_codes, row * words + w,
-                    oracle::get(from.k_codes, (h * d.capacity + t) * words + w));
-        oracle::put(to.v_codes, row * words + w,
-                    oracle::get(from.v_codes, (h * d.capacity + t) * words + w));
+        oracle::put(to.k_packed, row * words + w,
+                    oracle::get(from.k_packed, (h * d.capacity + t) * words + w));
+        oracle::put(to.v_packed, row * words + w,
+                    oracle::get(from.v_packed, (h * d.capacity + t) * words + w));
       }
       oracle::put(to.k_scales, row, oracle::get(from.k_scales, h * d.capacity + t));
       oracle::put(to.v_scales, row, oracle::get(from.v_scales, h * d.capacity + t));
@@ -553,24 +553,27 @@ TEST(AuraAttention, Errors) {
   expect_error(run_op<Op>(good, args), bad,
                "aura_attention: block_table: null, expected s32 [2,2]");
   args = c.args();
-  args.k_codes.shape[3] = 9;
+  args.k_packed.shape[3] = 9;
   expect_error(run_op<Op>(good, args), bad,
-               "aura_attention: k_codes: shape [3,2,16,9], expected [3,2,16,8]: 4-bit codes have 8 "
+               "aura_attention: k_packed: shape [3,2,16,9], expected [3,2,16,8] = "
+               "[pages,kv_heads,page_size,words]: 4-bit codes have 8 "
                "words a row");
   // Pages without what says how they are laid out.
   Desc d = good;
   d.capacity = 0;
   expect_error(run_op<Op>(d, c.args()), bad,
-               "aura_attention: block_table: shape [2,2], expected [2,0]: capacity is 0; it is "
+               "aura_attention: block_table: shape [2,2], expected [2,0] = "
+               "[sequences,capacity/page_size]: capacity is 0; it is "
                "page_size 16 times the columns of block_table");
   d.page_size = d.pages = 0;
   expect_error(run_op<Op>(d, c.args()), bad,
-               "aura_attention: k_codes: shape [3,2,16,8], expected [4,0,8]: pages need page_size "
+               "aura_attention: k_packed: shape [3,2,16,8], expected [4,0,8] = "
+               "[sequences*kv_heads,capacity,words]: pages need page_size "
                "(16..128), pages and capacity");
   args = c.args();
   args.q.shape = {2, 4, 64};
   expect_error(run_op<Op>(good, args), bad,
-               "aura_attention: q: shape [2,4,64], expected [2,1,4,64]: the axes are "
+               "aura_attention: q: shape [2,4,64], expected [2,1,4,64] = "
                "[sequences,queries,heads,dim]");
   expect_ok(run_op<Op>(good, c.args()));
 }

@@ -210,8 +210,8 @@ class Worker {
       };
       const std::int64_t k_words = packed_words(d_.dim, d_.k_bits);
       const std::int64_t v_words = packed_words(d_.dim, d_.v_bits);
-      const auto* k = a.k_codes.as<std::uint32_t>() + offset(a.k_codes, k_words);
-      const auto* v = a.v_codes.as<std::uint32_t>() + offset(a.v_codes, v_words);
+      const auto* k = a.k_packed.as<std::uint32_t>() + offset(a.k_packed, k_words);
+      const auto* v = a.v_packed.as<std::uint32_t>() + offset(a.v_packed, v_words);
       return {reinterpret_cast<const std::byte*>(k),
               reinterpret_cast<const std::byte*>(v),
               4 * k_words,

@@ -9,12 +9,12 @@ std::vector<AuraDesc> aura_decode_check_cases() {
     cases.push_back(d);
   }
   // Large enough for streaming stores.
-  cases.push_back({.outer_size = 2100, .axis_size = 128, .rotated = true});
+  cases.push_back({.rows = 2100, .dim = 128, .rotated = true});
   return cases;
 }
 
 std::vector<BenchCase<AuraDesc>> aura_decode_bench_cases() {
-  AuraDesc d{.outer_size = 1 << 17, .axis_size = 128, .element = DType::bf16, .rotated = true};
+  AuraDesc d{.rows = 1 << 17, .dim = 128, .element = DType::bf16, .rotated = true};
   AuraDesc f32 = d, eight = d, turned = d, dense = d;
   f32.element = DType::f32;
   eight.bits = 8;
@@ -22,7 +22,7 @@ std::vector<BenchCase<AuraDesc>> aura_decode_bench_cases() {
   dense.rotated = false;
   dense.rotation = Rotation::dense;
   const auto large = [](AuraDesc small, std::int32_t bits) {
-    small.outer_size = 1 << 20;
+    small.rows = 1 << 20;
     small.bits = bits;
     return small;
   };

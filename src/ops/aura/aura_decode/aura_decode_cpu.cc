@@ -22,8 +22,8 @@ class RowDecoder {
   RowDecoder(const AuraDesc& d, const AuraDecode::Args& a)
       : d_(d),
         a_(a),
-        stride_(RoundUpToLanes(d.axis_size)),
-        rotation_(d.rotated ? Rotation::identity : d.rotation, d.axis_size, a.table.as<float>()),
+        stride_(RoundUpToLanes(d.dim)),
+        rotation_(d.rotated ? Rotation::identity : d.rotation, d.dim, a.table.as<float>()),
         packer_(d.bits),
         stream_(d.element == DType::f32 && 4 * d.tensor_shape().numel() >= kStreamBytes) {
     std::memset(codes_, 0, sizeof codes_);  // past the end of a row too
@@ -63,13 +63,13 @@ class RowDecoder {
     const hn::Rebind<std::uint8_t, DF32> d8;
     const auto* packed = reinterpret_cast<const std::uint8_t*>(a_.packed.as<std::uint32_t>() +
                                                                i * a_.packed.row_stride());
-    packer_.Unpack(packed, static_cast<std::size_t>(d_.axis_size), codes_);
-    const std::int64_t at = i * a_.norms.row_stride();
-    const VF32 norm =
-        hn::Set(d, d_.f16_norm ? to_f32(a_.norms.as<f16>()[at]) : a_.norms.as<float>()[at]);
+    packer_.Unpack(packed, static_cast<std::size_t>(d_.dim), codes_);
+    const std::int64_t at = i * a_.scales.row_stride();
+    const VF32 scale =
+        hn::Set(d, d_.f16_scale ? to_f32(a_.scales.as<f16>()[at]) : a_.scales.as<float>()[at]);
     for (std::int64_t j = 0; j < stride_; j += kF32Lanes) {
       const VU32 code = hn::PromoteTo(DU32(), hn::LoadU(d8, codes_ + j));
-      hn::Store(hn::Mul(norm, codebook(code)), d, row + j);
+      hn::Store(hn::Mul(scale, codebook(code)), d, row + j);
     }
   }
 
@@ -77,9 +77,9 @@ class RowDecoder {
   template <class X>
   HWY_INLINE void Emit(const float* HWY_RESTRICT row, X* HWY_RESTRICT y) const {
     if constexpr (std::is_same_v<X, float>) {
-      EmitLines(row, static_cast<std::size_t>(d_.axis_size) * sizeof(X), y, stream_);
+      EmitLines(row, static_cast<std::size_t>(d_.dim) * sizeof(X), y, stream_);
     } else {
-      StoreRow(row, d_.axis_size, y);
+      StoreRow(row, d_.dim, y);
     }
   }
 

@@ -25,28 +25,29 @@ constexpr int kLevelCopies = 32;
 
 struct Problem {
   const std::uint32_t* packed;
-  const void* norms;
+  const void* scales;
   const float* codebook;
   void* y;
-  std::int64_t packed_stride, norm_stride, y_stride;  // in elements
+  std::int64_t packed_stride, scale_stride, y_stride;  // in elements
   std::int64_t rows;
   RowRotation rotation;  // identity if y stays in rotated space
-  DType element, norm_element;
+  DType element, scale_element;
   int bits, words;  // of a code; of a packed row
 
-  // norm_of(norm_bits(row)) is a row's norm; nothing waits for the first step.
-  __device__ std::uint32_t norm_bits(std::int64_t row) const {
-    return norm_element == DType::f32 ? static_cast<const std::uint32_t*>(norms)[row * norm_stride]
-                                      : static_cast<const std::uint16_t*>(norms)[row * norm_stride];
+  // scale_of(scale_bits(row)) is a row's scale; nothing waits for the first step.
+  __device__ std::uint32_t scale_bits(std::int64_t row) const {
+    return scale_element == DType::f32
+               ? static_cast<const std::uint32_t*>(scales)[row * scale_stride]
+               : static_cast<const std::uint16_t*>(scales)[row * scale_stride];
   }
-  __device__ float norm_of(std::uint32_t bits) const {
-    return norm_element == DType::f32 ? __uint_as_float(bits)
-                                      : cuda::load_math(f16{static_cast<std::uint16_t>(bits)});
+  __device__ float scale_of(std::uint32_t bits) const {
+    return scale_element == DType::f32 ? __uint_as_float(bits)
+                                       : cuda::load_math(f16{static_cast<std::uint16_t>(bits)});
   }
-  // norm * codebook[code]
+  // scale * codebook[code]
   __device__ void load(std::int64_t row, float* t) const {
     const std::uint32_t* from = packed + row * packed_stride;
-    const float s = norm_of(norm_bits(row));
+    const float s = scale_of(scale_bits(row));
     for (int j = lane_index(); j < rotation.dim; j += 32) {
       const int word = j * bits / 32, at = j * bits % 32;
       std::uint32_t code = from[word] >> at;
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile, kBits>, 1)
   const auto rows_at = [&](std::int64_t row) {
     return static_cast<int>(p.rows - row < Tile::kRows ? p.rows - row : Tile::kRows);
   };
-  std::uint32_t norm = 0;  // of the rows fetched
+  std::uint32_t scale = 0;  // of the rows fetched
   const auto fetch = [&](std::uint32_t tile) {
     if (tile >= layout.tiles) return;
     const std::int64_t row = std::int64_t{tile} * Tile::kRows;
@@ -217,7 +218,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile, kBits>, 1)
       cuda::copy_rows_in(in, layout.in_stride, from, p.packed_stride, p.words, rows);
       cuda::copy_async_commit();
     }
-    if (Tile::row() < rows) norm = p.norm_bits(row + Tile::row());
+    if (Tile::row() < rows) scale = p.scale_bits(row + Tile::row());
   };
   std::uint32_t tile = tiles.first(), next;
   fetch(tile);
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile, kBits>, 1)
       __syncwarp();
     }
     const auto codes = levels.read(in, layout.in_stride);
-    const float s = p.norm_of(norm);
+    const float s = p.scale_of(scale);
     __syncwarp();
     next = tiles.next();
     fetch(next);
@@ -285,18 +286,18 @@ Status visit_tiles(const Problem& p, int device, Stream stream, Otherwise&& othe
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   const Rotation rotation = d.rotated ? Rotation::identity : d.rotation;
   const Problem p{.packed = a.packed.as<std::uint32_t>(),
-                  .norms = a.norms.data,
+                  .scales = a.scales.data,
                   .codebook = a.codebook.as<float>(),
                   .y = a.y.data,
                   .packed_stride = a.packed.row_stride(),
-                  .norm_stride = a.norms.row_stride(),
+                  .scale_stride = a.scales.row_stride(),
                   .y_stride = a.y.row_stride(),
-                  .rows = d.outer_size,
-                  .rotation = cuda::row_rotation(rotation, d.axis_size, a.table.as<float>(), true),
+                  .rows = d.rows,
+                  .rotation = cuda::row_rotation(rotation, d.dim, a.table.as<float>(), true),
                   .element = d.element,
-                  .norm_element = d.norm_element(),
+                  .scale_element = d.scale_element(),
                   .bits = d.bits,
-                  .words = static_cast<int>(packed_words(d.axis_size, d.bits))};
+                  .words = static_cast<int>(packed_words(d.dim, d.bits))};
   const int device = a.y.device.index;
   const auto by_warps = [&] { return cuda::run_by_warps(Op::kName, p, device, stream); };
   if (p.rows < cuda::kFewRows * cuda::limits(device).multiprocessors) return by_warps();

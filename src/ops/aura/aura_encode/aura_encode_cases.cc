@@ -9,7 +9,7 @@ namespace bittern::oracle {
 std::vector<AuraDesc> aura_encode_check_cases() { return aura_cases(); }
 
 std::vector<BenchCase<AuraDesc>> aura_encode_bench_cases() {
-  const AuraDesc hadamard{.outer_size = 1 << 16, .axis_size = 128};
+  const AuraDesc hadamard{.rows = 1 << 16, .dim = 128};
   const auto with = [&](auto change) {
     AuraDesc d = hadamard;
     change(d);
@@ -21,18 +21,15 @@ std::vector<BenchCase<AuraDesc>> aura_encode_bench_cases() {
       {"hadamard d128 4 bit bf16", with([](D d) { d.element = DType::bf16; }), fill_aura},
       {"hadamard d128 3 bit f32", with([](D d) { d.bits = 3; }), fill_aura},
       {"hadamard d128 8 bit f32", with([](D d) { d.bits = 8; }), fill_aura},
-      {"hadamard d64 4 bit f32", with([](D d) { d.axis_size = 64; }), fill_aura},
-      {"hadamard d80 4 bit f32", with([](D d) { d.axis_size = 80; }), fill_aura},
-      {"hadamard d192 4 bit f32", with([](D d) { d.axis_size = 192; }), fill_aura},
-      {"hadamard d512 4 bit f32", with([](D d) { d.axis_size = 512; }), fill_aura},
+      {"hadamard d64 4 bit f32", with([](D d) { d.dim = 64; }), fill_aura},
+      {"hadamard d80 4 bit f32", with([](D d) { d.dim = 80; }), fill_aura},
+      {"hadamard d192 4 bit f32", with([](D d) { d.dim = 192; }), fill_aura},
+      {"hadamard d512 4 bit f32", with([](D d) { d.dim = 512; }), fill_aura},
       {"dense d128 4 bit f32", with([](D d) { d.rotation = Rotation::dense; }), fill_aura}};
   const auto add_large = [&](std::int64_t dim, std::int32_t bits, Rotation rotation,
                              Preference preference = Preference::exact) {
-    const AuraDesc d{.outer_size = 1 << 20,
-                     .axis_size = dim,
-                     .bits = bits,
-                     .element = DType::bf16,
-                     .rotation = rotation};
+    const AuraDesc d{
+        .rows = 1 << 20, .dim = dim, .bits = bits, .element = DType::bf16, .rotation = rotation};
     cases.push_back({"bf16 d" + std::to_string(dim) + " " + std::to_string(bits) + " bit " +
                          std::string(kRotationNames[static_cast<std::size_t>(rotation)]) +
                          (preference == Preference::fastest ? " fastest" : "") + " 1Mi rows",
@@ -50,7 +47,7 @@ namespace {
 // x whose rotated coordinates lie on boundaries, or a few ulps beside them: those of a unit vector,
 // as far as boundaries allow, turned back and scaled by a power of two.
 void aim_at_boundaries(const AuraDesc& d, const AuraEncode::Args& a, std::int64_t row, Rng& rng) {
-  std::vector<float> x(static_cast<std::size_t>(d.axis_size));
+  std::vector<float> x(static_cast<std::size_t>(d.dim));
   double rest = 1;
   for (float& v : x) {
     const float at = a.boundaries.as<float>()[rng.below(d.levels() - 1)];
@@ -61,10 +58,10 @@ void aim_at_boundaries(const AuraDesc& d, const AuraEncode::Args& a, std::int64_
     rest -= static_cast<double>(v) * static_cast<double>(v);
     if (!(rest > 0)) rest = 0;
   }
-  rotate_row(d.rotation, d.axis_size, a.table.as<float>(), true, x.data());
+  rotate_row(d.rotation, d.dim, a.table.as<float>(), true, x.data());
   const double scale = std::ldexp(1.0, static_cast<int>(rng.below(9)) - 4);
-  for (std::int64_t j = 0; j < d.axis_size; ++j)
-    put(a.x, row * d.axis_size + j, scale * static_cast<double>(x[static_cast<std::size_t>(j)]));
+  for (std::int64_t j = 0; j < d.dim; ++j)
+    put(a.x, row * d.dim + j, scale * static_cast<double>(x[static_cast<std::size_t>(j)]));
 }
 
 }  // namespace
@@ -75,13 +72,13 @@ std::vector<AuraDesc> aura_encode_bounded_cases() {
   for (const std::int64_t dim : {64, 128}) {
     for (const DType element : {DType::f32, DType::f16, DType::bf16}) {
       for (std::int32_t bits = 1; bits <= 8; ++bits) {
-        AuraDesc d{.outer_size = 70 - 8 * bits,
-                   .axis_size = dim,
+        AuraDesc d{.rows = 70 - 8 * bits,
+                   .dim = dim,
                    .bits = bits,
                    .element = element,
                    .rotation = Rotation::dense};
         d.scale_rule = static_cast<ScaleRule>(cases.size() / 2 % 4);
-        d.f16_norm = cases.size() % 5 == 0;
+        d.f16_scale = cases.size() % 5 == 0;
         cases.push_back(d);
       }
     }
@@ -93,12 +90,12 @@ std::vector<AuraDesc> aura_encode_bounded_cases() {
 // against the formula for those codes.
 void aura_encode_judge(const AuraDesc& d, const AuraEncode::Args& got, const AuraEncode::Args& want,
                        Judge& judge) {
-  const auto n = static_cast<std::size_t>(d.axis_size);
-  const auto words = static_cast<std::size_t>(packed_words(d.axis_size, d.bits));
+  const auto n = static_cast<std::size_t>(d.dim);
+  const auto words = static_cast<std::size_t>(packed_words(d.dim, d.bits));
   const float *boundaries = want.boundaries.as<float>(), *codebook = want.codebook.as<float>();
   constexpr double kInf = std::numeric_limits<double>::infinity();
   const double bound = judge.bound();
-  for (std::int64_t row = 0; row < d.outer_size; ++row) {
+  for (std::int64_t row = 0; row < d.rows; ++row) {
     std::vector<std::uint32_t> packed(words), again(words), codes(n);
     for (std::size_t i = 0; i < words; ++i)
       packed[i] = static_cast<std::uint32_t>(
@@ -114,7 +111,7 @@ void aura_encode_judge(const AuraDesc& d, const AuraEncode::Args& got, const Aur
     std::vector<float> x(n);
     std::uint32_t most = 0;
     for (std::size_t j = 0; j < n; ++j) {
-      x[j] = static_cast<float>(get(want.x, row * d.axis_size + static_cast<std::int64_t>(j)));
+      x[j] = static_cast<float>(get(want.x, row * d.dim + static_cast<std::int64_t>(j)));
       most = std::max(most, std::bit_cast<std::uint32_t>(std::fabs(x[j])));
     }
     if (most >= kAuraNotFinite) {
@@ -123,10 +120,10 @@ void aura_encode_judge(const AuraDesc& d, const AuraEncode::Args& got, const Aur
           judge.fail(
               "packed", row,
               "code " + std::to_string(codes[i]) + " of a row that is not finite, expected 0");
-      judge.value("norms", as_const(got.norms), as_const(want.norms), row, std::nan(""));
+      judge.value("scales", as_const(got.scales), as_const(want.scales), row, std::nan(""));
       continue;
     }
-    const auto squares = [&] { return dot<32>(x.data(), x.data(), d.axis_size); };
+    const auto squares = [&] { return dot<32>(x.data(), x.data(), d.dim); };
     const bool ordinary = squares() >= kAuraLeastSquares && std::isfinite(squares());
     const AuraRange range = ordinary ? AuraRange{1, 1} : aura_range(most);
     for (float& v : x) v *= range.down;
@@ -134,7 +131,7 @@ void aura_encode_judge(const AuraDesc& d, const AuraEncode::Args& got, const Aur
     const float inv = norm > 0 ? 1 / norm : 0;
     norm = std::min(norm * range.up, max_finite<float>());
     std::vector<float> r = x;
-    rotate_row(d.rotation, d.axis_size, want.table.as<float>(), false, r.data(), inv);
+    rotate_row(d.rotation, d.dim, want.table.as<float>(), false, r.data(), inv);
 
     double cc = 0, rc = 0, terms = 0;  // C, D and sum T |c|
     for (std::size_t i = 0; i < n; ++i) {
@@ -155,8 +152,8 @@ void aura_encode_judge(const AuraDesc& d, const AuraEncode::Args& got, const Aur
         outside = std::max(outside, at - static_cast<double>(boundaries[code]));
       const double expected = static_cast<double>(std::count_if(
           boundaries, boundaries + d.levels() - 1, [&](float b) { return b < r[i]; }));
-      judge.distance("packed", row * d.axis_size + static_cast<std::int64_t>(i), code, expected,
-                     outside, unit);
+      judge.distance("packed", row * d.dim + static_cast<std::int64_t>(i), code, expected, outside,
+                     unit);
       const auto c = static_cast<double>(codebook[code]);
       cc += c * c;
       rc += at * c;
@@ -181,15 +178,15 @@ void aura_encode_judge(const AuraDesc& d, const AuraEncode::Args& got, const Aur
     if (d.scale_rule != ScaleRule::none && std::fabs(std::sqrt(cc) - tiny) <= 1e-6 * tiny)
       unit = kInf;
     // As it is stored: of either dtype to the largest finite value.
-    const double limit = d.f16_norm ? 65504 : static_cast<double>(max_finite<float>());
-    const double found = get(as_const(got.norms), row), stored = std::clamp(s, -limit, limit);
+    const double limit = d.f16_scale ? 65504 : static_cast<double>(max_finite<float>());
+    const double found = get(as_const(got.scales), row), stored = std::clamp(s, -limit, limit);
     if (std::isnan(found) && !std::isinf(unit)) {
-      judge.fail("norms", row, "NaN, expected " + std::to_string(stored));
+      judge.fail("scales", row, "NaN, expected " + std::to_string(stored));
       continue;
     }
     const double ulp =
-        d.f16_norm ? std::max(std::ldexp(std::fabs(stored), -10), 0x1p-24) : 0x1p-149;
-    judge.distance("norms", row, found, stored, std::fabs(found - stored), unit, ulp);
+        d.f16_scale ? std::max(std::ldexp(std::fabs(stored), -10), 0x1p-24) : 0x1p-149;
+    judge.distance("scales", row, found, stored, std::fabs(found - stored), unit, ulp);
   }
 }
 
@@ -204,7 +201,7 @@ void aura_encode_aim(const AuraDesc& d, const AuraEncode::Args& a, Rng& rng) {
     for (std::int64_t i = 0; i < d.levels(); ++i) put(a.codebook, i, rng.normal());
   }
   aim_rows(a.x, rng);
-  for (std::int64_t i = 0; i < d.outer_size; ++i)
+  for (std::int64_t i = 0; i < d.rows; ++i)
     if (rng.chance(2)) aim_at_boundaries(d, a, i, rng);
 }
 

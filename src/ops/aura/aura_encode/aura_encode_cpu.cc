@@ -30,9 +30,9 @@ class RowEncoder {
   RowEncoder(const AuraDesc& d, const AuraEncode::Args& a)
       : d_(d),
         a_(a),
-        stride_(RoundUpToLanes(d.axis_size)),
+        stride_(RoundUpToLanes(d.dim)),
         element_bytes_(static_cast<std::int64_t>(size_of(d.element))),
-        rotation_(d.rotation, d.axis_size, a.table.as<float>()),
+        rotation_(d.rotation, d.dim, a.table.as<float>()),
         packer_(d.bits) {}
 
   void Encode(std::int64_t begin, std::int64_t end) {
@@ -79,7 +79,7 @@ class RowEncoder {
   template <class X>
   HWY_NOINLINE void Rotate(const X* HWY_RESTRICT x, std::int64_t count) {
     const DF32 d;
-    const std::int64_t n = d_.axis_size, x_stride = a_.x.row_stride();
+    const std::int64_t n = d_.dim, x_stride = a_.x.row_stride();
     const bool direct = n == stride_;
     VF32 sums[kF32Lanes];
     for (std::int64_t i = 0; i < kF32Lanes; ++i) {
@@ -228,7 +228,7 @@ class RowEncoder {
   HWY_NOINLINE void StageExtreme(const X* x, std::int64_t i) {
     const DF32 d;
     float* row = tile_ + i * stride_;
-    LoadRow(x, d_.axis_size, row);
+    LoadRow(x, d_.dim, row);
     const hn::RebindToUnsigned<DF32> du;
     auto largest = hn::Zero(du);
     for (std::int64_t j = 0; j < stride_; j += kF32Lanes)
@@ -251,7 +251,7 @@ class RowEncoder {
   HWY_INLINE void Prefetch(std::int64_t row) const {
     const auto at = reinterpret_cast<std::uintptr_t>(a_.x.data) +
                     static_cast<std::uintptr_t>(row * a_.x.row_stride() * element_bytes_);
-    for (std::int64_t j = 0; j < d_.axis_size * element_bytes_; j += 64)
+    for (std::int64_t j = 0; j < d_.dim * element_bytes_; j += 64)
       hwy::Prefetch(reinterpret_cast<const char*>(at + static_cast<std::uintptr_t>(j)));
   }
 
@@ -262,9 +262,9 @@ class RowEncoder {
     const DF32 d;
     const bool products =
         d_.scale_rule == ScaleRule::least_squares || d_.scale_rule == ScaleRule::unbiased;
-    const std::size_t bytes = packer_.Bytes(static_cast<std::size_t>(d_.axis_size));
-    const auto row_bytes = static_cast<std::size_t>(4 * packed_words(d_.axis_size, d_.bits));
-    const auto tail = hn::FirstN(d, static_cast<std::size_t>(d_.axis_size % kF32Lanes));
+    const std::size_t bytes = packer_.Bytes(static_cast<std::size_t>(d_.dim));
+    const auto row_bytes = static_cast<std::size_t>(4 * packed_words(d_.dim, d_.bits));
+    const auto tail = hn::FirstN(d, static_cast<std::size_t>(d_.dim % kF32Lanes));
     VF32 cc[kF32Lanes], rc[kF32Lanes];
     for (std::int64_t i = 0; i < kF32Lanes; ++i) {
       cc[i] = rc[i] = hn::Zero(d);
@@ -276,7 +276,7 @@ class RowEncoder {
         const VU32 code = search(r);
         StoreCodes(code, codes_ + j);
         VF32 c = codebook(code);
-        if (j + kF32Lanes > d_.axis_size) c = hn::IfThenElseZero(tail, c);
+        if (j + kF32Lanes > d_.dim) c = hn::IfThenElseZero(tail, c);
         if (products) hn::Store(c, d, levels_ + j);
         return hn::Mul(c, c);
       });
@@ -291,7 +291,7 @@ class RowEncoder {
         std::memset(packed, 0, row_bytes);
         continue;
       }
-      packer_.Pack(codes_, static_cast<std::size_t>(d_.axis_size), packed);
+      packer_.Pack(codes_, static_cast<std::size_t>(d_.dim), packed);
       std::memset(packed + bytes, 0, row_bytes - bytes);
     }
     const VF32 c = LaneTrees(d, cc);
@@ -325,14 +325,14 @@ class RowEncoder {
   HWY_INLINE void StoreNorms(VF32 scale, std::int64_t first, std::int64_t count) {
     HWY_ALIGN float s[kF32Lanes];
     hn::Store(scale, DF32(), s);
-    const std::int64_t stride = a_.norms.row_stride();
+    const std::int64_t stride = a_.scales.row_stride();
     for (std::int64_t i = 0; i < count; ++i) {
       const bool poisoned = (poisoned_ >> i & 1) != 0;
       const float value = poisoned ? std::numeric_limits<float>::quiet_NaN() : s[i];
-      if (d_.f16_norm) {
-        a_.norms.as<f16>()[(first + i) * stride] = to_f16(Clamped(value, max_finite<f16>()));
+      if (d_.f16_scale) {
+        a_.scales.as<f16>()[(first + i) * stride] = to_f16(Clamped(value, max_finite<f16>()));
       } else {
-        a_.norms.as<float>()[(first + i) * stride] = Clamped(value, max_finite<float>());
+        a_.scales.as<float>()[(first + i) * stride] = Clamped(value, max_finite<float>());
       }
     }
   }

@@ -79,17 +79,17 @@ Problem problem(const Op::Desc& d, const Op::Args& a) {
           .boundaries = a.boundaries.as<float>(),
           .codebook = a.codebook.as<float>(),
           .packed = a.packed.as<std::uint32_t>(),
-          .norms = a.norms.data,
+          .scales = a.scales.data,
           .x_stride = a.x.row_stride(),
           .packed_stride = a.packed.row_stride(),
-          .norm_stride = a.norms.row_stride(),
-          .rows = d.outer_size,
-          .rotation = cuda::row_rotation(d.rotation, d.axis_size, a.table.as<float>(), false),
+          .scale_stride = a.scales.row_stride(),
+          .rows = d.rows,
+          .rotation = cuda::row_rotation(d.rotation, d.dim, a.table.as<float>(), false),
           .element = d.element,
           .rule = d.scale_rule,
-          .f16_norm = d.f16_norm,
+          .f16_scale = d.f16_scale,
           .bits = d.bits,
-          .words = static_cast<int>(packed_words(d.axis_size, d.bits))};
+          .words = static_cast<int>(packed_words(d.dim, d.bits))};
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
@@ -100,7 +100,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   if (d.rotation == Rotation::dense) return run_dense(p, device, stream);
   if (d.rotation != Rotation::hadamard || !cuda::pieces_aligned(a.x, p.rows)) return by_warps();
   return cuda::visit_tuned_dim<64>(
-      d.axis_size,
+      d.dim,
       [&]<class Tile>(Tile) {
         return visit<float, f16, bf16>(
             d.element, [&]<class X>(Type<X>) { return run_by_lanes<Tile, X>(p, device, stream); });
@@ -112,8 +112,8 @@ Status run_tensors(const Op::Desc& d, const Op::Args& a, Stream stream, Workspac
   const int device = a.x.device.index;
   const Problem p = problem(d, a);
   return visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
-    return d.axis_size == 64 ? run_by_warpgroups<X, 64>(p, device, stream)
-                             : run_by_warpgroups<X, 128>(p, device, stream);
+    return d.dim == 64 ? run_by_warpgroups<X, 64>(p, device, stream)
+                       : run_by_warpgroups<X, 128>(p, device, stream);
   });
 }
 Status supports_tensors(const Op::Desc& d, Device device) {
@@ -121,18 +121,18 @@ Status supports_tensors(const Op::Desc& d, Device device) {
     const auto name = kRotationNames[static_cast<std::size_t>(d.rotation)];
     return unsupported("rotation: " + std::string(name) + ", expected dense");
   }
-  if (d.axis_size != 64 && d.axis_size != 128)
-    return unsupported("axis_size: " + std::to_string(d.axis_size) + ", expected 64 or 128");
+  if (d.dim != 64 && d.dim != 128)
+    return unsupported("dim: " + std::to_string(d.dim) + ", expected 64 or 128");
   return cuda::needs_warpgroups(device);
 }
 Status accepts_pieces(const Op::Desc& d, const Op::Args& a) {
   BITTERN_TRY(cuda::starts_aligned("x", a.x.data));
-  if (cuda::pieces_aligned(a.x, d.outer_size)) return {};
+  if (cuda::pieces_aligned(a.x, d.rows)) return {};
   return unsupported("x: stride " + std::to_string(a.x.row_stride()) +
                      " of axis 0, expected a multiple of " +
                      std::to_string(16 / size_of(d.element)));
 }
-// Of d = axis_size terms, in 2^-24 of T (bittern/ops/aura_encode.h): the definition's fma chain d,
+// Of d = dim terms, in 2^-24 of T (bittern/ops/aura_encode.h): the definition's fma chain d,
 // its u 8; here d / 16 products of the high parts 10.5 each, what two parts leave of P and of x 4,
 // the squares' d / 4 + 2 half of that, 1 / norm and the product with it 4. That is below
 // 1.8 d + 16.
@@ -142,7 +142,7 @@ PrecisionGuarantee tensor_guarantee(const Op::Desc& d) {
           .bit_stable_on_same_hardware = true,
           .same_bits_on_all_backends = false,
           .error_norm = ErrorNorm::terms,
-          .error_bound = 2 * static_cast<double>(d.axis_size + 8) * 0x1p-24};
+          .error_bound = 2 * static_cast<double>(d.dim + 8) * 0x1p-24};
 }
 
 constexpr Kernel<Op> kKernels[] = {{.name = "cuda_tensor",

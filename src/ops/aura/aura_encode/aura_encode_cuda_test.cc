@@ -48,27 +48,27 @@ Encoded encode_on_gpu(const AuraDesc& d, const std::vector<X>& x, const Tables& 
   for (int i = 0; i < runs; ++i) {
     const OnDevice packed(
         std::vector<std::uint32_t>(static_cast<std::size_t>(d.packed_shape().numel()), ~0u));
-    const OnDevice norms(std::vector<float>(static_cast<std::size_t>(d.outer_size), -7));
+    const OnDevice scales(std::vector<float>(static_cast<std::size_t>(d.rows), -7));
     expect_ok(
         plan->run({.x = view(rows.as<const X>(), d.tensor_shape(), kDevice),
                    .table = view(table.as<const float>(), d.rotation_shape(), kDevice),
                    .boundaries = view(boundaries.as<const float>(), {d.levels() - 1}, kDevice),
                    .codebook = view(codebook.as<const float>(), {d.levels()}, kDevice),
                    .packed = view(packed.as<std::uint32_t>(), d.packed_shape(), kDevice),
-                   .norms = view(norms.as<float>(), d.norm_shape(), kDevice)}));
-    Encoded now{packed.back<std::uint32_t>(), norms.back<float>()};
+                   .scales = view(scales.as<float>(), d.scale_shape(), kDevice)}));
+    Encoded now{packed.back<std::uint32_t>(), scales.back<float>()};
     if (i == 0) first = now;
     EXPECT_EQ(now.packed, first.packed) << "run " << i;
-    for (std::size_t row = 0; row < now.norms.size(); ++row)  // the bits, for NaN
-      EXPECT_EQ(std::bit_cast<std::uint32_t>(now.norms[row]),
-                std::bit_cast<std::uint32_t>(first.norms[row]));
+    for (std::size_t row = 0; row < now.scales.size(); ++row)  // the bits, for NaN
+      EXPECT_EQ(std::bit_cast<std::uint32_t>(now.scales[row]),
+                std::bit_cast<std::uint32_t>(first.scales[row]));
   }
   return first;
 }
 
 // Is the kernel on tensor cores for this device?
 bool has_tensor_kernel() {
-  const AuraDesc d{.outer_size = 1, .axis_size = 64, .rotation = Rotation::dense};
+  const AuraDesc d{.rows = 1, .dim = 64, .rotation = Rotation::dense};
   return Plan<AuraEncode>::select(d, {Device::Type::cuda, 0}, Preference::fastest, "cuda_tensor")
       .ok();
 }
@@ -99,13 +99,10 @@ TEST(AuraEncode, TensorCoresAgreeWithF64) {
   for (const std::int64_t dim : {64, 128}) {
     for (const std::int32_t bits : {2, 4, 8}) {
       for (const DType element : {DType::f32, DType::f16, DType::bf16}) {
-        const AuraDesc d{.outer_size = 203,
-                         .axis_size = dim,
-                         .bits = bits,
-                         .element = element,
-                         .rotation = Rotation::dense};
+        const AuraDesc d{
+            .rows = 203, .dim = dim, .bits = bits, .element = element, .rotation = Rotation::dense};
         const Tables t(d);
-        auto x = gaussians.rows(d.outer_size, dim);
+        auto x = gaussians.rows(d.rows, dim);
         for (std::size_t i = 0; i < x.size(); ++i)  // rows of any size, with outliers
           x[i] = std::ldexp(x[i], static_cast<int>(i / static_cast<std::size_t>(dim) % 13) - 9);
         for (std::size_t i = 5; i < x.size(); i += 997) x[i] *= 40;
@@ -113,7 +110,7 @@ TEST(AuraEncode, TensorCoresAgreeWithF64) {
         expect_ok(visit<float, f16, bf16>(element, [&]<class X>(Type<X>) {
           const std::vector<X> rows = stored<X>(x);
           const Encoded e = encode_fastest(d, rows, t, 1);
-          for (std::int64_t row = 0; row < d.outer_size; ++row) {
+          for (std::int64_t row = 0; row < d.rows; ++row) {
             const X* at = rows.data() + row * dim;
             double norm = 0, recon = 0;
             for (std::int64_t j = 0; j < dim; ++j)
@@ -132,7 +129,7 @@ TEST(AuraEncode, TensorCoresAgreeWithF64) {
               const auto level = static_cast<double>(t.book.levels[code]);
               recon += level * level;
             }
-            EXPECT_NEAR(e.norms[static_cast<std::size_t>(row)] * std::sqrt(recon) / norm, 1, 1e-6);
+            EXPECT_NEAR(e.scales[static_cast<std::size_t>(row)] * std::sqrt(recon) / norm, 1, 1e-6);
           }
           return Status();
         }));
@@ -147,10 +144,10 @@ TEST(AuraEncode, TensorCoresAgreeWithF64) {
 // Rows out of the ordinary are the exact kernel's, and every run gives the same bits.
 TEST(AuraEncode, TensorCoresAreDeterministic) {
   BITTERN_NEEDS_TENSOR_KERNEL();
-  AuraDesc d{.outer_size = 67, .axis_size = 128, .rotation = Rotation::dense};
+  AuraDesc d{.rows = 67, .dim = 128, .rotation = Rotation::dense};
   const Tables t(d);
   Gaussians gaussians(10);
-  auto x = gaussians.rows(d.outer_size, 128);
+  auto x = gaussians.rows(d.rows, 128);
   const float odd[] = {NAN, INFINITY, 3e38f, 1e-20f, 0};
   for (std::size_t row = 0; row < 67; row += 6)
     for (std::size_t j = 0; j < 128; ++j) x[row * 128 + j] = odd[row / 6 % 5];
@@ -159,10 +156,10 @@ TEST(AuraEncode, TensorCoresAreDeterministic) {
   const Encoded want = encode(same, x, t, "ref");
   for (std::size_t row = 0; row < 67; row += 6) {
     for (std::size_t w = row * 16; w < (row + 1) * 16; ++w) EXPECT_EQ(e.packed[w], want.packed[w]);
-    if (std::isnan(want.norms[row])) {
-      EXPECT_TRUE(std::isnan(e.norms[row]));
+    if (std::isnan(want.scales[row])) {
+      EXPECT_TRUE(std::isnan(e.scales[row]));
     } else {
-      EXPECT_NEAR(e.norms[row], want.norms[row], 1e-6 * static_cast<double>(want.norms[row]));
+      EXPECT_NEAR(e.scales[row], want.scales[row], 1e-6 * static_cast<double>(want.scales[row]));
     }
   }
 }
@@ -171,20 +168,20 @@ TEST(AuraEncode, TensorCoresAreDeterministic) {
 TEST(AuraEncode, TensorCoresRefuseUnalignedRows) {
   BITTERN_NEEDS_TENSOR_KERNEL();
   constexpr Device kDevice{Device::Type::cuda, 0};
-  const AuraDesc d{.outer_size = 6, .axis_size = 64, .rotation = Rotation::dense};
+  const AuraDesc d{.rows = 6, .dim = 64, .rotation = Rotation::dense};
   const auto plan = Plan<AuraEncode>::select(d, kDevice, Preference::fastest, "cuda_tensor");
   const auto exact = Plan<AuraEncode>::select(d, kDevice);
   ASSERT_TRUE(plan.ok() && exact.ok());
   const Tables t(d);
   const OnDevice rows(std::vector<float>(1000)), table(t.rotation), boundaries(t.book.boundaries),
       codebook(t.book.levels);
-  const OnDevice packed(std::vector<std::uint32_t>(100)), norms(std::vector<float>(6));
+  const OnDevice packed(std::vector<std::uint32_t>(100)), scales(std::vector<float>(6));
   AuraEncode::Args args{.x = view(rows.as<const float>(), d.tensor_shape(), kDevice),
                         .table = view(table.as<const float>(), d.rotation_shape(), kDevice),
                         .boundaries = view(boundaries.as<const float>(), {d.levels() - 1}, kDevice),
                         .codebook = view(codebook.as<const float>(), {d.levels()}, kDevice),
                         .packed = view(packed.as<std::uint32_t>(), d.packed_shape(), kDevice),
-                        .norms = view(norms.as<float>(), d.norm_shape(), kDevice)};
+                        .scales = view(scales.as<float>(), d.scale_shape(), kDevice)};
   const auto refused = [&](std::string_view what) {
     expect_ok(exact->can_implement(args));
     oracle::expect_error(plan->can_implement(args), Code::unsupported,
@@ -211,23 +208,23 @@ TEST(AuraEncode, TensorCoresTakeAnyMatrix) {
   Gaussians gaussians(11);
   for (const float factor : {0.25f, 5.0f, 1e4f}) {
     for (const std::int32_t bits : {3, 4, 5}) {
-      AuraDesc d{.outer_size = 150, .axis_size = 64, .bits = bits, .rotation = Rotation::dense};
+      AuraDesc d{.rows = 150, .dim = 64, .bits = bits, .rotation = Rotation::dense};
       Tables t(d);
       for (float& v : t.rotation) v *= factor;
-      const auto x = gaussians.rows(d.outer_size, d.axis_size);
+      const auto x = gaussians.rows(d.rows, d.dim);
       for (const ScaleRule rule :
            {ScaleRule::matched, ScaleRule::none, ScaleRule::least_squares, ScaleRule::unbiased}) {
         d.scale_rule = rule;
         const Encoded e = encode_fastest(d, x, t, 1), want = encode(d, x, t, "ref");
         std::int64_t different = 0;
-        for (std::int64_t row = 0; row < d.outer_size; ++row) {
+        for (std::int64_t row = 0; row < d.rows; ++row) {
           std::int64_t of_row = 0;
-          for (std::int64_t j = 0; j < d.axis_size; ++j)
+          for (std::int64_t j = 0; j < d.dim; ++j)
             of_row += e.code(d, row, j) != want.code(d, row, j) ? 1 : 0;
           different += of_row;
-          const float norm = want.norms[static_cast<std::size_t>(row)];
+          const float norm = want.scales[static_cast<std::size_t>(row)];
           if (of_row == 0) {
-            EXPECT_NEAR(e.norms[static_cast<std::size_t>(row)] / norm, 1,
+            EXPECT_NEAR(e.scales[static_cast<std::size_t>(row)] / norm, 1,
                         is_emulated() ? 1e-4 : 1e-5);
           }
         }
@@ -242,9 +239,9 @@ std::vector<float> rotated(const AuraDesc& d, const std::vector<float>& x, const
   AuraDesc plain = d;
   plain.element = DType::f32;
   plain.scale_rule = ScaleRule::none;
-  const float inv = 1 / encode(plain, x, t, "ref").norms[0];
+  const float inv = 1 / encode(plain, x, t, "ref").scales[0];
   std::vector<float> r = x;
-  rotate_row(d.rotation, d.axis_size, t.rotation.data(), false, r.data(), inv);
+  rotate_row(d.rotation, d.dim, t.rotation.data(), false, r.data(), inv);
   return r;
 }
 
@@ -256,10 +253,10 @@ TEST(AuraEncode, CudaTellsTheSideOfABoundary) {
   for (const std::int32_t bits : {2, 3, 4}) {
     for (const DType element : {DType::f16, DType::bf16}) {
       for (int trial = 0; trial < 9; ++trial) {
-        const AuraDesc d{.outer_size = 700, .axis_size = 128, .bits = bits, .element = element};
+        const AuraDesc d{.rows = 700, .dim = 128, .bits = bits, .element = element};
         Tables t(d);
         expect_ok(visit<f16, bf16>(element, [&]<class X>(Type<X>) {
-          const std::vector<X> one = stored<X>(gaussians.rows(1, d.axis_size));
+          const std::vector<X> one = stored<X>(gaussians.rows(1, d.dim));
           std::vector<float> widened(one.size());
           for (std::size_t j = 0; j < one.size(); ++j) widened[j] = to_math(one[j]);
           const std::vector<float> r = rotated(d, widened, t);
@@ -273,7 +270,7 @@ TEST(AuraEncode, CudaTellsTheSideOfABoundary) {
           }
           std::vector<X> rows;
           std::vector<float> same;
-          for (std::int64_t row = 0; row < d.outer_size; ++row) {
+          for (std::int64_t row = 0; row < d.rows; ++row) {
             for (const float v : widened) {  // powers of two leave u as it is
               same.push_back(std::ldexp(v, static_cast<int>(row % 5) - 2));
               rows.push_back(from_math<X>(same.back()));
@@ -284,7 +281,7 @@ TEST(AuraEncode, CudaTellsTheSideOfABoundary) {
           plain.element = DType::f32;
           const Encoded want = encode(plain, same, t, "ref");
           EXPECT_EQ(e.packed, want.packed) << bits << " bits, " << name(element) << " " << trial;
-          EXPECT_EQ(e.norms, want.norms) << bits << " bits, " << name(element) << " " << trial;
+          EXPECT_EQ(e.scales, want.scales) << bits << " bits, " << name(element) << " " << trial;
           return Status();
         }));
       }
@@ -299,7 +296,7 @@ TEST(AuraEncode, CudaTakesRowsOfAnySize) {
     for (const std::int64_t dim : {64, 80, 128}) {
       for (const DType element : {DType::f32, DType::bf16}) {
         for (const std::int64_t copies : {1, 4}) {
-          AuraDesc d{.axis_size = dim, .element = element, .rotation = rotation};
+          AuraDesc d{.dim = dim, .element = element, .rotation = rotation};
           const Tables t(d);
           auto x = rows_of_all_sizes(dim, kLeastPower, kMostPower);
           for (std::int64_t i = 0; i < dim; ++i) x.push_back(i % 2 == 0 ? 0.0f : -0.0f);
@@ -309,16 +306,16 @@ TEST(AuraEncode, CudaTakesRowsOfAnySize) {
             const Encoded want = encode(d, stored<X>(x), t, "ref");
             const Encoded e = encode_on_gpu(d, stored<X>(x), t, 1, "cuda");
             EXPECT_EQ(e.packed, want.packed) << dim << " " << copies << " " << name(element);
-            EXPECT_EQ(e.norms, want.norms) << dim << " " << copies << " " << name(element);
+            EXPECT_EQ(e.scales, want.scales) << dim << " " << copies << " " << name(element);
             if (rotation == Rotation::dense && dim != 80 && has_tensor_kernel()) {
               const Encoded fast = encode_on_gpu(d, stored<X>(x), t, 1, "cuda_tensor");
               std::int64_t different = 0;
               for (std::int64_t i = 0; i < d.tensor_shape().numel(); ++i)
                 different += fast.code(d, i / dim, i % dim) != want.code(d, i / dim, i % dim);
-              EXPECT_LE(different, d.outer_size / 100) << dim << " " << name(element);
-              for (std::size_t i = 0; i < want.norms.size(); ++i)
-                EXPECT_NEAR(fast.norms[i], want.norms[i],
-                            1e-3 * static_cast<double>(want.norms[i]) + 0x1p-148);
+              EXPECT_LE(different, d.rows / 100) << dim << " " << name(element);
+              for (std::size_t i = 0; i < want.scales.size(); ++i)
+                EXPECT_NEAR(fast.scales[i], want.scales[i],
+                            1e-3 * static_cast<double>(want.scales[i]) + 0x1p-148);
             }
             return Status();
           }));

@@ -47,14 +47,14 @@ float encode(const Op::Desc& d, const Op::Args& a, Row& x, std::vector<std::uint
     codes.assign(n, 0);
     return std::numeric_limits<float>::quiet_NaN();
   }
-  const auto squares = [&] { return dot<32>(x.data(), x.data(), d.axis_size); };
+  const auto squares = [&] { return dot<32>(x.data(), x.data(), d.dim); };
   const bool ordinary = squares() >= kAuraLeastSquares && std::isfinite(squares());
   const AuraRange range = ordinary ? AuraRange{1, 1} : aura_range(most);
   for (float& v : x) v *= range.down;
   float norm = std::sqrt(squares());
   const float inv = norm > 0 ? 1 / norm : 0;
   norm = std::min(norm * range.up, max_finite<float>());
-  rotate_row(d.rotation, d.axis_size, a.table.as<float>(), false, x.data(), inv);
+  rotate_row(d.rotation, d.dim, a.table.as<float>(), false, x.data(), inv);
 
   const float* boundaries = a.boundaries.as<float>();
   for (std::size_t j = 0; j < n; ++j) {
@@ -64,7 +64,7 @@ float encode(const Op::Desc& d, const Op::Args& a, Row& x, std::vector<std::uint
   const float* codebook = a.codebook.as<float>();
   Row c(n);
   for (std::size_t j = 0; j < n; ++j) c[j] = codebook[codes[j]];
-  const float cc = sum_of_eights(c), rc = dot<32>(x.data(), c.data(), d.axis_size) + 0.0f;
+  const float cc = sum_of_eights(c), rc = dot<32>(x.data(), c.data(), d.dim) + 0.0f;
   return stored_scale(d.scale_rule, norm, cc, rc);
 }
 
@@ -77,17 +77,17 @@ T saturated(float s) {
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
   return visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
-    return visit<float, f16>(d.norm_element(), [&]<class N>(Type<N>) {
-      const auto n = static_cast<std::size_t>(d.axis_size);
+    return visit<float, f16>(d.scale_element(), [&]<class N>(Type<N>) {
+      const auto n = static_cast<std::size_t>(d.dim);
       Row row(n);
       std::vector<std::uint32_t> codes(n);
-      for (std::int64_t i = 0; i < d.outer_size; ++i) {
+      for (std::int64_t i = 0; i < d.rows; ++i) {
         const X* x = a.x.as<X>() + i * a.x.row_stride();
         for (std::size_t j = 0; j < n; ++j) row[j] = to_math(x[j]);
-        a.norms.as<N>()[i * a.norms.row_stride()] = saturated<N>(encode(d, a, row, codes));
+        a.scales.as<N>()[i * a.scales.row_stride()] = saturated<N>(encode(d, a, row, codes));
         std::uint32_t* packed = a.packed.as<std::uint32_t>() + i * a.packed.row_stride();
-        std::fill_n(packed, packed_words(d.axis_size, d.bits), 0u);
-        for (std::int64_t j = 0; j < d.axis_size; ++j)
+        std::fill_n(packed, packed_words(d.dim, d.bits), 0u);
+        for (std::int64_t j = 0; j < d.dim; ++j)
           put_packed_code(packed, j, d.bits, codes[static_cast<std::size_t>(j)]);
       }
       return Status();

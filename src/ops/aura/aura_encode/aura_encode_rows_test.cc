@@ -13,7 +13,7 @@ template <class F>
 void for_all(F&& f) {
   for (const std::int64_t dim : {128, 20}) {
     for (const Rotation rotation : kAllRotations) {
-      AuraDesc d{.axis_size = dim, .rotation = rotation};
+      AuraDesc d{.dim = dim, .rotation = rotation};
       const Tables t(d);
       for (const ScaleRule rule : kAllRules) {
         d.scale_rule = rule;
@@ -25,11 +25,11 @@ void for_all(F&& f) {
 
 TEST(AuraEncode, ZeroRowsDecodeToZeros) {
   for_all([](AuraDesc& d, const Tables& t, std::string_view kernel) {
-    std::vector<float> x(static_cast<std::size_t>(2 * d.axis_size));
+    std::vector<float> x(static_cast<std::size_t>(2 * d.dim));
     x[1] = -0.0f;
     const Encoded e = encode(d, x, t, kernel);
-    EXPECT_EQ(e.norms, (std::vector<float>{0, 0}));
-    for (std::int64_t j = 0; j < d.axis_size; ++j)
+    EXPECT_EQ(e.scales, (std::vector<float>{0, 0}));
+    for (std::int64_t j = 0; j < d.dim; ++j)
       EXPECT_EQ(e.code(d, 1, j), 7u);  // just below the middle: 0 > 0 is false
     for (const float y : decode(d, e, t)) EXPECT_EQ(y, 0);
   });
@@ -42,7 +42,7 @@ TEST(AuraEncode, RowsOfAnySizeKeepTheirCodes) {
       const bool half = element == DType::f16;
       const int least = half ? -18 : element == DType::bf16 ? -127 : kLeastPower;
       const int most = half ? 14 : kMostPower;
-      const auto x = rows_of_all_sizes(d.axis_size, least, most);
+      const auto x = rows_of_all_sizes(d.dim, least, most);
       Encoded e;
       expect_ok(visit<float, f16, bf16>(element, [&]<class X>(Type<X>) {
         e = encode(d, stored<X>(x), t, kernel);
@@ -53,18 +53,18 @@ TEST(AuraEncode, RowsOfAnySizeKeepTheirCodes) {
       AuraDesc plain = d;
       plain.element = DType::f32;
       const auto y = decode(plain, e, t);
-      const auto n = static_cast<std::size_t>(d.axis_size);
+      const auto n = static_cast<std::size_t>(d.dim);
       double first = 0, length = 0;
       for (std::size_t j = 0; j < n; ++j) length = std::hypot(length, static_cast<double>(x[j]));
-      for (std::size_t row = 0; row < e.norms.size(); ++row) {
+      for (std::size_t row = 0; row < e.scales.size(); ++row) {
         const int power = row == 0 ? 0 : static_cast<int>(row) - 1 + least;
         for (std::size_t w = 0; w < words; ++w)
           ASSERT_EQ(e.packed[row * words + w], e.packed[w]) << power;
-        const double s = std::ldexp(static_cast<double>(e.norms[0]), power);
+        const double s = std::ldexp(static_cast<double>(e.scales[0]), power);
         const double norm = std::ldexp(length, power);
         const bool saturates = norm > kMost || s > kMost;
         if (!saturates) {
-          EXPECT_LE(std::fabs(static_cast<double>(e.norms[row]) - s), s < 0x1p-125 ? 0x1p-148 : 0)
+          EXPECT_LE(std::fabs(static_cast<double>(e.scales[row]) - s), s < 0x1p-125 ? 0x1p-148 : 0)
               << power;
         }
         double error = 0;
@@ -91,7 +91,7 @@ TEST(AuraEncode, RowsOfAnySizeAtEveryWidth) {
       for (std::int32_t bits = 1; bits <= 8; ++bits) {
         for (const std::int64_t dim : {2, 33, 64, 80}) {
           if (rotation == Rotation::hadamard && hadamard_factor(dim) == 0) continue;
-          AuraDesc d{.axis_size = dim, .bits = bits, .rotation = rotation};
+          AuraDesc d{.dim = dim, .bits = bits, .rotation = rotation};
           const Tables t(d);
           const auto n = static_cast<std::size_t>(dim);
           const auto x = rows_of_all_sizes(dim, kLeastPower, kMostPower);
@@ -106,7 +106,7 @@ TEST(AuraEncode, RowsOfAnySizeAtEveryWidth) {
           if (rotation != Rotation::identity) {
             EXPECT_EQ(with.packed, without.packed);
           }
-          EXPECT_EQ(with.norms, without.norms);
+          EXPECT_EQ(with.scales, without.scales);
         }
       }
     }
@@ -116,7 +116,7 @@ TEST(AuraEncode, RowsOfAnySizeAtEveryWidth) {
 // A single element, down to the least there is.
 TEST(AuraEncode, TheLeastRowHasADirection) {
   for_all([](AuraDesc& d, const Tables& t, std::string_view kernel) {
-    std::vector<float> x(static_cast<std::size_t>(d.axis_size));
+    std::vector<float> x(static_cast<std::size_t>(d.dim));
     x[2] = 1;
     const Encoded want = encode(d, x, t, kernel);
     for (const float v :
@@ -124,9 +124,9 @@ TEST(AuraEncode, TheLeastRowHasADirection) {
       x[2] = v;
       const Encoded e = encode(d, x, t, kernel);
       EXPECT_EQ(e.packed, want.packed) << v;
-      const double s = std::min(static_cast<double>(want.norms[0]) * static_cast<double>(v),
+      const double s = std::min(static_cast<double>(want.scales[0]) * static_cast<double>(v),
                                 3.4028234663852886e38);
-      EXPECT_NEAR(e.norms[0], s, 1e-6 * s + 0x1p-149) << v;
+      EXPECT_NEAR(e.scales[0], s, 1e-6 * s + 0x1p-149) << v;
     }
   });
 }
@@ -134,7 +134,7 @@ TEST(AuraEncode, TheLeastRowHasADirection) {
 TEST(AuraEncode, RowsWhoseNormOverflowsKeepTheirCodes) {
   for_all([](AuraDesc& d, const Tables& t, std::string_view kernel) {
     Gaussians gaussians(5);
-    auto x = gaussians.rows(1, d.axis_size);
+    auto x = gaussians.rows(1, d.dim);
     double length = 0;
     for (float& v : x) {
       v = std::clamp(v, -3.0f, 3.0f);
@@ -149,8 +149,8 @@ TEST(AuraEncode, RowsWhoseNormOverflowsKeepTheirCodes) {
       const Encoded e = encode(d, large, t, kernel);
       EXPECT_EQ(e.packed, want.packed);
       const double norm = std::min(length * static_cast<double>(size), kMost);
-      const double s = norm * static_cast<double>(want.norms[0]) / length;
-      EXPECT_NEAR(e.norms[0] / std::min(s, kMost), 1, 1e-6) << size;
+      const double s = norm * static_cast<double>(want.scales[0]) / length;
+      EXPECT_NEAR(e.scales[0] / std::min(s, kMost), 1, 1e-6) << size;
       for (const float y : decode(d, e, t)) EXPECT_TRUE(std::isfinite(y));
     }
   });
@@ -159,11 +159,11 @@ TEST(AuraEncode, RowsWhoseNormOverflowsKeepTheirCodes) {
 TEST(AuraEncode, RowsThatAreNotFiniteDecodeToNan) {
   for_all([](AuraDesc& d, const Tables& t, std::string_view kernel) {
     for (const float bad : {NAN, INFINITY, -INFINITY}) {
-      std::vector<float> x(static_cast<std::size_t>(d.axis_size), 1.0f);
-      x[static_cast<std::size_t>(d.axis_size - 2)] = bad;
+      std::vector<float> x(static_cast<std::size_t>(d.dim), 1.0f);
+      x[static_cast<std::size_t>(d.dim - 2)] = bad;
       const Encoded e = encode(d, x, t, kernel);
       for (const std::uint32_t word : e.packed) EXPECT_EQ(word, 0u);
-      EXPECT_TRUE(std::isnan(e.norms[0]));
+      EXPECT_TRUE(std::isnan(e.scales[0]));
       for (const float y : decode(d, e, t)) EXPECT_TRUE(std::isnan(y));
     }
   });
@@ -172,8 +172,8 @@ TEST(AuraEncode, RowsThatAreNotFiniteDecodeToNan) {
 TEST(AuraEncode, NoRowDisturbsAnother) {
   for_all([](AuraDesc& d, const Tables& t, std::string_view kernel) {
     Gaussians gaussians(6);
-    const auto n = static_cast<std::size_t>(d.axis_size);
-    auto x = gaussians.rows(40, d.axis_size);
+    const auto n = static_cast<std::size_t>(d.dim);
+    auto x = gaussians.rows(40, d.dim);
     const Encoded clean = encode(d, x, t, kernel);
     const float bad[] = {NAN, INFINITY, 3e38f, 1e-30f, 0};
     for (std::size_t row = 0; row < 40; row += 3)
@@ -182,7 +182,7 @@ TEST(AuraEncode, NoRowDisturbsAnother) {
     const auto words = static_cast<std::size_t>(d.packed_shape()[1]);
     for (std::size_t row = 0; row < 40; ++row) {
       if (row % 3 == 0) continue;
-      EXPECT_EQ(clean.norms[row], dirty.norms[row]);
+      EXPECT_EQ(clean.scales[row], dirty.scales[row]);
       for (std::size_t w = row * words; w < (row + 1) * words; ++w)
         EXPECT_EQ(clean.packed[w], dirty.packed[w]);
     }
@@ -192,20 +192,20 @@ TEST(AuraEncode, NoRowDisturbsAnother) {
 TEST(AuraEncode, HalfNormsSaturate) {
   for_all([](AuraDesc& d, const Tables& t, std::string_view kernel) {
     Gaussians gaussians(7);
-    auto x = gaussians.rows(3, d.axis_size);
-    for (std::size_t j = 0; j < static_cast<std::size_t>(d.axis_size); ++j) {
+    auto x = gaussians.rows(3, d.dim);
+    for (std::size_t j = 0; j < static_cast<std::size_t>(d.dim); ++j) {
       x[j] *= 1e6f;
-      x[static_cast<std::size_t>(2 * d.axis_size) + j] = 1;
+      x[static_cast<std::size_t>(2 * d.dim) + j] = 1;
     }
     x.back() = NAN;
     const Encoded full = encode(d, x, t, kernel);
-    d.f16_norm = true;
+    d.f16_scale = true;
     const Encoded half = encode(d, x, t, kernel);
-    d.f16_norm = false;
+    d.f16_scale = false;
     EXPECT_EQ(half.packed, full.packed);
-    EXPECT_EQ(half.norms[0], 65504);
-    EXPECT_EQ(half.norms[1], to_f32(to_f16(full.norms[1])));
-    EXPECT_TRUE(std::isnan(half.norms[2]));
+    EXPECT_EQ(half.scales[0], 65504);
+    EXPECT_EQ(half.scales[1], to_f32(to_f16(full.scales[1])));
+    EXPECT_TRUE(std::isnan(half.scales[2]));
   });
 }
 

@@ -28,7 +28,7 @@ inline std::string text_of(float v) {
 
 struct Encoded {
   std::vector<std::uint32_t> packed;
-  std::vector<float> norms;  // widened, if f16
+  std::vector<float> scales;  // widened, if f16
   std::uint32_t code(const AuraDesc& d, std::int64_t row, std::int64_t j) const {
     return packed_code(packed.data() + row * d.packed_shape()[1], j, d.bits);
   }
@@ -38,16 +38,15 @@ struct Tables {
   Codebook book;
   std::vector<float> rotation;
   Tables(const AuraDesc& d, std::uint64_t seed = 1)
-      : book(*sphere_codebook(d.axis_size, d.bits)),
-        rotation(*make_rotation(d.rotation, d.axis_size, seed)) {}
+      : book(*sphere_codebook(d.dim, d.bits)), rotation(*make_rotation(d.rotation, d.dim, seed)) {}
 };
 
 // Rows over outputs that are dirty.
 template <class X = float>
 Encoded encode(AuraDesc& d, const std::vector<X>& x, const Tables& t,
                std::string_view kernel = {}) {
-  d.outer_size = static_cast<std::int64_t>(x.size()) / d.axis_size;
-  const auto rows = static_cast<std::size_t>(d.outer_size);
+  d.rows = static_cast<std::int64_t>(x.size()) / d.dim;
+  const auto rows = static_cast<std::size_t>(d.rows);
   Encoded out{std::vector<std::uint32_t>(static_cast<std::size_t>(d.packed_shape().numel()), ~0u),
               std::vector<float>(rows, -7)};
   std::vector<f16> half(rows);
@@ -55,20 +54,20 @@ Encoded encode(AuraDesc& d, const std::vector<X>& x, const Tables& t,
                         .boundaries = view(t.book.boundaries.data(), {d.levels() - 1}),
                         .codebook = view(t.book.levels.data(), {d.levels()}),
                         .packed = view(out.packed.data(), d.packed_shape()),
-                        .norms = view(out.norms.data(), d.norm_shape())};
-  if (d.f16_norm) args.norms = view(half.data(), d.norm_shape());
+                        .scales = view(out.scales.data(), d.scale_shape())};
+  if (d.f16_scale) args.scales = view(half.data(), d.scale_shape());
   if (d.rotation != Rotation::identity) args.table = view(t.rotation.data(), d.rotation_shape());
   expect_ok(run_op<AuraEncode>(d, args, kernel));
-  for (std::size_t i = 0; d.f16_norm && i < rows; ++i) out.norms[i] = to_f32(half[i]);
+  for (std::size_t i = 0; d.f16_scale && i < rows; ++i) out.scales[i] = to_f32(half[i]);
   return out;
 }
 
 inline std::vector<float> decode(const AuraDesc& d, const Encoded& e, const Tables& t) {
   std::vector<float> y(static_cast<std::size_t>(d.tensor_shape().numel()));
   AuraDesc plain = d;
-  plain.f16_norm = false;
+  plain.f16_scale = false;
   AuraDecode::Args args{.packed = view(e.packed.data(), d.packed_shape()),
-                        .norms = view(e.norms.data(), d.norm_shape()),
+                        .scales = view(e.scales.data(), d.scale_shape()),
                         .codebook = view(t.book.levels.data(), {d.levels()}),
                         .y = view(y.data(), d.tensor_shape())};
   if (d.rotation != Rotation::identity) args.table = view(t.rotation.data(), d.rotation_shape());
@@ -105,7 +104,7 @@ class Gaussians {
 // The mean over rows of |x - x'|^2 / |x|^2.
 inline double relative_error(const AuraDesc& d, const std::vector<float>& x,
                              const std::vector<float>& y) {
-  const auto n = static_cast<std::size_t>(d.axis_size);
+  const auto n = static_cast<std::size_t>(d.dim);
   double total = 0;
   for (std::size_t i = 0; i < x.size(); i += n) {
     double error = 0, size = 0;

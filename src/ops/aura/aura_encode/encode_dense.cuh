@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(128 * kDenseGroups, 1)
     }
     if (quarter < 2 && my_row < rows) {
       const float my_rc = half == 0 ? rc[0] * by[0] : rc[1] * by[1];
-      store_norm(p, first + my_row, stored_scale(p.rule, norm, half == 0 ? cc[0] : cc[1], my_rc));
+      store_scale(p, first + my_row, stored_scale(p.rule, norm, half == 0 ? cc[0] : cc[1], my_rc));
     }
     __syncwarp();
     if (layout.width != p.bits)

@@ -24,13 +24,13 @@ struct Problem {
   const void* x;
   const float *boundaries, *codebook;
   std::uint32_t* packed;
-  void* norms;
-  std::int64_t x_stride, packed_stride, norm_stride;  // in elements
+  void* scales;
+  std::int64_t x_stride, packed_stride, scale_stride;  // in elements
   std::int64_t rows;
   RowRotation rotation;
   DType element;
   ScaleRule rule;
-  bool f16_norm;
+  bool f16_scale;
   int bits, words;  // of a code; of a packed row
 
   __host__ __device__ bool needs_products() const {
@@ -51,11 +51,11 @@ __device__ inline float stored_scale(ScaleRule rule, float norm, float cc, float
   }
 }
 
-__device__ inline void store_norm(const Problem& p, std::int64_t row, float s) {
-  const float most = p.f16_norm ? max_finite<f16>() : max_finite<float>();
+__device__ inline void store_scale(const Problem& p, std::int64_t row, float s) {
+  const float most = p.f16_scale ? max_finite<f16>() : max_finite<float>();
   if (s > most) s = most;
   if (s < -most) s = -most;
-  cuda::store_element(p.norms, p.f16_norm ? DType::f16 : DType::f32, row * p.norm_stride, s);
+  cuda::store_element(p.scales, p.f16_scale ? DType::f16 : DType::f32, row * p.scale_stride, s);
 }
 
 // Packed rows in shared memory, on their way out. Rows that follow each other in device memory
@@ -191,7 +191,7 @@ __device__ inline void quantise_row(const Problem& p, std::int64_t row, Length l
   pack_row(p, row, codes);
   if (lane == 0) {
     const float s = stored_scale(p.rule, length.norm, cc, rc);
-    store_norm(p, row, length.finite ? s : std::numeric_limits<float>::quiet_NaN());
+    store_scale(p, row, length.finite ? s : std::numeric_limits<float>::quiet_NaN());
   }
   __syncwarp();
 }

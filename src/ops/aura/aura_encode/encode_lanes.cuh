@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(32 * kMostWarps<Tile>, 1)
     const LaneRows<Tile, kSums> found(x, squares, p, cells, tables, layout.radix);
     const int rows = p.rows_at(first, Tile::kRows);
     const bool tells = Tile::row() < rows && Tile::part() == 0;
-    if (tells) store_norm(p, first + Tile::row(), found.scale);
+    if (tells) store_scale(p, first + Tile::row(), found.scale);
     // Through shared memory, so that the warp writes whole lines.
     store_codes<Tile>(found.codes, p, out + Tile::row() * layout.packed.stride);
     __syncwarp();

@@ -13,12 +13,12 @@ std::vector<AuraDesc> aura_rotate_check_cases() {
 }
 
 std::vector<BenchCase<AuraDesc>> aura_rotate_bench_cases() {
-  const AuraDesc hadamard{.outer_size = 1 << 16, .axis_size = 128};
+  const AuraDesc hadamard{.rows = 1 << 16, .dim = 128};
   AuraDesc kronecker = hadamard, dense = hadamard;
-  kronecker.axis_size = 192;
+  kronecker.dim = 192;
   dense.rotation = Rotation::dense;
   AuraDesc large = hadamard;
-  large.outer_size = 1 << 20;
+  large.rows = 1 << 20;
   large.element = DType::bf16;
   return {{"hadamard d128 f32", hadamard, fill_aura},
           {"hadamard d192 f32", kronecker, fill_aura},

@@ -16,17 +16,17 @@ namespace {
 
 void RotateRows(const AuraDesc& d, const AuraRotate::Args& a, std::int64_t begin,
                 std::int64_t end) {
-  const RowRotation rotation(d.rotation, d.axis_size, a.table.as<float>());
-  const std::int64_t stride = RoundUpToLanes(d.axis_size);
+  const RowRotation rotation(d.rotation, d.dim, a.table.as<float>());
+  const std::int64_t stride = RoundUpToLanes(d.dim);
   HWY_ALIGN float tile[kF32Lanes * kAuraMaxDim];
   (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) HWY_ATTR {
     for (std::int64_t first = begin; first < end; first += kF32Lanes) {
       const std::int64_t count = std::min(end - first, kF32Lanes);
       for (std::int64_t i = 0; i < count; ++i)
-        LoadRow(a.x.as<X>() + (first + i) * a.x.row_stride(), d.axis_size, tile + i * stride);
+        LoadRow(a.x.as<X>() + (first + i) * a.x.row_stride(), d.dim, tile + i * stride);
       rotation.Apply(tile, stride, count, d.inverse);
       for (std::int64_t i = 0; i < count; ++i)
-        StoreRow(tile + i * stride, d.axis_size, a.y.as<X>() + (first + i) * a.y.row_stride());
+        StoreRow(tile + i * stride, d.dim, a.y.as<X>() + (first + i) * a.y.row_stride());
     }
     return Status();
   });

@@ -93,14 +93,13 @@ Status run_by_lanes(const Problem& p, int device, Stream stream) {
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
-  const Problem p{
-      .x = a.x.data,
-      .y = a.y.data,
-      .x_stride = a.x.row_stride(),
-      .y_stride = a.y.row_stride(),
-      .rows = d.outer_size,
-      .rotation = cuda::row_rotation(d.rotation, d.axis_size, a.table.as<float>(), d.inverse),
-      .element = d.element};
+  const Problem p{.x = a.x.data,
+                  .y = a.y.data,
+                  .x_stride = a.x.row_stride(),
+                  .y_stride = a.y.row_stride(),
+                  .rows = d.rows,
+                  .rotation = cuda::row_rotation(d.rotation, d.dim, a.table.as<float>(), d.inverse),
+                  .element = d.element};
   const int device = a.y.device.index;
   const auto by_warps = [&] { return cuda::run_by_warps(Op::kName, p, device, stream); };
   if (p.rows < cuda::kFewRows * cuda::limits(device).multiprocessors) return by_warps();
@@ -110,7 +109,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
     return by_warps();
   }
   return cuda::visit_tuned_dim<128>(
-      d.axis_size,
+      d.dim,
       [&]<class Tile>(Tile) {
         return visit<float, f16, bf16>(
             d.element, [&]<class X>(Type<X>) { return run_by_lanes<Tile, X>(p, device, stream); });

@@ -15,7 +15,7 @@ TEST(AuraRotate, MatchesRefEverywhere) { oracle::expect_parity("aura_rotate"); }
 
 std::vector<float> rotate(AuraDesc d, const std::vector<float>& x, const std::vector<float>& table,
                           std::string_view kernel = {}) {
-  d.outer_size = static_cast<std::int64_t>(x.size()) / d.axis_size;
+  d.rows = static_cast<std::int64_t>(x.size()) / d.dim;
   std::vector<float> y(x.size());
   AuraRotate::Args args{.x = view(x.data(), d.tensor_shape()),
                         .y = view(y.data(), d.tensor_shape())};
@@ -27,7 +27,7 @@ std::vector<float> rotate(AuraDesc d, const std::vector<float>& x, const std::ve
 // 4 values: 1/2 of the sums with Sylvester's signs; the signs come first.
 TEST(AuraRotate, HadamardByHand) {
   for (const auto kernel : kBothKernels) {
-    const AuraDesc d{.axis_size = 4};
+    const AuraDesc d{.dim = 4};
     EXPECT_EQ(rotate(d, {1, 2, 3, 4}, {1, 1, 1, 1}, kernel), (std::vector<float>{5, -1, -2, 0}));
     EXPECT_EQ(rotate(d, {1, 2, 3, 4}, {-1, 1, 1, -1}, kernel), (std::vector<float>{0, 2, 1, -5}));
     AuraDesc back = d;
@@ -38,7 +38,7 @@ TEST(AuraRotate, HadamardByHand) {
 
 TEST(AuraRotate, DenseByHandAndItsTranspose) {
   for (const auto kernel : kBothKernels) {
-    AuraDesc d{.axis_size = 2, .rotation = Rotation::dense};
+    AuraDesc d{.dim = 2, .rotation = Rotation::dense};
     EXPECT_EQ(rotate(d, {1, 10}, {1, 2, 3, 4}, kernel), (std::vector<float>{21, 43}));
     d.inverse = true;
     EXPECT_EQ(rotate(d, {1, 10}, {1, 2, 3, 4}, kernel), (std::vector<float>{31, 42}));
@@ -47,7 +47,7 @@ TEST(AuraRotate, DenseByHandAndItsTranspose) {
 
 TEST(AuraRotate, IdentityCopies) {
   const std::vector<float> x = {1, -0.0f, 3e38f};
-  EXPECT_EQ(rotate({.axis_size = 3, .rotation = Rotation::identity}, x, {}), x);
+  EXPECT_EQ(rotate({.dim = 3, .rotation = Rotation::identity}, x, {}), x);
 }
 
 // Lengths and angles stay, and the inverse brings every row back.
@@ -56,7 +56,7 @@ TEST(AuraRotate, IsOrthogonal) {
        {2, 12, 28, 36, 44, 60, 64, 80, 96, 112, 128, 192, 576, 640, 1024}) {
     for (const Rotation kind : {Rotation::hadamard, Rotation::dense}) {
       if (kind == Rotation::dense && dim > 200) continue;
-      const AuraDesc d{.axis_size = dim, .rotation = kind};
+      const AuraDesc d{.dim = dim, .rotation = kind};
       const auto table = *make_rotation(kind, dim, 3);
       oracle::Rng rng(static_cast<std::uint64_t>(dim));
       std::vector<float> x(static_cast<std::size_t>(3 * dim));
@@ -83,7 +83,7 @@ TEST(AuraRotate, IsOrthogonal) {
 TEST(AuraRotate, ErrorsNameTheFieldAndLeaveTheOutputAlone) {
   std::vector<float> x(256, 1), y(256, 7), signs(128, 1);
   const auto untouched = y;
-  const AuraDesc good{.outer_size = 2, .axis_size = 128};
+  const AuraDesc good{.rows = 2, .dim = 128};
   const AuraRotate::Args args{.x = view(std::as_const(x).data(), {2, 128}),
                               .table = view(std::as_const(signs).data(), {128}),
                               .y = view(y.data(), {2, 128})};
@@ -94,22 +94,19 @@ TEST(AuraRotate, ErrorsNameTheFieldAndLeaveTheOutputAlone) {
   };
   using D = AuraDesc&;
   const Code bad = Code::invalid_argument;
-  expect_error(with([](D d) { d.axis_size = 1; }), bad,
-               "aura_rotate: axis_size: 1, expected 2..1024");
-  expect_error(with([](D d) { d.axis_size = 1025; }), bad,
-               "aura_rotate: axis_size: 1025, expected 2..1024");
-  expect_error(with([](D d) { d.axis_size = 100; }), bad,
-               "aura_rotate: axis_size: 100 with rotation hadamard, expected a power of two times "
+  expect_error(with([](D d) { d.dim = 1; }), bad, "aura_rotate: dim: 1, expected 2..1024");
+  expect_error(with([](D d) { d.dim = 1025; }), bad, "aura_rotate: dim: 1025, expected 2..1024");
+  expect_error(with([](D d) { d.dim = 100; }), bad,
+               "aura_rotate: dim: 100 with rotation hadamard, expected a power of two times "
                "one of 1 12 20 28 36 44 60");
-  expect_error(with([](D d) { d.outer_size = -1; }), bad,
-               "aura_rotate: outer_size: -1, expected at least 0");
+  expect_error(with([](D d) { d.rows = -1; }), bad, "aura_rotate: rows: -1, expected at least 0");
   expect_error(with([](D d) { d.rotation = static_cast<Rotation>(3); }), bad,
                "aura_rotate: rotation: 3, expected 0..2");
   expect_error(with([](D d) { d.element = DType::f64; }), Code::unsupported,
                "aura_rotate: element: f64, expected f32, f16 or bf16");
-  expect_error(
-      with([](D d) { d.rotation = Rotation::dense; }), bad,
-      "aura_rotate: table: shape [128], expected [128,128]: the axes are [axis_size,axis_size]");
+  expect_error(with([](D d) { d.rotation = Rotation::dense; }), bad,
+               "aura_rotate: table: shape [128], expected [128,128] = [dim,dim]: rotation dense "
+               "takes a matrix; signs go with rotation hadamard");
   signs[77] = 0.5f;
   expect_error(run_op<AuraRotate>(good, args), bad,
                "aura_rotate: table: [77] is 0.5, expected 1 or -1");
@@ -131,8 +128,8 @@ TEST(AuraRotate, ErrorsNameTheFieldAndLeaveTheOutputAlone) {
 TEST(AuraRotate, RowsMayBeSeveralAxes) {
   const std::int64_t batch = 2, tokens = 5, heads = 3, dim = 16;
   const std::vector<float> signs = *make_rotation(Rotation::hadamard, dim, 4);
-  const AuraDesc d{.outer_size = batch * heads * tokens, .axis_size = dim};
-  std::vector<float> x(static_cast<std::size_t>(d.outer_size * dim));
+  const AuraDesc d{.rows = batch * heads * tokens, .dim = dim};
+  std::vector<float> x(static_cast<std::size_t>(d.rows * dim));
   for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % 37) - 9;
   const std::vector<float> want = rotate(d, x, signs);  // in x's own order
   const Shape turned{batch, heads, tokens, dim};
@@ -172,8 +169,8 @@ TEST(AuraRotate, RowsMayBeSeveralAxes) {
     refuse([](Args b) { b.y.stride[2] = 15; }, Code::unsupported,
            "aura_rotate: y: stride 15 of axis 2, expected at least 16");
     refuse([](Args b) { b.x.shape[1] = 4; }, Code::invalid_argument,
-           "aura_rotate: x: shape [2,4,5,16], expected [30,16]: the axes are "
-           "[outer_size,axis_size]");
+           "aura_rotate: x: shape [2,4,5,16], expected [30,16] = "
+           "[rows,dim]");
     refuse([](Args b) { b.x.stride[0] = std::int64_t{1} << 60; }, Code::invalid_argument,
            "aura_rotate: x: stride 1152921504606846976 spans more than 2^59 elements");
     a.x.stride[0] = 0;  // an input may repeat itself

@@ -6,7 +6,7 @@ std::vector<GdnDesc> gdn_chunk_backward_check_cases() {
   std::vector<GdnDesc> cases = gdn_cases(GdnChunkBackward::kFields);
   GdnDesc d{.tokens = 35, .key_heads = 2, .value_heads = 6, .key_dim = 12, .value_dim = 9};
   d.chunk = 16;
-  d.n_sequences = 3;
+  d.sequences = 3;
   d.gate = d.qk_l2norm = d.beta_sigmoid = true;
   cases.push_back(d);
   return cases;

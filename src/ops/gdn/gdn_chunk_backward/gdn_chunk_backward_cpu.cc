@@ -337,7 +337,7 @@ BITTERN_EXPORT(RunGdnChunkBackward);
 
 // Sums for each sequence and head, then the threads' scratch, which starts a line.
 std::size_t sums_bytes(const Op::Desc& d) {
-  const auto heads = static_cast<std::size_t>(d.sequences() * d.value_heads);
+  const auto heads = static_cast<std::size_t>(d.sequence_count() * d.value_heads);
   return (heads * sizeof(GateSums) + 63) / 64 * 64;
 }
 
@@ -353,7 +353,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
                                          sums);
   for (std::int64_t h = 0; h < d.value_heads; ++h) {
     GateSums total{};
-    for (std::int64_t n = 0; n < d.sequences(); ++n) {
+    for (std::int64_t n = 0; n < d.sequence_count(); ++n) {
       total.a_log += sums[n * d.value_heads + h].a_log;
       total.dt_bias += sums[n * d.value_heads + h].dt_bias;
     }

@@ -339,7 +339,7 @@ template <class X>
 void run_as(const Op::Desc& d, const Op::Args& a) {
   const std::vector<Sequence> sequences = sequences_of(d.rows(), a.cu_seqlens);
   std::vector<GateSums> totals(static_cast<std::size_t>(d.value_heads));
-  for (std::int64_t n = 0; n < d.sequences(); ++n) {
+  for (std::int64_t n = 0; n < d.sequence_count(); ++n) {
     const Sequence& sequence = sequences[static_cast<std::size_t>(n)];
     const auto tokens = static_cast<std::size_t>(sequence.end - sequence.begin);
     for (std::int64_t key_head = 0; key_head < d.key_heads; ++key_head) {

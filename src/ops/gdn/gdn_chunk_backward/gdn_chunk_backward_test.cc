@@ -148,7 +148,7 @@ TEST(GdnChunkBackward, IsTheGradientInF32) {
     for (const double decay : {0.0, 0.1, 5.0}) {
       GdnDesc d{.tokens = 37, .key_heads = 2, .value_heads = 6, .key_dim = 6, .value_dim = 5};
       d.chunk = 16;
-      d.n_sequences = 3;
+      d.sequences = 3;
       d.qk_l2norm = d.gate = d.beta_sigmoid = fused;
       if (decay == 0.1) d.head_map = HeadMap::tiled;
       if (decay == 0.1) d.state_layout = StateLayout::value_key;
@@ -191,7 +191,7 @@ TEST(GdnChunkBackward, StrongDecaysDoNotSpoilAnyGradient) {
           GdnDesc d{.tokens = 150, .key_heads = 2, .value_heads = 2, .key_dim = 16};
           d.value_dim = 12;
           d.chunk = chunk;
-          if (regular) d.n_sequences = 3;
+          if (regular) d.sequences = 3;
           Problem p = make_problem<Op>(d, 1, {});
           if (regular) oracle::set_values(p.args.cu_seqlens, {0, 70, 70, 150});
           fill_problem(p, 0, 6);
@@ -290,7 +290,7 @@ TEST(GdnChunkBackward, Bf16IsCloseToF32) {
 TEST(GdnChunkBackward, SequencesDoNotMeet) {
   GdnDesc d{.tokens = 80, .key_heads = 1, .value_heads = 3, .key_dim = 10, .value_dim = 7};
   d.chunk = 16;
-  d.n_sequences = 4;
+  d.sequences = 4;
   Problem clean = make_problem<Op>(d, 1, {}), poisoned = make_problem<Op>(d, 1, {});
   for (Problem* p : {&clean, &poisoned}) {
     oracle::set_values(p->args.cu_seqlens, {0, 30, 30, 49, 80});
@@ -349,7 +349,7 @@ TEST(GdnChunkBackward, RefusesWhatItCannotDo) {
   oracle::expect_error(Plan<Op>::select({.key_heads = 3, .value_heads = 4}).status(),
                        Code::invalid_argument,
                        "gdn_chunk_backward: value_heads: 4, expected a multiple of key_heads 3");
-  const GdnDesc d{.tokens = 9, .n_sequences = 1};
+  const GdnDesc d{.tokens = 9, .sequences = 1};
   Problem p = make_problem<Op>(d, 1, {});
   oracle::set_values(p.args.cu_seqlens, {0, 8});
   oracle::expect_error(run_problem(p), Code::invalid_argument,

@@ -213,7 +213,7 @@ TEST(GdnChunkForward, StrongDecaysDoNotSpoilMildOnes) {
       for (const bool regular : {true, false}) {
         GdnDesc d{.tokens = 150, .key_heads = 2, .value_heads = 4, .key_dim = 24, .value_dim = 20};
         d.chunk = chunk;
-        if (regular) d.n_sequences = 3;
+        if (regular) d.sequences = 3;
         Problem p = model_problem(d, 0.5, 0, 1, 11);
         if (regular) oracle::set_values(p.args.cu_seqlens, {0, 70, 70, 150});
         oracle::Rng rng(12);
@@ -296,7 +296,7 @@ TEST(GdnChunkForward, SequencesDoNotMeet) {
     GdnDesc d{.tokens = 150, .key_heads = 1, .value_heads = 3, .key_dim = 20, .value_dim = 12};
     d.element = element;
     d.chunk = 32;
-    d.n_sequences = 7;
+    d.sequences = 7;
     Problem packed = model_problem(d, 0.5, 0.1, 1, 8);
     oracle::set_values(packed.args.cu_seqlens, starts);
     oracle::expect_ok(run_problem(packed));
@@ -312,7 +312,7 @@ TEST(GdnChunkForward, SequencesDoNotMeet) {
                   bytes_of(packed.args.final_state, static_cast<std::int64_t>(n) * state, state));
       };
       GdnDesc one = d;
-      one.n_sequences = 0;
+      one.sequences = 0;
       one.tokens = count;
       Problem alone = make_problem<Op>(one, 8, {});
       const auto copy = [&](const ConstView& from, const ConstView& to, std::int64_t offset) {
@@ -420,8 +420,8 @@ TEST(GdnChunkForward, RefusesWhatItCannotDo) {
   refuse({.allow_neg_eigval = true}, invalid_argument,
          "gdn_chunk_forward: allow_neg_eigval: true, expected false without beta_sigmoid");
   refuse({.chunk = 128}, invalid_argument, "gdn_chunk_forward: chunk: 128, expected 16, 32 or 64");
-  refuse({.batch = 3, .n_sequences = 2}, invalid_argument,
-         "gdn_chunk_forward: batch: 3, expected 1 with n_sequences");
+  refuse({.batch = 3, .sequences = 2}, invalid_argument,
+         "gdn_chunk_forward: batch: 3, expected 1 with sequences");
   GdnDesc d{.tokens = 3, .gate = true};
   auto p = make_problem<Op>(d, 1, {});
   p.args.a_log = {};

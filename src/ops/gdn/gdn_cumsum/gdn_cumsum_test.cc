@@ -15,7 +15,7 @@ using oracle::run_problem;
 TEST(GdnCumsum, MatchesRefEverywhere) { oracle::expect_parity("gdn_cumsum"); }
 
 TEST(GdnCumsum, StartsAnewWithEachChunkAndSequence) {
-  GdnDesc d{.tokens = 40, .value_heads = 2, .chunk = 16, .n_sequences = 3};
+  GdnDesc d{.tokens = 40, .value_heads = 2, .chunk = 16, .sequences = 3};
   for (const std::string_view kernel : oracle::kBothKernels) {
     auto p = make_problem<Op>(d, 1, {});
     oracle::set_values(p.args.cu_seqlens, {0, 20, 20, 40});

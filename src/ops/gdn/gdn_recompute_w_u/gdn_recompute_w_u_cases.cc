@@ -50,7 +50,7 @@ std::vector<GdnDesc> gdn_recompute_w_u_bounded_cases() {
   add({.tokens = 37, .key_heads = 2, .value_heads = 6, .key_dim = 16, .value_dim = 48});
   add({.batch = 2, .tokens = 65, .value_heads = 2, .key_dim = 256, .value_dim = 32, .chunk = 32});
   add({.tokens = 50, .key_dim = 48, .value_dim = 144, .chunk = 16});
-  GdnDesc packed{.tokens = 150, .key_heads = 2, .value_heads = 2, .n_sequences = 5};
+  GdnDesc packed{.tokens = 150, .key_heads = 2, .value_heads = 2, .sequences = 5};
   packed.head_map = HeadMap::tiled;
   add(packed);
   packed.key_dim = 80;
@@ -126,9 +126,9 @@ void gdn_recompute_w_u_aim(const GdnDesc& d, const GdnRecomputeWU::Args& a, Rng&
   aim_values(a.a, 0.5, rng);
   aim_beta(a.beta, rng);
   aim_log_decay(a.g, rng);
-  for (std::int64_t i = 0; i < d.sequences(); ++i) {
+  for (std::int64_t i = 0; i < d.sequence_count(); ++i) {
     std::int64_t begin = i * d.tokens, end = begin + d.tokens;
-    if (d.n_sequences > 0) {
+    if (d.sequences > 0) {
       begin = a.cu_seqlens.as<std::int32_t>()[i];
       end = a.cu_seqlens.as<std::int32_t>()[i + 1];
     }

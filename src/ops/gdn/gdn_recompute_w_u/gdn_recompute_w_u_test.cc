@@ -129,7 +129,7 @@ TEST(GdnRecomputeWU, ReadsNoMoreOfAThanItMust) {
 TEST(GdnRecomputeWU, SequencesDoNotMeet) {
   GdnDesc d{.tokens = 90, .key_heads = 1, .value_heads = 2, .key_dim = 9, .value_dim = 7};
   d.chunk = 16;
-  d.n_sequences = 4;
+  d.sequences = 4;
   auto clean = make_problem<Op>(d, 7, {});
   const std::int32_t starts[] = {0, 21, 21, 60, 90};
   std::copy(std::begin(starts), std::end(starts),
@@ -375,8 +375,8 @@ TEST(GdnRecomputeWU, RefusesWhatItCannotDo) {
   refuse({.key_dim = 257}, invalid_argument, "gdn_recompute_w_u: key_dim: 257, expected 1..256");
   refuse({.value_dim = 0}, invalid_argument, "gdn_recompute_w_u: value_dim: 0, expected 1..256");
   refuse({.chunk = 48}, invalid_argument, "gdn_recompute_w_u: chunk: 48, expected 16, 32 or 64");
-  refuse({.batch = 2, .n_sequences = 1}, invalid_argument,
-         "gdn_recompute_w_u: batch: 2, expected 1 with n_sequences");
+  refuse({.batch = 2, .sequences = 1}, invalid_argument,
+         "gdn_recompute_w_u: batch: 2, expected 1 with sequences");
   refuse({.tokens = -1}, invalid_argument, "gdn_recompute_w_u: tokens: -1, expected at least 0");
   refuse({.element = DType::f64}, unsupported,
          "gdn_recompute_w_u: element: f64, expected f32, f16 or bf16");
@@ -384,7 +384,7 @@ TEST(GdnRecomputeWU, RefusesWhatItCannotDo) {
          "gdn_recompute_w_u: a_element: f16, expected f32 or bf16");
 
   GdnDesc d{.tokens = 20, .key_dim = 4, .value_dim = 4};
-  d.n_sequences = 3;
+  d.sequences = 3;
   auto p = make_problem<Op>(d, 1, {});
   auto* at = oracle::data<std::int32_t>(p.args.cu_seqlens);
   const auto sequences = [&](std::array<std::int32_t, 4> starts, std::string_view message) {

@@ -17,7 +17,7 @@ void run_as(const Op::Desc& d, const Op::Args& a) {
   };
   const auto round = [](float x) { return to_math(from_math<X>(x)); };
   const std::vector<Sequence> sequences = sequences_of(d.rows(), a.cu_seqlens);
-  for (std::int64_t n = 0; n < d.sequences(); ++n) {
+  for (std::int64_t n = 0; n < d.sequence_count(); ++n) {
     const Sequence& sequence = sequences[static_cast<std::size_t>(n)];
     for (std::int64_t h = 0; h < heads; ++h) {
       std::vector<float> state(static_cast<std::size_t>(size));

@@ -38,7 +38,7 @@ TEST(GdnState, MatchesAnExampleWorkedByHand) {
 TEST(GdnState, SequencesDoNotMeet) {
   for (const StateLayout layout : {StateLayout::key_value, StateLayout::value_key}) {
     GdnDesc d{.tokens = 50, .value_heads = 2, .key_dim = 6, .value_dim = 5, .chunk = 16};
-    d.n_sequences = 3;
+    d.sequences = 3;
     d.state_layout = layout;
     auto clean = make_problem<Op>(d, 3, {}), poisoned = make_problem<Op>(d, 3, {});
     for (auto* p : {&clean, &poisoned}) {
@@ -67,7 +67,7 @@ TEST(GdnState, SequencesDoNotMeet) {
 TEST(GdnState, RefusesWhatItCannotDo) {
   oracle::expect_error(Plan<Op>::select({.value_dim = 257}).status(), Code::invalid_argument,
                        "gdn_state: value_dim: 257, expected 1..256");
-  const GdnDesc d{.tokens = 3, .n_sequences = 2};
+  const GdnDesc d{.tokens = 3, .sequences = 2};
   auto p = make_problem<Op>(d, 1, {});
   oracle::set_values(p.args.cu_seqlens, {0, 4, 3});
   oracle::expect_error(run_problem(p), Code::invalid_argument,

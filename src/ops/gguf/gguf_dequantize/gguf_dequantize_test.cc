@@ -204,7 +204,7 @@ TEST(GgufDequantize, Errors) {
   expect_error(with([](D d) { d.element = DType::f64; }), Code::unsupported,
                "gguf_dequantize: element: f64, expected f32, f16 or bf16");
   expect_error(with([](D d) { d.type = BlockType::q5_k; }), bad,
-               "gguf_dequantize: blocks: shape [2,144], expected [2,176]");
+               "gguf_dequantize: blocks: shape [2,144], expected [2,176] = [outer_size,bytes]");
   expect_error(with([](D d) { d.outer_size = std::int64_t{1} << 52; }), bad,
                "gguf_dequantize: sizes: more than 2^59 elements");
   EXPECT_EQ(y, std::vector<float>(512, 7));

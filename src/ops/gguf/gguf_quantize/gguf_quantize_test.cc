@@ -377,7 +377,7 @@ TEST(GgufQuantize, Errors) {
   expect_error(with([](D d) { d.axis_size = 33; }), Code::invalid_argument,
                "gguf_quantize: axis_size: 33, expected a multiple of 32, the block of Q4_0");
   expect_error(with([](D d) { d.type = BlockType::q5_1; }), Code::invalid_argument,
-               "gguf_quantize: blocks: shape [2,18], expected [2,24]");
+               "gguf_quantize: blocks: shape [2,18], expected [2,24] = [outer_size,bytes]");
   expect_error(
       with([](D d) {
         d.type = BlockType::iq4_xs;
@@ -412,7 +412,7 @@ TEST(GgufQuantize, Errors) {
   a.biases = a.scales;
   a.importance = view(grid.data(), {8});
   expect_error(run_op<GgufQuantize>(large, a), Code::invalid_argument,
-               "gguf_quantize: importance: shape [8], expected [256]");
+               "gguf_quantize: importance: shape [8], expected [256] = [axis_size]");
 }
 
 }  // namespace

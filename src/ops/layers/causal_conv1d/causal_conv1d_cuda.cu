@@ -137,7 +137,7 @@ Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream) {
             .silu = d.silu,
             .run = kTokens<X>,
             .runs = 0,
-            .states = a.final_state ? d.sequences() * packs : 0};
+            .states = a.final_state ? d.sequence_count() * packs : 0};
   const std::int64_t full = cuda::limits(device).multiprocessors * kThreadsPerMultiprocessor;
   const auto runs = [&] { return (p.in.tokens + p.run - 1) / p.run; };
   while (p.run > 1 && runs() * packs < full) p.run /= 2;

@@ -41,8 +41,8 @@ struct Problem {
             .bias = view(std::as_const(bias).data(), {d.channels}),
             .initial_state = view(std::as_const(initial).data(), d.state_shape()),
             .mask = view(std::as_const(mask).data(), d.mask_shape()),
-            .cu_seqlens = d.n_sequences > 0
-                              ? view(std::as_const(cu_seqlens).data(), {d.n_sequences + 1})
+            .cu_seqlens = d.sequences > 0
+                              ? view(std::as_const(cu_seqlens).data(), {d.sequences + 1})
                               : ConstView{},
             .y = view(y.data(), d.tensor_shape()),
             .final_state = view(final_state.data(), d.state_shape())};
@@ -122,7 +122,7 @@ TEST(CausalConv1d, StateCarriesASequenceOn) {
 // Packed sequences see nothing of each other: a NaN in one changes no other.
 TEST(CausalConv1d, PackedSequencesAreApart) {
   const std::vector<std::int32_t> bounds = {0, 2, 2, 70, 71, 75};
-  const CausalConvDesc d{.tokens = 75, .channels = 18, .n_sequences = 5};
+  const CausalConvDesc d{.tokens = 75, .channels = 18, .sequences = 5};
   Problem clean(d, bounds);
   clean.run();
   for (std::size_t s = 0; s < 5; ++s) {
@@ -168,11 +168,11 @@ TEST(CausalConv1d, ErrorsNameWhatIsWrong) {
   const std::string op = "causal_conv1d: ";
   expect_error(Op::check({.channels = 3, .width = 5}), bad, op + "width: 5, expected 2..4");
   expect_error(Op::check({.channels = -1}), bad, op + "channels: -1, expected at least 0");
-  expect_error(Op::check({.batch = 2, .n_sequences = 1}), bad,
-               op + "batch: 2, expected 1 with n_sequences");
+  expect_error(Op::check({.batch = 2, .sequences = 1}), bad,
+               op + "batch: 2, expected 1 with sequences");
   expect_error(Op::check({.element = DType::f64}), Code::unsupported,
                op + "element: f64, expected f32, f16 or bf16");
-  Problem p({.tokens = 4, .channels = 2, .n_sequences = 2}, {0, 3, 2});
+  Problem p({.tokens = 4, .channels = 2, .sequences = 2}, {0, 3, 2});
   expect_error(run_op<Op>(p.d, p.args()), bad,
                op + "cu_seqlens: [2] is 2, expected at least [1], 3");
   p.cu_seqlens = {0, 3, 3};
@@ -180,7 +180,7 @@ TEST(CausalConv1d, ErrorsNameWhatIsWrong) {
   p.cu_seqlens = {0, 3, 4};
   Op::Args a = p.args();
   a.mask.shape = {4, 1};
-  expect_error(run_op<Op>(p.d, a), bad, op + "mask: shape [4,1], expected [1,4]");
+  expect_error(run_op<Op>(p.d, a), bad, op + "mask: shape [4,1], expected [1,4] = [batch,tokens]");
   a = p.args();
   a.y = a.final_state = {};
   expect_error(run_op<Op>(p.d, a), bad, op + "every output is left out, expected at least one");

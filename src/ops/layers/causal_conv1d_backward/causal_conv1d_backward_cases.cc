@@ -26,7 +26,7 @@ void causal_conv1d_backward_aim(const CausalConvDesc& d, const CausalConv1dBackw
                                 Rng& rng) {
   aim_sequences(d.rows(), a.cu_seqlens, rng);
   aim_mask(a.mask, rng);
-  aim_gradient(a.dy, rng);
+  aim_gradient(a.d_y, rng);
   if (rng.chance(6)) return;
   for (const ConstView& v : {a.x, a.weight, a.bias, a.initial_state, a.d_final_state}) {
     for (std::int64_t i = 0; v && i < v.shape.numel(); ++i)

@@ -30,28 +30,28 @@ void Differentiate(const Op::Desc& d, const Op::Args& a, conv::Tile<X>& tile, Su
   tile.LoadInputs(reach);
 
   // Row r: position first + r - reach, so that rows before a sequence's start exist too.
-  alignas(64) conv::Row du[conv::kReach + conv::kTokens + conv::kReach];
+  alignas(64) conv::Row d_u[conv::kReach + conv::kTokens + conv::kReach];
   for (std::int64_t r = 0; r < tile.rows + 2 * reach; ++r) {
     const std::int64_t t = first + r - reach;
     if (r < reach || t >= s.length || tile.masked(t)) {
-      std::fill_n(du[r], conv::kChannels, 0.0f);
+      std::fill_n(d_u[r], conv::kChannels, 0.0f);
       continue;
     }
-    tile.Widen(tile.at(a.dy, t), du[r]);
+    tile.Widen(tile.at(a.d_y, t), d_u[r]);
     for (std::int64_t c = 0; d.silu && c < tile.count; c += conv::kLanes) {
       const auto u = tile.Sum(r - reach, c);
-      const auto dy = hn::Load(tag, du[r] + c);
-      hn::Store(hn::Mul(dy, SiluSlope(tag, u, Sigmoid(tag, u))), tag, du[r] + c);
+      const auto d_y = hn::Load(tag, d_u[r] + c);
+      hn::Store(hn::Mul(d_y, SiluSlope(tag, u, Sigmoid(tag, u))), tag, d_u[r] + c);
     }
   }
 
-  // dx at row r of the window, r < 0 before it; for the vector at c.
+  // d_x at row r of the window, r < 0 before it; for the vector at c.
   alignas(64) conv::Row more;  // d_final_state
   const auto gradient = [&](std::int64_t r, std::int64_t c, bool add) HWY_ATTR {
     auto sum = hn::Zero(tag);
     for (std::int64_t j = 0; j < d.width; ++j) {
-      sum = hn::MulAdd(hn::LoadU(tag, tile.weight[j] + c), hn::Load(tag, du[r + 2 * reach - j] + c),
-                       sum);
+      sum = hn::MulAdd(hn::LoadU(tag, tile.weight[j] + c),
+                       hn::Load(tag, d_u[r + 2 * reach - j] + c), sum);
     }
     return add ? hn::Add(sum, hn::Load(tag, more + c)) : sum;
   };
@@ -64,15 +64,15 @@ void Differentiate(const Op::Desc& d, const Op::Args& a, conv::Tile<X>& tile, Su
     for (std::int64_t c = 0; c < tile.count; ++c) more[c] = to_math(from[c * step]);
     return true;
   };
-  for (std::int64_t r = 0; a.dx && r < tile.rows; ++r) {
-    X* dx = tile.at(a.dx, first + r);
+  for (std::int64_t r = 0; a.d_x && r < tile.rows; ++r) {
+    X* d_x = tile.at(a.d_x, first + r);
     if (tile.masked(first + r)) {
-      std::fill_n(dx, tile.count, from_math<X>(0));
+      std::fill_n(d_x, tile.count, from_math<X>(0));
       continue;
     }
     const bool add = load_more(r);
     for (std::int64_t c = 0; c < tile.count; c += conv::kLanes)
-      tile.Emit(gradient(r, c, add), c, dx);
+      tile.Emit(gradient(r, c, add), c, d_x);
   }
   for (std::int64_t i = 0; first == 0 && a.d_initial_state && i < reach; ++i) {
     const bool add = load_more(i - reach);
@@ -90,7 +90,7 @@ void Differentiate(const Op::Desc& d, const Op::Args& a, conv::Tile<X>& tile, Su
     conv::V sum[5];
     for (int j = 0; j < 5; ++j) sum[j] = hn::Load(tag, sums[j] + c);
     for (std::int64_t r = 0; r < tile.rows; ++r) {
-      const auto g = hn::Load(tag, du[r + reach] + c);
+      const auto g = hn::Load(tag, d_u[r + reach] + c);
       for (std::int64_t j = 0; j < d.width; ++j)
         sum[j] = hn::MulAdd(g, hn::Load(tag, tile.x[r + j] + c), sum[j]);
       sum[4] = hn::Add(sum[4], g);

@@ -45,9 +45,9 @@ struct Places {
 
 struct Problem {
   cuda::ConvInputs in;
-  const void* dy;
-  void* dx;
-  cuda::ConvTokens dy_at, dx_at;
+  const void* d_y;
+  void* d_x;
+  cuda::ConvTokens d_y_at, d_x_at;
   cuda::ConvState d_final_state, d_initial_state;
   bool silu;
   Places places;
@@ -88,10 +88,10 @@ __global__ void __launch_bounds__(kScanThreads)
   if (thread == kScanThreads - 1) numbers[sequences] = number < places.all ? number : places.all;
 }
 
-// N channels of one block of tokens. Step t computes u and du of the block's token t and, with
-// them, dx of token t - (width - 1): the last steps lie past the block, where du is another block's
-// too, or past the sequence, where it is 0; the first give what lies before the block, which is
-// d_initial_state if the sequence starts here and another block's dx if not.
+// N channels of one block of tokens. Step t computes u and d_u of the block's token t and, with
+// them, d_x of token t - (width - 1): the last steps lie past the block, where d_u is another
+// block's too, or past the sequence, where it is 0; the first give what lies before the block,
+// which is d_initial_state if the sequence starts here and another block's d_x if not.
 template <class X, int kWidth, int N>
 struct Walk {
   static constexpr int kReach = kWidth - 1, kAhead = kTokensAhead<X>;
@@ -99,12 +99,12 @@ struct Walk {
   const Problem& p;
   const cuda::ConvTaps<X, kWidth, N> taps;
   std::int64_t sequence, channel;
-  const X *x, *dy;  // step 0's elements
-  X* dx;
+  const X *x, *d_y;  // step 0's elements
+  X* d_x;
   bool starts;       // the sequence starts with this block
   int rows, inside;  // tokens of the block; steps that have a token
   const std::uint8_t* mask;
-  float before[kReach][N], du_before[kReach][N] = {};  // oldest first
+  float before[kReach][N], d_u_before[kReach][N] = {};  // oldest first
   float weight_sum[kWidth][N] = {}, bias_sum[N] = {};
 
   __device__ Walk(const Problem& problem, const ConvSequence& s, std::int64_t first,
@@ -112,8 +112,8 @@ struct Walk {
       : p(problem), taps(problem.in, first_channel), sequence(s.index), channel(first_channel) {
     const std::int64_t token = s.begin + first, left = s.end - token;
     x = static_cast<const X*>(p.in.x) + p.in.x_at.at(s, token) + channel;
-    dy = static_cast<const X*>(p.dy) + p.dy_at.at(s, token) + channel;
-    dx = static_cast<X*>(p.dx) + p.dx_at.at(s, token) + channel;
+    d_y = static_cast<const X*>(p.d_y) + p.d_y_at.at(s, token) + channel;
+    d_x = static_cast<X*>(p.d_x) + p.d_x_at.at(s, token) + channel;
     starts = first == 0;
     rows = static_cast<int>(left < kBlockTokens ? left : kBlockTokens);
     inside = static_cast<int>(left < kBlockTokens + kReach ? left : kBlockTokens + kReach);
@@ -125,18 +125,18 @@ struct Walk {
 
   // Steps t .. t + kAhead - 1 as they lie in memory; zeros where there is nothing to read.
   struct Steps {
-    Raw<X, N> x[kAhead], dy[kAhead];
+    Raw<X, N> x[kAhead], d_y[kAhead];
 
     __device__ void load(const Walk& w, int t) {
       const X* from_x = w.x + t * w.p.in.x_at.step;
-      const X* from_dy = w.dy + t * w.p.dy_at.step;
+      const X* from_d_y = w.d_y + t * w.p.d_y_at.step;
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         const bool live = w.live(t + k);
         x[k] = Raw<X, N>::load(from_x, live);
-        dy[k] = Raw<X, N>::load(from_dy, live);
+        d_y[k] = Raw<X, N>::load(from_d_y, live);
         from_x += w.p.in.x_at.step;
-        from_dy += w.p.dy_at.step;
+        from_d_y += w.p.d_y_at.step;
       }
     }
   };
@@ -144,8 +144,8 @@ struct Walk {
   __device__ void run() {
     Steps next;
     next.load(*this, 0);
-    const bool plain = p.silu && p.dx != nullptr && mask == nullptr;
-    X* to = dx - kReach * p.dx_at.step;
+    const bool plain = p.silu && p.d_x != nullptr && mask == nullptr;
+    X* to = d_x - kReach * p.d_x_at.step;
     for (int t = 0; t < rows + kReach; t += kAhead) {
       const Steps steps = next;
       next.load(*this, t + kAhead);
@@ -154,66 +154,66 @@ struct Walk {
       } else {
         take<true>(steps, t, to);
       }
-      to += kAhead * p.dx_at.step;
+      to += kAhead * p.d_x_at.step;
     }
   }
 
-  // kEdge: any steps. Otherwise all of them are of this block, have their dx in it, and nothing is
+  // kEdge: any steps. Otherwise all of them are of this block, have their d_x in it, and nothing is
   // masked or left out; most are, and need no branches.
   template <bool kEdge>
   __device__ void take(const Steps& steps, int t, X* to) {
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
       if (kEdge && t + k >= rows + kReach) break;
-      float now[N], du[N];
+      float now[N], d_u[N];
       steps.x[k].widen(now);
-      steps.dy[k].widen(du);
+      steps.d_y[k].widen(d_u);
       if (!kEdge || (p.silu && live(t + k))) {
 #pragma unroll
         for (int c = 0; c < N; ++c) {
           const float u = taps.sum(before, now[c], c);
-          du[c] *= math::silu_slope(u, cuda::sigmoid(u));
+          d_u[c] *= math::silu_slope(u, cuda::sigmoid(u));
         }
       }
-      if (!kEdge || t + k < rows) add_to_sums(now, du);
+      if (!kEdge || t + k < rows) add_to_sums(now, d_u);
       if constexpr (!kEdge) {
         float sum[N];
-        input_gradient(du, sum);
+        input_gradient(d_u, sum);
         Raw<X, N>::narrow(sum).store(to);
-      } else if (t + k >= kReach ? p.dx != nullptr : starts && p.d_initial_state.data != nullptr) {
-        emit(t + k, du, to);
+      } else if (t + k >= kReach ? p.d_x != nullptr : starts && p.d_initial_state.data != nullptr) {
+        emit(t + k, d_u, to);
       }
-      to += p.dx_at.step;
+      to += p.d_x_at.step;
       cuda::shift_in(before, now);
-      cuda::shift_in(du_before, du);
+      cuda::shift_in(d_u_before, d_u);
     }
   }
 
-  __device__ void add_to_sums(const float (&now)[N], const float (&du)[N]) {
+  __device__ void add_to_sums(const float (&now)[N], const float (&d_u)[N]) {
 #pragma unroll
     for (int c = 0; c < N; ++c) {
 #pragma unroll
       for (int j = 0; j < kReach; ++j)
-        weight_sum[j][c] = fmaf(du[c], before[j][c], weight_sum[j][c]);
-      weight_sum[kReach][c] = fmaf(du[c], now[c], weight_sum[kReach][c]);
-      bias_sum[c] += du[c];
+        weight_sum[j][c] = fmaf(d_u[c], before[j][c], weight_sum[j][c]);
+      weight_sum[kReach][c] = fmaf(d_u[c], now[c], weight_sum[kReach][c]);
+      bias_sum[c] += d_u[c];
     }
   }
 
-  __device__ void input_gradient(const float (&du)[N], float (&sum)[N]) const {
+  __device__ void input_gradient(const float (&d_u)[N], float (&sum)[N]) const {
 #pragma unroll
     for (int c = 0; c < N; ++c) {
-      sum[c] = fmaf(taps.weight[0][c], du[c], 0.0f);
+      sum[c] = fmaf(taps.weight[0][c], d_u[c], 0.0f);
 #pragma unroll
       for (int j = 1; j < kWidth; ++j)
-        sum[c] = fmaf(taps.weight[j][c], du_before[kReach - j][c], sum[c]);
+        sum[c] = fmaf(taps.weight[j][c], d_u_before[kReach - j][c], sum[c]);
     }
   }
 
-  // What step t has of dx, or of d_initial_state.
-  __device__ void emit(int t, const float (&du)[N], X* to) const {
+  // What step t has of d_x, or of d_initial_state.
+  __device__ void emit(int t, const float (&d_u)[N], X* to) const {
     float sum[N];
-    input_gradient(du, sum);
+    input_gradient(d_u, sum);
     if (t >= inside && p.d_final_state.data != nullptr) {  // final_state holds this input
 #pragma unroll
       for (int c = 0; c < N; ++c)
@@ -277,7 +277,7 @@ struct WriteSums {
 std::int64_t partial_sums(const Op::Desc& d) { return d.blocks() * (d.width + 1) * d.channels; }
 
 std::size_t workspace(const Op::Desc& d, Device) {
-  const std::int64_t numbers = d.n_sequences > 0 ? d.n_sequences + 1 : 0;
+  const std::int64_t numbers = d.sequences > 0 ? d.sequences + 1 : 0;
   return static_cast<std::size_t>((partial_sums(d) + 1) / 2 + numbers) * sizeof(std::int64_t);
 }
 
@@ -287,22 +287,21 @@ Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace 
   const bool sums = a.d_weight || a.d_bias;
   auto* numbers = static_cast<std::int64_t*>(space.data) + (partial_sums(d) + 1) / 2;
   const std::int64_t each = std::max<std::int64_t>(d.rows().chunks(d.tokens), 1);
-  const Problem p{
-      .in = {d, a, N},
-      .dy = a.dy.data,
-      .dx = a.dx.data,
-      .dy_at = {d, a.dy},
-      .dx_at = {d, a.dx},
-      .d_final_state = cuda::ConvState(a.d_final_state),
-      .d_initial_state = cuda::ConvState(a.d_initial_state),
-      .silu = d.silu,
-      .places = {.bounds = d.n_sequences > 0 ? a.cu_seqlens.as<std::int32_t>() : nullptr,
-                 .sequences = d.sequences(),
-                 .all = d.n_sequences > 0 ? d.blocks() : d.batch * each,
-                 .tokens = d.tokens,
-                 .each = cuda::Divisor(each)},
-      .partial = sums ? static_cast<float*>(space.data) : nullptr,
-      .numbers = sums && d.n_sequences > 0 ? numbers : nullptr};
+  const Problem p{.in = {d, a, N},
+                  .d_y = a.d_y.data,
+                  .d_x = a.d_x.data,
+                  .d_y_at = {d, a.d_y},
+                  .d_x_at = {d, a.d_x},
+                  .d_final_state = cuda::ConvState(a.d_final_state),
+                  .d_initial_state = cuda::ConvState(a.d_initial_state),
+                  .silu = d.silu,
+                  .places = {.bounds = d.sequences > 0 ? a.cu_seqlens.as<std::int32_t>() : nullptr,
+                             .sequences = d.sequence_count(),
+                             .all = d.sequences > 0 ? d.blocks() : d.batch * each,
+                             .tokens = d.tokens,
+                             .each = cuda::Divisor(each)},
+                  .partial = sums ? static_cast<float*>(space.data) : nullptr,
+                  .numbers = sums && d.sequences > 0 ? numbers : nullptr};
   if (p.numbers != nullptr) {
     BITTERN_TRY(cuda::launch(Op::kName, number_blocks, {.blocks = 1, .threads = kScanThreads},
                              device, stream, p.places, numbers));
@@ -314,7 +313,7 @@ Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace 
   const cuda::TreeRows tree{.partial = p.partial,
                             .columns = (d.width + 1) * d.channels,
                             .rows = d.blocks(),
-                            .counted = p.numbers != nullptr ? p.numbers + d.n_sequences : nullptr};
+                            .counted = p.numbers != nullptr ? p.numbers + d.sequences : nullptr};
   return cuda::sum_rows(
       Op::kName, tree,
       WriteSums<X>{a.d_weight.as<X>(), a.d_bias.as<X>(), d.width, cuda::Divisor(d.channels)},
@@ -323,7 +322,7 @@ Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace 
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace space) {
   return cuda::visit_conv(d, [&]<class X, class Width>(Type<X>, Width width) {
-    return cuda::conv_packs<X, kChannels>(d, a.x, a.weight, a.dy, a.bias, a.initial_state, a.dx)
+    return cuda::conv_packs<X, kChannels>(d, a.x, a.weight, a.d_y, a.bias, a.initial_state, a.d_x)
                ? run_packs<X, width(), kChannels>(d, a, stream, space)
                : run_packs<X, width(), 1>(d, a, stream, space);
   });

@@ -15,26 +15,26 @@ struct Gradients {
   ConvInput<X> in{d, a.x, a.weight, a.bias, a.initial_state, a.mask};
 
   // Of all positions of a sequence.
-  std::vector<float> du(const ConvSequence& s, std::int64_t c) const {
+  std::vector<float> d_u(const ConvSequence& s, std::int64_t c) const {
     std::vector<float> out;
     for (std::int64_t t = 0; t < s.length; ++t) {
       if (conv_masked(a.mask, s.begin + t)) {
         out.push_back(0);
         continue;
       }
-      const float dy = to_math(a.dy.as<X>()[conv_at(d, a.dy, s, t) + c]);
-      out.push_back(d.silu ? dy * math::silu_slope(in.u(s, t, c)) : dy);
+      const float d_y = to_math(a.d_y.as<X>()[conv_at(d, a.d_y, s, t) + c]);
+      out.push_back(d.silu ? d_y * math::silu_slope(in.u(s, t, c)) : d_y);
     }
     return out;
   }
-  float dx(const ConvSequence& s, const std::vector<float>& du, std::int64_t t,
-           std::int64_t c) const {
+  float d_x(const ConvSequence& s, const std::vector<float>& d_u, std::int64_t t,
+            std::int64_t c) const {
     if (t >= 0 && conv_masked(a.mask, s.begin + t)) return 0;
     float sum = 0;
     for (std::int64_t j = 0; j < d.width; ++j) {
       const std::int64_t at = t + d.width - 1 - j;
       const bool inside = at >= 0 && at < s.length;
-      sum = std::fma(in.tap(c, j), inside ? du[static_cast<std::size_t>(at)] : 0.0f, sum);
+      sum = std::fma(in.tap(c, j), inside ? d_u[static_cast<std::size_t>(at)] : 0.0f, sum);
     }
     const std::int64_t i = t - (s.length - (d.width - 1));
     if (i >= 0 && a.d_final_state)
@@ -47,10 +47,10 @@ struct Gradients {
     for (const ConvBlock& block : blocks) {
       const ConvSequence& s = block.sequence;
       if (block.first == 0) {
-        g = du(s, c);
+        g = d_u(s, c);
         for (std::int64_t i = 0; a.d_initial_state && i < d.width - 1; ++i)
           a.d_initial_state.as<X>()[a.d_initial_state.at(s.index, c, i)] =
-              from_math<X>(dx(s, g, i - (d.width - 1), c));
+              from_math<X>(d_x(s, g, i - (d.width - 1), c));
       }
       if (block.rows == 0) continue;
       float weight_sum[4] = {}, bias_sum = 0;
@@ -59,7 +59,7 @@ struct Gradients {
         for (std::int64_t j = 0; j < d.width; ++j)
           weight_sum[j] = std::fma(at_t, in.input(s, t - d.width + 1 + j, c), weight_sum[j]);
         bias_sum += at_t;
-        if (a.dx) a.dx.as<X>()[conv_at(d, a.dx, s, t) + c] = from_math<X>(dx(s, g, t, c));
+        if (a.d_x) a.d_x.as<X>()[conv_at(d, a.d_x, s, t) + c] = from_math<X>(d_x(s, g, t, c));
       }
       for (std::int64_t j = 0; j < d.width; ++j) weight_terms[j].push_back(weight_sum[j]);
       bias_terms.push_back(bias_sum);

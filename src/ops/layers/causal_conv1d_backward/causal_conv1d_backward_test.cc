@@ -27,8 +27,8 @@ struct Inputs {
 
 bool masked(std::int64_t t) { return t == 1 || t == 6; }
 
-// <dy, y> + <d_final, final_state> of the f64 convolution.
-double loss(const CausalConvDesc& d, const Inputs& in, const Doubles& dy, const Doubles& d_final) {
+// <d_y, y> + <d_final, final_state> of the f64 convolution.
+double loss(const CausalConvDesc& d, const Inputs& in, const Doubles& d_y, const Doubles& d_final) {
   double sum = 0;
   const std::int64_t reach = d.width - 1;
   for (std::int64_t s = 0; s < kSequences; ++s) {
@@ -45,7 +45,7 @@ double loss(const CausalConvDesc& d, const Inputs& in, const Doubles& dy, const 
         double u = in.bias[static_cast<std::size_t>(c)];
         for (std::int64_t j = 0; j <= reach; ++j)
           u += in.weight[static_cast<std::size_t>(c * d.width + j)] * x(t - reach + j);
-        sum += dy[static_cast<std::size_t>((begin + t) * kChannels + c)] *
+        sum += d_y[static_cast<std::size_t>((begin + t) * kChannels + c)] *
                (d.silu ? u / (1 + std::exp(-u)) : u);
       }
       for (std::int64_t i = 0; i < reach; ++i)
@@ -61,7 +61,7 @@ TEST(CausalConv1dBackward, IsTheDerivativeOfTheForward) {
       const CausalConvDesc d{.tokens = kTokens,
                              .channels = kChannels,
                              .width = width,
-                             .n_sequences = kSequences,
+                             .sequences = kSequences,
                              .silu = silu};
       oracle::Rng rng(11);
       // f32 values, held in f64 too.
@@ -72,31 +72,31 @@ TEST(CausalConv1dBackward, IsTheDerivativeOfTheForward) {
         }
       };
       Inputs in;
-      Doubles dy, d_final;
-      Floats x, weight, bias, initial, dy_f, d_final_f;
+      Doubles d_y, d_final;
+      Floats x, weight, bias, initial, d_y_f, d_final_f;
       make(x, in.x, d.tensor_shape());
       make(weight, in.weight, d.weight_shape());
       make(bias, in.bias, {kChannels});
       make(initial, in.initial, d.state_shape());
-      make(dy_f, dy, d.tensor_shape());
+      make(d_y_f, d_y, d.tensor_shape());
       make(d_final_f, d_final, d.state_shape());
       std::vector<std::uint8_t> mask;
       for (std::int64_t t = 0; t < kTokens; ++t) mask.push_back(masked(t) ? 0 : 1);
-      Floats dx(x.size(), NAN), d_weight(weight.size(), NAN), d_bias(bias.size(), NAN),
+      Floats d_x(x.size(), NAN), d_weight(weight.size(), NAN), d_bias(bias.size(), NAN),
           d_initial(initial.size(), NAN);
       for (const std::int64_t t : {1, 6}) {  // never read
         std::fill_n(x.begin() + t * kChannels, kChannels, NAN);
-        std::fill_n(dy_f.begin() + t * kChannels, kChannels, NAN);
+        std::fill_n(d_y_f.begin() + t * kChannels, kChannels, NAN);
       }
-      const Op::Args args{.x = view(std::as_const(x).data(), d.tensor_shape()),
+      const Op::Args args{.d_y = view(std::as_const(d_y_f).data(), d.tensor_shape()),
+                          .d_final_state = view(std::as_const(d_final_f).data(), d.state_shape()),
+                          .x = view(std::as_const(x).data(), d.tensor_shape()),
                           .weight = view(std::as_const(weight).data(), d.weight_shape()),
-                          .dy = view(std::as_const(dy_f).data(), d.tensor_shape()),
                           .bias = view(std::as_const(bias).data(), {kChannels}),
                           .initial_state = view(std::as_const(initial).data(), d.state_shape()),
-                          .d_final_state = view(std::as_const(d_final_f).data(), d.state_shape()),
                           .mask = view(std::as_const(mask).data(), d.mask_shape()),
                           .cu_seqlens = view(kBounds, {kSequences + 1}),
-                          .dx = view(dx.data(), d.tensor_shape()),
+                          .d_x = view(d_x.data(), d.tensor_shape()),
                           .d_weight = view(d_weight.data(), d.weight_shape()),
                           .d_bias = view(d_bias.data(), {kChannels}),
                           .d_initial_state = view(d_initial.data(), d.state_shape())};
@@ -113,11 +113,11 @@ TEST(CausalConv1dBackward, IsTheDerivativeOfTheForward) {
             (up.*member)[i] += kStep;
             (down.*member)[i] -= kStep;
             const double slope =
-                (loss(d, up, dy, d_final) - loss(d, down, dy, d_final)) / (2 * kStep);
+                (loss(d, up, d_y, d_final) - loss(d, down, d_y, d_final)) / (2 * kStep);
             EXPECT_NEAR(got[i], slope, 2e-5) << kernel << " " << name << " " << i;
           }
         };
-        compare("dx", &Inputs::x, dx);
+        compare("d_x", &Inputs::x, d_x);
         compare("d_weight", &Inputs::weight, d_weight);
         compare("d_bias", &Inputs::bias, d_bias);
         compare("d_initial_state", &Inputs::initial, d_initial);
@@ -132,11 +132,13 @@ TEST(CausalConv1dBackward, ErrorsNameWhatIsWrong) {
   expect_error(Op::check({.channels = 3, .width = 1}), bad, op + "width: 1, expected 2..4");
   const CausalConvDesc d{.tokens = 2, .channels = 1, .width = 2};
   const float x[2] = {}, weight[2] = {};
-  float dx[2];
-  Op::Args a{
-      .x = view(x, {1, 2, 1}), .weight = view(weight, {1, 2}), .dy = {}, .dx = view(dx, {1, 2, 1})};
-  expect_error(run_op<Op>(d, a, "ref"), bad, op + "dy: null, expected f32 [1,2,1]");
-  a.dy = view(x, {1, 2, 1});
+  float d_x[2];
+  Op::Args a{.d_y = {},
+             .x = view(x, {1, 2, 1}),
+             .weight = view(weight, {1, 2}),
+             .d_x = view(d_x, {1, 2, 1})};
+  expect_error(run_op<Op>(d, a, "ref"), bad, op + "d_y: null, expected f32 [1,2,1]");
+  a.d_y = view(x, {1, 2, 1});
   expect_ok(run_op<Op>(d, a, "ref"));
   const auto plan = Plan<Op>::select(d, {}, Preference::exact, "cpu");
   expect_error(plan->run(a), bad, op + "workspace: 0 bytes, expected at least 12");

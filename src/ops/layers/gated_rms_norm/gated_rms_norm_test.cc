@@ -97,7 +97,7 @@ TEST(GatedRmsNorm, ErrorsNameWhatIsWrong) {
   float y[2] = {};
   expect_error(run_op<Op>({.rows = 1, .dim = 2},
                           {view(x, {1, 2}), view(x, {1, 2}), view(x, {1}), view(y, {1, 2})}),
-               bad, op + "weight: shape [1], expected [2]");
+               bad, op + "weight: shape [1], expected [2] = [dim]");
 }
 
 }  // namespace

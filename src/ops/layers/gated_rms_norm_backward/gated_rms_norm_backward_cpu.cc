@@ -31,27 +31,28 @@ void Differentiate(const Op::Desc& d, const Op::Args& a, std::int64_t block, flo
   for (std::int64_t i = begin; i < std::min(d.rows, begin + Op::Desc::kBlock); ++i) {
     const X* x = a.x.as<X>() + i * a.x.row_stride();
     const X* z = a.z.as<X>() + i * a.z.row_stride();
-    const X* dy = a.dy.as<X>() + i * a.dy.row_stride();
+    const X* d_y = a.d_y.as<X>() + i * a.d_y.row_stride();
     const float rstd = norm::Rstd(d, x);
     const auto r = hn::Set(tag, rstd);
     const auto along = hn::Set(tag, line.Sum([&](auto part, V& e, V& n) HWY_ATTR {
-      const V gate = part.Load(z), s = Sigmoid(tag, gate), g = part.Load(dy);
+      const V gate = part.Load(z), s = Sigmoid(tag, gate), g = part.Load(d_y);
       const V w = part.Load(weight);
       n = hn::Mul(part.Load(x), r);
       const V h = hn::Mul(g, hn::Mul(gate, s));
       e = hn::Mul(h, w);
       part.Store(hn::MulAdd(h, n, part.Load(static_cast<const float*>(sums))), sums);
-      if (a.dz) {
+      if (a.d_z) {
         const V slope = SiluSlope(tag, gate, s);
-        part.Store(hn::Mul(hn::Mul(g, hn::Mul(n, w)), slope), a.dz.as<X>() + i * a.dz.row_stride());
+        part.Store(hn::Mul(hn::Mul(g, hn::Mul(n, w)), slope),
+                   a.d_z.as<X>() + i * a.d_z.row_stride());
       }
     }) / static_cast<float>(d.dim));
-    if (!a.dx) continue;
+    if (!a.d_x) continue;
     line.Each([&](auto part) HWY_ATTR {
       const V n = hn::Mul(part.Load(x), r);
-      const V h = hn::Mul(part.Load(dy), Silu(tag, part.Load(z)));
+      const V h = hn::Mul(part.Load(d_y), Silu(tag, part.Load(z)));
       const V e = hn::Mul(h, part.Load(weight));
-      part.Store(hn::Mul(r, hn::NegMulAdd(n, along, e)), a.dx.as<X>() + i * a.dx.row_stride());
+      part.Store(hn::Mul(r, hn::NegMulAdd(n, along, e)), a.d_x.as<X>() + i * a.d_x.row_stride());
     });
   }
 }

@@ -17,27 +17,27 @@ constexpr int kDim = 128;  // rows of other lengths go the general way
 using Tile = cuda::NormTile<kDim>;
 
 struct Problem {
-  const void *x, *z, *weight, *dy;
-  void *dx, *dz;
+  const void *x, *z, *weight, *d_y;
+  void *d_x, *d_z;
   float* partial;  // [blocks, dim]: d_weight of each block of rows; null: not wanted
   float* rstd;     // [rows], for kernels that go over the rows twice
-  std::int64_t rows, dim, blocks, x_stride, z_stride, dy_stride, dx_stride, dz_stride;
+  std::int64_t rows, dim, blocks, x_stride, z_stride, d_y_stride, d_x_stride, d_z_stride;
   float eps;
 };
 
 // The header's letters, of one element.
 struct Element {
-  float n, h, e, dz;
+  float n, h, e, d_z;
 
-  __device__ Element(float x, float z, float dy, float weight, float rstd) {
+  __device__ Element(float x, float z, float d_y, float weight, float rstd) {
     const float s = cuda::sigmoid(z);
     n = x * rstd;
-    h = dy * (z * s);
+    h = d_y * (z * s);
     e = h * weight;
-    dz = (dy * (n * weight)) * math::silu_slope(z, s);
+    d_z = (d_y * (n * weight)) * math::silu_slope(z, s);
   }
 };
-__device__ inline float dx_of(float n, float e, float along, float rstd) {
+__device__ inline float d_x_of(float n, float e, float along, float rstd) {
   return rstd * fmaf(-n, along, e);
 }
 
@@ -60,16 +60,16 @@ __global__ void __launch_bounds__(cuda::kNormThreads, sizeof(X) == 2 ? 4 : 2)
     const auto count = static_cast<int>(end - first < kNormRows ? end - first : kNormRows);
     const X* x_row = static_cast<const X*>(p.x) + first * p.x_stride + lane * N;
     const X* z_row = static_cast<const X*>(p.z) + first * p.z_stride + lane * N;
-    const X* dy_row = static_cast<const X*>(p.dy) + first * p.dy_stride + lane * N;
-    Raw<X, N> x[kNormRows], z[kNormRows], dy[kNormRows];
+    const X* d_y_row = static_cast<const X*>(p.d_y) + first * p.d_y_stride + lane * N;
+    Raw<X, N> x[kNormRows], z[kNormRows], d_y[kNormRows];
 #pragma unroll
     for (int r = 0; r < kNormRows; ++r) {
       x[r] = Raw<X, N>::load(x_row, r < count);
       z[r] = Raw<X, N>::load(z_row, r < count);
-      dy[r] = Raw<X, N>::load(dy_row, r < count);
+      d_y[r] = Raw<X, N>::load(d_y_row, r < count);
       x_row += p.x_stride;
       z_row += p.z_stride;
-      dy_row += p.dy_stride;
+      d_y_row += p.d_y_stride;
     }
 #pragma unroll
     for (int r = 0; r < kNormRows; ++r) {
@@ -86,25 +86,25 @@ __global__ void __launch_bounds__(cuda::kNormThreads, sizeof(X) == 2 ? 4 : 2)
     });
     const float rstd = cuda::norm_rstd(squares, kDim, p.eps);
 
-    X* dz_row = static_cast<X*>(p.dz) + first * p.dz_stride + lane * N;
+    X* d_z_row = static_cast<X*>(p.d_z) + first * p.d_z_stride + lane * N;
 #pragma unroll
     for (int r = 0; r < kNormRows; ++r) {
       if (r >= count) break;
       const float rstd_of_row = __shfl_sync(~0u, rstd, 4 * r);
-      float e[N], dz[N];
+      float e[N], d_z[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const Element element(x[r][i], z[r][i], dy[r][i], weight[i], rstd_of_row);
+        const Element element(x[r][i], z[r][i], d_y[r][i], weight[i], rstd_of_row);
         sums[i] = fmaf(element.h, element.n, sums[i]);
         e[i] = element.e;
-        dz[i] = element.dz;
+        d_z[i] = element.d_z;
       }
       e_tile.put(r, lane, e);
-      if (p.dz != nullptr) Raw<X, N>::narrow(dz).store(dz_row);
-      dz_row += p.dz_stride;
+      if (p.d_z != nullptr) Raw<X, N>::narrow(d_z).store(d_z_row);
+      d_z_row += p.d_z_stride;
     }
     __syncwarp();
-    if (p.dx == nullptr) continue;
+    if (p.d_x == nullptr) continue;
     const float sum = Tile::dot(lane, [&](int column, float(&a)[4], float(&b)[4]) {
       Tile::four(e_mine + column, a);
       Tile::four(x_mine + column, b);
@@ -112,19 +112,19 @@ __global__ void __launch_bounds__(cuda::kNormThreads, sizeof(X) == 2 ? 4 : 2)
       for (int i = 0; i < 4; ++i) b[i] *= rstd;
     });
     const float along = sum / kDim;
-    X* dx_row = static_cast<X*>(p.dx) + first * p.dx_stride + lane * N;
+    X* d_x_row = static_cast<X*>(p.d_x) + first * p.d_x_stride + lane * N;
 #pragma unroll
     for (int r = 0; r < kNormRows; ++r) {
       if (r >= count) break;
       const float rstd_of_row = __shfl_sync(~0u, rstd, 4 * r);
       const float along_row = __shfl_sync(~0u, along, 4 * r);
-      float e[N], dx[N];
+      float e[N], d_x[N];
       e_tile.get(r, lane, e);
 #pragma unroll
       for (int i = 0; i < N; ++i)
-        dx[i] = dx_of(x[r][i] * rstd_of_row, e[i], along_row, rstd_of_row);
-      Raw<X, N>::narrow(dx).store(dx_row);
-      dx_row += p.dx_stride;
+        d_x[i] = d_x_of(x[r][i] * rstd_of_row, e[i], along_row, rstd_of_row);
+      Raw<X, N>::narrow(d_x).store(d_x_row);
+      d_x_row += p.d_x_stride;
     }
     __syncwarp();
   }
@@ -138,15 +138,15 @@ __global__ void __launch_bounds__(cuda::kNormThreads, sizeof(X) == 2 ? 4 : 2)
 
 template <class X>
 struct Row {
-  const X *x, *z, *dy, *weight;
+  const X *x, *z, *d_y, *weight;
 
   __device__ Row(const Problem& p, std::int64_t row)
       : x(static_cast<const X*>(p.x) + row * p.x_stride),
         z(static_cast<const X*>(p.z) + row * p.z_stride),
-        dy(static_cast<const X*>(p.dy) + row * p.dy_stride),
+        d_y(static_cast<const X*>(p.d_y) + row * p.d_y_stride),
         weight(static_cast<const X*>(p.weight)) {}
   __device__ Element element(std::int64_t j, float rstd) const {
-    return {cuda::load_math(x[j]), cuda::load_math(z[j]), cuda::load_math(dy[j]),
+    return {cuda::load_math(x[j]), cuda::load_math(z[j]), cuda::load_math(d_y[j]),
             cuda::load_math(weight[j]), rstd};
   }
 };
@@ -168,16 +168,16 @@ __global__ void __launch_bounds__(cuda::kRowsThreads) differentiate_rows(const P
     if (lane == 0 && dim > 0) p.rstd[row] = rstd;
     const float sum = cuda::row_dot(dim, lane, [&](std::int64_t j) {
       const Element element = in.element(j, rstd);
-      if (p.dz != nullptr)
-        static_cast<X*>(p.dz)[row * p.dz_stride + j] = cuda::store_math<X>(element.dz);
+      if (p.d_z != nullptr)
+        static_cast<X*>(p.d_z)[row * p.d_z_stride + j] = cuda::store_math<X>(element.d_z);
       return make_float2(element.e, element.n);
     });
     const float along = sum / static_cast<float>(p.dim);
-    if (p.dx == nullptr) continue;
+    if (p.d_x == nullptr) continue;
     for (std::int64_t j = lane; j < dim; j += kDotLanes) {
       const Element element = in.element(j, rstd);
-      static_cast<X*>(p.dx)[row * p.dx_stride + j] =
-          cuda::store_math<X>(dx_of(element.n, element.e, along, rstd));
+      static_cast<X*>(p.d_x)[row * p.d_x_stride + j] =
+          cuda::store_math<X>(d_x_of(element.n, element.e, along, rstd));
     }
   }
 }
@@ -213,9 +213,9 @@ Status run_typed(const Op::Desc& d, const Op::Args& a, Stream stream, float* spa
   const Problem p{.x = a.x.data,
                   .z = a.z.data,
                   .weight = a.weight.data,
-                  .dy = a.dy.data,
-                  .dx = a.dx.data,
-                  .dz = a.dz.data,
+                  .d_y = a.d_y.data,
+                  .d_x = a.d_x.data,
+                  .d_z = a.d_z.data,
                   .partial = a.d_weight ? space : nullptr,
                   .rstd = space + d.blocks() * d.dim,
                   .rows = d.rows,
@@ -223,12 +223,12 @@ Status run_typed(const Op::Desc& d, const Op::Args& a, Stream stream, float* spa
                   .blocks = d.blocks(),
                   .x_stride = a.x.row_stride(),
                   .z_stride = a.z.row_stride(),
-                  .dy_stride = a.dy.row_stride(),
-                  .dx_stride = a.dx.row_stride(),
-                  .dz_stride = a.dz.row_stride(),
+                  .d_y_stride = a.d_y.row_stride(),
+                  .d_x_stride = a.d_x.row_stride(),
+                  .d_z_stride = a.d_z.row_stride(),
                   .eps = static_cast<float>(d.eps)};
   const int device = a.x.device.index;
-  if (cuda::norm_packs<X, kDim>(d, a.x, a.z, a.weight, a.dy, a.dx, a.dz)) {
+  if (cuda::norm_packs<X, kDim>(d, a.x, a.z, a.weight, a.d_y, a.d_x, a.d_z)) {
     const cuda::Grid grid{.blocks = (p.blocks + cuda::kNormWarps - 1) / cuda::kNormWarps,
                           .threads = cuda::kNormThreads,
                           .shared = 2 * cuda::kNormWarps * sizeof(Tile)};

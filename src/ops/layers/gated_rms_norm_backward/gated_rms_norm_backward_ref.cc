@@ -20,7 +20,7 @@ void differentiate(const Op::Desc& d, const Op::Args& a) {
   };
   for (std::int64_t i = 0; i < d.rows; ++i) {
     const X* z = a.z.as<X>() + i * a.z.row_stride();
-    const X* dy = a.dy.as<X>() + i * a.dy.row_stride();
+    const X* d_y = a.d_y.as<X>() + i * a.d_y.row_stride();
     for (std::size_t j = 0; j < dim; ++j)
       x[j] = to_math(a.x.as<X>()[i * a.x.row_stride() + static_cast<std::int64_t>(j)]);
     const float mean = dot(x.data(), x.data(), d.dim) / static_cast<float>(d.dim);
@@ -29,18 +29,18 @@ void differentiate(const Op::Desc& d, const Op::Args& a) {
       const float gate = to_math(z[j]), s = math::sigmoid(gate);
       const float weight = to_math(a.weight.as<X>()[j]);
       n[j] = x[j] * rstd;
-      h[j] = to_math(dy[j]) * (gate * s);
+      h[j] = to_math(d_y[j]) * (gate * s);
       e[j] = h[j] * weight;
       block[j] = std::fma(h[j], n[j], block[j]);
-      if (a.dz) {
+      if (a.d_z) {
         const float slope = math::silu_slope(gate, s);
-        a.dz.as<X>()[i * a.dz.row_stride() + static_cast<std::int64_t>(j)] =
-            from_math<X>((to_math(dy[j]) * (n[j] * weight)) * slope);
+        a.d_z.as<X>()[i * a.d_z.row_stride() + static_cast<std::int64_t>(j)] =
+            from_math<X>((to_math(d_y[j]) * (n[j] * weight)) * slope);
       }
     }
     const float along = dot(e.data(), n.data(), d.dim) / static_cast<float>(d.dim);
-    for (std::size_t j = 0; a.dx && j < dim; ++j) {
-      a.dx.as<X>()[i * a.dx.row_stride() + static_cast<std::int64_t>(j)] =
+    for (std::size_t j = 0; a.d_x && j < dim; ++j) {
+      a.d_x.as<X>()[i * a.d_x.row_stride() + static_cast<std::int64_t>(j)] =
           from_math<X>(rstd * std::fma(-n[j], along, e[j]));
     }
     if ((i + 1) % Op::Desc::kBlock == 0) end_block();

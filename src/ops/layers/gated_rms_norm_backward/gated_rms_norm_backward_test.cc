@@ -23,8 +23,8 @@ struct Inputs {
   Doubles x, z, weight;
 };
 
-// <dy, y> of the f64 norm; a row's alone when `only` names one.
-double loss(const Inputs& in, const Doubles& dy, double eps, std::int64_t only = -1) {
+// <d_y, y> of the f64 norm; a row's alone when `only` names one.
+double loss(const Inputs& in, const Doubles& d_y, double eps, std::int64_t only = -1) {
   double sum = 0;
   for (std::int64_t i = 0; i < kRows; ++i) {
     if (only >= 0 && i != only) continue;
@@ -34,7 +34,7 @@ double loss(const Inputs& in, const Doubles& dy, double eps, std::int64_t only =
     const double rstd = 1 / std::sqrt(squares / kDim + eps);
     for (std::int64_t j = 0; j < kDim; ++j) {
       const auto at = static_cast<std::size_t>(i * kDim + j);
-      sum += dy[at] * in.x[at] * rstd * in.weight[static_cast<std::size_t>(j)] * in.z[at] /
+      sum += d_y[at] * in.x[at] * rstd * in.weight[static_cast<std::size_t>(j)] * in.z[at] /
              (1 + std::exp(-in.z[at]));
     }
   }
@@ -51,34 +51,34 @@ TEST(GatedRmsNormBackward, IsTheDerivativeOfTheForward) {
     }
   };
   Inputs in;
-  Doubles dy;
-  Floats x, z, weight, dy_f;
+  Doubles d_y;
+  Floats x, z, weight, d_y_f;
   make(x, in.x, kRows * kDim);
   make(z, in.z, kRows * kDim);
   make(weight, in.weight, kDim);
-  make(dy_f, dy, kRows * kDim);
+  make(d_y_f, d_y, kRows * kDim);
   for (const auto kernel : kBothKernels) {
-    Floats dx(x.size(), NAN), dz(x.size(), NAN), d_weight(weight.size(), NAN);
+    Floats d_x(x.size(), NAN), d_z(x.size(), NAN), d_weight(weight.size(), NAN);
     auto plan = Plan<Op>::select(d, {}, Preference::exact, kernel);
     ASSERT_TRUE(plan.ok());
     alignas(64) std::byte scratch[1024];
     ASSERT_LE(plan->workspace_bytes(), sizeof scratch);
     expect_ok(plan->run(
-        {view(std::as_const(x).data(), d.shape()), view(std::as_const(z).data(), d.shape()),
-         view(std::as_const(weight).data(), {kDim}), view(std::as_const(dy_f).data(), d.shape()),
-         view(dx.data(), d.shape()), view(dz.data(), d.shape()), view(d_weight.data(), {kDim})},
+        {view(std::as_const(d_y_f).data(), d.shape()), view(std::as_const(x).data(), d.shape()),
+         view(std::as_const(z).data(), d.shape()), view(std::as_const(weight).data(), {kDim}),
+         view(d_x.data(), d.shape()), view(d_z.data(), d.shape()), view(d_weight.data(), {kDim})},
         {}, {scratch, sizeof scratch}));
     const auto slope = [&](Doubles Inputs::* member, std::size_t i, std::int64_t row) {
       constexpr double kStep = 1e-5;
       Inputs up = in, down = in;
       (up.*member)[i] += kStep;
       (down.*member)[i] -= kStep;
-      return (loss(up, dy, d.eps, row) - loss(down, dy, d.eps, row)) / (2 * kStep);
+      return (loss(up, d_y, d.eps, row) - loss(down, d_y, d.eps, row)) / (2 * kStep);
     };
     for (std::size_t i = 0; i < x.size(); ++i) {
       const auto row = static_cast<std::int64_t>(i) / kDim;
-      EXPECT_NEAR(dx[i], slope(&Inputs::x, i, row), 2e-5) << kernel << " dx " << i;
-      EXPECT_NEAR(dz[i], slope(&Inputs::z, i, row), 2e-5) << kernel << " dz " << i;
+      EXPECT_NEAR(d_x[i], slope(&Inputs::x, i, row), 2e-5) << kernel << " d_x " << i;
+      EXPECT_NEAR(d_z[i], slope(&Inputs::z, i, row), 2e-5) << kernel << " d_z " << i;
     }
     for (std::size_t j = 0; j < weight.size(); ++j)
       EXPECT_NEAR(d_weight[j], slope(&Inputs::weight, j, -1), 1e-4) << kernel << " d_weight " << j;
@@ -89,16 +89,16 @@ TEST(GatedRmsNormBackward, IsTheDerivativeOfTheForward) {
 // 2^24.
 TEST(GatedRmsNormBackward, SumsWeightsByBlocks) {
   const GatedNormDesc d{.rows = 65, .dim = 1, .eps = 0};
-  Floats x(65, 1), z(65, 100), weight(1, 1), dy(65, 0.01f), d_weight(1, NAN);
-  dy[0] = 0x1p24f / 100;  // silu(100) = 100
-  dy[64] = 0.01f;
+  Floats x(65, 1), z(65, 100), weight(1, 1), d_y(65, 0.01f), d_weight(1, NAN);
+  d_y[0] = 0x1p24f / 100;  // silu(100) = 100
+  d_y[64] = 0.01f;
   const auto run = [&](std::string_view kernel) {
     auto plan = Plan<Op>::select(d, {}, Preference::exact, kernel);
     alignas(64) std::byte scratch[64];
-    expect_ok(plan->run({view(std::as_const(x).data(), d.shape()),
+    expect_ok(plan->run({view(std::as_const(d_y).data(), d.shape()),
+                         view(std::as_const(x).data(), d.shape()),
                          view(std::as_const(z).data(), d.shape()),
                          view(std::as_const(weight).data(), {1}),
-                         view(std::as_const(dy).data(), d.shape()),
                          {},
                          {},
                          view(d_weight.data(), {1})},
@@ -106,15 +106,15 @@ TEST(GatedRmsNormBackward, SumsWeightsByBlocks) {
     return d_weight[0];
   };
   float block = 0;
-  for (std::size_t i = 0; i < 64; ++i) block = std::fma(dy[i] * 100.0f, 1.0f, block);
-  for (const auto kernel : kBothKernels) EXPECT_EQ(run(kernel), block + dy[64] * 100.0f);
+  for (std::size_t i = 0; i < 64; ++i) block = std::fma(d_y[i] * 100.0f, 1.0f, block);
+  for (const auto kernel : kBothKernels) EXPECT_EQ(run(kernel), block + d_y[64] * 100.0f);
 }
 
 TEST(GatedRmsNormBackward, ErrorsNameWhatIsWrong) {
   const float x[2] = {};
   const GatedNormDesc d{.rows = 1, .dim = 2};
   expect_error(
-      run_op<Op>(d, {view(x, {1, 2}), view(x, {1, 2}), view(x, {2}), view(x, {1, 2}), {}, {}, {}}),
+      run_op<Op>(d, {view(x, {1, 2}), view(x, {1, 2}), view(x, {1, 2}), view(x, {2}), {}, {}, {}}),
       Code::invalid_argument,
       "gated_rms_norm_backward: every output is left out, expected at least one");
   expect_error(Op::check({.dim = -3}), Code::invalid_argument,

@@ -13,7 +13,7 @@ std::vector<BenchCase<QuantizeDesc>> dequantize_per_group_backward_bench_cases()
 void dequantize_per_group_backward_aim(const QuantizeDesc&,
                                        const DequantizePerGroupBackward::Args& a, Rng& rng) {
   aim_scale(a.scale, rng);
-  aim_gradient(a.dy, rng);
+  aim_gradient(a.d_y, rng);
 }
 
 }  // namespace bittern::oracle

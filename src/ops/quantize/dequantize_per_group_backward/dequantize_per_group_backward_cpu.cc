@@ -26,20 +26,20 @@ struct Body {
   static constexpr int kSums = 1;
 
   template <class Source>
-  HWY_INLINE void operator()(const Source& source, std::int64_t n, X* dq, F* terms, const X* dy,
+  HWY_INLINE void operator()(const Source& source, std::int64_t n, X* d_q, F* terms, const X* d_y,
                              const Q* q) const {
     const hn::ScalableTag<F> d;
     for (std::int64_t i = 0; i < n; i += kLanes<F>) {
       const auto& p = source.At(i);
-      const auto v = LoadMath(d, dy + i);
-      StoreMath(d, hn::Mul(v, p.scale), dq + i);
+      const auto v = LoadMath(d, d_y + i);
+      StoreMath(d, hn::Mul(v, p.scale), d_q + i);
       hn::StoreU(hn::Mul(v, hn::Sub(LoadCodes(d, q + i), p.zero)), d, terms + i);
     }
   }
 
-  void Exact(F s, std::int32_t zero, X& dq, F* terms, X dy, Q q) const {
-    dq = from_math<X>(to_math(dy) * s);
-    *terms = scaled(std::int64_t{q} - zero, to_math(dy));
+  void Exact(F s, std::int32_t zero, X& d_q, F* terms, X d_y, Q q) const {
+    d_q = from_math<X>(to_math(d_y) * s);
+    *terms = scaled(std::int64_t{q} - zero, to_math(d_y));
   }
 };
 
@@ -49,7 +49,7 @@ void RunBackward(const Op::Desc& d, const Op::Args& a, const cpu::SumPlan& plan,
   (void)visit_float(d.element, [&]<class X>(Type<X>) {
     return visit<std::int8_t, std::uint8_t>(d.code, [&]<class Q>(Type<Q>) {
       const Body<X, Q> body;
-      GroupSums<Body<X, Q>> sums(plan, t, body, Rows<X>(a.dq), Rows<const X>(a.dy),
+      GroupSums<Body<X, Q>> sums(plan, t, body, Rows<X>(a.d_q), Rows<const X>(a.d_y),
                                  Rows<const Q>(a.q), {a.d_scale.data});
       sums.Run(begin, end, static_cast<Math<X>*>(partial));
       return Status();
@@ -73,7 +73,7 @@ BITTERN_EXPORT(RunBackward);
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
   const GroupGeometry g = d.geometry();
   const bool dense =
-      cpu::dense_rows(g, a.dy) && cpu::dense_rows(g, a.q) && cpu::dense_rows(g, a.dq);
+      cpu::dense_rows(g, a.d_y) && cpu::dense_rows(g, a.q) && cpu::dense_rows(g, a.d_q);
   cpu::run_sums<Op>(cpu::SumPlan(g, dense, 1), BITTERN_CALL(RunBackward), d, a);
   return {};
 }

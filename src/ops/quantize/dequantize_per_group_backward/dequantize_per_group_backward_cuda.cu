@@ -15,26 +15,26 @@ struct Body {
   using Param = cuda::CodeParam;
   template <int N>
   struct Loaded {
-    cuda::Pack<X, N> dy;
+    cuda::Pack<X, N> d_y;
     cuda::Pack<std::uint32_t, N / 4> q;
   };
 
   cuda::Params params;
   cuda::Codes codes;
-  cuda::Rows<const X> dy;
+  cuda::Rows<const X> d_y;
   cuda::Rows<const std::uint8_t> q;
-  cuda::Rows<X> dq;
+  cuda::Rows<X> d_q;
   void* d_scale;
 
   template <class Visitor>
   void each_operand(Visitor&& f) const {
-    f(dy);
+    f(d_y);
     f(q);
-    f(dq);
+    f(d_q);
   }
   template <int N>
   __device__ Loaded<N> load(std::int64_t row, std::int64_t column) const {
-    return {cuda::Pack<X, N>::load(dy.at(row, column)), codes.load<N>(q.at(row, column))};
+    return {cuda::Pack<X, N>::load(d_y.at(row, column)), codes.load<N>(q.at(row, column))};
   }
   template <int N>
   __device__ cuda::Pack<X, N> quick(const cuda::CodeParam& p, const Loaded<N>& from,
@@ -42,7 +42,7 @@ struct Body {
     float to[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float g = from.dy.math(i);
+      const float g = from.d_y.math(i);
       to_scale[i] = codes.difference(from.q, i, p) * g;
       to[i] = g * p.scale;
     }
@@ -50,11 +50,11 @@ struct Body {
   }
   template <int N>
   __device__ void store(const cuda::Pack<X, N>& to, std::int64_t row, std::int64_t column) const {
-    if (dq.data != nullptr) to.store(dq.at(row, column));
+    if (d_q.data != nullptr) to.store(d_q.at(row, column));
   }
   __device__ cuda::Terms<F> exact(std::int64_t row, std::int64_t column, std::int64_t p) const {
-    const F g = cuda::load_math(*dy.at(row, column));
-    if (dq.data != nullptr) *dq.at(row, column) = cuda::store_math<X>(g * params.scale_for<X>(p));
+    const F g = cuda::load_math(*d_y.at(row, column));
+    if (d_q.data != nullptr) *d_q.at(row, column) = cuda::store_math<X>(g * params.scale_for<X>(p));
     return {scaled(codes.value(*q.at(row, column)) - params.zero(p), g), F(0)};
   }
   __device__ static cuda::Terms<F> join(const cuda::Terms<F>& a, const cuda::Terms<F>& b) {
@@ -68,9 +68,9 @@ struct Body {
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
   return visit_float(d.element, [&]<class X>(Type<X>) {
     const Body<X> body{
-        cuda::Params(d, a.scale, a.zero_point), cuda::Codes(d.code), cuda::Rows<const X>(a.dy),
-        cuda::Rows<const std::uint8_t>(a.q),    cuda::Rows<X>(a.dq), a.d_scale.data};
-    return cuda::run_sums(Op::kName, d, body, a.dy.device.index, stream, workspace);
+        cuda::Params(d, a.scale, a.zero_point), cuda::Codes(d.code),  cuda::Rows<const X>(a.d_y),
+        cuda::Rows<const std::uint8_t>(a.q),    cuda::Rows<X>(a.d_q), a.d_scale.data};
+    return cuda::run_sums(Op::kName, d, body, a.d_y.device.index, stream, workspace);
   });
 }
 

@@ -17,10 +17,10 @@ void backward(const Op::Desc& d, const Op::Args& a) {
     const std::int64_t zp = a.zero_point ? a.zero_point.as<std::int32_t>()[p] : 0;
     terms.clear();
     for_each_element(g, p, [&](std::int64_t i, std::int64_t j) {
-      const Math<X> dy = to_math(a.dy.as<X>()[i * a.dy.row_stride() + j]);
+      const Math<X> d_y = to_math(a.d_y.as<X>()[i * a.d_y.row_stride() + j]);
       const std::int64_t q = a.q.as<Q>()[i * a.q.row_stride() + j];
-      terms.push_back(scaled(q - zp, dy));
-      if (a.dq) a.dq.as<X>()[i * a.dq.row_stride() + j] = from_math<X>(dy * s);
+      terms.push_back(scaled(q - zp, d_y));
+      if (a.d_q) a.d_q.as<X>()[i * a.d_q.row_stride() + j] = from_math<X>(d_y * s);
     });
     if (a.d_scale) a.d_scale.as<S>()[p] = from_math<S>(halving_sum(terms));
   }

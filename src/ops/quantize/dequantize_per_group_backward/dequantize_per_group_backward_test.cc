@@ -20,7 +20,7 @@ TEST(DequantizePerGroupBackward, RefusesOperands) {
 TEST(DequantizePerGroupBackward, RefusesToComputeNothing) {
   const QuantizeDesc d{.outer_size = 1, .axis_size = 4, .group_size = 4};
   Problem<Op> p = make_problem<Op>(d, 1, {});
-  p.args.dq = p.args.d_scale = {};
+  p.args.d_q = p.args.d_scale = {};
   expect_error(run_op<Op>(d, p.args), Code::invalid_argument,
                "dequantize_per_group_backward: every output is left out, expected at least one");
 }
@@ -28,16 +28,17 @@ TEST(DequantizePerGroupBackward, RefusesToComputeNothing) {
 TEST(DequantizePerGroupBackward, ByHand) {
   for_each_kernel([](const char* kernel) {
     const QuantizeDesc d{.outer_size = 1, .axis_size = 6, .group_size = 3};
-    const float dy[] = {1, 2, 3, -1, 0.5f, 4}, scale[] = {0.5f, 2};
+    const float d_y[] = {1, 2, 3, -1, 0.5f, 4}, scale[] = {0.5f, 2};
     const std::int8_t q[] = {1, -2, 3, 10, 20, -128};
     const std::int32_t zero_point[] = {1, -3};
-    float dq[6], d_scale[2];
-    const Status s = run_op<Op>(d,
-                                {view(dy, {1, 6}), view(q, {1, 6}), view(scale, {1, 2}),
-                                 view(zero_point, {1, 2}), view(dq, {1, 6}), view(d_scale, {1, 2})},
-                                kernel);
+    float d_q[6], d_scale[2];
+    const Status s =
+        run_op<Op>(d,
+                   {view(d_y, {1, 6}), view(q, {1, 6}), view(scale, {1, 2}),
+                    view(zero_point, {1, 2}), view(d_q, {1, 6}), view(d_scale, {1, 2})},
+                   kernel);
     ASSERT_TRUE(s.ok()) << s.message();
-    EXPECT_EQ((std::vector<float>(dq, dq + 6)), (std::vector<float>{0.5f, 1, 1.5f, -2, 1, 8}));
+    EXPECT_EQ((std::vector<float>(d_q, d_q + 6)), (std::vector<float>{0.5f, 1, 1.5f, -2, 1, 8}));
     // 1*0 + 2*-3 + 3*2, and -1*13 + 0.5*23 + 4*-125
     EXPECT_EQ((std::vector<float>(d_scale, d_scale + 2)), (std::vector<float>{0, -501.5f}));
   });
@@ -49,23 +50,24 @@ TEST(DequantizePerGroupBackward, ManyRowsOfNothingTakeNoTime) {
         .outer_size = std::int64_t{1} << 50, .axis_size = 0, .granularity = Granularity::tensor};
     const float scale = 1;
     float d_scale = 42;
-    const ConstView dy = view(static_cast<const float*>(nullptr), d.tensor_shape());
+    const ConstView d_y = view(static_cast<const float*>(nullptr), d.tensor_shape());
     const ConstView q = view(static_cast<const std::int8_t*>(nullptr), d.tensor_shape());
-    const Status s = run_op<Op>(d, {dy, q, view(&scale, {1}), {}, {}, view(&d_scale, {1})}, kernel);
+    const Status s =
+        run_op<Op>(d, {d_y, q, view(&scale, {1}), {}, {}, view(&d_scale, {1})}, kernel);
     EXPECT_TRUE(s.ok()) << s.message();
     EXPECT_EQ(d_scale, 0);
   });
 }
 
-// One parameter over `dy`, with codes of 1.
-float sum_of(const char* kernel, std::vector<float> dy) {
-  const auto n = static_cast<std::int64_t>(dy.size());
+// One parameter over `d_y`, with codes of 1.
+float sum_of(const char* kernel, std::vector<float> d_y) {
+  const auto n = static_cast<std::int64_t>(d_y.size());
   const QuantizeDesc d{.outer_size = 1, .axis_size = n, .granularity = Granularity::tensor};
-  const std::vector<std::int8_t> q(dy.size(), 1);
+  const std::vector<std::int8_t> q(d_y.size(), 1);
   const float scale = 1;
   float sum = 42;
   const Status s = run_op<Op>(d,
-                              {view(static_cast<const float*>(dy.data()), {1, n}),
+                              {view(static_cast<const float*>(d_y.data()), {1, n}),
                                view(static_cast<const std::int8_t*>(q.data()), {1, n}),
                                view(&scale, {1}),
                                {},
@@ -104,11 +106,11 @@ TEST(DequantizePerGroupBackward, FarZeroPointsRoundOnce) {
   for_each_kernel([](const char* kernel) {
     const QuantizeDesc d{.outer_size = 1, .axis_size = 1, .group_size = 1};
     const std::int8_t q = 127;
-    const float dy = 1.0000001f, scale = 1;
+    const float d_y = 1.0000001f, scale = 1;
     const std::int32_t zero_point = kIntMin;
     float sum = 0;
     ASSERT_TRUE(run_op<Op>(d,
-                           {view(&dy, {1, 1}),
+                           {view(&d_y, {1, 1}),
                             view(&q, {1, 1}),
                             view(&scale, {1, 1}),
                             view(&zero_point, {1, 1}),
@@ -117,7 +119,7 @@ TEST(DequantizePerGroupBackward, FarZeroPointsRoundOnce) {
                            kernel)
                     .ok());
     // 57 significant bits: long double holds the product.
-    EXPECT_EQ(sum, static_cast<float>(static_cast<long double>(dy) * (127 + 2147483648.0L)));
+    EXPECT_EQ(sum, static_cast<float>(static_cast<long double>(d_y) * (127 + 2147483648.0L)));
   });
 }
 
@@ -125,7 +127,7 @@ TEST(DequantizePerGroupBackward, FarZeroPointsRoundOnce) {
 
 struct F64Problem {
   QuantizeDesc d;
-  std::vector<double> dy, scale, dq, d_scale;
+  std::vector<double> d_y, scale, d_q, d_scale;
   std::vector<std::int8_t> q;
   std::vector<std::int32_t> zero_point;
 
@@ -135,14 +137,14 @@ struct F64Problem {
     const auto n = static_cast<std::size_t>(d.tensor_shape().numel());
     const auto params = static_cast<std::size_t>(d.param_shape().numel());
     for (std::size_t i = 0; i < n; ++i) {
-      dy.push_back(rng.normal());
+      d_y.push_back(rng.normal());
       q.push_back(static_cast<std::int8_t>(rng.below(256) - 128));
     }
     for (std::size_t i = 0; i < params; ++i) {
       scale.push_back(0.01 + rng.uniform());
       zero_point.push_back(static_cast<std::int32_t>(rng.below(21) - 10));
     }
-    dq.resize(n);
+    d_q.resize(n);
     d_scale.resize(params);
   }
 
@@ -151,9 +153,9 @@ struct F64Problem {
   }
   void backward() {
     const Status s =
-        run_op<Op>(d, {input(dy, d.tensor_shape()), input(q, d.tensor_shape()),
+        run_op<Op>(d, {input(d_y, d.tensor_shape()), input(q, d.tensor_shape()),
                        input(scale, d.param_shape()), input(zero_point, d.param_shape()),
-                       view(dq.data(), d.tensor_shape()), view(d_scale.data(), d.param_shape())});
+                       view(d_q.data(), d.tensor_shape()), view(d_scale.data(), d.param_shape())});
     ASSERT_TRUE(s.ok()) << s.message();
   }
   std::vector<double> forward(const std::vector<double>& at_scale) const {
@@ -188,7 +190,8 @@ TEST(DequantizePerGroupBackward, AgreesWithFiniteDifferences) {
       auto up = p.scale, down = p.scale;
       up[i] += kStep;
       down[i] -= kStep;
-      const double difference = (dot(p.dy, p.forward(up)) - dot(p.dy, p.forward(down))) / 2 / kStep;
+      const double difference =
+          (dot(p.d_y, p.forward(up)) - dot(p.d_y, p.forward(down))) / 2 / kStep;
       // The loss is linear in the scale, so only rounding is left: eps * sum|terms| / step.
       EXPECT_NEAR(p.d_scale[i], difference, 1e-7);
     }
@@ -205,14 +208,14 @@ TEST(DequantizePerGroupBackward, IsTheAdjoint) {
     std::vector<double> along_scale(p.scale.size()), along_codes(p.q.size());
     for (double& v : along_scale) v = rng.normal();
     for (double& v : along_codes) v = rng.normal();
-    EXPECT_NEAR(dot(p.forward(along_scale), p.dy), dot(along_scale, p.d_scale), 1e-9);
+    EXPECT_NEAR(dot(p.forward(along_scale), p.d_y), dot(along_scale, p.d_scale), 1e-9);
     std::vector<double> jv(p.q.size());
     for (std::size_t i = 0; i < jv.size(); ++i) {
       const auto at = static_cast<std::int64_t>(i);
       jv[i] = along_codes[i] *
               p.scale[static_cast<std::size_t>(g.param(at / g.row_length, at % g.row_length))];
     }
-    EXPECT_NEAR(dot(jv, p.dy), dot(along_codes, p.dq), 1e-9);
+    EXPECT_NEAR(dot(jv, p.d_y), dot(along_codes, p.d_q), 1e-9);
   }
 }
 
@@ -223,16 +226,16 @@ TEST(DequantizePerGroupBackward, BitsDoNotDependOnTheThreads) {
                        .element = DType::f32};
   Rng rng(5);
   const auto n = static_cast<std::size_t>(d.tensor_shape().numel());
-  std::vector<float> dy(n), want(1), scale(1, 0.5f);
+  std::vector<float> d_y(n), want(1), scale(1, 0.5f);
   std::vector<std::int8_t> q(n);
   for (std::size_t i = 0; i < n; ++i) {
-    dy[i] = static_cast<float>(rng.uniform() - 0.5);
+    d_y[i] = static_cast<float>(rng.uniform() - 0.5);
     q[i] = static_cast<std::int8_t>(i % 251);
   }
   const auto sum = [&](const char* kernel) {
     float out = 0;
     const Status s = run_op<Op>(d,
-                                {F64Problem::input(dy, d.tensor_shape()),
+                                {F64Problem::input(d_y, d.tensor_shape()),
                                  F64Problem::input(q, d.tensor_shape()),
                                  F64Problem::input(scale, {1}),
                                  {},

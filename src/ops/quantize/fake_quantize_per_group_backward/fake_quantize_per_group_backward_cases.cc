@@ -14,7 +14,7 @@ void fake_quantize_per_group_backward_aim(const QuantizeDesc& d,
                                           const FakeQuantizePerGroupBackward::Args& a, Rng& rng) {
   aim_scale(a.scale, rng);
   aim_quotient(d, a.x, a.scale, a.zero_point, rng);
-  aim_gradient(a.dy, rng);
+  aim_gradient(a.d_y, rng);
 }
 
 }  // namespace bittern::oracle

@@ -19,14 +19,15 @@ void backward(const Op::Desc& d, const Op::Args& a) {
     scale_terms.clear();
     zero_point_terms.clear();
     for_each_element(g, p, [&](std::int64_t i, std::int64_t j) {
-      const X dy_stored = a.dy.as<X>()[i * a.dy.row_stride() + j];
-      const M dy = to_math(dy_stored);
+      const X d_y_stored = a.d_y.as<X>()[i * a.d_y.row_stride() + j];
+      const M d_y = to_math(d_y_stored);
       const M z = quotient<M>(to_math(a.x.as<X>()[i * a.x.row_stride() + j]), s);
       const bool inside = in_range(unclamped_code(z, zp), d.q_min, d.q_max);
       const std::int64_t q = quantize_code(z, zp, d.q_min, d.q_max);
-      scale_terms.push_back(inside ? dy * (std::nearbyint(z) - z) : scaled(q - zp, dy));
-      zero_point_terms.push_back(inside ? M(0) : -(s * dy));
-      if (a.dx) a.dx.as<X>()[i * a.dx.row_stride() + j] = inside ? dy_stored : from_math<X>(M(0));
+      scale_terms.push_back(inside ? d_y * (std::nearbyint(z) - z) : scaled(q - zp, d_y));
+      zero_point_terms.push_back(inside ? M(0) : -(s * d_y));
+      if (a.d_x)
+        a.d_x.as<X>()[i * a.d_x.row_stride() + j] = inside ? d_y_stored : from_math<X>(M(0));
     });
     if (a.d_scale) a.d_scale.as<S>()[p] = from_math<S>(halving_sum(scale_terms));
     if (a.d_zero_point) a.d_zero_point.as<S>()[p] = from_math<S>(halving_sum(zero_point_terms));

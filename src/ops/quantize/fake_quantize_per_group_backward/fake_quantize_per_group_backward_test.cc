@@ -20,7 +20,7 @@ TEST(FakeQuantizePerGroupBackward, RefusesOperands) {
 TEST(FakeQuantizePerGroupBackward, RefusesToComputeNothing) {
   const QuantizeDesc d{.outer_size = 1, .axis_size = 4, .group_size = 4};
   Problem<Op> p = make_problem<Op>(d, 1, {});
-  p.args.dx = p.args.d_scale = p.args.d_zero_point = {};
+  p.args.d_x = p.args.d_scale = p.args.d_zero_point = {};
   expect_error(run_op<Op>(d, p.args), Code::invalid_argument,
                "fake_quantize_per_group_backward: every output is left out, expected at least one");
 }
@@ -28,11 +28,11 @@ TEST(FakeQuantizePerGroupBackward, RefusesToComputeNothing) {
 // One parameter over everything.
 template <class F>
 struct Gradients {
-  std::vector<F> dx;
+  std::vector<F> d_x;
   F d_scale = 0, d_zero_point = 0;
 };
 template <class F>
-Gradients<F> backward(const char* kernel, std::vector<F> dy, std::vector<F> x, F scale,
+Gradients<F> backward(const char* kernel, std::vector<F> d_y, std::vector<F> x, F scale,
                       std::int32_t zero_point, std::int32_t q_min, std::int32_t q_max) {
   const auto n = static_cast<std::int64_t>(x.size());
   const QuantizeDesc d{.outer_size = 1,
@@ -42,13 +42,13 @@ Gradients<F> backward(const char* kernel, std::vector<F> dy, std::vector<F> x, F
                        .q_max = q_max,
                        .element = dtype_of<F>()};
   Gradients<F> g{std::vector<F>(x.size())};
-  const std::vector<F>&cdy = dy, &cx = x;
+  const std::vector<F>&cdy = d_y, &cx = x;
   const F& s = scale;
   const std::int32_t& zp = zero_point;
   const Status status =
       run_op<Op>(d,
                  {view(cdy.data(), {1, n}), view(cx.data(), {1, n}), view(&s, {1}), view(&zp, {1}),
-                  view(g.dx.data(), {1, n}), view(&g.d_scale, {1}), view(&g.d_zero_point, {1})},
+                  view(g.d_x.data(), {1, n}), view(&g.d_scale, {1}), view(&g.d_zero_point, {1})},
                  kernel);
   EXPECT_TRUE(status.ok()) << status.message();
   return g;
@@ -60,7 +60,7 @@ TEST(FakeQuantizePerGroupBackward, ByHand) {
     const auto g =
         backward<float>(kernel, {1, 2, 4, 8, 16}, {0.375f, 1.5f, -1, -0.75f, 1.25f}, 0.5f, 1, 0, 3);
     // z = 0.75, 3 (above), -2 (below), -1.5 (R = -2, below), 2.5 (R = 2, inside)
-    EXPECT_EQ(g.dx, (std::vector<float>{1, 0, 0, 0, 16}));
+    EXPECT_EQ(g.d_x, (std::vector<float>{1, 0, 0, 0, 16}));
     // 1 * 0.25 + 2 * 2 + 4 * -1 + 8 * -1 + 16 * -0.5
     EXPECT_EQ(g.d_scale, -15.75f);
     // -(0.5 * (2 + 4 + 8))
@@ -70,10 +70,10 @@ TEST(FakeQuantizePerGroupBackward, ByHand) {
 
 TEST(FakeQuantizePerGroupBackward, TheRangeIsInclusive) {
   for_each_kernel([](const char* kernel) {
-    EXPECT_EQ(backward<float>(kernel, {1, 1, 1, 1}, {-8, 7, -9, 8}, 1, 0, -8, 7).dx,
+    EXPECT_EQ(backward<float>(kernel, {1, 1, 1, 1}, {-8, 7, -9, 8}, 1, 0, -8, 7).d_x,
               (std::vector<float>{1, 1, 0, 0}));
     // 7.5 rounds to 8, -8.5 to -8.
-    EXPECT_EQ(backward<float>(kernel, {1, 1}, {7.5f, -8.5f}, 1, 0, -8, 7).dx,
+    EXPECT_EQ(backward<float>(kernel, {1, 1}, {7.5f, -8.5f}, 1, 0, -8, 7).d_x,
               (std::vector<float>{0, 1}));
   });
 }
@@ -82,15 +82,16 @@ TEST(FakeQuantizePerGroupBackward, AwkwardValues) {
   for_each_kernel([](const char* kernel) {
     // NaN counts as 0; infinities are out of range on either side.
     const auto g = backward<float>(kernel, {1, 2, 4}, {kNaN, kInf, -kInf}, 1, 0, -8, 7);
-    EXPECT_EQ(g.dx, (std::vector<float>{1, 0, 0}));
+    EXPECT_EQ(g.d_x, (std::vector<float>{1, 0, 0}));
     EXPECT_EQ(g.d_scale, 2 * 7 - 4 * 8);
     EXPECT_EQ(g.d_zero_point, -6);
     // A scale of 0 or NaN makes every quotient 0 ...
-    EXPECT_EQ(backward<float>(kernel, {1, 2}, {3, -4}, 0, 0, -8, 7).dx, (std::vector<float>{1, 2}));
+    EXPECT_EQ(backward<float>(kernel, {1, 2}, {3, -4}, 0, 0, -8, 7).d_x,
+              (std::vector<float>{1, 2}));
     EXPECT_EQ(backward<float>(kernel, {1, 2}, {3, -4}, kNaN, 0, -8, 7).d_scale, 0);
     // ... which a zero point can put out of range.
     const auto out = backward<float>(kernel, {1, 2}, {3, -4}, 0, 9, -8, 7);
-    EXPECT_EQ(out.dx, (std::vector<float>{0, 0}));
+    EXPECT_EQ(out.d_x, (std::vector<float>{0, 0}));
     EXPECT_EQ(out.d_scale, 3 * (7 - 9));
     EXPECT_TRUE(std::signbit(out.d_zero_point));  // -(0 * 1) + -(0 * 2)
   });
@@ -100,7 +101,7 @@ TEST(FakeQuantizePerGroupBackward, FarZeroPoints) {
   for_each_kernel([](const char* kernel) {
     // R(z) + zp is 2^31 - 2, the last code, and 2^31 - 1, beyond it: f32 has both as 2^31.
     const auto g = backward<float>(kernel, {3, 5}, {-1, 0}, 1, kIntMax, 0, kIntMax - 1);
-    EXPECT_EQ(g.dx, (std::vector<float>{3, 0}));
+    EXPECT_EQ(g.d_x, (std::vector<float>{3, 0}));
     EXPECT_EQ(g.d_scale, -5);  // q - zp = -1
     EXPECT_EQ(g.d_zero_point, -5);
     // q - zp = 1 - 2^31 takes 31 bits, and the product 55.
@@ -112,9 +113,9 @@ TEST(FakeQuantizePerGroupBackward, FarZeroPoints) {
 
 // Against the stated formula and the autograd of the surrogate, over every granularity.
 //
-//   y = x + detach(f(x) - x) in range, detach(f(x)) out of it:              dy/dx = in range
-//   y = s * (z + detach(R(z) - z)) in range with x = s * z held still:      dy/ds = R(z) - z
-//   y = s * (q - zp) out of range, with q = q_min or q_max:     dy/ds = q - zp, dy/dzp = -s
+//   y = x + detach(f(x) - x) in range, detach(f(x)) out of it:              d_y/d_x = in range
+//   y = s * (z + detach(R(z) - z)) in range with x = s * z held still:      d_y/ds = R(z) - z
+//   y = s * (q - zp) out of range, with q = q_min or q_max:     d_y/ds = q - zp, d_y/dzp = -s
 TEST(FakeQuantizePerGroupBackward, IsTheSurrogatesDerivative) {
   const QuantizeDesc geometries[] = {
       {.outer_size = 3, .axis_size = 80, .group_size = 40},
@@ -130,10 +131,10 @@ TEST(FakeQuantizePerGroupBackward, IsTheSurrogatesDerivative) {
     const auto n = static_cast<std::size_t>(d.tensor_shape().numel());
     const auto params = static_cast<std::size_t>(g.params);
     Rng rng(3);
-    std::vector<double> dy(n), x(n), scale(params), dx(n), d_scale(params), d_zero_point(params);
+    std::vector<double> d_y(n), x(n), scale(params), d_x(n), d_scale(params), d_zero_point(params);
     std::vector<std::int32_t> zero_point(params);
     for (std::size_t i = 0; i < n; ++i) {
-      dy[i] = rng.normal();
+      d_y[i] = rng.normal();
       x[i] = 3 * rng.normal();
     }
     for (std::size_t p = 0; p < params; ++p) {
@@ -142,9 +143,9 @@ TEST(FakeQuantizePerGroupBackward, IsTheSurrogatesDerivative) {
     }
     const auto in = [](const auto& v, const Shape& shape) { return view(v.data(), shape); };
     const Status s = run_op<Op>(
-        d, {in(std::as_const(dy), d.tensor_shape()), in(std::as_const(x), d.tensor_shape()),
+        d, {in(std::as_const(d_y), d.tensor_shape()), in(std::as_const(x), d.tensor_shape()),
             in(std::as_const(scale), d.param_shape()),
-            in(std::as_const(zero_point), d.param_shape()), view(dx.data(), d.tensor_shape()),
+            in(std::as_const(zero_point), d.param_shape()), view(d_x.data(), d.tensor_shape()),
             view(d_scale.data(), d.param_shape()), view(d_zero_point.data(), d.param_shape())});
     ASSERT_TRUE(s.ok()) << s.message();
 
@@ -159,7 +160,7 @@ TEST(FakeQuantizePerGroupBackward, IsTheSurrogatesDerivative) {
         const double y = code >= d.q_min && code <= d.q_max
                              ? at_scale[p] * (at_x[i] / at_scale[p] + (std::nearbyint(z) - z))
                              : at_scale[p] * ((code < d.q_min ? d.q_min : d.q_max) - at_zero[p]);
-        sum += dy[i] * y;
+        sum += d_y[i] * y;
       }
       return sum;
     };
@@ -173,7 +174,7 @@ TEST(FakeQuantizePerGroupBackward, IsTheSurrogatesDerivative) {
       return (up - at(which)) / 2 / kStep;
     };
     for (std::size_t i = 0; i < n; ++i)
-      EXPECT_NEAR(dx[i], slope(x, i, [&](auto& v) { return loss(v, scale, zero); }), 1e-6);
+      EXPECT_NEAR(d_x[i], slope(x, i, [&](auto& v) { return loss(v, scale, zero); }), 1e-6);
     for (std::size_t p = 0; p < params; ++p) {
       EXPECT_NEAR(d_scale[p], slope(scale, p, [&](auto& v) { return loss(x, v, zero); }), 1e-6);
       EXPECT_NEAR(d_zero_point[p], slope(zero, p, [&](auto& v) { return loss(x, scale, v); }),
@@ -185,18 +186,18 @@ TEST(FakeQuantizePerGroupBackward, IsTheSurrogatesDerivative) {
 TEST(FakeQuantizePerGroupBackward, SumsOfAwkwardLengths) {
   for (const std::int64_t n : {1, 3, 5, 48, 1000, 4099}) {
     Rng rng(static_cast<std::uint64_t>(n));
-    std::vector<float> dy, x, scale_terms, zero_point_terms;
+    std::vector<float> d_y, x, scale_terms, zero_point_terms;
     for (std::int64_t i = 0; i < n; ++i) {
-      dy.push_back(static_cast<float>(rng.normal()));
+      d_y.push_back(static_cast<float>(rng.normal()));
       x.push_back(static_cast<float>(4 * rng.normal()));
       const float z = x.back() / 0.3f, r = std::nearbyint(z);
       const bool inside = r >= -8 && r <= 7;
-      scale_terms.push_back(dy.back() * (inside ? r - z : r < 0 ? -8.0f : 7.0f));
-      zero_point_terms.push_back(inside ? 0.0f : -(0.3f * dy.back()));
+      scale_terms.push_back(d_y.back() * (inside ? r - z : r < 0 ? -8.0f : 7.0f));
+      zero_point_terms.push_back(inside ? 0.0f : -(0.3f * d_y.back()));
     }
     const float d_scale = halving_sum(scale_terms), d_zero_point = halving_sum(zero_point_terms);
     for_each_kernel([&](const char* kernel) {
-      const auto g = backward<float>(kernel, dy, x, 0.3f, 0, -8, 7);
+      const auto g = backward<float>(kernel, d_y, x, 0.3f, 0, -8, 7);
       EXPECT_EQ(g.d_scale, d_scale) << n;
       EXPECT_EQ(g.d_zero_point, d_zero_point) << n;
     });

@@ -79,11 +79,11 @@ struct Body {
   }
 
   template <class Source, class To>
-  HWY_INLINE void operator()(const Source& source, std::int64_t n, To dx, const X* dy,
+  HWY_INLINE void operator()(const Source& source, std::int64_t n, To d_x, const X* d_y,
                              const X* x) const {
     const D d;
     if constexpr (std::is_same_v<Source, OneRun<D>>) {
-      if (by_interval[source.k] != 0) return Interval(source, n, dx, dy, x);
+      if (by_interval[source.k] != 0) return Interval(source, n, d_x, d_y, x);
     }
     for (std::int64_t i = 0; i < n; i += kLanes<F>) {
       const auto& p = source.At(i);
@@ -91,34 +91,34 @@ struct Body {
       // Not Ne(scale, 0), which is false for NaN.
       const auto inside =
           hn::AndNot(hn::Eq(p.scale, hn::Zero(d)), hn::And(hn::Ge(z, p.lo), hn::Le(z, p.hi)));
-      StoreMath(d, hn::IfThenElseZero(inside, hn::Div(LoadMath(d, dy + i), p.scale)), dx + i);
+      StoreMath(d, hn::IfThenElseZero(inside, hn::Div(LoadMath(d, d_y + i), p.scale)), d_x + i);
     }
   }
 
   template <class To>
-  HWY_INLINE void Interval(const OneRun<D>& run, std::int64_t n, To dx, const X* dy,
+  HWY_INLINE void Interval(const OneRun<D>& run, std::int64_t n, To d_x, const X* d_y,
                            const X* x) const {
     const D d;
     const auto lo = hn::Set(d, x_lo[run.k]), hi = hn::Set(d, x_hi[run.k]);
-    const auto pass = [&](hn::Vec<D> dy_i, hn::Vec<D> x_i) HWY_ATTR {
+    const auto pass = [&](hn::Vec<D> d_y_i, hn::Vec<D> x_i) HWY_ATTR {
       return hn::IfThenZeroElse(hn::Or(hn::Lt(x_i, lo), hn::Gt(x_i, hi)),
-                                hn::Div(dy_i, run.v.scale));
+                                hn::Div(d_y_i, run.v.scale));
     };
     std::int64_t i = 0;
     for (; i + 2 * kLanes<F> <= n; i += 2 * kLanes<F>) {
-      PrefetchNext(dy + i, 2 * kLanes<F>);
+      PrefetchNext(d_y + i, 2 * kLanes<F>);
       PrefetchNext(x + i, 2 * kLanes<F>);
-      const Two<D> u = LoadTwo(d, dy + i), v = LoadTwo(d, x + i);
-      StoreTwo(d, {pass(u.a, v.a), pass(u.b, v.b)}, dx + i);
+      const Two<D> u = LoadTwo(d, d_y + i), v = LoadTwo(d, x + i);
+      StoreTwo(d, {pass(u.a, v.a), pass(u.b, v.b)}, d_x + i);
     }
     for (; i < n; i += kLanes<F>)
-      StoreMath(d, pass(LoadMath(d, dy + i), LoadMath(d, x + i)), dx + i);
+      StoreMath(d, pass(LoadMath(d, d_y + i), LoadMath(d, x + i)), d_x + i);
   }
 
-  X Exact(F s, std::int32_t zero, X dy, X x) const {
+  X Exact(F s, std::int32_t zero, X d_y, X x) const {
     const double code = unclamped_code(quotient<F>(to_math(x), s), zero);
     const bool passes = s != 0 && in_range(code, desc.q_min, desc.q_max);
-    return from_math<X>(passes ? to_math(dy) / s : F(0));
+    return from_math<X>(passes ? to_math(d_y) / s : F(0));
   }
 };
 
@@ -128,7 +128,7 @@ void RunQuantizePerGroupBackward(const Op::Desc& d, const Op::Args& a, std::int6
                        d.q_max};
   (void)visit_float(d.element, [&]<class X>(Type<X>) {
     Body<X> body(d);
-    ForEachTile<Math<X>>(d.geometry(), t, begin, end, body, Rows<X>(a.dx), Rows<const X>(a.dy),
+    ForEachTile<Math<X>>(d.geometry(), t, begin, end, body, Rows<X>(a.d_x), Rows<const X>(a.d_y),
                          Rows<const X>(a.x));
     return Status();
   });

@@ -25,7 +25,7 @@ TEST(QuantizePerGroupBackward, RefusesOperands) {
                              .f32_scale = true});
 }
 
-std::vector<float> backward(const char* kernel, const std::vector<float>& dy,
+std::vector<float> backward(const char* kernel, const std::vector<float>& d_y,
                             const std::vector<float>& x, const float scale,
                             const std::int32_t zero_point, std::int32_t q_min, std::int32_t q_max) {
   const auto n = static_cast<std::int64_t>(x.size());
@@ -34,13 +34,13 @@ std::vector<float> backward(const char* kernel, const std::vector<float>& dy,
                        .granularity = Granularity::tensor,
                        .q_min = q_min,
                        .q_max = q_max};
-  std::vector<float> dx(x.size(), -99);
+  std::vector<float> d_x(x.size(), -99);
   const Status s = run_op<Op>(d,
-                              {view(dy.data(), {1, n}), view(x.data(), {1, n}), view(&scale, {1}),
-                               view(&zero_point, {1}), view(dx.data(), {1, n})},
+                              {view(d_y.data(), {1, n}), view(x.data(), {1, n}), view(&scale, {1}),
+                               view(&zero_point, {1}), view(d_x.data(), {1, n})},
                               kernel);
   EXPECT_TRUE(s.ok()) << s.message();
-  return dx;
+  return d_x;
 }
 
 TEST(QuantizePerGroupBackward, BothEndsAreInside) {
@@ -92,7 +92,7 @@ TEST(QuantizePerGroupBackward, IsTheStatedFormula) {
     ASSERT_TRUE(run_op<Op>(d, p.args, k).ok());
     int inside = 0, outside = 0;
     for (std::int64_t i = 0; i < 7 * 480; ++i) {
-      const float x = p.args.x.as<float>()[i], dy = p.args.dy.as<float>()[i];
+      const float x = p.args.x.as<float>()[i], d_y = p.args.d_y.as<float>()[i];
       const float s = p.args.scale.as<float>()[i / 48];
       const std::int32_t zp = p.args.zero_point.as<std::int32_t>()[i / 48];
       const float z = x / s;
@@ -104,7 +104,7 @@ TEST(QuantizePerGroupBackward, IsTheStatedFormula) {
       if (std::isnan(z) || s == 0) code = 0;
       code += zp;
       const bool passes = s != 0 && code >= d.q_min && code <= d.q_max;
-      const float want = passes ? dy / s : 0.0f, got = p.args.dx.as<float>()[i];
+      const float want = passes ? d_y / s : 0.0f, got = p.args.d_x.as<float>()[i];
       if (std::isnan(want)) {
         EXPECT_TRUE(std::isnan(got)) << i;
       } else {
@@ -125,7 +125,7 @@ TEST(QuantizePerGroupBackward, PassesExactlyWhereTheForwardDoesNotClamp) {
   wide.q_min = -128;
   wide.q_max = 127;
   for_each_kernel([&](const char* k) {
-    std::vector<float> x(4000), scale(100), dy(4000, 1.0f), dx(4000);
+    std::vector<float> x(4000), scale(100), d_y(4000, 1.0f), d_x(4000);
     std::vector<std::int8_t> q(4000);
     Rng rng(11);
     for (float& s : scale)
@@ -141,11 +141,11 @@ TEST(QuantizePerGroupBackward, PassesExactlyWhereTheForwardDoesNotClamp) {
                     wide, {in(x, shape), in(scale, params), {}, view(q.data(), shape)}, k)
                     .ok());
     ASSERT_TRUE(
-        run_op<Op>(d, {in(dy, shape), in(x, shape), in(scale, params), {}, view(dx.data(), shape)},
-                   k)
+        run_op<Op>(
+            d, {in(d_y, shape), in(x, shape), in(scale, params), {}, view(d_x.data(), shape)}, k)
             .ok());
     for (std::size_t i = 0; i < x.size(); ++i)
-      EXPECT_EQ(dx[i], q[i] >= -7 && q[i] <= 6 ? 1.0f / scale[i / 40] : 0.0f) << x[i];
+      EXPECT_EQ(d_x[i], q[i] >= -7 && q[i] <= 6 ? 1.0f / scale[i / 40] : 0.0f) << x[i];
   });
 }
 
@@ -158,10 +158,10 @@ TEST(QuantizePerGroupBackward, InPlace) {
                          .q_max = 2};
     const float scale = 2.0f;
     for (const bool over_x : {false, true}) {
-      std::vector<float> dy = {8, 8, 8}, x = {1, 100, -4};
-      float* out = over_x ? x.data() : dy.data();
+      std::vector<float> d_y = {8, 8, 8}, x = {1, 100, -4};
+      float* out = over_x ? x.data() : d_y.data();
       ASSERT_TRUE(run_op<Op>(d,
-                             {as_const(view(dy.data(), {1, 3})),
+                             {as_const(view(d_y.data(), {1, 3})),
                               as_const(view(x.data(), {1, 3})),
                               view(&scale, {1}),
                               {},
