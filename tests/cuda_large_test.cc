@@ -165,7 +165,7 @@ TEST(CudaLarge, Grids) {
     } else if constexpr (std::is_same_v<typename Op::Desc, PackDesc>) {
       compare_with_ref<Op>({.outer_size = kMany, .axis_size = 9, .bits = 3});
     } else if constexpr (std::is_same_v<typename Op::Desc, AuraDesc>) {
-      compare_with_ref<Op>({.outer_size = kMany, .axis_size = 8});
+      compare_with_ref<Op>({.rows = kMany, .dim = 8});
     } else if constexpr (std::is_same_v<typename Op::Desc, GatedNormDesc>) {
       compare_with_ref<Op>({.rows = kMany, .dim = 8});
     } else if constexpr (std::is_same_v<typename Op::Desc, CausalConvDesc>) {

@@ -155,7 +155,7 @@ TEST(Cuda, KernelsNameTheDeviceThatTheyNeed) {
   BITTERN_NEEDS_CUDA();
   GdnDesc chunks{.tokens = 64};
   chunks.element = DType::bf16;
-  const AuraDesc rows{.outer_size = 4, .axis_size = 128, .rotation = Rotation::dense};
+  const AuraDesc rows{.rows = 4, .dim = 128, .rotation = Rotation::dense};
   const auto fastest = Plan<GdnRecomputeWU>::select(chunks, kDevice, Preference::fastest);
   const auto encode = Plan<AuraEncode>::select(rows, kDevice, Preference::fastest);
   ASSERT_TRUE(fastest.ok() && encode.ok());

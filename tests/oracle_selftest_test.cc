@@ -393,7 +393,7 @@ PrecisionGuarantee within(double bound) {
 }
 PrecisionGuarantee of_chunks(const GdnDesc& d) { return within(2 * d.chunk * 0x1p-24); }
 PrecisionGuarantee of_rows(const AuraDesc& d) {
-  return within(2 * static_cast<double>(d.axis_size + 8) * 0x1p-24);
+  return within(2 * static_cast<double>(d.dim + 8) * 0x1p-24);
 }
 PrecisionGuarantee of_attention(const AuraAttentionDesc&) { return within(1.0 / 32512); }
 
@@ -488,11 +488,11 @@ Status encode_nearby(const AuraDesc& d, const AuraEncode::Args& a, Stream, Works
   return plan->run(nearby);
 }
 void another_code(const AuraDesc& d, const AuraEncode::Args& a) {
-  if (d.outer_size > 0 && d.bits > 1) a.packed.as<std::uint32_t>()[0] ^= 2;
+  if (d.rows > 0 && d.bits > 1) a.packed.as<std::uint32_t>()[0] ^= 2;
 }
 void spare_bits(const AuraDesc& d, const AuraEncode::Args& a) {
-  const std::int64_t words = packed_words(d.axis_size, d.bits);
-  if (d.outer_size > 0 && d.axis_size * d.bits % 32 != 0)
+  const std::int64_t words = packed_words(d.dim, d.bits);
+  if (d.rows > 0 && d.dim * d.bits % 32 != 0)
     a.packed.as<std::uint32_t>()[words - 1] |= 1u << 31;
 }
 template <int kExponent>
