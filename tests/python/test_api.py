@@ -12,6 +12,7 @@ import threading
 import numpy as np
 import pytest
 from arrays import assert_same_bits, from_f32
+from problems import normal
 from quantized import OPS, ROOT, plan_for, problem, quantize, rng
 
 import bittern
