@@ -19,6 +19,8 @@
 namespace bittern {
 namespace {
 
+using namespace safetensors_bytes;
+
 namespace fs = std::filesystem;
 
 using Bytes = std::vector<std::byte>;

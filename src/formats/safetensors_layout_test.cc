@@ -9,6 +9,8 @@
 namespace bittern {
 namespace {
 
+using namespace safetensors_bytes;
+
 // The golden's tensors, in its order of specs.
 std::vector<std::string> golden_data() {
   return {"\1\2\3", std::string("\0\0\xc0?\0\0\0\xc0", 8),

@@ -10,6 +10,8 @@
 namespace bittern {
 namespace {
 
+using namespace safetensors_bytes;
+
 using Bytes = std::vector<std::byte>;
 
 // ---- dtypes ----

@@ -12,6 +12,8 @@
 
 namespace bittern {
 
+namespace safetensors_bytes {
+
 inline std::span<const std::byte> view(const std::string& text) {
   return std::as_bytes(std::span(text.data(), text.size()));
 }
@@ -28,6 +30,8 @@ inline std::string u64(std::uint64_t n) {
 inline std::string file_of(const std::string& header, std::size_t data = 0) {
   return u64(header.size()) + header + std::string(data, '\0');
 }
+
+}  // namespace safetensors_bytes
 
 // safetensors 0.8.0 (PyPI) with numpy:
 //   save({"b": np.array([[1, 2, 3]], np.uint8), "a\n\"\u00e9": np.array([1.5, -2], np.float32),
