@@ -492,12 +492,11 @@ void another_code(const AuraDesc& d, const AuraEncode::Args& a) {
 }
 void spare_bits(const AuraDesc& d, const AuraEncode::Args& a) {
   const std::int64_t words = packed_words(d.dim, d.bits);
-  if (d.rows > 0 && d.dim * d.bits % 32 != 0)
-    a.packed.as<std::uint32_t>()[words - 1] |= 1u << 31;
+  if (d.rows > 0 && d.dim * d.bits % 32 != 0) a.packed.as<std::uint32_t>()[words - 1] |= 1u << 31;
 }
 template <int kExponent>
 void scale_is_off(const AuraDesc&, const AuraEncode::Args& a) {
-  each(a.scales, [](double x, std::int64_t) { return x * (1 + std::ldexp(1.0, kExponent)); });
+  each(a.scales, [](double x, std::int64_t) { return x * (1 - std::ldexp(1.0, kExponent)); });
 }
 
 TEST(OracleSelfTest, JudgesCodesByTheirDistanceFromABoundary) {

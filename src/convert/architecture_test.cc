@@ -456,8 +456,8 @@ TEST(Architecture, TensorsMustBeWhatTheConfigSays) {
   Tensors expert = numbered(hf_tensors(tiny("mixtral")));
   expert.erase("model.layers.1.block_sparse_moe.experts.2.w3.weight");
   EXPECT_EQ(refused(config_of("mixtral"), expert, World::hf, World::gguf),
-            "no tensor \"model.layers.1.block_sparse_moe.experts.2.w3.weight\", expected one as "
-            "the config says");
+            "no tensor \"model.layers.1.block_sparse_moe.experts.2.w3.weight\"; "
+            "the config requires it");
   Json untied = config_of("qwen3");
   untied["tie_word_embeddings"] = false;
   EXPECT_EQ(refused(untied, hf, World::hf, World::gguf),

@@ -333,7 +333,7 @@ TEST_F(Conversions, RefuseRecipesThatDoNotFit) {
         << reader.status().message();
   };
   const Shape shape{8, 128};
-  refused({.name = "x", .shape = shape, .sources = {"gone"}}, "gone: not there");
+  refused({.name = "x", .shape = shape, .sources = {"gone"}}, "tensor gone: missing");
   refused({.name = "x", .shape = shape}, "made from nothing");
   refused({.name = "x", .shape = {9, 128}, .sources = {"layers.0.a.weight"}}, "8 rows, expected 9");
   refused({.name = "x",

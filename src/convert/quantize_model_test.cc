@@ -145,7 +145,7 @@ TEST_F(QuantizeModel, NamesTheFieldThatIsWrong) {
       {{.policy = "/nowhere", .transcode = true}, "policy: has no effect with transcode; leave"},
       {{.bits = 4, .imatrix = ""}, "imatrix: empty, expected the path of a file"},
       {{.imatrix = "/nowhere", .transcode = true}, "imatrix: has no effect with transcode"},
-      {{.bits = 4, .method = "mlx", .imatrix = "/nowhere"}, "imatrix: only method lsq weighs"},
+      {{.bits = 4, .method = "mlx", .imatrix = "/nowhere"}, "imatrix: only method lsq uses it"},
       {{.bits = 4, .transcode = true}, "bits and transcode exclude each other, expected one"},
       {{.lossy = true}, "nothing asked for"},
       {{.dequantize = "f8"}, "dequantize: f8, expected f32, f16 or bf16"},

@@ -29,12 +29,30 @@ bool tells(std::string_view axis, std::string_view field) {
          (at != std::string_view::npos && axis[at] == '*' && axis.substr(at + 1) == field);
 }
 
-// What the table of operands says about a field, from the operands of `desc` with each value of it.
-template <class Op>
-void describe_field(std::string_view name, FieldInfo& info) {
+// f(desc) for the default descriptor, and for it with one field of named values at each of them:
+// some axes are there, and some dtypes differ, for one value of another field only.
+template <class Op, class F>
+void for_each_choice(F&& f) {
   typename Op::Desc desc;
+  f(desc);
+  Op::fields(desc, [&](const char*, auto& member, const char*) {
+    using T = std::remove_cvref_t<decltype(member)>;
+    if constexpr (kIsNamed<T>) {
+      const T value = member;
+      for (std::size_t i = 0; i < field_names<T>().size(); ++i) {
+        member = static_cast<T>(i);
+        f(desc);
+      }
+      member = value;
+    }
+  });
+}
+
+// What the table of operands says about a field of a descriptor, from the operands with each value
+// of it.
+template <class Op>
+void describe_field(typename Op::Desc desc, std::string_view name, FieldInfo& info) {
   const auto before = operand_infos<Op>(desc);
-  const std::string where = std::string(Op::kName).append(": ").append(name).append(": ");
   const auto has_axis = [&](const std::vector<OperandInfo>& operands) {
     for (const OperandInfo& o : operands)
       for (int i = 0; i < o.expected.shape.rank; ++i)
@@ -49,23 +67,42 @@ void describe_field(std::string_view name, FieldInfo& info) {
       info.is_dtype = std::is_same_v<T, DType>;
       for (std::size_t i = 0; i < field_names<T>().size(); ++i) {
         member = static_cast<T>(i);
-        if (!info.is_dtype || !Op::check(desc).message().starts_with(where))
-          info.accepted.push_back(field_names<T>()[i]);
         for (const OperandInfo& now : operand_infos<Op>(desc))
           for (const OperandInfo& then : before)
             info.decides_dtype = info.decides_dtype || (now.name == then.name &&
                                                         now.expected.dtype != then.expected.dtype);
       }
     } else if constexpr (std::is_integral_v<T>) {
-      // Some axes are there, or are a field's, only where a field is not 0.
+      // Some axes are there, or are a field's, only where a field is not 0 or not 1.
       info.is_size = info.is_size || has_axis(before);
-      if (value == 0) {
-        member = 1;
+      if (value == 0 || value == 1) {
+        member = static_cast<T>(value + 1);
         info.is_size = info.is_size || has_axis(operand_infos<Op>(desc));
       }
     }
     member = value;
   });
+}
+
+// The choices of a field that the op takes, which are fewer than there are names.
+template <class Op>
+std::vector<std::string_view> accepted_choices(std::string_view name) {
+  std::vector<std::string_view> accepted;
+  const std::string where = std::string(Op::kName).append(": ").append(name).append(": ");
+  typename Op::Desc desc;
+  Op::fields(desc, [&](const char* n, auto& member, const char*) {
+    using T = std::remove_cvref_t<decltype(member)>;
+    if constexpr (kIsNamed<T>) {
+      if (name != n) return;
+      const T value = member;
+      for (std::size_t i = 0; i < field_names<T>().size(); ++i) {
+        member = static_cast<T>(i);
+        if (!Op::check(desc).message().starts_with(where)) accepted.push_back(field_names<T>()[i]);
+      }
+      member = value;
+    }
+  });
+  return accepted;
 }
 
 template <class Op>
@@ -247,7 +284,9 @@ class OpOf final : public AnyOp {
       field.real = kIsReal<std::remove_cvref_t<decltype(member)>>;
       field.default_real = static_cast<double>(member);
       if (!field.real) field.default_value = static_cast<std::int64_t>(member);
-      describe_field<Op>(n, field);
+      field.accepted = accepted_choices<Op>(n);
+      for_each_choice<Op>(
+          [&](const typename Op::Desc& desc) { describe_field<Op>(desc, n, field); });
     });
   }
   std::string_view name() const override { return Op::kName; }

@@ -58,7 +58,8 @@ void expect_operand_errors(const typename Op::Desc& desc) {
     Shape wrong = shape;
     wrong[shape.rank - 1] += 1;
     expect(change(s.name, [&](auto& v) { v.shape = wrong; }), Code::invalid_argument,
-           s.name + ": shape " + wrong.str() + ", expected " + shape.str());
+           s.name + ": shape " + wrong.str() + ", expected " + shape.str() + " = " +
+               s.expected.shape.names_str());
     expect(change(s.name, [](auto& v) { v.device.type = Device::Type::cuda; }),
            Code::invalid_argument, s.name + ": on cuda:0, expected cpu");
     if (shape[shape.rank - 1] > 1) {
