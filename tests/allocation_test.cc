@@ -350,7 +350,7 @@ TEST_F(Allocation, ChecksOfDescriptors) {
   };
   bad("check_affine_desc", [&] { return check_affine_desc(op, {.outer_size = -1}); });
   bad("check_aura_row", [&] { return check_aura_row(op, "dim", 22, 4, Rotation::hadamard); });
-  bad("check_aura_desc", [&] { return check_aura_desc(op, {.outer_size = -1}); });
+  bad("check_aura_desc", [&] { return check_aura_desc(op, {.rows = -1}); });
   bad("check_boundaries", [&] { return check_boundaries(op, "boundaries", numbers, 3); });
   bad("check_codebook", [&] {
     const float infinite = std::numeric_limits<float>::infinity();
@@ -358,7 +358,7 @@ TEST_F(Allocation, ChecksOfDescriptors) {
   });
   bad("check_signs", [&] { return check_signs(op, "table", numbers, 3); });
   bad("check_rotation", [&] {
-    return check_rotation(op, {.axis_size = 3, .rotation = Rotation::hadamard}, view(numbers, {3}));
+    return check_rotation(op, {.dim = 3, .rotation = Rotation::hadamard}, view(numbers, {3}));
   });
   exhaust_text(
       "width_hint", [&] { return width_hint("packed", 128, 4, {3, 1000003}); }, std::string());
