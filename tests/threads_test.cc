@@ -328,8 +328,9 @@ TEST_F(Threads, EachCallerGetsItsOwnError) {
       QuantizeDesc bad = quantize;
       bad.group_size = -1 - t;
       args.x.shape[1] = 100 + t;
-      EXPECT_EQ(plan->run(args).message(),
-                "quantize_per_group: x: shape [1," + std::to_string(100 + t) + "], expected [1,8]");
+      EXPECT_EQ(plan->run(args).message(), "quantize_per_group: x: shape [1," +
+                                               std::to_string(100 + t) +
+                                               "], expected [1,8] = [outer_size,axis_size]");
       const auto refused = Plan<QuantizePerGroup>::select(bad);
       EXPECT_EQ(refused.status().message(), "quantize_per_group: group_size: " +
                                                 std::to_string(-1 - t) + ", expected at least 1");

@@ -97,7 +97,9 @@ std::vector<std::string_view> accepted_choices(std::string_view name) {
       const T value = member;
       for (std::size_t i = 0; i < field_names<T>().size(); ++i) {
         member = static_cast<T>(i);
-        if (!Op::check(desc).message().starts_with(where)) accepted.push_back(field_names<T>()[i]);
+        // Whether a switch may be on depends on other fields.
+        if (std::is_same_v<T, bool> || !Op::check(desc).message().starts_with(where))
+          accepted.push_back(field_names<T>()[i]);
       }
       member = value;
     }

@@ -431,9 +431,9 @@ def test_a_plan_may_have_its_own_threads():
         assert all(np.array_equal(a, b) for a, b in zip(got, want))
         fields = {"outer_size": 64, "axis_size": 1024, "group_size": 64}
         p = bittern.plan("dynamic_quantize", threads=threads, **fields)
-        q, scale = np.zeros_like(want[0]), np.zeros_like(want[1])
-        p.run(x=x, q=q, scale=scale)
-        assert np.array_equal(q, want[0]) and np.array_equal(scale, want[1])
+        scale, q = np.zeros_like(want[0]), np.zeros_like(want[1])
+        p.run(x=x, scale=scale, q=q)
+        assert np.array_equal(scale, want[0]) and np.array_equal(q, want[1])
 
 
 def test_a_plans_threads_are_checked():
@@ -446,7 +446,9 @@ def test_a_plans_threads_are_checked():
         (True, "threads: True, expected an integer"),
     ):
         for call in (
-            lambda: bittern.plan("quantize_per_group", axis_size=64, threads=value),
+            lambda: bittern.plan(
+                "quantize_per_group", axis_size=64, group_size=64, threads=value
+            ),
             lambda: bittern.quantize_per_group(x, 1.0, group_size=64, threads=value),
         ):
             with pytest.raises(ValueError, match="quantize_per_group: " + re.escape(message)):

@@ -136,7 +136,7 @@ def test_the_bits_are_those_of_the_ops(rotation, f16_scale):
         ):
             row = bittern.aura_decode(
                 np.ascontiguousarray(packed[:, t]), np.ascontiguousarray(scales[:, t, None]),
-                table, levels, bits=bits, rotation=rotation, axis_size=DIM,
+                table, levels, bits=bits, rotation=rotation, dim=DIM,
             )  # fmt: skip
             assert_same_bits(got, row)
     assert cache.bytes.codes == kc.nbytes + vc.nbytes

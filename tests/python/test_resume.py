@@ -183,7 +183,7 @@ def test_a_run_whose_partial_was_removed_touches_no_other(larger, tmp_path, form
     second = start(*args, out=out)
     if then == "fail":
         os.utime(source / "model.safetensors" if form == "mlx" else source, (1, 1))
-    refused(go_on(first), 4, "while it was being" + (" read" if then == "fail" else " written"))
+    refused(go_on(first), 4, "while bittern was " + ("reading" if then == "fail" else "writing") + " it")
     assert sorted(p.name for p in tmp_path.glob("out*")) == ["out.partial", "out.partial.journal"]
     if then == "fail":
         kill(second)
