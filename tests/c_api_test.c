@@ -185,6 +185,7 @@ static void test_run(const char* kernel) {
   EXPECT(bittern_plan_run(plan, named, 2, NULL, NULL, 0) == BITTERN_INVALID_ARGUMENT);
   EXPECT_TEXT(bittern_last_error(), "quantize_per_group: x: null, expected f32 [2,6]");
   EXPECT(bittern_plan_run(plan, ordered, 5, NULL, NULL, 0) == BITTERN_INVALID_ARGUMENT);
+  EXPECT_TEXT(bittern_last_error(), "quantize_per_group: 5 operands, expected at most 4");
   EXPECT(bittern_plan_run(plan, NULL, 4, NULL, NULL, 0) == BITTERN_INVALID_ARGUMENT);
   EXPECT_TEXT(bittern_last_error(), "quantize_per_group: tensors: null");
   bittern_tensor bad = ordered[0];

@@ -112,15 +112,16 @@ Status to_views(const bittern_plan& plan, const bittern_tensor* tensors, std::si
   };
   if (tensors == nullptr && count > 0) return refuse("tensors: null");
   views.resize(plan.operands.size());
+  if (count > views.size()) {  // before any of them is looked at
+    return refuse(std::to_string(count) + " operands, expected at most " +
+                  std::to_string(views.size()));
+  }
   std::vector<bool> taken(views.size());
   for (std::size_t i = 0; i < count; ++i) {
     std::size_t at = i;
     if (const char* name = tensors[i].name) {
       for (at = 0; at < views.size() && plan.operands[at].name != name;) ++at;
       if (at == views.size()) return plan.any->no_operand(name);
-    } else if (at >= views.size()) {
-      return refuse(std::to_string(count) + " operands, expected at most " +
-                    std::to_string(views.size()));
     }
     if (taken[at]) return refuse(std::string(plan.operands[at].name) + ": given twice");
     taken[at] = true;
@@ -197,6 +198,7 @@ bittern_code bittern_desc_get(const bittern_desc* desc, const char* field, int64
     if (field == nullptr) return null("bittern_desc_get", "field");
     if (value == nullptr) return null("bittern_desc_get", "value");
     const auto got = desc->any->get(field);
+    throw_if_out_of_memory(got.status());
     if (!got && desc->any->get_real(field)) {
       return invalid(std::string(got.status().message()) + "; bittern_desc_get_real reads it");
     }
