@@ -17,7 +17,7 @@ KERNEL = CORE + ["plan/kernel.h", "cpu/*", "hwy/*", "*intrin.h"]
 ORACLE = CORE + ["plan/*", "cpu/*", "cuda/plugin.h", "ops/ops.inc", "oracle/*"]
 CUDA = ["cuda*", "cub/*", "cutlass/*", "cublas*", "nv*"]
 JSON = ["nlohmann/*"]
-POSIX = ["fcntl.h", "sched.h", "sys/*.h", "unistd.h"]
+POSIX = ["dirent.h", "fcntl.h", "sched.h", "sys/*.h", "unistd.h"]
 FILES = CORE + ["formats/*", "codec/*"]
 MODEL = FILES + ["plan/*", "model/*", "text/*"]
 

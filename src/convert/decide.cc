@@ -6,6 +6,7 @@
 #include "convert/for_runs.h"
 #include "convert/mix.h"
 #include "convert/planner.h"
+#include "core/guarded.h"
 
 namespace bittern {
 
@@ -415,6 +416,7 @@ Status ConversionPlanner::settle(OutputTensor& tensor) {
     tensor.note = "F64, which " + std::string(name(options_.format)) + " has not: written as " +
                   tensor.to.str();
   auto bytes = tensor.to.bytes(tensor.recipe.shape);
+  throw_if_out_of_memory(bytes.status());
   if (!bytes)
     return refuse("tensor " + tensor.recipe.name + ": " + std::string(bytes.status().message()));
   tensor.bytes = *bytes;

@@ -1,7 +1,6 @@
 // The files of the output: where each tensor is written, and the other files.
 #include <algorithm>
 #include <cstdio>
-#include <filesystem>
 #include <map>
 #include <set>
 #include <span>
@@ -14,11 +13,13 @@
 #include "convert/replace.h"
 #include "convert/tokenizer.h"
 #include "convert/tokenizer_table.h"
+#include "core/guarded.h"
 #include "formats/gguf_contents.h"
 #include "formats/json_events.h"
 #include "formats/json_tree.h"
 #include "formats/mapped_file.h"
 #include "formats/safetensors_layout.h"
+#include "formats/side_file.h"
 
 namespace bittern {
 
@@ -155,13 +156,10 @@ std::string ConversionPlanner::part_name(std::size_t part, std::size_t parts) co
 // A set with another number of parts, from an earlier run or from elsewhere, has other names. It is
 // not replaced, and it is not in the way.
 void ConversionPlanner::note_other_parts(std::size_t parts) {
-  namespace fs = std::filesystem;
   const std::string folder = out_.substr(0, out_.rfind('/') + 1), stem = part_stem();
-  std::vector<std::string> others;
-  std::error_code error;
-  for (fs::directory_iterator file(folder.empty() ? "." : folder, error), end;
-       !error && file != end; file.increment(error)) {
-    const std::string name = file->path().filename().string();
+  std::vector<std::string> names, others;
+  list_folder(folder.empty() ? "." : folder, names);
+  for (const std::string& name : names) {
     std::size_t part = 0, count = 0;
     if (name.starts_with(stem) &&
         std::sscanf(name.c_str() + stem.size(), "-%5zu-of-%5zu", &part, &count) == 2 &&
@@ -169,7 +167,6 @@ void ConversionPlanner::note_other_parts(std::size_t parts) {
       others.push_back(name);
   }
   if (others.empty()) return;
-  std::sort(others.begin(), others.end());
   note("kept: " + others[0] +
        (others.size() == 1 ? "" : " and " + std::to_string(others.size() - 1) + " more") +
        ", of a set with another number of parts; remove them if they are not wanted");
@@ -275,6 +272,7 @@ Status ConversionPlanner::lay_out_folder() {
     const std::string text = config.dump(4) + "\n";
     // What is written must be within the limits of what is read.
     const auto read = parse_json_tree(out_ + "/config.json", std::as_bytes(std::span(text)));
+    throw_if_out_of_memory(read.status());
     if (!read)
       return invalid(std::string(read.status().message()) +
                      "; @{bits} without rules needs no entry for each tensor");

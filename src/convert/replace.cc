@@ -6,16 +6,15 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <filesystem>
 #include <system_error>
 
+#include "core/guarded.h"
 #include "formats/json_tree.h"
 #include "formats/mapped_file.h"
+#include "formats/side_file.h"
 
 namespace bittern {
 namespace {
-
-namespace fs = std::filesystem;
 
 constexpr std::size_t kMostIndexBytes = std::size_t{100} << 20;
 constexpr const char* kIndex = "/model.safetensors.index.json";
@@ -26,12 +25,8 @@ Status unreadable(const std::string& path, const std::error_code& error) {
 
 Result<std::vector<std::string>> names_in(const std::string& folder) {
   std::vector<std::string> names;
-  std::error_code error;
-  for (fs::directory_iterator entry(folder, error), end; !error && entry != end;
-       entry.increment(error))
-    names.push_back(entry->path().filename().string());
-  if (error) return unreadable(folder, error);
-  std::sort(names.begin(), names.end());
+  if (const std::error_code error = list_folder(folder, names); error)
+    return unreadable(folder, error);
   return names;
 }
 
@@ -60,8 +55,10 @@ std::vector<std::string> listed_files(const std::string& folder) {
   const auto thing = thing_at(path);
   if (!thing || *thing != Thing::file) return {};
   const auto text = MappedFile::open(path);
+  throw_if_out_of_memory(text.status());  // which says nothing about the folder
   if (!text) return {};
   const auto index = parse_json_tree(path, text->bytes(), kMostIndexBytes, kMostIndexBytes);
+  throw_if_out_of_memory(index.status());
   if (!index || !index->is_object() || !index->contains("metadata")) return {};
   const OrderedJson& metadata = (*index)["metadata"];
   if (!metadata.is_object() || !metadata.contains("written_by") || !metadata.contains("files") ||

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "convert/tokenizer_parts.h"
+#include "core/guarded.h"
 #include "formats/json_events.h"
 #include "formats/mapped_file.h"
 #include "formats/side_file.h"
@@ -60,8 +61,10 @@ Result<Cutting> cutting_of(const Json& json, const std::string& path) {
   const std::string where = path + ": pre_tokenizer: ";
   std::vector<const Json*> steps;
   if (const Status status = flatten(member(json, "pre_tokenizer"), "pretokenizers", steps);
-      !status.ok())
+      !status.ok()) {
+    throw_if_out_of_memory(status);
     return invalid(where + std::string(status.message()));
+  }
   Cutting out;
   for (const Json* step : steps) {
     const std::string type = text_member(*step, "type");
@@ -105,8 +108,11 @@ Result<Cutting> cutting_of(const Json& json, const std::string& path) {
 
 Result<Normalizing> normalizing_of(const Json& json, const std::string& path) {
   std::vector<const Json*> steps;
-  if (const Status status = flatten(member(json, "normalizer"), "normalizers", steps); !status.ok())
+  if (const Status status = flatten(member(json, "normalizer"), "normalizers", steps);
+      !status.ok()) {
+    throw_if_out_of_memory(status);
     return invalid(path + ": normalizer: " + std::string(status.message()));
+  }
   Normalizing out;
   for (const Json* step : steps) {
     const std::string type = text_member(*step, "type");
@@ -174,8 +180,10 @@ Result<Affixes> affixes_of(const Companions& c, const Json& json, const std::str
   const std::string where = path + ": post_processor: ";
   std::vector<const Json*> steps;
   if (const Status status = flatten(member(json, "post_processor"), "processors", steps);
-      !status.ok())
+      !status.ok()) {
+    throw_if_out_of_memory(status);
     return invalid(where + std::string(status.message()));
+  }
   if (steps.empty())
     return Affixes{ids[kBos] && true_member(c.config, "add_bos_token"),
                    ids[kEos] && true_member(c.config, "add_eos_token")};

@@ -82,6 +82,7 @@ Result<Loaded> find_and_load() {
 
 Result<std::string> cuda_plugin_path() {
   const auto given = cuda_plugin_variable();
+  throw_if_out_of_memory(given.status());
   if (!given) return unavailable("cuda: " + std::string(given.status().message()));
   if (*given != nullptr) return std::string(*given);
   const std::string own = own_directory();

@@ -64,48 +64,43 @@ bool goes_through(std::string_view name) {
 // A folder without safetensors is often one of GGUF files, of which one is to be chosen.
 Status with_hint(const std::string& folder, const Status& status) {
   if (status.code() != Code::unavailable) return status;
-  std::string least;
-  std::error_code error;
-  for (fs::directory_iterator file(folder, error), end; !error && file != end;
-       file.increment(error)) {
-    std::string name = file->path().filename().string();
-    if (name.ends_with(".gguf") && (least.empty() || name < least)) least = std::move(name);
+  std::vector<std::string> names;
+  list_folder(folder, names);
+  for (const std::string& name : names) {
+    if (name.ends_with(".gguf"))
+      return unavailable(std::string(status.message()) + " (or a file of it: " + name + ")");
   }
-  if (least.empty()) return status;
-  return unavailable(std::string(status.message()) + " (or a file of it: " + least + ")");
+  return status;
 }
 
 }  // namespace
 
 Status Checkpoint::list_other_files() {
-  std::error_code error;
-  std::vector<std::string> no_files;  // pipes, sockets, folders with the name of a file
-  for (fs::directory_iterator file(path_, error), end; !error && file != end;
-       file.increment(error)) {
-    std::string name = file->path().filename().string();
-    std::error_code unknown;
+  std::vector<std::string> names, no_files;  // pipes, sockets, folders with the name of a file
+  if (const std::error_code error = list_folder(path_, names); error)
+    return unavailable(path_ + ": cannot list: " + error.message());
+  for (std::string& name : names) {
     if (!goes_through(name)) continue;
+    const std::string file = with_slash(path_) + name;
+    std::error_code unknown;
     if (other_files_.size() + left_out_.size() + no_files.size() == kMostOtherFiles) {
       return invalid(path_ + ": more than " + std::to_string(kMostOtherFiles) +
                      " files beside the weights, expected fewer");
     }
-    if (const Status status = check_side_file(file->path().string()); !status.ok()) {
+    if (const Status status = check_side_file(file); !status.ok()) {
       left_out_.emplace_back(status.message());
-    } else if (file->is_regular_file(unknown)) {
+    } else if (fs::is_regular_file(file, unknown)) {
       other_files_.push_back(std::move(name));
     } else {
       no_files.push_back(std::move(name));
     }
   }
-  if (error) return unavailable(path_ + ": cannot list: " + error.message());
   if (!no_files.empty()) {
-    std::sort(no_files.begin(), no_files.end());
     std::string& text = left_out_.emplace_back(path_ + ": ");
     for (std::size_t i = 0; i < no_files.size(); ++i)
       text.append(i == 0 ? "" : ", ").append(in_quotes(no_files[i]));
     text += ": not regular files";
   }
-  std::sort(other_files_.begin(), other_files_.end());
   std::sort(left_out_.begin(), left_out_.end());
   return {};
 }
@@ -124,12 +119,11 @@ void Checkpoint::list_not_read() {
   }
   if (count > 0) not_read_.push_back("tensors that the index does not list: " + some(least, count));
   count = 0;
-  std::error_code error;
-  for (fs::directory_iterator file(path_, error), end; !error && file != end;
-       file.increment(error)) {
-    const std::string name = file->path().filename().string();
+  std::vector<std::string> names;
+  list_folder(path_, names);
+  for (const std::string& name : names) {
     const auto is_it = [&](const SafetensorsFile& read) {
-      return fs::path(read.path()).filename() == file->path().filename();
+      return fs::path(read.path()).filename() == name;
     };
     if (!name.ends_with(".safetensors") ||
         std::any_of(folder_->files().begin(), folder_->files().end(), is_it))

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/guarded.h"
 #include "formats/checkpoint.h"
 #include "formats/json_events.h"
 #include "formats/quantization_config.h"
@@ -253,8 +254,9 @@ Status Checkpoint::take_tensors(const Source& source, bool whole) {
                                                        scales, biases, group_index);
     if (!shape) return shape.status();
     tensor.shape = *shape;
-    if (auto size = tensor.storage.bytes(tensor.shape); !size)
-      return invalid(tensor_in(path_, stored.name) + std::string(size.status().message()));
+    const auto size = tensor.storage.bytes(tensor.shape);
+    throw_if_out_of_memory(size.status());
+    if (!size) return invalid(tensor_in(path_, stored.name) + std::string(size.status().message()));
     tensors_.push_back(std::move(tensor));
   }
   return {};

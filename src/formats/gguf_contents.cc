@@ -76,6 +76,7 @@ Status GgufContents::add_tensor(std::string_view name, GgmlType type, const Shap
                   dec(kGgufMostWrittenNameBytes));
   }
   const auto bytes = ggml_bytes(type, shape);
+  throw_if_out_of_memory(bytes.status());
   if (!bytes) return refuse(of_tensor(name) + std::string(bytes.status().message()));
   if (tensors_.size() == kGgufMostTensors)
     return refuse(of_tensor(name) + "too many tensors, expected at most " + dec(kGgufMostTensors));

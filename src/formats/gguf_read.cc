@@ -241,6 +241,7 @@ class GgufReader {
     }
     t.type = static_cast<GgmlType>(type);
     const auto size = ggml_bytes(t.type, t.shape);
+    throw_if_out_of_memory(size.status());
     if (!size) return refuse(where() + std::string(size.status().message()));
     std::uint64_t offset = 0;
     BITTERN_TRY(take(offset, where));

@@ -1,5 +1,6 @@
 #include "formats/side_file.h"
 
+#include <dirent.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -25,6 +26,27 @@ bool is_there(const std::string& path) {
 
 std::string with_slash(const std::string& folder) {
   return folder.empty() || folder.back() == '/' ? folder : folder + "/";
+}
+
+std::error_code list_folder(const std::string& folder, std::vector<std::string>& names) {
+  struct Closing {
+    DIR* dir;
+    ~Closing() {
+      if (dir != nullptr) ::closedir(dir);
+    }
+  };
+  const Closing opened{::opendir(folder.c_str())};
+  if (opened.dir == nullptr) return {errno, std::generic_category()};
+  for (;;) {
+    errno = 0;
+    const dirent* entry = ::readdir(opened.dir);
+    if (entry == nullptr) break;
+    const std::string_view name = entry->d_name;
+    if (name != "." && name != "..") names.emplace_back(name);
+  }
+  const int error = errno;
+  std::sort(names.begin(), names.end());
+  return {error, std::generic_category()};
 }
 
 Status check_side_file(const std::string& path) {

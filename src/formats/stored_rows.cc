@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "core/guarded.h"
 #include "formats/json_events.h"
 
 namespace bittern {
@@ -40,6 +41,7 @@ Status check_rows(const CheckpointTensor& tensor, std::int64_t first, std::int64
   }
   if (tensor.layout != Layout::rows) return {};  // checked by unpack_columns
   const auto size = tensor.storage.bytes(tensor.shape);
+  throw_if_out_of_memory(size.status());
   if (!size) return invalid(of_tensor(tensor) + std::string(size.status().message()));
   if (*size == tensor.bytes() && tensor.scales.size() == tensor.biases.size()) return {};
   return invalid(of_tensor(tensor) + std::to_string(tensor.bytes()) + " bytes, expected " +

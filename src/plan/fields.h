@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bittern/bittern.h"
+#include "core/guarded.h"
 
 namespace bittern {
 
@@ -137,6 +138,7 @@ Status set_field(typename Op::Desc& desc, std::string_view field, const Value& v
         std::string(Op::kName).append(": no field ").append(field).append(", expected one of ") +
         known);
   }
+  throw_if_out_of_memory(status);
   if (!status.ok()) return invalid(std::string(Op::kName).append(": ").append(status.message()));
   return status;
 }
