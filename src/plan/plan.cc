@@ -32,7 +32,7 @@ Status check_strides(std::string_view op, const char* operand, const ConstView& 
                        std::to_string(view.stride[axis]) + " of axis " + std::to_string(axis) +
                        ", expected " + what);
   };
-  std::array<int, kMaxRank> axes;  // longer than 1, those of a small stride first
+  std::array<int, kMaxRank> axes;  // longer than 1, in the order of their strides
   int count = 0;
   for (int i = 0; i < view.shape.rank; ++i) {
     if (view.shape[i] <= 1) continue;
@@ -44,10 +44,12 @@ Status check_strides(std::string_view op, const char* operand, const ConstView& 
       return fail(op, operand,
                   "stride " + std::to_string(view.stride[i]) + " spans more than 2^59 elements");
     }
-    axes[static_cast<std::size_t>(count++)] = i;
+    auto place = static_cast<std::size_t>(count++);
+    for (; place > 0 && view.stride[i] < view.stride[axes[place - 1]]; --place) {
+      axes[place] = axes[place - 1];
+    }
+    axes[place] = i;
   }
-  std::sort(axes.begin(), axes.begin() + count,
-            [&](int a, int b) { return view.stride[a] < view.stride[b]; });
   span = 1;
   for (int n = 0; n < count; ++n) {
     const int i = axes[static_cast<std::size_t>(n)];

@@ -90,15 +90,15 @@ Status for_rows(const typename Op::Desc& desc, const typename Op::Args& args, F&
   const std::int64_t all = rows;
   std::array<RowRuns, kMaxOperands> runs;
   bool plain = true;
-  const auto each = [&](auto& some, auto&& f) {
+  const auto for_views = [&](auto& views, auto&& use) {
     std::size_t i = 0;
-    Op::operands(desc, some, [&](const char*, auto& v, const Operand& expected) {
-      if ((expected.flags & Operand::kRowAxes) != 0 && v.data != nullptr) f(v, expected, runs[i]);
+    Op::operands(desc, views, [&](const char*, auto& v, const Operand& expected) {
+      if ((expected.flags & Operand::kRowAxes) != 0 && v.data != nullptr) use(v, expected, runs[i]);
       ++i;
     });
   };
   typename Op::Args some = args;
-  each(some, [&](const auto& v, const Operand& expected, RowRuns& run) {
+  for_views(some, [&](const auto& v, const Operand& expected, RowRuns& run) {
     plain = plain && v.shape.rank == expected.shape.rank;
     run = RowRuns(v.shape, v.stride, expected.shape.rank - 1);
     if (!run.whole()) rows = std::gcd(rows, run.length());
@@ -106,7 +106,7 @@ Status for_rows(const typename Op::Desc& desc, const typename Op::Args& args, F&
   if (plain) return f(desc, args);
   for (std::int64_t first = 0; first < all; first += rows) {
     some = args;
-    each(some, [&](auto& v, const Operand& expected, const RowRuns& run) {
+    for_views(some, [&](auto& v, const Operand& expected, const RowRuns& run) {
       const int extra = v.shape.rank - expected.shape.rank;
       Shape shape = expected.shape, stride = expected.shape;
       shape[0] = rows;
