@@ -9,7 +9,7 @@
 #include <optional>
 #include <set>
 
-#include "convert/model.h"
+#include "convert/model_config.h"
 #include "convert/naming.h"
 #include "formats/json_events.h"
 
@@ -72,7 +72,7 @@ bool sees(std::string_view name) {
 
 class Renamer {
  public:
-  Renamer(const Model& model, std::span<const NamedShape> tensors, World from, World to)
+  Renamer(const ModelConfig& model, std::span<const NamedShape> tensors, World from, World to)
       : m_(model), from_(from), to_(to) {
     for (const NamedShape& tensor : tensors) shapes_.emplace(tensor.name, &tensor.shape);
   }
@@ -254,7 +254,7 @@ class Renamer {
     rows.push_back({.source = source, .first = row, .count = 1, .step = 1});
   }
 
-  const Model& m_;
+  const ModelConfig& m_;
   World from_, to_;
   std::map<std::string, const Shape*, std::less<>> shapes_;
   std::set<std::string_view> used_;

@@ -4,7 +4,7 @@
 
 #include <numeric>
 
-#include "convert/model.h"
+#include "convert/model_config.h"
 #include "convert/tiny_models_test.h"
 
 namespace bittern {

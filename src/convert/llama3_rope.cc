@@ -11,7 +11,7 @@
 #include <cstdlib>
 #include <numbers>
 
-#include "convert/model.h"
+#include "convert/model_config.h"
 
 namespace bittern {
 namespace {
@@ -26,7 +26,7 @@ double rounded(double x, int digits) {
 // equal except for the last bit of a power.
 class FactorRule {
  public:
-  FactorRule(const Rope& rope, std::int64_t dim)
+  FactorRule(const RopeConfig& rope, std::int64_t dim)
       : theta_(double(single(rope.theta))),
         dim_(single(double(dim))),
         context_(single(double(rope.context))),
@@ -58,7 +58,7 @@ class FactorRule {
 // usual numbers are tried first.
 class Solver {
  public:
-  Solver(std::span<const float> factors, Rope& rope, std::int64_t dim)
+  Solver(std::span<const float> factors, RopeConfig& rope, std::int64_t dim)
       : factors_(factors), rope_(rope), dim_(dim) {
     for (std::size_t i = 0; i < factors.size(); ++i)
       inverse_.push_back(std::pow(rope.theta, -2.0 * double(i) / double(dim)) /
@@ -171,7 +171,7 @@ class Solver {
 
   bool fits(std::int64_t length, double low, double high) {
     if (length < 1 || !(low > 0 && high > low)) return false;
-    Rope trial = rope_;
+    RopeConfig trial = rope_;
     trial.type = "llama3";
     trial.context = length;
     trial.low = low;
@@ -204,7 +204,7 @@ class Solver {
   }
 
   std::span<const float> factors_;
-  Rope& rope_;
+  RopeConfig& rope_;
   std::int64_t dim_;
   std::vector<double> inverse_;  // 1 / w
   double largest_ = 1;
@@ -214,7 +214,7 @@ class Solver {
 
 }  // namespace
 
-std::vector<float> llama3_factors(const Rope& rope, std::int64_t rotary_dim) {
+std::vector<float> llama3_factors(const RopeConfig& rope, std::int64_t rotary_dim) {
   const FactorRule rule(rope, rotary_dim);
   std::vector<float> factors;
   for (std::int64_t i = 0; i < rotary_dim; i += 2) factors.push_back(rule(std::size_t(i / 2)));
@@ -222,7 +222,7 @@ std::vector<float> llama3_factors(const Rope& rope, std::int64_t rotary_dim) {
 }
 
 bool solve_llama3(std::span<const float> factors, std::int64_t context, std::int64_t longest,
-                  Rope& rope) {
+                  RopeConfig& rope) {
   return Solver(factors, rope, 2 * std::int64_t(factors.size())).solve(context, longest);
 }
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <random>
 
-#include "convert/model.h"
+#include "convert/model_config.h"
 
 namespace bittern {
 namespace {
@@ -20,7 +20,7 @@ TEST(Llama3Rope, NumbersAreFoundWhateverTheyAre) {
   int inexact = 0;
   for (int round = 0; round < 2000; ++round) {
     const auto dim = static_cast<std::int64_t>(one_of({8, 16, 32, 48, 64, 80, 96, 128}));
-    Rope rope;
+    RopeConfig rope;
     rope.type = "llama3";
     rope.theta = one_of({10000, 20000, 300000, 500000, 1e6});
     rope.factor = round % 2 == 0 ? one_of({2, 4, 8, 16, 32}) : tenths(uniform(1.5, 40));
@@ -31,7 +31,7 @@ TEST(Llama3Rope, NumbersAreFoundWhateverTheyAre) {
     // A file of llama.cpp's converter does not tell the context.
     const std::int64_t told = round % 5 == 0 ? 0 : rope.context;
     const auto longest = std::llround(double(rope.context) * rope.factor);
-    Rope found;
+    RopeConfig found;
     found.theta = rope.theta;
     ASSERT_TRUE(solve_llama3(factors, told, longest, found))
         << "head of " << dim << ", theta " << rope.theta << ", factor " << rope.factor << ", low "
@@ -45,7 +45,7 @@ TEST(Llama3Rope, NumbersAreFoundWhateverTheyAre) {
 }
 
 TEST(Llama3Rope, OtherFactorsAreRefused) {
-  Rope found;
+  RopeConfig found;
   found.theta = 500000;
   EXPECT_FALSE(solve_llama3(std::vector<float>{1, 8, 1, 8, 1, 8, 1, 8}, 8192, 65536, found));
   EXPECT_FALSE(solve_llama3(std::vector<float>{8, 8, 4, 2, 1, 1, 1, 1}, 8192, 65536, found));

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "convert/config_fields.h"
-#include "convert/model.h"
+#include "convert/model_config.h"
 #include "formats/json_events.h"
 
 namespace bittern {
@@ -60,9 +60,9 @@ Result<std::pair<const ModelType*, bool>> type_of(const Json& config) {
 
 // Types and values of rope_parameters (transformers 5) or rope_scaling, rope_theta and
 // partial_rotary_factor beside it (before).
-void read_rope(Fields& fields, const Json& text, Model& m) {
+void read_rope(Fields& fields, const Json& text, ModelConfig& m) {
   const ModelType& type = *m.type;
-  Rope& rope = m.rope;
+  RopeConfig& rope = m.rope;
   rope.theta = fields.number_or("rope_theta", type.theta);
   rope.local_theta = fields.number_or("rope_local_base_freq", 1e4);
   rope.part = fields.number_or("partial_rotary_factor", gated_delta(type.arch) ? 0.25 : 1.0);
@@ -154,7 +154,7 @@ void read_rope(Fields& fields, const Json& text, Model& m) {
 }
 
 // The period of layer_types, whose every period-th layer is full_attention and all others `other`.
-void read_period(Fields& fields, const char* other, Model& m) {
+void read_period(Fields& fields, const char* other, ModelConfig& m) {
   const Json* types = fields.find("layer_types");
   if (types == nullptr) return;
   if (!types->is_array() || types->size() != static_cast<std::size_t>(m.layers)) {
@@ -180,7 +180,7 @@ void read_period(Fields& fields, const char* other, Model& m) {
   }
 }
 
-void read_gated_delta(Fields& fields, Model& m) {
+void read_gated_delta(Fields& fields, ModelConfig& m) {
   m.period = fields.count_or("full_attention_interval", 4);
   read_period(fields, "linear_attention", m);
   m.conv_kernel = fields.count("linear_conv_kernel_dim");
@@ -191,14 +191,14 @@ void read_gated_delta(Fields& fields, Model& m) {
   fields.multiple("linear_num_value_heads", m.value_heads, "linear_num_key_heads", m.key_heads);
 }
 
-void check_experts_used(Fields& fields, const Model& m) {
+void check_experts_used(Fields& fields, const ModelConfig& m) {
   if (m.experts_used > m.experts)
     fields.refuse("num_experts_per_tok", std::to_string(m.experts_used) + " of " +
                                              std::to_string(m.experts) +
                                              " experts, expected no more than there are");
 }
 
-void read_experts(Fields& fields, Model& m) {
+void read_experts(Fields& fields, ModelConfig& m) {
   // transformers 5 writes either.
   m.experts =
       fields.count(fields.find("num_experts") == nullptr ? "num_local_experts" : "num_experts");
@@ -220,7 +220,7 @@ void read_experts(Fields& fields, Model& m) {
 }
 
 // smollm3: 1 for each layer whose heads turn.
-void read_turning(Fields& fields, Model& m) {
+void read_turning(Fields& fields, ModelConfig& m) {
   if (!check_sizes(m).ok()) return;  // which is said at the end
   const std::int64_t interval = fields.count_or("no_rope_layer_interval", 4);
   for (std::int64_t i = 0; i < m.layers; ++i) m.turning.push_back((i + 1) % interval != 0);
@@ -243,7 +243,7 @@ void read_turning(Fields& fields, Model& m) {
 
 }  // namespace
 
-Status check_sizes(const Model& m) {
+Status check_sizes(const ModelConfig& m) {
   struct Size {
     const char* what;
     std::int64_t size, most;
@@ -280,10 +280,10 @@ const Json& text_config(const Json& config) {
 
 Status known_architecture(const Json& config) { return type_of(config).status(); }
 
-Result<Model> model_from_config(const Json& config) {
+Result<ModelConfig> model_from_config(const Json& config) {
   const auto known = type_of(config);
   if (!known) return known.status();
-  Model m;
+  ModelConfig m;
   m.type = known->first;
   const Json& text = text_config(config);
   m.in_vision = known->second && &text != &config;

@@ -3,7 +3,7 @@
 
 #include <limits>
 
-#include "convert/model.h"
+#include "convert/model_config.h"
 #include "convert/tiny_models_test.h"
 
 namespace bittern {

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <limits>
 
-#include "convert/model.h"
+#include "convert/model_config.h"
 #include "formats/json_events.h"
 
 namespace bittern {
@@ -129,7 +129,7 @@ constexpr const char* kLongFactors = "rope_factors_long.weight";
 constexpr const char* kShortFactors = "rope_factors_short.weight";
 
 // Both sets of factors, or none.
-Status read_longrope(const GgufFile& file, Keys& keys, Model& m) {
+Status read_longrope(const GgufFile& file, Keys& keys, ModelConfig& m) {
   m.rope.context = keys.count_or("rope.scaling.original_context_length", m.context);
   const std::pair<const char*, std::vector<double>*> sets[] = {
       {kLongFactors, &m.rope.long_factors}, {kShortFactors, &m.rope.short_factors}};
@@ -162,7 +162,7 @@ Status read_longrope(const GgufFile& file, Keys& keys, Model& m) {
   return {};
 }
 
-Status read_llama3(const GgufFile& file, const GgufTensor& tensor, Keys& keys, Model& m) {
+Status read_llama3(const GgufFile& file, const GgufTensor& tensor, Keys& keys, ModelConfig& m) {
   const auto refuse = [&](const std::string& what) {
     return unsupported(file.path() + ": tensor rope_freqs.weight: " + what);
   };
@@ -192,7 +192,7 @@ const char* gguf_name(Arch arch) {
   return "";
 }
 
-std::vector<std::pair<std::string, std::vector<float>>> rotary_factors(const Model& m) {
+std::vector<std::pair<std::string, std::vector<float>>> rotary_factors(const ModelConfig& m) {
   if (m.rope.type == "llama3") return {{"rope_freqs.weight", llama3_factors(m.rope, m.head_dim)}};
   if (m.rope.type != "longrope") return {};
   const auto rounded = [](const std::vector<double>& all) {
@@ -204,7 +204,7 @@ std::vector<std::pair<std::string, std::vector<float>>> rotary_factors(const Mod
           {kShortFactors, rounded(m.rope.short_factors)}};
 }
 
-Result<Model> model_from_gguf(const GgufFile& file) {
+Result<ModelConfig> model_from_gguf(const GgufFile& file) {
   const auto arch_name = file.string("general.architecture");
   if (!arch_name) return arch_name.status();
   const auto known = std::find_if(std::begin(kArchs), std::end(kArchs),
@@ -216,7 +216,7 @@ Result<Model> model_from_gguf(const GgufFile& file) {
                        " is not known, expected one of " + all);
   }
   Keys keys(file, known->gguf);
-  Model m;
+  ModelConfig m;
   const char* type = known->model_type;
   if (known->arch == Arch::llama && keys.has("attention.sliding_window")) type = "mistral";
   if (known->arch == Arch::llama && keys.has("expert_count")) type = "mixtral";
@@ -373,7 +373,7 @@ Result<nlohmann::ordered_json> config_from_gguf(const GgufFile& file, std::strin
   return config_from_model(*model, dtype);
 }
 
-Status add_metadata(const Model& m, GgufMetadata& out) {
+Status add_metadata(const ModelConfig& m, GgufMetadata& out) {
   BITTERN_TRY(check_llama_cpp(m));
   const std::string arch = gguf_name(m.arch());
   const auto key = [&](const char* name) { return arch + "." + name; };

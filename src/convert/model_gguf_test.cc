@@ -8,7 +8,7 @@
 #include <numeric>
 #include <sstream>
 
-#include "convert/model.h"
+#include "convert/model_config.h"
 #include "convert/tiny_models_test.h"
 #include "formats/test_folder.h"
 
@@ -381,7 +381,7 @@ TEST_F(Metadata, LayersThatPredictFurtherAreNotCounted) {
 }
 
 TEST_F(Metadata, Llama3IsFoundInItsFactors) {
-  const auto back = [&](const Rope& rope, std::int64_t dim) {
+  const auto back = [&](const RopeConfig& rope, std::int64_t dim) {
     Json config = config_of("mistral");
     config["model_type"] = "llama";
     config["head_dim"] = dim;
@@ -394,7 +394,7 @@ TEST_F(Metadata, Llama3IsFoundInItsFactors) {
     const auto found = config_from_gguf(*written, "float32");
     return found ? (*found)["rope_scaling"].dump() : std::string(found.status().message());
   };
-  Rope rope;
+  RopeConfig rope;
   rope.type = "llama3";
   rope.theta = 500000;
   rope.factor = 32;
@@ -422,7 +422,7 @@ TEST_F(Metadata, Llama3GoesThereAndBack) {
     for (const double theta : {1e4, 2e4, 5e5, 1e6})
       for (const double factor : {2.0, 8.0, 32.0})
         for (const std::int64_t context : {32, 64, 100, 256, 1024, 8192}) {
-          Rope rope;
+          RopeConfig rope;
           rope.type = "llama3";
           rope.theta = theta;
           rope.factor = factor;
@@ -430,7 +430,7 @@ TEST_F(Metadata, Llama3GoesThereAndBack) {
           const auto factors = llama3_factors(rope, dim);
           const bool shows = factors.back() != 1;
           for (const std::int64_t known : {context, std::int64_t{0}}) {
-            Rope back;
+            RopeConfig back;
             back.theta = theta;
             ASSERT_TRUE(solve_llama3(factors, known, 1 << 17, back))
                 << dim << " " << theta << " " << factor << " " << context << " " << known;
@@ -448,7 +448,7 @@ TEST_F(Metadata, Llama3GoesThereAndBack) {
 
 TEST_F(Metadata, Llama3WithUnusualBounds) {
   for (const std::int64_t dim : {32, 64, 128}) {
-    Rope rope;
+    RopeConfig rope;
     rope.type = "llama3";
     rope.theta = 500000;
     rope.factor = 16;
@@ -457,7 +457,7 @@ TEST_F(Metadata, Llama3WithUnusualBounds) {
     rope.high = 16;
     const auto factors = llama3_factors(rope, dim);
     for (const std::int64_t known : {8192, 0}) {
-      Rope back;
+      RopeConfig back;
       back.theta = rope.theta;
       ASSERT_TRUE(solve_llama3(factors, known, 1 << 17, back)) << dim;
       EXPECT_EQ(llama3_factors(back, dim), factors);

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <initializer_list>
 
-#include "convert/model.h"
+#include "convert/model_config.h"
 #include "formats/json_events.h"
 
 namespace bittern {
@@ -12,7 +12,7 @@ namespace {
 // Refusals are about the config, whichever file it was read from.
 class Limits {
  public:
-  Limits(const Model& model, const char* program)
+  Limits(const ModelConfig& model, const char* program)
       : of_(std::string(program) + "'s " + model.type->name + " ") {}
 
   void must(bool holds, const char* key, const std::string& what) {
@@ -31,7 +31,7 @@ bool one_of(Arch arch, std::initializer_list<Arch> list) {
 }
 
 // Names of a scaled rotary embedding's types that a program has.
-void must_scale(Limits& limits, const Rope& rope, std::initializer_list<const char*> types) {
+void must_scale(Limits& limits, const RopeConfig& rope, std::initializer_list<const char*> types) {
   std::string all;
   bool known = rope.type == "default";
   for (const char* type : types) {
@@ -45,7 +45,7 @@ void must_scale(Limits& limits, const Rope& rope, std::initializer_list<const ch
 
 }  // namespace
 
-std::int64_t llama_cpp_query_scale(const Model& m) {
+std::int64_t llama_cpp_query_scale(const ModelConfig& m) {
   // GGUF has no key for the scale. llama.cpp tells a model's size by its number of layers, in a
   // table for each architecture: 46 layers of gemma2, and 62 of gemma3, are the 27B models, whose
   // queries were trained with 1 / sqrt(n_embd / n_head); every other size has 1 / sqrt(head_dim).
@@ -63,9 +63,9 @@ bool has_tied(Arch arch, World world) {
   return world == World::hf || arch != Arch::qwen2moe;
 }
 
-Status check_llama_cpp(const Model& m) {
+Status check_llama_cpp(const ModelConfig& m) {
   Limits limits(m, "llama.cpp");
-  const Rope& rope = m.rope;
+  const RopeConfig& rope = m.rope;
   if (m.arch() == Arch::llama) {
     must_scale(limits, rope, {"linear", "yarn", "llama3"});
   } else if (m.arch() == Arch::phi3) {
@@ -115,9 +115,9 @@ Status check_llama_cpp(const Model& m) {
   return limits.status();
 }
 
-Status check_mlx_lm(const Model& m) {
+Status check_mlx_lm(const ModelConfig& m) {
   Limits limits(m, "mlx-lm");
-  const Rope& rope = m.rope;
+  const RopeConfig& rope = m.rope;
   if (m.arch() == Arch::phi3) {
     must_scale(limits, rope, {"longrope"});
   } else if (one_of(m.arch(), {Arch::gemma2, Arch::qwen2moe, Arch::qwen3moe}) || m.is("mixtral")) {
@@ -155,7 +155,7 @@ Status check_mlx_lm(const Model& m) {
   return limits.status();
 }
 
-std::vector<std::string> differences(const Model& m, World to) {
+std::vector<std::string> differences(const ModelConfig& m, World to) {
   std::vector<std::string> notes;
   if (to == World::hf) return notes;
   const std::string of =

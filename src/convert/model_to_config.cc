@@ -1,15 +1,15 @@
 // A model as a config.json, and one that is made for another world.
 #include <cmath>
 
-#include "convert/model.h"
+#include "convert/model_config.h"
 
 namespace bittern {
 namespace {
 
 using Json = nlohmann::ordered_json;
 
-void put_rope(const Model& m, Json& config) {
-  const Rope& rope = m.rope;
+void put_rope(const ModelConfig& m, Json& config) {
+  const RopeConfig& rope = m.rope;
   config["rope_theta"] = rope.theta;
   if (m.arch() == Arch::phi3) {
     config["partial_rotary_factor"] = rope.part;
@@ -43,8 +43,8 @@ void put_rope(const Model& m, Json& config) {
 }
 
 // What transformers 5 calls for where the model is younger than it.
-Json rope_parameters(const Model& m) {
-  const Rope& rope = m.rope;
+Json rope_parameters(const ModelConfig& m) {
+  const RopeConfig& rope = m.rope;
   Json all = {{"rope_type", rope.type}, {"rope_theta", rope.theta}};
   all["partial_rotary_factor"] = rope.part;
   if (!rope.sections.empty()) {
@@ -58,7 +58,7 @@ Json rope_parameters(const Model& m) {
 
 }  // namespace
 
-Json config_from_model(const Model& m, std::string_view dtype) {
+Json config_from_model(const ModelConfig& m, std::string_view dtype) {
   Json config;
   config["architectures"] = {m.type->class_name};
   config["model_type"] = m.type->name;

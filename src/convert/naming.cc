@@ -45,19 +45,21 @@ struct Plain {
   Fold fold;
   const char* gguf;
   const char* hf;  // and mlx
-  Shape (*shape)(const Model&);
+  Shape (*shape)(const ModelConfig&);
 };
 
-Shape hidden(const Model& m) { return {m.hidden}; }
-Shape vocabulary(const Model& m) { return {m.vocab, m.hidden}; }
+Shape hidden(const ModelConfig& m) { return {m.hidden}; }
+Shape vocabulary(const ModelConfig& m) { return {m.vocab, m.hidden}; }
 // The gated delta models' q has a gate of its size beside it, head by head.
-std::int64_t q_rows(const Model& m) { return m.heads * m.head_dim * (m.gated_delta() ? 2 : 1); }
-std::int64_t kv_rows(const Model& m) { return m.kv_heads * m.head_dim; }
+std::int64_t q_rows(const ModelConfig& m) {
+  return m.heads * m.head_dim * (m.gated_delta() ? 2 : 1);
+}
+std::int64_t kv_rows(const ModelConfig& m) { return m.kv_heads * m.head_dim; }
 // olmo2 norms all heads together.
-Shape q_norm(const Model& m) { return {m.arch() == Arch::olmo2 ? q_rows(m) : m.head_dim}; }
-Shape k_norm(const Model& m) { return {m.arch() == Arch::olmo2 ? kv_rows(m) : m.head_dim}; }
-std::int64_t key_rows(const Model& m) { return m.key_heads * m.key_dim; }
-std::int64_t value_rows(const Model& m) { return m.value_heads * m.value_dim; }
+Shape q_norm(const ModelConfig& m) { return {m.arch() == Arch::olmo2 ? q_rows(m) : m.head_dim}; }
+Shape k_norm(const ModelConfig& m) { return {m.arch() == Arch::olmo2 ? kv_rows(m) : m.head_dim}; }
+std::int64_t key_rows(const ModelConfig& m) { return m.key_heads * m.key_dim; }
+std::int64_t value_rows(const ModelConfig& m) { return m.value_heads * m.value_dim; }
 
 constexpr Plain kPlain[] = {
     {Q::embedding, kAll, When::once, Fold::none, "token_embd.weight", "embed_tokens.weight",
@@ -77,19 +79,19 @@ constexpr Plain kPlain[] = {
      "post_feedforward_layernorm.weight", hidden},
 
     {Q::q, kAll & ~kPhi, When::attention, Fold::none, "attn_q.weight", "self_attn.q_proj.weight",
-     [](const Model& m) { return Shape{q_rows(m), m.hidden}; }},
+     [](const ModelConfig& m) { return Shape{q_rows(m), m.hidden}; }},
     {Q::k, kAll & ~kPhi, When::attention, Fold::none, "attn_k.weight", "self_attn.k_proj.weight",
-     [](const Model& m) { return Shape{kv_rows(m), m.hidden}; }},
+     [](const ModelConfig& m) { return Shape{kv_rows(m), m.hidden}; }},
     {Q::v, kAll & ~kPhi, When::attention, Fold::none, "attn_v.weight", "self_attn.v_proj.weight",
-     [](const Model& m) { return Shape{kv_rows(m), m.hidden}; }},
+     [](const ModelConfig& m) { return Shape{kv_rows(m), m.hidden}; }},
     {Q::o, kAll, When::attention, Fold::none, "attn_output.weight", "self_attn.o_proj.weight",
-     [](const Model& m) { return Shape{m.hidden, m.heads * m.head_dim}; }},
+     [](const ModelConfig& m) { return Shape{m.hidden, m.heads * m.head_dim}; }},
     {Q::q_bias, kLlama | kQwen2 | kOlmo, When::attention_bias, Fold::none, "attn_q.bias",
-     "self_attn.q_proj.bias", [](const Model& m) { return Shape{q_rows(m)}; }},
+     "self_attn.q_proj.bias", [](const ModelConfig& m) { return Shape{q_rows(m)}; }},
     {Q::k_bias, kLlama | kQwen2 | kOlmo, When::attention_bias, Fold::none, "attn_k.bias",
-     "self_attn.k_proj.bias", [](const Model& m) { return Shape{kv_rows(m)}; }},
+     "self_attn.k_proj.bias", [](const ModelConfig& m) { return Shape{kv_rows(m)}; }},
     {Q::v_bias, kLlama | kQwen2 | kOlmo, When::attention_bias, Fold::none, "attn_v.bias",
-     "self_attn.v_proj.bias", [](const Model& m) { return Shape{kv_rows(m)}; }},
+     "self_attn.v_proj.bias", [](const ModelConfig& m) { return Shape{kv_rows(m)}; }},
     {Q::o_bias, kLlama | kOlmo, When::attention_bias, Fold::none, "attn_output.bias",
      "self_attn.o_proj.bias", hidden},
     {Q::q_norm, kHeadNorms, When::attention, Fold::norm, "attn_q_norm.weight",
@@ -98,41 +100,42 @@ constexpr Plain kPlain[] = {
      "self_attn.k_norm.weight", k_norm},
 
     {Q::gate, kAll & ~kPhi, When::dense, Fold::none, "ffn_gate.weight", "mlp.gate_proj.weight",
-     [](const Model& m) { return Shape{m.feed_forward, m.hidden}; }},
+     [](const ModelConfig& m) { return Shape{m.feed_forward, m.hidden}; }},
     {Q::up, kAll & ~kPhi, When::dense, Fold::none, "ffn_up.weight", "mlp.up_proj.weight",
-     [](const Model& m) { return Shape{m.feed_forward, m.hidden}; }},
+     [](const ModelConfig& m) { return Shape{m.feed_forward, m.hidden}; }},
     {Q::down, kAll, When::dense, Fold::none, "ffn_down.weight", "mlp.down_proj.weight",
-     [](const Model& m) { return Shape{m.hidden, m.feed_forward}; }},
+     [](const ModelConfig& m) { return Shape{m.hidden, m.feed_forward}; }},
     {Q::gate_bias, kAll, When::mlp_bias, Fold::none, "ffn_gate.bias", "mlp.gate_proj.bias",
-     [](const Model& m) { return Shape{m.feed_forward}; }},
+     [](const ModelConfig& m) { return Shape{m.feed_forward}; }},
     {Q::up_bias, kAll, When::mlp_bias, Fold::none, "ffn_up.bias", "mlp.up_proj.bias",
-     [](const Model& m) { return Shape{m.feed_forward}; }},
+     [](const ModelConfig& m) { return Shape{m.feed_forward}; }},
     {Q::down_bias, kAll, When::mlp_bias, Fold::none, "ffn_down.bias", "mlp.down_proj.bias", hidden},
     {Q::router, kDelta | kQwen3 | kQwen2, When::experts, Fold::none, "ffn_gate_inp.weight",
-     "mlp.gate.weight", [](const Model& m) { return Shape{m.experts, m.hidden}; }},
+     "mlp.gate.weight", [](const ModelConfig& m) { return Shape{m.experts, m.hidden}; }},
     {Q::router, only(Arch::llama), When::experts, Fold::none, "ffn_gate_inp.weight",
-     "block_sparse_moe.gate.weight", [](const Model& m) { return Shape{m.experts, m.hidden}; }},
+     "block_sparse_moe.gate.weight",
+     [](const ModelConfig& m) { return Shape{m.experts, m.hidden}; }},
     {Q::shared_gate, kAll, When::shared, Fold::none, "ffn_gate_shexp.weight",
      "mlp.shared_expert.gate_proj.weight",
-     [](const Model& m) { return Shape{m.shared_feed_forward, m.hidden}; }},
+     [](const ModelConfig& m) { return Shape{m.shared_feed_forward, m.hidden}; }},
     {Q::shared_up, kAll, When::shared, Fold::none, "ffn_up_shexp.weight",
      "mlp.shared_expert.up_proj.weight",
-     [](const Model& m) { return Shape{m.shared_feed_forward, m.hidden}; }},
+     [](const ModelConfig& m) { return Shape{m.shared_feed_forward, m.hidden}; }},
     {Q::shared_down, kAll, When::shared, Fold::none, "ffn_down_shexp.weight",
      "mlp.shared_expert.down_proj.weight",
-     [](const Model& m) { return Shape{m.hidden, m.shared_feed_forward}; }},
+     [](const ModelConfig& m) { return Shape{m.hidden, m.shared_feed_forward}; }},
 
     {Q::delta_norm, kDelta, When::delta, Fold::none, "ssm_norm.weight", "linear_attn.norm.weight",
-     [](const Model& m) { return Shape{m.value_dim}; }},
+     [](const ModelConfig& m) { return Shape{m.value_dim}; }},
     {Q::a_log, kDelta, When::delta, Fold::a_log, "ssm_a", "linear_attn.A_log",
-     [](const Model& m) { return Shape{m.value_heads}; }},
+     [](const ModelConfig& m) { return Shape{m.value_heads}; }},
     {Q::dt_bias, kDelta, When::delta, Fold::none, "ssm_dt.bias", "linear_attn.dt_bias",
-     [](const Model& m) { return Shape{m.value_heads}; }},
+     [](const ModelConfig& m) { return Shape{m.value_heads}; }},
     {Q::delta_out, kDelta, When::delta, Fold::none, "ssm_out.weight", "linear_attn.out_proj.weight",
-     [](const Model& m) { return Shape{m.hidden, value_rows(m)}; }},
+     [](const ModelConfig& m) { return Shape{m.hidden, value_rows(m)}; }},
 };
 
-bool has(const Model& m, When when, std::int64_t layer) {
+bool has(const ModelConfig& m, When when, std::int64_t layer) {
   if (layer < 0) return when == When::once;
   switch (when) {
     case When::once: return false;
@@ -149,7 +152,7 @@ bool has(const Model& m, When when, std::int64_t layer) {
 }
 
 // From Hugging Face's values to the world's.
-ValueMap value_map(const Model& m, Fold fold, World world) {
+ValueMap value_map(const ModelConfig& m, Fold fold, World world) {
   if (world == World::hf || fold == Fold::none) return ValueMap::same;
   if (fold == Fold::a_log) return world == World::gguf ? ValueMap::negative_exp : ValueMap::same;
   if (m.gated_delta()) return ValueMap::plus_one;
@@ -160,7 +163,7 @@ ValueMap value_map(const Model& m, Fold fold, World world) {
 // The tensors a model has in a world.
 class Naming {
  public:
-  Naming(const Model& model, World world, const Prefixes& prefixes, bool target)
+  Naming(const ModelConfig& model, World world, const Prefixes& prefixes, bool target)
       : m_(model), world_(world), prefixes_(prefixes), target_(target) {}
 
   std::vector<Part> parts(std::int64_t layer) const {
@@ -377,7 +380,7 @@ class Naming {
     }
   }
 
-  const Model& m_;
+  const ModelConfig& m_;
   World world_;
   const Prefixes& prefixes_;
   bool target_;
@@ -385,7 +388,7 @@ class Naming {
 
 }  // namespace
 
-std::vector<Part> tensors_of(const Model& model, World world, const Prefixes& prefixes,
+std::vector<Part> tensors_of(const ModelConfig& model, World world, const Prefixes& prefixes,
                              std::int64_t layer, bool target) {
   return Naming(model, world, prefixes, target).parts(layer);
 }

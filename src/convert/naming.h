@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "convert/architecture.h"
-#include "convert/model.h"
+#include "convert/model_config.h"
 #include "convert/recipe.h"
 
 namespace bittern {
@@ -86,7 +86,7 @@ struct Prefixes {
 
 // All tensors of a layer; of the rest of the model where layer is -1. `target`: those to be
 // written, among them the copy of a tied embedding where the world's program wants one.
-std::vector<Part> tensors_of(const Model& model, World world, const Prefixes& prefixes,
+std::vector<Part> tensors_of(const ModelConfig& model, World world, const Prefixes& prefixes,
                              std::int64_t layer, bool target);
 
 }  // namespace bittern

@@ -62,7 +62,7 @@ struct ModelType {
 const ModelType* model_type(std::string_view name);  // null: not known
 const char* gguf_name(Arch arch);
 
-struct Rope {
+struct RopeConfig {
   double theta = 10000;
   double local_theta = 10000;          // of gemma3's sliding layers
   std::string type = "default";        // or linear, dynamic, yarn, llama3, longrope
@@ -82,7 +82,7 @@ struct Rope {
   bool truncate = true;
 };
 
-struct Model {
+struct ModelConfig {
   const ModelType* type = nullptr;
   bool in_vision = false;  // the language model of one that sees
 
@@ -94,7 +94,7 @@ struct Model {
   bool attention_bias = false;  // of q, k and v, and of o but for qwen2 and qwen2moe
   bool mlp_bias = false;
   std::string activation;
-  Rope rope;
+  RopeConfig rope;
 
   // Layers are alike but for every `period`-th one, which has full attention: the others look back
   // `window` tokens (gemma2, gemma3) or are gated delta nets. 0: all have full attention. mistral
@@ -135,35 +135,35 @@ double usual_longrope_attention(std::int64_t context, std::int64_t original);
 
 // Bounds on what strangers' files claim, far above any model, so that no product of sizes overflows
 // and no list grows beyond reason before tensors are compared with them.
-Status check_sizes(const Model& model);
+Status check_sizes(const ModelConfig& model);
 
 // The text model's part of a config.json: text_config where there is one.
 const nlohmann::ordered_json& text_config(const nlohmann::ordered_json& config);
 
-Result<Model> model_from_config(const nlohmann::ordered_json& config);
-nlohmann::ordered_json config_from_model(const Model& model, std::string_view dtype);
+Result<ModelConfig> model_from_config(const nlohmann::ordered_json& config);
+nlohmann::ordered_json config_from_model(const ModelConfig& model, std::string_view dtype);
 
-Result<Model> model_from_gguf(const GgufFile& file);
-Status add_metadata(const Model& model, GgufMetadata& metadata);
+Result<ModelConfig> model_from_gguf(const GgufFile& file);
+Status add_metadata(const ModelConfig& model, GgufMetadata& metadata);
 
 // Factors of rotary frequencies by the names llama.cpp has for them: a frequency f becomes
 // f / factor[i].
-std::vector<std::pair<std::string, std::vector<float>>> rotary_factors(const Model& model);
-std::vector<float> llama3_factors(const Rope& rope, std::int64_t rotary_dim);
+std::vector<std::pair<std::string, std::vector<float>>> rotary_factors(const ModelConfig& model);
+std::vector<float> llama3_factors(const RopeConfig& rope, std::int64_t rotary_dim);
 // The numbers behind such factors, with theta given; they give the same factors, bit for bit where
 // there are any that do. `context`: the original one where known, else 0; `longest`: the model's.
 bool solve_llama3(std::span<const float> factors, std::int64_t context, std::int64_t longest,
-                  Rope& rope);
+                  RopeConfig& rope);
 
 // ---- what the programs of the other worlds make of a model (model_limits.cc) ----
 
 // What llama.cpp or mlx-lm cannot compute is an error that says so.
-Status check_llama_cpp(const Model& model);
-Status check_mlx_lm(const Model& model);
+Status check_llama_cpp(const ModelConfig& model);
+Status check_mlx_lm(const ModelConfig& model);
 // What they compute differently, a note each.
-std::vector<std::string> differences(const Model& model, World to);
+std::vector<std::string> differences(const ModelConfig& model, World to);
 // What llama.cpp takes gemma's query_pre_attn_scalar for.
-std::int64_t llama_cpp_query_scale(const Model& model);
+std::int64_t llama_cpp_query_scale(const ModelConfig& model);
 // Whether they have models of this kind whose head is the embedding.
 bool has_tied(Arch arch, World world);
 
