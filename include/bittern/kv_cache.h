@@ -111,7 +111,7 @@ struct KvCacheBytes {
   std::size_t exact = 0;    // tokens held in bf16
   std::size_t pages = 0;    // memory of the pages in use, whole ones
   std::size_t shared = 0;   // the part of `pages` that another cache holds too
-  std::size_t regions = 0;  // memory of the bf16 regions
+  std::size_t regions = 0;  // memory of the bf16 regions, which grow with their tokens
   std::size_t tables = 0;   // codebooks, rotations, means
 };
 
@@ -183,6 +183,7 @@ class KvCache {
   Status append_all(const ConstView& k, const ConstView& v, std::vector<std::int32_t>& aside);
   Status encode(std::int64_t count, const std::vector<float>& k, const std::vector<float>& v);
   Status reserve_pages(std::int64_t tokens);
+  void reserve_exact(std::int64_t first, std::int64_t recent);
   void make_own(std::size_t index);
   std::int64_t oldest(std::int64_t size) const;
   void forget();
@@ -194,8 +195,10 @@ class KvCache {
   std::vector<std::int32_t> table_;  // pages, oldest first
   std::int64_t table_begin_ = 0;     // the token in the first slot of table_[0]
   std::int64_t size_ = 0, coded_begin_ = 0, coded_end_ = 0;
-  std::vector<bf16> k_first_, v_first_;    // [kv_heads, first, dim]
-  std::vector<bf16> k_recent_, v_recent_;  // [kv_heads, recent, dim]; token t in slot t % recent
+  // [kv_heads, slots, dim]. Slots grow with the tokens, to `first` and `recent` at most. Recent
+  // token t is in slot t % slots.
+  std::int64_t first_slots_ = 0, recent_slots_ = 0;
+  std::vector<bf16> k_first_, v_first_, k_recent_, v_recent_;
 };
 
 // "aura4v2": bits of K and V; "aura4" is aura4v4.

@@ -104,13 +104,7 @@ bool KvSide::operator==(const KvSide& other) const {
 }
 
 KvCache::KvCache(KvCacheConfig config)
-    : config_(std::move(config)), pool_(std::make_shared<Pool>(config_)) {
-  const auto rows = [&](std::int64_t tokens) {
-    return std::vector<bf16>(at(config_.kv_heads * tokens * config_.dim));
-  };
-  k_first_ = v_first_ = rows(config_.first);
-  k_recent_ = v_recent_ = rows(config_.recent);
-}
+    : config_(std::move(config)), pool_(std::make_shared<Pool>(config_)) {}
 KvCache::KvCache(KvCache&&) noexcept = default;
 KvCache& KvCache::operator=(KvCache&& other) noexcept {
   if (this != &other) {
@@ -122,6 +116,8 @@ KvCache& KvCache::operator=(KvCache&& other) noexcept {
     size_ = other.size_;
     coded_begin_ = other.coded_begin_;
     coded_end_ = other.coded_end_;
+    first_slots_ = other.first_slots_;
+    recent_slots_ = other.recent_slots_;
     k_first_ = std::move(other.k_first_);
     v_first_ = std::move(other.v_first_);
     k_recent_ = std::move(other.k_recent_);
@@ -161,6 +157,8 @@ Result<KvCache> KvCache::fork() const noexcept try {
   other.size_ = size_;
   other.coded_begin_ = coded_begin_;
   other.coded_end_ = coded_end_;
+  other.first_slots_ = first_slots_;
+  other.recent_slots_ = recent_slots_;
   other.k_first_ = k_first_;
   other.v_first_ = v_first_;
   other.k_recent_ = k_recent_;
@@ -309,6 +307,7 @@ Status KvCache::append_all(const ConstView& k, const ConstView& v,
                     "none: this table can only decode; to append, the codebook needs boundaries");
     }
   }
+  reserve_exact(std::min(config_.first, size_ + count), std::min(config_.recent, recent() + count));
   std::vector<float> row(at(dim));
   // Token `token` of the input to row `slot` of a bf16 region.
   const auto keep = [&](std::int64_t token, std::int64_t slot, std::int64_t slots,
@@ -323,7 +322,7 @@ Status KvCache::append_all(const ConstView& k, const ConstView& v,
   };
   std::int64_t taken = 0;
   for (; taken < count && size_ < config_.first; ++taken) {
-    keep(taken, size_, config_.first, k_first_, v_first_);
+    keep(taken, size_, first_slots_, k_first_, v_first_);
     coded_begin_ = coded_end_ = ++size_;
   }
   // What leaves the recent region, oldest first, and of the new tokens what finds no room in it;
@@ -350,9 +349,9 @@ Status KvCache::append_all(const ConstView& k, const ConstView& v,
         float* to[] = {k_rows.data() + (h * n + i) * dim, v_rows.data() + (h * n + i) * dim};
         for (int s = 0; s < 2; ++s) {
           if (i < from_region) {
-            const std::int64_t slot = (coded_end_ + i) % config_.recent;
+            const std::int64_t slot = (coded_end_ + i) % recent_slots_;
             const bf16* from =
-                (s == 0 ? k_recent_ : v_recent_).data() + (h * config_.recent + slot) * dim;
+                (s == 0 ? k_recent_ : v_recent_).data() + (h * recent_slots_ + slot) * dim;
             for (std::int64_t j = 0; j < dim; ++j) to[s][j] = to_f32(from[j]);
           } else {
             load_row(s == 0 ? k : v, taken + i - from_region, h, dim, to[s]);
@@ -368,7 +367,7 @@ Status KvCache::append_all(const ConstView& k, const ConstView& v,
     leaving -= n;
   }
   for (; taken < count; ++taken, ++size_)
-    keep(taken, size_ % config_.recent, config_.recent, k_recent_, v_recent_);
+    keep(taken, size_ % recent_slots_, recent_slots_, k_recent_, v_recent_);
   forget();
   return {};
 }
@@ -426,8 +425,8 @@ Status KvCache::attend(const ConstView& q, const MutView& out,
                          .capacity = static_cast<std::int64_t>(table_.size()) * config_.page_size,
                          .page_size = config_.page_size,
                          .pages = pool_->pages(),
-                         .first = config_.first,
-                         .recent = config_.recent,
+                         .first = first_slots_,
+                         .recent = recent_slots_,
                          .k_bits = config_.k.bits,
                          .v_bits = config_.v.bits,
                          .k_rotation = config_.k.rotation,
@@ -446,7 +445,7 @@ Status KvCache::attend(const ConstView& q, const MutView& out,
   const std::int32_t lengths[] = {static_cast<std::int32_t>(firsts),
                                   static_cast<std::int32_t>(coded()),
                                   static_cast<std::int32_t>(recent())};
-  const std::int64_t ring = std::max<std::int64_t>(config_.recent, 1);
+  const std::int64_t ring = std::max<std::int64_t>(recent_slots_, 1);
   const std::int32_t starts[] = {
       static_cast<std::int32_t>(coded() > 0 ? coded_begin_ - table_begin_ : 0),
       static_cast<std::int32_t>(coded_end_ % ring)};
@@ -519,7 +518,7 @@ Status KvCache::read(std::int64_t token, std::span<float> k, std::span<float> v)
     const KvSide& side = s == 0 ? config_.k : config_.v;
     const std::span<float> to = s == 0 ? k : v;
     if (early || token >= coded_end_) {
-      const std::int64_t slots = early ? config_.first : config_.recent;
+      const std::int64_t slots = early ? first_slots_ : recent_slots_;
       const std::vector<bf16>& rows =
           s == 0 ? (early ? k_first_ : k_recent_) : (early ? v_first_ : v_recent_);
       for (std::int64_t i = 0; i < heads * dim; ++i)

@@ -542,6 +542,39 @@ TEST(KvCache, BadBytesAreRefused) {
   }
 }
 
+// Memory follows the tokens that the bytes hold, not the room that their config says.
+TEST(KvCache, RegionsGrowWithTheirTokens) {
+  KvCacheConfig config{.kv_heads = 1, .dim = 2};
+  config.first = config.recent = std::int64_t{1} << 27;  // 2 GiB in all, once they are full
+  KvCache cache = make(config);
+  EXPECT_EQ(cache.bytes().regions, 0u);
+  const std::vector<std::byte> none = *cache.serialize();
+  auto parsed = KvCache::parse(none);
+  ASSERT_TRUE(parsed.ok()) << parsed.status().message();
+  EXPECT_EQ(parsed->config(), cache.config());
+  EXPECT_LE(parsed->bytes().regions, none.size());
+  Rng rng(5);
+  const Floats x = normals(10 * 2, rng);
+  expect_ok(parsed->append(rows(x, 1, 2), rows(x, 1, 2)));
+  EXPECT_EQ(parsed->first(), 10);
+  EXPECT_LE(parsed->bytes().regions, 4 * parsed->bytes().exact);
+}
+
+// A ring that grows while tokens are in it, also by way of bytes.
+TEST(KvCache, ARingThatGrowsKeepsItsTokens) {
+  const KvCacheConfig config = small(3, 50, 0, 0, false);
+  Rng rng(6);
+  KvCache once = make(config), slowly = make(config);
+  const Floats x = normals(120 * 32, rng);
+  expect_ok(once.append(rows(x, 2, 16), rows(x, 2, 16)));
+  for (std::int64_t t = 0; t < 120; ++t) {
+    const Floats one(x.begin() + t * 32, x.begin() + (t + 1) * 32);
+    expect_ok(slowly.append(rows(one, 2, 16), rows(one, 2, 16)));
+    if (t % 7 == 3) slowly = std::move(*KvCache::parse(*slowly.serialize()));
+  }
+  EXPECT_EQ(*slowly.serialize(), *once.serialize());
+}
+
 // ---- errors ----
 
 TEST(KvCache, ErrorsNameWhatIsWrong) {

@@ -1,4 +1,4 @@
-// Which pages a KvCache holds, and which it gives back.
+// The memory of a KvCache: which pages it holds and gives back, and how its bf16 regions grow.
 #include "codec/kv_pages.h"
 
 namespace bittern {
@@ -25,6 +25,31 @@ Status KvCache::reserve_pages(std::int64_t tokens) {
   if (pages > table_.capacity()) table_.reserve(std::max(pages, 2 * table_.capacity()));
   while (table_.size() < pages) table_.push_back(pool_->take());
   return {};
+}
+
+// Room for so many first and recent tokens. What is held stays, also where memory is short.
+void KvCache::reserve_exact(std::int64_t first, std::int64_t recent) {
+  const std::int64_t heads = config_.kv_heads, dim = config_.dim;
+  // Tokens begin..end keep their rows.
+  const auto grow = [&](std::int64_t needed, std::int64_t most, std::int64_t begin,
+                        std::int64_t end, std::int64_t& slots, std::vector<bf16>& k,
+                        std::vector<bf16>& v) {
+    if (needed <= slots) return;
+    const std::int64_t more = std::min(most, std::max(needed, 2 * slots));
+    std::vector<bf16> larger[] = {std::vector<bf16>(at(heads * more * dim)),
+                                  std::vector<bf16>(at(heads * more * dim))};
+    for (int s = 0; s < 2; ++s) {
+      std::vector<bf16>& rows = s == 0 ? k : v;
+      for (std::int64_t h = 0; h < heads; ++h)
+        for (std::int64_t t = begin; t < end; ++t)
+          std::copy_n(rows.data() + (h * slots + t % slots) * dim, dim,
+                      larger[s].data() + (h * more + t % more) * dim);
+      rows = std::move(larger[s]);
+    }
+    slots = more;
+  };
+  grow(first, config_.first, 0, this->first(), first_slots_, k_first_, v_first_);
+  grow(recent, config_.recent, coded_end_, size_, recent_slots_, k_recent_, v_recent_);
 }
 
 void KvCache::make_own(std::size_t index) {

@@ -196,15 +196,15 @@ Status KvCache::serialize(std::span<std::byte> to) const noexcept try {
   const std::int64_t dim = config_.dim;
   for (int s = 0; s < 2; ++s) {
     for (std::int64_t h = 0; h < config_.kv_heads; ++h) {
-      w.array((s == 0 ? k_first_ : v_first_).data() + h * config_.first * dim, at(first() * dim));
+      w.array((s == 0 ? k_first_ : v_first_).data() + h * first_slots_ * dim, at(first() * dim));
       for (std::int64_t t = coded_begin_; t < coded_end_; ++t)
         w.array(pool_->row(s, slot(t).page, h, slot(t).token), at(pool_->words[s]));
       for (std::int64_t t = coded_begin_; t < coded_end_; ++t)
         w.array(pool_->scale(s, slot(t).page, h, slot(t).token), at(pool_->scale_bytes));
       for (std::int64_t t = coded_end_; t < size_; ++t) {
-        w.array((s == 0 ? k_recent_ : v_recent_).data() +
-                    (h * config_.recent + t % config_.recent) * dim,
-                at(dim));
+        w.array(
+            (s == 0 ? k_recent_ : v_recent_).data() + (h * recent_slots_ + t % recent_slots_) * dim,
+            at(dim));
       }
     }
   }
@@ -292,8 +292,7 @@ Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) noexcept try {
                    ": the recent tokens are after it");
   };
   if (Status s = check(); !s.ok()) return s;
-  // Nothing is allocated for tokens before the bytes are known to hold them. A region's rows may
-  // be fewer than it has room for, which `make` allocates: no more than the config says.
+  // Nothing is allocated for tokens before the bytes are known to hold them.
   const std::int64_t firsts = std::min(config.first, size);
   const std::int64_t payload = row_bytes(config, firsts + size - end, end - begin);
   if (payload != static_cast<std::int64_t>(r.left())) {
@@ -306,6 +305,7 @@ Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) noexcept try {
   auto made = make(config);
   if (!made) return r.bad(made.status());
   KvCache& c = *made;
+  c.reserve_exact(firsts, size - end);
   c.size_ = size;
   c.coded_begin_ = c.coded_end_ = begin;
   if (Status s = c.reserve_pages(end - begin); !s.ok()) return s;
@@ -313,14 +313,15 @@ Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) noexcept try {
   const std::int64_t dim = config.dim;
   for (int s = 0; s < 2; ++s) {
     for (std::int64_t h = 0; h < config.kv_heads; ++h) {
-      r.array((s == 0 ? c.k_first_ : c.v_first_).data() + h * config.first * dim, at(firsts * dim));
+      r.array((s == 0 ? c.k_first_ : c.v_first_).data() + h * c.first_slots_ * dim,
+              at(firsts * dim));
       for (std::int64_t t = begin; t < end; ++t)
         r.array(c.pool_->row(s, c.slot(t).page, h, c.slot(t).token), at(c.pool_->words[s]));
       for (std::int64_t t = begin; t < end; ++t)
         r.array(c.pool_->scale(s, c.slot(t).page, h, c.slot(t).token), at(c.pool_->scale_bytes));
       for (std::int64_t t = end; t < size; ++t) {
         r.array((s == 0 ? c.k_recent_ : c.v_recent_).data() +
-                    (h * config.recent + t % config.recent) * dim,
+                    (h * c.recent_slots_ + t % c.recent_slots_) * dim,
                 at(dim));
       }
     }
