@@ -174,15 +174,19 @@ class AttentionBound {
     const auto dim = static_cast<std::size_t>(d.dim);
     std::vector<float> exact(dim);
     for (std::size_t j = 0; j < dim; ++j)
-      exact[j] = static_cast<float>(get(a.q, ((s * d.queries + query) * d.heads + h) * d.dim +
-                                                 static_cast<std::int64_t>(j))) *
+      exact[j] = static_cast<float>(see(get(a.q, ((s * d.queries + query) * d.heads + h) * d.dim +
+                                                     static_cast<std::int64_t>(j)))) *
                  d.softmax_scale();
+    for (const auto& [rotation, table] :
+         {std::pair{d.k_rotation, &a.k_table}, {d.v_rotation, &a.v_table}})
+      for (std::int64_t i = 0; rotation == Rotation::dense && i < d.dim * d.dim; ++i)
+        see(get(*table, i));
     std::vector<float> rotated = exact;
     rotate_row(d.k_rotation, d.dim, a.k_table.as<float>(), false, rotated.data());
     double sum_r = 0;
     r_ = kLeast;
     for (const float r : rotated) {
-      sum_r += std::fabs(see(static_cast<double>(r)));
+      sum_r += std::fabs(static_cast<double>(r));
       r_ = std::max(r_, std::fabs(static_cast<double>(r)));
     }
     double b = 0;
@@ -193,6 +197,7 @@ class AttentionBound {
     const double k = std::max(largest(a.k_codebook), kLeast);
     const double y = std::max(largest(a.v_codebook), kLeast);
     const auto n = static_cast<double>(d.dim);
+    limit(sum_r);
     limit(r_ * k * n);
 
     struct Token {
@@ -217,7 +222,7 @@ class AttentionBound {
         }
         const double k_scale = coded ? see(scale(t, false)) : 1;
         const double v_scale = coded ? see(scale(t, true)) : 1;
-        Token token{.x = see(coded ? x * k_scale + b : x),
+        Token token{.x = coded ? x * k_scale + b : x,
                     .more = coded ? std::fabs(k_scale) * (k * sum_r / 2 + r_ * sum_c / 2 +
                                                           (1.1 + n / 4096) * n * r_ * k)
                                   : 0,
@@ -228,7 +233,7 @@ class AttentionBound {
         std::vector<float> value = row(region, t, true);
         if (coded) rotate_row(d.v_rotation, d.dim, a.v_table.as<float>(), true, value.data());
         for (std::size_t j = 0; j < dim; ++j) {
-          const double part = see(static_cast<double>(value[j])) * v_scale;
+          const double part = static_cast<double>(value[j]) * v_scale;
           const double mean =
               coded && a.v_mean
                   ? see(static_cast<double>(
@@ -236,7 +241,9 @@ class AttentionBound {
                   : 0;
           token.v.push_back(part + mean);
           token.size.push_back(std::fabs(part) + std::fabs(mean));
+          limit(std::fabs(static_cast<double>(value[j])));
         }
+        limit(std::fabs(token.x));
         tokens.push_back(std::move(token));
       }
     }
@@ -261,7 +268,9 @@ class AttentionBound {
     limit(most_x);
     for (const Token& t : tokens)
       for (std::size_t j = 0; j < dim; ++j) out[j] += std::exp(t.x - m) / l * t.v[j];
-    const double grown = std::exp(2 * kBound * most_x), few = static_cast<double>(splits) / 16;
+    const double grown = std::exp(2 * kBound * most_x);
+    limit(grown);
+    const double few = static_cast<double>(splits) / 16;
     for (const Token& t : tokens) {
       const double weight = std::exp(t.x - m) / l;
       for (std::size_t j = 0; j < dim; ++j) {
@@ -279,29 +288,35 @@ class AttentionBound {
         total += mine;
         z = std::max(z, mine);
         ++count;
-        limit(t.scale * y * count);
+        limit(t.scale * std::max(y, 1.0) * count);
       }
       from_values += y * (few + (d.v_bits == 4 ? 16 : 2 + n / 256)) * total;
       if (d.v_bits == 4) from_values += y * count * (std::max(z / 2, total / 32) + 0x1p-85);
     }
-    for (std::size_t j = 0; j < dim; ++j) units_[j] += columns[j] * from_values;
+    for (std::size_t j = 0; j < dim; ++j) {
+      units_[j] += columns[j] * from_values;
+      limit(units_[j]);
+    }
   }
 
   double unit(std::int64_t j) const {
-    return nan_   ? std::nan("")
-           : inf_ ? std::numeric_limits<double>::infinity()
+    return inf_   ? std::numeric_limits<double>::infinity()
+           : nan_ ? std::nan("")
                   : units_[static_cast<std::size_t>(j)];
   }
 
  private:
   static constexpr double kBound = 1.0 / 32512, kLeast = 0x1p-126;
 
+  // An input.
   double see(double x) {
     nan_ = nan_ || std::isnan(x);
     inf_ = inf_ || std::isinf(x);
     return x;
   }
-  void limit(double x) { inf_ = inf_ || !(x < 0x1p127); }
+  // A magnitude. Where it is too large, nothing is promised; so where it is a NaN, though no input
+  // was one.
+  void limit(double x) { inf_ = inf_ || x >= 0x1p127 || (std::isnan(x) && !nan_); }
   static double largest(const ConstView& v) {
     double most = 0;
     for (std::int64_t i = 0; i < v.shape.numel(); ++i) most = std::max(most, std::fabs(get(v, i)));

@@ -1,4 +1,5 @@
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <optional>
 
@@ -289,6 +290,48 @@ TEST(AuraAttention, TheInt8KernelTakesTinyNumbers) {
       EXPECT_LT(judge.worst(), 1);
     }
     cpu::force_isa(cpu::Isa::none);
+  }
+}
+
+// Where the terms of the bound overflow, nothing is promised, and the judge says so.
+TEST(AuraAttention, TheInt8KernelTakesExtremeNumbers) {
+  const Desc d{.heads = 2, .kv_heads = 2, .dim = 16, .capacity = 8, .scale = 1};
+  if (!Plan<Op>::select(d, {}, Preference::fastest, "cpu_int8")) GTEST_SKIP() << "no SIMD here";
+  const auto fill = [](const ConstView& v, double x) {
+    for (std::int64_t i = 0; i < v.shape.numel(); ++i) oracle::put(v, i, i % 3 == 0 ? -x : x);
+  };
+  const std::pair<const char*, std::function<void(const Op::Args&)>> kinds[] = {
+      {"weights of V whose sum overflows",
+       [&](const Op::Args& a) {
+         fill(a.q, 0);
+         fill(a.v_scales, 0x1.8p126);
+         fill(a.v_codebook, 0x1p-100);
+       }},
+      {"logits far apart that integers cannot tell from each other",
+       [&](const Op::Args& a) {
+         for (std::int64_t i = 0; i < 16; ++i)
+           oracle::put(a.k_codebook, i, 1 + static_cast<double>(i) * 0x1p-20);
+         fill(a.q, 0x1p60);
+         fill(a.k_scales, 1);
+         fill(a.v_scales, 0x1p60);
+       }},
+  };
+  for (const DType element : {DType::f32, DType::f16}) {
+    Desc typed = d;
+    typed.element = element;
+    for (const auto& [name, spoil] : kinds) {
+      Case want(typed, 5, ~0), got(typed, 5, ~0);
+      for (Case* c : {&want, &got}) spoil(c->args());
+      expect_ok(run_op<Op>(typed, want.args(), "ref"));
+      for (const cpu::Isa isa : cpu::available_isas()) {
+        cpu::force_isa(isa);
+        expect_ok(run_op<Op>(typed, got.args(), "cpu_int8", Preference::fastest));
+        oracle::Judge judge(1.0 / 32512);
+        oracle::Cases<Op>::judge(typed, got.args(), want.args(), judge);
+        EXPECT_EQ(judge.failure(), "") << name << " " << cpu::name(isa);
+      }
+      cpu::force_isa(cpu::Isa::none);
+    }
   }
 }
 
