@@ -100,7 +100,8 @@ std::vector<Weaker> weaker_kernels(const AnyOp& op) {
     if (!kernels) continue;
     for (const KernelInfo& k : *kernels) {
       if (!k.weaker) continue;
-      Weaker w{.kernel = std::string(k.name)};
+      Weaker w;
+      w.kernel = k.name;
       // The sizes of any benchmark: the first one's need not be what this kernel is for.
       for (const Problem& problem : bench_problems(op)) {
         for (const DType element : {DType::f32, DType::f16, DType::bf16}) {
@@ -300,10 +301,10 @@ void print_op(const AnyDesc& desc, const Fields& fields, const std::vector<Suppo
   for (const OperandInfo& o : operands_of(desc)) {
     std::string flags;
     for (const std::string& f : operand_flags(o)) flags += (flags.empty() ? "" : ", ") + f;
-    const bool here = has(desc, o.name);
+    const bool used = has(desc, o.name);
     fmt::print("  {:<3}  {:<15} {:<4}  {:<{}}  {:<16} {}\n", o.output ? "out" : "in", o.name,
                name(o.expected.dtype), o.expected.shape.names_str(), width,
-               here ? o.expected.shape.str() : "not for these", here ? flags : "");
+               used ? o.expected.shape.str() : "not for these", used ? flags : "");
   }
   fmt::print("\nkernels\n");
   for (const Support& s : all) {
