@@ -17,7 +17,11 @@ std::string with_option_names(std::string_view text, const OptionName& name) {
       continue;
     }
     const std::string_view field = text.substr(2, end - 2);
-    out += name ? name(field) : std::string(field);
+    if (name) {
+      out += name(field);
+    } else {
+      out += field == "rule" ? "rules" : field;  // one of them
+    }
     text.remove_prefix(end + 1);
   }
 }

@@ -121,8 +121,8 @@ Status ConversionPlanner::compile_rules() {
   for (const TensorRule& rule : options_.rules) {
     auto pattern = std::make_shared<const RE2>(rule.pattern, quiet);
     if (!pattern->ok())  // the reason may repeat a pattern of any length
-      return invalid(in_quotes(rule.pattern) + ": " + pattern->error().substr(0, 80) +
-                     ": RE2 does not accept this pattern");
+      return invalid("@{rules}: " + in_quotes(rule.pattern) + ": " +
+                     pattern->error().substr(0, 80) + ": RE2 does not accept this pattern");
     patterns_.push_back(std::move(pattern));
   }
   return {};
