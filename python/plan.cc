@@ -122,7 +122,7 @@ class PyPlan {
       if (!present || given[key].is_none()) {
         if ((operand.expected.flags & Operand::kOptional) == 0) {
           check(invalid(where + ": missing, expected " + name(operand.expected.dtype) + " " +
-                        operand.expected.shape.str()));
+                        operand.expected.shape.str() + " = " + operand.expected.shape.names_str()));
         }
         views.emplace_back();
         continue;

@@ -103,6 +103,16 @@ std::optional<int> cuda_index(nb::handle object) {
   return {};
 }
 
+// How to get the gradient that was asked for, of the ops that bittern.torch differentiates.
+std::string other_ways(std::string_view where) {
+  static constexpr std::pair<std::string_view, const char*> kDifferentiable[] = {
+      {"fake_quantize_per_group", "fake_quantize_per_group"}, {"qdq_affine_forward", "qdq_affine"}};
+  const std::string_view op = where.substr(0, where.find(':'));
+  for (const auto& [name, function] : kDifferentiable)
+    if (op == name) return std::string("; bittern.torch.") + function + " computes it";
+  return {};
+}
+
 // A tensor of torch's as it can be exported: free of autograd, and not a view that negates.
 nb::object without_autograd(const std::string& where, nb::handle object, bool& is_torchs) {
   const nb::object tensor = nb::borrow(object);
@@ -132,8 +142,10 @@ nb::object without_autograd(const std::string& where, nb::handle object, bool& i
   if (!nb::cast<bool>(nb::bool_(requires_grad))) return tensor;
   const nb::object enabled = torch.attr("is_grad_enabled")();
   if (nb::cast<bool>(enabled)) {
-    check(invalid(where + ": requires a gradient, which this function does not compute: pass "
-                          "x.detach(), call it under torch.no_grad(), or use bittern.torch"));
+    check(invalid(where +
+                  ": requires a gradient, which this function does not compute: pass its "
+                  "detach(), or call it under torch.no_grad()" +
+                  other_ways(where)));
   }
   return object.attr("detach")();
 }
@@ -239,6 +251,20 @@ std::optional<Tensor> split_rows(const Tensor& tensor, const Operand& operand) {
   return split;
 }
 
+// Whether axes from `from` on, the neighbours among them merged, are those of `to`. A length of 0
+// does not say how many axes were merged into it: all ways are tried.
+bool merges(const std::vector<std::int64_t>& shape, std::size_t from,
+            const std::vector<std::int64_t>& to, std::size_t next = 0) {
+  if (next == to.size())
+    return std::all_of(shape.begin() + static_cast<std::ptrdiff_t>(from), shape.end(),
+                       [](std::int64_t length) { return length == 1; });
+  std::int64_t length = 1;
+  for (std::size_t end = from;; ++end) {
+    if (length == to[next] && merges(shape, end, to, next + 1)) return true;
+    if (end == shape.size() || __builtin_mul_overflow(length, shape[end], &length)) return false;
+  }
+}
+
 // The tensor with neighbouring axes merged until it has the operand's shape; itself when the shapes
 // do not agree, so that the plan says what is wrong. Axes of length 1 come and go freely.
 Tensor merge_axes(const std::string& where, const Tensor& tensor, const Operand& operand) {
@@ -248,20 +274,15 @@ Tensor merge_axes(const std::string& where, const Tensor& tensor, const Operand&
   Tensor merged = tensor;
   merged.shape = to;
   merged.stride.assign(to.size(), 1);
+  if (std::find(to.begin(), to.end(), 0) != to.end())  // no element, so no stride is read
+    return merges(tensor.shape, 0, to) ? merged : tensor;
   std::vector<std::size_t> axes;  // longer than 1
-  bool empty = false;
-  for (std::size_t i = 0; i < tensor.shape.size(); ++i) {
+  for (std::size_t i = 0; i < tensor.shape.size(); ++i)
     if (tensor.shape[i] != 1) axes.push_back(i);
-    empty = empty || tensor.shape[i] == 0;
-  }
   std::size_t next = 0;
-  bool to_empty = false;
   for (std::size_t i = 0; i < to.size(); ++i) {
-    to_empty = to_empty || to[i] == 0;
-    if (to[i] == 0 && !empty) return tensor;
-    if (to[i] <= 1 || empty) continue;
     std::int64_t length = 1;
-    for (; length < to[i] && next < axes.size(); ++next) {
+    for (; length != 0 && length < to[i] && next < axes.size(); ++next) {
       const std::size_t a = axes[next];
       if (length > 1 && merged.stride[i] != tensor.stride[a] * tensor.shape[a]) {
         if (auto split = split_rows(tensor, operand)) return *split;
@@ -274,7 +295,7 @@ Tensor merge_axes(const std::string& where, const Tensor& tensor, const Operand&
     }
     if (length != to[i]) return tensor;
   }
-  return next == axes.size() || (empty && to_empty) ? merged : tensor;
+  return next == axes.size() ? merged : tensor;
 }
 
 }  // namespace
@@ -322,7 +343,8 @@ void bind_tensor(nb::module_& m) {
              std::uintptr_t stream) {
             new (self) Tensor(import_tensor(where, array, output, stream));
           },
-          nb::arg("where"), nb::arg("array"), nb::arg("output") = false, nb::arg("stream") = 0)
+          nb::arg("where"), nb::arg("array").none(), nb::arg("output") = false,
+          nb::arg("stream") = 0)
       .def_ro("dtype", &Tensor::dtype_name)
       .def_prop_ro("shape", [](const Tensor& t) { return to_tuple(t.shape); })
       .def_prop_ro("strides", [](const Tensor& t) { return to_tuple(t.stride); })

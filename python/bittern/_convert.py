@@ -7,7 +7,6 @@ same calls.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import json
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from . import _bittern  # type: ignore[attr-defined]
+from ._values import wrong_arguments as _wrong_arguments
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -66,7 +66,9 @@ def _bits(bits: float | None) -> str:
 
 
 def _lines(head: str, rows: Iterable[tuple[str, object]], notes: Iterable[str]) -> str:
-    body = [f"  {label:<14} {value}" for label, value in rows if value is not None]
+    shown = [(label, value) for label, value in rows if value is not None]
+    width = max((len(label) for label, _ in shown), default=0)
+    body = [f"  {label:<{width}}  {value}" for label, value in shown]
     return "\n".join([head, *body, *(f"note: {note}" for note in notes)])
 
 
@@ -304,12 +306,7 @@ def _named_options(function: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            unknown = [name for name in kwargs if name not in signature.parameters]
-            close = difflib.get_close_matches(unknown[0].lower(), signature.parameters, n=1) if unknown else []
-            hint = f"; did you mean '{close[0]}'?" if close else ""
-            if unknown and not close:
-                hint = f"; expected one of {' '.join(signature.parameters)}"
-            raise TypeError(f"{function.__name__}: {error}{hint}") from None
+            raise _wrong_arguments(function.__name__, error, kwargs, signature.parameters) from None
         return function(*args, **kwargs)
 
     return call

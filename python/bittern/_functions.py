@@ -19,8 +19,8 @@ from ._values import (
     integer_of_bits,
     is_bool,
     is_number,
-    nearest,
     text,
+    wrong_arguments,
 )
 
 _FLOAT64_HINT = "; numpy's default is float64: pass float32"
@@ -104,6 +104,11 @@ class Function:
         self.inputs = [o for o in op.operands if not o.output or o.in_out]
         self.outputs = [o for o in op.operands if o.output and not o.in_out]
         self.where = {o.name: f"{op.name}: {o.name}" for o in op.operands}
+        # The sizes that some array tells in most problems; in others they have to be said. Those of
+        # outputs alone are a choice, with a default.
+        self.told = {n for o in self.inputs if not o.optional for n in _size_names(o)} & set(
+            self.sizes
+        )
         self._remembered = functools.lru_cache(maxsize=1024)(self._choose)
 
     def parameters(self):
@@ -195,10 +200,14 @@ class Function:
                 f"{op}: axis: {axis} of shape {list(full.shape)}, expected the last axis, along "
                 "which groups and tokens lie, or granularity channel"
             )
-        for o in operands:
-            for name in () if o.optional else _size_names(o):
-                if sizes.is_free(name) and self.sizes[name] == 0:
-                    raise ValueError(f"{op}: {name}: no array given tells it, expected {name}=")
+        needed = {n for o in operands if not o.optional for n in _size_names(o)}
+        if sizes.value("page_size"):  # no array but the table of pages has an axis for it
+            needed.add("capacity")
+        for name in self.sizes:
+            if name in needed and sizes.is_free(name) and (
+                self.sizes[name] == 0 or name in self.told
+            ):
+                raise ValueError(f"{op}: {name}: no array given tells it, expected {name}=")
         return sizes
 
     def check(self, operand, tensor):
@@ -209,15 +218,12 @@ class Function:
         if tensor.dtype != operand.dtype:
             hint = _FLOAT64_HINT if (tensor.dtype, operand.dtype) == ("f64", "f32") else ""
             raise ValueError(
-                f"{where}: dtype {tensor.dtype}, expected {operand.dtype} "
-                f"{list(operand.shape)}{hint}"
+                f"{where}: dtype {tensor.dtype}, expected {operand.dtype} {_axes(operand)}{hint}"
             )
         merged = tensor.merge_axes(where, operand)
         if tensor.shape == () and not operand.output and not merged.fits(operand):
-            shape, names = (str(list(s)).replace(" ", "") for s in (operand.shape, operand.axes))
-            names = names.replace("'", "")
             raise ValueError(
-                f"{where}: shape [], expected {shape} = {names}; a number would fill it"
+                f"{where}: shape [], expected {_axes(operand)}; a number would fill it"
             )
         return merged
 
@@ -313,6 +319,12 @@ class Function:
         return results[0] if len(results) == 1 else tuple(results)
 
 
+def _axes(operand):
+    """An operand's shape and what its axes are, as the library's errors write them."""
+    shape, names = (",".join(map(str, s)) for s in (operand.shape, operand.axes))
+    return f"[{shape}] = [{names}]"
+
+
 def _size_names(operand):
     """The fields that the names of an operand's axes begin with."""
     return [term[0] for term in map(parse, operand.axes) if term]
@@ -350,9 +362,7 @@ def make_function(op, module):
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            unknown = [name for name in kwargs if name not in signature.parameters]
-            hint = nearest(unknown[0], signature.parameters) if unknown else ""
-            raise TypeError(f"{op.name}: {error}{hint}") from None
+            raise wrong_arguments(op.name, error, kwargs, signature.parameters) from None
         bound.apply_defaults()
         return body.run(bound.arguments)
 

@@ -31,8 +31,17 @@ LIMITS = {
 
 def nearest(name, names):
     """"; did you mean 'x'?" where a name is like `name`, else all of them."""
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name.lower(), names, n=1)
     return f"; did you mean '{close[0]}'?" if close else f"; expected one of {' '.join(names)}"
+
+
+def wrong_arguments(function, error, keywords, names):
+    """What to raise where arguments do not bind: first about a keyword that there is not."""
+    for keyword in keywords:
+        if keyword not in names:
+            error = f"got an unexpected keyword argument '{keyword}'{nearest(keyword, names)}"
+            break
+    return TypeError(f"{function}: {error}")
 
 
 def is_bool(value):

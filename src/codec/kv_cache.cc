@@ -78,13 +78,13 @@ void load_row(const ConstView& view, std::int64_t token, std::int64_t head, std:
   });
 }
 
-// A view [n, middle, dim] that may have any strides.
-Status expect_rows(std::string_view operand, const ConstView& view, std::int64_t middle,
-                   std::int64_t dim) {
+// A view [n, middle, dim] that may have any strides; `axes` are the names of these.
+Status expect_rows(std::string_view operand, const ConstView& view, const char* axes,
+                   std::int64_t middle, std::int64_t dim) {
   if (view.shape.rank != 3 || view.shape[0] < 0 || view.shape[1] != middle ||
       view.shape[2] != dim) {
     return refuse(operand, "shape " + view.shape.str() + ", expected [n," + std::to_string(middle) +
-                               "," + std::to_string(dim) + "]");
+                               "," + std::to_string(dim) + "] = " + axes);
   }
   if (view.dtype != DType::f32 && !is_half(view.dtype)) {
     return refuse(operand,
@@ -293,8 +293,8 @@ Status KvCache::append_all(const ConstView& k, const ConstView& v,
                            std::vector<std::int32_t>& aside) {
   const FloatMode mode;
   const std::int64_t heads = config_.kv_heads, dim = config_.dim;
-  BITTERN_TRY(expect_rows("k", k, heads, dim));
-  BITTERN_TRY(expect_rows("v", v, heads, dim));
+  BITTERN_TRY(expect_rows("k", k, "[tokens,kv_heads,dim]", heads, dim));
+  BITTERN_TRY(expect_rows("v", v, "[tokens,kv_heads,dim]", heads, dim));
   const std::int64_t count = k.shape[0];
   if (v.shape[0] != count) {
     return refuse(
@@ -399,7 +399,7 @@ Status KvCache::check_query(const ConstView& q) const noexcept try {
   }
   const std::int64_t heads = q.shape[1];
   BITTERN_TRY(between("heads", heads, 1, 1 << 16));
-  BITTERN_TRY(expect_rows("q", q, heads, dim));
+  BITTERN_TRY(expect_rows("q", q, "[queries,heads,dim]", heads, dim));
   const std::int64_t queries = q.shape[0];
   BITTERN_TRY(between("queries", queries, 0, size_));
   BITTERN_TRY(expect_strides("q", q, false));
@@ -458,7 +458,7 @@ Status KvCache::attend(const ConstView& q, const MutView& out,
     return refuse("out", std::string(name(out.dtype)) + " " + out.shape.str() + ", expected " +
                              name(q.dtype) + " " + q.shape.str());
   }
-  BITTERN_TRY(expect_rows("out", out, heads, dim));
+  BITTERN_TRY(expect_rows("out", out, "[queries,heads,dim]", heads, dim));
   BITTERN_TRY(expect_strides("out", out, true));
   const Pool& pool = *pool_;
   const auto scales = [&](int side) {

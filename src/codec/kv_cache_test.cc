@@ -600,12 +600,13 @@ TEST(KvCache, ErrorsNameWhatIsWrong) {
   Floats x(3 * 32), out(16);
   const ConstView three = rows(x, 2, 16);
   expect_error(cache.append(view(std::as_const(x).data(), {3, 1, 32}), three), bad,
-               "kv_cache: k: shape [3,1,32], expected [n,2,16]");
+               "kv_cache: k: shape [3,1,32], expected [n,2,16] = [tokens,kv_heads,dim]");
   expect_error(cache.append(three, view(std::as_const(x).data(), {2, 2, 16})), bad,
                "kv_cache: v: 2 tokens, expected those of k, 3");
   ConstView odd = three;
   odd.shape[0] = -3;
-  expect_error(cache.append(odd, odd), bad, "kv_cache: k: shape [-3,2,16], expected [n,2,16]");
+  expect_error(cache.append(odd, odd), bad,
+               "kv_cache: k: shape [-3,2,16], expected [n,2,16] = [tokens,kv_heads,dim]");
   odd = three;
   odd.data = static_cast<const std::byte*>(odd.data) + 2;
   expect_error(cache.append(three, odd), bad, "kv_cache: v: address is not a multiple of 4");

@@ -67,6 +67,37 @@ def test_no_op_makes_nothing_of_a_flat_array(op):
         assert array.size > 0
 
 
+def test_empty_arrays_have_shapes_too():
+    """No element is read, but outputs have the sizes that arrays tell."""
+    c = {n: a[:, :0] for n, a in gdn_problem(b=3).items()}
+    o, state = bittern.gdn_chunk_forward(**c)
+    assert o.shape == (3, 0, 4, 8) and state.shape == (3, 4, 16, 8)
+    with pytest.raises(ValueError, match=r"g: shape \[3,0,5\], expected \[3,0,4\] = \[batch,tokens,value_heads\]"):
+        bittern.gdn_chunk_forward(**{**c, "g": normal(3, 0, 5)})
+    with pytest.raises(ValueError, match=r"scales: shape \[0,8\], expected \[0,4\]"):
+        q = np.zeros((0, 128), np.uint8)
+        bittern.qdq_affine_forward(q, normal(0, 8), normal(0, 4), group_size=32, bits=4)
+    x = normal(2, 0, 64)  # axes merge as others do
+    assert bittern.gated_rms_norm(x, normal(0, 64), normal(64)).shape == (2, 0, 64)
+
+
+def test_sizes_that_no_array_tells():
+    """A default is no answer where arrays usually tell the size."""
+    signs, boundaries, levels = tables()
+    packed, scales = bittern.aura_encode(normal(3, 64), signs, boundaries, levels)
+    with pytest.raises(ValueError, match="aura_decode: dim: no array given tells it, expected dim="):
+        bittern.aura_decode(packed, scales, None, levels, rotated=True)
+    assert bittern.aura_decode(packed, scales, None, levels, rotated=True, dim=64).shape == (3, 64)
+    # Pages without the table that says which.
+    k = {"packed": np.zeros((2, 1, 16, 8), np.uint32), "scales": np.ones((2, 1, 16), np.float32)}
+    kv = {f"{side}_{n}": a for n, a in k.items() for side in "kv"}
+    kv |= {f"{side}_{n}": a for n, a in (("codebook", levels), ("table", signs)) for side in "kv"}
+    with pytest.raises(ValueError, match="aura_attention: capacity: no array given tells it"):
+        bittern.aura_attention(normal(2, 1, 2, 64), **kv, page_size=16)
+    table = np.array([[0], [1]])
+    assert bittern.aura_attention(normal(2, 1, 2, 64), **kv, page_size=16, block_table=table).shape == (2, 1, 2, 64)
+
+
 # ---- operands that are not read ----
 
 
@@ -182,6 +213,10 @@ def test_unknown_keywords():
         bittern.quantize_per_group(None, 1.0)
     with pytest.raises(TypeError, match="aura_rotate: .*'inversed'; did you mean 'inverse'"):
         bittern.aura_rotate(x, x, inversed=True)
+    with pytest.raises(TypeError, match="quantize_per_group: got an unexpected keyword argument 'scales'; did you mean 'scale'"):
+        bittern.quantize_per_group(x, scales=1.0)
+    with pytest.raises(TypeError, match="inspect_model: got an unexpected keyword argument 'paths'; did you mean 'path'"):
+        bittern.inspect_model(paths="model")
     with pytest.raises(TypeError, match="quantize_per_group: missing a required argument: 'scale'"):
         bittern.quantize_per_group(x)
     with pytest.raises(ValueError, match=r"no field groupsize \(did you mean group_size\?\)"):

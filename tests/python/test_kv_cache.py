@@ -571,7 +571,9 @@ def test_operands_that_are_wrong():
     masked = np.ma.masked_array(k, k > 0)
     cases = [
         (append, (k, v[:2]), "v: 2 tokens, expected those of k, 3"),
-        (append, (k[..., :32], v), "k: shape [3,2,32], expected [n,2,64]"),
+        (append, (k[..., :32], v), "k: shape [3,2,32], expected [n,2,64] = [tokens,kv_heads,dim]"),
+        (append, (None, v), "k: NoneType, expected an array"),
+        (attend, (None,), "q: NoneType, expected an array"),
         (append, (k, v[:, :1]), "v: shape [3,1,64], expected [n,2,64]"),
         (append, (k[None], v), "k: shape [1,3,2,64], expected [n,2,64]"),
         (append, (k[0, 0], v), "k: shape [64], expected [n,2,64]"),
