@@ -341,7 +341,7 @@ static void test_operands(void) {
   bad = keys;
   bad.rank = 2;
   EXPECT_BAD(bittern_kv_cache_append(cache, &bad, &keys),
-             "kv_cache: k: shape [40,2], expected [n,2,16]");
+             "kv_cache: k: shape [40,2], expected [n,2,16] = [tokens,kv_heads,dim]");
   bad.rank = 7;
   EXPECT_BAD(bittern_kv_cache_append(cache, &bad, &keys), "kv_cache: k: rank 7, expected 0..6");
   bad.rank = -1;
