@@ -259,8 +259,8 @@ INTERRUPTED = """
 import os, signal, sys, threading
 sys.path.insert(0, {package!r})
 import bittern
-{setup}
 try:
+    {setup}
     bittern.quantize_model({source!r}, {out!r}, target_bpw=5, threads=2{more})
 except KeyboardInterrupt:
     print("interrupted")
@@ -273,7 +273,7 @@ def test_ctrl_c_ends_it(tmp_path, with_progress):
     numbers = Numbers(3)
     tensors = {f"{i}.weight": numbers.standard_normal((512, 1024)).astype(np.float32) for i in range(24)}
     source = write_folder(tmp_path / "large", tensors)
-    setup = "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()"
+    setup = "threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()"
     more = ", progress=lambda state: None" if with_progress else ""
     script = INTERRUPTED.format(package=PACKAGE, setup=setup, source=str(source), out=str(tmp_path / "out"), more=more)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
