@@ -1555,7 +1555,8 @@ def aura_attention(
              bf16 element.
 
     If a query sees a NaN, its results are NaN wherever the contract's are. If it sees an infinity,
-    or if R K dim, a logit or a sum of magnitudes reaches 2^127, nothing is promised for its row.
+    or if R K dim, a logit, sum|w| of a split, exp(2 e max X) or another of these magnitudes reaches
+    2^127, nothing is promised for its row.
 
     Layout. Contiguous (page_size 0): slot n of KV head h is row [s * kv_heads + h, n] of codes and
     scales. Paged: row [block_table[s, n / page_size], h, n % page_size]. Coded token t has slot
