@@ -210,8 +210,10 @@ Status Plan<Op>::can_implement(const Args& args) const noexcept try {
         (expected.flags & Operand::kUnread) == 0 && !plan_detail::left_out(v) &&
         !plan_detail::splits_rows(v.shape, expected)) {
       const std::string hint = plan_detail::shape_hint<Op>(desc_, operand, v.shape);
-      if (!hint.empty())
-        status = {status.code(), std::string(status.message()).append(": ").append(hint)};
+      if (!hint.empty()) {
+        // Not status = {...}: clang 14 then never destroys the parameter of operator=.
+        status = Status(status.code(), std::string(status.message()).append(": ").append(hint));
+      }
     }
     if (extent.begin != nullptr) {
       extent.shape = &v.shape;
