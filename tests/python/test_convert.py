@@ -259,6 +259,7 @@ INTERRUPTED = """
 import os, signal, sys, threading
 sys.path.insert(0, {package!r})
 import bittern
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
 try:
     {setup}
     bittern.quantize_model({source!r}, {out!r}, target_bpw=5, threads=2{more})
