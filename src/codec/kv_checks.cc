@@ -1,6 +1,6 @@
 #include "codec/kv_checks.h"
 
-#include <array>
+#include "plan/overlap.h"
 
 namespace bittern::kv {
 
@@ -44,21 +44,16 @@ Status expect_strides(std::string_view operand, const ConstView& view, bool outp
                        std::to_string(view.stride[axis]) + " of axis " + std::to_string(axis) +
                        ", expected " + expected);
   };
-  std::array<int, kMaxRank> axes{};  // longer than 1, in the order of their strides
-  std::size_t count = 0;
+  plan_detail::AxesByStride axes;  // those longer than 1
   for (int i = 0; i < view.shape.rank; ++i) {
     if (view.shape[i] == 1) continue;
     if (i + 1 == view.shape.rank && view.stride[i] != 1) return refuse_axis(i, "1");
     if (view.stride[i] < 0) return refuse_axis(i, "at least 0");
-    std::size_t place = count++;
-    for (; place > 0 && view.stride[i] < view.stride[axes[place - 1]]; --place) {
-      axes[place] = axes[place - 1];
-    }
-    axes[place] = i;
+    axes.add(i, view.stride);
   }
+  if (!output) return {};
   std::int64_t span = 1;
-  for (std::size_t n = 0; n < count && output; ++n) {
-    const int i = axes[n];
+  for (const int i : axes) {
     if (view.stride[i] < span) return refuse_axis(i, "at least " + std::to_string(span));
     span += (view.shape[i] - 1) * view.stride[i];
   }

@@ -32,8 +32,7 @@ Status check_strides(std::string_view op, const char* operand, const ConstView& 
                        std::to_string(view.stride[axis]) + " of axis " + std::to_string(axis) +
                        ", expected " + what);
   };
-  std::array<int, kMaxRank> axes;  // longer than 1, in the order of their strides
-  int count = 0;
+  AxesByStride axes;  // those longer than 1
   for (int i = 0; i < view.shape.rank; ++i) {
     if (view.shape[i] <= 1) continue;
     const bool last = i + 1 == view.shape.rank &&
@@ -44,15 +43,10 @@ Status check_strides(std::string_view op, const char* operand, const ConstView& 
       return fail(op, operand,
                   "stride " + std::to_string(view.stride[i]) + " spans more than 2^59 elements");
     }
-    auto place = static_cast<std::size_t>(count++);
-    for (; place > 0 && view.stride[i] < view.stride[axes[place - 1]]; --place) {
-      axes[place] = axes[place - 1];
-    }
-    axes[place] = i;
+    axes.add(i, view.stride);
   }
   span = 1;
-  for (int n = 0; n < count; ++n) {
-    const int i = axes[static_cast<std::size_t>(n)];
+  for (const int i : axes) {
     if (output && view.stride[i] < span) return refuse(i, "at least " + std::to_string(span));
     span += (view.shape[i] - 1) * view.stride[i];
   }
