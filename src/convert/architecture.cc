@@ -374,4 +374,9 @@ Result<Renaming> rename_tensors(const Json& config, std::span<const NamedShape> 
   return Renamer(*model, tensors, from, to).run();
 }
 
+Result<Renaming> parts_of(const ModelConfig& model, std::span<const NamedShape> tensors,
+                          World from) {
+  return Renamer(model, tensors, from, World::parts).run();
+}
+
 }  // namespace bittern

@@ -3,6 +3,8 @@
 //   mlx    the names that mlx-lm's models expect after their own sanitising: stacked experts
 //          (switch_mlp), conv1d weights [C, K, 1], norms with their +1 added where mlx-lm does that
 //   gguf   llama.cpp's names and row orders
+//   parts  what src/model runs: each quantity of naming.h as a tensor of its own, in Hugging Face's
+//          order, under its own name ("layers.0.q"); norms with their +1 added. Only written
 // and what config.json says as GGUF metadata, both ways.
 #pragma once
 #include <nlohmann/json.hpp>
@@ -19,7 +21,9 @@
 
 namespace bittern {
 
-enum class World { hf, mlx, gguf };
+struct ModelConfig;  // model_config.h
+
+enum class World { hf, mlx, gguf, parts };
 
 struct NamedShape {
   std::string name;
@@ -68,5 +72,8 @@ std::vector<std::string> kinds_left_out(std::span<const std::string> names, Worl
 
 Result<Renaming> rename_tensors(const nlohmann::ordered_json& config,
                                 std::span<const NamedShape> tensors, World from, World to);
+// The same to World::parts, of a config already read.
+Result<Renaming> parts_of(const ModelConfig& model, std::span<const NamedShape> tensors,
+                          World from);
 
 }  // namespace bittern

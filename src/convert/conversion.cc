@@ -31,6 +31,19 @@ const char* float_name(SafeDType dtype) {
   return dtype == SafeDType::f16 ? "float16" : dtype == SafeDType::bf16 ? "bfloat16" : "float32";
 }
 
+// A number for each column, from the order of a recipe's source to that of its tensor, or back.
+std::vector<float> move_columns(std::vector<float> numbers, const Recipe& recipe, bool back) {
+  if (recipe.columns.empty() || numbers.empty()) return numbers;
+  std::vector<float> moved(numbers.size());
+  const auto block = static_cast<std::size_t>(recipe.column_block);
+  for (std::size_t b = 0; b < recipe.columns.size(); ++b) {
+    const auto other = static_cast<std::size_t>(recipe.columns[b]);
+    std::copy_n(numbers.data() + (back ? b : other) * block, block,
+                moved.data() + (back ? other : b) * block);
+  }
+  return moved;
+}
+
 }  // namespace
 
 Result<Conversion> ConversionPlanner::make() {
@@ -125,26 +138,33 @@ SafeDType ConversionPlanner::folder_dtype() const {
 Status ConversionPlanner::read_importance() {
   auto importance = ImportanceMatrix::open(options_.imatrix);
   if (!importance) return importance.status();
-  // The matrix has GGUF's names: those of the source's tensors, by the tensors made of them.
-  std::map<std::string, std::string> gguf_name;
+  // The matrix has GGUF's names and order of columns: those of the source's tensors, by the tensors
+  // made of them.
+  std::map<std::string, const Recipe*> in_gguf;
+  Renaming renaming;
   if (source_.gguf() == nullptr) {
-    auto renaming = rename_tensors(config_, shapes_, from_, World::gguf);
-    if (!renaming) return of_source(renaming.status());
-    for (const Recipe& recipe : renaming->tensors)
-      for (const std::string& from : recipe.sources) gguf_name.emplace(from, recipe.name);
+    auto made = rename_tensors(config_, shapes_, from_, World::gguf);
+    if (!made) return of_source(made.status());
+    renaming = std::move(*made);
+    for (const Recipe& recipe : renaming.tensors)
+      for (const std::string& from : recipe.sources) in_gguf.emplace(from, &recipe);
   }
   conversion_.importance_.resize(conversion_.tensors_.size());
   std::size_t found = 0;
   for (std::size_t i = 0; i < conversion_.tensors_.size(); ++i) {
     const Recipe& recipe = conversion_.tensors_[i].recipe;
-    if (!is_matrix(recipe) || !recipe.columns.empty()) continue;
+    if (!is_matrix(recipe)) continue;
     const std::string& from = source_of(recipe);
-    const std::string name = source_.gguf() != nullptr ? from : gguf_name[from];
+    const auto known = in_gguf.find(from);
+    const Recipe* const gguf = known == in_gguf.end() ? nullptr : known->second;
+    if (source_.gguf() == nullptr && gguf == nullptr) continue;
+    const std::int64_t columns = columns_of(recipe.shape);
     const std::int64_t matrices = recipe.shape.rank >= 3 ? recipe.shape[0] : 1;
-    auto weights = importance->find(name, columns_of(recipe.shape), matrices);
+    auto weights = importance->find(gguf == nullptr ? from : gguf->name, columns, matrices);
     if (!weights) return weights.status();
     found += !weights->empty();
-    conversion_.importance_[i] = std::move(*weights);
+    if (gguf != nullptr) *weights = move_columns(std::move(*weights), *gguf, true);
+    conversion_.importance_[i] = move_columns(std::move(*weights), recipe, false);
   }
   if (found == 0)
     return invalid(options_.imatrix + ": no entry for any tensor of " + source_.path() +

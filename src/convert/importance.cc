@@ -6,8 +6,11 @@
 #include <string_view>
 #include <utility>
 
+#include "convert/output.h"
 #include "convert/tokenizer_table.h"
 #include "core/guarded.h"
+#include "formats/fingerprint.h"
+#include "formats/gguf_contents.h"
 
 namespace bittern {
 namespace {
@@ -152,6 +155,30 @@ Result<std::vector<float>> ImportanceMatrix::find(const std::string& name, std::
   divide(*weights, matrices, columns,
          [&](std::int64_t m) { return (*seen)[static_cast<std::size_t>(m)]; });
   return weights;
+}
+
+Status write_importance(const std::string& path, const ImportanceContents& contents, bool force) {
+  GgufContents file(path);
+  std::vector<std::string_view> datasets(contents.datasets.begin(), contents.datasets.end());
+  BITTERN_TRY(file.add("general.type", GgufData("imatrix")));
+  BITTERN_TRY(file.add("imatrix.datasets", GgufData::strings(datasets)));
+  BITTERN_TRY(file.add("imatrix.chunk_count", GgufData(contents.chunks)));
+  BITTERN_TRY(file.add("imatrix.chunk_size", GgufData(contents.chunk_size)));
+  std::vector<std::vector<float>> tensors;
+  for (const ImportanceContents::Entry& entry : contents.entries) {
+    const auto matrices = static_cast<std::int64_t>(entry.counts.size());
+    BITTERN_TRY(file.add_tensor(entry.name + ".in_sum2", GgmlType::f32, {matrices, entry.columns}));
+    BITTERN_TRY(file.add_tensor(entry.name + ".counts", GgmlType::f32, {matrices, 1}));
+    tensors.emplace_back(entry.sums.begin(), entry.sums.end());
+    tensors.emplace_back(entry.counts.begin(), entry.counts.end());
+  }
+  auto output = ModelOutput::create(path, file.lay_out(), {.force = force});
+  if (!output) return output.status();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const auto bytes = std::as_bytes(std::span(tensors[i]));
+    BITTERN_TRY(output->write(i, 0, bytes, Checksum::of(bytes)));
+  }
+  return output->commit();
 }
 
 }  // namespace bittern

@@ -44,4 +44,19 @@ class ImportanceMatrix {
   std::map<std::string, Entry, std::less<>> entries_;
 };
 
+// A matrix to be written, as GGUF.
+struct ImportanceContents {
+  struct Entry {
+    std::string name;
+    std::int64_t columns = 0;
+    std::vector<double> sums;           // [matrices, columns]: of the squares of inputs
+    std::vector<std::uint64_t> counts;  // [matrices]: rows that were summed
+  };
+  std::vector<Entry> entries;
+  std::vector<std::string> datasets;
+  std::uint32_t chunks = 0, chunk_size = 0;
+};
+// The file appears under its name when it is whole. `force`: another GGUF file may have it now.
+Status write_importance(const std::string& path, const ImportanceContents& contents, bool force);
+
 }  // namespace bittern

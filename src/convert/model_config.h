@@ -113,6 +113,9 @@ struct ModelConfig {
   // The gated delta net.
   std::int64_t conv_kernel = 0, key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;
 
+  // Tensors keep llama.cpp's order of value heads (qwen35), instead of Hugging Face's.
+  bool value_heads_as_stored = false;
+
   std::optional<std::int64_t> bos, eos, pad;
   std::vector<std::string> unread;  // keys of config.json that may matter and were not read
 

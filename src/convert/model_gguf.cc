@@ -351,6 +351,9 @@ Result<ModelConfig> model_from_gguf(const GgufFile& file) {
   if (keys.has("expert_count")) {
     m.experts = keys.count("expert_count");
     m.experts_used = keys.count("expert_used_count");
+    if (m.experts_used > m.experts)
+      keys.fail(invalid(keys.name("expert_used_count") + std::to_string(m.experts_used) + " of " +
+                        std::to_string(m.experts) + " experts, expected no more than there are"));
     m.norm_topk = m.arch() != Arch::qwen2moe;
     if (m.arch() == Arch::qwen2moe) {  // of which the first files leave out what this gives
       m.expert_feed_forward =

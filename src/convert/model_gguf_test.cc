@@ -312,6 +312,8 @@ TEST_F(Metadata, WhatIsWrongIsSaid) {
             "");
   EXPECT_EQ(refused("llama", "llama.attention.head_count_kv", GgufData(std::uint32_t{3})),
             "llama.attention.head_count: not a multiple of attention.head_count_kv");
+  EXPECT_EQ(refused("qwen35moe", "qwen35moe.expert_used_count", GgufData(std::uint32_t{4})),
+            "qwen35moe.expert_used_count: 4 of 3 experts, expected no more than there are");
   EXPECT_EQ(refused("llama", "llama.attention.value_length", GgufData(std::uint32_t{3})),
             "llama.attention.value_length: 3, expected attention.key_length, 4");
   EXPECT_EQ(refused("llama", "llama.rope.freq_base", GgufData(0.0f)),

@@ -1,6 +1,8 @@
 #include "convert/naming.h"
 
+#include <algorithm>
 #include <array>
+#include <map>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -157,7 +159,13 @@ ValueMap value_map(const ModelConfig& m, Fold fold, World world) {
   if (fold == Fold::a_log) return world == World::gguf ? ValueMap::negative_exp : ValueMap::same;
   if (m.gated_delta()) return ValueMap::plus_one;
   const bool gemma = (kGemma & only(m.arch())) != 0;  // whose mlx-lm models add the 1 themselves
-  return gemma && world == World::gguf ? ValueMap::plus_one : ValueMap::same;
+  return gemma && world != World::mlx ? ValueMap::plus_one : ValueMap::same;
+}
+
+Fold fold_of(Q quantity) {
+  for (const Plain& row : kPlain)
+    if (row.quantity == quantity) return row.fold;
+  return Fold::none;
 }
 
 // The tensors a model has in a world.
@@ -195,7 +203,9 @@ class Naming {
  private:
   bool gguf() const { return world_ == World::gguf; }
   // llama.cpp's qwen35 has the value heads of all key heads in turns: 0 of each, 1 of each, ...
-  bool tiled() const { return gguf() && m_.arch() != Arch::qwen3next && per_key() > 1; }
+  bool tiled() const {
+    return gguf() && m_.arch() != Arch::qwen3next && per_key() > 1 && !m_.value_heads_as_stored;
+  }
   std::int64_t per_key() const { return m_.gated_delta() ? m_.value_heads / m_.key_heads : 1; }
 
   std::string name(std::int64_t layer, std::string_view gguf_name, std::string_view hf) const {
@@ -386,10 +396,36 @@ class Naming {
   bool target_;
 };
 
+// World::parts: what Hugging Face's tensors are made of, one by one.
+std::vector<Part> quantities_of(const ModelConfig& model, std::int64_t layer) {
+  const std::string before = layer < 0 ? "" : "layers." + std::to_string(layer) + ".";
+  std::vector<Part> all;
+  std::map<Q, std::size_t> found;
+  for (const Part& part : Naming(model, World::hf, {}, true).parts(layer)) {
+    if (!part.written) continue;
+    for (const Rows& run : part.rows) {
+      const auto [at, is_new] = found.emplace(run.quantity, all.size());
+      if (is_new) {
+        Part& own = all.emplace_back();
+        own.name = before + std::string(name(run.quantity));
+        own.width = part.width;
+        own.rows = {{run.quantity, 0, 0}};
+        own.map = value_map(model, fold_of(run.quantity), World::parts);
+      }
+      Part& own = all[at->second];
+      own.rows[0].count = std::max(own.rows[0].count, run.first + (run.count - 1) * run.step + 1);
+      const bool vector = part.whole && part.shape.rank == 1;
+      own.shape = vector ? part.shape : Shape{own.rows[0].count, own.width};
+    }
+  }
+  return all;
+}
+
 }  // namespace
 
 std::vector<Part> tensors_of(const ModelConfig& model, World world, const Prefixes& prefixes,
                              std::int64_t layer, bool target) {
+  if (world == World::parts) return quantities_of(model, layer);
   return Naming(model, world, prefixes, target).parts(layer);
 }
 

@@ -1,7 +1,9 @@
 // The tensors a model has in each world, as rows of the quantities it is made of.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "convert/architecture.h"
@@ -58,6 +60,53 @@ enum class Q {
   delta_norm,
   delta_out,
 };
+inline constexpr std::string_view kQuantityNames[] = {"embedding",
+                                                      "final_norm",
+                                                      "head",
+                                                      "input_norm",
+                                                      "q",
+                                                      "k",
+                                                      "v",
+                                                      "o",
+                                                      "q_bias",
+                                                      "k_bias",
+                                                      "v_bias",
+                                                      "o_bias",
+                                                      "q_norm",
+                                                      "k_norm",
+                                                      "attention_norm",
+                                                      "before_ffn_norm",
+                                                      "after_ffn_norm",
+                                                      "gate",
+                                                      "up",
+                                                      "down",
+                                                      "gate_bias",
+                                                      "up_bias",
+                                                      "down_bias",
+                                                      "router",
+                                                      "gate_experts",
+                                                      "up_experts",
+                                                      "down_experts",
+                                                      "shared_router",
+                                                      "shared_gate",
+                                                      "shared_up",
+                                                      "shared_down",
+                                                      "delta_q",
+                                                      "delta_k",
+                                                      "delta_v",
+                                                      "delta_z",
+                                                      "delta_b",
+                                                      "delta_a",
+                                                      "conv_q",
+                                                      "conv_k",
+                                                      "conv_v",
+                                                      "a_log",
+                                                      "dt_bias",
+                                                      "delta_norm",
+                                                      "delta_out"};
+constexpr std::string_view name(Q quantity) {
+  return kQuantityNames[static_cast<std::size_t>(quantity)];
+}
 
 struct Rows {
   Q quantity;

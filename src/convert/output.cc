@@ -91,22 +91,6 @@ bool is_journal(const std::string& path) {
   return file.bad() || read_journal(text).ours;
 }
 
-// A rename that replaces nothing.
-Status rename_new(const std::string& from, const std::string& to) {
-  int error =
-      ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0 ? 0 : errno;
-  if (error == EINVAL || error == ENOSYS) {  // of the file system
-    const auto there = thing_at(to);
-    if (!there) return there.status();
-    error = *there != Thing::nothing                     ? EEXIST
-            : std::rename(from.c_str(), to.c_str()) == 0 ? 0
-                                                         : errno;
-  }
-  if (error == 0) return {};
-  if (error == EEXIST) return invalid(to + ": was created in the meantime, expected a new name");
-  return os_error(to + ": cannot rename to it", error);
-}
-
 Status rename_over(const std::string& from, const std::string& to, bool folder) {
   const auto there = thing_at(to);
   if (!there) return there.status();

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <system_error>
 
 #include "core/guarded.h"
@@ -48,6 +49,21 @@ Result<Thing> thing_at(const std::string& path) {
   }
   if (errno == ENOENT || errno == ENOTDIR) return Thing::nothing;
   return unreadable(path, {errno, std::generic_category()});
+}
+
+Status rename_new(const std::string& from, const std::string& to) {
+  int error =
+      ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0 ? 0 : errno;
+  if (error == EINVAL || error == ENOSYS) {  // of the file system
+    const auto there = thing_at(to);
+    if (!there) return there.status();
+    error = *there != Thing::nothing                     ? EEXIST
+            : std::rename(from.c_str(), to.c_str()) == 0 ? 0
+                                                         : errno;
+  }
+  if (error == 0) return {};
+  if (error == EEXIST) return invalid(to + ": was created in the meantime, expected a new name");
+  return {Code::io_error, to + ": cannot rename to it: " + std::generic_category().message(error)};
 }
 
 std::vector<std::string> listed_files(const std::string& folder) {

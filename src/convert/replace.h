@@ -16,6 +16,9 @@ enum class Thing { nothing, file, folder, link, special };
 const char* name(Thing thing);  // "a file"
 Result<Thing> thing_at(const std::string& path);
 
+// A rename that replaces nothing.
+Status rename_new(const std::string& from, const std::string& to);
+
 // ok when a model may take the place of what is there. `folder`: the model is a folder.
 Status check_replaceable(const std::string& path, bool folder);
 

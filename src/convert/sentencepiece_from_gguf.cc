@@ -116,23 +116,28 @@ void put_scored_merges(const Source& s, const ScoredMerges& merges, std::span<co
 
 }  // namespace
 
-Result<TextFile> sentencepiece_tokenizer(Source& s) {
+Status read_sentencepiece_settings(Source& s, bool& add_space_prefix, std::vector<float>& scores) {
   // llama.cpp's defaults.
   s.add_bos = true;
   for (const auto& [which, id] :
        {std::pair{kBos, std::size_t{1}}, {kEos, std::size_t{2}}, {kUnk, std::size_t{0}}}) {
     if (id < s.tokens.size()) s.named[which] = id;
   }
-  bool add_space_prefix = true;
   BITTERN_TRY(read_specials(s));
   BITTERN_TRY(read_flag(s, "add_space_prefix", add_space_prefix));
-  std::vector<float> scores;
   BITTERN_TRY(read_scores(s, scores));
   for (int byte = 0; byte < 256; ++byte) {
     if (s.index.find(s.tokens, byte_token(byte)) < 0)
       return unsupported(s.where("ggml.tokens") + "lacks " + in_quotes(byte_token(byte)) +
                          ", expected a token for every byte");
   }
+  return {};
+}
+
+Result<TextFile> sentencepiece_tokenizer(Source& s) {
+  bool add_space_prefix = true;
+  std::vector<float> scores;
+  BITTERN_TRY(read_sentencepiece_settings(s, add_space_prefix, scores));
   const auto merges = merges_by_score(s, scores);
   if (!merges) return merges.status();
 

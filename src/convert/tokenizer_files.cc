@@ -177,11 +177,14 @@ class TokenizerReader : public JsonEvents {
     } else if (key_ == "content") {
       if (value.kind != JsonScalar::text) return wrong(name.c_str(), value, "a string");
       token.content = *value.string;
-    } else if (key_ == "special" || key_ == "lstrip" || key_ == "rstrip" || key_ == "single_word") {
+    } else if (key_ == "special" || key_ == "lstrip" || key_ == "rstrip" || key_ == "single_word" ||
+               key_ == "normalized") {
       if (value.kind != JsonScalar::boolean) return wrong(name.c_str(), value, "a boolean");
-      (key_ == "special"  ? token.special
-       : key_ == "rstrip" ? token.rstrip
-                          : token.stripped) |= value.truth;
+      if (key_ == "special") token.special = value.truth;
+      if (key_ == "lstrip") token.lstrip = value.truth;
+      if (key_ == "rstrip") token.rstrip = value.truth;
+      if (key_ == "single_word") token.single_word = value.truth;
+      if (key_ == "normalized") token.normalized = value.truth;
     }
     return {};
   }

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -17,8 +18,9 @@ Result<nlohmann::ordered_json> read_json_file(const std::string& path);
 
 struct AddedToken {
   std::uint32_t id = 0;
-  bool has_id = false, special = false, rstrip = false;
-  bool stripped = false;  // lstrip, single_word
+  bool has_id = false, special = false;
+  bool rstrip = false, lstrip = false, single_word = false;
+  std::optional<bool> normalized{};  // where it is not said: unless special
   std::string content;
 };
 

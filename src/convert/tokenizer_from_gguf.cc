@@ -189,14 +189,9 @@ Status read_name(Source& s) {
 
 Result<std::vector<TextFile>> convert(const GgufFile& file) {
   Source s(file);
-  const auto model = file.string("tokenizer.ggml.model");
-  if (!model) return model.status();
-  BITTERN_TRY(read_tokens(s));
-  BITTERN_TRY(read_types(s));
-  BITTERN_TRY(read_name(s));
-  if (*model != "gpt2" && *model != "llama")
-    return unsupported(s.where("ggml.model") + in_quotes(*model) + ", expected gpt2 or llama");
-  auto json = *model == "gpt2" ? byte_level_tokenizer(s) : sentencepiece_tokenizer(s);
+  BITTERN_TRY(read_source(s));
+  auto json = *file.string("tokenizer.ggml.model") == "gpt2" ? byte_level_tokenizer(s)
+                                                             : sentencepiece_tokenizer(s);
   if (!json) return json.status();
   auto config = tokenizer_config(s);
   if (!config) return config.status();
@@ -209,6 +204,17 @@ Result<std::vector<TextFile>> convert(const GgufFile& file) {
 }
 
 }  // namespace
+
+Status tokenizer_detail::read_source(Source& s) {
+  const auto model = s.file.string("tokenizer.ggml.model");
+  if (!model) return model.status();
+  BITTERN_TRY(read_tokens(s));
+  BITTERN_TRY(read_types(s));
+  BITTERN_TRY(read_name(s));
+  if (*model != "gpt2" && *model != "llama")
+    return unsupported(s.where("ggml.model") + in_quotes(*model) + ", expected gpt2 or llama");
+  return {};
+}
 
 Result<std::vector<TextFile>> tokenizer_from_gguf(const GgufFile& file) {
   try {

@@ -28,6 +28,9 @@ const Json* member(const Json& object, const char* key);
 std::string text_member(const Json& object, const char* key);
 bool true_member(const Json& object, const char* key, bool otherwise = false);
 
+// Every step of a Sequence, of Sequences too; `list` is what a Sequence calls its steps.
+Status flatten(const Json* node, const char* list, std::vector<const Json*>& steps, int depth = 0);
+
 // ---- tokens (tokenizer_tokens.cc) ----
 
 // What is to be written of the tokens, whatever files it came from.
@@ -99,6 +102,12 @@ struct Affixes {
 // transformers; tokenizer_config.json only where there is none.
 Result<Affixes> affixes_of(const Companions& c, const Json& json, const std::string& path,
                            const Tokens& t, const NamedIds& ids);
+
+// What a folder has as chat template: one called "default", or several.
+struct ChatTemplate {
+  std::string name, text;
+};
+Result<std::vector<ChatTemplate>> chat_templates(const Companions& c);
 
 // ---- as metadata ----
 

@@ -24,10 +24,7 @@ bool true_member(const Json& object, const char* key, bool otherwise) {
   return value == nullptr ? otherwise : value->is_boolean() && value->get<bool>();
 }
 
-namespace {
-
-// Every step of a Sequence, of Sequences too.
-Status flatten(const Json* node, const char* list, std::vector<const Json*>& steps, int depth = 0) {
+Status flatten(const Json* node, const char* list, std::vector<const Json*>& steps, int depth) {
   if (node == nullptr) return {};
   if (text_member(*node, "type") != "Sequence") {
     steps.push_back(node);
@@ -39,6 +36,8 @@ Status flatten(const Json* node, const char* list, std::vector<const Json*>& ste
   for (const Json& step : *members) BITTERN_TRY(flatten(&step, list, steps, depth + 1));
   return {};
 }
+
+namespace {
 
 // What regular expressions may spell either way.
 std::string canonical(std::string_view regex) {
@@ -234,7 +233,8 @@ Status add_template(Metadata& out, const std::string& where, const std::string& 
 
 }  // namespace
 
-Status put_chat_template(Metadata& out, const Companions& c) {
+Result<std::vector<ChatTemplate>> chat_templates(const Companions& c) {
+  std::vector<ChatTemplate> out;
   const std::string path = c.folder + "/chat_template.jinja";
   if (is_there(path)) {
     BITTERN_TRY(check_side_file(path));
@@ -245,28 +245,39 @@ Status put_chat_template(Metadata& out, const Companions& c) {
     if (text.size() > kMostTokenizerBytes || !is_utf8(text))
       return invalid(path + ": expected UTF-8 text of at most " +
                      std::to_string(kMostTokenizerBytes) + " bytes");
-    out.emplace_back("tokenizer.chat_template", GgufData(text));
-    return {};
+    out.push_back({"default", std::string(text)});
+    return out;
   }
   const Json* chat = member(c.config, "chat_template");
-  if (chat == nullptr) return {};
+  if (chat == nullptr) return out;
   const std::string where = c.folder + "/tokenizer_config.json: chat_template: ";
-  if (chat->is_string()) return add_template(out, where, "default", chat->get<std::string>());
+  if (chat->is_string()) {
+    out.push_back({"default", chat->get<std::string>()});
+    return out;
+  }
   if (!chat->is_array()) return invalid(where + "expected a string or a list of named templates");
-  std::vector<std::string> names;
   for (const Json& entry : *chat) {
     const Json* text = member(entry, "template");
     if (text == nullptr || !text->is_string())
       return invalid(where + "an entry without a template, expected name and template");
     const std::string name = text_member(entry, "name");
-    if (std::ranges::find(names, name) != names.end())
+    if (std::ranges::find(out, name, &ChatTemplate::name) != out.end())
       return invalid(where + in_quotes(name) + " twice, expected once");
-    BITTERN_TRY(add_template(out, where, name, text->get<std::string>()));
-    names.push_back(name);
+    out.push_back({name, text->get<std::string>()});
   }
-  std::erase(names, "default");
-  const std::vector<std::string_view> views(names.begin(), names.end());
-  if (!views.empty()) out.emplace_back("tokenizer.chat_templates", GgufData::strings(views));
+  return out;
+}
+
+Status put_chat_template(Metadata& out, const Companions& c) {
+  const auto templates = chat_templates(c);
+  if (!templates) return templates.status();
+  std::vector<std::string_view> names;
+  for (const ChatTemplate& chat : *templates) {
+    BITTERN_TRY(add_template(out, c.folder + "/tokenizer_config.json: chat_template: ", chat.name,
+                             chat.text));
+    if (chat.name != "default") names.push_back(chat.name);
+  }
+  if (!names.empty()) out.emplace_back("tokenizer.chat_templates", GgufData::strings(names));
   return {};
 }
 

@@ -46,9 +46,16 @@ struct Source {
   }
 };
 
+// Tokens, types and whether tokens take spaces with them; refuses kinds of tokeniser that are
+// neither gpt2 nor llama.
+Status read_source(Source& s);
 Status read_flag(const Source& s, const char* name, bool& flag);
 // Named tokens and what is put around the text.
 Status read_specials(Source& s);
+
+// Of sentencepiece's (sentencepiece_from_gguf.cc): named tokens with llama.cpp's defaults, the flag
+// and a score for each token. Refuses a vocabulary without a token for each byte.
+Status read_sentencepiece_settings(Source& s, bool& add_space_prefix, std::vector<float>& scores);
 
 // ---- tokenizer.json (tokenizer_json.cc) ----
 

@@ -66,7 +66,7 @@ Result<Tokens> gather(TokenizerJson& json, const std::string& path, std::int64_t
   for (const auto& entry : json.vocabulary)
     BITTERN_TRY(place(t, slots, "model.vocab", entry.id, entry.text, TokenType::normal));
   for (const AddedToken& token : json.added) {
-    if (token.stripped)
+    if (token.lstrip || token.single_word)
       return unsupported(path + ": added_tokens: " + in_quotes(token.content) +
                          " has lstrip, rstrip or single_word, which GGUF cannot express");
     if (token.id < slots.size() && slots[token.id].taken &&

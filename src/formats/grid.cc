@@ -249,26 +249,6 @@ void put_scale_min(std::uint8_t scales[12], int i, int scale, int min) {
   }
 }
 
-// The inverse of block_code, into zeros.
-template <BlockType type>
-void put_code(std::uint8_t* block, int j, int code) {
-  using enum BlockType;
-  const auto put = [&](int at, int bits) {
-    block[at] = static_cast<std::uint8_t>(block[at] | bits);
-  };
-  if constexpr (type == q8_0) {
-    put(2 + j, code ^ 128);
-  } else if constexpr (type == q4_k || type == q5_k) {
-    put((type == q4_k ? 16 : 48) + 32 * (j / 64) + j % 32, (code & 15) << j / 32 % 2 * 4);
-    if constexpr (type == q5_k) put(16 + j % 32, code >> 4 << j / 32);
-  } else {
-    constexpr int high = type == q5_0 ? 2 : 4;  // of Q5_0 and Q5_1
-    constexpr int low = type == q4_0 ? 2 : type == q4_1 ? 4 : high + 4;
-    put(low + j % 16, (code & 15) << j / 16 * 4);
-    if constexpr (type == q5_0 || type == q5_1) put(high + j / 8, code >> 4 << j % 8);
-  }
-}
-
 struct BlockParams {
   std::array<float, kMostGroups> scales{}, biases{};
   int shift = 0;  // what codes are to be raised by
@@ -348,7 +328,7 @@ Status write_blocks(const GridRows& grid, std::int64_t columns, std::span<std::b
               "code " + std::to_string(code) + ", expected 0.." + std::to_string(most) + " for " +
               std::string(kBlockTypeNames[static_cast<std::size_t>(type)]));
         }
-        put_code<type>(block, j, code);
+        put_unsigned_code(type, block, j, code);
       }
       block += size.bytes;
       codes += size.weights;
