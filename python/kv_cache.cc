@@ -213,8 +213,8 @@ KvCacheConfig to_config(const nb::dict& given) {
   return config;
 }
 
-KvAttention to_attention(double scale, bool causal, std::string_view preference) {
-  KvAttention how{.scale = scale, .causal = causal};
+KvAttention to_attention(double scale, double softcap, bool causal, std::string_view preference) {
+  KvAttention how{.scale = scale, .softcap = softcap, .causal = causal};
   if (preference == "fastest") {
     how.preference = Preference::fastest;
   } else if (preference != "exact") {
@@ -266,9 +266,9 @@ class PyKvCache {
     check_strides(in_python(locked([&](KvCache& c) { return c.check_query(rows); })));
   }
 
-  void attend(const Tensor& q, nb::handle out, nb::handle sinks, double scale, bool causal,
-              std::string_view preference) {
-    KvAttention how = to_attention(scale, causal, preference);
+  void attend(const Tensor& q, nb::handle out, nb::handle sinks, double scale, double softcap,
+              bool causal, std::string_view preference) {
+    KvAttention how = to_attention(scale, softcap, causal, preference);
     const Tensor out_tensor = import_tensor(where("out"), out, true, 0);
     const MutView q_rows = to_rows("q", q), out_rows = to_rows("out", out_tensor);
     Tensor sinks_tensor;
@@ -478,7 +478,8 @@ void bind_kv_cache(nb::module_& m) {
       .def("truncate", &PyKvCache::truncate)
       .def("check_query", &PyKvCache::check_query)
       .def("attend", &PyKvCache::attend, nb::arg("q"), nb::arg("out").none(),
-           nb::arg("sinks").none(), nb::arg("scale"), nb::arg("causal"), nb::arg("preference"))
+           nb::arg("sinks").none(), nb::arg("scale"), nb::arg("softcap"), nb::arg("causal"),
+           nb::arg("preference"))
       .def("fork", &PyKvCache::fork)
       .def("read", &PyKvCache::read)
       .def("__len__", &PyKvCache::size)

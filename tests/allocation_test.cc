@@ -15,15 +15,25 @@
 
 #include "bittern/bittern.h"
 #include "bittern/c/bittern.h"
+#include "bittern/c/decoding.h"
 #include "bittern/c/kv_cache.h"
+#include "bittern/c/model.h"
+#include "bittern/c/tokenizer.h"
+#include "bittern/calibrate.h"
 #include "bittern/codec.h"
+#include "bittern/eval.h"
+#include "bittern/generate.h"
 #include "bittern/kv_cache.h"
 #include "bittern/metrics.h"
+#include "bittern/rope_frequencies.h"
+#include "bittern/sample.h"
+#include "bittern/tokenizer.h"
 #include "convert/compare.h"
 #include "convert/conversion.h"
 #include "convert/importance.h"
 #include "cpu/parallel.h"
 #include "formats/test_folder.h"
+#include "model/test_model.h"
 #include "oracle/oracle_impl.h"
 #include "plan/any_op.h"
 
@@ -373,10 +383,15 @@ TEST_F(Allocation, ChecksOfDescriptors) {
   }
   bad("check_causal_conv_desc", [&] { return check_causal_conv_desc(op, {.tokens = -1}); });
   bad("check_gated_norm_desc", [&] { return check_gated_norm_desc(op, {.rows = -1}); });
+  bad("check_rms_norm_desc", [&] { return check_rms_norm_desc(op, {.rows = -1}); });
+  bad("check_rope_desc", [&] { return check_rope_desc(op, {.rotary_dim = 3}); });
+  bad("check_gated_activation_desc", [&] { return check_gated_activation_desc(op, {.dim = 0}); });
+  bad("check_log_softmax_desc", [&] { return check_log_softmax_desc(op, {.temperature = 0}); });
   bad("check_gdn_desc", [&] { return check_gdn_desc(op, {.tokens = -1}); });
   bad("check_gguf_desc", [&] { return check_gguf_desc(op, {.outer_size = -1}); });
   bad("check_quantize_desc", [&] { return check_quantize_desc(op, {.outer_size = -1}, {}); });
   bad("check_pack_desc", [&] { return check_pack_desc(op, {.outer_size = -1}); });
+  bad("check_weight_desc", [&] { return check_weight_desc(op, {.inputs = -1}); });
   bad("check_sequences", [&] { return check_sequences(op, {.batch = -1}); });
   bad("check_cu_seqlens",
       [&] { return check_cu_seqlens(op, {.tokens = 3, .sequences = 2}, view(starts, {3})); });
@@ -454,6 +469,17 @@ TEST_F(Allocation, Tables) {
   exhaust("logit_error", [&] { return logit_error(x, y) > 0 ? Status() : invalid(""); });
   exhaust("attention_kl", [&] { return attention_kl(x, y) > 0 ? Status() : invalid(""); });
   exhaust("bits_per_value", [&] { return bits_per_value(64, 4) > 4 ? Status() : invalid(""); });
+}
+
+TEST_F(Allocation, Decoding) {
+  const RopeScaling yarn{.kind = RopeScalingKind::yarn, .factor = 4};
+  exhaust("rope_frequencies", [&] { return rope_frequencies(64, 1e4, yarn).status(); });
+  expect_refusal("rope_frequencies", [] { return rope_frequencies(63, 1e4).status(); });
+  const float logits[] = {1, 2, 3};
+  const std::int32_t history[] = {2, 1}, wrong[] = {3};
+  const SampleOptions options{.top_k = 2, .top_p = 0.9, .repetition_penalty = 1.1};
+  exhaust("sample", [&] { return sample(logits, history, options, 5).status(); });
+  expect_refusal("sample", [&] { return sample(logits, wrong, options, 5).status(); });
 }
 
 constexpr std::int64_t kHeads = 2, kDim = 32;
@@ -693,6 +719,22 @@ TEST_F(Allocation, C) {
   bittern_desc_destroy(desc);
 }
 
+TEST_F(Allocation, DecodingFromC) {
+  float inverse[4];
+  double factor = 0;
+  std::int32_t token = 0;
+  const float logits[] = {1, 2, 3};
+  exhaust("bittern_rope_frequencies",
+          [&] { return from_c(bittern_rope_frequencies(8, 1e4, nullptr, inverse, 4, &factor)); });
+  expect_refusal("bittern_rope_frequencies", [&] {
+    return from_c(bittern_rope_frequencies(8, 1e4, nullptr, inverse, 3, &factor));
+  });
+  exhaust("bittern_sample",
+          [&] { return from_c(bittern_sample(logits, 3, nullptr, 0, nullptr, 0, &token)); });
+  expect_refusal("bittern_sample",
+                 [&] { return from_c(bittern_sample(logits, 0, nullptr, 0, nullptr, 0, &token)); });
+}
+
 TEST_F(Allocation, CachesFromC) {
   const auto bad = [&](const char* name, auto&& call) {
     expect_refusal(name, call, call().code());
@@ -922,6 +964,337 @@ TEST_F(FileAllocation, ByThePublicCalls) {
   for (const std::string* model : {&hf, &mlx, &file})
     exhaust_files("inspect_model", [&] { return inspect_model(*model).status(); });
   exhaust_files("compare_models", [&] { return compare_models(hf, mlx).status(); });
+}
+
+// ---- evaluation ----
+
+class EvalAllocation : public FileAllocation {
+ protected:
+  // A llama of one layer, as small as may be.
+  void SetUp() override {
+    FileAllocation::SetUp();
+    std::vector<F32> tensors;
+    const auto add = [&](const std::string& name, std::vector<std::uint64_t> shape) {
+      std::size_t count = 1;
+      for (const std::uint64_t n : shape) count *= n;
+      std::vector<float> values(count);
+      for (std::size_t i = 0; i < count; ++i)
+        values[i] = shape.size() == 1 ? 1.0f : static_cast<float>(i * 7 % 13) / 24 - 0.25f;
+      tensors.push_back({name, std::move(shape), std::move(values)});
+    };
+    const std::string layer = "model.layers.0.";
+    for (const char* name : {"q", "k", "v", "o"})
+      add(layer + "self_attn." + name + "_proj.weight", {32, 32});
+    for (const char* name : {"gate", "up", "down"})
+      add(layer + "mlp." + name + "_proj.weight", {32, 32});
+    add(layer + "input_layernorm.weight", {32});
+    add(layer + "post_attention_layernorm.weight", {32});
+    add("model.embed_tokens.weight", {16, 32});
+    add("model.norm.weight", {32});
+    put_model(
+        "model", tensors,
+        R"({"model_type": "llama", "vocab_size": 16, "hidden_size": 32, "intermediate_size": 32,
+                  "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+                  "head_dim": 32, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+                  "rope_theta": 10000.0, "tie_word_embeddings": true})");
+  }
+};
+
+TEST_F(EvalAllocation, OfCpp) {
+  const auto model = Model::load(path("model"));
+  ASSERT_TRUE(model.ok()) << model.status().message();
+  const std::vector<std::int32_t> tokens = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2};
+  const EvalModel one{&*model, {}};
+  const EvalOptions options{.context = 8, .layers = true};
+  exhaust("evaluate", [&] { return evaluate({&one, 1}, tokens, options, one).status(); });
+  expect_refusal("evaluate", [&] { return evaluate({&one, 1}, tokens).status(); });
+  const std::string file = path("targets");
+  const auto gone = [&] {
+    EXPECT_FALSE(std::filesystem::exists(file + ".partial"));
+    std::filesystem::remove(file);
+  };
+  const EvalOptions plain{.context = 8};
+  exhaust_files("write_targets", [&] { return write_targets(file, one, tokens, plain); }, gone);
+  ASSERT_TRUE(write_targets(file, one, tokens, plain).ok());
+  exhaust_files("TeacherTargets::open", [&] { return TeacherTargets::open(file).status(); });
+  const auto targets = TeacherTargets::open(file);
+  ASSERT_TRUE(targets.ok()) << targets.status().message();
+  exhaust("TeacherTargets::check", [&] { return targets->check(tokens, plain); });
+  expect_refusal("TeacherTargets::check", [&] { return targets->check(tokens, {.context = 4}); });
+  EXPECT_EQ(targets->teacher(), "");  // "TeacherTargets::teacher" makes nothing
+  exhaust("evaluate", [&] { return evaluate({&one, 1}, tokens, plain, *targets).status(); });
+}
+
+// ---- text ----
+
+class TextAllocation : public FileAllocation {
+ protected:
+  void SetUp() override {
+    FileAllocation::SetUp();
+    put("text/tokenizer.json",
+        R"({"added_tokens":[{"id":3,"content":"<|im_start|>","special":true},)"
+        R"({"id":4,"content":"<|im_end|>","special":true}],"normalizer":{"type":"NFC"},)"
+        R"("pre_tokenizer":{"type":"ByteLevel","add_prefix_space":false},)"
+        R"("decoder":{"type":"ByteLevel"},)"
+        R"("model":{"type":"BPE","vocab":{"a":0,"b":1,"ab":2},"merges":["a b"]}})");
+    put("unknown/tokenizer.json", R"({"model":{"type":"WordPiece","vocab":{"a":0},"merges":[]}})");
+  }
+  const std::vector<ChatMessage> talk_ = {{"user", "a question that is longer than a short string"},
+                                          {"assistant", "ab"}};
+  const ChatOptions chatml_{.format = "chatml"};
+};
+
+TEST_F(TextAllocation, OfCpp) {
+  const std::string good = path("text"), unknown = path("unknown");
+  exhaust_files("Tokenizer::load", [&] { return Tokenizer::load(good).status(); });
+  exhaust_files(
+      "Tokenizer::load", [&] { return Tokenizer::load(unknown).status(); }, kNothing,
+      Code::unsupported);
+  const auto t = Tokenizer::load(good);
+  ASSERT_TRUE(t.ok()) << t.status().message();
+  for (const char* text : {"ab abb<|im_end|>ab e\u0301 abababababababababababababababababab",
+                           "\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8"})
+    exhaust("Tokenizer::encode", [&] { return t->encode(text).status(); });
+  const std::vector<std::int32_t> ids(40, 2), wrong = {9};
+  exhaust("Tokenizer::decode", [&] { return t->decode(ids).status(); });
+  expect_refusal("Tokenizer::decode", [&] { return t->decode(wrong).status(); });
+  exhaust("Tokenizer::token", [&] { return t->token(2).status(); });
+  expect_refusal("Tokenizer::token", [&] { return t->token(-1).status(); });
+  exhaust("Tokenizer::apply_chat", [&] { return t->apply_chat(talk_, chatml_).status(); });
+  exhaust("Tokenizer::chat_text", [&] { return t->chat_text(talk_, chatml_).status(); });
+  expect_refusal(
+      "Tokenizer::chat_text", [&] { return t->chat_text(talk_).status(); }, Code::unsupported);
+  exhaust("TokenStream::push", [&]() -> Status {
+    TokenStream stream(*t);
+    std::string all;
+    for (int i = 0; i < 3; ++i) {
+      const auto text = stream.push(2);
+      if (!text.ok()) return text.status();
+      all += *text;
+    }
+    all += stream.finish();  // "TokenStream::finish"
+    return all == "ababab" ? Status() : internal("another text");
+  });
+}
+
+TEST_F(TextAllocation, OfC) {
+  const auto from_c = [](bittern_code code) {
+    return code == BITTERN_OK ? Status() : Status(static_cast<Code>(code), bittern_last_error());
+  };
+  const std::string good = path("text");
+  exhaust_files("bittern_tokenizer_load", [&] {
+    bittern_tokenizer* made = nullptr;
+    const Status status = from_c(bittern_tokenizer_load(good.c_str(), &made));
+    if (status.ok() != (made != nullptr)) return internal("a handle of a failure");
+    bittern_tokenizer_destroy(made);  // "bittern_tokenizer_destroy"
+    return status;
+  });
+  bittern_tokenizer* t = nullptr;
+  ASSERT_EQ(bittern_tokenizer_load(good.c_str(), &t), BITTERN_OK);
+  std::int32_t ids[64] = {2, 2};
+  char text[256];
+  std::size_t count = 0;
+  exhaust("bittern_tokenizer_encode",
+          [&] { return from_c(bittern_tokenizer_encode(t, "abb", 3, nullptr, ids, 64, &count)); });
+  exhaust("bittern_tokenizer_decode", [&] {
+    return from_c(bittern_tokenizer_decode(t, ids, 2, false, text, sizeof text, &count));
+  });
+  bittern_tokenizer_info info;
+  exhaust("bittern_tokenizer_describe",
+          [&] { return from_c(bittern_tokenizer_describe(t, &info)); });
+  const char* spelled = nullptr;
+  exhaust("bittern_tokenizer_token",
+          [&] { return from_c(bittern_tokenizer_token(t, 2, &spelled, &count)); });
+  bool special = false;
+  exhaust("bittern_tokenizer_is_special",
+          [&] { return from_c(bittern_tokenizer_is_special(t, 3, &special)); });
+  exhaust("bittern_tokenizer_find",
+          [&] { return from_c(bittern_tokenizer_find(t, "ab", 2, ids)); });
+  const bittern_chat_message talk{"user", "ab", 2};
+  bittern_chat_options options{};
+  options.format = "chatml";
+  exhaust("bittern_tokenizer_apply_chat", [&] {
+    return from_c(bittern_tokenizer_apply_chat(t, &talk, 1, &options, ids, 64, &count));
+  });
+  exhaust("bittern_tokenizer_chat_text", [&] {
+    return from_c(bittern_tokenizer_chat_text(t, &talk, 1, &options, text, sizeof text, &count));
+  });
+  exhaust("bittern_token_stream_create", [&] {
+    bittern_token_stream* stream = nullptr;
+    Status status = from_c(bittern_token_stream_create(t, false, &stream));
+    if (status.ok()) status = from_c(bittern_token_stream_push(stream, 2, &spelled, &count));
+    if (status.ok()) status = from_c(bittern_token_stream_finish(stream, &spelled, &count));
+    bittern_token_stream_destroy(stream);
+    return status;  // "bittern_token_stream_push", "bittern_token_stream_finish"
+  });               // "bittern_token_stream_destroy"
+  bittern_tokenizer_destroy(t);
+}
+
+// ---- models that run ----
+
+class ModelAllocation : public FileAllocation {
+ protected:
+  void SetUp() override {
+    FileAllocation::SetUp();
+    llama_ = put_tiny_model(*this, "llama");
+    delta_ = put_tiny_model(*this, "qwen3_next");
+  }
+  std::string llama_, delta_;
+  const std::vector<std::int32_t> tokens_ = {7, 20, 33, 46, 59};
+};
+
+TEST_F(ModelAllocation, Loading) {
+  expect_refusal("parse_activations", [] {
+    return parse_activations("a word that is longer than a short string").status();
+  });
+  for (const std::string& path : {llama_, delta_}) {
+    exhaust_files("Model::load", [&] { return Model::load(path).status(); });
+    exhaust_files("Model::look", [&] { return Model::look(path).status(); });
+  }
+  const std::string none = path("none");
+  exhaust_files(
+      "Model::load", [&] { return Model::load(none).status(); }, kNothing, Code::unavailable);
+  const auto model = Model::load(llama_);
+  const auto tokenizer = Tokenizer::load(llama_);
+  ASSERT_TRUE(model.ok() && tokenizer.ok());
+  exhaust("check_vocabulary", [&] { return check_vocabulary(model->info(), *tokenizer); });
+  expect_refusal("check_vocabulary", [&] { return check_vocabulary({}, *tokenizer); });
+}
+
+TEST_F(ModelAllocation, Sessions) {
+  for (const std::string& path : {llama_, delta_}) {
+    const auto model = Model::load(path);
+    ASSERT_TRUE(model.ok()) << model.status().message();
+    const std::int64_t vocab = model->info().vocab, hidden = model->info().hidden;
+    std::vector<float> logits(static_cast<std::size_t>(vocab));
+    const MutView last = view(logits.data(), {1, vocab});
+    for (const char* kv : {"f16", "aura8v4"}) {
+      const SessionOptions options{.context = 32, .kv = kv};
+      exhaust("Session::make", [&] { return Session::make(*model, options).status(); });
+      auto session = Session::make(*model, options);
+      ASSERT_TRUE(session.ok());
+      ASSERT_TRUE(session->append(tokens_).ok() && session->append(tokens_, last).ok());
+      const auto want = logits;
+      exhaust("Session::fork", [&] { return session->fork().status(); });
+      exhaust("Session::append", [&] {
+        auto fork = session->fork();
+        return fork ? fork->append(tokens_, last) : fork.status();
+      });
+      exhaust("Session::truncate", [&] {
+        auto fork = session->fork();
+        return fork ? fork->truncate(3) : fork.status();
+      });
+      // What is left after a failure is whole: the same tokens give the same bits.
+      const auto after = [&] {
+        ASSERT_TRUE(session->size() == 0 || session->size() == 5 || session->size() == 10)
+            << session->size();
+        if (session->size() > 5) {
+          ASSERT_TRUE(session->truncate(5).ok());
+        }
+        if (session->size() == 0) {
+          ASSERT_TRUE(session->append(tokens_).ok());
+        }
+        ASSERT_TRUE(session->append(tokens_, last).ok());
+        ASSERT_EQ(logits, want);
+      };
+      exhaust(
+          "Session::append",
+          [&] {
+            Status status = session->truncate(5);
+            if (status.ok()) status = session->append(tokens_, last);
+            return status;
+          },
+          after, Code::ok, false);
+    }
+    std::vector<float> rows(static_cast<std::size_t>(10 * hidden));
+    exhaust("Model::hidden", [&]() -> Status {
+      auto a = Session::make(*model, {.context = 8}), b = Session::make(*model, {.context = 8});
+      if (!a) return a.status();
+      if (!b) return b.status();
+      const SessionTokens steps[] = {{&*a, tokens_}, {&*b, tokens_}};
+      return model->hidden(steps, view(rows.data(), {10, hidden}));
+    });
+    std::vector<float> all(static_cast<std::size_t>(10 * vocab));
+    exhaust("Model::logits", [&] {
+      return model->logits(as_const(view(rows.data(), {10, hidden})),
+                           view(all.data(), {10, vocab}));
+    });
+  }
+}
+
+TEST_F(ModelAllocation, Calibration) {
+  const std::string out = path("imatrix.gguf");
+  const auto gone = [&] {
+    for (const char* end : {"", ".partial", ".partial.journal"})
+      std::filesystem::remove_all(out + end);
+  };
+  for (const std::string& path : {llama_, delta_}) {
+    const auto model = Model::load(path);
+    ASSERT_TRUE(model.ok()) << model.status().message();
+    exhaust("calibrate", [&] { return calibrate(*model, tokens_, {.context = 2}).status(); });
+    expect_refusal("calibrate", [&] { return calibrate(*model, tokens_).status(); });
+    const auto calibration = calibrate(*model, tokens_, {.context = 2});
+    ASSERT_TRUE(calibration.ok());
+    const ImatrixOptions options{.dataset = "a text with a name of some length"};
+    exhaust_files("write_imatrix", [&] { return write_imatrix(*calibration, out, options); }, gone);
+  }
+}
+
+TEST_F(ModelAllocation, Text) {
+  const auto model = Model::load(llama_);
+  const auto tokenizer = Tokenizer::load(llama_);
+  ASSERT_TRUE(model.ok() && tokenizer.ok());
+  const GenerateOptions options{.max_tokens = 6, .stops = {"a text that never comes"}};
+  std::string want;
+  const auto generate = [&]() -> Status {
+    auto session = Session::make(*model, {.context = 32});
+    if (!session) return session.status();
+    auto generator = Generator::start(*session, &*tokenizer, tokens_, options);
+    if (!generator) return generator.status();
+    std::string text;
+    while (true) {
+      const auto piece = generator->next();  // "Generator::next"
+      if (!piece) return piece.status();
+      if (!*piece) break;
+      text += (*piece)->text;
+    }
+    if (want.empty()) want = text;
+    return text == want ? Status() : internal("another text");
+  };
+  exhaust("Generator::start", generate);
+}
+
+TEST_F(ModelAllocation, OfC) {
+  exhaust_files("bittern_model_load", [&] {
+    bittern_model* made = nullptr;
+    const Status status = from_c(bittern_model_load(llama_.c_str(), nullptr, &made));
+    if (status.ok() != (made != nullptr)) return internal("a handle of a failure");
+    bittern_model_destroy(made);  // "bittern_model_destroy"
+    return status;
+  });
+  bittern_model* model = nullptr;
+  ASSERT_EQ(bittern_model_load(llama_.c_str(), nullptr, &model), BITTERN_OK);
+  bittern_model_info info;
+  exhaust("bittern_model_describe", [&] { return from_c(bittern_model_describe(model, &info)); });
+  exhaust("bittern_session_create", [&] {
+    bittern_session *session = nullptr, *fork = nullptr;
+    bittern_session_info about;
+    float logits[96];
+    Status status = from_c(bittern_session_create(model, nullptr, &session));
+    if (status.ok()) status = from_c(bittern_session_append(session, tokens_.data(), 5, logits, 1));
+    if (status.ok()) status = from_c(bittern_session_truncate(session, 3));
+    if (status.ok()) status = from_c(bittern_session_fork(session, &fork));
+    if (status.ok()) status = from_c(bittern_session_describe(fork, &about));
+    bittern_generate_options few{};
+    few.max_tokens = 3;
+    if (status.ok())
+      status = from_c(
+          bittern_generate(fork, nullptr, tokens_.data(), 5, &few, nullptr, nullptr, nullptr));
+    bittern_session_destroy(fork);
+    bittern_session_destroy(session);
+    return status;  // "bittern_session_append", "bittern_session_truncate", "bittern_session_fork",
+  });               // "bittern_session_describe", "bittern_generate", "bittern_session_destroy"
+  bittern_model_destroy(model);
 }
 
 // ---- the first calls of a process, in which what is kept for ever is made ----

@@ -196,6 +196,14 @@ static void test_cache(void) {
   bittern_kv_attention how = {.scale = 0.25};
   EXPECT(bittern_kv_cache_attend(other, &queries, &second, &how) == BITTERN_OK);
   EXPECT(memcmp(out, again, sizeof out) == 0); /* 1 / sqrt(16) */
+  how.softcap = 1e30; /* far above every logit: the identity, but for rounding */
+  EXPECT(bittern_kv_cache_attend(other, &queries, &second, &how) == BITTERN_OK);
+  for (int i = 0; i < 3 * kHeads * kDim; ++i)
+    EXPECT(out[i] - again[i] < 1e-5f && again[i] - out[i] < 1e-5f);
+  how.softcap = 0.01; /* logits are nearly equal */
+  EXPECT(bittern_kv_cache_attend(other, &queries, &second, &how) == BITTERN_OK);
+  EXPECT(memcmp(out, again, sizeof out) != 0);
+  how.softcap = 0;
   how.not_causal = true;
   EXPECT(bittern_kv_cache_attend(other, &queries, &second, &how) == BITTERN_OK);
   EXPECT(memcmp(out, again, sizeof out / 3) != 0);

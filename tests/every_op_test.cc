@@ -94,7 +94,7 @@ std::optional<std::int64_t> length_of(const typename Op::Desc& desc, std::string
 }
 
 TEST(EveryOp, NamesAnAxisByTheFieldsItFollowsFrom) {
-  const std::set<std::string_view> own = {"words",  "bytes",  "groups",
+  const std::set<std::string_view> own = {"words",  "bytes",  "groups",  "panels",
                                           "chunks", "2^bits", "2^bits-1"};
   for_each_op([&]<class Op>(Type<Op>) {
     for (const auto& desc : oracle::Cases<Op>::check()) {
@@ -125,12 +125,14 @@ TEST(EveryOp, KnowsWhichFieldsDecideDtypesAndSizes) {
     }
   }
   EXPECT_EQ(dtypes, (std::set<std::string_view>{"element", "code", "a_element", "exact", "storage",
-                                                "f32_scale", "f16_scale"}));
+                                                "f32_scale", "f16_scale", "scale_element", "type",
+                                                "f32_y"}));
   EXPECT_EQ(sizes, (std::set<std::string_view>{
                        "outer_size",  "axis_size", "inner_size", "rows",  "dim",      "batch",
                        "tokens",      "sequences", "queries",    "heads", "kv_heads", "key_heads",
                        "value_heads", "key_dim",   "value_dim",  "chunk", "pool",     "channels",
-                       "width",       "capacity",  "page_size",  "pages", "first",    "recent"}));
+                       "width",       "capacity",  "page_size",  "pages", "first",    "recent",
+                       "rotary_dim",  "outputs",   "inputs"}));
 }
 
 TEST(EveryOp, TakesNullDataWhereThereAreNoElements) {

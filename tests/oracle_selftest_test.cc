@@ -481,8 +481,9 @@ Status encode_nearby(const AuraDesc& d, const AuraEncode::Args& a, Stream, Works
   const auto plan = Plan<AuraEncode>::select(wide, {}, Preference::exact, "ref");
   std::vector<float> x(static_cast<std::size_t>(d.tensor_shape().numel()));
   for (std::size_t i = 0; i < x.size(); ++i)
-    x[i] = static_cast<float>(oracle::get(a.x, static_cast<std::int64_t>(i)) *
-                              (1 + (i % 3 - 1.0) * std::ldexp(1.0, kExponent)));
+    x[i] =
+        static_cast<float>(oracle::get(a.x, static_cast<std::int64_t>(i)) *
+                           (1 + (static_cast<double>(i % 3) - 1.0) * std::ldexp(1.0, kExponent)));
   AuraEncode::Args nearby = a;
   nearby.x = view(std::as_const(x).data(), d.tensor_shape());
   return plan->run(nearby);
@@ -543,7 +544,8 @@ Status attend_coarsely(const AuraAttentionDesc& d, const AuraAttention::Args& a,
 }
 
 TEST(OracleSelfTest, JudgesLogitsByWhatTheyDoToTheOutput) {
-  for (const auto& f : judge_bounded<AuraAttention>(attend_coarsely<22>, of_attention).failures)
+  // 29 bits: of tokens that are not coded the bound allows little more than f32's own rounding.
+  for (const auto& f : judge_bounded<AuraAttention>(attend_coarsely<29>, of_attention).failures)
     ADD_FAILURE() << f;
   EXPECT_FALSE(judge_bounded<AuraAttention>(attend_coarsely<8>, of_attention).failures.empty());
 }

@@ -231,6 +231,47 @@ TEST_F(Threads, AnExceptionOfARangeReachesTheCaller) {
   }
 }
 
+TEST_F(Threads, ATeamThatStaysAwakeDoesWhatOthersDo) {
+  set_num_threads(4);
+  std::vector<std::int64_t> sums(1000);
+  cpu::keep_team_awake([&] {
+    EXPECT_EQ(team_size(), 4);
+    for (int region = 0; region < 300; ++region) {
+      // Sizes that take some of its threads, all of them, or the caller alone.
+      const std::int64_t n = 1 + region % 7;
+      cpu::parallel(n, 1, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t i = begin; i < end; ++i) sums[static_cast<std::size_t>(i)] += i + 1;
+        if (n > 1) EXPECT_EQ(num_threads(), 1);  // otherwise there is no region
+      });
+    }
+    const ThreadCount fewer(2);
+    EXPECT_EQ(team_size(), 2);
+    const ThreadCount more(6);  // than are awake
+    EXPECT_EQ(team_size(), 6);
+    cpu::keep_team_awake([&] { EXPECT_EQ(team_size(), 6); });
+    EXPECT_TRUE(cpu::parallel_queue(50, 4, [&](std::int64_t i, std::int64_t) -> Status {
+                  sums[static_cast<std::size_t>(i)] += 1;
+                  return {};
+                }).ok());
+  });
+  EXPECT_EQ(sums[0], 301);
+  EXPECT_EQ(sums[6], 300 / 7 * 7 + 1);
+  EXPECT_EQ(sums[49], 1);
+  EXPECT_EQ(team_size(), 4);
+}
+
+TEST_F(Threads, AnExceptionEndsATeamThatIsAwake) {
+  set_num_threads(3);
+  EXPECT_THROW(cpu::keep_team_awake([] { throw std::bad_alloc(); }), std::bad_alloc);
+  EXPECT_THROW(cpu::keep_team_awake([] {
+                 cpu::parallel(3, 1, [](std::int64_t begin, std::int64_t) {
+                   if (begin == 2) throw std::bad_alloc();
+                 });
+               }),
+               std::bad_alloc);
+  EXPECT_EQ(team_size(), 3);
+}
+
 // Flush to zero, denormals are zero, other roundings, traps: as the program or a library of its may
 // have set them, in the calling thread, and from there in the threads of its team.
 TEST_F(Threads, TheCallersFloatModesDoNotMatterAndAreKept) {

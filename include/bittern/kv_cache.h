@@ -99,6 +99,7 @@ void visit_kv_tables(C& c, F&& f) {
 
 struct KvAttention {
   double scale = 0;      // of the logits; 0: 1 / sqrt(dim)
+  double softcap = 0;    // logits become softcap * tanh(logit / softcap); 0: none
   ConstView sinks = {};  // f32 [heads]; null: none
   bool causal = true;
   Preference preference = Preference::exact;

@@ -34,7 +34,9 @@ class [[nodiscard]] Status {
     if (rep_ != nullptr) hold();
   }
   Status(Status&& other) noexcept : rep_(std::exchange(other.rep_, nullptr)) {}
-  Status& operator=(Status other) noexcept {
+  // Two, not one by value: of `status = {code, text}` clang 14 never destroys a value parameter.
+  Status& operator=(const Status& other) noexcept { return *this = Status(other); }
+  Status& operator=(Status&& other) noexcept {
     std::swap(rep_, other.rep_);
     return *this;
   }

@@ -152,6 +152,7 @@ class KvCache:
         out: Any = None,
         *,
         scale: float | None = None,
+        softcap: float = 0.0,
         sinks: Any = None,
         causal: bool = True,
         preference: Literal["exact", "fastest"] = "exact",
@@ -159,10 +160,12 @@ class KvCache:
         """Attention of the newest tokens' queries, q [queries, heads, dim] or [heads, dim].
 
         Returns `out`, by default a new array of q's framework and dtype. `scale` multiplies the
-        logits: None or 0 is 1 / sqrt(dim). `sinks`, float32 [heads], is one more logit per head.
+        logits: None or 0 is 1 / sqrt(dim). A `softcap` other than 0 bounds them: they become
+        softcap * tanh(logit / softcap). `sinks`, float32 [heads], is one more logit per head.
         Without `causal` queries also see the tokens after their own.
         """
-        factor = 0.0 if scale is None else _field_value("KvCache", _SCALE, scale)
+        factor = 0.0 if scale is None else _field_value("KvCache", _ATTENTION["scale"], scale)
+        cap = _field_value("KvCache", _ATTENTION["softcap"], softcap)
         causal = _flag("KvCache: causal", causal)
         if not isinstance(preference, str):
             raise ValueError(f"KvCache: preference: {preference!r}, expected 'exact' or 'fastest'")
@@ -170,7 +173,7 @@ class KvCache:
         self._cache.check_query(tensor)
         if out is None:
             out = _new_array(q, tensor.shape, tensor.dtype)
-        self._cache.attend(tensor, out, sinks, factor, causal, _text(preference))
+        self._cache.attend(tensor, out, sinks, factor, cap, causal, _text(preference))
         return out
 
     def truncate(self, size: int) -> None:
@@ -263,7 +266,7 @@ def _parameter(name: str) -> property:
 _FIELDS = _bittern.kv_fields()
 _TABLES = tuple(f"{side}_{table}" for table in ("codebook", "table", "mean") for side in "kv")
 _PARAMETERS = tuple(f.name for f in _FIELDS) + _TABLES
-_SCALE = _fields_of("aura_attention")["scale"]
+_ATTENTION = _fields_of("aura_attention")
 
 for _class in (KvBytes, KvCache, KvCounts):
     _class.__module__ = "bittern"

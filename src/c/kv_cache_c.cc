@@ -237,6 +237,7 @@ bittern_code bittern_kv_cache_attend(const bittern_kv_cache* cache, const bitter
         if (sinks.data == nullptr) return refuse("sinks: null data, expected f32 [heads]");
       }
       attention = {.scale = how->scale,
+                   .softcap = how->softcap,
                    .sinks = sinks,
                    .causal = !how->not_causal,
                    .preference = static_cast<Preference>(how->preference)};

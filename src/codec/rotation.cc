@@ -4,21 +4,14 @@
 #include "codec/special.h"
 #include "core/float_mode.h"
 #include "core/guarded.h"
+#include "core/split_mix.h"
 
 namespace bittern {
 namespace {
 
-constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15u;
-
-std::uint64_t mix(std::uint64_t z) {  // SplitMix64's finaliser
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-  return z ^ (z >> 31);
-}
-
 std::vector<float> random_signs(std::int64_t dim, std::uint64_t seed) {
   std::vector<float> signs(static_cast<std::size_t>(dim));
-  std::uint64_t state = mix(seed + kGolden) | 1;
+  std::uint64_t state = split_mix(seed + kGolden) | 1;
   for (float& sign : signs) {
     state ^= state << 13;
     state ^= state >> 7;
@@ -44,7 +37,7 @@ class Gaussians {
 
  private:
   double uniform() {  // in [-1, 1)
-    return static_cast<double>(mix(state_ += kGolden) >> 11) * 0x1p-52 - 1;
+    return static_cast<double>(split_mix(state_ += kGolden) >> 11) * 0x1p-52 - 1;
   }
   std::uint64_t state_;
 };

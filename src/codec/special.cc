@@ -1,19 +1,12 @@
 #include "codec/special.h"
 
-#include <bit>
 #include <cmath>
 
 namespace bittern::codec {
 namespace {
 
-constexpr double kLn2High = 0x1.62e42fefp-1;              // its upper 32 bits: k * it is exact
-constexpr double kLn2Low = 0x1.473de6af278edp-34;         // ln 2 - kLn2High
 constexpr double kInverseSqrt2Pi = 0x1.9884533d43651p-2;  // (2 pi)^-1/2
 constexpr double kPi = 0x1.921fb54442d18p+1;
-
-double power_of_two(int k) {
-  return std::bit_cast<double>(static_cast<std::uint64_t>(k + 1023) << 52);
-}
 
 // base^(twice/2) for twice >= -1.
 double half_power(double base, std::int64_t twice) {
@@ -46,29 +39,6 @@ double beta_fraction(double a, double y) {
 }
 
 }  // namespace
-
-double exp(double x) {
-  const double k = std::floor(x / (kLn2High + kLn2Low) + 0.5);
-  const double r = (x - k * kLn2High) - k * kLn2Low;  // |r| <= 0.35
-  double sum = 1, term = 1;
-  for (int n = 1; n <= 18; ++n) sum += (term *= r / n);
-  return sum * power_of_two(static_cast<int>(k));
-}
-
-double log(double x) {
-  const auto bits = std::bit_cast<std::uint64_t>(x);
-  int k = static_cast<int>(bits >> 52) - 1023;
-  double m = std::bit_cast<double>((bits & 0xfffffffffffffu) | std::uint64_t{1023} << 52);
-  if (m > 1.4142135623730951) {
-    m /= 2;
-    ++k;
-  }
-  // log m = 2 artanh z
-  const double z = (m - 1) / (m + 1), z2 = z * z;
-  double sum = 0, power = z;
-  for (int n = 1; n <= 41; n += 2, power *= z2) sum += power / n;
-  return k * kLn2High + (k * kLn2Low + 2 * sum);
-}
 
 Coordinate::Coordinate(std::int64_t dim)
     : dim_(dim), end_(dim > 0 ? std::sqrt(static_cast<double>(dim)) : 38.0), constant_(0) {

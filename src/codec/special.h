@@ -2,10 +2,12 @@
 #pragma once
 #include <cstdint>
 
+#include "core/exp_log.h"
+
 namespace bittern::codec {
 
-double exp(double x);  // |x| < 700
-double log(double x);  // x > 0, normal
+using exp_log::exp;
+using exp_log::log;
 
 // The distribution of t = x sqrt(d), x a coordinate of a random unit vector in R^d; d = 0 means its
 // limit N(0, 1). The variance is 1 in either case. Every function is for t >= 0.

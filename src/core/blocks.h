@@ -38,33 +38,91 @@ inline int bits_of(std::uint8_t byte, int first, int count) {
   return byte >> first & ((1 << count) - 1);
 }
 
+// Where a code's bits are: its low bits, and those above them.
+struct CodeBits {
+  struct Part {
+    int byte, first, count;
+  };
+  Part low, high = {0, 0, 0};
+};
+constexpr CodeBits code_bits_at(BlockType type, int j) {
+  const int l = j % 32, h = j / 128, k = j / 32 % 4;
+  const CodeBits::Part half = {j % 16, j / 16 * 4, 4};  // Q4_0's, from byte 0 on
+  const auto from = [](int byte, CodeBits::Part part) {
+    return CodeBits::Part{byte + part.byte, part.first, part.count};
+  };
+  const CodeBits::Part pair = {32 * h + l, 2 * k, 2};
+  const CodeBits::Part half_k = {32 * (j / 64) + l, j / 32 % 2 * 4, 4};
+  switch (type) {
+    case BlockType::q4_0:
+    case BlockType::iq4_nl: return {from(2, half)};
+    case BlockType::q4_1: return {from(4, half)};
+    case BlockType::q5_0: return {from(6, half), {2 + j / 8, j % 8, 1}};
+    case BlockType::q5_1: return {from(8, half), {4 + j / 8, j % 8, 1}};
+    case BlockType::q8_0: return {{2 + j, 0, 8}};
+    case BlockType::q2_k: return {from(16, pair)};
+    case BlockType::q3_k: return {from(32, pair), {l, j / 32, 1}};
+    case BlockType::q4_k: return {from(16, half_k)};
+    case BlockType::q5_k: return {from(48, half_k), {16 + l, j / 32, 1}};
+    case BlockType::q6_k: return {{64 * h + j % 64, j / 64 % 2 * 4, 4}, from(128, pair)};
+    case BlockType::iq4_xs: return {{8 + j / 32 * 16 + j % 16, l / 16 * 4, 4}};
+    case BlockType::mxfp4: return {from(1, half)};
+  }
+  return {};
+}
+
+constexpr int block_code_bits(BlockType type) {
+  const CodeBits at = code_bits_at(type, 0);
+  return at.low.count + at.high.count;
+}
+
+// What the signed types subtract from a code. A byte of Q8_0 is a code less 128 already.
+constexpr int code_offset(BlockType type) {
+  switch (type) {
+    case BlockType::q4_0: return 8;
+    case BlockType::q5_0: return 16;
+    case BlockType::q8_0: return 128;
+    case BlockType::q3_k: return 4;
+    case BlockType::q6_k: return 32;
+    default: return 0;
+  }
+}
+
+// The values of a type with a table; null: it has none.
+constexpr const std::int8_t* code_values(BlockType type) {
+  switch (type) {
+    case BlockType::iq4_nl:
+    case BlockType::iq4_xs: return kIq4Values;
+    case BlockType::mxfp4: return kMxfp4Values;
+    default: return nullptr;
+  }
+}
+
+// The code of weight j, 0 .. 2^bits - 1.
+inline int unsigned_code(BlockType type, const std::uint8_t* block, int j) {
+  const CodeBits at = code_bits_at(type, j);
+  const int low = bits_of(block[at.low.byte], at.low.first, at.low.count);
+  const int high = bits_of(block[at.high.byte], at.high.first, at.high.count);
+  return (low | high << at.low.count) ^ (type == BlockType::q8_0 ? 128 : 0);
+}
+
+// The inverse, into zeros.
+inline void put_unsigned_code(BlockType type, std::uint8_t* block, int j, int code) {
+  const auto put = [&](const CodeBits::Part& part, int bits) {
+    const int kept = bits & ((1 << part.count) - 1);
+    block[part.byte] = static_cast<std::uint8_t>(block[part.byte] | kept << part.first);
+  };
+  const CodeBits at = code_bits_at(type, j);
+  if (type == BlockType::q8_0) code ^= 128;
+  put(at.low, code);
+  put(at.high, code >> at.low.count);
+}
+
 // The factor of s: the code, minus its offset in the signed types, or its value in the table.
 inline int block_code(BlockType type, const std::uint8_t* block, int j) {
-  const int l = j % 32, h = j / 128, k = j / 32 % 4;
-  const auto nibble = [&](const std::uint8_t* qs) { return bits_of(qs[j % 16], j / 16 * 4, 4); };
-  const auto bit = [&](const std::uint8_t* qh) { return bits_of(qh[j / 8], j % 8, 1); };
-  const auto pair = [&](const std::uint8_t* qs) { return bits_of(qs[32 * h + l], 2 * k, 2); };
-  const auto nibble_k = [&](const std::uint8_t* qs) {
-    return bits_of(qs[32 * (j / 64) + l], j / 32 % 2 * 4, 4);
-  };
-  switch (type) {
-    case BlockType::q4_0: return nibble(block + 2) - 8;
-    case BlockType::q4_1: return nibble(block + 4);
-    case BlockType::q5_0: return (nibble(block + 6) | bit(block + 2) << 4) - 16;
-    case BlockType::q5_1: return nibble(block + 8) | bit(block + 4) << 4;
-    case BlockType::q8_0: return static_cast<std::int8_t>(block[2 + j]);
-    case BlockType::q2_k: return pair(block + 16);
-    case BlockType::q3_k: return (pair(block + 32) | bits_of(block[l], j / 32, 1) << 2) - 4;
-    case BlockType::q4_k: return nibble_k(block + 16);
-    case BlockType::q5_k: return nibble_k(block + 48) | bits_of(block[16 + l], j / 32, 1) << 4;
-    case BlockType::q6_k:
-      return (bits_of(block[64 * h + j % 64], j / 64 % 2 * 4, 4) | pair(block + 128) << 4) - 32;
-    case BlockType::iq4_nl: return kIq4Values[nibble(block + 2)];
-    case BlockType::iq4_xs:
-      return kIq4Values[bits_of(block[8 + j / 32 * 16 + j % 16], l / 16 * 4, 4)];
-    case BlockType::mxfp4: return kMxfp4Values[nibble(block + 1)];
-  }
-  return 0;
+  const int code = unsigned_code(type, block, j);
+  const std::int8_t* values = code_values(type);
+  return values != nullptr ? values[code] : code - code_offset(type);
 }
 
 // The 6-bit scale and minimum of group i of 8, as Q4_K and Q5_K pack them.

@@ -14,10 +14,24 @@ HWY_BEFORE_NAMESPACE();
 namespace bittern {
 namespace HWY_NAMESPACE {
 
+// Powers of two by an instruction of AVX-512: v 2^n, rounded once, as the two products below are.
+template <class D>
+inline constexpr bool kScales = HWY_TARGET <= HWY_AVX3 && hn::MaxLanes(D()) == 16;
+
 template <class V>
 struct ExpParts {
-  V high, low, two_n0, two_n1;
+  V high, low;
+  V n, two_n0, two_n1;  // n with kScales, otherwise its powers
 };
+
+// v 2^n
+template <class D>
+HWY_INLINE hn::Vec<D> Scaled(D, hn::Vec<D> v, const ExpParts<hn::Vec<D>>& e) {
+#if HWY_TARGET <= HWY_AVX3
+  if constexpr (kScales<D>) return hn::Vec<D>{_mm512_scalef_ps(v.raw, e.n.raw)};
+#endif
+  return hn::Mul(hn::Mul(v, e.two_n0), e.two_n1);
+}
 
 template <class D>
 HWY_INLINE void SplitExp(D d, hn::Vec<D> shifted, hn::Vec<D> r, ExpParts<hn::Vec<D>>& out) {
@@ -32,6 +46,10 @@ HWY_INLINE void SplitExp(D d, hn::Vec<D> shifted, hn::Vec<D> r, ExpParts<hn::Vec
   const auto tail = hn::MulAdd(hn::Mul(r, r), q, hn::Sub(r, hn::Sub(line, one)));
   out.high = hn::Add(line, tail);
   out.low = hn::Sub(tail, hn::Sub(out.high, line));
+  if constexpr (kScales<D>) {
+    out.n = hn::Sub(shifted, set(math::kRounder));
+    return;
+  }
   const auto whole = hn::Sub(hn::BitCast(di, shifted), hn::BitCast(di, set(math::kRounder)));
   const auto half = hn::ShiftRight<1>(whole);
   const auto bias = hn::Set(di, 127);
@@ -48,10 +66,10 @@ HWY_INLINE hn::Vec<D> ClampExp(D d, hn::Vec<D> x, float least) {
   return hn::IfThenElse(hn::Lt(x, lowest), lowest, x);
 }
 
+// `x` is within the limits of ClampExp, or NaN.
 template <class D>
 HWY_INLINE void SplitExp(D d, hn::Vec<D> x, ExpParts<hn::Vec<D>>& out) {
   const auto set = [d](float c) HWY_ATTR { return hn::Set(d, c); };
-  x = ClampExp(d, x, math::kExpLeast);
   const auto rounder = set(math::kRounder);
   const auto shifted = hn::MulAdd(x, set(math::kLog2E), rounder);
   const auto n = hn::Sub(shifted, rounder);
@@ -63,8 +81,8 @@ HWY_INLINE void SplitExp(D d, hn::Vec<D> x, ExpParts<hn::Vec<D>>& out) {
 template <class D>
 HWY_INLINE hn::Vec<D> Exp(D d, hn::Vec<D> x) {
   ExpParts<hn::Vec<D>> e;
-  SplitExp(d, x, e);
-  return hn::Mul(hn::Mul(e.high, e.two_n0), e.two_n1);
+  SplitExp(d, ClampExp(d, x, math::kExpLeast), e);
+  return Scaled(d, e.high, e);
 }
 
 template <class D>
@@ -78,15 +96,16 @@ HWY_INLINE hn::Vec<D> Exp(D d, hn::Vec<D> x, hn::Vec<D> low) {
   const auto r = hn::Add(hn::MulAdd(n, set(-math::kLn2High), x), tail);
   ExpParts<hn::Vec<D>> e;
   SplitExp(d, shifted, r, e);
-  return hn::Mul(hn::Mul(e.high, e.two_n0), e.two_n1);
+  return Scaled(d, e.high, e);
 }
 
 template <class D>
 HWY_INLINE hn::Vec<D> Sigmoid(D d, hn::Vec<D> x) {
   ExpParts<hn::Vec<D>> parts;
-  SplitExp(d, hn::Or(x, hn::SignBit(d)), parts);
-  const auto e = hn::Mul(hn::Mul(parts.high, parts.two_n0), parts.two_n1);
-  const auto e_low = hn::Mul(hn::Mul(parts.low, parts.two_n0), parts.two_n1);
+  const auto minus = hn::Or(x, hn::SignBit(d)), least = hn::Set(d, math::kExpLeast);
+  SplitExp(d, hn::IfThenElse(hn::Lt(minus, least), least, minus), parts);
+  const auto e = Scaled(d, parts.high, parts);
+  const auto e_low = Scaled(d, parts.low, parts);
   const auto one = hn::Set(d, 1.0f);
   const auto divisor = hn::Add(one, e);
   const auto divisor_low = hn::Add(hn::Add(hn::Sub(one, divisor), e), e_low);
@@ -110,6 +129,22 @@ template <class D>
 HWY_INLINE hn::Vec<D> SiluSlope(D d, hn::Vec<D> x, hn::Vec<D> sigmoid_of_x) {
   const auto one = hn::Set(d, 1.0f);
   return hn::Mul(sigmoid_of_x, hn::MulAdd(x, hn::Sub(one, sigmoid_of_x), one));
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> Tanh(D d, hn::Vec<D> x) {
+  const auto set = [d](float c) HWY_ATTR { return hn::Set(d, c); };
+  const auto a = hn::Abs(x);
+  const auto square = hn::Mul(a, a);
+  auto p = hn::MulAdd(set(math::tanh_term(4)), square, set(math::tanh_term(3)));
+  p = hn::MulAdd(p, square, set(math::tanh_term(2)));
+  p = hn::MulAdd(p, square, set(math::tanh_term(1)));
+  p = hn::MulAdd(p, square, set(math::tanh_term(0)));
+  const auto near = hn::MulAdd(hn::Mul(a, square), p, a);
+  const auto e = Exp(d, hn::Add(a, a));
+  const auto one = set(1.0f);
+  const auto far = hn::Sub(one, hn::Div(set(2.0f), hn::Add(e, one)));
+  return hn::CopySignToAbs(hn::IfThenElse(hn::Lt(a, set(math::kTanhSmall)), near, far), x);
 }
 
 // log1p(e^x) in f64 lanes.

@@ -5,14 +5,14 @@
 #include <limits>
 #include <vector>
 
-#include "core/math.h"
+#include "core/activations.h"
 #include "cpu/dispatch.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/math_test.cc"
 #include "hwy/foreach_target.h"
 // after foreach_target.h
-#include "cpu/math-inl.h"
+#include "cpu/activations-inl.h"
 
 #if BITTERN_SIMD
 HWY_BEFORE_NAMESPACE();
@@ -32,7 +32,10 @@ void Evaluate(int function, const float* x, std::int64_t n, float* y) {
       case 3: hn::StoreU(SiluSlope(d, v, Sigmoid(d, v)), d, y + i); break;
       case 4: hn::StoreU(Softplus(d, v), d, y + i); break;
       case 5: hn::StoreU(Exp(d, v, hn::Set(d, 0.11f)), d, y + i); break;
-      default: hn::StoreU(Exp(d, v, hn::Set(d, -0.0625f)), d, y + i); break;
+      case 6: hn::StoreU(Exp(d, v, hn::Set(d, -0.0625f)), d, y + i); break;
+      case 7: hn::StoreU(Tanh(d, v), d, y + i); break;
+      case 8: hn::StoreU(GeluTanh(d, v), d, y + i); break;
+      default: hn::StoreU(Gelu(d, v), d, y + i); break;
     }
   }
 }
@@ -53,9 +56,10 @@ struct Function {
   const char* name;
   float (*scalar)(float);
   double (*exact)(double);
-  double
-      ulps;  // the bounds core/math.h states: relative, and absolute (below -87, or without ulps)
+  // The bounds the headers state: relative, and absolute (below `from`, or without ulps).
+  double ulps;
   double absolute = 0;
+  float from = -87;
 };
 const Function kFunctions[] = {
     {"exp", [](float x) { return math::exp(x); }, [](double x) { return std::exp(x); }, 1.0},
@@ -79,6 +83,14 @@ const Function kFunctions[] = {
      [](double x) { return std::exp(x + static_cast<double>(0.11f)); }, 1.0},
     {"exp_less_a_part", [](float x) { return math::exp(x, -0.0625f); },
      [](double x) { return std::exp(x - 0.0625); }, 1.0},
+    {"tanh", math::tanh, [](double x) { return std::tanh(x); }, 1.4},
+    {"gelu_tanh", math::gelu_tanh,
+     [](double x) {
+       return x / (1 + std::exp(-2 * 0.79788456080286535588 * (x + 0.044715 * x * x * x)));
+     },
+     4.0, 0x1p-24, -1},
+    {"gelu", math::gelu, [](double x) { return x * std::erfc(-x * 0.70710678118654752440) / 2; },
+     10.0, 0x1p-126, -13},
 };
 
 std::vector<float> inputs() {
@@ -89,7 +101,8 @@ std::vector<float> inputs() {
   for (int i = -110 * 4096; i < 110 * 4096; ++i)
     x.push_back(static_cast<float>(i) * 0x1.00002p-12f);
   for (const float at :
-       {0.0f, 20.0f, -104.0f, 89.0f, 88.72284f, -87.33654f, -103.97208f,
+       {0.0f, 20.0f, -104.0f, 89.0f, 88.72284f, -87.33654f, -103.97208f, math::kTanhSmall,
+        -math::kTanhSmall, math::kGeluMost, -math::kGeluMost,
         std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity()}) {
     float up = at, down = at;
     for (int i = 0; i < 32; ++i) {
@@ -126,7 +139,7 @@ TEST(Math, IsWithinItsBounds) {
         EXPECT_TRUE(std::isnan(y)) << f.name << " of " << x;
         continue;
       }
-      if (f.absolute > 0 && (f.ulps == 0 || x < -87)) {
+      if (f.absolute > 0 && (f.ulps == 0 || x < f.from)) {
         const double error = std::abs(static_cast<double>(y) - exact);
         if (std::isfinite(x)) wrong += !(error <= f.absolute);
         continue;
@@ -165,6 +178,14 @@ TEST(Math, SpecialValues) {
   EXPECT_EQ(math::softplus(inf), inf);
   EXPECT_EQ(math::softplus(20.0f), 20.0f);
   EXPECT_EQ(math::softplus(0x1.400002p4f), 0x1.400002p4f);
+  EXPECT_EQ(math::tanh(inf), 1.0f);
+  EXPECT_EQ(math::tanh(-inf), -1.0f);
+  EXPECT_EQ(math::tanh(-0x1p-149f), -0x1p-149f);
+  EXPECT_TRUE(std::signbit(math::tanh(-0.0f)));
+  EXPECT_EQ(math::gelu(inf), inf);
+  EXPECT_EQ(math::gelu_tanh(inf), inf);
+  EXPECT_TRUE(std::isnan(math::gelu(-inf)));
+  EXPECT_TRUE(std::isnan(math::gelu_tanh(-inf)));
 }
 
 TEST(Math, SimdGivesTheScalarBits) {

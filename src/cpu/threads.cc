@@ -1,5 +1,6 @@
 #include <omp.h>
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -21,6 +22,7 @@
 #include "core/thread_count.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
+#include "hwy/cache_control.h"
 
 namespace bittern {
 namespace {
@@ -185,11 +187,105 @@ void FirstException::keep() noexcept {
 bool grain_ignored() { return split_always.load(std::memory_order_relaxed); }
 void ignore_grain(bool ignore) { split_always.store(ignore, std::memory_order_relaxed); }
 
+namespace {
+
 // GCC's runtime keeps a team's threads for the next team. In a forked child it waits for them too,
-// although they do not exist there.
+// although they do not exist there: from the first team on, such a child has one thread.
 void mind_forks() {
   [[maybe_unused]] static const int registered =
       pthread_atfork(nullptr, nullptr, [] { orphaned.store(true, std::memory_order_relaxed); });
+}
+
+// Threads that wait for the next region in a loop.
+class AwakeTeam {
+ public:
+  std::int64_t size() const { return workers_ + 1; }
+  void set_size(std::int64_t size) { workers_ = size - 1; }
+
+  // Of the caller: a region of up to size() threads.
+  void run(std::int64_t team, void (*call)(void*, std::int64_t), void* context) {
+    call_ = call;
+    context_ = context;
+    team_ = team;
+    busy_.store(workers_, std::memory_order_relaxed);
+    region_.fetch_add(1, std::memory_order_release);
+    call(context, 0);
+    wait([&] { return busy_.load(std::memory_order_acquire) == 0; });
+  }
+  void end() {
+    run(0, [](void*, std::int64_t) {}, nullptr);
+  }
+
+  // Of another thread: takes its part in all regions until the end.
+  void work(std::int64_t index) {
+    for (std::uint64_t seen = 0;; ++seen) {
+      wait([&] { return region_.load(std::memory_order_acquire) != seen; });
+      const std::int64_t team = team_;
+      if (index < team) call_(context_, index);
+      busy_.fetch_sub(1, std::memory_order_release);
+      if (team == 0) return;
+    }
+  }
+
+ private:
+  template <class Ready>
+  static void wait(const Ready& ready) {
+    constexpr int kPatience = 1 << 14;  // some hundred microseconds; then others may have the core
+    for (int i = 0; !ready(); ++i) {
+      if (i < kPatience) {
+        hwy::Pause();
+      } else {
+        sched_yield();
+      }
+    }
+  }
+
+  void (*call_)(void*, std::int64_t) = nullptr;
+  void* context_ = nullptr;
+  std::int64_t team_ = 0;
+  std::int64_t workers_ = 0;
+  alignas(64) std::atomic<std::uint64_t> region_{0};
+  alignas(64) std::atomic<std::int64_t> busy_{0};
+};
+
+thread_local AwakeTeam* awake = nullptr;  // of this thread
+
+}  // namespace
+
+std::int64_t grain_now() noexcept { return awake != nullptr ? kGrain / 16 : kGrain; }
+
+void run_team(std::int64_t team, void (*call)(void* context, std::int64_t t), void* context) {
+  if (awake != nullptr && team <= awake->size()) return awake->run(team, call, context);
+  mind_forks();
+#pragma omp parallel for num_threads(static_cast<int>(team)) schedule(static, 1)
+  for (std::int64_t t = 0; t < team; ++t) call(context, t);
+}
+
+void keep_team_awake(void (*f)(void* context), void* context) {
+  const int threads = num_threads();
+  if (threads == 1 || awake != nullptr) return f(context);
+  mind_forks();
+  AwakeTeam team;
+  FirstException thrown;
+#pragma omp parallel num_threads(threads)
+  {
+    const int index = omp_get_thread_num();
+    if (index == 0) team.set_size(omp_get_num_threads());  // which may be fewer
+#pragma omp barrier
+    if (index == 0) {
+      awake = &team;
+      try {
+        f(context);
+      } catch (...) {
+        thrown.keep();
+      }
+      awake = nullptr;
+      team.end();
+    } else {
+      team.work(index);
+    }
+  }
+  thrown.rethrow();
 }
 
 }  // namespace cpu

@@ -61,4 +61,43 @@ void aim_mask(const ConstView& mask, Rng& rng) {
   for (std::int64_t i = 0; i < mask.shape.numel(); ++i) put(mask, i, rng.chance(5) ? 0 : 1);
 }
 
+void aim_blocks(BlockType type, const ConstView& blocks, Rng& rng) {
+  const BlockSize size = block_size(type);
+  const auto aim = [&](std::uint8_t* at) {
+    if (rng.chance(2)) return;
+    const f16 x = to_f16(static_cast<float>(rng.normal() * 0.01));
+    std::memcpy(at, &x, sizeof x);
+  };
+  if (blocks.shape[1] == 0) return;
+  for (std::int64_t i = 0; i < blocks.shape[0]; ++i) {
+    for (std::int64_t k = 0; k < blocks.shape[1] / size.bytes; ++k) {
+      auto* block = data<std::uint8_t>(blocks) + i * blocks.row_stride() + k * size.bytes;
+      switch (type) {
+        case BlockType::q4_1:
+        case BlockType::q5_1:
+        case BlockType::q4_k:
+        case BlockType::q5_k: aim(block + 2); [[fallthrough]];
+        case BlockType::q4_0:
+        case BlockType::q5_0:
+        case BlockType::q8_0:
+        case BlockType::iq4_nl:
+        case BlockType::iq4_xs: aim(block); break;
+        case BlockType::q2_k: aim(block + 80); [[fallthrough]];
+        case BlockType::q3_k:
+        case BlockType::q6_k: aim(block + size.bytes - 2); break;
+        case BlockType::mxfp4: {
+          // Scales whose weights are ordinary, or the first and the last there are.
+          constexpr std::uint8_t kEnds[] = {0, 1, 2, 3, 252, 253, 254, 255};
+          if (rng.chance(2)) {
+            *block = static_cast<std::uint8_t>(100 + rng.below(60));
+          } else if (rng.chance(2)) {
+            *block = kEnds[rng.below(8)];
+          }
+          break;
+        }
+      }
+    }
+  }
+}
+
 }  // namespace bittern::oracle

@@ -1,5 +1,6 @@
 // Puts inputs where kernels go wrong. A family's own aims are in its folder.
 #pragma once
+#include "core/blocks.h"
 #include "oracle/oracle.h"
 
 namespace bittern::oracle {
@@ -18,5 +19,9 @@ void aim_values(const ConstView& x, double size, Rng& rng);
 
 // A mask of ones with some zeros, if there is a mask.
 void aim_mask(const ConstView& mask, Rng& rng);
+
+// Rows of GGUF's blocks. Random bytes hold every code; of the scales they would make mostly odd
+// numbers, so half of them become ordinary ones: then roundings and differences s q - m show.
+void aim_blocks(BlockType type, const ConstView& blocks, Rng& rng);
 
 }  // namespace bittern::oracle

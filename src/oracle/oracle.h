@@ -82,6 +82,15 @@ class Judge {
 
 // ---- supplied by each op's <op>_cases.cc ----
 
+// What a case's speed on the CPU is compared with.
+enum class BenchLimit {
+  usual,  // the copy, or for an op with flops() the GEMM of its dtype
+  read,   // reading alone; calls take turns with several sets of operands, so that all come from
+          // memory
+  f32,    // the f32 multiply-adds that the CPU does at best
+  int8,   // those of bytes
+};
+
 template <class Desc>
 struct BenchCase {
   std::string label;  // "f32->s8 group 128"
@@ -93,6 +102,7 @@ struct BenchCase {
   const char* left_out = "";  // optional operands, separated by spaces
   Preference preference = Preference::exact;
   bool gpu_only = false;  // of a GPU's size: not run on the CPU
+  BenchLimit limit = BenchLimit::usual;
 };
 
 #define BITTERN_OP(T, f, CPU, CUDA)                  \

@@ -211,8 +211,7 @@ Status Plan<Op>::can_implement(const Args& args) const noexcept try {
         !plan_detail::splits_rows(v.shape, expected)) {
       const std::string hint = plan_detail::shape_hint<Op>(desc_, operand, v.shape);
       if (!hint.empty()) {
-        // Not status = {...}: clang 14 then never destroys the parameter of operator=.
-        status = Status(status.code(), std::string(status.message()).append(": ").append(hint));
+        status = {status.code(), std::string(status.message()).append(": ").append(hint)};
       }
     }
     if (extent.begin != nullptr) {

@@ -70,7 +70,7 @@ def to_numpy(array):
     return np.asarray(array, np.float32)
 
 
-def attention(q, k, v, scale=None, sinks=None, causal=True, window=0):
+def attention(q, k, v, scale=None, softcap=0, sinks=None, causal=True, window=0):
     """Softmax attention in f64: q [queries, heads, dim] of the last tokens of k and v."""
     count, heads, dim = q.shape
     tokens, kv_heads, _ = k.shape
@@ -86,6 +86,8 @@ def attention(q, k, v, scale=None, sinks=None, causal=True, window=0):
         for h in range(heads):
             kv = h // (heads // kv_heads)
             logits = k[seen, kv] @ q[i, h] * (scale or dim**-0.5)
+            if softcap:
+                logits = softcap * np.tanh(logits / softcap)
             if sinks is not None:
                 logits = np.append(logits, sinks[h])
             p = np.exp(logits - logits.max())
@@ -155,7 +157,7 @@ def test_attention_is_softmax_over_what_read_gives():
         k, v = decoded(cache)
         q = queries(4)
         window = cache.window
-        for how in ({}, {"scale": 0.3}, {"sinks": sinks}, {"causal": False}):
+        for how in ({}, {"scale": 0.3}, {"softcap": 0.7}, {"sinks": sinks}, {"causal": False}):
             want = attention(q, k, v, window=window, **how)
             assert np.allclose(cache.attend(q, **how), want, rtol=0, atol=2e-5), (config, how)
 
@@ -622,6 +624,8 @@ def test_operands_that_are_wrong():
         ({"scale": np.nan}, "scale: nan, expected a number that is finite in f32"),
         ({"scale": 1e300}, "scale: 1e+300, expected a number that is finite in f32"),
         ({"scale": True}, "scale: True, expected a number"),
+        ({"softcap": "x"}, "softcap: 'x', expected a number"),
+        ({"softcap": -1.0}, "softcap: -1, expected 0 or a positive normal number of f32"),
         ({"causal": "no"}, "causal: 'no', expected True or False"),
         ({"causal": None}, "causal: None, expected True or False"),
         ({"preference": "best"}, "preference: best, expected exact or fastest"),

@@ -67,6 +67,7 @@ bittern_code bittern_kv_cache_truncate(bittern_kv_cache* cache, int64_t size);
 /* All zeros: the defaults. */
 typedef struct {
   double scale;                  /* of the logits; 0: 1 / sqrt(dim) */
+  double softcap;                /* logits become softcap * tanh(logit / softcap); 0: none */
   const bittern_tensor* sinks;   /* f32 [heads]; NULL: none */
   bool not_causal;               /* queries also see the tokens after their own */
   bittern_preference preference; /* BITTERN_EXACT */

@@ -3,6 +3,8 @@
 //   out[s,i,h] = sum_t p_t v_t / l      p_t = exp(x_t - m)      l = sum_t p_t      m = max_t x_t
 //   x_t = scale * q[s,i,h] . k_t        over the tokens t that query i sees
 //
+// With a softcap > 0 (Gemma 2), softcap * tanh(x_t / softcap) takes the place of x_t.
+//
 // A sequence's tokens are numbered 0, 1, ... through three regions, each of which may be empty:
 //
 //   first    lengths[s,0] tokens kept as they were, rows of k_first and v_first
@@ -16,15 +18,18 @@
 // value is a row of zeros.
 //
 // Centring: codes hold k - k_mean and v - v_mean. q . k_mean is the same for every coded token. If
-// there are only coded tokens it cancels, and k_mean may be left out. If k_mean is given, q .
-// k_mean is added to the logits of coded tokens, so that they compare with sinks and with the other
-// regions, which are not centred. v_mean is added in proportion to the coded tokens' share of l.
+// there are only coded tokens and no softcap it cancels, and k_mean may be left out. If k_mean is
+// given, q . k_mean is added to the logits of coded tokens, so that they compare with sinks and
+// with the other regions, which are not centred. v_mean is added in proportion to the coded tokens'
+// share of l.
 //
 // The order of operations, all in f32, exp as in core/math.h:
 //
 //   a = q * scale        r = P_k a (bittern/aura_desc.h)        b = a . k_mean, or 0
 //   coded:          x_t = fma(r . c, k_scale_t, b)    element j in accumulator (j / 8) mod 16
 //   first, recent:  x_t = a . k_t                     element j in accumulator j mod 16; so in b
+//
+//   with a softcap: x_t = softcap * tanh(x_t / softcap)  tanh as in core/math.h; not for sinks
 //
 // where a dot has 16 accumulators, acc = fma(a_j, k_j, acc) from 0 with j ascending, which the
 // halving tree adds. A region is cut into splits of 256 tokens from its first on. In each, over the
@@ -48,13 +53,14 @@
 // out = (u + o_exact) / l, or 0 if l = 0. A row or scale that is not finite affects only the
 // queries that see it.
 //
-// Kernel cpu_int8 (k_bits 4, Preference::fastest) takes r and c as 16-bit integers of full scale
-// 32512, in two bytes each, and leaves out the product of the lower bytes. On AVX-512 and with
-// v_bits 4 it also takes w and the centroids y of V as integers: y of full scale 2047, w in units
-// of max(max|w| / 32767, sum|w| / 2^19) of its split. Its ErrorNorm is `terms`, and error_bound is
-// e = 1 / 32512. For one query let h_t = p_t / l be its weights, S the number of splits with a
-// token seen, R = max|r_j|, K = max|k_codebook| and Y = max|v_codebook|, each at least 2^-126.
-// Then:
+// Kernel cpu_int8 (k_bits 4, Preference::fastest) computes as the exact one does where a KV head
+// has 10 or more query rows (queries * heads / kv_heads). With fewer it takes r and c as 16-bit
+// integers of full scale 32512, in two bytes each, and leaves out the product of the lower bytes.
+// On AVX-512 and with v_bits 4 it also takes w and the centroids y of V as integers: y of full
+// scale 2047, w in units of max(max|w| / 32767, sum|w| / 2^19) of its split. Its ErrorNorm is
+// `terms`, and error_bound is e = 1 / 32512. For one query let h_t = p_t / l be its weights, S the
+// number of splits with a token seen, R = max|r_j|, K = max|k_codebook| and Y = max|v_codebook|,
+// each at least 2^-126. Then:
 //
 //   X_t  = (1 + S) (1 + max|x|) / 32. For a coded token add
 //          |k_scale_t| (K sum|r_j| / 2 + R sum|c_tj| / 2 + (1.1 + dim / 4096) dim R K).
@@ -97,6 +103,7 @@ struct AuraAttentionDesc {
   Rotation k_rotation = Rotation::hadamard;
   Rotation v_rotation = Rotation::hadamard;
   double scale = 0;
+  double softcap = 0;
   std::int64_t window = 0;
   bool window_keeps_first = false;
   bool causal = true;
@@ -183,6 +190,7 @@ struct AuraAttention {
     f("k_rotation", d.k_rotation, "rotation of K (hadamard takes signs, dense a matrix)");
     f("v_rotation", d.v_rotation, "rotation of V (hadamard takes signs, dense a matrix)");
     f("scale", d.scale, "factor of the logits (0: 1 / sqrt(dim))");
+    f("softcap", d.softcap, "bound of the logits: softcap * tanh(logit / softcap) (0: none)");
     f("window", d.window, "number of tokens that a query sees (0: all)");
     f("window_keeps_first", d.window_keeps_first,
       "let queries see the first tokens outside the window too");

@@ -14,11 +14,11 @@
 //          MLX's Metal and CUDA kernels differ in three ways: they round half away, start the
 //          maximum at 0 (so an all-negative group gets another scale), and clamp only above.
 //
-// lsq      from minmax's s, b and q, at most 20 times: fit s, b to the codes by least squares
-//          (weighted by `importance` where given), round them to their dtype, re-quantise as minmax
-//          does; stop when s and b (hence the codes) no longer change, or when the fit has no
-//          finite s > 0. The squared error sum c (w - fma(q, s, b))^2 is never more than minmax's:
-//          a group keeps minmax's result unless the fit gains at least one part in 2^20.
+// lsq      from minmax's range and, up to 32 bins, from its middle 0.85, 0.7 and 0.55, at most 20
+//          times: fit s, b to the codes by least squares (weighted by `importance`), round them to
+//          their dtype, re-quantise as minmax does; stop when s and b no longer change, or the fit
+//          has no finite s > 0. The start with the least squared error sum c (w - fma(q, s, b))^2
+//          counts; minmax's result stays unless one gains at least one part in 2^20.
 //          docs/numerics.md gives the sums, their order and the proof.
 //
 // NaN weights get code 0. Infinite weights saturate to the end codes. No finite weight: s = 1,

@@ -187,6 +187,11 @@ Status AuraAttention::check(const Desc& d) noexcept try {
     BITTERN_TRY(expect_countable(kName, {8, d.sequences, d.kv_heads, tokens, kAuraMaxDim}));
   BITTERN_TRY(expect_countable(kName, {d.pages, d.kv_heads, d.page_size, kAuraMaxDim}));
   BITTERN_TRY(expect_finite_f32(kName, "scale", d.scale));
+  BITTERN_TRY(expect_finite_f32(kName, "softcap", d.softcap));
+  if (d.softcap != 0 && !(d.softcap >= 0x1p-126)) {
+    return fail(kName, "softcap",
+                number_text(d.softcap) + ", expected 0 or a positive normal number of f32");
+  }
   for (const auto& [field, dtype] : {std::pair{"element", d.element}, {"exact", d.exact}}) {
     if (dtype == DType::f32 || is_half(dtype)) continue;
     return unsupported(std::string(kName).append(": ").append(field).append(": ") + name(dtype) +

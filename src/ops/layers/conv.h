@@ -45,6 +45,12 @@ inline std::int64_t conv_tiles(const CausalConvDesc& d) {
   return (d.channels + kConvTile - 1) / kConvTile;
 }
 
+// What the forward takes at a time: taps of this many channels stay in L1.
+inline constexpr std::int64_t kConvSegment = 4 * kConvTile;
+inline std::int64_t conv_segments(const CausalConvDesc& d) {
+  return (d.channels + kConvSegment - 1) / kConvSegment;
+}
+
 inline bool conv_masked(const ConstView& mask, std::int64_t token) {
   return mask && mask.as<std::uint8_t>()[token] == 0;
 }

@@ -65,12 +65,12 @@ std::vector<GatedNormDesc> gated_norm_cases() {
   return cases;
 }
 
-void aim_norm_rows(const GatedNormDesc& d, const ConstView& x, Rng& rng) {
-  for (std::int64_t i = 0; i < d.rows; ++i) {
+void aim_norm_rows(const ConstView& x, std::int64_t dim, Rng& rng) {
+  for (std::int64_t i = 0; i < x.shape.numel() / dim; ++i) {
     if (!rng.chance(8)) continue;
     static constexpr double kSizes[] = {0, 1e-30, 1e18, 1e-4};
     const double size = kSizes[rng.below(std::size(kSizes))];
-    for (std::int64_t j = 0; j < d.dim; ++j) put(x, i * d.dim + j, size * rng.normal());
+    for (std::int64_t j = 0; j < dim; ++j) put(x, i * dim + j, size * rng.normal());
   }
 }
 

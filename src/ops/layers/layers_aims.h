@@ -9,6 +9,7 @@ std::vector<CausalConvDesc> causal_conv_cases();
 // Rows and lengths with every kind of tail, and rows of zeros, tiny or huge values among them.
 std::vector<GatedNormDesc> gated_norm_cases();
 
-void aim_norm_rows(const GatedNormDesc& d, const ConstView& x, Rng& rng);
+// x [rows, dim]
+void aim_norm_rows(const ConstView& x, std::int64_t dim, Rng& rng);
 
 }  // namespace bittern::oracle

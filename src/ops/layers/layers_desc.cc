@@ -1,14 +1,36 @@
-// When the descriptors of the convolution and the norm are well formed.
+// When the descriptors of the family are well formed.
 #include <algorithm>
 #include <cmath>
 
 #include "bittern/conv_desc.h"
+#include "bittern/layers_desc.h"
 #include "bittern/norm_desc.h"
 #include "core/expect.h"
 #include "core/float_mode.h"
 #include "core/guarded.h"
 
 namespace bittern {
+namespace {
+
+template <class Desc>
+Status expect_rows(std::string_view op, const Desc& d) {
+  BITTERN_TRY(expect_at_least(op, "rows", d.rows, 0));
+  BITTERN_TRY(expect_between(op, "dim", d.dim, 1, 1 << 20));
+  BITTERN_TRY(expect_no_f64(op, d.element));
+  return expect_countable(op, {d.rows, d.dim});
+}
+
+Status expect_eps(std::string_view op, double eps) {
+  if (!(eps >= 0) || !std::isfinite(static_cast<float>(eps))) {
+    return fail(op, "eps",
+                number_text(eps) +
+                    ", expected a number that is finite in f32 and at "
+                    "least 0");
+  }
+  return {};
+}
+
+}  // namespace
 
 Status check_causal_conv_desc(std::string_view op, const CausalConvDesc& d) noexcept try {
   BITTERN_TRY(check_sequences(op, d.rows()));
@@ -24,17 +46,56 @@ Status check_causal_conv_desc(std::string_view op, const CausalConvDesc& d) noex
 
 Status check_gated_norm_desc(std::string_view op, const GatedNormDesc& d) noexcept try {
   const FloatMode mode;
-  BITTERN_TRY(expect_at_least(op, "rows", d.rows, 0));
-  BITTERN_TRY(expect_between(op, "dim", d.dim, 1, 1 << 20));
-  BITTERN_TRY(expect_no_f64(op, d.element));
+  BITTERN_TRY(expect_rows(op, d));
   BITTERN_TRY(expect_between(op, "rounding", static_cast<std::int32_t>(d.rounding), 0, 1));
-  if (!(d.eps >= 0) || !std::isfinite(static_cast<float>(d.eps))) {
-    return fail(op, "eps",
-                number_text(d.eps) +
-                    ", expected a number that is finite in f32 and at "
-                    "least 0");
-  }
-  return expect_countable(op, {d.rows, d.dim});
+  return expect_eps(op, d.eps);
+} catch (...) {
+  return caught(op);
+}
+
+Status check_rms_norm_desc(std::string_view op, const RmsNormDesc& d) noexcept try {
+  const FloatMode mode;
+  BITTERN_TRY(expect_rows(op, d));
+  BITTERN_TRY(expect_between(op, "rounding", static_cast<std::int32_t>(d.rounding), 0, 1));
+  BITTERN_TRY(expect_finite_f32(op, "offset", d.offset));
+  return expect_eps(op, d.eps);
+} catch (...) {
+  return caught(op);
+}
+
+Status check_rope_desc(std::string_view op, const RopeDesc& d) noexcept try {
+  BITTERN_TRY(expect_at_least(op, "tokens", d.tokens, 0));
+  BITTERN_TRY(expect_at_least(op, "heads", d.heads, 0));
+  BITTERN_TRY(expect_between(op, "dim", d.dim, 1, 1 << 20));
+  BITTERN_TRY(expect_between(op, "rotary_dim", d.rotary_dim, 0, d.dim));
+  if (d.rotary_dim % 2 != 0)
+    return fail(op, "rotary_dim", std::to_string(d.rotary_dim) + ", expected an even number");
+  BITTERN_TRY(expect_finite_f32(op, "factor", d.factor));
+  BITTERN_TRY(expect_no_f64(op, d.element));
+  BITTERN_TRY(expect_between(op, "layout", static_cast<std::int32_t>(d.layout), 0, 1));
+  return expect_countable(op, {d.tokens, d.heads, d.dim});
+} catch (...) {
+  return caught(op);
+}
+
+Status check_gated_activation_desc(std::string_view op, const GatedActivationDesc& d) noexcept try {
+  BITTERN_TRY(expect_rows(op, d));
+  BITTERN_TRY(expect_between(op, "kind", static_cast<std::int32_t>(d.kind), 0, 2));
+  return expect_between(op, "rounding", static_cast<std::int32_t>(d.rounding), 0, 1);
+} catch (...) {
+  return caught(op);
+}
+
+Status check_log_softmax_desc(std::string_view op, const LogSoftmaxDesc& d) noexcept try {
+  const FloatMode mode;
+  BITTERN_TRY(expect_rows(op, d));
+  // Quotients by them stay within f32.
+  const auto ordinary = [](double v) { return v >= 0x1p-60 && v <= 0x1p60; };
+  if (d.softcap != 0 && !ordinary(d.softcap))
+    return fail(op, "softcap", number_text(d.softcap) + ", expected 0 or 2^-60..2^60");
+  if (!ordinary(d.temperature))
+    return fail(op, "temperature", number_text(d.temperature) + ", expected 2^-60..2^60");
+  return {};
 } catch (...) {
   return caught(op);
 }

@@ -396,11 +396,4 @@ __device__ Params<F> fit(const Params<F>& exact, const Stored& stored) {
   return {std::numeric_limits<F>::quiet_NaN(), 0};
 }
 
-constexpr int kMostFits = 20;
-
-// Is the fit kept?
-__device__ inline bool gains(double before, double after) {
-  return before >= 0x1p-800 && std::isfinite(before) && after < before * (1 - 0x1p-20);
-}
-
 }  // namespace bittern::affine

@@ -1,9 +1,10 @@
 // lsq of groups of 32, 64 and 128: a lane has a group, whose weights lie in shared memory. Sums are
 // then a lane's own affair, and the fit, which a group takes once a round, is a small part.
 //
-// Groups need 1 to 20 fits, 3.4 on average. A warp therefore has more slots for groups than lanes:
-// a lane that is done leaves codes in the slot and takes up a group that waits in another. When too
-// few wait, the whole warp writes out what is done and makes a new batch ready.
+// Groups need different numbers of fits from each of their starting ranges. A warp therefore has
+// more slots for groups than lanes: a lane that is done leaves codes in the slot and takes up a
+// group that waits in another. When too few wait, the whole warp writes out what is done and makes
+// a new batch ready.
 #pragma once
 #include <algorithm>
 
@@ -224,7 +225,8 @@ class LsqWarp {
     if (state_ == kIdle && rank < waiting_) {
       index_ = shared_.waiting[waiting_ - 1 - rank];
       const Slot& slot = shared_.slots[index_];
-      start_ = now_ = {slot.s, slot.b};
+      start_ = best_ = now_ = {slot.s, slot.b};
+      range_ = 0;
       sum_cu_ = slot.sum_cu;
       sum_c_ = slot.sum_c;
       fits_ = 0;
@@ -265,27 +267,27 @@ class LsqWarp {
         before.cq == totals_.cq && before.cqq == totals_.cqq && before.cqu == totals_.cqu;
     if (state_ == kFits && same) state_ = kDone;
     if (state_ == kStale) {
-      if (fits_ == 0) start_error_ = error();
-      state_ = kFits;
+      if (fits_ == 0 && range_ == 0) best_error_ = error();
+      state_ = fits_ == kNoMore ? kDone : kFits;
     }
   }
 
-  // Lanes that are done leave their results in their slots. One whose fit does not gain first gets
-  // minmax's codes again.
+  // Lanes that are done with a range go on with the next. After the last they leave their results
+  // in their slots; one whose best was another range first gets its codes again.
   __device__ void retire() {
-    const bool fitted = state_ == kDone && fits_ > 0 && fits_ != kNoMore;
-    Gain gain = fitted ? estimated_gain() : Gain::yes;
+    const bool fitted = state_ == kDone && fits_ != kNoMore;
+    Gain gain = fitted && (now_.s != best_.s || now_.b != best_.b) ? estimated_gain() : Gain::no;
     for (unsigned open = __ballot_sync(cuda::kWarp, gain == Gain::open); open != 0;
          open &= open - 1) {
       const int from = __ffs(static_cast<int>(open)) - 1;
       const bool gains = gains_by_definition(from);
       if (lane_ == from) gain = gains ? Gain::yes : Gain::no;
     }
-    if (gain == Gain::no) {
-      now_ = start_;
-      fits_ = kNoMore;
-      state_ = kStale;
+    if (gain == Gain::yes) {
+      best_ = now_;
+      best_error_ = error();
     }
+    if (fitted) next_range();
     const unsigned leaving = __ballot_sync(cuda::kWarp, state_ == kDone);
     if (state_ == kDone) {
       Slot& slot = shared_.slots[index_];
@@ -299,6 +301,23 @@ class LsqWarp {
     }
     spare_ += __popc(leaving);
     __syncwarp();
+  }
+
+  __device__ void next_range() {
+    // No fit comes about with a weight that is not finite.
+    const int ranges = std::isnan(sum_cu_) ? 1 : lsq_starts(p_.bins);
+    while (++range_ < ranges) {
+      const Params<float> next = lsq_start(start_, p_.bins, range_, Stored{p_.scale_element});
+      if (!(next.s > 0)) continue;
+      now_ = next;
+      fits_ = 0;
+      state_ = kStale;
+      return;
+    }
+    if (now_.s == best_.s && now_.b == best_.b) return;
+    now_ = best_;
+    fits_ = kNoMore;
+    state_ = kStale;
   }
 
   // The k-th V sums, one for each value of a row, together.
@@ -382,8 +401,8 @@ class LsqWarp {
 
   // Is the last fit kept? The errors are sums of c (w - fma(q, s, b))^2.
   __device__ bool gains_by_definition(int from) {
-    const Params<float> start{__shfl_sync(cuda::kWarp, start_.s, from),
-                              __shfl_sync(cuda::kWarp, start_.b, from)};
+    const Params<float> best{__shfl_sync(cuda::kWarp, best_.s, from),
+                             __shfl_sync(cuda::kWarp, best_.b, from)};
     const Params<float> now{__shfl_sync(cuda::kWarp, now_.s, from),
                             __shfl_sync(cuda::kWarp, now_.b, from)};
     const int index = __shfl_sync(cuda::kWarp, index_, from);
@@ -396,7 +415,7 @@ class LsqWarp {
         return kWeighted ? static_cast<double>(shared_.slots[index].c(j / V).at[j % V]) * (d * d)
                          : d * d;
       };
-      return {error(start), error(now)};
+      return {error(best), error(now)};
     });
     return gains(errors.at[0], errors.at[1]);
   }
@@ -425,18 +444,21 @@ class LsqWarp {
             sums * 0x1.8p-21f + integers * (kWeighted ? 0x1.8p-21f : 0x1p-22f)};
   }
 
-  // Is the last fit kept? Two ways to tell: by what the fits gained and storing s and b took away
-  // (new codes only lower the error further), and by the error before and after. Codes are those of
-  // the definition, but it squares f32 differences d, each off by at most 2^-24 (|b| + n s + |d|),
-  // and u is off by 2^-24 of itself. Where the errors are about equal, d is at most s on average.
+  // Is the last fit kept? Two ways to tell: of the first range by what the fits gained and storing
+  // s and b took away (new codes only lower the error further), and by the errors. Codes are those
+  // of the definition, but it squares f32 differences d, each off by at most 2^-24 (|b| + n s +
+  // |d|), and u is off by 2^-24 of itself. Where the errors are about equal, d is at most s on
+  // average.
   __device__ Gain estimated_gain() const {
-    const float unit = start_.s, b = fabsf(start_.b) + fabsf(now_.b);
-    if (!(unit > 0x1p-50f && unit < 0x1p50f && b < 0x1p12f * unit && now_.s < 2 * unit))
+    const float unit = start_.s, b = fabsf(start_.b) + fabsf(best_.b) + fabsf(now_.b);
+    if (!(unit > 0x1p-50f && unit < 0x1p50f && b < 0x1p12f * unit && now_.s < 2 * unit &&
+          best_.s < 2 * unit))
       return Gain::open;
     const Error now = error();
-    const float gain = start_error_.value - now.value, doubt = start_error_.doubt + now.doubt;
+    const float gain = best_error_.value - now.value, doubt = best_error_.doubt + now.doubt;
     const float rounding = sum_c_ * unit * (p_.n * unit + b) * 0x1p-20f;
-    if ((!kWeighted && gain_ > 2 * rounding) || gain > doubt + rounding) return Gain::yes;
+    if ((!kWeighted && range_ == 0 && gain_ > 2 * rounding) || gain > doubt + rounding)
+      return Gain::yes;
     return gain < -(doubt + rounding) ? Gain::no : Gain::open;
   }
 
@@ -449,13 +471,15 @@ class LsqWarp {
 
   int index_ = 0;                     // of the lane's slot
   Params<float> start_, now_, last_;  // minmax's, the codes', and those before (of halves)
+  Params<float> best_;                // of the ranges before
+  int range_ = 0;                     // the one it began from
   float sum_c_ = 0, sum_cu_ = 0;
   Totals totals_{};
   std::uint32_t codes_[kSize / 4];  // these and totals_ are those of now_, unless stale
   static constexpr int kNoMore = kMostFits + 1;
-  int fits_ = 0;         // kNoMore: minmax it is
-  Error start_error_{};  // of minmax
-  float gain_ = 0;       // of the fits, less what storing s and b took away
+  int fits_ = 0;  // kNoMore: the best it is
+  Error best_error_{};
+  float gain_ = 0;  // of the fits, less what storing s and b took away
   enum { kIdle, kStale, kFits, kDone } state_ = kIdle;  // stale: s and b are there, codes not yet
 };
 

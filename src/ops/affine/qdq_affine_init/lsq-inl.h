@@ -2,8 +2,9 @@
 //
 // A slot holds a group while it converges, W slots are a bank. A round quantises every slot's group
 // and leaves its sums as vectors; these are folded across lanes and the bank's W fits solved at
-// once. A group that is done is written out and its slot given to the next one, so no lane waits
-// for the slowest group. One bank's solution overlaps the other's rounds.
+// once. A group that is done begins anew from the next of its starting ranges; after the last one
+// its best is written out and its slot given to the next group, so no lane waits for the slowest
+// group. One bank's solution overlaps the other's rounds.
 #if defined(BITTERN_OPS_QDQ_AFFINE_INIT_LSQ_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef BITTERN_OPS_QDQ_AFFINE_INIT_LSQ_INL_H_
 #undef BITTERN_OPS_QDQ_AFFINE_INIT_LSQ_INL_H_
@@ -14,9 +15,11 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <iterator>
 #include <limits>
 
 #include "cpu/reduce-inl.h"
+#include "ops/affine/qdq_affine_init/affine_rules.h"
 #include "ops/affine/qdq_affine_init/group_params-inl.h"
 #include "ops/affine/qdq_affine_init/results-inl.h"
 
@@ -81,7 +84,8 @@ class Lsq {
         importance_(a.importance.as<float>()),
         size_(d.group_size),
         bins_(d.bins()),
-        n_(static_cast<F>(d.bins() - 1)) {}
+        n_(static_cast<F>(d.bins() - 1)),
+        starts_(affine::lsq_starts(d.bins())) {}
 
   void Block(const Weights<X>& weights, std::int64_t first, std::int64_t count, Chunk<X>& chunk,
              Results<F>& out) {
@@ -94,7 +98,10 @@ class Lsq {
       for (std::uint32_t m = done & kAllSlots; m != 0; m &= m - 1) {
         const int slot = std::countr_zero(m);
         const std::uint32_t bit = 1u << slot;
-        if ((bank.active & bit) != 0) Finish(bank, slot, out);
+        if ((bank.active & bit) != 0) {
+          if (NextStart(bank, slot)) continue;
+          Finish(bank, slot, out);
+        }
         bank.active &= ~bit;
         for (; next < count && (bank.active & bit) == 0; ++next) {
           const std::int64_t i = next % kSlots;
@@ -127,6 +134,12 @@ class Lsq {
   using D = Tag<F>;
   using V = Vector<F>;
 
+  // s, b and 1 / s of the ranges after the first; s is NaN where there is none.
+  static constexpr int kMoreStarts = affine::lsq_starts(2) - 1;
+  struct Starts {
+    HWY_ALIGN F s[kMoreStarts][kSlots] = {}, b[kMoreStarts][kSlots] = {};
+    HWY_ALIGN F inverse[kMoreStarts][kSlots] = {};
+  };
   struct Slot {
     HWY_ALIGN F w[kCapacity], u[kCapacity], q[kCapacity], c[kWeighted ? kCapacity : 1];
   };
@@ -138,7 +151,10 @@ class Lsq {
     // Of s; of s0, 0 where a weight is not ordinary.
     HWY_ALIGN F inverse[kSlots] = {}, inverse0[kSlots] = {};
     HWY_ALIGN F c[kSlots] = {}, cu[kSlots] = {}, rounds[kSlots] = {};  // c, cu: sums of c, of c u
-    double error0[kSlots];
+    int start[kSlots];                                                 // the range it began from
+    F best_s[kSlots], best_b[kSlots], best_inverse[kSlots];
+    double least[kSlots];  // their squared error
+    Starts starts;
     HWY_ALIGN F q[kSlots * kSlots] = {}, qq[kSlots * kSlots] = {}, qu[kSlots * kSlots] = {};
     Slot slots[kSlots];
   };
@@ -222,7 +238,7 @@ class Lsq {
   };
 
   HWY_NOINLINE void LoadChunk(const Weights<X>& weights, std::int64_t first, std::int64_t count,
-                              Chunk<X>& chunk, F* HWY_RESTRICT noughts) const {
+                              Chunk<X>& chunk, F* HWY_RESTRICT noughts) {
     V nought = hn::Load(D(), noughts);
     weights.Load(first, count, chunk);
     for (std::int64_t i = 0; i < kSlots; ++i) {
@@ -230,7 +246,27 @@ class Lsq {
       weights.Prefetch(chunk.w[i]);
     }
     ComputeParams(d_, chunk);
+    if (starts_ > 1) ComputeStarts(chunk);
     hn::Store(chunk.finite ? nought : hn::NaN(D()), D(), noughts);
+  }
+
+  // affine::lsq_start of all groups of the chunk.
+  HWY_INLINE void ComputeStarts(const Chunk<X>& chunk) {
+    const D d;
+    const V s0 = hn::Load(d, chunk.s), b0 = hn::Load(d, chunk.b), zero = hn::Zero(d);
+    const V range = hn::Mul(hn::Set(d, n_), s0);
+    const auto ordinary = hn::Ne(hn::Load(d, chunk.inverse), zero);
+    constexpr F kShares[] = {F(0.85), F(0.7), F(0.55)}, kShifts[] = {F(0.075), F(0.15), F(0.225)};
+    static_assert(std::size(kShares) == kMoreStarts);
+    for (int k = 0; k < kMoreStarts; ++k) {
+      const V s = RoundTo(d_.scale_element(), hn::Mul(s0, hn::Set(d, kShares[k])));
+      const V b = hn::Add(
+          RoundTo(d_.scale_element(), hn::Add(b0, hn::Mul(range, hn::Set(d, kShifts[k])))), zero);
+      const auto usable = hn::And(hn::Gt(s, zero), hn::IsFinite(b));
+      hn::Store(hn::IfThenElse(usable, s, hn::NaN(d)), d, chunk_starts_.s[k]);
+      hn::Store(b, d, chunk_starts_.b[k]);
+      hn::Store(hn::IfThenElseZero(ordinary, InverseOf<F>(s, b)), d, chunk_starts_.inverse[k]);
+    }
   }
 
   HWY_INLINE void Start(Bank& bank, int slot, const Chunk<X>& chunk, std::int64_t i,
@@ -258,10 +294,50 @@ class Lsq {
     bank.s[slot] = bank.s0[slot] = chunk.s[i];
     bank.b[slot] = bank.b0[slot] = chunk.b[i];
     bank.inverse[slot] = bank.inverse0[slot] = chunk.inverse[i];
+    for (int k = 0; k < kMoreStarts; ++k) {
+      bank.starts.s[k][slot] = chunk_starts_.s[k][i];
+      bank.starts.b[k][slot] = chunk_starts_.b[k][i];
+      bank.starts.inverse[k][slot] = chunk_starts_.inverse[k][i];
+    }
+    bank.start[slot] = 0;
+    Begin(bank, slot);
+    SetBest(bank, slot, Error(bank, slot));
+  }
+
+  HWY_INLINE void Begin(Bank& bank, int slot) const {
     bank.last_s[slot] = std::numeric_limits<F>::quiet_NaN();
     bank.rounds[slot] = 0;
     Round(bank, slot);
-    bank.error0[slot] = Error(bank, slot);
+  }
+  HWY_INLINE void SetBest(Bank& bank, int slot, double error) const {
+    bank.best_s[slot] = bank.s[slot];
+    bank.best_b[slot] = bank.b[slot];
+    bank.best_inverse[slot] = bank.inverse[slot];
+    bank.least[slot] = error;
+  }
+
+  // What the slot's group came to is compared with its best. False: it has no range left.
+  HWY_INLINE bool NextStart(Bank& bank, int slot) const {
+    if (!IsBest(bank, slot)) {
+      const double error = Error(bank, slot);
+      if (affine::gains(bank.least[slot], error)) SetBest(bank, slot, error);
+    }
+    // Nothing gains on an error that is 0 or not finite.
+    if (HWY_UNLIKELY(!(bank.least[slot] > 0 && bank.least[slot] <= max_finite<double>())))
+      return false;
+    while (++bank.start[slot] < starts_) {
+      const int k = bank.start[slot] - 1;
+      if (HWY_UNLIKELY(!(bank.starts.s[k][slot] > 0))) continue;
+      bank.s[slot] = bank.starts.s[k][slot];
+      bank.b[slot] = bank.starts.b[k][slot];
+      bank.inverse[slot] = bank.starts.inverse[k][slot];
+      Begin(bank, slot);
+      return true;
+    }
+    return false;
+  }
+  static HWY_INLINE bool IsBest(const Bank& bank, int slot) {
+    return bank.s[slot] == bank.best_s[slot] && bank.b[slot] == bank.best_b[slot];
   }
 
   // Codes for the slot's s and b, and their sums.
@@ -374,24 +450,20 @@ class Lsq {
   }
 
   HWY_INLINE void Finish(Bank& bank, int slot, Results<F>& out) const {
-    const double error = Error(bank, slot), error0 = bank.error0[slot];
     const std::int64_t g = bank.group[slot];
     const Slot& from = bank.slots[slot];
     HWY_ALIGN std::uint8_t padding[kSize != 0 ? 1 : kMaxGroup];
     // Slots finish in any order, so codes beyond a group's own must not be written.
     std::uint8_t* codes = out.codes + g * size();
     std::uint8_t* to = padded() == size() ? codes : padding;
-    if (HWY_LIKELY(error0 >= 0x1p-800 && error0 <= max_finite<double>() &&
-                   error < error0 * (1 - 0x1p-20))) {
-      out.s[g] = bank.s[slot];
-      out.b[g] = bank.b[slot];
+    out.s[g] = bank.best_s[slot];
+    out.b[g] = bank.best_b[slot];
+    if (IsBest(bank, slot)) {
       StoreCodes(size(), bins_, [&](std::int64_t i) HWY_ATTR { return IntegersOf(from.q + i); },
                  {to, false});
     } else {
-      out.s[g] = bank.s0[slot];
-      out.b[g] = bank.b0[slot];
-      Quantize<false, kOnce>(from.w, size(), bank.s0[slot], bank.b0[slot], bank.inverse0[slot],
-                             bins_, {to, false});
+      Quantize<false, kOnce>(from.w, size(), bank.best_s[slot], bank.best_b[slot],
+                             bank.best_inverse[slot], bins_, {to, false});
     }
     if (to != codes) std::memcpy(codes, to, static_cast<std::size_t>(size()));
   }
@@ -401,6 +473,8 @@ class Lsq {
   std::int64_t size_;
   std::int32_t bins_;
   F n_;
+  int starts_;
+  Starts chunk_starts_;
   Bank banks_[kBanks];
 };
 

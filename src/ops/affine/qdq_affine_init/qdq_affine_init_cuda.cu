@@ -170,20 +170,28 @@ class WarpGroup {
       const F c = importance(j);
       return {c, c * (weight(j) - start.b)};
     });
-    Params<F> now = start;
-    for (int round = 0; round < affine::kMostFits; ++round) {
-      const auto sums = cuda::warp_tree<F, 3>(p_.group_size, [&](int j) -> Sums<F, 3> {
-        if (j >= p_.group_size) return {};
-        const F q = static_cast<F>(code(j, now)), cq = importance(j) * q;
-        return {cq, cq * q, cq * (weight(j) - start.b)};
-      });
-      const Params<F> next = affine::fit(affine::least_squares(fixed.at[0], sums.at[0], sums.at[1],
-                                                               fixed.at[1], sums.at[2], start.b),
-                                         Stored{p_.scale_element});
-      if (!(next.s > 0) || (next.s == now.s && next.b == now.b)) break;
-      now = next;
+    double least = squared_error(start);
+    for (int k = 0; k < affine::lsq_starts(p_.bins); ++k) {
+      Params<F> now = affine::lsq_start(start, p_.bins, k, Stored{p_.scale_element});
+      if (!(now.s > 0)) continue;
+      for (int round = 0; round < affine::kMostFits; ++round) {
+        const auto sums = cuda::warp_tree<F, 3>(p_.group_size, [&](int j) -> Sums<F, 3> {
+          if (j >= p_.group_size) return {};
+          const F q = static_cast<F>(code(j, now)), cq = importance(j) * q;
+          return {cq, cq * q, cq * (weight(j) - start.b)};
+        });
+        const Params<F> next =
+            affine::fit(affine::least_squares(fixed.at[0], sums.at[0], sums.at[1], fixed.at[1],
+                                              sums.at[2], start.b),
+                        Stored{p_.scale_element});
+        if (!(next.s > 0) || (next.s == now.s && next.b == now.b)) break;
+        now = next;
+      }
+      const double error = squared_error(now);
+      if (!affine::gains(least, error)) continue;
+      least = error;
+      found_ = now;
     }
-    if (affine::gains(squared_error(start), squared_error(now))) found_ = now;
   }
 
   const Problem& p_;

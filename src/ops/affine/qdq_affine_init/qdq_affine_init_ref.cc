@@ -69,15 +69,23 @@ template <class S>
 void refine_lsq(Group<Math<S>>& g, std::int32_t bins) {
   using F = Math<S>;
   const Group<F> start = g;
-  for (int round = 0; round < 20; ++round) {
-    const Params<F> p = fit<S>(g, start.p.b);
-    if (!(p.s > 0) || (p.s == g.p.s && p.b == g.p.b)) break;
-    g.p = p;
-    quantize_minmax(g, bins, false);
+  double least = squared_error(start);
+  for (int k = 0; k < affine::lsq_starts(bins); ++k) {
+    Group<F> now = start;
+    now.p = affine::lsq_start(start.p, bins, k, affine::stored<S>);
+    if (!(now.p.s > 0)) continue;
+    quantize_minmax(now, bins, false);
+    for (int round = 0; round < affine::kMostFits; ++round) {
+      const Params<F> p = fit<S>(now, start.p.b);
+      if (!(p.s > 0) || (p.s == now.p.s && p.b == now.p.b)) break;
+      now.p = p;
+      quantize_minmax(now, bins, false);
+    }
+    const double error = squared_error(now);
+    if (!affine::gains(least, error)) continue;
+    least = error;
+    g = now;
   }
-  const double before = squared_error(start), after = squared_error(g);
-  const bool gained = before >= 0x1p-800 && std::isfinite(before) && after < before * (1 - 0x1p-20);
-  if (!gained) g = start;
 }
 
 template <class S>

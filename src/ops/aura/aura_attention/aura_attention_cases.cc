@@ -85,6 +85,55 @@ std::vector<AuraAttentionDesc> aura_attention_check_cases() {
          .scale = 0.25});
     add({.dim = 40, .capacity = page, .page_size = page, .pages = 2, .k_bits = 3, .v_bits = 6});
   }
+  // Soft caps that bend logits a little, a lot, and not at all.
+  for (const double softcap : {0.25, 2.0, 50.0, 1e30}) {
+    add({.queries = 2,
+         .heads = 2,
+         .dim = 16,
+         .capacity = 20,
+         .first = 3,
+         .recent = 5,
+         .softcap = softcap});
+  }
+  // Prompts: many rows together. Blocks that are not full, several splits, every kind of edge.
+  for (const std::int64_t group : {1, 3, 5, 16, 17}) {
+    add({.queries = 90 / group, .heads = group, .dim = 16, .first = 270});
+    add({.queries = 99 / group,
+         .heads = group,
+         .dim = 40,
+         .capacity = 30,
+         .first = 40,
+         .recent = 20});
+  }
+  for (const std::int64_t dim : {2, 7, 64, 72, 128, 200}) {
+    add({.queries = 20,
+         .heads = 2,
+         .dim = dim,
+         .capacity = dim % 3 == 2 ? 30 : 0,
+         .first = 30,
+         .recent = dim % 3 == 1 ? 20 : 0,
+         .k_bits = dim == 128 ? 8 : 3,
+         .v_bits = dim == 200 ? 6 : 4,
+         .k_rotation = Rotation::identity,
+         .v_rotation = Rotation::identity,
+         .softcap = dim == 64 ? 5.0 : 0.0});
+  }
+  for (const std::int64_t window : {1, 7, 20, 290}) {
+    for (const bool keeps : {false, true}) {
+      add({.sequences = 2,
+           .queries = 40,
+           .heads = 2,
+           .dim = 16,
+           .capacity = 60,
+           .first = 280,
+           .recent = 30,
+           .window = window,
+           .window_keeps_first = keeps,
+           .causal = window != 20});
+    }
+  }
+  add({.queries = 270, .dim = 16, .first = 260});
+  add({.queries = 40, .heads = 3, .kv_heads = 3, .dim = 16, .first = 260, .causal = false});
   return cases;
 }
 
@@ -141,6 +190,24 @@ std::vector<BenchCase<AuraAttentionDesc>> aura_attention_bench_cases() {
   d.queries = 256;
   d.capacity = 4096;
   add("4/4 bit prefill 256 queries", d);
+  // Plain caches of 9/3 heads of 64: a prompt, and a token after it.
+  const AuraAttentionDesc plain{.queries = 4096,
+                                .heads = 9,
+                                .kv_heads = 3,
+                                .dim = 64,
+                                .first = 4096,
+                                .k_rotation = Rotation::identity,
+                                .v_rotation = Rotation::identity,
+                                .exact = DType::f16};
+  add("f16 cache prompt 4096, 9/3 heads of 64", plain);
+  d = plain;
+  d.softcap = 50;
+  add("f16 cache prompt 4096, 9/3 heads of 64, softcap", d);
+  d = plain;
+  d.queries = 1;
+  add("f16 cache token, 9/3 heads of 64", d);
+  d.first = 1 << 18;  // beyond every cache
+  add("f16 cache token of 262144, 9/3 heads of 64", d);
   return cases;
 }
 
@@ -153,6 +220,7 @@ std::vector<AuraAttentionDesc> aura_attention_bounded_cases() {
       AuraAttentionDesc d{.queries = 1 + tokens % 3, .heads = 2, .dim = dim, .capacity = tokens};
       d.recent = tokens == 40 ? 5 : 0;
       d.v_bits = cases.size() % 4 == 3 ? 3 : 4;
+      d.softcap = cases.size() % 5 == 4 ? 1.5 : 0;
       if (hadamard_factor(dim) == 0) d.k_rotation = Rotation::identity;
       d.v_rotation = dim > 300 || cases.size() % 3 == 0 ? Rotation::identity : Rotation::dense;
       d.element = kElements[cases.size() % 3];
@@ -222,7 +290,10 @@ class AttentionBound {
         }
         const double k_scale = coded ? see(scale(t, false)) : 1;
         const double v_scale = coded ? see(scale(t, true)) : 1;
-        Token token{.x = coded ? x * k_scale + b : x,
+        double logit = coded ? x * k_scale + b : x;
+        limit(std::fabs(logit));
+        if (d.softcap != 0) logit = d.softcap * std::tanh(logit / d.softcap);
+        Token token{.x = logit,
                     .more = coded ? std::fabs(k_scale) * (k * sum_r / 2 + r_ * sum_c / 2 +
                                                           (1.1 + n / 4096) * n * r_ * k)
                                   : 0,

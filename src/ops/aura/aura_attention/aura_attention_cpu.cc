@@ -1,7 +1,8 @@
 // A task is a KV head with a block of queries. Threads take whole tasks, or, where tasks are few,
 // the splits of all of them. The parts, from the inside out: rows-inl.h, passes-inl.h, int8-inl.h,
-// split-inl.h.
+// block-inl.h, split-inl.h.
 #include <limits>
+#include <vector>
 
 #include "bittern/ops/aura_attention.h"
 #include "cpu/dispatch.h"
@@ -28,12 +29,14 @@ struct Task {
   std::int64_t first_row, rows;
 
   Task(const Work& w, std::int64_t index) {
-    const std::int64_t block = index % w.query_blocks(), at = index / w.query_blocks();
+    // The last queries first: they see the most tokens.
+    const std::int64_t heads = w.d.sequences * w.d.kv_heads;
+    const std::int64_t block = w.query_blocks() - 1 - index / heads, at = index % heads;
     s = at / w.d.kv_heads;
     head = at % w.d.kv_heads;
     query = block * w.queries_at_once();
     queries = std::min(w.queries_at_once(), w.d.queries - query);
-    first_row = (at * w.d.queries + query) * w.d.group();
+    first_row = w.by_split() ? (at * w.d.queries + query) * w.d.group() : 0;
     rows = queries * w.d.group();
   }
   std::int64_t query_of(const Work& w, std::int64_t row) const { return query + row / w.d.group(); }
@@ -74,10 +77,11 @@ void Prepare(const Work& w, const Task& task) {
       });
       std::copy_n(row.a, dim, rotated[i]);
     }
-    rotation.Apply(rotated[0], kAuraMaxDim, count, false);
+    if (w.coded_length() != 0) rotation.Apply(rotated[0], kAuraMaxDim, count, false);
     for (std::int64_t i = 0; i < count; ++i) {
       Record row(w, task.first_row + n + i);
-      for (std::int64_t j = 0; j < dim; ++j) row.r[CodedPosition(j)] = rotated[i][j];
+      for (std::int64_t j = 0; w.coded_length() != 0 && j < dim; ++j)
+        row.r[CodedPosition(j)] = rotated[i][j];
       const bool sink = w.a.sinks.data != nullptr;
       row.m = sink ? w.a.sinks.as<float>()[task.head * d.group() + (n + i) % d.group()]
                    : -std::numeric_limits<float>::infinity();
@@ -97,7 +101,8 @@ void Finish(const Work& w, const Task& task) {
     HWY_ALIGN float u[kRowsAtOnce][kAuraMaxDim];
     for (std::int64_t i = 0; i < count; ++i) {
       const Record row(w, task.first_row + n + i);
-      for (std::int64_t j = 0; j < d.dim; ++j) u[i][j] = row.o_coded[CodedPosition(j)];
+      for (std::int64_t j = 0; j < d.dim; ++j)
+        u[i][j] = w.coded_length() != 0 ? row.o_coded[CodedPosition(j)] : 0.0f;
     }
     rotation.Apply(u[0], kAuraMaxDim, count, true);
     for (std::int64_t i = 0; i < count; ++i) {
@@ -116,95 +121,124 @@ void Finish(const Work& w, const Task& task) {
   }
 }
 
-// Split `split` of a region by all rows of the task; merged(row, partial) follows for each row that
-// saw a token of it. to(row) is where its sums go.
+// The part of a split that a query sees.
+aura::Span SeenInSplit(const Work& w, const aura::Sequence& sequence, aura::Region region,
+                       std::int64_t split, std::int64_t query) {
+  const aura::Span all = sequence.seen(w.d, query, region);
+  return {std::max(all.begin, split * kSplit), std::min(all.end, (split + 1) * kSplit)};
+}
+
+// Split `split` of a region by all rows of the task. to(row) is where a row's sums go;
+// merged(row, count, partials) follows for each few rows.
 template <class To, class Merged>
 void RunSplit(const Work& w, Worker& worker, const Task& task, const aura::Sequence& sequence,
               aura::Region region, std::int64_t split, const To& to, const Merged& merged) {
   const auto seen_by = [&](std::int64_t row) {
-    const aura::Span all = sequence.seen(w.d, task.query_of(w, row), region);
-    return aura::Span{std::max(all.begin, split * kSplit), std::min(all.end, (split + 1) * kSplit)};
+    return SeenInSplit(w, sequence, region, split, task.query_of(w, row));
   };
-  for (std::int64_t row = 0, next; row < task.rows; row = next) {
+  float* partials[kRowsAtOnce];
+  std::int64_t row = 0;
+  if (task.rows >= kManyRows) {
+    // The first query sees the first token that any does, and so the last one the last.
+    worker.LoadSplit(task.s, task.head, sequence, region,
+                     {seen_by(0).begin, seen_by(task.rows - 1).end});
+    for (; task.rows - row >= kManyRows; row += kRowsAtOnce) {
+      const std::int64_t count = std::min(kRowsAtOnce, task.rows - row);
+      for (std::int64_t r = 0; r < count; ++r) partials[r] = to(row + r);
+      worker.Block(region, task.first_row, row, count, seen_by, partials);
+      merged(row, count, partials);
+    }
+  }
+  for (std::int64_t next; row < task.rows; row = next) {
     const aura::Span seen = seen_by(row);
     for (next = row + 1; next < task.rows && next < row + kRowsAtOnce && seen_by(next) == seen;)
       ++next;
+    for (std::int64_t r = row; r < next; ++r) Partial(partials[r - row] = to(r)).seen = 0;
     if (seen.empty()) continue;
-    float* partials[kRowsAtOnce];
-    for (std::int64_t r = row; r < next; ++r) partials[r - row] = to(r);
     worker.Split(task.s, task.head, sequence, region, seen, task.first_row + row, next - row,
                  partials);
-    for (std::int64_t r = row; r < next; ++r) merged(r, Partial(partials[r - row]));
+    merged(row, next - row, partials);
   }
 }
 
 constexpr aura::Region kInOrder[] = {aura::kFirst, aura::kCoded, aura::kRecent};
 
-// Whole tasks: splits are merged as they come.
-void RunTasks(const Work& w, std::int64_t begin, std::int64_t end) {
-  Worker worker(w);
-  HWY_ALIGN float sums[kRowsAtOnce][kUnit + kAuraMaxDim];
-  for (std::int64_t index = begin; index < end; ++index) {
-    const Task task(w, index);
-    const aura::Sequence sequence(w.d, w.a, task.s);
-    Prepare(w, task);
-    for (const aura::Region region : kInOrder) {
-      const std::int64_t splits = (sequence.tokens[region] + kSplit - 1) / kSplit;
-      for (std::int64_t split = 0; split < splits; ++split) {
-        RunSplit(
-            w, worker, task, sequence, region, split,
-            [&](std::int64_t row) { return sums[row % kRowsAtOnce]; },
-            [&](std::int64_t row, const Partial& partial) {
-              Record state(w, task.first_row + row);
-              Merge(w, region, partial, state);
-            });
-      }
-    }
-    Finish(w, task);
-  }
+// The splits of a region that some query of the task sees.
+aura::Span SplitsOf(const Work& w, const Task& task, const aura::Sequence& sequence,
+                    aura::Region region) {
+  const aura::Span some{sequence.seen(w.d, task.query, region).begin,
+                        sequence.seen(w.d, task.query + task.queries - 1, region).end};
+  if (some.empty()) return {};
+  return {some.begin / kSplit, (some.end + kSplit - 1) / kSplit};
 }
 
-// Few tasks: every (task, split) leaves its sums in the workspace...
+// A whole task: splits are merged as they come.
+void RunTask(const Work& w, std::int64_t slot, std::int64_t index) {
+  Work own = w;
+  own.records = w.slot(slot) + w.tiles_length();
+  Worker worker(own, w.slot(slot));
+  HWY_ALIGN float sums[kRowsAtOnce][kUnit + kAuraMaxDim];
+  const Task task(own, index);
+  const aura::Sequence sequence(own.d, own.a, task.s);
+  Prepare(own, task);
+  for (const aura::Region region : kInOrder) {
+    const aura::Span splits = SplitsOf(own, task, sequence, region);
+    if (splits.empty()) continue;
+    if (task.rows >= kManyRows) worker.LoadQueries(region, task.first_row, task.rows);
+    for (std::int64_t split = splits.begin; split < splits.end; ++split) {
+      RunSplit(
+          own, worker, task, sequence, region, split,
+          [&](std::int64_t row) { return sums[row % kRowsAtOnce]; },
+          [&](std::int64_t row, std::int64_t count, float* const* partials) {
+            Merge(own, region, task.first_row + row, count, partials);
+          });
+    }
+  }
+  Finish(own, task);
+}
+
+// Few tasks: every split of each leaves its sums in the workspace...
+void ListSplits(const Work& w, std::vector<SplitOfTask>& splits) {
+  for (std::int64_t index = 0; index < w.tasks(); ++index) {
+    const Task task(w, index);
+    const aura::Sequence sequence(w.d, w.a, task.s);
+    for (const aura::Region region : kInOrder) {
+      const aura::Span some = SplitsOf(w, task, sequence, region);
+      for (std::int64_t split = some.begin; split < some.end; ++split)
+        splits.push_back({index, region, split});
+    }
+  }
+}
 void PrepareTasks(const Work& w, std::int64_t begin, std::int64_t end) {
   for (std::int64_t index = begin; index < end; ++index) Prepare(w, Task(w, index));
 }
-void RunSplits(const Work& w, std::int64_t begin, std::int64_t end) {
-  Worker worker(w);
-  for (std::int64_t at = begin; at < end; ++at) {
-    const Task task(w, at / w.all_splits());
+void RunSplits(const Work& w, std::int64_t slot, const SplitOfTask* begin, const SplitOfTask* end) {
+  Worker worker(w, w.slot(slot));
+  for (const SplitOfTask* at = begin; at < end; ++at) {
+    const Task task(w, at->task);
     const aura::Sequence sequence(w.d, w.a, task.s);
-    const std::int64_t split = at % w.all_splits();
-    std::int64_t in_region = split;
-    aura::Region region = aura::kFirst;
-    for (const aura::Region r : kInOrder) {
-      region = r;
-      if (in_region < w.splits(r)) break;
-      in_region -= w.splits(r);
-    }
-    for (std::int64_t row = 0; row < task.rows; ++row)
-      Partial(w.partial(task.first_row + row, split)).seen = 0;
+    if (task.rows >= kManyRows) worker.LoadQueries(at->region, task.first_row, task.rows);
     RunSplit(
-        w, worker, task, sequence, region, in_region,
-        [&](std::int64_t row) { return w.partial(task.first_row + row, split); },
-        [](std::int64_t, const Partial&) {});
+        w, worker, task, sequence, at->region, at->split,
+        [&](std::int64_t row) { return w.partial(task.first_row + row, *at); },
+        [](std::int64_t, std::int64_t, float* const*) {});
   }
 }
 // ... which are merged afterwards, in the same order.
-void FinishTasks(const Work& w, std::int64_t begin, std::int64_t end) {
-  for (std::int64_t index = begin; index < end; ++index) {
-    const Task task(w, index);
-    for (std::int64_t row = task.first_row; row < task.first_row + task.rows; ++row) {
-      Record state(w, row);
-      std::int64_t split = 0;
-      for (const aura::Region region : kInOrder) {
-        for (std::int64_t n = 0; n < w.splits(region); ++n, ++split) {
-          const Partial partial(w.partial(row, split));
-          if (partial.seen != 0) Merge(w, region, partial, state);
-        }
-      }
+void FinishTasks(const Work& w, const std::vector<SplitOfTask>& splits, std::int64_t begin,
+                 std::int64_t end) {
+  for (const SplitOfTask& at : splits) {
+    if (at.task < begin || at.task >= end) continue;
+    const Task task(w, at.task);
+    for (std::int64_t row = 0; row < task.rows; row += kRowsAtOnce) {
+      const std::int64_t count = std::min(kRowsAtOnce, task.rows - row);
+      float* partials[kRowsAtOnce];
+      for (std::int64_t r = 0; r < count; ++r)
+        partials[r] = w.partial(task.first_row + row + r, at);
+      Merge(w, at.region, task.first_row + row, count, partials);
     }
-    Finish(w, task);
   }
+  for (std::int64_t index = begin; index < end; ++index) Finish(w, Task(w, index));
 }
 
 }  // namespace
@@ -219,8 +253,10 @@ namespace {
 
 using Op = AuraAttention;
 using aura::kSplit;
+using aura::SplitOfTask;
 using aura::Work;
-BITTERN_EXPORT(RunTasks);
+BITTERN_EXPORT(RunTask);
+BITTERN_EXPORT(ListSplits);
 BITTERN_EXPORT(PrepareTasks);
 BITTERN_EXPORT(RunSplits);
 BITTERN_EXPORT(FinishTasks);
@@ -231,37 +267,63 @@ Status supports_int8(const Op::Desc& d, Device) {
   return cpu::supported();
 }
 
+// Many rows are multiplied in f32, which is exact.
+Work make_work(const Op::Desc& d, const Op::Args& a, bool int8) {
+  Work w{d, a, int8, nullptr, nullptr, nullptr};
+  w.int8 = int8 && !w.many_rows();
+  return w;
+}
+
 template <bool kInt8>
 std::size_t workspace(const Op::Desc& d, Device) {
   const Op::Args none;
-  const Work w{d, none, kInt8, nullptr, nullptr};
-  return static_cast<std::size_t>(w.rows() * w.record_length() + w.partials_length()) *
-         sizeof(float);
+  const Work w = make_work(d, none, kInt8);
+  const std::int64_t slots = std::clamp<std::int64_t>(
+      num_threads(), 1, std::max<std::int64_t>(w.by_split() ? INT32_MAX : w.tasks(), 1));
+  return static_cast<std::size_t>(w.shared_length() + slots * w.slot_length()) * sizeof(float);
 }
 
 template <bool kInt8>
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
-  Work w{d, a, kInt8, static_cast<float*>(workspace.data), nullptr};
-  w.partials = w.records + w.rows() * w.record_length();
-  const std::int64_t tokens = std::max<std::int64_t>(d.first + d.capacity + d.recent, 1);
-  const auto share = [&](std::int64_t of) {  // tasks that are worth another thread
-    return std::max<std::int64_t>(cpu::kGrain / std::max<std::int64_t>(of, 1), 1);
+  Work w = make_work(d, a, kInt8);
+  w.records = static_cast<float*>(workspace.data);
+  w.partials = w.records + (w.shared_length() - w.partials_length());
+  w.slots = w.records + w.shared_length();
+  // The workspace was made when the plan was, perhaps for other threads than now.
+  const std::int64_t slots =
+      w.slot_length() == 0
+          ? INT32_MAX
+          : (static_cast<std::int64_t>(workspace.bytes / sizeof(float)) - w.shared_length()) /
+                w.slot_length();
+  const auto row_work = static_cast<double>(w.task_rows() * d.dim);
+  const auto team = [&](double work) {  // slots that are worth a thread
+    if (cpu::grain_ignored()) return slots;
+    return std::clamp<std::int64_t>(
+        static_cast<std::int64_t>(work / static_cast<double>(cpu::grain_now())), 1, slots);
   };
-  const std::int64_t row_work = d.group() * w.queries_at_once() * d.dim;
   if (!w.by_split()) {
-    cpu::parallel(w.tasks(), share(row_work * tokens), [&](std::int64_t begin, std::int64_t end) {
-      BITTERN_CALL(RunTasks)(w, begin, end);
-    });
-    return {};
+    const auto tokens = static_cast<double>(d.first + d.capacity + d.recent + 1);
+    return cpu::parallel_queue(w.tasks(), team(static_cast<double>(w.tasks()) * row_work * tokens),
+                               [&](std::int64_t index, std::int64_t slot) -> Status {
+                                 BITTERN_CALL(RunTask)(w, slot, index);
+                                 return {};
+                               });
   }
-  cpu::parallel(w.tasks(), share(row_work), [&](std::int64_t begin, std::int64_t end) {
+  std::vector<SplitOfTask> splits;
+  BITTERN_CALL(ListSplits)(w, splits);
+  const auto grain = std::max<std::int64_t>(
+      static_cast<std::int64_t>(static_cast<double>(cpu::grain_now()) / row_work), 1);
+  cpu::parallel(w.tasks(), grain, [&](std::int64_t begin, std::int64_t end) {
     BITTERN_CALL(PrepareTasks)(w, begin, end);
   });
-  cpu::parallel(
-      w.tasks() * w.all_splits(), share(row_work * kSplit),
-      [&](std::int64_t begin, std::int64_t end) { BITTERN_CALL(RunSplits)(w, begin, end); });
-  cpu::parallel(w.tasks(), share(row_work), [&](std::int64_t begin, std::int64_t end) {
-    BITTERN_CALL(FinishTasks)(w, begin, end);
+  const auto count = static_cast<std::int64_t>(splits.size());
+  cpu::parallel_slots(count, team(static_cast<double>(count * kSplit) * row_work),
+                      [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
+                        BITTERN_CALL(RunSplits)
+                        (w, slot, splits.data() + begin, splits.data() + end);
+                      });
+  cpu::parallel(w.tasks(), grain, [&](std::int64_t begin, std::int64_t end) {
+    BITTERN_CALL(FinishTasks)(w, splits, begin, end);
   });
   return {};
 }

@@ -80,7 +80,9 @@ class Attention {
     Row x;
     for (std::int64_t t = seen.begin; t < seen.end; ++t) {
       const float product = dot(q, row(region, t, false), coded ? 8 : 1);
-      x.push_back(coded ? std::fma(product, scale(t, false), b) : product);
+      const float logit = coded ? std::fma(product, scale(t, false), b) : product;
+      const auto cap = static_cast<float>(d_.softcap);
+      x.push_back(cap == 0 ? logit : cap * math::tanh(logit / cap));
     }
     Sums sums{kNone, 0, Row(q.size(), 0.0f)};
     for (const float logit : x) sums.m = logit > sums.m ? logit : sums.m;

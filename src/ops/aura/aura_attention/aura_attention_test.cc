@@ -110,7 +110,8 @@ class Decoded {
         double sum = 0;
         for (std::int64_t j = 0; j < d_.dim; ++j)
           sum += k[at(j)] * oracle::get(a_.q, ((s * d_.queries + i) * d_.heads + h) * d_.dim + j);
-        x.push_back(sum * (d_.scale == 0 ? 1 / std::sqrt(static_cast<double>(d_.dim)) : d_.scale));
+        sum *= d_.scale == 0 ? 1 / std::sqrt(static_cast<double>(d_.dim)) : d_.scale;
+        x.push_back(d_.softcap == 0 ? sum : d_.softcap * std::tanh(sum / d_.softcap));
         if (values != nullptr) values->push_back(row(s, head, region, t, true));
       }
     }
@@ -203,6 +204,16 @@ std::vector<Desc> varied() {
        .v_rotation = Rotation::identity,
        .scale = 0.3,
        .causal = false},
+      {.queries = 40,
+       .heads = 3,
+       .dim = 64,
+       .capacity = 60,
+       .first = 270,
+       .recent = 20,
+       .v_bits = 8,
+       .softcap = 2,
+       .exact = DType::f32},
+      {.queries = 40, .heads = 4, .kv_heads = 2, .dim = 64, .first = 300, .exact = DType::f16},
   };
 }
 
@@ -390,6 +401,20 @@ struct ByHand {
   }
 };
 
+// Logits of +-ln(3)/2 and a cap of the same: +-tanh(1) ln(3)/2.
+TEST(AuraAttention, SoftCapByHand) {
+  for (const auto kernel : oracle::kBothKernels) {
+    ByHand h;
+    h.d.softcap = std::log(3.0) / 2;
+    const double p = 1 / (1 + std::exp(-2 * std::tanh(1.0) * h.d.softcap));
+    h.expect(static_cast<float>(2 * p - 1), 1, kernel);
+    h.d.softcap = 1e30;
+    h.expect(0.5f, 1, kernel);
+    h.d.softcap = 1e-30;  // all logits are 0
+    h.expect(0, 1, kernel);
+  }
+}
+
 TEST(AuraAttention, TwoTokensByHand) {
   for (const auto kernel : oracle::kBothKernels) {
     ByHand h;
@@ -458,6 +483,30 @@ TEST(AuraAttention, EachQueryOfAPrefillIsADecodeStepOfItsOwn) {
     const auto got = step.output();
     EXPECT_TRUE(std::equal(got.begin(), got.begin() + static_cast<std::ptrdiff_t>(row),
                            all.begin() + i * d.heads * d.dim))
+        << i;
+  }
+}
+
+// A prompt is attended by blocks of rows, a token by splits: both give the same bits.
+TEST(AuraAttention, EachQueryOfAPromptIsADecodeStepOfItsOwn) {
+  const Desc d{
+      .queries = 300, .heads = 3, .dim = 40, .first = 300, .window = 280, .exact = DType::f16};
+  Case c(d, 4, 0b00001);
+  const auto all = c.output();
+  Desc one = d;
+  one.queries = 1;
+  for (std::int64_t i = 0; i < d.queries; i += 13) {
+    Case step(d, 4, 0b00001);
+    const std::int32_t lengths[] = {static_cast<std::int32_t>(i + 1), 0, 0};
+    step.d = one;
+    auto& a = step.args();
+    a.lengths = view(lengths, {1, 3});
+    a.q.data = a.q.as<float>() + i * d.heads * d.dim;
+    a.q.shape = a.out.shape = one.query_shape();
+    a.q.stride = a.out.stride = one.query_shape().dense_strides();
+    const auto got = step.output();
+    EXPECT_TRUE(
+        std::equal(got.begin(), got.begin() + d.heads * d.dim, all.begin() + i * d.heads * d.dim))
         << i;
   }
 }
@@ -567,6 +616,12 @@ TEST(AuraAttention, Errors) {
                "aura_attention: window: -1, expected 0..2147483648");
   expect_error(with([](D d) { d.scale = 1e300; }), bad,
                "aura_attention: scale: 1e+300, expected a number that is finite in f32");
+  expect_error(with([](D d) { d.softcap = 1e300; }), bad,
+               "aura_attention: softcap: 1e+300, expected a number that is finite in f32");
+  expect_error(with([](D d) { d.softcap = -1; }), bad,
+               "aura_attention: softcap: -1, expected 0 or a positive normal number of f32");
+  expect_error(with([](D d) { d.softcap = 1e-300; }), bad,
+               "aura_attention: softcap: 1e-300, expected 0 or a positive normal number of f32");
   expect_error(with([](D d) { d.element = DType::f64; }), Code::unsupported,
                "aura_attention: element: f64, expected f32, f16 or bf16");
   expect_error(with([](D d) { d.exact = DType::u8; }), Code::unsupported,

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <limits>
 
+#include "cpu/bytes-inl.h"
 #include "ops/aura/aura_attention/passes-inl.h"
 
 #if BITTERN_SIMD
@@ -17,32 +18,6 @@ HWY_BEFORE_NAMESPACE();
 namespace bittern {
 namespace HWY_NAMESPACE {
 namespace {
-
-// sum of u8 * s8 products, four to a lane.
-HWY_INLINE VU DotBytes(VU sum, VB a, VB b) {
-#if HWY_TARGET == HWY_AVX3_DL
-  // Not the intrinsic: Highway's options for this target leave out avx512vnni, which dispatch asks
-  // the CPU for.
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum.raw) : "v"(a.raw), "v"(b.raw));
-  return sum;
-#else
-  // 16-bit products of pairs would overflow, so even and odd bytes apart.
-  const hn::Repartition<std::int16_t, DF> d16;
-  const hn::Repartition<std::uint16_t, DF> du16;
-  const auto a16 = hn::BitCast(du16, a);
-  const auto b16 = hn::BitCast(d16, b);
-  const auto a_even = hn::And(a16, hn::Set(du16, 255)), a_odd = hn::ShiftRight<8>(a16);
-  const auto b_even = hn::ShiftRight<8>(hn::ShiftLeft<8>(b16)), b_odd = hn::ShiftRight<8>(b16);
-#if HWY_TARGET == HWY_AVX3
-  const VU even{_mm512_madd_epi16(a_even.raw, b_even.raw)};
-  const VU odd{_mm512_madd_epi16(a_odd.raw, b_odd.raw)};
-#else
-  const VU even{_mm256_madd_epi16(a_even.raw, b_even.raw)};
-  const VU odd{_mm256_madd_epi16(a_odd.raw, b_odd.raw)};
-#endif
-  return hn::Add(sum, hn::Add(even, odd));
-#endif
-}
 
 constexpr float kByteScale = 32512;  // 127 * 256
 // The unit of integers that stand for f32. One that is subnormal must keep 8 bits: if it is rounded

@@ -23,6 +23,28 @@ struct Rows {
   std::int64_t count;
 };
 
+// The rows as f32, one after another.
+template <class Source>
+HWY_NOINLINE void Convert(const Source& source_, const Rows& rows, std::int64_t units,
+                          float* HWY_RESTRICT to) {
+  const DF d;
+  const Source source = source_;
+  for (std::int64_t n = 0; n < rows.count; ++n, to += units * kUnit) {
+    const auto convert = [&]<int kUnits>(Type<std::integral_constant<int, kUnits>>,
+                                         std::int64_t unit) HWY_ATTR {
+      for (std::int64_t half = 0; half < kHalves; ++half) {
+        VF y[kUnits];
+        source.template Units<kUnits>(rows.at + n * rows.stride, unit, half, y);
+        for (int i = 0; i < kUnits; ++i)
+          hn::Store(y[i], d, to + (unit + i) * kUnit + half * kWidth);
+      }
+    };
+    std::int64_t unit = 0;
+    for (; unit + 4 <= units; unit += 4) convert(Type<std::integral_constant<int, 4>>(), unit);
+    for (; unit < units; ++unit) convert(Type<std::integral_constant<int, 1>>(), unit);
+  }
+}
+
 // The halving tree inside each of 16 sets of accumulators; to[n] gets the n-th.
 HWY_INLINE void FoldAccumulators(const float (*HWY_RESTRICT acc)[kUnit], float* HWY_RESTRICT to) {
   const DF d;
@@ -80,9 +102,11 @@ void Dots(const Source& source, const Rows& k, std::int64_t units, const float* 
   for (std::int64_t n = 0; n < k.count; n += kUnit) {
     const Rows some{k.at + n * k.stride, k.stride, std::min(kUnit, k.count - n)};
     for (std::int64_t r = 0, done; r < rows; r += done) {
-      done = rows - r >= 4 ? 4 : rows - r >= 2 ? 2 : 1;
+      done = std::min<std::int64_t>(rows - r, 4);
       if (done == 4) {
         DotRows<4>(source, some, units, q + r, acc);
+      } else if (done == 3) {
+        DotRows<3>(source, some, units, q + r, acc);
       } else if (done == 2) {
         DotRows<2>(source, some, units, q + r, acc);
       } else {
@@ -138,6 +162,7 @@ void Add(const Source& source, const Rows& v, std::int64_t units, const float (*
          std::int64_t at, float* const* o, std::int64_t rows) {
   std::int64_t r = 0;
   for (; r + 4 <= rows; r += 4) AddRows<4>(source, v, units, w + r, at, o + r);
+  for (; r + 3 <= rows; r += 3) AddRows<3>(source, v, units, w + r, at, o + r);
   for (; r + 2 <= rows; r += 2) AddRows<2>(source, v, units, w + r, at, o + r);
   for (; r < rows; ++r) AddRows<1>(source, v, units, w + r, at, o + r);
 }

@@ -12,6 +12,7 @@
 #define BITTERN_OPS_AURA_ATTENTION_ROWS_INL_H_
 #endif
 
+#include <bit>
 #include <cstring>
 
 #include "ops/aura/aura_attention/work.h"
@@ -24,12 +25,14 @@ namespace HWY_NAMESPACE {
 namespace {
 
 using aura::kBlock;
+using aura::kManyRows;
 using aura::kRowsAtOnce;
 using aura::kSplit;
 using aura::kUnit;
 using aura::Partial;
 using aura::Record;
 using aura::round_up;
+using aura::SplitOfTask;
 using aura::Work;
 
 using DF = DF32;
@@ -82,13 +85,45 @@ class NarrowRows {
   int bits_;
 };
 
-// 5..8 bits: word l of a block holds the first 4 codes of lane l, word 16 + l the others.
+// 5..8 bits: word l of a block holds the first 4 codes of lane l, word 16 + l the others. On
+// AVX3_DL 8-bit codes stay in their order. To make one takes a while.
 class WideRows {
  public:
-  WideRows(const float* codebook, int bits) : codebook_(codebook), bits_(bits) {}
+  WideRows(const float* codebook, int bits) : codebook_(codebook), bits_(bits) {
+#if HWY_TARGET == HWY_AVX3_DL
+    if (bits <= 4) return;  // not used
+    HWY_ALIGN std::uint8_t plane[4][256], shifts[64], order[64], halves[2][64];
+    for (int i = 0; i < 256; ++i) {
+      const auto value = std::bit_cast<std::uint32_t>(codebook[i & ((1 << bits) - 1)]);
+      for (int p = 0; p < 4; ++p) plane[p][i] = static_cast<std::uint8_t>(value >> 8 * p);
+    }
+    for (int p = 0; p < 4; ++p)
+      for (int i = 0; i < 4; ++i) plane_[p][i] = _mm512_load_si512(plane[p] + 64 * i);
+    // By four lanes: unit 0 of each, then unit 1, ...
+    for (int i = 0; i < 64; ++i) {
+      const int unit = i / 4 % 4, lane = i / 16 * 4 + i % 4;
+      shifts[i] = static_cast<std::uint8_t>(i % 8 / 4 * 32 + i % 4 * bits);
+      order[i] = static_cast<std::uint8_t>(lane % 4 * 4 + unit);
+      for (int half = 0; half < 2; ++half)
+        halves[half][i] = static_cast<std::uint8_t>(lane * 8 + half * 4 + unit);
+    }
+    shifts_ = _mm512_load_si512(shifts);
+    order_ = _mm512_load_si512(order);
+    for (int half = 0; half < 2; ++half) halves_[half] = _mm512_load_si512(halves[half]);
+#endif
+  }
   template <int n>
   HWY_INLINE void Units(const std::byte* row, std::int64_t unit, std::int64_t half,
                         VF* HWY_RESTRICT to) const {
+#if HWY_TARGET == HWY_AVX3_DL
+    const std::byte* block = row + unit / kBlock * 128;
+    VF four[4];
+    for (int at = 0; at < n; at += 4) {
+      FourUnits(block, static_cast<int>(unit % kBlock + at) / 4, n < 4 ? four : to + at);
+    }
+    for (int i = 0; n < 4 && i < n; ++i) to[i] = four[unit % 4 + i];
+    (void)half;
+#else
     const auto* words = reinterpret_cast<const std::uint32_t*>(row) + unit / kBlock * 2 * kUnit +
                         unit % kBlock / 4 * kUnit + half * kWidth;
     for (int at = 0; at < n; at += 4, words += kUnit) {
@@ -99,6 +134,7 @@ class WideRows {
         word = hn::ShiftRightSame(word, bits_);
       }
     }
+#endif
   }
 
  private:
@@ -121,6 +157,37 @@ class WideRows {
     return hn::GatherIndex(DF(), codebook_, hn::BitCast(hn::RebindToSigned<DU>(), code));
 #endif
   }
+#if HWY_TARGET == HWY_AVX3_DL
+  // 64 codes at once: the codebook's first bytes, its second ones and so on are tables of bytes,
+  // which vpermi2b looks up 128 at a time. Then the bytes of each value are put together.
+  HWY_INLINE void FourUnits(const std::byte* block, int half, VF* HWY_RESTRICT to) const {
+    __m512i codes;
+    if (bits_ == 8) {
+      codes = _mm512_permutex2var_epi8(_mm512_loadu_si512(block), halves_[half],
+                                       _mm512_loadu_si512(block + 64));
+    } else {
+      // Codes 0..3 of a lane as bytes: the table repeats, so bits of the next code do no harm.
+      codes = _mm512_multishift_epi64_epi8(shifts_, _mm512_loadu_si512(block + 64 * half));
+      codes = _mm512_shuffle_epi8(codes, order_);
+    }
+    const __mmask64 upper = _mm512_movepi8_mask(codes);
+    __m512i bytes[4];
+    for (int p = 0; p < 4; ++p) {
+      const __m512i low = _mm512_permutex2var_epi8(plane_[p][0], codes, plane_[p][1]);
+      const __m512i high = _mm512_permutex2var_epi8(plane_[p][2], codes, plane_[p][3]);
+      bytes[p] = _mm512_mask_blend_epi8(upper, low, high);
+    }
+    const __m512i low01 = _mm512_unpacklo_epi8(bytes[0], bytes[1]);
+    const __m512i low23 = _mm512_unpacklo_epi8(bytes[2], bytes[3]);
+    const __m512i high01 = _mm512_unpackhi_epi8(bytes[0], bytes[1]);
+    const __m512i high23 = _mm512_unpackhi_epi8(bytes[2], bytes[3]);
+    to[0] = VF{_mm512_castsi512_ps(_mm512_unpacklo_epi16(low01, low23))};
+    to[1] = VF{_mm512_castsi512_ps(_mm512_unpackhi_epi16(low01, low23))};
+    to[2] = VF{_mm512_castsi512_ps(_mm512_unpacklo_epi16(high01, high23))};
+    to[3] = VF{_mm512_castsi512_ps(_mm512_unpackhi_epi16(high01, high23))};
+  }
+  __m512i plane_[4][4], shifts_, order_, halves_[2];
+#endif
   const float* codebook_;
   int bits_;
 };
@@ -151,11 +218,17 @@ class CodeSpreader {
     for (int i = 0; i < 2; ++i) index_[i] = hn::Load(DB(), index[i]);
 #endif
   }
-  std::int64_t bits() const { return bits_; }
+  // Whether rows of whole blocks need not be spread.
+  bool in_place() const { return bits_ == 4 || (HWY_TARGET == HWY_AVX3_DL && bits_ == 8); }
   std::int64_t bytes() const { return round_up(dim_, kUnit * kBlock) / 2 * (bits_ > 4 ? 2 : 1); }
 
   void operator()(const std::byte* row, std::byte* to) const {
 #if HWY_TARGET == HWY_AVX3_DL
+    if (bits_ == 8) {
+      std::memcpy(to, row, static_cast<std::size_t>(row_bytes_));
+      std::memset(to + row_bytes_, 0, static_cast<std::size_t>(bytes() - row_bytes_));
+      return;
+    }
     const DB d;
     const auto* from = reinterpret_cast<const std::uint8_t*>(row);
     const std::int64_t block_bytes = kUnit * bits_;

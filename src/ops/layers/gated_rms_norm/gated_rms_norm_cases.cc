@@ -18,7 +18,7 @@ std::vector<BenchCase<GatedNormDesc>> gated_rms_norm_bench_cases() {
 
 // Random rows; now and then one of zeros, of tiny or of huge values.
 void gated_rms_norm_aim(const GatedNormDesc& d, const GatedRmsNorm::Args& a, Rng& rng) {
-  aim_norm_rows(d, a.x, rng);
+  aim_norm_rows(a.x, d.dim, rng);
 }
 
 }  // namespace bittern::oracle

@@ -21,21 +21,22 @@ using Op = GatedRmsNorm;
 template <class X>
 void Normalise(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
   const DotTag tag;
-  const norm::Lines<X> line{d.dim};
+  const norm::Lines line{d.dim};
   const bool each = d.rounding == NormRounding::each;
-  for (std::int64_t i = begin; i < end; ++i) {
-    const X* x = a.x.as<X>() + i * a.x.row_stride();
-    const X* z = a.z.as<X>() + i * a.z.row_stride();
-    X* y = a.y.as<X>() + i * a.y.row_stride();
-    const auto rstd = hn::Set(tag, norm::Rstd(d, x));
-    line.Each([&](auto part) HWY_ATTR {
-      auto n = hn::Mul(part.Load(x), rstd);
-      if (each) n = RoundMath<X>(tag, n);
-      n = hn::Mul(n, part.Load(a.weight.as<X>()));
-      if (each) n = RoundMath<X>(tag, n);
-      part.Store(hn::Mul(n, Silu(tag, part.Load(z))), y);
-    });
-  }
+  norm::ForRstd(
+      d, begin, end, [&](std::int64_t i) HWY_ATTR { return a.x.as<X>() + i * a.x.row_stride(); },
+      [&](std::int64_t i, const X* x, float rstd_of_row) HWY_ATTR {
+        const X* z = a.z.as<X>() + i * a.z.row_stride();
+        X* y = a.y.as<X>() + i * a.y.row_stride();
+        const auto rstd = hn::Set(tag, rstd_of_row);
+        line.Each([&](auto part) HWY_ATTR {
+          auto n = hn::Mul(part.Load(x), rstd);
+          if (each) n = RoundMath<X>(tag, n);
+          n = hn::Mul(n, part.Load(a.weight.as<X>()));
+          if (each) n = RoundMath<X>(tag, n);
+          part.Store(hn::Mul(n, Silu(tag, part.Load(z))), y);
+        });
+      });
 }
 
 void RunGatedRmsNorm(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {

@@ -16,7 +16,7 @@ std::vector<BenchCase<GatedNormDesc>> gated_rms_norm_backward_bench_cases() {
 
 void gated_rms_norm_backward_aim(const GatedNormDesc& d, const GatedRmsNormBackward::Args& a,
                                  Rng& rng) {
-  aim_norm_rows(d, a.x, rng);
+  aim_norm_rows(a.x, d.dim, rng);
   aim_gradient(a.d_y, rng);
   if (rng.chance(4)) return;
   for (const ConstView& v : {a.x, a.z, a.weight}) {

@@ -24,7 +24,7 @@ template <class X>
 void Differentiate(const Op::Desc& d, const Op::Args& a, std::int64_t block, float* sums) {
   using norm::V;
   const DotTag tag;
-  const norm::Lines<X> line{d.dim};
+  const norm::Lines line{d.dim};
   const X* weight = a.weight.as<X>();
   std::fill_n(sums, d.dim, 0.0f);
   const std::int64_t begin = block * Op::Desc::kBlock;

@@ -1,0 +1,126 @@
+#include "ops/matmul/activations.h"
+#include "ops/matmul/matmul_aims.h"
+#include "ops/matmul/panels.h"
+
+namespace bittern::oracle {
+
+std::vector<QuantizedMatmulDesc> quantized_matmul_check_cases() {
+  std::vector<QuantizedMatmulDesc> cases;
+  constexpr std::int64_t kRows[] = {1, 2, 3, 4, 6, 13, 27};
+  std::size_t i = 0;
+  for (const WeightDesc& stored : weight_cases()) {
+    for (int a = 0; a < 3; ++a) {
+      const auto activations = static_cast<Activations>(a);
+      if (stored.plain() && activations != Activations::exact) continue;
+      for (const WeightLayout layout : {WeightLayout::stored, WeightLayout::panels}) {
+        QuantizedMatmulDesc d{kRows[i % std::size(kRows)], stored, activations};
+        d.weights.layout = layout;
+        if (i % 3 == 1) d.element = DType::bf16;
+        if (i % 6 == 4) d.f32_y = false;
+        cases.push_back(d);
+        ++i;
+      }
+    }
+  }
+  // No rows; more rows, inputs and panels than one pass takes.
+  cases.push_back({0, {.outputs = 20, .inputs = 64}});
+  for (int a = 0; a < 3; ++a) {
+    const auto activations = static_cast<Activations>(a);
+    cases.push_back({25, {.outputs = 3, .inputs = 24576}, activations});
+    cases.push_back({150, {.outputs = 35, .inputs = 192}, activations});
+    cases.push_back({5, {.outputs = 100, .inputs = 1152}, activations});
+  }
+  cases.push_back(
+      {30, {.outputs = 100, .inputs = 1031, .type = WeightType::f32}, Activations::exact});
+  return cases;
+}
+
+namespace {
+
+// Scales such as a model has, in panels of random bytes.
+void fill_panels(const QuantizedMatmulDesc& d, std::string_view operand, const ConstView& v,
+                 Rng& rng) {
+  if (operand != "panels") return;
+  WeightViews views;
+  views.panels = v;
+  WeightDesc panel = d.weights;
+  panel.outputs = std::min<std::int64_t>(panel.outputs, matmul::kLanes);
+  aim_weights(panel, views, rng);
+  const std::int64_t bytes = panel.panel_shape().numel();
+  for (std::int64_t p = 1; p < d.weights.panels(); ++p)
+    std::memcpy(data<std::uint8_t>(v) + p * bytes, v.data, static_cast<std::size_t>(bytes));
+}
+
+}  // namespace
+
+std::vector<BenchCase<QuantizedMatmulDesc>> quantized_matmul_bench_cases() {
+  std::vector<BenchCase<QuantizedMatmulDesc>> cases;
+  const auto add = [&](std::int64_t rows, const WeightDesc& w, Activations act) {
+    std::string label = rows == 1 ? "1 row, " : std::to_string(rows) + " rows, ";
+    label += w.affine() ? "affine" + std::to_string(w.bits) + "g" + std::to_string(w.group_size)
+                        : kWeightTypeNames[static_cast<std::size_t>(w.type)];
+    label += ' ';
+    label += kActivationsNames[static_cast<std::size_t>(act)];
+    const BenchLimit limit = rows < 8                    ? BenchLimit::read
+                             : act == Activations::exact ? BenchLimit::f32
+                                                         : BenchLimit::int8;
+    cases.push_back({.label = label, .desc = {rows, w, act}, .fill = fill_panels, .limit = limit});
+  };
+  const WeightDesc affine{.outputs = 4096, .inputs = 4096, .layout = WeightLayout::panels};
+  WeightDesc q4_1 = affine;
+  q4_1.type = WeightType::q4_1;
+  for (const std::int64_t rows : {1, 4, 128}) {
+    for (const Activations act : {Activations::int8, Activations::int16, Activations::exact}) {
+      add(rows, affine, act);
+      if (act != Activations::exact) add(rows, q4_1, act);
+    }
+  }
+  for (const WeightType type : {WeightType::q4_0, WeightType::q8_0, WeightType::q4_k,
+                                WeightType::q5_k, WeightType::q6_k, WeightType::iq4_nl}) {
+    WeightDesc w = affine;
+    w.type = type;
+    for (const std::int64_t rows : {1, 128}) add(rows, w, Activations::int8);
+  }
+  WeightDesc bf16 = affine;
+  bf16.type = WeightType::bf16;
+  for (const std::int64_t rows : {1, 128}) add(rows, bf16, Activations::exact);
+  return cases;
+}
+
+// Each row of x group by group: ordinary numbers; numbers halfway between two codes; zeros of both
+// signs; denormal and huge ones; now and then a NaN or an infinity.
+void quantized_matmul_aim(const QuantizedMatmulDesc& d, const QuantizedMatmul::Args& a, Rng& rng) {
+  aim_weights(d.weights, weight_views(a), rng);
+  const std::int64_t inputs = d.weights.inputs, group = d.weights.plain() ? 32 : d.x_group();
+  const int full = d.activations == Activations::int8 ? 127 : 32512;
+  for (std::int64_t m = 0; m < d.rows; ++m) {
+    const bool bad = rng.chance(12), extreme = rng.chance(6);
+    for (std::int64_t first = 0; first < inputs; first += group) {
+      const std::int64_t kind = rng.below(extreme ? 6 : 4);
+      const auto power = static_cast<int>(rng.below(20)) - 16;
+      const std::int64_t end = std::min(first + group, inputs);
+      for (std::int64_t k = first; k < end; ++k) {
+        double x = rng.normal();
+        if (kind == 1) {  // ties, with a scale of 2^power exactly
+          const auto code = static_cast<double>(rng.below(2 * full) - full);
+          x = std::ldexp(k == first ? full : code + (rng.chance(3) ? 0.0 : 0.5), power);
+        } else if (kind == 2 && rng.chance(3)) {
+          x = rng.chance(2) ? 0.0 : -0.0;
+        } else if (kind == 3) {
+          x *= rng.chance(8) ? 30.0 : 1.0;
+        } else if (kind == 4) {
+          x = std::ldexp(x, -126 - static_cast<int>(rng.below(22)));
+        } else if (kind == 5) {
+          x = std::ldexp(rng.uniform() - 0.5, 128);
+        }
+        put(a.x, m * inputs + k, x);
+      }
+      if (kind == 0 && rng.chance(4))
+        for (std::int64_t k = first; k < end; ++k)
+          put(a.x, m * inputs + k, k % 2 == 0 ? 0.0 : -0.0);
+    }
+    if (bad && inputs > 0) put(a.x, m * inputs + rng.below(inputs), rng.awkward());
+  }
+}
+
+}  // namespace bittern::oracle

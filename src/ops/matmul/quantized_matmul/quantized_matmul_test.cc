@@ -1,0 +1,158 @@
+#include <cmath>
+#include <limits>
+
+#include "oracle/op_test.h"
+#include "oracle/oracle_test.h"
+
+namespace bittern {
+namespace {
+
+using oracle::expect_error;
+using oracle::expect_ok;
+using oracle::kBothKernels;
+using oracle::run_op;
+
+TEST(QuantizedMatmul, MatchesRefEverywhere) { oracle::expect_parity("quantized_matmul"); }
+
+// W with one row: codes k mod 16, scale 0.5, bias -2, groups of 32.
+struct OneRow {
+  explicit OneRow(std::int64_t inputs)
+      : packed(static_cast<std::size_t>(inputs / 8)),
+        scales(static_cast<std::size_t>(inputs / 32), 0.5f),
+        biases(static_cast<std::size_t>(inputs / 32), -2.0f) {
+    for (std::size_t i = 0; i < packed.size(); ++i)
+      packed[i] = i % 2 == 0 ? 0x76543210u : 0xfedcba98u;
+  }
+  std::vector<float> times(const std::vector<float>& x, Activations activations,
+                           std::string_view kernel) const {
+    const auto inputs = static_cast<std::int64_t>(8 * packed.size());
+    const QuantizedMatmulDesc d{
+        static_cast<std::int64_t>(x.size()) / inputs,
+        {.outputs = 1, .inputs = inputs, .group_size = 32, .scale_element = DType::f32},
+        activations};
+    std::vector<float> y(static_cast<std::size_t>(d.rows), -99);
+    QuantizedMatmul::Args a;
+    a.x = view(x.data(), d.x_shape());
+    a.packed = view(packed.data(), d.weights.packed_shape());
+    a.scales = view(scales.data(), d.weights.grid_shape());
+    a.biases = view(biases.data(), d.weights.grid_shape());
+    a.y = view(y.data(), d.y_shape());
+    expect_ok(run_op<QuantizedMatmul>(d, a, kernel));
+    return y;
+  }
+  std::vector<std::uint32_t> packed;
+  std::vector<float> scales, biases;
+};
+
+TEST(QuantizedMatmul, OneGroupByHand) {
+  const OneRow w(32);
+  for (const auto kernel : kBothKernels) {
+    std::vector<float> x(32);
+    x[3] = 127;  // d = 1: codes are x rounded, ties to even
+    x[5] = 2.5f;
+    x[9] = 3.5f;
+    x[20] = -0.5f;
+    // codes 127, 2, 4, 0 times 3, 5, 9, 4
+    EXPECT_EQ(w.times(x, Activations::int8, kernel)[0],
+              std::fma(127.0f * 3 + 2 * 5 + 4 * 9, 0.5f, -2.0f * 133));
+    x[3] = 32512;
+    EXPECT_EQ(w.times(x, Activations::int16, kernel)[0],
+              std::fma(32512.0f * 3 + 2 * 5 + 4 * 9, 0.5f, -2.0f * (32512 + 6)));
+    // w is k/2 - 2
+    EXPECT_EQ(w.times(x, Activations::exact, kernel)[0], -0.5f * 32512 + 2.5f * 0.5f + 3.5f * 2.5f);
+  }
+}
+
+TEST(QuantizedMatmul, ZerosAndWhatIsNotFinite) {
+  const OneRow w(64);
+  const float inf = std::numeric_limits<float>::infinity();
+  for (const auto kernel : kBothKernels) {
+    for (const Activations act : {Activations::int16, Activations::int8}) {
+      std::vector<float> x(3 * 64);
+      x[7] = -0.0f;
+      x[64 + 40] = inf;  // row 1
+      x[128] = 1.0f;     // row 2
+      const auto y = w.times(x, act, kernel);
+      EXPECT_EQ(y[0], 0.0f);
+      EXPECT_TRUE(std::isnan(y[1]));
+      EXPECT_NEAR(y[2], -2.0f, 1e-6f);
+      x[64 + 40] = std::nanf("");
+      EXPECT_TRUE(std::isnan(w.times(x, act, kernel)[1]));
+    }
+    std::vector<float> x(64);
+    x[5] = inf;
+    EXPECT_EQ(w.times(x, Activations::exact, kernel)[0], inf);
+  }
+}
+
+// Numbers whose scale would be subnormal: no code leaves its range, and the largest number keeps
+// eight bits.
+TEST(QuantizedMatmul, TinyNumbers) {
+  const OneRow w(32);
+  for (const auto kernel : kBothKernels) {
+    for (const Activations act : {Activations::int16, Activations::int8}) {
+      for (int power = -149; power < -100; ++power) {
+        std::vector<float> x(32);
+        x[15] = std::ldexp(1.0f, power);  // w = 5.5
+        const float want = std::ldexp(5.5f, power), y = w.times(x, act, kernel)[0];
+        EXPECT_NEAR(y, want, std::max(want * 0.005f, 0x1p-139f)) << power;
+      }
+    }
+  }
+}
+
+// A row's bits are the same alone and among others, on every kernel.
+TEST(QuantizedMatmul, RowsDoNotDependOnEachOther) {
+  const std::int64_t inputs = 256, rows = 29;
+  const OneRow w(inputs);
+  oracle::Rng rng(3);
+  std::vector<float> x(static_cast<std::size_t>(rows * inputs));
+  for (float& v : x) v = static_cast<float>(rng.normal());
+  for (const auto kernel : kBothKernels) {
+    for (const Activations act : {Activations::exact, Activations::int16, Activations::int8}) {
+      const auto all = w.times(x, act, kernel);
+      for (std::int64_t m = 0; m < rows; ++m) {
+        const auto first = x.begin() + m * inputs;
+        const auto one = w.times({first, first + inputs}, act, kernel);
+        EXPECT_EQ(one[0], all[static_cast<std::size_t>(m)]) << m;
+      }
+    }
+  }
+}
+
+TEST(QuantizedMatmul, Errors) {
+  std::vector<float> x(64), y(2, 7), grid(2);
+  std::vector<std::uint32_t> packed(16);
+  const QuantizedMatmulDesc good{
+      1, {.outputs = 2, .inputs = 64, .scale_element = DType::f32}, Activations::int16};
+  QuantizedMatmul::Args args;
+  args.x = view(std::as_const(x).data(), good.x_shape());
+  args.packed = view(std::as_const(packed).data(), good.weights.packed_shape());
+  args.scales = view(std::as_const(grid).data(), good.weights.grid_shape());
+  args.biases = args.scales;
+  args.y = view(y.data(), good.y_shape());
+  const auto with = [&](auto change) {
+    QuantizedMatmulDesc d = good;
+    change(d);
+    return run_op<QuantizedMatmul>(d, args);
+  };
+  using D = QuantizedMatmulDesc&;
+  const Code bad = Code::invalid_argument;
+  expect_error(with([](D d) { d.rows = -1; }), bad,
+               "quantized_matmul: rows: -1, expected at least 0");
+  expect_error(with([](D d) { d.weights.type = WeightType::f32; }), bad,
+               "quantized_matmul: activations: int16 with type f32, expected float");
+  expect_error(with([](D d) { d.element = DType::f16; }), Code::unsupported,
+               "quantized_matmul: element: f16, expected f32 or bf16");
+  expect_error(with([](D d) { d.activations = static_cast<Activations>(3); }), bad,
+               "quantized_matmul: activations: 3, expected 0..2");
+  expect_error(with([](D d) { d.weights.layout = WeightLayout::panels; }), bad,
+               "quantized_matmul: packed: given, but read only with layout stored; leave it out");
+  expect_error(with([](D d) { d.weights.outputs = 3; }), bad,
+               "quantized_matmul: packed: shape [2,8], expected [3,8] = [outputs,words]");
+  EXPECT_EQ(y, std::vector<float>(2, 7));
+  expect_ok(run_op<QuantizedMatmul>(good, args));
+}
+
+}  // namespace
+}  // namespace bittern

@@ -1,0 +1,325 @@
+// Tiles of products: some rows of x times a panel of W in integers, or times one or more panels of
+// expanded weights.
+#if defined(BITTERN_OPS_QUANTIZED_MATMUL_TILES_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef BITTERN_OPS_QUANTIZED_MATMUL_TILES_INL_H_
+#undef BITTERN_OPS_QUANTIZED_MATMUL_TILES_INL_H_
+#else
+#define BITTERN_OPS_QUANTIZED_MATMUL_TILES_INL_H_
+#endif
+
+#include "cpu/bytes-inl.h"
+#include "ops/matmul/expand-inl.h"
+#include "ops/matmul/quantized_matmul/work.h"
+
+#if BITTERN_SIMD
+HWY_BEFORE_NAMESPACE();
+namespace bittern {
+namespace HWY_NAMESPACE {
+namespace {
+
+// A tile of integers: rows of x times panels of W.
+struct TileJob {
+  const WeightDesc* weights;
+  const matmul::PanelFormat* format;
+  UnitWalk walk;            // of the first panel
+  std::int64_t next_panel;  // bytes from one panel to the next
+  // s and b of all runs; or, where `grids` is not null, room for those of units that lie together,
+  // which it makes shortly before their codes are read: memory is then read once, from end to end.
+  const float* s;
+  const float* b;          // null: no biases
+  std::int64_t next_grid;  // numbers from one panel's to the next's
+  GridFunction* grids;     // for one panel only
+  Grid room;
+  int repeat;
+  const std::int32_t* x;
+  const float* factors;
+  std::int64_t tile;   // rows of the tile that x is packed for
+  int chunks_per_run;  // 1 or 2
+  int planes;
+  float* y;               // results
+  std::int64_t y_stride;  // from row to row; panels lie side by side
+};
+
+constexpr float kZeros[matmul::kTile] = {};
+HWY_INLINE VI IntegerAt(const float* p) { return hn::Set(DI(), std::bit_cast<std::int32_t>(*p)); }
+
+// The shape of a tile: rows of x, of a tile of kTile, times panels; planes of x that are multiplied
+// at once, and sums for each result: one row has few to work at in turn, so it gets two for each.
+template <int kRows_, int kPanels_, int kAtOnce_, int kTile_>
+struct TileShape {
+  static constexpr int kRows = kRows_, kPanels = kPanels_, kAtOnce = kAtOnce_, kTile = kTile_;
+  static constexpr int kChains = kRows * kPanels == 1 ? 2 : 1;
+};
+
+// One run's integers into the sums: `sum` are its dot products, factors, s and b its own.
+template <class T>
+HWY_INLINE void FinishRun(const VI (&sum)[T::kPanels][T::kRows], const TileJob& job,
+                          const float* factors, const float* s, const float* b,
+                          VF (&acc)[T::kPanels][T::kRows]) {
+  const DF df;
+  if (b != nullptr) {
+    Unroll<T::kPanels>([&](auto p) BITTERN_INLINE_LAMBDA {
+      const VF bv = hn::LoadU(df, b + p * job.next_grid);
+      Unroll<T::kRows>([&](auto r) BITTERN_INLINE_LAMBDA {
+        acc[p][r] = hn::MulAdd(bv, hn::Set(df, factors[T::kTile + r]), acc[p][r]);
+      });
+    });
+  }
+  Unroll<T::kPanels>([&](auto p) BITTERN_INLINE_LAMBDA {
+    const VF sv = hn::LoadU(df, s + p * job.next_grid);
+    Unroll<T::kRows>([&](auto r) BITTERN_INLINE_LAMBDA {
+      const VF dot = hn::ConvertTo(df, sum[p][r]);
+      acc[p][r] = hn::MulAdd(hn::Mul(dot, hn::Set(df, factors[r])), sv, acc[p][r]);
+    });
+  });
+}
+
+// Quads [kFirst, kFirst + kQuads) of a chunk times planes of x.
+template <class C, class T, int kFirst, int kQuads>
+HWY_INLINE void AddQuads(const C& codes, const std::uint8_t* chunk, std::int64_t next_panel,
+                         const std::int32_t* x,
+                         VI (&sum)[T::kAtOnce][T::kChains][T::kPanels][T::kRows]) {
+  Unroll<kQuads>([&](auto i) BITTERN_INLINE_LAMBDA {
+    constexpr int q = kFirst + i;
+    VI quad[T::kPanels];
+    Unroll<T::kPanels>([&](auto p) BITTERN_INLINE_LAMBDA {
+      quad[p] = hn::BitCast(DI(), codes.template Quad<q>(chunk + p * next_panel));
+    });
+    Unroll<T::kAtOnce>([&](auto plane) BITTERN_INLINE_LAMBDA {
+      Unroll<T::kRows>([&](auto r) BITTERN_INLINE_LAMBDA {
+        const std::int32_t* const from = x + (plane * 8 + q) * T::kTile + r;
+        auto& to = sum[plane][i % T::kChains];
+        if constexpr (T::kPanels == 1) {
+          to[0][r] = DotBytesOf<C::kMost>(to[0][r], quad[0], from);
+        } else {
+          const VI four = hn::Set(DI(), *from);
+          Unroll<T::kPanels>([&](auto p) BITTERN_INLINE_LAMBDA {
+            to[p][r] = DotBytes<C::kMost>(to[p][r], quad[p], four);
+          });
+        }
+      });
+    });
+  });
+}
+
+// The run that begins at this chunk and has `chunks` of them, or half of one. Of the job's planes
+// T::kAtOnce are multiplied at once; the others follow, which needs fewer registers.
+template <class C, class T, int kFirst, int kQuads>
+HWY_INLINE void AddRun(const C& codes, const TileJob& job, const std::uint8_t* chunk, int chunks,
+                       const std::int32_t* x, int planes, const float* factors, const float* s,
+                       const float* b, VF (&acc)[T::kPanels][T::kRows]) {
+  // The last plane's sums begin with -offset C, which then costs no operation of its own.
+  const float* taken = factors + 2 * T::kTile;
+  const float* first = planes == T::kAtOnce ? taken : kZeros;
+  VI sum[T::kAtOnce][T::kChains][T::kPanels][T::kRows];
+  const auto each = [&](auto&& f) BITTERN_INLINE_LAMBDA {
+    Unroll<T::kRows>([&](auto r) BITTERN_INLINE_LAMBDA {
+      Unroll<T::kPanels>([&](auto p) BITTERN_INLINE_LAMBDA { f(p, r); });
+    });
+  };
+  Unroll<T::kAtOnce>([&](auto plane) BITTERN_INLINE_LAMBDA {
+    Unroll<T::kChains>([&](auto c) BITTERN_INLINE_LAMBDA {
+      each([&](auto p, auto r) BITTERN_INLINE_LAMBDA {
+        constexpr bool kLast = plane == T::kAtOnce - 1 && c == 0;
+        sum[plane][c][p][r] = kLast ? IntegerAt(first + r) : hn::Zero(DI());
+      });
+    });
+  });
+  for (int plane = 0; plane < planes; plane += T::kAtOnce) {
+    if (plane > 0) {
+      each([&](auto p, auto r) BITTERN_INLINE_LAMBDA {
+        VI& to = sum[0][0][p][r];
+        to = hn::Add(hn::ShiftLeft<8>(to), IntegerAt(taken + r));
+      });
+    }
+    for (int c = 0; c < chunks; ++c) {
+      AddQuads<C, T, kFirst, kQuads>(codes, chunk + c * C::kChunkBytes, job.next_panel,
+                                     x + (c * planes + plane) * 8 * T::kTile, sum);
+    }
+  }
+  each([&](auto p, auto r) BITTERN_INLINE_LAMBDA {
+    if constexpr (T::kChains == 2) {
+      Unroll<T::kAtOnce>([&](auto plane) BITTERN_INLINE_LAMBDA {
+        sum[plane][0][p][r] = hn::Add(sum[plane][0][p][r], sum[plane][1][p][r]);
+      });
+    }
+    if constexpr (T::kAtOnce == 2)
+      sum[0][0][p][r] = hn::Add(hn::ShiftLeft<8>(sum[0][0][p][r]), sum[1][0][p][r]);
+  });
+  FinishRun<T>(sum[0][0], job, factors, s, b, acc);
+}
+
+// kHalf: runs of 16 inputs, half a chunk.
+template <class C, bool kHalf, class T>
+HWY_NOINLINE void IntegerTile(const TileJob& job) {
+  const C codes;
+  const DF df;
+  const int planes = T::kAtOnce == 2 ? 2 : job.planes;
+  const int chunks = kHalf ? 1 : job.chunks_per_run;
+  const std::int64_t header = job.format->header_bytes(), code_bytes = job.format->code_bytes();
+  const std::int64_t together = job.format->together;
+  for (int part = 0; part < kParts; ++part) {
+    const int lane = part * kWidth;
+    const float* s = job.s + lane;
+    const float* b = job.b == nullptr ? nullptr : job.b + lane;
+    const std::int64_t next_b = b == nullptr ? 0 : matmul::kLanes;
+    const std::int32_t* x = job.x;
+    const float* factors = job.factors;
+    VF acc[T::kPanels][T::kRows];
+    Unroll<T::kPanels>([&](auto p) BITTERN_INLINE_LAMBDA {
+      Unroll<T::kRows>([&](auto r) BITTERN_INLINE_LAMBDA { acc[p][r] = hn::Zero(df); });
+    });
+    const std::uint8_t* at = job.walk.at + 4 * lane;
+    for (std::int64_t units = job.walk.units; units > 0; units -= together) {
+      const std::int64_t n = std::min(together, units);
+      if constexpr (T::kPanels == 1) {
+        if (job.grids != nullptr) {
+          job.grids(*job.weights, *job.format, {at - 4 * lane, n}, job.repeat, job.room);
+          s = job.s + lane;
+          if (b != nullptr) b = job.b + lane;
+        }
+      }
+      at += n * header;
+      const std::uint8_t* end = at + n * code_bytes;
+      for (; at < end; at += chunks * C::kChunkBytes) {
+        if constexpr (kHalf) {
+          AddRun<C, T, 0, 4>(codes, job, at, 1, x, planes, factors, s, b, acc);
+          AddRun<C, T, 4, 4>(codes, job, at, 1, x, planes, factors + 3 * T::kTile,
+                             s + matmul::kLanes, b + next_b, acc);
+        } else {
+          AddRun<C, T, 0, 8>(codes, job, at, chunks, x, planes, factors, s, b, acc);
+        }
+        constexpr int kRuns = kHalf ? 2 : 1;
+        factors += 3 * T::kTile * kRuns;
+        s += matmul::kLanes * kRuns;
+        b += next_b * kRuns;
+        x += chunks * planes * 8 * T::kTile;
+      }
+    }
+    Unroll<T::kPanels>([&](auto p) BITTERN_INLINE_LAMBDA {
+      Unroll<T::kRows>([&](auto r) BITTERN_INLINE_LAMBDA {
+        hn::StoreU(acc[p][r], df, job.y + r * job.y_stride + p * matmul::kLanes + lane);
+      });
+    });
+  }
+}
+
+// Panels that a tile of many rows takes at once: each four bytes of x then meet three panels. AVX2
+// has registers for one.
+constexpr int kIntegerPanels = HWY_TARGET == HWY_AVX2 ? 1 : matmul::kPanelsAtOnce;
+constexpr int kIntegerRows = 4;  // of a tile of many
+
+using TileFunction = void(const TileJob& job);
+struct IntegerTiles {
+  TileFunction *one, *two, *four, *many, *many_panels;
+
+  // job.tile rows times one panel, or kIntegerPanels where rows are many.
+  HWY_INLINE void operator()(TileJob job, bool panels) const {
+    switch (job.tile) {
+      case 1: return one(job);
+      case 2: return two(job);
+      case 4: return four(job);
+      default: break;
+    }
+    for (std::int64_t r = 0; r < job.tile; r += kIntegerRows) {
+      (panels ? many_panels : many)(job);
+      job.x += kIntegerRows;
+      job.factors += kIntegerRows;
+      job.y += kIntegerRows * job.y_stride;
+    }
+  }
+};
+template <class C, bool kHalf>
+IntegerTiles TilesOf(int planes) {
+  constexpr auto kMany = IntegerTile<C, kHalf, TileShape<kIntegerRows, 1, 1, matmul::kTile>>;
+  constexpr auto kPanels =
+      IntegerTile<C, kHalf, TileShape<kIntegerRows, kIntegerPanels, 1, matmul::kTile>>;
+  if (planes == 1) {
+    return {IntegerTile<C, kHalf, TileShape<1, 1, 1, 1>>,
+            IntegerTile<C, kHalf, TileShape<2, 1, 1, 2>>,
+            IntegerTile<C, kHalf, TileShape<4, 1, 1, 4>>, kMany, kPanels};
+  }
+  constexpr int kFour = HWY_TARGET == HWY_AVX2 ? 1 : 2;
+  return {IntegerTile<C, kHalf, TileShape<1, 1, 2, 1>>,
+          IntegerTile<C, kHalf, TileShape<2, 1, 2, 2>>,
+          IntegerTile<C, kHalf, TileShape<4, 1, kFour, 4>>, kMany, kPanels};
+}
+inline IntegerTiles TilesFor(const matmul::Work& work) {
+  IntegerTiles tiles{};
+  const auto planes = static_cast<int>(work.planes);
+  WithCodes(work.d.weights, [&]<class C>(Type<C>) {
+    if constexpr (C::kCodeBits == 2 || C::kCodeBits == 3 || C::kCodeBits == 6) {
+      if (work.d.run() == 16) {
+        tiles = TilesOf<C, true>(planes);
+        return;
+      }
+    }
+    tiles = TilesOf<C, false>(planes);
+  });
+  return tiles;
+}
+
+// ---- floats ----
+
+// acc[rows][panels * 16] += x w over `count` inputs, k ascending. kPanels panels of weights lie
+// `panel` floats apart, x has `tile` rows.
+template <int kRows, int kVectors>
+HWY_NOINLINE void FloatTile(const float* const* w, const float* x, std::int64_t tile,
+                            std::int64_t count, float* const* acc) {
+  const DF df;
+  VF sum[kRows][kVectors];
+  Unroll<kRows>([&](auto r) HWY_ATTR {
+    Unroll<kVectors>([&](auto v)
+                         HWY_ATTR { sum[r][v] = hn::LoadU(df, acc[v] + r * matmul::kLanes); });
+  });
+  const float* weights[kVectors];
+  for (int v = 0; v < kVectors; ++v) weights[v] = w[v];
+  for (std::int64_t k = 0; k < count; ++k) {
+    VF wv[kVectors];
+    Unroll<kVectors>([&](auto v)
+                         HWY_ATTR { wv[v] = hn::LoadU(df, weights[v] + k * matmul::kLanes); });
+    Unroll<kRows>([&](auto r) HWY_ATTR {
+      const VF xv = hn::Set(df, x[k * tile + r]);
+      Unroll<kVectors>([&](auto v) HWY_ATTR { sum[r][v] = hn::MulAdd(xv, wv[v], sum[r][v]); });
+    });
+  }
+  Unroll<kRows>([&](auto r) HWY_ATTR {
+    Unroll<kVectors>([&](auto v)
+                         HWY_ATTR { hn::StoreU(sum[r][v], df, acc[v] + r * matmul::kLanes); });
+  });
+}
+
+// Vectors of weights that a tile of registers has at once.
+constexpr int kFloatRows = HWY_TARGET == HWY_AVX2 ? 4 : 12;
+
+template <int kRows, int kVectors>
+HWY_INLINE void FloatVectors(const float* const* w, int vectors, const float* x, std::int64_t tile,
+                             std::int64_t count, float* const* acc) {
+  int v = 0;
+  for (; v + kVectors <= vectors; v += kVectors)
+    FloatTile<kRows, kVectors>(w + v, x, tile, count, acc + v);
+  for (; v < vectors; ++v) FloatTile<kRows, 1>(w + v, x, tile, count, acc + v);
+}
+
+// A tile of rows times `vectors` vectors of weights.
+inline void FloatTiles(const float* const* w, int vectors, const float* x, std::int64_t tile,
+                       std::int64_t count, float* const* acc) {
+  switch (tile) {
+    case 1: return FloatVectors<1, 4>(w, vectors, x, tile, count, acc);
+    case 2: return FloatVectors<2, 4>(w, vectors, x, tile, count, acc);
+    case 4: return FloatVectors<4, 2>(w, vectors, x, tile, count, acc);
+    default: break;
+  }
+  float* rows[8];
+  for (std::int64_t r = 0; r < tile; r += kFloatRows) {
+    for (int v = 0; v < vectors; ++v) rows[v] = acc[v] + r * matmul::kLanes;
+    FloatVectors<kFloatRows, 2>(w, vectors, x + r, tile, count, rows);
+  }
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace bittern
+HWY_AFTER_NAMESPACE();
+#endif  // BITTERN_SIMD
+#endif

@@ -1,0 +1,146 @@
+"""quantized_matmul against its formula in exact fractions, and against numpy; panels there and back."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from arrays import from_f32, values_of
+
+import bittern
+
+BITS = [2, 3, 4, 5, 6, 8]
+F32 = np.float32
+
+
+def rounded(x):
+    """A fraction rounded to f32, ties to even. (Not for numbers that overflow.)"""
+    if x == 0:
+        return F32(0)
+    exponent = abs(x.numerator).bit_length() - x.denominator.bit_length()
+    if abs(x) < Fraction(2) ** exponent:
+        exponent -= 1
+    unit = Fraction(2) ** (max(exponent, -126) - 23)
+    return F32(float(round(x / unit) * unit))
+
+
+def fma(a, b, c):
+    return rounded(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c)))
+
+
+def quantised(x, group, full):
+    """Codes and scales of a row."""
+    x = x.reshape(-1, group)
+    most = np.abs(x).max(axis=1)
+    d = np.where(most == 0, F32(0), np.maximum(most / F32(full), F32(2.0**-141)))
+    with np.errstate(all="ignore"):
+        c = np.where(d[:, None] > 0, np.rint(x / d[:, None]), 0).astype(np.int64)
+    return c.reshape(-1), d
+
+
+def formula(x, codes, s, b, group, full):
+    """The header's sum, for x [rows, inputs], W's codes [outputs, inputs], s and b (or None) [outputs, groups]."""
+    inputs = x.shape[1]
+    x_group = 64 if group > 32 else 32
+    run = 16 if group == 16 else x_group
+    y = np.empty((len(x), len(codes)), F32)
+    for m, row in enumerate(x):
+        c, d = quantised(row, x_group, full)
+        for n in range(len(codes)):
+            acc = F32(0)
+            for k in range(0, inputs, run):
+                total, dot = c[k : k + run].sum(), codes[n, k : k + run].astype(np.int64) @ c[k : k + run]
+                dk = d[k // x_group]
+                if b is not None:
+                    acc = fma(b[n, k // group], dk * F32(total), acc)
+                acc = fma(F32(dot) * dk, s[n, k // group], acc)
+            y[m, n] = acc
+    return y
+
+
+def packed_codes(codes, bits):
+    return bittern.pack_codes(codes.astype(np.uint8), bits=bits)
+
+
+def affine(rng, outputs, inputs, bits, group, dtype="f16"):
+    codes = rng.integers(0, 2**bits, (outputs, inputs))
+    shape = (outputs, inputs // group)
+    s = from_f32(rng.normal(size=shape).astype(F32) * F32(0.01), dtype)
+    b = from_f32(rng.normal(size=shape).astype(F32) * F32(0.05), dtype)
+    fields = {"type": "affine", "bits": bits, "group_size": group, "scale_element": dtype}
+    return codes, s, b, fields
+
+
+FULL = {"int16": 32512, "int8": 127}
+
+
+@pytest.mark.parametrize("activations", FULL)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", BITS)
+def test_affine_formula(bits, group, activations):
+    rng = np.random.default_rng(bits * group)
+    codes, s, b, fields = affine(rng, 5, 256, bits, group)
+    x = rng.normal(size=(3, 256)).astype(F32)
+    x[1, 64:128] = 0
+    x[2] *= F32(1e-30)
+    y = bittern.quantized_matmul(
+        x, packed=packed_codes(codes, bits), scales=s, biases=b, activations=activations, **fields
+    )
+    want = formula(x, codes, values_of(s), values_of(b), group, FULL[activations])
+    assert np.array_equal(y.view(np.uint32), want.view(np.uint32))
+
+
+@pytest.mark.parametrize("activations", FULL)
+def test_q8_0_formula(activations):
+    """Signed codes have no bias."""
+    rng = np.random.default_rng(5)
+    codes = rng.integers(-128, 128, (4, 3, 32)).astype(np.int8)
+    d = rng.normal(size=(4, 3)).astype(np.float16)
+    blocks = np.concatenate([d[:, :, None].view(np.uint8), codes.view(np.uint8)], axis=2).reshape(4, -1)
+    x = rng.normal(size=(2, 96)).astype(F32)
+    y = bittern.quantized_matmul(x, blocks=blocks, type="Q8_0", activations=activations)
+    want = formula(x, codes.reshape(4, 96), d.astype(F32), None, 32, FULL[activations])
+    assert np.array_equal(y.view(np.uint32), want.view(np.uint32))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_float_is_near_numpy(bits):
+    rng = np.random.default_rng(bits)
+    codes, s, b, fields = affine(rng, 40, 192, bits, 64)
+    x = rng.normal(size=(7, 192)).astype(F32)
+    packed = packed_codes(codes, bits)
+    w = codes * np.repeat(values_of(s), 64, axis=1).astype(np.float64) + np.repeat(values_of(b), 64, axis=1)
+    want = x.astype(np.float64) @ w.T
+    for activations, error in {"float": 1e-6, "int16": 1e-4, "int8": 2e-2}.items():
+        y = bittern.quantized_matmul(x, packed=packed, scales=s, biases=b, activations=activations, **fields)
+        assert np.linalg.norm(y - want) <= error * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("activations", ["float", "int16", "int8"])
+def test_panels_give_the_same_bits(activations):
+    rng = np.random.default_rng(1)
+    for bits in BITS:
+        codes, s, b, fields = affine(rng, 37, 128, bits, 32, "f32")
+        packed = packed_codes(codes, bits)
+        panels = bittern.pack_panels(packed=packed, scales=s, biases=b, inputs=128, **fields)
+        x = rng.normal(size=(6, 128)).astype(F32)
+        y = bittern.quantized_matmul(x, packed=packed, scales=s, biases=b, activations=activations, **fields)
+        again = bittern.quantized_matmul(
+            x, panels=panels, outputs=37, layout="panels", activations=activations, **fields
+        )
+        assert np.array_equal(y.view(np.uint32), again.view(np.uint32))
+        # Two matrices, one after the other, are one.
+        whole = bittern.pack_panels(packed=packed[:32], scales=s[:32], biases=b[:32], inputs=128, **fields)
+        both = np.concatenate([whole, panels])
+        y2 = bittern.quantized_matmul(
+            x, panels=both, outputs=69, layout="panels", activations=activations, **fields
+        )
+        assert np.array_equal(y2, np.concatenate([y[:, :32], y], axis=1))
+
+
+def test_embedding():
+    rng = np.random.default_rng(2)
+    w = rng.normal(size=(11, 20)).astype(F32)
+    ids = np.array([3, 10, 0, 3], np.int32)
+    assert np.array_equal(bittern.embedding(ids, w=w, type="f32"), w[ids])
+    with pytest.raises(ValueError, match=r"embedding: ids: \[1\] is 11, expected 0..10"):
+        bittern.embedding(np.array([0, 11], np.int32), w=w, type="f32")
