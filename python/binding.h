@@ -15,6 +15,8 @@ namespace nb = nanobind;
 
 // Raises what a status that is not ok says.
 void check(const Status& status);
+// The same for a call that reads files: one that is missing or cannot be read is an OSError.
+void check_file(const Status& status);
 
 template <class T>
 T checked(Result<T> result) {
@@ -29,10 +31,13 @@ nb::tuple to_tuple(const Shape& shape);
 nb::str repr_of(const char* type, nb::handle self, std::initializer_list<const char*> names);
 
 // Each adds its part to the module.
-void bind_tensor(nb::module_& m);    // arrays of any framework
-void bind_plan(nb::module_& m);      // ops, descriptors, plans
-void bind_codec(nb::module_& m);     // codebooks and rotations
-void bind_kv_cache(nb::module_& m);  // the KV cache
-void bind_convert(nb::module_& m);   // model files
+void bind_tensor(nb::module_& m);     // arrays of any framework
+void bind_plan(nb::module_& m);       // ops, descriptors, plans
+void bind_codec(nb::module_& m);      // codebooks and rotations
+void bind_kv_cache(nb::module_& m);   // the KV cache
+void bind_convert(nb::module_& m);    // model files
+void bind_decoding(nb::module_& m);   // frequencies of rope, sampling
+void bind_tokenizer(nb::module_& m);  // text
+void bind_model(nb::module_& m);      // models that run
 
 }  // namespace bittern

@@ -20,4 +20,7 @@ NB_MODULE(_bittern, m) {
   bind_plan(m);
   bind_kv_cache(m);
   bind_convert(m);
+  bind_tokenizer(m);
+  bind_model(m);
+  bind_decoding(m);
 }

@@ -47,6 +47,17 @@ Model files (docs/quantize.md, docs/inspect.md):
     print(bittern.inspect_model("model-4bit"))
     bittern.compare_models("model", "model-4bit").relative_error
 
+Models that run (docs/run.md):
+
+    model = bittern.load("model.gguf")
+    print(model.generate("The capital of France is", max_tokens=20))
+    logits = model.logits(tokens)
+
+Text (docs/tokenizers.md):
+
+    tokenizer = bittern.Tokenizer("model.gguf")
+    ids = tokenizer.encode("Hello")
+
 `KvCache` keeps the keys and values of an attention layer as such codes, and attends to them.
 
 `plan` is the layer below: every field said, nothing inferred, nothing allocated but scratch.
@@ -82,10 +93,13 @@ from ._convert import (
     inspect_model,
     quantize_model,
 )
+from ._decoding import rope_frequencies, sample
 from ._functions import make_desc as _make_desc
 from ._functions import make_function as _make_function
 from ._functions import selection as _selection
 from ._kv_cache import KvBytes, KvCache, KvCounts, aura_config
+from ._model import Model, ModelInfo, Session, SessionBytes, load
+from ._tokenizer import Tokenizer, TokenStream
 from ._values import integer as _integer
 from ._values import integer_of_bits as _integer_of_bits
 
@@ -96,8 +110,10 @@ __all__ = [
     "KvBytes",
     "KvCache",
     "KvCounts",
+    "Model",
     "ModelComparison",
     "ModelDescription",
+    "ModelInfo",
     "ModelProgress",
     "Op",
     "Operand",
@@ -105,20 +121,27 @@ __all__ = [
     "PrecisionGuarantee",
     "QuantizeReport",
     "QuantizedTensor",
+    "Session",
+    "SessionBytes",
     "Sku",
     "StorageTotal",
     "TensorDescription",
     "TensorDifference",
+    "TokenStream",
+    "Tokenizer",
     "__version__",
     "aura_config",
     "compare_models",
     "gaussian_codebook",
     "inspect_model",
+    "load",
     "make_rotation",
     "num_threads",
     "ops",
     "plan",
     "quantize_model",
+    "rope_frequencies",
+    "sample",
     "set_num_threads",
     "sphere_codebook",
 ]

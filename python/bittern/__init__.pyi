@@ -48,6 +48,17 @@ Model files (docs/quantize.md, docs/inspect.md):
     print(bittern.inspect_model("model-4bit"))
     bittern.compare_models("model", "model-4bit").relative_error
 
+Models that run (docs/run.md):
+
+    model = bittern.load("model.gguf")
+    print(model.generate("The capital of France is", max_tokens=20))
+    logits = model.logits(tokens)
+
+Text (docs/tokenizers.md):
+
+    tokenizer = bittern.Tokenizer("model.gguf")
+    ids = tokenizer.encode("Hello")
+
 `KvCache` keeps the keys and values of an attention layer as such codes, and attends to them.
 
 `plan` is the layer below: every field said, nothing inferred, nothing allocated but scratch.
@@ -73,12 +84,21 @@ from ._convert import (
     inspect_model as inspect_model,
     quantize_model as quantize_model,
 )
+from ._decoding import rope_frequencies as rope_frequencies, sample as sample
 from ._kv_cache import (
     KvBytes as KvBytes,
     KvCache as KvCache,
     KvCounts as KvCounts,
     aura_config as aura_config,
 )
+from ._model import (
+    Model as Model,
+    ModelInfo as ModelInfo,
+    Session as Session,
+    SessionBytes as SessionBytes,
+    load as load,
+)
+from ._tokenizer import TokenStream as TokenStream, Tokenizer as Tokenizer
 
 __all__ = [
     "Cancelled",
@@ -87,8 +107,10 @@ __all__ = [
     "KvBytes",
     "KvCache",
     "KvCounts",
+    "Model",
     "ModelComparison",
     "ModelDescription",
+    "ModelInfo",
     "ModelProgress",
     "Op",
     "Operand",
@@ -96,20 +118,27 @@ __all__ = [
     "PrecisionGuarantee",
     "QuantizeReport",
     "QuantizedTensor",
+    "Session",
+    "SessionBytes",
     "Sku",
     "StorageTotal",
     "TensorDescription",
     "TensorDifference",
+    "TokenStream",
+    "Tokenizer",
     "__version__",
     "aura_config",
     "compare_models",
     "gaussian_codebook",
     "inspect_model",
+    "load",
     "make_rotation",
     "num_threads",
     "ops",
     "plan",
     "quantize_model",
+    "rope_frequencies",
+    "sample",
     "set_num_threads",
     "sphere_codebook",
     "quantize_per_group",
@@ -143,6 +172,14 @@ __all__ = [
     "gated_rms_norm_backward",
     "gguf_dequantize",
     "gguf_quantize",
+    "rms_norm",
+    "rope",
+    "gated_activation",
+    "log_softmax",
+    "quantized_matmul",
+    "pack_panels",
+    "unpack_panels",
+    "embedding",
 ]
 __version__: str
 
@@ -737,11 +774,11 @@ def qdq_affine_init(
              MLX's Metal and CUDA kernels differ in three ways: they round half away, start the
              maximum at 0 (so an all-negative group gets another scale), and clamp only above.
 
-    lsq      from minmax's s, b and q, at most 20 times: fit s, b to the codes by least squares
-             (weighted by `importance` where given), round them to their dtype, re-quantise as minmax
-             does; stop when s and b (hence the codes) no longer change, or when the fit has no
-             finite s > 0. The squared error sum c (w - fma(q, s, b))^2 is never more than minmax's:
-             a group keeps minmax's result unless the fit gains at least one part in 2^20.
+    lsq      from minmax's range and, up to 32 bins, from its middle 0.85, 0.7 and 0.55, at most 20
+             times: fit s, b to the codes by least squares (weighted by `importance`), round them to
+             their dtype, re-quantise as minmax does; stop when s and b no longer change, or the fit
+             has no finite s > 0. The start with the least squared error sum c (w - fma(q, s, b))^2
+             counts; minmax's result stays unless one gains at least one part in 2^20.
              docs/numerics.md gives the sums, their order and the proof.
 
     NaN weights get code 0. Infinite weights saturate to the end codes. No finite weight: s = 1,
@@ -1469,6 +1506,7 @@ def aura_attention(
     k_rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
     v_rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
     scale: float = 0.0,
+    softcap: float = 0.0,
     window: int = 0,
     window_keeps_first: bool = False,
     causal: bool = True,
@@ -1489,6 +1527,8 @@ def aura_attention(
       out[s,i,h] = sum_t p_t v_t / l      p_t = exp(x_t - m)      l = sum_t p_t      m = max_t x_t
       x_t = scale * q[s,i,h] . k_t        over the tokens t that query i sees
 
+    With a softcap > 0 (Gemma 2), softcap * tanh(x_t / softcap) takes the place of x_t.
+
     A sequence's tokens are numbered 0, 1, ... through three regions, each of which may be empty:
 
       first    lengths[s,0] tokens kept as they were, rows of k_first and v_first
@@ -1502,15 +1542,18 @@ def aura_attention(
     value is a row of zeros.
 
     Centring: codes hold k - k_mean and v - v_mean. q . k_mean is the same for every coded token. If
-    there are only coded tokens it cancels, and k_mean may be left out. If k_mean is given, q .
-    k_mean is added to the logits of coded tokens, so that they compare with sinks and with the other
-    regions, which are not centred. v_mean is added in proportion to the coded tokens' share of l.
+    there are only coded tokens and no softcap it cancels, and k_mean may be left out. If k_mean is
+    given, q . k_mean is added to the logits of coded tokens, so that they compare with sinks and
+    with the other regions, which are not centred. v_mean is added in proportion to the coded tokens'
+    share of l.
 
     The order of operations, all in f32, exp as in core/math.h:
 
       a = q * scale        r = P_k a (bittern/aura_desc.h)        b = a . k_mean, or 0
       coded:          x_t = fma(r . c, k_scale_t, b)    element j in accumulator (j / 8) mod 16
       first, recent:  x_t = a . k_t                     element j in accumulator j mod 16; so in b
+
+      with a softcap: x_t = softcap * tanh(x_t / softcap)  tanh as in core/math.h; not for sinks
 
     where a dot has 16 accumulators, acc = fma(a_j, k_j, acc) from 0 with j ascending, which the
     halving tree adds. A region is cut into splits of 256 tokens from its first on. In each, over the
@@ -1534,13 +1577,14 @@ def aura_attention(
     out = (u + o_exact) / l, or 0 if l = 0. A row or scale that is not finite affects only the
     queries that see it.
 
-    Kernel cpu_int8 (k_bits 4, Preference::fastest) takes r and c as 16-bit integers of full scale
-    32512, in two bytes each, and leaves out the product of the lower bytes. On AVX-512 and with
-    v_bits 4 it also takes w and the centroids y of V as integers: y of full scale 2047, w in units
-    of max(max|w| / 32767, sum|w| / 2^19) of its split. Its ErrorNorm is `terms`, and error_bound is
-    e = 1 / 32512. For one query let h_t = p_t / l be its weights, S the number of splits with a
-    token seen, R = max|r_j|, K = max|k_codebook| and Y = max|v_codebook|, each at least 2^-126.
-    Then:
+    Kernel cpu_int8 (k_bits 4, Preference::fastest) computes as the exact one does where a KV head
+    has 10 or more query rows (queries * heads / kv_heads). With fewer it takes r and c as 16-bit
+    integers of full scale 32512, in two bytes each, and leaves out the product of the lower bytes.
+    On AVX-512 and with v_bits 4 it also takes w and the centroids y of V as integers: y of full
+    scale 2047, w in units of max(max|w| / 32767, sum|w| / 2^19) of its split. Its ErrorNorm is
+    `terms`, and error_bound is e = 1 / 32512. For one query let h_t = p_t / l be its weights, S the
+    number of splits with a token seen, R = max|r_j|, K = max|k_codebook| and Y = max|v_codebook|,
+    each at least 2^-126. Then:
 
       X_t  = (1 + S) (1 + max|x|) / 32. For a coded token add
              |k_scale_t| (K sum|r_j| / 2 + R sum|c_tj| / 2 + (1.1 + dim / 4096) dim R K).
@@ -2187,4 +2231,367 @@ def gguf_quantize(
     from 0 to the same top. Scales and biases that are not finite count as 0. An importance that is
     not > 0 or not finite counts as 0, and one above 2^40 as 2^40. docs/numerics.md gives every
     step.
+    """
+
+@overload
+def rms_norm(
+    x: _Array | SupportsFloat,
+    weight: _Array | SupportsFloat,
+    residual: _Array | SupportsFloat | None = None,
+    *,
+    y: _Array | None = None,
+    sum: Literal[False] | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    eps: float = 1e-06,
+    offset: float = 0.0,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    rounding: Literal["once", "each"] = "once",
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> _Result:
+    """Returns y, sum.
+
+    A row normalised to root mean square 1 and weighted, after an optional addition:
+
+      s_j  = x_j + residual_j, rounded to `element`; x_j where residual is left out
+      rstd = 1 / sqrt((s.s) / dim + eps)
+      y_j  = (s_j * rstd) * (weight_j + offset)
+
+    In f32, each operation above rounded once; s.s is summed as core/dot.h says, eps and offset are
+    rounded to f32. y is rounded to `element`. With rounding = each, s_j * rstd is rounded to
+    `element` before it is used. `sum` receives s. It may be the memory of residual, so that one call
+    updates the residual stream and normalises it.
+
+    A row of zeros gives zeros (NaN when eps is 0). NaN and infinities stay in their row.
+    """
+
+@overload
+def rms_norm(
+    x: _Array | SupportsFloat,
+    weight: _Array | SupportsFloat,
+    residual: _Array | SupportsFloat | None = None,
+    *,
+    y: _Array | None = None,
+    sum: _Array | Literal[True],
+    rows: int | None = None,
+    dim: int | None = None,
+    eps: float = 1e-06,
+    offset: float = 0.0,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    rounding: Literal["once", "each"] = "once",
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> tuple[_Result, _Result]: ...
+
+@overload
+def rms_norm(
+    x: _Array | SupportsFloat,
+    weight: _Array | SupportsFloat,
+    residual: _Array | SupportsFloat | None = None,
+    *,
+    y: _Array | None = None,
+    sum: _Array | bool | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    eps: float = 1e-06,
+    offset: float = 0.0,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    rounding: Literal["once", "each"] = "once",
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
+
+def rope(
+    x: _Array | SupportsFloat,
+    positions: _Array | SupportsFloat,
+    inverse_frequencies: _Array | SupportsFloat,
+    *,
+    y: _Array | None = None,
+    tokens: int | None = None,
+    heads: int | None = None,
+    dim: int | None = None,
+    rotary_dim: int | None = None,
+    factor: float = 1.0,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    layout: Literal["half", "interleaved"] = "half",
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> _Result:
+    """Returns y.
+
+    Rotary position embedding: pairs of elements of a head, turned by an angle that grows with the
+    token's position.
+
+      angle = positions[t] * inverse_frequencies[i]     i < rotary_dim / 2
+      c = cos(angle) * factor       s = sin(angle) * factor
+      y_a = x_a * c - x_b * s       y_b = x_b * c + x_a * s
+
+    a, b = i, i + rotary_dim / 2 (layout half) or 2 i, 2 i + 1 (interleaved). Elements from
+    rotary_dim on are copied. `factor` is yarn's scaling of attention; bittern/rope_frequencies.h
+    makes the frequencies.
+
+    The angle is the product in f64, which is exact for |position| <= 2^29. cos and sin are
+    core/angle.h's, within 0.501 ulp of f32 for |angle| < 2^30, and NaN for larger angles. The other
+    operations are in f32, each rounded once; factor is rounded to f32, y to `element`.
+
+    y may be the memory of x. NaN and infinities stay in their pair.
+    """
+
+def gated_activation(
+    gate: _Array | SupportsFloat,
+    up: _Array | SupportsFloat,
+    *,
+    y: _Array | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    kind: Literal["swiglu", "geglu_tanh", "geglu_erf"] = "swiglu",
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    rounding: Literal["once", "each"] = "once",
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> _Result:
+    """Returns y.
+
+    The gate of an MLP:
+
+      y = f(gate) * up     f = silu (swiglu), gelu_tanh (geglu_tanh) or gelu (geglu_erf)
+
+    In f32; silu is core/math.h's, gelu and gelu_tanh are core/activations.h's. The product is
+    rounded once, and to `element`. With rounding = each, f(gate) is rounded to `element` before it
+    is used.
+
+    gate and up have strides of their own, so they may be halves of one matrix; y may be the memory
+    of either. f(-infinity) is NaN.
+    """
+
+def log_softmax(
+    x: _Array | SupportsFloat,
+    *,
+    y: _Array | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    softcap: float = 0.0,
+    temperature: float = 1.0,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> _Result:
+    """Returns y.
+
+    The logarithm of a row's softmax:
+
+      v_j = x_j                                     without softcap
+      v_j = softcap * tanh(x_j / softcap)         with softcap > 0
+      v_j = v_j / temperature                       with temperature != 1
+      m = max v      l = sum of exp(v_j - m)      y_j = (v_j - m) - log(l)
+
+    In f32, each operation rounded once; softcap and temperature are rounded to f32, exp is
+    core/math.h's, tanh core/activations.h's. l is summed in f64: the elements of a block of 4096 go
+    to 16 chains, element j to chain j mod 16, which the halving tree adds; the blocks are added in
+    order. log is core/exp_log.h's, in f64, and is rounded to f32 once.
+
+    y is f32. A row that holds NaN or +infinity, or nothing but -infinity, gives NaN. -infinity
+    beside finite numbers gives -infinity. y may be the memory of an f32 x.
+    """
+
+def quantized_matmul(
+    x: _Array | SupportsFloat,
+    w: _Array | SupportsFloat | None = None,
+    packed: _Array | SupportsFloat | None = None,
+    scales: _Array | SupportsFloat | None = None,
+    biases: _Array | SupportsFloat | None = None,
+    blocks: _Array | SupportsFloat | None = None,
+    panels: _Array | SupportsFloat | None = None,
+    *,
+    y: _Array | None = None,
+    rows: int | None = None,
+    outputs: int | None = None,
+    inputs: int | None = None,
+    type: Literal["f32", "f16", "bf16", "affine", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"] | None = None,
+    bits: int = 4,
+    group_size: int = 64,
+    scale_element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    layout: Literal["stored", "panels"] = "stored",
+    activations: Literal["float", "int16", "int8"] = "int16",
+    element: Literal["f32", "bf16", "float32", "bfloat16"] | _DType | None = None,
+    f32_y: bool | None = None,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> _Result:
+    """Returns y.
+
+    y = x W^T: y[m][n] is the product of row m of x and row n of W, a matrix as a model stores it
+    (bittern/matmul_desc.h), which is never expanded as a whole.
+
+    activations float
+
+      y[m][n] = fma(x[m][k], w[n][k], ...), k ascending, from +0
+
+      with w the number that the weight stands for, in f32. NaN and infinities follow IEEE.
+
+    activations int16 (the default) and int8: x is quantised, and products are integers.
+
+      Row m of x is cut into groups of 32 (64, where W has groups of 64 or 128), a = max|x| of one.
+      d = max(a / L, 2^-141) with L = 32512 (int16) or 127 (int8), the quotient rounded to f32;
+          d = 0 if a = 0; d = NaN if an element is NaN or infinite, and its codes are then 0
+      c[k] = R(x[k] / d), the quotient rounded to f32, R to the nearest integer, ties to even;
+          0 if d = 0. |c| is at most 32640 or 127.
+
+      The sum runs over the runs of inputs that share both a group of x and a group of W: of 16 for
+      W's groups of 16, of 32, or of 64 for those of 64 and 128. For each run, ascending, from +0:
+
+        C = the sum of c[k],  D = the sum of code[n][k] c[k]       integers, exact
+        acc = fma(b, d C, acc)           where W's type has biases
+        acc = fma(float(D) d, s, acc)
+
+      with s and b of W's group. d C, float(D) and its product with d are rounded to f32, float(D) to
+      the nearest, ties to even. y[m][n] = acc. A NaN or an infinity in a row of x makes all of that
+      row of y NaN, if inputs is not 0.
+
+      An int16 is two bytes, 256 h + l with l in -128 .. 127: two products of bytes.
+
+    y is f32, or rounded to x's dtype. A row of y does not depend on the other rows, nor on how many
+    there are. Integers have no order and the f32 operations are listed, so every backend, SIMD
+    target, thread count and layout gives the same bits.
+    """
+
+def pack_panels(
+    w: _Array | SupportsFloat | None = None,
+    packed: _Array | SupportsFloat | None = None,
+    scales: _Array | SupportsFloat | None = None,
+    biases: _Array | SupportsFloat | None = None,
+    blocks: _Array | SupportsFloat | None = None,
+    *,
+    panels: _Array | None = None,
+    outputs: int | None = None,
+    inputs: int | None = None,
+    type: Literal["f32", "f16", "bf16", "affine", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"] | None = None,
+    bits: int = 4,
+    group_size: int = 64,
+    scale_element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> _Result:
+    """Returns panels.
+
+    Weights as a model stores them, into the panels that quantized_matmul and embedding read fastest
+    (layout panels). The bytes of bittern/matmul_desc.h are put in another order and nothing else is
+    done to them, so unpack_panels brings every bit back. As many bytes as stored, for outputs
+    rounded up to a multiple of 16; the rows that the last panel lacks are zeros.
+    """
+
+@overload
+def unpack_panels(
+    panels: _Array | SupportsFloat,
+    *,
+    w: _Array | Literal[True] | None = None,
+    packed: _Array | None = None,
+    scales: _Array | None = None,
+    biases: _Array | None = None,
+    blocks: _Array | Literal[True] | None = None,
+    outputs: int | None = None,
+    inputs: int | None = None,
+    type: Literal["f32", "f16", "bf16", "affine", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"] | None = None,
+    bits: int = 4,
+    group_size: int = 64,
+    scale_element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> tuple[_Result, _Result, _Result, _Result, _Result]:
+    """Returns w, packed, scales, biases, blocks.
+
+    The inverse of pack_panels: weights as a model stores them, from panels. The rows that the last
+    panel has beyond `outputs` are not read.
+    """
+
+@overload
+def unpack_panels(
+    panels: _Array | SupportsFloat,
+    *,
+    w: _Array | bool | None = None,
+    packed: _Array | None = None,
+    scales: _Array | None = None,
+    biases: _Array | None = None,
+    blocks: _Array | bool | None = None,
+    outputs: int | None = None,
+    inputs: int | None = None,
+    type: Literal["f32", "f16", "bf16", "affine", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"] | None = None,
+    bits: int = 4,
+    group_size: int = 64,
+    scale_element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
+
+def embedding(
+    ids: _Array | SupportsFloat,
+    w: _Array | SupportsFloat | None = None,
+    packed: _Array | SupportsFloat | None = None,
+    scales: _Array | SupportsFloat | None = None,
+    biases: _Array | SupportsFloat | None = None,
+    blocks: _Array | SupportsFloat | None = None,
+    panels: _Array | SupportsFloat | None = None,
+    *,
+    y: _Array | None = None,
+    rows: int | None = None,
+    outputs: int | None = None,
+    inputs: int | None = None,
+    type: Literal["f32", "f16", "bf16", "affine", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"] | None = None,
+    bits: int = 4,
+    group_size: int = 64,
+    scale_element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    layout: Literal["stored", "panels"] = "stored",
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> _Result:
+    """Returns y.
+
+    y[i] = row ids[i] of W: the numbers that its weights stand for (bittern/matmul_desc.h), in f32,
+    rounded to y's dtype.
     """

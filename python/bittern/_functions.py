@@ -90,6 +90,21 @@ def _infer_dtypes(op, fields, free, dtypes):
     return best
 
 
+def _alternatives(op):
+    """The inputs that some choice of a field replaces by others."""
+    unread = lambda operands: {o.name for o in operands if o.unread_without is not None}
+    usual = unread(op.operands)
+    found = set()
+    for field in op.fields if usual else ():
+        for choice in field.choices:
+            desc = Desc(op.name)
+            desc.set(field.name, choice)
+            now = unread(desc.unchecked_operands())
+            if usual - now:
+                found |= now - usual
+    return found
+
+
 class Function:
     """Runs one op on arrays."""
 
@@ -103,6 +118,7 @@ class Function:
         self.has_axis = "inner_size" in self.fields
         self.inputs = [o for o in op.operands if not o.output or o.in_out]
         self.outputs = [o for o in op.operands if o.output and not o.in_out]
+        self.alternatives = _alternatives(op)
         self.where = {o.name: f"{op.name}: {o.name}" for o in op.operands}
         # The sizes that some array tells in most problems; in others they have to be said. Those of
         # outputs alone are a choice, with a default.
@@ -113,8 +129,9 @@ class Function:
 
     def parameters(self):
         """(name, kind, default) of each parameter; kind is input, output, field or option."""
-        for o in sorted(self.inputs, key=lambda o: o.optional):
-            yield o.name, "input", None if o.optional else inspect.Parameter.empty
+        may_lack = lambda o: o.optional or o.name in self.alternatives
+        for o in sorted(self.inputs, key=may_lack):
+            yield o.name, "input", None if may_lack(o) else inspect.Parameter.empty
         for o in self.outputs:
             yield o.name, "output", None
         for f in self.fields.values():

@@ -1,0 +1,59 @@
+// The forward pass of a decoder.
+#pragma once
+#include <span>
+#include <string>
+#include <vector>
+
+#include "bittern/model.h"
+#include "model/decoder.h"
+#include "model/session_state.h"
+#include "model/weights.h"
+
+namespace bittern {
+
+struct ModelData {
+  ModelInfo info;
+  ModelConfig config;
+  std::vector<std::string> gguf_names;  // of the tensors of a GGUF file; none of a folder
+  Decoder decoder;
+  Weights weights;
+  LoadOptions options;
+};
+
+struct ModelAccess {
+  static const ModelData& data(const Model& model) { return *model.data_; }
+};
+
+// Tokens of one session in a pass.
+struct Segment {
+  SessionData* session;
+  std::span<const std::int32_t> tokens;
+  std::int64_t row = 0;       // its first in the pass
+  std::int64_t position = 0;  // of its first token
+  std::int64_t count() const { return static_cast<std::int64_t>(tokens.size()); }
+};
+
+// Runs all segments through all layers: caches and states then hold their tokens. `hidden` receives
+// what the last layer gives for the rows from `first` on, normed: the input of the head.
+Status forward_pass(const ModelData& model, std::span<const Segment> segments, std::int64_t first,
+                    float* hidden, Watcher* watcher);
+// out [rows, vocab] = the logits of rows of `hidden`.
+Status head_pass(const ModelData& model, const float* hidden, std::int64_t rows, const MutView& out,
+                 Scratch& scratch);
+
+// The most tokens of a pass, which bounds the memory for activations.
+std::int64_t pass_tokens(const ModelData& model);
+
+// Appends to sessions, in as many passes as it takes; then, or when an error ends it, all sessions
+// hold either all of their tokens or none.
+// `hidden` receives the rows from `first` on, counted through all steps.
+Status run_sessions(const ModelData& model, std::span<const Segment> steps, std::int64_t first,
+                    float* hidden, Watcher* watcher = nullptr);
+
+// Forgets the tokens from `size` on.
+Status go_back(SessionData& session, std::int64_t size);
+void forget_all(SessionData& session) noexcept;
+
+inline constexpr std::int64_t kMostContext = std::int64_t{1} << 24;
+
+}  // namespace bittern
