@@ -8,7 +8,8 @@ For each op, bittern runs first and measures the machine's copy bandwidth around
 peers follow at once and are compared with that same copy. Every peer runs in its own process.
 `torch` gives two rows, eager and torch.compile. A peer that is not installed gives a row that says
 so. For aura_attention the peer is torch's attention over an f16 cache, whose ratio counts the bytes
-of that cache. The gated delta rule is limited by products, so its peers have a time and no ratio.
+of that cache; for a prompt it is its attention in f32, which is faster, the cache converted before.
+The gated delta rule is limited by products, so its peers have a time and no ratio.
 
 All get huge pages where the system grants them, and memory that is kept between calls, so that no
 one pays for page faults. GB/s counts the bytes the op must read and write at least.
@@ -70,6 +71,10 @@ OPS = {
     "aura_attention 4/4 bit": (
         "aura_attention", {"k_bits": 4, "v_bits": 4, "heads": 8, "capacity": 65536, "page_size": 0},
         ("torch",)),
+    "aura_attention f16 prompt": (
+        "aura_attention", {"queries": 4096, "first": 4096, "softcap": 0}, ("torch",)),
+    "aura_attention f16 token": (
+        "aura_attention", {"queries": 1, "first": 4096}, ("torch",)),
     "gdn_chunk_forward f32": ("gdn_chunk_forward", {"element": "f32"}, ("transformers",)),
     "gdn_chunk_forward bf16": (
         "gdn_chunk_forward", {"element": "bf16", "qk_l2norm": "false"}, ("transformers",)),
@@ -106,7 +111,7 @@ def codec_problem(torch, op, rows):
     """What a torch user writes for the KV codec: its encode, and attention over an f16 cache."""
     import torch.nn.functional as F
 
-    if op == "aura_encode":
+    if OPS[op][0] == "aura_encode":
         n = 65536 * rows // ROWS
         x, rotation = torch.randn(n, 128), torch.linalg.qr(torch.randn(128, 128))[0]
         levels = torch.linspace(-0.24, 0.24, 16)
@@ -119,6 +124,22 @@ def codec_problem(torch, op, rows):
             return words, norm / levels[codes].norm(dim=1, keepdim=True)
 
         return encode, (x,), n * (512 + 64 + 4)
+    if op in ("aura_attention f16 prompt", "aura_attention f16 token"):
+        tokens, prompt = 4096, op.endswith("prompt")
+        k, v = (torch.randn(1, 3, tokens, 64).half() for _ in range(2))
+        q = torch.randn(1, 9, tokens if prompt else 1, 64)
+
+        def attend(q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=prompt, enable_gqa=True)
+
+        def attend_heads(q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=prompt)
+
+        if not prompt:
+            return attend, (q.half(), k, v), 2 * 3 * tokens * 128
+        # Each KV head three times in memory: faster than enable_gqa.
+        k, v = (t.float().repeat_interleave(3, 1) for t in (k, v))
+        return attend_heads, (q, k, v), None
     tokens = 65536 * rows // ROWS
     q = torch.randn(1, 8, 1, 128).half()
     k, v = (torch.randn(1, 8, tokens, 128).half() for _ in range(2))
@@ -150,7 +171,7 @@ def torch_rows(op, rows, threads, repeat):
     torch.set_num_threads(threads)
     torch.manual_seed(1)
     if OPS[op][0].startswith("aura"):
-        return time_torch(torch, *codec_problem(torch, OPS[op][0], rows), repeat)
+        return time_torch(torch, *codec_problem(torch, op, rows), repeat)
     n, group = rows * COLUMNS, 64 if "affine" in op else 128
     dtype = torch.bfloat16 if "bf16" in op else torch.float32
     x = (torch.randn(n // group, group) * 0.02).to(dtype)

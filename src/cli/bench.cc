@@ -1,9 +1,11 @@
 // bittern bench [OP...]: compares every op with the machine's limits, measured in the same run.
 //
-// Copies and samples of the op alternate, because a machine's bandwidth may change during a run:
-// copy, op, copy, op, ... copy. A sample's ratio compares the op with the copies before and after
-// it, and the median of the samples is reported. On a GPU a sample is a graph of many calls that
-// use several sets of operands in turn, so that no call finds its operands in the L2.
+// An op is compared with the copy, with reading alone, or with the multiply-adds that the machine
+// does at best. Samples of that limit and of the op alternate, because a machine's bandwidth may
+// change during a run: copy, op, copy, op, ... copy. A sample's ratio compares the op with the
+// copies before and after it, and the median of the samples is reported. On a GPU a sample is a
+// graph of many calls that use several sets of operands in turn, so that no call finds its operands
+// in the L2.
 #include <fmt/format.h>
 #include <omp.h>
 #include <unistd.h>
@@ -70,13 +72,29 @@ std::string cpu_model() {
 struct Row {
   std::string kernel, architecture, device;
   double seconds = 0;
-  double gb_s = 0, copy_gb_s = 0, traffic_ratio = 0;
-  double gflop_s = 0, gemm_gflop_s = 0, gemm_ratio = 0;  // 0: not a matrix op, or no GEMM measured
-  bool by_gemm = false;                                  // which of the two `ratio` is
-  double ratio = 0, ratio_low = 0, ratio_high = 0;       // median and quartiles
+  double gb_s = 0, limit_gb_s = 0, traffic_ratio = 0;  // the copy's or reading's; 0: not measured
+  double gflop_s = 0, limit_gflop_s = 0, gflop_ratio = 0;  // 0: not a matrix op, or no limit
+  bool by_gflops = false;                                  // which of the two `ratio` is
+  double ratio = 0, ratio_low = 0, ratio_high = 0;         // median and quartiles
   double elements_s_core = 0;
   int repeat = 0, calls = 0, sets = 0;
+  Limit limit = Limit::copy;
 };
+
+// As JSON has them.
+constexpr const char* kLimitNames[] = {"copy", "read", "f32", "int8"};
+
+// A GPU multiplies much faster than it moves data, so all ops are compared with the copy there.
+Limit limit_of(const Problem& problem, const Meter& meter) {
+  if (!meter.host()) return Limit::copy;
+  switch (problem.limit) {
+    case oracle::BenchLimit::read: return Limit::read;
+    case oracle::BenchLimit::f32: return Limit::f32_peak;
+    case oracle::BenchLimit::int8: return Limit::int8_peak;
+    case oracle::BenchLimit::usual: break;
+  }
+  return Limit::copy;
+}
 
 double quartile(std::vector<double> values, double part) {
   std::sort(values.begin(), values.end());
@@ -89,7 +107,9 @@ Result<Row> measure(const Problem& problem, const AnyPlan& plan, Meter& meter, d
     Meter& meter;
     ~Release() { meter.release_all(); }
   } release{meter};
-  const auto operands = make_operands(problem, meter);
+  const Limit limit = limit_of(problem, meter);
+  const bool is_peak = limit == Limit::f32_peak || limit == Limit::int8_peak;
+  const auto operands = make_operands(problem, meter, limit);
   if (!operands) return operands.status();
   const auto scratch = meter.allocate(std::max<std::size_t>(plan.workspace_bytes(), 64));
   if (!scratch) return scratch.status();
@@ -100,44 +120,48 @@ Result<Row> measure(const Problem& problem, const AnyPlan& plan, Meter& meter, d
   };
   const auto first = meter.time(work, sets);
   if (!first) return first.status();
-  auto copy = meter.time_copy();
-  if (!copy) return copy.status();
+  auto most = meter.rate(limit);
+  if (!most) return most.status();
   // Each set as often as any other.
   const int calls = (meter.calls(*first) + sets - 1) / sets * sets;
   int repeat = flags.repeat;
   if (repeat == 0) {
     const double budget = flags.quick ? kQuickSecondsPerCase : kSecondsPerCase;
-    const double fit = budget / (calls * *first + 2 * *copy);
+    const double fit = budget / (calls * *first + meter.seconds(limit));
     repeat =
         static_cast<int>(std::clamp<double>(fit, kLeast, flags.quick ? kQuickRepeat : kRepeat));
   }
   const double gigaflops = 1e-9 * problem.desc->flops();
   const double gigabytes = 1e-9 * static_cast<double>(operands->bytes);
-  const double copied = 2e-9 * static_cast<double>(meter.copy_bytes());
   const Sku sku = plan.sku();
   Row row{std::string(sku.kernel), std::string(sku.architecture), name(meter.device())};
-  // A GPU multiplies much faster than it moves data, so even ops made of products are compared with
-  // the copy there.
-  row.by_gemm = gigaflops > 0 && gemm_gflop_s > 0 && meter.host();
-  std::vector<double> times, copies = {*copy}, traffic_ratios, ratios;
+  row.limit = limit;
+  const bool by_gemm = limit == Limit::copy && gigaflops > 0 && gemm_gflop_s > 0 && meter.host();
+  row.by_gflops = by_gemm || is_peak;
+  std::vector<double> times, limits = {*most}, traffic_ratios, ratios;
   for (int i = 0; i < repeat; ++i) {
     const auto t = meter.time(work, calls);
     if (!t) return t.status();
-    copy = meter.time_copy();
-    if (!copy) return copy.status();
-    const double around = (copies.back() + *copy) / 2;
+    most = meter.rate(limit);
+    if (!most) return most.status();
+    // What takes half the time counts half: the mean of the times, not of the rates.
+    const double around = 2 / (1 / limits.back() + 1 / *most);
     times.push_back(*t);
-    copies.push_back(*copy);
-    traffic_ratios.push_back(gigabytes / *t / (copied / around));
-    ratios.push_back(row.by_gemm ? gigaflops / *t / gemm_gflop_s : traffic_ratios.back());
+    limits.push_back(*most);
+    if (!is_peak) traffic_ratios.push_back(gigabytes / *t / around);
+    ratios.push_back(is_peak   ? gigaflops / *t / around
+                     : by_gemm ? gigaflops / *t / gemm_gflop_s
+                               : traffic_ratios.back());
   }
   row.seconds = median(times);
   row.gb_s = gigabytes / row.seconds;
-  row.copy_gb_s = copied / median(copies);
-  row.traffic_ratio = median(traffic_ratios);
+  row.limit_gb_s = is_peak ? 0 : median(limits);
+  row.traffic_ratio = is_peak ? 0 : median(traffic_ratios);
   row.gflop_s = gigaflops / row.seconds;
-  row.gemm_gflop_s = gigaflops > 0 ? gemm_gflop_s : 0;
-  row.gemm_ratio = row.gemm_gflop_s > 0 ? row.gflop_s / row.gemm_gflop_s : 0;
+  row.limit_gflop_s = is_peak                                 ? median(limits)
+                      : limit == Limit::copy && gigaflops > 0 ? gemm_gflop_s
+                                                              : 0;
+  row.gflop_ratio = row.limit_gflop_s > 0 ? row.gflop_s / row.limit_gflop_s : 0;
   row.ratio = median(ratios);
   row.ratio_low = quartile(ratios, 0.25);
   row.ratio_high = quartile(ratios, 0.75);
@@ -217,6 +241,8 @@ class Machine {
       j["read_gb_s"] = limits_.read_gb_s;
       j["gemm_gflop_s"] = limits_.gemm_gflop_s;
       j["gemm_bf16_gflop_s"] = limits_.gemm_bf16_gflop_s;
+      j["f32_gflop_s"] = limits_.f32_gflop_s;
+      j["int8_gflop_s"] = limits_.int8_gflop_s;
     }
     if (cuda_) {
       const CudaLimits& c = cuda_limits_;
@@ -255,8 +281,9 @@ class Machine {
                pinned() ? " (pinned)" : " (not pinned)", cpu::architecture());
     fmt::print(
         "limits: streaming copy {:.1f} GB/s, memcpy {:.1f} GB/s (bytes read plus written), "
-        "reading alone {:.1f} GB/s, {}\n",
-        limits_.streaming_gb_s, limits_.memcpy_gb_s, limits_.read_gb_s,
+        "reading alone {:.1f} GB/s, multiply-adds f32 {:.0f}, int8 {:.0f} GFLOP/s, {}\n",
+        limits_.streaming_gb_s, limits_.memcpy_gb_s, limits_.read_gb_s, limits_.f32_gflop_s,
+        limits_.int8_gflop_s,
         limits_.gemm_gflop_s == 0
             ? "no GEMM rate (built without oneDNN)"
             : fmt::format("GEMM f32 {:.0f}{} GFLOP/s ({}^3)", limits_.gemm_gflop_s,
@@ -276,9 +303,10 @@ constexpr const char* kLine = "{:<33} {:<31} {:<12} {:>9} {:>10} {:>10} {:>6} {:
 
 void print_heading(Device::Type device) {
   const bool cuda = device == Device::Type::cuda;
-  fmt::print("ratio: the op's minimum traffic per second over the copy's, measured in turn; {}\n",
-             cuda ? "of GEMM: its FLOP/s over the bf16 GEMM's, for matrix work"
-                  : "for matrix work its FLOP/s over the GEMM's of its dtype");
+  fmt::print(
+      "ratio: the op's minimum traffic per second over the copy's, measured in turn; {}\n",
+      cuda ? "of GEMM: its FLOP/s over the bf16 GEMM's, for matrix work"
+           : "for matrix work its FLOP/s over the GEMM's of its dtype, or what the case names");
   fmt::print(kLine, "op", "case", "kernel", "ms", "rate", "limit", "ratio",
              cuda ? "of GEMM" : "Melem/s/core");
 }
@@ -385,12 +413,12 @@ Status run(const BenchFlags& flags, char** argv) {
       fmt::print(kLine, task.op->name(), label,
                  row->kernel + (row->architecture == "any" ? "" : " " + row->architecture),
                  fmt::format("{:.3f}", 1e3 * row->seconds),
-                 row->by_gemm ? rate(row->gflop_s, "GF/s") : rate(row->gb_s, "GB/s"),
-                 row->by_gemm ? rate(row->gemm_gflop_s, "GF/s") : rate(row->copy_gb_s, "GB/s"),
+                 row->by_gflops ? rate(row->gflop_s, "GF/s") : rate(row->gb_s, "GB/s"),
+                 row->by_gflops ? rate(row->limit_gflop_s, "GF/s") : rate(row->limit_gb_s, "GB/s"),
                  fmt::format("{:.2f}", row->ratio),
-                 host                  ? fmt::format("{:.0f}", 1e-6 * row->elements_s_core)
-                 : row->gemm_ratio > 0 ? fmt::format("{:.3f}", row->gemm_ratio)
-                                       : "-");
+                 host                   ? fmt::format("{:.0f}", 1e-6 * row->elements_s_core)
+                 : row->gflop_ratio > 0 ? fmt::format("{:.3f}", row->gflop_ratio)
+                                        : "-");
       std::fflush(stdout);
     }
     Json j{{"op", task.op->name()},
@@ -401,18 +429,21 @@ Status run(const BenchFlags& flags, char** argv) {
            {"problem", fields_json(desc)},
            {"ms", 1e3 * row->seconds},
            {"gb_s", row->gb_s},
-           {"limit_gb_s", row->copy_gb_s},
+           {"limit", kLimitNames[static_cast<std::size_t>(row->limit)]},
            {"ratio", row->ratio},
            {"ratio_quartiles", {row->ratio_low, row->ratio_high}},
-           {"traffic_ratio", row->traffic_ratio},
            {"repeat", row->repeat},
            {"calls", row->calls},
            {"sets", row->sets}};
     if (host) j["elements_s_core"] = row->elements_s_core;
     if (row->gflop_s > 0) j["gflop_s"] = row->gflop_s;
-    if (row->gemm_ratio > 0) {
-      j["limit_gflop_s"] = row->gemm_gflop_s;
-      j["gemm_ratio"] = row->gemm_ratio;
+    if (row->limit_gb_s > 0) {
+      j["limit_gb_s"] = row->limit_gb_s;
+      j["traffic_ratio"] = row->traffic_ratio;
+    }
+    if (row->gflop_ratio > 0) {
+      j["limit_gflop_s"] = row->limit_gflop_s;
+      j[row->limit == Limit::copy ? "gemm_ratio" : "peak_ratio"] = row->gflop_ratio;
     }
     rows.push_back(std::move(j));
   }

@@ -2,6 +2,7 @@
 
 #include <immintrin.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -112,6 +113,57 @@ std::uint64_t read_lines(const std::byte* from, std::size_t bytes) {
   return static_cast<std::uint64_t>(_mm_cvtsi128_si64(all));
 }
 
+// kPeakRounds times kPeakSums multiply-adds that do not wait for each other, on registers alone.
+constexpr std::int64_t kPeakRounds = 100000;
+constexpr int kPeakSums = 12;
+
+#define BITTERN_TWELVE(LINE) \
+  LINE("0")                  \
+  LINE("1")                  \
+  LINE("2")                  \
+  LINE("3") LINE("4") LINE("5") LINE("6") LINE("7") LINE("8") LINE("9") LINE("10") LINE("11")
+#define BITTERN_PEAK(NAME, TARGET, LINE)                                                         \
+  __attribute__((target(TARGET))) void NAME() {                                                  \
+    for (std::int64_t i = 0; i < kPeakRounds; ++i)                                               \
+      asm volatile(BITTERN_TWELVE(LINE)::                                                        \
+                       : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", \
+                         "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");          \
+  }
+#define BITTERN_F32_512(N) "vfmadd231ps %%zmm12, %%zmm13, %%zmm" N "\n\t"
+#define BITTERN_INT8_512(N) "vpdpbusd %%zmm12, %%zmm13, %%zmm" N "\n\t"
+#define BITTERN_F32_256(N) "vfmadd231ps %%ymm12, %%ymm13, %%ymm" N "\n\t"
+// Without vpdpbusd: products of pairs, their sums in pairs, an addition.
+#define BITTERN_INT8_256(N)                  \
+  "vpmaddubsw %%ymm12, %%ymm13, %%ymm14\n\t" \
+  "vpmaddwd %%ymm14, %%ymm15, %%ymm14\n\t"   \
+  "vpaddd %%ymm14, %%ymm" N ", %%ymm" N "\n\t"
+BITTERN_PEAK(f32_peak_avx512, "avx512f", BITTERN_F32_512)
+BITTERN_PEAK(int8_peak_avx512, "avx512f", BITTERN_INT8_512)
+BITTERN_PEAK(f32_peak_avx2, "avx2,fma", BITTERN_F32_256)
+BITTERN_PEAK(int8_peak_avx2, "avx2", BITTERN_INT8_256)
+
+struct Peak {
+  void (*loop)();
+  int products;  // of an instruction
+};
+Peak f32_peak() {
+  if (cpu::isa() == cpu::Isa::avx2) return {f32_peak_avx2, 8};
+  return {f32_peak_avx512, 16};
+}
+Peak int8_peak() {
+  if (cpu::isa() == cpu::Isa::avx3_dl) return {int8_peak_avx512, 64};
+  return {int8_peak_avx2, 32};
+}
+
+// Bytes of the largest cache.
+std::size_t cache_bytes() {
+#ifdef _SC_LEVEL3_CACHE_SIZE
+  if (const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE); bytes > 0)
+    return static_cast<std::size_t>(bytes);
+#endif
+  return std::size_t{32} << 20;
+}
+
 CopyLoop streaming_loop() {
   switch (cpu::isa()) {
     case cpu::Isa::avx3_dl:
@@ -148,6 +200,10 @@ class CpuMeter final : public Meter {
     limits.memcpy_gb_s = gigabytes / median(library);
     limits.read_gb_s = 1e-9 * static_cast<double>(copy_bytes_) / median(reading);
     best_ = limits.streaming_gb_s >= limits.memcpy_gb_s ? streaming_loop() : library_copy;
+    if (cpu::isa() != cpu::Isa::none) {
+      limits.f32_gflop_s = timed_peak(f32_peak());
+      limits.int8_gflop_s = timed_peak(int8_peak());
+    }
     return measure_gemm(gemm_size, repeat, limits);
   }
 
@@ -171,8 +227,13 @@ class CpuMeter final : public Meter {
     return {};
   }
   bool host() const override { return true; }
-  // A CPU's operands are larger than its caches, and its calls longer than a clock's tick.
-  int sets(std::size_t) const override { return 1; }
+  // A CPU's operands are larger than its caches, unless it shall be seen how fast they are read.
+  int sets(std::size_t bytes, Limit limit) const override {
+    if (limit != Limit::read) return 1;
+    const std::size_t enough = 4 * cache_bytes() / std::max<std::size_t>(bytes, 1) + 1;
+    return static_cast<int>(std::min<std::size_t>(enough, 512));
+  }
+  // Its calls are longer than a clock's tick.
   int calls(double) const override { return 1; }
 
   Result<double> time(const Work& work, int calls) override {
@@ -181,10 +242,24 @@ class CpuMeter final : public Meter {
       if (Status status = work(i); !status.ok()) return status;
     return seconds_since(start) / calls;
   }
-  // An op may leave dirty lines that the next copy would write back: an untimed copy goes first.
-  Result<double> time_copy() override {
-    (void)timed_copy(best_);
-    return timed_copy(best_);
+  Result<double> rate(Limit limit) override {
+    const double gigabytes = 1e-9 * static_cast<double>(copy_bytes_);
+    switch (limit) {
+      case Limit::copy:
+        // An op may leave dirty lines that the next copy would write back: an untimed copy goes
+        // first.
+        (void)timed_copy(best_);
+        return 2 * gigabytes / timed_copy(best_);
+      case Limit::read: return gigabytes / timed_read();
+      case Limit::f32_peak:
+      case Limit::int8_peak: break;
+    }
+    if (cpu::isa() == cpu::Isa::none)
+      return unsupported("bench: the peak of multiply-adds needs a CPU with AVX2");
+    return timed_peak(limit == Limit::f32_peak ? f32_peak() : int8_peak());
+  }
+  double seconds(Limit limit) const override {
+    return limit == Limit::copy ? 2e-2 : limit == Limit::read ? 4e-3 : 1e-3;
   }
 
  private:
@@ -205,6 +280,17 @@ class CpuMeter final : public Meter {
     const double seconds = seconds_since(start);
     // The sum is used, so the reads are made.
     return seen == 0x5eed ? seconds * (1 + 1e-15) : seconds;
+  }
+
+  // GFLOP/s of all threads.
+  static double timed_peak(const Peak& peak) {
+    const int threads = std::max(num_threads(), 1);
+    const auto start = std::chrono::steady_clock::now();
+    cpu::parallel(threads, 1, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i) peak.loop();
+    });
+    const double seconds = seconds_since(start);
+    return 2e-9 * static_cast<double>(kPeakRounds) * kPeakSums * peak.products * threads / seconds;
   }
 
   static Status measure_gemm(int size, int repeat, CpuLimits& limits) {
@@ -309,7 +395,7 @@ class CudaMeter final : public Meter {
   }
   bool host() const override { return false; }
 
-  int sets(std::size_t bytes) const override {
+  int sets(std::size_t bytes, Limit) const override {
     const std::size_t enough = (4 * l2_bytes_ + bytes) / std::max<std::size_t>(bytes, 1);
     return static_cast<int>(std::min<std::size_t>(enough, kMostCalls));
   }
@@ -330,7 +416,13 @@ class CudaMeter final : public Meter {
     if (Status s = plugin_->replay(device_.index, stream_, all, 1, &seconds); !s.ok()) return s;
     return seconds / calls;
   }
-  Result<double> time_copy() override { return timed_copy(best_); }
+  Result<double> rate(Limit limit) override {
+    if (limit != Limit::copy) return unsupported("bench: a GPU is compared with its copy alone");
+    const auto seconds = timed_copy(best_);
+    if (!seconds) return seconds.status();
+    return 2e-9 * static_cast<double>(copy_bytes_) / *seconds;
+  }
+  double seconds(Limit) const override { return 2e-3; }
 
  private:
   static constexpr double kSampleSeconds = 2e-3;

@@ -13,6 +13,9 @@ namespace bittern::cli {
 
 double median(std::vector<double> values);
 
+// What an op is compared with: so many bytes moved, or operations done.
+enum class Limit { copy, read, f32_peak, int8_peak };
+
 class Meter {
  public:
   virtual ~Meter() = default;
@@ -31,14 +34,17 @@ class Meter {
 
   // Calls take turns with this many sets of operands of `bytes` bytes each, so that none finds its
   // own in the cache.
-  virtual int sets(std::size_t bytes) const = 0;
+  virtual int sets(std::size_t bytes, Limit limit) const = 0;
   // How many calls of `seconds` seconds make a sample.
   virtual int calls(double seconds) const = 0;
   // Seconds per call of work(0), work(1), ... work(calls - 1), or its error.
   using Work = std::function<Status(int call)>;
   virtual Result<double> time(const Work& work, int calls) = 0;
-  // Seconds for one copy by the better of the ways this device has.
-  virtual Result<double> time_copy() = 0;
+  // How much a second of this limit does, measured now: GB/s (of a copy, read plus written) or
+  // GFLOP/s. A copy is made by the better of the ways this device has. Unsupported if the device
+  // cannot measure it.
+  virtual Result<double> rate(Limit limit) = 0;
+  virtual double seconds(Limit limit) const = 0;  // about how long that takes
 
  protected:
   Meter(Device device, std::size_t copy_bytes) : device_(device), copy_bytes_(copy_bytes) {}
@@ -53,6 +59,8 @@ struct CpuLimits {
   double read_gb_s = 0;          // loads alone: what an op that writes next to nothing can reach
   double gemm_gflop_s = 0;       // of f32; 0: built without oneDNN
   double gemm_bf16_gflop_s = 0;  // 0: this CPU multiplies no bf16
+  // Of instructions on registers, twice the multiply-adds. 0: this CPU has no AVX2.
+  double f32_gflop_s = 0, int8_gflop_s = 0;
 };
 
 // Measures copies of `copy_bytes` bytes and GEMMs of size n^3, `repeat` times each.

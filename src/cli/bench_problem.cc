@@ -72,7 +72,7 @@ Status fill(const AnyDesc& desc, const OperandInfo& o, void* data, std::uint64_t
 
 }  // namespace
 
-Result<Operands> make_operands(const Problem& problem, Meter& meter) {
+Result<Operands> make_operands(const Problem& problem, Meter& meter, Limit limit) {
   const AnyDesc& desc = *problem.desc;
   const auto fill_input = [&](const OperandInfo& o, MutView view, void* data, std::uint64_t seed) {
     BITTERN_TRY(fill(desc, o, data, seed << 40));
@@ -97,7 +97,7 @@ Result<Operands> make_operands(const Problem& problem, Meter& meter) {
     memory += bytes_of(o);
     out.bytes += (o.expected.flags & Operand::kInOut) != 0 ? 2 * bytes_of(o) : bytes_of(o);
   }
-  out.sets.resize(static_cast<std::size_t>(meter.sets(memory)));
+  out.sets.resize(static_cast<std::size_t>(meter.sets(memory, limit)));
   std::uint64_t seed = 1;
   for (const OperandInfo& o : infos) {
     MutView v;
@@ -133,7 +133,7 @@ Result<Operands> make_operands(const Problem& problem, Meter& meter) {
 
 void shrink(AnyDesc& desc, std::int64_t factor) {
   for (const std::string_view field :
-       {"outer_size", "inner_size", "axis_size", "rows", "tokens", "seq_len", "batch"}) {
+       {"outer_size", "inner_size", "axis_size", "outputs", "rows", "tokens", "seq_len", "batch"}) {
     const std::int64_t size = field_or(desc, field, 0);
     std::int64_t less = size / factor;
     if (field == "axis_size") {

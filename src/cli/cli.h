@@ -39,6 +39,9 @@ Verb check_verb(CLI::App& main);
 Verb bench_verb(CLI::App& main, char** argv);
 Verb inspect_verb(CLI::App& main);
 Verb quantize_verb(CLI::App& main);
+Verb run_verb(CLI::App& main);
+Verb eval_verb(CLI::App& main);
+Verb calibrate_verb(CLI::App& main);
 // The flag that stands for a field of QuantizeOptions or CompareOptions.
 std::string flag_of(std::string_view field);
 
@@ -58,13 +61,25 @@ struct DeviceChoice {
 };
 Result<DeviceChoice> choose_device(const CommonFlags& flags);
 
+// A file that a verb writes beside its text.
+struct ReportFile {
+  const char* flag = "";
+  std::string path{};
+  bool force = false;                             // may replace an earlier report
+  bool or_stdout = false;                         // messages name - as another choice
+  bool (*ours)(std::string_view text) = nullptr;  // whether a text is such a report
+};
 // Refuses, before the work begins, a file that could not be written when it ends, and one that is
-// no report of bittern's. With "-" or "/dev/stdout" the JSON alone goes to standard output; all
-// text goes to standard error from here on.
+// no report of bittern's.
+Status check_report_file(const ReportFile& report);
+// Writes beside the final name, syncs and renames.
+Status write_report_file(const ReportFile& report, std::string_view text);
+
+// The same for --json, if it is given. With "-" or "/dev/stdout" the JSON alone goes to standard
+// output; all text goes to standard error from here on.
 Status check_json_flag(const CommonFlags& flags);
 // --json beside -o and what is read; nothing when it goes to standard output.
 std::vector<OutputName> json_output(const CommonFlags& flags);
-// Writes beside the final name, syncs and renames; does nothing without --json.
 Status write_json(const CommonFlags& flags, const Json& json);
 
 // Standard input, output and error that are closed become /dev/null, or the next file that is
@@ -101,6 +116,7 @@ struct Problem {
   std::string left_out;
   Preference preference = Preference::exact;
   bool gpu_only = false;
+  oracle::BenchLimit limit = oracle::BenchLimit::usual;
 };
 std::vector<Problem> bench_problems(const AnyOp& op);
 // One that takes no time.

@@ -29,7 +29,7 @@ void add_common_flags(CLI::App& verb, CommonFlags& flags) {
 }
 
 void add_output_flags(CLI::App& verb, CommonFlags& flags) {
-  verb.add_option("--threads", flags.threads,
+  verb.add_option("-t,--threads", flags.threads,
                   "use N CPU threads (default: BITTERN_THREADS, or one per core)")
       ->option_text("N")
       ->check(integer_in(1, max_threads()));
@@ -134,10 +134,10 @@ constexpr off_t kMostReportBytes = off_t{256} << 20;
 int json_stdout = -1;
 bool stdout_was_closed = false;
 
-Status json_error(const std::string& path, int error) {
+Status file_error(const ReportFile& file, int error) {
   const bool there = error == ENOSPC || error == EIO || error == EDQUOT;
   return Status(there ? Code::io_error : Code::unavailable,
-                fmt::format("--json: {}: {}, expected a file that can be written", path,
+                fmt::format("{}: {}: {}, expected a file that can be written", file.flag, file.path,
                             std::strerror(error)));
 }
 
@@ -165,7 +165,7 @@ bool all_have_keys(const Json& rows, Keys needed, Keys more = {}) {
 
 // What the verbs write, and nothing that merely resembles it.
 bool is_report(const Json& json) {
-  // quantize, inspect, bench
+  // quantize, inspect
   if (has_keys(json, {"schema", "model", "output", "weights", "bytes", "bits_per_weight", "seconds",
                       "seconds_making", "seconds_writing", "seconds_syncing", "resumed",
                       "scale_change", "saturated", "notes", "tensors"}))
@@ -173,6 +173,13 @@ bool is_report(const Json& json) {
   if (has_keys(json, {"schema", "model"}, {"other", "comparison"}))
     return json["schema"] == 1 && json["model"].is_object() && json["model"].contains("storages") &&
            json.contains("other") == json.contains("comparison");
+  // eval
+  if (has_keys(json,
+               {"schema", "dialect", "context", "first", "activations", "kv", "text", "sha256",
+                "tokens", "scored", "pieces", "notes", "models"},
+               {"teacher"}))
+    return json["schema"] == 1 && json["models"].is_array();
+  // bench
   if (has_keys(json, {"machine", "rows"}))
     return json["machine"].is_object() && json["machine"].contains("isa") &&
            json["rows"].is_array();
@@ -183,14 +190,14 @@ bool is_report(const Json& json) {
 }
 
 // ok when the file is a report of ours, or empty.
-Status check_report(const std::string& path) {
+Status check_ours(const ReportFile& report) {
   const auto unreadable = [&](int error) {
-    return unavailable(fmt::format("--json: {}: cannot be read, so that it may be anything: {}",
-                                   path, std::strerror(error)));
+    return unavailable(fmt::format("{}: {}: cannot be read, so that it may be anything: {}",
+                                   report.flag, report.path, std::strerror(error)));
   };
   struct stat info;
   std::string text;
-  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  const int file = open(report.path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (file < 0) return unreadable(errno);
   int error = fstat(file, &info) != 0 ? errno : 0;
   const bool small = error == 0 && info.st_size <= kMostReportBytes;
@@ -203,8 +210,9 @@ Status check_report(const std::string& path) {
   }
   close(file);
   if (error != 0) return unreadable(error);
-  if (small && (text.empty() || is_report(Json::parse(text, nullptr, false)))) return {};
-  return invalid("--json: " + path + " is no report of bittern's; --force replaces only those");
+  if (small && (text.empty() || report.ours(text))) return {};
+  return invalid(fmt::format("{}: {} is no report of bittern's; --force replaces only those",
+                             report.flag, report.path));
 }
 
 // With a slash at its end.
@@ -233,35 +241,71 @@ int write_all(int file, std::string_view text) {
 
 }  // namespace
 
-Status check_json_flag(const CommonFlags& flags) {
-  if (flags.json.empty()) return {};
-  if (is_stdout(flags.json)) {
-    if (stdout_was_closed) return json_error(flags.json, EBADF);
-    std::fflush(stdout);
-    json_stdout = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
-    if (json_stdout < 0 || dup2(STDERR_FILENO, STDOUT_FILENO) < 0)
-      return json_error(flags.json, errno);
-    return {};
-  }
-  const auto there = thing_at(flags.json);
-  if (!there) return unavailable("--json: " + std::string(there.status().message()));
+Status check_report_file(const ReportFile& report) {
+  const auto there = thing_at(report.path);
+  if (!there) return unavailable(fmt::format("{}: {}", report.flag, there.status().message()));
   if (*there != Thing::nothing && *there != Thing::file) {
-    return invalid(fmt::format("--json: {}: {}, expected a file (or - for standard output)",
-                               flags.json, name(*there)));
+    return invalid(fmt::format("{}: {}: {}, expected a file{}", report.flag, report.path,
+                               name(*there),
+                               report.or_stdout ? " (or - for standard output)" : ""));
   }
   if (*there == Thing::file) {
-    if (!flags.force)
-      return invalid("--json: " + flags.json + " exists, expected a new name (or --force)");
-    BITTERN_TRY(check_report(flags.json));
+    if (!report.force)
+      return invalid(
+          fmt::format("{}: {} exists, expected a new name (or --force)", report.flag, report.path));
+    BITTERN_TRY(check_ours(report));
   }
-  const std::string folder = folder_of(flags.json);
-  if (folder == flags.json) return json_error(flags.json, EISDIR);
+  if (folder_of(report.path) == report.path) return file_error(report, EISDIR);
   // Permission is not enough: /dev/fd and the like take no new files.
   std::string probe;
-  const int file = open_beside(flags.json, probe);
-  if (file < 0) return json_error(flags.json, errno);
+  const int file = open_beside(report.path, probe);
+  if (file < 0) return file_error(report, errno);
   close(file);
   unlink(probe.c_str());
+  return {};
+}
+
+Status write_report_file(const ReportFile& report, std::string_view text) {
+  std::string beside;
+  const int file = open_beside(report.path, beside);
+  if (file < 0) return file_error(report, errno);
+  int error = write_all(file, text);
+  if (error == 0 && fsync(file) != 0) error = errno;
+  if (close(file) != 0 && error == 0) error = errno;
+  if (error == 0) {
+    // The name may have been given to something else in the meantime.
+    const auto there = thing_at(report.path);
+    if (!there || (*there != Thing::nothing &&
+                   !(*there == Thing::file && report.force && check_ours(report).ok())))
+      error = EEXIST;
+  }
+  if (error == 0 && std::rename(beside.c_str(), report.path.c_str()) != 0) error = errno;
+  if (error == 0) return {};
+  unlink(beside.c_str());
+  return file_error(report, error);
+}
+
+namespace {
+
+ReportFile json_file(const CommonFlags& flags) {
+  return {
+      .flag = "--json",
+      .path = flags.json,
+      .force = flags.force,
+      .or_stdout = true,
+      .ours = [](std::string_view text) { return is_report(Json::parse(text, nullptr, false)); }};
+}
+
+}  // namespace
+
+Status check_json_flag(const CommonFlags& flags) {
+  if (flags.json.empty()) return {};
+  if (!is_stdout(flags.json)) return check_report_file(json_file(flags));
+  if (stdout_was_closed) return file_error(json_file(flags), EBADF);
+  std::fflush(stdout);
+  json_stdout = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  if (json_stdout < 0 || dup2(STDERR_FILENO, STDOUT_FILENO) < 0)
+    return file_error(json_file(flags), errno);
   return {};
 }
 
@@ -274,27 +318,9 @@ Status write_json(const CommonFlags& flags, const Json& json) {
   if (flags.json.empty()) return {};
   // Names in files of strangers need not be UTF-8.
   const std::string text = json.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";
-  if (is_stdout(flags.json)) {
-    const int error = write_all(json_stdout, text);
-    return error == 0 ? Status() : json_error(flags.json, error);
-  }
-  std::string beside;
-  const int file = open_beside(flags.json, beside);
-  if (file < 0) return json_error(flags.json, errno);
-  int error = write_all(file, text);
-  if (error == 0 && fsync(file) != 0) error = errno;
-  if (close(file) != 0 && error == 0) error = errno;
-  if (error == 0) {
-    // The name may have been given to something else in the meantime.
-    const auto there = thing_at(flags.json);
-    if (!there || (*there != Thing::nothing &&
-                   !(*there == Thing::file && flags.force && check_report(flags.json).ok())))
-      error = EEXIST;
-  }
-  if (error == 0 && std::rename(beside.c_str(), flags.json.c_str()) != 0) error = errno;
-  if (error == 0) return {};
-  unlink(beside.c_str());
-  return json_error(flags.json, error);
+  if (!is_stdout(flags.json)) return write_report_file(json_file(flags), text);
+  const int error = write_all(json_stdout, text);
+  return error == 0 ? Status() : file_error(json_file(flags), error);
 }
 
 void open_standard_files() {
@@ -402,6 +428,7 @@ std::vector<Problem> problems(const AnyOp& op) {
     problem.left_out = bench.left_out;
     problem.preference = bench.preference;
     problem.gpu_only = bench.gpu_only;
+    problem.limit = bench.limit;
     if (bench.fill != nullptr) {
       problem.fill = [fill = bench.fill](const AnyDesc& shrunk, std::string_view operand,
                                          const ConstView& view, oracle::Rng& rng) {

@@ -16,15 +16,18 @@
 
 #include "bittern/convert.h"
 #include "cli/cli.h"
+#include "cli/interrupt.h"
 #include "core/float_mode.h"
 #include "plan/names.h"
 
 namespace bittern::cli {
 namespace {
 
-// 0 ok; 2 bad usage, refused input, output exists; 3 unsupported; 4 unavailable; 1 anything else.
+// 0 ok; 2 bad usage, refused input, output exists; 3 unsupported; 4 unavailable; 130 and 143
+// stopped by SIGINT and SIGTERM; 1 anything else.
 int exit_status(Code code) {
   switch (code) {
+    case Code::cancelled: return StopOnSignal::noted() != 0 ? 128 + StopOnSignal::noted() : 1;
     case Code::ok: return 0;
     case Code::invalid_argument: return 2;
     case Code::unsupported: return 3;
@@ -125,8 +128,9 @@ int run(int argc, char** argv) {
       "bittern VERB --help shows the options of a verb.\n"
       "Example: bittern quantize model-folder -o model-4bit --bits 4");
   app.allow_extras();
-  const Verb verbs[] = {ops_verb(app), check_verb(app), bench_verb(app, argv), inspect_verb(app),
-                        quantize_verb(app)};
+  const Verb verbs[] = {ops_verb(app),     check_verb(app),    bench_verb(app, argv),
+                        inspect_verb(app), quantize_verb(app), run_verb(app),
+                        eval_verb(app),    calibrate_verb(app)};
   std::string names;
   for (const Verb& verb : verbs) names += " " + verb.app->get_name();
   if (Status s = check_equals_signs({argv, static_cast<std::size_t>(argc)}); !s.ok())

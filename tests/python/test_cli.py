@@ -103,7 +103,7 @@ def test_bad_usage_is_one_line(args, texts):
     refused(bittern(*args), 2, *texts)
 
 
-VERBS = ("ops", "check", "bench", "inspect", "quantize") if COMMAND else ()
+VERBS = ("ops", "check", "bench", "inspect", "quantize", "eval") if COMMAND else ()
 
 
 def options_of(verb):

@@ -1,0 +1,147 @@
+#include "cli/model_flags.h"
+
+#include <fmt/format.h>
+
+#include <charconv>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+
+#include "bittern/generate.h"
+#include "plan/names.h"
+#include "text/utf8.h"
+
+namespace bittern::cli {
+namespace {
+
+// "first2,last2": attention layers whose cache is not compressed.
+Status parse_skipped(const std::string& text, SessionOptions& options) {
+  std::string_view rest = text;
+  while (!rest.empty()) {
+    const std::string_view word = rest.substr(0, rest.find(','));
+    rest.remove_prefix(std::min(rest.size(), word.size() + 1));
+    const bool first = word.starts_with("first"), last = word.starts_with("last");
+    const std::string_view digits = word.substr(first ? 5 : last ? 4 : word.size());
+    std::int64_t count = 0;
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), count);
+    if (digits.empty() || error != std::errc() || end != digits.data() + digits.size() || count < 0)
+      return invalid(
+          fmt::format("--kv-skip-layers: {}, expected words such as first2,last2", text));
+    (first ? options.skip_first : options.skip_last) = count;
+  }
+  return {};
+}
+
+// The number of bytes before the first that belongs to no character.
+std::size_t valid_prefix(const std::string& text) {
+  std::size_t at = 0;
+  while (at < text.size()) {
+    const std::size_t bytes = text::character(text, at);
+    if (bytes == 0) break;
+    at += bytes;
+  }
+  return at;
+}
+
+}  // namespace
+
+CLI::Validator activations_check() {
+  return CLI::Validator(
+      [](const std::string& text) {
+        return parse_activations(text) ? std::string() : text + ", expected float, int16 or int8";
+      },
+      "");
+}
+
+void add_model_flags(CLI::App& verb, ModelFlags& flags) {
+  verb.add_option("MODEL,-m,--model", flags.path, "a .gguf file, or a Hugging Face or MLX folder")
+      ->required();
+  verb.add_option("-c,--ctx,--ctx-size", flags.context,
+                  "the most tokens of a text (default: what the model was made for)")
+      ->option_text("N")
+      ->check(integer_in(1, std::int64_t{1} << 24));
+  add_run_flags(verb, flags);
+}
+
+void add_run_flags(CLI::App& verb, ModelFlags& flags) {
+  verb.add_option("--activations", flags.activations,
+                  "how activations meet quantised weights: float, int16 or int8 (default: int16)")
+      ->option_text("KIND")
+      ->check(activations_check());
+  verb.add_option("--kv", flags.session.kv,
+                  "the cache of keys and values: f32, f16, bf16, or compressed, such as aura8v4 "
+                  "(bits of K and V) (default: f16)")
+      ->option_text("KIND");
+  verb.add_option("--kv-first", flags.session.first,
+                  "keep the first N tokens of a compressed cache in bf16 (default: 0)")
+      ->option_text("N")
+      ->check(integer_in(0, 1 << 20));
+  verb.add_option("--kv-recent", flags.session.recent,
+                  "keep the newest N tokens of a compressed cache in bf16 (default: 0)")
+      ->option_text("N")
+      ->check(integer_in(0, 1 << 20));
+  verb.add_option("--kv-skip-layers", flags.skip_layers,
+                  "do not compress the cache of these attention layers, such as first2,last2")
+      ->option_text("LAYERS");
+}
+
+LoadOptions load_options(const ModelFlags& flags) {
+  LoadOptions options{.context = flags.context};
+  if (const auto kind = parse_activations(flags.activations)) options.activations = *kind;
+  return options;
+}
+
+Result<Model> load_model(const ModelFlags& flags) {
+  return Model::load(flags.path, load_options(flags));
+}
+
+Result<SessionOptions> session_options(const ModelFlags& flags) {
+  SessionOptions options = flags.session;
+  BITTERN_TRY(parse_skipped(flags.skip_layers, options));
+  const bool compressed = options.kv.starts_with("aura");
+  if (!compressed && (options.first != 0 || options.recent != 0 || !flags.skip_layers.empty()))
+    return invalid(fmt::format(
+        "--kv-first, --kv-recent and --kv-skip-layers are for a compressed cache, and --kv is {}",
+        options.kv));
+  return options;
+}
+
+Result<Session> make_session(const Model& model, const ModelFlags& flags) {
+  const auto options = session_options(flags);
+  if (!options) return options.status();
+  auto session = Session::make(model, *options);
+  if (!session && session.status().message().starts_with("kv: "))
+    return Status(session.status().code(), "--" + std::string(session.status().message()));
+  return session;
+}
+
+Status check_vocabulary(const Model& model, const Tokenizer& tokenizer, const std::string& path) {
+  const Status status = bittern::check_vocabulary(model.info(), tokenizer);
+  return status.ok() ? status
+                     : Status(status.code(), fmt::format("{}: {}", path, status.message()));
+}
+
+Result<std::string> read_text(const std::string& path, bool any_bytes) {
+  std::error_code error;
+  if (std::filesystem::is_directory(path, error))
+    return invalid(path + ": a folder, expected a file of text");
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return unavailable(path + ": cannot be opened");
+  std::string text(std::istreambuf_iterator<char>(file), {});
+  if (file.bad()) return Status(Code::io_error, path + ": cannot be read");
+  if (text.empty()) return invalid(path + ": empty, expected text");
+  if (any_bytes) return text;
+  if (const std::size_t at = valid_prefix(text); at != text.size())
+    return invalid(fmt::format(
+        "{}: byte {} is not UTF-8, expected text (--any-bytes takes it as it is)", path, at));
+  return text;
+}
+
+Result<std::int32_t> first_of_pieces(const Tokenizer& tokenizer) {
+  const auto empty = tokenizer.encode("");
+  if (!empty) return empty.status();
+  const bool begins = !empty->empty() && tokenizer.bos() && empty->front() == *tokenizer.bos();
+  return begins ? *tokenizer.bos() : -1;
+}
+
+}  // namespace bittern::cli

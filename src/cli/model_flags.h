@@ -1,0 +1,36 @@
+// Flags of the verbs that run a model.
+#pragma once
+#include <string>
+
+#include "bittern/model.h"
+#include "bittern/tokenizer.h"
+#include "cli/cli.h"
+
+namespace bittern::cli {
+
+struct ModelFlags {
+  std::string path;
+  std::string activations = "int16";
+  std::int64_t context = 0;
+  SessionOptions session;
+  std::string skip_layers;
+};
+
+void add_model_flags(CLI::App& verb, ModelFlags& flags);  // one model and its context, and
+void add_run_flags(CLI::App& verb, ModelFlags& flags);    // how it runs
+LoadOptions load_options(const ModelFlags& flags);
+CLI::Validator activations_check();  // of --activations
+Result<Model> load_model(const ModelFlags& flags);
+// What --kv and the flags beside it ask for.
+Result<SessionOptions> session_options(const ModelFlags& flags);
+Result<Session> make_session(const Model& model, const ModelFlags& flags);
+// Whether the model has logits for every token that the tokeniser knows.
+Status check_vocabulary(const Model& model, const Tokenizer& tokenizer, const std::string& path);
+
+// A file's text, which is not empty, and UTF-8 unless `any_bytes`.
+Result<std::string> read_text(const std::string& path, bool any_bytes);
+// What llama.cpp puts in place of each piece's first token: bos, if the tokeniser puts one before
+// texts; else -1.
+Result<std::int32_t> first_of_pieces(const Tokenizer& tokenizer);
+
+}  // namespace bittern::cli
