@@ -19,7 +19,7 @@ CUDA = ["cuda*", "cub/*", "cutlass/*", "cublas*", "nv*"]
 JSON = ["nlohmann/*"]
 POSIX = ["dirent.h", "fcntl.h", "sched.h", "sys/*.h", "unistd.h"]
 FILES = CORE + ["formats/*", "codec/*"]
-MODEL = FILES + ["plan/*", "model/*", "text/*"]
+MODEL = FILES + ["plan/*", "cpu/parallel.h", "convert/*", "model/*", "text/*"] + JSON + POSIX
 
 # The first pattern that fits a file says what it may include, beside the standard library.
 LAYERS = [
@@ -42,13 +42,19 @@ LAYERS = [
     ("src/convert/*_test.*", ORACLE + ["formats/*", "convert/*", "gtest/*"] + JSON + POSIX),
     ("src/convert/*", CORE + ["cpu/parallel.h", "formats/*", "convert/*", "re2/re2.h"] + JSON + POSIX),
     ("src/cpu/*_test.cc", ORACLE + ["gtest/*", "hwy/*"]),
-    ("src/cpu/*", CORE + ["cpu/*", "plan/kernel.h", "hwy/*", "*intrin.h", "cpuid.h", "omp.h", "pthread.h"]),
+    ("src/cpu/*", CORE + ["cpu/*", "plan/kernel.h", "hwy/*", "*intrin.h", "cpuid.h", "omp.h", "pthread.h", "sched.h"]),
     ("src/codec/*_test.cc", ORACLE + ["codec/*", "ops/aura/*", "gtest/*"]),
     ("src/codec/*", CORE + ["codec/*", "plan/overlap.h"]),
+    ("src/model/*_test.cc", MODEL + ["gtest/*"]),
     ("src/model/*", MODEL),
-    ("src/text/*", FILES + ["text/*"]),
+    ("src/eval/*_test.cc", MODEL + ["eval/*", "cpu/*", "gtest/*"]),
+    ("src/eval/*_cpu.cc", KERNEL + ["eval/*"]),
+    ("src/eval/*", MODEL + ["eval/*"]),
+    ("src/text/*_test.*", FILES + ["convert/*", "text/*", "gtest/*"] + JSON),
+    ("src/text/*", CORE + ["formats/*", "convert/*", "text/*", "pcre2.h", "utf8proc.h"]),
     ("src/distill/*", MODEL + ["distill/*", "report/*"]),
-    ("src/report/*", MODEL + ["report/*"]),
+    ("src/report/*_test.cc", CORE + ["report/*", "gtest/*"]),
+    ("src/report/*", CORE + ["report/*", "text/utf8.h"]),
     ("src/c/*", ["bittern/*", "c/*", "core/guarded.h", "plan/any_op.h", "plan/fields.h", "plan/names.h"]),
     ("tests/emulation/*", ["bittern/*", "emulation.h", "sys/mman.h"] + CUDA),
     ("examples/*", ["bittern/*", "CLI/*", "fmt/*"]),

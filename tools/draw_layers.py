@@ -16,24 +16,28 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOP = "command, Python, tests, benchmarks"
 # name: first column, last column, description
 PLACE = {
-    "include/bittern": (0, 5, "the public C++ and C headers: plain C++20, standard library only"),
-    "core": (0, 4, "status, dtypes, scalar arithmetic, GGUF's blocks"),
-    "examples": (5, 5, "programs that use the library"),
-    "plan": (0, 3, "select, check and run a kernel; all ops behind one interface"),
-    "codec": (3, 3, "KV codec, KV cache"),
-    "formats": (4, 4, "model files, read and written"),
+    "include/bittern": (0, 6, "the public C++ and C headers: plain C++20, standard library only"),
+    "core": (0, 5, "status, dtypes, scalar arithmetic, GGUF's blocks"),
+    "examples": (6, 6, "programs that use the library"),
+    "plan": (0, 4, "select, check and run a kernel; all ops behind one interface"),
+    "codec": (4, 4, "KV codec, KV cache"),
+    "formats": (5, 5, "model files, read and written"),
     "c": (0, 0, "the C interface"),
-    "cpu": (1, 1, "SIMD dispatch, threads"),
-    "cuda": (2, 2, "plug-in and its loader"),
-    "convert": (4, 4, "one model file to another"),
+    "cpu": (2, 3, "SIMD dispatch, threads"),
+    "cuda": (1, 1, "plug-in and its loader"),
+    "convert": (5, 5, "one model file to another"),
+    "text": (5, 6, "tokenisers, chat templates"),
+    "model": (3, 5, "decoders that run, and their sessions"),
+    "eval": (3, 5, "perplexity, KL from a teacher"),
+    "report": (6, 6, "HTML pages with plots"),
     "ops": (1, 2, "the ops by family: reference, CPU and CUDA kernels; only *.cu files include cuda"),
     "oracle": (1, 2, "compares every kernel with the reference"),
     "ops: cases": (1, 2, "what to check and measure for each op"),
-    TOP: (0, 5, "src/cli, python, tests, bench, fuzz"),
+    TOP: (0, 6, "src/cli, python, tests, bench, fuzz"),
 }
 # Rows of the table that share a folder but may include more than the rest of it.
 APART = {"src/ops/*_cases.cc": "ops: cases", "src/ops/*_aims.*": "ops: cases"}
-LIBRARIES = [("hwy/*", "Highway"), ("*intrin.h", "intrinsics"), ("omp.h", "OpenMP"), ("re2/*", "RE2"),
+LIBRARIES = [("hwy/*", "Highway"), ("*intrin.h", "intrinsics"), ("omp.h", "OpenMP"), ("re2/*", "RE2"), ("pcre2.h", "PCRE2"), ("utf8proc.h", "utf8proc"),
              ("nlohmann/*", "nlohmann-json"), ("CLI/*", "CLI11"), ("fmt/*", "fmt"), ("dlfcn.h", "dlopen"),
              *((pattern, "CUDA") for pattern in check_includes.CUDA), ("cpuid.h", "cpuid"),
              ("pthread.h", "POSIX"), *((pattern, "POSIX") for pattern in check_includes.POSIX)]

@@ -37,12 +37,21 @@ from ._convert import (
     inspect_model as inspect_model,
     quantize_model as quantize_model,
 )
+from ._decoding import rope_frequencies as rope_frequencies, sample as sample
 from ._kv_cache import (
     KvBytes as KvBytes,
     KvCache as KvCache,
     KvCounts as KvCounts,
     aura_config as aura_config,
 )
+from ._model import (
+    Model as Model,
+    ModelInfo as ModelInfo,
+    Session as Session,
+    SessionBytes as SessionBytes,
+    load as load,
+)
+from ._tokenizer import TokenStream as TokenStream, Tokenizer as Tokenizer
 
 __all__ = {names}
 __version__: str
