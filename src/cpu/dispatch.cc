@@ -1,6 +1,7 @@
 #include "cpu/dispatch.h"
 
 #include <cpuid.h>
+#include <hwy/detect_targets.h>
 
 #include <algorithm>
 #include <atomic>
@@ -34,9 +35,10 @@ std::vector<Isa> detect() {
       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bitalg") &&
       __builtin_cpu_supports("avx512vpopcntdq") && __builtin_cpu_supports("vpclmulqdq") &&
       __builtin_cpu_supports("gfni");
-  if (avx3_dl) isas.push_back(Isa::avx3_dl);
-  if (avx3) isas.push_back(Isa::avx3);
-  if (avx2) isas.push_back(Isa::avx2);
+  // A build may leave targets out.
+  if (avx3_dl && (HWY_TARGETS & HWY_AVX3_DL) != 0) isas.push_back(Isa::avx3_dl);
+  if (avx3 && (HWY_TARGETS & HWY_AVX3) != 0) isas.push_back(Isa::avx3);
+  if (avx2 && (HWY_TARGETS & HWY_AVX2) != 0) isas.push_back(Isa::avx2);
   return isas;
 }
 
@@ -69,7 +71,7 @@ Choice choose() {
     }
     std::string have;
     for (const Isa other : all) have.append(have.empty() ? "" : " or ").append(name(other));
-    choice.status = invalid(where + ", which this CPU lacks; " +
+    choice.status = invalid(where + ", which this CPU or this build lacks; " +
                             (have.empty() ? "it has no target of ours" : "expected " + have));
     return choice;
   }

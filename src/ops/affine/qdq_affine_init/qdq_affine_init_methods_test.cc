@@ -191,7 +191,9 @@ TEST(QdqAffineInit, LsqIsTheBestOfItsStarts) {
     }
     EXPECT_LE(worse, kGroups / 50) << bins;
     EXPECT_NEAR(all / (bins <= 32 ? best : one), 1, 1e-3) << bins;
-    if (bins > 2 && bins <= 32) EXPECT_LT(all, 0.97 * one) << bins;
+    if (bins > 2 && bins <= 32) {
+      EXPECT_LT(all, 0.97 * one) << bins;
+    }
   }
 }
 
