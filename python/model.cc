@@ -52,13 +52,16 @@ auto unlocked(F&& f) {
   return f();
 }
 
-Model load(const nb::bytes& path, const std::string& activations, int threads,
-           std::int64_t context) {
+Model load(const nb::bytes& path, const std::string& activations, int threads, std::int64_t context,
+           bool fastest) {
   guard_mapped_files();  // a file that shrinks must not end the interpreter
   const std::string from(path.c_str(), path.size());
   const Activations kind = checked(parse_activations(activations));
   auto result = unlocked([&] {
-    return Model::load(from, {.activations = kind, .threads = threads, .context = context});
+    return Model::load(from, {.activations = kind,
+                              .preference = fastest ? Preference::fastest : Preference::exact,
+                              .threads = threads,
+                              .context = context});
   });
   check_file(result.status());
   return std::move(*result);
@@ -263,10 +266,11 @@ void bind_model(nb::module_& m) {
       .def("tokens", &PySession::tokens)
       .def("bytes", &PySession::bytes);
   nb::class_<Model>(m, "Model")
-      .def(
-          "__init__",
-          [](Model* self, const nb::bytes& path, const std::string& activations, int threads,
-             std::int64_t context) { new (self) Model(load(path, activations, threads, context)); })
+      .def("__init__",
+           [](Model* self, const nb::bytes& path, const std::string& activations, int threads,
+              std::int64_t context, bool fastest) {
+             new (self) Model(load(path, activations, threads, context, fastest));
+           })
       .def("info", info_of)
       .def("logits", logits)
       .def("session", make_session);

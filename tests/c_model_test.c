@@ -216,6 +216,10 @@ static int use(const char* folder) {
   const bittern_load_options wrong = {.activations = "int7"}, plain = {.activations = "float"};
   REFUSED(bittern_model_load(folder, &wrong, &model));
   CHECK(strcmp(bittern_last_error(), "activations: \"int7\", expected float, int16 or int8") == 0);
+  const bittern_load_options unknown = {.preference = 2}, fastest = {.preference = BITTERN_FASTEST};
+  REFUSED(bittern_model_load(folder, &unknown, &model));
+  OK(bittern_model_load(folder, &fastest, &model));
+  bittern_model_destroy(model);
   OK(bittern_model_load(folder, &plain, &model));
   bittern_model_info info;
   OK(bittern_model_describe(model, &info));

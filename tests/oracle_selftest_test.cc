@@ -550,6 +550,79 @@ TEST(OracleSelfTest, JudgesLogitsByWhatTheyDoToTheOutput) {
   EXPECT_FALSE(judge_bounded<AuraAttention>(attend_coarsely<8>, of_attention).failures.empty());
 }
 
+// Products with bf16 weights, x rounded to kBits bits; `dropped` leaves out the last input.
+template <int kBits, bool kDropped>
+Status multiply_coarsely(const QuantizedMatmulDesc& d, const QuantizedMatmul::Args& a, Stream,
+                         Workspace) {
+  const auto ref = Plan<QuantizedMatmul>::select(d, {}, Preference::exact, "ref");
+  if (!ref) return ref.status();
+  if (d.weights.type != WeightType::bf16 || d.element != DType::f32) return ref->run(a);
+  std::vector<float> x(static_cast<std::size_t>(d.x_shape().numel()));
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    const double value = oracle::get(a.x, static_cast<std::int64_t>(i));
+    int exponent = 0;
+    const double part = std::frexp(value, &exponent);
+    x[i] = static_cast<float>(
+        std::isfinite(value) ? std::ldexp(std::nearbyint(std::ldexp(part, kBits)), exponent - kBits)
+                             : value);
+    const auto last = static_cast<std::size_t>(d.weights.inputs - 1);
+    if (kDropped && i % (last + 1) == last) x[i] = 0;
+  }
+  QuantizedMatmul::Args coarse = a;
+  coarse.x = view(std::as_const(x).data(), d.x_shape());
+  return ref->run(coarse);
+}
+PrecisionGuarantee of_inputs(const QuantizedMatmulDesc& d) {
+  const double r = d.element == DType::f32 ? 0x1p-8 : 0;
+  return within(r + (1 + r) * static_cast<double>(d.weights.inputs + 8) * 0x1p-23);
+}
+
+TEST(OracleSelfTest, JudgesProductsByTheirTerms) {
+  const auto accepted = judge_bounded<QuantizedMatmul>(multiply_coarsely<8, false>, of_inputs);
+  for (const auto& f : accepted.failures) ADD_FAILURE() << f;
+  EXPECT_FALSE(
+      judge_bounded<QuantizedMatmul>(multiply_coarsely<6, false>, of_inputs).failures.empty());
+  EXPECT_FALSE(
+      judge_bounded<QuantizedMatmul>(multiply_coarsely<24, true>, of_inputs).failures.empty());
+}
+
+// What o and the state are off by, in parts of 2^kExponent.
+template <int kExponent>
+void rule_is_off(const GdnDesc&, const GdnChunkForward::Args& a) {
+  const auto off = [](double x, std::int64_t) { return x * (1 + std::ldexp(1.0, kExponent)); };
+  each(a.o, off);
+  each(a.final_state, off);
+}
+// The state rounded to kBits bits.
+template <int kBits>
+void state_is_rounded(const GdnDesc&, const GdnChunkForward::Args& a) {
+  each(a.final_state, [](double x, std::int64_t) {
+    int exponent = 0;
+    const double part = std::frexp(x, &exponent);
+    return std::isfinite(x) ? std::ldexp(std::nearbyint(std::ldexp(part, kBits)), exponent - kBits)
+                            : x;
+  });
+}
+void last_token_of_zeros(const GdnDesc& d, const GdnChunkForward::Args& a) {
+  each(a.o, [&](double x, std::int64_t i) {
+    return i + d.value_heads * d.value_dim < a.o.shape.numel() ? x : 0.0;
+  });
+}
+void rule_without_nan(const GdnDesc&, const GdnChunkForward::Args& a) {
+  each(a.o, [](double x, std::int64_t) { return std::isnan(x) ? 0.0 : x; });
+}
+void untouched(const GdnDesc&, const GdnChunkForward::Args&) {}
+PrecisionGuarantee of_rule(const GdnDesc&) { return within(0x1p-7 + 0x1p-12); }
+
+TEST(OracleSelfTest, JudgesTheDeltaRuleByHowItsErrorsGoOn) {
+  EXPECT_WITHIN(GdnChunkForward, untouched, of_rule);
+  EXPECT_WITHIN(GdnChunkForward, rule_is_off<-20>, of_rule);
+  EXPECT_BEYOND(GdnChunkForward, rule_is_off<-4>, of_rule);
+  EXPECT_BEYOND(GdnChunkForward, state_is_rounded<4>, of_rule);
+  EXPECT_BEYOND(GdnChunkForward, last_token_of_zeros, of_rule);
+  EXPECT_BEYOND(GdnChunkForward, rule_without_nan, of_rule);
+}
+
 // A failure of a bounded kernel says the bound, what it is relative to and by how much it is off.
 TEST(OracleSelfTest, SaysByHowMuchABoundWasExceeded) {
   const Report report =

@@ -32,6 +32,9 @@ Result<Activations> parse_activations(std::string_view name) noexcept;
 struct LoadOptions {
   // How activations enter products with quantised weights. Plain weights always take them as f32.
   Activations activations = Activations::int16;
+  // fastest: also kernels with a declared bound, where the CPU has them (docs/run.md). Results may
+  // then differ between CPUs and SIMD targets, still not between numbers of threads.
+  Preference preference = Preference::exact;
   int threads = 0;           // as set_num_threads takes them; 0: num_threads()
   std::int64_t context = 0;  // the longest session to be made; 0: what the model was made for
 };

@@ -160,7 +160,10 @@ class Model:
         activations: _Activations = "int16",
         threads: int = 0,
         context: int = 0,
+        preference: Literal["exact", "fastest"] = "exact",
     ) -> None:
+        if preference not in ("exact", "fastest"):
+            raise ValueError(f"preference: {preference!r}, expected 'exact' or 'fastest'")
         if not isinstance(activations, str) or activations not in _KINDS:
             raise ValueError(f"activations: {activations!r}{_nearest(str(activations), _KINDS)}")
         self._arguments = (
@@ -168,10 +171,12 @@ class Model:
             activations,
             _integer("threads", threads, 0),
             _size("context", context),
+            preference,
         )
         self._tokenizer: Tokenizer | None = None
         self._no_tokenizer: str | None = None
-        self._model: Any = _call(_bittern.Model, [self._arguments[0]], *self._arguments)
+        *arguments, preference = self._arguments
+        self._model: Any = _call(_bittern.Model, [self._arguments[0]], *arguments, preference == "fastest")
         self._info = ModelInfo(**self._model.info())
 
     @property
@@ -396,16 +401,22 @@ class _Run(Iterator[Any]):
 
 
 def load(
-    path: _Path, *, activations: _Activations = "int16", threads: int = 0, context: int = 0
+    path: _Path,
+    *,
+    activations: _Activations = "int16",
+    threads: int = 0,
+    context: int = 0,
+    preference: Literal["exact", "fastest"] = "exact",
 ) -> Model:
     """A model that runs on the CPU, from a GGUF file, or a Hugging Face or MLX folder.
 
     activations    how activations meet quantised weights: "float", "int16" or "int8" (docs/run.md)
     threads        as set_num_threads takes them; 0: num_threads()
     context        the most tokens of a session; 0: what the model was made for
+    preference     "fastest" also uses kernels that are less exact, each with a stated bound (docs/run.md)
 
     Errors: ValueError (malformed, or a config that contradicts the tensors), NotImplementedError (an
     architecture that does not run), FileNotFoundError, OSError, MemoryError (weights larger than the memory
     that is available).
     """
-    return Model(path, activations, threads, context)
+    return Model(path, activations, threads, context, preference)

@@ -31,6 +31,9 @@ bittern_code bittern_model_load(const char* path, const bittern_load_options* op
     if (path == nullptr) return null(kName, "path");
     LoadOptions how;
     if (options != nullptr) {
+      if (const Status s = c_api::check_preference(options->preference); !s.ok())
+        return invalid(std::string(kName).append(": ").append(s.message()));
+      how.preference = static_cast<Preference>(options->preference);
       how.threads = options->threads;
       how.context = options->context;
       if (options->activations != nullptr) {

@@ -82,7 +82,7 @@ struct Row {
 };
 
 // As JSON has them.
-constexpr const char* kLimitNames[] = {"copy", "read", "f32", "int8"};
+constexpr const char* kLimitNames[] = {"copy", "read", "f32", "bf16", "int8"};
 
 // A GPU multiplies much faster than it moves data, so all ops are compared with the copy there.
 Limit limit_of(const Problem& problem, const Meter& meter) {
@@ -90,6 +90,7 @@ Limit limit_of(const Problem& problem, const Meter& meter) {
   switch (problem.limit) {
     case oracle::BenchLimit::read: return Limit::read;
     case oracle::BenchLimit::f32: return Limit::f32_peak;
+    case oracle::BenchLimit::bf16: return Limit::bf16_peak;
     case oracle::BenchLimit::int8: return Limit::int8_peak;
     case oracle::BenchLimit::usual: break;
   }
@@ -108,7 +109,7 @@ Result<Row> measure(const Problem& problem, const AnyPlan& plan, Meter& meter, d
     ~Release() { meter.release_all(); }
   } release{meter};
   const Limit limit = limit_of(problem, meter);
-  const bool is_peak = limit == Limit::f32_peak || limit == Limit::int8_peak;
+  const bool is_peak = limit != Limit::copy && limit != Limit::read;
   const auto operands = make_operands(problem, meter, limit);
   if (!operands) return operands.status();
   const auto scratch = meter.allocate(std::max<std::size_t>(plan.workspace_bytes(), 64));
@@ -242,6 +243,7 @@ class Machine {
       j["gemm_gflop_s"] = limits_.gemm_gflop_s;
       j["gemm_bf16_gflop_s"] = limits_.gemm_bf16_gflop_s;
       j["f32_gflop_s"] = limits_.f32_gflop_s;
+      j["bf16_gflop_s"] = limits_.bf16_gflop_s;
       j["int8_gflop_s"] = limits_.int8_gflop_s;
     }
     if (cuda_) {
@@ -281,8 +283,9 @@ class Machine {
                pinned() ? " (pinned)" : " (not pinned)", cpu::architecture());
     fmt::print(
         "limits: streaming copy {:.1f} GB/s, memcpy {:.1f} GB/s (bytes read plus written), "
-        "reading alone {:.1f} GB/s, multiply-adds f32 {:.0f}, int8 {:.0f} GFLOP/s, {}\n",
+        "reading alone {:.1f} GB/s, multiply-adds f32 {:.0f}{}, int8 {:.0f} GFLOP/s, {}\n",
         limits_.streaming_gb_s, limits_.memcpy_gb_s, limits_.read_gb_s, limits_.f32_gflop_s,
+        limits_.bf16_gflop_s > 0 ? fmt::format(", bf16 {:.0f}", limits_.bf16_gflop_s) : "",
         limits_.int8_gflop_s,
         limits_.gemm_gflop_s == 0
             ? "no GEMM rate (built without oneDNN)"

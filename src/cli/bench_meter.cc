@@ -11,6 +11,7 @@
 
 #include "cli/bench_random.h"
 #include "cli/gemm.h"
+#include "cpu/bf16.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 #include "cuda/plugin.h"
@@ -130,6 +131,7 @@ constexpr int kPeakSums = 12;
                          "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");          \
   }
 #define BITTERN_F32_512(N) "vfmadd231ps %%zmm12, %%zmm13, %%zmm" N "\n\t"
+#define BITTERN_BF16_512(N) "vdpbf16ps %%zmm12, %%zmm13, %%zmm" N "\n\t"
 #define BITTERN_INT8_512(N) "vpdpbusd %%zmm12, %%zmm13, %%zmm" N "\n\t"
 #define BITTERN_F32_256(N) "vfmadd231ps %%ymm12, %%ymm13, %%ymm" N "\n\t"
 // Without vpdpbusd: products of pairs, their sums in pairs, an addition.
@@ -138,6 +140,7 @@ constexpr int kPeakSums = 12;
   "vpmaddwd %%ymm14, %%ymm15, %%ymm14\n\t"   \
   "vpaddd %%ymm14, %%ymm" N ", %%ymm" N "\n\t"
 BITTERN_PEAK(f32_peak_avx512, "avx512f", BITTERN_F32_512)
+BITTERN_PEAK(bf16_peak_avx512, "avx512f", BITTERN_BF16_512)
 BITTERN_PEAK(int8_peak_avx512, "avx512f", BITTERN_INT8_512)
 BITTERN_PEAK(f32_peak_avx2, "avx2,fma", BITTERN_F32_256)
 BITTERN_PEAK(int8_peak_avx2, "avx2", BITTERN_INT8_256)
@@ -149,6 +152,10 @@ struct Peak {
 Peak f32_peak() {
   if (cpu::isa() == cpu::Isa::avx2) return {f32_peak_avx2, 8};
   return {f32_peak_avx512, 16};
+}
+Peak bf16_peak() {
+  if (!cpu::has_bf16()) return f32_peak();
+  return {bf16_peak_avx512, 32};
 }
 Peak int8_peak() {
   if (cpu::isa() == cpu::Isa::avx3_dl) return {int8_peak_avx512, 64};
@@ -203,6 +210,7 @@ class CpuMeter final : public Meter {
     if (cpu::isa() != cpu::Isa::none) {
       limits.f32_gflop_s = timed_peak(f32_peak());
       limits.int8_gflop_s = timed_peak(int8_peak());
+      if (cpu::has_bf16()) limits.bf16_gflop_s = timed_peak(bf16_peak());
     }
     return measure_gemm(gemm_size, repeat, limits);
   }
@@ -252,11 +260,14 @@ class CpuMeter final : public Meter {
         return 2 * gigabytes / timed_copy(best_);
       case Limit::read: return gigabytes / timed_read();
       case Limit::f32_peak:
+      case Limit::bf16_peak:
       case Limit::int8_peak: break;
     }
     if (cpu::isa() == cpu::Isa::none)
       return unsupported("bench: the peak of multiply-adds needs a CPU with AVX2");
-    return timed_peak(limit == Limit::f32_peak ? f32_peak() : int8_peak());
+    return timed_peak(limit == Limit::f32_peak    ? f32_peak()
+                      : limit == Limit::bf16_peak ? bf16_peak()
+                                                  : int8_peak());
   }
   double seconds(Limit limit) const override {
     return limit == Limit::copy ? 2e-2 : limit == Limit::read ? 4e-3 : 1e-3;

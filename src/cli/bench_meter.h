@@ -14,7 +14,7 @@ namespace bittern::cli {
 double median(std::vector<double> values);
 
 // What an op is compared with: so many bytes moved, or operations done.
-enum class Limit { copy, read, f32_peak, int8_peak };
+enum class Limit { copy, read, f32_peak, bf16_peak, int8_peak };
 
 class Meter {
  public:
@@ -59,8 +59,9 @@ struct CpuLimits {
   double read_gb_s = 0;          // loads alone: what an op that writes next to nothing can reach
   double gemm_gflop_s = 0;       // of f32; 0: built without oneDNN
   double gemm_bf16_gflop_s = 0;  // 0: this CPU multiplies no bf16
-  // Of instructions on registers, twice the multiply-adds. 0: this CPU has no AVX2.
-  double f32_gflop_s = 0, int8_gflop_s = 0;
+  // Of instructions on registers, twice the multiply-adds. 0: this CPU has no AVX2; of bf16, no
+  // AVX512_BF16.
+  double f32_gflop_s = 0, bf16_gflop_s = 0, int8_gflop_s = 0;
 };
 
 // Measures copies of `copy_bytes` bytes and GEMMs of size n^3, `repeat` times each.

@@ -60,6 +60,9 @@ void add_model_flags(CLI::App& verb, ModelFlags& flags) {
                   "the most tokens of a text (default: what the model was made for)")
       ->option_text("N")
       ->check(integer_in(1, std::int64_t{1} << 24));
+  verb.add_flag("--fastest", flags.fastest,
+                "also use kernels that are faster but less exact, each with a stated bound: bf16 "
+                "products for bf16 weights, 8-bit ones for caches with 4-bit keys");
   add_run_flags(verb, flags);
 }
 
@@ -88,6 +91,7 @@ void add_run_flags(CLI::App& verb, ModelFlags& flags) {
 LoadOptions load_options(const ModelFlags& flags) {
   LoadOptions options{.context = flags.context};
   if (const auto kind = parse_activations(flags.activations)) options.activations = *kind;
+  if (flags.fastest) options.preference = Preference::fastest;
   return options;
 }
 

@@ -11,12 +11,13 @@ namespace bittern::cli {
 struct ModelFlags {
   std::string path;
   std::string activations = "int16";
+  bool fastest = false;
   std::int64_t context = 0;
   SessionOptions session;
   std::string skip_layers;
 };
 
-void add_model_flags(CLI::App& verb, ModelFlags& flags);  // one model and its context, and
+void add_model_flags(CLI::App& verb, ModelFlags& flags);  // one model, its context and kernels, and
 void add_run_flags(CLI::App& verb, ModelFlags& flags);    // how it runs
 LoadOptions load_options(const ModelFlags& flags);
 CLI::Validator activations_check();  // of --activations

@@ -66,7 +66,7 @@ class Runner {
 
   template <class Op>
   Status run(const typename Op::Desc& desc, const typename Op::Args& args) {
-    const auto plan = Plan<Op>::select(desc);
+    const auto plan = Plan<Op>::select(desc, {}, m_.options.preference);
     if (!plan) return plan.status();
     const std::size_t bytes = plan->workspace_bytes();
     const Scratch::Mark mark = scratch_.mark();
@@ -250,8 +250,10 @@ class Pass : Runner {
       const MutView to = heads_of(out.row(s.row), s.count(), d_.heads, d_.dim, out_width, d_.dim);
       if (state.coded) {
         BITTERN_TRY(state.coded->append(part(k), part(v)));
-        BITTERN_TRY(state.coded->attend(
-            part(q), to, {.scale = d_.attention_scale, .softcap = d_.attention_softcap}));
+        BITTERN_TRY(state.coded->attend(part(q), to,
+                                        {.scale = d_.attention_scale,
+                                         .softcap = d_.attention_softcap,
+                                         .preference = m_.options.preference}));
       } else {
         store(*state.plain, s, part(k), part(v));
         BITTERN_TRY(attend(*state.plain, s, spec, part(q), to));

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "bittern/convert.h"
+#include "bittern/plan.h"
 #include "formats/test_folder.h"
 #include "model/test_model.h"
 
@@ -24,7 +25,7 @@ bool has_delta(const std::string& model) {
   return model.starts_with("qwen3_next") || model.starts_with("qwen3_5");
 }
 
-class Models : public TestFolder, public testing::WithParamInterface<std::string> {
+class TinyModels : public TestFolder {
  protected:
   std::string folder(const std::string& model) { return put_tiny_model(*this, model); }
   static const SafetensorsFile& goldens() { return tiny_models(); }
@@ -75,6 +76,7 @@ class Models : public TestFolder, public testing::WithParamInterface<std::string
     return most;
   }
 };
+class Models : public TinyModels, public testing::WithParamInterface<std::string> {};
 
 TEST_P(Models, LogitsAreTransformers) {
   {
@@ -129,6 +131,31 @@ TEST_P(Models, EveryKindOfFileRuns) {
       EXPECT_LE(largest(expected, logits(load(out), tokens, tokens.size())), 1e-5);
     }
   }
+}
+
+// With bf16 weights the fastest kernels change the logits, by little, and a token's do not depend
+// on how many there are.
+TEST_F(TinyModels, TheFastestKernelsAreAskedFor) {
+  const auto tokens = golden<std::int32_t>("llama.tokens");
+  QuantizeOptions options;
+  options.format = "gguf";
+  options.dtype = "bf16";
+  const std::string file = path("bf16.gguf");
+  const auto report = quantize_model(folder("llama"), file, options);
+  ASSERT_TRUE(report) << report.status().message();
+  const auto exact = logits(load(file), tokens, tokens.size());
+  const Model model = load(file, {.preference = Preference::fastest});
+  const auto fastest = logits(model, tokens, tokens.size());
+  EXPECT_LE(largest(exact, fastest), 0.1);
+  const QuantizedMatmulDesc product{1, {.type = WeightType::bf16}, Activations::exact};
+  const auto plan = Plan<QuantizedMatmul>::select(product, {}, Preference::fastest);
+  ASSERT_TRUE(plan);
+  EXPECT_EQ(exact != fastest, plan->sku().kernel == "cpu_bf16");
+  EXPECT_EQ(fastest, logits(model, tokens, 7));
+  // No kernel is for f32 weights.
+  const std::string plain = folder("llama");
+  EXPECT_EQ(logits(load(plain), tokens, tokens.size()),
+            logits(load(plain, {.preference = Preference::fastest}), tokens, tokens.size()));
 }
 
 INSTANTIATE_TEST_SUITE_P(Tiny, Models, testing::ValuesIn(kModels),

@@ -88,6 +88,7 @@ enum class BenchLimit {
   read,   // reading alone; calls take turns with several sets of operands, so that all come from
           // memory
   f32,    // the f32 multiply-adds that the CPU does at best
+  bf16,   // those of bf16, or of f32 on a CPU that has none
   int8,   // those of bytes
 };
 

@@ -416,6 +416,8 @@ def test_refused_models(folder, tmp_path):
         bittern.load(tmp_path / "none")
     with pytest.raises(ValueError, match="activations: 'int7'; did you mean"):
         bittern.load(folder, activations="int7")
+    with pytest.raises(ValueError, match="preference: 'fast', expected 'exact' or 'fastest'"):
+        bittern.load(folder, preference="fast")
     with pytest.raises(ValueError, match="threads: -1"):
         bittern.load(folder, threads=-1)
     with pytest.raises(ValueError, match="context: -1"):

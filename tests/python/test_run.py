@@ -71,6 +71,7 @@ def test_caches_and_activations(llama, kv):
     for kind in ("float", "int8"):
         result = bittern("run", llama, "-p", "abc", "-n", 5, "--kv", kv, "--activations", kind, "--ignore-eos")
         assert result.returncode == 0, result.stderr
+    assert bittern("run", llama, "-p", "abc", "-n", 5, "--kv", kv, "--fastest").returncode == 0
     if kv == "aura8v4":
         more = ("--kv-first", 2, "--kv-recent", 2, "--kv-skip-layers", "first1,last0")
         assert bittern("run", llama, "-p", "abc", "-n", 5, "--kv", kv, *more).returncode == 0

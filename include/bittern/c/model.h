@@ -24,6 +24,7 @@ typedef struct {
   const char* activations; /* "float", "int16" or "int8"; NULL: "int16" */
   int threads;             /* 0: bittern_num_threads() */
   int64_t context;         /* the longest session to be made; 0: what the model was made for */
+  bittern_preference preference; /* BITTERN_FASTEST: also kernels with a declared bound */
 } bittern_load_options;
 /* `path`: a GGUF file, a Hugging Face or MLX folder. `options` NULL: the defaults. destroy takes
  * NULL; sessions keep what they need of the model. */

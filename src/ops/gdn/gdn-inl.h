@@ -76,6 +76,11 @@ inline float InverseNorm(const float* x, std::int64_t n) {
   return 1.0f / std::sqrt(Dot(x, x, n) + 1e-6f);
 }
 
+// The inverse norms of keys or queries, rows Padded(key_dim) apart.
+inline void InverseNorms(const GdnDesc& d, const float* x, std::int64_t rows, float* to) {
+  for (std::int64_t i = 0; i < rows; ++i) to[i] = InverseNorm(x + i * Padded(d.key_dim), d.key_dim);
+}
+
 // Keys or queries, normalised where that is asked for.
 inline void LoadKeys(const GdnDesc& d, const ConstView& x, const ConstView& mask,
                      const GdnChunk& chunk, std::int64_t key_head, float* to) {
@@ -121,12 +126,13 @@ void LoadGates(const GdnDesc& d, const Args& a, const GdnChunk& chunk, std::int6
   std::fill(sums.low + chunk.rows, sums.low + kRows, 0.0f);
 }
 
-// to[j][i] = x[i][j]; rows of `to` are filled up with zeros to whole vectors.
-inline void Transpose(const float* x, std::int64_t stride, std::int64_t rows, std::int64_t columns,
-                      float* to, std::int64_t to_stride) {
+// to[j][i] = x[i][j]; rows of `to` are filled up with zeros to whole vectors. T has 4 bytes.
+template <class T>
+void Transpose(const T* x, std::int64_t stride, std::int64_t rows, std::int64_t columns, T* to,
+               std::int64_t to_stride) {
   // Squares of 4 x 4, 16 of them after one another, so that lines are written whole.
   constexpr std::int64_t kBlock = 16;
-  const hn::FixedTag<float, 4> d;
+  const hn::FixedTag<T, 4> d;
   for (std::int64_t first = 0; first < rows; first += kBlock) {
     const std::int64_t last = std::min(rows, first + kBlock);
     for (std::int64_t j = 0; j < columns; j += 4) {
@@ -137,8 +143,8 @@ inline void Transpose(const float* x, std::int64_t stride, std::int64_t rows, st
       }
       std::int64_t i = first;
       for (; i + 4 <= last; i += 4) {
-        const float* from = x + i * stride + j;
-        float* out = to + j * to_stride + i;
+        const T* from = x + i * stride + j;
+        T* out = to + j * to_stride + i;
         const auto r0 = hn::LoadU(d, from), r1 = hn::LoadU(d, from + stride);
         const auto r2 = hn::LoadU(d, from + 2 * stride), r3 = hn::LoadU(d, from + 3 * stride);
         const auto even0 = hn::InterleaveLower(d, r0, r2), odd0 = hn::InterleaveLower(d, r1, r3);
@@ -153,7 +159,7 @@ inline void Transpose(const float* x, std::int64_t stride, std::int64_t rows, st
     }
   }
   for (std::int64_t j = 0; j < columns; ++j)
-    std::fill(to + j * to_stride + rows, to + j * to_stride + Padded(rows), 0.0f);
+    std::fill(to + j * to_stride + rows, to + j * to_stride + Padded(rows), T{});
 }
 
 // Of the lanes j, j + 1, ... those below `end`.

@@ -22,6 +22,7 @@ class Pieces {
   const GdnDesc& desc() const { return d_; }
   std::int64_t floats() const { return used_; }
 
+  static std::int64_t padded(std::int64_t n) { return (n + 15) / 16 * 16; }
   float* take(std::int64_t n) {
     float* piece = memory_ == nullptr ? nullptr : memory_ + used_;
     used_ += padded(n);
@@ -35,13 +36,17 @@ class Pieces {
   float* either() { return take(d_.chunk * padded(std::max(d_.key_dim, d_.value_dim))); }
   float* transposed() { return take(std::max(d_.key_dim, d_.value_dim) * kRows); }
   float* state() { return take(state_size()); }
+  // Pairs of bf16 (cpu/bf16-inl.h): of a state's keys, and of tokens.
+  std::int64_t key_pairs() const { return (d_.key_dim + 1) / 2; }
+  std::uint32_t* pairs(std::int64_t n) { return reinterpret_cast<std::uint32_t*>(take(n)); }
+  std::uint32_t* token_pairs(std::int64_t width) {
+    return pairs((d_.chunk + 1) / 2 * padded(width));
+  }
   std::int64_t state_size() const {  // enough for the transpose
     return std::max(d_.key_dim * padded(d_.value_dim), d_.value_dim * padded(d_.key_dim));
   }
 
  private:
-  static std::int64_t padded(std::int64_t n) { return (n + 15) / 16 * 16; }
-
   const GdnDesc& d_;
   float* memory_;
   std::int64_t used_ = 0;
@@ -175,6 +180,46 @@ struct ForwardScratch {
   float *k_transposed, *v, *kk, *qk, *l, *p;
   Sums sum;
   float *decay, *beta;
+};
+
+// That of products in pairs of bf16.
+struct PairScratch {
+  explicit PairScratch(Pieces& pieces)
+      : state_pairs(pieces.pairs(pieces.key_pairs() * Pieces::padded(pieces.desc().value_dim))),
+        rows(pieces.pairs(pieces.desc().chunk * Pieces::padded(pieces.key_pairs()))),
+        keys(pieces.pairs(pieces.key_pairs() * kRows)),
+        queries(pieces.pairs(pieces.key_pairs() * kRows)),
+        keys_by_token(pieces.token_pairs(pieces.desc().key_dim)),
+        p_pairs(pieces.token_pairs(kRows)),
+        y_pairs(pieces.token_pairs(pieces.desc().value_dim)),
+        rest_pairs(pieces.token_pairs(pieces.desc().value_dim)),
+        wide(pieces.keys()),
+        v(pieces.values()),
+        y(pieces.values()),
+        o(pieces.values()),
+        kk(pieces.matrix()),
+        kq(pieces.matrix()),
+        l(pieces.matrix()),
+        p(pieces.matrix()),
+        sum(pieces),
+        decay(pieces.row()),
+        beta(pieces.row()),
+        k_factor(pieces.row()),
+        q_factor(pieces.row()) {
+    for (float*& s : state) s = pieces.state();
+  }
+  float* state[kShared];
+  std::uint32_t* state_pairs;           // of neighbouring keys, for each value
+  std::uint32_t* rows;                  // keys or queries as they are
+  std::uint32_t *keys, *queries;        // of neighbouring keys, for each token
+  std::uint32_t* keys_by_token;         // of neighbouring tokens, for each key
+  std::uint32_t* p_pairs;               // of neighbouring tokens j, for each token i
+  std::uint32_t *y_pairs, *rest_pairs;  // of neighbouring tokens, for each value
+  float *wide, *v, *y, *o;
+  float *kk, *kq, *l, *p;  // element i of row j belongs to tokens i >= j
+  Sums sum;
+  float *decay, *beta;
+  float *k_factor, *q_factor;  // what the rows of keys and queries are to be multiplied by
 };
 
 // Gradients are named as in bittern/ops/gdn_chunk_backward.h.

@@ -8,8 +8,9 @@
 namespace bittern::oracle {
 
 template <class Op>
-Status run_problem(Problem<Op>& p, std::string_view kernel = {}) {
-  const auto plan = Plan<Op>::select(p.desc, {}, Preference::exact, kernel);
+Status run_problem(Problem<Op>& p, std::string_view kernel = {},
+                   Preference preference = Preference::exact) {
+  const auto plan = Plan<Op>::select(p.desc, {}, preference, kernel);
   if (!plan) return plan.status();
   return run_on(Device{}, p, plan->workspace_bytes(),
                 [&](const auto& args, Workspace w) { return plan->run(args, {}, w); });

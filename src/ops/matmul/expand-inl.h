@@ -7,9 +7,7 @@
 #define BITTERN_OPS_MATMUL_EXPAND_INL_H_
 #endif
 
-#include <utility>
-
-#include "cpu/simd-inl.h"
+#include "cpu/unroll-inl.h"
 #include "ops/matmul/panels.h"
 
 #if BITTERN_SIMD
@@ -27,19 +25,6 @@ using VI = hn::Vec<DI>;
 using VU = hn::Vec<DU>;
 constexpr int kWidth = static_cast<int>(hn::MaxLanes(DF()));
 constexpr int kParts = matmul::kLanes / kWidth;
-
-// On a lambda that keeps vectors in registers.
-#define BITTERN_INLINE_LAMBDA HWY_ATTR __attribute__((always_inline))
-
-// f(0), f(1), ... f(n - 1), where the arguments are constant expressions.
-template <class F, int... i>
-HWY_INLINE void UnrollOver(std::integer_sequence<int, i...>, F&& f) {
-  (f(std::integral_constant<int, i>()), ...);
-}
-template <int n, class F>
-HWY_INLINE void Unroll(F&& f) {
-  UnrollOver(std::make_integer_sequence<int, n>(), f);
-}
 
 // What codes stand for: themselves less an offset, or values of a table, stored plus the offset.
 enum class Values { plain, iq4, mxfp4 };

@@ -1,3 +1,4 @@
+#include "ops/gdn/gdn.h"
 #include "ops/gdn/gdn_aims.h"
 
 namespace bittern::oracle {
@@ -26,7 +27,336 @@ std::vector<BenchCase<GdnDesc>> gdn_chunk_forward_bench_cases() {
   };
   return {{"f32 16/32 heads 128", f32, fill, "mask"},
           {"bf16 16/32 heads 128", bf16, fill, "mask"},
-          {"bf16 16/32 heads 128 fused", fused, fill}};
+          {"bf16 16/32 heads 128 fused", fused, fill},
+          {"bf16 16/32 heads 128 fastest", bf16, fill, "mask", Preference::fastest},
+          {"bf16 16/32 heads 128 fused fastest", fused, fill, "", Preference::fastest}};
+}
+
+// Whole and ragged chunks, odd sizes, several chunks and sequences, keys that are normalised or
+// not.
+std::vector<GdnDesc> gdn_chunk_forward_bounded_cases() {
+  std::vector<GdnDesc> cases;
+  const auto add = [&](GdnDesc d) {
+    d.element = DType::bf16;
+    for (const bool fused : {false, true}) {
+      d.qk_l2norm = fused;
+      d.gate = d.beta_sigmoid = fused && cases.size() % 4 == 1;
+      cases.push_back(d);
+    }
+  };
+  add({.tokens = 130, .key_dim = 128, .value_dim = 32});
+  add({.tokens = 75,
+       .key_heads = 1,
+       .value_heads = 2,
+       .key_dim = 33,
+       .value_dim = 48,
+       .chunk = 32});
+  add({.tokens = 61, .key_dim = 16, .value_dim = 17, .chunk = 16});
+  add({.batch = 2, .tokens = 23, .key_heads = 2, .value_heads = 6, .key_dim = 7, .value_dim = 130});
+  add({.tokens = 90, .key_dim = 20, .value_dim = 16, .chunk = 32, .sequences = 4});
+  return cases;
+}
+
+namespace {
+
+struct Matrix {
+  Matrix(std::int64_t r, std::int64_t c)
+      : rows(r), columns(c), data(static_cast<std::size_t>(r * c)) {}
+  double& operator()(std::int64_t i, std::int64_t j) {
+    return data[static_cast<std::size_t>(i * columns + j)];
+  }
+  double operator()(std::int64_t i, std::int64_t j) const {
+    return data[static_cast<std::size_t>(i * columns + j)];
+  }
+  std::int64_t rows, columns;
+  std::vector<double> data;
+};
+
+template <class F>
+Matrix made(std::int64_t rows, std::int64_t columns, F&& f) {
+  Matrix m(rows, columns);
+  for (std::int64_t i = 0; i < rows; ++i)
+    for (std::int64_t j = 0; j < columns; ++j) m(i, j) = f(i, j);
+  return m;
+}
+Matrix operator*(const Matrix& a, const Matrix& b) {
+  Matrix c(a.rows, b.columns);
+  for (std::int64_t i = 0; i < a.rows; ++i)
+    for (std::int64_t k = 0; k < a.columns; ++k)
+      for (std::int64_t j = 0; j < b.columns; ++j) c(i, j) += a(i, k) * b(k, j);
+  return c;
+}
+Matrix operator-(Matrix a, const Matrix& b) {
+  for (std::size_t i = 0; i < a.data.size(); ++i) a.data[i] -= b.data[i];
+  return a;
+}
+Matrix operator+(Matrix a, const Matrix& b) {
+  for (std::size_t i = 0; i < a.data.size(); ++i) a.data[i] += b.data[i];
+  return a;
+}
+Matrix transposed(const Matrix& a) {
+  return made(a.columns, a.rows, [&](auto i, auto j) { return a(j, i); });
+}
+// A factor of a sum of magnitudes, and such a sum.
+constexpr double kLeast = 0x1p-80, kMost = 0x1p126;
+double size_of_factor(double x) { return x == 0 ? 0 : std::max(std::fabs(x), kLeast); }
+Matrix sizes(Matrix a) {
+  for (double& x : a.data) x = size_of_factor(x);
+  return a;
+}
+Matrix sum_of_sizes(const Matrix& a, const Matrix& b) {
+  Matrix c = sizes(a) * sizes(b);
+  for (double& x : c.data) x += kLeast;
+  return c;
+}
+
+// The bound that the header of the op states, for one head of one sequence.
+class RuleBound {
+ public:
+  RuleBound(const GdnDesc& d, const GdnChunkForward::Args& a, std::int64_t sequence, std::int64_t h,
+            double bound)
+      : d_(d), a_(a), h_(h), bound_(bound), state_(d.key_dim, d.value_dim), off_(state_) {
+    for (std::int64_t m = 0; a.initial_state && m < d.key_dim; ++m) {
+      for (std::int64_t c = 0; c < d.value_dim; ++c) {
+        const std::int64_t row = (sequence * d.value_heads + h) * d.key_dim * d.value_dim;
+        state_(m, c) = get(a.initial_state, row + state_index(m, c));
+        see(state_(m, c));
+      }
+    }
+  }
+
+  std::int64_t state_index(std::int64_t m, std::int64_t c) const {
+    return d_.state_layout == StateLayout::key_value ? m * d_.value_dim + c : c * d_.key_dim + m;
+  }
+  double state_unit(std::int64_t m, std::int64_t c) const { return or_not_finite(off_(m, c)); }
+
+  // Units of the rows of o.
+  Matrix chunk(const GdnChunk& chunk) {
+    Matrix units(chunk.rows, d_.value_dim);
+    const bool was_nan = nan_;
+    load(chunk);
+    // Rows before the first with a NaN do not know of it.
+    const std::int64_t good = was_nan ? 0 : good_;
+    if (!inf_ && good > 0) {
+      const Matrix some = run(good, good == chunk.rows);
+      std::copy(some.data.begin(), some.data.end(), units.data.begin());
+    }
+    for (std::int64_t i = 0; i < chunk.rows; ++i)
+      for (std::int64_t c = 0; c < d_.value_dim; ++c)
+        if (inf_ || i >= good) units(i, c) = or_not_finite(std::nan(""));
+    return units;
+  }
+
+ private:
+  void see(double x) {
+    nan_ = nan_ || std::isnan(x);
+    inf_ = inf_ || std::isinf(x);
+  }
+  double or_not_finite(double unit) const {
+    return inf_ ? std::numeric_limits<double>::infinity() : nan_ ? std::nan("") : unit;
+  }
+  const Matrix& limit(const Matrix& a) {
+    for (const double x : a.data) inf_ = inf_ || !(x < kMost);
+    return a;
+  }
+
+  void load(const GdnChunk& chunk) {
+    k_.clear(), q_.clear(), v_.clear(), beta_.clear(), sum_.clear();
+    good_ = chunk.rows;
+    double total = 0;
+    for (std::int64_t i = 0; i < chunk.rows; ++i) {
+      const std::int64_t t = chunk.begin + i, gate = t * d_.value_heads + h_;
+      const bool masked = a_.mask && get(a_.mask, t) == 0;
+      const auto row = [&](const ConstView& x, std::int64_t first, std::int64_t width) {
+        std::vector<double> out(static_cast<std::size_t>(width));
+        for (std::int64_t c = 0; !masked && c < width; ++c)
+          see(out[static_cast<std::size_t>(c)] = get(x, first * width + c));
+        return out;
+      };
+      const std::int64_t key_row = t * d_.key_heads + d_.key_head(h_);
+      k_.push_back(row(a_.k, key_row, d_.key_dim));
+      q_.push_back(row(a_.q, key_row, d_.key_dim));
+      v_.push_back(row(a_.v, gate, d_.value_dim));
+      float beta = 0, g = 0;
+      if (!masked) {
+        const auto number = [&](const ConstView& x, std::int64_t at) {
+          return static_cast<float>(get(x, at));
+        };
+        beta = gdn_strength(d_, number(a_.beta, gate));
+        g = number(a_.g, gate);
+        if (d_.gate) g = gdn_log_decay(g, number(a_.a_log, h_), number(a_.dt_bias, h_));
+      }
+      beta_.push_back(static_cast<double>(beta));
+      see(beta_.back());
+      see(std::max<double>(static_cast<double>(g), static_cast<double>(kGdnReset)));
+      if (std::isnan(g)) nan_ = true;
+      total = gdn_next_sum(total, g);
+      sum_.push_back(gdn_sum(total));
+      if (nan_) good_ = std::min(good_, i);
+    }
+  }
+
+  // Keys or queries times `scale`, normalised; they and their products are also limited as they
+  // are.
+  Matrix vectors(const std::vector<std::vector<double>>& x, std::int64_t rows, double scale) {
+    Matrix raw = made(rows, d_.key_dim, [&](auto i, auto m) { return at(x, i)[index(m)]; });
+    const Matrix keys = made(rows, d_.key_dim, [&](auto i, auto m) { return at(k_, i)[index(m)]; });
+    limit(sum_of_sizes(raw, transposed(keys)));
+    limit(sum_of_sizes(raw, sizes(state_)));
+    for (std::int64_t i = 0; i < rows; ++i) {
+      double squares = 1e-6;
+      for (std::int64_t m = 0; m < d_.key_dim; ++m) squares += raw(i, m) * raw(i, m);
+      if (!(squares < kMost)) inf_ = true;
+      const double factor = scale * (d_.qk_l2norm ? 1 / std::sqrt(squares) : 1);
+      for (std::int64_t m = 0; m < d_.key_dim; ++m) raw(i, m) *= factor;
+    }
+    return raw;
+  }
+
+  // Units of the first `rows` rows; `all`: goes on to the chunk's end.
+  Matrix run(std::int64_t rows, bool all) {
+    const std::int64_t width = d_.value_dim;
+    const Matrix k = vectors(k_, rows, 1);
+    const Matrix q = vectors(q_, rows, static_cast<double>(d_.query_scale()));
+    const auto decay = [&](std::int64_t i, std::int64_t j) {
+      return static_cast<double>(gdn_decay(at(sum_, i), at(sum_, j)));
+    };
+    std::vector<double> e, rest;
+    for (std::int64_t i = 0; i < rows; ++i) {
+      e.push_back(static_cast<double>(gdn_decay(at(sum_, i))));
+      rest.push_back(decay(rows - 1, i));
+    }
+    const Matrix kk = k * transposed(k), qk = q * transposed(k);
+    const Matrix kk_sizes = sum_of_sizes(k, transposed(k)),
+                 qk_sizes = sum_of_sizes(q, transposed(k));
+    const auto lower = [&](bool diagonal, auto&& f) {
+      return made(rows, rows,
+                  [&](auto i, auto j) { return j < i || (diagonal && j == i) ? f(i, j) : 0.0; });
+    };
+    const Matrix l =
+        lower(false, [&](auto i, auto j) { return at(beta_, i) * kk(i, j) * decay(i, j); });
+    const Matrix a = lower(false, [&](auto i, auto j) {
+      return size_of_factor(at(beta_, i) * kk_sizes(i, j) * decay(i, j));
+    });
+    const Matrix p = lower(true, [&](auto i, auto j) { return qk(i, j) * decay(i, j); });
+    const Matrix p_sizes = lower(true, [&](auto i, auto j) {
+      return size_of_factor(p(i, j)) + size_of_factor(qk_sizes(i, j) * decay(i, j)) / 64;
+    });
+    Matrix t(rows, rows);  // (I + L)^-1
+    for (std::int64_t i = 0; i < rows; ++i) {
+      t(i, i) = 1;
+      for (std::int64_t m = 0; m < i; ++m)
+        for (std::int64_t j = 0; j <= m; ++j) t(i, j) -= l(i, m) * t(m, j);
+    }
+    const Matrix ks = k * state_, qs = q * state_;
+    Matrix y = t * made(rows, width, [&](auto i, auto c) {
+                 return at(beta_, i) * (at(v_, i)[index(c)] - at(e, i) * ks(i, c));
+               });
+    const Matrix s_sizes = sizes(made(d_.key_dim, width, [&](auto m, auto c) {
+      return std::fabs(state_(m, c)) + bound_ * off_(m, c);
+    }));
+    const Matrix seen = limit(sum_of_sizes(k, s_sizes)), asked = limit(sum_of_sizes(q, s_sizes));
+    // What earlier errors do to y, o and S.
+    const Matrix weighted =
+        made(rows, d_.key_dim, [&](auto i, auto m) { return at(beta_, i) * at(e, i) * k(i, m); });
+    const Matrix tbk = t * weighted;
+    const Matrix eq = made(rows, d_.key_dim, [&](auto i, auto m) { return at(e, i) * q(i, m); });
+    const Matrix wk = made(rows, d_.key_dim, [&](auto i, auto m) { return at(rest, i) * k(i, m); });
+    Matrix y_off(rows, width), o_off(rows, width), s_off(d_.key_dim, width);
+    for (Earlier& c : earlier_) {
+      const Matrix x = tbk * c.f;
+      y_off = y_off + sizes(x) * c.fresh;
+      o_off = o_off + sizes(eq * c.f - p * x) * c.fresh;
+      if (!all) continue;
+      Matrix f = c.f;
+      for (double& z : f.data) z *= e.back();
+      c.f = f - transposed(wk) * x;
+      s_off = s_off + sizes(c.f) * c.fresh;
+    }
+    Matrix r(rows, width), y_sizes(rows, width);
+    for (std::int64_t i = 0; i < rows; ++i) {
+      for (std::int64_t c = 0; c < width; ++c) {
+        const double beta = size_of_factor(at(beta_, i));
+        r(i, c) = beta * (size_of_factor(at(v_, i)[index(c)]) / 64 +
+                          size_of_factor(at(e, i)) * seen(i, c) / 2) +
+                  kLeast;
+        for (std::int64_t j = 0; j < i; ++j) r(i, c) += a(i, j) * y_sizes(j, c) / 64;
+        for (std::int64_t j = 0; j <= i; ++j) y_off(i, c) += std::fabs(t(i, j)) * r(j, c);
+        y_sizes(i, c) = size_of_factor(std::fabs(y(i, c)) + bound_ * y_off(i, c));
+      }
+    }
+    limit(y_sizes), limit(r);
+    const Matrix pt = p * t;
+    Matrix units = o_off + p_sizes * y_sizes + sizes(pt) * r;
+    for (std::int64_t i = 0; i < rows; ++i)
+      for (std::int64_t c = 0; c < width; ++c)
+        units(i, c) += size_of_factor(at(e, i)) * asked(i, c) / 2 + kLeast;
+    limit(units);
+    if (!all) return units;
+
+    const Matrix rest_sizes = made(
+        rows, width, [&](auto i, auto c) { return size_of_factor(at(rest, i) * y_sizes(i, c)); });
+    Matrix fresh = sum_of_sizes(transposed(k), rest_sizes);
+    const Matrix kwt = sizes(transposed(wk) * t) * r;
+    for (std::int64_t m = 0; m < d_.key_dim; ++m)
+      for (std::int64_t c = 0; c < width; ++c)
+        fresh(m, c) = fresh(m, c) / 2 + size_of_factor(e.back()) * s_sizes(m, c) / 64 + kwt(m, c);
+    for (double& z : state_.data) z *= e.back();
+    state_ = state_ + transposed(wk) * y;
+    off_ = limit(s_off + fresh);
+    limit(sizes(state_));
+    Earlier now{Matrix(d_.key_dim, d_.key_dim), fresh};
+    for (std::int64_t m = 0; m < d_.key_dim; ++m) now.f(m, m) = 1;
+    earlier_.push_back(std::move(now));
+    return units;
+  }
+
+  static std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
+  template <class T>
+  static const T& at(const std::vector<T>& x, std::int64_t i) {
+    return x[index(i)];
+  }
+
+  const GdnDesc& d_;
+  const GdnChunkForward::Args& a_;
+  std::int64_t h_;
+  double bound_;
+  Matrix state_, off_;
+  struct Earlier {
+    Matrix f, fresh;
+  };
+  std::vector<Earlier> earlier_;
+  bool nan_ = false, inf_ = false;
+  std::int64_t good_ = 0;
+  std::vector<std::vector<double>> k_, q_, v_;
+  std::vector<double> beta_;
+  std::vector<GdnSum> sum_;
+};
+
+}  // namespace
+
+void gdn_chunk_forward_judge(const GdnDesc& d, const GdnChunkForward::Args& got,
+                             const GdnChunkForward::Args& want, Judge& judge) {
+  const std::vector<Sequence> sequences = sequences_of(d.rows(), want.cu_seqlens);
+  for (std::size_t n = 0; n < sequences.size(); ++n) {
+    const auto sequence = static_cast<std::int64_t>(n);
+    for (std::int64_t h = 0; h < d.value_heads; ++h) {
+      RuleBound rule(d, want, sequence, h, judge.bound());
+      for (std::int64_t i = 0; i < d.chunks(sequences[n].end - sequences[n].begin); ++i) {
+        const GdnChunk chunk = gdn_chunk(d, sequences[n], i);
+        const Matrix units = rule.chunk(chunk);
+        for (std::int64_t row = 0; got.o && row < chunk.rows; ++row)
+          for (std::int64_t c = 0; c < d.value_dim; ++c)
+            judge.value("o", as_const(got.o), as_const(want.o),
+                        ((chunk.begin + row) * d.value_heads + h) * d.value_dim + c, units(row, c));
+      }
+      const std::int64_t first = (sequence * d.value_heads + h) * d.key_dim * d.value_dim;
+      for (std::int64_t m = 0; got.final_state && m < d.key_dim; ++m)
+        for (std::int64_t c = 0; c < d.value_dim; ++c)
+          judge.value("final_state", as_const(got.final_state), as_const(want.final_state),
+                      first + rule.state_index(m, c), rule.state_unit(m, c));
+    }
+  }
 }
 
 void gdn_chunk_forward_aim(const GdnDesc& d, const GdnChunkForward::Args& a, Rng& rng) {

@@ -1,4 +1,5 @@
 #include "bittern/ops/gdn_chunk_forward.h"
+#include "cpu/bf16.h"
 #include "cpu/kernel.h"
 #include "cpu/parallel.h"
 #include "ops/gdn/gdn.h"
@@ -9,6 +10,7 @@
 #include "hwy/foreach_target.h"
 // after foreach_target.h
 #include "ops/gdn/gdn-inl.h"
+#include "ops/gdn/gdn_chunk_forward/pairs-inl.h"
 
 #if BITTERN_SIMD
 HWY_BEFORE_NAMESPACE();
@@ -70,8 +72,9 @@ void RunChunk(const Op::Desc& d, const Op::Args& a, const GdnChunk& chunk, std::
 }
 
 // Items [begin, end): sequences x key heads x their value heads.
-void RunGdnChunkForward(const Op::Desc& d, const Op::Args& a, const Sequence* sequences,
-                        std::int64_t begin, std::int64_t end, const ForwardScratch& s) {
+template <class Scratch>
+void RunItems(const Op::Desc& d, const Op::Args& a, const Sequence* sequences, std::int64_t begin,
+              std::int64_t end, const Scratch& s) {
   const std::int64_t group = d.value_heads / d.key_heads;
   for (std::int64_t item = begin; item < end;) {
     // Value heads of one key head go through the chunks together.
@@ -104,6 +107,18 @@ void RunGdnChunkForward(const Op::Desc& d, const Op::Args& a, const Sequence* se
   }
 }
 
+void RunGdnChunkForward(const Op::Desc& d, const Op::Args& a, const Sequence* sequences,
+                        std::int64_t begin, std::int64_t end, const ForwardScratch& s) {
+  RunItems(d, a, sequences, begin, end, s);
+}
+
+#if HWY_TARGET == HWY_AVX3_DL
+void RunInPairs(const Op::Desc& d, const Op::Args& a, const Sequence* sequences, std::int64_t begin,
+                std::int64_t end, const PairScratch& s) {
+  RunItems(d, a, sequences, begin, end, s);
+}
+#endif
+
 }  // namespace
 }  // namespace HWY_NAMESPACE
 }  // namespace bittern
@@ -123,7 +138,38 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
                                           BITTERN_CALL(RunGdnChunkForward));
 }
 
-constexpr Kernel<Op> kKernels[] = {cpu::exact_kernel<Op>(run, cpu::gdn::scratch_bytes<Scratch>)};
+using cpu::gdn::PairScratch;
+constexpr auto* kRunInPairs = HWY_CHOOSE_AVX3_DL(RunInPairs);  // the only target that has it
+
+Status run_bf16(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
+  return cpu::gdn::run_sequences<PairScratch>(d, a, d.value_heads, workspace, *kRunInPairs);
+}
+
+Status supports_bf16(const Op::Desc& d, Device) {
+  if (d.element != DType::bf16)
+    return unsupported(std::string("element: ").append(name(d.element)) + ", expected bf16");
+  return cpu::bf16_supported();
+}
+
+// Rounding one factor of a product to bf16 changes it by 2^-8, both by 2^-7 and 2^-16. The rest,
+// 2^-12, is for the f32 arithmetic of this kernel and of the contract: sums of at most 256 + 64
+// terms, each within 320 2^-24 and some.
+PrecisionGuarantee bf16_guarantee(const Op::Desc&) {
+  return {.math_precision = DType::bf16,
+          .accumulator = DType::f32,
+          .same_bits_on_all_backends = false,
+          .error_norm = ErrorNorm::terms,
+          .error_bound = 0x1p-7 + 0x1p-12};
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cpu_bf16",
+                                    .backend = "cpu",
+                                    .weaker = bf16_guarantee,
+                                    .supports = supports_bf16,
+                                    .workspace = cpu::gdn::scratch_bytes<PairScratch>,
+                                    .architecture = cpu::architecture,
+                                    .run = run_bf16},
+                                   cpu::exact_kernel<Op>(run, cpu::gdn::scratch_bytes<Scratch>)};
 
 }  // namespace
 

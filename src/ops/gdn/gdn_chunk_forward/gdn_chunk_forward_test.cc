@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "cpu/bf16.h"
 #include "ops/gdn/gdn_test.h"
 #include "oracle/oracle_test.h"
 
@@ -109,6 +110,63 @@ TEST(GdnChunkForward, IsTheRecurrenceInBf16) {
       const double bound = common == 0 ? 0.005 : 0.01;
       expect_recurrence(p, recurrence(p), bound * bound,
                         std::to_string(common) + " " + std::to_string(decay));
+    }
+  }
+}
+
+Status run_bf16(Problem& p) { return run_problem(p, "cpu_bf16", Preference::fastest); }
+
+// The bars of the exact kernel in bf16, also with decays that forget within a chunk.
+TEST(GdnChunkForward, IsTheRecurrenceWithBf16Products) {
+  if (!cpu::has_bf16()) GTEST_SKIP() << cpu::bf16_supported().message();
+  for (const double common : {0.0, 0.9}) {
+    for (const double decay : {0.0, 0.05, 1.0, 10.0, 1e4}) {
+      GdnDesc d{.tokens = 512, .key_heads = 1, .value_heads = 2};
+      d.element = DType::bf16;
+      Problem p = model_problem(d, common, decay, 1, 2);
+      const auto want = recurrence(p);
+      oracle::expect_ok(run_bf16(p));
+      const double bound = common == 0 ? 0.005 : 0.01;
+      EXPECT_LE(oracle::nmse(values(p.args.o), want.o), bound * bound) << common << " " << decay;
+      EXPECT_LE(oracle::nmse(values(p.args.final_state), want.final_state), bound * bound)
+          << common << " " << decay;
+    }
+  }
+}
+
+TEST(GdnChunkForward, Bf16ProductsAreForTheFastestPreference) {
+  GdnDesc d{.tokens = 64};
+  const auto refused = Plan<Op>::select(d, {}, Preference::fastest, "cpu_bf16");
+  oracle::expect_error(refused.status(), Code::unsupported,
+                       "gdn_chunk_forward: no kernel on cpu named cpu_bf16: cpu_bf16: element: "
+                       "f32, expected bf16;");
+  d.element = DType::bf16;
+  EXPECT_NE(Plan<Op>::select(d)->sku().kernel, "cpu_bf16");
+  if (!cpu::has_bf16()) GTEST_SKIP() << cpu::bf16_supported().message();
+  const auto fastest = Plan<Op>::select(d, {}, Preference::fastest);
+  ASSERT_TRUE(fastest.ok());
+  EXPECT_EQ(fastest->sku().kernel, "cpu_bf16");
+  EXPECT_EQ(fastest->precision_guarantee().error_norm, ErrorNorm::terms);
+  EXPECT_EQ(fastest->precision_guarantee().error_bound, 0x1.08p-7);
+}
+
+// A NaN reaches no token before its own, in whatever tile that is.
+TEST(GdnChunkForward, Bf16ProductsKeepNanFromEarlierTokens) {
+  if (!cpu::has_bf16()) GTEST_SKIP() << cpu::bf16_supported().message();
+  GdnDesc d{.tokens = 70, .key_dim = 16, .value_dim = 16};
+  d.element = DType::bf16;
+  Problem clean = model_problem(d, 0.5, 0.1, 1, 9);
+  oracle::expect_ok(run_bf16(clean));
+  for (const std::int64_t token : {0, 1, 7, 8, 13, 63, 65}) {
+    Problem p = model_problem(d, 0.5, 0.1, 1, 9);
+    put(p.args.k, token * 16 + 3, NAN);
+    oracle::expect_ok(run_bf16(p));
+    for (std::int64_t i = 0; i < 70 * 16; ++i) {
+      if (i / 16 < token) {
+        EXPECT_EQ(get(p.args.o, i), get(clean.args.o, i)) << token << " " << i;
+      } else {
+        EXPECT_TRUE(std::isnan(get(p.args.o, i))) << token << " " << i;
+      }
     }
   }
 }

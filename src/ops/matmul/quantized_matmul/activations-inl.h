@@ -1,4 +1,4 @@
-// Rows of x, quantised or as floats, into tiles (work.h).
+// Rows of x, quantised, as floats or as pairs of bf16, into tiles (work.h).
 #if defined(BITTERN_OPS_QUANTIZED_MATMUL_ACTIVATIONS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef BITTERN_OPS_QUANTIZED_MATMUL_ACTIVATIONS_INL_H_
 #undef BITTERN_OPS_QUANTIZED_MATMUL_ACTIVATIONS_INL_H_
@@ -9,6 +9,7 @@
 #include <cstring>
 #include <limits>
 
+#include "cpu/bf16-inl.h"
 #include "ops/matmul/activations.h"
 #include "ops/matmul/expand-inl.h"
 #include "ops/matmul/quantized_matmul/work.h"
@@ -89,10 +90,38 @@ void FloatRow(const matmul::Work& work, const X* HWY_RESTRICT from, std::int64_t
   for (std::int64_t k = 0; k < work.d.weights.inputs; ++k) x[k * tile + r] = to_math(from[k]);
 }
 
+#if HWY_TARGET == HWY_AVX3_DL
+// 32 inputs as pairs.
+HWY_INLINE pairs::VP LoadPairs(const float* from) {
+  const DF df;
+  return pairs::Neighbours(hn::LoadU(df, from), hn::LoadU(df, from + kWidth));
+}
+HWY_INLINE pairs::VP LoadPairs(const bf16* from) {
+  return hn::LoadU(pairs::DP(), reinterpret_cast<const std::uint32_t*>(from));
+}
+
+template <class X>
+void PairRow(const matmul::Work& work, const X* HWY_RESTRICT from, std::int64_t tile,
+             std::int64_t r, std::uint32_t* HWY_RESTRICT x) {
+  constexpr std::int64_t kInputs = 2 * pairs::kLanes;
+  alignas(64) std::uint32_t words[pairs::kLanes];
+  for (std::int64_t k = 0; k < work.d.weights.inputs; k += kInputs) {
+    const std::int64_t count = std::min(kInputs, work.d.weights.inputs - k);
+    if (count == kInputs) {
+      hn::Store(LoadPairs(from + k), pairs::DP(), words);
+    } else {
+      X last[kInputs] = {};
+      std::copy_n(from + k, count, last);
+      hn::Store(LoadPairs(last), pairs::DP(), words);
+    }
+    for (std::int64_t i = 0; 2 * i < count; ++i) x[(k / 2 + i) * tile + r] = words[i];
+  }
+}
+#endif
+
 // Rows [begin, end) of a block.
 void PackRows(const matmul::Work& work, const ConstView& x, const matmul::PackedRows& to,
               std::int64_t begin, std::int64_t end) {
-  const std::int64_t inputs = work.d.weights.inputs;
   (void)visit<float, bf16>(work.d.element, [&]<class X>(Type<X>) {
     std::int64_t first = 0;
     for (std::int64_t m = begin; m < end; ++m) {
@@ -100,11 +129,19 @@ void PackRows(const matmul::Work& work, const ConstView& x, const matmul::Packed
         first += matmul::tile_rows(to.rows - first);
       const std::int64_t tile = matmul::tile_rows(to.rows - first);
       const X* from = x.as<X>() + (to.first + m) * x.row_stride();
-      if (work.exact) {
-        FloatRow(work, from, tile, m - first, reinterpret_cast<float*>(to.x) + first * inputs);
-      } else {
-        QuantiseRow(work, from, tile, m - first, to.x + first * inputs * work.planes,
-                    to.factors + first * work.runs * 3);
+      std::uint8_t* const packed = to.x + first * work.x_row_bytes();
+      switch (work.terms) {
+        case matmul::Terms::integers:
+          QuantiseRow(work, from, tile, m - first, packed, to.factors + first * work.runs * 3);
+          break;
+        case matmul::Terms::floats:
+          FloatRow(work, from, tile, m - first, reinterpret_cast<float*>(packed));
+          break;
+        case matmul::Terms::pairs:
+#if HWY_TARGET == HWY_AVX3_DL
+          PairRow(work, from, tile, m - first, reinterpret_cast<std::uint32_t*>(packed));
+#endif
+          break;
       }
     }
     return Status();

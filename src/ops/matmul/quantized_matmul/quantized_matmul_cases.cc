@@ -1,6 +1,7 @@
 #include "ops/matmul/activations.h"
 #include "ops/matmul/matmul_aims.h"
 #include "ops/matmul/panels.h"
+#include "ops/matmul/weights.h"
 
 namespace bittern::oracle {
 
@@ -84,7 +85,74 @@ std::vector<BenchCase<QuantizedMatmulDesc>> quantized_matmul_bench_cases() {
   WeightDesc bf16 = affine;
   bf16.type = WeightType::bf16;
   for (const std::int64_t rows : {1, 128}) add(rows, bf16, Activations::exact);
+  for (const std::int64_t rows : {1, 128}) {
+    add(rows, bf16, Activations::exact);
+    cases.back().label += " fastest";
+    cases.back().preference = Preference::fastest;
+    if (rows > 1) cases.back().limit = BenchLimit::bf16;
+  }
   return cases;
+}
+
+// Weights of bf16: tiles of every height, odd inputs, one panel and several, both layouts.
+std::vector<QuantizedMatmulDesc> quantized_matmul_bounded_cases() {
+  std::vector<QuantizedMatmulDesc> cases;
+  constexpr std::int64_t kInputs[] = {1, 2, 31, 64, 257}, kOutputs[] = {3, 16, 37, 64};
+  for (const std::int64_t rows : {1, 2, 3, 4, 5, 12, 19, 31}) {
+    const std::size_t i = cases.size();
+    QuantizedMatmulDesc d{
+        rows,
+        {.outputs = kOutputs[i / 2 % 4], .inputs = kInputs[i / 2 % 5], .type = WeightType::bf16},
+        Activations::exact};
+    for (const WeightLayout layout : {WeightLayout::stored, WeightLayout::panels}) {
+      d.weights.layout = layout;
+      d.element = cases.size() % 4 < 2 ? DType::f32 : DType::bf16;
+      d.f32_y = cases.size() % 5 != 4;
+      cases.push_back(d);
+    }
+  }
+  // More rows than a block has.
+  cases.push_back({541, {.outputs = 5, .inputs = 3, .type = WeightType::bf16}, Activations::exact});
+  return cases;
+}
+
+// The unit of an element is 2^-100 + sum |x| |w|, as the header of the op has it.
+void quantized_matmul_judge(const QuantizedMatmulDesc& d, const QuantizedMatmul::Args& got,
+                            const QuantizedMatmul::Args& want, Judge& judge) {
+  constexpr double kLeast = 0x1p-100, kMost = 0x1p127, kNormal = 0x1p-126;
+  const auto inputs = static_cast<std::size_t>(d.weights.inputs);
+  std::vector<std::vector<double>> x(static_cast<std::size_t>(d.rows));
+  for (std::size_t m = 0; m < x.size(); ++m)
+    for (std::size_t k = 0; k < inputs; ++k)
+      x[m].push_back(std::fabs(get(want.x, static_cast<std::int64_t>(m * inputs + k))));
+  for (std::int64_t n = 0; n < d.weights.outputs; ++n) {
+    const matmul::StoredRow row = matmul::read_row(d.weights, want, n);
+    std::vector<double> w;
+    for (std::size_t k = 0; k < inputs; ++k)
+      w.push_back(std::fabs(static_cast<double>(
+          matmul::weight_of(d.weights, row, static_cast<std::int64_t>(k)).value)));
+    for (std::size_t m = 0; m < x.size(); ++m) {
+      double unit = kLeast;
+      bool finite = true, promised = true;
+      for (std::size_t k = 0; k < inputs; ++k) {
+        const double a = x[m][k], b = w[k];
+        if (std::isfinite(a) && std::isfinite(b)) {
+          promised = promised && a < kMost && b < kMost;
+          if (a > 0 && b > 0) unit += std::max(a, kLeast) * std::max(b, kLeast);
+        } else {
+          finite = false;
+          promised = promised && !(std::isinf(a) && b < kNormal) && !(std::isinf(b) && a < kNormal);
+        }
+      }
+      if (!promised || unit >= kMost) {
+        unit = std::numeric_limits<double>::infinity();
+      } else if (!finite) {
+        unit = std::nan("");
+      }
+      judge.value("y", as_const(got.y), as_const(want.y),
+                  static_cast<std::int64_t>(m) * d.weights.outputs + n, unit);
+    }
+  }
 }
 
 // Each row of x group by group: ordinary numbers; numbers halfway between two codes; zeros of both

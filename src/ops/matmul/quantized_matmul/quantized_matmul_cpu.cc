@@ -2,6 +2,7 @@
 // L1 or L2, and with one row W is read once, from end to end. Stored weights are repacked panel by
 // panel into scratch. All threads share x, packed in tiles (work.h).
 #include "bittern/ops/quantized_matmul.h"
+#include "cpu/bf16.h"
 #include "cpu/kernel.h"
 #include "cpu/parallel.h"
 #include "ops/matmul/quantized_matmul/work.h"
@@ -88,8 +89,7 @@ class Multiplier {
                  .grids = work_.few ? grids : nullptr,
                  .room = grid_,
                  .repeat = repeat,
-                 .x = reinterpret_cast<const std::int32_t*>(rows.x +
-                                                            first * w_.inputs * work_.planes),
+                 .x = reinterpret_cast<const std::int32_t*>(rows.x + first * work_.x_row_bytes()),
                  .factors = rows.factors + first * work_.runs * 3,
                  .tile = tile,
                  .chunks_per_run = chunks_per_run,
@@ -131,7 +131,8 @@ class Multiplier {
           Expand(w_, panel[i], k, count, expanded_ + i * slab * matmul::kLanes);
         for (std::int64_t first = 0, tile; first < rows.rows; first += tile) {
           tile = matmul::tile_rows(rows.rows - first);
-          const float* x = reinterpret_cast<const float*>(rows.x) + first * w_.inputs + k * tile;
+          const float* x =
+              reinterpret_cast<const float*>(rows.x + first * work_.x_row_bytes()) + k * tile;
           float* at[kMostVectors];
           for (int v = 0; v < vectors; ++v) at[v] = sums[v] + first * matmul::kLanes;
           FloatTiles(w, vectors, x, tile, count, at);
@@ -142,6 +143,37 @@ class Multiplier {
           Store(rows.first + m, p + i, acc + (i * rows.rows + m) * matmul::kLanes);
     }
   }
+
+#if HWY_TARGET == HWY_AVX3_DL
+  void Pairs(const matmul::PackedRows& rows, std::int64_t begin, std::int64_t end) {
+    constexpr std::int64_t kMost = matmul::kPairPanels * matmul::kLanes;
+    alignas(64) float results[matmul::kTile * kMost];
+    for (std::int64_t p = begin, panels; p < end; p += panels) {
+      panels = std::min(work_.panels_at_once(), end - p);
+      const PanelPairs w{Panel(p, repacked_), PanelStep(), {}};
+      if (panels > 1) (void)Panel(p + 1, repacked_ + PanelStep());
+      const bool whole = (p + panels) * matmul::kLanes <= w_.outputs;
+      const bool direct = whole && work_.d.y_element() == DType::f32;
+      for (std::int64_t first = 0, tile; first < rows.rows; first += tile) {
+        tile = matmul::tile_rows(rows.rows - first);
+        const std::int64_t m = rows.first + first;
+        const auto* x =
+            reinterpret_cast<const std::uint32_t*>(rows.x + first * work_.x_row_bytes());
+        float* y = results;
+        if (direct) y = a_.y.as<float>() + m * a_.y.row_stride() + p * matmul::kLanes;
+        const std::int64_t y_stride = direct ? a_.y.row_stride() : kMost;
+        if (panels == matmul::kPairPanels) {
+          PairTiles<matmul::kPairPanels>(w, x, tile, w_.inputs, y, y_stride);
+        } else {
+          PairTiles<1>(w, x, tile, w_.inputs, y, y_stride);
+        }
+        for (std::int64_t r = 0; !direct && r < tile; ++r)
+          for (std::int64_t i = 0; i < panels; ++i)
+            Store(m + r, p + i, results + r * kMost + i * matmul::kLanes);
+      }
+    }
+  }
+#endif
 
  private:
   // Bytes from one panel to the next, in W or in scratch.
@@ -185,10 +217,14 @@ void MultiplyPanels(const matmul::Work& work, const Op::Args& a, matmul::PackedR
     scratch += work.own_x_bytes();
   }
   Multiplier multiplier(work, a, scratch);
-  if (work.exact) {
-    multiplier.Floats(rows, begin, end);
-  } else {
-    multiplier.Integers(rows, begin, end);
+  switch (work.terms) {
+    case matmul::Terms::integers: return multiplier.Integers(rows, begin, end);
+    case matmul::Terms::floats: return multiplier.Floats(rows, begin, end);
+    case matmul::Terms::pairs:
+#if HWY_TARGET == HWY_AVX3_DL
+      multiplier.Pairs(rows, begin, end);
+#endif
+      break;
   }
 }
 
@@ -206,14 +242,16 @@ using Op = QuantizedMatmul;
 BITTERN_EXPORT(PackRows);
 BITTERN_EXPORT(MultiplyPanels);
 
+template <bool kPairs>
 std::size_t workspace(const Op::Desc& d, Device) {
-  const matmul::Work work(d);
+  const matmul::Work work(d, kPairs);
   return static_cast<std::size_t>(work.shared_bytes() +
                                   std::max(num_threads(), 1) * work.slot_bytes());
 }
 
+template <bool kPairs>
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
-  const matmul::Work work(d);
+  const matmul::Work work(d, kPairs);
   const WeightDesc& w = d.weights;
   if (d.rows == 0 || w.outputs == 0) return {};
   auto* shared = static_cast<std::uint8_t*>(workspace.data);
@@ -245,7 +283,35 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
   return {};
 }
 
-constexpr Kernel<Op> kKernels[] = {cpu::exact_kernel<Op>(run, workspace)};
+Status supports_bf16(const Op::Desc& d, Device) {
+  if (d.weights.type != WeightType::bf16) {
+    return unsupported(
+        std::string("type: ").append(kWeightTypeNames[static_cast<std::size_t>(d.weights.type)]) +
+        ", expected bf16");
+  }
+  return cpu::bf16_supported();
+}
+
+// A sum of n terms in f32 is off by n 2^-24 of the sum of their magnitudes, in the kernel's order
+// as in the contract's. Rounding x to bf16 changes each term, and their magnitudes, by r = 2^-8.
+PrecisionGuarantee bf16_guarantee(const Op::Desc& d) {
+  const double rounding = d.element == DType::f32 ? 0x1p-8 : 0;
+  return {.math_precision = DType::bf16,
+          .accumulator = DType::f32,
+          .same_bits_on_all_backends = false,
+          .error_norm = ErrorNorm::terms,
+          .error_bound =
+              rounding + (1 + rounding) * static_cast<double>(d.weights.inputs + 8) * 0x1p-23};
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cpu_bf16",
+                                    .backend = "cpu",
+                                    .weaker = bf16_guarantee,
+                                    .supports = supports_bf16,
+                                    .workspace = workspace<true>,
+                                    .architecture = cpu::architecture,
+                                    .run = run<true>},
+                                   cpu::exact_kernel<Op>(run<false>, workspace<false>)};
 
 }  // namespace
 

@@ -1,6 +1,7 @@
 #include <cmath>
 #include <limits>
 
+#include "cpu/bf16.h"
 #include "oracle/op_test.h"
 #include "oracle/oracle_test.h"
 
@@ -61,6 +62,99 @@ TEST(QuantizedMatmul, OneGroupByHand) {
     // w is k/2 - 2
     EXPECT_EQ(w.times(x, Activations::exact, kernel)[0], -0.5f * 32512 + 2.5f * 0.5f + 3.5f * 2.5f);
   }
+}
+
+// x, W and y of products with bf16 weights.
+struct Bf16Rows {
+  Bf16Rows(std::int64_t rows, std::int64_t outputs, std::int64_t inputs)
+      : d{rows,
+          {.outputs = outputs, .inputs = inputs, .type = WeightType::bf16},
+          Activations::exact},
+        x(static_cast<std::size_t>(rows * inputs)),
+        y(static_cast<std::size_t>(rows * outputs), -99),
+        w(static_cast<std::size_t>(outputs * inputs)) {}
+  Status run(std::string_view kernel) {
+    QuantizedMatmul::Args a;
+    a.x = view(std::as_const(x).data(), d.x_shape());
+    a.w = view(std::as_const(w).data(), d.weights.plain_shape());
+    a.y = view(y.data(), d.y_shape());
+    return run_op<QuantizedMatmul>(d, a, kernel, Preference::fastest);
+  }
+  QuantizedMatmulDesc d;
+  std::vector<float> x, y;
+  std::vector<bf16> w;
+};
+
+TEST(QuantizedMatmul, Bf16ProductsByHand) {
+  if (!cpu::has_bf16()) GTEST_SKIP() << cpu::bf16_supported().message();
+  for (const std::int64_t inputs : {1, 2, 3, 33}) {
+    Bf16Rows p(2, 1, inputs);
+    for (bf16& w : p.w) w = to_bf16(3);
+    for (std::size_t k = 0; k < static_cast<std::size_t>(inputs); ++k) {
+      p.x[k] = 1 + 0x1p-8f;                                                  // a tie, to even: 1
+      p.x[static_cast<std::size_t>(inputs) + k] = 1 + 0x1.8p-7f - 0x1p-20f;  // below one: 1 + 2^-7
+    }
+    expect_ok(p.run("cpu_bf16"));
+    EXPECT_EQ(p.y[0], 3 * static_cast<float>(inputs));
+    EXPECT_EQ(p.y[1], 3 * static_cast<float>(inputs) * (1 + 0x1p-7f));
+    p.x[0] = 0x1p-130f;  // counts as 0
+    expect_ok(p.run("cpu_bf16"));
+    EXPECT_EQ(p.y[0], 3 * static_cast<float>(inputs - 1));
+    p.x[0] = std::nanf("");
+    expect_ok(p.run("cpu_bf16"));
+    EXPECT_TRUE(std::isnan(p.y[0]));
+    EXPECT_EQ(p.y[1], 3 * static_cast<float>(inputs) * (1 + 0x1p-7f));
+  }
+}
+
+// A row's bits do not depend on the others, in whatever tile it is.
+TEST(QuantizedMatmul, Bf16RowsStandAlone) {
+  if (!cpu::has_bf16()) GTEST_SKIP() << cpu::bf16_supported().message();
+  constexpr std::int64_t kOutputs = 37, kInputs = 65;
+  Bf16Rows all(31, kOutputs, kInputs);
+  oracle::Rng rng(1);
+  for (float& x : all.x) x = static_cast<float>(rng.normal());
+  for (bf16& w : all.w) w = to_bf16(static_cast<float>(rng.normal()));
+  expect_ok(all.run("cpu_bf16"));
+  for (std::int64_t m = 0; m < 31; ++m) {
+    Bf16Rows one(1, kOutputs, kInputs);
+    one.w = all.w;
+    std::copy_n(all.x.begin() + m * kInputs, kInputs, one.x.begin());
+    expect_ok(one.run("cpu_bf16"));
+    for (std::int64_t n = 0; n < kOutputs; ++n)
+      EXPECT_EQ(one.y[static_cast<std::size_t>(n)],
+                all.y[static_cast<std::size_t>(m * kOutputs + n)]);
+  }
+}
+
+TEST(QuantizedMatmul, Bf16ProductsAreForTheFastestPreference) {
+  Bf16Rows p(4, 16, 56);
+  const auto exact = Plan<QuantizedMatmul>::select(p.d);
+  ASSERT_TRUE(exact.ok());
+  EXPECT_NE(exact->sku().kernel, "cpu_bf16");
+  EXPECT_EQ(exact->precision_guarantee().error_norm, ErrorNorm::exact);
+  const auto select = [&] {
+    return Plan<QuantizedMatmul>::select(p.d, {}, Preference::fastest, "cpu_bf16");
+  };
+  if (cpu::has_bf16()) {
+    const auto fastest = Plan<QuantizedMatmul>::select(p.d, {}, Preference::fastest);
+    ASSERT_TRUE(fastest.ok());
+    EXPECT_EQ(fastest->sku().kernel, "cpu_bf16");
+    EXPECT_EQ(fastest->precision_guarantee().error_norm, ErrorNorm::terms);
+    EXPECT_EQ(fastest->precision_guarantee().error_bound, 0x1p-8 + (1 + 0x1p-8) * 0x1p-17);
+    p.d.element = DType::bf16;
+    EXPECT_EQ(select()->precision_guarantee().error_bound, 0x1p-17);
+    cpu::force_isa(cpu::Isa::avx2);
+    const Status refused = select().status();
+    cpu::force_isa(cpu::Isa::none);
+    expect_error(refused, Code::unsupported,
+                 "quantized_matmul: no kernel on cpu named cpu_bf16: cpu_bf16: needs AVX512_BF16 "
+                 "and the target AVX3_DL, got AVX2;");
+  }
+  p.d.weights.type = WeightType::f16;
+  expect_error(select().status(), Code::unsupported,
+               "quantized_matmul: no kernel on cpu named cpu_bf16: cpu_bf16: type: f16, expected "
+               "bf16;");
 }
 
 TEST(QuantizedMatmul, ZerosAndWhatIsNotFinite) {

@@ -1,5 +1,5 @@
-// Tiles of products: some rows of x times a panel of W in integers, or times one or more panels of
-// expanded weights.
+// Tiles of products: some rows of x times one or more panels of W, in integers, as expanded floats
+// or as pairs of bf16.
 #if defined(BITTERN_OPS_QUANTIZED_MATMUL_TILES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef BITTERN_OPS_QUANTIZED_MATMUL_TILES_INL_H_
 #undef BITTERN_OPS_QUANTIZED_MATMUL_TILES_INL_H_
@@ -7,6 +7,7 @@
 #define BITTERN_OPS_QUANTIZED_MATMUL_TILES_INL_H_
 #endif
 
+#include "cpu/bf16-inl.h"
 #include "cpu/bytes-inl.h"
 #include "ops/matmul/expand-inl.h"
 #include "ops/matmul/quantized_matmul/work.h"
@@ -316,6 +317,62 @@ inline void FloatTiles(const float* const* w, int vectors, const float* x, std::
     FloatVectors<kFloatRows, 2>(w, vectors, x + r, tile, count, rows);
   }
 }
+
+// ---- pairs of bf16 ----
+
+#if HWY_TARGET == HWY_AVX3_DL
+// Panels of bf16: pair p of panel v is two rows of 16 weights, `next` bytes from panel to panel.
+struct PanelPairs {
+  const std::uint8_t* panel;
+  std::int64_t next;
+  pairs::Interleaver interleave;
+  HWY_INLINE pairs::VP operator()(std::int64_t p, int v) const {
+    const std::uint8_t* at = panel + v * next + 64 * p;
+    return interleave(hn::LoadU(pairs::DP(), reinterpret_cast<const std::uint32_t*>(at)));
+  }
+};
+// The same where a panel ends with the first row of pair p; 0 for the second.
+struct LastOfPanels {
+  PanelPairs panels;
+  HWY_INLINE pairs::VP operator()(std::int64_t p, int v) const {
+    const hn::Half<pairs::DP> half;
+    const std::uint8_t* at = panels.panel + v * panels.next + 64 * p;
+    const auto row = hn::LoadU(half, reinterpret_cast<const std::uint32_t*>(at));
+    return panels.interleave(hn::ZeroExtendVector(pairs::DP(), row));
+  }
+};
+
+// y[kRows][kPanels * 16], rows y_stride apart.
+template <int kRows, int kPanels>
+HWY_NOINLINE void PairTile(const PanelPairs& w, const pairs::Left& x, std::int64_t inputs, float* y,
+                           std::int64_t y_stride) {
+  const pairs::DF df;
+  pairs::VF sum[kRows][kPanels];
+  Unroll<kRows>([&](auto r) BITTERN_INLINE_LAMBDA {
+    Unroll<kPanels>([&](auto v) BITTERN_INLINE_LAMBDA { sum[r][v] = hn::Zero(df); });
+  });
+  const PanelPairs panels = w;
+  pairs::Add(x, panels, 0, inputs / 2, sum);
+  if (inputs % 2 != 0) pairs::Add(x, LastOfPanels{panels}, inputs / 2, inputs / 2 + 1, sum);
+  Unroll<kRows>([&](auto r) BITTERN_INLINE_LAMBDA {
+    Unroll<kPanels>([&](auto v) BITTERN_INLINE_LAMBDA {
+      hn::StoreU(sum[r][v], df, y + r * y_stride + v * matmul::kLanes);
+    });
+  });
+}
+
+template <int kPanels>
+void PairTiles(const PanelPairs& w, const std::uint32_t* x, std::int64_t tile, std::int64_t inputs,
+               float* y, std::int64_t y_stride) {
+  const pairs::Left left{x, tile};
+  switch (tile) {
+    case 1: return PairTile<1, kPanels>(w, left, inputs, y, y_stride);
+    case 2: return PairTile<2, kPanels>(w, left, inputs, y, y_stride);
+    case 4: return PairTile<4, kPanels>(w, left, inputs, y, y_stride);
+    default: return PairTile<matmul::kTile, kPanels>(w, left, inputs, y, y_stride);
+  }
+}
+#endif
 
 }  // namespace
 }  // namespace HWY_NAMESPACE

@@ -7,6 +7,7 @@
 //             a word of 4 codes for each row of the tile; beside them for each run of inputs
 //             d, d C and -offset C (RunFactors) for each row
 //   floats    for each input, a number for each row
+//   pairs     for every 2 inputs, a word of 2 bf16 for each row; 0 follows an odd last one
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -18,7 +19,7 @@ namespace bittern::matmul {
 
 inline constexpr std::int64_t kTile = 12;
 // Panels that meet a tile of many rows at once.
-inline constexpr std::int64_t kPanelsAtOnce = 3;
+inline constexpr std::int64_t kPanelsAtOnce = 3, kPairPanels = 2;
 // Up to so many rows each thread packs x for itself.
 inline constexpr std::int64_t kFewRows = 4;
 constexpr std::int64_t tile_rows(std::int64_t rows) {
@@ -27,29 +28,46 @@ constexpr std::int64_t tile_rows(std::int64_t rows) {
 
 constexpr std::int64_t lines(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
+// What products are made of: integers (int16, int8), floats, or pairs of bf16.
+enum class Terms { integers, floats, pairs };
+
 struct Work {
-  explicit Work(const QuantizedMatmulDesc& desc) : d(desc) {
+  explicit Work(const QuantizedMatmulDesc& desc, bool pairs) : d(desc) {
     const std::int64_t inputs = std::max<std::int64_t>(d.weights.inputs, 1);
-    exact = d.activations == Activations::exact;
+    terms = pairs                                 ? Terms::pairs
+            : d.activations == Activations::exact ? Terms::floats
+                                                  : Terms::integers;
     planes = d.activations == Activations::int16 ? 2 : 1;
-    const std::int64_t most = exact ? kFloatRows : kCodeBytes / (inputs * planes);
+    const std::int64_t most = terms == Terms::floats  ? kFloatRows
+                              : terms == Terms::pairs ? kPairBytes / (inputs * 2)
+                                                      : kCodeBytes / (inputs * planes);
     block_rows = std::clamp<std::int64_t>(most / kTile * kTile, kTile, kFloatRows * 4);
     block_rows = std::max<std::int64_t>(std::min(block_rows, d.rows), 1);
     few = block_rows <= kFewRows;
-    if (!d.weights.plain() && !exact) runs = d.weights.inputs / d.run();
+    if (terms == Terms::integers) runs = d.weights.inputs / d.run();
   }
 
-  // Bytes of a block's x, and of its factors.
-  std::int64_t x_bytes(std::int64_t rows) const {
-    return lines(rows * d.weights.inputs * (exact ? 4 : planes));
+  // Bytes of a packed row of x; of a block's x, and of its factors.
+  std::int64_t x_row_bytes() const {
+    switch (terms) {
+      case Terms::integers: return d.weights.inputs * planes;
+      case Terms::floats: return d.weights.inputs * 4;
+      case Terms::pairs: break;
+    }
+    return (d.weights.inputs + 1) / 2 * 4;
   }
+  std::int64_t x_bytes(std::int64_t rows) const { return lines(rows * x_row_bytes()); }
   std::int64_t factor_bytes(std::int64_t rows) const { return lines(rows * runs * 12); }
   std::int64_t packed_bytes() const { return x_bytes(block_rows) + factor_bytes(block_rows); }
 
   // Panels that are multiplied at once, and inputs of each that are expanded at once.
   std::int64_t panels_at_once() const {
-    if (!exact) return few ? 1 : kPanelsAtOnce;
-    return few ? 4 : 2;
+    switch (terms) {
+      case Terms::integers: return few ? 1 : kPanelsAtOnce;
+      case Terms::floats: return few ? 4 : 2;
+      case Terms::pairs: break;
+    }
+    return few ? 1 : kPairPanels;
   }
   std::int64_t slab() const {
     const std::int64_t step =
@@ -63,9 +81,9 @@ struct Work {
   std::int64_t repacked_bytes() const {
     return d.weights.stored() ? panels_at_once() * panel_bytes() : 0;
   }
-  std::int64_t grid_bytes() const { return exact ? 0 : panels_at_once() * 2 * runs * kLanes * 4; }
+  std::int64_t grid_bytes() const { return panels_at_once() * 2 * runs * kLanes * 4; }
   std::int64_t expanded_bytes() const {
-    if (!exact) return 0;
+    if (terms != Terms::floats) return 0;
     return panels_at_once() * kLanes * 4 * (slab() + block_rows);
   }
   std::int64_t slot_bytes() const {
@@ -74,11 +92,13 @@ struct Work {
   std::int64_t shared_bytes() const { return few ? 0 : packed_bytes(); }
 
   static constexpr std::int64_t kCodeBytes = 512 << 10;  // of x's codes in a block
+  static constexpr std::int64_t kPairBytes = 1 << 20;    // of x's pairs in a block
   static constexpr std::int64_t kFloatRows = 132;
   static constexpr std::int64_t kSlab = 1024;
 
   QuantizedMatmulDesc d;
-  bool exact, few;
+  Terms terms;
+  bool few;
   std::int64_t planes = 1;
   std::int64_t block_rows = 1;
   std::int64_t runs = 0;  // of a row
