@@ -31,6 +31,7 @@
 #include "convert/compare.h"
 #include "convert/conversion.h"
 #include "convert/importance.h"
+#include "core/sanitized.h"
 #include "cpu/parallel.h"
 #include "formats/test_folder.h"
 #include "model/test_model.h"
@@ -1333,10 +1334,15 @@ int first_calls(std::int64_t k, bool sticky) {
 }
 
 TEST(FirstCalls, FailAndAreMadeAgain) {
+#ifdef BITTERN_SANITIZED
+  constexpr std::int64_t kShare = 3;  // a sanitized program takes a second to start
+#else
+  constexpr std::int64_t kShare = 20;
+#endif
   for (const bool sticky : {false, true}) {
     int result = 0;
     std::int64_t k = 0;
-    for (; result == 0 && k < 10000000; k += 1 + k / 20) {
+    for (; result == 0 && k < 10000000; k += 1 + k / kShare) {
       const std::string number = std::to_string(k);
       const pid_t child = ::fork();
       ASSERT_GE(child, 0);
