@@ -187,7 +187,10 @@ void quantized_matmul_aim(const QuantizedMatmulDesc& d, const QuantizedMatmul::A
         for (std::int64_t k = first; k < end; ++k)
           put(a.x, m * inputs + k, k % 2 == 0 ? 0.0 : -0.0);
     }
-    if (bad && inputs > 0) put(a.x, m * inputs + rng.below(inputs), rng.awkward());
+    if (bad && inputs > 0) {
+      const double x = rng.awkward();  // before the place: the order of arguments is the compiler's
+      put(a.x, m * inputs + rng.below(inputs), x);
+    }
   }
 }
 
