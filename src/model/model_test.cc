@@ -153,7 +153,9 @@ TEST_F(TinyModels, TheFastestKernelsAreAskedFor) {
   EXPECT_EQ(exact != fastest, plan->sku().kernel == "cpu_bf16");
   EXPECT_EQ(fastest, logits(model, tokens, 7));
   // No kernel is for f32 weights.
-  const std::string plain = folder("llama");
+  const std::string plain = path("f32.gguf");
+  options.dtype = "f32";
+  ASSERT_TRUE(quantize_model(folder("llama"), plain, options));
   EXPECT_EQ(logits(load(plain), tokens, tokens.size()),
             logits(load(plain, {.preference = Preference::fastest}), tokens, tokens.size()));
 }
