@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "binding.h"
+#include "bittern/distill.h"
 
 namespace bittern {
 namespace {
@@ -67,6 +68,9 @@ QuantizeOptions options_of(const nb::dict& given) {
   take(given, "bits", o.bits);
   take(given, "group_size", o.group_size);
   take(given, "method", o.method);
+  take(given, "data", o.data);
+  take(given, "pieces", o.pieces);
+  take(given, "context", o.context);
   take(given, "format", o.format);
   take(given, "type", o.type);
   take(given, "output_tensor_type", o.output_tensor_type);
@@ -329,7 +333,7 @@ void bind_convert(nb::module_& m) {
         QuantizeOptions options = options_of(given);
         options.progress = [&](const ModelProgress& state) { return callback(state); };
         const std::string from = text_of(source), to = text_of(out);
-        return report_dict(run(callback, [&] { return quantize_model(from, to, options); }));
+        return report_dict(run(callback, [&] { return quantize_calibrated(from, to, options); }));
       },
       nb::arg("source"), nb::arg("out"), nb::arg("options"), nb::arg("progress").none());
   m.def("inspect_model", [](const nb::bytes& path) {

@@ -21,6 +21,7 @@
 #include "bittern/c/tokenizer.h"
 #include "bittern/calibrate.h"
 #include "bittern/codec.h"
+#include "bittern/distill.h"
 #include "bittern/eval.h"
 #include "bittern/generate.h"
 #include "bittern/kv_cache.h"
@@ -1239,6 +1240,29 @@ TEST_F(ModelAllocation, Calibration) {
     const ImatrixOptions options{.dataset = "a text with a name of some length"};
     exhaust_files("write_imatrix", [&] { return write_imatrix(*calibration, out, options); }, gone);
   }
+}
+
+TEST_F(ModelAllocation, CalibratedQuantisation) {
+  const std::string out = path("out");
+  const auto gone = [&] {
+    for (const char* end : {"", ".partial", ".partial.journal"})
+      std::filesystem::remove_all(out + end);
+  };
+  put("text.txt", "a text of some letters");
+  const QuantizeOptions options{
+      .bits = 4,
+      .group_size = 32,
+      .method = "gptq",
+      .data = path("text.txt"),
+      .pieces = 1,
+      .context = 4,
+      .rules = {{.match = "layers\\.0.*[qo]_proj", .bits = 4}, {.match = ".", .keep = true}}};
+  const auto quantize = [&] { return quantize_calibrated(llama_, out, options).status(); };
+  exhaust_files("quantize_calibrated", quantize, gone);
+  QuantizeOptions wrong = options;
+  wrong.data.reset();
+  expect_refusal("quantize_calibrated",
+                 [&] { return quantize_calibrated(llama_, out, wrong).status(); });
 }
 
 TEST_F(ModelAllocation, Text) {

@@ -2,7 +2,7 @@
 """check_includes.py [ROOT]: who may include whom. Prints FILE:LINE for each breach and exits 1.
 
 The layers, top to bottom; a file includes its own layer and what its row names, nothing else:
-    cli, python, examples -> distill, report -> model, text -> convert -> formats, codec -> include/bittern
+    cli, python, examples -> distill -> eval, report -> model, text -> convert -> formats, codec -> include/bittern
     include/bittern <- plan <- core.
 An op sees its own header and its family (src/ops/FAMILY/*), never another op or family; what two
 families need is a generic layer (core, cpu, cuda, oracle), and those see no family.
@@ -52,7 +52,9 @@ LAYERS = [
     ("src/eval/*", MODEL + ["eval/*"]),
     ("src/text/*_test.*", FILES + ["convert/*", "text/*", "gtest/*"] + JSON),
     ("src/text/*", CORE + ["formats/*", "convert/*", "text/*", "pcre2.h", "utf8proc.h"]),
-    ("src/distill/*", MODEL + ["distill/*", "report/*"]),
+    ("src/distill/*_test.cc", MODEL + ["eval/*", "distill/*", "cpu/*", "gtest/*"]),
+    ("src/distill/*_cpu.cc", KERNEL + ["distill/*"]),
+    ("src/distill/*", MODEL + ["eval/*", "distill/*"]),
     ("src/report/*_test.cc", CORE + ["report/*", "gtest/*"]),
     ("src/report/*", CORE + ["report/*", "text/utf8.h"]),
     ("src/c/*", ["bittern/*", "c/*", "core/guarded.h", "plan/any_op.h", "plan/fields.h", "plan/names.h"]),

@@ -29,6 +29,7 @@ PLACE = {
     "text": (5, 6, "tokenisers, chat templates"),
     "model": (3, 5, "decoders that run, and their sessions"),
     "eval": (3, 5, "perplexity, KL from a teacher"),
+    "distill": (3, 5, "quantisation by what the layers see"),
     "report": (6, 6, "HTML pages with plots"),
     "ops": (1, 2, "the ops by family: reference, CPU and CUDA kernels; only *.cu files include cuda"),
     "oracle": (1, 2, "compares every kernel with the reference"),

@@ -29,7 +29,8 @@ namespace bittern {
 // ---- progress and cancellation ----
 
 struct ModelProgress {
-  // "planning", "measuring", "checking" (what an earlier run wrote), "writing" or "comparing"
+  // "planning", "measuring", "checking" (what an earlier run wrote), "calibrating", "writing" or
+  // "comparing"
   std::string_view doing{};
   std::string_view tensor{};  // the one at hand
   // Weights, or bytes that are checked. It never falls while `doing` is the same, and ends at
@@ -62,10 +63,14 @@ struct QuantizeReport;
 struct QuantizeOptions {
   std::optional<int> bits{};        // per weight: 2, 3, 4, 5, 6 or 8
   std::optional<int> group_size{};  // weights that share a scale: 32, 64 (default) or 128
-  // "minmax", "mlx" or "lsq" (default; in GGUF the type's own)
+  // "minmax", "mlx" or "lsq" (default; in GGUF the type's own). "gptq" runs the model on a text:
+  // quantize_calibrated of bittern/distill.h takes it, quantize_model does not.
   std::optional<std::string> method{};
-  std::optional<std::string> format{};  // "mlx", "gguf" or "safetensors"; default: by `out`
-  std::optional<std::string> type{};    // of a GGUF file, with llama-quantize's mix: "Q4_K_M"
+  std::optional<std::string> data{};      // path of that text
+  std::optional<std::int64_t> pieces{};   // of it that are read, at most; default 128
+  std::optional<std::int64_t> context{};  // tokens of a piece; default 512
+  std::optional<std::string> format{};    // "mlx", "gguf" or "safetensors"; default: by `out`
+  std::optional<std::string> type{};      // of a GGUF file, with llama-quantize's mix: "Q4_K_M"
   std::optional<std::string> output_tensor_type{}, token_embedding_type{};  // GGUF types
   bool leave_output_tensor = false;
   std::optional<double> target_bpw{};    // most bits per weight of the whole model, 1 to 32

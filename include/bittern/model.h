@@ -159,6 +159,7 @@ class Session {
 
  private:
   friend class Model;
+  friend struct ModelAccess;
   explicit Session(std::unique_ptr<SessionData> data) noexcept;
   std::unique_ptr<SessionData> data_;
 };

@@ -34,7 +34,8 @@ class Cancelled(Exception):
 class ModelProgress(NamedTuple):
     """What `progress` is called with."""
 
-    doing: str  # "planning", "measuring", "checking" (what an earlier run wrote), "writing" or "comparing"
+    # "planning", "measuring", "checking" (what an earlier run wrote), "calibrating", "writing" or "comparing"
+    doing: str
     tensor: str  # the one at hand
     done: int  # weights, or bytes that are checked; it never falls while `doing` is the same, and ends at `total`
     total: int
@@ -422,6 +423,9 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "bits": _integer,
     "group_size": _integer,
     "method": _word,
+    "data": _path,
+    "pieces": _integer,
+    "context": _integer,
     "format": _word,
     "type": _word,
     "output_tensor_type": _word,
@@ -458,7 +462,10 @@ def quantize_model(
     *,
     bits: int | None = None,
     group_size: int | None = None,
-    method: Literal["minmax", "mlx", "lsq"] | None = None,
+    method: Literal["minmax", "mlx", "lsq", "gptq"] | None = None,
+    data: _Path | None = None,
+    pieces: int | None = None,
+    context: int | None = None,
     format: Literal["mlx", "gguf", "safetensors"] | None = None,
     type: _Type | None = None,
     output_tensor_type: _Type | None = None,
@@ -487,6 +494,7 @@ def quantize_model(
     """Quantises a model, or converts it to another file format.
 
         bittern.quantize_model("model", "model-4bit", bits=4)
+        bittern.quantize_model("model", "model-3bit", bits=3, method="gptq", data="text.txt")
         bittern.quantize_model("model", "model.gguf", type="Q4_K_M", imatrix="imatrix.gguf")
         bittern.quantize_model("model.gguf", "model-mlx", transcode=True)
         bittern.quantize_model("model", "out", bits=4, rules=[{"match": "lm_head", "bits": 8}])
@@ -495,7 +503,11 @@ def quantize_model(
     out         the folder or .gguf file to write; may be left out with dry_run
     bits        bits per weight: 2, 3, 4, 5, 6 or 8
     group_size  weights that share a scale: 32, 64 (default) or 128
-    method      the rule for scales and biases: "minmax", "mlx" or "lsq" (default; in GGUF the type's own)
+    method      the rule for scales and biases: "minmax", "mlx" or "lsq" (default; in GGUF the type's own); or
+                "gptq": codes, too, are chosen by what the layers see when the model reads a text
+    data        path of that text
+    pieces      how many pieces of it are read, evenly spread (default 128)
+    context     tokens of a piece (default 512)
     format      "mlx", "gguf" or "safetensors"; default: "gguf" if `out` ends in .gguf or an option is for GGUF
                 only, "safetensors" with dequantize, else "mlx"
     type        the type of a GGUF file, with llama-quantize's mix: "Q4_K_M", "Q8_0", ...
@@ -535,7 +547,7 @@ def quantize_model(
     to = b"" if out is None else _path("out", out)
     options = _taken(_OPTIONS, given)
     model = _path("source", source)
-    inputs = [model, *(options[name] for name in ("policy", "imatrix") if name in options)]
+    inputs = [model, *(options[name] for name in ("policy", "imatrix", "data") if name in options)]
     found = _call(_bittern.quantize_model, inputs, model, to, options, progress_function)
     found["tensors"] = [QuantizedTensor(**t) for t in found["tensors"]]
     return QuantizeReport(**found)

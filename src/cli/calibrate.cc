@@ -64,7 +64,7 @@ Status run(const CalibrateFlags& flags) {
   const StopOnSignal stop;
   BITTERN_TRY(check_json_flag(flags.common));
   BITTERN_TRY(check_out(flags));
-  const auto text = read_text(flags.text, flags.any_bytes);
+  const auto text = read_text(flags.text, flags.any_bytes, kAnyBytes);
   if (!text) return text.status();
   const auto tokenizer = Tokenizer::load(flags.model.path);
   if (!tokenizer) return tokenizer.status();

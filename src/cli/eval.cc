@@ -58,7 +58,7 @@ Result<std::string> sha256_of(const std::string& bytes) {
 }
 
 Result<Text> text_of(const EvalFlags& flags) {
-  auto bytes = read_text(flags.text, flags.any_bytes);
+  auto bytes = read_text(flags.text, flags.any_bytes, kAnyBytes);
   if (!bytes) return bytes.status();
   Text text;
   text.bytes = std::move(*bytes);

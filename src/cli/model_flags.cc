@@ -3,13 +3,9 @@
 #include <fmt/format.h>
 
 #include <charconv>
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 
 #include "bittern/generate.h"
 #include "plan/names.h"
-#include "text/utf8.h"
 
 namespace bittern::cli {
 namespace {
@@ -30,17 +26,6 @@ Status parse_skipped(const std::string& text, SessionOptions& options) {
     (first ? options.skip_first : options.skip_last) = count;
   }
   return {};
-}
-
-// The number of bytes before the first that belongs to no character.
-std::size_t valid_prefix(const std::string& text) {
-  std::size_t at = 0;
-  while (at < text.size()) {
-    const std::size_t bytes = text::character(text, at);
-    if (bytes == 0) break;
-    at += bytes;
-  }
-  return at;
 }
 
 }  // namespace
@@ -123,29 +108,6 @@ Status check_vocabulary(const Model& model, const Tokenizer& tokenizer, const st
   const Status status = bittern::check_vocabulary(model.info(), tokenizer);
   return status.ok() ? status
                      : Status(status.code(), fmt::format("{}: {}", path, status.message()));
-}
-
-Result<std::string> read_text(const std::string& path, bool any_bytes) {
-  std::error_code error;
-  if (std::filesystem::is_directory(path, error))
-    return invalid(path + ": a folder, expected a file of text");
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return unavailable(path + ": cannot be opened");
-  std::string text(std::istreambuf_iterator<char>(file), {});
-  if (file.bad()) return Status(Code::io_error, path + ": cannot be read");
-  if (text.empty()) return invalid(path + ": empty, expected text");
-  if (any_bytes) return text;
-  if (const std::size_t at = valid_prefix(text); at != text.size())
-    return invalid(fmt::format(
-        "{}: byte {} is not UTF-8, expected text (--any-bytes takes it as it is)", path, at));
-  return text;
-}
-
-Result<std::int32_t> first_of_pieces(const Tokenizer& tokenizer) {
-  const auto empty = tokenizer.encode("");
-  if (!empty) return empty.status();
-  const bool begins = !empty->empty() && tokenizer.bos() && empty->front() == *tokenizer.bos();
-  return begins ? *tokenizer.bos() : -1;
 }
 
 }  // namespace bittern::cli

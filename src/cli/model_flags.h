@@ -5,6 +5,7 @@
 #include "bittern/model.h"
 #include "bittern/tokenizer.h"
 #include "cli/cli.h"
+#include "eval/text_file.h"
 
 namespace bittern::cli {
 
@@ -28,10 +29,7 @@ Result<Session> make_session(const Model& model, const ModelFlags& flags);
 // Whether the model has logits for every token that the tokeniser knows.
 Status check_vocabulary(const Model& model, const Tokenizer& tokenizer, const std::string& path);
 
-// A file's text, which is not empty, and UTF-8 unless `any_bytes`.
-Result<std::string> read_text(const std::string& path, bool any_bytes);
-// What llama.cpp puts in place of each piece's first token: bos, if the tokeniser puts one before
-// texts; else -1.
-Result<std::int32_t> first_of_pieces(const Tokenizer& tokenizer);
+// What to do about a text that is not UTF-8.
+inline constexpr const char* kAnyBytes = "--any-bytes takes it as it is";
 
 }  // namespace bittern::cli

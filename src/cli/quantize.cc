@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bittern/convert.h"
+#include "bittern/distill.h"
 #include "cli/cli.h"
 #include "formats/gguf.h"
 
@@ -19,8 +20,9 @@ namespace {
 
 struct QuantizeFlags {
   std::string model, hf_path, out, format, method, type, policy, imatrix, dequantize, scale_dtype;
-  std::string dtype, output_type, embedding_type, split_size;
+  std::string dtype, output_type, embedding_type, split_size, data;
   int bits = 0, group = 0;
+  std::int64_t pieces = 0, context = 0;
   std::uint64_t split_tensors = 0;
   double target_bpw = 0;
   std::vector<std::string> overrides, tensor_types;
@@ -70,6 +72,9 @@ Result<QuantizeOptions> options_of(const QuantizeFlags& flags) {
   QuantizeOptions options{.bits = given(flags.bits),
                           .group_size = given(flags.group),
                           .method = given(flags.method),
+                          .data = given(flags.data),
+                          .pieces = given(flags.pieces),
+                          .context = given(flags.context),
                           .format = given(flags.format),
                           .type = given(flags.type),
                           .output_tensor_type = given(flags.output_type),
@@ -240,7 +245,7 @@ Status run(QuantizeFlags flags) {
     if (print) print_notes(report);
     return true;
   };
-  const auto report = quantize_model(flags.model, flags.out, *options);
+  const auto report = quantize_calibrated(flags.model, flags.out, *options);
   reporter.clear();
   if (!report) return report.status();
   if (print) print_result(*report, flags.scale_dtype);
@@ -315,9 +320,21 @@ Verb quantize_verb(CLI::App& main) {
          "each tensor); always 32 in GGUF")
       ->check(integer_in(1, 1 << 20))
       ->group(how);
-  option("--method", flags->method, "RULE",
-         "how scales and biases are found: minmax, mlx or lsq (default: lsq; in GGUF the type's "
-         "own rule)")
+  option(
+      "--method", flags->method, "RULE",
+      "how codes, scales and biases are found: minmax, mlx or lsq (default: lsq; in GGUF the "
+      "type's own rule), or gptq: by what the layers see when the model reads the text of --data")
+      ->group(how);
+  option("--data", flags->data, "FILE",
+         "the text that --method gptq reads, much like that of later use")
+      ->group(how);
+  option("--pieces,--chunks,--num-samples", flags->pieces, "N",
+         "read N pieces of that text, evenly spread (default: 128)")
+      ->check(integer_in(1, std::int64_t{1} << 24))
+      ->group(how);
+  option("--context,--ctx,--ctx-size,--max-seq-length", flags->context, "N",
+         "tokens of a piece (default: 512)")
+      ->check(integer_in(1, 1 << 20))
       ->group(how);
   option("--imatrix", flags->imatrix, "FILE",
          "weight the errors of lsq and of the K types by llama.cpp's importance matrix, GGUF or "
@@ -387,6 +404,7 @@ Verb quantize_verb(CLI::App& main) {
   verb->footer(
       "Examples:\n"
       "  bittern quantize model-folder -o model-4bit --bits 4\n"
+      "  bittern quantize model-folder -o model-3bit --bits 3 --method gptq --data text.txt\n"
       "  bittern quantize model.gguf -o model-mlx --transcode\n"
       "  bittern quantize model-folder -o model.gguf --type Q4_K_M --imatrix imatrix.gguf\n"
       "  bittern quantize --hf-path model-folder --mlx-path model-4bit -q");

@@ -6,6 +6,7 @@
 
 #include "bittern/version.h"
 #include "convert/importance.h"
+#include "convert/matrix_coder.h"
 #include "convert/mix.h"
 #include "convert/planner.h"
 #include "convert/progress.h"
@@ -51,6 +52,7 @@ Result<Conversion> ConversionPlanner::make() {
   BITTERN_TRY(check_options());
   BITTERN_TRY(compile_rules());
   BITTERN_TRY(make_recipes());
+  if (options_.coder != nullptr) BITTERN_TRY(options_.coder->prepare(source_));
   if (!options_.imatrix.empty()) BITTERN_TRY(read_importance());
   tied_ = std::none_of(conversion_.tensors_.begin(), conversion_.tensors_.end(),
                        [&](const OutputTensor& tensor) { return is_output(tensor.recipe); });
@@ -67,6 +69,12 @@ Result<Conversion> ConversionPlanner::make() {
   }
   if (options_.target_bpw > 0) BITTERN_TRY(meet_target());
   for (OutputTensor& tensor : conversion_.tensors_) BITTERN_TRY(settle(tensor));
+  if (options_.coder != nullptr &&
+      std::none_of(conversion_.tensors_.begin(), conversion_.tensors_.end(),
+                   [](const OutputTensor& tensor) { return tensor.coded; }))
+    return refuse("@{method} " + std::string(options_.coder->method()) +
+                  " has no effect: it codes none of the matrices that are quantised" +
+                  (options_.format == ModelFormat::gguf ? "; expected Q4_1 or Q5_1" : ""));
   BITTERN_TRY(try_rows());
   note_unused();
   BITTERN_TRY(options_.format == ModelFormat::gguf ? lay_out_gguf() : lay_out_folder());
@@ -185,6 +193,10 @@ std::uint64_t ConversionPlanner::fingerprint() const {
   }
   hash.add(options_.method ? static_cast<std::uint64_t>(*options_.method) + 1 : 0);
   hash.add(static_cast<std::uint64_t>(options_.lossy));
+  if (options_.coder != nullptr) {
+    hash.add(options_.coder->method());
+    hash.add(options_.coder->fingerprint());
+  }
   for (const std::vector<float>& weights : conversion_.importance_)
     hash.add(std::as_bytes(std::span(weights)));
   for (const OutputLayout::File& file : conversion_.layout_.files) {

@@ -23,6 +23,7 @@
 namespace bittern {
 
 struct Mix;
+class MatrixCoder;
 
 enum class ModelFormat { mlx, gguf, safetensors };
 const char* name(ModelFormat format);
@@ -55,6 +56,8 @@ struct ConversionOptions {
   // Of plain tensors, and of scales where scale_dtype says nothing. Alone it quantises nothing.
   std::optional<SafeDType> dtype{};
   std::string imatrix{};  // path of an importance matrix
+  MatrixCoder* coder =
+      nullptr;  // of matrices (convert/matrix_coder.h); the others are fitted by lsq
   // A GGUF file in parts, each of at most so many bytes of tensors, or so many tensors; 0: one
   // file.
   std::uint64_t split_bytes = 0, split_tensors = 0;
@@ -71,6 +74,7 @@ struct OutputTensor {
   Storage from{}, to{};
   Storage through{};  // when it is quantised: `to` holds the plain numbers it makes
   Way way = Way::copy;
+  bool coded = false;       // by ConversionOptions::coder
   std::string note{};       // why it is not what was asked for; often empty
   std::uint64_t bytes = 0;  // in the output
   std::size_t part = 0;     // its first tensor in the layout: codes, then scales, then biases

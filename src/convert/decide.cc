@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "convert/for_runs.h"
+#include "convert/matrix_coder.h"
 #include "convert/mix.h"
 #include "convert/planner.h"
 #include "core/guarded.h"
@@ -374,6 +375,16 @@ Status ConversionPlanner::try_transcode(const RowReader& reader, const Storage& 
                   });
 }
 
+std::optional<CodedGrid> coded_grid(const Storage& to) {
+  if (to.kind == Storage::Kind::affine) {
+    const auto dtype = to_dtype(to.dtype);
+    return dtype ? std::optional(CodedGrid{to.bits, to.group, *dtype}) : std::nullopt;
+  }
+  if (to == Storage::blocks(GgmlType::q4_1)) return CodedGrid{4, 32, DType::f16};
+  if (to == Storage::blocks(GgmlType::q5_1)) return CodedGrid{5, 32, DType::f16};
+  return std::nullopt;
+}
+
 // F64 that is copied may hold what no reader that computes in f32 can.
 Status ConversionPlanner::note_beyond_f32(OutputTensor& tensor, const RowReader& reader) {
   const std::int64_t columns = reader.columns(), length = rows_at_once(columns);
@@ -405,7 +416,14 @@ Status ConversionPlanner::settle(OutputTensor& tensor) {
     tensor.through = tensor.to;
     tensor.to = Storage::plain(tensor.to.dtype);
   }
-  if (options_.method && tensor.way == Way::quantize && !is_fitted(tensor.to))
+  if (options_.coder != nullptr && tensor.way == Way::quantize) {
+    auto why = !coded_grid(tensor.to) ? std::optional("no grid of " + tensor.to.str())
+                                      : options_.coder->declines(tensor);
+    tensor.coded = !why;
+    if (why)
+      tensor.note += (tensor.note.empty() ? "" : "; ") +
+                     ("not by @{method} " + std::string(options_.coder->method())) + ": " + *why;
+  } else if (options_.method && tensor.way == Way::quantize && !is_fitted(tensor.to))
     tensor.note += std::string(tensor.note.empty() ? "" : "; ") + "by " + tensor.to.str() +
                    "'s own rule: @{method} is for Q4_1, Q5_1, Q4_K and Q5_K";
   if (tensor.way == Way::cast && tensor.from.quantized() && !options_.dequantize &&

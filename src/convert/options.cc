@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include "convert/matrix_coder.h"
 #include "convert/mix.h"
 #include "convert/planner.h"
 
@@ -42,7 +43,8 @@ constexpr Row kRows[] = {
     {"@{type}", has_type, kQuantize, kGguf},
     {"@{target_bpw}", has_target, kQuantize, kAny},
     {"@{group_size}", [](const Options& o) { return o.group > 0; }, kQuantize, kAny},
-    {"@{method}", [](const Options& o) { return o.method.has_value(); }, kQuantize, kAny},
+    {"@{method}", [](const Options& o) { return o.method.has_value() || o.coder != nullptr; },
+     kQuantize, kAny},
     {"@{rules}", [](const Options& o) { return !o.rules.empty(); }, kQuantize, kAny},
     {"@{imatrix}", [](const Options& o) { return !o.imatrix.empty(); }, kQuantize, kAny},
     {"@{pure}", [](const Options& o) { return o.pure; }, kQuantize, kAny},
@@ -148,6 +150,14 @@ Status ConversionPlanner::check_options() {
       return invalid(text + ": type " + info(*rule.type).name + " in format " + name(o.format) +
                      ", expected @{format} gguf");
     if (rule.type) BITTERN_TRY(check_written(text + ": type", *rule.type));
+  }
+  if (o.coder != nullptr) {
+    const std::string method = "@{method} " + std::string(o.coder->method());
+    if (o.format == ModelFormat::safetensors)
+      return invalid(method + ": the format is safetensors, expected @{format} mlx or gguf");
+    if (!o.imatrix.empty())
+      return invalid("@{imatrix}: " + method +
+                     " measures the inputs itself; leave one of them out");
   }
   if (!o.imatrix.empty() && o.method && o.method != AffineMethod::lsq && !gguf)
     return invalid("@{imatrix}: only @{method} lsq uses it, expected @{method} lsq");

@@ -116,8 +116,10 @@ Status check_threads(const std::optional<int>& threads) {
   return {};
 }
 
-Result<ConversionOptions> parse_options(const QuantizeOptions& asked, const std::string& out) {
+Result<ConversionOptions> parse_options(const QuantizeOptions& asked, const std::string& out,
+                                        MatrixCoder* coder) {
   ConversionOptions options;
+  options.coder = coder;
   const auto format = parse_format(asked, out);
   if (!format) return format.status();
   options.format = *format;
@@ -147,13 +149,22 @@ Result<ConversionOptions> parse_options(const QuantizeOptions& asked, const std:
     return invalid("@{split_max_tensors}: " + std::to_string(*asked.split_max_tensors) +
                    ", expected an integer 1.." + std::to_string(kMostTensors));
   options.split_tensors = asked.split_max_tensors.value_or(0);
-  if (asked.method) {
+  if (asked.method && coder == nullptr) {
+    if (*asked.method == "gptq")
+      return unsupported(
+          "@{method} gptq: runs the model; call quantize_calibrated of bittern/distill.h");
     const auto found =
         std::find(std::begin(kAffineMethodNames), std::end(kAffineMethodNames), *asked.method);
     if (found == std::end(kAffineMethodNames))
-      return invalid("@{method}: " + or_empty(*asked.method) + ", expected minmax, mlx or lsq");
+      return invalid("@{method}: " + or_empty(*asked.method) +
+                     ", expected minmax, mlx, lsq or gptq");
     options.method = static_cast<AffineMethod>(found - std::begin(kAffineMethodNames));
   }
+  for (const auto& [field, given] :
+       {std::pair("data", asked.data.has_value()), std::pair("pieces", asked.pieces.has_value()),
+        std::pair("context", asked.context.has_value())})
+    if (given && coder == nullptr)
+      return invalid(std::string("@{") + field + "}: has no effect without @{method} gptq");
   for (const QuantizeRule& rule : asked.rules) {
     auto parsed = parse_rule(rule);
     if (!parsed) return parsed.status();

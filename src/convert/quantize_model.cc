@@ -9,6 +9,7 @@
 #include "convert/apart.h"
 #include "convert/call.h"
 #include "convert/conversion.h"
+#include "convert/matrix_coder.h"
 #include "convert/option_names.h"
 #include "convert/output.h"
 #include "convert/parse_options.h"
@@ -38,7 +39,7 @@ double source_bits(const Checkpoint& source) {
 Status check_files_apart(const QuantizeOptions& options, const std::string& out,
                          const Checkpoint& source, const std::vector<std::string>& parts) {
   std::vector<std::string> inputs = source.files();
-  for (const auto* input : {&options.policy, &options.imatrix})
+  for (const auto* input : {&options.policy, &options.imatrix, &options.data})
     if (*input) inputs.push_back(**input);
   std::vector<OutputName> outputs;
   if (!out.empty())
@@ -93,7 +94,7 @@ QuantizeReport report_of(const Conversion& conversion, const std::string& source
 }
 
 Result<QuantizeReport> quantize(const std::string& model, const std::string& given_out,
-                                const QuantizeOptions& options) {
+                                const QuantizeOptions& options, MatrixCoder* coder) {
   BITTERN_TRY(check_environment());
   if (model.empty()) return invalid("@{source}: empty, expected a model to read");
   if (options.dry_run && options.resume)
@@ -101,7 +102,7 @@ Result<QuantizeReport> quantize(const std::string& model, const std::string& giv
   if (given_out.empty() && !options.dry_run)
     return invalid("@{out}: not given, expected the name of the output (or @{dry_run})");
   BITTERN_TRY(check_threads(options.threads));
-  const auto how = parse_options(options, given_out);
+  const auto how = parse_options(options, given_out, coder);
   if (!how) return how.status();
   const bool folder = how->format != ModelFormat::gguf, splits = how->splits();
   std::string out;
@@ -159,8 +160,13 @@ Result<QuantizeReport> quantize(const std::string& model, const std::string& giv
 
 Result<QuantizeReport> quantize_model(const std::string& source, const std::string& out,
                                       const QuantizeOptions& options) noexcept {
+  return quantize_model(source, out, options, nullptr);
+}
+
+Result<QuantizeReport> quantize_model(const std::string& source, const std::string& out,
+                                      const QuantizeOptions& options, MatrixCoder* coder) noexcept {
   return guarded("quantize_model", [&]() -> Result<QuantizeReport> {
-    auto report = quantize(source, out, options);
+    auto report = quantize(source, out, options, coder);
     if (!report) return with_option_names(report.status(), options.option_name);
     return report;
   });

@@ -9,6 +9,7 @@
 #include "convert/conversion.h"
 #include "convert/encode.h"
 #include "convert/for_runs.h"
+#include "convert/matrix_coder.h"
 #include "convert/output.h"
 #include "convert/progress.h"
 #include "convert/row_reader.h"
@@ -58,12 +59,6 @@ RowMaker maker_of(const OutputTensor& tensor, const RowReader& reader,
           .matrix_rows = reader.rows() / std::max<std::int64_t>(matrices, 1)};
 }
 
-// One tensor on its way from the source to the output.
-struct TensorStream : RowMaker {
-  RowBytes bytes;  // of a row in the output
-  ModelOutput& output;
-};
-
 // What a thread keeps from one run of rows to the next.
 struct Worker {
   RowNumbers numbers;
@@ -106,15 +101,16 @@ void sum_rows(Worker& worker) {
   worker.sums[2] = Checksum::of(worker.encoded.biases);
 }
 
-Status write_rows(const TensorStream& stream, std::int64_t row, const Worker& worker) {
+Status write_rows(const OutputTensor& tensor, const RowBytes& bytes, ModelOutput& output,
+                  std::int64_t row, const Worker& worker) {
   const auto at = static_cast<std::uint64_t>(row);
-  const std::size_t part = stream.tensor.part;
+  const std::size_t part = tensor.part;
   const EncodedRows& rows = worker.encoded;
   const auto& sums = worker.sums;
-  BITTERN_TRY(stream.output.write(part, at * stream.bytes.data, rows.data, sums[0]));
-  if (stream.tensor.parts() != 3) return {};
-  BITTERN_TRY(stream.output.write(part + 1, at * stream.bytes.scales, rows.scales, sums[1]));
-  return stream.output.write(part + 2, at * stream.bytes.biases, rows.biases, sums[2]);
+  BITTERN_TRY(output.write(part, at * bytes.data, rows.data, sums[0]));
+  if (tensor.parts() != 3) return {};
+  BITTERN_TRY(output.write(part + 1, at * bytes.scales, rows.scales, sums[1]));
+  return output.write(part + 2, at * bytes.biases, rows.biases, sums[2]);
 }
 
 // How many of `rows` rows a thread takes at once: enough that a write is worth its call, but few
@@ -138,9 +134,8 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
   if (!reader) return reader.status();
   const auto bytes = row_bytes(tensor.to, reader->columns());
   if (!bytes) return bytes.status();
-  const TensorStream stream{maker_of(tensor, *reader, method, saturate, importance), *bytes,
-                            output};
-  const std::int64_t matrices = stream.matrices, matrix_rows = stream.matrix_rows;
+  const RowMaker maker = maker_of(tensor, *reader, method, saturate, importance);
+  const std::int64_t matrices = maker.matrices, matrix_rows = maker.matrix_rows;
 
   // A run stays within one matrix of a stack: each has importances of its own.
   const std::int64_t length = run_length(matrix_rows, reader->columns());
@@ -152,13 +147,13 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
     const std::int64_t in_matrix = i % matrix_runs * length;
     const std::int64_t row = i / matrix_runs * matrix_rows + in_matrix;
     const std::int64_t count = std::min(length, matrix_rows - in_matrix);
-    BITTERN_TRY(make_rows(stream, row, count, worker));
+    BITTERN_TRY(make_rows(maker, row, count, worker));
     sum_rows(worker);
     worker.watch.lap(worker.report.making);
     Status written;
     {
       const std::lock_guard lock(writing);
-      written = write_rows(stream, row, worker);
+      written = write_rows(tensor, *bytes, output, row, worker);
     }
     worker.watch.lap(worker.report.writing);
     BITTERN_TRY(written);
@@ -173,6 +168,35 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
     report.making += worker.report.making / static_cast<double>(workers.size());
     report.writing += worker.report.writing / static_cast<double>(workers.size());
   }
+  return {};
+}
+
+// All that the coder codes; `done` tells which tensors those are.
+Status write_coded(const Checkpoint& source, const std::vector<OutputTensor>& tensors,
+                   MatrixCoder& coder, ModelOutput& output, const ModelProgressFunction& progress,
+                   std::vector<bool>& done) {
+  std::vector<MatrixCoder::Task> tasks;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const OutputTensor& tensor = tensors[i];
+    if (!tensor.coded || output.finished(tensor.part, static_cast<std::size_t>(tensor.parts())))
+      continue;
+    tasks.push_back({i, &tensor});
+    done[i] = true;
+  }
+  if (tasks.empty()) return {};
+  const auto write = [&](std::size_t i, std::int64_t first, const GridRows& rows) -> Status {
+    const OutputTensor& tensor = tensors[i];
+    const std::int64_t columns = columns_of(tensor.recipe.shape);
+    const auto bytes = row_bytes(tensor.to, columns);
+    if (!bytes) return bytes.status();
+    Worker worker;
+    BITTERN_TRY(encode_grid(rows, columns, tensor.to, worker.encoded));
+    sum_rows(worker);
+    return write_rows(tensor, *bytes, output, first, worker);
+  };
+  const auto left_out = coder.code(source, tasks, write, progress);
+  if (!left_out) return left_out.status();
+  for (const std::size_t i : *left_out) done[i] = false;
   return {};
 }
 
@@ -215,12 +239,22 @@ Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunO
   if (!output) return output.status();
   RunReport report;
   TeamProgress progress(tell, {.doing = "writing", .total = weights()});
+  std::vector<bool> written(tensors_.size());
   using Clock = std::chrono::steady_clock;
   auto asked = Clock::now();
   const auto work = [&]() -> Status {
+    if (options_.coder != nullptr) {
+      Stopwatch watch;
+      BITTERN_TRY(write_coded(*source_, tensors_, *options_.coder, *output, tell, written));
+      watch.lap(report.making);
+    }
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
       const OutputTensor& tensor = tensors_[i];
       progress.begin(tensor.recipe.name);
+      if (written[i]) {
+        BITTERN_TRY(progress.add(static_cast<std::uint64_t>(tensor.recipe.shape.numel())));
+        continue;
+      }
       if (output->finished(tensor.part, static_cast<std::size_t>(tensor.parts()))) {
         ++report.resumed;
         BITTERN_TRY(progress.add(static_cast<std::uint64_t>(tensor.recipe.shape.numel())));

@@ -15,6 +15,7 @@
 #include "core/thread_count.h"
 #include "cpu/parallel.h"
 #include "eval/pieces.h"
+#include "eval/product_inputs.h"
 #include "model/forward.h"
 
 namespace bittern {
@@ -71,39 +72,6 @@ class Collector : public Watcher {
  private:
   std::map<Place, Squares> squares_;
 };
-
-// The input of a quantity; nothing: it is no matrix of a product.
-struct Input {
-  ProductPlace place;
-  bool experts = false, shared = false;
-};
-std::optional<Input> input_of(Q quantity) {
-  switch (quantity) {
-    case Q::q:
-    case Q::k:
-    case Q::v:
-    case Q::delta_q:
-    case Q::delta_k:
-    case Q::delta_v:
-    case Q::delta_z:
-    case Q::delta_b:
-    case Q::delta_a: return Input{ProductPlace::mixer_in};
-    case Q::o:
-    case Q::delta_out: return Input{ProductPlace::mixer_out};
-    case Q::gate:
-    case Q::up:
-    case Q::router:
-    case Q::shared_router:
-    case Q::shared_gate:
-    case Q::shared_up: return Input{ProductPlace::mlp_in};
-    case Q::down: return Input{ProductPlace::mlp_down};
-    case Q::shared_down: return Input{.place = ProductPlace::mlp_down, .shared = true};
-    case Q::gate_experts:
-    case Q::up_experts: return Input{.place = ProductPlace::mlp_in, .experts = true};
-    case Q::down_experts: return Input{.place = ProductPlace::mlp_down, .experts = true};
-    default: return {};
-  }
-}
 
 // What a GGUF file of the model calls its matrices: the model's own file, or the one that would be
 // written of a folder.

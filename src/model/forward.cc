@@ -125,18 +125,7 @@ class Pass : Runner {
     added_ = take(tokens_, d_.hidden);
     BITTERN_TRY(embed());
     for (std::size_t i = 0; i < d_.layers.size(); ++i) {
-      const LayerSpec& spec = d_.layers[i];
-      const LayerWeights& w = m_.weights.layers[i];
-      layer_ = static_cast<std::int64_t>(i);
-      const Scratch::Mark mark = scratch_.mark();
-      BITTERN_TRY(before(w.before));
-      BITTERN_TRY(spec.delta ? delta(i, w) : attention(i, spec.attention, w));
-      BITTERN_TRY(after(w.after));
-      scratch_.release(mark);
-      BITTERN_TRY(before(w.before_mlp));
-      BITTERN_TRY(spec.experts ? experts(w) : mlp(w.mlp, input_, tokens_, added_.row(0)));
-      BITTERN_TRY(after(w.after_mlp));
-      scratch_.release(mark);
+      BITTERN_TRY(layer(i));
       if (watcher_ != nullptr) show_stream();
     }
     if (first >= tokens_) return {};
@@ -147,14 +136,58 @@ class Pass : Runner {
                 rows_of(out, tokens_ - first, d_.hidden, d_.hidden), all(stream_, first));
   }
 
+  // What forward_pass does to the stream, a step at a time.
+  Status only_embed(float* stream) {
+    scratch_.release({});
+    stream_ = {stream, d_.hidden};
+    return embed();
+  }
+  Status only_layer(std::size_t index, float* stream) {
+    scratch_.release({});
+    stream_ = {stream, d_.hidden};
+    normed_ = take(tokens_, d_.hidden);
+    added_ = take(tokens_, d_.hidden);
+    find_positions();
+    BITTERN_TRY(layer(index));
+    join();
+    return {};
+  }
+  Status only_norm(float* stream) {
+    scratch_.release({});
+    stream_ = {stream, d_.hidden};
+    normed_ = take(tokens_, d_.hidden);
+    BITTERN_TRY(norm(all(stream_), m_.weights.final_norm, all(normed_)));
+    std::copy_n(normed_.row(0), tokens_ * d_.hidden, stream);
+    return {};
+  }
+
  private:
-  Status embed() {
-    std::vector<std::int32_t> ids;
-    for (const Segment& s : segments_) {
-      ids.insert(ids.end(), s.tokens.begin(), s.tokens.end());
+  Status layer(std::size_t index) {
+    const LayerSpec& spec = d_.layers[index];
+    const LayerWeights& w = m_.weights.layers[index];
+    layer_ = static_cast<std::int64_t>(index);
+    const Scratch::Mark mark = scratch_.mark();
+    BITTERN_TRY(before(w.before));
+    BITTERN_TRY(spec.delta ? delta(index, w) : attention(index, spec.attention, w));
+    BITTERN_TRY(after(w.after));
+    scratch_.release(mark);
+    BITTERN_TRY(before(w.before_mlp));
+    BITTERN_TRY(spec.experts ? experts(w) : mlp(w.mlp, input_, tokens_, added_.row(0)));
+    BITTERN_TRY(after(w.after_mlp));
+    scratch_.release(mark);
+    return {};
+  }
+
+  void find_positions() {
+    for (const Segment& s : segments_)
       for (std::int64_t i = 0; i < s.count(); ++i)
         positions_.push_back(static_cast<std::int32_t>(s.position + i));
-    }
+  }
+
+  Status embed() {
+    std::vector<std::int32_t> ids;
+    for (const Segment& s : segments_) ids.insert(ids.end(), s.tokens.begin(), s.tokens.end());
+    find_positions();
     const Matrix::Piece& piece = m_.weights.embedding.pieces.front();
     Embedding::Args args{};
     args.ids = view(std::as_const(ids).data(), {tokens_});
@@ -206,9 +239,12 @@ class Pass : Runner {
   }
 
   // The sum that the next norm would make, made before it.
-  void show_stream() {
+  void join() {
     add(stream_.row(0), added_.row(0), tokens_ * d_.hidden);
     pending_ = false;
+  }
+  void show_stream() {
+    join();
     watcher_->layer(layer_, all(stream_));
   }
   void show(ProductPlace place, const ConstView& x, std::int64_t expert = -1, bool shared = false) {
@@ -569,6 +605,24 @@ Status forward_pass(const ModelData& model, std::span<const Segment> segments, s
   Status status;
   cpu::keep_team_awake([&] { status = Pass(model, segments, watcher).layers(first, hidden); });
   return status;
+}
+
+Status embed_pass(const ModelData& model, const Segment& segment, float* stream) {
+  return Pass(model, std::span(&segment, 1), nullptr).only_embed(stream);
+}
+
+Status layer_pass(const ModelData& model, const Segment& segment, std::int64_t layer, float* stream,
+                  Watcher* watcher) {
+  Status status;
+  cpu::keep_team_awake([&] {
+    status = Pass(model, std::span(&segment, 1), watcher)
+                 .only_layer(static_cast<std::size_t>(layer), stream);
+  });
+  return status;
+}
+
+Status norm_pass(const ModelData& model, const Segment& segment, float* stream) {
+  return Pass(model, std::span(&segment, 1), nullptr).only_norm(stream);
 }
 
 Status head_pass(const ModelData& model, const float* hidden, std::int64_t rows, const MutView& out,

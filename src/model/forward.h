@@ -22,6 +22,7 @@ struct ModelData {
 
 struct ModelAccess {
   static const ModelData& data(const Model& model) { return *model.data_; }
+  static SessionData& data(const Session& session) { return *session.data_; }
 };
 
 // Tokens of one session in a pass.
@@ -37,6 +38,13 @@ struct Segment {
 // what the last layer gives for the rows from `first` on, normed: the input of the head.
 Status forward_pass(const ModelData& model, std::span<const Segment> segments, std::int64_t first,
                     float* hidden, Watcher* watcher);
+// The same layer by layer, for one segment and `stream` f32 [tokens, hidden]: the embedding fills
+// it, each layer turns it into what the next one reads, and the norm into `hidden`. The session's
+// caches must have room for the tokens. Only the layer's own cache or state changes.
+Status embed_pass(const ModelData& model, const Segment& segment, float* stream);
+Status layer_pass(const ModelData& model, const Segment& segment, std::int64_t layer, float* stream,
+                  Watcher* watcher);
+Status norm_pass(const ModelData& model, const Segment& segment, float* stream);
 // out [rows, vocab] = the logits of rows of `hidden`.
 Status head_pass(const ModelData& model, const float* hidden, std::int64_t rows, const MutView& out,
                  Scratch& scratch);

@@ -4,53 +4,35 @@
 #include <algorithm>
 #include <utility>
 
-#include "convert/architecture.h"
 #include "core/guarded.h"
 #include "core/thread_count.h"
 #include "formats/checkpoint.h"
 #include "model/forward.h"
+#include "model/source.h"
 
 namespace bittern {
 namespace {
-
-Status in_file(const Checkpoint& source, const Status& status) {
-  return {status.code(), source.path() + ": " + std::string(status.message())};
-}
 
 // Without `fill` the weights have no memory.
 Result<ModelData> load(const std::string& path, const LoadOptions& options, bool fill) {
   BITTERN_TRY(check_plan_threads("load", options.threads));
   if (options.context < 0)
     return invalid("context: " + std::to_string(options.context) + ", expected 0 or more");
-  auto opened = Checkpoint::open(path);
+  const auto opened = Checkpoint::open(path);
   if (!opened) return opened.status();
   const Checkpoint& source = *opened;
-  std::vector<NamedShape> shapes;
-  for (const CheckpointTensor& tensor : source.tensors())
-    shapes.push_back({tensor.name, tensor.shape});
-  const World world = source.gguf() != nullptr ? World::gguf : world_of_folder(shapes);
-  if (source.gguf() == nullptr && source.config().is_null())
-    return in_file(source, invalid("no config.json, expected one that tells what its tensors are"));
-
-  auto config = source.gguf() != nullptr ? model_from_gguf(*source.gguf())
-                                         : model_from_config(source.config());
-  if (!config) return in_file(source, config.status());
-  // llama.cpp's order of value heads suits the ops too, and blocks of columns then stay whole.
-  config->value_heads_as_stored = world == World::gguf && config->gated_delta() &&
-                                  config->arch() != Arch::qwen3next &&
-                                  config->value_heads != config->key_heads;
-  auto decoder = describe(*config, options.context);
+  auto read = read_source(source);
+  if (!read) return read.status();
+  auto decoder = describe(read->config, options.context);
   if (!decoder) return in_file(source, decoder.status());
-  auto parts = parts_of(*config, shapes, world);
-  if (!parts) return in_file(source, parts.status());
-  auto weights = load_weights(source, parts->tensors, *decoder, options.threads, fill);
+  auto weights = load_weights(source, read->parts, *decoder, options.threads, fill);
   if (!weights) return weights.status();
 
   std::vector<std::string> names;
-  if (world == World::gguf)
-    for (NamedShape& tensor : shapes) names.push_back(std::move(tensor.name));
+  if (read->world == World::gguf)
+    for (NamedShape& tensor : read->shapes) names.push_back(std::move(tensor.name));
   ModelData data{.info = {},
-                 .config = std::move(*config),
+                 .config = std::move(read->config),
                  .gguf_names = std::move(names),
                  .decoder = std::move(*decoder),
                  .weights = std::move(*weights),

@@ -247,7 +247,7 @@ def test_wrong_flags(folder, tmp_path):
     refused(*wrong("--bits", 4, "--type", "Q4_K", "--format", "gguf"), "--type and --bits")
     refused(*wrong("--type", "Q9_K"), "--type: Q9_K", "Q4_K")
     refused(*wrong("--type", "Q4_K", "--format", "mlx"), "--type Q4_K", "--format gguf")
-    refused(*wrong("--bits", 4, "--method", "best"), "--method: best", "minmax, mlx or lsq")
+    refused(*wrong("--bits", 4, "--method", "best"), "--method: best", "minmax, mlx, lsq or gptq")
     refused(*wrong("--bits", 4, "--override", "a(=8"), "a(: RE2 does not accept this pattern")
     refused(*wrong("--bits", 4, "--override", "a=eight"), "--override: a=eight", "REGEX=BITS")
     refused(*wrong("--bits", 4, "--dequantize", "f32"), "exclude each other")

@@ -1,0 +1,278 @@
+#include "distill/gptq_coder.h"
+
+#include <algorithm>
+#include <charconv>
+#include <mutex>
+#include <set>
+#include <utility>
+
+#include "bittern/device.h"
+#include "bittern/generate.h"
+#include "convert/encode.h"
+#include "convert/naming.h"
+#include "convert/progress.h"
+#include "convert/row_reader.h"
+#include "core/numerics.h"
+#include "cpu/parallel.h"
+#include "distill/rounding.h"
+#include "eval/product_inputs.h"
+#include "formats/fingerprint.h"
+#include "model/source.h"
+
+namespace bittern {
+namespace {
+
+std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+// "layers.12.q" is quantity q of layer 12; "head" of none.
+std::optional<Q> quantity_of(std::string_view name) {
+  const auto found = std::find(std::begin(kQuantityNames), std::end(kQuantityNames),
+                               name.substr(name.rfind('.') + 1));
+  if (found == std::end(kQuantityNames)) return {};
+  return static_cast<Q>(found - std::begin(kQuantityNames));
+}
+std::int64_t layer_of(std::string_view name) {
+  constexpr std::string_view kLayers = "layers.";
+  if (!name.starts_with(kLayers)) return -1;
+  std::int64_t layer = -1;
+  std::from_chars(name.data() + kLayers.size(), name.data() + name.size(), layer);
+  return layer;
+}
+
+// For each column of `to`, its place in `part`: both are made of the same tensor, whose blocks of
+// columns either may have in another order.
+std::vector<std::int64_t> columns_between(const Recipe& part, const Recipe& to) {
+  if (part.columns.empty() && to.columns.empty()) return {};
+  const std::int64_t width = columns_of(to.shape);
+  std::vector<std::int64_t> in_part(at(width)), columns(at(width));
+  const auto source = [](const Recipe& recipe, std::int64_t j) {
+    if (recipe.columns.empty()) return j;
+    const std::int64_t block = recipe.column_block;
+    return recipe.columns[at(j / block)] * block + j % block;
+  };
+  for (std::int64_t j = 0; j < width; ++j) in_part[at(source(part, j))] = j;
+  for (std::int64_t j = 0; j < width; ++j) columns[at(j)] = in_part[at(source(to, j))];
+  return columns;
+}
+
+// A matrix that is being coded.
+struct Matrix {
+  MatrixCoder::Task task;
+  RowReader reader;
+  CodedGrid grid;
+};
+
+// Rows of one that a thread takes at once.
+struct Run {
+  const Matrix* matrix;
+  std::int64_t first, count;
+};
+
+double largest(DType dtype) {
+  return dtype == DType::f16    ? max_finite<f16>()
+         : dtype == DType::bf16 ? max_finite<bf16>()
+                                : max_finite<float>();
+}
+
+// The matrix with its reader; nothing: its numbers come near to the end of the scales' range.
+Result<std::optional<Matrix>> open_matrix(const Checkpoint& source, const MatrixCoder::Task& task) {
+  const Recipe& recipe = task.tensor->recipe;
+  auto reader = RowReader::open(source, recipe);
+  if (!reader) return reader.status();
+  const CodedGrid grid = *coded_grid(task.tensor->to);
+  const std::int64_t columns = reader->columns(), length = rows_at_once(columns);
+  RowNumbers numbers;
+  for (std::int64_t row = 0; row < reader->rows(); row += length) {
+    const std::int64_t count = std::min(length, reader->rows() - row);
+    BITTERN_TRY(reader->numbers(row, count, numbers));
+    if (const Status finite = expect_finite(numbers, count * columns, columns); !finite.ok())
+      return with_tensor(source, recipe.name, finite);
+    if (numbers.beyond.count > 0 ||
+        double{largest_magnitude(numbers, count * columns)} > largest(grid.params) / 8)
+      return std::optional<Matrix>();
+  }
+  return std::optional(Matrix{task, std::move(*reader), grid});
+}
+
+// All matrices with one input, rows on all threads.
+Status code_matrices(const Checkpoint& source, const Gram& gram,
+                     std::span<const std::int64_t> columns, const std::vector<Matrix>& matrices,
+                     const MatrixCoder::Sink& take, TeamProgress& progress) {
+  std::vector<int> groups;
+  std::vector<Run> runs;
+  for (const Matrix& matrix : matrices) {
+    if (matrix.reader.columns() != gram.inputs())
+      return internal(matrix.task.tensor->recipe.name + ": inputs of another width");
+    groups.push_back(matrix.grid.group);
+    for (std::int64_t row = 0; row < matrix.reader.rows(); row += lanes::kRows)
+      runs.push_back({&matrix, row, std::min(lanes::kRows, matrix.reader.rows() - row)});
+  }
+  const std::string& name = matrices.front().task.tensor->recipe.name;
+  const auto errors = InputErrors::make(gram, columns, groups);
+  if (!errors) return with_tensor(source, name, errors.status());
+  struct Worker {
+    RowRounder rounder;
+    RowNumbers numbers;
+    std::vector<float> w;
+    GridRows rows;
+  };
+  const std::int64_t slots =
+      std::clamp<std::int64_t>(num_threads(), 1, static_cast<std::int64_t>(runs.size()));
+  std::vector<Worker> workers(at(slots));
+  std::mutex taking;
+  return cpu::parallel_queue(
+      static_cast<std::int64_t>(runs.size()), slots,
+      [&](std::int64_t i, std::int64_t slot) -> Status {
+        BITTERN_TRY(progress.go_on());
+        const Run& run = runs[at(i)];
+        const Matrix& matrix = *run.matrix;
+        Worker& worker = workers[at(slot)];
+        BITTERN_TRY(matrix.reader.numbers(run.first, run.count, worker.numbers));
+        worker.w.resize(at(run.count * gram.inputs()));
+        BITTERN_TRY(as_f32(worker.numbers, worker.w));
+        const CodedGrid& grid = matrix.grid;
+        BITTERN_TRY(worker.rounder.round(*errors, {grid.bits, grid.group, grid.params},
+                                         worker.w.data(), run.count, worker.rows));
+        worker.rows.first = run.first;
+        {
+          const std::lock_guard lock(taking);
+          BITTERN_TRY(take(matrix.task.index, run.first, worker.rows));
+        }
+        return progress.add(static_cast<std::uint64_t>(run.count * gram.inputs()));
+      });
+}
+
+}  // namespace
+
+Status GptqCoder::prepare(const Checkpoint& source) {
+  const auto of_method = [](const Status& status) {
+    return Status(status.code(), "@{method} gptq: " + std::string(status.message()));
+  };
+  if (const Status cpu = lanes::supported(); !cpu.ok()) return of_method(cpu);
+  const auto info = Model::look(model_, {.context = context_});
+  if (!info) return of_method(info.status());
+  layers_ = info->layers;
+  auto read = read_source(source);
+  if (!read) return of_method(read.status());
+  parts_ = std::move(read->parts);
+  for (std::size_t i = 0; i < parts_.size(); ++i)
+    for (const std::string& from : parts_[i].sources) made_of_[from].push_back(i);
+  auto text = read_calibration_text(model_, data_, pieces_, context_);
+  if (!text) return text.status();
+  text_ = std::move(*text);
+  return {};
+}
+
+Result<GptqCoder::Input> GptqCoder::input_of_tensor(const OutputTensor& tensor) const {
+  const Recipe& recipe = tensor.recipe;
+  std::optional<Input> input;
+  for (const std::string& from : recipe.sources) {
+    const auto made = made_of_.find(from);
+    if (made == made_of_.end()) return invalid("it is no part of the decoder");
+    for (const std::size_t i : made->second) {
+      const Recipe& part = parts_[i];
+      const auto quantity = quantity_of(part.name);
+      if (!quantity) return invalid("it is no part of the decoder");
+      Input of;
+      if (*quantity == Q::head) {
+        of.place = {.layer = layers_};
+      } else {
+        const auto product = input_of(*quantity);
+        if (!product) return invalid("it is looked up, not multiplied");
+        if (product->experts) return invalid("it holds experts");
+        of.place = {layer_of(part.name), product->place, product->shared};
+      }
+      of.columns = columns_between(part, recipe);
+      if (input && (input->place != of.place || input->columns != of.columns))
+        return invalid("its rows have different inputs");
+      input = std::move(of);
+    }
+  }
+  if (!input || recipe.shape.rank != 2) return invalid("it is no matrix of a product");
+  return std::move(*input);
+}
+
+std::optional<std::string> GptqCoder::declines(const OutputTensor& tensor) const {
+  const auto input = input_of_tensor(tensor);
+  if (input) return {};
+  return std::string(input.status().message());
+}
+
+std::uint64_t GptqCoder::fingerprint() const {
+  Fingerprint hash;
+  hash.add(static_cast<std::uint64_t>(text_.context));
+  hash.add(std::as_bytes(std::span(text_.tokens)));
+  return hash.value();
+}
+
+Result<std::vector<std::size_t>> GptqCoder::code(const Checkpoint& source,
+                                                 const std::vector<Task>& tasks, const Sink& take,
+                                                 const ModelProgressFunction& tell) {
+  // Exact activations: what the model itself computes, without an error of ours.
+  const auto model = Model::load(model_, {.activations = Activations::exact, .context = context_});
+  if (!model) return model.status();
+  std::vector<std::size_t> left_out;
+  std::map<InputPlace, std::map<std::vector<std::int64_t>, std::vector<Task>>> by_input;
+  std::int64_t last = -1;
+  std::uint64_t weights = 0;
+  for (const Task& task : tasks) {
+    auto input = input_of_tensor(*task.tensor);
+    if (!input) return input.status();
+    by_input[input->place][input->columns].push_back(task);
+    last = std::max(last, input->place.layer);
+    weights += static_cast<std::uint64_t>(task.tensor->recipe.shape.numel());
+  }
+  auto inputs = LayerInputs::make(*model, text_);
+  if (!inputs) return inputs.status();
+
+  // A layer's pieces together count as much as its weights.
+  TeamProgress progress(tell, {.doing = "calibrating", .total = 2 * weights});
+  std::uint64_t begun = 0;  // weights of all layers up to this one
+  std::uint64_t shown = 0;  // of the pieces
+  for (std::int64_t layer = 0; layer <= last; ++layer) {
+    const std::string text = layer == layers_ ? "the head" : "layer " + std::to_string(layer);
+    progress.begin(text);
+    std::set<InputPlace> wanted;
+    std::uint64_t here = 0;
+    for (const auto& [place, by_columns] : by_input) {
+      if (place.layer != layer) continue;
+      wanted.insert(place);
+      for (const auto& [columns, some] : by_columns)
+        for (const Task& task : some)
+          here += static_cast<std::uint64_t>(task.tensor->recipe.shape.numel());
+    }
+    std::int64_t pieces = 0;
+    auto grams = inputs->next(wanted, [&]() -> Status {
+      const auto all = static_cast<std::uint64_t>(text_.pieces());
+      const std::uint64_t now = begun + here * static_cast<std::uint64_t>(++pieces) / all;
+      return progress.add(now - std::exchange(shown, now));
+    });
+    if (!grams) return grams.status();
+    begun += here;
+    for (const InputPlace& place : wanted) {
+      const auto gram = grams->find(place);
+      if (gram == grams->end()) return internal("no inputs of a product in " + text);
+      for (const auto& [columns, some] : by_input[place]) {
+        std::vector<Matrix> matrices;
+        for (const Task& task : some) {
+          auto matrix = open_matrix(source, task);
+          if (!matrix) return matrix.status();
+          if (*matrix) {
+            matrices.push_back(std::move(**matrix));
+          } else {
+            left_out.push_back(task.index);
+            BITTERN_TRY(
+                progress.add(static_cast<std::uint64_t>(task.tensor->recipe.shape.numel())));
+          }
+        }
+        if (!matrices.empty())
+          BITTERN_TRY(code_matrices(source, gram->second, columns, matrices, take, progress));
+      }
+      grams->erase(gram);  // its memory
+    }
+    BITTERN_TRY(progress.end());
+  }
+  return left_out;
+}
+
+}  // namespace bittern

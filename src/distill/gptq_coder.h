@@ -1,0 +1,46 @@
+// Codes by what the layers see: convert's MatrixCoder of method gptq (distill/rounding.h).
+#pragma once
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "convert/matrix_coder.h"
+#include "distill/calibration_text.h"
+#include "distill/layer_inputs.h"
+
+namespace bittern {
+
+class GptqCoder : public MatrixCoder {
+ public:
+  // The model's path, that of the text, and how much of it is read.
+  GptqCoder(std::string model, std::string data, std::int64_t pieces, std::int64_t context)
+      : model_(std::move(model)), data_(std::move(data)), pieces_(pieces), context_(context) {}
+
+  std::string_view method() const override { return "gptq"; }
+  Status prepare(const Checkpoint& source) override;
+  std::optional<std::string> declines(const OutputTensor& tensor) const override;
+  std::uint64_t fingerprint() const override;
+  Result<std::vector<std::size_t>> code(const Checkpoint& source, const std::vector<Task>& tasks,
+                                        const Sink& take,
+                                        const ModelProgressFunction& progress) override;
+
+ private:
+  struct Input {
+    InputPlace place;
+    std::vector<std::int64_t> columns;  // the input of each column; empty: in their order
+  };
+  Result<Input> input_of_tensor(const OutputTensor& tensor) const;
+
+  std::string model_, data_;
+  std::int64_t pieces_, context_;
+  CalibrationText text_;
+  std::int64_t layers_ = 0;
+  std::vector<Recipe> parts_;  // of the decoder
+  // Of each tensor of the source: the parts that are made of it.
+  std::map<std::string, std::vector<std::size_t>, std::less<>> made_of_;
+};
+
+}  // namespace bittern

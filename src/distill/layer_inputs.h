@@ -1,0 +1,50 @@
+// What the products of a decoder's layers are given on a text, one layer at a time: memory holds
+// the stream of all tokens and one layer's sums, whatever the number of layers.
+#pragma once
+#include <compare>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <set>
+#include <vector>
+
+#include "bittern/model.h"
+#include "bittern/status.h"
+#include "distill/calibration_text.h"
+#include "distill/gram.h"
+
+namespace bittern {
+
+// Which rows enter a product. The head's place is mixer_in of the layer behind the last.
+struct InputPlace {
+  std::int64_t layer = 0;
+  ProductPlace place = ProductPlace::mixer_in;
+  bool shared = false;  // of the shared expert
+  auto operator<=>(const InputPlace&) const = default;
+};
+
+class LayerInputs {
+ public:
+  // The embeddings of the text. It outlives this.
+  static Result<LayerInputs> make(const Model& model, const CalibrationText& text);
+
+  // Runs the next layer (behind the last one, the final norm). The sums of its wanted places.
+  // `done` is called after each piece.
+  Result<std::map<InputPlace, Gram>> next(const std::set<InputPlace>& wanted,
+                                          const std::function<Status()>& done);
+
+ private:
+  LayerInputs(const Model& model, const CalibrationText& text, Session session)
+      : model_(model), text_(&text), session_(std::move(session)) {}
+  // f(segment, its rows of the stream) for all tokens of a piece.
+  template <class F>
+  Status each_pass(std::int64_t piece, const F& f);
+
+  Model model_;
+  const CalibrationText* text_;
+  Session session_;
+  std::vector<float> stream_;  // [tokens, hidden]
+  std::int64_t layer_ = 0;
+};
+
+}  // namespace bittern

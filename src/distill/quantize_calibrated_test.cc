@@ -1,0 +1,303 @@
+// quantize_calibrated on models of every architecture: nearer to the model than lsq on what it was
+// shown, from every kind of file; the same bytes however it runs; what is refused.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <stdexcept>
+
+#include "bittern/distill.h"
+#include "bittern/model.h"
+#include "bittern/tokenizer.h"
+#include "cpu/dispatch.h"
+#include "formats/test_folder.h"
+#include "model/test_model.h"
+
+namespace bittern {
+namespace {
+
+class QuantizeCalibrated : public TestFolder {
+ protected:
+  void SetUp() override {
+    TestFolder::SetUp();
+    std::string text;
+    std::uint32_t state = 1;
+    for (int i = 0; i < 1200; ++i) {
+      state = state * 1664525 + 1013904223;
+      text += kTinyBytes[(state >> 16) % 64];
+    }
+    put("text.txt", text);
+  }
+  void TearDown() override { cpu::force_isa(cpu::Isa::none); }
+
+  QuantizeOptions gptq(int bits = 3) const {
+    return {.bits = bits,
+            .group_size = 32,
+            .method = "gptq",
+            .data = path("text.txt"),
+            .pieces = 30,
+            .context = 32,
+            .rules = {{.match = "embed|lm_head|token_embd", .keep = true}},
+            .threads = 1};
+  }
+  static std::string refusal(const Result<QuantizeReport>& report) {
+    EXPECT_FALSE(report.ok());
+    return std::string(report.status().message());
+  }
+  std::string contents(const std::string& folder) const {
+    std::string all;
+    for (const std::string& name : names(folder))
+      all += name + ":" + text_of(folder + "/" + name) + "\n";
+    return all;
+  }
+  QuantizeReport made(const std::string& source, const std::string& out,
+                      const QuantizeOptions& options) const {
+    auto report = quantize_calibrated(source, path(out), options);
+    if (!report) throw std::runtime_error(std::string(report.status().message()));
+    return std::move(*report);
+  }
+
+  // What the last layer gives for the text.
+  std::vector<float> hidden(const std::string& model_path) const {
+    auto model =
+        Model::load(model_path, {.activations = Activations::exact, .threads = 1, .context = 32});
+    auto tokenizer = Tokenizer::load(model_path);
+    if (!model) throw std::runtime_error(std::string(model.status().message()));
+    const auto tokens = tokenizer->encode(text_of("text.txt"), {.add_special = false});
+    auto session = Session::make(*model, {.context = 32, .kv = "f32"});
+    const std::int64_t width = model->info().hidden;
+    std::vector<float> all;
+    for (std::size_t first = 0; first + 32 <= 960; first += 32) {
+      EXPECT_TRUE(session->truncate(0).ok());
+      std::vector<float> rows(static_cast<std::size_t>(32 * width));
+      const SessionTokens step{&*session, std::span(*tokens).subspan(first, 32)};
+      EXPECT_TRUE(model->hidden(std::span(&step, 1), view(rows.data(), {32, width})).ok());
+      all.insert(all.end(), rows.begin(), rows.end());
+    }
+    return all;
+  }
+  static double distance(const std::vector<float>& a, const std::vector<float>& b) {
+    double sum = 0;
+    for (std::size_t i = 0; i < a.size(); ++i)
+      sum += (double{a[i]} - double{b[i]}) * (double{a[i]} - double{b[i]});
+    return std::sqrt(sum);
+  }
+};
+
+TEST_F(QuantizeCalibrated, IsNearerToEveryModelThanLsq) {
+  for (const char* name : {"llama", "llama3", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3",
+                           "qwen3_moe", "gemma2", "gemma3", "phi3", "olmo2", "smollm3",
+                           "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}) {
+    SCOPED_TRACE(name);
+    const std::string model = put_tiny_model(*this, name);
+    const std::vector<float> whole = hidden(model);
+    QuantizeOptions lsq{
+        .bits = 3, .group_size = 32, .rules = gptq().rules, .force = true, .threads = 1};
+    QuantizeOptions ours = gptq();
+    ours.force = true;
+    made(model, "lsq", lsq);
+    const QuantizeReport report = made(model, "gptq", ours);
+    const double before = distance(whole, hidden(path("lsq")));
+    EXPECT_LT(distance(whole, hidden(path("gptq"))), 0.9 * before);
+    std::size_t coded = 0;
+    for (const QuantizedTensor& tensor : report.tensors) {
+      coded += tensor.way == "quantised" && tensor.note.empty();
+      if (tensor.note.find("not by method gptq") == std::string::npos) continue;
+      EXPECT_NE(tensor.note.find("experts"), std::string::npos) << tensor.name << tensor.note;
+    }
+    EXPECT_GT(coded, 0u);
+  }
+}
+
+// In a GGUF file q and k have other rows. (tests/python/test_gptq.py has other columns.)
+TEST_F(QuantizeCalibrated, FromAndToGguf) {
+  for (const char* name : {"llama", "qwen3_next"}) {
+    SCOPED_TRACE(name);
+    const std::string model = put_tiny_model(*this, name);
+    const std::vector<float> whole = hidden(model);
+    made(model, "f32.gguf", {.dtype = "f32", .force = true});
+    QuantizeOptions ours = gptq(4);
+    ours.force = true;
+    QuantizeOptions lsq{
+        .bits = 4, .group_size = 32, .rules = ours.rules, .force = true, .threads = 1};
+    made(model, "lsq", lsq);
+    made(path("f32.gguf"), "gptq", ours);
+    EXPECT_LT(distance(whole, hidden(path("gptq"))), 0.9 * distance(whole, hidden(path("lsq"))));
+
+    QuantizeOptions blocks = ours;
+    blocks.bits.reset();
+    blocks.group_size.reset();
+    blocks.type = "Q4_1";
+    blocks.pure = true;
+    QuantizeOptions plain{
+        .type = "Q4_1", .rules = ours.rules, .pure = true, .force = true, .threads = 1};
+    const bool delicate = std::string(name) != "llama";  // --pure quantises its gates, too
+    if (delicate) blocks.pure = plain.pure = false;
+    for (const std::string& source : {model, path("f32.gguf")}) {
+      const QuantizeReport report = made(source, "gptq.gguf", blocks);
+      made(source, "plain.gguf", plain);
+      EXPECT_LT(distance(whole, hidden(path("gptq.gguf"))),
+                0.9 * distance(whole, hidden(path("plain.gguf"))));
+      EXPECT_TRUE(std::any_of(report.tensors.begin(), report.tensors.end(),
+                              [](const QuantizedTensor& t) { return t.to == "Q4_1"; }));
+    }
+  }
+}
+
+TEST_F(QuantizeCalibrated, AHeadOfItsOwnIsCoded) {
+  const std::string model = put_tiny_model(*this, "qwen2");
+  QuantizeOptions ours = gptq();
+  ours.rules.clear();
+  const QuantizeReport report = made(model, "out", ours);
+  std::map<std::string, std::string> notes;
+  for (const QuantizedTensor& tensor : report.tensors) notes[tensor.name] = tensor.note;
+  EXPECT_EQ(notes.at("lm_head.weight"), "");
+  EXPECT_EQ(notes.at("model.embed_tokens.weight"),
+            "not by method gptq: it is looked up, not multiplied");
+}
+
+TEST_F(QuantizeCalibrated, TheBytesDependOnNothingElse) {
+  const std::string model = put_tiny_model(*this, "qwen3_next");
+  made(model, "first", gptq());
+  const std::string first = contents("first");
+  for (const cpu::Isa isa : cpu::available_isas())
+    for (const int threads : {1, 2, 5}) {
+      cpu::force_isa(isa);
+      QuantizeOptions options = gptq();
+      options.threads = threads;
+      options.force = true;
+      made(model, "again", options);
+      EXPECT_EQ(contents("again"), first) << threads << " threads, " << cpu::name(isa);
+    }
+  cpu::force_isa(cpu::Isa::none);
+  QuantizeOptions other = gptq();
+  other.pieces = 29;
+  made(model, "other", other);
+  EXPECT_NE(contents("other"), first);
+}
+
+TEST_F(QuantizeCalibrated, GoesOnWhereItWasStopped) {
+  const std::string model = put_tiny_model(*this, "llama");
+  made(model, "whole", gptq());
+  const std::string whole = contents("whole");
+  int calls = 0;
+  QuantizeOptions counting = gptq();
+  std::string last;
+  std::uint64_t done = 0, total = 0;
+  counting.progress = [&](const ModelProgress& state) {
+    const bool calibrated = last == "calibrating" && state.doing != last;
+    EXPECT_TRUE(state.doing != last || state.done >= done);
+    EXPECT_TRUE(!calibrated || done == total);
+    last = state.doing;
+    done = state.done;
+    total = state.total;
+    EXPECT_LE(done, total);
+    return ++calls > 0;
+  };
+  made(model, "counted", counting);
+  for (const int at : {calls / 4, calls / 2, 3 * calls / 4, calls - 3}) {
+    QuantizeOptions stopped = gptq();
+    int seen = 0;
+    stopped.progress = [&](const ModelProgress&) { return ++seen < at; };
+    EXPECT_EQ(quantize_calibrated(model, path("out"), stopped).status().code(), Code::cancelled);
+    QuantizeOptions going_on = gptq();
+    going_on.resume = true;
+    // Codes of another text are not mixed with these.
+    QuantizeOptions other = going_on;
+    other.pieces = 7;
+    EXPECT_NE(refusal(quantize_calibrated(model, path("out"), other)), "");
+    made(model, "out", going_on);
+    EXPECT_EQ(contents("out"), whole) << at;
+    std::filesystem::remove_all(path("out"));
+  }
+}
+
+TEST_F(QuantizeCalibrated, RefusesBeforeItWorks) {
+  const std::string model = put_tiny_model(*this, "llama");
+  put("short.txt", "abc");
+  put("empty.txt", "");
+  put("bytes.txt", "abc\xff");
+  put("nobodys/config.json", R"({"model_type": "nobodys"})");
+  put_floats("nobodys/model.safetensors", {{"a.weight", {4, 64}, std::vector<float>(256)}});
+  struct Case {
+    std::function<void(QuantizeOptions&)> change;
+    std::string message;
+  };
+  const std::vector<Case> cases = {
+      {[](auto& o) { o.data.reset(); }, "method gptq: no text given, expected data"},
+      {[](auto& o) { o.data = ""; }, "method gptq: no text given, expected data"},
+      {[&](auto& o) { o.data = path("none.txt"); }, "none.txt: cannot be opened"},
+      {[&](auto& o) { o.data = path("llama"); }, "llama: a folder, expected a file of text"},
+      {[&](auto& o) { o.data = path("empty.txt"); }, "empty.txt: empty, expected text"},
+      {[&](auto& o) { o.data = path("bytes.txt"); }, "bytes.txt: byte 3 is not UTF-8"},
+      {[&](auto& o) { o.data = path("short.txt"); },
+       "short.txt: 3 tokens, expected at least 32, a piece of them (context makes it shorter)"},
+      {[](auto& o) { o.pieces = 0; }, "pieces: 0, expected an integer 1.."},
+      {[](auto& o) { o.context = -1; }, "context: -1, expected an integer 1.."},
+      {[](auto& o) { o.method = "lsq"; }, "data: has no effect without method gptq"},
+      {[](auto& o) { o.imatrix = "x"; }, "imatrix: method gptq measures the inputs itself"},
+      {[](auto& o) { o.format = "safetensors"; },
+       "method gptq: the format is safetensors, expected format mlx or gguf"},
+      {[](auto& o) {
+         o.bits.reset();
+         o.group_size.reset();
+         o.type = "Q8_0";
+       },
+       "method gptq has no effect: it codes none of the matrices that are quantised; expected Q4_1 "
+       "or Q5_1"},
+      {[](auto& o) { o.rules = {{.match = ".", .keep = true}}; },
+       "method gptq has no effect: it codes none of the matrices that are quantised"},
+      {[](auto& o) {
+         o.bits.reset();
+         o.group_size.reset();
+         o.rules.clear();
+         o.transcode = true;
+       },
+       "method: has no effect with transcode"},
+  };
+  for (const Case& wrong : cases) {
+    QuantizeOptions options = gptq();
+    wrong.change(options);
+    const auto report = quantize_calibrated(model, path("out"), options);
+    EXPECT_NE(refusal(report).find(wrong.message), std::string::npos) << refusal(report);
+    EXPECT_FALSE(std::filesystem::exists(path("out")));
+    EXPECT_FALSE(std::filesystem::exists(path("out.partial")));
+  }
+  EXPECT_NE(refusal(quantize_calibrated(path("nobodys"), path("out"), gptq())).find("nobodys"),
+            std::string::npos);
+  EXPECT_EQ(refusal(quantize_model(model, path("out"), gptq())),
+            "method gptq: runs the model; call quantize_calibrated of bittern/distill.h");
+  // The text is an input like any other.
+  QuantizeOptions over = gptq();
+  over.also_written = {path("text.txt")};
+  EXPECT_NE(refusal(quantize_calibrated(model, path("out"), over)).find("text.txt"),
+            std::string::npos);
+}
+
+// A weight so large that the model overflows is told before it is coded.
+TEST_F(QuantizeCalibrated, RefusesInputsThatAreNotFinite) {
+  const std::string model = put_tiny_model(*this, "llama");
+  const auto file = SafetensorsFile::open(model + "/model.safetensors");
+  std::vector<StoredTensor> tensors;
+  for (const auto& tensor : file->tensors()) {
+    const auto data = file->bytes(tensor);
+    std::string bytes(reinterpret_cast<const char*>(data.data()), data.size());
+    if (tensor.name == "model.layers.0.mlp.up_proj.weight") {
+      const bf16 large = to_bf16(3e38f);
+      for (std::size_t i = 0; i < bytes.size(); i += sizeof large)
+        std::memcpy(bytes.data() + i, &large, sizeof large);
+    }
+    tensors.push_back({{tensor.name, tensor.dtype, tensor.shape}, bytes});
+  }
+  put_tensors("llama/model.safetensors", tensors, {{"format", "pt"}});
+  const std::string message = refusal(quantize_calibrated(model, path("out"), gptq()));
+  EXPECT_NE(message.find("down_proj.weight: its inputs hold infinities or NaN"), std::string::npos)
+      << message;
+  EXPECT_FALSE(std::filesystem::exists(path("out.partial")));
+}
+
+}  // namespace
+}  // namespace bittern
