@@ -114,7 +114,7 @@ TEST_F(QuantizeCalibrated, IsNearerToEveryModelThanLsq) {
 
 // In a GGUF file q and k have other rows. (tests/python/test_gptq.py has other columns.)
 TEST_F(QuantizeCalibrated, FromAndToGguf) {
-  for (const char* name : {"llama", "qwen3_next"}) {
+  for (const char* name : {"llama", "qwen3_moe"}) {
     SCOPED_TRACE(name);
     const std::string model = put_tiny_model(*this, name);
     const std::vector<float> whole = hidden(model);
