@@ -1299,6 +1299,32 @@ def gdn_chunk_forward(
     counts for 0 after it. A NaN, or an infinity elsewhere, reaches the later tokens of its sequence
     and head alone. A token whose `mask` is 0 is not looked at: q = k = v = 0, g = beta = 0, so the
     state passes it by, and its o is 0. An empty sequence passes its state on.
+
+    Kernel cpu_bf16 (element bf16, Preference::fastest, a CPU with AVX512_BF16) keeps S and y in f32,
+    and solves for y in f32. It rounds to bf16, nearest even: S in k S and q S; P and y in the sum of
+    o, save where j is among the last rows before i (at most 8); e^(G[last] - G[i]) * y[i] in S. k
+    and q enter products as they are, and the results are multiplied by scale and norms. Products
+    take subnormal numbers for 0. Its ErrorNorm is `terms`, and error_bound is b = 2^-7 + 2^-12. For
+    a chunk of one head let E, W and B be diagonal matrices of e^G[i], e^(G[last] - G[i]) and beta[i]
+    e^G[i], K and Q its keys and queries, T = (I + L)^-1, |X| the magnitudes of X, and
+
+      A[i][j] = |beta[i]| (|k[i]| . |k[j]|) e^(G[i] - G[j]), j < i
+      C[i][j] = (|q[i]| . |k[j]|) e^(G[i] - G[j]), j <= i
+      F_c     what a change of S at the end of an earlier chunk c has become before this chunk: I;
+              every chunk in between makes e^G[last] F_c - K^T W T B K F_c of it
+      D       = the sum over c of |F_c| N_c;                      S' = |S| + b D
+      R       = |beta| |v| / 64 + |B| |K| S' / 2 + A y' / 64
+      Y       = |T| R + the sum over c of |T B K F_c| N_c;        y' = |y| + b Y
+      N       = |K|^T W y' / 2 + e^G[last] S' / 64 + |K^T W T| R, the N_c of this chunk
+      O       = E |Q| S' / 2 + (|P| + C / 64) y' + |P T| R
+                + the sum over c of |(E Q - P T B K) F_c| N_c
+
+    Then y is off by at most b Y, o by b O and an ulp of bf16, and S, also as final_state, by b D. So
+    errors go on as the rule itself takes them on: a decay, or a key that is seen again, removes
+    them. Each factor above 0 counts as at least 2^-80 in these sums, and each sum as 2^-80 more. A
+    NaN goes where the definition takes it. If an input is infinite (other than g = -infinity), or if
+    one of these magnitudes reaches 2^126, also with k and q as they are before qk_l2norm and scale,
+    nothing is promised for that chunk and head and for what follows in the sequence.
     """
 
 @overload
@@ -2478,6 +2504,15 @@ def quantized_matmul(
       row of y NaN, if inputs is not 0.
 
       An int16 is two bytes, 256 h + l with l in -128 .. 127: two products of bytes.
+
+    Kernel cpu_bf16 (type bf16, Preference::fastest, a CPU with AVX512_BF16) rounds x to bf16,
+    nearest even, and adds the same terms in f32, those of two inputs at a time, the odd one first.
+    It takes subnormal numbers for 0. Its ErrorNorm is `terms`: with r = 2^-8 for x in f32 and 0 for
+    x in bf16, y[m][n] is off by at most error_bound = r + (1 + r) (inputs + 8) 2^-23 times 2^-100
+    plus the sum of |x[m][k]| |w[n][k]|, and one ulp of a bf16 y. In that sum each factor above 0
+    counts as at least 2^-100. With a term that is not finite, the element is NaN or an infinity as
+    in the definition. But nothing is promised for an element if that sum or one of its finite
+    factors reaches 2^127, or if an infinity meets a number below 2^-126.
 
     y is f32, or rounded to x's dtype. A row of y does not depend on the other rows, nor on how many
     there are. Integers have no order and the f32 operations are listed, so every backend, SIMD
