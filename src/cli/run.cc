@@ -183,8 +183,16 @@ class Lines {
   Lines(const Lines&) = delete;
   Lines& operator=(const Lines&) = delete;
 
+  // From here on Ctrl-C is a key and no signal. el_gets does this too late: after its prompt.
+  void prepare() {
+    if (edit_ != nullptr) el_set(edit_, EL_PREP_TERM, 1);
+  }
+
   // Nothing at the end of the input.
-  std::optional<std::string> next() { return edit_ == nullptr ? plain() : edited(); }
+  std::optional<std::string> next() {
+    prepare();
+    return edit_ == nullptr ? plain() : edited();
+  }
 
  private:
   static std::optional<std::string> plain() {
@@ -200,6 +208,7 @@ class Lines {
     dropped_ = false;
     const char* const line = el_gets(edit_, &count);
     if (dropped_) {
+      prepare();
       fmt::print("\n(Ctrl-D ends the conversation.)\n");
       std::fflush(stdout);
       return std::string();
@@ -241,6 +250,7 @@ Status chat(const RunFlags& flags, const std::string& first, const Tokenizer& to
     fmt::print("\n");
     std::fflush(stdout);
     if (interrupted == SIGTERM) end_by(SIGTERM);
+    lines.prepare();  // while signals are still caught: a late Ctrl-C must not end the program
     if (interrupted != 0 && stats.text.empty()) {  // as if it had never been asked
       messages.pop_back();
     } else {
