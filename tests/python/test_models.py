@@ -2,6 +2,7 @@
 world: transformers, llama.cpp and mlx-lm compute the same logits, and every way back gives the same
 tensors."""
 
+import copy
 import importlib
 import json
 import shutil
@@ -209,7 +210,7 @@ def written(tmp_path_factory):
             return known[name]
         folder = tmp_path_factory.mktemp(name)
         kind, fields = MODELS[name]
-        fields = {**SIZES, **fields}
+        fields = {**SIZES, **copy.deepcopy(fields)}  # transformers changes the dicts it is given
         maker = AutoModelForCausalLM
         if kind in VISION:
             fields = {"text_config": fields, **VISION[kind]}
@@ -340,7 +341,7 @@ def make(folder, kind, **fields):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **fields})).float()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **copy.deepcopy(fields)})).float()
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim > 1:
