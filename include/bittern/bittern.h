@@ -37,6 +37,7 @@
 #include "bittern/ops/quantize_per_group.h"
 #include "bittern/ops/quantize_per_group_backward.h"
 #include "bittern/ops/quantized_matmul.h"
+#include "bittern/ops/quantized_matmul_backward.h"
 #include "bittern/ops/rms_norm.h"
 #include "bittern/ops/rope.h"
 #include "bittern/ops/unpack_codes.h"

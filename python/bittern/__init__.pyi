@@ -177,6 +177,7 @@ __all__ = [
     "gated_activation",
     "log_softmax",
     "quantized_matmul",
+    "quantized_matmul_backward",
     "pack_panels",
     "unpack_panels",
     "embedding",
@@ -2518,6 +2519,85 @@ def quantized_matmul(
     there are. Integers have no order and the f32 operations are listed, so every backend, SIMD
     target, thread count and layout gives the same bits.
     """
+
+@overload
+def quantized_matmul_backward(
+    d_y: _Array | SupportsFloat,
+    x: _Array | SupportsFloat | None = None,
+    w: _Array | SupportsFloat | None = None,
+    packed: _Array | SupportsFloat | None = None,
+    scales: _Array | SupportsFloat | None = None,
+    biases: _Array | SupportsFloat | None = None,
+    blocks: _Array | SupportsFloat | None = None,
+    panels: _Array | SupportsFloat | None = None,
+    *,
+    d_x: _Array | Literal[True] | None = None,
+    d_scales: _Array | Literal[True] | None = None,
+    d_biases: _Array | Literal[True] | None = None,
+    rows: int | None = None,
+    outputs: int | None = None,
+    inputs: int | None = None,
+    type: Literal["f32", "f16", "bf16", "affine", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"] | None = None,
+    bits: int = 4,
+    group_size: int = 64,
+    scale_element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    layout: Literal["stored", "panels"] = "stored",
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> tuple[_Result, _Result, _Result]:
+    """Returns d_x, d_scales, d_biases.
+
+    The gradients of quantized_matmul with activations float, y = x W^T. Neither W nor its gradient
+    dw is ever made as a whole.
+
+      d_x[m][k] = fma(d_y[m][n], w[n][k], ...), n ascending, from +0
+
+    with w the number that the weight stands for, in f32 (bittern/matmul_desc.h). With type affine,
+    where w = code s + b, there are also the gradients of scales and biases. For group g of row n:
+
+      dw[n][k]       = fma(d_y[m][n], x[m][k], ...), m ascending, from +0
+      d_scales[n][g] = fma(code[n][k], dw[n][k], ...), k of the group ascending, from +0
+      d_biases[n][g] = the sum of dw[n][k], k of the group ascending, from +0
+
+    All in f32. The rounding of w passes gradients straight through. NaN and infinities follow IEEE.
+    Any output may be left out, not all of them. x is read for d_scales and d_biases alone, and may
+    be left out if neither is wanted. Without rows d_scales and d_biases are 0, without outputs d_x
+    is. Every backend, SIMD target, thread count and layout gives the same bits.
+    """
+
+@overload
+def quantized_matmul_backward(
+    d_y: _Array | SupportsFloat,
+    x: _Array | SupportsFloat | None = None,
+    w: _Array | SupportsFloat | None = None,
+    packed: _Array | SupportsFloat | None = None,
+    scales: _Array | SupportsFloat | None = None,
+    biases: _Array | SupportsFloat | None = None,
+    blocks: _Array | SupportsFloat | None = None,
+    panels: _Array | SupportsFloat | None = None,
+    *,
+    d_x: _Array | bool | None = None,
+    d_scales: _Array | bool | None = None,
+    d_biases: _Array | bool | None = None,
+    rows: int | None = None,
+    outputs: int | None = None,
+    inputs: int | None = None,
+    type: Literal["f32", "f16", "bf16", "affine", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"] | None = None,
+    bits: int = 4,
+    group_size: int = 64,
+    scale_element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    layout: Literal["stored", "panels"] = "stored",
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
 
 def pack_panels(
     w: _Array | SupportsFloat | None = None,

@@ -137,6 +137,37 @@ def test_panels_give_the_same_bits(activations):
         assert np.array_equal(y2, np.concatenate([y[:, :32], y], axis=1))
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_gradients_are_near_numpy(bits):
+    rng = np.random.default_rng(bits)
+    codes, s, b, fields = affine(rng, 40, 192, bits, 64)
+    x, d_y = rng.normal(size=(7, 192)).astype(F32), rng.normal(size=(7, 40)).astype(F32)
+    packed = packed_codes(codes, bits)
+    got = bittern.quantized_matmul_backward(d_y, x, packed=packed, scales=s, biases=b, **fields)
+    w = codes * np.repeat(values_of(s), 64, axis=1).astype(np.float64) + np.repeat(values_of(b), 64, axis=1)
+    dw = d_y.T.astype(np.float64) @ x
+    groups = (40, 3, 64)
+    want = d_y @ w, (codes * dw).reshape(groups).sum(axis=2), dw.reshape(groups).sum(axis=2)
+    for g, h in zip(got, want, strict=True):
+        assert np.linalg.norm(g - h) <= 1e-6 * np.linalg.norm(h)
+    panels = bittern.pack_panels(packed=packed, scales=s, biases=b, inputs=192, **fields)
+    again = bittern.quantized_matmul_backward(d_y, x, panels=panels, layout="panels", **fields)
+    assert all(np.array_equal(g, h) for g, h in zip(got, again, strict=True))
+
+
+def test_gradient_of_x_needs_no_x():
+    rng = np.random.default_rng(2)
+    w, d_y = rng.normal(size=(5, 9)).astype(F32), rng.normal(size=(3, 5)).astype(F32)
+    d_x, d_scales, d_biases = bittern.quantized_matmul_backward(d_y, w=w, type="f32")
+    assert np.allclose(d_x, d_y @ w, rtol=1e-5, atol=1e-6)
+    assert d_scales.shape == d_biases.shape == (5, 0)
+    codes, s, b, fields = affine(rng, 5, 64, 4, 32)
+    given = {"packed": packed_codes(codes, 4), "scales": s, "biases": b, "inputs": 64, **fields}
+    with pytest.raises(ValueError, match="x: left out, expected f32 .3,64. for d_scales"):
+        bittern.quantized_matmul_backward(d_y, **given)
+    assert bittern.quantized_matmul_backward(d_y, d_scales=False, d_biases=False, **given).shape == (3, 64)
+
+
 def test_embedding():
     rng = np.random.default_rng(2)
     w = rng.normal(size=(11, 20)).astype(F32)

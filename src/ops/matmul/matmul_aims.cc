@@ -117,4 +117,16 @@ void aim_weights(const WeightDesc& d, const WeightViews& v, Rng& rng) {
   }
 }
 
+void fill_panels(const WeightDesc& d, const ConstView& panels, Rng& rng) {
+  WeightViews views;
+  views.panels = panels;
+  WeightDesc panel = d;
+  panel.outputs = std::min<std::int64_t>(panel.outputs, matmul::kLanes);
+  aim_weights(panel, views, rng);
+  const std::int64_t bytes = panel.panel_shape().numel();
+  for (std::int64_t p = 1; p < d.panels(); ++p)
+    std::memcpy(data<std::uint8_t>(panels) + p * bytes, panels.data,
+                static_cast<std::size_t>(bytes));
+}
+
 }  // namespace bittern::oracle

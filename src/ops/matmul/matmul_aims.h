@@ -20,4 +20,11 @@ WeightViews weight_views(const Args& a) {
 // scales in some rows.
 void aim_weights(const WeightDesc& d, const WeightViews& v, Rng& rng);
 
+// For benchmarks: scales such as a model has, in panels of random bytes.
+void fill_panels(const WeightDesc& d, const ConstView& panels, Rng& rng);
+template <class Desc>
+void fill_panels(const Desc& d, std::string_view operand, const ConstView& v, Rng& rng) {
+  if (operand == "panels") fill_panels(d.weights, v, rng);
+}
+
 }  // namespace bittern::oracle

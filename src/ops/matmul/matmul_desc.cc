@@ -6,6 +6,7 @@
 
 #include "bittern/ops/embedding.h"
 #include "bittern/ops/quantized_matmul.h"
+#include "bittern/ops/quantized_matmul_backward.h"
 #include "core/expect.h"
 #include "core/guarded.h"
 
@@ -71,6 +72,25 @@ Status QuantizedMatmul::check(const Desc& d) noexcept try {
   if (d.element == DType::f32 || d.element == DType::bf16) return {};
   return unsupported(std::string(kName).append(": element: ").append(name(d.element)) +
                      ", expected f32 or bf16");
+} catch (...) {
+  return caught(kName);
+}
+
+Status QuantizedMatmulBackward::check(const Desc& d) noexcept try {
+  BITTERN_TRY(check_weight_desc(kName, d.weights));
+  BITTERN_TRY(expect_at_least(kName, "rows", d.rows, 0));
+  BITTERN_TRY(expect_countable(kName, {d.rows, d.weights.inputs}));
+  return expect_countable(kName, {d.rows, d.weights.outputs});
+} catch (...) {
+  return caught(kName);
+}
+
+Status QuantizedMatmulBackward::check_contents(const Desc& d, const Args& a) noexcept try {
+  const bool read = (a.d_scales || a.d_biases) && d.weights.grid_shape().numel() > 0;
+  if (!read || a.x || d.x_shape().numel() == 0) return {};
+  return fail(kName, "x",
+              "left out, expected f32 " + d.x_shape().str() + " for " +
+                  (a.d_scales ? "d_scales" : "d_biases"));
 } catch (...) {
   return caught(kName);
 }

@@ -36,24 +36,6 @@ std::vector<QuantizedMatmulDesc> quantized_matmul_check_cases() {
   return cases;
 }
 
-namespace {
-
-// Scales such as a model has, in panels of random bytes.
-void fill_panels(const QuantizedMatmulDesc& d, std::string_view operand, const ConstView& v,
-                 Rng& rng) {
-  if (operand != "panels") return;
-  WeightViews views;
-  views.panels = v;
-  WeightDesc panel = d.weights;
-  panel.outputs = std::min<std::int64_t>(panel.outputs, matmul::kLanes);
-  aim_weights(panel, views, rng);
-  const std::int64_t bytes = panel.panel_shape().numel();
-  for (std::int64_t p = 1; p < d.weights.panels(); ++p)
-    std::memcpy(data<std::uint8_t>(v) + p * bytes, v.data, static_cast<std::size_t>(bytes));
-}
-
-}  // namespace
-
 std::vector<BenchCase<QuantizedMatmulDesc>> quantized_matmul_bench_cases() {
   std::vector<BenchCase<QuantizedMatmulDesc>> cases;
   const auto add = [&](std::int64_t rows, const WeightDesc& w, Activations act) {
@@ -65,7 +47,10 @@ std::vector<BenchCase<QuantizedMatmulDesc>> quantized_matmul_bench_cases() {
     const BenchLimit limit = rows < 8                    ? BenchLimit::read
                              : act == Activations::exact ? BenchLimit::f32
                                                          : BenchLimit::int8;
-    cases.push_back({.label = label, .desc = {rows, w, act}, .fill = fill_panels, .limit = limit});
+    cases.push_back({.label = label,
+                     .desc = {rows, w, act},
+                     .fill = fill_panels<QuantizedMatmulDesc>,
+                     .limit = limit});
   };
   const WeightDesc affine{.outputs = 4096, .inputs = 4096, .layout = WeightLayout::panels};
   WeightDesc q4_1 = affine;

@@ -1,0 +1,75 @@
+// The gradients of quantized_matmul with activations float, y = x W^T. Neither W nor its gradient
+// dw is ever made as a whole.
+//
+//   d_x[m][k] = fma(d_y[m][n], w[n][k], ...), n ascending, from +0
+//
+// with w the number that the weight stands for, in f32 (bittern/matmul_desc.h). With type affine,
+// where w = code s + b, there are also the gradients of scales and biases. For group g of row n:
+//
+//   dw[n][k]       = fma(d_y[m][n], x[m][k], ...), m ascending, from +0
+//   d_scales[n][g] = fma(code[n][k], dw[n][k], ...), k of the group ascending, from +0
+//   d_biases[n][g] = the sum of dw[n][k], k of the group ascending, from +0
+//
+// All in f32. The rounding of w passes gradients straight through. NaN and infinities follow IEEE.
+// Any output may be left out, not all of them. x is read for d_scales and d_biases alone, and may
+// be left out if neither is wanted. Without rows d_scales and d_biases are 0, without outputs d_x
+// is. Every backend, SIMD target, thread count and layout gives the same bits.
+#pragma once
+#include "bittern/matmul_desc.h"
+
+namespace bittern {
+
+struct QuantizedMatmulBackwardDesc {
+  std::int64_t rows = 0;
+  WeightDesc weights;
+  bool operator==(const QuantizedMatmulBackwardDesc&) const = default;
+
+  Axes x_shape() const { return {{"rows", rows}, {"inputs", weights.inputs}}; }
+  Axes y_shape() const { return {{"rows", rows}, {"outputs", weights.outputs}}; }
+};
+
+struct QuantizedMatmulBackward {
+  static constexpr std::string_view kName = "quantized_matmul_backward";
+  static constexpr std::string_view kCategory = "matmul";
+
+  using Desc = QuantizedMatmulBackwardDesc;
+  struct Args {
+    ConstView d_y, x, w, packed, scales, biases, blocks, panels;
+    MutView d_x{}, d_scales{}, d_biases{};
+  };
+
+  static Status check(const Desc& d) noexcept;
+  // d_scales and d_biases need x.
+  static Status check_contents(const Desc& d, const Args& a) noexcept;
+  static PrecisionGuarantee contract(const Desc&) { return exact_guarantee(DType::f32); }
+  static DType element(const Desc&) { return DType::f32; }
+  static DType aux_element(const Desc& d) {
+    return d.weights.affine() ? DType::u32 : d.weights.blocks() ? DType::u8 : DType::f32;
+  }
+  // Of all outputs.
+  static double flops(const Desc& d) {
+    return (d.weights.affine() ? 4.0 : 2.0) * static_cast<double>(d.rows) *
+           static_cast<double>(d.weights.outputs) * static_cast<double>(d.weights.inputs);
+  }
+  static std::int64_t elements(const Desc& d) { return d.weights.outputs * d.weights.inputs; }
+
+  template <class D, class F>
+  static void fields(D& d, F&& f) {
+    f("rows", d.rows, "rows of x and d_y");
+    visit_weight_fields(d.weights, f);
+    f("layout", d.weights.layout, "W as stored, or repacked by pack_panels");
+  }
+  template <class A, class F>
+  static void operands(const Desc& d, A& a, F&& f) {
+    const auto grid = Operand::read_if(d.weights.affine(), DType::f32, d.weights.grid_shape(),
+                                       "type affine", Operand::kRowStride | Operand::kOptional);
+    f("d_y", a.d_y, Operand{DType::f32, d.y_shape(), Operand::kStrided});
+    f("x", a.x, Operand{DType::f32, d.x_shape(), Operand::kStrided | Operand::kOptional});
+    visit_weights(d.weights, a, f);
+    f("d_x", a.d_x, Operand{DType::f32, d.x_shape(), Operand::kStrided | Operand::kOptional});
+    f("d_scales", a.d_scales, grid);
+    f("d_biases", a.d_biases, grid);
+  }
+};
+
+}  // namespace bittern
