@@ -112,6 +112,47 @@ inline void Subtract(float* x, const float* y, std::int64_t stride, std::int64_t
   }
 }
 
+// to[j][i] = x[i][j]; rows of `to` are filled up with zeros to whole vectors. T has 4 bytes.
+template <class T>
+void Transpose(const T* x, std::int64_t stride, std::int64_t rows, std::int64_t columns, T* to,
+               std::int64_t to_stride) {
+  // Squares of 4 x 4, 16 of them after one another, so that lines are written whole.
+  constexpr std::int64_t kBlock = 16;
+  const hn::FixedTag<T, 4> d;
+  for (std::int64_t first = 0; first < rows; first += kBlock) {
+    const std::int64_t last = std::min(rows, first + kBlock);
+    for (std::int64_t j = 0; j < columns; j += 4) {
+      if (j + 4 > columns) {
+        for (std::int64_t i = first; i < last; ++i)
+          for (std::int64_t c = j; c < columns; ++c) to[c * to_stride + i] = x[i * stride + c];
+        continue;
+      }
+      std::int64_t i = first;
+      for (; i + 4 <= last; i += 4) {
+        const T* from = x + i * stride + j;
+        T* out = to + j * to_stride + i;
+        const auto r0 = hn::LoadU(d, from), r1 = hn::LoadU(d, from + stride);
+        const auto r2 = hn::LoadU(d, from + 2 * stride), r3 = hn::LoadU(d, from + 3 * stride);
+        const auto even0 = hn::InterleaveLower(d, r0, r2), odd0 = hn::InterleaveLower(d, r1, r3);
+        const auto even1 = hn::InterleaveUpper(d, r0, r2), odd1 = hn::InterleaveUpper(d, r1, r3);
+        hn::StoreU(hn::InterleaveLower(d, even0, odd0), d, out);
+        hn::StoreU(hn::InterleaveUpper(d, even0, odd0), d, out + to_stride);
+        hn::StoreU(hn::InterleaveLower(d, even1, odd1), d, out + 2 * to_stride);
+        hn::StoreU(hn::InterleaveUpper(d, even1, odd1), d, out + 3 * to_stride);
+      }
+      for (; i < last; ++i)
+        for (std::int64_t c = j; c < j + 4; ++c) to[c * to_stride + i] = x[i * stride + c];
+    }
+  }
+  for (std::int64_t j = 0; j < columns; ++j)
+    std::fill(to + j * to_stride + rows, to + j * to_stride + Padded(rows), T{});
+}
+
+// Of the lanes j, j + 1, ... those below `end`.
+HWY_INLINE hn::Mask<D> Before(std::int64_t j, std::int64_t end) {
+  return hn::FirstN(D(), static_cast<std::size_t>(std::clamp<std::int64_t>(end - j, 0, kLanes)));
+}
+
 }  // namespace tile
 }  // namespace HWY_NAMESPACE
 }  // namespace bittern
