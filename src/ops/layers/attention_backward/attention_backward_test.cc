@@ -226,6 +226,25 @@ TEST(AttentionBackward, ANanReachesOnlyWhatIsMadeOfIt) {
   }
 }
 
+// Whole heads on one thread, and blocks of one head on many, whose sums are kept between two
+// passes.
+TEST(AttentionBackward, ThreadsDoNotChangeABit) {
+  const Desc d{.tokens = 700, .sequences = 3, .heads = 2, .kv_heads = 1, .dim = 16, .window = 150};
+  Problem one(d, {0, 30, 640, 700});
+  const auto run = [](Problem& p, int threads) {
+    const auto plan = Plan<Op>::select(p.d, {}, Preference::exact, "cpu", threads);
+    return plan ? oracle::run_plan(*plan, p.args()) : plan.status();
+  };
+  expect_ok(run(one, 1));
+  for (const int threads : {2, 3, 16}) {
+    Problem many(d, one.bounds);
+    expect_ok(run(many, threads));
+    EXPECT_EQ(many.d_q, one.d_q) << threads;
+    EXPECT_EQ(many.d_k, one.d_k) << threads;
+    EXPECT_EQ(many.d_v, one.d_v) << threads;
+  }
+}
+
 TEST(AttentionBackward, ErrorsNameWhatIsWrong) {
   const Code bad = Code::invalid_argument;
   const std::string op = "attention_backward: ";
@@ -259,10 +278,16 @@ TEST(AttentionBackward, ErrorsNameWhatIsWrong) {
   expect_error(run_op<Op>(p.d, a), bad, op + "d_out: null, expected f32 [3,2,4]");
   a = p.args();
   a.d_q.data = const_cast<void*>(a.q.data);
-  EXPECT_EQ(run_op<Op>(p.d, a).code(), bad);
+  expect_error(run_op<Op>(p.d, a), bad, op + "d_q: overlaps q, expected memory of its own");
   a = p.args();
   a.d_k = a.d_v;
-  EXPECT_EQ(run_op<Op>(p.d, a).code(), bad);
+  expect_error(run_op<Op>(p.d, a), bad, op + "d_v: overlaps d_k, expected memory of its own");
+  a = p.args();
+  a.cu_seqlens = {};
+  expect_error(run_op<Op>(p.d, a), bad, op + "cu_seqlens: null, expected s32 [3]");
+  a = p.args();
+  a.k.stride[2] = 2;
+  expect_error(run_op<Op>(p.d, a), Code::unsupported, op + "k: stride 2 of axis 2, expected 1");
   const auto plan = Plan<Op>::select(p.d, {}, Preference::exact, "cpu", 1);
   expect_error(
       plan->run(p.args()), bad,
