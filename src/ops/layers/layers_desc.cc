@@ -123,9 +123,9 @@ Status AttentionBackward::check(const Desc& d) noexcept try {
                 number_text(d.softcap) + ", expected 0 or a positive normal number of f32");
   }
   BITTERN_TRY(expect_between(kName, "window", d.window, 0, std::int64_t{1} << 31));
-  BITTERN_TRY(expect_countable(kName, {d.tokens, d.heads, d.dim}));
-  // What every thread keeps of a sequence.
-  constexpr std::int64_t kThreads = 1 << 16, kFloats = 1 << 13;
+  // The tensors; what a kernel keeps of each query, and what each thread keeps of a sequence.
+  constexpr std::int64_t kMostDim = 1024, kThreads = 1 << 16, kFloats = 1 << 13;
+  BITTERN_TRY(expect_countable(kName, {d.tokens, d.heads, kMostDim}));
   return expect_countable(kName, {d.tokens, kThreads, kFloats});
 } catch (...) {
   return caught(kName);

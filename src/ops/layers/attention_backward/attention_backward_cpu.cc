@@ -53,8 +53,8 @@ struct Tile {
   }
 };
 
-// Calls f(r, column, seen) for a vector of queries, from column on, and each key r in turn;
-// seen(a, b) is a where the query sees the key, and b elsewhere.
+// Calls f(at, seen) for the vector of queries from `column` on and each key in turn: `at` is their
+// place in the tile, and seen(a, b) is a where the query sees the key, b elsewhere.
 template <class F>
 HWY_INLINE void ForKeys(const Tile& t, std::int64_t column, const F& f) {
   if (t.Whole()) {
@@ -330,14 +330,16 @@ BITTERN_EXPORT(RunAttentionPart);
 BITTERN_EXPORT(RunAttentionQueries);
 BITTERN_EXPORT(RunAttentionKeys);
 
-// The sums of all blocks of queries, then the threads' scratch.
+// Blocks there can be at most; an empty sequence has none.
+std::int64_t most_blocks(const Op::Desc& d) { return std::min(d.tokens, d.rows().most_chunks()); }
+
+// The workspace is the sums of all blocks of queries, then the threads' scratch.
 std::int64_t shared_floats(const Op::Desc& d) {
-  return d.heads * d.rows().most_chunks() * AttentionSums::kFloats;
+  return d.heads * most_blocks(d) * AttentionSums::kFloats;
 }
 
 std::size_t workspace(const Op::Desc& d, Device) {
-  const std::int64_t threads =
-      std::min<std::int64_t>(num_threads(), d.rows().most_chunks() * d.kv_heads);
+  const std::int64_t threads = std::min<std::int64_t>(num_threads(), most_blocks(d) * d.kv_heads);
   return static_cast<std::size_t>(shared_floats(d) + threads * AttentionScratch(d).floats()) *
          sizeof(float);
 }
@@ -402,7 +404,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace space) {
     return each(static_cast<std::int64_t>(blocks.size()),
                 [&](std::int64_t i, const AttentionScratch& s) {
                   const Block& block = blocks[static_cast<std::size_t>(i)];
-                  f(d, a, *block.part, block.first, s, sums, d.rows().most_chunks());
+                  f(d, a, *block.part, block.first, s, sums, most_blocks(d));
                 });
   };
   BITTERN_TRY(for_blocks(BITTERN_CALL(RunAttentionQueries)));

@@ -166,6 +166,13 @@ TEST(AttentionBackward, ATokenAloneHasNoGradientOfItsLogit) {
   }
 }
 
+TEST(AttentionBackward, EmptySequencesTakeNoMemory) {
+  const Desc d{.sequences = std::int64_t{1} << 31, .heads = 1 << 16};
+  const auto plan = Plan<Op>::select(d, {}, Preference::exact, "cpu");
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  EXPECT_EQ(plan->workspace_bytes(), 0u);
+}
+
 // Logits of -inf: the first query has no other, and adds nothing; to the later ones they weigh 0.
 TEST(AttentionBackward, LogitsOfMinusInfinityWeighNothing) {
   for (const std::string_view kernel : kBothKernels) {
