@@ -389,6 +389,7 @@ TEST_F(Allocation, ChecksOfDescriptors) {
   bad("check_rope_desc", [&] { return check_rope_desc(op, {.rotary_dim = 3}); });
   bad("check_gated_activation_desc", [&] { return check_gated_activation_desc(op, {.dim = 0}); });
   bad("check_log_softmax_desc", [&] { return check_log_softmax_desc(op, {.temperature = 0}); });
+  bad("AttentionBackward::check", [&] { return AttentionBackward::check({.dim = 0}); });
   bad("check_gdn_desc", [&] { return check_gdn_desc(op, {.tokens = -1}); });
   bad("check_gguf_desc", [&] { return check_gguf_desc(op, {.outer_size = -1}); });
   bad("check_quantize_desc", [&] { return check_quantize_desc(op, {.outer_size = -1}, {}); });

@@ -181,6 +181,7 @@ __all__ = [
     "pack_panels",
     "unpack_panels",
     "embedding",
+    "attention_backward",
 ]
 __version__: str
 
@@ -2709,4 +2710,62 @@ def embedding(
 
     y[i] = row ids[i] of W: the numbers that its weights stand for (bittern/matmul_desc.h), in f32,
     rounded to y's dtype.
+    """
+
+def attention_backward(
+    d_out: _Array | SupportsFloat,
+    q: _Array | SupportsFloat,
+    k: _Array | SupportsFloat,
+    v: _Array | SupportsFloat,
+    cu_seqlens: _Array | SupportsFloat | None = None,
+    *,
+    d_q: _Array | None = None,
+    d_k: _Array | None = None,
+    d_v: _Array | None = None,
+    tokens: int | None = None,
+    sequences: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    dim: int | None = None,
+    scale: float = 0.0,
+    softcap: float = 0.0,
+    window: int = 0,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> tuple[_Result, _Result, _Result]:
+    """Returns d_q, d_k, d_v.
+
+    The gradients of causal softmax attention: of what aura_attention computes where all tokens are
+    `first` ones. For query i and head h, with the keys and values of KV head h / (heads / kv_heads)
+    and sums over the tokens t that the query sees:
+
+      out[i,h] = sum_t p_t v_t      p_t = exp(x_t - m) / l      l = sum_t exp(x_t - m)
+      x_t = scale * q[i,h] . k_t    or with a softcap > 0: softcap * tanh(that / softcap)
+
+    Sequences are runs of the tokens (bittern/sequences.h); with sequences 0 there is one. They may
+    be empty. Token i sees those of its sequence up to itself, and with a window w > 0 none that is w
+    or more before it. Nothing of the forward pass is kept: all is computed anew.
+
+    The order of operations, all in f32; exp and tanh as in core/math.h. Dots and sums over t are
+    acc = fma(a, b, acc) from 0 with j or t ascending, but l is acc + e_t:
+
+      a    = q * scale              s_t = sum_j a_j k_tj
+      x_t  = s_t                    or with a softcap: u_t = tanh(s_t / softcap), x_t = softcap * u_t
+      m    the largest x_t that is not NaN, or -inf
+      e_t  = exp(x_t - m), or exp(x_t) where m = -inf
+      l    = sum_t e_t              r = 1 / l, or 0 where l = 0
+      g_t  = sum_j d_out_j v_tj     D = r * sum_t e_t g_t
+      p_t  = e_t * r
+      z_t  = p_t * (g_t - D)        or with a softcap: (that) * fma(-u_t, u_t, 1)
+
+      d_q_j  = scale * sum_t z_t k_tj
+      d_k_tj = sum of z_t a_j       over the heads of the group, and for each over the queries that
+      d_v_tj = sum of p_t d_out_j   see t, both ascending: one accumulator, from 0
+
+    What a query does not see is not computed: a NaN in a row affects only the queries that see it,
+    and what these see. A query whose logits are all -inf adds nothing.
     """

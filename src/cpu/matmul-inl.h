@@ -39,11 +39,17 @@ constexpr std::int64_t Padded(std::int64_t columns) {
 inline constexpr int kTileRows = 6;
 inline constexpr int kTileVectors = HWY_TARGET == HWY_AVX2 ? 2 : 4;
 
+// The elements (i, k) of a matrix with i + begin <= k < i + end.
+struct Band {
+  std::int64_t begin = 0, end = 0;
+};
+
 // A left operand: element (i, k) is data[i * row + k * column].
 struct Left {
   const float* data;
   std::int64_t row;
   std::int64_t column = 1;
+  Band band{};  // of Kind::band
 };
 
 // Which terms row i has, and what is done with their sum.
@@ -51,6 +57,7 @@ enum class Kind {
   full,         // k < depth
   lower,        // k <= i: the left operand is lower triangular
   upper,        // k >= i: it is upper triangular; `depth` is the number of rows
+  band,         // k < depth inside the left operand's band
   solve_lower,  // k < i, and c[i][j] - sum replaces c[i][j], which is b[i][j] of the rows below
   solve_upper,  // k > i, descending, and the same with the rows above
 };
@@ -96,6 +103,25 @@ HWY_INLINE void Tile(const Left& a, const float* b, std::int64_t b_stride, float
   };
   if constexpr (kKind == Kind::full) {
     for (std::int64_t k = 0; k < depth; ++k) add(k);
+  } else if constexpr (kKind == Kind::band) {
+    const auto begin = [&](int r) {
+      return std::clamp<std::int64_t>(first + r + a.band.begin, 0, depth);
+    };
+    const auto end = [&](int r) {
+      return std::clamp<std::int64_t>(first + r + a.band.end, 0, depth);
+    };
+    const auto add_some = [&](std::int64_t k) HWY_ATTR {  // to the rows that have term k
+      for (int r = 0; r < kRows; ++r) {
+        if (k < begin(r) || k >= end(r)) continue;
+        const V x = hn::Set(d, left[r * a.row + k * a.column]);
+        for (int v = 0; v < kVectors; ++v)
+          sum[r][v] = hn::MulAdd(x, hn::LoadU(d, b + k * b_stride + v * kLanes), sum[r][v]);
+      }
+    };
+    std::int64_t k = begin(0);
+    for (; k < begin(kRows - 1); ++k) add_some(k);
+    for (; k < end(0); ++k) add(k);
+    for (; k < end(kRows - 1); ++k) add_some(k);
   } else if constexpr (kKind == Kind::lower || kKind == Kind::solve_lower) {
     for (std::int64_t k = 0; k < first; ++k) add(k);
     for (int s = 0; s < kRows; ++s) add_diagonal(s);
@@ -178,6 +204,28 @@ inline void MultiplyToLower(std::int64_t rows, std::int64_t depth, const Left& a
   for (std::int64_t i = 0; i < rows; i += 2 * kTileRows) {
     const std::int64_t end = std::min(rows, i + 2 * kTileRows);
     Panels<Kind::full>(i, end, end, a, b, b_stride, c, c_stride, depth, false);
+  }
+}
+
+// The same for an a[rows, depth] of which only a.band is read: row i has the terms inside it.
+inline void MultiplyBand(std::int64_t rows, std::int64_t columns, std::int64_t depth, const Left& a,
+                         const float* b, std::int64_t b_stride, float* c, std::int64_t c_stride,
+                         bool from_c = false) {
+  Panels<Kind::band>(0, rows, columns, a, b, b_stride, c, c_stride, depth, from_c);
+}
+
+// The elements inside `band` of c[rows, columns] = a[rows, depth] b[depth, columns]; the others are
+// undefined.
+inline void MultiplyToBand(std::int64_t rows, std::int64_t columns, std::int64_t depth,
+                           const Band& band, const Left& a, const float* b, std::int64_t b_stride,
+                           float* c, std::int64_t c_stride) {
+  for (std::int64_t i = 0; i < rows; i += 2 * kTileRows) {
+    const std::int64_t end = std::min(rows, i + 2 * kTileRows);
+    const std::int64_t left = std::max<std::int64_t>(i + band.begin, 0) / kLanes * kLanes;
+    const std::int64_t right = std::min(columns, end - 1 + band.end);
+    if (left < right)
+      Panels<Kind::full>(i, end, right - left, a, b + left, b_stride, c + left, c_stride, depth,
+                         false);
   }
 }
 

@@ -102,6 +102,16 @@ inline void Scale(float factor, float* x, std::int64_t n) {
     hn::StoreU(hn::Mul(hn::LoadU(d, x + i), f), d, x + i);
 }
 
+// x = x - y
+inline void Subtract(float* x, const float* y, std::int64_t stride, std::int64_t rows,
+                     std::int64_t columns) {
+  const D d;
+  for (std::int64_t r = 0; r < rows; ++r, x += stride, y += stride) {
+    for (std::int64_t j = 0; j < columns; j += kLanes)
+      hn::StoreU(hn::Sub(hn::LoadU(d, x + j), hn::LoadU(d, y + j)), d, x + j);
+  }
+}
+
 // to[j][i] = x[i][j]; rows of `to` are filled up with zeros to whole vectors. T has 4 bytes.
 template <class T>
 void Transpose(const T* x, std::int64_t stride, std::int64_t rows, std::int64_t columns, T* to,
@@ -138,14 +148,9 @@ void Transpose(const T* x, std::int64_t stride, std::int64_t rows, std::int64_t 
     std::fill(to + j * to_stride + rows, to + j * to_stride + Padded(rows), T{});
 }
 
-// x = x - y
-inline void Subtract(float* x, const float* y, std::int64_t stride, std::int64_t rows,
-                     std::int64_t columns) {
-  const D d;
-  for (std::int64_t r = 0; r < rows; ++r, x += stride, y += stride) {
-    for (std::int64_t j = 0; j < columns; j += kLanes)
-      hn::StoreU(hn::Sub(hn::LoadU(d, x + j), hn::LoadU(d, y + j)), d, x + j);
-  }
+// Of the lanes j, j + 1, ... those below `end`.
+HWY_INLINE hn::Mask<D> Before(std::int64_t j, std::int64_t end) {
+  return hn::FirstN(D(), static_cast<std::size_t>(std::clamp<std::int64_t>(end - j, 0, kLanes)));
 }
 
 }  // namespace tile

@@ -22,6 +22,7 @@ namespace gdn {
 using cpu::gdn::kRows;
 using cpu::gdn::Sums;
 using matmul::Left;
+using tile::Before;
 using tile::D;
 using tile::kLanes;
 using tile::Padded;
@@ -125,11 +126,6 @@ void LoadGates(const GdnDesc& d, const Args& a, const GdnChunk& chunk, std::int6
   }
   std::fill(sums.high + chunk.rows, sums.high + kRows, 0.0f);
   std::fill(sums.low + chunk.rows, sums.low + kRows, 0.0f);
-}
-
-// Of the lanes j, j + 1, ... those below `end`.
-HWY_INLINE hn::Mask<D> Before(std::int64_t j, std::int64_t end) {
-  return hn::FirstN(D(), static_cast<std::size_t>(std::clamp<std::int64_t>(end - j, 0, kLanes)));
 }
 
 // out[i][j] = (factor[i] * x[i][j]) * e^(sum[i] - sum[j]) for j < i, and j = i if `diagonal`; zeros

@@ -5,6 +5,7 @@
 #include "bittern/conv_desc.h"
 #include "bittern/layers_desc.h"
 #include "bittern/norm_desc.h"
+#include "bittern/ops/attention_backward.h"
 #include "core/expect.h"
 #include "core/float_mode.h"
 #include "core/guarded.h"
@@ -98,6 +99,36 @@ Status check_log_softmax_desc(std::string_view op, const LogSoftmaxDesc& d) noex
   return {};
 } catch (...) {
   return caught(op);
+}
+
+float AttentionBackwardDesc::softmax_scale() const noexcept {
+  return static_cast<float>(scale == 0 ? 1 / std::sqrt(static_cast<double>(dim)) : scale);
+}
+
+Status AttentionBackward::check(const Desc& d) noexcept try {
+  const FloatMode mode;
+  BITTERN_TRY(check_sequences(kName, d.rows()));
+  BITTERN_TRY(expect_between(kName, "heads", d.heads, 1, 1 << 16));
+  BITTERN_TRY(expect_between(kName, "kv_heads", d.kv_heads, 1, 1 << 16));
+  if (d.heads % d.kv_heads != 0) {
+    return fail(kName, "heads",
+                std::to_string(d.heads) + ", expected a multiple of kv_heads " +
+                    std::to_string(d.kv_heads));
+  }
+  BITTERN_TRY(expect_between(kName, "dim", d.dim, 1, 1024));
+  BITTERN_TRY(expect_finite_f32(kName, "scale", d.scale));
+  BITTERN_TRY(expect_finite_f32(kName, "softcap", d.softcap));
+  if (d.softcap != 0 && !(d.softcap >= 0x1p-126)) {
+    return fail(kName, "softcap",
+                number_text(d.softcap) + ", expected 0 or a positive normal number of f32");
+  }
+  BITTERN_TRY(expect_between(kName, "window", d.window, 0, std::int64_t{1} << 31));
+  // The tensors; what a kernel keeps of each query, and what each thread keeps of a sequence.
+  constexpr std::int64_t kMostDim = 1024, kThreads = 1 << 16, kFloats = 1 << 13;
+  BITTERN_TRY(expect_countable(kName, {d.tokens, d.heads, kMostDim}));
+  return expect_countable(kName, {d.tokens, kThreads, kFloats});
+} catch (...) {
+  return caught(kName);
 }
 
 }  // namespace bittern
