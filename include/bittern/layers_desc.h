@@ -70,7 +70,6 @@ struct LogSoftmaxDesc {
   DType element = DType::f32;  // of x: f32 f16 bf16
   bool operator==(const LogSoftmaxDesc&) const = default;
 
-  static constexpr std::int64_t kBlock = 4096;  // elements summed apart
   Axes shape() const { return {{"rows", rows}, {"dim", dim}}; }
 };
 Status check_log_softmax_desc(std::string_view op, const LogSoftmaxDesc& d) noexcept;
