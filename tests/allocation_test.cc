@@ -390,6 +390,11 @@ TEST_F(Allocation, ChecksOfDescriptors) {
   bad("check_gated_activation_desc", [&] { return check_gated_activation_desc(op, {.dim = 0}); });
   bad("check_log_softmax_desc", [&] { return check_log_softmax_desc(op, {.temperature = 0}); });
   bad("AttentionBackward::check", [&] { return AttentionBackward::check({.dim = 0}); });
+  bad("check_kl_loss_desc", [&] { return check_kl_loss_desc(op, {.top = -1}); });
+  bad("KlLoss::check_contents", [&] {
+    return KlLoss::check_contents({.rows = 1, .dim = 5, .top = 3}, {.ids = view(starts, {1, 3})});
+  });
+  bad("check_adam_desc", [&] { return check_adam_desc(op, {.step = 0}); });
   bad("check_gdn_desc", [&] { return check_gdn_desc(op, {.tokens = -1}); });
   bad("check_gguf_desc", [&] { return check_gguf_desc(op, {.outer_size = -1}); });
   bad("check_quantize_desc", [&] { return check_quantize_desc(op, {.outer_size = -1}, {}); });

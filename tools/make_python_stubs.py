@@ -301,7 +301,9 @@ def outputs_by_choice(op, body):
 
 
 def returned(names):
-    return "_Result" if len(names) == 1 else f"tuple[{', '.join(['_Result'] * len(names))}]"
+    if len(names) < 2:
+        return "_Result" if names else "None"
+    return f"tuple[{', '.join(['_Result'] * len(names))}]"
 
 
 def variants(function):
@@ -360,7 +362,8 @@ def signature(function, types, result, text):
 
 
 def stub(function):
-    returns = ", ".join(o.name for o in function._body.outputs)
+    updated = ", ".join(o.name for o in function._body.inputs if o.output)
+    returns = ", ".join(o.name for o in function._body.outputs) or f"nothing; updates {updated}"
     text = f'\n    """Returns {returns}.\n\n{formula(function.__name__)}\n    """'
     all_of_them = variants(function)
     if len(all_of_them) == 1:

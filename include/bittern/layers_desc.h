@@ -1,4 +1,5 @@
-// The problems of the small layers of a decoder: rms_norm, rope, gated_activation, log_softmax.
+// The problems of the small layers of a decoder (rms_norm, rope, gated_activation, log_softmax) and
+// of learning: their gradients, kl_loss, adam.
 #pragma once
 #include "bittern/norm_desc.h"
 #include "bittern/plan.h"
@@ -9,11 +10,13 @@ struct RmsNormDesc {
   std::int64_t rows = 0;
   std::int64_t dim = 128;
   double eps = 1e-6;
-  double offset = 0;           // added to the weight: 1 in Gemma
-  DType element = DType::f32;  // f32 f16 bf16
-  NormRounding rounding = NormRounding::once;
+  double offset = 0;                           // added to the weight: 1 in Gemma
+  DType element = DType::f32;                  // f32 f16 bf16
+  NormRounding rounding = NormRounding::once;  // read by the forward
   bool operator==(const RmsNormDesc&) const = default;
 
+  static constexpr std::int64_t kBlock = 64;  // rows that the backward sums one after the other
+  std::int64_t blocks() const { return (rows + kBlock - 1) / kBlock; }
   Axes shape() const { return {{"rows", rows}, {"dim", dim}}; }
   Axes weight_shape() const { return {{"dim", dim}}; }
 };
@@ -54,8 +57,8 @@ struct GatedActivationDesc {
   std::int64_t rows = 0;
   std::int64_t dim = 128;
   GatedKind kind = GatedKind::swiglu;
-  DType element = DType::f32;  // f32 f16 bf16
-  NormRounding rounding = NormRounding::once;
+  DType element = DType::f32;                  // f32 f16 bf16
+  NormRounding rounding = NormRounding::once;  // read by the forward
   bool operator==(const GatedActivationDesc&) const = default;
 
   Axes shape() const { return {{"rows", rows}, {"dim", dim}}; }
@@ -70,9 +73,35 @@ struct LogSoftmaxDesc {
   DType element = DType::f32;  // of x: f32 f16 bf16
   bool operator==(const LogSoftmaxDesc&) const = default;
 
-  static constexpr std::int64_t kBlock = 4096;  // elements summed apart
   Axes shape() const { return {{"rows", rows}, {"dim", dim}}; }
 };
 Status check_log_softmax_desc(std::string_view op, const LogSoftmaxDesc& d) noexcept;
+
+struct KlLossDesc {
+  std::int64_t rows = 0;
+  std::int64_t dim = 128;
+  std::int64_t top = 0;  // tokens that the teacher gives; 0: all, as logits
+  double softcap = 0;    // of the student's logits; 0: none
+  double temperature = 1;
+  bool operator==(const KlLossDesc&) const = default;
+
+  Axes shape() const { return {{"rows", rows}, {"dim", dim}}; }
+  Axes top_shape() const { return {{"rows", rows}, {"top", top}}; }
+  Axes row_shape() const { return {{"rows", rows}}; }
+};
+Status check_kl_loss_desc(std::string_view op, const KlLossDesc& d) noexcept;
+
+struct AdamDesc {
+  std::int64_t count = 0;
+  double rate = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double epsilon = 1e-8;
+  std::int64_t step = 1;
+  bool operator==(const AdamDesc&) const = default;
+
+  Axes shape() const { return {{"count", count}}; }
+};
+Status check_adam_desc(std::string_view op, const AdamDesc& d) noexcept;
 
 }  // namespace bittern

@@ -333,7 +333,8 @@ class Function:
             workspace = _cuda.new_workspace(arrays.values(), chosen.workspace_bytes, stream)
         chosen.run(stream=stream, workspace=workspace, **operands)
         _cuda.keep_until_done(arrays.values(), stream)
-        return results[0] if len(results) == 1 else tuple(results)
+        # An op that only updates what it is given returns nothing.
+        return results[0] if len(results) == 1 else tuple(results) or None
 
 
 def _axes(operand):

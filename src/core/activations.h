@@ -4,10 +4,10 @@
 //   gelu_tanh(x)  x / (1 + e^-u), u = 2 sqrt(2 / pi) (x + 0.044715 x^3): torch's gelu(approximate =
 //                 "tanh") in another form; within 4 ulp for x >= -1, below that within 2^-24
 //   gelu(x)       x P(N(0, 1) < x): within 10 ulp for x >= -13, below that (where the probability
-//   is
-//                 nearly subnormal) within 2^-126
+//                 is nearly subnormal) within 2^-126
+//   gelu_tanh_slope(x), gelu_slope(x)   their derivatives, within 2^-19 and 2^-21
 //
-// gelu and gelu_tanh are NaN at -infinity, as x * 0 is.
+// gelu and gelu_tanh are NaN at -infinity, as x * 0 is. The slopes are 0 there, and 1 at +infinity.
 #pragma once
 #include "core/math.h"
 
@@ -16,9 +16,22 @@ namespace bittern::math {
 inline constexpr float kGeluTanhLinear = 0x1.988454p0f;  // 2 sqrt(2 / pi)
 inline constexpr float kGeluTanhCubic = 0x1.2444f2p-4f;  // and times 0.044715
 
-BITTERN_HOST_DEVICE inline float gelu_tanh(float x) {
-  const float u = x * std::fma(x * x, kGeluTanhCubic, kGeluTanhLinear);
-  return x * sigmoid(u);
+// sigmoid(u)
+BITTERN_HOST_DEVICE inline float gelu_tanh_gate(float x) {
+  return sigmoid(x * std::fma(x * x, kGeluTanhCubic, kGeluTanhLinear));
+}
+BITTERN_HOST_DEVICE inline float gelu_tanh(float x) { return x * gelu_tanh_gate(x); }
+
+// s (1 + x u' (1 - s)) with s = sigmoid(u), which is 0 or 1 beyond kGeluTanhMost: x u' must not
+// overflow there.
+inline constexpr float kGeluTanhMost = 12.0f;
+inline constexpr float kGeluTanhSlope = 3 * kGeluTanhCubic;
+BITTERN_HOST_DEVICE inline float gelu_tanh_slope(float x, float gate) {
+  float t = std::fabs(x);
+  if (t > kGeluTanhMost) t = kGeluTanhMost;  // false for NaN, which goes through
+  t = std::copysign(t, x);
+  const float slope = t * std::fma(t * t, kGeluTanhSlope, kGeluTanhLinear);
+  return gate * std::fma(slope, 1.0f - gate, 1.0f);
 }
 
 // P(N(0, 1) > t) = e^(-t^2 / 2) (c0 + c1 q + ...), q = (t - 3) / (t + 3), within 2^-22.4 for 0 <= t
@@ -32,7 +45,11 @@ constexpr float gelu_term(int i) {
   return kTerms[i];
 }
 
-BITTERN_HOST_DEVICE inline float gelu(float x) {
+// t is |x|, at most kGeluMost; bell is e^(-t^2 / 2), below is P(N(0, 1) < x).
+struct GeluParts {
+  float t, bell, below;
+};
+BITTERN_HOST_DEVICE inline GeluParts gelu_parts(float x) {
   float t = std::fabs(x);
   if (t > kGeluMost) t = kGeluMost;  // false for NaN, which goes through
   const float q = (t - kGeluMiddle) / (t + kGeluMiddle);
@@ -41,8 +58,17 @@ BITTERN_HOST_DEVICE inline float gelu(float x) {
   const float half = -0.5f * t;
   const float square = half * t;
   const float lost = std::fma(half, t, -square);
-  const float tail = exp(square, lost) * p;
-  return x * (x < 0 ? tail : 1.0f - tail);
+  const float bell = exp(square, lost);
+  const float tail = bell * p;
+  return {t, bell, x < 0 ? tail : 1.0f - tail};
+}
+BITTERN_HOST_DEVICE inline float gelu(float x) { return x * gelu_parts(x).below; }
+
+// P(N(0, 1) < x) + x e^(-x^2 / 2) / sqrt(2 pi)
+inline constexpr float kInverseRootTwoPi = 0x1.988454p-2f;
+BITTERN_HOST_DEVICE inline float gelu_slope(float x, const GeluParts& parts) {
+  const float density = kInverseRootTwoPi * parts.bell;
+  return std::fma(std::copysign(parts.t, x), density, parts.below);
 }
 
 }  // namespace bittern::math

@@ -147,6 +147,26 @@ HWY_INLINE hn::Vec<D> Tanh(D d, hn::Vec<D> x) {
   return hn::CopySignToAbs(hn::IfThenElse(hn::Lt(a, set(math::kTanhSmall)), near, far), x);
 }
 
+template <class D>
+HWY_INLINE hn::Vec<D> Exp64(D d, hn::Vec<D> x) {
+  const hn::RebindToUnsigned<D> du;
+  const auto set = [d](double c) HWY_ATTR { return hn::Set(d, c); };
+  const auto most = set(math::kExpMost64), least = set(math::kExpLeast64);
+  const auto below = hn::Lt(x, least);
+  auto t = hn::IfThenElse(hn::Gt(x, most), most, x);
+  t = hn::IfThenElse(below, least, t);
+  const auto rounder = set(math::kRounder64);
+  const auto shifted = hn::MulAdd(t, set(math::kLog2E64), rounder);
+  const auto n = hn::Sub(shifted, rounder);
+  auto r = hn::MulAdd(n, set(-math::kLn264), t);
+  r = hn::MulAdd(n, set(-math::kLn264Low), r);
+  auto p = set(math::exp_term64(13));
+  for (int i = 12; i >= 0; --i) p = hn::MulAdd(p, r, set(math::exp_term64(i)));
+  const auto whole = hn::Sub(hn::BitCast(du, shifted), hn::BitCast(du, rounder));
+  const auto power = hn::ShiftLeft<52>(hn::Add(whole, hn::Set(du, std::uint64_t{1023})));
+  return hn::IfThenZeroElse(below, hn::Mul(p, hn::BitCast(d, power)));
+}
+
 // log1p(e^x) in f64 lanes.
 template <class D>
 HWY_INLINE hn::Vec<D> SoftplusF64(D d, hn::Vec<D> t) {

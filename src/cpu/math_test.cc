@@ -2,6 +2,7 @@
 // Every bit pattern whose low bits are a few odd ones: all exponents, both signs, NaN, infinities.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
 #include <vector>
 
@@ -35,7 +36,14 @@ void Evaluate(int function, const float* x, std::int64_t n, float* y) {
       case 6: hn::StoreU(Exp(d, v, hn::Set(d, -0.0625f)), d, y + i); break;
       case 7: hn::StoreU(Tanh(d, v), d, y + i); break;
       case 8: hn::StoreU(GeluTanh(d, v), d, y + i); break;
-      default: hn::StoreU(Gelu(d, v), d, y + i); break;
+      case 9: hn::StoreU(Gelu(d, v), d, y + i); break;
+      case 10: hn::StoreU(GeluTanhSlope(d, v, GeluTanhGate(d, v)), d, y + i); break;
+      default: {
+        GeluParts<hn::Vec<decltype(d)>> parts;
+        SplitGelu(d, v, parts);
+        hn::StoreU(GeluSlope(d, v, parts), d, y + i);
+        break;
+      }
     }
   }
 }
@@ -91,6 +99,21 @@ const Function kFunctions[] = {
      4.0, 0x1p-24, -1},
     {"gelu", math::gelu, [](double x) { return x * std::erfc(-x * 0.70710678118654752440) / 2; },
      10.0, 0x1p-126, -13},
+    {"gelu_tanh_slope", [](float x) { return math::gelu_tanh_slope(x, math::gelu_tanh_gate(x)); },
+     [](double x) {
+       x = std::clamp(x, -100.0, 100.0);  // 0 and 1 beyond
+       constexpr double kLinear = 2 * 0.79788456080286535588;
+       const double s = 1 / (1 + std::exp(-kLinear * (x + 0.044715 * x * x * x)));
+       return s + x * s * (1 - s) * kLinear * (1 + 3 * 0.044715 * x * x);
+     },
+     0, 0x1p-19},
+    {"gelu_slope", [](float x) { return math::gelu_slope(x, math::gelu_parts(x)); },
+     [](double x) {
+       x = std::clamp(x, -100.0, 100.0);
+       return std::erfc(-x * 0.70710678118654752440) / 2 +
+              x * std::exp(-x * x / 2) * 0.39894228040143267794;
+     },
+     0, 0x1p-21},
 };
 
 std::vector<float> inputs() {
@@ -186,6 +209,31 @@ TEST(Math, SpecialValues) {
   EXPECT_EQ(math::gelu_tanh(inf), inf);
   EXPECT_TRUE(std::isnan(math::gelu(-inf)));
   EXPECT_TRUE(std::isnan(math::gelu_tanh(-inf)));
+  for (const float x : {inf, 3e38f, 14.6f}) {
+    EXPECT_EQ(math::gelu_slope(x, math::gelu_parts(x)), 1.0f);
+    EXPECT_EQ(math::gelu_slope(-x, math::gelu_parts(-x)), 0.0f);
+    EXPECT_EQ(math::gelu_tanh_slope(x, math::gelu_tanh_gate(x)), 1.0f);
+    EXPECT_EQ(math::gelu_tanh_slope(-x, math::gelu_tanh_gate(-x)), 0.0f);
+  }
+  EXPECT_EQ(math::gelu_slope(0.0f, math::gelu_parts(0.0f)), 0.5f);
+  EXPECT_EQ(math::gelu_tanh_slope(0.0f, math::gelu_tanh_gate(0.0f)), 0.5f);
+  EXPECT_EQ(math::exp64(0.0), 1.0);
+  EXPECT_EQ(math::exp64(-708.0000001), 0.0);
+  EXPECT_EQ(math::exp64(-static_cast<double>(inf)), 0.0);
+  EXPECT_EQ(math::exp64(static_cast<double>(inf)), math::exp64(709.0));
+  EXPECT_TRUE(std::isnan(math::exp64(std::numeric_limits<double>::quiet_NaN())));
+}
+
+TEST(Math, Exp64IsWithinItsBound) {
+  long double worst = 0;
+  for (int i = -708 * 256; i <= 709 * 256; ++i) {
+    const double x = static_cast<double>(i) * 0x1.ffff123p-9;
+    const long double exact = std::exp(static_cast<long double>(x));
+    worst = std::max(worst, std::abs(static_cast<long double>(math::exp64(x)) - exact) / exact);
+  }
+  EXPECT_LE(worst, 0x1p-52L);
+  EXPECT_GT(worst, 0x1p-54L);  // long double is wider than f64
+  RecordProperty("exp64", std::to_string(static_cast<double>(worst * 0x1p53L)));
 }
 
 TEST(Math, SimdGivesTheScalarBits) {

@@ -168,26 +168,6 @@ Status check_operand(std::string_view op, const char* operand, const ConstView& 
   return {};
 }
 
-RowRuns::RowRuns(const Shape& shape, const Shape& stride, int inner) {
-  for (int i = 0; i < shape.rank - inner; ++i) {
-    if (shape[i] == 1) continue;
-    // An axis that goes on where the one before it steps to is the same run.
-    if (axes_ > 0 && stride_[axes_ - 1] == shape[i] * stride[i]) {
-      length_[axes_ - 1] *= shape[i];
-      stride_[axes_ - 1] = stride[i];
-      continue;
-    }
-    length_[axes_] = shape[i];
-    stride_[axes_++] = stride[i];
-  }
-}
-
-std::int64_t RowRuns::offset(std::int64_t row) const {
-  std::int64_t elements = 0;
-  for (std::size_t i = axes_; i-- > 0; row /= length_[i]) elements += row % length_[i] * stride_[i];
-  return elements;
-}
-
 Status check_overlap(std::string_view op, std::span<const Extent> extents) {
   for (std::size_t i = 0; i < extents.size(); ++i) {
     for (std::size_t j = i + 1; j < extents.size(); ++j) {

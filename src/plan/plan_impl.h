@@ -9,6 +9,7 @@
 
 #include "core/float_mode.h"
 #include "core/guarded.h"
+#include "core/row_runs.h"
 #include "core/thread_count.h"
 #include "plan/kernels.h"
 #include "plan/names.h"
@@ -61,25 +62,6 @@ std::string shape_hint(const typename Op::Desc& desc, std::string_view operand,
     return {};
   }
 }
-
-// The rows of a view that has several axes of any strides for them: runs of rows at equal
-// distances.
-class RowRuns {
- public:
-  RowRuns() = default;
-  // The last `inner` axes are a row's.
-  RowRuns(const Shape& shape, const Shape& stride, int inner);
-  // How many rows are at equal distances, from any multiple of this number on; 0: all.
-  std::int64_t length() const { return axes_ == 0 ? 0 : length_[axes_ - 1]; }
-  std::int64_t stride() const { return axes_ == 0 ? 0 : stride_[axes_ - 1]; }
-  bool whole() const { return axes_ <= 1; }
-  // Elements from the first row to this one.
-  std::int64_t offset(std::int64_t row) const;
-
- private:
-  std::size_t axes_ = 0;
-  std::array<std::int64_t, kMaxRank> length_{}, stride_{};
-};
 
 // f(desc, args) for each piece of a problem. A kernel knows rows at one distance. Views that have
 // them otherwise are given to it in as few pieces as they allow.

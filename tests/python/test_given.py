@@ -63,6 +63,9 @@ def test_no_op_makes_nothing_of_a_flat_array(op):
     except (ValueError, NotImplementedError, TypeError) as error:
         assert str(error).startswith(op)
         return
+    if not any(o.output and not o.in_out for o in table.operands):
+        assert result is None  # it only updates
+        return
     for array in result if isinstance(result, tuple) else (result,):
         assert array.size > 0
 

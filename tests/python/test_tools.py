@@ -265,7 +265,7 @@ def test_names_lists_every_operand_and_size():
         for part in (sizes, tensors)
     ]
     fields = {f for op in bittern.ops() for f in op.fields if not f.choices}
-    not_sizes = {"bits", "n_bins", "k_bits", "v_bits", "q_min", "q_max", "window"}
+    not_sizes = {"bits", "n_bins", "k_bits", "v_bits", "q_min", "q_max", "window", "step"}
     assert listed[0] == {f.name for f in fields if isinstance(f.default, int)} - not_sizes
     assert listed[1] == {o.name for op in bittern.ops() for o in op.operands}
 

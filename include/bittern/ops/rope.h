@@ -14,6 +14,9 @@
 // operations are in f32, each rounded once; factor is rounded to f32, y to `element`.
 //
 // y may be the memory of x. NaN and infinities stay in their pair.
+//
+// The gradient is rope itself with negated frequencies: cos is even and sin odd, so it turns d_y
+// back, times the same factor.
 #pragma once
 #include "bittern/layers_desc.h"
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/activations.h"
+
 namespace bittern::oracle {
 
 std::vector<CausalConvDesc> causal_conv_cases() {
@@ -71,6 +73,43 @@ void aim_norm_rows(const ConstView& x, std::int64_t dim, Rng& rng) {
     static constexpr double kSizes[] = {0, 1e-30, 1e18, 1e-4};
     const double size = kSizes[rng.below(std::size(kSizes))];
     for (std::int64_t j = 0; j < dim; ++j) put(x, i * dim + j, size * rng.normal());
+  }
+}
+
+std::vector<GatedActivationDesc> gated_activation_cases() {
+  std::vector<GatedActivationDesc> cases;
+  for (const std::int64_t dim : {1, 8, 17, 64, 131}) {
+    for (const DType element : {DType::f32, DType::bf16, DType::f16}) {
+      for (const GatedKind kind :
+           {GatedKind::swiglu, GatedKind::geglu_tanh, GatedKind::geglu_erf}) {
+        const std::size_t turn = cases.size();
+        cases.push_back({.rows = dim < 20 ? 37 : 9,
+                         .dim = dim,
+                         .kind = kind,
+                         .element = element,
+                         .rounding = turn % 2 == 0 ? NormRounding::once : NormRounding::each});
+      }
+    }
+  }
+  cases.push_back({.rows = 0, .dim = 16});
+  return cases;
+}
+
+void aim_gates(const ConstView& gate, Rng& rng) {
+  static constexpr double kAt[] = {0.0,
+                                   -0.0,
+                                   static_cast<double>(math::kGeluMost),
+                                   -static_cast<double>(math::kGeluMost),
+                                   static_cast<double>(math::kExpLeast),
+                                   -static_cast<double>(math::kExpLeast),
+                                   -87.3,
+                                   -5.4,
+                                   -9.2};
+  for (std::int64_t i = 0; i < gate.shape.numel(); ++i) {
+    if (rng.chance(3)) put(gate, i, 10 * rng.normal());
+    if (!rng.chance(4)) continue;
+    const double at = kAt[rng.below(std::size(kAt))];
+    put(gate, i, step(gate.dtype, at, static_cast<int>(rng.below(5)) - 2));
   }
 }
 

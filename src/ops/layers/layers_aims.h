@@ -12,4 +12,10 @@ std::vector<GatedNormDesc> gated_norm_cases();
 // x [rows, dim]
 void aim_norm_rows(const ConstView& x, std::int64_t dim, Rng& rng);
 
+// Every kind, element and tail.
+std::vector<GatedActivationDesc> gated_activation_cases();
+
+// Gates around 0 and around every threshold of the functions, and large ones.
+void aim_gates(const ConstView& gate, Rng& rng);
+
 }  // namespace bittern::oracle

@@ -1,11 +1,14 @@
 // When the descriptors of the family are well formed.
 #include <algorithm>
 #include <cmath>
+#include <utility>
+#include <vector>
 
 #include "bittern/conv_desc.h"
 #include "bittern/layers_desc.h"
 #include "bittern/norm_desc.h"
 #include "bittern/ops/attention_backward.h"
+#include "bittern/ops/kl_loss.h"
 #include "core/expect.h"
 #include "core/float_mode.h"
 #include "core/guarded.h"
@@ -13,12 +16,16 @@
 namespace bittern {
 namespace {
 
+Status expect_sizes(std::string_view op, std::int64_t rows, std::int64_t dim) {
+  BITTERN_TRY(expect_at_least(op, "rows", rows, 0));
+  BITTERN_TRY(expect_between(op, "dim", dim, 1, 1 << 20));
+  return expect_countable(op, {rows, dim});
+}
+
 template <class Desc>
 Status expect_rows(std::string_view op, const Desc& d) {
-  BITTERN_TRY(expect_at_least(op, "rows", d.rows, 0));
-  BITTERN_TRY(expect_between(op, "dim", d.dim, 1, 1 << 20));
-  BITTERN_TRY(expect_no_f64(op, d.element));
-  return expect_countable(op, {d.rows, d.dim});
+  BITTERN_TRY(expect_sizes(op, d.rows, d.dim));
+  return expect_no_f64(op, d.element);
 }
 
 Status expect_eps(std::string_view op, double eps) {
@@ -28,6 +35,17 @@ Status expect_eps(std::string_view op, double eps) {
                     ", expected a number that is finite in f32 and at "
                     "least 0");
   }
+  return {};
+}
+
+// Quotients by it stay within f32.
+bool ordinary(double v) { return v >= 0x1p-60 && v <= 0x1p60; }
+
+Status expect_logits(std::string_view op, double softcap, double temperature) {
+  if (softcap != 0 && !ordinary(softcap))
+    return fail(op, "softcap", number_text(softcap) + ", expected 0 or 2^-60..2^60");
+  if (!ordinary(temperature))
+    return fail(op, "temperature", number_text(temperature) + ", expected 2^-60..2^60");
   return {};
 }
 
@@ -90,13 +108,53 @@ Status check_gated_activation_desc(std::string_view op, const GatedActivationDes
 Status check_log_softmax_desc(std::string_view op, const LogSoftmaxDesc& d) noexcept try {
   const FloatMode mode;
   BITTERN_TRY(expect_rows(op, d));
-  // Quotients by them stay within f32.
-  const auto ordinary = [](double v) { return v >= 0x1p-60 && v <= 0x1p60; };
-  if (d.softcap != 0 && !ordinary(d.softcap))
-    return fail(op, "softcap", number_text(d.softcap) + ", expected 0 or 2^-60..2^60");
-  if (!ordinary(d.temperature))
-    return fail(op, "temperature", number_text(d.temperature) + ", expected 2^-60..2^60");
+  return expect_logits(op, d.softcap, d.temperature);
+} catch (...) {
+  return caught(op);
+}
+
+Status check_kl_loss_desc(std::string_view op, const KlLossDesc& d) noexcept try {
+  const FloatMode mode;
+  BITTERN_TRY(expect_sizes(op, d.rows, d.dim));
+  BITTERN_TRY(expect_between(op, "top", d.top, 0, d.dim));
+  return expect_logits(op, d.softcap, d.temperature);
+} catch (...) {
+  return caught(op);
+}
+
+Status KlLoss::check_contents(const Desc& d, const Args& a) noexcept try {
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(d.top));
+  for (std::int64_t i = 0; d.top > 0 && i < d.rows; ++i) {
+    if (a.weights && a.weights.as<float>()[i] == 0) continue;
+    const auto wrong = [&](std::int32_t id, const std::string& what) {
+      return fail(kName, "ids", "row " + std::to_string(i) + " has " + std::to_string(id) + what);
+    };
+    std::copy_n(a.ids.as<std::int32_t>() + i * a.ids.row_stride(), d.top, ids.begin());
+    for (const std::int32_t id : ids) {
+      if (id < 0 || id >= d.dim) return wrong(id, ", expected 0.." + std::to_string(d.dim - 1));
+    }
+    std::sort(ids.begin(), ids.end());
+    const auto twice = std::adjacent_find(ids.begin(), ids.end());
+    if (twice != ids.end()) return wrong(*twice, " twice, expected different ids");
+  }
   return {};
+} catch (...) {
+  return caught(kName);
+}
+
+Status check_adam_desc(std::string_view op, const AdamDesc& d) noexcept try {
+  const FloatMode mode;
+  BITTERN_TRY(expect_at_least(op, "count", d.count, 0));
+  BITTERN_TRY(expect_countable(op, {d.count}));
+  BITTERN_TRY(expect_finite_f32(op, "rate", d.rate));
+  for (const auto& [name, beta] : {std::pair{"beta1", d.beta1}, std::pair{"beta2", d.beta2}}) {
+    if (!(beta >= 0 && beta < 1))
+      return fail(op, name, number_text(beta) + ", expected at least 0 and below 1");
+  }
+  if (!(d.epsilon >= 0))
+    return fail(op, "epsilon", number_text(d.epsilon) + ", expected at least 0");
+  BITTERN_TRY(expect_finite_f32(op, "epsilon", d.epsilon));
+  return expect_at_least(op, "step", d.step, 1);
 } catch (...) {
   return caught(op);
 }

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cpu/tree_rows-inl.h"
 #include "ops/layers/lines-inl.h"
 
 #if BITTERN_SIMD
@@ -54,6 +55,18 @@ HWY_INLINE void ForRstd(const Desc& d, std::int64_t begin, std::int64_t end, con
                rstd);
     for (std::int64_t r = 0; r < rows; ++r) f(i + r, row(i + r), rstd[r]);
   }
+}
+
+// Columns [begin, end) of d_weight: the halving tree over the sums of the blocks of rows.
+template <class Desc>
+void SumBlocks(const Desc& d, const MutView& d_weight, float* partial, std::int64_t begin,
+               std::int64_t end) {
+  TreeRows(partial, d.blocks(), d.dim, begin, end);
+  (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
+    for (std::int64_t j = begin; j < end; ++j)
+      d_weight.as<X>()[j] = from_math<X>(d.rows > 0 ? partial[j] : 0.0f);
+    return Status();
+  });
 }
 
 }  // namespace norm

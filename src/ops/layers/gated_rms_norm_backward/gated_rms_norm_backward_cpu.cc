@@ -8,7 +8,6 @@
 // after foreach_target.h
 #include "cpu/dot-inl.h"
 #include "cpu/math-inl.h"
-#include "cpu/tree_rows-inl.h"
 #include "ops/layers/norm-inl.h"
 
 #if BITTERN_SIMD
@@ -69,12 +68,7 @@ void RunGatedRmsNormBackward(const Op::Desc& d, const Op::Args& a, float* partia
 // d_weight of columns [begin, end).
 void SumGatedRmsNormBackward(const Op::Desc& d, const Op::Args& a, float* partial,
                              std::int64_t begin, std::int64_t end) {
-  TreeRows(partial, d.blocks(), d.dim, begin, end);
-  (void)visit<float, f16, bf16>(d.element, [&]<class X>(Type<X>) {
-    for (std::int64_t j = begin; j < end; ++j)
-      a.d_weight.as<X>()[j] = from_math<X>(d.rows > 0 ? partial[j] : 0.0f);
-    return Status();
-  });
+  norm::SumBlocks(d, a.d_weight, partial, begin, end);
 }
 
 }  // namespace

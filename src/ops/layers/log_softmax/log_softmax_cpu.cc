@@ -2,14 +2,13 @@
 #include "core/numerics.h"
 #include "cpu/kernel.h"
 #include "cpu/parallel.h"
-#include "ops/layers/log_sum.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/layers/log_softmax/log_softmax_cpu.cc"
 #include "hwy/foreach_target.h"
 // after foreach_target.h
 #include "cpu/activations-inl.h"
-#include "ops/layers/lines-inl.h"
+#include "ops/layers/log_sum-inl.h"
 
 #if BITTERN_SIMD
 HWY_BEFORE_NAMESPACE();
@@ -21,32 +20,6 @@ using Op = LogSoftmax;
 
 using lines::Lines;
 using lines::V;
-using D64 = hn::ScalableTag<double>;
-inline constexpr auto kLanes64 = static_cast<std::int64_t>(hn::MaxLanes(D64()));
-inline constexpr std::int64_t kChains = 16;
-
-// The chains of a block, 16 elements of f32 at a time.
-struct Chains {
-  hn::Vec<D64> sum[kChains / kLanes64];
-
-  HWY_INLINE Chains() {
-    for (auto& s : sum) s = hn::Zero(D64());
-  }
-  HWY_INLINE void Add(V v, std::int64_t at) {
-    const hn::Half<DotTag> half;
-    const auto k = static_cast<std::size_t>(at % kChains / kLanes64);
-    sum[k] = hn::Add(sum[k], hn::PromoteTo(D64(), hn::LowerHalf(half, v)));
-    sum[k + 1] = hn::Add(sum[k + 1], hn::PromoteTo(D64(), hn::UpperHalf(half, v)));
-  }
-  double Join() const {
-    alignas(64) double all[kChains];
-    for (std::int64_t k = 0; k < kChains / kLanes64; ++k)
-      hn::Store(sum[k], D64(), all + k * kLanes64);
-    for (std::int64_t stride = kChains / 2; stride > 0; stride /= 2)
-      for (std::int64_t i = 0; i < stride; ++i) all[i] += all[i + stride];
-    return all[0];
-  }
-};
 
 template <class X>
 void Normalise(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::int64_t end) {
@@ -68,11 +41,13 @@ void Normalise(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::in
                           HWY_ATTR { peak = part.Only(hn::Max(peak, logit(part.Load(x))), peak); });
     const V most = hn::Set(tag, hn::GetLane(hn::MaxOfLanes(tag, peak)));
     double sum = 0;
-    for (std::int64_t first = 0; first < d.dim; first += Op::Desc::kBlock) {
-      Chains chains;
-      Lines{std::min(d.dim - first, Op::Desc::kBlock)}.Each([&](auto part) HWY_ATTR {
+    for (std::int64_t first = 0; first < d.dim; first += kLogSumBlock) {
+      lines::Chains chains;
+      Lines{std::min(d.dim - first, kLogSumBlock)}.Each([&](auto part) HWY_ATTR {
         const V e = Exp(tag, hn::Sub(logit(part.Load(x + first)), most));
-        chains.Add(part.Only(e, hn::Zero(tag)), part.at);  // the sums are never -0
+        lines::Wide terms;
+        lines::Widen(part.Only(e, hn::Zero(tag)), terms);
+        chains.Add(terms, part.at);
       });
       sum += chains.Join();
     }

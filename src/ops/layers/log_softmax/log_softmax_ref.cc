@@ -26,16 +26,8 @@ void normalise(const Op::Desc& d, const Op::Args& a) {
       v[static_cast<std::size_t>(j)] = logit(d, to_math(x[j]));
       most = std::max(most, v[static_cast<std::size_t>(j)]);
     }
-    double sum = 0;
-    for (std::int64_t first = 0; first < d.dim; first += Op::Desc::kBlock) {
-      std::vector<double> chains(16, 0.0);
-      for (std::int64_t j = first; j < std::min(d.dim, first + Op::Desc::kBlock); ++j) {
-        const float e = math::exp(v[static_cast<std::size_t>(j)] - most);
-        chains[static_cast<std::size_t>(j % 16)] += static_cast<double>(e);
-      }
-      sum += halving_sum(chains);
-    }
-    const float log_sum = log_of_sum(sum);
+    const float log_sum = log_of_sum(chain_sum(
+        d.dim, [&](std::int64_t j) { return math::exp(v[static_cast<std::size_t>(j)] - most); }));
     for (std::int64_t j = 0; j < d.dim; ++j)
       y[j] = (v[static_cast<std::size_t>(j)] - most) - log_sum;
   }

@@ -105,6 +105,47 @@ TEST(Rope, DotProductsSeeDifferencesOfPositions) {
   }
 }
 
+// With negated frequencies rope is the transpose of what it was, <rope x, g> = <x, rope g>, and so
+// its gradient; on what it turned it gives back x times factor^2, and copied elements as they are.
+TEST(Rope, NegatedFrequenciesGiveTheGradient) {
+  for (const RopeLayout layout : {RopeLayout::half, RopeLayout::interleaved}) {
+    const RopeDesc d{
+        .tokens = 3, .heads = 2, .dim = 21, .rotary_dim = 16, .factor = 1.25, .layout = layout};
+    const auto n = static_cast<std::size_t>(d.shape().numel());
+    oracle::Rng rng(8);
+    std::vector<float> x, g, inverse, back;
+    for (std::size_t i = 0; i < n; ++i) {
+      x.push_back(static_cast<float>(rng.normal()));
+      g.push_back(static_cast<float>(rng.normal()));
+    }
+    for (int i = 0; i < 8; ++i) {
+      inverse.push_back(static_cast<float>(std::pow(1e4, -i / 8.0)));
+      back.push_back(-inverse.back());
+    }
+    const std::int32_t positions[] = {0, 7, 100003};
+    for (const auto kernel : kBothKernels) {
+      const auto rope = [&](const std::vector<float>& in, const std::vector<float>& frequencies) {
+        std::vector<float> y(n, NAN);
+        expect_ok(run_op<Op>(d,
+                             {view(in.data(), d.shape()), view(positions, {3}),
+                              view(frequencies.data(), {8}), view(y.data(), d.shape())},
+                             kernel));
+        return y;
+      };
+      const std::vector<float> y = rope(x, inverse), d_x = rope(g, back), again = rope(y, back);
+      double forward = 0, backward = 0;
+      for (std::size_t i = 0; i < n; ++i) {
+        forward += static_cast<double>(y[i]) * static_cast<double>(g[i]);
+        backward += static_cast<double>(x[i]) * static_cast<double>(d_x[i]);
+        const float factor = i % 21 < 16 ? 1.25f * 1.25f : 1.0f;
+        EXPECT_NEAR(again[i], factor * x[i], 2e-6) << i;
+      }
+      EXPECT_NEAR(forward, backward, 2e-5);
+      EXPECT_GT(std::abs(forward), 1);  // not two zeros
+    }
+  }
+}
+
 TEST(Rope, ErrorsNameWhatIsWrong) {
   const Code bad = Code::invalid_argument;
   const std::string op = "rope: ";
