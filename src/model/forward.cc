@@ -12,100 +12,16 @@
 #include "bittern/ops/gated_rms_norm.h"
 #include "bittern/ops/gdn_chunk_forward.h"
 #include "bittern/ops/gdn_recurrent_step.h"
-#include "bittern/ops/quantized_matmul.h"
 #include "bittern/ops/rms_norm.h"
 #include "bittern/ops/rope.h"
 #include "core/activations.h"
 #include "core/math.h"
 #include "core/numerics.h"
 #include "cpu/parallel.h"
+#include "model/runner.h"
 
 namespace bittern {
 namespace {
-
-std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
-
-// Rows of numbers, in a pass's scratch.
-struct Rows {
-  float* data = nullptr;
-  std::int64_t width = 0;
-  float* row(std::int64_t i) const { return data + i * width; }
-};
-
-MutView rows_of(float* data, std::int64_t rows, std::int64_t columns, std::int64_t stride) {
-  return view(data, {rows, columns}, stride);
-}
-// [tokens, heads, dim] with `token` and `head` numbers from one to the next.
-MutView heads_of(float* data, std::int64_t tokens, std::int64_t heads, std::int64_t dim,
-                 std::int64_t token, std::int64_t head) {
-  MutView v = view(data, {tokens, heads, dim});
-  v.stride[0] = token;
-  v.stride[1] = head;
-  return v;
-}
-// The same with an axis of length 1 before it.
-MutView batch_of(MutView v) {
-  for (int i = v.shape.rank; i > 0; --i) {
-    v.shape[i] = v.shape[i - 1];
-    v.stride[i] = v.stride[i - 1];
-  }
-  ++v.shape.rank;
-  ++v.stride.rank;
-  v.shape[0] = 1;
-  v.stride[0] = v.stride[1] * v.shape[1];
-  return v;
-}
-ConstView vector_of(const Vector& v) {
-  return view(v.data(), {static_cast<std::int64_t>(v.size())});
-}
-
-// Runs ops of one model, with one scratch memory.
-class Runner {
- public:
-  Runner(const ModelData& model, Scratch& scratch) : m_(model), scratch_(scratch) {}
-
-  template <class Op>
-  Status run(const typename Op::Desc& desc, const typename Op::Args& args) {
-    const auto plan = Plan<Op>::select(desc, {}, m_.options.preference);
-    if (!plan) return plan.status();
-    const std::size_t bytes = plan->workspace_bytes();
-    const Scratch::Mark mark = scratch_.mark();
-    const Status status = plan->run(args, {}, {scratch_.take(bytes), bytes});
-    scratch_.release(mark);
-    return status;
-  }
-
-  // y [rows, outputs], `stride` numbers from row to row, = x W^T + bias.
-  Status linear(const Matrix& w, const ConstView& x, std::int64_t rows, float* y,
-                std::int64_t stride) {
-    for (const Matrix::Piece& piece : w.pieces) {
-      QuantizedMatmulDesc desc{.rows = rows, .weights = piece.weights};
-      desc.activations = piece.weights.plain() ? Activations::exact : m_.options.activations;
-      QuantizedMatmul::Args args{};
-      args.x = x;
-      args.panels = panels_of(piece);
-      args.y = rows_of(y + piece.first, rows, piece.weights.outputs, stride);
-      BITTERN_TRY(run<QuantizedMatmul>(desc, args));
-    }
-    if (w.bias.empty()) return {};
-    for (std::int64_t r = 0; r < rows; ++r)
-      for (std::int64_t j = 0; j < w.outputs; ++j) y[r * stride + j] += w.bias[at(j)];
-    return {};
-  }
-
-  ConstView panels_of(const Matrix::Piece& piece) const {
-    const Axes shape = piece.weights.panel_shape();
-    return {m_.weights.memory.data() + piece.offset, DType::u8, {}, shape, shape.dense_strides()};
-  }
-
- protected:
-  Rows take(std::int64_t count, std::int64_t width) {
-    return {scratch_.floats(count * width), width};
-  }
-
-  const ModelData& m_;
-  Scratch& scratch_;
-};
 
 class Pass : Runner {
  public:
@@ -152,6 +68,18 @@ class Pass : Runner {
     join();
     return {};
   }
+  Status only_layer(std::size_t index, const float* stream, LayerTape& tape) {
+    scratch_.release({});
+    tape.stream.assign(stream, stream + tokens_ * d_.hidden);
+    stream_ = {tape.stream.data(), d_.hidden};
+    find_positions();
+    tape_ = &tape;
+    if (auto& state = segments_.front().session->layers[index].delta) {
+      std::fill(state->conv.begin(), state->conv.end(), 0.0f);
+      std::fill(state->state.begin(), state->state.end(), 0.0f);
+    }
+    return layer(index);
+  }
   Status only_norm(float* stream) {
     scratch_.release({});
     stream_ = {stream, d_.hidden};
@@ -168,15 +96,27 @@ class Pass : Runner {
     layer_ = static_cast<std::int64_t>(index);
     const Scratch::Mark mark = scratch_.mark();
     BITTERN_TRY(before(w.before));
-    BITTERN_TRY(spec.delta ? delta(index, w) : attention(index, spec.attention, w));
+    LayerTape& tape = tape_ != nullptr ? *tape_ : unused_;
+    tape.mixer_in = input_;
+    tape.mixed = added_ = output();
+    BITTERN_TRY(spec.delta ? delta(index, w, tape) : attention(index, spec.attention, w, tape));
     BITTERN_TRY(after(w.after));
-    scratch_.release(mark);
+    release(mark);
     BITTERN_TRY(before(w.before_mlp));
-    BITTERN_TRY(spec.experts ? experts(w) : mlp(w.mlp, input_, tokens_, added_.row(0)));
+    tape.mlp_in = input_;
+    tape.mlp_out = added_ = output();
+    BITTERN_TRY(spec.experts ? experts(w, tape)
+                             : mlp(w.mlp, input_, tokens_, added_.row(0), tape.mlp));
+    if (tape_ != nullptr) return {};
     BITTERN_TRY(after(w.after_mlp));
-    scratch_.release(mark);
+    release(mark);
     return {};
   }
+  // With a tape all rows stay as they are, so everything has memory of its own.
+  void release(Scratch::Mark mark) {
+    if (tape_ == nullptr) scratch_.release(mark);
+  }
+  FloatRows output() { return tape_ == nullptr ? added_ : take(tokens_, d_.hidden); }
 
   void find_positions() {
     for (const Segment& s : segments_)
@@ -211,16 +151,18 @@ class Pass : Runner {
         {.x = x, .weight = vector_of(weight), .residual = residual, .y = y, .sum = residual});
   }
 
-  MutView all(const Rows& b, std::int64_t first = 0) const {
+  MutView all(const FloatRows& b, std::int64_t first = 0) const {
     return rows_of(b.row(first), tokens_ - first, b.width, b.width);
   }
 
   // input_ = norm(stream), after what the last mixer or MLP gave is added to the stream.
   Status before(const Vector& weight) {
+    if (tape_ != nullptr) normed_ = take(tokens_, d_.hidden);
     if (weight.empty()) {  // no norm
       if (pending_) add(stream_.row(0), added_.row(0), tokens_ * d_.hidden);
       pending_ = false;
-      input_ = all(stream_);
+      input_ = all(tape_ == nullptr ? stream_ : normed_);
+      if (tape_ != nullptr) std::copy_n(stream_.row(0), tokens_ * d_.hidden, normed_.row(0));
       return {};
     }
     input_ = all(normed_);
@@ -233,6 +175,7 @@ class Pass : Runner {
   Status after(const Vector& weight) {
     pending_ = true;
     if (weight.empty()) return {};
+    if (tape_ != nullptr) normed_ = take(tokens_, d_.hidden);
     BITTERN_TRY(norm(all(added_), weight, all(normed_)));
     std::swap(added_, normed_);
     return {};
@@ -259,11 +202,12 @@ class Pass : Runner {
 
   // ---- attention ----
 
-  Status attention(std::size_t layer, const AttentionSpec& spec, const LayerWeights& w) {
+  Status attention(std::size_t layer, const AttentionSpec& spec, const LayerWeights& w,
+                   LayerTape& tape) {
     const std::int64_t q_rows = d_.query_rows(), k_rows = d_.key_rows(),
                        width = q_rows + 2 * k_rows;
     const std::int64_t q_head = d_.gate ? 2 * d_.dim : d_.dim;
-    const Rows qkv = take(tokens_, width), q_own = take(tokens_, d_.heads * d_.dim),
+    const FloatRows qkv = take(tokens_, width), q_own = take(tokens_, d_.heads * d_.dim),
                k_own = take(tokens_, k_rows);
     show(ProductPlace::mixer_in, input_);
     BITTERN_TRY(linear(w.qkv, input_, tokens_, qkv.row(0), width));
@@ -275,7 +219,7 @@ class Pass : Runner {
     BITTERN_TRY(turn(w.k_norm, spec.rotary, k_own.row(0), k));
 
     const std::int64_t out_width = d_.heads * d_.dim;
-    const Rows out = take(tokens_, out_width);
+    const FloatRows out = take(tokens_, out_width);
     for (const Segment& s : segments_) {
       LayerState& state = s.session->layers[layer];
       const auto part = [&](MutView x) {
@@ -295,7 +239,16 @@ class Pass : Runner {
         BITTERN_TRY(attend(*state.plain, s, spec, part(q), to));
       }
     }
+    tape.qkv = qkv;
+    tape.q = q;
+    tape.k = k;
+    tape.v = v;
+    tape.attended = tape.out = out;
     if (d_.gate) {
+      if (tape_ != nullptr) {
+        tape.attended = take(tokens_, out_width);
+        std::copy_n(out.row(0), tokens_ * out_width, tape.attended.row(0));
+      }
       const float* const gates = qkv.row(0) + d_.dim;
       cpu::parallel(tokens_ * d_.heads, 16, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t i = begin; i < end; ++i) {
@@ -402,10 +355,10 @@ class Pass : Runner {
 
   // ---- the gated delta net ----
 
-  Status delta(std::size_t layer, const LayerWeights& w) {
+  Status delta(std::size_t layer, const LayerWeights& w, LayerTape& tape) {
     const std::int64_t channels = d_.delta_channels(), keys = d_.key_heads * d_.key_dim;
     const std::int64_t values = d_.value_rows(), width = w.delta_in.outputs;
-    const Rows in = take(tokens_, width), mixed = take(tokens_, channels),
+    const FloatRows in = take(tokens_, width), mixed = take(tokens_, channels),
                o = take(tokens_, values);
     show(ProductPlace::mixer_in, input_);
     BITTERN_TRY(linear(w.delta_in, input_, tokens_, in.row(0), width));
@@ -486,12 +439,16 @@ class Pass : Runner {
         heads_of(in.row(0) + channels, tokens_, d_.value_heads, d_.value_dim, width, d_.value_dim);
     const MutView y =
         heads_of(o.row(0), tokens_, d_.value_heads, d_.value_dim, values, d_.value_dim);
-    const Rows gated = take(tokens_, values);
+    const FloatRows gated = take(tokens_, values);
     const MutView to =
         heads_of(gated.row(0), tokens_, d_.value_heads, d_.value_dim, values, d_.value_dim);
     BITTERN_TRY(
         run<GatedRmsNorm>({.rows = tokens_ * d_.value_heads, .dim = d_.value_dim, .eps = d_.eps},
                           {.x = y, .z = z, .weight = vector_of(w.delta_norm), .y = to}));
+    tape.delta_in = in;
+    tape.convolved = mixed;
+    tape.delta_out = o;
+    tape.out = gated;
     show(ProductPlace::mixer_out, all(gated));
     return linear(w.out, all(gated), tokens_, added_.row(0), d_.hidden);
   }
@@ -499,10 +456,11 @@ class Pass : Runner {
   // ---- MLP ----
 
   // y [rows, hidden] = down(f(gate(x)) * up(x))
-  Status mlp(const DenseMlp& w, const ConstView& x, std::int64_t rows, float* y,
+  Status mlp(const DenseMlp& w, const ConstView& x, std::int64_t rows, float* y, MlpTape& tape,
              std::int64_t expert = -1, bool shared = false) {
     const std::int64_t inner = w.down.inputs;
-    const Rows in = take(rows, 2 * inner), act = take(rows, inner);
+    const FloatRows in = take(rows, 2 * inner), act = take(rows, inner);
+    tape = {.rows = rows, .x = x, .in = in, .act = act};
     show(ProductPlace::mlp_in, x, expert, shared);
     BITTERN_TRY(linear(w.in, x, rows, in.row(0), 2 * inner));
     BITTERN_TRY(run<GatedActivation>({.rows = rows, .dim = inner, .kind = d_.activation},
@@ -515,18 +473,17 @@ class Pass : Runner {
   }
 
   // The experts that a token goes to: those of the largest probabilities, ties to the lower number.
-  struct Choice {
-    std::int64_t token;
-    float weight;
-  };
+  using Choice = ExpertTape::Choice;
 
-  Status experts(const LayerWeights& w) {
-    const Rows scores = take(tokens_, d_.experts);
+  Status experts(const LayerWeights& w, LayerTape& tape) {
+    const FloatRows scores = take(tokens_, d_.experts);
     show(ProductPlace::mlp_in, input_);
     BITTERN_TRY(linear(w.router, input_, tokens_, scores.row(0), d_.experts));
     std::vector<std::vector<Choice>> chosen(at(d_.experts));
     std::vector<std::int64_t> order(at(d_.experts));
     for (std::int64_t t = 0; t < tokens_; ++t) choose(scores.row(t), t, order, chosen);
+    tape.probabilities = scores;
+    tape.experts.clear();
 
     std::fill_n(added_.row(0), tokens_ * d_.hidden, 0.0f);
     const float* const x = input_.as<float>();
@@ -535,22 +492,28 @@ class Pass : Runner {
       const auto rows = static_cast<std::int64_t>(chosen[e].size());
       if (rows == 0) continue;
       const Scratch::Mark mark = scratch_.mark();
-      const Rows from = take(rows, d_.hidden), to = take(rows, d_.hidden);
+      const FloatRows from = take(rows, d_.hidden), to = take(rows, d_.hidden);
       for (std::int64_t i = 0; i < rows; ++i)
         std::copy_n(x + chosen[e][at(i)].token * stride, d_.hidden, from.row(i));
+      ExpertTape expert{.expert = static_cast<std::int64_t>(e), .out = to};
       BITTERN_TRY(mlp(w.experts[e], rows_of(from.row(0), rows, d_.hidden, d_.hidden), rows,
-                      to.row(0), static_cast<std::int64_t>(e)));
+                      to.row(0), expert.mlp, expert.expert));
       for (std::int64_t i = 0; i < rows; ++i) {
         float* const y = added_.row(chosen[e][at(i)].token);
         for (std::int64_t j = 0; j < d_.hidden; ++j)
           y[j] = std::fma(chosen[e][at(i)].weight, to.row(i)[j], y[j]);
       }
-      scratch_.release(mark);
+      release(mark);
+      if (tape_ == nullptr) continue;
+      expert.chosen = std::move(chosen[e]);
+      tape.experts.push_back(std::move(expert));
     }
     if (!w.shared.in) return {};
-    const Rows gate = take(tokens_, 1), shared = take(tokens_, d_.hidden);
+    const FloatRows gate = take(tokens_, 1), shared = take(tokens_, d_.hidden);
     BITTERN_TRY(linear(w.shared_router, input_, tokens_, gate.row(0), 1));
-    BITTERN_TRY(mlp(w.shared, input_, tokens_, shared.row(0), -1, true));
+    BITTERN_TRY(mlp(w.shared, input_, tokens_, shared.row(0), tape.shared, -1, true));
+    tape.shared_gate = gate;
+    tape.shared_out = shared;
     for (std::int64_t t = 0; t < tokens_; ++t) {
       const float weight = math::sigmoid(*gate.row(t));
       for (std::int64_t j = 0; j < d_.hidden; ++j)
@@ -583,8 +546,10 @@ class Pass : Runner {
   std::int64_t layer_ = 0;
   std::int64_t tokens_ = 0;
   std::vector<std::int32_t> positions_;
-  Rows stream_;  // what layers add to
-  Rows normed_, added_;
+  LayerTape* tape_ = nullptr;
+  LayerTape unused_;  // where no tape is asked for
+  FloatRows stream_;       // what layers add to
+  FloatRows normed_, added_;
   MutView input_{};       // of the next mixer or MLP
   bool pending_ = false;  // added_ is not in stream_ yet
 };
@@ -621,18 +586,33 @@ Status layer_pass(const ModelData& model, const Segment& segment, std::int64_t l
   return status;
 }
 
+Status layer_pass(const ModelData& model, const Segment& segment, std::int64_t layer,
+                  const float* stream, LayerTape& tape) {
+  Status status;
+  cpu::keep_team_awake([&] {
+    status = Pass(model, std::span(&segment, 1), nullptr)
+                 .only_layer(static_cast<std::size_t>(layer), stream, tape);
+  });
+  return status;
+}
+
 Status norm_pass(const ModelData& model, const Segment& segment, float* stream) {
   return Pass(model, std::span(&segment, 1), nullptr).only_norm(stream);
+}
+
+Status uncapped_head_pass(const ModelData& model, const float* hidden, std::int64_t rows,
+                          const MutView& out, Scratch& scratch) {
+  return Runner(model, scratch)
+      .linear(model.weights.output(), view(hidden, {rows, model.decoder.hidden}), rows,
+              out.as<float>(), out.stride[0]);
 }
 
 Status head_pass(const ModelData& model, const float* hidden, std::int64_t rows, const MutView& out,
                  Scratch& scratch) {
   const Decoder& d = model.decoder;
-  Runner runner(model, scratch);
   float* const logits = out.as<float>();
   const std::int64_t stride = out.stride[0];
-  BITTERN_TRY(
-      runner.linear(model.weights.output(), view(hidden, {rows, d.hidden}), rows, logits, stride));
+  BITTERN_TRY(uncapped_head_pass(model, hidden, rows, out, scratch));
   if (d.logit_softcap == 0) return {};
   const float limit = static_cast<float>(d.logit_softcap);
   cpu::parallel(rows * d.vocab, 1 << 12, [&](std::int64_t begin, std::int64_t end) {

@@ -152,11 +152,18 @@ Model::Model(Model&&) noexcept = default;
 Model& Model::operator=(Model&&) noexcept = default;
 Model::~Model() = default;
 
+Result<std::shared_ptr<ModelData>> load_model_data(const std::string& path,
+                                                   const LoadOptions& options) {
+  auto data = bittern::load(path, options, true);
+  if (!data) return data.status();
+  return std::make_shared<ModelData>(std::move(*data));
+}
+
 Result<Model> Model::load(const std::string& path, const LoadOptions& options) noexcept {
   return guarded("load", [&]() -> Result<Model> {
-    auto data = bittern::load(path, options, true);
+    auto data = load_model_data(path, options);
     if (!data) return data.status();
-    return Model(std::make_shared<const ModelData>(std::move(*data)));
+    return Model(std::move(*data));
   });
 }
 

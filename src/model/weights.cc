@@ -99,6 +99,12 @@ class Loader {
                                      " MiB of memory are available"};
   }
 
+  std::vector<WeightPart> parts() const {
+    std::vector<WeightPart> parts;
+    for (const Job& job : jobs_) parts.push_back({job.name, job.first, job.weights, job.offset});
+    return parts;
+  }
+
   Status fill(LargePages& memory, int threads) {
     auto pages = LargePages::make(bytes_);
     if (!pages) return pages.status();
@@ -321,6 +327,7 @@ Result<Weights> load_weights(const Checkpoint& source, const std::vector<Recipe>
   BITTERN_TRY(load.matrix({"head"}, w.head));
   BITTERN_TRY(load.fits());
   if (fill) BITTERN_TRY(load.fill(w.memory, threads));
+  w.parts = load.parts();
   w.bytes = load.bytes();
   w.parameters = load.parameters();
   return w;

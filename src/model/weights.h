@@ -57,8 +57,17 @@ struct LayerWeights {
   Matrix shared_router;
 };
 
+// Rows of one of the decoder's parts (World::parts), where they are in the panels.
+struct WeightPart {
+  std::string name;
+  std::int64_t first = 0;  // the part's
+  WeightDesc weights;      // of these rows alone
+  std::size_t offset = 0;  // in Weights::memory
+};
+
 struct Weights {
   LargePages memory;
+  std::vector<WeightPart> parts;  // of the matrices, in the order of their offsets
   Matrix embedding, head;  // head: without pieces where it is the embedding
   Vector final_norm;
   std::vector<LayerWeights> layers;
