@@ -1,5 +1,6 @@
 """The repository's own tools do what they promise."""
 import concurrent.futures
+import hashlib
 import json
 import os
 import pathlib
@@ -277,3 +278,21 @@ def test_backward_ops_take_the_incoming_gradient_first():
         for o in op.operands:
             if o.output and op.name.endswith("_backward"):
                 assert o.name.startswith("d_"), (op.name, o.name)
+
+
+def test_get_text(tmp_path):
+    def get_text(*arguments, **environment):
+        return run(sys.executable, ROOT / "tools" / "get_text", *arguments, env={**os.environ, **environment})
+
+    result = get_text("news")
+    assert (result.returncode, result.stderr) == (2, "get_text: news: no such text, expected wiki\n")
+    assert get_text("--list").stdout.split()[0] == "wiki"
+    result = get_text("wiki", "--cache", tmp_path / "cache", **NO_INDEX)
+    assert (result.returncode, result.stdout) == (4, "")
+    assert result.stderr == "get_text: cannot download exllamav3 1.6.5: no connection to the package index\n"
+    assert list((tmp_path / "cache").iterdir()) == []
+    result = get_text("wiki")
+    if result.returncode == 4:
+        pytest.skip(result.stderr)
+    text = pathlib.Path(result.stdout.strip()).read_bytes()
+    assert hashlib.sha256(text).hexdigest() == "79dc4c33a7697e5635be50ad34c4076ec89e968eb3d29f27c9e81160849d1216"
