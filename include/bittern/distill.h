@@ -1,14 +1,21 @@
-// Quantisation by what a model's layers see: the model is run on a text, and codes are chosen so
-// that products with those inputs change least (docs/quantize.md). Link bittern::model.
+// Quantisation by what a model's layers see, and distillation: what quantisation lost is learned
+// back from the model itself (docs/quantize.md, docs/distill.md). Link bittern::model.
 //
 //   auto report = quantize_calibrated("model", "model-4bit",
 //                                     {.bits = 4, .method = "gptq", .data = "text.txt"});
+//   auto learned = distill_model("model", "model-3bit", {.bits = 3, .data = {"text.txt"}});
 //
 // Results are the same bytes for any number of threads and on every SIMD target.
 #pragma once
+#include <cstdint>
+#include <functional>
+#include <optional>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "bittern/convert.h"
+#include "bittern/eval.h"
 #include "bittern/status.h"
 
 namespace bittern {
@@ -16,5 +23,91 @@ namespace bittern {
 // quantize_model with one method more, "gptq", which options.data, pieces and context are for.
 Result<QuantizeReport> quantize_calibrated(const std::string& source, const std::string& out,
                                            const QuantizeOptions& options = {}) noexcept;
+
+// ---- distillation ----
+// Three steps: the teacher's matrices are quantised as by method gptq; a rate is searched on text
+// that is held out; then scales and biases learn, by Adam, to lower KL(teacher || student).
+
+struct DistillProgress {
+  std::string_view doing;  // "calibrating", "searching", "learning", "writing" or "judging"
+  std::string text{};             // what of it is at hand
+  double share = 0;               // of `doing` that is done, 0 to 1
+  std::int64_t step = 0, steps = 0;
+  double train_kl = 0;            // of the last step; NaN: none yet
+  double validation_kl = 0;       // as last measured; NaN: not yet
+  double tokens_per_second = 0;   // of learning
+  double seconds_left = 0;        // of learning
+};
+
+// What is to happen next. `finish` ends learning early and keeps the best so far; `stop` ends the
+// call with Code::cancelled, and `resume` goes on from there.
+enum class DistillNext { go_on, finish, stop };
+
+struct DistillOptions {
+  int bits = 4;                         // of the matrices of layers: 2, 3, 4, 5, 6 or 8
+  int group_size = 64;                  // weights that share a scale: 32, 64 or 128
+  std::optional<int> embedding_bits{};  // of embedding and head; 0: as the teacher has them.
+                                        // Default: 6, or `bits` where that is more
+  std::optional<std::string> scale_dtype{};  // as in QuantizeOptions
+  std::vector<QuantizeRule> rules{};         // before all others
+
+  std::vector<std::string> data{};  // paths of texts
+  std::int64_t context = 512;       // tokens of a piece of text
+  std::int64_t calibration = 128;   // pieces that codes are chosen by
+  std::int64_t validation = 16;     // pieces that are held out
+  std::int64_t steps = 60;          // 0: nothing is learned
+  std::int64_t batch = 2;           // pieces of a step
+  std::optional<double> rate{};     // of scales, relative to their mean; default: searched
+  std::uint64_t seed = 0;           // of the order of the pieces
+
+  bool judge = false;  // DistillReport::judged and samples
+
+  bool force = false;                 // replace an output that bittern wrote
+  bool resume = false;                // continue a run that was stopped
+  double checkpoint_minutes = 5;      // between two states on disk, for `resume`
+  std::optional<int> threads{};       // default: num_threads()
+  std::function<DistillNext(const DistillProgress&)> progress{};
+  std::vector<std::string> also_written{};  // as in QuantizeOptions
+  std::function<std::string(std::string_view field)> option_name{};
+};
+
+struct DistillPoint {
+  std::int64_t step = 0;
+  double train_kl = 0;       // mean since the point before; NaN: none
+  double validation_kl = 0;
+};
+
+struct DistillTrial {
+  double rate = 0, validation_kl = 0;
+};
+
+// How three models go on after the same words, each with its likeliest token.
+struct DistillSample {
+  std::string prompt, teacher, start, result;
+};
+
+struct DistillReport {
+  QuantizeReport output;
+  std::int64_t learned = 0;  // scales and biases
+  std::int64_t train_pieces = 0, validation_pieces = 0;
+  std::int64_t steps = 0;    // made
+  std::int64_t best_step = 0;
+  bool finished_early = false;
+  double rate = 0;
+  double start_kl = 0, kl = 0;  // of the validation text: calibrated, and what was written
+  std::vector<DistillTrial> trials{};
+  std::vector<DistillPoint> points{};
+  // With `judge`, on the validation text: the calibrated start, and what was written.
+  std::optional<EvalResult> judged{};
+  std::vector<DistillSample> samples{};
+  double seconds = 0;            // in all
+  double seconds_learning = 0;   // of this call
+  double tokens_per_second = 0;  // learned from, of this call
+};
+
+// Writes `out`, a folder for MLX. What it needs again after a kill is in the folder OUT.distill,
+// which is removed at the end. The result is never worse on the validation text than its start.
+Result<DistillReport> distill_model(const std::string& teacher, const std::string& out,
+                                    const DistillOptions& options) noexcept;
 
 }  // namespace bittern

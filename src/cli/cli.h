@@ -42,6 +42,7 @@ Verb quantize_verb(CLI::App& main);
 Verb run_verb(CLI::App& main);
 Verb eval_verb(CLI::App& main);
 Verb calibrate_verb(CLI::App& main);
+Verb distill_verb(CLI::App& main);
 // The flag that stands for a field of QuantizeOptions or CompareOptions.
 std::string flag_of(std::string_view field);
 

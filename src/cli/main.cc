@@ -130,7 +130,7 @@ int run(int argc, char** argv) {
   app.allow_extras();
   const Verb verbs[] = {ops_verb(app),     check_verb(app),    bench_verb(app, argv),
                         inspect_verb(app), quantize_verb(app), run_verb(app),
-                        eval_verb(app),    calibrate_verb(app)};
+                        eval_verb(app),    calibrate_verb(app), distill_verb(app)};
   std::string names;
   for (const Verb& verb : verbs) names += " " + verb.app->get_name();
   if (Status s = check_equals_signs({argv, static_cast<std::size_t>(argc)}); !s.ok())

@@ -49,8 +49,14 @@ struct CodedGrid {
 };
 std::optional<CodedGrid> coded_grid(const Storage& to);
 
-// quantize_model with such a coder or none. What the options say about the text is the coder's.
+// What a layer above adds to quantize_model.
+struct QuantizeHooks {
+  MatrixCoder* coder = nullptr;  // what the options say about a text is the coder's
+  // Changes what the source's tensors hold, after it is opened.
+  std::function<Status(Checkpoint&)> change{};
+};
 Result<QuantizeReport> quantize_model(const std::string& source, const std::string& out,
-                                      const QuantizeOptions& options, MatrixCoder* coder) noexcept;
+                                      const QuantizeOptions& options,
+                                      const QuantizeHooks& hooks) noexcept;
 
 }  // namespace bittern

@@ -94,7 +94,7 @@ QuantizeReport report_of(const Conversion& conversion, const std::string& source
 }
 
 Result<QuantizeReport> quantize(const std::string& model, const std::string& given_out,
-                                const QuantizeOptions& options, MatrixCoder* coder) {
+                                const QuantizeOptions& options, const QuantizeHooks& hooks) {
   BITTERN_TRY(check_environment());
   if (model.empty()) return invalid("@{source}: empty, expected a model to read");
   if (options.dry_run && options.resume)
@@ -102,7 +102,7 @@ Result<QuantizeReport> quantize(const std::string& model, const std::string& giv
   if (given_out.empty() && !options.dry_run)
     return invalid("@{out}: not given, expected the name of the output (or @{dry_run})");
   BITTERN_TRY(check_threads(options.threads));
-  const auto how = parse_options(options, given_out, coder);
+  const auto how = parse_options(options, given_out, hooks.coder);
   if (!how) return how.status();
   const bool folder = how->format != ModelFormat::gguf, splits = how->splits();
   std::string out;
@@ -115,8 +115,9 @@ Result<QuantizeReport> quantize(const std::string& model, const std::string& giv
         {.folder = folder, .parts = splits, .force = options.force, .resume = options.resume}));
   }
   const CallSettings settings(options.threads);
-  const auto source = Checkpoint::open(model);
+  auto source = Checkpoint::open(model);
   if (!source) return source.status();
+  if (hooks.change) BITTERN_TRY(hooks.change(*source));
   BITTERN_TRY(check_files_apart(options, out, *source, {}));
   ModelProgressFunction progress;
   if (options.progress) {
@@ -160,13 +161,14 @@ Result<QuantizeReport> quantize(const std::string& model, const std::string& giv
 
 Result<QuantizeReport> quantize_model(const std::string& source, const std::string& out,
                                       const QuantizeOptions& options) noexcept {
-  return quantize_model(source, out, options, nullptr);
+  return quantize_model(source, out, options, QuantizeHooks{});
 }
 
 Result<QuantizeReport> quantize_model(const std::string& source, const std::string& out,
-                                      const QuantizeOptions& options, MatrixCoder* coder) noexcept {
+                                      const QuantizeOptions& options,
+                                      const QuantizeHooks& hooks) noexcept {
   return guarded("quantize_model", [&]() -> Result<QuantizeReport> {
-    auto report = quantize(source, out, options, coder);
+    auto report = quantize(source, out, options, hooks);
     if (!report) return with_option_names(report.status(), options.option_name);
     return report;
   });

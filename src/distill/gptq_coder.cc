@@ -157,6 +157,7 @@ Status GptqCoder::prepare(const Checkpoint& source) {
   parts_ = std::move(read->parts);
   for (std::size_t i = 0; i < parts_.size(); ++i)
     for (const std::string& from : parts_[i].sources) made_of_[from].push_back(i);
+  if (!text_.tokens.empty()) return {};
   auto text = read_calibration_text(model_, data_, pieces_, context_);
   if (!text) return text.status();
   text_ = std::move(*text);

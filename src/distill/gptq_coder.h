@@ -19,6 +19,10 @@ class GptqCoder : public MatrixCoder {
   GptqCoder(std::string model, std::string data, std::int64_t pieces, std::int64_t context)
       : model_(std::move(model)), data_(std::move(data)), pieces_(pieces), context_(context) {}
 
+  // The same with a text that is read already.
+  GptqCoder(std::string model, CalibrationText text)
+      : model_(std::move(model)), pieces_(text.pieces()), context_(text.context), text_(std::move(text)) {}
+
   std::string_view method() const override { return "gptq"; }
   Status prepare(const Checkpoint& source) override;
   std::optional<std::string> declines(const OutputTensor& tensor) const override;

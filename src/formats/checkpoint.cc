@@ -99,6 +99,15 @@ const CheckpointTensor* Checkpoint::find(std::string_view name) const {
   return at != by_name_.end() && tensors_[*at].name == name ? &tensors_[*at] : nullptr;
 }
 
+void Checkpoint::replace_grid(std::string_view name, std::span<const std::byte> scales,
+                              std::span<const std::byte> biases) {
+  if (const CheckpointTensor* const found = find(name)) {
+    CheckpointTensor& tensor = tensors_[static_cast<std::size_t>(found - tensors_.data())];
+    tensor.scales = scales;
+    tensor.biases = biases;
+  }
+}
+
 std::vector<std::string> Checkpoint::files() const {
   std::vector<std::string> files;
   if (gguf_)

@@ -279,13 +279,17 @@ std::string eval_page(const Evaluation& e) {
     page.paragraph(
         "KL is computed from a file of the teacher's targets: exactly over its likeliest tokens, "
         "and with all others as one. It is a lower bound of the true KL.");
+  add_evaluation(e, page);
+  return std::move(page).finish();
+}
+
+void add_evaluation(const Evaluation& e, Page& page) {
   add_summary(e, page);
   add_size_plot(e, page);
   add_sweep_plot(e, page);
   add_kl(e, page);
   add_positions(e, page);
   add_layers(e, page);
-  return std::move(page).finish();
 }
 
 bool is_eval_page(std::string_view text) { return Page::is_page(text, kKind); }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bittern/eval.h"
+#include "report/page.h"
 
 namespace bittern::report {
 
@@ -36,6 +37,8 @@ std::vector<std::string> short_names(const std::vector<std::string>& paths);
 std::pair<double, double> bin_edges(std::size_t i);
 
 std::string eval_page(const Evaluation& evaluation);
+// Its sections, for another page.
+void add_evaluation(const Evaluation& evaluation, Page& page);
 bool is_eval_page(std::string_view text);
 
 }  // namespace bittern::report

@@ -1,0 +1,294 @@
+// bittern distill TEACHER -o OUT: a quantised model that has learned from its teacher.
+#include <fmt/format.h>
+
+#include <unistd.h>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bittern/convert.h"
+#include "bittern/distill.h"
+#include "cli/cli.h"
+#include "cli/interrupt.h"
+#include "report/distill_report.h"
+
+namespace bittern::cli {
+namespace {
+
+struct DistillFlags {
+  CommonFlags common;
+  std::string teacher, out, scale_dtype, report;
+  bool no_report = false;
+  DistillOptions options;
+  int embedding_bits = -1;
+  double rate = 0;
+};
+
+ReportFile page_of(const DistillFlags& flags) {
+  return {.flag = "--report",
+          .path = flags.report,
+          .force = flags.common.force || flags.options.resume,
+          .ours = report::is_distill_page};
+}
+
+std::string flag_name(std::string_view field) {
+  if (field == "teacher") return "TEACHER";
+  if (field == "context") return "--ctx";
+  return flag_of(field);
+}
+
+// A line on the terminal; elsewhere a plain line every few seconds.
+class Reporter {
+ public:
+  explicit Reporter(bool quiet) : line_(quiet), plain_(!quiet && isatty(STDERR_FILENO) != 1) {}
+  void operator()(const DistillProgress& state) {
+    const auto now = std::chrono::steady_clock::now();
+    const std::chrono::duration<double> since = now - shown_;
+    if (since.count() < (plain_ ? 5 : 0.1)) return;
+    shown_ = now;
+    const std::string text = text_of(state);
+    if (plain_) {
+      tell(text + "\n");
+    } else {
+      line_.show(text);
+    }
+  }
+  void clear() { line_.clear(); }
+
+ private:
+  static std::string text_of(const DistillProgress& state) {
+    if (state.doing != "learning")
+      return fmt::format("{} {:3.0f} %: {}", state.doing, 100 * state.share, printable(state.text));
+    return fmt::format("step {} of {}, {:.0f} tokens/s, KL {:.4f}, validation {:.4f}, {:.0f} s left",
+                       state.step, state.steps, state.tokens_per_second, state.train_kl,
+                       state.validation_kl, state.seconds_left);
+  }
+  Progress line_;
+  bool plain_;
+  std::chrono::steady_clock::time_point shown_;
+};
+
+Json number(double x) { return std::isfinite(x) ? Json(x) : Json(); }
+
+Json report_json(const DistillFlags& flags, const DistillReport& report) {
+  Json trials = Json::array(), points = Json::array();
+  for (const DistillTrial& trial : report.trials)
+    trials.push_back({{"rate", trial.rate}, {"validation_kl", number(trial.validation_kl)}});
+  for (const DistillPoint& point : report.points)
+    points.push_back({{"step", point.step},
+                      {"train_kl", number(point.train_kl)},
+                      {"validation_kl", number(point.validation_kl)}});
+  return {{"schema", 1},
+          {"teacher", flags.teacher},
+          {"output", report.output.output},
+          {"bytes", report.output.bytes},
+          {"bits_per_weight", report.output.bits_per_weight},
+          {"learned", report.learned},
+          {"train_pieces", report.train_pieces},
+          {"validation_pieces", report.validation_pieces},
+          {"context", flags.options.context},
+          {"batch", flags.options.batch},
+          {"steps", report.steps},
+          {"best_step", report.best_step},
+          {"finished_early", report.finished_early},
+          {"rate", report.rate},
+          {"start_kl", number(report.start_kl)},
+          {"kl", number(report.kl)},
+          {"seconds", report.seconds},
+          {"seconds_learning", report.seconds_learning},
+          {"tokens_per_second", report.tokens_per_second},
+          {"trials", trials},
+          {"points", points}};
+}
+
+void print_result(const DistillReport& report) {
+  for (const DistillTrial& trial : report.trials)
+    fmt::print("rate {:.5f}: validation KL {:.4f}{}\n", trial.rate, trial.validation_kl,
+               trial.rate == report.rate ? ", taken" : "");
+  for (const DistillPoint& point : report.points)
+    if (point.step > 0)
+      fmt::print("step {:>5}: KL {:.4f}, validation {:.4f}\n", point.step, point.train_kl,
+                 point.validation_kl);
+  if (report.finished_early) fmt::print("note: ended by Ctrl-C; this is the best so far\n");
+  fmt::print("validation KL: {:.4f} calibrated, {:.4f} after {} steps{}\n", report.start_kl,
+             report.kl, report.best_step,
+             report.tokens_per_second > 0
+                 ? fmt::format(" ({:.0f} tokens/s)", report.tokens_per_second)
+                 : "");
+  fmt::print("{}: {}, {:.3f} bits per weight, {:.1f} s\n", printable(report.output.output),
+             size_text(report.output.bytes), report.output.bits_per_weight, report.seconds);
+}
+
+Result<report::JudgedModel> judged_model(const std::string& path, const std::string& name,
+                                         const ModelScore& score, std::int64_t tokens) {
+  report::JudgedModel m{.path = path, .name = name, .score = score};
+  if (!path.empty()) {
+    const auto described = inspect_model(path);
+    if (!described) return described.status();
+    m.bytes = described->bytes();
+    m.bits = described->bits_per_weight().value_or(0);
+  }
+  if (score.seconds > 0) m.tokens_per_second = static_cast<double>(tokens) / score.seconds;
+  return m;
+}
+
+Status write_page(const DistillFlags& flags, const DistillReport& found) {
+  const EvalResult& judged = *found.judged;
+  report::Evaluation e{.context = flags.options.context, .judged = true};
+  auto teacher = judged_model(flags.teacher, "teacher", judged.teacher, judged.tokens);
+  if (!teacher) return teacher.status();
+  auto result = judged_model(found.output.output, "distilled", judged.models[1], judged.tokens);
+  if (!result) return result.status();
+  auto start = judged_model("", "calibrated", judged.models[0], judged.tokens);
+  if (!start) return start.status();
+  start->bytes = result->bytes;
+  start->bits = result->bits;
+  e.models = {std::move(*start), std::move(*result)};
+  e.teacher = std::move(*teacher);
+  const DistillOptions& o = flags.options;
+  e.facts = {{"teacher", flags.teacher},
+             {"bits, group", fmt::format("{}, {}", o.bits, o.group_size)},
+             {"learned", fmt::format("{} scales and biases", found.learned)},
+             {"steps", fmt::format("{} of {} pieces of {} tokens", found.steps, o.batch, o.context)},
+             {"rate", fmt::format("{:.5f}", found.rate)},
+             {"text", fmt::format("{}: {} pieces to learn from, {} held out",
+                                  fmt::join(o.data, ", "), found.train_pieces,
+                                  found.validation_pieces)},
+             {"time", fmt::format("{:.0f} s; learning {:.0f} tokens/s", found.seconds,
+                                  found.tokens_per_second)}};
+  return write_report_file(page_of(flags), report::distill_page(found, e));
+}
+
+Status run(DistillFlags& flags) {
+  BITTERN_TRY(use_threads(flags.common));
+  const StopOnSignal stop;
+  BITTERN_TRY(check_json_flag(flags.common));
+  if (flags.report.empty() && !flags.no_report) {
+    flags.report = flags.out;
+    while (flags.report.size() > 1 && flags.report.back() == '/') flags.report.pop_back();
+    flags.report += ".html";
+  }
+  if (flags.no_report) flags.report.clear();
+  if (!flags.report.empty()) {
+    BITTERN_TRY(check_report_file(page_of(flags)));
+    flags.options.judge = true;
+    flags.options.also_written.push_back(flags.report);
+  }
+  DistillOptions& options = flags.options;
+  if (flags.embedding_bits >= 0) options.embedding_bits = flags.embedding_bits;
+  if (flags.rate > 0) options.rate = flags.rate;
+  if (!flags.scale_dtype.empty()) options.scale_dtype = flags.scale_dtype;
+  options.force = flags.common.force;
+  options.option_name = flag_name;
+  for (const OutputName& json : json_output(flags.common))
+    options.also_written.push_back(json.path);
+  Reporter reporter(flags.common.quiet);
+  options.progress = [&](const DistillProgress& state) {
+    reporter(state);
+    const int signal = StopOnSignal::noted();
+    return signal == 0        ? DistillNext::go_on
+           : signal == SIGINT ? DistillNext::finish
+                              : DistillNext::stop;
+  };
+  const auto report = distill_model(flags.teacher, flags.out, options);
+  reporter.clear();
+  if (!report) return report.status();
+  if (!flags.report.empty()) BITTERN_TRY(write_page(flags, *report));
+  if (!flags.common.quiet) print_result(*report);
+  if (!flags.common.quiet && !flags.report.empty())
+    fmt::print("{}: the report\n", printable(flags.report));
+  return write_json(flags.common, report_json(flags, *report));
+}
+
+}  // namespace
+
+Verb distill_verb(CLI::App& main) {
+  auto flags = std::make_shared<DistillFlags>();
+  DistillOptions& options = flags->options;
+  CLI::App* verb = main.add_subcommand(
+      "distill", "quantise a model, and let it learn back from the original what that lost");
+  const auto option = [verb](const char* names, auto& value, const char* text, const char* help) {
+    return verb->add_option(names, value, help)->option_text(text);
+  };
+  option("TEACHER,-m,--model", flags->teacher, "MODEL",
+         "the original: a .gguf file, or a Hugging Face or MLX folder")
+      ->required();
+  option("-o,--output", flags->out, "OUT", "the folder to write, for MLX and bittern")->required();
+  option("--data,-f,--file", options.data, "FILE",
+         "a text to learn from, much like that of later use; give the flag again for more")
+      ->required();
+
+  const char* what = "What to write";
+  option("--bits", options.bits, "N", "bits per weight: 2, 3, 4, 5, 6 or 8 (default: 4)")
+      ->check(integer_in(1, 64))
+      ->group(what);
+  option("--group-size", options.group_size, "N",
+         "let N weights share a scale: 32, 64 or 128 (default: 64)")
+      ->check(integer_in(1, 1 << 20))
+      ->group(what);
+  option("--embedding-bits", flags->embedding_bits, "N",
+         "bits of embedding and head; 0 leaves them as the teacher has them (default: 6, or --bits "
+         "where that is more)")
+      ->check(integer_in(0, 8))
+      ->group(what);
+  option("--scale-dtype", flags->scale_dtype, "DTYPE", "of scales and biases: f32, f16 or bf16")
+      ->group(what);
+
+  const char* how = "How to learn";
+  option("--steps", options.steps, "N", "steps of learning; 0 only calibrates (default: 60)")
+      ->check(integer_in(0, 1 << 24))
+      ->group(how);
+  option("--batch", options.batch, "N", "pieces of text a step (default: 2)")
+      ->check(integer_in(1, 1 << 20))
+      ->group(how);
+  option("-c,--ctx,--ctx-size", options.context, "N", "tokens of a piece of text (default: 512)")
+      ->check(integer_in(2, 1 << 20))
+      ->group(how);
+  option("--calibration", options.calibration, "N",
+         "choose codes by at most N pieces (default: 128)")
+      ->check(integer_in(1, 1 << 24))
+      ->group(how);
+  option("--validation", options.validation, "N", "hold N pieces out, to judge by (default: 16)")
+      ->check(integer_in(1, 1 << 24))
+      ->group(how);
+  option("--rate", flags->rate, "X",
+         "how far a step moves a scale, relative to the matrix' mean scale (default: short runs "
+         "find it)")
+      ->check(number_in(1e-9, 1))
+      ->group(how);
+  option("--seed", options.seed, "N", "of the order of the pieces (default: 0)")->group(how);
+
+  const char* files = "Files and threads";
+  option("--checkpoint-minutes", options.checkpoint_minutes, "X",
+         "save what --resume needs every X minutes (default: 5)")
+      ->check(number_in(0, 1e6))
+      ->group(files);
+  option("--report", flags->report, "FILE",
+         "write a page with plots and samples to FILE, as HTML (default: OUT.html)")
+      ->group(files);
+  verb->add_flag("--no-report", flags->no_report, "write no page")->group(files);
+  verb->add_flag("--resume", options.resume, "go on with a run that was stopped")->group(files);
+  verb->add_flag("--force", flags->common.force, "replace an output that bittern wrote")
+      ->group(files);
+  option("--threads", flags->common.threads, "N",
+         "use N CPU threads (default: BITTERN_THREADS, or one per core)")
+      ->check(integer_in(1, max_threads()))
+      ->group(files);
+  option("--json", flags->common.json, "FILE",
+         "also write a report to FILE, as JSON; - means standard output, and all other text then "
+         "goes to standard error")
+      ->group(files);
+  verb->add_flag("--quiet", flags->common.quiet, "print only errors")->group(files);
+  verb->footer(
+      "Ctrl-C ends learning and writes the best so far. After a kill, --resume goes on.\n"
+      "Example: bittern distill model-folder -o model-3bit --bits 3 --data text.txt");
+  return {.app = verb,
+          .run = [flags] { return run(*flags); },
+          .one_model = "one TEACHER"};
+}
+
+}  // namespace bittern::cli

@@ -1,0 +1,92 @@
+#include "distill/training_text.h"
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+#include <utility>
+
+#include "bittern/tokenizer.h"
+#include "core/split_mix.h"
+#include "eval/text_file.h"
+#include "formats/fingerprint.h"
+
+namespace bittern {
+namespace {
+
+std::uint64_t hash_of(const std::int32_t* piece, std::int64_t context) {
+  Fingerprint hash;
+  hash.add(std::as_bytes(std::span(piece, static_cast<std::size_t>(context))));
+  return hash.value();
+}
+
+void append(CalibrationText& to, const std::int32_t* piece) {
+  to.tokens.insert(to.tokens.end(), piece, piece + to.context);
+}
+
+}  // namespace
+
+std::uint64_t TrainingText::fingerprint() const {
+  Fingerprint hash;
+  for (const CalibrationText* text : {&train, &validation}) {
+    hash.add(static_cast<std::uint64_t>(text->context));
+    hash.add(std::as_bytes(std::span(text->tokens)));
+  }
+  return hash.value();
+}
+
+std::int64_t TrainingText::nth(std::int64_t n, std::uint64_t seed) const {
+  const std::int64_t count = train.pieces();
+  std::vector<std::int64_t> order(static_cast<std::size_t>(count));
+  std::iota(order.begin(), order.end(), 0);
+  std::uint64_t z = split_mix(seed + kGolden * static_cast<std::uint64_t>(n / count + 1));
+  for (std::size_t i = order.size(); i > 1; --i)
+    std::swap(order[i - 1], order[split_mix(z += kGolden) % i]);
+  return order[static_cast<std::size_t>(n % count)];
+}
+
+CalibrationText some_of(const CalibrationText& text, std::int64_t pieces) {
+  CalibrationText some{.context = text.context, .tokens = {}};
+  const std::int64_t all = text.pieces(), used = std::min(pieces, all);
+  for (std::int64_t i = 0; i < used; ++i)
+    append(some, text.piece(all / used * i + all % used * i / used));
+  return some;
+}
+
+Result<TrainingText> read_training_text(const std::string& model,
+                                        const std::vector<std::string>& paths,
+                                        std::int64_t context, std::int64_t validation) {
+  const auto tokenizer = Tokenizer::load(model);
+  if (!tokenizer) return tokenizer.status();
+  const auto first = first_of_pieces(*tokenizer);
+  if (!first) return first.status();
+  CalibrationText all{.context = context, .tokens = {}};
+  for (const std::string& path : paths) {
+    const auto text = read_text(path, false, "");
+    if (!text) return text.status();
+    const auto tokens = tokenizer->encode(*text, {.add_special = false, .parse_special = false});
+    if (!tokens) return tokens.status();
+    const std::int64_t pieces = static_cast<std::int64_t>(tokens->size()) / context;
+    for (std::int64_t i = 0; i < pieces; ++i) append(all, tokens->data() + i * context);
+  }
+  if (*first >= 0)
+    for (std::int64_t i = 0; i < all.pieces(); ++i)
+      all.tokens[static_cast<std::size_t>(i * context)] = *first;
+  if (all.pieces() <= validation)
+    return invalid("@{data}: " + std::to_string(all.pieces()) + " pieces of " +
+                   std::to_string(context) + " tokens, expected more than the " +
+                   std::to_string(validation) +
+                   " that @{validation} holds out (@{context} makes pieces shorter)");
+
+  TrainingText text{.train = {.context = context, .tokens = {}},
+                    .validation = some_of(all, validation)};
+  std::set<std::uint64_t> held_out;
+  for (std::int64_t i = 0; i < text.validation.pieces(); ++i)
+    held_out.insert(hash_of(text.validation.piece(i), context));
+  for (std::int64_t i = 0; i < all.pieces(); ++i)
+    if (!held_out.contains(hash_of(all.piece(i), context))) append(text.train, all.piece(i));
+  if (text.train.pieces() == 0)
+    return invalid("@{data}: all pieces of the text are alike, expected others to learn from");
+  return text;
+}
+
+}  // namespace bittern
