@@ -37,8 +37,12 @@ nb::object path_object(std::string_view path) {
 
 // ---- what was given: the keys that are there ----
 
-void take(nb::handle value, bool& to) { to = nb::cast<bool>(value); }
 void take(nb::handle value, std::string& to) { to = text_of(value); }
+template <class T>
+  requires std::is_arithmetic_v<T>
+void take(nb::handle value, T& to) {
+  to = nb::cast<T>(value);
+}
 template <class T>
 void take(nb::handle value, std::optional<T>& to) {
   if constexpr (std::is_same_v<T, std::string>) {
@@ -99,6 +103,30 @@ QuantizeOptions options_of(const nb::dict& given) {
   return o;
 }
 
+DistillOptions distill_options_of(const nb::dict& given) {
+  DistillOptions o;
+  take(given, "bits", o.bits);
+  take(given, "group_size", o.group_size);
+  take(given, "embedding_bits", o.embedding_bits);
+  take(given, "scale_dtype", o.scale_dtype);
+  take(given, "context", o.context);
+  take(given, "calibration", o.calibration);
+  take(given, "validation", o.validation);
+  take(given, "steps", o.steps);
+  take(given, "batch", o.batch);
+  take(given, "rate", o.rate);
+  take(given, "seed", o.seed);
+  take(given, "force", o.force);
+  take(given, "resume", o.resume);
+  take(given, "checkpoint_minutes", o.checkpoint_minutes);
+  take(given, "threads", o.threads);
+  for (const nb::handle text : given["data"]) o.data.push_back(text_of(text));
+  if (given.contains("rules"))
+    for (const nb::handle rule : given["rules"])
+      o.rules.push_back(rule_of(nb::cast<nb::dict>(rule)));
+  return o;
+}
+
 // ---- calls ----
 
 // The caller's function, on the caller's thread while it has released the GIL. What it raises ends
@@ -108,16 +136,17 @@ class Callback {
   explicit Callback(nb::object function) : function_(std::move(function)) {}
 
   bool operator()(const ModelProgress& state) {
-    const nb::gil_scoped_acquire locked;
-    try {
-      if (PyErr_CheckSignals() != 0) throw nb::python_error();
-      if (function_.is_none()) return true;
+    return ask(true, false, [&] {
       return nb::cast<bool>(
           function_(decoded(state.doing), decoded(state.tensor), state.done, state.total));
-    } catch (nb::python_error& error) {
-      raised_ = std::make_unique<nb::python_error>(std::move(error));
-      return false;
-    }
+    });
+  }
+  DistillNext operator()(const DistillProgress& state) {
+    return ask(DistillNext::go_on, DistillNext::stop, [&] {
+      return static_cast<DistillNext>(nb::cast<int>(function_(
+          decoded(state.doing), decoded(state.text), state.share, state.step, state.steps,
+          state.train_kl, state.validation_kl, state.tokens_per_second, state.seconds_left)));
+    });
   }
 
   // With the GIL held again.
@@ -126,6 +155,18 @@ class Callback {
   }
 
  private:
+  template <class T, class F>
+  T ask(T without, T raised, const F& f) {
+    const nb::gil_scoped_acquire locked;
+    try {
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+      return function_.is_none() ? without : f();
+    } catch (nb::python_error& error) {
+      raised_ = std::make_unique<nb::python_error>(std::move(error));
+      return raised;
+    }
+  }
+
   nb::object function_;
   std::unique_ptr<nb::python_error> raised_;
 };
@@ -164,6 +205,8 @@ nb::object object(const QuantizedTensor& tensor);
 nb::object object(const TensorDescription& tensor);
 nb::object object(const StorageTotal& total);
 nb::object object(const TensorDifference& tensor);
+nb::object object(const DistillTrial& trial);
+nb::object object(const DistillPoint& point);
 nb::object object(const ModelComparison::Shapes& shapes);
 nb::object object(const ModelComparison::Skipped& skipped);
 template <class T>
@@ -220,6 +263,34 @@ nb::dict report_dict(const QuantizeReport& report) {
   d["saturated"] = object(report.saturated);
   d["notes"] = object(report.notes);
   d["tensors"] = object(report.tensors);
+  return d;
+}
+
+nb::object object(const DistillTrial& trial) {
+  return nb::make_tuple(trial.rate, trial.validation_kl);
+}
+
+nb::object object(const DistillPoint& point) {
+  return nb::make_tuple(point.step, point.train_kl, point.validation_kl);
+}
+
+nb::dict report_dict(const DistillReport& report) {
+  nb::dict d;
+  d["output"] = report_dict(report.output);
+  d["learned"] = object(report.learned);
+  d["train_pieces"] = object(report.train_pieces);
+  d["validation_pieces"] = object(report.validation_pieces);
+  d["steps"] = object(report.steps);
+  d["best_step"] = object(report.best_step);
+  d["finished_early"] = object(report.finished_early);
+  d["rate"] = object(report.rate);
+  d["start_kl"] = object(report.start_kl);
+  d["kl"] = object(report.kl);
+  d["trials"] = object(report.trials);
+  d["points"] = object(report.points);
+  d["seconds"] = object(report.seconds);
+  d["seconds_learning"] = object(report.seconds_learning);
+  d["tokens_per_second"] = object(report.tokens_per_second);
   return d;
 }
 
@@ -336,6 +407,17 @@ void bind_convert(nb::module_& m) {
         return report_dict(run(callback, [&] { return quantize_calibrated(from, to, options); }));
       },
       nb::arg("source"), nb::arg("out"), nb::arg("options"), nb::arg("progress").none());
+  m.def(
+      "distill_model",
+      [](const nb::bytes& teacher, const nb::bytes& out, const nb::dict& given,
+         nb::object progress) {
+        Callback callback(std::move(progress));
+        DistillOptions options = distill_options_of(given);
+        options.progress = [&](const DistillProgress& state) { return callback(state); };
+        const std::string from = text_of(teacher), to = text_of(out);
+        return report_dict(run(callback, [&] { return distill_model(from, to, options); }));
+      },
+      nb::arg("teacher"), nb::arg("out"), nb::arg("options"), nb::arg("progress").none());
   m.def("inspect_model", [](const nb::bytes& path) {
     Callback callback{nb::none()};
     const std::string from = text_of(path);

@@ -47,6 +47,10 @@ Model files (docs/quantize.md, docs/inspect.md):
     print(bittern.inspect_model("model-4bit"))
     bittern.compare_models("model", "model-4bit").relative_error
 
+Models that learn (docs/distill.md):
+
+    report = bittern.distill("model", "model-3bit", bits=3, data="text.txt")
+
 Models that run (docs/run.md):
 
     model = bittern.load("model.gguf")
@@ -94,6 +98,7 @@ from ._convert import (
     quantize_model,
 )
 from ._decoding import rope_frequencies, sample
+from ._distill import DistillPoint, DistillProgress, DistillReport, DistillTrial, distill
 from ._functions import make_desc as _make_desc
 from ._functions import make_function as _make_function
 from ._functions import selection as _selection
@@ -105,6 +110,10 @@ from ._values import integer_of_bits as _integer_of_bits
 
 __all__ = [
     "Cancelled",
+    "DistillPoint",
+    "DistillProgress",
+    "DistillReport",
+    "DistillTrial",
     "Field",
     "GroupDifference",
     "KvBytes",
@@ -132,6 +141,7 @@ __all__ = [
     "__version__",
     "aura_config",
     "compare_models",
+    "distill",
     "gaussian_codebook",
     "inspect_model",
     "load",
