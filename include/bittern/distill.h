@@ -30,13 +30,13 @@ Result<QuantizeReport> quantize_calibrated(const std::string& source, const std:
 
 struct DistillProgress {
   std::string_view doing;  // "calibrating", "searching", "learning", "writing" or "judging"
-  std::string text{};             // what of it is at hand
-  double share = 0;               // of `doing` that is done, 0 to 1
+  std::string text{};      // what of it is at hand
+  double share = 0;        // of `doing` that is done, 0 to 1
   std::int64_t step = 0, steps = 0;
-  double train_kl = 0;            // of the last step; NaN: none yet
-  double validation_kl = 0;       // as last measured; NaN: not yet
-  double tokens_per_second = 0;   // of learning
-  double seconds_left = 0;        // of learning
+  double train_kl = 0;           // of the last step; NaN: none yet
+  double validation_kl = 0;      // as last measured; NaN: not yet
+  double tokens_per_second = 0;  // of learning
+  double seconds_left = 0;       // of learning
 };
 
 // What is to happen next. `finish` ends learning early and keeps the best so far; `stop` ends the
@@ -44,10 +44,10 @@ struct DistillProgress {
 enum class DistillNext { go_on, finish, stop };
 
 struct DistillOptions {
-  int bits = 4;                         // of the matrices of layers: 2, 3, 4, 5, 6 or 8
-  int group_size = 64;                  // weights that share a scale: 32, 64 or 128
-  std::optional<int> embedding_bits{};  // of embedding and head; 0: as the teacher has them.
-                                        // Default: 6, or `bits` where that is more
+  int bits = 4;                              // of the matrices of layers: 2, 3, 4, 5, 6 or 8
+  int group_size = 64;                       // weights that share a scale: 32, 64 or 128
+  std::optional<int> embedding_bits{};       // of embedding and head; 0: as the teacher has them.
+                                             // Default: 6, or `bits` where that is more
   std::optional<std::string> scale_dtype{};  // as in QuantizeOptions
   std::vector<QuantizeRule> rules{};         // before all others
 
@@ -62,10 +62,10 @@ struct DistillOptions {
 
   bool judge = false;  // DistillReport::judged and samples
 
-  bool force = false;                 // replace an output that bittern wrote
-  bool resume = false;                // continue a run that was stopped
-  double checkpoint_minutes = 5;      // between two states on disk, for `resume`
-  std::optional<int> threads{};       // default: num_threads()
+  bool force = false;             // replace an output that bittern wrote
+  bool resume = false;            // continue a run that was stopped
+  double checkpoint_minutes = 5;  // between two states on disk, for `resume`
+  std::optional<int> threads{};   // default: num_threads()
   std::function<DistillNext(const DistillProgress&)> progress{};
   std::vector<std::string> also_written{};  // as in QuantizeOptions
   std::function<std::string(std::string_view field)> option_name{};
@@ -73,7 +73,7 @@ struct DistillOptions {
 
 struct DistillPoint {
   std::int64_t step = 0;
-  double train_kl = 0;       // mean since the point before; NaN: none
+  double train_kl = 0;  // mean since the point before; NaN: none
   double validation_kl = 0;
 };
 
@@ -90,7 +90,7 @@ struct DistillReport {
   QuantizeReport output;
   std::int64_t learned = 0;  // scales and biases
   std::int64_t train_pieces = 0, validation_pieces = 0;
-  std::int64_t steps = 0;    // made
+  std::int64_t steps = 0;  // made
   std::int64_t best_step = 0;
   bool finished_early = false;
   double rate = 0;

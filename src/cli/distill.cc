@@ -63,9 +63,10 @@ class Reporter {
   static std::string text_of(const DistillProgress& state) {
     if (state.doing != "learning")
       return fmt::format("{} {:3.0f} %: {}", state.doing, 100 * state.share, printable(state.text));
-    return fmt::format("step {} of {}, {:.0f} tokens/s, KL {:.4f}, validation {:.4f}, {:.0f} s left",
-                       state.step, state.steps, state.tokens_per_second, state.train_kl,
-                       state.validation_kl, state.seconds_left);
+    return fmt::format(
+        "step {} of {}, {:.0f} tokens/s, KL {:.4f}, validation {:.4f}, {:.0f} s left", state.step,
+        state.steps, state.tokens_per_second, state.train_kl, state.validation_kl,
+        state.seconds_left);
   }
   Progress line_;
   bool plain_;
@@ -150,16 +151,16 @@ Status write_page(const DistillFlags& flags, const DistillReport& found) {
   e.models = {std::move(*start), std::move(*result)};
   e.teacher = std::move(*teacher);
   const DistillOptions& o = flags.options;
-  e.facts = {{"teacher", flags.teacher},
-             {"bits, group", fmt::format("{}, {}", o.bits, o.group_size)},
-             {"learned", fmt::format("{} scales and biases", found.learned)},
-             {"steps", fmt::format("{} of {} pieces of {} tokens", found.steps, o.batch, o.context)},
-             {"rate", fmt::format("{:.5f}", found.rate)},
-             {"text", fmt::format("{}: {} pieces to learn from, {} held out",
-                                  fmt::join(o.data, ", "), found.train_pieces,
-                                  found.validation_pieces)},
-             {"time", fmt::format("{:.0f} s; learning {:.0f} tokens/s", found.seconds,
-                                  found.tokens_per_second)}};
+  e.facts = {
+      {"teacher", flags.teacher},
+      {"bits, group", fmt::format("{}, {}", o.bits, o.group_size)},
+      {"learned", fmt::format("{} scales and biases", found.learned)},
+      {"steps", fmt::format("{} of {} pieces of {} tokens", found.steps, o.batch, o.context)},
+      {"rate", fmt::format("{:.5f}", found.rate)},
+      {"text", fmt::format("{}: {} pieces to learn from, {} held out", fmt::join(o.data, ", "),
+                           found.train_pieces, found.validation_pieces)},
+      {"time",
+       fmt::format("{:.0f} s; learning {:.0f} tokens/s", found.seconds, found.tokens_per_second)}};
   return write_report_file(page_of(flags), report::distill_page(found, e));
 }
 
@@ -286,9 +287,7 @@ Verb distill_verb(CLI::App& main) {
   verb->footer(
       "Ctrl-C ends learning and writes the best so far. After a kill, --resume goes on.\n"
       "Example: bittern distill model-folder -o model-3bit --bits 3 --data text.txt");
-  return {.app = verb,
-          .run = [flags] { return run(*flags); },
-          .one_model = "one TEACHER"};
+  return {.app = verb, .run = [flags] { return run(*flags); }, .one_model = "one TEACHER"};
 }
 
 }  // namespace bittern::cli

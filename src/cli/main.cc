@@ -128,8 +128,8 @@ int run(int argc, char** argv) {
       "bittern VERB --help shows the options of a verb.\n"
       "Example: bittern quantize model-folder -o model-4bit --bits 4");
   app.allow_extras();
-  const Verb verbs[] = {ops_verb(app),     check_verb(app),    bench_verb(app, argv),
-                        inspect_verb(app), quantize_verb(app), run_verb(app),
+  const Verb verbs[] = {ops_verb(app),     check_verb(app),     bench_verb(app, argv),
+                        inspect_verb(app), quantize_verb(app),  run_verb(app),
                         eval_verb(app),    calibrate_verb(app), distill_verb(app)};
   std::string names;
   for (const Verb& verb : verbs) names += " " + verb.app->get_name();

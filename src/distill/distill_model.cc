@@ -87,10 +87,10 @@ class WorkFolder {
     BITTERN_TRY(check_ours());
     if (resume) return {};
     if (!force)
-      return {Code::unavailable, path_ + ": of a run that was stopped, expected @{resume} to go on "
-                                         "with it or @{force} to begin anew"};
-    return remove() ? open(false, false)
-                    : Status(Code::io_error, path_ + ": cannot be removed");
+      return {Code::unavailable, path_ +
+                                     ": of a run that was stopped, expected @{resume} to go on "
+                                     "with it or @{force} to begin anew"};
+    return remove() ? open(false, false) : Status(Code::io_error, path_ + ": cannot be removed");
   }
   bool has_start() const { return std::filesystem::exists(start()); }
   bool has_state() const { return std::filesystem::exists(state()); }
@@ -123,12 +123,11 @@ class Distillation {
 
   Result<DistillReport> run() {
     const auto begun = Clock::now();
-    BITTERN_TRY(check_output(
-        out_, {.folder = true, .force = options_.force, .resume = options_.resume}));
+    BITTERN_TRY(
+        check_output(out_, {.folder = true, .force = options_.force, .resume = options_.resume}));
     BITTERN_TRY(check_files_apart());
     const CallSettings settings(options_.threads);
-    auto text =
-        read_training_text(teacher_, options_.data, options_.context, options_.validation);
+    auto text = read_training_text(teacher_, options_.data, options_.context, options_.validation);
     if (!text) return text.status();
     text_ = std::move(*text);
     report_.train_pieces = text_.train.pieces();
@@ -210,7 +209,8 @@ class Distillation {
                    .validation_kl = kNaN})
           .ok();
     };
-    const auto report = quantize_model(teacher_, work_.start(), how, QuantizeHooks{.coder = &coder});
+    const auto report =
+        quantize_model(teacher_, work_.start(), how, QuantizeHooks{.coder = &coder});
     return report.status();
   }
 
@@ -234,9 +234,9 @@ class Distillation {
 
     fingerprint_.add(text_.fingerprint());
     fingerprint_.add(options_.seed);
-    for (const std::int64_t n : {options_.steps, options_.batch, options_.context,
-                                 std::int64_t{options_.bits}, std::int64_t{options_.group_size},
-                                 std::int64_t{options_.embedding_bits.value_or(-1)}})
+    for (const std::int64_t n :
+         {options_.steps, options_.batch, options_.context, std::int64_t{options_.bits},
+          std::int64_t{options_.group_size}, std::int64_t{options_.embedding_bits.value_or(-1)}})
       fingerprint_.add(static_cast<std::uint64_t>(n));
     fingerprint_.add(options_.scale_dtype.value_or(""));
     fingerprint_.add(options_.rate ? std::to_string(*options_.rate) : "");
@@ -268,7 +268,8 @@ class Distillation {
   }
 
   Result<double> validation(const std::string& text) {
-    BITTERN_TRY(tell({.doing = "searching", .text = text, .train_kl = kNaN, .validation_kl = kNaN}));
+    BITTERN_TRY(
+        tell({.doing = "searching", .text = text, .train_kl = kNaN, .validation_kl = kNaN}));
     return learner_->validate();
   }
 
@@ -335,19 +336,17 @@ class Distillation {
       const double took = seconds_since(begun);
       const double each = took / static_cast<double>(state.step - first);
       report_.seconds_learning = took;
-      report_.tokens_per_second =
-          static_cast<double>(options_.batch * options_.context) / each;
-      const Status told = tell({.doing = "learning",
-                                .share = static_cast<double>(state.step) /
-                                         static_cast<double>(options_.steps),
-                                .step = state.step,
-                                .steps = options_.steps,
-                                .train_kl = *kl,
-                                .validation_kl = state.points.back().validation_kl,
-                                .tokens_per_second = report_.tokens_per_second,
-                                .seconds_left =
-                                    each * static_cast<double>(options_.steps - state.step)},
-                               &finish);
+      report_.tokens_per_second = static_cast<double>(options_.batch * options_.context) / each;
+      const Status told =
+          tell({.doing = "learning",
+                .share = static_cast<double>(state.step) / static_cast<double>(options_.steps),
+                .step = state.step,
+                .steps = options_.steps,
+                .train_kl = *kl,
+                .validation_kl = state.points.back().validation_kl,
+                .tokens_per_second = report_.tokens_per_second,
+                .seconds_left = each * static_cast<double>(options_.steps - state.step)},
+               &finish);
       if (!told.ok() || seconds_since(saved) >= 60 * options_.checkpoint_minutes) {
         BITTERN_TRY(state.write(work_.state(), fingerprint_.value()));
         saved = Clock::now();
@@ -386,11 +385,10 @@ class Distillation {
     how.progress = [&](const ModelProgress& state) {
       return tell({.doing = "writing", .text = std::string(state.tensor)}).ok();
     };
-    auto written = quantize_model(
-        work_.start(), out_, how,
-        QuantizeHooks{.change = [&](Checkpoint& source) {
-          return learner_->grids().put_into(source);
-        }});
+    auto written =
+        quantize_model(work_.start(), out_, how, QuantizeHooks{.change = [&](Checkpoint& source) {
+                         return learner_->grids().put_into(source);
+                       }});
     if (!written) return written.status();
     report_.output = std::move(*written);
     report_.output.model = teacher_;

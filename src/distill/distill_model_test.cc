@@ -114,7 +114,9 @@ TEST_F(DistillModel, GoesOnWhereItWasStopped) {
   made(model, "whole", how);
   const std::string whole = contents("whole");
   int calls = 0;
-  how.progress = [&](const DistillProgress&) { return ++calls > 0 ? DistillNext::go_on : DistillNext::stop; };
+  how.progress = [&](const DistillProgress&) {
+    return ++calls > 0 ? DistillNext::go_on : DistillNext::stop;
+  };
   made(model, "counted", how);
   const int all = calls;
   ASSERT_GT(all, 20);

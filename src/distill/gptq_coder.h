@@ -21,7 +21,10 @@ class GptqCoder : public MatrixCoder {
 
   // The same with a text that is read already.
   GptqCoder(std::string model, CalibrationText text)
-      : model_(std::move(model)), pieces_(text.pieces()), context_(text.context), text_(std::move(text)) {}
+      : model_(std::move(model)),
+        pieces_(text.pieces()),
+        context_(text.context),
+        text_(std::move(text)) {}
 
   std::string_view method() const override { return "gptq"; }
   Status prepare(const Checkpoint& source) override;

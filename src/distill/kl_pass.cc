@@ -75,8 +75,8 @@ Result<double> KlPass::loss(std::span<const std::int32_t> tokens, const float* t
                   taught_logits = view(taught_logits_.data(), {count, d.vocab});
     BITTERN_TRY(head_pass(teacher, taught + first * teacher.decoder.hidden, count, taught_logits,
                           scratch_));
-    BITTERN_TRY(uncapped_head_pass(student, hidden_.data() + first * d.hidden, count, logits,
-                                   scratch_));
+    BITTERN_TRY(
+        uncapped_head_pass(student, hidden_.data() + first * d.hidden, count, logits, scratch_));
     KlLossDesc desc{};
     desc.rows = count;
     desc.dim = d.vocab;

@@ -31,8 +31,7 @@ class Gradients : public TestFolder {
                                         .force = true,
                                         .threads = 1});
     if (!report) throw std::runtime_error(std::string(report.status().message()));
-    const LoadOptions load{
-        .activations = Activations::exact, .threads = 1, .context = kTokens};
+    const LoadOptions load{.activations = Activations::exact, .threads = 1, .context = kTokens};
     const auto teacher = Model::load(model, load);
     auto data = load_model_data(path("student"), load);
     const auto source = Checkpoint::open(path("student"));
@@ -62,9 +61,9 @@ class Gradients : public TestFolder {
 };
 
 TEST_F(Gradients, AreTheSlopesOfTheLoss) {
-  for (const char* name : {"llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gemma2",
-                           "gemma3", "phi3", "olmo2", "smollm3", "qwen3_next", "qwen3_5_text",
-                           "qwen3_5_moe_text"}) {
+  for (const char* name :
+       {"llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3", "phi3",
+        "olmo2", "smollm3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}) {
     SCOPED_TRACE(name);
     make(name);
     GridGradients gradients(*grids_);

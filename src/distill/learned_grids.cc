@@ -54,7 +54,8 @@ Result<LearnedGrids> LearnedGrids::make(std::shared_ptr<ModelData> model,
         return with_tensor(source, part.name, status);
       for (std::int64_t i = 0; i < count * w.groups(); ++i) {
         std::int64_t codes = 0;
-        for (std::int64_t j = 0; j < w.group_size; ++j) codes += rows.codes[at(i * w.group_size + j)];
+        for (std::int64_t j = 0; j < w.group_size; ++j)
+          codes += rows.codes[at(i * w.group_size + j)];
         const float mean = static_cast<float>(codes) / static_cast<float>(w.group_size);
         const float scale = rows.scales[at(i)], bias = rows.biases[at(i)];
         grids.scales_.push_back(scale);
@@ -93,9 +94,8 @@ Status LearnedGrids::store() {
                     bias = from_math<T>(bias_of(scales_[i], centres_[i], means_[i]));
             if (!std::isfinite(to_math(scale)) || !std::isfinite(to_math(bias)))
               good[at(row / kRows)] = 0;
-            std::byte* const header =
-                memory + row / kRows * w.groups() * unit + g * unit +
-                row % kRows * static_cast<std::int64_t>(sizeof(T));
+            std::byte* const header = memory + row / kRows * w.groups() * unit + g * unit +
+                                      row % kRows * static_cast<std::int64_t>(sizeof(T));
             std::memcpy(header, &scale, sizeof scale);
             std::memcpy(header + kRows * static_cast<std::int64_t>(sizeof(T)), &bias, sizeof bias);
           }
@@ -145,8 +145,8 @@ Status LearnedGrids::put_into(Checkpoint& source) {
     with_scale_type(w.scale_element, [&]<class T>(T) {
       for (std::int64_t row = 0; row < w.outputs; ++row) {
         const std::int64_t of_part = tensor.part.first + row;
-        const auto [from, to] = places.empty() ? std::pair(std::uint32_t{0}, of_part)
-                                               : places[at(of_part)];
+        const auto [from, to] =
+            places.empty() ? std::pair(std::uint32_t{0}, of_part) : places[at(of_part)];
         for (std::int64_t g = 0; g < w.groups(); ++g) {
           const std::size_t i = at(tensor.first + row * w.groups() + g);
           const std::int64_t block = g / groups_of_block;

@@ -47,8 +47,7 @@ Result<double> Learner::step(LearnState& state, std::int64_t steps) {
   GradientSum sums[2];
   double kl = 0;
   for (std::int64_t i = 0; i < options_.batch; ++i) {
-    const std::int64_t piece =
-        text_.nth(state.step * options_.batch + i, options_.seed);
+    const std::int64_t piece = text_.nth(state.step * options_.batch + i, options_.seed);
     const auto tokens = tokens_of(text_.train, piece);
     BITTERN_TRY(pass_.teach(tokens, taught_.data()));
     GridGradients gradients(grids_);

@@ -53,8 +53,8 @@ CalibrationText some_of(const CalibrationText& text, std::int64_t pieces) {
 }
 
 Result<TrainingText> read_training_text(const std::string& model,
-                                        const std::vector<std::string>& paths,
-                                        std::int64_t context, std::int64_t validation) {
+                                        const std::vector<std::string>& paths, std::int64_t context,
+                                        std::int64_t validation) {
   const auto tokenizer = Tokenizer::load(model);
   if (!tokenizer) return tokenizer.status();
   const auto first = first_of_pieces(*tokenizer);

@@ -54,8 +54,7 @@ class Backward : Runner {
     }
     BITTERN_TRY(before(w.before_mlp, tape.stream.data()));
     BITTERN_TRY(after(w.after, tape.mixed, d_added));
-    BITTERN_TRY(spec.delta ? delta(w, tape, d_added)
-                           : attention(spec.attention, w, tape, d_added));
+    BITTERN_TRY(spec.delta ? delta(w, tape, d_added) : attention(spec.attention, w, tape, d_added));
     return before(w.before, stream);
   }
 
@@ -83,8 +82,7 @@ class Backward : Runner {
       args.d_x = rows_of(to, rows, w.inputs, w.inputs);
       args.d_scales = grids.scales;
       args.d_biases = grids.biases;
-      BITTERN_TRY(
-          run<QuantizedMatmulBackward>({.rows = rows, .weights = piece.weights}, args));
+      BITTERN_TRY(run<QuantizedMatmulBackward>({.rows = rows, .weights = piece.weights}, args));
       if (to != d_x) add(d_x, to, rows * w.inputs);
     }
     scratch_.release(mark);
@@ -109,8 +107,8 @@ class Backward : Runner {
     args.weight = vector_of(weight);
     args.d_sum = d_sum;
     args.d_x = d_x;
-    return run<RmsNormBackward>(
-        {.rows = rows, .dim = x.shape[x.shape.rank - 1], .eps = d_.eps}, args);
+    return run<RmsNormBackward>({.rows = rows, .dim = x.shape[x.shape.rank - 1], .eps = d_.eps},
+                                args);
   }
 
   // The stream's gradient at what a mixer or MLP gave, before its own norm.
@@ -181,8 +179,8 @@ class Backward : Runner {
   }
 
   // out = attended * sigmoid(gate): d_out becomes that of `attended`.
-  void ungate(const LayerTape& tape, const FloatRows& d_out, const FloatRows& d_qkv, std::int64_t width,
-              std::int64_t q_head) {
+  void ungate(const LayerTape& tape, const FloatRows& d_out, const FloatRows& d_qkv,
+              std::int64_t width, std::int64_t q_head) {
     cpu::parallel(tokens_ * d_.heads, 16, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t i = begin; i < end; ++i) {
         const std::int64_t first = i / d_.heads * width + i % d_.heads * q_head + d_.dim;
@@ -233,8 +231,8 @@ class Backward : Runner {
     const std::int64_t values = d_.value_rows(), width = w.delta_in.outputs;
     const std::int64_t rows = tokens_ * d_.value_heads;
     const FloatRows d_gated = take(tokens_, values), d_in = take(tokens_, width),
-               d_convolved = take(tokens_, channels), d_o = take(tokens_, values),
-               z = take(tokens_, values), d_z = take(tokens_, values);
+                    d_convolved = take(tokens_, channels), d_o = take(tokens_, values),
+                    z = take(tokens_, values), d_z = take(tokens_, values);
     tell(ProductPlace::mixer_out, all(tape.out), d_y.row(0), d_.hidden);
     BITTERN_TRY(linear(w.out, all(tape.out), d_y.row(0), d_.hidden, d_gated.row(0)));
 
@@ -249,8 +247,8 @@ class Backward : Runner {
     norm_args.weight = vector_of(w.delta_norm);
     norm_args.d_x = by_head(d_o);
     norm_args.d_z = by_head(d_z);
-    BITTERN_TRY(run<GatedRmsNormBackward>({.rows = rows, .dim = d_.value_dim, .eps = d_.eps},
-                                          norm_args));
+    BITTERN_TRY(
+        run<GatedRmsNormBackward>({.rows = rows, .dim = d_.value_dim, .eps = d_.eps}, norm_args));
     copy_rows(d_z.row(0), values, d_in.row(0) + channels, width, tokens_, values);
 
     const auto heads = [&](const FloatRows& x, std::int64_t first, std::int64_t count,
@@ -316,8 +314,8 @@ class Backward : Runner {
     args.up = half(tape.in, inner);
     args.d_gate = half(d_in, 0);
     args.d_up = half(d_in, inner);
-    BITTERN_TRY(run<GatedActivationBackward>(
-        {.rows = rows, .dim = inner, .kind = d_.activation}, args));
+    BITTERN_TRY(
+        run<GatedActivationBackward>({.rows = rows, .dim = inner, .kind = d_.activation}, args));
     tell(ProductPlace::mlp_in, tape.x, d_in.row(0), 2 * inner, expert, shared);
     BITTERN_TRY(linear(w.in, tape.x, d_in.row(0), 2 * inner, d_x));
     scratch_.release(mark);
@@ -339,8 +337,8 @@ class Backward : Runner {
         for (std::int64_t j = 0; j < d_.hidden; ++j) d_out.row(i)[j] = weight * d[j];
         d_scores.row(token)[expert.expert] = dot(d, expert.out.row(i), d_.hidden);
       }
-      BITTERN_TRY(mlp(w.experts[at(expert.expert)], expert.mlp, d_out.row(0), d_x.row(0),
-                      expert.expert));
+      BITTERN_TRY(
+          mlp(w.experts[at(expert.expert)], expert.mlp, d_out.row(0), d_x.row(0), expert.expert));
       for (std::int64_t i = 0; i < rows; ++i) {
         float* const to = d_input_.row(expert.chosen[at(i)].token);
         for (std::int64_t j = 0; j < d_.hidden; ++j) to[j] += d_x.row(i)[j];

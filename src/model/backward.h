@@ -1,5 +1,5 @@
-// The gradients of a decoder's layers, in ops. Each layer is computed anew (LayerTape), so that of a
-// pass only the stream before every layer is kept.
+// The gradients of a decoder's layers, in ops. Each layer is computed anew (LayerTape), so that of
+// a pass only the stream before every layer is kept.
 #pragma once
 #include <cstdint>
 
@@ -23,9 +23,7 @@ class GradientSink {
     return {};
   }
   // f32 [rows, outputs]: what arrives at the outputs of the product that reads `input`.
-  virtual void product(const ProductInput& input, const ConstView& d_y) {
-    (void)input, (void)d_y;
-  }
+  virtual void product(const ProductInput& input, const ConstView& d_y) { (void)input, (void)d_y; }
 };
 
 // The segment begins its session and is the only one. `stream` f32 [tokens, hidden] is what the

@@ -208,7 +208,7 @@ class Pass : Runner {
                        width = q_rows + 2 * k_rows;
     const std::int64_t q_head = d_.gate ? 2 * d_.dim : d_.dim;
     const FloatRows qkv = take(tokens_, width), q_own = take(tokens_, d_.heads * d_.dim),
-               k_own = take(tokens_, k_rows);
+                    k_own = take(tokens_, k_rows);
     show(ProductPlace::mixer_in, input_);
     BITTERN_TRY(linear(w.qkv, input_, tokens_, qkv.row(0), width));
     MutView q = heads_of(qkv.row(0), tokens_, d_.heads, d_.dim, width, q_head);
@@ -359,7 +359,7 @@ class Pass : Runner {
     const std::int64_t channels = d_.delta_channels(), keys = d_.key_heads * d_.key_dim;
     const std::int64_t values = d_.value_rows(), width = w.delta_in.outputs;
     const FloatRows in = take(tokens_, width), mixed = take(tokens_, channels),
-               o = take(tokens_, values);
+                    o = take(tokens_, values);
     show(ProductPlace::mixer_in, input_);
     BITTERN_TRY(linear(w.delta_in, input_, tokens_, in.row(0), width));
     const auto gates = [&](std::int64_t row, std::int64_t count, std::int64_t first) {
@@ -548,7 +548,7 @@ class Pass : Runner {
   std::vector<std::int32_t> positions_;
   LayerTape* tape_ = nullptr;
   LayerTape unused_;  // where no tape is asked for
-  FloatRows stream_;       // what layers add to
+  FloatRows stream_;  // what layers add to
   FloatRows normed_, added_;
   MutView input_{};       // of the next mixer or MLP
   bool pending_ = false;  // added_ is not in stream_ yet

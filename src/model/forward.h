@@ -48,12 +48,12 @@ struct Segment {
   std::int64_t count() const { return static_cast<std::int64_t>(tokens.size()); }
 };
 
-// What a layer computed, for the gradients (model/backward.h). It is in the scratch of the segment's
-// session, until the next pass.
+// What a layer computed, for the gradients (model/backward.h). It is in the scratch of the
+// segment's session, until the next pass.
 struct MlpTape {
   std::int64_t rows = 0;
-  ConstView x{};  // [rows, hidden]
-  FloatRows in{};      // gate, then up
+  ConstView x{};   // [rows, hidden]
+  FloatRows in{};  // gate, then up
   FloatRows act{};
 };
 
@@ -71,7 +71,7 @@ struct ExpertTape {
 struct LayerTape {
   std::vector<float> stream{};     // as the MLP's norm reads it
   ConstView mixer_in{}, mlp_in{};  // the stream, normed
-  FloatRows mixed{}, mlp_out{};         // what mixer and MLP gave, before a norm of their own
+  FloatRows mixed{}, mlp_out{};    // what mixer and MLP gave, before a norm of their own
 
   // Attention. qkv: as projected. q, k, v: as attended to.
   FloatRows qkv{};

@@ -17,7 +17,7 @@ inline MutView rows_of(float* data, std::int64_t rows, std::int64_t columns, std
 }
 // [tokens, heads, dim] with `token` and `head` numbers from one to the next.
 inline MutView heads_of(float* data, std::int64_t tokens, std::int64_t heads, std::int64_t dim,
-                 std::int64_t token, std::int64_t head) {
+                        std::int64_t token, std::int64_t head) {
   MutView v = view(data, {tokens, heads, dim});
   v.stride[0] = token;
   v.stride[1] = head;

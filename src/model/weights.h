@@ -68,7 +68,7 @@ struct WeightPart {
 struct Weights {
   LargePages memory;
   std::vector<WeightPart> parts;  // of the matrices, in the order of their offsets
-  Matrix embedding, head;  // head: without pieces where it is the embedding
+  Matrix embedding, head;         // head: without pieces where it is the embedding
   Vector final_norm;
   std::vector<LayerWeights> layers;
   std::uint64_t bytes = 0;       // of all matrices

@@ -38,8 +38,9 @@ void add_curves(const DistillReport& report, Page& page) {
 
 void add_rates(const DistillReport& report, Page& page) {
   if (report.trials.empty()) return;
-  page.section("Rate", "Short runs from the same start; the best on the text that was held out "
-                       "was taken.");
+  page.section("Rate",
+               "Short runs from the same start; the best on the text that was held out "
+               "was taken.");
   std::vector<std::vector<std::string>> rows;
   for (const DistillTrial& trial : report.trials)
     rows.push_back({number(trial.rate) + (trial.rate == report.rate ? " (taken)" : ""),
