@@ -1,0 +1,128 @@
+"""bittern distill: the command and bittern.distill, what they write, and what they refuse."""
+
+import json
+import math
+import signal
+import subprocess
+import time
+
+import pytest
+from small_models import put_model
+from test_cli import COMMAND, bittern, refused
+
+import bittern as library
+
+pytestmark = pytest.mark.skipif(COMMAND is None, reason="the command is not built (build/release/bittern)")
+
+FLAGS = ("--bits", 3, "--group-size", 32, "--ctx", 32, "--calibration", 16, "--validation", 4, "--scale-dtype", "f32")
+OPTIONS = {"bits": 3, "group_size": 32, "context": 32, "calibration": 16, "validation": 4, "scale_dtype": "f32"}
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A teacher, and a text that has something to be learned."""
+    folder = tmp_path_factory.mktemp("distill")
+    words = "the marsh is quiet and the bittern stands in the reeds where no boat comes ".split()
+    text = " ".join(words[(7 * i * i + i) % len(words)] for i in range(400))
+    (folder / "text.txt").write_text(text)
+    return put_model(folder / "teacher"), folder / "text.txt"
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_student_learns(given, tmp_path):
+    teacher, text = given
+    out = tmp_path / "out"
+    result = bittern("distill", teacher, "-o", out, "--data", text, *FLAGS, "--steps", 6, "--json", tmp_path / "r.json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["kl"] < report["start_kl"] and report["steps"] == 6 and report["best_step"] > 0
+    assert len(report["trials"]) == 3 and report["rate"] in [trial["rate"] for trial in report["trials"]]
+    assert report["points"][0] == {"step": 0, "train_kl": None, "validation_kl": report["start_kl"]}
+    assert "taken" in result.stdout and f"{report['kl']:.4f} after" in result.stdout
+    page = (tmp_path / "out.html").read_text()
+    for words in ("Learning", "How they go on", "Error along the depth", "KL by position", "<svg"):
+        assert words in page
+    assert not (tmp_path / "out.distill").exists()
+
+    # From Python the same bytes; and what was written is what was judged.
+    again = library.distill(teacher, tmp_path / "again", data=text, steps=6, **OPTIONS)
+    assert contents(tmp_path / "again") == contents(out)
+    assert (again.start_kl, again.kl, again.rate) == (report["start_kl"], report["kl"], report["rate"])
+    assert math.isnan(again.points[0].train_kl) and again.points[-1].step == 6
+    assert "validation KL" in str(again) and "3." in repr(again)
+    logits = library.load(out, activations="float").logits([3, 4, 5, 6])
+    assert logits.shape == (4, 96)
+
+
+def test_progress_decides(given, tmp_path):
+    teacher, text = given
+    seen = []
+
+    def watch(state):
+        seen.append(state)
+        return "finish" if state.step == 2 else None
+
+    report = library.distill(teacher, tmp_path / "out", data=[text], steps=50, rate=0.002, progress=watch, **OPTIONS)
+    assert report.finished_early and report.steps == 2
+    assert [state.doing for state in seen if state.doing == "learning"] == ["learning"] * 2
+    assert seen[-1].doing == "writing"
+
+    with pytest.raises(library.Cancelled, match="resume"):
+        library.distill(teacher, tmp_path / "b", data=text, steps=4, rate=0.002, progress=lambda s: s.step < 2, **OPTIONS)
+    with pytest.raises(OSError, match="b.distill: of a run that was stopped, expected resume"):
+        library.distill(teacher, tmp_path / "b", data=text, steps=4, rate=0.002, **OPTIONS)
+    library.distill(teacher, tmp_path / "b", data=text, steps=4, rate=0.002, resume=True, **OPTIONS)
+    library.distill(teacher, tmp_path / "c", data=text, steps=4, rate=0.002, **OPTIONS)
+    assert contents(tmp_path / "b") == contents(tmp_path / "c")
+    with pytest.raises(ValueError, match="progress: returned 'stop'"):
+        library.distill(teacher, tmp_path / "d", data=text, steps=1, rate=0.002, progress=lambda s: "stop", **OPTIONS)
+
+
+def test_killed_it_goes_on_to_the_same_bytes(given, tmp_path):
+    teacher, text = given
+    flags = ["--data", text, *FLAGS, "--steps", 400, "--rate", 0.002, "--no-report", "--checkpoint-minutes", 0]
+    whole = bittern("distill", teacher, "-o", tmp_path / "whole", *flags)
+    assert whole.returncode == 0, whole.stderr
+    command = [COMMAND, "distill", teacher, "-o", tmp_path / "out", *flags]
+    for after in (0.05, 0.3, 0.7):
+        resume = ["--resume"] if (tmp_path / "out.distill").exists() else []
+        run = subprocess.Popen([str(word) for word in command + resume], stderr=subprocess.DEVNULL)
+        time.sleep(after)
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+    if not (tmp_path / "out").exists():
+        end = bittern(*command[1:], "--resume")
+        assert end.returncode == 0, end.stderr
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("flags, status, text", [
+    (["--bits", 7], 2, "--bits: 7"),
+    (["--steps", -1], 2, "--steps"),
+    (["--data", "/no/such.txt"], 3, "/no/such.txt"),
+    (["--validation", 100000], 2, "--validation"),
+    (["--embedding-bits", 7], 2, "7"),
+])
+def test_refusals(given, tmp_path, flags, status, text):
+    teacher, data = given
+    given_data = [] if "--data" in flags else ["--data", data]
+    result = bittern("distill", teacher, "-o", tmp_path / "out", "--ctx", 32, *given_data, *flags)
+    refused(result, status, text)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_stays(given, tmp_path):
+    teacher, text = given
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("precious")
+    result = bittern("distill", teacher, "-o", tmp_path / "out", "--data", text, *FLAGS, "--force")
+    assert result.returncode != 0 and "out" in result.stderr
+    assert (tmp_path / "out" / "mine.txt").read_text() == "precious"
+    (tmp_path / "page.html").write_text("<html>mine</html>")
+    result = bittern("distill", teacher, "-o", tmp_path / "new", "--data", text, *FLAGS, "--report",
+                     tmp_path / "page.html", "--force")
+    assert result.returncode != 0 and "--report" in result.stderr
+    assert not (tmp_path / "new").exists() and not (tmp_path / "new.distill").exists()
