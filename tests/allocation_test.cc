@@ -392,7 +392,8 @@ TEST_F(Allocation, ChecksOfDescriptors) {
   bad("AttentionBackward::check", [&] { return AttentionBackward::check({.dim = 0}); });
   bad("check_kl_loss_desc", [&] { return check_kl_loss_desc(op, {.top = -1}); });
   bad("KlLoss::check_contents", [&] {
-    return KlLoss::check_contents({.rows = 1, .dim = 5, .top = 3}, {.ids = view(starts, {1, 3})});
+    return KlLoss::check_contents({.rows = 1, .dim = 5, .top = 3},
+                                  {.x = {}, .ids = view(starts, {1, 3})});
   });
   bad("check_adam_desc", [&] { return check_adam_desc(op, {.step = 0}); });
   bad("check_gdn_desc", [&] { return check_gdn_desc(op, {.tokens = -1}); });

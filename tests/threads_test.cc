@@ -241,7 +241,9 @@ TEST_F(Threads, ATeamThatStaysAwakeDoesWhatOthersDo) {
       const std::int64_t n = 1 + region % 7;
       cpu::parallel(n, 1, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t i = begin; i < end; ++i) sums[static_cast<std::size_t>(i)] += i + 1;
-        if (n > 1) EXPECT_EQ(num_threads(), 1);  // otherwise there is no region
+        if (n > 1) {  // otherwise there is no region
+          EXPECT_EQ(num_threads(), 1);
+        }
       });
     }
     const ThreadCount fewer(2);

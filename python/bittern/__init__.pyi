@@ -48,6 +48,10 @@ Model files (docs/quantize.md, docs/inspect.md):
     print(bittern.inspect_model("model-4bit"))
     bittern.compare_models("model", "model-4bit").relative_error
 
+Models that learn (docs/distill.md):
+
+    report = bittern.distill("model", "model-3bit", bits=3, data="text.txt")
+
 Models that run (docs/run.md):
 
     model = bittern.load("model.gguf")
@@ -102,6 +106,10 @@ from ._tokenizer import TokenStream as TokenStream, Tokenizer as Tokenizer
 
 __all__ = [
     "Cancelled",
+    "DistillPoint",
+    "DistillProgress",
+    "DistillReport",
+    "DistillTrial",
     "Field",
     "GroupDifference",
     "KvBytes",
@@ -129,6 +137,7 @@ __all__ = [
     "__version__",
     "aura_config",
     "compare_models",
+    "distill",
     "gaussian_codebook",
     "inspect_model",
     "load",
@@ -182,6 +191,10 @@ __all__ = [
     "unpack_panels",
     "embedding",
     "attention_backward",
+    "rms_norm_backward",
+    "gated_activation_backward",
+    "kl_loss",
+    "adam",
 ]
 __version__: str
 
@@ -2380,6 +2393,9 @@ def rope(
     operations are in f32, each rounded once; factor is rounded to f32, y to `element`.
 
     y may be the memory of x. NaN and infinities stay in their pair.
+
+    The gradient is rope itself with negated frequencies: cos is even and sin odd, so it turns d_y
+    back, times the same factor.
     """
 
 def gated_activation(
@@ -2768,4 +2784,251 @@ def attention_backward(
 
     What a query does not see is not computed: a NaN in a row affects only the queries that see it,
     and what these see. A query whose logits are all -inf adds nothing.
+    """
+
+@overload
+def rms_norm_backward(
+    d_y: _Array | SupportsFloat,
+    x: _Array | SupportsFloat,
+    weight: _Array | SupportsFloat,
+    d_sum: _Array | SupportsFloat | None = None,
+    *,
+    d_x: _Array | Literal[True] | None = None,
+    d_weight: _Array | Literal[True] | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    eps: float = 1e-06,
+    offset: float = 0.0,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> tuple[_Result, _Result]:
+    """Returns d_x, d_weight.
+
+    The gradients of rms_norm. x is what was normalised: `sum`, where the forward had a residual.
+    With rstd as there, and in each row
+
+      n_j = x_j * rstd     e_j = d_y_j * (weight_j + offset)
+
+      d_x_j    = rstd * fma(-n_j, (e.n) / dim, e_j), plus d_sum_j if d_sum is given
+      d_weight = sum over rows of d_y_j * n_j
+
+    d_sum is the gradient that reaches x by another way: the residual stream's. d_x may be its
+    memory.
+
+    In f32, each operation rounded once; x.x and e.n are summed as core/dot.h says, eps and offset
+    are rounded to f32. Results are rounded to `element`. The forward's roundings pass gradients
+    straight through. d_weight goes over rows in blocks of 64: sum = fma(d_y, n, sum) from 0, then
+    the halving tree over the blocks, in order. NaN and infinities stay in their row, and in
+    d_weight's column. A row of zeros gives NaN when eps is 0.
+    """
+
+@overload
+def rms_norm_backward(
+    d_y: _Array | SupportsFloat,
+    x: _Array | SupportsFloat,
+    weight: _Array | SupportsFloat,
+    d_sum: _Array | SupportsFloat | None = None,
+    *,
+    d_x: _Array | bool | None = None,
+    d_weight: _Array | bool | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    eps: float = 1e-06,
+    offset: float = 0.0,
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
+
+@overload
+def gated_activation_backward(
+    d_y: _Array | SupportsFloat,
+    gate: _Array | SupportsFloat,
+    up: _Array | SupportsFloat,
+    *,
+    d_gate: _Array | Literal[True] | None = None,
+    d_up: _Array | Literal[True] | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    kind: Literal["swiglu", "geglu_tanh", "geglu_erf"] = "swiglu",
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> tuple[_Result, _Result]:
+    """Returns d_gate, d_up.
+
+    The gradients of gated_activation:
+
+      d_gate = (d_y * up) * f'(gate)
+      d_up   = d_y * f(gate)
+
+    In f32, each operation rounded once, and results to `element`. f is the forward's; its slope f'
+    is silu_slope of core/math.h (swiglu), gelu_tanh_slope (geglu_tanh) or gelu_slope (geglu_erf) of
+    core/activations.h. The forward's rounding of f(gate) passes gradients straight through, and
+    d_up has f(gate) before it.
+
+    Each tensor has strides of its own, so gate and up, and their gradients, may be halves of one
+    matrix. Either gradient may be the memory of gate, up or d_y. NaN stays in its element, which is
+    also NaN where f or f' is: swiglu's f' at both infinities, f at -infinity.
+    """
+
+@overload
+def gated_activation_backward(
+    d_y: _Array | SupportsFloat,
+    gate: _Array | SupportsFloat,
+    up: _Array | SupportsFloat,
+    *,
+    d_gate: _Array | bool | None = None,
+    d_up: _Array | bool | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    kind: Literal["swiglu", "geglu_tanh", "geglu_erf"] = "swiglu",
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
+
+@overload
+def kl_loss(
+    x: _Array | SupportsFloat,
+    teacher: _Array | SupportsFloat,
+    ids: _Array | SupportsFloat | None = None,
+    log_probs: _Array | SupportsFloat | None = None,
+    tail: _Array | SupportsFloat | None = None,
+    weights: _Array | SupportsFloat | None = None,
+    *,
+    loss: _Array | Literal[True] | None = None,
+    d_x: _Array | Literal[True] | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    top: int | None = None,
+    softcap: float = 0.0,
+    temperature: float = 1.0,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> tuple[_Result, _Result]:
+    """Returns loss, d_x.
+
+    KL(teacher || student) of rows of logits, and its gradient:
+
+      c_j = x_j, or softcap * tanh(x_j / softcap) with softcap > 0      the student's logits
+      b_j = (c_j - max c) / temperature      F_j = exp(b_j)      q_j = F_j / sum F
+
+    With top = 0 the teacher gives all its logits, before softmax, with its own soft cap applied:
+
+      a_j = (teacher_j - max teacher) / temperature      E_j = exp(a_j)      p_j = E_j / sum E
+      KL = (sum of E_j (a_j - b_j)) / sum E + (log sum F - log sum E)
+      slope_j = F_j / sum F - E_j / sum E
+
+    With top > 0 it gives, at this temperature, log probabilities of some tokens (`ids`, all
+    different, in any order) and of all others together (`tail`; -infinity: there are none).
+    Q is what the student gives to the others, G_j = exp((c_j - t) / temperature) with t the largest
+    c_j among them (max c where all of them are -infinity, or none is left), R = sum of G over them:
+
+      p_i = exp(log_probs_i)      P = exp(tail)      S = sum of p + P, 1 but for roundings
+      r = (t - max c) / temperature      L = exp(r) R + sum over the top of F
+      KL = (sum of p_i (log_probs_i - (b_i - log L)) + P (tail - (r + log R - log L))) / S - log S
+      slope_i = F_i / L - p_i / S in the top      slope_j = G_j (exp(r) / L - P / (S R)) elsewhere
+
+      loss  = weight * KL
+      d_x_j = (weight / temperature) * slope_j * (softcap - c_j)(softcap + c_j) / softcap^2
+
+    the last factor with softcap alone. c_j is f32, each operation rounded once; tanh is
+    core/math.h's and softcap is rounded to f32. Everything else is in f64, each operation rounded
+    once, and exp is exp64 of core/math.h, log core/exp_log.h's; quotients by temperature, sums, S
+    and softcap^2 are products with the reciprocal. loss and d_x are rounded to f32 once, at the end.
+    Sums over the vocabulary: the elements of a block of 4096 go to 16 chains, element j to chain j
+    mod 16, which the halving tree adds; the blocks are added in order. Sums over the top go in
+    order, and end with P's term.
+
+    So KL is that of two distributions, whatever the roundings of the logits: equal logits give 0,
+    and it is not below 0 by more than roundings of f64. A p or E that is 0 counts as 0, whatever it
+    is multiplied by. The loss is +infinity where q is 0 but p is not (Q and P alike; slopes of the
+    others are then 0). A row whose c_j or teacher_j hold NaN or +infinity, or nothing but -infinity,
+    gives NaN, and so do log probabilities that are NaN or all -infinity.
+
+    A row of weight 0 has loss 0 and gradient 0 and is not read, ids included. d_x may be the memory
+    of x.
+    """
+
+@overload
+def kl_loss(
+    x: _Array | SupportsFloat,
+    teacher: _Array | SupportsFloat,
+    ids: _Array | SupportsFloat | None = None,
+    log_probs: _Array | SupportsFloat | None = None,
+    tail: _Array | SupportsFloat | None = None,
+    weights: _Array | SupportsFloat | None = None,
+    *,
+    loss: _Array | bool | None = None,
+    d_x: _Array | bool | None = None,
+    rows: int | None = None,
+    dim: int | None = None,
+    top: int | None = None,
+    softcap: float = 0.0,
+    temperature: float = 1.0,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> Any: ...
+
+def adam(
+    gradient: _Array | SupportsFloat,
+    parameter: _Array | SupportsFloat,
+    mean: _Array | SupportsFloat,
+    variance: _Array | SupportsFloat,
+    *,
+    count: int | None = None,
+    rate: float = 0.001,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-08,
+    step: int = 1,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> None:
+    """Returns nothing; updates parameter, mean, variance.
+
+    One step of Adam, in place, each element by itself. g is the gradient, t is `step`:
+
+      mean      = fma(beta1, mean, (1 - beta1) * g)
+      variance  = fma(beta2, variance, ((1 - beta2) * g) * g)
+      parameter = parameter - (rate / (1 - beta1^t)) * (mean / fma(1 / sqrt(1 - beta2^t),
+                                                                    sqrt(variance), epsilon))
+
+    In f32, each operation rounded once. The factors that do not depend on the element (beta1,
+    1 - beta1, beta2, 1 - beta2, rate / (1 - beta1^t), 1 / sqrt(1 - beta2^t), epsilon) are computed
+    in f64 and rounded to f32 once. Powers are products by repeated squaring: for each bit of t from
+    the lowest, where it is set power = power * b, then b = b * b, from power = 1 and b = beta.
+
+    mean and variance start as zeros, and the first step is 1. NaN and infinities stay in their
+    element. A variance of 0 with epsilon 0 gives NaN.
     """

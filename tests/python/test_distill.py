@@ -52,7 +52,7 @@ def test_a_student_learns(given, tmp_path):
     assert contents(tmp_path / "again") == contents(out)
     assert (again.start_kl, again.kl, again.rate) == (report["start_kl"], report["kl"], report["rate"])
     assert math.isnan(again.points[0].train_kl) and again.points[-1].step == 6
-    assert "validation KL" in str(again) and "3." in repr(again)
+    assert "validation KL" in str(again) and "6 steps" in repr(again)
     logits = library.load(out, activations="float").logits([3, 4, 5, 6])
     assert logits.shape == (4, 96)
 
@@ -102,7 +102,7 @@ def test_killed_it_goes_on_to_the_same_bytes(given, tmp_path):
 @pytest.mark.parametrize("flags, status, text", [
     (["--bits", 7], 2, "--bits: 7"),
     (["--steps", -1], 2, "--steps"),
-    (["--data", "/no/such.txt"], 3, "/no/such.txt"),
+    (["--data", "/no/such.txt"], 4, "/no/such.txt"),
     (["--validation", 100000], 2, "--validation"),
     (["--embedding-bits", 7], 2, "7"),
 ])
