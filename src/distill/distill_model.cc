@@ -215,11 +215,12 @@ class Distillation {
   }
 
   Status learn() {
-    // Exact activations: gradients of what is computed.
-    const LoadOptions load{.activations = Activations::exact, .context = options_.context};
-    auto teacher = Model::load(teacher_, load);
+    // The error of int16 activations, 2e-5, is far below what a student can learn; but gradients
+    // are those of exact ones.
+    auto teacher = Model::load(teacher_, {.context = options_.context});
     if (!teacher) return teacher.status();
-    auto student = load_model_data(work_.start(), load);
+    auto student = load_model_data(
+        work_.start(), {.activations = Activations::exact, .context = options_.context});
     if (!student) return student.status();
     const auto start = Checkpoint::open(work_.start());
     if (!start) return start.status();
