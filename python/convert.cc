@@ -75,6 +75,7 @@ QuantizeOptions options_of(const nb::dict& given) {
   take(given, "data", o.data);
   take(given, "pieces", o.pieces);
   take(given, "context", o.context);
+  take(given, "fisher", o.fisher);
   take(given, "format", o.format);
   take(given, "type", o.type);
   take(given, "output_tensor_type", o.output_tensor_type);
@@ -111,6 +112,7 @@ DistillOptions distill_options_of(const nb::dict& given) {
   take(given, "scale_dtype", o.scale_dtype);
   take(given, "context", o.context);
   take(given, "calibration", o.calibration);
+  take(given, "fisher", o.fisher);
   take(given, "validation", o.validation);
   take(given, "steps", o.steps);
   take(given, "batch", o.batch);

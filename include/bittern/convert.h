@@ -69,6 +69,7 @@ struct QuantizeOptions {
   std::optional<std::string> data{};      // path of that text
   std::optional<std::int64_t> pieces{};   // of it that are read, at most; default 128
   std::optional<std::int64_t> context{};  // tokens of a piece; default 512
+  bool fisher = false;                    // its tokens count by what their errors cost
   std::optional<std::string> format{};    // "mlx", "gguf" or "safetensors"; default: by `out`
   std::optional<std::string> type{};      // of a GGUF file, with llama-quantize's mix: "Q4_K_M"
   std::optional<std::string> output_tensor_type{}, token_embedding_type{};  // GGUF types

@@ -54,6 +54,7 @@ struct DistillOptions {
   std::vector<std::string> data{};  // paths of texts
   std::int64_t context = 512;       // tokens of a piece of text
   std::int64_t calibration = 128;   // pieces that codes are chosen by
+  bool fisher = false;              // their tokens count by what their errors cost
   std::int64_t validation = 16;     // pieces that are held out
   std::int64_t steps = 60;          // 0: nothing is learned
   std::int64_t batch = 2;           // pieces of a step

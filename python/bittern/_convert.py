@@ -426,6 +426,7 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "data": _path,
     "pieces": _integer,
     "context": _integer,
+    "fisher": _flag,
     "format": _word,
     "type": _word,
     "output_tensor_type": _word,
@@ -466,6 +467,7 @@ def quantize_model(
     data: _Path | None = None,
     pieces: int | None = None,
     context: int | None = None,
+    fisher: bool = False,
     format: Literal["mlx", "gguf", "safetensors"] | None = None,
     type: _Type | None = None,
     output_tensor_type: _Type | None = None,
@@ -508,6 +510,7 @@ def quantize_model(
     data        path of that text
     pieces      how many pieces of it are read, evenly spread (default 128)
     context     tokens of a piece (default 512)
+    fisher      weigh each of its tokens by what its errors cost the predictions
     format      "mlx", "gguf" or "safetensors"; default: "gguf" if `out` ends in .gguf or an option is for GGUF
                 only, "safetensors" with dequantize, else "mlx"
     type        the type of a GGUF file, with llama-quantize's mix: "Q4_K_M", "Q8_0", ...

@@ -142,6 +142,7 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "rules": _rules,
     "context": _integer,
     "calibration": _integer,
+    "fisher": _flag,
     "validation": _integer,
     "steps": _integer,
     "batch": _integer,
@@ -167,6 +168,7 @@ def distill(
     rules: Iterable[Mapping[str, Any]] | None = None,
     context: int = 512,
     calibration: int = 128,
+    fisher: bool = False,
     validation: int = 16,
     steps: int = 60,
     batch: int = 2,
@@ -193,6 +195,7 @@ def distill(
     rules       as in quantize_model; they come before all others
     context     tokens of a piece of text
     calibration pieces that codes are chosen by, at most
+    fisher      weigh each of their tokens by what its errors cost the predictions
     validation  pieces that are held out, to judge by
     steps       steps of learning; 0 only calibrates
     batch       pieces of text a step

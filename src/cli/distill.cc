@@ -253,6 +253,10 @@ Verb distill_verb(CLI::App& main) {
          "choose codes by at most N pieces (default: 128)")
       ->check(integer_in(1, 1 << 24))
       ->group(how);
+  verb->add_flag("--fisher", options.fisher,
+                 "choose codes with each token weighed by what its errors cost the predictions; "
+                 "takes longer, and gains most at 4 bits and more")
+      ->group(how);
   option("--validation", options.validation, "N", "hold N pieces out, to judge by (default: 16)")
       ->check(integer_in(1, 1 << 24))
       ->group(how);

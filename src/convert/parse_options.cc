@@ -162,7 +162,7 @@ Result<ConversionOptions> parse_options(const QuantizeOptions& asked, const std:
   }
   for (const auto& [field, given] :
        {std::pair("data", asked.data.has_value()), std::pair("pieces", asked.pieces.has_value()),
-        std::pair("context", asked.context.has_value())})
+        std::pair("fisher", asked.fisher), std::pair("context", asked.context.has_value())})
     if (given && coder == nullptr)
       return invalid(std::string("@{") + field + "}: has no effect without @{method} gptq");
   for (const QuantizeRule& rule : asked.rules) {

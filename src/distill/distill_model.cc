@@ -133,7 +133,7 @@ class Distillation {
     report_.train_pieces = text_.train.pieces();
     report_.validation_pieces = text_.validation.pieces();
     // Everything that quantize would refuse, before anything is written.
-    GptqCoder coder(teacher_, some_of(text_.train, options_.calibration));
+    GptqCoder coder(teacher_, some_of(text_.train, options_.calibration), options_.fisher);
     QuantizeOptions how = start_options();
     how.dry_run = true;
     if (const auto dry = quantize_model(teacher_, "", how, QuantizeHooks{.coder = &coder}); !dry)
@@ -169,6 +169,7 @@ class Distillation {
                         .group_size = options_.group_size,
                         .method = "gptq",
                         .data = options_.data.front(),
+                        .fisher = options_.fisher,
                         .format = "mlx",
                         .rules = options_.rules,
                         .scale_dtype = options_.scale_dtype,
@@ -237,7 +238,8 @@ class Distillation {
     fingerprint_.add(options_.seed);
     for (const std::int64_t n :
          {options_.steps, options_.batch, options_.context, std::int64_t{options_.bits},
-          std::int64_t{options_.group_size}, std::int64_t{options_.embedding_bits.value_or(-1)}})
+          std::int64_t{options_.group_size}, std::int64_t{options_.embedding_bits.value_or(-1)},
+          std::int64_t{options_.fisher}, options_.calibration})
       fingerprint_.add(static_cast<std::uint64_t>(n));
     fingerprint_.add(options_.scale_dtype.value_or(""));
     fingerprint_.add(options_.rate ? std::to_string(*options_.rate) : "");

@@ -15,6 +15,7 @@
 #include "core/numerics.h"
 #include "cpu/parallel.h"
 #include "distill/rounding.h"
+#include "distill/token_weights.h"
 #include "eval/product_inputs.h"
 #include "formats/fingerprint.h"
 #include "model/source.h"
@@ -202,6 +203,7 @@ std::optional<std::string> GptqCoder::declines(const OutputTensor& tensor) const
 std::uint64_t GptqCoder::fingerprint() const {
   Fingerprint hash;
   hash.add(static_cast<std::uint64_t>(text_.context));
+  hash.add(std::uint64_t{fisher_});
   hash.add(std::as_bytes(std::span(text_.tokens)));
   return hash.value();
 }
@@ -223,11 +225,25 @@ Result<std::vector<std::size_t>> GptqCoder::code(const Checkpoint& source,
     last = std::max(last, input->place.layer);
     weights += static_cast<std::uint64_t>(task.tensor->recipe.shape.numel());
   }
-  auto inputs = LayerInputs::make(*model, text_);
+  // A layer's pieces together count as much as its weights; the tokens' weights, as much as all.
+  TeamProgress progress(tell, {.doing = "calibrating", .total = (fisher_ ? 4 : 2) * weights});
+  std::optional<TokenWeights> token_weights;
+  if (fisher_) {
+    progress.begin("how much each token counts");
+    std::int64_t pieces = 0;
+    std::uint64_t told = 0;
+    auto made = TokenWeights::make(*model, text_, [&]() -> Status {
+      const std::uint64_t now = 2 * weights * static_cast<std::uint64_t>(++pieces) /
+                                static_cast<std::uint64_t>(text_.pieces());
+      return progress.add(now - std::exchange(told, now));
+    });
+    if (!made) return made.status();
+    token_weights = std::move(*made);
+    BITTERN_TRY(progress.end());
+  }
+  auto inputs = LayerInputs::make(*model, text_, token_weights ? &*token_weights : nullptr);
   if (!inputs) return inputs.status();
 
-  // A layer's pieces together count as much as its weights.
-  TeamProgress progress(tell, {.doing = "calibrating", .total = 2 * weights});
   std::uint64_t begun = 0;  // weights of all layers up to this one
   std::uint64_t shown = 0;  // of the pieces
   for (std::int64_t layer = 0; layer <= last; ++layer) {

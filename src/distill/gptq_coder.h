@@ -16,14 +16,21 @@ namespace bittern {
 class GptqCoder : public MatrixCoder {
  public:
   // The model's path, that of the text, and how much of it is read.
-  GptqCoder(std::string model, std::string data, std::int64_t pieces, std::int64_t context)
-      : model_(std::move(model)), data_(std::move(data)), pieces_(pieces), context_(context) {}
+  // fisher: tokens count by what their errors cost (distill/token_weights.h).
+  GptqCoder(std::string model, std::string data, std::int64_t pieces, std::int64_t context,
+            bool fisher)
+      : model_(std::move(model)),
+        data_(std::move(data)),
+        pieces_(pieces),
+        context_(context),
+        fisher_(fisher) {}
 
   // The same with a text that is read already.
-  GptqCoder(std::string model, CalibrationText text)
+  GptqCoder(std::string model, CalibrationText text, bool fisher)
       : model_(std::move(model)),
         pieces_(text.pieces()),
         context_(text.context),
+        fisher_(fisher),
         text_(std::move(text)) {}
 
   std::string_view method() const override { return "gptq"; }
@@ -43,6 +50,7 @@ class GptqCoder : public MatrixCoder {
 
   std::string model_, data_;
   std::int64_t pieces_, context_;
+  bool fisher_;
   CalibrationText text_;
   std::int64_t layers_ = 0;
   std::vector<Recipe> parts_;  // of the decoder

@@ -26,10 +26,9 @@ Result<KlPass> KlPass::make(const Model& teacher, std::shared_ptr<const ModelDat
                    std::to_string(ModelAccess::data(teacher).decoder.vocab));
   auto teaching = Session::make(teacher, {.context = context, .kv = "f32"});
   if (!teaching) return teaching.status();
-  auto learning = Session::make(ModelAccess::model(student), {.context = context, .kv = "f32"});
-  if (!learning) return learning.status();
-  BITTERN_TRY(ModelAccess::data(*learning).reserve(context));
-  return KlPass(teacher, std::move(student), context, std::move(*teaching), std::move(*learning));
+  auto streams = LayerStreams::make(ModelAccess::model(std::move(student)), context);
+  if (!streams) return streams.status();
+  return KlPass(teacher, context, std::move(*teaching), std::move(*streams));
 }
 
 Status KlPass::teach(std::span<const std::int32_t> tokens, float* hidden) {
@@ -42,27 +41,14 @@ Status KlPass::teach(std::span<const std::int32_t> tokens, float* hidden) {
 Result<double> KlPass::loss(std::span<const std::int32_t> tokens, const float* taught,
                             GradientSink* sink) {
   const ModelData& teacher = ModelAccess::data(teacher_);
-  const ModelData& student = *student_;
+  const ModelData& student = student_.model();
   const Decoder& d = student.decoder;
-  const auto layers = static_cast<std::int64_t>(d.layers.size());
-  const std::int64_t rows = static_cast<std::int64_t>(tokens.size()), size = rows * d.hidden;
+  const auto rows = static_cast<std::int64_t>(tokens.size());
   const ThreadCount threads(student.options.threads);
-  SessionData& session = ModelAccess::data(learning_);
-  forget_all(session);
-  const Segment segment{.session = &session, .tokens = tokens};
+  BITTERN_TRY(student_.forward(tokens, sink != nullptr));
+  const std::vector<float>& hidden = student_.hidden();
 
-  // Without gradients one layer's stream is enough.
-  streams_.resize(at(size * (sink != nullptr ? layers + 1 : 1)));
-  float* stream = streams_.data();
-  BITTERN_TRY(embed_pass(student, segment, stream));
-  for (std::int64_t i = 0; i < layers; ++i) {
-    if (sink != nullptr) stream = std::copy_n(stream, size, stream + size) - size;
-    BITTERN_TRY(layer_pass(student, segment, i, stream, static_cast<Watcher*>(nullptr)));
-  }
-  hidden_.assign(stream, stream + size);
-  BITTERN_TRY(norm_pass(student, segment, hidden_.data()));
-
-  d_stream_.resize(at(sink != nullptr ? size : 0));
+  d_stream_.resize(sink != nullptr ? hidden.size() : 0);
   taught_logits_.resize(at(kRows * d.vocab));
   logits_.resize(at(kRows * d.vocab));
   losses_.resize(at(kRows));
@@ -76,7 +62,7 @@ Result<double> KlPass::loss(std::span<const std::int32_t> tokens, const float* t
     BITTERN_TRY(head_pass(teacher, taught + first * teacher.decoder.hidden, count, taught_logits,
                           scratch_));
     BITTERN_TRY(
-        uncapped_head_pass(student, hidden_.data() + first * d.hidden, count, logits, scratch_));
+        uncapped_head_pass(student, hidden.data() + first * d.hidden, count, logits, scratch_));
     KlLossDesc desc{};
     desc.rows = count;
     desc.dim = d.vocab;
@@ -94,15 +80,10 @@ Result<double> KlPass::loss(std::span<const std::int32_t> tokens, const float* t
     for (std::int64_t i = 0; i < count; ++i) sum += double{losses_[at(i)]};
     if (sink == nullptr) continue;
     scratch_.release({});
-    BITTERN_TRY(head_backward(student, hidden_.data() + first * d.hidden, count, logits,
+    BITTERN_TRY(head_backward(student, hidden.data() + first * d.hidden, count, logits,
                               d_stream_.data() + first * d.hidden, *sink, scratch_));
   }
-  if (sink == nullptr) return sum;
-  BITTERN_TRY(norm_backward(student, segment, stream, d_stream_.data()));
-  for (std::int64_t i = layers; i-- > 0;) {
-    stream -= size;
-    BITTERN_TRY(layer_backward(student, segment, i, stream, d_stream_.data(), tape_, *sink));
-  }
+  if (sink != nullptr) BITTERN_TRY(student_.backward(d_stream_.data(), *sink));
   return sum;
 }
 

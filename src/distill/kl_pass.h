@@ -10,6 +10,7 @@
 #include "bittern/status.h"
 #include "model/backward.h"
 #include "model/forward.h"
+#include "model/streams.h"
 
 namespace bittern {
 
@@ -29,22 +30,18 @@ class KlPass {
                       GradientSink* sink = nullptr);
 
  private:
-  KlPass(const Model& teacher, std::shared_ptr<const ModelData> student, std::int64_t context,
-         Session teaching, Session learning)
+  KlPass(const Model& teacher, std::int64_t context, Session teaching, LayerStreams student)
       : teacher_(teacher),
-        student_(std::move(student)),
         context_(context),
         teaching_(std::move(teaching)),
-        learning_(std::move(learning)) {}
+        student_(std::move(student)) {}
 
   Model teacher_;
-  std::shared_ptr<const ModelData> student_;
   std::int64_t context_;
-  Session teaching_, learning_;
+  Session teaching_;
+  LayerStreams student_;
   Scratch scratch_;
-  LayerTape tape_;
-  std::vector<float> streams_;  // [layers + 1, context, hidden]: what each layer reads
-  std::vector<float> hidden_, d_stream_;
+  std::vector<float> d_stream_;
   std::vector<float> taught_logits_, logits_, losses_;
 };
 

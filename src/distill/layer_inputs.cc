@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "distill/token_weights.h"
 #include "model/forward.h"
 
 namespace bittern {
@@ -11,7 +12,10 @@ namespace {
 // Adds what a layer's products are given to the sums that are wanted.
 class Collector : public Watcher {
  public:
-  explicit Collector(const std::set<InputPlace>& wanted) : wanted_(wanted) {}
+  Collector(const std::set<InputPlace>& wanted, const TokenWeights* weights)
+      : wanted_(wanted), weights_(weights) {}
+  // The number of the token that the next rows begin with.
+  void begin(std::int64_t first) { first_ = first; }
 
   void product(const ProductInput& input) override {
     if (input.expert >= 0) return;
@@ -20,13 +24,18 @@ class Collector : public Watcher {
     add({input.layer, input.place, input.shared}, input.x);
   }
   void add(const InputPlace& place, const ConstView& x) {
-    if (wanted_.contains(place)) grams.try_emplace(place, x.shape[1]).first->second.add(x);
+    if (!wanted_.contains(place)) return;
+    const auto weights =
+        weights_ != nullptr ? weights_->of(place, first_, x.shape[0]) : std::span<const float>();
+    grams.try_emplace(place, x.shape[1]).first->second.add(x, weights);
   }
 
   std::map<InputPlace, Gram> grams;
 
  private:
   const std::set<InputPlace>& wanted_;
+  const TokenWeights* weights_;
+  std::int64_t first_ = 0;
 };
 
 }  // namespace
@@ -47,7 +56,8 @@ Status LayerInputs::each_pass(std::int64_t piece, const F& f) {
   return {};
 }
 
-Result<LayerInputs> LayerInputs::make(const Model& model, const CalibrationText& text) {
+Result<LayerInputs> LayerInputs::make(const Model& model, const CalibrationText& text,
+                                      const TokenWeights* weights) {
   const ModelData& data = ModelAccess::data(model);
   for (const std::int32_t token : text.tokens)
     if (token < 0 || token >= data.decoder.vocab)
@@ -56,6 +66,7 @@ Result<LayerInputs> LayerInputs::make(const Model& model, const CalibrationText&
   auto session = Session::make(model, {.context = text.context, .kv = "f32"});
   if (!session) return session.status();
   LayerInputs inputs(model, text, std::move(*session));
+  inputs.weights_ = weights;
   BITTERN_TRY(ModelAccess::data(inputs.session_).reserve(text.context));
   inputs.stream_.resize(text.tokens.size() * static_cast<std::size_t>(data.decoder.hidden));
   for (std::int64_t piece = 0; piece < text.pieces(); ++piece)
@@ -69,9 +80,10 @@ Result<std::map<InputPlace, Gram>> LayerInputs::next(const std::set<InputPlace>&
                                                      const std::function<Status()>& done) {
   const ModelData& data = ModelAccess::data(model_);
   const bool behind = layer_ == model_.info().layers;
-  Collector collector(wanted);
+  Collector collector(wanted, weights_);
   for (std::int64_t piece = 0; piece < text_->pieces(); ++piece) {
     const auto run = [&](const Segment& segment, float* stream) {
+      collector.begin(piece * text_->context + segment.position);
       if (!behind) return layer_pass(data, segment, layer_, stream, &collector);
       const Status status = norm_pass(data, segment, stream);
       const ConstView x = view(stream, {segment.count(), data.decoder.hidden});

@@ -23,10 +23,13 @@ struct InputPlace {
   auto operator<=>(const InputPlace&) const = default;
 };
 
+class TokenWeights;
+
 class LayerInputs {
  public:
-  // The embeddings of the text. It outlives this.
-  static Result<LayerInputs> make(const Model& model, const CalibrationText& text);
+  // The embeddings of the text. It outlives this, and so do the tokens' weights, if there are any.
+  static Result<LayerInputs> make(const Model& model, const CalibrationText& text,
+                                  const TokenWeights* weights = nullptr);
 
   // Runs the next layer (behind the last one, the final norm). The sums of its wanted places.
   // `done` is called after each piece.
@@ -42,6 +45,7 @@ class LayerInputs {
 
   Model model_;
   const CalibrationText* text_;
+  const TokenWeights* weights_ = nullptr;
   Session session_;
   std::vector<float> stream_;  // [tokens, hidden]
   std::int64_t layer_ = 0;

@@ -26,7 +26,7 @@ Result<QuantizeReport> quantize(const std::string& source, const std::string& ou
                      context = options.context.value_or(kContext);
   BITTERN_TRY(check("pieces", pieces, kMostPieces));
   BITTERN_TRY(check("context", context, kMostContext));
-  GptqCoder coder(source, *options.data, pieces, context);
+  GptqCoder coder(source, *options.data, pieces, context, options.fisher);
   return quantize_model(source, out, options, QuantizeHooks{.coder = &coder});
 }
 

@@ -1,0 +1,126 @@
+#include "distill/token_weights.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "bittern/ops/log_softmax.h"
+#include "bittern/plan.h"
+#include "core/dot.h"
+#include "core/math.h"
+#include "core/split_mix.h"
+#include "model/streams.h"
+
+namespace bittern {
+namespace {
+
+constexpr std::int64_t kRows = 64;  // positions whose logits are in memory at once
+constexpr float kMost = 50;
+
+std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+// |d_y|^2 of every product whose inputs are a whole piece.
+class Squares : public GradientSink {
+ public:
+  Squares(std::map<InputPlace, std::vector<float>>& to, std::int64_t tokens)
+      : to_(to), all_(tokens) {}
+  void begin(std::int64_t first) { first_ = first; }
+
+  void product(const ProductInput& input, const ConstView& d_y) override {
+    if (input.expert >= 0) return;
+    const std::int64_t rows = d_y.shape[0], outputs = d_y.shape[1];
+    const auto [found, is_new] = to_.try_emplace({input.layer, input.place, input.shared});
+    if (is_new) found->second.resize(at(all_));
+    for (std::int64_t i = 0; i < rows; ++i) {
+      const float* const row = d_y.as<float>() + i * d_y.stride[0];
+      // The shared expert reads what the router reads: both count.
+      found->second[at(first_ + i)] += dot(row, row, outputs);
+    }
+  }
+
+ private:
+  std::map<InputPlace, std::vector<float>>& to_;
+  std::int64_t all_, first_ = 0;
+};
+
+// x: logits [rows, vocab], which become d L / d logits = softmax(x) - 1 at a label drawn from it.
+Status draw_labels(float* x, std::int64_t rows, std::int64_t vocab, double softcap,
+                   std::uint64_t counter, Scratch& scratch) {
+  LogSoftmaxDesc desc{.rows = rows, .dim = vocab, .softcap = softcap};
+  const auto plan = Plan<LogSoftmax>::select(desc);
+  if (!plan) return plan.status();
+  const MutView logits = view(x, {rows, vocab});
+  const std::size_t bytes = plan->workspace_bytes();
+  std::vector<float> slope;
+  for (std::int64_t r = 0; softcap != 0 && r < rows * vocab; ++r) {
+    const float t = math::tanh(x[r] / static_cast<float>(softcap));
+    slope.push_back(1 - t * t);
+  }
+  BITTERN_TRY(plan->run({.x = logits, .y = logits}, {}, {scratch.take(bytes), bytes}));
+  for (std::int64_t r = 0; r < rows; ++r) {
+    float* const row = x + r * vocab;
+    const double u =
+        static_cast<double>(split_mix(kGolden * (counter + at(r) + 1)) >> 11) * 0x1p-53;
+    double sum = 0;
+    std::int64_t label = -1;
+    for (std::int64_t j = 0; j < vocab; ++j) {
+      row[j] = math::exp(row[j]);
+      sum += double{row[j]};
+      if (label < 0 && sum > u) label = j;
+    }
+    if (label >= 0) row[label] -= 1;
+    for (std::int64_t j = 0; softcap != 0 && j < vocab; ++j) row[j] *= slope[at(r * vocab + j)];
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<TokenWeights> TokenWeights::make(const Model& model, const CalibrationText& text,
+                                        const std::function<Status()>& done) {
+  auto streams = LayerStreams::make(model, text.context);
+  if (!streams) return streams.status();
+  const ModelData& data = streams->model();
+  const Decoder& d = data.decoder;
+  TokenWeights weights;
+  Squares squares(weights.weights_, static_cast<std::int64_t>(text.tokens.size()));
+  Scratch scratch;
+  std::vector<float> logits(at(kRows * d.vocab)), d_hidden;
+  for (std::int64_t piece = 0; piece < text.pieces(); ++piece) {
+    BITTERN_TRY(streams->forward({text.piece(piece), at(text.context)}, true));
+    d_hidden.resize(streams->hidden().size());
+    for (std::int64_t first = 0; first < text.context; first += kRows) {
+      const std::int64_t count = std::min(kRows, text.context - first);
+      const float* const hidden = streams->hidden().data() + first * d.hidden;
+      scratch.release({});
+      const MutView x = view(logits.data(), {count, d.vocab});
+      BITTERN_TRY(uncapped_head_pass(data, hidden, count, x, scratch));
+      BITTERN_TRY(draw_labels(logits.data(), count, d.vocab, d.logit_softcap,
+                              static_cast<std::uint64_t>(piece * text.context + first), scratch));
+      squares.begin(piece * text.context + first);
+      squares.product({.layer = static_cast<std::int64_t>(d.layers.size())}, x);
+      BITTERN_TRY(head_backward(data, hidden, count, x, d_hidden.data() + first * d.hidden, squares,
+                                scratch));
+    }
+    squares.begin(piece * text.context);
+    BITTERN_TRY(streams->backward(d_hidden.data(), squares));
+    BITTERN_TRY(done());
+  }
+  for (auto& [place, numbers] : weights.weights_) {
+    double sum = 0;
+    for (const float x : numbers) sum += double{x};
+    const double mean = sum / static_cast<double>(numbers.size());
+    for (float& x : numbers)
+      x = mean > 0 ? std::min(static_cast<float>(double{x} / mean), kMost) : 1.0f;
+  }
+  return weights;
+}
+
+std::span<const float> TokenWeights::of(const InputPlace& place, std::int64_t first,
+                                        std::int64_t count) const {
+  const auto found = weights_.find(place);
+  if (found == weights_.end()) return {};
+  return std::span(found->second).subspan(at(first), at(count));
+}
+
+}  // namespace bittern
