@@ -147,6 +147,27 @@ TEST_F(QuantizeCalibrated, FromAndToGguf) {
   }
 }
 
+TEST_F(QuantizeCalibrated, TokensMayCountByWhatTheirErrorsCost) {
+  for (const char* name : {"llama", "gemma2", "qwen3_5_moe_text"}) {
+    SCOPED_TRACE(name);
+    const std::string model = put_tiny_model(*this, name);
+    const std::vector<float> whole = hidden(model);
+    QuantizeOptions lsq{
+        .bits = 3, .group_size = 32, .rules = gptq().rules, .force = true, .threads = 1};
+    QuantizeOptions plain = gptq(), ours = gptq();
+    plain.force = ours.force = ours.fisher = true;
+    made(model, "lsq", lsq);
+    made(model, "plain", plain);
+    made(model, "fisher", ours);
+    const std::string fisher = contents("fisher");
+    EXPECT_TRUE(fisher != contents("plain"));
+    EXPECT_LT(distance(whole, hidden(path("fisher"))), distance(whole, hidden(path("lsq"))));
+    ours.threads = 3;
+    made(model, "fisher", ours);
+    EXPECT_TRUE(contents("fisher") == fisher);
+  }
+}
+
 TEST_F(QuantizeCalibrated, AHeadOfItsOwnIsCoded) {
   const std::string model = put_tiny_model(*this, "qwen2");
   QuantizeOptions ours = gptq();
