@@ -2908,7 +2908,7 @@ def gated_activation_backward(
 @overload
 def kl_loss(
     x: _Array | SupportsFloat,
-    teacher: _Array | SupportsFloat,
+    teacher: _Array | SupportsFloat | None = None,
     ids: _Array | SupportsFloat | None = None,
     log_probs: _Array | SupportsFloat | None = None,
     tail: _Array | SupportsFloat | None = None,
@@ -2975,7 +2975,7 @@ def kl_loss(
 @overload
 def kl_loss(
     x: _Array | SupportsFloat,
-    teacher: _Array | SupportsFloat,
+    teacher: _Array | SupportsFloat | None = None,
     ids: _Array | SupportsFloat | None = None,
     log_probs: _Array | SupportsFloat | None = None,
     tail: _Array | SupportsFloat | None = None,

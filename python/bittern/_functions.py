@@ -91,12 +91,12 @@ def _infer_dtypes(op, fields, free, dtypes):
 
 
 def _alternatives(op):
-    """The inputs that some choice of a field replaces by others."""
+    """The inputs that some choice of a field, or a size that is not 0, replaces by others."""
     unread = lambda operands: {o.name for o in operands if o.unread_without is not None}
     usual = unread(op.operands)
     found = set()
     for field in op.fields if usual else ():
-        for choice in field.choices:
+        for choice in field.choices or ((1,) if field.is_size else ()):
             desc = Desc(op.name)
             desc.set(field.name, choice)
             now = unread(desc.unchecked_operands())

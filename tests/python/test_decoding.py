@@ -156,6 +156,83 @@ def test_log_softmax_is_that_of_torch(softcap, temperature):
     assert torch.allclose(y.double(), want, rtol=1e-6, atol=4e-6)
 
 
+def test_rms_norm_backward_is_that_of_torch():
+    torch = pytest.importorskip("torch")
+    fused = torch.from_numpy(normals(6, 5, 32))  # heads of q, k and v
+    weight, d_y = torch.from_numpy(normals(32, seed=2)), torch.from_numpy(normals(6, 3, 32, seed=3))
+    d_sum = torch.from_numpy(normals(6, 3, 32, seed=4))
+    x, w = (t.double().requires_grad_() for t in (fused[:, :3], weight))
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * (w + 1)
+    ((y * d_y).sum() + (x * d_sum).sum()).backward()
+    more = {"eps": 1e-5, "offset": 1.0}
+    d_x, d_weight = bittern.rms_norm_backward(d_y, fused[:, :3], weight, d_sum, **more)
+    assert torch.allclose(d_x.double(), x.grad, rtol=1e-5, atol=2e-6)
+    assert torch.allclose(d_weight.double(), w.grad, rtol=1e-5, atol=1e-5)
+    only = bittern.rms_norm_backward(d_y, fused[:, :3], weight, d_sum, d_weight=False, **more)
+    assert torch.equal(only, d_x)
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "geglu_tanh", "geglu_erf"])
+def test_gated_activation_backward_is_that_of_torch(kind):
+    torch = pytest.importorskip("torch")
+    both, d_y = torch.from_numpy(4 * normals(9, 2 * 50)), torch.from_numpy(normals(9, 50, seed=2))
+    gate, up = (t.double().requires_grad_() for t in (both[:, :50], both[:, 50:]))
+    f = {"swiglu": torch.nn.functional.silu,
+         "geglu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+         "geglu_erf": torch.nn.functional.gelu}[kind]
+    (f(gate) * up * d_y).sum().backward()
+    d_gate, d_up = bittern.gated_activation_backward(d_y, both[:, :50], both[:, 50:], kind=kind)
+    assert torch.allclose(d_gate.double(), gate.grad, rtol=1e-6, atol=2e-5)
+    assert torch.allclose(d_up.double(), up.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap,temperature", [(0, 1), (30, 1), (0, 0.7), (5, 2)])
+def test_kl_loss_is_that_of_torch(softcap, temperature):
+    torch = pytest.importorskip("torch")
+    logits, teacher = (torch.from_numpy(3 * normals(4, 5000, seed=s)) for s in (1, 2))
+    weights = torch.tensor([1.0, 0.5, 0.0, 2.0])
+    x = logits.double().requires_grad_()
+    v = softcap * torch.tanh(x / softcap) if softcap else x
+    log_q = torch.log_softmax(v / temperature, -1)
+    log_p = torch.log_softmax(teacher.double() / temperature, -1)
+    want = weights * torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    want.sum().backward(retain_graph=True)
+    more = {"softcap": softcap, "temperature": temperature, "weights": weights}
+    loss, d_x = bittern.kl_loss(logits, teacher, **more)
+    assert torch.allclose(loss.double(), want, rtol=1e-6, atol=1e-6)
+    assert torch.allclose(d_x.double(), x.grad, rtol=2e-6, atol=1e-9)
+    # The top of the teacher, and the rest as one token.
+    x.grad = None
+    top, ids = log_p.float().topk(20)
+    rest = torch.ones_like(log_p).scatter(1, ids, 0)
+    tail, other = ((p.exp() * rest).sum(-1).log() for p in (log_p, log_q))
+    p = torch.cat([top.double(), tail.float().double()[:, None]], 1)
+    q = torch.cat([log_q.gather(1, ids), other[:, None]], 1)
+    want = weights * (p.exp() * (p - q)).sum(-1)
+    want.sum().backward()
+    given = {"ids": ids.int(), "log_probs": top, "tail": tail.float()}
+    loss, d_x = bittern.kl_loss(logits, **given, **more)
+    assert torch.allclose(loss.double(), want, rtol=2e-6, atol=2e-6)
+    assert torch.allclose(d_x.double(), x.grad, rtol=2e-6, atol=1e-7)
+    with pytest.raises(ValueError, match=r"kl_loss: teacher: missing, expected f32 \[4,5000\]"):
+        bittern.kl_loss(logits)
+
+
+def test_adam_is_that_of_torch():
+    torch = pytest.importorskip("torch")
+    parameter = torch.from_numpy(normals(300))
+    want = torch.nn.Parameter(parameter.double())
+    optimizer = torch.optim.Adam([want], lr=0.01, betas=(0.8, 0.99), eps=1e-7)
+    mean, variance = torch.zeros(300), torch.zeros(300)
+    for step in range(1, 20):
+        gradient = torch.from_numpy(normals(300, seed=step))
+        more = {"rate": 0.01, "beta1": 0.8, "beta2": 0.99, "epsilon": 1e-7, "step": step}
+        assert bittern.adam(gradient, parameter, mean, variance, **more) is None
+        want.grad = gradient.double()
+        optimizer.step()
+    assert torch.allclose(parameter.double(), want.detach(), rtol=1e-6, atol=1e-6)
+
+
 # ---- sampling ----
 
 
