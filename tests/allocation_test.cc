@@ -1272,6 +1272,14 @@ TEST_F(ModelAllocation, CalibratedQuantisation) {
                  [&] { return quantize_calibrated(llama_, out, wrong).status(); });
 }
 
+// Of distill_model the refusals alone: nlohmann-json does not survive every failure while a
+// configuration is made, and there are too many allocations around it to go round those.
+TEST_F(ModelAllocation, Distillation) {
+  const DistillOptions wrong{.data = {}};
+  const std::string out = path("out");
+  expect_refusal("distill_model", [&] { return distill_model(llama_, out, wrong).status(); });
+}
+
 TEST_F(ModelAllocation, Text) {
   const auto model = Model::load(llama_);
   const auto tokenizer = Tokenizer::load(llama_);

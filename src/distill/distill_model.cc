@@ -200,16 +200,18 @@ class Distillation {
     const auto begun = thing_at(work_.start() + ".partial");
     if (!begun) return begun.status();
     how.resume = *begun != Thing::nothing;
-    how.progress = [&](const ModelProgress& state) {
-      const double share =
-          state.total > 0 ? static_cast<double>(state.done) / static_cast<double>(state.total) : 0;
-      return tell({.doing = "calibrating",
-                   .text = std::string(state.doing) + " " + std::string(state.tensor),
-                   .share = share,
-                   .train_kl = kNaN,
-                   .validation_kl = kNaN})
-          .ok();
-    };
+    if (options_.progress)
+      how.progress = [&](const ModelProgress& state) {
+        const double share =
+            state.total > 0 ? static_cast<double>(state.done) / static_cast<double>(state.total)
+                            : 0;
+        return tell({.doing = "calibrating",
+                     .text = std::string(state.doing) + " " + std::string(state.tensor),
+                     .share = share,
+                     .train_kl = kNaN,
+                     .validation_kl = kNaN})
+            .ok();
+      };
     const auto report =
         quantize_model(teacher_, work_.start(), how, QuantizeHooks{.coder = &coder});
     return report.status();
@@ -385,9 +387,10 @@ class Distillation {
                         .force = options_.force,
                         .resume = options_.resume && *begun != Thing::nothing};
     how.option_name = options_.option_name;
-    how.progress = [&](const ModelProgress& state) {
-      return tell({.doing = "writing", .text = std::string(state.tensor)}).ok();
-    };
+    if (options_.progress)
+      how.progress = [&](const ModelProgress& state) {
+        return tell({.doing = "writing", .text = std::string(state.tensor)}).ok();
+      };
     auto written =
         quantize_model(work_.start(), out_, how, QuantizeHooks{.change = [&](Checkpoint& source) {
                          return learner_->grids().put_into(source);
