@@ -132,7 +132,7 @@ TEST(EveryOp, KnowsWhichFieldsDecideDtypesAndSizes) {
                        "tokens",      "sequences", "queries",    "heads", "kv_heads", "key_heads",
                        "value_heads", "key_dim",   "value_dim",  "chunk", "pool",     "channels",
                        "width",       "capacity",  "page_size",  "pages", "first",    "recent",
-                       "rotary_dim",  "outputs",   "inputs"}));
+                       "rotary_dim",  "outputs",   "inputs",     "count", "top"}));
 }
 
 TEST(EveryOp, TakesNullDataWhereThereAreNoElements) {
