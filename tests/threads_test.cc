@@ -309,7 +309,7 @@ TEST_F(Threads, TheCallersFloatModesDoNotMatterAndAreKept) {
               }
             }).join();
             EXPECT_TRUE(status.ok()) << status.message();
-            EXPECT_TRUE(kept);
+            EXPECT_TRUE(kept) << Op::kName << ", mode " << mode << ", " << threads << " threads";
             EXPECT_EQ(oracle::compare(got, want), "")
                 << Op::kName << ", mode " << mode << ", " << threads << " threads";
           }

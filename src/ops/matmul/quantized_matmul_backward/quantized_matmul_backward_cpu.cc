@@ -283,15 +283,18 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
     slots = static_cast<std::int64_t>(std::clamp(most, 1.0, static_cast<double>(slots)));
   }
   const std::int64_t threads = std::min<std::int64_t>(slots, num_threads());
+  // The second team is not the larger one: OpenMP would end threads of the caller's after the first
+  // and start others, in another float mode, for the second.
   if (a.d_x && d.rows > 0 && w.inputs > 0) {
     const std::int64_t least = (d.rows + Work::kRows - 1) / Work::kRows;
     const std::int64_t parts =
         matmul::parts_for(work.column_units(), least, d.rows / Work::kLeastRows, threads);
-    cpu::parallel_slots(work.column_units() * parts, slots,
-                        [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
-                          BITTERN_CALL(RunInputs)
-                          (work, a, parts, scratch + slot * work.slot_bytes(), begin, end);
-                        });
+    const std::int64_t units = work.column_units() * parts;
+    slots = std::min(slots, units);
+    cpu::parallel_slots(units, slots, [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {
+      BITTERN_CALL(RunInputs)
+      (work, a, parts, scratch + slot * work.slot_bytes(), begin, end);
+    });
   }
   if ((a.d_scales || a.d_biases) && w.grid_shape().numel() > 0) {
     const std::int64_t parts = matmul::parts_for(w.panels(), 1, w.groups(), threads);
