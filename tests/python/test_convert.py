@@ -372,6 +372,7 @@ WRONG = {
     "policy": [(3, "policy: 3, expected a path"), ("", "policy: empty, expected the path of a file"),
                ("a\0b", "policy: .*null character")],
     "imatrix": [(3.5, "imatrix: 3.5, expected a path"), ("", "imatrix: empty, expected the path")],
+    "fisher": [("no", "fisher: 'no', expected True or False"), (1, "fisher: 1, expected True or False")],
     "transcode": [("no", "transcode: 'no', expected True or False"), (True, "bits and transcode exclude each other")],
     "lossy": [(2, "lossy: 2, expected True or False")],
     "dequantize": [(True, "dequantize: True, expected f32, f16 or bf16"), ("f8", "dequantize: f8, expected f32"),
