@@ -1,6 +1,7 @@
 // What the verbs share: the common flags, the device, JSON files, numbers as text.
 #pragma once
 #include <CLI/CLI.hpp>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -100,6 +101,21 @@ class Progress {
  private:
   bool on_;
   bool shown_ = false;
+};
+
+// The same, not too often; where stderr is no terminal, a plain line every few seconds.
+class PacedProgress {
+ public:
+  explicit PacedProgress(bool quiet);
+  bool due();   // whether it is time for a line; the next one waits from here
+  void wait();  // the next one waits from here
+  void show(const std::string& text);
+  void clear() { line_.clear(); }
+
+ private:
+  Progress line_;
+  bool plain_;
+  std::chrono::steady_clock::time_point shown_{};
 };
 
 std::string size_text(std::uint64_t bytes);  // "1.2 MB"

@@ -349,6 +349,26 @@ void Progress::clear() {
   shown_ = false;
 }
 
+PacedProgress::PacedProgress(bool quiet)
+    : line_(quiet), plain_(!quiet && isatty(STDERR_FILENO) != 1) {}
+
+bool PacedProgress::due() {
+  const std::chrono::duration<double> since = std::chrono::steady_clock::now() - shown_;
+  if (since.count() < (plain_ ? 5 : 0.1)) return false;
+  wait();
+  return true;
+}
+
+void PacedProgress::wait() { shown_ = std::chrono::steady_clock::now(); }
+
+void PacedProgress::show(const std::string& text) {
+  if (plain_) {
+    tell(text + "\n");
+  } else {
+    line_.show(text);
+  }
+}
+
 std::string printable(std::string_view text) {
   std::string out(text);
   for (char& c : out)

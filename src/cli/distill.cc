@@ -1,8 +1,6 @@
 // bittern distill TEACHER -o OUT: a quantised model that has learned from its teacher.
 #include <fmt/format.h>
 
-#include <unistd.h>
-#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <memory>
@@ -10,9 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "bittern/convert.h"
 #include "bittern/distill.h"
 #include "cli/cli.h"
+#include "cli/eval_output.h"
 #include "cli/interrupt.h"
 #include "report/distill_report.h"
 
@@ -41,37 +39,13 @@ std::string flag_name(std::string_view field) {
   return flag_of(field);
 }
 
-// A line on the terminal; elsewhere a plain line every few seconds.
-class Reporter {
- public:
-  explicit Reporter(bool quiet) : line_(quiet), plain_(!quiet && isatty(STDERR_FILENO) != 1) {}
-  void operator()(const DistillProgress& state) {
-    const auto now = std::chrono::steady_clock::now();
-    const std::chrono::duration<double> since = now - shown_;
-    if (since.count() < (plain_ ? 5 : 0.1)) return;
-    shown_ = now;
-    const std::string text = text_of(state);
-    if (plain_) {
-      tell(text + "\n");
-    } else {
-      line_.show(text);
-    }
-  }
-  void clear() { line_.clear(); }
-
- private:
-  static std::string text_of(const DistillProgress& state) {
-    if (state.doing != "learning")
-      return fmt::format("{} {:3.0f} %: {}", state.doing, 100 * state.share, printable(state.text));
-    return fmt::format(
-        "step {} of {}, {:.0f} tokens/s, KL {:.4f}, validation {:.4f}, {:.0f} s left", state.step,
-        state.steps, state.tokens_per_second, state.train_kl, state.validation_kl,
-        state.seconds_left);
-  }
-  Progress line_;
-  bool plain_;
-  std::chrono::steady_clock::time_point shown_;
-};
+std::string text_of(const DistillProgress& state) {
+  if (state.doing != "learning")
+    return fmt::format("{} {:3.0f} %: {}", state.doing, 100 * state.share, printable(state.text));
+  return fmt::format("step {} of {}, {:.0f} tokens/s, KL {:.4f}, validation {:.4f}, {:.0f} s left",
+                     state.step, state.steps, state.tokens_per_second, state.train_kl,
+                     state.validation_kl, state.seconds_left);
+}
 
 Json number(double x) { return std::isfinite(x) ? Json(x) : Json(); }
 
@@ -124,27 +98,15 @@ void print_result(const DistillReport& report) {
              size_text(report.output.bytes), report.output.bits_per_weight, report.seconds);
 }
 
-Result<report::JudgedModel> judged_model(const std::string& path, const std::string& name,
-                                         const ModelScore& score, std::int64_t tokens) {
-  report::JudgedModel m{.path = path, .name = name, .score = score};
-  if (!path.empty()) {
-    const auto described = inspect_model(path);
-    if (!described) return described.status();
-    m.bytes = described->bytes();
-    m.bits = described->bits_per_weight().value_or(0);
-  }
-  if (score.seconds > 0) m.tokens_per_second = static_cast<double>(tokens) / score.seconds;
-  return m;
-}
-
 Status write_page(const DistillFlags& flags, const DistillReport& found) {
   const EvalResult& judged = *found.judged;
   report::Evaluation e{.context = flags.options.context, .judged = true};
-  auto teacher = judged_model(flags.teacher, "teacher", judged.teacher, judged.tokens);
+  auto teacher = judged_model(flags.teacher, "teacher", true, judged.teacher, judged.tokens);
   if (!teacher) return teacher.status();
-  auto result = judged_model(found.output.output, "distilled", judged.models[1], judged.tokens);
+  auto result =
+      judged_model(found.output.output, "distilled", true, judged.models[1], judged.tokens);
   if (!result) return result.status();
-  auto start = judged_model("", "calibrated", judged.models[0], judged.tokens);
+  auto start = judged_model("", "calibrated", false, judged.models[0], judged.tokens);
   if (!start) return start.status();
   start->bytes = result->bytes;
   start->bits = result->bits;
@@ -187,16 +149,16 @@ Status run(DistillFlags& flags) {
   options.option_name = flag_name;
   for (const OutputName& json : json_output(flags.common))
     options.also_written.push_back(json.path);
-  Reporter reporter(flags.common.quiet);
+  PacedProgress line(flags.common.quiet);
   options.progress = [&](const DistillProgress& state) {
-    reporter(state);
+    if (line.due()) line.show(text_of(state));
     const int signal = StopOnSignal::noted();
     return signal == 0        ? DistillNext::go_on
            : signal == SIGINT ? DistillNext::finish
                               : DistillNext::stop;
   };
   const auto report = distill_model(flags.teacher, flags.out, options);
-  reporter.clear();
+  line.clear();
   if (!report) return report.status();
   if (!flags.report.empty()) BITTERN_TRY(write_page(flags, *report));
   if (!flags.common.quiet) print_result(*report);
@@ -255,7 +217,7 @@ Verb distill_verb(CLI::App& main) {
       ->group(how);
   verb->add_flag("--fisher", options.fisher,
                  "choose codes with each token weighed by what its errors cost the predictions; "
-                 "takes longer, and gains most at 4 bits and more")
+                 "takes longer")
       ->group(how);
   option("--validation", options.validation, "N", "hold N pieces out, to judge by (default: 16)")
       ->check(integer_in(1, 1 << 24))

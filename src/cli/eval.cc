@@ -218,20 +218,6 @@ Result<TeacherTargets> cached_targets(const EvalFlags& flags, const EvalOptions&
 
 // ---- the report ----
 
-// `ran`: with this model; otherwise its score alone is known. Sizes are those of `bittern inspect`.
-Result<report::JudgedModel> judged_model(std::string path, std::string name, bool ran,
-                                         const ModelScore& score, std::int64_t tokens) {
-  report::JudgedModel m{.path = std::move(path), .name = std::move(name), .score = score};
-  if (ran) {
-    const auto described = inspect_model(m.path);
-    if (!described) return described.status();
-    m.bytes = described->bytes();
-    m.bits = described->bits_per_weight().value_or(0);
-  }
-  if (score.seconds > 0) m.tokens_per_second = static_cast<double>(tokens) / score.seconds;
-  return m;
-}
-
 Status give(const EvalFlags& flags, const Text& text, const EvalOptions& options,
             const EvalResult& result, report::Evaluation& e) {
   e.context = flags.context;

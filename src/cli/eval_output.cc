@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "bittern/convert.h"
+
 namespace bittern::cli {
 namespace {
 
@@ -146,6 +148,19 @@ Json model_json(const JudgedModel& m, bool judged) {
 }
 
 }  // namespace
+
+Result<report::JudgedModel> judged_model(std::string path, std::string name, bool ran,
+                                         const ModelScore& score, std::int64_t tokens) {
+  report::JudgedModel m{.path = std::move(path), .name = std::move(name), .score = score};
+  if (ran) {
+    const auto described = inspect_model(m.path);
+    if (!described) return described.status();
+    m.bytes = described->bytes();
+    m.bits = described->bits_per_weight().value_or(0);
+  }
+  if (score.seconds > 0) m.tokens_per_second = static_cast<double>(tokens) / score.seconds;
+  return m;
+}
 
 void print_evaluation(const Evaluation& e) {
   print_scores(e);

@@ -1,7 +1,6 @@
 // bittern quantize MODEL -o OUT: a smaller model, or the same one in another form.
 #include <fmt/format.h>
 
-#include <unistd.h>
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -112,43 +111,34 @@ Result<QuantizeOptions> options_of(const QuantizeFlags& flags) {
   return options;
 }
 
-// A line on the terminal; elsewhere a plain line every few seconds.
 class Reporter {
  public:
-  explicit Reporter(bool quiet) : line_(quiet), plain_(!quiet && isatty(STDERR_FILENO) != 1) {}
+  explicit Reporter(bool quiet) : line_(quiet) {}
   void operator()(const ModelProgress& state) {
     const auto now = std::chrono::steady_clock::now();
     if (state.doing != doing_) {
       doing_ = state.doing;
       begin_ = now;
       first_ = state.done;
-      shown_ = now;
+      line_.wait();
     }
-    const std::chrono::duration<double> took = now - begin_, since = now - shown_;
+    if (!line_.due()) return;
+    const std::chrono::duration<double> took = now - begin_;
     const double rate = static_cast<double>(state.done - first_) / std::max(took.count(), 1e-3);
-    if (since.count() < (plain_ ? 5 : 0.1)) return;
-    shown_ = now;
-    const auto text =
-        fmt::format("{} {:3.0f} %, {}/s, {:.0f} s left: {}", state.doing,
-                    100.0 * static_cast<double>(state.done) /
-                        static_cast<double>(std::max<std::uint64_t>(state.total, 1)),
-                    size_text(static_cast<std::uint64_t>(rate * state.source_bpw / 8)),
-                    static_cast<double>(state.total - state.done) / std::max(rate, 1.0),
-                    printable(state.tensor));
-    if (plain_) {
-      tell(text + "\n");
-    } else {
-      line_.show(text);
-    }
+    line_.show(fmt::format("{} {:3.0f} %, {}/s, {:.0f} s left: {}", state.doing,
+                           100.0 * static_cast<double>(state.done) /
+                               static_cast<double>(std::max<std::uint64_t>(state.total, 1)),
+                           size_text(static_cast<std::uint64_t>(rate * state.source_bpw / 8)),
+                           static_cast<double>(state.total - state.done) / std::max(rate, 1.0),
+                           printable(state.tensor)));
   }
   void clear() { line_.clear(); }
 
  private:
-  Progress line_;
-  bool plain_;
+  PacedProgress line_;
   std::string doing_;
   std::uint64_t first_ = 0;
-  std::chrono::steady_clock::time_point begin_, shown_;
+  std::chrono::steady_clock::time_point begin_;
 };
 
 Json report_json(const QuantizeReport& report) {
@@ -331,7 +321,7 @@ Verb quantize_verb(CLI::App& main) {
       ->group(how);
   verb->add_flag("--fisher", flags->fisher,
                  "with --method gptq: weigh each token by what its errors cost the predictions; "
-                 "takes about three times as long, and gains most at 4 bits and more")
+                 "takes longer")
       ->group(how);
   option("--pieces,--chunks,--num-samples", flags->pieces, "N",
          "read N pieces of that text, evenly spread (default: 128)")

@@ -38,13 +38,6 @@ class QuantizeModel : public TestFolder {
     EXPECT_EQ(report.ok(), report.status().ok());
     return std::string(report.status().message());
   }
-  // All files of a folder as one text.
-  std::string contents(const std::string& folder) const {
-    std::string all;
-    for (const std::string& name : names(folder))
-      all += name + ":" + text_of(folder + "/" + name) + "\n";
-    return all;
-  }
 };
 
 TEST_F(QuantizeModel, WritesAndReports) {

@@ -36,8 +36,8 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// What a run of the learning stage is compared with, 1 at 3 bits: the coarser the grid, the further
-// its scales have to go (docs/distill.md).
+// The middle of the rates that are tried: the coarser the grid, the worse the start, the further
+// scales have to go.
 double first_rate(int bits) {
   return bits <= 2 ? 0.0025 : bits == 3 ? 0.0009 : bits == 4 ? 0.0003 : 0.0001;
 }
@@ -149,7 +149,7 @@ class Distillation {
   }
 
  private:
-  Status check_files_apart() const {
+  Status check_files_apart() {
     const auto teacher = Checkpoint::open(teacher_);
     if (!teacher) return teacher.status();
     fingerprint_.add(teacher->fingerprint());
@@ -288,11 +288,9 @@ class Distillation {
     const double middle = first_rate(options_.bits);
     double best = std::numeric_limits<double>::infinity();
     for (const double factor : {1.0, 2.0, 0.5}) {
+      BITTERN_TRY(learner_->use(state.parameters));
       LearnState trial = learner_->begin();
-      trial.parameters[0] = state.parameters[0];
-      trial.parameters[1] = state.parameters[1];
       trial.rate = middle * factor;
-      BITTERN_TRY(learner_->use(trial.parameters));
       for (std::int64_t i = 0; i < length; ++i) {
         const auto kl = learner_->step(trial, length);
         if (!kl) return kl.status();
@@ -325,19 +323,7 @@ class Distillation {
         return stopped_at(state, invalid("the loss is not finite, expected a lower @{rate}"));
       state.train_sum += *kl;
       ++state.train_count;
-      if (state.step % every == 0 || state.step == options_.steps) {
-        const auto measured = learner_->validate();
-        if (!measured) return measured.status();
-        state.points.push_back(
-            {state.step, state.train_sum / static_cast<double>(state.train_count), *measured});
-        state.train_sum = 0;
-        state.train_count = 0;
-        if (*measured < state.best_kl) {
-          state.best_kl = *measured;
-          state.best_step = state.step;
-          for (int i = 0; i < 2; ++i) state.best[i] = state.parameters[i];
-        }
-      }
+      if (state.step % every == 0 || state.step == options_.steps) BITTERN_TRY(measure(state));
       const double took = seconds_since(begun);
       const double each = took / static_cast<double>(state.step - first);
       report_.seconds_learning = took;
@@ -359,16 +345,22 @@ class Distillation {
       BITTERN_TRY(told);
     }
     report_.finished_early = finish && state.step < options_.steps;
-    if (report_.finished_early && state.points.back().step < state.step) {
-      const auto measured = learner_->validate();
-      if (!measured) return measured.status();
-      state.points.push_back(
-          {state.step, state.train_sum / static_cast<double>(state.train_count), *measured});
-      if (*measured < state.best_kl) {
-        state.best_kl = *measured;
-        state.best_step = state.step;
-        for (int i = 0; i < 2; ++i) state.best[i] = state.parameters[i];
-      }
+    if (report_.finished_early && state.points.back().step < state.step) return measure(state);
+    return {};
+  }
+
+  // A point of the curve; the best so far is kept.
+  Status measure(LearnState& state) {
+    const auto kl = learner_->validate();
+    if (!kl) return kl.status();
+    state.points.push_back(
+        {state.step, state.train_sum / static_cast<double>(state.train_count), *kl});
+    state.train_sum = 0;
+    state.train_count = 0;
+    if (*kl < state.best_kl) {
+      state.best_kl = *kl;
+      state.best_step = state.step;
+      for (int i = 0; i < 2; ++i) state.best[i] = state.parameters[i];
     }
     return {};
   }
@@ -455,7 +447,7 @@ class Distillation {
   const DistillOptions& options_;
   WorkFolder work_;
   TrainingText text_;
-  mutable Fingerprint fingerprint_;
+  Fingerprint fingerprint_;
   std::optional<Model> teaching_;
   std::shared_ptr<const ModelData> student_;
   std::optional<Learner> learner_;

@@ -18,13 +18,7 @@ class DistillModel : public TestFolder {
  protected:
   void SetUp() override {
     TestFolder::SetUp();
-    std::string text;
-    std::uint32_t state = 1;
-    for (int i = 0; i < 1600; ++i) {
-      state = state * 1664525 + 1013904223;
-      text += kTinyBytes[(state >> 16) % 64];
-    }
-    put("text.txt", text);
+    put("text.txt", tiny_text(1600));
   }
   void TearDown() override { cpu::force_isa(cpu::Isa::none); }
 
@@ -53,12 +47,6 @@ class DistillModel : public TestFolder {
     const auto report = distill_model(teacher, path(out), how);
     EXPECT_FALSE(report.ok());
     return std::string(report.status().message());
-  }
-  std::string contents(const std::string& folder) const {
-    std::string all;
-    for (const std::string& name : names(folder))
-      all += name + ":" + text_of(folder + "/" + name) + "\n";
-    return all;
   }
 };
 

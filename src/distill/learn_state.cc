@@ -21,17 +21,15 @@ constexpr std::uint64_t kMagic = 0x3165746174536c62;  // "blState1"
 // Both directions with one list of fields.
 struct Writer {
   std::vector<std::byte> bytes;
-  bool ok = true;
   template <class T>
-  void number(T& value) {
+  void number(const T& value) {
     static_assert(std::is_trivially_copyable_v<T>);
     const auto* const from = reinterpret_cast<const std::byte*>(&value);
     bytes.insert(bytes.end(), from, from + sizeof value);
   }
   template <class T>
-  void list(std::vector<T>& values) {
-    std::uint64_t count = values.size();
-    number(count);
+  void list(const std::vector<T>& values) {
+    number(std::uint64_t{values.size()});
     const auto from = std::as_bytes(std::span(values));
     bytes.insert(bytes.end(), from.begin(), from.end());
   }
@@ -58,8 +56,8 @@ struct Reader {
   }
 };
 
-template <class Stream>
-void visit(LearnState& s, Stream& stream) {
+template <class State, class Stream>
+void visit(State& s, Stream& stream) {
   stream.number(s.step);
   stream.number(s.rate);
   stream.number(s.start_kl);
@@ -70,20 +68,17 @@ void visit(LearnState& s, Stream& stream) {
   stream.number(s.train_sum);
   stream.number(s.train_count);
   for (auto* numbers : {&s.parameters, &s.means, &s.variances, &s.best})
-    for (std::vector<float>& part : *numbers) stream.list(part);
+    for (auto& part : *numbers) stream.list(part);
 }
 
 }  // namespace
 
 Status LearnState::write(const std::string& path, std::uint64_t fingerprint) const {
   Writer writer;
-  LearnState copy = *this;
-  std::uint64_t magic = kMagic;
-  writer.number(magic);
+  writer.number(kMagic);
   writer.number(fingerprint);
-  visit(copy, writer);
-  std::uint64_t sum = Checksum::of(writer.bytes);
-  writer.number(sum);
+  visit(*this, writer);
+  writer.number(Checksum::of(writer.bytes));
   const std::string partial = path + ".partial";
   auto file = WritableFile::open(partial, true);
   if (!file) return file.status();

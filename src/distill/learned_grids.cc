@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "bittern/dtype.h"
+#include "bittern/status.h"
 #include "convert/row_reader.h"
 #include "core/numerics.h"
 #include "cpu/parallel.h"
@@ -14,12 +16,10 @@ namespace {
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
-// f(T{}) with the type of scales.
-template <class F>
-auto with_scale_type(DType dtype, const F& f) {
-  if (dtype == DType::f16) return f(f16{});
-  if (dtype == DType::bf16) return f(bf16{});
-  return f(float{});
+std::map<std::string, const Recipe*> by_name(const ModelSource& source) {
+  std::map<std::string, const Recipe*> recipes;
+  for (const Recipe& recipe : source.parts) recipes.emplace(recipe.name, &recipe);
+  return recipes;
 }
 
 bool learns(const WeightPart& part) {
@@ -36,8 +36,7 @@ Result<LearnedGrids> LearnedGrids::make(std::shared_ptr<ModelData> model,
   LearnedGrids grids;
   const auto read = read_source(source);
   if (!read) return read.status();
-  std::map<std::string, const Recipe*> recipes;
-  for (const Recipe& recipe : read->parts) recipes.emplace(recipe.name, &recipe);
+  const auto recipes = by_name(*read);
   for (const WeightPart& part : model->weights.parts) {
     if (!learns(part)) continue;
     const WeightDesc& w = part.weights;
@@ -82,7 +81,7 @@ Status LearnedGrids::store() {
     constexpr std::int64_t kRows = WeightDesc::kPanelRows;
     std::byte* const memory = model_->weights.memory.data() + tensor.part.offset;
     // A panel has, for each group, 16 scales, 16 biases and the codes (bittern/matmul_desc.h).
-    const bool finite = with_scale_type(w.scale_element, [&]<class T>(T) {
+    const Status done = visit<float, f16, bf16>(w.scale_element, [&]<class T>(Type<T>) -> Status {
       const std::int64_t unit =
           kRows * (2 * static_cast<std::int64_t>(sizeof(T)) + w.group_size * w.bits / 8);
       std::vector<char> good(at(w.panels()), 1);
@@ -100,11 +99,11 @@ Status LearnedGrids::store() {
             std::memcpy(header + kRows * static_cast<std::int64_t>(sizeof(T)), &bias, sizeof bias);
           }
       });
-      return std::find(good.begin(), good.end(), 0) == good.end();
+      if (std::find(good.begin(), good.end(), 0) == good.end()) return {};
+      return invalid(tensor.part.name +
+                     ": a scale or bias is no longer finite, expected a lower rate");
     });
-    if (!finite)
-      return {Code::invalid_argument,
-              tensor.part.name + ": a scale or bias is no longer finite, expected a lower rate"};
+    if (!done.ok()) return done;
   }
   return {};
 }
@@ -112,8 +111,7 @@ Status LearnedGrids::store() {
 Status LearnedGrids::put_into(Checkpoint& source) {
   const auto read = read_source(source);
   if (!read) return read.status();
-  std::map<std::string, const Recipe*> recipes;
-  for (const Recipe& recipe : read->parts) recipes.emplace(recipe.name, &recipe);
+  const auto recipes = by_name(*read);
   written_.clear();
   for (const Tensor& tensor : tensors_) {
     const Recipe& recipe = *recipes.at(tensor.part.name);
@@ -142,7 +140,7 @@ Status LearnedGrids::put_into(Checkpoint& source) {
         places.emplace_back(run.source, run.first + i * run.step);
     const std::int64_t groups_of_block =
         recipe.columns.empty() ? w.groups() : recipe.column_block / w.group_size;
-    with_scale_type(w.scale_element, [&]<class T>(T) {
+    const Status done = visit<float, f16, bf16>(w.scale_element, [&]<class T>(Type<T>) -> Status {
       for (std::int64_t row = 0; row < w.outputs; ++row) {
         const std::int64_t of_part = tensor.part.first + row;
         const auto [from, to] =
@@ -161,8 +159,9 @@ Status LearnedGrids::put_into(Checkpoint& source) {
           std::memcpy(targets[from].biases + byte, &bias, sizeof bias);
         }
       }
-      return 0;
+      return {};
     });
+    if (!done.ok()) return done;
   }
   for (const auto& [name, grid] : written_) source.replace_grid(name, grid.first, grid.second);
   return {};

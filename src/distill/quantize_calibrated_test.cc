@@ -23,13 +23,7 @@ class QuantizeCalibrated : public TestFolder {
  protected:
   void SetUp() override {
     TestFolder::SetUp();
-    std::string text;
-    std::uint32_t state = 1;
-    for (int i = 0; i < 1200; ++i) {
-      state = state * 1664525 + 1013904223;
-      text += kTinyBytes[(state >> 16) % 64];
-    }
-    put("text.txt", text);
+    put("text.txt", tiny_text(1200));
   }
   void TearDown() override { cpu::force_isa(cpu::Isa::none); }
 
@@ -46,12 +40,6 @@ class QuantizeCalibrated : public TestFolder {
   static std::string refusal(const Result<QuantizeReport>& report) {
     EXPECT_FALSE(report.ok());
     return std::string(report.status().message());
-  }
-  std::string contents(const std::string& folder) const {
-    std::string all;
-    for (const std::string& name : names(folder))
-      all += name + ":" + text_of(folder + "/" + name) + "\n";
-    return all;
   }
   QuantizeReport made(const std::string& source, const std::string& out,
                       const QuantizeOptions& options) const {

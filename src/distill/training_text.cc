@@ -7,7 +7,6 @@
 
 #include "bittern/tokenizer.h"
 #include "core/split_mix.h"
-#include "eval/text_file.h"
 #include "formats/fingerprint.h"
 
 namespace bittern {
@@ -17,10 +16,6 @@ std::uint64_t hash_of(const std::int32_t* piece, std::int64_t context) {
   Fingerprint hash;
   hash.add(std::as_bytes(std::span(piece, static_cast<std::size_t>(context))));
   return hash.value();
-}
-
-void append(CalibrationText& to, const std::int32_t* piece) {
-  to.tokens.insert(to.tokens.end(), piece, piece + to.context);
 }
 
 }  // namespace
@@ -44,33 +39,17 @@ std::int64_t TrainingText::nth(std::int64_t n, std::uint64_t seed) const {
   return order[static_cast<std::size_t>(n % count)];
 }
 
-CalibrationText some_of(const CalibrationText& text, std::int64_t pieces) {
-  CalibrationText some{.context = text.context, .tokens = {}};
-  const std::int64_t all = text.pieces(), used = std::min(pieces, all);
-  for (std::int64_t i = 0; i < used; ++i)
-    append(some, text.piece(all / used * i + all % used * i / used));
-  return some;
-}
-
 Result<TrainingText> read_training_text(const std::string& model,
                                         const std::vector<std::string>& paths, std::int64_t context,
                                         std::int64_t validation) {
   const auto tokenizer = Tokenizer::load(model);
   if (!tokenizer) return tokenizer.status();
-  const auto first = first_of_pieces(*tokenizer);
-  if (!first) return first.status();
   CalibrationText all{.context = context, .tokens = {}};
   for (const std::string& path : paths) {
-    const auto text = read_text(path, false, "");
+    const auto text = read_pieces(*tokenizer, path, context);
     if (!text) return text.status();
-    const auto tokens = tokenizer->encode(*text, {.add_special = false, .parse_special = false});
-    if (!tokens) return tokens.status();
-    const std::int64_t pieces = static_cast<std::int64_t>(tokens->size()) / context;
-    for (std::int64_t i = 0; i < pieces; ++i) append(all, tokens->data() + i * context);
+    for (std::int64_t i = 0; i < text->pieces(); ++i) all.add(text->piece(i));
   }
-  if (*first >= 0)
-    for (std::int64_t i = 0; i < all.pieces(); ++i)
-      all.tokens[static_cast<std::size_t>(i * context)] = *first;
   if (all.pieces() <= validation)
     return invalid("@{data}: " + std::to_string(all.pieces()) + " pieces of " +
                    std::to_string(context) + " tokens, expected more than the " +
@@ -83,7 +62,7 @@ Result<TrainingText> read_training_text(const std::string& model,
   for (std::int64_t i = 0; i < text.validation.pieces(); ++i)
     held_out.insert(hash_of(text.validation.piece(i), context));
   for (std::int64_t i = 0; i < all.pieces(); ++i)
-    if (!held_out.contains(hash_of(all.piece(i), context))) append(text.train, all.piece(i));
+    if (!held_out.contains(hash_of(all.piece(i), context))) text.train.add(all.piece(i));
   if (text.train.pieces() == 0)
     return invalid("@{data}: all pieces of the text are alike, expected others to learn from");
   return text;

@@ -24,7 +24,4 @@ Result<TrainingText> read_training_text(const std::string& model,
                                         const std::vector<std::string>& paths, std::int64_t context,
                                         std::int64_t validation);
 
-// At most `pieces` of a text, evenly spread.
-CalibrationText some_of(const CalibrationText& text, std::int64_t pieces);
-
 }  // namespace bittern

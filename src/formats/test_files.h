@@ -54,6 +54,14 @@ class TempFolder {
     return found;
   }
 
+  // All files of a folder, as one text.
+  std::string contents(const std::string& inner) const {
+    std::string all;
+    for (const std::string& name : names(inner))
+      all += name + ":" + text_of(inner + "/" + name) + "\n";
+    return all;
+  }
+
  private:
   std::string path_;
 };

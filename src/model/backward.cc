@@ -27,12 +27,6 @@ void copy_rows(const float* from, std::int64_t from_stride, float* to, std::int6
     std::copy_n(from + i * from_stride, columns, to + i * to_stride);
 }
 
-void add(float* to, const float* from, std::int64_t count) {
-  cpu::parallel(count, cpu::kGrain, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) to[i] += from[i];
-  });
-}
-
 class Backward : Runner {
  public:
   Backward(const ModelData& model, Scratch& scratch, std::int64_t tokens, GradientSink& sink)
@@ -258,15 +252,6 @@ class Backward : Runner {
     const auto gates = [&](const FloatRows& x, std::int64_t first) {
       return batch_of(rows_of(x.row(0) + first, tokens_, d_.value_heads, width));
     };
-    GdnDesc desc{.tokens = tokens_,
-                 .key_heads = d_.key_heads,
-                 .value_heads = d_.value_heads,
-                 .key_dim = d_.key_dim,
-                 .value_dim = d_.value_dim,
-                 .head_map = d_.head_map,
-                 .qk_l2norm = true,
-                 .gate = true,
-                 .beta_sigmoid = true};
     GdnChunkBackward::Args args{};
     args.d_o =
         batch_of(heads_of(d_o.row(0), tokens_, d_.value_heads, d_.value_dim, values, d_.value_dim));
@@ -282,7 +267,7 @@ class Backward : Runner {
     args.d_v = heads(d_convolved, 2 * keys, d_.value_heads, d_.value_dim);
     args.d_g = gates(d_in, channels + values + d_.value_heads);
     args.d_beta = gates(d_in, channels + values);
-    BITTERN_TRY(run<GdnChunkBackward>(desc, args));
+    BITTERN_TRY(run<GdnChunkBackward>(gdn_desc(d_, tokens_), args));
 
     CausalConv1dBackward::Args conv{};
     conv.d_y = batch_of(all(d_convolved));

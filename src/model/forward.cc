@@ -166,9 +166,9 @@ class Pass : Runner {
       return {};
     }
     input_ = all(normed_);
-    const bool add = std::exchange(pending_, false);
-    return add ? norm(all(added_), weight, all(normed_), all(stream_))
-               : norm(all(stream_), weight, all(normed_));
+    const bool pending = std::exchange(pending_, false);
+    return pending ? norm(all(added_), weight, all(normed_), all(stream_))
+                   : norm(all(stream_), weight, all(normed_));
   }
 
   // What a mixer or MLP gave, in added_, is normed and waits to be added.
@@ -192,12 +192,6 @@ class Pass : Runner {
   }
   void show(ProductPlace place, const ConstView& x, std::int64_t expert = -1, bool shared = false) {
     if (watcher_ != nullptr) watcher_->product({layer_, place, expert, shared, x});
-  }
-
-  static void add(float* to, const float* from, std::int64_t count) {
-    cpu::parallel(count, cpu::kGrain, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t i = begin; i < end; ++i) to[i] += from[i];
-    });
   }
 
   // ---- attention ----
@@ -411,27 +405,18 @@ class Pass : Runner {
                                                  .state = held,
                                                  .o = y}));
       } else {
-        GdnDesc chunks{.tokens = n,
-                       .key_heads = d_.key_heads,
-                       .value_heads = d_.value_heads,
-                       .key_dim = d_.key_dim,
-                       .value_dim = d_.value_dim,
-                       .head_map = d_.head_map,
-                       .qk_l2norm = true,
-                       .gate = true,
-                       .beta_sigmoid = true};
         std::vector<float> from = state.state;
         BITTERN_TRY(run<GdnChunkForward>(
-            chunks, {.q = q,
-                     .k = k,
-                     .v = v,
-                     .g = g,
-                     .beta = beta,
-                     .a_log = vector_of(w.a_log),
-                     .dt_bias = vector_of(w.dt_bias),
-                     .initial_state = view(std::as_const(from).data(), held.shape),
-                     .o = y,
-                     .final_state = held}));
+            gdn_desc(d_, n), {.q = q,
+                              .k = k,
+                              .v = v,
+                              .g = g,
+                              .beta = beta,
+                              .a_log = vector_of(w.a_log),
+                              .dt_bias = vector_of(w.dt_bias),
+                              .initial_state = view(std::as_const(from).data(), held.shape),
+                              .o = y,
+                              .final_state = held}));
       }
     }
     // z follows the channels of the convolution. The norm is of each value head.

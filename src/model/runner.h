@@ -4,6 +4,8 @@
 
 #include "bittern/ops/quantized_matmul.h"
 #include "bittern/plan.h"
+#include "cpu/parallel.h"
+#include "model/decoder.h"
 #include "model/forward.h"
 #include "model/memory.h"
 #include "model/weights.h"
@@ -37,6 +39,25 @@ inline MutView batch_of(MutView v) {
 }
 inline ConstView vector_of(const Vector& v) {
   return view(v.data(), {static_cast<std::int64_t>(v.size())});
+}
+
+// A gated delta net's rule over `tokens` tokens of one sequence.
+inline GdnDesc gdn_desc(const Decoder& d, std::int64_t tokens) {
+  return {.tokens = tokens,
+          .key_heads = d.key_heads,
+          .value_heads = d.value_heads,
+          .key_dim = d.key_dim,
+          .value_dim = d.value_dim,
+          .head_map = d.head_map,
+          .qk_l2norm = true,
+          .gate = true,
+          .beta_sigmoid = true};
+}
+
+inline void add(float* to, const float* from, std::int64_t count) {
+  cpu::parallel(count, cpu::kGrain, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) to[i] += from[i];
+  });
 }
 
 // Runs ops of one model, with one scratch memory.

@@ -1,5 +1,6 @@
 // For tests: the tiny models of tests/golden/tiny_models.safetensors as folders, with a tokeniser.
 #pragma once
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -20,6 +21,17 @@ inline const SafetensorsFile& tiny_models() {
 // need beside them, and of some longer characters. The models have 96 embeddings, more than tokens.
 inline constexpr std::string_view kTinyBytes =
     "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 \n.,:;!?'-\xc3\xa9\xe2\x82\xac";
+
+// A text of that many tokens, none after the other by any rule.
+inline std::string tiny_text(int tokens) {
+  std::string text;
+  std::uint32_t state = 1;
+  for (int i = 0; i < tokens; ++i) {
+    state = state * 1664525 + 1013904223;
+    text += kTinyBytes[(state >> 16) % 64];
+  }
+  return text;
+}
 
 inline std::string tiny_tokenizer() {
   std::string vocabulary;
