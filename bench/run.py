@@ -14,8 +14,10 @@ median.
     generation   tokens/s of 128 tokens, one after another, in an empty context; the better of two
     of reading   bytes of the weights times tokens/s in a context of 64, over plain reading
     load         seconds until the model can take tokens
+    first token  seconds of the whole command `bittern run` that ends with the first token of an answer;
+                 for llama.cpp of loading and that token alone, without starting Python
 
-llama.cpp is that of llama-cpp-python, called from Python as bittern is; only the last token has logits.
+--plain-peer also runs llama.cpp without its repacking of weights. llama.cpp is that of llama-cpp-python, called from Python as bittern is; only the last token has logits.
 """
 import argparse
 import importlib.util
@@ -30,6 +32,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 COMMAND = os.environ.get("BITTERN_COMMAND", str(ROOT / "build" / "release" / "bittern"))
 PROMPT, GENERATED, SHORT = 512, 128, 64
+QUESTION = "The capital of France is"
 
 
 def tokens(count, vocab):
@@ -64,18 +67,38 @@ def run_bittern(path, kind, threads):
         "load": load,
         "prompt": PROMPT / better(lambda: model.session(context=PROMPT).append(ids)),
         "generation": GENERATED / better(lambda: generate(GENERATED)),
+        "first": min(first_token(path, kind, threads) for _ in range(3)),
         "gb_s": model.info.weight_bytes * SHORT / better(lambda: generate(SHORT)) / 1e9,
     }
+
+
+def first_token(path, kind, threads):
+    args = [COMMAND, "run", path, "-p", QUESTION, "-n", "1", "--temp", "0", "--activations", kind]
+    return seconds(lambda: subprocess.run([*args, "--threads", str(threads)], check=True, capture_output=True))
 
 
 def run_llama(path, kind, threads):
     import llama_cpp
 
+    if kind == "plain":
+        defaults = llama_cpp.llama_cpp.llama_model_default_params()
+        defaults.use_extra_bufts = False
+        llama_cpp.llama_cpp.llama_model_default_params = lambda: defaults
+
+    def open_model():
+        return llama_cpp.Llama(
+            path, n_ctx=PROMPT + 8, n_batch=PROMPT, n_ubatch=PROMPT, n_threads=threads, n_threads_batch=threads,
+            verbose=False,
+        )  # fmt: skip
+
+    def answer():
+        model = open_model()
+        model.eval(model.tokenize(QUESTION.encode()))
+        model.sample(temp=0.0)
+
+    first = min(seconds(answer) for _ in range(3))
     start = time.perf_counter()
-    llama = llama_cpp.Llama(
-        path, n_ctx=PROMPT + 8, n_batch=PROMPT, n_ubatch=PROMPT, n_threads=threads, n_threads_batch=threads,
-        verbose=False,
-    )  # fmt: skip
+    llama = open_model()
     load = time.perf_counter() - start
     ids = tokens(PROMPT, llama.n_vocab())
 
@@ -93,6 +116,7 @@ def run_llama(path, kind, threads):
         "load": load,
         "prompt": PROMPT / better(prompt),
         "generation": GENERATED / better(lambda: generate(GENERATED)),
+        "first": first,
     }
 
 
@@ -129,6 +153,7 @@ def main():
     parser.add_argument("--kinds", default="int8,int16,float", help="activations of bittern")
     parser.add_argument("--file", action="append", default=[], metavar="NAME=PATH", help="for bittern, int8 and int16")
     parser.add_argument("--peer-file", action="append", default=[], metavar="NAME=PATH", help="for llama.cpp")
+    parser.add_argument("--plain-peer", action="store_true", help="also llama.cpp without repacking")
     flags = parser.parse_args()
     runs = {f"bittern {kind}": ("bittern", flags.model, kind) for kind in flags.kinds.split(",")}
     for name, path in map(named, flags.file):
@@ -136,6 +161,8 @@ def main():
     if importlib.util.find_spec("llama_cpp"):
         runs["llama.cpp"] = ("llama.cpp", flags.model, "")
         runs |= {f"llama.cpp {name}": ("llama.cpp", path, "") for name, path in map(named, flags.peer_file)}
+        if flags.plain_peer:
+            runs["llama.cpp, not repacked"] = ("llama.cpp", flags.model, "plain")
     else:
         print("llama_cpp is not installed: no peer")
     rounds = []
@@ -150,7 +177,7 @@ def main():
         "" if "llama.cpp" not in runs
         else f"{statistics.median(r[name][key] / r['llama.cpp'][key] for r in rounds):.2f} x"
     )  # fmt: skip
-    print(f"{'program':<28}{'prompt':>9}{'':>9}{'generation':>12}{'':>9}{'of reading':>12}{'load, s':>9}{'read, GB/s':>12}")
+    print(f"{'program':<28}{'prompt':>9}{'':>9}{'generation':>12}{'':>9}{'of reading':>12}{'load, s':>9}{'first token, s':>16}{'read, GB/s':>12}")
     for name in runs:
         middle = lambda key: statistics.median(r[name][key] for r in rounds)  # noqa: B023, E731
         share = (
@@ -158,7 +185,7 @@ def main():
         )
         print(
             f"{name:<28}{middle('prompt'):>9.0f}{over(name, 'prompt'):>9}{middle('generation'):>12.1f}"
-            f"{over(name, 'generation'):>9}{share:>12}{middle('load'):>9.2f}{middle('read'):>12.1f}"
+            f"{over(name, 'generation'):>9}{share:>12}{middle('load'):>9.2f}{middle('first'):>16.3f}{middle('read'):>12.1f}"
         )
 
 
