@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/activations.h"
+#include "core/numerics.h"
 #include "cpu/dispatch.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -14,6 +15,7 @@
 #include "hwy/foreach_target.h"
 // after foreach_target.h
 #include "cpu/activations-inl.h"
+#include "cpu/silu-inl.h"
 
 #if BITTERN_SIMD
 HWY_BEFORE_NAMESPACE();
@@ -48,6 +50,23 @@ void Evaluate(int function, const float* x, std::int64_t n, float* y) {
   }
 }
 
+// silu(x), or its product with n, as bf16. n is null or as long as x.
+void EvaluateBf16(const float* x, const float* n, std::int64_t count, std::uint16_t* y) {
+  const hn::ScalableTag<float> d;
+  const hn::RebindToUnsigned<decltype(d)> du;
+  const hn::Rebind<std::uint16_t, decltype(d)> dh;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  for (std::int64_t i = 0; i < count; i += 2 * lanes) {
+    const hn::Vec<decltype(d)> two[] = {hn::LoadU(d, x + i), hn::LoadU(d, x + i + lanes)};
+    const float* const from = n == nullptr ? x : n;
+    const hn::Vec<decltype(d)> factors[] = {hn::LoadU(d, from + i), hn::LoadU(d, from + i + lanes)};
+    hn::Vec<decltype(du)> bits[2];
+    SiluToBf16(d, two, n == nullptr ? nullptr : factors, bits);
+    for (int k = 0; k < 2; ++k)
+      hn::StoreU(hn::TruncateTo(dh, hn::ShiftRight<16>(bits[k])), dh, y + i + k * lanes);
+  }
+}
+
 }  // namespace
 }  // namespace HWY_NAMESPACE
 }  // namespace bittern
@@ -59,6 +78,7 @@ namespace bittern {
 namespace {
 
 BITTERN_EXPORT(Evaluate);
+BITTERN_EXPORT(EvaluateBf16);
 
 struct Function {
   const char* name;
@@ -254,6 +274,39 @@ TEST(Math, SimdGivesTheScalarBits) {
         if (!same && shown++ < 5)
           ADD_FAILURE() << kFunctions[f].name << " of " << xs[i] << " on " << cpu::name(isa) << ": "
                         << got[i] << ", expected " << want[i];
+      }
+    }
+    cpu::force_isa(cpu::Isa::none);
+  }
+}
+
+// About one number in 2000 is near a tie of bf16, so both ways to it are taken.
+TEST(Math, SiluAsBf16HasTheBitsOfSilu) {
+  std::vector<float> xs = inputs(), ns;
+  xs.resize((xs.size() + 31) / 32 * 32);
+  for (std::size_t i = 0; i < xs.size(); ++i)
+    ns.push_back(std::ldexp(1 + static_cast<float>(i * 2654435761u % 8388593u) * 0x1p-23f,
+                            static_cast<int>(i % 40) - 20) *
+                 (i % 3 == 0 ? -1.0f : 1.0f));
+  // Not finite, and products that overflow or vanish; no NaN has low bits.
+  const float rare[] = {std::numeric_limits<float>::quiet_NaN(),
+                        std::numeric_limits<float>::infinity(), 0x1.fp127f, 0x1p-126f, -0.0f};
+  for (std::size_t i = 0; i < ns.size(); i += 977) ns[i] = rare[i % std::size(rare)];
+  std::vector<std::uint16_t> got(xs.size());
+  for (const float* n : {static_cast<const float*>(nullptr), std::as_const(ns).data()}) {
+    std::vector<std::uint16_t> want;
+    for (std::size_t i = 0; i < xs.size(); ++i)
+      want.push_back(std::bit_cast<std::uint16_t>(
+          to_bf16(n == nullptr ? math::silu(xs[i]) : n[i] * math::silu(xs[i]))));
+    for (const cpu::Isa isa : cpu::available_isas()) {
+      cpu::force_isa(isa);
+      BITTERN_CALL(EvaluateBf16)(xs.data(), n, static_cast<std::int64_t>(xs.size()), got.data());
+      int shown = 0;
+      for (std::size_t i = 0; i < xs.size(); ++i) {
+        const auto is_nan = [](std::uint16_t bits) { return (bits & 0x7fff) > 0x7f80; };
+        if (got[i] != want[i] && !(is_nan(got[i]) && is_nan(want[i])) && shown++ < 5)
+          ADD_FAILURE() << xs[i] << (n == nullptr ? "" : " with a factor") << " on "
+                        << cpu::name(isa) << ": " << got[i] << ", expected " << want[i];
       }
     }
     cpu::force_isa(cpu::Isa::none);

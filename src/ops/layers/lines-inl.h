@@ -43,6 +43,24 @@ struct Part {
       std::copy_n(padded, count, row + at);
     }
   }
+  // The upper halves of the lanes.
+  HWY_INLINE void StoreUpper(hn::Vec<hn::RebindToUnsigned<DotTag>> v, bf16* row) const {
+    const hn::Rebind<std::uint16_t, DotTag> dh;
+#if HWY_TARGET <= HWY_AVX3
+    const hn::Repartition<std::uint16_t, DotTag> d16;
+    const auto words = hn::BitCast(d16, v);
+    const auto upper = hn::LowerHalf(dh, hn::ConcatOdd(d16, words, words));
+#else
+    const auto upper = hn::TruncateTo(dh, hn::ShiftRight<16>(v));
+#endif
+    if constexpr (kWhole) {
+      hn::StoreU(upper, dh, reinterpret_cast<std::uint16_t*>(row + at));
+    } else {
+      bf16 padded[kDotVector];
+      hn::StoreU(upper, dh, reinterpret_cast<std::uint16_t*>(padded));
+      std::copy_n(padded, count, row + at);
+    }
+  }
   // Lanes past the end keep `before`.
   HWY_INLINE V Only(V v, V before) const {
     if constexpr (kWhole) {
@@ -60,6 +78,16 @@ struct Lines {
   HWY_INLINE void Each(const F& f) const {
     std::int64_t j = 0;
     for (; j + kDotVector <= dim; j += kDotVector) f(Part<true>{j, kDotVector});
+    if (j < dim) f(Part<false>{j, dim - j});
+  }
+  // f(part, part, part, part) while there are four whole ones, then f(part) for each of the rest.
+  template <class F>
+  HWY_INLINE void EachFour(const F& f) const {
+    std::int64_t j = 0;
+    const auto whole = [&](std::int64_t i) { return Part<true>{j + i * kDotVector, kDotVector}; };
+    for (; j + 4 * kDotVector <= dim; j += 4 * kDotVector)
+      f(whole(0), whole(1), whole(2), whole(3));
+    for (; j + kDotVector <= dim; j += kDotVector) f(whole(0));
     if (j < dim) f(Part<false>{j, dim - j});
   }
   // The dot product (core/dot.h) of what `terms` gives for each part: a pair of vectors.

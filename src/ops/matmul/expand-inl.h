@@ -48,6 +48,7 @@ template <int kBits, Values kValues>
 struct Codes {
   static constexpr int kCodeBits = kBits;
   static constexpr int kChunkBytes = 64 * kBits;
+  static constexpr bool kNibbles = kBits == 4 && kValues == Values::plain;  // two codes in a byte
   // The largest byte.
   static constexpr int kMost = kValues == Values::iq4     ? 241
                                : kValues == Values::mxfp4 ? 24
@@ -64,12 +65,16 @@ struct Codes {
     }
   }
 
-  // Codes 4q .. 4q + 3 of a chunk, a byte each.
-  template <int q>
+  // Codes 4q .. 4q + 3 of a chunk, a byte each; kHighAsIs: 16 times the code if q is odd.
+  template <int q, bool kHighAsIs = false>
   HWY_INLINE VU Quad(const std::uint8_t* chunk) const {
     constexpr matmul::Plane kLow = matmul::plane_of(kBits, 0);
     constexpr int kPerWord = 8 / kLow.bits;
     VU v = Word(chunk, q / kPerWord);
+    if constexpr (kHighAsIs && q % 2 == 1) {
+      static_assert(kNibbles);
+      return hn::And(v, Mask<4, 4>());
+    }
     if constexpr (kLow.bits < 8) {
       constexpr int kShift = kLow.bits * (q % kPerWord);
       if constexpr (kShift != 0) v = hn::ShiftRight<kShift>(v);

@@ -7,7 +7,7 @@
 #define HWY_TARGET_INCLUDE "ops/layers/causal_conv1d/causal_conv1d_cpu.cc"
 #include "hwy/foreach_target.h"
 // after foreach_target.h
-#include "cpu/math-inl.h"
+#include "cpu/silu-inl.h"
 #include "hwy/cache_control.h"
 #include "ops/layers/lines-inl.h"
 
@@ -123,9 +123,15 @@ struct Segment {
       x[kRows + 2] = part.Load(from[kRows + 2]);
       for (std::int64_t r = 0; r < kRows; ++r) u[r] = hn::MulAdd(w3, x[r + 3], u[r]);
     }
-    if (in.d.silu)
-      for (std::int64_t r = 0; r < kRows; ++r) u[r] = Silu(d, u[r]);
-    for (std::int64_t r = 0; r < kRows; ++r) part.Store(u[r], to[r]);
+    if (!in.d.silu) {
+      for (std::int64_t r = 0; r < kRows; ++r) part.Store(u[r], to[r]);
+    } else if constexpr (std::is_same_v<X, bf16>) {
+      hn::Vec<hn::RebindToUnsigned<DotTag>> bits[kRows];
+      SiluToBf16(d, u, nullptr, bits);
+      for (std::int64_t r = 0; r < kRows; ++r) part.StoreUpper(bits[r], to[r]);
+    } else {
+      for (std::int64_t r = 0; r < kRows; ++r) part.Store(Silu(d, u[r]), to[r]);
+    }
   }
 
   void Convolve() {

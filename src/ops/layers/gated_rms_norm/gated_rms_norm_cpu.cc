@@ -7,7 +7,7 @@
 #include "hwy/foreach_target.h"
 // after foreach_target.h
 #include "cpu/dot-inl.h"
-#include "cpu/math-inl.h"
+#include "cpu/silu-inl.h"
 #include "ops/layers/norm-inl.h"
 
 #if BITTERN_SIMD
@@ -29,13 +29,26 @@ void Normalise(const Op::Desc& d, const Op::Args& a, std::int64_t begin, std::in
         const X* z = a.z.as<X>() + i * a.z.row_stride();
         X* y = a.y.as<X>() + i * a.y.row_stride();
         const auto rstd = hn::Set(tag, rstd_of_row);
-        line.Each([&](auto part) HWY_ATTR {
+        const auto weighted = [&](auto part) HWY_ATTR {
           auto n = hn::Mul(part.Load(x), rstd);
           if (each) n = RoundMath<X>(tag, n);
           n = hn::Mul(n, part.Load(a.weight.as<X>()));
-          if (each) n = RoundMath<X>(tag, n);
-          part.Store(hn::Mul(n, Silu(tag, part.Load(z))), y);
-        });
+          return each ? RoundMath<X>(tag, n) : n;
+        };
+        if constexpr (std::is_same_v<X, bf16>) {
+          line.EachFour([&](auto... part) HWY_ATTR {
+            constexpr std::size_t kCount = sizeof...(part);
+            const norm::V n[kCount] = {weighted(part)...}, gate[kCount] = {part.Load(z)...};
+            hn::Vec<hn::RebindToUnsigned<DotTag>> bits[kCount];
+            SiluToBf16(tag, gate, n, bits);
+            std::size_t i = 0;
+            (part.StoreUpper(bits[i++], y), ...);
+          });
+        } else {
+          line.Each([&](auto part) HWY_ATTR {
+            part.Store(hn::Mul(weighted(part), Silu(tag, part.Load(z))), y);
+          });
+        }
       });
 }
 

@@ -60,7 +60,7 @@ class Multiplier {
     const bool has_bias = matmul::has_bias(w_);
     const std::int64_t units = w_.inputs / format.unit;
     constexpr std::int64_t kMost = kIntegerPanels * matmul::kLanes;
-    alignas(64) float results[matmul::kTile * kMost];
+    alignas(64) float results[matmul::kIntegerTile * kMost];
     const std::int64_t next_grid = work_.runs * matmul::kLanes;
     for (std::int64_t p = begin, panels; p < end; p += panels) {
       panels = !work_.few && end - p >= kIntegerPanels ? kIntegerPanels : 1;
@@ -69,12 +69,16 @@ class Multiplier {
       for (std::int64_t i = 0; !work_.few && i < panels; ++i)
         grids(w_, format, {panel + i * PanelStep(), units}, repeat,
               {grid_.s + i * next_grid, grid_.b + i * next_grid});
+      // While these are multiplied, the next ones are fetched.
+      const std::uint8_t* ahead = panel + panels * PanelStep();
+      const std::uint8_t* const last =
+          w_.stored() || p + 2 * panels > end ? ahead : ahead + panels * PanelStep();
       const bool whole = (p + panels) * matmul::kLanes <= w_.outputs;
       const bool direct = whole && d.y_element() == DType::f32;
       for (std::int64_t first = 0, tile; first < rows.rows; first += tile) {
-        tile = matmul::tile_rows(rows.rows - first);
+        tile = work_.tile_rows(rows.rows - first);
         const std::int64_t m = rows.first + first;
-        const bool alone = panels == 1 || tile < matmul::kTile;
+        const bool alone = panels == 1 || tile < matmul::kIntegerTile;
         for (std::int64_t i = 0; i < (alone ? panels : 1); ++i) {
           const std::int64_t n = (p + i) * matmul::kLanes;
           const float* const s = grid_.s + i * next_grid;
@@ -89,6 +93,8 @@ class Multiplier {
                  .grids = work_.few ? grids : nullptr,
                  .room = grid_,
                  .repeat = repeat,
+                 .ahead = ahead,
+                 .ahead_end = last,
                  .x = reinterpret_cast<const std::int32_t*>(rows.x + first * work_.x_row_bytes()),
                  .factors = rows.factors + first * work_.runs * 3,
                  .tile = tile,
@@ -99,6 +105,7 @@ class Multiplier {
                  .y_stride = direct ? a_.y.row_stride() : kMost},
                 !alone);
         }
+        ahead = std::min(ahead + work_.runs * 64, last);
         for (std::int64_t r = 0; !direct && r < tile; ++r)
           for (std::int64_t i = 0; i < panels; ++i)
             Store(m + r, p + i, results + r * kMost + i * matmul::kLanes);
@@ -130,7 +137,7 @@ class Multiplier {
         for (std::int64_t i = 0; i < panels; ++i)
           Expand(w_, panel[i], k, count, expanded_ + i * slab * matmul::kLanes);
         for (std::int64_t first = 0, tile; first < rows.rows; first += tile) {
-          tile = matmul::tile_rows(rows.rows - first);
+          tile = work_.tile_rows(rows.rows - first);
           const float* x =
               reinterpret_cast<const float*>(rows.x + first * work_.x_row_bytes()) + k * tile;
           float* at[kMostVectors];
@@ -155,7 +162,7 @@ class Multiplier {
       const bool whole = (p + panels) * matmul::kLanes <= w_.outputs;
       const bool direct = whole && work_.d.y_element() == DType::f32;
       for (std::int64_t first = 0, tile; first < rows.rows; first += tile) {
-        tile = matmul::tile_rows(rows.rows - first);
+        tile = work_.tile_rows(rows.rows - first);
         const std::int64_t m = rows.first + first;
         const auto* x =
             reinterpret_cast<const std::uint32_t*>(rows.x + first * work_.x_row_bytes());
@@ -272,7 +279,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
           [&](std::int64_t begin, std::int64_t end) {
             BITTERN_CALL(PackRows)(work, a.x, rows, begin, end);
           },
-          matmul::kTile);
+          work.tile());
     }
     cpu::parallel_slots(w.panels(), slots,
                         [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {

@@ -32,6 +32,8 @@ struct TileJob {
   GridFunction* grids;     // for one panel only
   Grid room;
   int repeat;
+  const std::uint8_t* ahead;  // lines to fetch meanwhile, one for each run of several panels
+  const std::uint8_t* ahead_end;
   const std::int32_t* x;
   const float* factors;
   std::int64_t tile;   // rows of the tile that x is packed for
@@ -41,33 +43,56 @@ struct TileJob {
   std::int64_t y_stride;  // from row to row; panels lie side by side
 };
 
-constexpr float kZeros[matmul::kTile] = {};
+constexpr float kZeros[matmul::kIntegerTile] = {};
 HWY_INLINE VI IntegerAt(const float* p) { return hn::Set(DI(), std::bit_cast<std::int32_t>(*p)); }
 
-// The shape of a tile: rows of x, of a tile of kTile, times panels; planes of x that are multiplied
-// at once, and sums for each result: one row has few to work at in turn, so it gets two for each.
-template <int kRows_, int kPanels_, int kAtOnce_, int kTile_>
+// The shape of a tile: rows of x times panels; planes of x that are multiplied at once, and sums
+// for each result: one row has few to work at in turn, so it gets two for each.
+template <int kRows_, int kPanels_, int kAtOnce_>
 struct TileShape {
-  static constexpr int kRows = kRows_, kPanels = kPanels_, kAtOnce = kAtOnce_, kTile = kTile_;
+  static constexpr int kRows = kRows_, kPanels = kPanels_, kAtOnce = kAtOnce_;
   static constexpr int kChains = kRows * kPanels == 1 ? 2 : 1;
 };
 
-// One run's integers into the sums: `sum` are its dot products, factors, s and b its own.
-template <class T>
-HWY_INLINE void FinishRun(const VI (&sum)[T::kPanels][T::kRows], const TileJob& job,
-                          const float* factors, const float* s, const float* b,
-                          VF (&acc)[T::kPanels][T::kRows]) {
+// Whether the upper of two codes in a byte is multiplied where it is, as 16 times itself. Those
+// have a chain of their own, whose sums are shifted once. Only vpdpbusd takes such large bytes.
+template <class C, class T>
+inline constexpr bool kHighAsIs = HWY_TARGET == HWY_AVX3_DL && C::kNibbles && T::kChains == 2;
+
+// The scales and biases of a run: numbers in memory, or of one panel in registers.
+struct GridAt {
+  const float* s;
+  const float* b;     // null: no biases
+  std::int64_t next;  // numbers from one panel's to the next's
+
+  HWY_INLINE bool biased() const { return b != nullptr; }
+  HWY_INLINE VF Scale(int p) const { return hn::LoadU(DF(), s + p * next); }
+  HWY_INLINE VF Bias(int p) const { return hn::LoadU(DF(), b + p * next); }
+};
+template <bool kBiased>
+struct GridOf {
+  VF s, b;
+
+  static constexpr bool biased() { return kBiased; }
+  HWY_INLINE VF Scale(int) const { return s; }
+  HWY_INLINE VF Bias(int) const { return b; }
+};
+
+// One run's integers into the sums: `sum` are its dot products, factors and grid its own.
+template <class T, class G>
+HWY_INLINE void FinishRun(const VI (&sum)[T::kPanels][T::kRows], const float* factors,
+                          const G& grid, VF (&acc)[T::kPanels][T::kRows]) {
   const DF df;
-  if (b != nullptr) {
+  if (grid.biased()) {
     Unroll<T::kPanels>([&](auto p) BITTERN_INLINE_LAMBDA {
-      const VF bv = hn::LoadU(df, b + p * job.next_grid);
+      const VF bv = grid.Bias(p);
       Unroll<T::kRows>([&](auto r) BITTERN_INLINE_LAMBDA {
-        acc[p][r] = hn::MulAdd(bv, hn::Set(df, factors[T::kTile + r]), acc[p][r]);
+        acc[p][r] = hn::MulAdd(bv, hn::Set(df, factors[T::kRows + r]), acc[p][r]);
       });
     });
   }
   Unroll<T::kPanels>([&](auto p) BITTERN_INLINE_LAMBDA {
-    const VF sv = hn::LoadU(df, s + p * job.next_grid);
+    const VF sv = grid.Scale(p);
     Unroll<T::kRows>([&](auto r) BITTERN_INLINE_LAMBDA {
       const VF dot = hn::ConvertTo(df, sum[p][r]);
       acc[p][r] = hn::MulAdd(hn::Mul(dot, hn::Set(df, factors[r])), sv, acc[p][r]);
@@ -84,11 +109,11 @@ HWY_INLINE void AddQuads(const C& codes, const std::uint8_t* chunk, std::int64_t
     constexpr int q = kFirst + i;
     VI quad[T::kPanels];
     Unroll<T::kPanels>([&](auto p) BITTERN_INLINE_LAMBDA {
-      quad[p] = hn::BitCast(DI(), codes.template Quad<q>(chunk + p * next_panel));
+      quad[p] = hn::BitCast(DI(), codes.template Quad<q, kHighAsIs<C, T>>(chunk + p * next_panel));
     });
     Unroll<T::kAtOnce>([&](auto plane) BITTERN_INLINE_LAMBDA {
       Unroll<T::kRows>([&](auto r) BITTERN_INLINE_LAMBDA {
-        const std::int32_t* const from = x + (plane * 8 + q) * T::kTile + r;
+        const std::int32_t* const from = x + (plane * 8 + q) * T::kRows + r;
         auto& to = sum[plane][i % T::kChains];
         if constexpr (T::kPanels == 1) {
           to[0][r] = DotBytesOf<C::kMost>(to[0][r], quad[0], from);
@@ -105,12 +130,12 @@ HWY_INLINE void AddQuads(const C& codes, const std::uint8_t* chunk, std::int64_t
 
 // The run that begins at this chunk and has `chunks` of them, or half of one. Of the job's planes
 // T::kAtOnce are multiplied at once; the others follow, which needs fewer registers.
-template <class C, class T, int kFirst, int kQuads>
+template <class C, class T, int kFirst, int kQuads, class G>
 HWY_INLINE void AddRun(const C& codes, const TileJob& job, const std::uint8_t* chunk, int chunks,
-                       const std::int32_t* x, int planes, const float* factors, const float* s,
-                       const float* b, VF (&acc)[T::kPanels][T::kRows]) {
+                       const std::int32_t* x, int planes, const float* factors, const G& grid,
+                       VF (&acc)[T::kPanels][T::kRows]) {
   // The last plane's sums begin with -offset C, which then costs no operation of its own.
-  const float* taken = factors + 2 * T::kTile;
+  const float* taken = factors + 2 * T::kRows;
   const float* first = planes == T::kAtOnce ? taken : kZeros;
   VI sum[T::kAtOnce][T::kChains][T::kPanels][T::kRows];
   const auto each = [&](auto&& f) BITTERN_INLINE_LAMBDA {
@@ -135,19 +160,21 @@ HWY_INLINE void AddRun(const C& codes, const TileJob& job, const std::uint8_t* c
     }
     for (int c = 0; c < chunks; ++c) {
       AddQuads<C, T, kFirst, kQuads>(codes, chunk + c * C::kChunkBytes, job.next_panel,
-                                     x + (c * planes + plane) * 8 * T::kTile, sum);
+                                     x + (c * planes + plane) * 8 * T::kRows, sum);
     }
   }
   each([&](auto p, auto r) BITTERN_INLINE_LAMBDA {
     if constexpr (T::kChains == 2) {
       Unroll<T::kAtOnce>([&](auto plane) BITTERN_INLINE_LAMBDA {
-        sum[plane][0][p][r] = hn::Add(sum[plane][0][p][r], sum[plane][1][p][r]);
+        VI second = sum[plane][1][p][r];
+        if constexpr (kHighAsIs<C, T>) second = hn::ShiftRight<4>(second);
+        sum[plane][0][p][r] = hn::Add(sum[plane][0][p][r], second);
       });
     }
     if constexpr (T::kAtOnce == 2)
       sum[0][0][p][r] = hn::Add(hn::ShiftLeft<8>(sum[0][0][p][r]), sum[1][0][p][r]);
   });
-  FinishRun<T>(sum[0][0], job, factors, s, b, acc);
+  FinishRun<T>(sum[0][0], factors, grid, acc);
 }
 
 // kHalf: runs of 16 inputs, half a chunk.
@@ -161,9 +188,8 @@ HWY_NOINLINE void IntegerTile(const TileJob& job) {
   const std::int64_t together = job.format->together;
   for (int part = 0; part < kParts; ++part) {
     const int lane = part * kWidth;
-    const float* s = job.s + lane;
-    const float* b = job.b == nullptr ? nullptr : job.b + lane;
-    const std::int64_t next_b = b == nullptr ? 0 : matmul::kLanes;
+    GridAt grid{job.s + lane, job.b == nullptr ? nullptr : job.b + lane, job.next_grid};
+    const std::int64_t next_b = grid.biased() ? matmul::kLanes : 0;
     const std::int32_t* x = job.x;
     const float* factors = job.factors;
     VF acc[T::kPanels][T::kRows];
@@ -171,30 +197,35 @@ HWY_NOINLINE void IntegerTile(const TileJob& job) {
       Unroll<T::kRows>([&](auto r) BITTERN_INLINE_LAMBDA { acc[p][r] = hn::Zero(df); });
     });
     const std::uint8_t* at = job.walk.at + 4 * lane;
+    const std::uint8_t* ahead = job.ahead;
     for (std::int64_t units = job.walk.units; units > 0; units -= together) {
       const std::int64_t n = std::min(together, units);
       if constexpr (T::kPanels == 1) {
         if (job.grids != nullptr) {
           job.grids(*job.weights, *job.format, {at - 4 * lane, n}, job.repeat, job.room);
-          s = job.s + lane;
-          if (b != nullptr) b = job.b + lane;
+          grid.s = job.s + lane;
+          if (grid.biased()) grid.b = job.b + lane;
         }
       }
       at += n * header;
       const std::uint8_t* end = at + n * code_bytes;
       for (; at < end; at += chunks * C::kChunkBytes) {
+        if constexpr (T::kPanels > 1) {
+          if (ahead < job.ahead_end) __builtin_prefetch(ahead, 0, 2);
+          ahead += 64;
+        }
         if constexpr (kHalf) {
-          AddRun<C, T, 0, 4>(codes, job, at, 1, x, planes, factors, s, b, acc);
-          AddRun<C, T, 4, 4>(codes, job, at, 1, x, planes, factors + 3 * T::kTile,
-                             s + matmul::kLanes, b + next_b, acc);
+          AddRun<C, T, 0, 4>(codes, job, at, 1, x, planes, factors, grid, acc);
+          const GridAt second{grid.s + matmul::kLanes, grid.b + next_b, grid.next};
+          AddRun<C, T, 4, 4>(codes, job, at, 1, x, planes, factors + 3 * T::kRows, second, acc);
         } else {
-          AddRun<C, T, 0, 8>(codes, job, at, chunks, x, planes, factors, s, b, acc);
+          AddRun<C, T, 0, 8>(codes, job, at, chunks, x, planes, factors, grid, acc);
         }
         constexpr int kRuns = kHalf ? 2 : 1;
-        factors += 3 * T::kTile * kRuns;
-        s += matmul::kLanes * kRuns;
-        b += next_b * kRuns;
-        x += chunks * planes * 8 * T::kTile;
+        factors += 3 * T::kRows * kRuns;
+        grid.s += matmul::kLanes * kRuns;
+        grid.b += next_b * kRuns;
+        x += chunks * planes * 8 * T::kRows;
       }
     }
     Unroll<T::kPanels>([&](auto p) BITTERN_INLINE_LAMBDA {
@@ -205,45 +236,83 @@ HWY_NOINLINE void IntegerTile(const TileJob& job) {
   }
 }
 
+// One row times one panel, where a unit has one scale in f16 or bf16 and a bias like it or none:
+// they go from the header to registers.
+template <class C, class S, bool kBiased, int kPlanes>
+HWY_NOINLINE void OneRow(const TileJob& job) {
+  using T = TileShape<1, 1, kPlanes>;
+  const C codes;
+  const DF df;
+  const int chunks = job.chunks_per_run;
+  const std::int64_t header = job.format->header_bytes(), code_bytes = job.format->code_bytes();
+  for (int part = 0; part < kParts; ++part) {
+    const int lane = part * kWidth;
+    const std::int32_t* x = job.x;
+    const float* factors = job.factors;
+    VF acc[1][1] = {{hn::Zero(df)}};
+    const std::uint8_t* headers = job.walk.at;
+    for (std::int64_t units = job.walk.units, n; units > 0; units -= n) {
+      n = std::min<std::int64_t>(job.format->together, units);
+      const std::uint8_t* at = headers + n * header + 4 * lane;
+      for (std::int64_t u = 0; u < n; ++u, headers += header) {
+        const Header h{headers, part};
+        GridOf<kBiased> grid{h.Floats<S>(0), hn::Zero(df)};
+        if constexpr (kBiased) grid.b = h.Floats<S>(sizeof(S));
+        const std::uint8_t* end = at + code_bytes;
+        for (; at < end; at += chunks * C::kChunkBytes) {
+          AddRun<C, T, 0, 8>(codes, job, at, chunks, x, kPlanes, factors, grid, acc);
+          factors += 3;
+          x += chunks * kPlanes * 8;
+        }
+      }
+      headers = at - 4 * lane;
+    }
+    hn::StoreU(acc[0][0], df, job.y + lane);
+  }
+}
+
 // Panels that a tile of many rows takes at once: each four bytes of x then meet three panels. AVX2
 // has registers for one.
 constexpr int kIntegerPanels = HWY_TARGET == HWY_AVX2 ? 1 : matmul::kPanelsAtOnce;
-constexpr int kIntegerRows = 4;  // of a tile of many
 
 using TileFunction = void(const TileJob& job);
 struct IntegerTiles {
-  TileFunction *one, *two, *four, *many, *many_panels;
+  TileFunction *one, *two, *four, *four_panels;
 
-  // job.tile rows times one panel, or kIntegerPanels where rows are many.
-  HWY_INLINE void operator()(TileJob job, bool panels) const {
-    switch (job.tile) {
-      case 1: return one(job);
-      case 2: return two(job);
-      case 4: return four(job);
-      default: break;
-    }
-    for (std::int64_t r = 0; r < job.tile; r += kIntegerRows) {
-      (panels ? many_panels : many)(job);
-      job.x += kIntegerRows;
-      job.factors += kIntegerRows;
-      job.y += kIntegerRows * job.y_stride;
-    }
+  // job.tile rows times one panel, or four times kIntegerPanels.
+  HWY_INLINE void operator()(const TileJob& job, bool panels) const {
+    (panels ? four_panels : job.tile == 4 ? four : job.tile == 2 ? two : one)(job);
   }
 };
 template <class C, bool kHalf>
 IntegerTiles TilesOf(int planes) {
-  constexpr auto kMany = IntegerTile<C, kHalf, TileShape<kIntegerRows, 1, 1, matmul::kTile>>;
-  constexpr auto kPanels =
-      IntegerTile<C, kHalf, TileShape<kIntegerRows, kIntegerPanels, 1, matmul::kTile>>;
-  if (planes == 1) {
-    return {IntegerTile<C, kHalf, TileShape<1, 1, 1, 1>>,
-            IntegerTile<C, kHalf, TileShape<2, 1, 1, 2>>,
-            IntegerTile<C, kHalf, TileShape<4, 1, 1, 4>>, kMany, kPanels};
-  }
   constexpr int kFour = HWY_TARGET == HWY_AVX2 ? 1 : 2;
-  return {IntegerTile<C, kHalf, TileShape<1, 1, 2, 1>>,
-          IntegerTile<C, kHalf, TileShape<2, 1, 2, 2>>,
-          IntegerTile<C, kHalf, TileShape<4, 1, kFour, 4>>, kMany, kPanels};
+  constexpr auto kPanels = IntegerTile<C, kHalf, TileShape<4, kIntegerPanels, 1>>;
+  if (planes == 1) {
+    return {IntegerTile<C, kHalf, TileShape<1, 1, 1>>, IntegerTile<C, kHalf, TileShape<2, 1, 1>>,
+            IntegerTile<C, kHalf, TileShape<4, 1, 1>>, kPanels};
+  }
+  return {IntegerTile<C, kHalf, TileShape<1, 1, 2>>, IntegerTile<C, kHalf, TileShape<2, 1, 2>>,
+          IntegerTile<C, kHalf, TileShape<4, 1, kFour>>, kPanels};
+}
+// OneRow, for the types it is for; null for the others.
+template <class C>
+TileFunction* OneRowOf(const WeightDesc& w, int planes) {
+  const auto with = [&]<class S, bool kBiased>() -> TileFunction* {
+    return planes == 1 ? OneRow<C, S, kBiased, 1> : OneRow<C, S, kBiased, 2>;
+  };
+  switch (w.type) {
+    case WeightType::affine:
+      if (w.scale_element == DType::bf16) return with.template operator()<bf16, true>();
+      return w.scale_element == DType::f16 ? with.template operator()<f16, true>() : nullptr;
+    case WeightType::q4_1:
+    case WeightType::q5_1: return with.template operator()<f16, true>();
+    case WeightType::q4_0:
+    case WeightType::q5_0:
+    case WeightType::q8_0:
+    case WeightType::iq4_nl: return with.template operator()<f16, false>();
+    default: return nullptr;
+  }
 }
 inline IntegerTiles TilesFor(const matmul::Work& work) {
   IntegerTiles tiles{};
@@ -256,6 +325,7 @@ inline IntegerTiles TilesFor(const matmul::Work& work) {
       }
     }
     tiles = TilesOf<C, false>(planes);
+    if (TileFunction* const one = OneRowOf<C>(work.d.weights, planes)) tiles.one = one;
   });
   return tiles;
 }

@@ -1,7 +1,7 @@
 // How quantized_matmul's kernel cuts its problem, and what a thread works in.
 //
-// Rows of x are taken in blocks that fit the L2, and a block in tiles of 12, then 4, 2 and 1 rows.
-// A tile is packed so that what one step reads lies together:
+// Rows of x are taken in blocks that fit the L2, and a block in tiles of 12 (not of integers), then
+// 4, 2 and 1 rows. A tile is packed so that what one step reads lies together:
 //
 //   integers  for every 32 inputs, for each byte of an int16 (high, then low), for every 4 inputs:
 //             a word of 4 codes for each row of the tile; beside them for each run of inputs
@@ -17,14 +17,12 @@
 
 namespace bittern::matmul {
 
-inline constexpr std::int64_t kTile = 12;
+// Rows of a tile at most.
+inline constexpr std::int64_t kTile = 12, kIntegerTile = 4;
 // Panels that meet a tile of many rows at once.
 inline constexpr std::int64_t kPanelsAtOnce = 3, kPairPanels = 2;
 // Up to so many rows each thread packs x for itself.
 inline constexpr std::int64_t kFewRows = 4;
-constexpr std::int64_t tile_rows(std::int64_t rows) {
-  return rows >= kTile ? kTile : rows >= 4 ? 4 : rows >= 2 ? 2 : 1;
-}
 
 constexpr std::int64_t lines(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -41,10 +39,16 @@ struct Work {
     const std::int64_t most = terms == Terms::floats  ? kFloatRows
                               : terms == Terms::pairs ? kPairBytes / (inputs * 2)
                                                       : kCodeBytes / (inputs * planes);
-    block_rows = std::clamp<std::int64_t>(most / kTile * kTile, kTile, kFloatRows * 4);
+    block_rows = std::clamp<std::int64_t>(most / tile() * tile(), kTile, kFloatRows * 4);
     block_rows = std::max<std::int64_t>(std::min(block_rows, d.rows), 1);
     few = block_rows <= kFewRows;
     if (terms == Terms::integers) runs = d.weights.inputs / d.run();
+  }
+
+  // Rows of a tile: the most, and of the next where so many are left.
+  std::int64_t tile() const { return terms == Terms::integers ? kIntegerTile : kTile; }
+  std::int64_t tile_rows(std::int64_t rows) const {
+    return rows >= tile() ? tile() : rows >= 4 ? 4 : rows >= 2 ? 2 : 1;
   }
 
   // Bytes of a packed row of x; of a block's x, and of its factors.
