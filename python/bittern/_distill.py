@@ -186,7 +186,8 @@ def distill(
 
     teacher     the original: a .gguf file, or a folder of Hugging Face or MLX
     out         the folder to write, for MLX and bittern
-    data        the path of a text to learn from, much like that of later use, or a list of them
+    data        the path of a text to learn from, much like that of later use, or of conversations (.jsonl), or a list
+                of them
     bits        bits per weight: 2, 3, 4, 5, 6 or 8
     group_size  weights that share a scale: 32, 64 or 128
     embedding_bits

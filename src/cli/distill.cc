@@ -181,8 +181,10 @@ Verb distill_verb(CLI::App& main) {
          "the original: a .gguf file, or a Hugging Face or MLX folder")
       ->required();
   option("-o,--output", flags->out, "OUT", "the folder to write, for MLX and bittern")->required();
-  option("--data,-f,--file", options.data, "FILE",
-         "a text to learn from, much like that of later use; give the flag again for more")
+  option(
+      "--data,-f,--file", options.data, "FILE",
+      "a text to learn from, much like that of later use, or conversations (.jsonl); give the flag "
+      "again for more")
       ->required();
 
   const char* what = "What to write";

@@ -316,8 +316,9 @@ Verb quantize_verb(CLI::App& main) {
       "how codes, scales and biases are found: minmax, mlx or lsq (default: lsq; in GGUF the "
       "type's own rule), or gptq: by what the layers see when the model reads the text of --data")
       ->group(how);
-  option("--data", flags->data, "FILE",
-         "the text that --method gptq reads, much like that of later use")
+  option(
+      "--data", flags->data, "FILE",
+      "the text that --method gptq reads, much like that of later use, or conversations (.jsonl)")
       ->group(how);
   verb->add_flag("--fisher", flags->fisher,
                  "with --method gptq: weigh each token by what its errors cost the predictions; "

@@ -18,7 +18,9 @@ struct CalibrationText {
   void add(const std::int32_t* piece) { tokens.insert(tokens.end(), piece, piece + context); }
 };
 
-// All of the text at `path`, by this tokeniser, with what is left after its last piece.
+// All of the text at `path`, by this tokeniser, with what is left after its last piece. A file that
+// is called .jsonl has an object a line: {"messages": [{"role": ..., "content": ...}, ...]}, a
+// conversation by the model's own template, or {"text": ...}.
 Result<CalibrationText> read_pieces(const Tokenizer& tokenizer, const std::string& path,
                                     std::int64_t context);
 // At most `pieces` of a text, evenly spread.
