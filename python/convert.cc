@@ -106,6 +106,8 @@ QuantizeOptions options_of(const nb::dict& given) {
 
 DistillOptions distill_options_of(const nb::dict& given) {
   DistillOptions o;
+  take(given, "format", o.format);
+  take(given, "type", o.type);
   take(given, "bits", o.bits);
   take(given, "group_size", o.group_size);
   take(given, "embedding_bits", o.embedding_bits);
@@ -279,6 +281,9 @@ nb::object object(const DistillPoint& point) {
 nb::dict report_dict(const DistillReport& report) {
   nb::dict d;
   d["output"] = report_dict(report.output);
+  d["type"] = report.type.empty() ? nb::none() : object(report.type);
+  d["bits"] = object(std::int64_t{report.bits});
+  d["group_size"] = object(std::int64_t{report.group_size});
   d["learned"] = object(report.learned);
   d["train_pieces"] = object(report.train_pieces);
   d["validation_pieces"] = object(report.validation_pieces);
@@ -288,6 +293,7 @@ nb::dict report_dict(const DistillReport& report) {
   d["rate"] = object(report.rate);
   d["start_kl"] = object(report.start_kl);
   d["kl"] = object(report.kl);
+  d["written_kl"] = object(report.written_kl);
   d["trials"] = object(report.trials);
   d["points"] = object(report.points);
   d["seconds"] = object(report.seconds);

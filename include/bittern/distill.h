@@ -44,11 +44,16 @@ struct DistillProgress {
 enum class DistillNext { go_on, finish, stop };
 
 struct DistillOptions {
-  int bits = 4;                              // of the matrices of layers: 2, 3, 4, 5, 6 or 8
-  int group_size = 64;                       // weights that share a scale: 32, 64 or 128
+  std::optional<std::string> format{};  // "mlx" or "gguf"; default: by `out`
+  // Of a GGUF file, in place of bits: "Q4_1", "Q5_1", "Q4_K_S", "Q4_K_M", "Q5_K_S" or "Q5_K_M".
+  std::optional<std::string> type{};
+  // Of the matrices of layers: 2, 3, 4 (default), 5, 6 or 8. In GGUF: 4 (Q4_1) or 5 (Q5_1).
+  std::optional<int> bits{};
+  std::optional<int> group_size{};           // weights that share a scale: 32, 64 (default) or 128;
+                                             // in GGUF 32
   std::optional<int> embedding_bits{};       // of embedding and head; 0: as the teacher has them.
                                              // Default: 6, or `bits` where that is more
-  std::optional<std::string> scale_dtype{};  // as in QuantizeOptions
+  std::optional<std::string> scale_dtype{};  // as in QuantizeOptions; in GGUF f16
   std::vector<QuantizeRule> rules{};         // before all others
 
   std::vector<std::string> data{};  // paths of texts
@@ -89,13 +94,17 @@ struct DistillSample {
 
 struct DistillReport {
   QuantizeReport output;
+  std::string type{};            // of a GGUF file
+  int bits = 0, group_size = 0;  // of most grids that learned
   std::int64_t learned = 0;  // scales and biases
   std::int64_t train_pieces = 0, validation_pieces = 0;
   std::int64_t steps = 0;  // made
   std::int64_t best_step = 0;
   bool finished_early = false;
   double rate = 0;
-  double start_kl = 0, kl = 0;  // of the validation text: calibrated, and what was written
+  // Of the validation text: calibrated, what was learned, and what was written. A GGUF file is read
+  // again for the last. In an MLX folder the last two are the same.
+  double start_kl = 0, kl = 0, written_kl = 0;
   std::vector<DistillTrial> trials{};
   std::vector<DistillPoint> points{};
   // With `judge`, on the validation text: the calibrated start, and what was written.
@@ -106,8 +115,10 @@ struct DistillReport {
   double tokens_per_second = 0;  // learned from, of this call
 };
 
-// Writes `out`, a folder for MLX. What it needs again after a kill is in the folder OUT.distill,
-// which is removed at the end. The result is never worse on the validation text than its start.
+// Writes `out`, a folder for MLX or a GGUF file. Until it is whole, everything is in the folder
+// OUT.distill, which is removed at the end. What was learned is never worse on the validation text
+// than its start. Q4_1 and Q5_1 hold it exactly. Matrices of Q4_K and Q5_K are fitted to it, and
+// those of other types (embedding and head among them) are quantised from the teacher's numbers.
 Result<DistillReport> distill_model(const std::string& teacher, const std::string& out,
                                     const DistillOptions& options) noexcept;
 

@@ -29,13 +29,14 @@ from ._convert import (
     _rules,
     _size,
     _taken,
+    _word,
 )
 
 
 class DistillProgress(NamedTuple):
     """What `progress` is called with."""
 
-    doing: Literal["calibrating", "searching", "learning", "writing"]
+    doing: Literal["calibrating", "searching", "learning", "writing", "judging"]
     text: str  # what of it is at hand
     share: float  # of `doing` that is done, 0 to 1
     step: int
@@ -66,6 +67,9 @@ class DistillReport:
     """What distill made. print() shows it."""
 
     output: QuantizeReport
+    type: str | None  # of a GGUF file
+    bits: int  # of most grids that learned
+    group_size: int
     learned: int  # scales and biases
     train_pieces: int
     validation_pieces: int
@@ -74,7 +78,8 @@ class DistillReport:
     finished_early: bool
     rate: float
     start_kl: float  # of the validation text: calibrated
-    kl: float  # and what was written
+    kl: float  # what was learned
+    written_kl: float  # and what was written: in an MLX folder the same
     trials: list[DistillTrial]
     points: list[DistillPoint]
     seconds: float
@@ -84,13 +89,14 @@ class DistillReport:
     def __repr__(self) -> str:
         return (
             f"<DistillReport {self.output.output!r}: {_bits(self.output.bits_per_weight)}, validation KL "
-            f"{self.start_kl:.4f} -> {self.kl:.4f}, {self.steps} steps, {self.seconds:.1f} s>"
+            f"{self.start_kl:.4f} -> {self.written_kl:.4f}, {self.steps} steps, {self.seconds:.1f} s>"
         )
 
     def __str__(self) -> str:
+        written = f", {self.written_kl:.4f} written as {self.type}" if self.type else ""
         rows = (
             ("size", f"{_size(self.output.bytes)}, {_bits(self.output.bits_per_weight)}"),
-            ("validation KL", f"{self.start_kl:.4f} calibrated, {self.kl:.4f} after {self.best_step} steps"),
+            ("validation KL", f"{self.start_kl:.4f} calibrated, {self.kl:.4f} after {self.best_step} steps{written}"),
             ("rate", f"{self.rate:.5f}"),
             ("time", f"{self.seconds:.1f} s, {self.tokens_per_second:.0f} tokens/s of learning"),
         )
@@ -135,6 +141,8 @@ def _minutes(name: str, value: Any) -> float:
 
 _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "data": _texts,
+    "format": _word,
+    "type": _word,
     "bits": _integer,
     "group_size": _integer,
     "embedding_bits": _integer,
@@ -161,8 +169,10 @@ def distill(
     out: _Path,
     *,
     data: _Path | Iterable[_Path],
-    bits: int = 4,
-    group_size: int = 64,
+    format: Literal["mlx", "gguf"] | None = None,
+    type: str | None = None,
+    bits: int | None = None,
+    group_size: int | None = None,
     embedding_bits: int | None = None,
     scale_dtype: _DType | Any | None = None,
     rules: Iterable[Mapping[str, Any]] | None = None,
@@ -183,16 +193,20 @@ def distill(
     """Quantises a model, and lets it learn back from the original what that lost.
 
         bittern.distill("model", "model-3bit", bits=3, data="text.txt")
+        bittern.distill("model", "model.gguf", type="Q4_K_M", data="text.txt")
 
     teacher     the original: a .gguf file, or a folder of Hugging Face or MLX
-    out         the folder to write, for MLX and bittern
+    out         a folder for MLX, or a .gguf file for llama.cpp
     data        the path of a text to learn from, much like that of later use, or of conversations (.jsonl), or a list
                 of them
-    bits        bits per weight: 2, 3, 4, 5, 6 or 8
-    group_size  weights that share a scale: 32, 64 or 128
+    format      "mlx" or "gguf" (default: by `out`)
+    type        of a GGUF file: Q4_1, Q5_1, Q4_K_S, Q4_K_M, Q5_K_S or Q5_K_M (default: Q4_1; Q5_1 with bits=5)
+    bits        bits per weight: 2, 3, 4, 5, 6 or 8; in GGUF 4 or 5 (default: 4)
+    group_size  weights that share a scale: 32, 64 or 128 (default: 64; in GGUF 32)
     embedding_bits
-                bits of embedding and head; 0: as the teacher has them (default: 6, or `bits` where that is more)
-    scale_dtype dtype of scales and biases
+                bits of embedding and head (in GGUF 6 is Q6_K, 8 is Q8_0); 0: as the teacher has them (default: 6, or
+                `bits` where that is more)
+    scale_dtype dtype of scales and biases; in GGUF f16
     rules       as in quantize_model; they come before all others
     context     tokens of a piece of text
     calibration pieces that codes are chosen by, at most

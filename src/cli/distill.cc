@@ -19,11 +19,9 @@ namespace {
 
 struct DistillFlags {
   CommonFlags common;
-  std::string teacher, out, scale_dtype, report;
+  std::string teacher, out, report;
   bool no_report = false;
   DistillOptions options;
-  int embedding_bits = -1;
-  double rate = 0;
 };
 
 ReportFile page_of(const DistillFlags& flags) {
@@ -60,6 +58,10 @@ Json report_json(const DistillFlags& flags, const DistillReport& report) {
   return {{"schema", 1},
           {"teacher", flags.teacher},
           {"output", report.output.output},
+          {"format", report.output.format},
+          {"type", report.type.empty() ? Json() : Json(report.type)},
+          {"bits", report.bits},
+          {"group_size", report.group_size},
           {"bytes", report.output.bytes},
           {"bits_per_weight", report.output.bits_per_weight},
           {"learned", report.learned},
@@ -73,6 +75,7 @@ Json report_json(const DistillFlags& flags, const DistillReport& report) {
           {"rate", report.rate},
           {"start_kl", number(report.start_kl)},
           {"kl", number(report.kl)},
+          {"written_kl", number(report.written_kl)},
           {"seconds", report.seconds},
           {"seconds_learning", report.seconds_learning},
           {"tokens_per_second", report.tokens_per_second},
@@ -94,6 +97,8 @@ void print_result(const DistillReport& report) {
              report.tokens_per_second > 0
                  ? fmt::format(" ({:.0f} tokens/s)", report.tokens_per_second)
                  : "");
+  if (!report.type.empty())
+    fmt::print("validation KL of the file as {}: {:.4f}\n", report.type, report.written_kl);
   fmt::print("{}: {}, {:.3f} bits per weight, {:.1f} s\n", printable(report.output.output),
              size_text(report.output.bytes), report.output.bits_per_weight, report.seconds);
 }
@@ -115,10 +120,13 @@ Status write_page(const DistillFlags& flags, const DistillReport& found) {
   const DistillOptions& o = flags.options;
   e.facts = {
       {"teacher", flags.teacher},
-      {"bits, group", fmt::format("{}, {}", o.bits, o.group_size)},
+      {"type", found.type.empty() ? "MLX" : found.type},
+      {"bits, group", fmt::format("{}, {}", found.bits, found.group_size)},
       {"learned", fmt::format("{} scales and biases", found.learned)},
       {"steps", fmt::format("{} of {} pieces of {} tokens", found.steps, o.batch, o.context)},
       {"rate", fmt::format("{:.5f}", found.rate)},
+      {"KL, held out", fmt::format("{:.4f} calibrated, {:.4f} learned, {:.4f} written",
+                                   found.start_kl, found.kl, found.written_kl)},
       {"text", fmt::format("{}: {} pieces to learn from, {} held out", fmt::join(o.data, ", "),
                            found.train_pieces, found.validation_pieces)},
       {"time",
@@ -142,9 +150,6 @@ Status run(DistillFlags& flags) {
     flags.options.also_written.push_back(flags.report);
   }
   DistillOptions& options = flags.options;
-  if (flags.embedding_bits >= 0) options.embedding_bits = flags.embedding_bits;
-  if (flags.rate > 0) options.rate = flags.rate;
-  if (!flags.scale_dtype.empty()) options.scale_dtype = flags.scale_dtype;
   options.force = flags.common.force;
   options.option_name = flag_name;
   for (const OutputName& json : json_output(flags.common))
@@ -180,7 +185,9 @@ Verb distill_verb(CLI::App& main) {
   option("TEACHER,-m,--model", flags->teacher, "MODEL",
          "the original: a .gguf file, or a Hugging Face or MLX folder")
       ->required();
-  option("-o,--output", flags->out, "OUT", "the folder to write, for MLX and bittern")->required();
+  option("-o,--output", flags->out, "OUT",
+         "what to write: a folder for MLX, or a .gguf file for llama.cpp; bittern runs both")
+      ->required();
   option(
       "--data,-f,--file", options.data, "FILE",
       "a text to learn from, much like that of later use, or conversations (.jsonl); give the flag "
@@ -188,19 +195,28 @@ Verb distill_verb(CLI::App& main) {
       ->required();
 
   const char* what = "What to write";
-  option("--bits", options.bits, "N", "bits per weight: 2, 3, 4, 5, 6 or 8 (default: 4)")
+  option("--format", options.format, "FORMAT",
+         "mlx or gguf (default: gguf if OUT ends in .gguf or --type is given)")
+      ->group(what);
+  option("--type", options.type, "TYPE",
+         "of a GGUF file: Q4_1, Q5_1, Q4_K_S, Q4_K_M, Q5_K_S or Q5_K_M (default: Q4_1; Q5_1 with "
+         "--bits 5)")
+      ->group(what);
+  option("--bits", options.bits, "N",
+         "bits per weight: 2, 3, 4, 5, 6 or 8; in GGUF 4 or 5 (default: 4)")
       ->check(integer_in(1, 64))
       ->group(what);
   option("--group-size", options.group_size, "N",
-         "let N weights share a scale: 32, 64 or 128 (default: 64)")
+         "let N weights share a scale: 32, 64 or 128 (default: 64; in GGUF 32)")
       ->check(integer_in(1, 1 << 20))
       ->group(what);
-  option("--embedding-bits", flags->embedding_bits, "N",
-         "bits of embedding and head; 0 leaves them as the teacher has them (default: 6, or --bits "
-         "where that is more)")
+  option("--embedding-bits", options.embedding_bits, "N",
+         "bits of embedding and head (in GGUF 6 is Q6_K, 8 is Q8_0); 0 leaves them as the teacher "
+         "has them (default: 6, or --bits where that is more)")
       ->check(integer_in(0, 8))
       ->group(what);
-  option("--scale-dtype", flags->scale_dtype, "DTYPE", "of scales and biases: f32, f16 or bf16")
+  option("--scale-dtype", options.scale_dtype, "DTYPE",
+         "of scales and biases: f32, f16 or bf16; in GGUF f16")
       ->group(what);
 
   const char* how = "How to learn";
@@ -224,7 +240,7 @@ Verb distill_verb(CLI::App& main) {
   option("--validation", options.validation, "N", "hold N pieces out, to judge by (default: 16)")
       ->check(integer_in(1, 1 << 24))
       ->group(how);
-  option("--rate", flags->rate, "X",
+  option("--rate", options.rate, "X",
          "how far a step moves a scale, relative to the matrix' mean scale (default: short runs "
          "find it)")
       ->check(number_in(1e-9, 1))
@@ -254,7 +270,9 @@ Verb distill_verb(CLI::App& main) {
   verb->add_flag("--quiet", flags->common.quiet, "print only errors")->group(files);
   verb->footer(
       "Ctrl-C ends learning and writes the best so far. After a kill, --resume goes on.\n"
-      "Example: bittern distill model-folder -o model-3bit --bits 3 --data text.txt");
+      "Examples:\n"
+      "  bittern distill model-folder -o model-3bit --bits 3 --data text.txt\n"
+      "  bittern distill model-folder -o model.gguf --type Q4_K_M --data text.txt");
   return {.app = verb, .run = [flags] { return run(*flags); }, .one_model = "one TEACHER"};
 }
 

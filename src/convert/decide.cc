@@ -416,13 +416,11 @@ Status ConversionPlanner::settle(OutputTensor& tensor) {
     tensor.through = tensor.to;
     tensor.to = Storage::plain(tensor.to.dtype);
   }
-  if (options_.coder != nullptr && tensor.way == Way::quantize) {
-    auto why = !coded_grid(tensor.to) ? std::optional("no grid of " + tensor.to.str())
-                                      : options_.coder->declines(tensor);
+  if (options_.coder != nullptr && tensor.to.quantized()) {
+    const auto why = options_.coder->declines(tensor);
     tensor.coded = !why;
-    if (why)
-      tensor.note += (tensor.note.empty() ? "" : "; ") +
-                     ("not by @{method} " + std::string(options_.coder->method())) + ": " + *why;
+    if (tensor.coded) tensor.way = Way::quantize;
+    if (why && !why->empty()) tensor.note += (tensor.note.empty() ? "" : "; ") + *why;
   } else if (options_.method && tensor.way == Way::quantize && !is_fitted(tensor.to))
     tensor.note += std::string(tensor.note.empty() ? "" : "; ") + "by " + tensor.to.str() +
                    "'s own rule: @{method} is for Q4_1, Q5_1, Q4_K and Q5_K";

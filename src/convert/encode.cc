@@ -474,6 +474,23 @@ Status encode_rounded(GridRows& grid, std::int64_t columns, const Storage& to, b
   return finite.ok() || *dtype == DType::f32 ? finite : decodes_to_infinity(*dtype);
 }
 
+Status fit_grid(const GridRows& grid, std::int64_t columns, const Storage& to, EncodedRows& out) {
+  const RowNumbers numbers = numbers_of(grid);
+  const GgufDesc desc{.outer_size = static_cast<std::int64_t>(grid.codes.size()) / columns,
+                      .axis_size = columns,
+                      .type = *block_type(to.type),
+                      .element = numbers.dtype,
+                      .given_grid = true};
+  out = {};
+  out.data.resize(at(desc.outer_size * desc.row_bytes()));
+  return run_op<GgufQuantize>(
+      desc,
+      {.w = dense(numbers.data, numbers.dtype, desc.tensor_shape()),
+       .scales = view(grid.scales.data(), desc.grid_shape()),
+       .biases = view(grid.biases.data(), desc.grid_shape()),
+       .blocks = dense(static_cast<void*>(out.data.data()), DType::u8, desc.block_shape())});
+}
+
 Status expect_finite_rows(const EncodedRows& rows, const Storage& storage, std::int64_t first,
                           std::int64_t count, std::int64_t columns) {
   if (storage.kind != Storage::Kind::plain) {

@@ -23,7 +23,8 @@ class MatrixCoder {
   virtual std::string_view method() const = 0;  // as QuantizeOptions::method calls it
   // Everything that can be refused before the work begins. Called first, once.
   virtual Status prepare(const Checkpoint& source) = 0;
-  // Why it leaves this matrix to lsq; nothing: it codes it.
+  // Why it leaves this matrix to the storage's own rule, as a note, which may be empty; nothing: it
+  // codes it.
   virtual std::optional<std::string> declines(const OutputTensor& tensor) const = 0;
   // Of all that its codes depend on beside the source and the tensors' storages.
   virtual std::uint64_t fingerprint() const = 0;
@@ -42,21 +43,16 @@ class MatrixCoder {
 };
 
 // The grid on which a matrix of this storage is coded: bits, group and the scales' dtype; nothing:
-// it has none that takes any codes, scales and biases.
+// it has none that takes any codes, scales and biases. Rows for Q4_K and Q5_K are fitted.
 struct CodedGrid {
   int bits, group;
   DType params;
+  bool operator==(const CodedGrid&) const = default;
 };
 std::optional<CodedGrid> coded_grid(const Storage& to);
 
-// What a layer above adds to quantize_model.
-struct QuantizeHooks {
-  MatrixCoder* coder = nullptr;  // what the options say about a text is the coder's
-  // Changes what the source's tensors hold, after it is opened.
-  std::function<Status(Checkpoint&)> change{};
-};
+// quantize_model with a coder, which may be null. What the options say about a text is the coder's.
 Result<QuantizeReport> quantize_model(const std::string& source, const std::string& out,
-                                      const QuantizeOptions& options,
-                                      const QuantizeHooks& hooks) noexcept;
+                                      const QuantizeOptions& options, MatrixCoder* coder) noexcept;
 
 }  // namespace bittern

@@ -157,6 +157,15 @@ Status check_output(const std::string& given, const OutputOptions& options) {
   return {};
 }
 
+Status move_output(const std::string& from, const std::string& path, const OutputOptions& options) {
+  const auto there = thing_at(path);
+  if (!there) return there.status();
+  if (!options.force && *there != Thing::nothing)
+    return invalid(path +
+                   ": was created in the meantime, expected a new name (@{force} replaces it)");
+  return rename_over(from, path, options.folder);
+}
+
 std::string part_path(const std::string& out, const std::string& part) {
   return out.substr(0, out.rfind('/') + 1) + part;
 }
@@ -498,12 +507,7 @@ Status ModelOutput::commit() {
     remove_journal();
     return {};
   }
-  const auto there = thing_at(path_);
-  if (!there) return there.status();
-  if (!options_.force && *there != Thing::nothing)
-    return invalid(path_ +
-                   ": was created in the meantime, expected a new name (@{force} replaces it)");
-  BITTERN_TRY(rename_over(partial(), path_, options_.folder));
+  BITTERN_TRY(move_output(partial(), path_, options_));
   remove_journal();
   return sync_name(path_);
 }

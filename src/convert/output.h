@@ -42,6 +42,9 @@ Result<std::string> output_path(const std::string& path, bool folder);
 // force), things of other origin at the names this one needs, a parent folder that is not there.
 Status check_output(const std::string& path, const OutputOptions& options);
 
+// Renames a whole model to `path`. One that is there is replaced with force, if bittern wrote it.
+Status move_output(const std::string& from, const std::string& path, const OutputOptions& options);
+
 // Where a part of OUT is when all is done: beside OUT.
 std::string part_path(const std::string& out, const std::string& part);
 // The same question for one part of OUT.

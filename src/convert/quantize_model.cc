@@ -94,7 +94,7 @@ QuantizeReport report_of(const Conversion& conversion, const std::string& source
 }
 
 Result<QuantizeReport> quantize(const std::string& model, const std::string& given_out,
-                                const QuantizeOptions& options, const QuantizeHooks& hooks) {
+                                const QuantizeOptions& options, MatrixCoder* coder) {
   BITTERN_TRY(check_environment());
   if (model.empty()) return invalid("@{source}: empty, expected a model to read");
   if (options.dry_run && options.resume)
@@ -102,7 +102,7 @@ Result<QuantizeReport> quantize(const std::string& model, const std::string& giv
   if (given_out.empty() && !options.dry_run)
     return invalid("@{out}: not given, expected the name of the output (or @{dry_run})");
   BITTERN_TRY(check_threads(options.threads));
-  const auto how = parse_options(options, given_out, hooks.coder);
+  const auto how = parse_options(options, given_out, coder);
   if (!how) return how.status();
   const bool folder = how->format != ModelFormat::gguf, splits = how->splits();
   std::string out;
@@ -117,7 +117,6 @@ Result<QuantizeReport> quantize(const std::string& model, const std::string& giv
   const CallSettings settings(options.threads);
   auto source = Checkpoint::open(model);
   if (!source) return source.status();
-  if (hooks.change) BITTERN_TRY(hooks.change(*source));
   BITTERN_TRY(check_files_apart(options, out, *source, {}));
   ModelProgressFunction progress;
   if (options.progress) {
@@ -161,14 +160,14 @@ Result<QuantizeReport> quantize(const std::string& model, const std::string& giv
 
 Result<QuantizeReport> quantize_model(const std::string& source, const std::string& out,
                                       const QuantizeOptions& options) noexcept {
-  return quantize_model(source, out, options, QuantizeHooks{});
+  return quantize_model(source, out, options, nullptr);
 }
 
 Result<QuantizeReport> quantize_model(const std::string& source, const std::string& out,
                                       const QuantizeOptions& options,
-                                      const QuantizeHooks& hooks) noexcept {
+                                      MatrixCoder* coder) noexcept {
   return guarded("quantize_model", [&]() -> Result<QuantizeReport> {
-    auto report = quantize(source, out, options, hooks);
+    auto report = quantize(source, out, options, coder);
     if (!report) return with_option_names(report.status(), options.option_name);
     return report;
   });

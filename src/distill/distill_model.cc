@@ -1,5 +1,7 @@
-// distill_model: calibrate, search a rate, learn, write; and what a run leaves for the next one.
+// distill_model: calibrate, search a rate, learn, write, measure what was written; and what a run
+// leaves for the next one.
 #include <algorithm>
+#include <cctype>
 #include <chrono>
 #include <cmath>
 #include <filesystem>
@@ -16,15 +18,20 @@
 #include "bittern/tokenizer.h"
 #include "convert/apart.h"
 #include "convert/call.h"
+#include "convert/encode.h"
 #include "convert/matrix_coder.h"
+#include "convert/mix.h"
 #include "convert/option_names.h"
 #include "convert/output.h"
 #include "convert/parse_options.h"
 #include "convert/replace.h"
 #include "core/guarded.h"
 #include "distill/gptq_coder.h"
+#include "distill/learned_coder.h"
 #include "distill/learner.h"
 #include "formats/fingerprint.h"
+#include "formats/grid.h"
+#include "formats/mapped_file.h"
 
 namespace bittern {
 namespace {
@@ -65,6 +72,58 @@ Status check(const DistillOptions& options) {
   return check_threads(options.threads);
 }
 
+// What is written, and the grids that matrices of the layers learn on.
+struct Target {
+  const Mix* mix = nullptr;  // of a GGUF file; null: an MLX folder
+  int bits = 4, group = 64;
+  std::optional<std::string> scale_dtype{};
+};
+
+// Those of a GGUF file have the groups and scales of Q4_1 and Q5_1.
+Result<Target> target_of(const DistillOptions& options, const std::string& out) {
+  const auto parsed =
+      parse_options({.format = options.format, .type = options.type}, out, /*coder=*/nullptr);
+  if (!parsed) return parsed.status();
+  if (parsed->format == ModelFormat::safetensors)
+    return invalid("@{format}: safetensors, which has no codes, expected mlx or gguf");
+  if (parsed->format == ModelFormat::mlx) {
+    if (options.type)
+      return invalid("@{type} " + *options.type + ": the format is mlx, expected @{format} gguf");
+    return Target{.bits = options.bits.value_or(4),
+                  .group = options.group_size.value_or(64),
+                  .scale_dtype = options.scale_dtype};
+  }
+  if (options.type && options.bits)
+    return invalid("@{type} and @{bits} both given, expected one");
+  const int bits = options.bits.value_or(4);
+  if (bits != 4 && bits != 5)
+    return invalid("@{bits}: " + std::to_string(bits) +
+                   " in a GGUF file, expected 4 (Q4_1), 5 (Q5_1), a @{type} or @{format} mlx");
+  if (options.group_size.value_or(32) != 32)
+    return invalid("@{group_size}: " + std::to_string(*options.group_size) +
+                   ": groups of GGUF have 32 weights, expected 32");
+  if (options.scale_dtype.value_or("f16") != "f16")
+    return invalid("@{scale_dtype}: " + *options.scale_dtype +
+                   ": scales of GGUF are f16, expected f16");
+  const Mix* const mix = options.type ? parsed->mix : find_mix(bits == 4 ? "Q4_1" : "Q5_1");
+  const Storage storage = storage_of(mix->type);
+  if (!is_fitted(storage))
+    return invalid("@{type}: " + std::string(mix->name) +
+                   " has no scales and biases that could learn, expected Q4_1, Q5_1, Q4_K_S, "
+                   "Q4_K_M, Q5_K_S or Q5_K_M");
+  return Target{.mix = mix, .bits = grid_of(storage)->bits, .group = 32, .scale_dtype = "f16"};
+}
+
+// A pattern that matches the name alone.
+std::string exactly(const std::string& name) {
+  std::string pattern = "^";
+  for (const char c : name) {
+    if (!std::isalnum(static_cast<unsigned char>(c)) && c != '_') pattern += '\\';
+    pattern += c;
+  }
+  return pattern + "$";
+}
+
 // OUT.distill: what a run that was stopped goes on from.
 class WorkFolder {
  public:
@@ -72,6 +131,7 @@ class WorkFolder {
 
   std::string start() const { return path_ + "/start"; }
   std::string state() const { return path_ + "/state"; }
+  std::string result() const { return path_ + "/result"; }
 
   Status open(bool resume, bool force) const {
     const auto thing = thing_at(path_);
@@ -103,8 +163,9 @@ class WorkFolder {
  private:
   // Nothing is removed that a run did not write.
   Status check_ours() const {
-    static const std::set<std::string> kNames = {"start", "start.partial", "start.partial.journal",
-                                                 "state", "state.partial"};
+    static const std::set<std::string> kNames = {
+        "start",  "start.partial",  "start.partial.journal",  "state",          "state.partial",
+        "result", "result.partial", "result.partial.journal", "result.replaced"};
     std::error_code error;
     for (const auto& entry : std::filesystem::directory_iterator(path_, error))
       if (!kNames.contains(entry.path().filename().string()))
@@ -118,13 +179,15 @@ class WorkFolder {
 
 class Distillation {
  public:
-  Distillation(const std::string& teacher, const std::string& out, const DistillOptions& options)
-      : teacher_(teacher), out_(out), options_(options), work_(out) {}
+  Distillation(const std::string& teacher, const std::string& out, const DistillOptions& options,
+               const Target& target)
+      : teacher_(teacher), out_(out), options_(options), target_(target), work_(out) {}
 
   Result<DistillReport> run() {
     const auto begun = Clock::now();
-    BITTERN_TRY(
-        check_output(out_, {.folder = true, .force = options_.force, .resume = options_.resume}));
+    const OutputOptions output{
+        .folder = !gguf(), .force = options_.force, .resume = options_.resume};
+    BITTERN_TRY(check_output(out_, output));
     BITTERN_TRY(check_files_apart());
     const CallSettings settings(options_.threads);
     auto text = read_training_text(teacher_, options_.data, options_.context, options_.validation);
@@ -134,63 +197,118 @@ class Distillation {
     report_.validation_pieces = text_.validation.pieces();
     // Everything that quantize would refuse, before anything is written.
     GptqCoder coder(teacher_, some_of(text_.train, options_.calibration), options_.fisher);
-    QuantizeOptions how = start_options();
-    how.dry_run = true;
-    if (const auto dry = quantize_model(teacher_, "", how, QuantizeHooks{.coder = &coder}); !dry)
-      return dry.status();
+    if (gguf()) BITTERN_TRY(plan(written_options(), nullptr));
+    BITTERN_TRY(plan(start_options(), &coder));
     BITTERN_TRY(work_.open(options_.resume, options_.force));
     BITTERN_TRY(calibrate(coder));
     BITTERN_TRY(learn());
-    if (options_.judge) BITTERN_TRY(judge());
     BITTERN_TRY(write());
+    if (options_.judge) BITTERN_TRY(judge());
+    BITTERN_TRY(move_output(work_.result(), out_, output));
+    BITTERN_TRY(sync_name(out_));
     report_.seconds = seconds_since(begun);
     work_.remove();
     return std::move(report_);
   }
 
  private:
+  bool gguf() const { return target_.mix != nullptr; }
+
   Status check_files_apart() {
     const auto teacher = Checkpoint::open(teacher_);
     if (!teacher) return teacher.status();
     fingerprint_.add(teacher->fingerprint());
+    for (const CheckpointTensor& tensor : teacher->tensors())
+      quantized_ = quantized_ || tensor.storage.quantized();
     std::vector<std::string> inputs = teacher->files();
     inputs.insert(inputs.end(), options_.data.begin(), options_.data.end());
     std::vector<OutputName> outputs;
-    for (const char* suffix : {"", ".partial", ".partial.journal", ".distill"})
-      outputs.push_back({"@{out}", out_ + suffix});
+    for (const char* suffix : {"", ".distill"}) outputs.push_back({"@{out}", out_ + suffix});
     for (const std::string& path : options_.also_written)
       outputs.push_back({"@{also_written}", path});
     return check_apart(outputs, inputs);
   }
 
+  // The user's rules, then that of embedding and head.
+  std::vector<QuantizeRule> rules() const {
+    std::vector<QuantizeRule> rules = options_.rules;
+    QuantizeRule ends{.match = "(^token_embd|^output|embed_tokens|lm_head)\\.weight$"};
+    const int bits = options_.embedding_bits.value_or(std::max(target_.bits, 6));
+    ends.keep = bits == 0;
+    if (bits != 0) ends.bits = bits;
+    if (bits != 0 && !gguf()) ends.group_size = target_.group;
+    rules.push_back(std::move(ends));
+    return rules;
+  }
+
   // The student as it starts: MLX's, whose grids take any scales and biases.
   QuantizeOptions start_options() const {
-    QuantizeOptions how{.bits = options_.bits,
-                        .group_size = options_.group_size,
+    QuantizeOptions how{.bits = target_.bits,
+                        .group_size = target_.group,
                         .method = "gptq",
                         .data = options_.data.front(),
                         .fisher = options_.fisher,
                         .format = "mlx",
-                        .rules = options_.rules,
-                        .scale_dtype = options_.scale_dtype,
-                        .allow_requantize = true};
-    constexpr const char* kEnds = "(embed_tokens|lm_head)\\.weight$";
-    const int bits = options_.embedding_bits.value_or(std::max(options_.bits, 6));
-    if (bits == 0) {
-      how.rules.push_back({.match = kEnds, .keep = true});
-    } else {
-      how.rules.push_back({.match = kEnds, .bits = bits, .group_size = options_.group_size});
-    }
+                        .rules = gguf() ? start_rules_ : rules(),
+                        .scale_dtype = target_.scale_dtype,
+                        .allow_requantize = quantized_};
     how.option_name = options_.option_name;
     return how;
+  }
+
+  QuantizeOptions written_options() const {
+    if (!gguf()) return start_options();
+    QuantizeOptions how{.format = "gguf",
+                        .type = target_.mix->name,
+                        .rules = rules(),
+                        .allow_requantize = quantized_};
+    how.option_name = options_.option_name;
+    return how;
+  }
+
+  // What becomes of every tensor, and everything that quantize would refuse. What a GGUF file is to
+  // hold decides what learns.
+  Status plan(QuantizeOptions how, MatrixCoder* coder) {
+    how.dry_run = true;
+    const auto planned = quantize_model(teacher_, "", how, coder);
+    if (!planned) return planned.status();
+    for (const QuantizedTensor& tensor : planned->tensors) {
+      fingerprint_.add(tensor.name);
+      fingerprint_.add(tensor.to);
+    }
+    return how.format == "gguf" ? choose_grids(*planned) : Status();
+  }
+
+  // A matrix learns on a grid of the bits of its type, if that has scales and biases. All others
+  // are as the teacher has them while these learn.
+  Status choose_grids(const QuantizeReport& planned) {
+    bool any = false;
+    for (const QuantizedTensor& tensor : planned.tensors) {
+      if (tensor.shape.size() < 2 || tensor.sources.empty()) continue;
+      const GgmlTypeInfo* const type = ggml_type(std::string_view(tensor.to));
+      const bool end = tensor.name == "token_embd.weight" || tensor.name == "output.weight";
+      QuantizeRule rule{.match = exactly(tensor.sources.front())};
+      if (end || type == nullptr || !is_fitted(storage_of(type->type))) {
+        rule.keep = true;
+      } else {
+        rule.bits = grid_of(storage_of(type->type))->bits;
+        any = true;
+      }
+      if (rule.bits != target_.bits) start_rules_.push_back(std::move(rule));
+    }
+    if (any) return {};
+    return invalid("@{type} " + std::string(target_.mix->name) +
+                   ": no matrix of a layer becomes Q4_1, Q5_1, Q4_K or Q5_K (rows of super-blocks "
+                   "are multiples of 256), expected Q4_1 or Q5_1");
   }
 
   Status tell(DistillProgress progress, bool* finish = nullptr) const {
     if (!options_.progress) return {};
     const DistillNext next = options_.progress(progress);
-    if (next == DistillNext::stop || (next == DistillNext::finish && finish == nullptr))
+    const bool too_early = next == DistillNext::finish && finish == nullptr && !learned_;
+    if (next == DistillNext::stop || too_early)
       return {Code::cancelled, "distill: cancelled; @{resume} goes on from here"};
-    if (next == DistillNext::finish) *finish = true;
+    if (next == DistillNext::finish && finish != nullptr) *finish = true;
     return {};
   }
 
@@ -212,9 +330,7 @@ class Distillation {
                      .validation_kl = kNaN})
             .ok();
       };
-    const auto report =
-        quantize_model(teacher_, work_.start(), how, QuantizeHooks{.coder = &coder});
-    return report.status();
+    return quantize_model(teacher_, work_.start(), how, &coder).status();
   }
 
   Status learn() {
@@ -239,11 +355,9 @@ class Distillation {
     fingerprint_.add(text_.fingerprint());
     fingerprint_.add(options_.seed);
     for (const std::int64_t n :
-         {options_.steps, options_.batch, options_.context, std::int64_t{options_.bits},
-          std::int64_t{options_.group_size}, std::int64_t{options_.embedding_bits.value_or(-1)},
-          std::int64_t{options_.fisher}, options_.calibration})
+         {options_.steps, options_.batch, options_.context, std::int64_t{options_.fisher},
+          options_.calibration})
       fingerprint_.add(static_cast<std::uint64_t>(n));
-    fingerprint_.add(options_.scale_dtype.value_or(""));
     fingerprint_.add(options_.rate ? std::to_string(*options_.rate) : "");
 
     LearnState state;
@@ -262,6 +376,11 @@ class Distillation {
       BITTERN_TRY(state.write(work_.state(), fingerprint_.value()));
     }
     BITTERN_TRY(steps(state));
+    BITTERN_TRY(state.write(work_.state(), fingerprint_.value()));
+    learned_ = true;
+    report_.type = gguf() ? target_.mix->name : "";
+    report_.bits = target_.bits;
+    report_.group_size = target_.group;
     report_.steps = state.step;
     report_.best_step = state.best_step;
     report_.rate = state.rate;
@@ -281,11 +400,11 @@ class Distillation {
   // The better the start, the smaller the rate that helps: short runs tell.
   Status search(LearnState& state) {
     if (options_.rate || options_.steps == 0) {
-      state.rate = options_.rate.value_or(first_rate(options_.bits));
+      state.rate = options_.rate.value_or(first_rate(target_.bits));
       return {};
     }
     const std::int64_t length = std::clamp<std::int64_t>(options_.steps / 8, 4, 16);
-    const double middle = first_rate(options_.bits);
+    const double middle = first_rate(target_.bits);
     double best = std::numeric_limits<double>::infinity();
     for (const double factor : {1.0, 2.0, 0.5}) {
       BITTERN_TRY(learner_->use(state.parameters));
@@ -371,25 +490,34 @@ class Distillation {
                                " holds the last state before)"};
   }
 
+  // OUT.distill/result: the teacher, with what was learned in place of its matrices.
   Status write() {
-    const auto begun = thing_at(out_ + ".partial");
-    if (!begun) return begun.status();
-    QuantizeOptions how{.format = "mlx",
-                        .transcode = true,
-                        .force = options_.force,
-                        .resume = options_.resume && *begun != Thing::nothing};
-    how.option_name = options_.option_name;
+    auto coder = LearnedCoder::make(work_.start(), learner_->grids(), gguf());
+    if (!coder) return coder.status();
+    QuantizeOptions how = written_options();
+    how.force = true;  // an earlier run may have come as far
     if (options_.progress)
       how.progress = [&](const ModelProgress& state) {
         return tell({.doing = "writing", .text = std::string(state.tensor)}).ok();
       };
-    auto written =
-        quantize_model(work_.start(), out_, how, QuantizeHooks{.change = [&](Checkpoint& source) {
-                         return learner_->grids().put_into(source);
-                       }});
+    auto written = quantize_model(teacher_, work_.result(), how, &*coder);
     if (!written) return written.status();
     report_.output = std::move(*written);
-    report_.output.model = teacher_;
+    report_.output.output = out_;
+    report_.output.outputs = {out_};
+    written_ = student_;
+    report_.written_kl = report_.kl;
+    if (!gguf()) return {};
+    BITTERN_TRY(tell({.doing = "judging", .text = "what was written"}));
+    auto read = load_model_data(work_.result(),
+                                {.activations = Activations::exact, .context = options_.context});
+    if (!read) return read.status();
+    written_ = std::move(*read);
+    auto pass = KlPass::make(*teaching_, written_, options_.context);
+    if (!pass) return pass.status();
+    const auto kl = learner_->validate(*pass);
+    if (!kl) return kl.status();
+    report_.written_kl = *kl;
     return {};
   }
 
@@ -398,7 +526,7 @@ class Distillation {
     const auto start = Model::load(
         work_.start(), {.activations = Activations::exact, .context = options_.context});
     if (!start) return start.status();
-    const Model result = ModelAccess::model(student_);
+    const Model result = ModelAccess::model(written_);
     const EvalModel models[] = {{&*start, {}}, {&result, {}}};
     EvalOptions how{
         .dialect = PerplexityDialect::segments, .context = options_.context, .layers = true};
@@ -445,12 +573,16 @@ class Distillation {
   const std::string& teacher_;
   const std::string& out_;
   const DistillOptions& options_;
+  const Target target_;
   WorkFolder work_;
+  bool quantized_ = false;                 // the teacher is, in part
+  std::vector<QuantizeRule> start_rules_;  // of a GGUF file
   TrainingText text_;
   Fingerprint fingerprint_;
   std::optional<Model> teaching_;
-  std::shared_ptr<const ModelData> student_;
+  std::shared_ptr<const ModelData> student_, written_;
   std::optional<Learner> learner_;
+  bool learned_ = false;  // learning is over
   DistillReport report_;
 };
 
@@ -463,9 +595,11 @@ Result<DistillReport> distill_model(const std::string& teacher, const std::strin
       BITTERN_TRY(check(options));
       if (teacher.empty()) return invalid("@{teacher}: empty, expected a model to read");
       if (out.empty()) return invalid("@{out}: not given, expected the name of the output");
-      const auto path = output_path(out, true);
+      const auto target = target_of(options, out);
+      if (!target) return target.status();
+      const auto path = output_path(out, target->mix == nullptr);
       if (!path) return path.status();
-      return Distillation(teacher, *path, options).run();
+      return Distillation(teacher, *path, options, *target).run();
     };
     auto report = run();
     if (!report) return with_option_names(report.status(), options.option_name);

@@ -4,10 +4,13 @@
 
 #include <cmath>
 #include <filesystem>
+#include <map>
 #include <stdexcept>
 
+#include "bittern/convert.h"
 #include "bittern/distill.h"
 #include "cpu/dispatch.h"
+#include "formats/checkpoint.h"
 #include "formats/test_folder.h"
 #include "model/test_model.h"
 
@@ -35,6 +38,14 @@ class DistillModel : public TestFolder {
             .batch = 3,
             .rate = 0.003,
             .threads = 1};
+  }
+  // On the grids of GGUF.
+  DistillOptions blocks() const {
+    DistillOptions how = options();
+    how.bits = 4;
+    how.group_size.reset();
+    how.scale_dtype.reset();
+    return how;
   }
   DistillReport made(const std::string& teacher, const std::string& out,
                      const DistillOptions& how) const {
@@ -97,50 +108,246 @@ TEST_F(DistillModel, TheBytesDependOnNothingElse) {
 
 TEST_F(DistillModel, GoesOnWhereItWasStopped) {
   const std::string model = put_tiny_model(*this, "llama");
-  DistillOptions how = options();
-  how.rate.reset();
-  made(model, "whole", how);
-  const std::string whole = contents("whole");
-  int calls = 0;
-  how.progress = [&](const DistillProgress&) {
-    return ++calls > 0 ? DistillNext::go_on : DistillNext::stop;
-  };
-  made(model, "counted", how);
-  const int all = calls;
-  ASSERT_GT(all, 20);
-  for (int stop = 1; stop < all; stop += 7) {
-    SCOPED_TRACE(stop);
-    calls = 0;
-    DistillOptions stopped = how;
-    stopped.checkpoint_minutes = stop % 2 == 0 ? 0 : 5;
-    stopped.progress = [&](const DistillProgress&) {
-      return ++calls < stop ? DistillNext::go_on : DistillNext::stop;
+  for (const std::string out : {"out", "out.gguf"}) {
+    DistillOptions how = out == "out" ? options() : blocks();
+    how.rate.reset();
+    const auto bytes_of = [&](const std::string& name) {
+      return out == "out" ? contents(name) : text_of(name);
     };
-    const auto report = distill_model(model, path("out"), stopped);
-    ASSERT_FALSE(report.ok());
-    EXPECT_EQ(report.status().code(), Code::cancelled);
-    EXPECT_FALSE(std::filesystem::exists(path("out")));
-    EXPECT_NE(refusal(model, "out", options()).find("resume"), std::string::npos);
-    DistillOptions again = how;
-    again.progress = {};
-    again.resume = true;
-    made(model, "out", again);
-    EXPECT_TRUE(contents("out") == whole);
-    EXPECT_FALSE(std::filesystem::exists(path("out.distill")));
-    std::filesystem::remove_all(path("out"));
+    int calls = 0;
+    how.progress = [&](const DistillProgress&) {
+      return ++calls > 0 ? DistillNext::go_on : DistillNext::stop;
+    };
+    made(model, "whole-" + out, how);
+    const std::string whole = bytes_of("whole-" + out);
+    const int all = calls;
+    ASSERT_GT(all, 20);
+    for (int stop = 1; stop < all; stop += out == "out" ? 7 : 13) {
+      SCOPED_TRACE(out + ", " + std::to_string(stop));
+      calls = 0;
+      DistillOptions stopped = how;
+      stopped.checkpoint_minutes = stop % 2 == 0 ? 0 : 5;
+      stopped.progress = [&](const DistillProgress&) {
+        return ++calls < stop ? DistillNext::go_on : DistillNext::stop;
+      };
+      const auto report = distill_model(model, path(out), stopped);
+      ASSERT_FALSE(report.ok());
+      EXPECT_EQ(report.status().code(), Code::cancelled);
+      EXPECT_FALSE(std::filesystem::exists(path(out)));
+      DistillOptions again = how;
+      again.progress = {};
+      EXPECT_NE(refusal(model, out, again).find("resume"), std::string::npos);
+      again.resume = true;
+      made(model, out, again);
+      EXPECT_TRUE(bytes_of(out) == whole);
+      EXPECT_FALSE(std::filesystem::exists(path(out + ".distill")));
+      std::filesystem::remove_all(path(out));
+    }
   }
 }
 
+// The command says `finish` from Ctrl-C on, also while the result is written.
 TEST_F(DistillModel, FinishKeepsTheBestSoFar) {
   const std::string model = put_tiny_model(*this, "llama");
   DistillOptions how = options();
-  how.progress = [](const DistillProgress& state) {
-    return state.step == 2 ? DistillNext::finish : DistillNext::go_on;
+  bool pressed = false;
+  how.progress = [&](const DistillProgress& state) {
+    pressed = pressed || state.step == 2;
+    return pressed ? DistillNext::finish : DistillNext::go_on;
   };
   const DistillReport report = made(model, "out", how);
   EXPECT_TRUE(report.finished_early);
   EXPECT_EQ(report.steps, 2);
   EXPECT_LE(report.kl, report.start_kl);
+}
+
+// ---- GGUF ----
+
+// Numbers of the file and of MLX's folder, which learned on the same grids.
+TEST_F(DistillModel, BlocksHoldWhatWasLearnedExactly) {
+  for (const char* name : {"llama", "qwen3_moe", "qwen3_next"})
+    for (const int bits : {4, 5}) {
+      SCOPED_TRACE(std::string(name) + ", " + std::to_string(bits) + " bits");
+      const std::string model = put_tiny_model(*this, name);
+      DistillOptions how = blocks();
+      how.bits = bits;
+      how.force = true;
+      const DistillReport report = made(model, "out.gguf", how);
+      EXPECT_EQ(report.type, bits == 4 ? "Q4_1" : "Q5_1");
+      EXPECT_EQ(report.bits, bits);
+      EXPECT_LT(report.kl, report.start_kl);
+      EXPECT_NEAR(report.written_kl, report.kl, 1e-4 * report.kl);
+      std::size_t learned = 0;
+      for (const QuantizedTensor& tensor : report.output.tensors) learned += tensor.to == report.type;
+      EXPECT_GT(learned, 8u);
+      how.group_size = 32;
+      how.scale_dtype = "f16";
+      const DistillReport folder = made(model, "out", how);
+      EXPECT_EQ(folder.kl, report.kl);
+      EXPECT_EQ(folder.written_kl, folder.kl);
+      const auto difference = compare_models(path("out.gguf"), path("out"));
+      ASSERT_TRUE(difference.ok()) << difference.status().message();
+      EXPECT_EQ(difference->equal(), difference->tensors.size());
+      EXPECT_TRUE(difference->only_in_model.empty() && difference->shapes_differ.empty());
+      std::filesystem::remove_all(path(name));
+    }
+}
+
+TEST_F(DistillModel, TheEmbeddingIsTheTeachersOrQuantised) {
+  const std::string model = put_tiny_model(*this, "qwen2");
+  ASSERT_TRUE(quantize_model(model, path("teacher.gguf"), {.type = "Q8_0"}).ok());
+  const auto stored = [&](const std::string& file, const char* name) {
+    const auto opened = Checkpoint::open(path(file));
+    if (!opened) throw std::runtime_error(std::string(opened.status().message()));
+    const CheckpointTensor& tensor = *opened->find(name);
+    return tensor.storage.str() + ":" +
+           std::string(reinterpret_cast<const char*>(tensor.data.data()), tensor.data.size());
+  };
+  DistillOptions how = blocks();
+  how.steps = 2;
+  made(path("teacher.gguf"), "kept.gguf", how);
+  for (const char* name : {"token_embd.weight", "output.weight"}) {
+    EXPECT_TRUE(stored("kept.gguf", name) == stored("teacher.gguf", name));
+    EXPECT_TRUE(stored("kept.gguf", name).starts_with("Q8_0:"));
+  }
+  how.embedding_bits = 5;  // of rows that are too short for Q5_K
+  const DistillReport report = made(model, "coarse.gguf", how);
+  EXPECT_TRUE(stored("coarse.gguf", "token_embd.weight").starts_with("Q5_1:"));
+  EXPECT_GT(report.written_kl, report.kl);
+  EXPECT_TRUE(std::isfinite(report.written_kl));
+}
+
+// A layer with rows of 256 and shorter ones.
+TEST_F(DistillModel, SuperBlocksAreFittedToWhatWasLearned) {
+  std::vector<F32> tensors;
+  std::uint32_t state = 7;
+  const auto add = [&](const std::string& name, std::vector<std::uint64_t> shape) {
+    F32 tensor{name, shape, {}};
+    const std::uint64_t count = shape.size() == 2 ? shape[0] * shape[1] : shape[0];
+    for (std::uint64_t i = 0; i < count; ++i) {
+      state = state * 1664525 + 1013904223;
+      const float x = static_cast<float>(static_cast<std::int32_t>(state)) * 0x1p-31f;
+      tensor.values.push_back(shape.size() == 1 ? 1.0f : x * x * x * 0.3f);
+    }
+    tensors.push_back(std::move(tensor));
+  };
+  const std::string layer = "model.layers.0.";
+  add("model.embed_tokens.weight", {96, 256});
+  add("model.norm.weight", {256});
+  add(layer + "input_layernorm.weight", {256});
+  add(layer + "post_attention_layernorm.weight", {256});
+  add(layer + "self_attn.q_proj.weight", {128, 256});
+  add(layer + "self_attn.k_proj.weight", {64, 256});
+  add(layer + "self_attn.v_proj.weight", {64, 256});
+  add(layer + "self_attn.o_proj.weight", {256, 128});
+  add(layer + "mlp.gate_proj.weight", {64, 256});
+  add(layer + "mlp.up_proj.weight", {64, 256});
+  add(layer + "mlp.down_proj.weight", {256, 64});
+  put_model("wide", tensors,
+            R"({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256,
+                "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96,
+                "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+                "hidden_act": "silu", "tie_word_embeddings": true})");
+  put("wide/tokenizer.json", tiny_tokenizer());
+  put("wide/tokenizer_config.json", kTinyTokenizerConfig);
+
+  DistillOptions how = blocks();
+  how.bits.reset();
+  how.type = "Q4_K_S";
+  how.steps = 4;
+  const DistillReport report = made(path("wide"), "out.gguf", how);
+  EXPECT_EQ(report.type, "Q4_K_S");
+  EXPECT_LT(report.kl, report.start_kl);
+  EXPECT_NE(report.written_kl, report.kl);
+  EXPECT_LT(report.written_kl, 3 * report.start_kl);
+  std::map<std::string, std::string> types;
+  for (const QuantizedTensor& tensor : report.output.tensors) types[tensor.name] = tensor.to;
+  EXPECT_EQ(types.at("blk.0.attn_q.weight"), "Q4_K");
+  EXPECT_EQ(types.at("blk.0.attn_v.weight"), "Q5_K");
+  EXPECT_EQ(types.at("blk.0.attn_output.weight"), "Q5_0");
+  EXPECT_EQ(types.at("token_embd.weight"), "F32");
+  // q, k, gate and up with 4 bits, v with 5: a scale and a bias for 32 weights.
+  EXPECT_EQ(report.learned, 2 * (128 + 64 + 64 + 64 + 64) * 256 / 32);
+
+  // With nothing learned, the grids of a matrix are those of a folder; the fit is nearer to them
+  // than what the type's own rule makes of their numbers.
+  how.steps = 0;
+  how.force = true;
+  made(path("wide"), "out.gguf", how);
+  DistillOptions plain = how;
+  plain.type.reset();
+  plain.group_size = 32;
+  plain.scale_dtype = "f16";
+  made(path("wide"), "out", plain);
+  ASSERT_TRUE(quantize_model(path("out"), path("own.gguf"),
+                             {.type = "Q4_K", .pure = true, .allow_requantize = true})
+                  .ok());
+  const auto errors = [&](const std::string& file) {
+    const auto difference = compare_models(path("out"), path(file));
+    if (!difference) throw std::runtime_error(std::string(difference.status().message()));
+    std::map<std::string, double> found;
+    for (const TensorDifference& tensor : difference->tensors)
+      found[tensor.name] = tensor.relative_error();
+    return found;
+  };
+  const auto fitted = errors("out.gguf"), own = errors("own.gguf");
+  for (const char* name : {"self_attn.q_proj.weight", "self_attn.k_proj.weight",
+                           "mlp.gate_proj.weight", "mlp.up_proj.weight"}) {
+    EXPECT_GT(fitted.at(layer + name), 0) << name;
+    EXPECT_LT(fitted.at(layer + name), own.at(layer + name)) << name;
+    EXPECT_LT(fitted.at(layer + name), 0.05) << name;
+  }
+
+  // The mix gives the values Q6_K, which has no biases; short rows have no super-blocks at all.
+  how.type = "q4_k";
+  EXPECT_EQ(made(path("wide"), "out.gguf", how).type, "Q4_K_M");
+  EXPECT_EQ(refusal(put_tiny_model(*this, "llama"), "short.gguf", how),
+            "type Q4_K_M: no matrix of a layer becomes Q4_1, Q5_1, Q4_K or Q5_K (rows of "
+            "super-blocks are multiples of 256), expected Q4_1 or Q5_1");
+}
+
+TEST_F(DistillModel, GgufRefusals) {
+  const std::string model = put_tiny_model(*this, "llama");
+  const auto with = [&](const auto& change) {
+    DistillOptions how = blocks();
+    change(how);
+    return refusal(model, "out.gguf", how);
+  };
+  EXPECT_EQ(with([](DistillOptions& o) { o.bits = 3; }),
+            "bits: 3 in a GGUF file, expected 4 (Q4_1), 5 (Q5_1), a type or format mlx");
+  EXPECT_EQ(with([](DistillOptions& o) { o.group_size = 64; }),
+            "group_size: 64: groups of GGUF have 32 weights, expected 32");
+  EXPECT_EQ(with([](DistillOptions& o) { o.scale_dtype = "f32"; }),
+            "scale_dtype: f32: scales of GGUF are f16, expected f16");
+  EXPECT_EQ(with([](DistillOptions& o) { o.type = "Q4_1"; }),
+            "type and bits both given, expected one");
+  EXPECT_EQ(with([](DistillOptions& o) { o.format = "safetensors"; }),
+            "format: safetensors, which has no codes, expected mlx or gguf");
+  const auto of_type = [&](const char* type) {
+    return with([&](DistillOptions& o) {
+      o.bits.reset();
+      o.type = type;
+    });
+  };
+  for (const char* type : {"Q8_0", "Q6_K", "Q3_K_M", "Q4_0", "F16"})
+    EXPECT_EQ(of_type(type), std::string("type: ") + type +
+                                 " has no scales and biases that could learn, expected Q4_1, Q5_1, "
+                                 "Q4_K_S, Q4_K_M, Q5_K_S or Q5_K_M");
+  EXPECT_NE(of_type("Q9").find("type: Q9"), std::string::npos);
+  EXPECT_EQ(with([](DistillOptions& o) {
+              o.bits.reset();
+              o.format = "mlx";
+              o.type = "Q4_1";
+            }),
+            "type Q4_1: the format is mlx, expected format gguf");
+  EXPECT_NE(refusal(model, "out.gguf/", blocks()).find("ends in '/'"), std::string::npos);
+  EXPECT_EQ(names().size(), 2u);  // the text and the teacher
+  put("out.gguf", "precious");
+  EXPECT_NE(with([](DistillOptions&) {}).find("exists"), std::string::npos);
+  EXPECT_NE(with([](DistillOptions& o) { o.force = true; }).find("out.gguf"), std::string::npos);
+  EXPECT_EQ(text_of("out.gguf"), "precious");
+  EXPECT_FALSE(std::filesystem::exists(path("out.gguf.distill")));
 }
 
 TEST_F(DistillModel, ADamagedOrForeignStateIsRefused) {

@@ -195,9 +195,12 @@ Result<GptqCoder::Input> GptqCoder::input_of_tensor(const OutputTensor& tensor) 
 }
 
 std::optional<std::string> GptqCoder::declines(const OutputTensor& tensor) const {
+  if (tensor.way == OutputTensor::Way::copy) return "";
+  const auto note = [](const std::string& why) { return "not by @{method} gptq: " + why; };
+  if (!coded_grid(tensor.to)) return note("no grid of " + tensor.to.str());
   const auto input = input_of_tensor(tensor);
   if (input) return {};
-  return std::string(input.status().message());
+  return note(std::string(input.status().message()));
 }
 
 std::uint64_t GptqCoder::fingerprint() const {

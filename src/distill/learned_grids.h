@@ -36,6 +36,8 @@ class LearnedGrids {
   std::int64_t count() const { return static_cast<std::int64_t>(scales_.size()); }
   std::span<float> scales() { return scales_; }
   std::span<float> centres() { return centres_; }
+  std::span<const float> scales() const { return scales_; }
+  std::span<const float> centres() const { return centres_; }
   std::span<const float> mean_codes() const { return means_; }
   std::int64_t first_of(const Matrix::Piece& piece) const;  // -1: the piece does not learn
 

@@ -95,17 +95,17 @@ Result<double> Learner::step(LearnState& state, std::int64_t steps) {
   return kl / static_cast<double>(options_.batch);
 }
 
-Result<double> Learner::validate() {
+Result<double> Learner::validate(KlPass& pass) {
   const CalibrationText& text = text_.validation;
-  const std::int64_t size = text.context * pass_.teacher_width();
+  const std::int64_t size = text.context * pass.teacher_width();
   if (validation_.empty()) {
     validation_.resize(static_cast<std::size_t>(text.pieces() * size));
     for (std::int64_t i = 0; i < text.pieces(); ++i)
-      BITTERN_TRY(pass_.teach(tokens_of(text, i), validation_.data() + i * size));
+      BITTERN_TRY(pass.teach(tokens_of(text, i), validation_.data() + i * size));
   }
   double sum = 0;
   for (std::int64_t i = 0; i < text.pieces(); ++i) {
-    const auto loss = pass_.loss(tokens_of(text, i), validation_.data() + i * size);
+    const auto loss = pass.loss(tokens_of(text, i), validation_.data() + i * size);
     if (!loss) return loss.status();
     sum += *loss;
   }

@@ -45,8 +45,9 @@ class Learner {
   LearnState begin();
   // Another step of `steps`; the mean KL of its pieces.
   Result<double> step(LearnState& state, std::int64_t steps);
-  // The mean KL of the pieces that are held out.
-  Result<double> validate();
+  // The mean KL of the pieces that are held out: this student's, and that of another pass.
+  Result<double> validate() { return validate(pass_); }
+  Result<double> validate(KlPass& pass);
   // The model computes with these.
   Status use(const std::vector<float> (&parameters)[2]);
 

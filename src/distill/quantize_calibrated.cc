@@ -27,7 +27,7 @@ Result<QuantizeReport> quantize(const std::string& source, const std::string& ou
   BITTERN_TRY(check("pieces", pieces, kMostPieces));
   BITTERN_TRY(check("context", context, kMostContext));
   GptqCoder coder(source, *options.data, pieces, context, options.fisher);
-  return quantize_model(source, out, options, QuantizeHooks{.coder = &coder});
+  return quantize_model(source, out, options, &coder);
 }
 
 }  // namespace
