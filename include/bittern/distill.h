@@ -96,7 +96,7 @@ struct DistillReport {
   QuantizeReport output;
   std::string type{};            // of a GGUF file
   int bits = 0, group_size = 0;  // of most grids that learned
-  std::int64_t learned = 0;  // scales and biases
+  std::int64_t learned = 0;      // scales and biases
   std::int64_t train_pieces = 0, validation_pieces = 0;
   std::int64_t steps = 0;  // made
   std::int64_t best_step = 0;

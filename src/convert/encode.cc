@@ -484,11 +484,10 @@ Status fit_grid(const GridRows& grid, std::int64_t columns, const Storage& to, E
   out = {};
   out.data.resize(at(desc.outer_size * desc.row_bytes()));
   return run_op<GgufQuantize>(
-      desc,
-      {.w = dense(numbers.data, numbers.dtype, desc.tensor_shape()),
-       .scales = view(grid.scales.data(), desc.grid_shape()),
-       .biases = view(grid.biases.data(), desc.grid_shape()),
-       .blocks = dense(static_cast<void*>(out.data.data()), DType::u8, desc.block_shape())});
+      desc, {.w = dense(numbers.data, numbers.dtype, desc.tensor_shape()),
+             .scales = view(grid.scales.data(), desc.grid_shape()),
+             .biases = view(grid.biases.data(), desc.grid_shape()),
+             .blocks = dense(static_cast<void*>(out.data.data()), DType::u8, desc.block_shape())});
 }
 
 Status expect_finite_rows(const EncodedRows& rows, const Storage& storage, std::int64_t first,

@@ -45,8 +45,8 @@ struct RowEncoder {
 Status encode_rounded(GridRows& grid, std::int64_t columns, const Storage& to, bool saturate,
                       EncodedRows& out, double& change, std::uint64_t& saturated);
 
-// Rows of codes in the super-blocks of Q4_K or Q5_K, which hold a grid of their bits and groups only
-// nearly: what gguf_quantize makes of its numbers with its scales and biases given.
+// Rows of codes in the super-blocks of Q4_K or Q5_K, which hold a grid of their bits and groups
+// only nearly: what gguf_quantize makes of its numbers with its scales and biases given.
 Status fit_grid(const GridRows& grid, std::int64_t columns, const Storage& to, EncodedRows& out);
 
 // Refuses rows that hold, or decode to, infinities or NaN, with the place of the first; `first` is

@@ -164,8 +164,7 @@ Result<QuantizeReport> quantize_model(const std::string& source, const std::stri
 }
 
 Result<QuantizeReport> quantize_model(const std::string& source, const std::string& out,
-                                      const QuantizeOptions& options,
-                                      MatrixCoder* coder) noexcept {
+                                      const QuantizeOptions& options, MatrixCoder* coder) noexcept {
   return guarded("quantize_model", [&]() -> Result<QuantizeReport> {
     auto report = quantize(source, out, options, coder);
     if (!report) return with_option_names(report.status(), options.option_name);

@@ -93,8 +93,7 @@ Result<Target> target_of(const DistillOptions& options, const std::string& out) 
                   .group = options.group_size.value_or(64),
                   .scale_dtype = options.scale_dtype};
   }
-  if (options.type && options.bits)
-    return invalid("@{type} and @{bits} both given, expected one");
+  if (options.type && options.bits) return invalid("@{type} and @{bits} both given, expected one");
   const int bits = options.bits.value_or(4);
   if (bits != 4 && bits != 5)
     return invalid("@{bits}: " + std::to_string(bits) +
@@ -354,9 +353,8 @@ class Distillation {
 
     fingerprint_.add(text_.fingerprint());
     fingerprint_.add(options_.seed);
-    for (const std::int64_t n :
-         {options_.steps, options_.batch, options_.context, std::int64_t{options_.fisher},
-          options_.calibration})
+    for (const std::int64_t n : {options_.steps, options_.batch, options_.context,
+                                 std::int64_t{options_.fisher}, options_.calibration})
       fingerprint_.add(static_cast<std::uint64_t>(n));
     fingerprint_.add(options_.rate ? std::to_string(*options_.rate) : "");
 

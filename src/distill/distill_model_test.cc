@@ -45,6 +45,7 @@ class DistillModel : public TestFolder {
     how.bits = 4;
     how.group_size.reset();
     how.scale_dtype.reset();
+    how.rate = 0.0003;
     return how;
   }
   DistillReport made(const std::string& teacher, const std::string& out,
@@ -163,9 +164,10 @@ TEST_F(DistillModel, FinishKeepsTheBestSoFar) {
 
 // ---- GGUF ----
 
-// Numbers of the file and of MLX's folder, which learned on the same grids.
+// The codes, scales and biases of the file are those of MLX's folder, which learned on the same
+// grids.
 TEST_F(DistillModel, BlocksHoldWhatWasLearnedExactly) {
-  for (const char* name : {"llama", "qwen3_moe", "qwen3_next"})
+  for (const char* name : {"llama", "qwen3_moe", "phi3"})
     for (const int bits : {4, 5}) {
       SCOPED_TRACE(std::string(name) + ", " + std::to_string(bits) + " bits");
       const std::string model = put_tiny_model(*this, name);
@@ -178,14 +180,20 @@ TEST_F(DistillModel, BlocksHoldWhatWasLearnedExactly) {
       EXPECT_LT(report.kl, report.start_kl);
       EXPECT_NEAR(report.written_kl, report.kl, 1e-4 * report.kl);
       std::size_t learned = 0;
-      for (const QuantizedTensor& tensor : report.output.tensors) learned += tensor.to == report.type;
+      for (const QuantizedTensor& tensor : report.output.tensors)
+        learned += tensor.to == report.type;
       EXPECT_GT(learned, 8u);
       how.group_size = 32;
       how.scale_dtype = "f16";
       const DistillReport folder = made(model, "out", how);
       EXPECT_EQ(folder.kl, report.kl);
       EXPECT_EQ(folder.written_kl, folder.kl);
-      const auto difference = compare_models(path("out.gguf"), path("out"));
+      const auto back =
+          quantize_model(path("out.gguf"), path("back"),
+                         {.format = "mlx", .transcode = true, .scale_dtype = "f16", .force = true});
+      ASSERT_TRUE(back.ok()) << back.status().message();
+      EXPECT_EQ(back->scale_change, 0);
+      const auto difference = compare_models(path("back"), path("out"));
       ASSERT_TRUE(difference.ok()) << difference.status().message();
       EXPECT_EQ(difference->equal(), difference->tensors.size());
       EXPECT_TRUE(difference->only_in_model.empty() && difference->shapes_differ.empty());
@@ -270,8 +278,8 @@ TEST_F(DistillModel, SuperBlocksAreFittedToWhatWasLearned) {
   // q, k, gate and up with 4 bits, v with 5: a scale and a bias for 32 weights.
   EXPECT_EQ(report.learned, 2 * (128 + 64 + 64 + 64 + 64) * 256 / 32);
 
-  // With nothing learned, the grids of a matrix are those of a folder; the fit is nearer to them
-  // than what the type's own rule makes of their numbers.
+  // With nothing learned, the grids of a matrix are those of a folder, and the blocks are nearer to
+  // them than to the teacher's numbers.
   how.steps = 0;
   how.force = true;
   made(path("wide"), "out.gguf", how);
@@ -280,23 +288,19 @@ TEST_F(DistillModel, SuperBlocksAreFittedToWhatWasLearned) {
   plain.group_size = 32;
   plain.scale_dtype = "f16";
   made(path("wide"), "out", plain);
-  ASSERT_TRUE(quantize_model(path("out"), path("own.gguf"),
-                             {.type = "Q4_K", .pure = true, .allow_requantize = true})
-                  .ok());
-  const auto errors = [&](const std::string& file) {
-    const auto difference = compare_models(path("out"), path(file));
+  const auto errors = [&](const std::string& model) {
+    const auto difference = compare_models(path(model), path("out.gguf"));
     if (!difference) throw std::runtime_error(std::string(difference.status().message()));
     std::map<std::string, double> found;
     for (const TensorDifference& tensor : difference->tensors)
       found[tensor.name] = tensor.relative_error();
     return found;
   };
-  const auto fitted = errors("out.gguf"), own = errors("own.gguf");
+  const auto fitted = errors("out"), taught = errors("wide");
   for (const char* name : {"self_attn.q_proj.weight", "self_attn.k_proj.weight",
                            "mlp.gate_proj.weight", "mlp.up_proj.weight"}) {
     EXPECT_GT(fitted.at(layer + name), 0) << name;
-    EXPECT_LT(fitted.at(layer + name), own.at(layer + name)) << name;
-    EXPECT_LT(fitted.at(layer + name), 0.05) << name;
+    EXPECT_LT(fitted.at(layer + name), 0.2 * taught.at(layer + name)) << name;
   }
 
   // The mix gives the values Q6_K, which has no biases; short rows have no super-blocks at all.

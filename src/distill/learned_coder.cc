@@ -72,8 +72,7 @@ Result<std::vector<std::size_t>> LearnedCoder::code(const Checkpoint&,
   GridRows rows;
   for (const Task& task : tasks) {
     const std::string& name = task.tensor->recipe.name;
-    if (progress)
-      BITTERN_TRY(ask([&] { return progress({.doing = "writing", .tensor = name}); }));
+    if (progress) BITTERN_TRY(ask([&] { return progress({.doing = "writing", .tensor = name}); }));
     const auto reader = RowReader::open(start_, recipes_.at(name));
     if (!reader) return reader.status();
     const std::int64_t length = rows_at_once(reader->columns());

@@ -14,6 +14,8 @@ import bittern as library
 
 pytestmark = pytest.mark.skipif(COMMAND is None, reason="the command is not built (build/release/bittern)")
 
+# On the grids of GGUF.
+BLOCKS = ("--ctx", 32, "--calibration", 16, "--validation", 4)
 FLAGS = ("--bits", 3, "--group-size", 32, "--ctx", 32, "--calibration", 16, "--validation", 4, "--scale-dtype", "f32")
 OPTIONS = {"bits": 3, "group_size": 32, "context": 32, "calibration": 16, "validation": 4, "scale_dtype": "f32"}
 
@@ -28,8 +30,8 @@ def given(tmp_path_factory):
     return put_model(folder / "teacher"), folder / "text.txt"
 
 
-def contents(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+def contents(model):
+    return {file.name: file.read_bytes() for file in model.iterdir()} if model.is_dir() else model.read_bytes()
 
 
 def test_a_student_learns(given, tmp_path):
@@ -39,6 +41,8 @@ def test_a_student_learns(given, tmp_path):
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["kl"] < report["start_kl"] and report["steps"] == 6 and report["best_step"] > 0
+    assert (report["format"], report["type"], report["bits"], report["group_size"]) == ("mlx", None, 3, 32)
+    assert report["written_kl"] == report["kl"]
     assert len(report["trials"]) == 3 and report["rate"] in [trial["rate"] for trial in report["trials"]]
     assert report["points"][0] == {"step": 0, "train_kl": None, "validation_kl": report["start_kl"]}
     assert "taken" in result.stdout and f"{report['kl']:.4f} after" in result.stdout
@@ -55,6 +59,58 @@ def test_a_student_learns(given, tmp_path):
     assert "validation KL" in str(again) and "6 steps" in repr(again)
     logits = library.load(out, activations="float").logits([3, 4, 5, 6])
     assert logits.shape == (4, 96)
+
+
+def test_a_file_for_llama_cpp(given, tmp_path):
+    teacher, text = given
+    out = tmp_path / "out.gguf"
+    result = bittern("distill", teacher, "-o", out, "--data", text, *BLOCKS, "--steps", 4, "--json", tmp_path / "r.json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["format"], report["type"], report["bits"], report["group_size"]) == ("gguf", "Q4_1", 4, 32)
+    assert report["kl"] < report["start_kl"] and report["written_kl"] > 0
+    assert f"validation KL of the file as Q4_1: {report['written_kl']:.4f}" in result.stdout
+    assert f"{report['kl']:.4f} learned, {report['written_kl']:.4f} written" in (tmp_path / "out.gguf.html").read_text()
+    assert out.read_bytes().startswith(b"GGUF") and not (tmp_path / "out.gguf.distill").exists()
+    stored = {tensor.name: tensor.storage for tensor in library.inspect_model(out).tensors}
+    assert stored["blk.1.ffn_down.weight"] == "Q4_1" and stored["token_embd.weight"] == "Q8_0"
+
+    # From Python the same bytes, also under a name that tells nothing.
+    options = {"context": 32, "calibration": 16, "validation": 4, "steps": 4}
+    again = library.distill(teacher, tmp_path / "again", data=text, type="Q4_1", **options)
+    assert contents(tmp_path / "again") == contents(out)
+    assert (again.type, again.kl, again.written_kl) == ("Q4_1", report["kl"], report["written_kl"])
+    assert f"{again.written_kl:.4f} written as Q4_1" in str(again)
+    five = library.distill(teacher, tmp_path / "five", data=text, format="gguf", bits=5, **options)
+    assert five.type == "Q5_1" and five.written_kl < again.written_kl
+    with pytest.raises(ValueError, match="type and bits both given"):
+        library.distill(teacher, tmp_path / "no.gguf", data=text, type="Q4_1", bits=4)
+
+    # A GGUF file may teach, too, and be replaced by nothing but --force.
+    result = bittern("distill", out, "-o", tmp_path / "five", "--type", "Q5_1", "--data", text, *BLOCKS, "--no-report")
+    refused(result, 2, "exists")
+    result = bittern("distill", out, "-o", tmp_path / "five", "--type", "Q5_1", "--data", text, *BLOCKS, "--no-report",
+                     "--steps", 0, "--embedding-bits", 0, "--force")
+    assert result.returncode == 0, result.stderr
+    assert {tensor.name: tensor.storage for tensor in library.inspect_model(tmp_path / "five").tensors}[
+        "token_embd.weight"] == "Q8_0"
+
+
+@pytest.mark.peer("numpy", "llama_cpp")
+def test_llama_cpp_computes_what_was_written(given, tmp_path):
+    import llama_cpp
+    import numpy as np
+
+    teacher, text = given
+    out = tmp_path / "out.gguf"
+    library.distill(teacher, out, data=text, context=32, calibration=16, validation=4, steps=4, rate=0.001)
+    tokens = [3, 30, 66, 11, 7, 90, 45, 8]
+    model = llama_cpp.Llama(str(out), n_ctx=64, logits_all=True, verbose=False, n_threads=1, type_k=0, type_v=0)
+    model.eval(tokens)
+    theirs = np.array(model.scores[: len(tokens)])
+    ours = library.load(out, activations="float").logits(tokens)
+    # llama.cpp quantises activations to 8 bits.
+    assert np.square(theirs - ours).mean() < 1e-3 * np.square(ours).mean()
 
 
 def test_progress_decides(given, tmp_path):
@@ -81,22 +137,36 @@ def test_progress_decides(given, tmp_path):
         library.distill(teacher, tmp_path / "d", data=text, steps=1, rate=0.002, progress=lambda s: "stop", **OPTIONS)
 
 
-def test_killed_it_goes_on_to_the_same_bytes(given, tmp_path):
+@pytest.mark.parametrize("name, grids, steps", [("out", FLAGS, 400), ("out.gguf", BLOCKS, 200)])
+def test_killed_it_goes_on_to_the_same_bytes(given, tmp_path, name, grids, steps):
     teacher, text = given
-    flags = ["--data", text, *FLAGS, "--steps", 400, "--rate", 0.002, "--no-report", "--checkpoint-minutes", 0]
-    whole = bittern("distill", teacher, "-o", tmp_path / "whole", *flags)
+    flags = ["--data", text, *grids, "--steps", steps, "--rate", 0.002, "--no-report", "--checkpoint-minutes", 0]
+    whole = bittern("distill", teacher, "-o", tmp_path / f"whole-{name}", *flags)
     assert whole.returncode == 0, whole.stderr
-    command = [COMMAND, "distill", teacher, "-o", tmp_path / "out", *flags]
+    command = [COMMAND, "distill", teacher, "-o", tmp_path / name, *flags]
     for after in (0.05, 0.3, 0.7):
-        resume = ["--resume"] if (tmp_path / "out.distill").exists() else []
+        resume = ["--resume"] if (tmp_path / f"{name}.distill").exists() else []
         run = subprocess.Popen([str(word) for word in command + resume], stderr=subprocess.DEVNULL)
         time.sleep(after)
         run.send_signal(signal.SIGKILL)
         run.wait()
-    if not (tmp_path / "out").exists():
+    if not (tmp_path / name).exists():
         end = bittern(*command[1:], "--resume")
         assert end.returncode == 0, end.stderr
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert contents(tmp_path / name) == contents(tmp_path / f"whole-{name}")
+
+
+def test_ctrl_c_writes_the_best_so_far(given, tmp_path):
+    teacher, text = given
+    command = [COMMAND, "distill", teacher, "-o", tmp_path / "out.gguf", "--data", text, *BLOCKS, "--steps", 100000,
+               "--rate", 0.0001, "--no-report", "--checkpoint-minutes", 0]
+    run = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "out.gguf.distill" / "state").exists() and run.poll() is None:
+        time.sleep(0.02)
+    run.send_signal(signal.SIGINT)
+    stdout, stderr = run.communicate(timeout=300)
+    assert run.returncode == 0, stderr
+    assert "ended by Ctrl-C" in stdout and library.load(tmp_path / "out.gguf").logits([3]).shape == (1, 96)
 
 
 @pytest.mark.parametrize("flags, status, text", [
@@ -105,6 +175,11 @@ def test_killed_it_goes_on_to_the_same_bytes(given, tmp_path):
     (["--data", "/no/such.txt"], 4, "/no/such.txt"),
     (["--validation", 100000], 2, "--validation"),
     (["--embedding-bits", 7], 2, "7"),
+    (["--type", "Q8_0"], 2, "--type: Q8_0 has no scales and biases that could learn, expected Q4_1"),
+    (["--format", "gguf", "--bits", 3], 2, "--bits: 3 in a GGUF file, expected 4 (Q4_1), 5 (Q5_1), a --type or --format mlx"),
+    (["--format", "gguf", "--group-size", 64], 2, "--group-size: 64: groups of GGUF have 32 weights"),
+    (["--format", "gguf", "--scale-dtype", "bf16"], 2, "--scale-dtype: bf16: scales of GGUF are f16"),
+    (["--format", "mlx", "--type", "Q4_1"], 2, "--type Q4_1: the format is mlx"),
 ])
 def test_refusals(given, tmp_path, flags, status, text):
     teacher, data = given
