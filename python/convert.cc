@@ -112,6 +112,7 @@ DistillOptions distill_options_of(const nb::dict& given) {
   take(given, "group_size", o.group_size);
   take(given, "embedding_bits", o.embedding_bits);
   take(given, "scale_dtype", o.scale_dtype);
+  take(given, "self_text", o.self_text);
   take(given, "context", o.context);
   take(given, "calibration", o.calibration);
   take(given, "fisher", o.fisher);

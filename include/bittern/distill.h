@@ -29,9 +29,10 @@ Result<QuantizeReport> quantize_calibrated(const std::string& source, const std:
 // that is held out; then scales and biases learn, by Adam, to lower KL(teacher || student).
 
 struct DistillProgress {
-  std::string_view doing;  // "calibrating", "searching", "learning", "writing" or "judging"
-  std::string text{};      // what of it is at hand
-  double share = 0;        // of `doing` that is done, 0 to 1
+  // "sampling" (a text of its own), "calibrating", "searching", "learning", "writing" or "judging"
+  std::string_view doing;
+  std::string text{};  // what of it is at hand
+  double share = 0;    // of `doing` that is done, 0 to 1
   std::int64_t step = 0, steps = 0;
   double train_kl = 0;           // of the last step; NaN: none yet
   double validation_kl = 0;      // as last measured; NaN: not yet
@@ -57,6 +58,7 @@ struct DistillOptions {
   std::vector<QuantizeRule> rules{};         // before all others
 
   std::vector<std::string> data{};  // paths of texts
+  bool self_text = false;           // in place of `data`: a text that the teacher writes itself
   std::int64_t context = 512;       // tokens of a piece of text
   std::int64_t calibration = 128;   // pieces that codes are chosen by
   bool fisher = false;              // their tokens count by what their errors cost

@@ -36,7 +36,7 @@ from ._convert import (
 class DistillProgress(NamedTuple):
     """What `progress` is called with."""
 
-    doing: Literal["calibrating", "searching", "learning", "writing", "judging"]
+    doing: Literal["sampling", "calibrating", "searching", "learning", "writing", "judging"]
     text: str  # what of it is at hand
     share: float  # of `doing` that is done, 0 to 1
     step: int
@@ -141,6 +141,7 @@ def _minutes(name: str, value: Any) -> float:
 
 _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "data": _texts,
+    "self_text": _flag,
     "format": _word,
     "type": _word,
     "bits": _integer,
@@ -168,7 +169,8 @@ def distill(
     teacher: _Path,
     out: _Path,
     *,
-    data: _Path | Iterable[_Path],
+    data: _Path | Iterable[_Path] | None = None,
+    self_text: bool = False,
     format: Literal["mlx", "gguf"] | None = None,
     type: str | None = None,
     bits: int | None = None,
@@ -201,6 +203,7 @@ def distill(
                 of them
     format      "mlx" or "gguf" (default: by `out`)
     type        of a GGUF file: Q4_1, Q5_1, Q4_K_S, Q4_K_M, Q5_K_S or Q5_K_M (default: Q4_1; Q5_1 with bits=5)
+    self_text   in place of data: a text that the teacher writes itself
     bits        bits per weight: 2, 3, 4, 5, 6 or 8; in GGUF 4 or 5 (default: 4)
     group_size  weights that share a scale: 32, 64 or 128 (default: 64; in GGUF 32)
     embedding_bits
@@ -230,8 +233,7 @@ def distill(
     given = locals()
     progress_function = _callback(progress)
     options = _taken(_OPTIONS, given)
-    if "data" not in options:
-        raise ValueError("data: None, expected the path of a text to learn from")
+    options.setdefault("data", [])
     model, to = _path("teacher", teacher), _path("out", out)
     found = _call(_bittern.distill_model, [model, *options["data"]], model, to, options, progress_function)
     written = found["output"]

@@ -127,8 +127,10 @@ Status write_page(const DistillFlags& flags, const DistillReport& found) {
       {"rate", fmt::format("{:.5f}", found.rate)},
       {"KL, held out", fmt::format("{:.4f} calibrated, {:.4f} learned, {:.4f} written",
                                    found.start_kl, found.kl, found.written_kl)},
-      {"text", fmt::format("{}: {} pieces to learn from, {} held out", fmt::join(o.data, ", "),
-                           found.train_pieces, found.validation_pieces)},
+      {"text",
+       fmt::format("{}: {} pieces to learn from, {} held out",
+                   o.self_text ? "the teacher's own" : fmt::format("{}", fmt::join(o.data, ", ")),
+                   found.train_pieces, found.validation_pieces)},
       {"time",
        fmt::format("{:.0f} s; learning {:.0f} tokens/s", found.seconds, found.tokens_per_second)}};
   return write_report_file(page_of(flags), report::distill_page(found, e));
@@ -191,8 +193,9 @@ Verb distill_verb(CLI::App& main) {
   option(
       "--data,-f,--file", options.data, "FILE",
       "a text to learn from, much like that of later use, or conversations (.jsonl); give the flag "
-      "again for more")
-      ->required();
+      "again for more");
+  verb->add_flag("--self-text,--self", options.self_text,
+                 "learn from a text that the teacher writes itself, where there is no other");
 
   const char* what = "What to write";
   option("--format", options.format, "FORMAT",

@@ -29,6 +29,7 @@
 #include "distill/gptq_coder.h"
 #include "distill/learned_coder.h"
 #include "distill/learner.h"
+#include "distill/self_text.h"
 #include "formats/fingerprint.h"
 #include "formats/grid.h"
 #include "formats/mapped_file.h"
@@ -57,8 +58,11 @@ Status in_range(const char* field, std::int64_t value, std::int64_t least, std::
 
 Status check(const DistillOptions& options) {
   constexpr std::int64_t kMost = std::int64_t{1} << 24;
-  if (options.data.empty())
-    return invalid("@{data}: no text given, expected the path of one to learn from");
+  if (options.data.empty() && !options.self_text)
+    return invalid(
+        "@{data}: no text given, expected the path of one to learn from, or @{self_text}");
+  if (!options.data.empty() && options.self_text)
+    return invalid("@{data} and @{self_text} exclude each other");
   BITTERN_TRY(in_range("context", options.context, 2, std::int64_t{1} << 20));
   BITTERN_TRY(in_range("calibration", options.calibration, 1, kMost));
   BITTERN_TRY(in_range("validation", options.validation, 1, kMost));
@@ -189,16 +193,17 @@ class Distillation {
     BITTERN_TRY(check_output(out_, output));
     BITTERN_TRY(check_files_apart());
     const CallSettings settings(options_.threads);
-    auto text = read_training_text(teacher_, options_.data, options_.context, options_.validation);
-    if (!text) return text.status();
-    text_ = std::move(*text);
-    report_.train_pieces = text_.train.pieces();
-    report_.validation_pieces = text_.validation.pieces();
+    if (!options_.self_text)
+      BITTERN_TRY(take(read_texts(teacher_, options_.data, options_.context)));
     // Everything that quantize would refuse, before anything is written.
-    GptqCoder coder(teacher_, some_of(text_.train, options_.calibration), options_.fisher);
+    CalibrationText any{.context = options_.context, .tokens = {}};
+    any.tokens.resize(static_cast<std::size_t>(options_.context));
+    GptqCoder planner(teacher_, std::move(any), options_.fisher);
     if (gguf()) BITTERN_TRY(plan(written_options(), nullptr));
-    BITTERN_TRY(plan(start_options(), &coder));
+    BITTERN_TRY(plan(start_options(), &planner));
     BITTERN_TRY(work_.open(options_.resume, options_.force));
+    if (options_.self_text) BITTERN_TRY(take(own_text()));
+    GptqCoder coder(teacher_, some_of(text_.train, options_.calibration), options_.fisher);
     BITTERN_TRY(calibrate(coder));
     BITTERN_TRY(learn());
     BITTERN_TRY(write());
@@ -212,6 +217,44 @@ class Distillation {
 
  private:
   bool gguf() const { return target_.mix != nullptr; }
+
+  Status take(const Result<CalibrationText>& text) {
+    if (!text) return text.status();
+    auto parts = hold_out(*text, options_.validation);
+    if (!parts) return parts.status();
+    text_ = std::move(*parts);
+    report_.train_pieces = text_.train.pieces();
+    report_.validation_pieces = text_.validation.pieces();
+    return {};
+  }
+
+  // As many pieces as codes are chosen by, and for longer learning more.
+  Result<CalibrationText> own_text() {
+    BITTERN_TRY(load_teacher());
+    const auto tokenizer = Tokenizer::load(teacher_);
+    if (!tokenizer) return tokenizer.status();
+    const std::int64_t pieces =
+        options_.validation +
+        std::clamp(options_.steps * options_.batch, options_.calibration, 4 * options_.calibration);
+    return write_text(*teaching_, *tokenizer, pieces, options_.context, options_.seed,
+                      [&](double share) {
+                        return tell({.doing = "sampling",
+                                     .text = "a text of the teacher's own",
+                                     .share = share,
+                                     .train_kl = kNaN,
+                                     .validation_kl = kNaN});
+                      });
+  }
+
+  // The error of int16 activations, 2e-5, is far below what a student can learn; but gradients are
+  // those of exact ones.
+  Status load_teacher() {
+    if (teaching_) return {};
+    auto teacher = Model::load(teacher_, {.context = options_.context});
+    if (!teacher) return teacher.status();
+    teaching_.emplace(std::move(*teacher));
+    return {};
+  }
 
   Status check_files_apart() {
     const auto teacher = Checkpoint::open(teacher_);
@@ -245,7 +288,6 @@ class Distillation {
     QuantizeOptions how{.bits = target_.bits,
                         .group_size = target_.group,
                         .method = "gptq",
-                        .data = options_.data.front(),
                         .fisher = options_.fisher,
                         .format = "mlx",
                         .rules = gguf() ? start_rules_ : rules(),
@@ -333,10 +375,7 @@ class Distillation {
   }
 
   Status learn() {
-    // The error of int16 activations, 2e-5, is far below what a student can learn; but gradients
-    // are those of exact ones.
-    auto teacher = Model::load(teacher_, {.context = options_.context});
-    if (!teacher) return teacher.status();
+    BITTERN_TRY(load_teacher());
     auto student = load_model_data(
         work_.start(), {.activations = Activations::exact, .context = options_.context});
     if (!student) return student.status();
@@ -345,10 +384,9 @@ class Distillation {
     auto grids = LearnedGrids::make(*student, *start);
     if (!grids) return grids.status();
     report_.learned = 2 * grids->count();
-    auto pass = KlPass::make(*teacher, *student, options_.context);
+    auto pass = KlPass::make(*teaching_, *student, options_.context);
     if (!pass) return pass.status();
     learner_.emplace(std::move(*pass), std::move(*grids), text_, options_);
-    teaching_.emplace(std::move(*teacher));
     student_ = std::move(*student);
 
     fingerprint_.add(text_.fingerprint());

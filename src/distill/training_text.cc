@@ -39,9 +39,8 @@ std::int64_t TrainingText::nth(std::int64_t n, std::uint64_t seed) const {
   return order[static_cast<std::size_t>(n % count)];
 }
 
-Result<TrainingText> read_training_text(const std::string& model,
-                                        const std::vector<std::string>& paths, std::int64_t context,
-                                        std::int64_t validation) {
+Result<CalibrationText> read_texts(const std::string& model, const std::vector<std::string>& paths,
+                                   std::int64_t context) {
   const auto tokenizer = Tokenizer::load(model);
   if (!tokenizer) return tokenizer.status();
   CalibrationText all{.context = context, .tokens = {}};
@@ -50,6 +49,11 @@ Result<TrainingText> read_training_text(const std::string& model,
     if (!text) return text.status();
     for (std::int64_t i = 0; i < text->pieces(); ++i) all.add(text->piece(i));
   }
+  return all;
+}
+
+Result<TrainingText> hold_out(const CalibrationText& all, std::int64_t validation) {
+  const std::int64_t context = all.context;
   if (all.pieces() <= validation)
     return invalid("@{data}: " + std::to_string(all.pieces()) + " pieces of " +
                    std::to_string(context) + " tokens, expected more than the " +

@@ -19,9 +19,10 @@ struct TrainingText {
   std::int64_t nth(std::int64_t n, std::uint64_t seed) const;
 };
 
-// Of the texts at `paths`, one behind the other, by the tokeniser of the model at `model`.
-Result<TrainingText> read_training_text(const std::string& model,
-                                        const std::vector<std::string>& paths, std::int64_t context,
-                                        std::int64_t validation);
+// The pieces of the texts at `paths`, by the tokeniser of the model at `model`.
+Result<CalibrationText> read_texts(const std::string& model, const std::vector<std::string>& paths,
+                                   std::int64_t context);
+// Some pieces, evenly spread, are held out.
+Result<TrainingText> hold_out(const CalibrationText& all, std::int64_t validation);
 
 }  // namespace bittern
