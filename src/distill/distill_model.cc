@@ -317,7 +317,9 @@ class Distillation {
       fingerprint_.add(tensor.name);
       fingerprint_.add(tensor.to);
     }
-    return how.format == "gguf" ? choose_grids(*planned) : Status();
+    if (how.format == "gguf") return choose_grids(*planned);
+    start_tensors_ = planned->tensors;
+    return {};
   }
 
   // A matrix learns on a grid of the bits of its type, if that has scales and biases. All others
@@ -353,8 +355,22 @@ class Distillation {
     return {};
   }
 
+  // Before a state is written, it tells whether a run had the same options.
+  Status check_start() const {
+    const auto start = Checkpoint::open(work_.start());
+    if (!start) return start.status();
+    for (const QuantizedTensor& tensor : start_tensors_) {
+      const CheckpointTensor* const found = start->find(tensor.name);
+      if (found == nullptr || found->storage.str() != tensor.to)
+        return invalid(work_.start() +
+                       ": of a run with other options, expected the same ones (@{force} begins "
+                       "anew)");
+    }
+    return {};
+  }
+
   Status calibrate(GptqCoder& coder) {
-    if (work_.has_start()) return {};
+    if (work_.has_start()) return check_start();
     QuantizeOptions how = start_options();
     const auto begun = thing_at(work_.start() + ".partial");
     if (!begun) return begun.status();
@@ -613,6 +629,7 @@ class Distillation {
   WorkFolder work_;
   bool quantized_ = false;                 // the teacher is, in part
   std::vector<QuantizeRule> start_rules_;  // of a GGUF file
+  std::vector<QuantizedTensor> start_tensors_;
   TrainingText text_;
   Fingerprint fingerprint_;
   std::optional<Model> teaching_;

@@ -402,6 +402,24 @@ TEST_F(DistillModel, ADamagedOrForeignStateIsRefused) {
   EXPECT_EQ(text_of("out.distill/mine.txt"), "precious");
 }
 
+TEST_F(DistillModel, AStartOfOtherOptionsIsRefused) {
+  const std::string model = put_tiny_model(*this, "llama");
+  DistillOptions how = blocks();
+  how.progress = [](const DistillProgress& state) {
+    return state.doing == "searching" ? DistillNext::stop : DistillNext::go_on;
+  };
+  ASSERT_FALSE(distill_model(model, path("out.gguf"), how).ok());
+  EXPECT_FALSE(std::filesystem::exists(path("out.gguf.distill/state")));
+  how.progress = {};
+  how.resume = true;
+  DistillOptions other = how;
+  other.bits = 5;
+  EXPECT_EQ(refusal(model, "out.gguf", other),
+            path("out.gguf.distill/start") +
+                ": of a run with other options, expected the same ones (force begins anew)");
+  EXPECT_EQ(made(model, "out.gguf", how).type, "Q4_1");
+}
+
 TEST_F(DistillModel, Refusals) {
   const std::string model = put_tiny_model(*this, "llama");
   const auto with = [&](const auto& change) {
