@@ -21,6 +21,7 @@ from ._convert import (
     _DType,
     _flag,
     _integer,
+    _is_bool,
     _lines,
     _named_options,
     _Path,
@@ -116,7 +117,9 @@ def _callback(progress: Callable[[DistillProgress], object] | None) -> Callable[
         result = progress(DistillProgress(*state))
         if isinstance(result, str) and result != "finish":
             raise ValueError(f"progress: returned {result!r}, expected True, False or 'finish'")
-        return _Next.get(result, 0) if isinstance(result, (bool, str, type(None))) else 0
+        if _is_bool(result):  # numpy's, too
+            result = bool(result)
+        return _Next.get(result, 0) if isinstance(result, (bool, str)) else 0
 
     return tell
 

@@ -179,6 +179,40 @@ bool is_report(const Json& json) {
                 "tokens", "scored", "pieces", "notes", "models"},
                {"teacher"}))
     return json["schema"] == 1 && json["models"].is_array();
+  // run, calibrate, distill
+  if (has_keys(json, {"schema", "model", "architecture", "text", "end", "prompt_tokens", "tokens",
+                      "seconds", "bytes"}))
+    return json["schema"] == 1 && json["seconds"].is_object() && json["bytes"].is_object();
+  if (has_keys(json, {"schema", "model", "data", "output", "activations", "context", "pieces",
+                      "tokens", "matrices"}))
+    return json["schema"] == 1 && json["matrices"].is_array();
+  if (has_keys(json, {"schema",
+                      "teacher",
+                      "output",
+                      "format",
+                      "type",
+                      "bits",
+                      "group_size",
+                      "bytes",
+                      "bits_per_weight",
+                      "learned",
+                      "train_pieces",
+                      "validation_pieces",
+                      "context",
+                      "batch",
+                      "steps",
+                      "best_step",
+                      "finished_early",
+                      "rate",
+                      "start_kl",
+                      "kl",
+                      "written_kl",
+                      "seconds",
+                      "seconds_learning",
+                      "tokens_per_second",
+                      "trials",
+                      "points"}))
+    return json["schema"] == 1 && json["points"].is_array();
   // bench
   if (has_keys(json, {"machine", "rows"}))
     return json["machine"].is_object() && json["machine"].contains("isa") &&

@@ -10,6 +10,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <optional>
@@ -267,6 +268,8 @@ Result<std::string> prompt_of(const RunFlags& flags) {
     return flags.prompt;
   }
   if (!flags.prompt.empty()) return invalid("-f: given beside -p, expected one of them");
+  if (std::error_code error; std::filesystem::is_directory(flags.file, error))
+    return invalid(fmt::format("-f: {}: a folder, expected a file with a prompt", flags.file));
   std::ifstream file(flags.file, std::ios::binary);
   if (!file.is_open())
     return unavailable(fmt::format("-f: {}: {}", flags.file, std::strerror(errno)));

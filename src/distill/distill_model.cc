@@ -1,7 +1,12 @@
 // distill_model: calibrate, search a rate, learn, write, measure what was written; and what a run
 // leaves for the next one.
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cctype>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <filesystem>
@@ -64,6 +69,10 @@ Status check(const DistillOptions& options) {
   if (!options.data.empty() && options.self_text)
     return invalid("@{data} and @{self_text} exclude each other");
   BITTERN_TRY(in_range("context", options.context, 2, std::int64_t{1} << 20));
+  if (const int bits = options.embedding_bits.value_or(0);
+      bits < 0 || bits == 1 || bits == 7 || bits > 8)
+    return invalid("@{embedding_bits}: " + std::to_string(bits) +
+                   ", expected 0, 2, 3, 4, 5, 6 or 8");
   BITTERN_TRY(in_range("calibration", options.calibration, 1, kMost));
   BITTERN_TRY(in_range("validation", options.validation, 1, kMost));
   BITTERN_TRY(in_range("steps", options.steps, 0, kMost));
@@ -136,24 +145,40 @@ class WorkFolder {
   std::string state() const { return path_ + "/state"; }
   std::string result() const { return path_ + "/result"; }
 
-  Status open(bool resume, bool force) const {
+  WorkFolder(const WorkFolder&) = delete;
+  ~WorkFolder() {
+    if (lock_ >= 0) ::close(lock_);
+  }
+
+  Status open(bool resume, bool force) {
     const auto thing = thing_at(path_);
     if (!thing) return thing.status();
+    std::error_code error;
     if (*thing == Thing::nothing) {
-      std::error_code error;
       std::filesystem::create_directory(path_, error);
       if (error) return {Code::io_error, path_ + ": " + error.message()};
-      return {};
+      return lock();
     }
     if (*thing != Thing::folder)
       return invalid(path_ + ": " + name(*thing) + ", expected a folder or nothing");
+    BITTERN_TRY(lock());
     BITTERN_TRY(check_ours());
     if (resume) return {};
     if (!force)
       return {Code::unavailable, path_ +
                                      ": of a run that was stopped, expected @{resume} to go on "
                                      "with it or @{force} to begin anew"};
-    return remove() ? open(false, false) : Status(Code::io_error, path_ + ": cannot be removed");
+    for (const auto& entry : std::filesystem::directory_iterator(path_, error)) {
+      std::filesystem::remove_all(entry.path(), error);
+      if (error) break;
+    }
+    if (error) return {Code::io_error, path_ + ": cannot be emptied: " + error.message()};
+    return {};
+  }
+  // After a failure: nothing is left to go on with.
+  void remove_if_empty() const {
+    std::error_code error;
+    if (lock_ >= 0) std::filesystem::remove(path_, error);
   }
   bool has_start() const { return std::filesystem::exists(start()); }
   bool has_state() const { return std::filesystem::exists(state()); }
@@ -164,6 +189,14 @@ class WorkFolder {
   }
 
  private:
+  // One run at a time, while this lives. A file system without locks is trusted.
+  Status lock() {
+    lock_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (lock_ < 0) return {Code::io_error, path_ + ": " + std::generic_category().message(errno)};
+    if (::flock(lock_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return {};
+    ::close(std::exchange(lock_, -1));
+    return {Code::unavailable, path_ + ": another run is working there, expected none"};
+  }
   // Nothing is removed that a run did not write.
   Status check_ours() const {
     static const std::set<std::string> kNames = {
@@ -175,9 +208,15 @@ class WorkFolder {
         return invalid(path_ + ": holds " + entry.path().filename().string() +
                        ", which no run wrote, expected another place for the output");
     if (error) return {Code::io_error, path_ + ": " + error.message()};
+    for (const std::string& model : {start(), result()})
+      if (std::filesystem::exists(model)) {
+        const bool folder = std::filesystem::is_directory(model, error);
+        BITTERN_TRY(check_replaceable(model, folder));
+      }
     return {};
   }
   std::string path_;
+  int lock_ = -1;
 };
 
 class Distillation {
@@ -187,6 +226,13 @@ class Distillation {
       : teacher_(teacher), out_(out), options_(options), target_(target), work_(out) {}
 
   Result<DistillReport> run() {
+    auto report = distill();
+    if (!report) work_.remove_if_empty();
+    return report;
+  }
+
+ private:
+  Result<DistillReport> distill() {
     const auto begun = Clock::now();
     const OutputOptions output{
         .folder = !gguf(), .force = options_.force, .resume = options_.resume};
@@ -215,7 +261,6 @@ class Distillation {
     return std::move(report_);
   }
 
- private:
   bool gguf() const { return target_.mix != nullptr; }
 
   Status take(const Result<CalibrationText>& text) {
@@ -397,6 +442,8 @@ class Distillation {
     if (!student) return student.status();
     const auto start = Checkpoint::open(work_.start());
     if (!start) return start.status();
+    for (const CheckpointTensor& tensor : start->tensors())
+      for (const auto& bytes : {tensor.data, tensor.scales, tensor.biases}) fingerprint_.add(bytes);
     auto grids = LearnedGrids::make(*student, *start);
     if (!grids) return grids.status();
     report_.learned = 2 * grids->count();

@@ -156,7 +156,10 @@ TEST_F(DistillModel, GoesOnWhereItWasStopped) {
       EXPECT_FALSE(std::filesystem::exists(path(out)));
       DistillOptions again = how;
       again.progress = {};
-      EXPECT_NE(refusal(model, out, again).find("resume"), std::string::npos);
+      if (std::filesystem::exists(path(out + ".distill"))) {
+        EXPECT_GT(stop, 1);
+        EXPECT_NE(refusal(model, out, again).find("resume"), std::string::npos);
+      }
       again.resume = true;
       made(model, out, again);
       EXPECT_TRUE(bytes_of(out) == whole);
@@ -385,7 +388,7 @@ TEST_F(DistillModel, ADamagedOrForeignStateIsRefused) {
   how.resume = true;
   DistillOptions other = how;
   other.steps = 7;
-  EXPECT_NE(refusal(model, "out", other).find("another teacher, text or options"),
+  EXPECT_NE(refusal(model, "out", other).find("another teacher, text, start or options"),
             std::string::npos);
   const std::string state = text_of("out.distill/state");
   for (const std::size_t at : {std::size_t{0}, state.size() / 2, state.size() - 1}) {
@@ -400,6 +403,59 @@ TEST_F(DistillModel, ADamagedOrForeignStateIsRefused) {
   put("out.distill/mine.txt", "precious");
   EXPECT_NE(refusal(model, "out", how).find("mine.txt"), std::string::npos);
   EXPECT_EQ(text_of("out.distill/mine.txt"), "precious");
+}
+
+TEST_F(DistillModel, ADamagedStartIsRefused) {
+  const std::string model = put_tiny_model(*this, "llama");
+  DistillOptions how = options();
+  how.progress = [](const DistillProgress& state) {
+    return state.doing == "learning" ? DistillNext::stop : DistillNext::go_on;
+  };
+  ASSERT_FALSE(distill_model(model, path("out"), how).ok());
+  how.progress = {};
+  how.resume = true;
+  const std::string file = "out.distill/start/model.safetensors";
+  const std::string good = text_of(file);
+  std::string bad = good;
+  bad[bad.size() - 50] ^= 1;
+  put(file, bad);
+  EXPECT_NE(refusal(model, "out", how).find("another teacher, text, start or options"),
+            std::string::npos);
+  put(file, good);
+  put("out.distill/start/mine.txt", "precious");
+  EXPECT_NE(refusal(model, "out", how).find("mine.txt"), std::string::npos);
+  std::filesystem::remove(path("out.distill/start/mine.txt"));
+  made(model, "out", how);
+}
+
+TEST_F(DistillModel, OneRunAtATime) {
+  const std::string model = put_tiny_model(*this, "llama");
+  DistillOptions how = options();
+  int asked = 0;
+  how.progress = [&](const DistillProgress& state) {
+    if (state.doing == "learning" && asked++ == 0)
+      for (const bool force : {false, true}) {
+        DistillOptions second = options();
+        second.force = force;
+        second.resume = !force;
+        EXPECT_NE(refusal(model, "out", second).find("another run is working there"),
+                  std::string::npos);
+      }
+    return DistillNext::go_on;
+  };
+  made(model, "out", how);
+  EXPECT_GT(asked, 0);
+}
+
+// A run that fails before it has anything to go on from leaves nothing in the way.
+TEST_F(DistillModel, LeavesNoEmptyFolder) {
+  const std::string model = put_tiny_model(*this, "llama");
+  DistillOptions how = options();
+  how.data.clear();
+  how.self_text = true;
+  how.progress = [](const DistillProgress&) { return DistillNext::stop; };
+  ASSERT_FALSE(distill_model(model, path("out"), how).ok());
+  EXPECT_FALSE(std::filesystem::exists(path("out.distill")));
 }
 
 TEST_F(DistillModel, AStartOfOtherOptionsIsRefused) {
@@ -436,6 +492,10 @@ TEST_F(DistillModel, Refusals) {
   EXPECT_EQ(with([](DistillOptions& o) { o.steps = -1; }),
             "steps: -1, expected an integer 0..16777216");
   EXPECT_NE(with([](DistillOptions& o) { o.rate = 2.0; }).find("rate"), std::string::npos);
+  EXPECT_EQ(with([](DistillOptions& o) { o.embedding_bits = 1; }),
+            "embedding_bits: 1, expected 0, 2, 3, 4, 5, 6 or 8");
+  EXPECT_EQ(with([](DistillOptions& o) { o.data = {"/dev/zero"}; }),
+            "/dev/zero: a device, expected a file of text");
   EXPECT_NE(with([](DistillOptions& o) { o.bits = 7; }).find("bits: 7"), std::string::npos);
   EXPECT_NE(with([](DistillOptions& o) { o.validation = 50; }).find("50 pieces of 32 tokens"),
             std::string::npos);

@@ -107,8 +107,8 @@ Result<LearnState> LearnState::read(const std::string& path, std::uint64_t finge
   reader.number(of);
   if (magic != kMagic) return damaged();
   if (of != fingerprint)
-    return invalid(path +
-                   ": of a run with another teacher, text or options, expected the same ones");
+    return invalid(
+        path + ": of a run with another teacher, text, start or options, expected the same ones");
   LearnState state;
   visit(state, reader);
   if (!reader.ok || !reader.bytes.empty()) return damaged();

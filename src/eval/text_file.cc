@@ -26,6 +26,10 @@ Result<std::string> read_text(const std::string& path, bool any_bytes, const std
   std::error_code error;
   if (std::filesystem::is_directory(path, error))
     return invalid(path + ": a folder, expected a file of text");
+  // /dev/zero has no end. A pipe has one.
+  if (std::filesystem::is_character_file(path, error) ||
+      std::filesystem::is_block_file(path, error))
+    return invalid(path + ": a device, expected a file of text");
   // A stream of C++ would call it a file that cannot be opened when memory runs out.
   const auto close = [](std::FILE* file) { std::fclose(file); };
   const std::unique_ptr<std::FILE, decltype(close)> file(std::fopen(path.c_str(), "rb"), close);

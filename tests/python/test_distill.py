@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 
+import numpy as np
 import pytest
 from small_models import put_model
 from test_cli import COMMAND, bittern, refused
@@ -50,6 +51,10 @@ def test_a_student_learns(given, tmp_path):
     for words in ("Learning", "How they go on", "Error along the depth", "KL by position", "<svg"):
         assert words in page
     assert not (tmp_path / "out.distill").exists()
+    for verb in (["run", out, "-p", "a", "-n", 1], ["calibrate", out, "--data", text, "--chunks", 1, "-o", tmp_path / "i.gguf"]):
+        for _ in range(2):  # every report may be replaced
+            result = bittern(*verb, "--json", tmp_path / "r.json", "--force", "--ctx", 32)
+            assert result.returncode == 0, result.stderr
 
     # From Python the same bytes; and what was written is what was judged.
     again = library.distill(teacher, tmp_path / "again", data=text, steps=6, **OPTIONS)
@@ -126,8 +131,8 @@ def test_progress_decides(given, tmp_path):
     assert [state.doing for state in seen if state.doing == "learning"] == ["learning"] * 2
     assert seen[-1].doing == "writing"
 
-    with pytest.raises(library.Cancelled, match="resume"):
-        library.distill(teacher, tmp_path / "b", data=text, steps=4, rate=0.002, progress=lambda s: s.step < 2, **OPTIONS)
+    with pytest.raises(library.Cancelled, match="resume"):  # by a bool of numpy
+        library.distill(teacher, tmp_path / "b", data=text, steps=4, rate=0.002, progress=lambda s: np.less(s.step, 2), **OPTIONS)
     with pytest.raises(OSError, match="b.distill: of a run that was stopped, expected resume"):
         library.distill(teacher, tmp_path / "b", data=text, steps=4, rate=0.002, **OPTIONS)
     library.distill(teacher, tmp_path / "b", data=text, steps=4, rate=0.002, resume=True, **OPTIONS)
