@@ -26,6 +26,13 @@ void must(bool holds) {
   if (!holds) std::abort();
 }
 
+// sentencepiece writes spaces as U+2581, so that a text's own come back as spaces.
+std::string with_spaces(std::string text) {
+  for (std::size_t at; (at = text.find("\xe2\x96\x81")) != std::string::npos;)
+    text.replace(at, 3, " ");
+  return text;
+}
+
 class Files {
  public:
   Files() {
@@ -157,9 +164,10 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       load(files.gguf(), files.gguf());
       break;
     case 2:
-      for (const Tokenizer& t : files.fixed())
+      for (std::size_t i = 0; i < files.fixed().size(); ++i)
         for (const bool special : {false, true})
-          must(use(t, text, {false, special}) == as_utf8(text));
+          must(use(files.fixed()[i], text, {false, special}) ==
+               (i == 0 ? as_utf8(text) : with_spaces(as_utf8(text))));
       break;
     default: chat(files.fixed()[0], text); break;
   }
