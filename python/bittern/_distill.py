@@ -204,9 +204,9 @@ def distill(
     out         a folder for MLX, or a .gguf file for llama.cpp
     data        the path of a text to learn from, much like that of later use, or of conversations (.jsonl), or a list
                 of them
+    self_text   in place of data: a text that the teacher writes itself
     format      "mlx" or "gguf" (default: by `out`)
     type        of a GGUF file: Q4_1, Q5_1, Q4_K_S, Q4_K_M, Q5_K_S or Q5_K_M (default: Q4_1; Q5_1 with bits=5)
-    self_text   in place of data: a text that the teacher writes itself
     bits        bits per weight: 2, 3, 4, 5, 6 or 8; in GGUF 4 or 5 (default: 4)
     group_size  weights that share a scale: 32, 64 or 128 (default: 64; in GGUF 32)
     embedding_bits

@@ -115,7 +115,7 @@ def test_llama_cpp_computes_what_was_written(given, tmp_path):
     theirs = np.array(model.scores[: len(tokens)])
     ours = library.load(out, activations="float").logits(tokens)
     # llama.cpp quantises activations to 8 bits.
-    assert np.square(theirs - ours).mean() < 0.005 * np.square(ours).mean()
+    assert np.square(theirs - ours).mean() < 1e-3 * np.square(ours).mean()
 
 
 def test_progress_decides(given, tmp_path):
