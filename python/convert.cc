@@ -116,6 +116,7 @@ DistillOptions distill_options_of(const nb::dict& given) {
   take(given, "context", o.context);
   take(given, "calibration", o.calibration);
   take(given, "fisher", o.fisher);
+  take(given, "learn_codes", o.learn_codes);
   take(given, "validation", o.validation);
   take(given, "steps", o.steps);
   take(given, "batch", o.batch);
@@ -286,6 +287,8 @@ nb::dict report_dict(const DistillReport& report) {
   d["bits"] = object(std::int64_t{report.bits});
   d["group_size"] = object(std::int64_t{report.group_size});
   d["learned"] = object(report.learned);
+  d["codes"] = object(report.codes);
+  d["codes_moved"] = object(report.codes_moved);
   d["train_pieces"] = object(report.train_pieces);
   d["validation_pieces"] = object(report.validation_pieces);
   d["steps"] = object(report.steps);

@@ -26,7 +26,8 @@ Result<QuantizeReport> quantize_calibrated(const std::string& source, const std:
 
 // ---- distillation ----
 // Three steps: the teacher's matrices are quantised as by method gptq; a rate is searched on text
-// that is held out; then scales and biases learn, by Adam, to lower KL(teacher || student).
+// that is held out; then scales and biases, and codes if asked, learn, by Adam, to lower
+// KL(teacher || student).
 
 struct DistillProgress {
   // "sampling" (a text of its own), "calibrating", "searching", "learning", "writing" or "judging"
@@ -66,6 +67,7 @@ struct DistillOptions {
   std::int64_t steps = 60;          // 0: nothing is learned
   std::int64_t batch = 2;           // pieces of a step
   std::optional<double> rate{};     // of scales, relative to their mean; default: searched
+  bool learn_codes = false;         // codes of layers move too: 13 bytes a weight of memory more
   std::uint64_t seed = 0;           // of the order of the pieces
 
   bool judge = false;  // DistillReport::judged and samples
@@ -99,6 +101,8 @@ struct DistillReport {
   std::string type{};            // of a GGUF file
   int bits = 0, group_size = 0;  // of most grids that learned
   std::int64_t learned = 0;      // scales and biases
+  std::int64_t codes = 0;        // that could move
+  std::int64_t codes_moved = 0;  // that are others than at the start
   std::int64_t train_pieces = 0, validation_pieces = 0;
   std::int64_t steps = 0;  // made
   std::int64_t best_step = 0;

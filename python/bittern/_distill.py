@@ -72,6 +72,8 @@ class DistillReport:
     bits: int  # of most grids that learned
     group_size: int
     learned: int  # scales and biases
+    codes: int  # that could move
+    codes_moved: int  # that are others than at the start
     train_pieces: int
     validation_pieces: int
     steps: int  # made
@@ -155,6 +157,7 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "context": _integer,
     "calibration": _integer,
     "fisher": _flag,
+    "learn_codes": _flag,
     "validation": _integer,
     "steps": _integer,
     "batch": _integer,
@@ -184,6 +187,7 @@ def distill(
     context: int = 512,
     calibration: int = 128,
     fisher: bool = False,
+    learn_codes: bool = False,
     validation: int = 16,
     steps: int = 60,
     batch: int = 2,
@@ -217,6 +221,7 @@ def distill(
     context     tokens of a piece of text
     calibration pieces that codes are chosen by, at most
     fisher      weigh each of their tokens by what its errors cost the predictions
+    learn_codes codes move too, not only scales and biases: for 2 and 3 bits and long runs
     validation  pieces that are held out, to judge by
     steps       steps of learning; 0 only calibrates
     batch       pieces of text a step

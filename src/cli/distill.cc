@@ -19,7 +19,7 @@ namespace {
 
 struct DistillFlags {
   CommonFlags common;
-  std::string teacher, out, report;
+  std::string teacher, out, report, learn = "grids";
   bool no_report = false;
   DistillOptions options;
 };
@@ -65,6 +65,8 @@ Json report_json(const DistillFlags& flags, const DistillReport& report) {
           {"bytes", report.output.bytes},
           {"bits_per_weight", report.output.bits_per_weight},
           {"learned", report.learned},
+          {"codes", report.codes},
+          {"codes_moved", report.codes_moved},
           {"train_pieces", report.train_pieces},
           {"validation_pieces", report.validation_pieces},
           {"context", flags.options.context},
@@ -97,6 +99,9 @@ void print_result(const DistillReport& report) {
              report.tokens_per_second > 0
                  ? fmt::format(" ({:.0f} tokens/s)", report.tokens_per_second)
                  : "");
+  if (report.codes > 0)
+    fmt::print("{:.2f} % of the codes moved\n",
+               100 * static_cast<double>(report.codes_moved) / static_cast<double>(report.codes));
   if (!report.type.empty())
     fmt::print("validation KL of the file as {}: {:.4f}\n", report.type, report.written_kl);
   fmt::print("{}: {}, {:.3f} bits per weight, {:.1f} s\n", printable(report.output.output),
@@ -122,7 +127,10 @@ Status write_page(const DistillFlags& flags, const DistillReport& found) {
       {"teacher", flags.teacher},
       {"type", found.type.empty() ? "MLX" : found.type},
       {"bits, group", fmt::format("{}, {}", found.bits, found.group_size)},
-      {"learned", fmt::format("{} scales and biases", found.learned)},
+      {"learned",
+       fmt::format("{} scales and biases", found.learned) +
+           (found.codes > 0 ? fmt::format(", {} of {} codes moved", found.codes_moved, found.codes)
+                            : "")},
       {"steps", fmt::format("{} of {} pieces of {} tokens", found.steps, o.batch, o.context)},
       {"rate", fmt::format("{:.5f}", found.rate)},
       {"KL, held out", fmt::format("{:.4f} calibrated, {:.4f} learned, {:.4f} written",
@@ -153,6 +161,9 @@ Status run(DistillFlags& flags) {
   }
   DistillOptions& options = flags.options;
   options.force = flags.common.force;
+  if (flags.learn != "grids" && flags.learn != "codes")
+    return invalid("--learn: " + printable(flags.learn) + ", expected grids or codes");
+  options.learn_codes = flags.learn == "codes";
   options.option_name = flag_name;
   for (const OutputName& json : json_output(flags.common))
     options.also_written.push_back(json.path);
@@ -242,6 +253,10 @@ Verb distill_verb(CLI::App& main) {
       ->group(how);
   option("--validation", options.validation, "N", "hold N pieces out, to judge by (default: 16)")
       ->check(integer_in(1, 1 << 24))
+      ->group(how);
+  option("--learn", flags->learn, "WHAT",
+         "grids: scales and biases; codes: these, and the codes themselves, for 2 and 3 bits and "
+         "long runs (default: grids)")
       ->group(how);
   option("--rate", options.rate, "X",
          "how far a step moves a scale, relative to the matrix' mean scale (default: short runs "

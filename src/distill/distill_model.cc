@@ -49,12 +49,6 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// The middle of the rates that are tried: the coarser the grid, the worse the start, the further
-// scales have to go.
-double first_rate(int bits) {
-  return bits <= 2 ? 0.0025 : bits == 3 ? 0.0009 : bits == 4 ? 0.0003 : 0.0001;
-}
-
 Status in_range(const char* field, std::int64_t value, std::int64_t least, std::int64_t most) {
   if (value >= least && value <= most) return {};
   return invalid(std::string("@{") + field + "}: " + std::to_string(value) +
@@ -444,18 +438,20 @@ class Distillation {
     if (!start) return start.status();
     for (const CheckpointTensor& tensor : start->tensors())
       for (const auto& bytes : {tensor.data, tensor.scales, tensor.biases}) fingerprint_.add(bytes);
-    auto grids = LearnedGrids::make(*student, *start);
+    auto grids = LearnedGrids::make(*student, *start, options_.learn_codes);
     if (!grids) return grids.status();
     report_.learned = 2 * grids->count();
+    report_.codes = static_cast<std::int64_t>(grids->codes().size());
     auto pass = KlPass::make(*teaching_, *student, options_.context);
     if (!pass) return pass.status();
-    learner_.emplace(std::move(*pass), std::move(*grids), text_, options_);
+    learner_.emplace(std::move(*pass), std::move(*grids), text_, options_, target_.bits);
     student_ = std::move(*student);
 
     fingerprint_.add(text_.fingerprint());
     fingerprint_.add(options_.seed);
-    for (const std::int64_t n : {options_.steps, options_.batch, options_.context,
-                                 std::int64_t{options_.fisher}, options_.calibration})
+    for (const std::int64_t n :
+         {options_.steps, options_.batch, options_.context, std::int64_t{options_.fisher},
+          std::int64_t{options_.learn_codes}, options_.calibration})
       fingerprint_.add(static_cast<std::uint64_t>(n));
     fingerprint_.add(options_.rate ? std::to_string(*options_.rate) : "");
 
@@ -464,9 +460,13 @@ class Distillation {
       auto read = LearnState::read(work_.state(), fingerprint_.value());
       if (!read) return read.status();
       state = std::move(*read);
-      BITTERN_TRY(learner_->use(state.parameters));
+      BITTERN_TRY(learner_->use(state));
     } else {
-      state = learner_->begin();
+      const auto teacher = Checkpoint::open(teacher_);
+      if (!teacher) return teacher.status();
+      auto latents = learner_->grids().latents(*teacher);
+      if (!latents) return latents.status();
+      state = learner_->begin(std::move(*latents));
       const auto kl = validation("of the start");
       if (!kl) return kl.status();
       state.start_kl = state.best_kl = *kl;
@@ -487,7 +487,11 @@ class Distillation {
     report_.kl = state.best_kl;
     report_.trials = state.trials;
     report_.points = state.points;
-    return learner_->use(state.best);
+    BITTERN_TRY(learner_->use_best(state));
+    const auto moved = learner_->grids().codes_moved(*start);
+    if (!moved) return moved.status();
+    report_.codes_moved = *moved;
+    return {};
   }
 
   Result<double> validation(const std::string& text) {
@@ -506,8 +510,8 @@ class Distillation {
     const double middle = first_rate(target_.bits);
     double best = std::numeric_limits<double>::infinity();
     for (const double factor : {1.0, 2.0, 0.5}) {
-      BITTERN_TRY(learner_->use(state.parameters));
-      LearnState trial = learner_->begin();
+      LearnState trial = Learner::anew(state);
+      BITTERN_TRY(learner_->use(trial));
       trial.rate = middle * factor;
       for (std::int64_t i = 0; i < length; ++i) {
         const auto kl = learner_->step(trial, length);
@@ -526,7 +530,7 @@ class Distillation {
         state.rate = trial.rate;
       }
     }
-    return learner_->use(state.parameters);
+    return learner_->use(state);
   }
 
   Status steps(LearnState& state) {
@@ -578,7 +582,7 @@ class Distillation {
     if (*kl < state.best_kl) {
       state.best_kl = *kl;
       state.best_step = state.step;
-      for (int i = 0; i < 2; ++i) state.best[i] = state.parameters[i];
+      learner_->keep_best(state);
     }
     return {};
   }

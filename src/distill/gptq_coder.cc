@@ -1,7 +1,6 @@
 #include "distill/gptq_coder.h"
 
 #include <algorithm>
-#include <charconv>
 #include <mutex>
 #include <set>
 #include <utility>
@@ -25,19 +24,12 @@ namespace {
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
-// "layers.12.q" is quantity q of layer 12; "head" of none.
+// "layers.12.q" is quantity q.
 std::optional<Q> quantity_of(std::string_view name) {
   const auto found = std::find(std::begin(kQuantityNames), std::end(kQuantityNames),
                                name.substr(name.rfind('.') + 1));
   if (found == std::end(kQuantityNames)) return {};
   return static_cast<Q>(found - std::begin(kQuantityNames));
-}
-std::int64_t layer_of(std::string_view name) {
-  constexpr std::string_view kLayers = "layers.";
-  if (!name.starts_with(kLayers)) return -1;
-  std::int64_t layer = -1;
-  std::from_chars(name.data() + kLayers.size(), name.data() + name.size(), layer);
-  return layer;
 }
 
 // For each column of `to`, its place in `part`: both are made of the same tensor, whose blocks of
@@ -182,7 +174,7 @@ Result<GptqCoder::Input> GptqCoder::input_of_tensor(const OutputTensor& tensor) 
         const auto product = input_of(*quantity);
         if (!product) return invalid("it is looked up, not multiplied");
         if (product->experts) return invalid("it holds experts");
-        of.place = {layer_of(part.name), product->place, product->shared};
+        of.place = {layer_of_part(part.name), product->place, product->shared};
       }
       of.columns = columns_between(part, recipe);
       if (input && (input->place != of.place || input->columns != of.columns))

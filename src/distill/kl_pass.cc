@@ -1,6 +1,7 @@
 #include "distill/kl_pass.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -14,6 +15,43 @@ namespace {
 constexpr std::int64_t kRows = 64;  // positions whose logits are in memory at once
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+// A matrix' gradients come several times: each time's are added to what there is.
+class AddingSink : public GradientSink {
+ public:
+  explicit AddingSink(GradientSink& to) : to_(to) {}
+
+  Grids grids(const Matrix::Piece& piece) override {
+    const Grids to = to_.grids(piece);
+    if (!to.scales) return {};
+    if (used_ == parts_.size()) parts_.emplace_back();
+    Part& part = parts_[used_++];
+    part.to = to;
+    const std::int64_t rows = to.scales.shape[0], groups = to.scales.shape[1];
+    part.scales.resize(at(rows * groups));
+    part.biases.resize(part.scales.size());
+    return {view(part.scales.data(), {rows, groups}), view(part.biases.data(), {rows, groups})};
+  }
+  // What was written since the last call.
+  void add() {
+    for (const Part& part : std::span(parts_).first(std::exchange(used_, 0))) {
+      float *const scales = part.to.scales.as<float>(), *const biases = part.to.biases.as<float>();
+      for (std::size_t i = 0; i < part.scales.size(); ++i) {
+        scales[i] += part.scales[i];
+        biases[i] += part.biases[i];
+      }
+    }
+  }
+
+ private:
+  struct Part {
+    Grids to;
+    std::vector<float> scales, biases;
+  };
+  GradientSink& to_;
+  std::vector<Part> parts_;
+  std::size_t used_ = 0;
+};
 
 }  // namespace
 
@@ -39,16 +77,19 @@ Status KlPass::teach(std::span<const std::int32_t> tokens, float* hidden) {
 }
 
 Result<double> KlPass::loss(std::span<const std::int32_t> tokens, const float* taught,
-                            GradientSink* sink) {
+                            PieceStreams& piece, GradientSink* sink) {
   const ModelData& teacher = ModelAccess::data(teacher_);
   const ModelData& student = student_.model();
   const Decoder& d = student.decoder;
   const auto rows = static_cast<std::int64_t>(tokens.size());
   const ThreadCount threads(student.options.threads);
-  BITTERN_TRY(student_.forward(tokens, sink != nullptr));
-  const std::vector<float>& hidden = student_.hidden();
-
-  d_stream_.resize(sink != nullptr ? hidden.size() : 0);
+  BITTERN_TRY(student_.forward(tokens, sink != nullptr, piece));
+  const std::vector<float>& hidden = piece.hidden;
+  std::optional<AddingSink> head;
+  if (sink != nullptr) {
+    head.emplace(*sink);
+    piece.d_stream.resize(hidden.size());
+  }
   taught_logits_.resize(at(kRows * d.vocab));
   logits_.resize(at(kRows * d.vocab));
   losses_.resize(at(kRows));
@@ -81,10 +122,21 @@ Result<double> KlPass::loss(std::span<const std::int32_t> tokens, const float* t
     if (sink == nullptr) continue;
     scratch_.release({});
     BITTERN_TRY(head_backward(student, hidden.data() + first * d.hidden, count, logits,
-                              d_stream_.data() + first * d.hidden, *sink, scratch_));
+                              piece.d_stream.data() + first * d.hidden, *head, scratch_));
+    head->add();
   }
-  if (sink != nullptr) BITTERN_TRY(student_.backward(d_stream_.data(), *sink));
+  if (sink != nullptr) BITTERN_TRY(student_.norm_backward(piece));
   return sum;
+}
+
+Status KlPass::layer_backward(std::int64_t layer, PieceStreams& piece, GradientSink& sink) {
+  const ThreadCount threads(student_.model().options.threads);
+  return student_.layer_backward(layer, piece, sink);
+}
+
+Status KlPass::embedding_backward(const PieceStreams& piece, GradientSink& sink) {
+  return bittern::embedding_backward(student_.model(), piece.tokens, piece.d_stream.data(), sink,
+                                     scratch_);
 }
 
 }  // namespace bittern

@@ -1,5 +1,5 @@
-// KL(teacher || student) of a piece of text, and its gradients: the student's layers forwards, the
-// loss a few positions at a time, and the layers backwards.
+// KL(teacher || student) of pieces of text, and its gradients: the student's layers forwards, the
+// loss a few positions at a time, and the layers backwards, one at a time.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -25,9 +25,21 @@ class KlPass {
 
   // f32 [context, teacher_width]: what the teacher's head reads.
   Status teach(std::span<const std::int32_t> tokens, float* hidden);
-  // The mean over all positions of a piece; its gradients go to the sink, if there is one.
+  // The mean over all positions of a piece.
+  Result<double> loss(std::span<const std::int32_t> tokens, const float* taught) {
+    return loss(tokens, taught, passing_, nullptr);
+  }
+  // The same, and the way back as far as the last layer: the head's gradients are added to those of
+  // the sink, and `piece` is ready for layer_backward. The tokens outlive it.
   Result<double> loss(std::span<const std::int32_t> tokens, const float* taught,
-                      GradientSink* sink = nullptr);
+                      PieceStreams& piece, GradientSink& sink) {
+    return loss(tokens, taught, piece, &sink);
+  }
+  // The gradients of a layer, from the last to the first, and then of the embedding. The latter are
+  // added to those of the sink.
+  Status layer_backward(std::int64_t layer, PieceStreams& piece, GradientSink& sink);
+  Status embedding_backward(const PieceStreams& piece, GradientSink& sink);
+  std::int64_t layers() const { return student_.layers(); }
 
  private:
   KlPass(const Model& teacher, std::int64_t context, Session teaching, LayerStreams student)
@@ -35,13 +47,15 @@ class KlPass {
         context_(context),
         teaching_(std::move(teaching)),
         student_(std::move(student)) {}
+  Result<double> loss(std::span<const std::int32_t> tokens, const float* taught,
+                      PieceStreams& piece, GradientSink* sink);
 
   Model teacher_;
   std::int64_t context_;
   Session teaching_;
   LayerStreams student_;
   Scratch scratch_;
-  std::vector<float> d_stream_;
+  PieceStreams passing_;  // of a piece without a way back
   std::vector<float> taught_logits_, logits_, losses_;
 };
 

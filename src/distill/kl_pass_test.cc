@@ -19,14 +19,14 @@ class Gradients : public TestFolder {
  protected:
   static constexpr std::int64_t kTokens = 24;
 
-  // A student of a tiny model, 4 bits with scales in f32.
+  // A student of a tiny model, 4 bits, embedding and head 8, with scales in f32.
   void make(const std::string& name) {
     const std::string model = put_tiny_model(*this, name);
     const auto report = quantize_model(model, path("student"),
                                        {.bits = 4,
                                         .group_size = 32,
                                         .method = "minmax",
-                                        .rules = {{.match = "embed|lm_head", .keep = true}},
+                                        .rules = {{.match = "embed|lm_head", .bits = 8}},
                                         .scale_dtype = "f32",
                                         .force = true,
                                         .threads = 1});
@@ -36,7 +36,7 @@ class Gradients : public TestFolder {
     auto data = load_model_data(path("student"), load);
     const auto source = Checkpoint::open(path("student"));
     if (!teacher || !data || !source) throw std::runtime_error("a model does not load");
-    auto grids = LearnedGrids::make(*data, *source);
+    auto grids = LearnedGrids::make(*data, *source, /*codes_move=*/true);
     if (!grids) throw std::runtime_error(std::string(grids.status().message()));
     grids_.emplace(std::move(*grids));
     auto pass = KlPass::make(*teacher, *data, kTokens);
@@ -48,9 +48,34 @@ class Gradients : public TestFolder {
     ASSERT_TRUE(pass_->teach(tokens_, taught_.data()).ok());
   }
 
-  double loss(GradientSink* sink = nullptr) {
-    const auto kl = pass_->loss(tokens_, taught_.data(), sink);
+  double loss() {
+    const auto kl = pass_->loss(tokens_, taught_.data());
     if (!kl) throw std::runtime_error(std::string(kl.status().message()));
+    return *kl;
+  }
+  // The same; its gradients are in scales_, biases_ and weights_ then.
+  double loss_and_gradients() {
+    PieceStreams piece;
+    SliceGradients ends(*grids_, grids_->ends());
+    const auto kl = pass_->loss(tokens_, taught_.data(), piece, ends);
+    if (!kl) throw std::runtime_error(std::string(kl.status().message()));
+    scales_.clear(), biases_.clear(), weights_.clear();
+    std::vector<std::vector<float>> slices(grids_->slices().size());
+    for (std::int64_t i = pass_->layers(); i-- > 0;) {
+      const auto layer = static_cast<std::size_t>(i);
+      SliceGradients gradients(*grids_, grids_->slices()[layer]);
+      EXPECT_TRUE(pass_->layer_backward(i, piece, gradients).ok());
+      slices[layer] = gradients.numbers;
+    }
+    EXPECT_TRUE(pass_->embedding_backward(piece, ends).ok());
+    slices.back() = ends.numbers;
+    for (std::size_t i = 0; i < slices.size(); ++i) {
+      const auto count = grids_->slices()[i].count;
+      const auto first = slices[i].begin();
+      scales_.insert(scales_.end(), first, first + count);
+      biases_.insert(biases_.end(), first + count, first + 2 * count);
+      weights_.insert(weights_.end(), first + 2 * count, slices[i].end());
+    }
     return *kl;
   }
 
@@ -58,6 +83,7 @@ class Gradients : public TestFolder {
   std::optional<KlPass> pass_;
   std::vector<std::int32_t> tokens_;
   std::vector<float> taught_;
+  std::vector<float> scales_, biases_, weights_;
 };
 
 TEST_F(Gradients, AreTheSlopesOfTheLoss) {
@@ -66,12 +92,11 @@ TEST_F(Gradients, AreTheSlopesOfTheLoss) {
         "olmo2", "smollm3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}) {
     SCOPED_TRACE(name);
     make(name);
-    GridGradients gradients(*grids_);
-    const double at_start = loss(&gradients);
+    const double at_start = loss_and_gradients();
     EXPECT_GT(at_start, 1e-3);
     EXPECT_EQ(at_start, loss());
     double all = 0;
-    for (const float g : gradients.scales) all = std::max(all, std::fabs(double{g}));
+    for (const float g : scales_) all = std::max(all, std::fabs(double{g}));
     const std::vector<float> scales(grids_->scales().begin(), grids_->scales().end());
     const std::vector<float> centres(grids_->centres().begin(), grids_->centres().end());
     for (const LearnedGrids::Tensor& tensor : grids_->tensors()) {
@@ -82,9 +107,8 @@ TEST_F(Gradients, AreTheSlopesOfTheLoss) {
         double square = 0;
         for (std::int64_t i = tensor.first; i < tensor.first + tensor.count; ++i) {
           const auto j = static_cast<std::size_t>(i);
-          const double d_bias = gradients.biases[j];
-          g.push_back(centre ? d_bias
-                             : gradients.scales[j] - double{grids_->mean_codes()[j]} * d_bias);
+          const double d_bias = biases_[j];
+          g.push_back(centre ? d_bias : scales_[j] - double{grids_->mean_codes()[j]} * d_bias);
           square += g.back() * g.back();
         }
         if (square == 0) continue;  // an expert that no token uses
@@ -117,6 +141,20 @@ TEST_F(Gradients, AreTheSlopesOfTheLoss) {
     std::copy(centres.begin(), centres.end(), grids_->centres().begin());
     ASSERT_TRUE(grids_->store().ok());
     EXPECT_NEAR(loss(), at_start, 1e-5);
+
+    // Those of weights add up to those of biases, to the bit, and of embedding and head there are
+    // none.
+    std::size_t j = 0;
+    for (const LearnedGrids::Tensor& tensor : grids_->tensors()) {
+      const std::int64_t group = tensor.part.weights.group_size;
+      EXPECT_EQ(tensor.weights, tensor.part.name.starts_with("layers.") ? tensor.count * group : 0);
+      for (std::int64_t i = 0; i < tensor.weights / group; ++i) {
+        float sum = 0;
+        for (std::int64_t k = 0; k < group; ++k) sum += weights_[j++];
+        ASSERT_EQ(sum, biases_[static_cast<std::size_t>(tensor.first + i)]) << tensor.part.name;
+      }
+    }
+    EXPECT_EQ(j, weights_.size());
   }
 }
 

@@ -16,7 +16,7 @@
 namespace bittern {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x3165746174536c62;  // "blState1"
+constexpr std::uint64_t kMagic = 0x3265746174536c62;  // "blState2"
 
 // Both directions with one list of fields.
 struct Writer {
@@ -67,8 +67,10 @@ void visit(State& s, Stream& stream) {
   stream.list(s.points);
   stream.number(s.train_sum);
   stream.number(s.train_count);
-  for (auto* numbers : {&s.parameters, &s.means, &s.variances, &s.best})
+  for (auto* numbers : {&s.parameters, &s.means, &s.variances})
     for (auto& part : *numbers) stream.list(part);
+  for (auto& part : s.best) stream.list(part);
+  stream.list(s.best_codes);
 }
 
 }  // namespace

@@ -62,6 +62,7 @@ std::uint64_t LearnedCoder::fingerprint() const {
   hash.add(start_.fingerprint());
   for (const std::span<const float> numbers : {grids_.scales(), grids_.centres()})
     hash.add(std::as_bytes(numbers));
+  hash.add(std::as_bytes(grids_.codes()));
   return hash.value();
 }
 

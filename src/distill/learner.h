@@ -1,8 +1,13 @@
-// Adam on the scales and centres of a student's grids (distill/learned_grids.h):
+// Adam on what learns of a student (distill/learned_grids.h):
 //
 //   each step   g = the mean over the step's pieces of the gradients of their mean KL
 //               Adam, at a rate that falls to 0 along half a cosine; a step of size 1 moves a scale
-//               by rate, and a centre by kCentreRate * rate, times the tensor's mean |s|
+//               by rate, and a centre by kCentreRate * rate, times the tensor's mean |s|, and a
+//               latent code by kCodeRate * rate
+//
+// A grid of more bits than the others starts nearer to the teacher, and learns at a lower rate. All
+// pieces of a step go forwards, then they go backwards layer by layer, and a layer is updated as
+// soon as all have passed it: gradients of more than a layer are never in memory.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -27,37 +32,59 @@ struct LearnState {
   std::vector<DistillPoint> points{};
   double train_sum = 0;  // of the steps since the last point
   std::int64_t train_count = 0;
-  // [groups] each: scales, then centres.
-  std::vector<float> parameters[2], means[2], variances[2], best[2];
+  // Scales and centres, [groups] each, and the latent codes, if codes move.
+  std::vector<float> parameters[3], means[3], variances[3];
+  std::vector<float> best[2];  // scales and centres
+  std::vector<std::uint8_t> best_codes{};
 
   Status write(const std::string& path, std::uint64_t fingerprint) const;
   static Result<LearnState> read(const std::string& path, std::uint64_t fingerprint);
 };
 
+// The middle of the rates that are tried: the coarser the grid, the worse the start, the further
+// scales have to go.
+double first_rate(int bits);
+
 class Learner {
  public:
-  Learner(KlPass pass, LearnedGrids grids, const TrainingText& text, const DistillOptions& options)
-      : pass_(std::move(pass)), grids_(std::move(grids)), text_(text), options_(options) {}
+  // bits: of most grids.
+  Learner(KlPass pass, LearnedGrids grids, const TrainingText& text, const DistillOptions& options,
+          int bits)
+      : pass_(std::move(pass)),
+        grids_(std::move(grids)),
+        text_(text),
+        options_(options),
+        bits_(bits) {}
 
   LearnedGrids& grids() { return grids_; }
 
-  // A state before its first step, with the grids' numbers.
-  LearnState begin();
+  // A state before its first step, with the grids' numbers and these latent codes.
+  LearnState begin(std::vector<float> latents);
+  // The same again, to try something.
+  static LearnState anew(const LearnState& begun);
   // Another step of `steps`; the mean KL of its pieces.
   Result<double> step(LearnState& state, std::int64_t steps);
   // The mean KL of the pieces that are held out: this student's, and that of another pass.
   Result<double> validate() { return validate(pass_); }
   Result<double> validate(KlPass& pass);
-  // The model computes with these.
-  Status use(const std::vector<float> (&parameters)[2]);
+  // The model computes with the state's numbers: the last ones, or the best.
+  Status use(LearnState& state);
+  Status use_best(const LearnState& state);
+  // The best so far is what the state has now.
+  void keep_best(LearnState& state) const;
 
  private:
+  Status update(const LearnedGrids::Slice& slice, std::vector<float> sum, double rate,
+                LearnState& state);
+
   KlPass pass_;
   LearnedGrids grids_;
   const TrainingText& text_;
   const DistillOptions& options_;
-  std::vector<float> taught_;      // of a piece
-  std::vector<float> validation_;  // what the teacher's head reads of all pieces held out
+  int bits_;
+  std::vector<PieceStreams> pieces_;  // of a step
+  std::vector<float> taught_;         // of a piece
+  std::vector<float> validation_;     // what the teacher's head reads of all pieces held out
 };
 
 }  // namespace bittern

@@ -85,13 +85,14 @@ Result<TokenWeights> TokenWeights::make(const Model& model, const CalibrationTex
   TokenWeights weights;
   Squares squares(weights.weights_, static_cast<std::int64_t>(text.tokens.size()));
   Scratch scratch;
-  std::vector<float> logits(at(kRows * d.vocab)), d_hidden;
+  PieceStreams passed;
+  std::vector<float> logits(at(kRows * d.vocab));
   for (std::int64_t piece = 0; piece < text.pieces(); ++piece) {
-    BITTERN_TRY(streams->forward({text.piece(piece), at(text.context)}, true));
-    d_hidden.resize(streams->hidden().size());
+    BITTERN_TRY(streams->forward({text.piece(piece), at(text.context)}, true, passed));
+    passed.d_stream.resize(passed.hidden.size());
     for (std::int64_t first = 0; first < text.context; first += kRows) {
       const std::int64_t count = std::min(kRows, text.context - first);
-      const float* const hidden = streams->hidden().data() + first * d.hidden;
+      const float* const hidden = passed.hidden.data() + first * d.hidden;
       scratch.release({});
       const MutView x = view(logits.data(), {count, d.vocab});
       BITTERN_TRY(uncapped_head_pass(data, hidden, count, x, scratch));
@@ -99,11 +100,13 @@ Result<TokenWeights> TokenWeights::make(const Model& model, const CalibrationTex
                               static_cast<std::uint64_t>(piece * text.context + first), scratch));
       squares.begin(piece * text.context + first);
       squares.product({.layer = static_cast<std::int64_t>(d.layers.size())}, x);
-      BITTERN_TRY(head_backward(data, hidden, count, x, d_hidden.data() + first * d.hidden, squares,
-                                scratch));
+      BITTERN_TRY(head_backward(data, hidden, count, x, passed.d_stream.data() + first * d.hidden,
+                                squares, scratch));
     }
     squares.begin(piece * text.context);
-    BITTERN_TRY(streams->backward(d_hidden.data(), squares));
+    BITTERN_TRY(streams->norm_backward(passed));
+    for (std::int64_t i = streams->layers(); i-- > 0;)
+      BITTERN_TRY(streams->layer_backward(i, passed, squares));
     BITTERN_TRY(done());
   }
   for (auto& [place, numbers] : weights.weights_) {

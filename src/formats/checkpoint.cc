@@ -99,10 +99,12 @@ const CheckpointTensor* Checkpoint::find(std::string_view name) const {
   return at != by_name_.end() && tensors_[*at].name == name ? &tensors_[*at] : nullptr;
 }
 
-void Checkpoint::replace_grid(std::string_view name, std::span<const std::byte> scales,
+void Checkpoint::replace_grid(std::string_view name, std::span<const std::byte> codes,
+                              std::span<const std::byte> scales,
                               std::span<const std::byte> biases) {
   if (const CheckpointTensor* const found = find(name)) {
     CheckpointTensor& tensor = tensors_[static_cast<std::size_t>(found - tensors_.data())];
+    if (!codes.empty()) tensor.data = codes;
     tensor.scales = scales;
     tensor.biases = biases;
   }

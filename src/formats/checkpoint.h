@@ -56,9 +56,9 @@ class Checkpoint {
   const std::string& path() const { return path_; }  // as given, or the snapshot
   const std::vector<CheckpointTensor>& tensors() const { return tensors_; }  // in the files' order
   const CheckpointTensor* find(std::string_view name) const;
-  // Other scales and biases of a tensor, as many bytes; they outlive this.
-  void replace_grid(std::string_view name, std::span<const std::byte> scales,
-                    std::span<const std::byte> biases);
+  // Other scales, biases and, unless empty, codes of a tensor, as many bytes; they outlive this.
+  void replace_grid(std::string_view name, std::span<const std::byte> codes,
+                    std::span<const std::byte> scales, std::span<const std::byte> biases);
 
   const GgufFile* gguf() const { return gguf_ ? &*gguf_ : nullptr; }
   // config.json of a folder; null where there is none.

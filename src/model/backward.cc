@@ -1,6 +1,7 @@
 #include "model/backward.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -12,8 +13,10 @@
 #include "bittern/ops/quantized_matmul_backward.h"
 #include "bittern/ops/rms_norm_backward.h"
 #include "bittern/ops/rope.h"
+#include "bittern/ops/unpack_panels.h"
 #include "core/dot.h"
 #include "core/math.h"
+#include "core/numerics.h"
 #include "cpu/parallel.h"
 #include "model/runner.h"
 
@@ -71,15 +74,59 @@ class Backward : Runner {
       float* const to = std::exchange(first, false) ? d_x : more.row(0);
       QuantizedMatmulBackward::Args args{};
       args.d_y = view(d_y + piece.first, {rows, piece.weights.outputs}, stride);
-      if (grids.scales) args.x = x;
+      if (grids.scales || grids.weights) args.x = x;
       args.panels = panels_of(piece);
       args.d_x = rows_of(to, rows, w.inputs, w.inputs);
       args.d_scales = grids.scales;
       args.d_biases = grids.biases;
+      args.d_w = grids.weights;
       BITTERN_TRY(run<QuantizedMatmulBackward>({.rows = rows, .weights = piece.weights}, args));
       if (to != d_x) add(d_x, to, rows * w.inputs);
     }
     scratch_.release(mark);
+    return {};
+  }
+
+  // A row's codes are read from its panel, which is a matrix of 16 rows.
+  Status embedding(std::span<const std::int32_t> tokens, const float* d_stream) {
+    const Matrix::Piece& piece = m_.weights.embedding.pieces.front();
+    const GradientSink::Grids grids = sink_.grids(piece);
+    if (!grids.scales && !grids.biases) return {};
+    WeightDesc panel = piece.weights;
+    panel.outputs = WeightDesc::kPanelRows;
+    panel.layout = WeightLayout::stored;
+    const std::int64_t words = panel.words(), groups = panel.groups();
+    const std::int64_t bytes = WeightDesc::kPanelRows * panel.row_bytes();
+    std::vector<std::uint32_t> packed(at(panel.outputs * words));
+    std::vector<std::byte> scales(at(panel.outputs * groups) * size_of(panel.scale_element)),
+        biases(scales.size());
+    const float factor = static_cast<float>(d_.embedding_scale);
+    for (std::int64_t t = 0; t < tokens_; ++t) {
+      const std::int64_t row = tokens[at(t)], lane = row % WeightDesc::kPanelRows;
+      UnpackPanels::Args args{};
+      const Axes grid = panel.grid_shape(), all = panel.panel_shape();
+      args.panels = {m_.weights.memory.data() + piece.offset + row / WeightDesc::kPanelRows * bytes,
+                     DType::u8,
+                     {},
+                     all,
+                     all.dense_strides()};
+      args.packed = view(packed.data(), panel.packed_shape());
+      args.scales = {scales.data(), panel.scale_element, {}, grid, grid.dense_strides()};
+      args.biases = {biases.data(), panel.scale_element, {}, grid, grid.dense_strides()};
+      BITTERN_TRY(run<UnpackPanels>(panel, args));
+      const std::uint32_t* const codes = packed.data() + lane * words;
+      const float* const d = d_stream + t * d_.hidden;
+      for (std::int64_t g = 0; g < groups; ++g) {
+        float d_scale = 0, d_bias = 0;
+        for (std::int64_t k = g * panel.group_size; k < (g + 1) * panel.group_size; ++k) {
+          const float dw = factor * d[k];
+          d_scale = std::fma(static_cast<float>(packed_code(codes, k, panel.bits)), dw, d_scale);
+          d_bias += dw;
+        }
+        if (grids.scales) grids.scales.as<float>()[row * groups + g] += d_scale;
+        if (grids.biases) grids.biases.as<float>()[row * groups + g] += d_bias;
+      }
+    }
     return {};
   }
 
@@ -404,6 +451,13 @@ Status head_backward(const ModelData& model, const float* hidden, std::int64_t r
   return Backward(model, scratch, rows, sink)
       .linear(model.weights.output(), view(hidden, {rows, model.decoder.hidden}),
               d_logits.as<float>(), d_logits.stride[0], d_hidden);
+}
+
+Status embedding_backward(const ModelData& model, std::span<const std::int32_t> tokens,
+                          const float* d_stream, GradientSink& sink, Scratch& scratch) {
+  scratch.release({});
+  return Backward(model, scratch, static_cast<std::int64_t>(tokens.size()), sink)
+      .embedding(tokens, d_stream);
 }
 
 }  // namespace bittern

@@ -2,6 +2,7 @@
 // a pass only the stream before every layer is kept.
 #pragma once
 #include <cstdint>
+#include <span>
 
 #include "bittern/status.h"
 #include "bittern/tensor.h"
@@ -13,10 +14,10 @@ namespace bittern {
 class GradientSink {
  public:
   virtual ~GradientSink() = default;
-  // Where the gradients of a matrix' scales and biases go, f32 [outputs, inputs / group_size] each.
-  // Nothing: they are not wanted.
+  // Where the gradients of a matrix' scales and biases go, f32 [outputs, inputs / group_size] each,
+  // and those of its weights, f32 [outputs, inputs]. Nothing: they are not wanted.
   struct Grids {
-    MutView scales{}, biases{};
+    MutView scales{}, biases{}, weights{};
   };
   virtual Grids grids(const Matrix::Piece& piece) {
     (void)piece;
@@ -37,5 +38,8 @@ Status norm_backward(const ModelData& model, const Segment& segment, const float
 Status head_backward(const ModelData& model, const float* hidden, std::int64_t rows,
                      const ConstView& d_logits, float* d_hidden, GradientSink& sink,
                      Scratch& scratch);
+// Adds what reading rows of the embedding gives its scales and biases, if the sink wants them.
+Status embedding_backward(const ModelData& model, std::span<const std::int32_t> tokens,
+                          const float* d_stream, GradientSink& sink, Scratch& scratch);
 
 }  // namespace bittern

@@ -1,5 +1,5 @@
-// A decoder's pass over a piece of text, with what every layer reads kept: forwards, then
-// backwards.
+// A decoder's pass over pieces of text, with what every layer reads kept: forwards, then backwards,
+// a layer at a time.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -12,29 +12,33 @@
 
 namespace bittern {
 
+// Of one piece.
+struct PieceStreams {
+  std::span<const std::int32_t> tokens{};  // the caller's
+  std::vector<float> streams{};   // [layers + 1, tokens, hidden]; not kept: [tokens, hidden]
+  std::vector<float> hidden{};    // [tokens, hidden]: the head's input
+  std::vector<float> d_stream{};  // the gradient of `hidden`, then of what a layer reads
+};
+
 class LayerStreams {
  public:
   // For pieces of up to `context` tokens.
   static Result<LayerStreams> make(const Model& model, std::int64_t context);
 
   const ModelData& model() const { return ModelAccess::data(model_); }
-  // Without `keep` there is no way back, and one layer's stream in memory. The tokens outlive it.
-  Status forward(std::span<const std::int32_t> tokens, bool keep);
-  const std::vector<float>& hidden() const {
-    return hidden_;
-  }  // [tokens, hidden]: the head's input
-  // d_hidden: before, the gradient of hidden(); afterwards, of the embeddings.
-  Status backward(float* d_hidden, GradientSink& sink);
+  std::int64_t layers() const { return static_cast<std::int64_t>(model().decoder.layers.size()); }
+  // Without `keep` there is no way back, and one layer's stream in memory.
+  Status forward(std::span<const std::int32_t> tokens, bool keep, PieceStreams& piece);
+  // The way back: through the norm before the head, then through each layer from the last.
+  Status norm_backward(PieceStreams& piece);
+  Status layer_backward(std::int64_t layer, PieceStreams& piece, GradientSink& sink);
 
  private:
   LayerStreams(const Model& model, Session session) : model_(model), session_(std::move(session)) {}
 
   Model model_;
   Session session_;
-  std::span<const std::int32_t> tokens_;
   LayerTape tape_;
-  std::vector<float> streams_;  // [layers + 1, tokens, hidden], or [tokens, hidden]
-  std::vector<float> hidden_;
 };
 
 }  // namespace bittern

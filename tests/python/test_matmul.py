@@ -158,14 +158,15 @@ def test_gradients_are_near_numpy(bits):
 def test_gradient_of_x_needs_no_x():
     rng = np.random.default_rng(2)
     w, d_y = rng.normal(size=(5, 9)).astype(F32), rng.normal(size=(3, 5)).astype(F32)
-    d_x, d_scales, d_biases = bittern.quantized_matmul_backward(d_y, w=w, type="f32")
+    d_x, d_scales, d_biases, d_w = bittern.quantized_matmul_backward(d_y, w=w, type="f32")
     assert np.allclose(d_x, d_y @ w, rtol=1e-5, atol=1e-6)
     assert d_scales.shape == d_biases.shape == (5, 0)
+    assert d_w.size == 0
     codes, s, b, fields = affine(rng, 5, 64, 4, 32)
     given = {"packed": packed_codes(codes, 4), "scales": s, "biases": b, "inputs": 64, **fields}
     with pytest.raises(ValueError, match="x: left out, expected f32 .3,64. for d_scales"):
         bittern.quantized_matmul_backward(d_y, **given)
-    assert bittern.quantized_matmul_backward(d_y, d_scales=False, d_biases=False, **given).shape == (3, 64)
+    assert bittern.quantized_matmul_backward(d_y, d_scales=False, d_biases=False, d_w=False, **given).shape == (3, 64)
 
 
 def test_embedding():

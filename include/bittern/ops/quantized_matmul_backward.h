@@ -1,5 +1,5 @@
-// The gradients of quantized_matmul with activations float, y = x W^T. Neither W nor its gradient
-// dw is ever made as a whole.
+// The gradients of quantized_matmul with activations float, y = x W^T. W is never made as a whole,
+// and nor is its gradient dw, unless d_w asks for it.
 //
 //   d_x[m][k] = fma(d_y[m][n], w[n][k], ...), n ascending, from +0
 //
@@ -9,11 +9,12 @@
 //   dw[n][k]       = fma(d_y[m][n], x[m][k], ...), m ascending, from +0
 //   d_scales[n][g] = fma(code[n][k], dw[n][k], ...), k of the group ascending, from +0
 //   d_biases[n][g] = the sum of dw[n][k], k of the group ascending, from +0
+//   d_w[n][k]      = dw[n][k]
 //
 // All in f32. The rounding of w passes gradients straight through. NaN and infinities follow IEEE.
-// Any output may be left out, not all of them. x is read for d_scales and d_biases alone, and may
-// be left out if neither is wanted. Without rows d_scales and d_biases are 0, without outputs d_x
-// is. Every backend, SIMD target, thread count and layout gives the same bits.
+// Any output may be left out, not all of them. x is read for d_scales, d_biases and d_w alone, and
+// may be left out if none of them is wanted. Without rows these are 0, without outputs d_x is.
+// Every backend, SIMD target, thread count and layout gives the same bits.
 #pragma once
 #include "bittern/matmul_desc.h"
 
@@ -35,11 +36,11 @@ struct QuantizedMatmulBackward {
   using Desc = QuantizedMatmulBackwardDesc;
   struct Args {
     ConstView d_y, x, w, packed, scales, biases, blocks, panels;
-    MutView d_x{}, d_scales{}, d_biases{};
+    MutView d_x{}, d_scales{}, d_biases{}, d_w{};
   };
 
   static Status check(const Desc& d) noexcept;
-  // d_scales and d_biases need x.
+  // d_scales, d_biases and d_w need x.
   static Status check_contents(const Desc& d, const Args& a) noexcept;
   static PrecisionGuarantee contract(const Desc&) { return exact_guarantee(DType::f32); }
   static DType element(const Desc&) { return DType::f32; }
@@ -69,6 +70,9 @@ struct QuantizedMatmulBackward {
     f("d_x", a.d_x, Operand{DType::f32, d.x_shape(), Operand::kStrided | Operand::kOptional});
     f("d_scales", a.d_scales, grid);
     f("d_biases", a.d_biases, grid);
+    f("d_w", a.d_w,
+      Operand::read_if(d.weights.affine(), DType::f32, d.weights.plain_shape(), "type affine",
+                       Operand::kRowStride | Operand::kOptional));
   }
 };
 

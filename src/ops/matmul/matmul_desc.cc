@@ -86,11 +86,13 @@ Status QuantizedMatmulBackward::check(const Desc& d) noexcept try {
 }
 
 Status QuantizedMatmulBackward::check_contents(const Desc& d, const Args& a) noexcept try {
-  const bool read = (a.d_scales || a.d_biases) && d.weights.grid_shape().numel() > 0;
+  const bool read = (a.d_scales || a.d_biases || a.d_w) && d.weights.grid_shape().numel() > 0;
   if (!read || a.x || d.x_shape().numel() == 0) return {};
   return fail(kName, "x",
               "left out, expected f32 " + d.x_shape().str() + " for " +
-                  (a.d_scales ? "d_scales" : "d_biases"));
+                  (a.d_scales   ? "d_scales"
+                   : a.d_biases ? "d_biases"
+                                : "d_w"));
 } catch (...) {
   return caught(kName);
 }

@@ -43,7 +43,7 @@ std::vector<BenchCase<QuantizedMatmulBackwardDesc>> quantized_matmul_backward_be
     cases.push_back({.label = label,
                      .desc = {rows, w},
                      .fill = fill_panels<QuantizedMatmulBackwardDesc>,
-                     .left_out = w.affine() ? "" : "x"});
+                     .left_out = w.affine() ? "d_w" : "x"});
   };
   const WeightDesc large{.outputs = 4096, .inputs = 4096, .layout = WeightLayout::panels};
   add(512, large);

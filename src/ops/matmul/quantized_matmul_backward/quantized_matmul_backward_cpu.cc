@@ -160,7 +160,7 @@ void RunInputs(const Work& work, const Op::Args& a, std::int64_t parts, std::uin
   }
 }
 
-// ---- d_scales and d_biases ----
+// ---- d_scales, d_biases and d_w ----
 
 // Lanes [0, count) of the gradients of group g of rows n, n + 1, ... of W.
 HWY_INLINE void StoreLanes(const MutView& to, std::int64_t n, std::int64_t g, VF v,
@@ -227,6 +227,12 @@ void GridBlock(const Work& work, const Op::Args& a, const Scratch& s, std::int64
     }
   }
   if (work.d.rows == 0) std::fill_n(s.sums, work.sums(), 0.0f);
+  // Inputs are whole vectors.
+  for (std::int64_t j = 0; a.d_w && j < outputs; j += kTileColumns)
+    tile::Transpose(s.sums + j * work.inputs(), kTileColumns, count,
+                    std::min(kTileColumns, outputs - j),
+                    a.d_w.as<float>() + (n + j) * a.d_w.row_stride() + first, a.d_w.row_stride());
+  if (!a.d_scales && !a.d_biases) return;
   const PanelPart part(w, a, first, count, s.repacked);
   for (std::int64_t j = 0; j < outputs; j += kPanelRows) {
     const float* dw = s.sums + j / kTileColumns * kTileColumns * work.inputs() + j % kTileColumns;
@@ -296,7 +302,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
       (work, a, parts, scratch + slot * work.slot_bytes(), begin, end);
     });
   }
-  if ((a.d_scales || a.d_biases) && w.grid_shape().numel() > 0) {
+  if ((a.d_scales || a.d_biases || a.d_w) && w.grid_shape().numel() > 0) {
     const std::int64_t parts = matmul::parts_for(w.panels(), 1, w.groups(), threads);
     cpu::parallel_slots(w.panels() * parts, slots,
                         [&](std::int64_t slot, std::int64_t begin, std::int64_t end) {

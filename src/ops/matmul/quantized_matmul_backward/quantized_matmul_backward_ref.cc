@@ -35,6 +35,7 @@ void d_grid(const Op::Desc& d, const Op::Args& a) {
         for (std::int64_t m = 0; m < d.rows; ++m)
           dw = std::fma(a.d_y.as<float>()[m * a.d_y.row_stride() + n],
                         a.x.as<float>()[m * a.x.row_stride() + k], dw);
+        if (a.d_w) a.d_w.as<float>()[n * a.d_w.row_stride() + k] = dw;
         const int code = matmul::weight_of(d.weights, row, k).code;
         d_scale = std::fma(static_cast<float>(code), dw, d_scale);
         d_bias += dw;
@@ -47,7 +48,7 @@ void d_grid(const Op::Desc& d, const Op::Args& a) {
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace) {
   if (a.d_x) d_x(d, a);
-  if (a.d_scales || a.d_biases) d_grid(d, a);
+  if (a.d_scales || a.d_biases || a.d_w) d_grid(d, a);
   return {};
 }
 
