@@ -2551,6 +2551,7 @@ def quantized_matmul_backward(
     d_x: _Array | Literal[True] | None = None,
     d_scales: _Array | Literal[True] | None = None,
     d_biases: _Array | Literal[True] | None = None,
+    d_w: _Array | Literal[True] | None = None,
     rows: int | None = None,
     outputs: int | None = None,
     inputs: int | None = None,
@@ -2565,11 +2566,11 @@ def quantized_matmul_backward(
     threads: int = 0,
     stream: _Stream | None = None,
     workspace: _Array | None = None,
-) -> tuple[_Result, _Result, _Result]:
-    """Returns d_x, d_scales, d_biases.
+) -> tuple[_Result, _Result, _Result, _Result]:
+    """Returns d_x, d_scales, d_biases, d_w.
 
-    The gradients of quantized_matmul with activations float, y = x W^T. Neither W nor its gradient
-    dw is ever made as a whole.
+    The gradients of quantized_matmul with activations float, y = x W^T. W is never made as a whole,
+    and nor is its gradient dw, unless d_w asks for it.
 
       d_x[m][k] = fma(d_y[m][n], w[n][k], ...), n ascending, from +0
 
@@ -2579,11 +2580,12 @@ def quantized_matmul_backward(
       dw[n][k]       = fma(d_y[m][n], x[m][k], ...), m ascending, from +0
       d_scales[n][g] = fma(code[n][k], dw[n][k], ...), k of the group ascending, from +0
       d_biases[n][g] = the sum of dw[n][k], k of the group ascending, from +0
+      d_w[n][k]      = dw[n][k]
 
     All in f32. The rounding of w passes gradients straight through. NaN and infinities follow IEEE.
-    Any output may be left out, not all of them. x is read for d_scales and d_biases alone, and may
-    be left out if neither is wanted. Without rows d_scales and d_biases are 0, without outputs d_x
-    is. Every backend, SIMD target, thread count and layout gives the same bits.
+    Any output may be left out, not all of them. x is read for d_scales, d_biases and d_w alone, and
+    may be left out if none of them is wanted. Without rows these are 0, without outputs d_x is.
+    Every backend, SIMD target, thread count and layout gives the same bits.
     """
 
 @overload
@@ -2600,6 +2602,7 @@ def quantized_matmul_backward(
     d_x: _Array | bool | None = None,
     d_scales: _Array | bool | None = None,
     d_biases: _Array | bool | None = None,
+    d_w: _Array | bool | None = None,
     rows: int | None = None,
     outputs: int | None = None,
     inputs: int | None = None,
