@@ -196,6 +196,8 @@ bool is_report(const Json& json) {
                       "bytes",
                       "bits_per_weight",
                       "learned",
+                      "codes",
+                      "codes_moved",
                       "train_pieces",
                       "validation_pieces",
                       "context",

@@ -27,6 +27,9 @@ struct QuantizedMatmulBackwardDesc {
 
   Axes x_shape() const { return {{"rows", rows}, {"inputs", weights.inputs}}; }
   Axes y_shape() const { return {{"rows", rows}, {"outputs", weights.outputs}}; }
+  Axes d_w_shape() const {
+    return {{"outputs", weights.outputs}, {"inputs", weights.affine() ? weights.inputs : 0}};
+  }
 };
 
 struct QuantizedMatmulBackward {
@@ -71,7 +74,7 @@ struct QuantizedMatmulBackward {
     f("d_scales", a.d_scales, grid);
     f("d_biases", a.d_biases, grid);
     f("d_w", a.d_w,
-      Operand::read_if(d.weights.affine(), DType::f32, d.weights.plain_shape(), "type affine",
+      Operand::read_if(d.weights.affine(), DType::f32, d.d_w_shape(), "type affine",
                        Operand::kRowStride | Operand::kOptional));
   }
 };
