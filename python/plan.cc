@@ -121,8 +121,10 @@ class PyPlan {
       used += present;
       if (!present || given[key].is_none()) {
         if ((operand.expected.flags & Operand::kOptional) == 0) {
+          const std::string with = operand.expected.read_with;
           check(invalid(where + ": missing, expected " + name(operand.expected.dtype) + " " +
-                        operand.expected.shape.str() + " = " + operand.expected.shape.names_str()));
+                        operand.expected.shape.str() + " = " + operand.expected.shape.names_str() +
+                        (with.empty() ? "" : ", which is read with " + with)));
         }
         views.emplace_back();
         continue;
@@ -237,6 +239,11 @@ void bind_plan(nb::module_& m) {
       .def_prop_ro("unread_without",
                    [](const OperandInfo& o) -> std::optional<std::string> {
                      if ((o.expected.flags & Operand::kUnread) == 0) return {};
+                     return o.expected.read_with;
+                   })
+      .def_prop_ro("read_with",
+                   [](const OperandInfo& o) -> std::optional<std::string> {
+                     if (*o.expected.read_with == 0) return {};
                      return o.expected.read_with;
                    })
       .def_prop_ro("extra",

@@ -134,6 +134,9 @@ class Operand:
     def unread_without(self) -> str | None:
         """What would have it read, where the descriptor does not."""
     @property
+    def read_with(self) -> str | None:
+        """What has it read, where that depends on a field."""
+    @property
     def extra(self) -> bool:
         """An output that is made only when asked for."""
 

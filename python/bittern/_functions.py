@@ -3,16 +3,18 @@
 import functools
 import inspect
 import itertools
+import math
 import os
 import pathlib
 import re
 import sys
 
 from . import _cuda
-from ._arrays import copied, needs_copy, new_array
+from ._arrays import INTEGERS, copied, needs_copy, new_array
 from ._bittern import Desc, Tensor, num_threads, ops
 from ._sizes import QUANTISED, Axes, Sizes, parse
 from ._values import (
+    DTYPES,
     field_value,
     fill_value,
     integer,
@@ -24,6 +26,19 @@ from ._values import (
 )
 
 _FLOAT64_HINT = "; numpy's default is float64: pass float32"
+
+
+def _dtype_hint(name, array, found, wanted):
+    """How to make an array of integers one of the integers that an operand takes."""
+    if (found, wanted) == ("f64", "f32"):
+        return _FLOAT64_HINT
+    if found not in INTEGERS or wanted not in INTEGERS:
+        return ""
+    theirs = DTYPES[wanted]
+    if _cuda.torch_of(array):
+        return f"; pass {name}.to(torch.{theirs})"
+    module = "mx" if type(array).__module__.partition(".")[0] == "mlx" else "np"
+    return f"; pass {name}.astype({module}.{theirs})"
 
 
 @functools.cache
@@ -60,9 +75,10 @@ def make_desc(op, fields):
 
 @functools.lru_cache(maxsize=1024)
 def _infer_dtypes(op, fields, free, dtypes):
-    """The values of the fields `free` for which most arrays have the dtype their operand wants.
+    """The values of the fields `free` with which the op reads the arrays given, and most of them
+    have the dtype that their operand wants.
 
-    It raises where the op knows no such values.
+    It raises where the op knows no such values, and where several would do as well.
     """
     desc = make_desc(op, fields)
     tried = []
@@ -70,24 +86,39 @@ def _infer_dtypes(op, fields, free, dtypes):
         rest = field.choices
         if field.is_dtype:
             rest = [c for c in rest if c in dict(dtypes).values()]
-        tried.append((field.default, *rest))
-    best, best_matches, first_error = None, -1, None
+        tried.append(tuple(dict.fromkeys((field.default, *rest))))
+    best, best_rank, refusal, refused_rank = [], (-math.inf,), None, (-math.inf,)
     for values in itertools.product(*tried):
         for field, value in zip(free, values):
             desc.set(field.name, value)
+        operands = {o.name: o for o in desc.unchecked_operands()}
+        given = [(operands[name], dtype) for name, dtype in dtypes if name in operands]
+        read = sum(o.unread_without is None for o, _ in given)
+        rank = read, sum(o.dtype == dtype for o, dtype in given)
         try:
-            wanted = {o.name: o.dtype for o in desc.operands()}
-        except (ValueError, NotImplementedError) as error:
-            first_error = first_error or error  # perhaps not a combination the op knows
+            desc.operands()
+        except (ValueError, NotImplementedError) as error:  # perhaps not a combination the op knows
+            if rank > refused_rank:
+                refusal, refused_rank = error, rank
             continue
-        matches = sum(dtype == wanted.get(name) for name, dtype in dtypes)
-        if matches > best_matches:
-            best, best_matches = values, matches
-        if matches == len(dtypes):
+        if rank > best_rank:
+            best, best_rank = [], rank
+        if rank == best_rank:
+            best.append(values)
+        if rank == (len(dtypes), len(dtypes)) and values == tuple(f.default for f in free):
             break
-    if best is None:
-        raise first_error
-    return best
+    # Values that nobody gave must not leave an array unread where others would read it.
+    if not best or refused_rank[0] > best_rank[0]:
+        raise refusal
+    if best_rank == (len(dtypes), len(dtypes)):
+        for i, field in enumerate(free):
+            choices = list(dict.fromkeys(values[i] for values in best))
+            if len(choices) > 1 and field.default not in choices:
+                raise ValueError(
+                    f"{op}: {field.name}: not given, and the arrays do not tell it, expected one of "
+                    f"{' '.join(choices)}"
+                )
+    return best[0]
 
 
 def _alternatives(op):
@@ -155,7 +186,7 @@ class Function:
             return self._choose(problem, environment)
 
     def _choose(self, problem, _):
-        fields, described, axis, selected = problem
+        fields, described, filled, axis, selected = problem
         op, given = self.op.name, dict(fields)
         desc = make_desc(op, fields)
         # What operands there are, their dtypes and the names of their axes: all that follows from
@@ -172,7 +203,8 @@ class Function:
         for field, value in zip(free, _infer_dtypes(op, rules, free, dtypes)):
             desc.set(field.name, value)
             table.set(field.name, value)
-        sizes = self._find_sizes(table, {n: shape for n, _, shape in described}, given, axis)
+        shapes = {n: shape for n, _, shape in described}
+        sizes = self._find_sizes(table, shapes, filled, given, axis)
         for field, value in sizes.found.items():
             desc.set(field, value)
         try:
@@ -185,7 +217,7 @@ class Function:
             raise type(error)(f"{error}{hint}") from None
         return chosen, {o.name: sizes.output_shape(o) for o in chosen.operands if o.output}
 
-    def _find_sizes(self, table, shapes, given, axis):
+    def _find_sizes(self, table, shapes, filled, given, axis):
         op = self.op.name
         for o in table.unchecked_operands():
             # An array that is read only where a size is not 0 says that it is not.
@@ -224,16 +256,20 @@ class Function:
             if name in needed and sizes.is_free(name) and (
                 self.sizes[name] == 0 or name in self.told
             ):
+                for o in operands:
+                    if not (o.optional or o.output or o.name in shapes or o.name in filled):
+                        unread = [o for o in operands if o.name in shapes and o.unread_without]
+                        raise ValueError(f"{op}: {_missing(o, unread)}")
                 raise ValueError(f"{op}: {name}: no array given tells it, expected {name}=")
         return sizes
 
-    def check(self, operand, tensor):
+    def check(self, operand, tensor, array):
         """Says what is wrong with an array where more is known about it than the plan knows."""
         where = self.where[operand.name]
         if operand.unread_without is not None:
             return tensor  # as the plan says
         if tensor.dtype != operand.dtype:
-            hint = _FLOAT64_HINT if (tensor.dtype, operand.dtype) == ("f64", "f32") else ""
+            hint = _dtype_hint(operand.name, array, tensor.dtype, operand.dtype)
             raise ValueError(
                 f"{where}: dtype {tensor.dtype}, expected {operand.dtype} {_axes(operand)}{hint}"
             )
@@ -291,6 +327,7 @@ class Function:
                 if given[n] is not None
             ),
             tuple((n, t.dtype, t.shape) for n, t in tensors.items()),
+            tuple(numbers),
             integer(f"{op}: axis", given["axis"]) if self.has_axis else None,
             selected,
         )
@@ -319,7 +356,7 @@ class Function:
                 tensor = tensors.pop(o.name, None) or Tensor(
                     where[o.name], arrays[o.name], o.output, stream
                 )
-                operands[o.name] = self.check(o, tensor)
+                operands[o.name] = self.check(o, tensor, arrays[o.name])
                 if is_made:
                     results.append(arrays[o.name])
         asked = {n for n in made if given.get(n) is True} | set(numbers)
@@ -341,6 +378,16 @@ def _axes(operand):
     """An operand's shape and what its axes are, as the library's errors write them."""
     shape, names = (",".join(map(str, s)) for s in (operand.shape, operand.axes))
     return f"[{shape}] = [{names}]"
+
+
+def _missing(operand, unread):
+    """What to say of an array that was not given, beside others that are not read."""
+    text = f"{operand.name}: missing, expected {operand.dtype} [{','.join(operand.axes)}]"
+    if operand.read_with:
+        text += f", which is read with {operand.read_with}"
+    for other in unread:
+        text += f"; {other.name} is read only with {other.unread_without}"
+    return text
 
 
 def _size_names(operand):

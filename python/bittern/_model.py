@@ -86,7 +86,11 @@ class Session:
         """Appends tokens: a list or an array of integers. Gives the logits of the last `logits` of
         them, f32 [logits, vocab], of torch where the tokens are; None where `logits` is 0."""
         ids = _tokens("append: tokens", tokens)
-        rows = _integer("append: logits", logits, 0, len(ids))
+        rows = _size("append: logits", logits)
+        if rows > len(ids):
+            if not len(ids):
+                raise ValueError("append: tokens: none, expected at least one (none only with logits=0)")
+            raise ValueError(f"append: logits: {rows}, expected at most {len(ids)}, the number of tokens")
         found = self._session.append(ids, rows)
         return None if found is None else _like(tokens, found)
 
@@ -349,7 +353,9 @@ class Model:
         else:
             ids = _tokens("generate: prompt", prompt)
             is_text = False
-        stops = [stop] if isinstance(stop, (str, bytes)) else list(stop)
+        stops = [stop] if isinstance(stop, (str, bytes)) else stop
+        if isinstance(stops, Mapping) or not isinstance(stops, Iterable):
+            raise ValueError(f"generate: stop: {stop!r}, expected a text or a list of texts")
         tokenizer = self.tokenizer
         return _Run(
             _bittern.Generator(

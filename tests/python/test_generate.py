@@ -384,7 +384,9 @@ def test_refused_arguments(model):
         (lambda: model.session(context=2**40), "context: 1099511627776, expected 1 to"),
         (lambda: model.session(recent=True), "recent: True, expected an integer"),
         (lambda: session.append([1] * 5), "expected at most 4"),
-        (lambda: session.append([1], logits=2), "append: logits: 2, expected"),
+        (lambda: session.append([1], logits=2), "append: logits: 2, expected at most 1, the number of tokens"),
+        (lambda: session.append([]), "append: tokens: none, expected at least one (none only with logits=0)"),
+        (lambda: model.session(kv="aura4", skip_first=3), "skip_first: 3, expected at most 2, the model's attention"),
         (lambda: session.truncate(1), "truncate: size 1, expected 0 to 0"),
         (lambda: bittern.Session(3), "expected what Model.session gives"),
         (lambda: model.generate(""), "prompt: no tokens"),
@@ -400,6 +402,8 @@ def test_refused_arguments(model):
         (lambda: model.generate("a", max_tokens=-1), "max_tokens: -1, expected"),
         (lambda: model.generate("a", stop=""), "stops: an empty text"),
         (lambda: model.generate("a", stop=[3]), "stop: 3, expected str or bytes"),
+        (lambda: model.generate("a", stop=3), "generate: stop: 3, expected a text or a list of texts"),
+        (lambda: model.generate("a", stop={"a": 1}), "generate: stop: {'a': 1}, expected a text or a list"),
         (lambda: model.generate("a", stream=3), "stream: 3, expected a function"),
         (lambda: model.generate("a", session=3), "session: 3, expected what Model.session gives"),
         (lambda: model.generate("a", session=session, kv="f32"), "the session has its own"),
@@ -408,7 +412,7 @@ def test_refused_arguments(model):
         with pytest.raises(ValueError) as error:
             call()
         assert text in str(error.value)
-    assert session.size == 0
+    assert session.size == 0 and session.append([], logits=0) is None
 
 
 def test_refused_models(folder, tmp_path):

@@ -176,3 +176,44 @@ def test_embedding():
     assert np.array_equal(bittern.embedding(ids, w=w, type="f32"), w[ids])
     with pytest.raises(ValueError, match=r"embedding: ids: \[1\] is 11, expected 0..10"):
         bittern.embedding(np.array([0, 11], np.int32), w=w, type="f32")
+
+
+def test_messages_are_about_what_was_given():
+    """Not about a size, or about a type that nobody asked for."""
+    rng = np.random.default_rng(2)
+    x, w = rng.normal(size=(3, 64)).astype(F32), rng.normal(size=(5, 64)).astype(F32)
+    codes, s, b, fields = affine(rng, 5, 64, 4, 32)
+    packed = packed_codes(codes, 4)
+    matmul = bittern.quantized_matmul
+    for call, text in [
+        (lambda: matmul(x, w=w), "quantized_matmul: activations: int16 with type f32, expected float"),
+        (lambda: matmul(x), "quantized_matmul: packed: missing, expected u32 [outputs,words], which is read with type affine"),
+        (lambda: matmul(x, w=w, type="affine"),
+         "packed: missing, expected u32 [outputs,words], which is read with type affine; w is read only with type f32, f16"),
+        (lambda: matmul(x, scales=s, biases=b, **fields),
+         "packed: missing, expected u32 [5,8] = [outputs,words], which is read with type affine"),
+        (lambda: matmul(x, packed=packed, scales=s, biases=b, group_size=32, bits=7),
+         "quantized_matmul: bits: 7, expected one of 2 3 4 5 6 8"),
+        (lambda: matmul(x, blocks=np.zeros((5, 36), np.uint8)),
+         "quantized_matmul: type: not given, and the arrays do not tell it, expected one of Q4_0 Q4_1"),
+        (lambda: bittern.embedding(np.arange(3), w=w), "ids: dtype int64, expected s32 [3] = [rows]; pass ids.astype(np.int32)"),
+        (lambda: bittern.kl_loss(x, ids=np.zeros((3, 1), np.int64), log_probs=np.zeros((3, 1), F32), tail=np.zeros(3, F32)),
+         "ids: dtype int64, expected s32 [3,1] = [rows,top]; pass ids.astype(np.int32)"),
+        (lambda: bittern.pack_codes(np.zeros((2, 64), np.int64), bits=4), "; pass codes.astype(np.uint8)"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError) as error:
+            call()
+        assert text in str(error.value)
+    # What the arrays do tell is taken.
+    assert np.array_equal(matmul(x, w=w, activations="float"), matmul(x, w=w, activations="float", type="f32"))
+    ids = np.array([3, 1], np.int32)
+    assert np.array_equal(bittern.embedding(ids, w=w), w[ids])
+    assert bittern.embedding(ids, w=w.astype(np.float16), element="f16").dtype == np.float16
+
+
+@pytest.mark.peer("torch")
+def test_integers_of_torch_are_told_in_its_words():
+    import torch
+
+    with pytest.raises(ValueError, match=r"ids: dtype int64, expected s32 .*; pass ids.to\(torch.int32\)"):
+        bittern.embedding(torch.arange(3), w=torch.zeros(4, 8))
