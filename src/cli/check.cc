@@ -131,7 +131,7 @@ Verb check_verb(CLI::App& main) {
   verb->add_option("OP", flags->op, "check only this op (default: all)");
   verb->add_option("--seed", flags->seed, "make the input data from seed N (default: 1)")
       ->option_text("N")
-      ->check(integer_in(0, std::numeric_limits<std::int64_t>::max()));
+      ->check(seed_check());
   verb->add_flag("--quick", flags->quick, "check one case in 8");
   add_common_flags(*verb, flags->common);
   verb->footer(

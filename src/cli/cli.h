@@ -55,6 +55,7 @@ Status check_kernel_variable();
 // A CLI11 check whose message says what would be right.
 CLI::Validator integer_in(std::int64_t low, std::int64_t high);
 CLI::Validator number_in(double low, double high);  // no infinity, no NaN
+CLI::Validator seed_check();                        // any 64 bits
 
 // "auto", "cpu", "cuda" or "cuda:n". The device is there, or the status says why not.
 struct DeviceChoice {
@@ -71,8 +72,8 @@ struct ReportFile {
   bool or_stdout = false;                         // messages name - as another choice
   bool (*ours)(std::string_view text) = nullptr;  // whether a text is such a report
 };
-// Refuses, before the work begins, a file that could not be written when it ends, and one that is
-// no report of bittern's.
+// Refuses, before the work begins, standard output, a file that could not be written when it ends,
+// and one that is no report of bittern's.
 Status check_report_file(const ReportFile& report);
 // Writes beside the final name, syncs and renames.
 Status write_report_file(const ReportFile& report, std::string_view text);
@@ -85,7 +86,8 @@ std::vector<OutputName> json_output(const CommonFlags& flags);
 Status write_json(const CommonFlags& flags, const Json& json);
 
 // Standard input, output and error that are closed become /dev/null, or the next file that is
-// opened would take their numbers, and text would go into it.
+// opened would take their numbers, and text would go into it. Text that should have gone to
+// standard output is an error still.
 void open_standard_files();
 // To standard error; that nobody can read it stops nothing.
 void tell(std::string_view text);

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <limits>
 #include <set>
 
 #include "cli/cli.h"
@@ -90,6 +91,19 @@ CLI::Validator integer_in(std::int64_t low, std::int64_t high) {
         const bool ok = error == std::errc() && end == text.data() + text.size() && value >= low &&
                         value <= high;
         return ok ? std::string() : fmt::format("{}, expected an integer {}..{}", text, low, high);
+      },
+      "");
+}
+
+CLI::Validator seed_check() {
+  return CLI::Validator(
+      [](const std::string& text) {
+        std::uint64_t value = 0;
+        const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+        const bool ok = error == std::errc() && end == text.data() + text.size();
+        return ok ? std::string()
+                  : fmt::format("{}, expected an integer 0..{}", text,
+                                std::numeric_limits<std::uint64_t>::max());
       },
       "");
 }
@@ -278,6 +292,9 @@ int write_all(int file, std::string_view text) {
 }  // namespace
 
 Status check_report_file(const ReportFile& report) {
+  if (is_stdout(report.path))
+    return invalid(fmt::format("{}: {}: standard output, expected the name of a file", report.flag,
+                               report.path));
   const auto there = thing_at(report.path);
   if (!there) return unavailable(fmt::format("{}: {}", report.flag, there.status().message()));
   if (*there != Thing::nothing && *there != Thing::file) {
@@ -362,8 +379,10 @@ Status write_json(const CommonFlags& flags, const Json& json) {
 void open_standard_files() {
   for (const int file : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (fcntl(file, F_GETFD) != -1 || errno != EBADF) continue;
-    (void)open("/dev/null", O_RDWR);  // the lowest free number: this one
-    if (file == STDOUT_FILENO) stdout_was_closed = true;
+    // The lowest free number: this one. Writing to a standard output that is closed stays an error.
+    const bool output = file == STDOUT_FILENO;
+    (void)open("/dev/null", output ? O_RDONLY : O_RDWR);
+    if (output) stdout_was_closed = true;
   }
 }
 

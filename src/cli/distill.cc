@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "bittern/convert.h"
 #include "bittern/distill.h"
 #include "cli/cli.h"
 #include "cli/eval_output.h"
@@ -144,29 +145,38 @@ Status write_page(const DistillFlags& flags, const DistillReport& found) {
   return write_report_file(page_of(flags), report::distill_page(found, e));
 }
 
+// All outputs, each with its own flag: the library knows those beside OUT by one name.
+Status check_outputs(const DistillFlags& flags, const std::string& out) {
+  std::vector<OutputName> outputs{{"-o", out}, {"-o", out + ".distill"}};
+  if (!flags.report.empty()) outputs.push_back({"--report", flags.report});
+  for (const OutputName& json : json_output(flags.common)) outputs.push_back(json);
+  const auto teacher = inspect_model(flags.teacher);
+  if (!teacher) return teacher.status();
+  std::vector<std::string> inputs = teacher->files;
+  inputs.insert(inputs.end(), flags.options.data.begin(), flags.options.data.end());
+  return check_apart(outputs, inputs);
+}
+
 Status run(DistillFlags& flags) {
   BITTERN_TRY(use_threads(flags.common));
   const StopOnSignal stop;
   BITTERN_TRY(check_json_flag(flags.common));
-  if (flags.report.empty() && !flags.no_report) {
-    flags.report = flags.out;
-    while (flags.report.size() > 1 && flags.report.back() == '/') flags.report.pop_back();
-    flags.report += ".html";
-  }
-  if (flags.no_report) flags.report.clear();
+  if (flags.no_report && !flags.report.empty())
+    return invalid("--report and --no-report both given, expected one");
+  std::string out = flags.out;
+  while (out.size() > 1 && out.back() == '/') out.pop_back();
+  if (flags.report.empty() && !flags.no_report) flags.report = out + ".html";
   if (!flags.report.empty()) {
     BITTERN_TRY(check_report_file(page_of(flags)));
     flags.options.judge = true;
-    flags.options.also_written.push_back(flags.report);
   }
+  BITTERN_TRY(check_outputs(flags, out));
   DistillOptions& options = flags.options;
   options.force = flags.common.force;
   if (flags.learn != "grids" && flags.learn != "codes")
     return invalid("--learn: " + printable(flags.learn) + ", expected grids or codes");
   options.learn_codes = flags.learn == "codes";
   options.option_name = flag_name;
-  for (const OutputName& json : json_output(flags.common))
-    options.also_written.push_back(json.path);
   PacedProgress line(flags.common.quiet);
   options.progress = [&](const DistillProgress& state) {
     if (line.due()) line.show(text_of(state));
@@ -263,7 +273,9 @@ Verb distill_verb(CLI::App& main) {
          "find it)")
       ->check(number_in(1e-9, 1))
       ->group(how);
-  option("--seed", options.seed, "N", "of the order of the pieces (default: 0)")->group(how);
+  option("--seed", options.seed, "N", "of the order of the pieces (default: 0)")
+      ->check(seed_check())
+      ->group(how);
 
   const char* files = "Files and threads";
   option("--checkpoint-minutes", options.checkpoint_minutes, "X",

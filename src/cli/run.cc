@@ -245,6 +245,15 @@ Status chat(const RunFlags& flags, const std::string& first, const Tokenizer& to
     const auto held = runner.session().tokens();
     const auto end = std::mismatch(all->begin(), all->end(), held.begin(), held.end()).first;
     const auto same = std::min(end - all->begin(), std::ssize(*all) - 1);
+    if (const auto context = runner.session().context(); std::ssize(*all) >= context) {
+      messages.pop_back();  // the conversation is as it was before
+      tell(fmt::format(
+          "bittern: run: the conversation would have {} tokens with this message, and a "
+          "context of {} (-c) has no room for them and an answer; the message is left "
+          "out\n",
+          all->size(), context));
+      continue;
+    }
     const CatchInterrupt guard;
     BITTERN_TRY(runner.session().truncate(same));
     BITTERN_TRY(runner.answer(std::span(*all).subspan(static_cast<std::size_t>(same)), stats));
@@ -326,6 +335,8 @@ Json report(const RunFlags& flags, const Stats& stats, const ModelInfo& info,
 Status run(const RunFlags& flags) {
   BITTERN_TRY(use_threads(flags.common));
   BITTERN_TRY(check_json_flag(flags.common));
+  if (!flags.system.empty() && !flags.chat)
+    return invalid("--system: given without a conversation, expected --chat beside it");
   const auto prompt = prompt_of(flags);
   if (!prompt) return prompt.status();
   Stats stats;
@@ -341,6 +352,11 @@ Status run(const RunFlags& flags) {
   if (!info) return info.status();
   BITTERN_TRY(Runner::check_room(std::ssize(*tokens), 0,
                                  flags.model.context != 0 ? flags.model.context : info->context));
+  if (flags.model.context > info->context && !flags.common.quiet)
+    tell(fmt::format(
+        "note: -c {}: the model was made for {} tokens; what it says beyond them may be "
+        "worse\n",
+        flags.model.context, info->context));
   const auto model = load_model(flags.model);
   if (!model) return model.status();
   BITTERN_TRY(check_vocabulary(*model, *tokenizer, flags.model.path));
@@ -381,7 +397,7 @@ Verb run_verb(CLI::App& main) {
   verb->add_flag(
       "--chat,--conversation", flags->chat,
       "answer messages, line by line, in the model's chat format; Ctrl-C stops an answer");
-  verb->add_option("--system,--system-prompt", flags->system, "the chat's system message")
+  verb->add_option("--system,--system-prompt", flags->system, "with --chat: the system message")
       ->option_text("TEXT");
   verb->add_option(
           "-n,--predict,--n-predict", flags->generate.max_tokens,
@@ -413,7 +429,8 @@ Verb run_verb(CLI::App& main) {
       ->check(number_in(1e-3, 1e3));
   verb->add_option("-s,--seed", flags->generate.sample.seed,
                    "draw from this seed: the same seed gives the same text everywhere (default: 0)")
-      ->option_text("N");
+      ->option_text("N")
+      ->check(seed_check());
   verb->add_option("--stop,-r,--reverse-prompt", flags->generate.stops,
                    "end before this text; may be repeated")
       ->option_text("TEXT")

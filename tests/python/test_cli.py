@@ -362,6 +362,9 @@ def test_peers_script_names_what_is_missing(tmp_path):
 
 @pytest.mark.parametrize("args", [["--version"], ["ops"], ["ops", "pack_codes"], ["bench", "--help"]])
 def test_text_that_is_lost_is_an_error(args):
+    closed = subprocess.run([COMMAND, *args], stderr=subprocess.PIPE, text=True, preexec_fn=lambda: os.close(1))
+    assert closed.returncode == 1
+    assert closed.stderr == "bittern: standard output: Bad file descriptor, cannot write to it\n"
     with open("/dev/full", "w") as full:
         result = subprocess.run([COMMAND, *args], stdout=full, stderr=subprocess.PIPE, text=True)
     assert result.returncode == 1

@@ -510,6 +510,9 @@ def test_models_that_do_not_fit(made, tmp_path):
         (["--kv", "aura4v4", "--kv-skip-layers", "some"], ["--kv-skip-layers: some"]),
         (["--activations", "int4"], ["int4, expected float, int16 or int8"]),
         (["--teacher-cach", "x"], ["did you mean --teacher-cache?"]),
+        (["--report", "-"], ["--report: -: standard output, expected the name of a file"]),
+        (["--report", "/dev/stdout"], ["--report: /dev/stdout: standard output, expected the name of a file"]),
+        (["--kv", "aura4v4", "--kv-skip-layers", "last9"], ["--kv-skip-layers: last9, expected at most"]),
     ],
 )
 def test_wrong_flags(made, flags, texts):

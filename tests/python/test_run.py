@@ -58,6 +58,7 @@ def test_the_same_seed_gives_the_same_text(llama, tmp_path):
 
     assert text() == text("--seed", 0, "--temp", 0.8, "--top-k", 40, "--top-p", 0.95, "--min-p", 0.05)
     assert text("-s", 1) != text()
+    assert text("-s", 2**64 - 1) != text()
     assert text("--temp", 0) == text("--temp", 0, "-s", 9)
     assert text("--threads", 1) == text("-t", 3)
     assert text("--temp", 0, "--repeat-penalty", 5) != text("--temp", 0)
@@ -73,6 +74,8 @@ def test_caches_and_activations(llama, kv):
         assert result.returncode == 0, result.stderr
     assert bittern("run", llama, "-p", "abc", "-n", 5, "--kv", kv, "--fastest").returncode == 0
     if kv == "aura8v4":
+        short, long = (bittern("run", llama, "-p", "abc", "-n", 20, "--kv", name) for name in ("aura4", "aura4v4"))
+        assert short.returncode == 0 and short.stdout == long.stdout
         more = ("--kv-first", 2, "--kv-recent", 2, "--kv-skip-layers", "first1,last0")
         assert bittern("run", llama, "-p", "abc", "-n", 5, "--kv", kv, *more).returncode == 0
 
@@ -119,6 +122,26 @@ def test_stats_and_json(llama, tmp_path):
     assert json.loads(alone.stdout)["text"] == told["text"]
 
 
+def test_a_context_beyond_the_models_own_is_told(llama):
+    told = bittern("run", llama, "-p", "abc", "-n", 3, "-c", 4097)
+    assert told.returncode == 0
+    assert told.stderr == "note: -c 4097: the model was made for 4096 tokens; what it says beyond them may be worse\n"
+    for flags in (["-c", 4096], ["-c", 4097, "--quiet"]):
+        assert bittern("run", llama, "-p", "abc", "-n", 3, *flags).stderr == ""
+
+
+@pytest.mark.parametrize("flags", [["-n", "3"], ["-n", "3", "--no-display-prompt"], ["-n", "0"]])
+def test_text_that_is_lost_is_an_error(llama, flags):
+    command = [COMMAND, "run", llama, "-p", "abc", *flags]
+    closed = subprocess.run(command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: os.close(1))
+    assert closed.returncode == 1
+    assert closed.stderr.startswith("bittern: standard output: ") and closed.stderr.count("\n") == 1
+    with open("/dev/full", "w") as full:
+        lost = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert lost.returncode == 1
+    assert lost.stderr.startswith("bittern: standard output: ") and lost.stderr.count("\n") == 1
+
+
 # ---- refusals, before the work ----
 
 
@@ -139,6 +162,17 @@ def test_refused_flags(llama, tmp_path):
         (2, ["-p", "a", "--kv", "aura4", "--kv-skip-layers", "middle2"], "--kv-skip-layers: middle2, expected"),
         (2, ["-p", "a", "--activations", "int7"], "--activations: int7, expected float, int16 or int8"),
         (2, ["-p", "a", "--tempp", "1"], "did you mean --temp"),
+        (2, ["-p", "a", "--system", "Be brief."], "--system: given without a conversation, expected --chat"),
+        (2, ["-p", "a", "--kv", "aura8v9"], '--kv: "aura8v9", expected', "1 to 8", "aura8 is aura8v8"),
+        (2, ["-p", "a", "--kv", "aura4", "--kv-skip-layers", "first99"],
+         "--kv-skip-layers: first99, expected at most 2, the model's attention layers"),
+        (2, ["-p", "a", "--kv", "aura4", "--kv-skip-layers", "first1,last3"], "--kv-skip-layers: last3, expected at most 2"),
+        (2, ["-p", "a", "--kv", "aura4", "--kv-skip-layers", "first1,first2"], "expected first and last once each"),
+        (2, ["-p", "a", "--kv", "aura4", "--kv-skip-layers", "first1,"], "--kv-skip-layers: first1,, expected words"),
+        (2, ["-p", "a", "--seed", "18446744073709551616"],
+         "--seed: 18446744073709551616, expected an integer 0..18446744073709551615"),
+        (2, ["-p", "a", "--seed", "-1"], "--seed: -1, expected an integer 0.."),
+        (2, ["-p", "a", "--seed", "1.5"], "--seed: 1.5, expected an integer 0.."),
         (2, ["-p", "abc", "-c", "3"], "-c: a context of 3 tokens has no room for the 3 of the prompt"),
         (2, ["-p", "a" * 5000], "-c: a context of 4096 tokens has no room for the 5000"),
     ]:
@@ -279,6 +313,26 @@ def test_a_chat_has_history(llama):
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And now?"}]
     second = model.generate(messages, max_tokens=8, temperature=0, ignore_eos=True)
     assert result.stdout.decode() == f"{first}\n{second}\n"
+
+
+def test_a_message_that_is_too_long_is_left_out(llama):
+    def talk(text):
+        return subprocess.run(
+            [COMMAND, "run", llama, "--chat", "-n", "4", "--temp", "0", "--ignore-eos", "-c", "200"],
+            input=text,
+            capture_output=True,
+            timeout=60,
+        )
+
+    whole = talk(b"Hello\nAnd now?\n")
+    assert whole.returncode == 0 and whole.stderr == b""
+    result = talk(b"Hello\n" + b"a" * 300 + b"\nAnd now?\n")
+    assert result.returncode == 0 and result.stdout == whole.stdout
+    told = result.stderr.decode()
+    assert told.count("\n") == 1 and told.startswith("bittern: run: the conversation would have ")
+    assert "a context of 200 (-c) has no room" in told and told.endswith("the message is left out\n")
+    first = talk(b"a" * 300 + b"\nHello\nAnd now?\n")
+    assert first.returncode == 0 and first.stdout == whole.stdout
 
 
 def test_a_chat_needs_a_template(llama, tmp_path):
