@@ -117,9 +117,10 @@ class Model {
 
 struct SessionOptions {
   std::int64_t context = 0;  // the most tokens; 0: LoadOptions::context
-  std::string kv = "f16";    // the cache: f32, f16, bf16, or aura with bits of K and V: "aura8v4"
+  // The cache: f32, f16, bf16, or aura with bits of K and V: "aura8v4"; "aura8" is "aura8v8".
+  std::string kv = "f16";
   // Of an aura cache: tokens kept in bf16 at the start and at the end, and attention layers whose
-  // cache is f16: the first `skip_first` and the last `skip_last`.
+  // cache is f16: the first `skip_first` and the last `skip_last`, of those that there are.
   std::int64_t first = 0, recent = 0;
   std::int64_t skip_first = 0, skip_last = 0;
 };

@@ -168,6 +168,8 @@ Status named(const EvalFlags& flags, const Status& status) {
   for (std::size_t i = 0; i < flags.models.size(); ++i)
     replace(fmt::format("models[{}]", i), flags.models[i]);
   replace(": kv: ", ": --kv: ");
+  replace(": skip_first: ", ": --kv-skip-layers: first");
+  replace(": skip_last: ", ": --kv-skip-layers: last");
   return {status.code(), said};
 }
 

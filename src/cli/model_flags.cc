@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include <charconv>
+#include <string_view>
+#include <utility>
 
 #include "bittern/generate.h"
 #include "plan/names.h"
@@ -12,20 +14,36 @@ namespace {
 
 // "first2,last2": attention layers whose cache is not compressed.
 Status parse_skipped(const std::string& text, SessionOptions& options) {
-  std::string_view rest = text;
-  while (!rest.empty()) {
+  if (text.empty()) return {};
+  const auto refuse = [&](const char* expected) {
+    return invalid(fmt::format("--kv-skip-layers: {}, expected {}", text, expected));
+  };
+  bool given[2] = {};
+  for (std::string_view rest = text;;) {
     const std::string_view word = rest.substr(0, rest.find(','));
-    rest.remove_prefix(std::min(rest.size(), word.size() + 1));
     const bool first = word.starts_with("first"), last = word.starts_with("last");
     const std::string_view digits = word.substr(first ? 5 : last ? 4 : word.size());
     std::int64_t count = 0;
     const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), count);
     if (digits.empty() || error != std::errc() || end != digits.data() + digits.size() || count < 0)
-      return invalid(
-          fmt::format("--kv-skip-layers: {}, expected words such as first2,last2", text));
+      return refuse("words such as first2,last2");
+    if (std::exchange(given[first ? 0 : 1], true)) return refuse("first and last once each");
     (first ? options.skip_first : options.skip_last) = count;
+    if (word.size() == rest.size()) return {};
+    rest.remove_prefix(word.size() + 1);
   }
-  return {};
+}
+
+// The flag of a field of SessionOptions that a message begins with.
+Status with_flags(const Status& status) {
+  constexpr std::pair<std::string_view, const char*> kFlags[] = {
+      {"kv: ", "--kv: "},
+      {"skip_first: ", "--kv-skip-layers: first"},
+      {"skip_last: ", "--kv-skip-layers: last"}};
+  for (const auto& [field, flag] : kFlags)
+    if (status.message().starts_with(field))
+      return {status.code(), flag + std::string(status.message().substr(field.size()))};
+  return status;
 }
 
 }  // namespace
@@ -57,8 +75,8 @@ void add_run_flags(CLI::App& verb, ModelFlags& flags) {
       ->option_text("KIND")
       ->check(activations_check());
   verb.add_option("--kv", flags.session.kv,
-                  "the cache of keys and values: f32, f16, bf16, or compressed, such as aura8v4 "
-                  "(bits of K and V) (default: f16)")
+                  "the cache of keys and values: f32, f16, bf16, or compressed: aura and the bits "
+                  "of K and V, 1 to 8, such as aura8v4 (aura8 is aura8v8) (default: f16)")
       ->option_text("KIND");
   verb.add_option("--kv-first", flags.session.first,
                   "keep the first N tokens of a compressed cache in bf16 (default: 0)")
@@ -99,8 +117,7 @@ Result<Session> make_session(const Model& model, const ModelFlags& flags) {
   const auto options = session_options(flags);
   if (!options) return options.status();
   auto session = Session::make(model, *options);
-  if (!session && session.status().message().starts_with("kv: "))
-    return Status(session.status().code(), "--" + std::string(session.status().message()));
+  if (!session) return with_flags(session.status());
   return session;
 }
 

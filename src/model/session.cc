@@ -53,12 +53,18 @@ Result<std::vector<LayerState>> layer_states(const Decoder& d, const SessionOpti
     const auto parsed = parse_aura_name(options.kv);
     if (!parsed)
       return invalid("kv: \"" + options.kv +
-                     "\", expected f32, f16, bf16, or aura and bits of K and V, such as aura8v4");
+                     "\", expected f32, f16, bf16, or aura and bits of K and V, 1 to 8, such as "
+                     "aura8v4 (aura8 is aura8v8)");
     scheme = *parsed;
   }
   std::vector<LayerState> layers(d.layers.size());
   std::int64_t attention = 0;
   const std::int64_t count = d.attention_layers();
+  for (const auto& [name, value] :
+       {std::pair("skip_first: ", options.skip_first), std::pair("skip_last: ", options.skip_last)})
+    if (scheme && value > count)
+      return invalid(name + std::to_string(value) + ", expected at most " + std::to_string(count) +
+                     ", the model's attention layers");
   for (std::size_t i = 0; i < layers.size(); ++i) {
     if (d.layers[i].delta) {
       layers[i].delta = empty_delta(d);
@@ -192,7 +198,9 @@ Status Session::append(std::span<const std::int32_t> tokens, const MutView& logi
                        "], n from 1 to the number of tokens, " + std::to_string(count));
     }
     const Segment step{.session = data_.get(), .tokens = tokens};
-    std::vector<float> hidden(static_cast<std::size_t>(rows * model.decoder.hidden));
+    // More rows than the context has tokens are refused before they are computed.
+    std::vector<float> hidden(
+        static_cast<std::size_t>(std::min(rows, data_->context) * model.decoder.hidden));
     const ThreadCount threads(model.options.threads);
     Status status;
     cpu::keep_team_awake([&] {
