@@ -48,7 +48,7 @@ Result<Calibration> calibrate(const Model& model, std::span<const std::int32_t> 
 
 struct ImatrixOptions {
   std::string dataset{};  // the text's name, for whoever reads the file later
-  bool force = false;     // a GGUF file of this name is replaced
+  bool force = false;     // an importance matrix (GGUF) of this name is replaced
 };
 
 // llama.cpp's GGUF form, which `bittern quantize --imatrix` and llama-quantize read. The file

@@ -8,8 +8,8 @@
 #include "cli/cli.h"
 #include "cli/interrupt.h"
 #include "cli/model_flags.h"
+#include "convert/importance.h"
 #include "convert/option_names.h"
-#include "convert/output.h"
 
 namespace bittern::cli {
 namespace {
@@ -30,7 +30,7 @@ Status check_out(const CalibrateFlags& flags) {
   const std::vector<std::string> inputs = {flags.model.path, flags.text};
   BITTERN_TRY(check_apart(outputs, inputs));
   return with_option_names(
-      check_output(flags.out, {.force = flags.common.force}), [](std::string_view field) {
+      check_importance_output(flags.out, flags.common.force), [](std::string_view field) {
         return (field == "resume" ? "bittern quantize --" : "--") + std::string(field);
       });
 }
@@ -148,8 +148,10 @@ Verb calibrate_verb(CLI::App& main) {
                    "also write a report to FILE, as JSON; - means standard output, and all other "
                    "text then goes to standard error")
       ->option_text("FILE");
-  verb->add_flag("--force", flags->common.force,
-                 "replace OUT if it is a GGUF file, and FILE of --json if it is an earlier report");
+  verb->add_flag(
+      "--force", flags->common.force,
+      "replace OUT if it is an importance matrix in GGUF, and FILE of --json if it is an "
+      "earlier report");
   verb->add_flag("--quiet", flags->common.quiet, "print only errors");
   verb->footer(
       "Example: bittern calibrate model-folder --data text.txt -o imatrix.gguf\n"

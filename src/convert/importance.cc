@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "convert/output.h"
+#include "convert/replace.h"
 #include "convert/tokenizer_table.h"
 #include "core/guarded.h"
 #include "formats/fingerprint.h"
@@ -29,6 +32,16 @@ void divide(std::vector<float>& sums, std::int64_t matrices, std::int64_t column
       std::fill_n(row, columns, 1.0f);
     }
   }
+}
+
+// Only a want of memory is an error: it says nothing about the file.
+Result<bool> is_importance_matrix(const std::string& path) {
+  const auto gguf = GgufFile::open(path, /*alone=*/true);
+  if (gguf.status().code() == Code::out_of_memory) return gguf.status();
+  if (!gguf) return false;
+  const auto type = gguf->string("general.type");
+  if (type.status().code() == Code::out_of_memory) return type.status();
+  return type && *type == "imatrix";
 }
 
 }  // namespace
@@ -157,7 +170,23 @@ Result<std::vector<float>> ImportanceMatrix::find(const std::string& name, std::
   return weights;
 }
 
+Status check_importance_output(const std::string& path, bool force) {
+  const auto there = thing_at(path);
+  if (!there) return there.status();
+  std::error_code error;
+  if (force && *there == Thing::file && !std::filesystem::is_empty(path, error)) {
+    const auto is_matrix = is_importance_matrix(path);
+    if (!is_matrix) return is_matrix.status();
+    if (!*is_matrix)
+      return invalid(path +
+                     ": not an importance matrix in GGUF (general.type imatrix); @{force} replaces "
+                     "only one of those");
+  }
+  return check_output(path, {.force = force});
+}
+
 Status write_importance(const std::string& path, const ImportanceContents& contents, bool force) {
+  BITTERN_TRY(check_importance_output(path, force));
   GgufContents file(path);
   std::vector<std::string_view> datasets(contents.datasets.begin(), contents.datasets.end());
   BITTERN_TRY(file.add("general.type", GgufData("imatrix")));

@@ -56,7 +56,10 @@ struct ImportanceContents {
   std::vector<std::string> datasets;
   std::uint32_t chunks = 0, chunk_size = 0;
 };
-// The file appears under its name when it is whole. `force`: another GGUF file may have it now.
+// The file appears under its name when it is whole. `force`: another importance matrix, in GGUF,
+// may have it now.
 Status write_importance(const std::string& path, const ImportanceContents& contents, bool force);
+// What of that can be refused before there are contents.
+Status check_importance_output(const std::string& path, bool force);
 
 }  // namespace bittern

@@ -348,6 +348,19 @@ TEST_F(Calibrate, TheFileIsReadAgain) {
   EXPECT_TRUE(write_imatrix(*result, out, {.force = true}).ok());
   put("notes.txt", "something else");
   EXPECT_FALSE(write_imatrix(*result, path("notes.txt"), {.force = true}).ok());
+  // Nor a GGUF file that is something else.
+  std::string model = text_of("imatrix.gguf");
+  model.replace(model.find("imatrix"), 7, "weights");  // the value of general.type
+  for (const std::string& other : {model, std::string("GGUF and more")}) {
+    put("model.gguf", other);
+    EXPECT_EQ(write_imatrix(*result, path("model.gguf"), {.force = true}).message(),
+              path("model.gguf") +
+                  ": not an importance matrix in GGUF (general.type imatrix); force replaces only "
+                  "one of those");
+    EXPECT_EQ(text_of("model.gguf"), other);
+  }
+  put("model.gguf", "");
+  EXPECT_TRUE(write_imatrix(*result, path("model.gguf"), {.force = true}).ok());
   EXPECT_FALSE(write_imatrix(*result, path("nowhere/imatrix.gguf")).ok());
 }
 

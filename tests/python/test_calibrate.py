@@ -222,16 +222,21 @@ def test_what_is_refused(work):
     refused(attempt(out=text), 2, "text.txt")
     refused(bittern("calibrate", source, "-o", out), 2, "--data")
     refused(bittern("calibrate", source, "--data", text), 2, "-o")
-    # An output that is there stays unless --force, and then only a GGUF file gives way.
-    kept = work / "kept.gguf"
-    kept.write_bytes(b"GGUF and more")
-    refused(attempt("--ctx", 64, out=kept), 2, "kept.gguf: exists, expected a new name (--force replaces it)")
-    assert kept.read_bytes() == b"GGUF and more"
+    # An output that is there stays unless --force, and then only an importance matrix gives way.
+    kept = work / "any.gguf"
+    before = kept.read_bytes()
+    refused(attempt("--ctx", 64, out=kept), 2, "any.gguf: exists, expected a new name (--force replaces it)")
+    assert kept.read_bytes() == before
     assert attempt("--ctx", 64, "--force", out=kept).returncode == 0
+    assert kept.read_bytes() != before
+    weights = work / "weights.gguf"
+    assert bittern("quantize", source, "-o", weights, "--type", "F16").returncode == 0
     other = work / "notes.txt"
     other.write_text("something else")
-    refused(attempt("--ctx", 64, "--force", out=other), 2, "notes.txt: not a GGUF file")
-    assert other.read_text() == "something else"
+    for file in (weights, other):
+        before = file.read_bytes()
+        refused(attempt("--ctx", 64, "--force", out=file), 2, f"{file}: not an importance matrix", "--force replaces only")
+        assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
