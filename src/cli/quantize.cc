@@ -330,7 +330,7 @@ Verb quantize_verb(CLI::App& main) {
       ->group(how);
   option("--context,--ctx,--ctx-size,--max-seq-length", flags->context, "N",
          "tokens of a piece (default: 512)")
-      ->check(integer_in(1, 1 << 20))
+      ->check(integer_in(2, 1 << 20))
       ->group(how);
   option("--imatrix", flags->imatrix, "FILE",
          "weight the errors of lsq and of the K types by llama.cpp's importance matrix, GGUF or "

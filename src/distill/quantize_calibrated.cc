@@ -12,10 +12,10 @@ namespace {
 constexpr std::int64_t kPieces = 128, kContext = 512;
 constexpr std::int64_t kMostPieces = std::int64_t{1} << 24, kMostContext = std::int64_t{1} << 20;
 
-Status check(const char* field, std::int64_t value, std::int64_t most) {
-  if (value >= 1 && value <= most) return {};
+Status check(const char* field, std::int64_t value, std::int64_t least, std::int64_t most) {
+  if (value >= least && value <= most) return {};
   return invalid(std::string("@{") + field + "}: " + std::to_string(value) +
-                 ", expected an integer 1.." + std::to_string(most));
+                 ", expected an integer " + std::to_string(least) + ".." + std::to_string(most));
 }
 
 Result<QuantizeReport> quantize(const std::string& source, const std::string& out,
@@ -24,8 +24,8 @@ Result<QuantizeReport> quantize(const std::string& source, const std::string& ou
     return invalid("@{method} gptq: no text given, expected @{data}, the path of one");
   const std::int64_t pieces = options.pieces.value_or(kPieces),
                      context = options.context.value_or(kContext);
-  BITTERN_TRY(check("pieces", pieces, kMostPieces));
-  BITTERN_TRY(check("context", context, kMostContext));
+  BITTERN_TRY(check("pieces", pieces, 1, kMostPieces));
+  BITTERN_TRY(check("context", context, 2, kMostContext));  // one may be bos alone: no text at all
   GptqCoder coder(source, *options.data, pieces, context, options.fisher);
   return quantize_model(source, out, options, &coder);
 }

@@ -195,6 +195,7 @@ def test_what_is_refused(work):
     data = ("--data", work / "text.txt", "--context", 64)
     refused(run(*gptq_flags), 2, "--method gptq: no text given, expected --data")
     refused(run(*gptq_flags, "--data", work / "none.txt"), 4, "none.txt: cannot be opened")
+    refused(run(*gptq_flags, *data, "--context", 1), 2, "--context: 1, expected an integer 2..")
     refused(run(*gptq_flags, "--data", work / "short.txt"), 2, "short.txt: 3 tokens", "--context makes it shorter")
     refused(run("--bits", 4, *data), 2, "--data: has no effect without --method gptq")
     refused(run("--type", "Q6_K", "--method", "gptq", *data), 2, "--method gptq has no effect", "Q4_1 or Q5_1")
