@@ -1,6 +1,7 @@
 /* The C interface to models that run, compiled as C. */
 #include <bittern/c/model.h>
 #include <math.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -61,8 +62,9 @@ static int put(const char* folder, const char* name, const void* text, size_t by
   return fclose(file) != 0 || failed;
 }
 
-static int put_weights(const char* folder) {
+static int put_weights(const char* folder, float first) {
   static header h;
+  memset(&h, 0, sizeof h);
   add(&h, "model.embed_tokens.weight", kVocab, kHidden);
   for (int i = 0; i < kLayers; ++i) {
     const struct {
@@ -88,7 +90,7 @@ static int put_weights(const char* folder) {
   memcpy(text, &length, sizeof length);
   memcpy(text + sizeof length, h.header, h.length);
   for (size_t i = 0; i < h.bytes / sizeof(float); ++i) {
-    const float x = sinf(0.37f * (float)(i % 9973));
+    const float x = i == 0 ? first : sinf(0.37f * (float)(i % 9973));
     memcpy(text + sizeof length + h.length + i * sizeof x, &x, sizeof x);
   }
   const int failed = put(folder, "model.safetensors", text, sizeof length + h.length + h.bytes);
@@ -120,6 +122,23 @@ static int sessions(const bittern_model* model) {
   const bittern_session_options wrong = {.kv = "f8"}, few = {.context = 8, .kv = "f32"};
   REFUSED(bittern_session_create(model, &wrong, &s));
   CHECK(s == NULL && strstr(bittern_last_error(), "expected f32, f16") != NULL);
+  const bittern_session_options refused[] = {{.kv = ""},
+                                             {.kv = "aura9"},
+                                             {.context = -1},
+                                             {.context = INT64_MAX},
+                                             {.first = -1},
+                                             {.recent = INT64_MIN},
+                                             {.kv = "aura8v4", .first = INT64_MAX},
+                                             {.kv = "aura8v4", .recent = INT64_MAX},
+                                             {.kv = "aura8v4", .skip_first = kLayers + 1},
+                                             {.kv = "aura8v4", .skip_last = INT64_MAX},
+                                             {.skip_last = -1}};
+  static int anything;
+  for (size_t i = 0; i < sizeof refused / sizeof *refused; ++i) {
+    s = (bittern_session*)(void*)&anything;
+    REFUSED(bittern_session_create(model, &refused[i], &s));
+    CHECK(s == NULL);
+  }
   OK(bittern_session_create(model, &few, &s));
 
   const int32_t tokens[] = {1, 5, 7, 3, 2, 2, 11, 0, 1};
@@ -142,6 +161,21 @@ static int sessions(const bittern_model* model) {
   REFUSED(bittern_session_append(s, bad, 2, NULL, 0));
   CHECK(strcmp(bittern_last_error(), "tokens: 12 at 1, expected 0 to 11") == 0);
   REFUSED(bittern_session_append(s, tokens, 4, NULL, 0)); /* 9 of 8 */
+  /* Counts that no array has: refused before any of it is read. */
+  const size_t counts[] = {SIZE_MAX, SIZE_MAX / 2, (size_t)1 << 60};
+  for (size_t i = 0; i < sizeof counts / sizeof *counts; ++i) {
+    REFUSED(bittern_session_append(s, tokens, counts[i], NULL, 0));
+    REFUSED(bittern_session_append(s, tokens, counts[i], last, counts[i]));
+    REFUSED(bittern_session_append(s, tokens, counts[i], last, 1));
+    REFUSED(bittern_session_append(s, tokens, 1, last, counts[i]));
+    REFUSED(bittern_generate(s, NULL, tokens, counts[i], NULL, NULL, NULL, NULL));
+  }
+  const int32_t far[] = {INT32_MAX, INT32_MIN, -1, kVocab};
+  for (size_t i = 0; i < sizeof far / sizeof *far; ++i) {
+    REFUSED(bittern_session_append(s, far + i, 1, last, 1));
+    REFUSED(bittern_generate(s, NULL, far + i, 1, NULL, NULL, NULL, NULL));
+  }
+  REFUSED(bittern_session_append(s, NULL, 0, last, 1)); /* logits of no token */
   REFUSED(bittern_session_append(s, tokens, 1, last, 2));
   REFUSED(bittern_session_append(s, tokens, 1, NULL, 1));
   REFUSED(bittern_session_append(s, NULL, 1, NULL, 0));
@@ -204,7 +238,43 @@ static int generation(const bittern_model* model, const bittern_tokenizer* t) {
   REFUSED(bittern_generate(s, t, prompt, 0, NULL, NULL, NULL, &made));
   REFUSED(bittern_generate(s, t, NULL, 2, NULL, NULL, NULL, &made));
   REFUSED(bittern_generate(NULL, t, prompt, 2, NULL, NULL, NULL, &made));
+  CHECK(made == 0);
+  const bittern_sample_options odd[] = {{.temperature = NAN},
+                                        {.temperature = -1},
+                                        {.top_k = -1},
+                                        {.top_p = 2},
+                                        {.min_p = -1},
+                                        {.repetition_penalty = -1},
+                                        {.repetition_penalty = NAN},
+                                        {.top_p = INFINITY}};
+  for (size_t i = 0; i < sizeof odd / sizeof *odd; ++i) {
+    const bittern_generate_options how = {.sample = &odd[i], .max_tokens = 1};
+    REFUSED(bittern_generate(s, t, prompt, 2, &how, NULL, NULL, NULL));
+  }
+  const bittern_generate_options below = {.max_tokens = INT64_MIN};
+  REFUSED(bittern_generate(s, t, prompt, 2, &below, NULL, NULL, NULL));
+  const bittern_generate_options stops = {.stops = (const char* const[]){"a"}, .stop_count = 1};
+  REFUSED(bittern_generate(s, NULL, prompt, 2, &stops, NULL, NULL, NULL)); /* without any text */
+  OK(bittern_session_describe(s, &info));
+  CHECK(info.size == 0); /* what was refused left no token */
   bittern_session_destroy(s);
+  return 0;
+}
+
+/* Its first weight, in the embedding and so in the head, is NaN. */
+static int broken(const char* folder) {
+  bittern_model* model = NULL;
+  bittern_session* s = NULL;
+  OK(bittern_model_load(folder, NULL, &model));
+  OK(bittern_session_create(model, NULL, &s));
+  const int32_t prompt[] = {2, 3};
+  bittern_session_info info;
+  OK(bittern_session_append(s, prompt, 2, NULL, 0));
+  REFUSED(bittern_generate(s, NULL, prompt, 2, NULL, NULL, NULL, NULL));
+  OK(bittern_session_describe(s, &info));
+  CHECK(info.size == 2); /* as it was */
+  bittern_session_destroy(s);
+  bittern_model_destroy(model);
   return 0;
 }
 
@@ -220,6 +290,14 @@ static int use(const char* folder) {
   REFUSED(bittern_model_load(folder, &unknown, &model));
   OK(bittern_model_load(folder, &fastest, &model));
   bittern_model_destroy(model);
+  const bittern_load_options numbers[] = {{.threads = -1},     {.threads = INT32_MAX},
+                                          {.context = -1},     {.context = INT64_MIN},
+                                          {.activations = ""}, {.preference = -1}};
+  for (size_t i = 0; i < sizeof numbers / sizeof *numbers; ++i) {
+    REFUSED(bittern_model_load(folder, &numbers[i], &model));
+    CHECK(model == NULL);
+  }
+  CHECK(bittern_model_load("", NULL, &model) == BITTERN_UNAVAILABLE && model == NULL);
   OK(bittern_model_load(folder, &plain, &model));
   bittern_model_info info;
   OK(bittern_model_describe(model, &info));
@@ -244,7 +322,9 @@ int main(void) {
   if (mkdtemp(folder) == NULL) return 1;
   int failed = put(folder, "config.json", kConfig, sizeof kConfig - 1);
   failed |= put(folder, "tokenizer.json", kTokenizer, sizeof kTokenizer - 1);
-  failed |= put_weights(folder);
+  failed |= put_weights(folder, NAN);
+  failed |= broken(folder);
+  failed |= put_weights(folder, 0);
   failed |= use(folder);
   const char* names[] = {"config.json", "tokenizer.json", "model.safetensors"};
   for (int i = 0; i < 3; ++i) {

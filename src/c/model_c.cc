@@ -166,6 +166,7 @@ bittern_code bittern_generate(bittern_session* session, const bittern_tokenizer*
       how.special = options->special;
       how.step = options->step;
     }
+    const std::int64_t before = session->session.size();
     auto generator =
         Generator::start(session->session, tokenizer != nullptr ? &tokenizer->tokenizer : nullptr,
                          {prompt, count}, how);
@@ -173,7 +174,10 @@ bittern_code bittern_generate(bittern_session* session, const bittern_tokenizer*
     while (true) {
       const auto piece = generator->next();
       if (made != nullptr) *made = generator->tokens();
-      if (!piece) return piece.status();
+      if (!piece) {
+        (void)session->session.truncate(before);
+        return piece.status();
+      }
       if (!*piece) return {};
       const Generated& g = **piece;
       if (on_token != nullptr && !on_token(g.token, g.text.data(), g.text.size(), user)) return {};

@@ -62,15 +62,16 @@ Status expect_rows(const char* name, const ConstView& x, std::int64_t rows, std:
 
 Status check_tokens(const ModelData& model, const SessionData& session,
                     std::span<const std::int32_t> tokens) {
-  for (std::size_t i = 0; i < tokens.size(); ++i)
-    if (tokens[i] < 0 || tokens[i] >= model.decoder.vocab)
-      return invalid("tokens: " + std::to_string(tokens[i]) + " at " + std::to_string(i) +
-                     ", expected 0 to " + std::to_string(model.decoder.vocab - 1));
+  // First of all: a count that is nonsense must not be read.
   const std::int64_t room = session.context - session.size();
   if (std::cmp_greater(tokens.size(), room))
     return invalid("tokens: " + std::to_string(tokens.size()) + " more than the " +
                    std::to_string(session.size()) + " of a session with a context of " +
                    std::to_string(session.context) + ", expected at most " + std::to_string(room));
+  for (std::size_t i = 0; i < tokens.size(); ++i)
+    if (tokens[i] < 0 || tokens[i] >= model.decoder.vocab)
+      return invalid("tokens: " + std::to_string(tokens[i]) + " at " + std::to_string(i) +
+                     ", expected 0 to " + std::to_string(model.decoder.vocab - 1));
   return {};
 }
 

@@ -4,7 +4,8 @@
  *   load -> session -> append, truncate, fork, generate
  *
  * Errors are as in bittern/c/bittern.h. A model may be used by several threads at once, a session
- * by one. A call that fails leaves the session as it was. */
+ * by one. A call that fails leaves the session as it was. What a handle that was destroyed does is
+ * not defined. */
 #ifndef BITTERN_C_MODEL_H_
 #define BITTERN_C_MODEL_H_
 
