@@ -3,12 +3,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <filesystem>
 #include <span>
 #include <string>
 #include <type_traits>
 #include <vector>
 
+#include "distill/asked.h"
 #include "distill/learner.h"
 #include "formats/fingerprint.h"
 #include "formats/mapped_file.h"
@@ -81,16 +81,7 @@ Status LearnState::write(const std::string& path, std::uint64_t fingerprint) con
   writer.number(fingerprint);
   visit(*this, writer);
   writer.number(Checksum::of(writer.bytes));
-  const std::string partial = path + ".partial";
-  auto file = WritableFile::open(partial, true);
-  if (!file) return file.status();
-  BITTERN_TRY(file->pwrite(0, writer.bytes));
-  BITTERN_TRY(file->sync());
-  file->close();
-  std::error_code error;
-  std::filesystem::rename(partial, path, error);
-  if (error) return {Code::io_error, path + ": " + error.message()};
-  return {};
+  return write_whole(path, writer.bytes);
 }
 
 Result<LearnState> LearnState::read(const std::string& path, std::uint64_t fingerprint) {
