@@ -31,6 +31,7 @@
 #include "convert/parse_options.h"
 #include "convert/replace.h"
 #include "core/guarded.h"
+#include "distill/asked.h"
 #include "distill/gptq_coder.h"
 #include "distill/learned_coder.h"
 #include "distill/learner.h"
@@ -135,6 +136,8 @@ class WorkFolder {
  public:
   explicit WorkFolder(const std::string& out) : path_(out + ".distill") {}
 
+  const std::string& path() const { return path_; }
+  std::string asked() const { return path_ + "/asked"; }
   std::string start() const { return path_ + "/start"; }
   std::string state() const { return path_ + "/state"; }
   std::string result() const { return path_ + "/result"; }
@@ -172,7 +175,12 @@ class WorkFolder {
   // After a failure: nothing is left to go on with.
   void remove_if_empty() const {
     std::error_code error;
-    if (lock_ >= 0) std::filesystem::remove(path_, error);
+    if (lock_ < 0) return;
+    for (const auto& entry : std::filesystem::directory_iterator(path_, error))
+      if (entry.path() != asked()) return;
+    if (error) return;
+    std::filesystem::remove(asked(), error);
+    std::filesystem::remove(path_, error);
   }
   bool has_start() const { return std::filesystem::exists(start()); }
   bool has_state() const { return std::filesystem::exists(state()); }
@@ -194,8 +202,9 @@ class WorkFolder {
   // Nothing is removed that a run did not write.
   Status check_ours() const {
     static const std::set<std::string> kNames = {
-        "start",  "start.partial",  "start.partial.journal",  "state",          "state.partial",
-        "result", "result.partial", "result.partial.journal", "result.replaced"};
+        "asked",          "asked.partial", "start",  "start.partial",  "start.partial.journal",
+        "state",          "state.partial", "result", "result.partial", "result.partial.journal",
+        "result.replaced"};
     std::error_code error;
     for (const auto& entry : std::filesystem::directory_iterator(path_, error))
       if (!kNames.contains(entry.path().filename().string()))
@@ -222,6 +231,8 @@ class Distillation {
   Result<DistillReport> run() {
     auto report = distill();
     if (!report) work_.remove_if_empty();
+    // What the caller stopped, in whichever part of the work.
+    if (report.status().code() == Code::cancelled && !stopped_.ok()) return stopped_;
     return report;
   }
 
@@ -242,7 +253,9 @@ class Distillation {
     if (gguf()) BITTERN_TRY(plan(written_options(), nullptr));
     BITTERN_TRY(plan(start_options(), &planner));
     BITTERN_TRY(work_.open(options_.resume, options_.force));
+    BITTERN_TRY(asked(work_.has_state()).check(work_.asked(), work_.path()));
     if (options_.self_text) BITTERN_TRY(take(own_text()));
+    BITTERN_TRY(asked(true).write(work_.asked()));
     GptqCoder coder(teacher_, some_of(text_.train, options_.calibration), options_.fisher);
     BITTERN_TRY(calibrate(coder));
     BITTERN_TRY(learn());
@@ -256,6 +269,31 @@ class Distillation {
   }
 
   bool gguf() const { return target_.mix != nullptr; }
+
+  // What the start depends on; with `learning`, what the state depends on, too.
+  Asked asked(bool learning) const {
+    const DistillOptions& o = options_;
+    Asked asked;
+    asked.add_fingerprint("teacher", teacher_fingerprint_);
+    asked.add("self_text", o.self_text);
+    asked.add("context", o.context);  // before the text, whose pieces these two make
+    asked.add("validation", o.validation);
+    asked.add_fingerprint("data", o.self_text ? 0 : text_.fingerprint());
+    asked.add("format", gguf() ? "gguf" : "mlx");
+    asked.add("bits", target_.bits);
+    asked.add("type", gguf() ? target_.mix->name : "none");
+    asked.add("group_size", target_.group);
+    asked.add("scale_dtype", target_.scale_dtype.value_or("that of the teacher"));
+    asked.add("embedding_bits", o.embedding_bits.value_or(std::max(target_.bits, 6)));
+    asked.add("calibration", o.calibration);
+    asked.add("fisher", o.fisher);
+    if (!learning && !o.self_text) return asked;
+    asked.add("seed", std::to_string(o.seed));
+    asked.add("steps", o.steps);
+    asked.add("batch", o.batch);
+    asked.add("rate", o.rate ? std::to_string(*o.rate) : "searched");
+    return asked;
+  }
 
   Status take(const Result<CalibrationText>& text) {
     if (!text) return text.status();
@@ -298,7 +336,8 @@ class Distillation {
   Status check_files_apart() {
     const auto teacher = Checkpoint::open(teacher_);
     if (!teacher) return teacher.status();
-    fingerprint_.add(teacher->fingerprint());
+    teacher_fingerprint_ = teacher->fingerprint();
+    fingerprint_.add(teacher_fingerprint_);
     for (const CheckpointTensor& tensor : teacher->tensors())
       quantized_ = quantized_ || tensor.storage.quantized();
     std::vector<std::string> inputs = teacher->files();
@@ -384,12 +423,15 @@ class Distillation {
                    "are multiples of 256), expected Q4_1 or Q5_1");
   }
 
-  Status tell(DistillProgress progress, bool* finish = nullptr) const {
+  Status tell(DistillProgress progress, bool* finish = nullptr) {
     if (!options_.progress) return {};
     const DistillNext next = options_.progress(progress);
     const bool too_early = next == DistillNext::finish && finish == nullptr && !learned_;
+    const std::string why =
+        too_early ? "stopped while " + std::string(progress.doing) + ", before anything was learned"
+                  : "cancelled";
     if (next == DistillNext::stop || too_early)
-      return {Code::cancelled, "distill: cancelled; @{resume} goes on from here"};
+      return stopped_ = {Code::cancelled, "distill: " + why + "; @{resume} goes on from here"};
     if (next == DistillNext::finish && finish != nullptr) *finish = true;
     return {};
   }
@@ -682,11 +724,13 @@ class Distillation {
   std::vector<QuantizeRule> start_rules_;  // of a GGUF file
   std::vector<QuantizedTensor> start_tensors_;
   TrainingText text_;
+  std::uint64_t teacher_fingerprint_ = 0;
   Fingerprint fingerprint_;
   std::optional<Model> teaching_;
   std::shared_ptr<const ModelData> student_, written_;
   std::optional<Learner> learner_;
   bool learned_ = false;  // learning is over
+  Status stopped_;        // what tell() last said, where that ends the call
   DistillReport report_;
 };
 

@@ -448,10 +448,38 @@ TEST_F(DistillModel, ADamagedOrForeignStateIsRefused) {
   ASSERT_FALSE(distill_model(model, path("out"), how).ok());
   how.progress = {};
   how.resume = true;
-  DistillOptions other = how;
-  other.steps = 7;
-  EXPECT_NE(refusal(model, "out", other).find("another teacher, text, start or options"),
-            std::string::npos);
+  // The first difference is told.
+  const auto with = [&](const auto& change) {
+    DistillOptions other = how;
+    change(other);
+    return refusal(model, "out", other);
+  };
+  const std::string of = path("out.distill") + ": of a run with ",
+                    same = "; expected the same (force begins anew)";
+  EXPECT_EQ(with([](DistillOptions& o) { o.steps = 7; }), of + "steps 6, and it is 7 now" + same);
+  EXPECT_EQ(with([](DistillOptions& o) { o.seed = UINT64_MAX; }),
+            of + "seed 0, and it is 18446744073709551615 now" + same);
+  EXPECT_EQ(with([](DistillOptions& o) { o.rate.reset(); }),
+            of + "rate 0.003000, and it is searched now" + same);
+  EXPECT_EQ(with([](DistillOptions& o) { o.calibration = 8; }),
+            of + "calibration 16, and it is 8 now" + same);
+  EXPECT_EQ(with([](DistillOptions& o) { o.context = 16; }),
+            of + "context 32, and it is 16 now" + same);
+  EXPECT_EQ(with([](DistillOptions& o) { o.fisher = true; }),
+            of + "fisher 0, and it is 1 now" + same);
+  EXPECT_EQ(with([](DistillOptions& o) { o.embedding_bits.reset(); }),
+            of + "embedding_bits 0, and it is 6 now" + same);
+  EXPECT_EQ(with([](DistillOptions& o) { o.bits = 2; }), of + "bits 3, and it is 2 now" + same);
+  put("other.txt", tiny_text(1700));
+  EXPECT_EQ(with([&](DistillOptions& o) { o.data = {path("other.txt")}; }),
+            of + "another data" + same);
+  EXPECT_EQ(with([](DistillOptions& o) {
+              o.data.clear();
+              o.self_text = true;
+            }),
+            of + "self_text 0, and it is 1 now" + same);
+  const std::string gemma = put_tiny_model(*this, "gemma2");
+  EXPECT_EQ(refusal(gemma, "out", how), of + "another teacher" + same);
   const std::string state = text_of("out.distill/state");
   for (const std::size_t at : {std::size_t{0}, state.size() / 2, state.size() - 1}) {
     std::string damaged = state;
@@ -530,12 +558,84 @@ TEST_F(DistillModel, AStartOfOtherOptionsIsRefused) {
   EXPECT_FALSE(std::filesystem::exists(path("out.gguf.distill/state")));
   how.progress = {};
   how.resume = true;
+  const std::string of = path("out.gguf.distill") + ": of a run with ",
+                    same = "; expected the same (force begins anew)";
   DistillOptions other = how;
+  other.bits = 5;
+  EXPECT_EQ(refusal(model, "out.gguf", other), of + "bits 4, and it is 5 now" + same);
+  other = how;
+  put("other.txt", tiny_text(1700));
+  other.data = {path("other.txt")};
+  EXPECT_EQ(refusal(model, "out.gguf", other), of + "another data" + same);
+  // Without that file, the tensors of the start tell.
+  std::filesystem::rename(path("out.gguf.distill/asked"), path("asked"));
+  other = how;
   other.bits = 5;
   EXPECT_EQ(refusal(model, "out.gguf", other),
             path("out.gguf.distill/start") +
                 ": of a run with other options, expected the same ones (force begins anew)");
-  EXPECT_EQ(made(model, "out.gguf", how).type, "Q4_1");
+  std::filesystem::rename(path("asked"), path("out.gguf.distill/asked"));
+  // How it will learn is free as long as nothing is learned.
+  other = how;
+  other.steps = 3;
+  EXPECT_EQ(made(model, "out.gguf", other).steps, 3);
+}
+
+// Before there is anything to keep, a run that is to finish is stopped and can go on.
+TEST_F(DistillModel, ATooEarlyFinishSaysSo) {
+  const std::string model = put_tiny_model(*this, "llama");
+  made(model, "whole", options());
+  for (const char* doing : {"calibrating", "searching", "writing"})
+    for (const DistillNext next : {DistillNext::finish, DistillNext::stop}) {
+      const bool finish = next == DistillNext::finish;
+      if (finish && doing == std::string("writing")) continue;  // it is finishing already
+      SCOPED_TRACE(std::string(doing) + (finish ? ", finish" : ", stop"));
+      DistillOptions how = options();
+      how.progress = [&](const DistillProgress& state) {
+        return state.doing == doing && (state.share > 0.3 || state.doing != "calibrating")
+                   ? next
+                   : DistillNext::go_on;
+      };
+      const auto report = distill_model(model, path("out"), how);
+      EXPECT_EQ(report.status().code(), Code::cancelled);
+      EXPECT_EQ(report.status().message(),
+                finish ? std::string("distill: stopped while ") + doing +
+                             ", before anything was learned; resume goes on from here"
+                       : "distill: cancelled; resume goes on from here");
+      how.progress = {};
+      how.resume = true;
+      made(model, "out", how);
+      EXPECT_TRUE(contents("out") == contents("whole"));
+      std::filesystem::remove_all(path("out"));
+    }
+}
+
+// A run that was to replace its output and was stopped goes on with both options.
+TEST_F(DistillModel, AStoppedRunMayStillReplace) {
+  const std::string model = put_tiny_model(*this, "llama");
+  made(model, "out", options());
+  const std::string first = contents("out");
+  DistillOptions how = options();
+  how.seed = 1;
+  how.force = true;
+  how.progress = [](const DistillProgress& state) {
+    return state.step == 3 ? DistillNext::stop : DistillNext::go_on;
+  };
+  ASSERT_FALSE(distill_model(model, path("out"), how).ok());
+  how.progress = {};
+  how.force = false;
+  how.resume = true;
+  EXPECT_NE(refusal(model, "out", how).find("exists"), std::string::npos);
+  EXPECT_TRUE(contents("out") == first);
+  how.force = true;
+  bool calibrated = false;
+  how.progress = [&](const DistillProgress& state) {
+    calibrated = calibrated || state.doing == "calibrating" || state.doing == "searching";
+    return DistillNext::go_on;
+  };
+  made(model, "out", how);
+  EXPECT_FALSE(calibrated);
+  EXPECT_TRUE(contents("out") != first);
 }
 
 TEST_F(DistillModel, Refusals) {

@@ -185,6 +185,10 @@ def test_ctrl_c_writes_the_best_so_far(given, tmp_path):
     (["--format", "gguf", "--group-size", 64], 2, "--group-size: 64: groups of GGUF have 32 weights"),
     (["--format", "gguf", "--scale-dtype", "bf16"], 2, "--scale-dtype: bf16: scales of GGUF are f16"),
     (["--format", "mlx", "--type", "Q4_1"], 2, "--type Q4_1: the format is mlx"),
+    (["--report", "-"], 2, "--report: -: standard output, expected the name of a file"),
+    (["--report", "page.html", "--no-report"], 2, "--report and --no-report both given, expected one"),
+    (["--seed", -1], 2, "--seed: -1, expected an integer 0..18446744073709551615"),
+    (["--seed", 2**64], 2, "--seed: 18446744073709551616, expected an integer 0..18446744073709551615"),
 ])
 def test_refusals(given, tmp_path, flags, status, text):
     teacher, data = given
@@ -206,3 +210,55 @@ def test_what_is_there_stays(given, tmp_path):
                      tmp_path / "page.html", "--force")
     assert result.returncode != 0 and "--report" in result.stderr
     assert not (tmp_path / "new").exists() and not (tmp_path / "new.distill").exists()
+
+
+def test_outputs_are_apart_and_named_by_their_flags(given, tmp_path):
+    teacher, text = given
+    out = tmp_path / "out"
+    run = ["distill", teacher, "-o", out, "--data", text, *FLAGS, "--steps", 1, "--rate", 0.001]
+    assert bittern(*run, "--no-report").returncode == 0
+    refused(bittern(*run, "--report", out / "page.html", "--force"), 2, f"--report: {out}/page.html is inside {out}")
+    refused(bittern(*run, "--json", out / "r.json", "--no-report", "--force"), 2, f"--json: {out}/r.json is inside {out}")
+    one = tmp_path / "one"
+    refused(bittern(*run, "--report", one, "--json", one, "--force"), 2, f"--json: {one} is also the output {one}")
+    refused(bittern(*run, "--report", teacher / "page.html", "--force"), 2, "--report: ", "inside the input")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]
+
+
+def test_another_run_is_told_by_what_differs(given, tmp_path):
+    teacher, text = given
+    out = tmp_path / "out"
+    run = ["distill", teacher, "-o", out, *FLAGS, "--rate", 0.001, "--no-report"]
+    started = subprocess.Popen(
+        [str(word) for word in [COMMAND, *run, "--data", text, "--steps", 100000, "--checkpoint-minutes", 0]],
+        stderr=subprocess.DEVNULL,
+    )
+    while not (tmp_path / "out.distill" / "state").exists() and started.poll() is None:
+        time.sleep(0.01)
+    started.kill()
+    started.wait()
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text().upper())
+    of = f"{out}.distill: of a run with "
+    refused(bittern(*run, "--data", text, "--steps", 5, "--resume"), 2, of + "--steps 100000, and it is 5 now", "--force")
+    refused(bittern(*run, "--data", other, "--steps", 100000, "--resume"), 2, of + "another --data; expected the same")
+    (tmp_path / "out.distill" / "state").unlink()
+    refused(bittern(*run, "--data", other, "--steps", 5, "--resume"), 2, of + "another --data; expected the same")
+    assert bittern(*run, "--data", text, "--steps", 5, "--resume").returncode == 0
+
+
+def test_ctrl_c_before_anything_is_learned(given, tmp_path):
+    teacher, text = given
+    (tmp_path / "long.txt").write_text(text.read_text() * 200)
+    out = tmp_path / "out"
+    command = [COMMAND, "distill", teacher, "-o", out, "--data", tmp_path / "long.txt", "--group-size", 32, "--ctx", 32,
+               "--calibration", 100000, "--no-report", "--threads", 1]
+    run = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "out.distill" / "start.partial.journal").exists() and run.poll() is None:
+        time.sleep(0.001)
+    run.send_signal(signal.SIGINT)
+    stdout, stderr = run.communicate(timeout=300)
+    assert run.returncode == 130 and stdout == ""
+    assert stderr.splitlines()[-1] == (
+        "bittern: distill: stopped while calibrating, before anything was learned; --resume goes on from here"
+    )
