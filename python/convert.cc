@@ -116,6 +116,8 @@ DistillOptions distill_options_of(const nb::dict& given) {
   take(given, "context", o.context);
   take(given, "calibration", o.calibration);
   take(given, "fisher", o.fisher);
+  take(given, "teacher_cache", o.teacher_cache);
+  take(given, "teacher_top", o.teacher_top);
   take(given, "learn_codes", o.learn_codes);
   take(given, "validation", o.validation);
   take(given, "steps", o.steps);

@@ -30,7 +30,8 @@ Result<QuantizeReport> quantize_calibrated(const std::string& source, const std:
 // KL(teacher || student).
 
 struct DistillProgress {
-  // "sampling" (a text of its own), "calibrating", "searching", "learning", "writing" or "judging"
+  // "sampling" (a text of its own), "calibrating", "reading" (the teacher's targets), "searching",
+  // "learning", "writing" or "judging"
   std::string_view doing;
   std::string text{};  // what of it is at hand
   double share = 0;    // of `doing` that is done, 0 to 1
@@ -69,6 +70,11 @@ struct DistillOptions {
   std::optional<double> rate{};     // of scales, relative to their mean; default: searched
   bool learn_codes = false;         // codes of layers move too: 13 bytes a weight of memory more
   std::uint64_t seed = 0;           // of the order of the pieces
+  // A file of what the teacher says of the pieces that steps read: its `teacher_top` likeliest
+  // tokens and the probability of all others together. It is made if it is not there, and refused
+  // if it is of another teacher or of other pieces. Empty: the teacher runs beside the student.
+  std::string teacher_cache{};
+  std::int64_t teacher_top = 64;
 
   bool judge = false;  // DistillReport::judged and samples
 

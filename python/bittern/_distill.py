@@ -37,7 +37,7 @@ from ._convert import (
 class DistillProgress(NamedTuple):
     """What `progress` is called with."""
 
-    doing: Literal["sampling", "calibrating", "searching", "learning", "writing", "judging"]
+    doing: Literal["sampling", "calibrating", "reading", "searching", "learning", "writing", "judging"]
     text: str  # what of it is at hand
     share: float  # of `doing` that is done, 0 to 1
     step: int
@@ -158,6 +158,8 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "calibration": _integer,
     "fisher": _flag,
     "learn_codes": _flag,
+    "teacher_cache": _path,
+    "teacher_top": _integer,
     "validation": _integer,
     "steps": _integer,
     "batch": _integer,
@@ -188,6 +190,8 @@ def distill(
     calibration: int = 128,
     fisher: bool = False,
     learn_codes: bool = False,
+    teacher_cache: _Path | None = None,
+    teacher_top: int = 64,
     validation: int = 16,
     steps: int = 60,
     batch: int = 2,
@@ -221,6 +225,9 @@ def distill(
     context     tokens of a piece of text
     calibration pieces that codes are chosen by, at most
     fisher      weigh each of their tokens by what its errors cost the predictions
+    teacher_cache
+                a file of what the teacher says of the text: made if it is not there, read by later runs
+    teacher_top of the teacher's likeliest tokens in it; all others count as one
     learn_codes codes move too, not only scales and biases: for 2 and 3 bits and long runs
     validation  pieces that are held out, to judge by
     steps       steps of learning; 0 only calibrates

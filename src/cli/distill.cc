@@ -268,6 +268,13 @@ Verb distill_verb(CLI::App& main) {
          "grids: scales and biases; codes: these, and the codes themselves, for 2 and 3 bits and "
          "long runs (default: grids)")
       ->group(how);
+  option("--teacher-cache", options.teacher_cache, "FILE",
+         "keep what the teacher says of the text in FILE, so that later runs need not ask it again")
+      ->group(how);
+  option("--teacher-top", options.teacher_top, "K",
+         "with --teacher-cache: keep its K likeliest tokens, and all others as one (default: 64)")
+      ->check(integer_in(5, 1 << 24))
+      ->group(how);
   option("--rate", options.rate, "X",
          "how far a step moves a scale, relative to the matrix' mean scale (default: short runs "
          "find it)")

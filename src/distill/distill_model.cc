@@ -11,6 +11,7 @@
 #include <cmath>
 #include <filesystem>
 #include <limits>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -36,6 +37,7 @@
 #include "distill/learned_coder.h"
 #include "distill/learner.h"
 #include "distill/self_text.h"
+#include "eval/targets_file.h"
 #include "formats/fingerprint.h"
 #include "formats/grid.h"
 #include "formats/mapped_file.h"
@@ -45,6 +47,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr std::int64_t kMostTrial = 16;  // steps of a run that tries a rate
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -75,6 +78,7 @@ Status check(const DistillOptions& options) {
   if (options.rate && !(*options.rate > 0 && *options.rate <= 1))
     return invalid("@{rate}: " + std::to_string(*options.rate) +
                    ", expected a number above 0 and up to 1");
+  BITTERN_TRY(in_range("teacher_top", options.teacher_top, 5, kMost));
   if (!(options.checkpoint_minutes >= 0))
     return invalid("@{checkpoint_minutes}: expected a number of 0 or more");
   return check_threads(options.threads);
@@ -269,6 +273,7 @@ class Distillation {
   }
 
   bool gguf() const { return target_.mix != nullptr; }
+  bool cached() const { return !options_.teacher_cache.empty() && options_.steps > 0; }
 
   // What the start depends on; with `learning`, what the state depends on, too.
   Asked asked(bool learning) const {
@@ -292,6 +297,8 @@ class Distillation {
     asked.add("steps", o.steps);
     asked.add("batch", o.batch);
     asked.add("rate", o.rate ? std::to_string(*o.rate) : "searched");
+    asked.add("learn_codes", o.learn_codes);
+    asked.add("teacher_top", cached() ? o.teacher_top : 0);
     return asked;
   }
 
@@ -302,7 +309,57 @@ class Distillation {
     text_ = std::move(*parts);
     report_.train_pieces = text_.train.pieces();
     report_.validation_pieces = text_.validation.pieces();
-    return {};
+    return find_targets();
+  }
+
+  EvalOptions targets_options() const {
+    return {.dialect = PerplexityDialect::segments, .context = options_.context};
+  }
+  static Status of_targets(const Status& status) {
+    return {status.code(), "@{teacher_cache}: " + std::string(status.message())};
+  }
+
+  // The pieces that steps read, and whether a file of the teacher's targets is of these.
+  Status find_targets() {
+    if (!cached()) return {};
+    std::set<std::int64_t> pieces;
+    const std::int64_t reads = std::max(options_.steps, kMostTrial) * options_.batch;
+    for (std::int64_t n = 0;
+         n < reads && static_cast<std::int64_t>(pieces.size()) < text_.train.pieces(); ++n)
+      pieces.insert(text_.nth(n, options_.seed));
+    taught_text_ = {.context = options_.context, .tokens = {}};
+    for (const std::int64_t piece : pieces) {
+      places_[piece] = taught_text_.pieces() * (options_.context - 1);
+      taught_text_.add(text_.train.piece(piece));
+    }
+    const auto there = thing_at(options_.teacher_cache);
+    if (!there) return of_targets(there.status());
+    targets_new_ = *there == Thing::nothing;
+    if (targets_new_) return {};
+    const auto targets = TargetsFile::open(options_.teacher_cache);
+    const Status found = targets ? check_targets(*targets) : of_targets(targets.status());
+    if (found.ok() || !options_.force) return found;
+    targets_new_ = true;
+    const Status ours = TargetsFile::check_ours(options_.teacher_cache);
+    return ours.ok() ? ours : of_targets(ours);
+  }
+
+  Status check_targets(const TargetsFile& targets) const {
+    const TargetsKey& key = targets.key();
+    const auto other = [&](const std::string& text) {
+      return invalid("@{teacher_cache}: " + targets.path() + ": made " + text +
+                     "; expected another name for the new one, or @{force}");
+    };
+    if (key.teacher != std::to_string(teacher_fingerprint_)) return other("by another teacher");
+    if (key.top != std::min(options_.teacher_top, key.vocab))
+      return other("with @{teacher_top} " + std::to_string(key.top));
+    TargetsKey wanted =
+        TargetsKey::of(taught_text_.tokens, targets_options(), taught_text_.pieces());
+    wanted.positions = taught_text_.pieces() * (options_.context - 1);
+    if (targets.check(wanted).ok()) return {};
+    return other(
+        "of other pieces of text (they depend on the text, and on @{context}, @{validation}, "
+        "@{seed}, @{steps} and @{batch})");
   }
 
   // As many pieces as codes are chosen by, and for longer learning more.
@@ -344,6 +401,7 @@ class Distillation {
     inputs.insert(inputs.end(), options_.data.begin(), options_.data.end());
     std::vector<OutputName> outputs;
     for (const char* suffix : {"", ".distill"}) outputs.push_back({"@{out}", out_ + suffix});
+    if (cached()) outputs.push_back({"@{teacher_cache}", options_.teacher_cache});
     for (const std::string& path : options_.also_written)
       outputs.push_back({"@{also_written}", path});
     return check_apart(outputs, inputs);
@@ -491,11 +549,13 @@ class Distillation {
 
     fingerprint_.add(text_.fingerprint());
     fingerprint_.add(options_.seed);
-    for (const std::int64_t n :
-         {options_.steps, options_.batch, options_.context, std::int64_t{options_.fisher},
-          std::int64_t{options_.learn_codes}, options_.calibration})
+    for (const std::int64_t n : {options_.steps, options_.batch, options_.context,
+                                 std::int64_t{options_.fisher}, std::int64_t{options_.learn_codes},
+                                 options_.calibration, cached() ? options_.teacher_top : 0})
       fingerprint_.add(static_cast<std::uint64_t>(n));
     fingerprint_.add(options_.rate ? std::to_string(*options_.rate) : "");
+
+    BITTERN_TRY(take_targets());
 
     LearnState state;
     if (options_.resume && work_.has_state()) {
@@ -536,6 +596,34 @@ class Distillation {
     return {};
   }
 
+  // What the teacher says of the pieces that steps read, from a file that is made if it is not
+  // there.
+  Status take_targets() {
+    if (!cached()) return {};
+    if (targets_new_) {
+      EvalOptions how = targets_options();
+      how.progress = [&](const EvalProgress& state) {
+        return tell({.doing = "reading",
+                     .text = "what the teacher says of the text",
+                     .share = static_cast<double>(state.done) / static_cast<double>(state.total),
+                     .train_kl = kNaN,
+                     .validation_kl = kNaN})
+            .ok();
+      };
+      const Status written = write_targets(options_.teacher_cache, {&*teaching_, {.kv = "f32"}},
+                                           taught_text_.tokens, how,
+                                           {.top = options_.teacher_top,
+                                            .teacher = std::to_string(teacher_fingerprint_),
+                                            .replace = true});
+      if (!written.ok()) return of_targets(written);
+    }
+    auto targets = TargetsFile::open(options_.teacher_cache);
+    if (!targets) return of_targets(targets.status());
+    BITTERN_TRY(check_targets(*targets));
+    learner_->use_targets(std::move(*targets), places_);
+    return {};
+  }
+
   Result<double> validation(const std::string& text) {
     BITTERN_TRY(
         tell({.doing = "searching", .text = text, .train_kl = kNaN, .validation_kl = kNaN}));
@@ -548,7 +636,7 @@ class Distillation {
       state.rate = options_.rate.value_or(first_rate(target_.bits));
       return {};
     }
-    const std::int64_t length = std::clamp<std::int64_t>(options_.steps / 8, 4, 16);
+    const std::int64_t length = std::clamp<std::int64_t>(options_.steps / 8, 4, kMostTrial);
     const double middle = first_rate(target_.bits);
     double best = std::numeric_limits<double>::infinity();
     for (const double factor : {1.0, 2.0, 0.5}) {
@@ -729,6 +817,11 @@ class Distillation {
   std::optional<Model> teaching_;
   std::shared_ptr<const ModelData> student_, written_;
   std::optional<Learner> learner_;
+  // With a file of the teacher's targets: what it is of, the first row of each piece, and whether
+  // it is still to be made.
+  CalibrationText taught_text_;
+  std::map<std::int64_t, std::int64_t> places_;
+  bool targets_new_ = false;
   bool learned_ = false;  // learning is over
   Status stopped_;        // what tell() last said, where that ends the call
   DistillReport report_;

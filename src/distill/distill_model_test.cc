@@ -169,6 +169,49 @@ TEST_F(DistillModel, CodesMove) {
   EXPECT_NEAR(report.written_kl, report.kl, 1e-4 * report.kl);
 }
 
+TEST_F(DistillModel, TheTeacherIsAskedOnce) {
+  const std::string model = put_tiny_model(*this, "llama");
+  DistillOptions how = options();
+  how.teacher_cache = path("targets");
+  how.teacher_top = 16;
+  int read = 0;
+  how.progress = [&](const DistillProgress& state) {
+    read += state.doing == "reading";
+    return DistillNext::go_on;
+  };
+  const DistillReport report = made(model, "out", how);
+  EXPECT_LT(report.kl, report.start_kl);
+  EXPECT_GT(read, 0);
+  read = 0;
+  made(model, "again", how);
+  EXPECT_EQ(read, 0);
+  EXPECT_TRUE(contents("again") == contents("out"));
+
+  const std::string file = path("targets") + ": made ";
+  const std::string rest = "; expected another name for the new one, or force";
+  DistillOptions other = how;
+  other.teacher_top = 8;
+  EXPECT_EQ(refusal(model, "new", other), "teacher_cache: " + file + "with teacher_top 16" + rest);
+  other = how;
+  other.validation = 5;
+  EXPECT_NE(refusal(model, "new", other).find(file + "of other pieces of text"), std::string::npos);
+  other = how;
+  other.teacher_top = 4;
+  EXPECT_EQ(refusal(model, "new", other), "teacher_top: 4, expected an integer 5..16777216");
+  other = how;
+  other.teacher_cache = path("text.txt");
+  EXPECT_NE(refusal(model, "new", other).find("text.txt"), std::string::npos);
+  EXPECT_EQ(text_of("text.txt"), tiny_text(1600));
+  EXPECT_EQ(refusal(put_tiny_model(*this, "gemma2"), "new", how),
+            "teacher_cache: " + file + "by another teacher" + rest);
+  EXPECT_FALSE(std::filesystem::exists(path("new.distill")));  // before any work
+  other = how;
+  other.validation = 5;
+  other.force = true;
+  made(model, "other", other);
+  EXPECT_GT(read, 0);
+}
+
 TEST_F(DistillModel, LearnsFromATextOfTheTeachersOwn) {
   const std::string model = put_tiny_model(*this, "llama");
   DistillOptions how = options();

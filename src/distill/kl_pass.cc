@@ -1,13 +1,17 @@
 #include "distill/kl_pass.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "bittern/ops/kl_loss.h"
 #include "bittern/plan.h"
+#include "core/math.h"
 #include "core/thread_count.h"
+#include "cpu/parallel.h"
 
 namespace bittern {
 namespace {
@@ -15,6 +19,25 @@ namespace {
 constexpr std::int64_t kRows = 64;  // positions whose logits are in memory at once
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+// The logits of a teacher of whom only the likeliest tokens are known, and the probability of all
+// others together: those have, among themselves, the student's own probabilities. So their part of
+// KL is tail log(tail / the student's), and its gradient that of the student's sum of them.
+// x: the student's logits, to: the teacher's. Both [vocab].
+void logits_of_targets(const float* x, double softcap, std::span<const std::int32_t> ids,
+                       std::span<const float> log_p, float tail, std::span<float> to) {
+  const float cap = static_cast<float>(softcap);
+  for (std::size_t j = 0; j < to.size(); ++j)
+    to[j] = cap == 0 ? x[j] : cap * math::tanh(x[j] / cap);
+  for (const std::int32_t id : ids) to[at(id)] = -std::numeric_limits<float>::infinity();
+  const float most = *std::max_element(to.begin(), to.end());
+  double sum = 0;
+  for (const float logit : to) sum += double{math::exp(logit - most)};
+  const float shift =
+      static_cast<float>(std::log(std::max(double{tail}, 1e-30)) - (double{most} + std::log(sum)));
+  for (float& logit : to) logit += shift;
+  for (std::size_t i = 0; i < ids.size(); ++i) to[at(ids[i])] = log_p[i];
+}
 
 // A matrix' gradients come several times: each time's are added to what there is.
 class AddingSink : public GradientSink {
@@ -76,7 +99,7 @@ Status KlPass::teach(std::span<const std::int32_t> tokens, float* hidden) {
   return run_sessions(ModelAccess::data(teacher_), std::span(&segment, 1), 0, hidden);
 }
 
-Result<double> KlPass::loss(std::span<const std::int32_t> tokens, const float* taught,
+Result<double> KlPass::loss(std::span<const std::int32_t> tokens, const Taught& taught,
                             PieceStreams& piece, GradientSink* sink) {
   const ModelData& teacher = ModelAccess::data(teacher_);
   const ModelData& student = student_.model();
@@ -93,17 +116,31 @@ Result<double> KlPass::loss(std::span<const std::int32_t> tokens, const float* t
   taught_logits_.resize(at(kRows * d.vocab));
   logits_.resize(at(kRows * d.vocab));
   losses_.resize(at(kRows));
-  const std::vector<float> weights(at(kRows), 1.0f / static_cast<float>(rows));
+  const std::int64_t known = taught.targets != nullptr ? rows - 1 : rows;
+  std::vector<float> weights(at(rows), 1.0f / static_cast<float>(known));
+  std::fill(weights.begin() + known, weights.end(), 0.0f);
   double sum = 0;
   for (std::int64_t first = 0; first < rows; first += kRows) {
     const std::int64_t count = std::min(kRows, rows - first);
     scratch_.release({});
     const MutView logits = view(logits_.data(), {count, d.vocab}),
                   taught_logits = view(taught_logits_.data(), {count, d.vocab});
-    BITTERN_TRY(head_pass(teacher, taught + first * teacher.decoder.hidden, count, taught_logits,
-                          scratch_));
     BITTERN_TRY(
         uncapped_head_pass(student, hidden.data() + first * d.hidden, count, logits, scratch_));
+    if (const TargetsFile* const targets = taught.targets; targets != nullptr) {
+      cpu::parallel(count, 1, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t i = begin; i < end; ++i) {
+          // The last token's row counts nothing: any will do.
+          const std::int64_t row = taught.first + std::min(first + i, known - 1);
+          logits_of_targets(logits_.data() + i * d.vocab, d.logit_softcap, targets->ids(row),
+                            targets->log_p(row), targets->tail(row),
+                            std::span(taught_logits_).subspan(at(i * d.vocab), at(d.vocab)));
+        }
+      });
+    } else {
+      BITTERN_TRY(head_pass(teacher, taught.hidden + first * teacher.decoder.hidden, count,
+                            taught_logits, scratch_));
+    }
     KlLossDesc desc{};
     desc.rows = count;
     desc.dim = d.vocab;
@@ -111,7 +148,7 @@ Result<double> KlPass::loss(std::span<const std::int32_t> tokens, const float* t
     KlLoss::Args args{};
     args.x = logits;
     args.teacher = taught_logits;
-    args.weights = view(weights.data(), {count});
+    args.weights = view(std::as_const(weights).data() + first, {count});
     args.loss = view(losses_.data(), {count});
     if (sink != nullptr) args.d_x = logits;
     const auto plan = Plan<KlLoss>::select(desc);

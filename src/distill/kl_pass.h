@@ -8,11 +8,19 @@
 
 #include "bittern/model.h"
 #include "bittern/status.h"
+#include "eval/targets_file.h"
 #include "model/backward.h"
 #include "model/forward.h"
 #include "model/streams.h"
 
 namespace bittern {
+
+// What the teacher says of a piece.
+struct Taught {
+  const float* hidden = nullptr;         // f32 [tokens, teacher_width]: what its head reads
+  const TargetsFile* targets = nullptr;  // in its place: rows of a file, from `first` on, for all
+  std::int64_t first = 0;                // tokens but the last
+};
 
 class KlPass {
  public:
@@ -25,13 +33,14 @@ class KlPass {
 
   // f32 [context, teacher_width]: what the teacher's head reads.
   Status teach(std::span<const std::int32_t> tokens, float* hidden);
-  // The mean over all positions of a piece.
-  Result<double> loss(std::span<const std::int32_t> tokens, const float* taught) {
+  // The mean over all positions of a piece that the teacher says something of. With a file of
+  // targets the tokens that are not among the teacher's likeliest count as one.
+  Result<double> loss(std::span<const std::int32_t> tokens, const Taught& taught) {
     return loss(tokens, taught, passing_, nullptr);
   }
   // The same, and the way back as far as the last layer: the head's gradients are added to those of
   // the sink, and `piece` is ready for layer_backward. The tokens outlive it.
-  Result<double> loss(std::span<const std::int32_t> tokens, const float* taught,
+  Result<double> loss(std::span<const std::int32_t> tokens, const Taught& taught,
                       PieceStreams& piece, GradientSink& sink) {
     return loss(tokens, taught, piece, &sink);
   }
@@ -47,7 +56,7 @@ class KlPass {
         context_(context),
         teaching_(std::move(teaching)),
         student_(std::move(student)) {}
-  Result<double> loss(std::span<const std::int32_t> tokens, const float* taught,
+  Result<double> loss(std::span<const std::int32_t> tokens, const Taught& taught,
                       PieceStreams& piece, GradientSink* sink);
 
   Model teacher_;

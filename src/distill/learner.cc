@@ -79,9 +79,14 @@ Result<double> Learner::step(LearnState& state, std::int64_t steps) {
     const std::int64_t piece =
         text_.nth(state.step * options_.batch + static_cast<std::int64_t>(i), options_.seed);
     const auto tokens = tokens_of(text_.train, piece);
-    BITTERN_TRY(pass_.teach(tokens, taught_.data()));
+    Taught taught{.hidden = taught_.data()};
+    if (targets_) {
+      taught = {.targets = &*targets_, .first = places_.at(piece)};
+    } else {
+      BITTERN_TRY(pass_.teach(tokens, taught_.data()));
+    }
     const auto loss =
-        pass_.loss(tokens, taught_.data(), pieces_[i], ends.emplace_back(grids_, grids_.ends()));
+        pass_.loss(tokens, taught, pieces_[i], ends.emplace_back(grids_, grids_.ends()));
     if (!loss) return loss.status();
     kl += *loss;
   }
@@ -180,7 +185,7 @@ Result<double> Learner::validate(KlPass& pass) {
   }
   double sum = 0;
   for (std::int64_t i = 0; i < text.pieces(); ++i) {
-    const auto loss = pass.loss(tokens_of(text, i), validation_.data() + i * size);
+    const auto loss = pass.loss(tokens_of(text, i), {.hidden = validation_.data() + i * size});
     if (!loss) return loss.status();
     sum += *loss;
   }

@@ -10,7 +10,9 @@
 // soon as all have passed it: gradients of more than a layer are never in memory.
 #pragma once
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -57,6 +59,11 @@ class Learner {
         bits_(bits) {}
 
   LearnedGrids& grids() { return grids_; }
+  // Steps read the teacher from this file: `places` has the first row of each piece that is read.
+  void use_targets(TargetsFile targets, std::map<std::int64_t, std::int64_t> places) {
+    targets_.emplace(std::move(targets));
+    places_ = std::move(places);
+  }
 
   // A state before its first step, with the grids' numbers and these latent codes.
   LearnState begin(std::vector<float> latents);
@@ -82,6 +89,8 @@ class Learner {
   const TrainingText& text_;
   const DistillOptions& options_;
   int bits_;
+  std::optional<TargetsFile> targets_;
+  std::map<std::int64_t, std::int64_t> places_;
   std::vector<PieceStreams> pieces_;  // of a step
   std::vector<float> taught_;         // of a piece
   std::vector<float> validation_;     // what the teacher's head reads of all pieces held out
