@@ -4,6 +4,7 @@
 // A program of its own, since it replaces operator new. tests/python/test_public_functions.py
 // compares the names in quotes here with what the headers declare.
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -43,7 +44,8 @@
 
 namespace {
 
-std::atomic<std::int64_t> live = 0;   // allocations that are not freed
+std::atomic<std::int64_t> live = 0;  // allocations that are not freed
+std::atomic<std::int64_t> live_bytes = 0, peak_bytes = 0;
 std::atomic<std::int64_t> asked = 0;  // allocations since it was armed
 std::atomic<std::int64_t> failing = -1;
 std::atomic<bool> for_good = false;  // all from then on, or that one alone
@@ -62,6 +64,11 @@ void* allocate(std::size_t size, std::size_t alignment) noexcept {
   if (posix_memalign(&p, std::max(alignment, sizeof(void*)), std::max<std::size_t>(size, 1)) != 0)
     return nullptr;
   ++live;
+  const auto bytes = static_cast<std::int64_t>(malloc_usable_size(p));
+  const std::int64_t now = live_bytes += bytes;
+  for (std::int64_t peak = peak_bytes;
+       now > peak && !peak_bytes.compare_exchange_weak(peak, now);) {
+  }
   return p;
 }
 void* allocate_or_throw(std::size_t size, std::size_t alignment) {
@@ -72,6 +79,7 @@ void* allocate_or_throw(std::size_t size, std::size_t alignment) {
 void release(void* p) noexcept {
   if (p == nullptr) return;
   --live;
+  live_bytes -= static_cast<std::int64_t>(malloc_usable_size(p));
   std::free(p);
 }
 
@@ -1271,6 +1279,42 @@ TEST_F(ModelAllocation, CalibratedQuantisation) {
   wrong.data.reset();
   expect_refusal("quantize_calibrated",
                  [&] { return quantize_calibrated(llama_, out, wrong).status(); });
+}
+
+// While scales and biases learn, memory does not grow by what the gradients of weights would take,
+// 4 bytes each; while codes do, it grows by more: a latent code, its moments and that gradient.
+TEST_F(ModelAllocation, GradientsOfWeightsAreNotStored) {
+  put("text.txt", tiny_text(200));
+  // The most while the second step is made, a weight more.
+  const auto growth = [&](bool codes) {
+    std::int64_t most[2] = {};
+    constexpr std::uint64_t kInner[] = {768, 1280};
+    for (int i = 0; i < 2; ++i) {
+      const DistillOptions options{.bits = 3,
+                                   .embedding_bits = 0,
+                                   .data = {path("text.txt")},
+                                   .context = 8,
+                                   .calibration = 2,
+                                   .validation = 1,
+                                   .steps = 2,
+                                   .batch = 1,
+                                   .rate = 0.001,
+                                   .learn_codes = codes,
+                                   .force = true,
+                                   .threads = 1,
+                                   .progress = [&](const DistillProgress& state) {
+                                     if (state.step == 1) peak_bytes = live_bytes.load();
+                                     if (state.step == 2) most[i] = peak_bytes;
+                                     return DistillNext::go_on;
+                                   }};
+      const auto report = distill_model(put_wide_model(*this, kInner[i]), path("out"), options);
+      EXPECT_TRUE(report.ok()) << report.status().message();
+    }
+    return static_cast<double>(most[1] - most[0]) / (3 * 256 * double{kInner[1] - kInner[0]});
+  };
+  const double grids = growth(false), codes = growth(true);
+  EXPECT_LT(grids, 2.5);
+  EXPECT_GT(codes, grids + 4 * 4);
 }
 
 // Of distill_model the refusals, and all of learning: nlohmann-json does not survive every failure

@@ -68,7 +68,7 @@ struct DistillOptions {
   std::int64_t steps = 60;          // 0: nothing is learned
   std::int64_t batch = 2;           // pieces of a step
   std::optional<double> rate{};     // of scales, relative to their mean; default: searched
-  bool learn_codes = false;         // codes of layers move too: 13 bytes a weight of memory more
+  bool learn_codes = false;         // codes of layers move too: 14 bytes a weight of memory more
   std::uint64_t seed = 0;           // of the order of the pieces
   // A file of what the teacher says of the pieces that steps read: its `teacher_top` likeliest
   // tokens and the probability of all others together. It is made if it is not there, and refused

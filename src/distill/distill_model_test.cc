@@ -354,39 +354,7 @@ TEST_F(DistillModel, TheEmbeddingIsTheTeachersOrQuantised) {
 
 // A layer with rows of 256 and shorter ones.
 TEST_F(DistillModel, SuperBlocksAreFittedToWhatWasLearned) {
-  std::vector<F32> tensors;
-  std::uint32_t state = 7;
-  const auto add = [&](const std::string& name, std::vector<std::uint64_t> shape) {
-    F32 tensor{name, shape, {}};
-    const std::uint64_t count = shape.size() == 2 ? shape[0] * shape[1] : shape[0];
-    for (std::uint64_t i = 0; i < count; ++i) {
-      state = state * 1664525 + 1013904223;
-      const float x = static_cast<float>(static_cast<std::int32_t>(state)) * 0x1p-31f;
-      tensor.values.push_back(shape.size() == 1 ? 1.0f : x * x * x * 0.3f);
-    }
-    tensors.push_back(std::move(tensor));
-  };
-  const std::string layer = "model.layers.0.";
-  add("model.embed_tokens.weight", {96, 256});
-  add("model.norm.weight", {256});
-  add(layer + "input_layernorm.weight", {256});
-  add(layer + "post_attention_layernorm.weight", {256});
-  add(layer + "self_attn.q_proj.weight", {128, 256});
-  add(layer + "self_attn.k_proj.weight", {64, 256});
-  add(layer + "self_attn.v_proj.weight", {64, 256});
-  add(layer + "self_attn.o_proj.weight", {256, 128});
-  add(layer + "mlp.gate_proj.weight", {64, 256});
-  add(layer + "mlp.up_proj.weight", {64, 256});
-  add(layer + "mlp.down_proj.weight", {256, 64});
-  put_model("wide", tensors,
-            R"({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256,
-                "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96,
-                "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-                "hidden_act": "silu", "tie_word_embeddings": true})");
-  put("wide/tokenizer.json", tiny_tokenizer());
-  put("wide/tokenizer_config.json", kTinyTokenizerConfig);
-
+  put_wide_model(*this, 64);
   DistillOptions how = blocks();
   how.bits.reset();
   how.type = "Q4_K_S";

@@ -74,4 +74,48 @@ inline std::string put_tiny_model(const TempFolder& folder, const std::string& m
   return folder.path(model);
 }
 
+// A llama of one layer with rows of 256 and an MLP of `inner`; its path.
+inline std::string put_wide_model(const TempFolder& folder, std::uint64_t inner) {
+  std::vector<StoredTensor> tensors;
+  std::uint32_t state = 7;
+  const auto add = [&](const std::string& name, std::vector<std::uint64_t> shape) {
+    const std::uint64_t count = shape.size() == 2 ? shape[0] * shape[1] : shape[0];
+    std::vector<float> values;
+    for (std::uint64_t i = 0; i < count; ++i) {
+      state = state * 1664525 + 1013904223;
+      const float x = static_cast<float>(static_cast<std::int32_t>(state)) * 0x1p-31f;
+      values.push_back(shape.size() == 1 ? 1.0f : x * x * x * 0.3f);
+    }
+    const auto bytes = std::as_bytes(std::span(values));
+    tensors.push_back({{name, SafeDType::f32, std::move(shape)},
+                       std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size())});
+  };
+  const std::string layer = "model.layers.0.";
+  add("model.embed_tokens.weight", {96, 256});
+  add("model.norm.weight", {256});
+  add(layer + "input_layernorm.weight", {256});
+  add(layer + "post_attention_layernorm.weight", {256});
+  add(layer + "self_attn.q_proj.weight", {128, 256});
+  add(layer + "self_attn.k_proj.weight", {64, 256});
+  add(layer + "self_attn.v_proj.weight", {64, 256});
+  add(layer + "self_attn.o_proj.weight", {256, 128});
+  add(layer + "mlp.gate_proj.weight", {inner, 256});
+  add(layer + "mlp.up_proj.weight", {inner, 256});
+  add(layer + "mlp.down_proj.weight", {256, inner});
+  const auto text = safetensors_text(tensors, {{"format", "pt"}});
+  if (!text) throw std::runtime_error(std::string(text.status().message()));
+  folder.put("wide/model.safetensors", *text);
+  folder.put("wide/config.json",
+             R"({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256,
+                 "intermediate_size": )" +
+                 std::to_string(inner) +
+                 R"(, "num_hidden_layers": 1, "num_attention_heads": 4,
+                 "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96,
+                 "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+                 "hidden_act": "silu", "tie_word_embeddings": true})");
+  folder.put("wide/tokenizer.json", tiny_tokenizer());
+  folder.put("wide/tokenizer_config.json", kTinyTokenizerConfig);
+  return folder.path("wide");
+}
+
 }  // namespace bittern
