@@ -77,6 +77,7 @@ QuantizeOptions options_of(const nb::dict& given) {
   take(given, "context", o.context);
   take(given, "fisher", o.fisher);
   take(given, "format", o.format);
+  take(given, "zero_points", o.zero_points);
   take(given, "type", o.type);
   take(given, "output_tensor_type", o.output_tensor_type);
   take(given, "token_embedding_type", o.token_embedding_type);

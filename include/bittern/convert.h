@@ -70,8 +70,12 @@ struct QuantizeOptions {
   std::optional<std::int64_t> pieces{};   // of it that are read, at most; default 128
   std::optional<std::int64_t> context{};  // tokens of a piece; default 512
   bool fisher = false;                    // its tokens count by what their errors cost
-  std::optional<std::string> format{};    // "mlx", "gguf" or "safetensors"; default: by `out`
-  std::optional<std::string> type{};      // of a GGUF file, with llama-quantize's mix: "Q4_K_M"
+  // "mlx", "gguf", "safetensors" or "compressed-tensors"; default: by `out`
+  std::optional<std::string> format{};
+  // "real" (default): any bias. "integer": w = scale * (code - zero point) with the zero point a
+  // code itself; always so in compressed-tensors.
+  std::optional<std::string> zero_points{};
+  std::optional<std::string> type{};  // of a GGUF file, with llama-quantize's mix: "Q4_K_M"
   std::optional<std::string> output_tensor_type{}, token_embedding_type{};  // GGUF types
   bool leave_output_tensor = false;
   std::optional<double> target_bpw{};    // most bits per weight of the whole model, 1 to 32
@@ -82,7 +86,7 @@ struct QuantizeOptions {
   bool lossy = false;                    // clamp, or quantise again, what cannot be exact
   std::optional<std::string> dequantize{};   // plain numbers: "f32", "f16" or "bf16"
   std::optional<std::string> dtype{};        // of what is not quantised
-  std::optional<std::string> scale_dtype{};  // of MLX's scales and biases
+  std::optional<std::string> scale_dtype{};  // of scales and biases in a folder
   bool pure = false;                         // one type for every matrix
   bool allow_requantize = false;             // accept a model that is quantised already
   bool quantize = false;                     // 4 bits, unless another option or the policy says how

@@ -97,7 +97,7 @@ class QuantizeReport:
 
     model: str
     output: str
-    format: Literal["mlx", "gguf", "safetensors"]
+    format: Literal["mlx", "gguf", "safetensors", "compressed-tensors"]
     outputs: list[str]  # `output`, or the parts of a split GGUF file
     dry_run: bool
     weights: int
@@ -428,6 +428,7 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "context": _integer,
     "fisher": _flag,
     "format": _word,
+    "zero_points": _word,
     "type": _word,
     "output_tensor_type": _word,
     "token_embedding_type": _word,
@@ -468,7 +469,8 @@ def quantize_model(
     pieces: int | None = None,
     context: int | None = None,
     fisher: bool = False,
-    format: Literal["mlx", "gguf", "safetensors"] | None = None,
+    format: Literal["mlx", "gguf", "safetensors", "compressed-tensors"] | None = None,
+    zero_points: Literal["real", "integer"] | None = None,
     type: _Type | None = None,
     output_tensor_type: _Type | None = None,
     token_embedding_type: _Type | None = None,
@@ -511,8 +513,10 @@ def quantize_model(
     pieces      how many pieces of it are read, evenly spread (default 128)
     context     tokens of a piece (default 512)
     fisher      weigh each of its tokens by what its errors cost the predictions
-    format      "mlx", "gguf" or "safetensors"; default: "gguf" if `out` ends in .gguf or an option is for GGUF
-                only, "safetensors" with dequantize, else "mlx"
+    format      "mlx", "gguf", "safetensors" or "compressed-tensors" (for vLLM and transformers); default: "gguf" if
+                `out` ends in .gguf or an option is for GGUF only, "safetensors" with dequantize, else "mlx"
+    zero_points "real" (default): a group's bias is any number; "integer": 0 is one of its values, as in AWQ, GPTQ and
+                compressed-tensors
     type        the type of a GGUF file, with llama-quantize's mix: "Q4_K_M", "Q8_0", ...
     output_tensor_type, token_embedding_type
                 GGUF types of the head and of the embedding
@@ -527,7 +531,7 @@ def quantize_model(
     lossy       clamp numbers that the output cannot hold; with transcode, quantise again what cannot be exact
     dequantize  write plain numbers: "f32", "f16" or "bf16"
     dtype       dtype of the tensors that are not quantised; alone, it converts plain numbers
-    scale_dtype dtype of MLX's scales and biases
+    scale_dtype dtype of scales and biases in a folder
     pure        one type for every matrix
     allow_requantize
                 accept a model that is quantised already

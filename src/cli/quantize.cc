@@ -19,7 +19,7 @@ namespace {
 
 struct QuantizeFlags {
   std::string model, hf_path, out, format, method, type, policy, imatrix, dequantize, scale_dtype;
-  std::string dtype, output_type, embedding_type, split_size, data;
+  std::string dtype, output_type, embedding_type, split_size, data, zero_points;
   int bits = 0, group = 0;
   std::int64_t pieces = 0, context = 0;
   std::uint64_t split_tensors = 0;
@@ -76,6 +76,7 @@ Result<QuantizeOptions> options_of(const QuantizeFlags& flags) {
                           .context = given(flags.context),
                           .fisher = flags.fisher,
                           .format = given(flags.format),
+                          .zero_points = given(flags.zero_points),
                           .type = given(flags.type),
                           .output_tensor_type = given(flags.output_type),
                           .token_embedding_type = given(flags.embedding_type),
@@ -337,8 +338,12 @@ Verb quantize_verb(CLI::App& main) {
          ".dat")
       ->group(how);
   option("--scale-dtype", flags->scale_dtype, "DTYPE",
-         "dtype of MLX's scales and biases: f32, f16 or bf16 (default: that of the weights; f32 "
-         "with --transcode)")
+         "dtype of scales and biases in a folder: f32, f16 or bf16 (default: that of the weights; "
+         "f32 with --transcode to MLX)")
+      ->group(how);
+  option("--zero-points", flags->zero_points, "KIND",
+         "real: a group's bias is any number; integer: 0 is one of its values, as AWQ, GPTQ and "
+         "compressed-tensors have it (default: real; in compressed-tensors integer)")
       ->group(how);
   option("--dtype", flags->dtype, "DTYPE",
          "dtype of the tensors that are not quantised: f32, f16 or bf16 (default: the source's)")
@@ -380,9 +385,10 @@ Verb quantize_verb(CLI::App& main) {
   const char* output = "Output";
   option("-o,--output,--mlx-path", flags->out, "OUT", "write this folder or .gguf file")
       ->group(output);
-  option("--format", flags->format, "FORMAT",
-         "mlx, gguf or safetensors (default: gguf if OUT ends in .gguf or a flag is for GGUF only; "
-         "safetensors with --dequantize; else mlx)")
+  option(
+      "--format", flags->format, "FORMAT",
+      "mlx, gguf, safetensors, or compressed-tensors for vLLM and transformers (default: gguf if "
+      "OUT ends in .gguf or a flag is for GGUF only; safetensors with --dequantize; else mlx)")
       ->group(output);
   option("--split-max-size", flags->split_size, "SIZE",
          "split a GGUF file into parts of at most SIZE bytes, such as 500M or 2G")
@@ -401,6 +407,7 @@ Verb quantize_verb(CLI::App& main) {
       "Examples:\n"
       "  bittern quantize model-folder -o model-4bit --bits 4\n"
       "  bittern quantize model-folder -o model-3bit --bits 3 --method gptq --data text.txt\n"
+      "  bittern quantize model-folder -o model-w4a16 --bits 4 --format compressed-tensors\n"
       "  bittern quantize model.gguf -o model-mlx --transcode\n"
       "  bittern quantize model-folder -o model.gguf --type Q4_K_M --imatrix imatrix.gguf\n"
       "  bittern quantize --hf-path model-folder --mlx-path model-4bit -q");

@@ -113,6 +113,7 @@ const char* ConversionPlanner::in_vain(const TensorRule& rule, const Recipe& rec
   if (!is_matrix(recipe)) return ", which is no matrix to be quantised";
   if (fixed_type(recipe)) return ", whose type another option gives";
   if (options_.leave_output && is_output(recipe)) return ", which @{leave_output_tensor} leaves";
+  if (not_compressed(recipe) != nullptr) return ", which compressed-tensors' loaders read plain";
   if (rule.keep && !options_.pure && delicate(recipe.name) != nullptr)
     return ", which is left as it is without it";
   return nullptr;

@@ -16,7 +16,7 @@
 namespace bittern {
 
 const char* name(ModelFormat format) {
-  constexpr const char* kNames[] = {"mlx", "gguf", "safetensors"};
+  constexpr const char* kNames[] = {"mlx", "gguf", "safetensors", "compressed-tensors"};
   return kNames[static_cast<int>(format)];
 }
 
@@ -193,6 +193,7 @@ std::uint64_t ConversionPlanner::fingerprint() const {
   }
   hash.add(options_.method ? static_cast<std::uint64_t>(*options_.method) + 1 : 0);
   hash.add(static_cast<std::uint64_t>(options_.lossy));
+  hash.add(static_cast<std::uint64_t>(options_.integer_zeros.value_or(false)));
   if (options_.coder != nullptr) {
     hash.add(options_.coder->method());
     hash.add(options_.coder->fingerprint());

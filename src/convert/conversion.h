@@ -25,7 +25,7 @@ namespace bittern {
 struct Mix;
 class MatrixCoder;
 
-enum class ModelFormat { mlx, gguf, safetensors };
+enum class ModelFormat { mlx, gguf, safetensors, compressed_tensors };
 const char* name(ModelFormat format);
 
 // A rule of a policy: what the tensors whose name matches the pattern become.
@@ -45,6 +45,7 @@ struct ConversionOptions {
   std::optional<GgmlType> output_type{}, embedding_type{};
   bool leave_output = false;             // do not quantise the head
   std::optional<AffineMethod> method{};  // lsq; for GGUF the type's own
+  std::optional<bool> integer_zeros{};   // zero points are integers
   std::vector<TensorRule> rules{};       // the first that matches decides
   double target_bpw = 0;                 // 0: none; bits per weight of the whole model
   bool pure = false;                     // quantise also what is kept by default
@@ -77,8 +78,13 @@ struct OutputTensor {
   bool coded = false;       // by ConversionOptions::coder
   std::string note{};       // why it is not what was asked for; often empty
   std::uint64_t bytes = 0;  // in the output
-  std::size_t part = 0;     // its first tensor in the layout: codes, then scales, then biases
-  int parts() const { return to.kind == Storage::Kind::affine ? 3 : 1; }
+  // Its first tensor in the layout: codes, then scales, biases or zero points, and beside the
+  // latter the shape.
+  std::size_t part = 0;
+  int parts() const {
+    if (to.kind != Storage::Kind::affine) return 1;
+    return to.zeros == Storage::Zeros::packed ? 4 : 3;
+  }
 };
 
 // A file of the output that is text: config.json, the index, what is copied through.

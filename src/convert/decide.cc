@@ -118,6 +118,16 @@ std::optional<GgmlType> ConversionPlanner::fixed_type(const Recipe& recipe) cons
   return options_.embedding_type || !tied_ ? options_.embedding_type : options_.output_type;
 }
 
+// Why compressed-tensors' loaders do not take this matrix as codes, or null. transformers 5.22 and
+// vLLM unpack experts without their zero points, and vLLM embeddings, too.
+const char* ConversionPlanner::not_compressed(const Recipe& recipe) const {
+  if (options_.format != ModelFormat::compressed_tensors) return nullptr;
+  if (has(recipe.name, "embed") || has(recipe.name, "wte.")) return "an embedding";
+  if (has(recipe.name, ".experts.")) return "of experts";
+  if (recipe.shape.rank != 2 || recipe.shape.numel() == 0) return "no matrix of a linear layer";
+  return nullptr;
+}
+
 // Why a tensor is not quantised (the text may be empty if that needs no note); nothing if it is.
 // Options that name the head or the embedding win over rules.
 std::optional<std::string> ConversionPlanner::why_kept(const Recipe& recipe) const {
@@ -126,7 +136,10 @@ std::optional<std::string> ConversionPlanner::why_kept(const Recipe& recipe) con
   if (options_.leave_output && is_output(recipe)) return "left as it is by @{leave_output_tensor}";
   const TensorRule* rule = rule_for(recipe);
   if (rule != nullptr && rule->keep) return "kept by " + pattern_text(*rule);
+  if (const char* not_codes = not_compressed(recipe))
+    return std::string(not_codes) + ": left as it is";
   const char* why = delicate(recipe.name);
+  if (options_.format == ModelFormat::compressed_tensors && is_output(recipe)) why = "the head";
   if (rule != nullptr || options_.pure || why == nullptr) return std::nullopt;
   return std::string(why) + ": left as it is";
 }
@@ -211,7 +224,7 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
                     std::to_string(group) + ": left as it is";
       return {};
     }
-    wanted = Storage::affine(bits, group, scale_dtype(tensor.from));
+    wanted = affine(bits, group, scale_dtype(tensor.from));
   }
   const bool adjustable = options_.target_bpw > 0 && !fixed_type(recipe) &&
                           (rule == nullptr || (rule->bits == 0 && !rule->type));
@@ -223,6 +236,7 @@ Status ConversionPlanner::decide(OutputTensor& tensor) {
       if (const Status status = reader->numbers(0, 1, numbers); !status.ok())
         return with_tensor(source_, source_of(recipe), status);
     const bool exact = options_.format == ModelFormat::mlx ||
+                       options_.format == ModelFormat::compressed_tensors ||
                        (options_.format == ModelFormat::gguf && source_.gguf() != nullptr);
     return refuse("tensor " + source_of(recipe) + " is quantised already (" + tensor.from.str() +
                   "), expected plain numbers; " +
@@ -255,9 +269,19 @@ Storage ConversionPlanner::kept(const OutputTensor& tensor) const {
   if (plain)
     return Storage::plain(has(tensor.recipe.name, "A_log") ? same : options_.dtype.value_or(same));
   if (from.kind == Kind::blocks) return Storage::plain(options_.dtype.value_or(SafeDType::f32));
-  if (from.kind == Kind::affine && options_.format == ModelFormat::safetensors)
+  const bool packed = options_.format == ModelFormat::compressed_tensors;
+  if (from.kind == Kind::affine && (options_.format == ModelFormat::safetensors ||
+                                    packed != (from.zeros == Storage::Zeros::packed)))
     return Storage::plain(options_.dtype.value_or(from.dtype));
   return from;
+}
+
+Storage ConversionPlanner::affine(int bits, int group, SafeDType params) const {
+  using Zeros = Storage::Zeros;
+  return Storage::affine(bits, group, params,
+                         options_.format == ModelFormat::compressed_tensors ? Zeros::packed
+                         : options_.integer_zeros.value_or(false)           ? Zeros::integers
+                                                                            : Zeros::biases);
 }
 
 SafeDType ConversionPlanner::scale_dtype(const Storage& from) const {
@@ -300,6 +324,8 @@ Status ConversionPlanner::decide_transcode(OutputTensor& tensor, const RowReader
     return invalid(
         "@{transcode}: a folder of plain safetensors has no codes, expected @{format} mlx or gguf "
         "(or @{dequantize} f32)");
+  if (options_.format == ModelFormat::compressed_tensors)
+    return decide_compressed(tensor, reader, grid);
   const bool blocks = tensor.from.kind == Storage::Kind::blocks;
   if (options_.format == ModelFormat::gguf && blocks && reader.movable()) return {};
   if (options_.format == ModelFormat::mlx) {
@@ -359,6 +385,41 @@ Status ConversionPlanner::decide_transcode(OutputTensor& tensor, const RowReader
                      "), expected @{lossy} (numbers change) or @{dequantize}");
 }
 
+// The same codes with zero points where all biases are such; the numbers themselves elsewhere.
+Status ConversionPlanner::decide_compressed(OutputTensor& tensor, const RowReader& reader,
+                                            const std::optional<Grid>& grid) {
+  const Storage& from = tensor.from;
+  std::string why;
+  if (const char* not_codes = not_compressed(tensor.recipe)) {
+    why = std::string(" is ") + not_codes;
+  } else if (reader.mixed()) {
+    why = " beside other types in one tensor";
+  } else if (!grid || grid->group < 32) {
+    why = " has no form in groups of 32 or more";
+  } else {
+    const SafeDType own = from.kind == Storage::Kind::blocks ? SafeDType::f16 : from.dtype;
+    // Whether zero points are such does not depend on what scales are rounded to.
+    const Storage exact =
+        affine(grid->bits, std::min(grid->group, 128), options_.scale_dtype ? SafeDType::f32 : own);
+    const Status fits = try_transcode(reader, exact);
+    if (fits.ok()) {
+      tensor.to = affine(exact.bits, exact.group, options_.scale_dtype.value_or(own));
+      tensor.way = OutputTensor::Way::transcode;
+      return {};
+    }
+    if (fits.code() != Code::unsupported) return fits;
+    why = " (" + std::string(fits.message()) + ")";
+    if (options_.lossy) {
+      tensor.to = affine(exact.bits, exact.group, options_.scale_dtype.value_or(own));
+      tensor.way = OutputTensor::Way::quantize;
+      tensor.note = "not exact: " + from.str() + " quantised again to " +
+                    std::to_string(exact.bits) + " bits";
+      return {};
+    }
+  }
+  return keep_plain(tensor, reader, why);
+}
+
 Status ConversionPlanner::try_transcode(const RowReader& reader, const Storage& to) {
   struct Worker {
     GridRows grid;
@@ -378,10 +439,15 @@ Status ConversionPlanner::try_transcode(const RowReader& reader, const Storage& 
 std::optional<CodedGrid> coded_grid(const Storage& to) {
   if (to.kind == Storage::Kind::affine) {
     const auto dtype = to_dtype(to.dtype);
-    return dtype ? std::optional(CodedGrid{to.bits, to.group, *dtype}) : std::nullopt;
+    if (!dtype) return std::nullopt;
+    return CodedGrid{.bits = to.bits,
+                     .group = to.group,
+                     .params = *dtype,
+                     .biases = to.zeros == Storage::Zeros::packed ? DType::f32 : *dtype,
+                     .integer_zeros = to.zeros != Storage::Zeros::biases};
   }
-  if (to == Storage::blocks(GgmlType::q4_1)) return CodedGrid{4, 32, DType::f16};
-  if (to == Storage::blocks(GgmlType::q5_1)) return CodedGrid{5, 32, DType::f16};
+  if (to == Storage::blocks(GgmlType::q4_1)) return CodedGrid{4, 32, DType::f16, DType::f16};
+  if (to == Storage::blocks(GgmlType::q5_1)) return CodedGrid{5, 32, DType::f16, DType::f16};
   return std::nullopt;
 }
 
@@ -405,8 +471,13 @@ Status ConversionPlanner::settle(OutputTensor& tensor) {
   auto reader = RowReader::open(source_, tensor.recipe);
   if (!reader) return reader.status();
   if (tensor.way != Way::transcode) {
-    const bool same = tensor.to == tensor.from && reader->movable();
-    tensor.way = same ? Way::copy : tensor.to.quantized() ? Way::quantize : Way::cast;
+    const bool same = tensor.to == tensor.from;
+    // Zero points that share words with those of other rows do not move with their row.
+    const bool packed = same && tensor.to.zeros == Storage::Zeros::packed && !reader->mixed();
+    tensor.way = same && reader->movable() ? Way::copy
+                 : packed                  ? Way::transcode
+                 : tensor.to.quantized()   ? Way::quantize
+                                           : Way::cast;
   }
   if (tensor.way == Way::copy && tensor.from == Storage::plain(SafeDType::f64))
     BITTERN_TRY(note_beyond_f32(tensor, *reader));

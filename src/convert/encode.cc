@@ -12,6 +12,7 @@
 
 #include "bittern/ops/gguf_quantize.h"
 #include "bittern/ops/qdq_affine_init.h"
+#include "convert/zero_points.h"
 #include "core/blocks.h"
 #include "core/scratch.h"
 #include "cpu/parallel.h"
@@ -178,6 +179,18 @@ AffineDesc affine_desc(const Storage& to, AffineMethod method, std::int64_t coun
 Status encode_affine(const Storage& to, AffineMethod method, const RowNumbers& numbers,
                      std::int64_t count, std::int64_t columns, std::span<const float> importance,
                      EncodedRows& out) {
+  if (to.zeros != Storage::Zeros::biases) {
+    const DType params = *to_dtype(to.dtype);
+    std::vector<float> w(at(count * columns));
+    BITTERN_TRY(as_f32(numbers, w));
+    GridRows grid;
+    grid.first = numbers.first;
+    BITTERN_TRY(fit_zero_points(
+        {.bits = to.bits, .group = to.group, .params = params, .method = method}, w.data(), count,
+        columns, method == AffineMethod::lsq ? importance : std::span<const float>(), grid));
+    if (to.zeros == Storage::Zeros::integers) round_params(grid, to);
+    return encode_grid(grid, columns, to, out);
+  }
   return run_affine(affine_desc(to, method, count, columns), *to_dtype(to.dtype), numbers,
                     importance, out.scales, out.biases, out.data);
 }
@@ -187,7 +200,7 @@ Status encode_affine(const Storage& to, AffineMethod method, const RowNumbers& n
 // checked.
 bool encode_ordinary(const Storage& to, AffineMethod method, const RowNumbers& numbers,
                      std::int64_t count, std::int64_t columns, EncodedRows& out) {
-  if (method == AffineMethod::lsq) return false;
+  if (method == AffineMethod::lsq || to.zeros != Storage::Zeros::biases) return false;
   AffineDesc desc = affine_desc(to, method, count, columns);
   desc.expect_finite = true;
   const DType params = *to_dtype(to.dtype);
@@ -310,7 +323,7 @@ Status encode_saturated(const GridRows& grid, std::int64_t columns, const Storag
     bool fits = in_range(row.scales) && in_range(row.biases);
     if (fits) {
       GridRows rounded = row;
-      const double changed = round_params(rounded, to.dtype);
+      const double changed = round_params(rounded, to);
       BITTERN_TRY(encode_grid(rounded, columns, to, one));
       fits = decode_finite(one, to, row.first, 1, columns).ok();
       if (fits) change = std::max(change, changed);
@@ -449,6 +462,7 @@ Status encode_rounded(GridRows& grid, std::int64_t columns, const Storage& to, b
   float most = 0;
   bool fits = true;
   for (const std::vector<float>* params : {&grid.scales, &grid.biases}) {
+    if (params == &grid.biases && to.zeros == Storage::Zeros::packed) continue;  // not stored
     for (std::size_t i = 0; i < params->size(); ++i) {
       const float x = (*params)[i];
       most = std::max(most, std::abs(x));
@@ -466,7 +480,7 @@ Status encode_rounded(GridRows& grid, std::int64_t columns, const Storage& to, b
   const bool near = overflows(most * static_cast<float>(1 << grid.bits), *dtype);
   if (saturate && (near || !fits))
     return encode_saturated(grid, columns, to, out, change, saturated);
-  change = std::max(change, round_params(grid, to.dtype));
+  change = std::max(change, round_params(grid, to));
   BITTERN_TRY(encode_grid(grid, columns, to, out));
   if (!near) return {};
   const std::int64_t count = static_cast<std::int64_t>(grid.codes.size()) / columns;

@@ -90,12 +90,18 @@ std::string quantization_text(const Json& settings) {
   std::string line;
   const auto add = [&](const std::string& word) { line += (line.empty() ? "" : ", ") + word; };
   if (const auto method = text_in(member(settings, "quant_method"))) add(*method);
+  // compressed-tensors has groups of settings; the first is of most modules.
+  const Json* groups = member(settings, "config_groups");
+  const bool grouped = groups != nullptr && groups->is_object() && !groups->empty();
+  const Json* weights = grouped ? member(groups->front(), "weights") : nullptr;
+  const Json& all = weights == nullptr ? settings : *weights;
   const auto whole = [&](std::string_view key, std::string_view other) -> std::string {
-    const Json* value = member(settings, key);
-    if (value == nullptr) value = member(settings, other);
+    const Json* value = member(all, key);
+    if (value == nullptr) value = member(all, other);
     return value != nullptr && value->is_number_integer() ? value->dump() : "";
   };
-  if (const auto bits = whole("bits", "w_bit"); !bits.empty()) add(bits + " bit");
+  if (const auto bits = whole(weights == nullptr ? "bits" : "num_bits", "w_bit"); !bits.empty())
+    add(bits + " bit");
   if (const auto group = whole("group_size", "q_group_size"); !group.empty()) add("group " + group);
   if (const auto mode = text_in(member(settings, "mode"))) add(*mode);
   std::size_t modules = 0;
@@ -139,7 +145,9 @@ void describe_config(const Json& config, ModelDescription& model) {
     model.quantization = quantization_text(*settings);
     model.quantization_json = settings->dump(-1, ' ', false, Json::error_handler_t::replace);
     const auto method = text_in(member(*settings, "quant_method"));
-    if (method && *method != "awq" && *method != "gptq") {
+    const bool packed =
+        method == "compressed-tensors" && text_in(member(*settings, "format")) == "pack-quantized";
+    if (method && *method != "awq" && *method != "gptq" && !packed) {
       model.notes.push_back("quantised by " + *method +
                             ", which bittern does not decode: tensors are shown as they are "
                             "stored");

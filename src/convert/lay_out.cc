@@ -242,15 +242,25 @@ Status ConversionPlanner::lay_out_folder() {
       specs.push_back(std::move(spec));
       continue;
     }
-    const std::uint64_t columns = spec.shape.back();
-    spec.dtype = SafeDType::u32;
-    spec.shape.back() = columns * static_cast<std::uint64_t>(tensor.to.bits) / 32;
-    specs.push_back(spec);
-    spec.dtype = tensor.to.dtype;
-    spec.shape.back() = columns / static_cast<std::uint64_t>(tensor.to.group);
-    for (const char* part : {".scales", ".biases"}) {
-      spec.name = module_of(tensor.recipe.name) + part;
-      specs.push_back(spec);
+    const auto bits = static_cast<std::uint64_t>(tensor.to.bits);
+    const std::uint64_t columns = spec.shape.back(),
+                        groups = columns / static_cast<std::uint64_t>(tensor.to.group);
+    const std::string module = module_of(tensor.recipe.name);
+    const auto add = [&](const char* part, SafeDType dtype, std::vector<std::uint64_t> shape) {
+      specs.push_back({.name = module + part, .dtype = dtype, .shape = std::move(shape)});
+    };
+    std::vector<std::uint64_t> words = spec.shape, params = spec.shape;
+    words.back() = (columns * bits + 31) / 32;
+    params.back() = groups;
+    if (tensor.to.zeros == Storage::Zeros::packed) {
+      add(".weight_packed", SafeDType::i32, words);
+      add(".weight_scale", tensor.to.dtype, params);
+      add(".weight_zero_point", SafeDType::i32, {(spec.shape[0] * bits + 31) / 32, groups});
+      add(".weight_shape", SafeDType::i64, {2});
+    } else {
+      add(".weight", SafeDType::u32, words);
+      add(".scales", tensor.to.dtype, params);
+      add(".biases", tensor.to.dtype, params);
     }
   }
   auto layout = lay_out_safetensors(out_, specs, kShardBytes, {{"format", mlx ? "mlx" : "pt"}});
@@ -269,6 +279,7 @@ Status ConversionPlanner::lay_out_folder() {
     config.erase("quantization");
     config.erase("quantization_config");
     if (mlx) BITTERN_TRY(write_quantization(config));
+    if (options_.format == ModelFormat::compressed_tensors) write_compression(config);
     const std::string text = config.dump(4) + "\n";
     // What is written must be within the limits of what is read.
     const auto read = parse_json_tree(out_ + "/config.json", std::as_bytes(std::span(text)));
@@ -332,6 +343,56 @@ Status ConversionPlanner::check_packed() const {
                       "config.json that tells its bits and groups");
   }
   return {};
+}
+
+// As the compressed-tensors package reads it: a group of settings for all linear layers, groups for
+// those that differ, by their names, and the layers that are plain.
+void ConversionPlanner::write_compression(Json& config) const {
+  std::map<std::pair<int, int>, std::uint64_t> weights;
+  std::map<std::pair<int, int>, Json> modules;
+  Json ignore = Json::array({"lm_head"});
+  for (const OutputTensor& tensor : conversion_.tensors_) {
+    const Recipe& recipe = tensor.recipe;
+    const std::string module = module_of(recipe.name);
+    if (tensor.to.kind == Storage::Kind::affine) {
+      const std::pair setting(tensor.to.bits, tensor.to.group);
+      weights[setting] += static_cast<std::uint64_t>(recipe.shape.numel());
+      modules.try_emplace(setting, Json::array()).first->second.push_back(module);
+      if (is_output(recipe)) ignore.erase(0);
+    } else if (is_matrix(recipe) && recipe.shape.rank == 2 && !is_output(recipe) &&
+               not_compressed(recipe) == nullptr) {
+      ignore.push_back(module);
+    }
+  }
+  if (weights.empty()) return;
+  const auto most =
+      std::max_element(weights.begin(), weights.end(),
+                       [](const auto& a, const auto& b) { return a.second < b.second; });
+  modules[most->first] = Json::array({"Linear"});
+  Json groups = Json::object();
+  const auto add = [&](const std::pair<int, int>& setting) {
+    groups["group_" + std::to_string(groups.size())] = {{"targets", modules[setting]},
+                                                        {"weights",
+                                                         {{"num_bits", setting.first},
+                                                          {"type", "int"},
+                                                          {"symmetric", false},
+                                                          {"strategy", "group"},
+                                                          {"group_size", setting.second},
+                                                          {"dynamic", false}}},
+                                                        {"input_activations", nullptr},
+                                                        {"output_activations", nullptr},
+                                                        {"format", "pack-quantized"}};
+  };
+  add(most->first);
+  for (const auto& [setting, count] : weights)
+    if (setting != most->first) add(setting);
+  config["quantization_config"] = {{"quant_method", "compressed-tensors"},
+                                   {"format", "pack-quantized"},
+                                   {"quantization_status", "compressed"},
+                                   {"config_groups", groups},
+                                   {"ignore", ignore},
+                                   {"kv_cache_scheme", nullptr},
+                                   {"global_compression_ratio", nullptr}};
 }
 
 // Both keys mlx-lm writes: the choice most tensors have, and those that differ by their module.

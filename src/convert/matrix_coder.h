@@ -46,7 +46,9 @@ class MatrixCoder {
 // it has none that takes any codes, scales and biases. Rows for Q4_K and Q5_K are fitted.
 struct CodedGrid {
   int bits, group;
-  DType params;
+  DType params;                // of scales
+  DType biases;                // f32 where biases are exact products, or theirs
+  bool integer_zeros = false;  // a bias is -scale times an integer 0 .. 2^bits - 1, rounded
   bool operator==(const CodedGrid&) const = default;
 };
 std::optional<CodedGrid> coded_grid(const Storage& to);

@@ -141,7 +141,7 @@ Result<std::vector<Storage>> ConversionPlanner::uniform_choices(
       const int group = any ? wanted : tensor.to.group;
       const bool fits = columns_of(tensor.recipe.shape) % group == 0;
       for (const int bits : kBits)
-        storages.push_back(fits ? Storage::affine(bits, group, tensor.to.dtype) : kept(tensor));
+        storages.push_back(fits ? affine(bits, group, tensor.to.dtype) : kept(tensor));
     }
   }
   return storages;

@@ -35,8 +35,9 @@ constexpr unsigned kGguf = 1, kFolders = 2, kAny = 3;
 struct Row {
   const char* option;
   bool (*given)(const Options&);
-  unsigned ways;     // where it has an effect
-  unsigned formats;  // and in which formats
+  unsigned ways;             // where it has an effect
+  unsigned formats;          // and in which formats
+  const char* no_gguf = "";  // why GGUF has none
 };
 constexpr Row kRows[] = {
     {"@{bits}", [](const Options& o) { return o.bits > 0; }, kQuantize, kAny},
@@ -52,7 +53,9 @@ constexpr Row kRows[] = {
     {"@{lossy}", [](const Options& o) { return o.lossy; },
      kQuantize | kTranscode | kDequantize | kCast, kAny},
     {"@{scale_dtype}", [](const Options& o) { return o.scale_dtype.has_value(); },
-     kQuantize | kTranscode, kFolders},
+     kQuantize | kTranscode, kFolders, " (GGUF's scales are f16)"},
+    {"@{zero_points}", [](const Options& o) { return o.integer_zeros.has_value(); }, kQuantize,
+     kFolders, " (GGUF's types have minima of their own)"},
     {"@{dtype}", [](const Options& o) { return o.dtype.has_value(); }, kQuantize | kCast, kAny},
     {"@{output_tensor_type}", [](const Options& o) { return o.output_type.has_value(); }, kQuantize,
      kGguf},
@@ -112,7 +115,7 @@ Status ConversionPlanner::check_options() {
           std::string(row.option) +
           (o.mix != nullptr && row.given == has_type ? std::string(" ") + o.mix->name : "") +
           ": the format is " + name(o.format) + ", expected @{format} " +
-          (gguf ? "mlx (GGUF's scales are f16)" : "gguf"));
+          (gguf ? std::string("mlx") + row.no_gguf : "gguf"));
     if ((row.ways & asked[0]) == 0)
       return invalid(std::string(row.option) + ": has no effect with " + option_of(asked[0], o) +
                      "; leave one of them out");
@@ -151,10 +154,23 @@ Status ConversionPlanner::check_options() {
                      ", expected @{format} gguf");
     if (rule.type) BITTERN_TRY(check_written(text + ": type", *rule.type));
   }
+  const bool compressed = o.format == ModelFormat::compressed_tensors;
+  if (compressed && o.integer_zeros == false)
+    return invalid("@{zero_points}: real, expected integer for @{format} compressed-tensors");
+  if (compressed && (asked[0] & (kDequantize | kCast)) != 0)
+    return invalid(std::string(option_of(asked[0], o)) +
+                   " writes plain numbers, expected @{format} safetensors");
+  if (compressed && asked[0] == kQuantize) options_.integer_zeros = true;
+  if (o.integer_zeros == true && o.method == AffineMethod::mlx)
+    return invalid(
+        "@{method} mlx: makes biases of its own, expected minmax, lsq or gptq with @{zero_points} "
+        "integer");
   if (o.coder != nullptr) {
     const std::string method = "@{method} " + std::string(o.coder->method());
     if (o.format == ModelFormat::safetensors)
-      return invalid(method + ": the format is safetensors, expected @{format} mlx or gguf");
+      return invalid(method +
+                     ": the format is safetensors, expected @{format} mlx, gguf or "
+                     "compressed-tensors");
     if (!o.imatrix.empty())
       return invalid("@{imatrix}: " + method +
                      " measures the inputs itself; leave one of them out");

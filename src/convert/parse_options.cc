@@ -70,9 +70,11 @@ Result<ModelFormat> parse_format(const QuantizeOptions& asked, const std::string
     if (gguf_name || for_gguf) return ModelFormat::gguf;
     return asked.dequantize ? ModelFormat::safetensors : ModelFormat::mlx;
   }
-  for (const ModelFormat format : {ModelFormat::mlx, ModelFormat::gguf, ModelFormat::safetensors})
+  for (const ModelFormat format : {ModelFormat::mlx, ModelFormat::gguf, ModelFormat::safetensors,
+                                   ModelFormat::compressed_tensors})
     if (*asked.format == name(format)) return format;
-  return invalid("@{format}: " + or_empty(*asked.format) + ", expected mlx, gguf or safetensors");
+  return invalid("@{format}: " + or_empty(*asked.format) +
+                 ", expected mlx, gguf, safetensors or compressed-tensors");
 }
 
 Result<TensorRule> parse_rule(const QuantizeRule& asked) {
@@ -159,6 +161,12 @@ Result<ConversionOptions> parse_options(const QuantizeOptions& asked, const std:
       return invalid("@{method}: " + or_empty(*asked.method) +
                      ", expected minmax, mlx, lsq or gptq");
     options.method = static_cast<AffineMethod>(found - std::begin(kAffineMethodNames));
+  }
+  if (asked.zero_points) {
+    if (*asked.zero_points != "real" && *asked.zero_points != "integer")
+      return invalid("@{zero_points}: " + or_empty(*asked.zero_points) +
+                     ", expected real or integer");
+    options.integer_zeros = *asked.zero_points == "integer";
   }
   for (const auto& [field, given] :
        {std::pair("data", asked.data.has_value()), std::pair("pieces", asked.pieces.has_value()),

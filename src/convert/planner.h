@@ -93,12 +93,17 @@ class ConversionPlanner {
   Result<bool> fits_f16(const RowReader& reader) const;
   Result<GgmlType> type_that_fits(const RowReader& reader, GgmlType type) const;
   std::optional<std::string> why_kept(const Recipe& recipe) const;
+  const char* not_compressed(const Recipe& recipe) const;
   GgmlType type_for(const OutputTensor& tensor, const TensorRule* rule) const;
   Status decide(OutputTensor& tensor);
   Storage kept(const OutputTensor& tensor) const;
+  // Affine groups as the format and @{zero_points} have them.
+  Storage affine(int bits, int group, SafeDType params) const;
   SafeDType scale_dtype(const Storage& from) const;
   bool casts_only() const;  // --dtype alone: nothing is quantised
   Status decide_transcode(OutputTensor& tensor, const RowReader& reader);
+  Status decide_compressed(OutputTensor& tensor, const RowReader& reader,
+                           const std::optional<Grid>& grid);
   Status keep_plain(OutputTensor& tensor, const RowReader& reader, const std::string& why);
   static Status try_transcode(const RowReader& reader, const Storage& to);
   static Status note_beyond_f32(OutputTensor& tensor, const RowReader& reader);
@@ -136,6 +141,7 @@ class ConversionPlanner {
   Status lay_out_folder();
   Status check_packed() const;
   Status write_quantization(Json& config) const;
+  void write_compression(Json& config) const;
 
   const Checkpoint& source_;
   ConversionOptions options_;

@@ -7,8 +7,10 @@
 #include <numeric>
 #include <utility>
 
+#include "bittern/affine_desc.h"
 #include "convert/progress.h"
 #include "formats/decode.h"
+#include "formats/stored_rows.h"
 
 namespace bittern {
 namespace {
@@ -74,7 +76,14 @@ Result<RowBytes> row_bytes(const Storage& storage, std::int64_t columns) {
   if (storage.kind != Storage::Kind::affine) return RowBytes{.data = *all};
   const auto params =
       static_cast<std::uint64_t>(columns / storage.group * bits_of(storage.dtype) / 8);
-  return RowBytes{.data = *all - 2 * params, .scales = params, .biases = params};
+  RowBytes bytes{.data = 4 * static_cast<std::uint64_t>(packed_words(columns, storage.bits)),
+                 .scales = params,
+                 .biases = params};
+  if (storage.zeros == Storage::Zeros::packed) {
+    bytes.together = 32;
+    bytes.biases = static_cast<std::uint64_t>(columns / storage.group * 4 * storage.bits);
+  }
+  return bytes;
 }
 
 // ---- RowReader ----
@@ -150,9 +159,17 @@ Result<RowReader> RowReader::open(const Checkpoint& source, const Recipe& recipe
 }
 
 bool RowReader::movable() const {
-  if (mixed_ || map_ != ValueMap::same || sources_[0].layout != CheckpointTensor::Layout::rows)
-    return false;
+  if (mixed_ || map_ != ValueMap::same || has_zero_points(sources_[0])) return false;
   return order_.empty() || column_block_ % unit_columns(storage()) == 0;
+}
+
+Storage RowReader::multiplied() const {
+  if (mixed_ || !has_zero_points(sources_[0])) return storage_;
+  const bool packed = storage_.zeros == Storage::Zeros::packed;
+  const bool symmetric = packed && std::all_of(sources_.begin(), sources_.end(),
+                                               [](const auto& t) { return t.biases.empty(); });
+  return Storage::affine(storage_.bits, storage_.group,
+                         symmetric ? storage_.dtype : SafeDType::f32);
 }
 
 std::vector<RowReader::Pick> RowReader::picks(std::int64_t first, std::int64_t count) const {

@@ -17,9 +17,11 @@ inline std::int64_t columns_of(const Shape& shape) {
   return shape.rank == 0 ? 1 : shape[shape.rank - 1];
 }
 
-// Bytes of one row of codes (or plain numbers, or blocks), scales and biases.
+// Bytes of one row of codes (or plain numbers, or blocks) and scales, and of `together` rows of
+// biases: 32 where zero points are packed down the rows.
 struct RowBytes {
   std::uint64_t data = 0, scales = 0, biases = 0;
+  std::int64_t together = 1;
 };
 Result<RowBytes> row_bytes(const Storage& storage, std::int64_t columns);
 
@@ -50,6 +52,10 @@ class RowReader {
   bool mixed() const { return mixed_; }
   // Whether rows move, blocks of columns included, without being decoded.
   bool movable() const;
+  // The storage in which products read its rows (docs/run.md). Where there are zero points, biases
+  // take their place; these are exact in f32, and in the scales' dtype if all zero points are the
+  // same power of two.
+  Storage multiplied() const;
 
   Status numbers(std::int64_t first, std::int64_t count, RowNumbers& out) const;
   Status grid(std::int64_t first, std::int64_t count, GridRows& out) const;

@@ -108,9 +108,14 @@ Status write_rows(const OutputTensor& tensor, const RowBytes& bytes, ModelOutput
   const EncodedRows& rows = worker.encoded;
   const auto& sums = worker.sums;
   BITTERN_TRY(output.write(part, at * bytes.data, rows.data, sums[0]));
-  if (tensor.parts() != 3) return {};
+  if (tensor.parts() == 1) return {};
   BITTERN_TRY(output.write(part + 1, at * bytes.scales, rows.scales, sums[1]));
-  return output.write(part + 2, at * bytes.biases, rows.biases, sums[2]);
+  const auto together = static_cast<std::uint64_t>(bytes.together);
+  BITTERN_TRY(output.write(part + 2, at / together * bytes.biases, rows.biases, sums[2]));
+  if (tensor.parts() == 3 || row > 0) return {};
+  const std::int64_t shape[] = {tensor.recipe.shape[0], tensor.recipe.shape[1]};
+  const auto shape_bytes = std::as_bytes(std::span(shape));
+  return output.write(part + 3, 0, shape_bytes, Checksum::of(shape_bytes));
 }
 
 // How many of `rows` rows a thread takes at once: enough that a write is worth its call, but few
@@ -138,7 +143,10 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
   const std::int64_t matrices = maker.matrices, matrix_rows = maker.matrix_rows;
 
   // A run stays within one matrix of a stack: each has importances of its own.
-  const std::int64_t length = run_length(matrix_rows, reader->columns());
+  // And it begins where words of zero points do.
+  const std::int64_t together = bytes->together;
+  const std::int64_t length =
+      (run_length(matrix_rows, reader->columns()) + together - 1) / together * together;
   const std::int64_t matrix_runs = (matrix_rows + length - 1) / length;
   std::vector<Worker> workers;
   std::mutex writing;

@@ -124,8 +124,8 @@ Status code_matrices(const Checkpoint& source, const Gram& gram,
         worker.w.resize(at(run.count * gram.inputs()));
         BITTERN_TRY(as_f32(worker.numbers, worker.w));
         const CodedGrid& grid = matrix.grid;
-        BITTERN_TRY(worker.rounder.round(*errors, {grid.bits, grid.group, grid.params},
-                                         worker.w.data(), run.count, worker.rows));
+        const RoundingGrid how{grid.bits, grid.group, grid.params, grid.integer_zeros, grid.biases};
+        BITTERN_TRY(worker.rounder.round(*errors, how, worker.w.data(), run.count, worker.rows));
         worker.rows.first = run.first;
         {
           const std::lock_guard lock(taking);

@@ -135,6 +135,42 @@ TEST_F(QuantizeCalibrated, FromAndToGguf) {
   }
 }
 
+// With zero points that are integers, in either folder; of f32 scales both hold the same numbers.
+TEST_F(QuantizeCalibrated, IntegerZeroPoints) {
+  for (const char* name : {"llama", "qwen3_5_text"}) {
+    SCOPED_TRACE(name);
+    const std::string model = put_tiny_model(*this, name);
+    const std::vector<float> whole = hidden(model);
+    std::map<std::string, std::vector<float>> of;
+    for (const char* dtype : {"f32", "bf16"})
+      for (const char* format : {"mlx", "compressed-tensors"})
+        for (const char* method : {"minmax", "lsq", "gptq"}) {
+          QuantizeOptions how = gptq();
+          how.format = format;
+          how.zero_points = "integer";
+          how.scale_dtype = dtype;
+          how.method = method;
+          how.force = true;
+          if (how.method != "gptq") {
+            how.data.reset();
+            how.pieces.reset();
+            how.context.reset();
+          }
+          made(model, "out", how);
+          of[std::string(method) + " " + format + " " + dtype] = hidden(path("out"));
+        }
+    for (const char* method : {"minmax ", "lsq ", "gptq "})
+      EXPECT_EQ(of[method + std::string("mlx f32")],
+                of[method + std::string("compressed-tensors f32")]);
+    for (const char* kind : {"mlx bf16", "compressed-tensors bf16"}) {
+      const double minmax = distance(whole, of["minmax " + std::string(kind)]),
+                   lsq = distance(whole, of["lsq " + std::string(kind)]);
+      EXPECT_LT(lsq, minmax);
+      EXPECT_LT(distance(whole, of["gptq " + std::string(kind)]), 0.9 * lsq);
+    }
+  }
+}
+
 TEST_F(QuantizeCalibrated, TokensMayCountByWhatTheirErrorsCost) {
   for (const char* name : {"llama", "gemma2", "qwen3_5_moe_text"}) {
     SCOPED_TRACE(name);
@@ -250,7 +286,8 @@ TEST_F(QuantizeCalibrated, RefusesBeforeItWorks) {
       {[](auto& o) { o.method = "lsq"; }, "data: has no effect without method gptq"},
       {[](auto& o) { o.imatrix = "x"; }, "imatrix: method gptq measures the inputs itself"},
       {[](auto& o) { o.format = "safetensors"; },
-       "method gptq: the format is safetensors, expected format mlx or gguf"},
+       "method gptq: the format is safetensors, expected format mlx, gguf or "
+       "compressed-tensors"},
       {[](auto& o) {
          o.bits.reset();
          o.group_size.reset();

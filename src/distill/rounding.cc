@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bittern/ops/qdq_affine_init.h"
+#include "convert/zero_points.h"
 #include "core/scratch.h"
 #include "cpu/parallel.h"
 
@@ -108,6 +109,7 @@ lanes::Grids RowRounder::grids(const Rows& rows) const {
 
 // Scales and biases by lsq in f32, then rounded.
 Status RowRounder::fit(const InputErrors& errors, const RoundingGrid& grid, const float* w) {
+  if (grid.integer_zeros) return fit_integers(errors, grid, w);
   const AffineDesc desc{.outer_size = rows_,
                         .axis_size = inputs_,
                         .group_size = grid.group,
@@ -138,6 +140,26 @@ Status RowRounder::fit(const InputErrors& errors, const RoundingGrid& grid, cons
   return {};
 }
 
+Status RowRounder::fit_integers(const InputErrors& errors, const RoundingGrid& grid,
+                                const float* w) {
+  const std::int64_t groups = inputs_ / group_;
+  GridRows rows;
+  BITTERN_TRY(fit_zero_points({.bits = grid.bits, .group = grid.group, .params = grid.params}, w,
+                              rows_, inputs_, errors.diagonal(), rows));
+  best_.scales.assign(at(groups * kRows), 1.0f);
+  best_.biases.assign(at(groups * kRows), 0.0f);
+  zeros_.assign(at(groups * kRows), 0.0f);
+  for (std::int64_t r = 0; r < rows_; ++r)
+    for (std::int64_t g = 0; g < groups; ++g) {
+      const std::size_t i = at(g * kRows + r);
+      const float scale = rows.scales[at(r * groups + g)];
+      best_.scales[i] = scale;
+      zeros_[i] = 0 - rows.biases[at(r * groups + g)] / scale;
+      best_.biases[i] = zero_point_bias(scale, zeros_[i], grid.biases);
+    }
+  return {};
+}
+
 void RowRounder::measure(const InputErrors& errors, Rows& rows) const {
   rows.e.resize(w_.size());
   rows.g.resize(w_.size());
@@ -159,12 +181,16 @@ void RowRounder::measure(const InputErrors& errors, Rows& rows) const {
 }
 
 // trial_ = best_ with scales and biases a step further: that which the normal equations ask for.
-// Codes count from their middle, which makes scale and bias nearly independent of each other.
-void RowRounder::refit(const InputErrors& errors, DType params) {
+// Codes count from their middle, which makes scale and bias nearly independent of each other; or
+// from the zero point, where that is an integer and the scale alone makes a step.
+void RowRounder::refit(const InputErrors& errors, const RoundingGrid& grid) {
   const std::int64_t groups = inputs_ / group_, unknowns = 2 * groups;
   const float middle = top_ / 2;
   trial_ = best_;
-  for (float& code : trial_.codes) code -= middle;
+  for (std::size_t i = 0; i < trial_.codes.size(); ++i) {
+    const std::size_t lane = i % at(kRows), g = i / at(kRows) / at(group_);
+    trial_.codes[i] -= grid.integer_zeros ? zeros_[g * at(kRows) + lane] : middle;
+  }
   step_.assign(at(unknowns * kRows), 0.0f);
   for (std::int64_t j = 0; j < inputs_; ++j) {
     float* const step = step_.data() + 2 * (j / group_) * kRows;
@@ -179,8 +205,10 @@ void RowRounder::refit(const InputErrors& errors, DType params) {
   const InputErrors::Sums& sums = errors.sums(static_cast<int>(group_));
   lanes::normal_equations(errors.h(), group_, sums.rows.data(), sums.totals.data(),
                           trial_.codes.data(), room_.data(), system_.data());
+  if (grid.integer_zeros) return refit_scales(grid);
   lanes::solve(unknowns, kRidge, system_.data(), step_.data());
   trial_.codes = best_.codes;
+  const DType params = grid.params;
   for (std::int64_t g = 0; g < groups; ++g)
     for (std::int64_t r = 0; r < kRows; ++r) {
       const std::size_t i = at(g * kRows + r);
@@ -188,6 +216,27 @@ void RowRounder::refit(const InputErrors& errors, DType params) {
       trial_.scales[i] = rounded(best_.scales[i] + scale, params);
       trial_.biases[i] = rounded(best_.biases[i] + (centre - scale * middle), params);
     }
+}
+
+// The equations of the scales alone: every second row and column.
+void RowRounder::refit_scales(const RoundingGrid& grid) {
+  const std::int64_t groups = inputs_ / group_;
+  const auto row = [](std::int64_t i) { return i * (i + 1) / 2; };
+  for (std::int64_t b = 0; b < groups; ++b) {
+    for (std::int64_t a = 0; a <= b; ++a)
+      std::copy_n(system_.data() + (row(2 * b) + 2 * a) * kRows, kRows,
+                  system_.data() + (row(b) + a) * kRows);
+    std::copy_n(step_.data() + 2 * b * kRows, kRows, step_.data() + b * kRows);
+  }
+  lanes::solve(groups, kRidge, system_.data(), step_.data());
+  trial_.codes = best_.codes;
+  for (std::size_t i = 0; i < best_.scales.size(); ++i) {
+    const float scale = zero_point_scale(best_.scales[i] + step_[i], grid.params, grid.bits);
+    if (!(scale > 0 && std::isfinite(scale)))
+      continue;  // no grid; the row is measured without this step
+    trial_.scales[i] = scale;
+    trial_.biases[i] = zero_point_bias(scale, zeros_[i], grid.biases);
+  }
 }
 
 // Each row of trial_ that is better becomes best_'s.
@@ -236,7 +285,7 @@ Status RowRounder::round(const InputErrors& errors, const RoundingGrid& grid, co
   for (const auto& [refitted, descended] :
        {std::pair(RoundingStage::refit, RoundingStage::descent),
         std::pair(RoundingStage::second_refit, RoundingStage::second_descent)}) {
-    refit(errors, grid.params);
+    refit(errors, grid);
     measure(errors, trial_);
     keep_better(refitted);
     trial_ = best_;

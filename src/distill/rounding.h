@@ -11,6 +11,9 @@
 //     refit      all scales and biases of the row together, by least squares under H
 //     descent    each code in turn to the best one while all others stay
 //
+// Where zero points are integers (convert/zero_points.h), the start finds them, a refit finds
+// scales alone, and biases follow.
+//
 // H is divided by the mean of its diagonal, and 0.01 is added to the diagonal. Rows are
 // independent, and each has a fixed list of operations: the same bits on every SIMD target and
 // thread count.
@@ -59,7 +62,9 @@ class InputErrors {
 
 struct RoundingGrid {
   int bits = 4, group = 64;
-  DType params = DType::f32;  // of scales and biases: f32, f16 or bf16
+  DType params = DType::f32;  // of scales: f32, f16 or bf16
+  bool integer_zeros = false;
+  DType biases = DType::f32;  // where zero points are integers: f32, exact, or as the scales
 };
 
 enum class RoundingStage { start, compensated, refit, descent, second_refit, second_descent };
@@ -87,14 +92,17 @@ class RowRounder {
     std::array<double, lanes::kRows> error{};
   };
   Status fit(const InputErrors& errors, const RoundingGrid& grid, const float* w);
+  Status fit_integers(const InputErrors& errors, const RoundingGrid& grid, const float* w);
   lanes::Grids grids(const Rows& rows) const;
   void measure(const InputErrors& errors, Rows& rows) const;
-  void refit(const InputErrors& errors, DType params);
+  void refit(const InputErrors& errors, const RoundingGrid& grid);
+  void refit_scales(const RoundingGrid& grid);
   void keep_better(RoundingStage stage);
 
   std::int64_t rows_ = 0, inputs_ = 0, group_ = 0;
   float top_ = 0;
   Numbers w_, room_, system_, step_;
+  Numbers zeros_;  // [groups, lanes::kRows], where they are integers
   Rows best_, trial_;
   std::array<std::array<double, lanes::kRows>, kRoundingStages> errors_{};
 };

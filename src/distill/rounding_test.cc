@@ -10,6 +10,7 @@
 #include <numeric>
 #include <random>
 
+#include "convert/zero_points.h"
 #include "core/thread_count.h"
 #include "cpu/dispatch.h"
 
@@ -261,6 +262,22 @@ double error_of(const InputErrors& errors, const float* w, const GridRows& rows,
   return sum;
 }
 
+// Scales, whether zero points are integers, and biases.
+struct GridParams {
+  DType params;
+  bool integers;
+  DType biases;
+};
+constexpr GridParams kGrids[] = {
+    {DType::f32, false, DType::f32},  {DType::f16, false, DType::f32},
+    {DType::bf16, false, DType::f32}, {DType::f32, true, DType::f32},
+    {DType::f16, true, DType::f32},   {DType::f16, true, DType::f16},
+    {DType::bf16, true, DType::f32},  {DType::bf16, true, DType::bf16}};
+
+float in(DType dtype, float x) {
+  return dtype == DType::f16 ? to_f32(to_f16(x)) : dtype == DType::bf16 ? to_f32(to_bf16(x)) : x;
+}
+
 constexpr RoundingStage kStages[] = {RoundingStage::start,        RoundingStage::compensated,
                                      RoundingStage::refit,        RoundingStage::descent,
                                      RoundingStage::second_refit, RoundingStage::second_descent};
@@ -271,10 +288,11 @@ TEST_F(Rounding, NoStageIsWorseThanItsStart) {
   const std::vector<float> w = weights(rows, n);
   for (const int bits : {2, 3, 4, 5, 6, 8})
     for (const int group : {32, 64, 128})
-      for (const DType params : {DType::f32, DType::f16, DType::bf16}) {
+      for (const auto& [params, integers, biases] : kGrids) {
         RowRounder rounder;
         GridRows out;
-        ASSERT_TRUE(rounder.round(errors, {bits, group, params}, w.data(), rows, out).ok());
+        const RoundingGrid grid{bits, group, params, integers, biases};
+        ASSERT_TRUE(rounder.round(errors, grid, w.data(), rows, out).ok());
         double first = 0, last = 0;
         for (std::int64_t r = 0; r < rows; ++r) {
           for (std::size_t s = 1; s < kRoundingStages; ++s)
@@ -288,35 +306,72 @@ TEST_F(Rounding, NoStageIsWorseThanItsStart) {
         EXPECT_LT(last, 0.6 * first) << bits << " " << group;
         EXPECT_TRUE(std::all_of(out.codes.begin(), out.codes.end(),
                                 [&](std::uint8_t code) { return code < 1 << bits; }));
-        for (const std::vector<float>* params_of : {&out.scales, &out.biases})
-          for (const float x : *params_of)
-            EXPECT_EQ(x, params == DType::f16    ? to_f32(to_f16(x))
-                         : params == DType::bf16 ? to_f32(to_bf16(x))
-                                                 : x);
+        for (std::size_t i = 0; i < out.scales.size(); ++i) {
+          EXPECT_EQ(out.scales[i], in(params, out.scales[i]));
+          EXPECT_EQ(out.biases[i], in(integers ? biases : params, out.biases[i]));
+          if (!integers) continue;
+          EXPECT_GT(out.scales[i], 0);
+          const float zero = std::nearbyint(-out.biases[i] / out.scales[i]);
+          EXPECT_TRUE(zero >= 0 && zero < float(1 << bits)) << zero;
+          EXPECT_EQ(out.biases[i], in(biases, 0 - out.scales[i] * zero));
+        }
       }
+}
+
+// Each refit of scales alone is that of the normal equations, and is no worse than minmax's grid.
+TEST_F(Rounding, IntegerZeroPointsAreBetterThanMinmax) {
+  const std::int64_t n = 128, rows = 17;
+  const InputErrors errors = errors_of(gram_of(activations(600, n), n), {32});
+  const std::vector<float> w = weights(rows, n);
+  for (const int bits : {2, 3, 4, 8}) {
+    RowRounder rounder;
+    GridRows ours, minmax, real;
+    ASSERT_TRUE(
+        rounder.round(errors, {bits, 32, DType::bf16, true, DType::f32}, w.data(), rows, ours)
+            .ok());
+    ASSERT_TRUE(rounder.round(errors, {bits, 32, DType::bf16}, w.data(), rows, real).ok());
+    ASSERT_TRUE(
+        fit_zero_points(
+            {.bits = bits, .group = 32, .params = DType::bf16, .method = AffineMethod::minmax},
+            w.data(), rows, n, {}, minmax)
+            .ok());
+    double sum = 0, of_minmax = 0, of_real = 0;
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const double error = error_of(errors, w.data(), ours, r);
+      EXPECT_LT(error, error_of(errors, w.data(), minmax, r)) << bits << " " << r;
+      sum += error;
+      of_minmax += error_of(errors, w.data(), minmax, r);
+      of_real += error_of(errors, w.data(), real, r);
+    }
+    EXPECT_LT(sum, 0.5 * of_minmax) << bits;
+    EXPECT_LT(sum, 1.5 * of_real) << bits;
+  }
 }
 
 TEST_F(Rounding, RowsDoNotDependOnTheirNeighboursOrTheTarget) {
   const std::int64_t n = 192, rows = 64;
   const std::vector<float> x = activations(300, n), w = weights(rows, n);
-  std::vector<GridRows> all;
-  for (const cpu::Isa isa : cpu::available_isas()) {
-    cpu::force_isa(isa);
-    const InputErrors errors = errors_of(gram_of(x, n), {64});
-    RowRounder rounder;
-    GridRows together, alone;
-    ASSERT_TRUE(rounder.round(errors, {3, 64, DType::f16}, w.data(), rows, together).ok());
-    ASSERT_TRUE(rounder.round(errors, {3, 64, DType::f16}, w.data() + 17 * n, 1, alone).ok());
-    EXPECT_TRUE(
-        std::equal(alone.codes.begin(), alone.codes.end(), together.codes.begin() + 17 * n));
-    EXPECT_TRUE(std::equal(alone.scales.begin(), alone.scales.end(),
-                           together.scales.begin() + 17 * (n / 64)));
-    all.push_back(together);
-  }
-  for (const GridRows& other : all) {
-    EXPECT_EQ(other.codes, all.front().codes);
-    EXPECT_EQ(other.scales, all.front().scales);
-    EXPECT_EQ(other.biases, all.front().biases);
+  for (const bool integers : {false, true}) {
+    const RoundingGrid grid{3, 64, DType::f16, integers};
+    std::vector<GridRows> all;
+    for (const cpu::Isa isa : cpu::available_isas()) {
+      cpu::force_isa(isa);
+      const InputErrors errors = errors_of(gram_of(x, n), {64});
+      RowRounder rounder;
+      GridRows together, alone;
+      ASSERT_TRUE(rounder.round(errors, grid, w.data(), rows, together).ok());
+      ASSERT_TRUE(rounder.round(errors, grid, w.data() + 17 * n, 1, alone).ok());
+      EXPECT_TRUE(
+          std::equal(alone.codes.begin(), alone.codes.end(), together.codes.begin() + 17 * n));
+      EXPECT_TRUE(std::equal(alone.scales.begin(), alone.scales.end(),
+                             together.scales.begin() + 17 * (n / 64)));
+      all.push_back(together);
+    }
+    for (const GridRows& other : all) {
+      EXPECT_EQ(other.codes, all.front().codes);
+      EXPECT_EQ(other.scales, all.front().scales);
+      EXPECT_EQ(other.biases, all.front().biases);
+    }
   }
 }
 
@@ -338,10 +393,12 @@ TEST_F(Rounding, DegenerateRowsAndInputs) {
   for (const std::vector<float>& x : inputs) {
     const InputErrors errors = errors_of(gram_of(x, n), {32});
     for (const int bits : {2, 8})
-      for (const DType params : {DType::f32, DType::f16}) {
+      for (const auto& [params, integers, biases] : kGrids) {
+        if (params == DType::bf16) continue;
         RowRounder rounder;
         GridRows out;
-        ASSERT_TRUE(rounder.round(errors, {bits, 32, params}, w.data(), 6, out).ok());
+        const RoundingGrid grid{bits, 32, params, integers, biases};
+        ASSERT_TRUE(rounder.round(errors, grid, w.data(), 6, out).ok());
         for (std::int64_t r = 0; r < 6; ++r) {
           const double end = rounder.errors(RoundingStage::second_descent)[at(r)];
           EXPECT_TRUE(std::isfinite(end)) << r;
@@ -349,6 +406,7 @@ TEST_F(Rounding, DegenerateRowsAndInputs) {
         }
         EXPECT_TRUE(std::all_of(out.scales.begin(), out.scales.end(),
                                 [](float s) { return std::isfinite(s); }));
+        if (integers) continue;                   // f16 holds no 255th part of 0.25
         for (const std::int64_t r : {0, 1, 4}) {  // exact on their grids
           if (r == 4 && bits != 2) continue;
           EXPECT_EQ(error_of(errors, w.data(), out, r), 0) << r << ", " << bits << " bits";

@@ -32,8 +32,9 @@ struct CheckpointTensor {
   Shape shape;       // of the numbers, row major, a vector is one row
   Storage storage;
   Layout layout = Layout::rows;
-  std::span<const std::byte> data, scales, biases;  // biases: zero points for awq and gptq
-  std::span<const std::byte> group_index;           // gptq: the group of each column, or empty
+  // biases: zero points for awq, gptq and Zeros::packed; of the last, none if all are 2^(bits - 1)
+  std::span<const std::byte> data, scales, biases;
+  std::span<const std::byte> group_index;  // gptq: the group of each column, or empty
 
   std::int64_t columns() const { return shape.rank == 0 ? 1 : shape[shape.rank - 1]; }
   std::int64_t rows() const { return columns() == 0 ? 0 : shape.numel() / columns(); }

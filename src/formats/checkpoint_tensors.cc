@@ -1,6 +1,7 @@
 // The tensors of safetensors files: most are plain numbers, some are codes with their scales and
 // biases in other tensors.
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "core/guarded.h"
@@ -56,18 +57,22 @@ std::string described(const SafetensorsSpec& spec) {
 }
 
 // The stored tensors that are one affine tensor: X.weight, .scales, .biases of MLX; X.qweight,
-// .scales, .qzeros and perhaps .g_idx of AWQ and GPTQ.
+// .scales, .qzeros and perhaps .g_idx of AWQ and GPTQ; X.weight_packed, .weight_scale,
+// .weight_zero_point unless all are the same, .weight_shape of compressed-tensors.
 struct Parts {
   std::string module;  // X
-  std::optional<std::size_t> codes, scales, biases, group_index;
+  std::optional<std::size_t> codes, scales, biases, group_index, shape;
 };
 
 struct Suffixes {
-  std::string_view codes, scales, biases, group_index;
+  std::string_view codes, scales, biases, group_index, shape;
 };
 Suffixes suffixes_of(Method method) {
-  if (method == Method::mlx) return {".weight", ".scales", ".biases", ""};
-  return {".qweight", ".scales", ".qzeros", ".g_idx"};
+  if (method == Method::mlx) return {".weight", ".scales", ".biases", "", ""};
+  if (method == Method::compressed)
+    return {".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx",
+            ".weight_shape"};
+  return {".qweight", ".scales", ".qzeros", ".g_idx", ""};
 }
 
 // Of the affine tensor that tensor i is a part of; nothing when it is a tensor of its own.
@@ -77,7 +82,7 @@ std::optional<Parts> parts_of(const Source& source, std::size_t i, Method method
   const Suffixes suffixes = suffixes_of(method);
   Parts parts;
   for (const auto suffix :
-       {suffixes.codes, suffixes.scales, suffixes.biases, suffixes.group_index}) {
+       {suffixes.codes, suffixes.scales, suffixes.biases, suffixes.group_index, suffixes.shape}) {
     if (suffix.empty() || !name.ends_with(suffix)) continue;
     parts.module = name.substr(0, name.size() - suffix.size());
     const auto part = [&](std::string_view of) -> std::optional<std::size_t> {
@@ -88,6 +93,7 @@ std::optional<Parts> parts_of(const Source& source, std::size_t i, Method method
     parts.scales = part(suffixes.scales);
     parts.biases = part(suffixes.biases);
     parts.group_index = part(suffixes.group_index);
+    parts.shape = part(suffixes.shape);
     if (!parts.codes) return std::nullopt;
     // An MLX weight is packed only beside scales; an ordinary one has none.
     if (method == Method::mlx &&
@@ -177,9 +183,78 @@ Result<Shape> columns_shape(const std::string& where, Method method, Storage& st
   return Shape{static_cast<std::int64_t>(rows), static_cast<std::int64_t>(columns)};
 }
 
+// Of compressed-tensors: the shape, and which of the settings the stored shapes are of. `shape`
+// holds it once more: words of codes do not tell how many columns there are.
+struct Compressed {
+  Shape shape;
+  QuantizationConfig::Module module;
+};
+Result<Compressed> compressed_shape(const std::string& where, const QuantizationConfig& config,
+                                    const SafetensorsSpec& codes, const SafetensorsSpec& scales,
+                                    const SafetensorsSpec* zeros, const SafetensorsSpec& shape,
+                                    std::span<const std::byte> shape_bytes) {
+  const std::string tensor = tensor_in(where, codes.name);
+  const auto refuse = [&](const SafetensorsSpec& spec, const std::string& what) {
+    return invalid(tensor + described(spec) + ", expected " + what);
+  };
+  if (codes.dtype != SafeDType::i32 || codes.shape.size() != 2)
+    return refuse(codes, "a matrix of I32");
+  if (!is_float(scales.dtype) || scales.shape.size() != 2)
+    return refuse(scales, "a matrix of F32, F16 or BF16");
+  if (shape.dtype != SafeDType::i64 || shape.shape != std::vector<std::uint64_t>{2} ||
+      shape_bytes.size() != 2 * sizeof(std::int64_t))
+    return refuse(shape, "I64 [2]");
+  std::int64_t said[2];
+  std::memcpy(said, shape_bytes.data(), sizeof said);
+  const std::string text = "[" + std::to_string(said[0]) + "," + std::to_string(said[1]) + "]";
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (said[0] < 1 || said[0] > kMost || said[1] < 1 || said[1] > kMost)
+    return invalid(tensor + in_quotes(shape.name) + " holds " + text +
+                   ", expected rows and columns of 1 to 2^31 - 1");
+  const auto rows = static_cast<std::uint64_t>(said[0]),
+             columns = static_cast<std::uint64_t>(said[1]);
+  const auto words = [](std::uint64_t count, int bits) {
+    return (count * static_cast<std::uint64_t>(bits) + 31) / 32;
+  };
+  std::string settings;
+  for (QuantizationConfig::Module module : config.choices) {
+    if (module.group == -1) module.group = said[1];
+    const auto group = static_cast<std::uint64_t>(module.group);
+    settings += (settings.empty() ? "" : " or ") + std::to_string(module.bits) +
+                " bits in groups of " + std::to_string(group) +
+                (module.zero_points ? "" : ", symmetric");
+    if (columns % group != 0 || module.zero_points != (zeros != nullptr) ||
+        codes.shape != std::vector<std::uint64_t>{rows, words(columns, module.bits)} ||
+        scales.shape != std::vector<std::uint64_t>{rows, columns / group})
+      continue;
+    if (zeros != nullptr &&
+        (zeros->dtype != SafeDType::i32 ||
+         zeros->shape != std::vector<std::uint64_t>{words(rows, module.bits), columns / group}))
+      return refuse(*zeros, "I32 [" + std::to_string(words(rows, module.bits)) + "," +
+                                std::to_string(columns / group) + "]: zero points of " +
+                                std::to_string(module.bits) + " bits, packed down the rows");
+    return Compressed{{said[0], said[1]}, module};
+  }
+  return invalid(tensor + described(codes) + " with " + described(scales) +
+                 (zeros == nullptr ? " without zero points" : " and " + described(*zeros)) +
+                 " for a weight " + text + ", expected " + settings + ", as config.json says");
+}
+
 Status too_many(const std::string& where) {
   return invalid(where + ": more than " + std::to_string(kCheckpointMostTensors) +
                  " tensors, expected fewer");
+}
+
+// The name of a part that is not there and must be; empty: all are. Where some modules of
+// compressed-tensors have no zero points, compressed_shape tells whether this one has.
+std::string missing_part(const Parts& parts, const QuantizationConfig& config) {
+  const Suffixes suffixes = suffixes_of(config.method);
+  const bool all_zeros = std::all_of(config.choices.begin(), config.choices.end(),
+                                     [](const auto& module) { return module.zero_points; });
+  if (!parts.scales) return parts.module + std::string(suffixes.scales);
+  if (!parts.biases && all_zeros) return parts.module + std::string(suffixes.biases);
+  if (!parts.shape && !suffixes.shape.empty()) return parts.module + std::string(suffixes.shape);
+  return {};
 }
 
 }  // namespace
@@ -196,7 +271,7 @@ Status Checkpoint::take_tensors(const Source& source, bool whole) {
   if (method != Method::none) {
     for (std::size_t i = 0; i < source.size(); ++i) {
       const auto parts = parts_of(source, i, method);
-      if (!parts || (!whole && (!parts->scales || !parts->biases))) continue;
+      if (!parts || (!whole && !missing_part(*parts, *quantization).empty())) continue;
       own[i] = i == *parts->codes ? 2 : 0;
     }
   }
@@ -219,14 +294,27 @@ Status Checkpoint::take_tensors(const Source& source, bool whole) {
       continue;
     }
     const Parts parts = *parts_of(source, i, method);
-    const Suffixes suffixes = suffixes_of(method);
-    for (const auto& [part, suffix] :
-         {std::pair(parts.scales, suffixes.scales), std::pair(parts.biases, suffixes.biases)}) {
-      if (part) continue;
-      return invalid(tensor_in(path_, stored.name) + "no " +
-                     in_quotes(parts.module + std::string(suffix)) + ", expected one");
-    }
+    if (const std::string missing = missing_part(parts, *quantization); !missing.empty())
+      return invalid(tensor_in(path_, stored.name) + "no " + in_quotes(missing) + ", expected one");
     const SafetensorsTensor& scales = source.tensor(*parts.scales);
+    if (method == Method::compressed) {
+      if (parts.group_index)
+        return unsupported(tensor_in(path_, stored.name) + "with " +
+                           in_quotes(source.tensor(*parts.group_index).name) +
+                           ": the columns of a group lie apart, expected side by side");
+      const auto read = compressed_shape(path_, *quantization, stored, scales,
+                                         parts.biases ? &source.tensor(*parts.biases) : nullptr,
+                                         source.tensor(*parts.shape), source.bytes(*parts.shape));
+      if (!read) return read.status();
+      tensor.name = parts.module + ".weight";
+      tensor.shape = read->shape;
+      tensor.storage = Storage::affine(read->module.bits, static_cast<int>(read->module.group),
+                                       scales.dtype, Storage::Zeros::packed);
+      tensor.scales = source.bytes(*parts.scales);
+      if (parts.biases) tensor.biases = source.bytes(*parts.biases);
+      tensors_.push_back(std::move(tensor));
+      continue;
+    }
     const SafetensorsTensor& biases = source.tensor(*parts.biases);
     QuantizationConfig::Module module = quantization->all;
     if (const auto said = quantization->modules.find(parts.module);

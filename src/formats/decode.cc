@@ -14,8 +14,6 @@
 namespace bittern {
 namespace {
 
-using Layout = CheckpointTensor::Layout;
-
 // Numbers decoded at once where they need scratch.
 constexpr std::int64_t kPieceElements = std::int64_t{1} << 20;
 
@@ -57,10 +55,10 @@ Status decode_affine(const CheckpointTensor& tensor, std::int64_t first, std::in
   }
 }
 
-Status decode_columns(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
-                      float* out) {
-  ColumnRows rows;
-  BITTERN_TRY(unpack_columns(tensor, first, count, rows));
+Status decode_zero_points(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
+                          float* out) {
+  ZeroPointRows rows;
+  BITTERN_TRY(unpack_zero_points(tensor, first, count, rows));
   const auto columns = static_cast<std::size_t>(tensor.columns());
   const std::size_t groups = columns / static_cast<std::size_t>(tensor.storage.group);
   for (std::size_t r = 0; r < static_cast<std::size_t>(count); ++r) {
@@ -70,6 +68,12 @@ Status decode_columns(const CheckpointTensor& tensor, std::int64_t first, std::i
       out[r * columns + c] = static_cast<float>(difference) * rows.scales[g];
     }
   }
+  if (tensor.storage.zeros != Storage::Zeros::packed) return {};
+  const std::span<float> all(out, static_cast<std::size_t>(count) * columns);
+  if (tensor.storage.dtype == SafeDType::f16)
+    for (float& x : all) x = to_f32(to_f16(x));
+  if (tensor.storage.dtype == SafeDType::bf16)
+    for (float& x : all) x = to_f32(to_bf16(x));
   return {};
 }
 
@@ -107,8 +111,8 @@ Status decode(const CheckpointTensor& tensor, std::int64_t first, std::int64_t c
   for (std::int64_t row = 0; row < count; row += at_once) {
     const std::int64_t n = std::min(at_once, count - row);
     float* to = out + row * tensor.columns();
-    if (tensor.layout != Layout::rows) {
-      BITTERN_TRY(decode_columns(tensor, first + row, n, to));
+    if (has_zero_points(tensor)) {
+      BITTERN_TRY(decode_zero_points(tensor, first + row, n, to));
     } else if (storage.dtype == SafeDType::f32) {
       BITTERN_TRY(decode_affine<float>(tensor, first + row, n, to));
     } else if (storage.dtype == SafeDType::f16) {

@@ -17,8 +17,6 @@
 namespace bittern {
 namespace {
 
-using Layout = CheckpointTensor::Layout;
-
 constexpr int kBlockGroup = 32;  // of every block format that has a grid
 constexpr int kMostGroups = 8;   // of a block
 
@@ -125,10 +123,10 @@ Status read_affine(const CheckpointTensor& tensor, std::int64_t first, std::int6
   return widen(tensor.storage.dtype, rows_of(tensor.biases, row_bytes, first, count), out.biases);
 }
 
-Status read_columns(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
-                    GridRows& out) {
-  ColumnRows rows;
-  BITTERN_TRY(unpack_columns(tensor, first, count, rows));
+Status read_zero_points(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
+                        GridRows& out) {
+  ZeroPointRows rows;
+  BITTERN_TRY(unpack_zero_points(tensor, first, count, rows));
   if (!rows.in_order) {
     return unsupported(of_tensor(tensor) +
                        "the columns of a group lie apart (g_idx), expected side by side");
@@ -188,10 +186,10 @@ Status read_grid(const CheckpointTensor& tensor, std::int64_t first, std::int64_
     const BlockSize size = block_size(type);
     const auto row_bytes = static_cast<std::size_t>(tensor.columns() / size.weights * size.bytes);
     read_blocks(type, rows_of(tensor.data, row_bytes, first, count), out);
-  } else if (tensor.layout == Layout::rows) {
-    BITTERN_TRY(read_affine(tensor, first, count, out));
+  } else if (has_zero_points(tensor)) {
+    BITTERN_TRY(read_zero_points(tensor, first, count, out));
   } else {
-    BITTERN_TRY(read_columns(tensor, first, count, out));
+    BITTERN_TRY(read_affine(tensor, first, count, out));
   }
   return check_finite(tensor, out);
 }
@@ -394,11 +392,23 @@ Status encode_affine(const GridRows& grid, std::int64_t columns, const Storage& 
     return storage.dtype == SafeDType::f32 ||
            (storage.dtype == SafeDType::f16 ? is_f16(x) : is_bf16(x));
   };
+  const bool packed = storage.zeros == Storage::Zeros::packed;
+  const auto times = static_cast<std::size_t>(grid.group / storage.group);
+  std::vector<std::uint8_t> zeros;  // one for each group of the target
   for (std::size_t i = 0; i < grid.scales.size(); ++i) {
-    if (holds(grid.scales[i]) && holds(grid.biases[i])) continue;
-    return unsupported(of_group(i) + "scale " + number(grid.scales[i]) + " and bias " +
-                       number(grid.biases[i]) + ", expected ones that " + name(storage.dtype) +
-                       " holds");
+    const float scale = grid.scales[i], bias = grid.biases[i];
+    const auto refuse = [&](const std::string& expected) {
+      return unsupported(of_group(i) + "scale " + number(scale) + " and bias " + number(bias) +
+                         ", expected " + expected);
+    };
+    if (!holds(scale) || (!packed && !holds(bias)))
+      return refuse("ones that " + std::string(name(storage.dtype)) + " holds");
+    if (!packed) continue;
+    const auto zero = zero_point_of(scale, bias, storage.bits);
+    if (!zero)
+      return refuse("a bias of -scale times a zero point 0.." +
+                    std::to_string((1 << storage.bits) - 1));
+    zeros.insert(zeros.end(), times, static_cast<std::uint8_t>(*zero));
   }
 
   const PackDesc desc{.outer_size = rows, .axis_size = columns, .bits = storage.bits};
@@ -411,7 +421,9 @@ Status encode_affine(const GridRows& grid, std::int64_t columns, const Storage& 
   out.data.assign(bytes.begin(), bytes.end());
   const auto encode = [&]<class T>(Type<T>) {
     out.scales = params_of<T>(grid, grid.scales, storage.group);
-    out.biases = params_of<T>(grid, grid.biases, storage.group);
+    out.biases = packed ? pack_zero_points(zeros, static_cast<std::size_t>(columns / storage.group),
+                                           storage.bits)
+                        : params_of<T>(grid, grid.biases, storage.group);
     return Status();
   };
   return visit<float, f16, bf16>(*to_dtype(storage.dtype), encode);
@@ -469,17 +481,33 @@ Status encode_grid(const GridRows& grid, std::int64_t columns, const Storage& st
   }
 }
 
-double round_params(GridRows& grid, SafeDType dtype) {
+std::optional<int> zero_point_of(float scale, float bias, int bits) {
+  const auto s = static_cast<double>(scale), b = static_cast<double>(bias);
+  const double zero = s == 0 ? 0 : std::nearbyint(-b / s);
+  if (zero * s != -b || !(zero >= 0) || zero >= 1 << bits) return std::nullopt;
+  return static_cast<int>(zero);
+}
+
+double round_params(GridRows& grid, const Storage& to) {
   double largest = 0;
-  for (std::vector<float>* params : {&grid.scales, &grid.biases}) {
-    for (float& x : *params) {
-      const float rounded = dtype == SafeDType::f16    ? to_f32(to_f16(x))
-                            : dtype == SafeDType::bf16 ? to_f32(to_bf16(x))
-                                                       : x;
-      if (rounded == x) continue;
-      const double change = std::abs(static_cast<double>(rounded) - static_cast<double>(x));
-      largest = std::max(largest, change / std::abs(static_cast<double>(x)));
-      x = rounded;
+  const auto round = [&](float& x) {
+    const float rounded = to.dtype == SafeDType::f16    ? to_f32(to_f16(x))
+                          : to.dtype == SafeDType::bf16 ? to_f32(to_bf16(x))
+                                                        : x;
+    if (rounded == x) return;
+    const double change = std::abs(static_cast<double>(rounded) - static_cast<double>(x));
+    largest = std::max(largest, change / std::abs(static_cast<double>(x)));
+    x = rounded;
+  };
+  for (std::size_t i = 0; i < grid.scales.size(); ++i) {
+    float &scale = grid.scales[i], &bias = grid.biases[i];
+    const auto zero =
+        to.zeros == Storage::Zeros::packed ? zero_point_of(scale, bias, to.bits) : std::nullopt;
+    round(scale);
+    if (zero) {
+      bias = 0 - scale * static_cast<float>(*zero);
+    } else {
+      round(bias);
     }
   }
   return largest;

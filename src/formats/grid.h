@@ -32,6 +32,9 @@ std::optional<Grid> grid_of(const Storage& storage);
 Status decode_grid(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
                    GridRows& out);
 
+// The zero point of a group, 0 .. 2^bits - 1, if its bias is exactly -scale times that.
+std::optional<int> zero_point_of(float scale, float bias, int bits);
+
 // The same grid in another storage, exactly, or why not: a scale that f16 does not hold, a bias
 // that is no multiple, scales that no super-block yields, codes too wide, groups that do not fit.
 // out.data, scales and biases have the bytes of those rows; blocks are all data.
@@ -41,8 +44,9 @@ struct EncodedRows {
 Status encode_grid(const GridRows& grid, std::int64_t columns, const Storage& storage,
                    EncodedRows& out);
 
-// Rounds scales and biases to F16 or BF16: the largest change relative to what it changes, which is
-// infinite when something overflows. (F32 changes nothing.)
-double round_params(GridRows& grid, SafeDType dtype);
+// Rounds scales and biases to the F16 or BF16 of `to`: the largest change relative to what it
+// changes, which is infinite when something overflows. (F32 changes nothing.) Where `to` has zero
+// points, biases follow their scales.
+double round_params(GridRows& grid, const Storage& to);
 
 }  // namespace bittern

@@ -443,20 +443,20 @@ TEST(Grid, WhatHasNone) {
 
 TEST(Grid, ParametersThatAreRounded) {
   GridRows rows = even_grid(4, 32, 1, -0.5f);
-  EXPECT_EQ(round_params(rows, SafeDType::f16), 0);
+  EXPECT_EQ(round_params(rows, Storage::affine(4, 32, SafeDType::f16)), 0);
   rows.scales[3] = 1 + 0x1p-12f;  // f16 has 10 bits below 1
   rows.biases[5] = -1 - 0x1p-11f;
-  EXPECT_EQ(round_params(rows, SafeDType::f32), 0);
+  EXPECT_EQ(round_params(rows, Storage::affine(4, 32, SafeDType::f32)), 0);
   EXPECT_EQ(rows.scales[3], 1 + 0x1p-12f);
   GridRows bf = rows;
-  EXPECT_EQ(round_params(rows, SafeDType::f16), 0x1p-11 / (1 + 0x1p-11));
+  EXPECT_EQ(round_params(rows, Storage::affine(4, 32, SafeDType::f16)), 0x1p-11 / (1 + 0x1p-11));
   EXPECT_EQ(rows.scales[3], 1);
   EXPECT_EQ(rows.biases[5], -1);
-  EXPECT_EQ(round_params(rows, SafeDType::f16), 0);
+  EXPECT_EQ(round_params(rows, Storage::affine(4, 32, SafeDType::f16)), 0);
   bf.scales[4] = 1 + 0x1p-8f;
-  EXPECT_EQ(round_params(bf, SafeDType::bf16), 0x1p-8 / (1 + 0x1p-8));
+  EXPECT_EQ(round_params(bf, Storage::affine(4, 32, SafeDType::bf16)), 0x1p-8 / (1 + 0x1p-8));
   bf.scales[0] = 1e6f;
-  EXPECT_EQ(round_params(bf, SafeDType::f16), INFINITY);
+  EXPECT_EQ(round_params(bf, Storage::affine(4, 32, SafeDType::f16)), INFINITY);
 }
 
 // ---- AWQ and GPTQ ----

@@ -138,6 +138,62 @@ Result<QuantizationConfig> gptq_config(const std::string& where, const OrderedJs
   return config;
 }
 
+// ---- compressed-tensors ----
+
+Result<Module> compressed_module(const std::string& where, const OrderedJson& weights) {
+  const auto word = [&](const char* key, std::string_view expected) -> Status {
+    const OrderedJson* value = find(weights, key);
+    if (value == nullptr) return invalid(where + ": no " + key + ", expected one");
+    const auto text = text_of(where + ": " + key, *value);
+    if (!text) return text.status();
+    if (*text == expected) return {};
+    return unsupported(where + ": " + key + " " + in_quotes(*text) + ", expected " +
+                       in_quotes(expected));
+  };
+  BITTERN_TRY(word("type", "int"));
+  constexpr std::int64_t kBits[] = {1, 2, 3, 4, 5, 6, 7, 8};
+  const auto bits = one_of(where, weights, "num_bits", kBits);
+  if (!bits) return bits.status();
+  Module module{.bits = static_cast<int>(*bits), .group = -1};
+  const OrderedJson* strategy = find(weights, "strategy");
+  if (strategy == nullptr || *strategy != "channel") {
+    BITTERN_TRY(word("strategy", "group"));
+    constexpr std::int64_t kGroups[] = {16, 32, 64, 128, 256, 512, 1024};
+    const auto group = one_of(where, weights, "group_size", kGroups);
+    if (!group) return group.status();
+    module.group = *group;
+  }
+  const OrderedJson* symmetric = find(weights, "symmetric");
+  if (symmetric != nullptr && !symmetric->is_boolean())
+    return invalid(where + ": symmetric " + shown(*symmetric) + ", expected true or false");
+  module.zero_points = symmetric != nullptr && !symmetric->get<bool>();
+  return module;
+}
+
+Result<QuantizationConfig> compressed_config(const std::string& where, const OrderedJson& object) {
+  QuantizationConfig config;
+  // Other formats keep their tensors in other ways, and are shown as they are stored.
+  const OrderedJson* format = find(object, "format");
+  if (format == nullptr || *format != "pack-quantized") return config;
+  config.method = Method::compressed;
+  const OrderedJson* groups = find(object, "config_groups");
+  if (groups == nullptr || !groups->is_object())
+    return invalid(where + ": no config_groups, expected an object of settings");
+  for (const auto& [name, group] : groups->get_ref<const OrderedJson::object_t&>()) {
+    const std::string in_group = where + ": config_groups: " + in_quotes(name);
+    const OrderedJson* weights = find(group, "weights");
+    if (weights == nullptr || !weights->is_object())
+      return unsupported(in_group + ": no weights, expected an object that says num_bits");
+    const auto module = compressed_module(in_group + ": weights", *weights);
+    if (!module) return module.status();
+    config.choices.push_back(*module);
+  }
+  if (config.choices.empty())
+    return invalid(where + ": empty config_groups, expected at least one");
+  config.all = config.choices[0];
+  return config;
+}
+
 Result<QuantizationConfig> read_config(const std::string& where, const OrderedJson& config) {
   if (config.is_null()) return QuantizationConfig();
   if (!config.is_object()) return invalid(where + ": " + shown(config) + ", expected an object");
@@ -170,6 +226,7 @@ Result<QuantizationConfig> read_config(const std::string& where, const OrderedJs
   if (!name) return name.status();
   if (*name == "awq") return awq_config(inner, object);
   if (*name == "gptq") return gptq_config(inner, object);
+  if (*name == "compressed-tensors") return compressed_config(inner, object);
   return QuantizationConfig();
 }
 

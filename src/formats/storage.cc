@@ -72,7 +72,10 @@ Result<std::uint64_t> Storage::bytes(const Shape& shape) const {
   const std::uint64_t rows = elements / static_cast<std::uint64_t>(columns);
   const auto words = static_cast<std::uint64_t>(packed_words(columns, bits));
   const auto groups = static_cast<std::uint64_t>(columns / group);
-  return rows * (4 * words + 2 * groups * element_bits / 8);
+  const std::uint64_t params = rows * groups * element_bits / 8;
+  const auto zero_words =
+      static_cast<std::uint64_t>(packed_words(static_cast<std::int64_t>(rows), bits));
+  return 4 * rows * words + params + (zeros == Zeros::packed ? 4 * zero_words * groups : params);
 }
 
 }  // namespace bittern

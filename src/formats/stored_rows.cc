@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "bittern/ops/unpack_codes.h"
 #include "core/guarded.h"
 #include "formats/json_events.h"
 
@@ -39,7 +40,7 @@ Status check_rows(const CheckpointTensor& tensor, std::int64_t first, std::int64
                    std::to_string(first) + ", expected some of its " +
                    std::to_string(tensor.rows()));
   }
-  if (tensor.layout != Layout::rows) return {};  // checked by unpack_columns
+  if (has_zero_points(tensor)) return {};  // checked by unpack_zero_points
   const auto size = tensor.storage.bytes(tensor.shape);
   throw_if_out_of_memory(size.status());
   if (!size) return invalid(of_tensor(tensor) + std::string(size.status().message()));
@@ -69,7 +70,11 @@ Status widen(SafeDType dtype, std::span<const std::byte> bytes, std::span<float>
   }
 }
 
-// ---- AWQ and GPTQ ----
+// ---- zero points ----
+
+bool has_zero_points(const CheckpointTensor& tensor) {
+  return tensor.layout != Layout::rows || tensor.storage.zeros == Storage::Zeros::packed;
+}
 
 namespace {
 
@@ -89,10 +94,49 @@ std::uint8_t awq_code(const std::byte* words, std::size_t j) {
   return static_cast<std::uint8_t>(word >> 4 * kPlace[j % 8] & 15);
 }
 
-}  // namespace
+Status wrong_size(const CheckpointTensor& tensor) {
+  return invalid(of_tensor(tensor) + std::to_string(tensor.bytes()) + " bytes, expected those of " +
+                 tensor.shape.str() + " of " + tensor.storage.str());
+}
 
+// compressed-tensors: codes and scales by rows, zero points a bit stream down each column.
+Status unpack_rows(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
+                   ZeroPointRows& out) {
+  const auto rows = static_cast<std::size_t>(tensor.rows()), n = static_cast<std::size_t>(count);
+  const auto group = static_cast<std::size_t>(tensor.storage.group);
+  const auto bits = static_cast<unsigned>(tensor.storage.bits);
+  const std::size_t columns = static_cast<std::size_t>(tensor.columns()), groups = columns / group;
+  const std::size_t row_scales =
+      groups * static_cast<std::size_t>(bits_of(tensor.storage.dtype) / 8);
+  const PackDesc desc{
+      .outer_size = count, .axis_size = tensor.columns(), .bits = tensor.storage.bits};
+  const auto row_words = static_cast<std::size_t>(desc.packed_shape()[1]);
+  const std::size_t zero_bytes = (rows * bits + 31) / 32 * groups * 4;
+  if (tensor.data.size() != rows * row_words * 4 || tensor.scales.size() != rows * row_scales ||
+      (!tensor.biases.empty() && tensor.biases.size() != zero_bytes))
+    return wrong_size(tensor);
+
+  out.in_order = true;
+  out.group_of.resize(columns);
+  for (std::size_t c = 0; c < columns; ++c) out.group_of[c] = static_cast<std::int32_t>(c / group);
+  out.scales.resize(n * groups);
+  BITTERN_TRY(
+      widen(tensor.storage.dtype, rows_of(tensor.scales, row_scales, first, count), out.scales));
+  out.zeros.assign(n * groups, static_cast<std::uint8_t>(1u << (bits - 1)));
+  for (std::size_t i = 0; !tensor.biases.empty() && i < n * groups; ++i)
+    out.zeros[i] = stream_code(tensor.biases.data() + 4 * (i % groups), groups,
+                               static_cast<std::size_t>(first) + i / groups, bits);
+  out.codes.resize(n * columns);
+  const AlignedRows<std::uint32_t> words(rows_of(tensor.data, 4 * row_words, first, count));
+  const auto plan = Plan<UnpackCodes>::select(desc);
+  if (!plan) return plan.status();
+  return plan->run(
+      {view(words.data(), desc.packed_shape()), view(out.codes.data(), desc.code_shape())});
+}
+
+// AWQ and GPTQ keep a weight [rows, columns] by columns.
 Status unpack_columns(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
-                      ColumnRows& out) {
+                      ZeroPointRows& out) {
   const auto rows = static_cast<std::size_t>(tensor.rows());
   const auto columns = static_cast<std::size_t>(tensor.columns());
   const auto group = static_cast<std::size_t>(tensor.storage.group);
@@ -103,11 +147,8 @@ Status unpack_columns(const CheckpointTensor& tensor, std::int64_t first, std::i
   if (tensor.data.size() != (awq ? columns * row_words : columns * bits / 32 * rows) * 4 ||
       tensor.scales.size() != groups * rows * param_bytes ||
       tensor.biases.size() != groups * row_words * 4 ||
-      (!tensor.group_index.empty() && tensor.group_index.size() != columns * 4)) {
-    return invalid(of_tensor(tensor) + std::to_string(tensor.bytes()) +
-                   " bytes, expected those of " + tensor.shape.str() + " of " +
-                   tensor.storage.str());
-  }
+      (!tensor.group_index.empty() && tensor.group_index.size() != columns * 4))
+    return wrong_size(tensor);
 
   out.in_order = true;
   out.group_of.resize(columns);
@@ -158,6 +199,29 @@ Status unpack_columns(const CheckpointTensor& tensor, std::int64_t first, std::i
     }
   }
   return {};
+}
+
+}  // namespace
+
+Status unpack_zero_points(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
+                          ZeroPointRows& out) {
+  return tensor.layout == Layout::rows ? unpack_rows(tensor, first, count, out)
+                                       : unpack_columns(tensor, first, count, out);
+}
+
+std::vector<std::byte> pack_zero_points(std::span<const std::uint8_t> zeros, std::size_t groups,
+                                        int bits) {
+  const std::size_t count = groups == 0 ? 0 : zeros.size() / groups;
+  const auto width = static_cast<std::size_t>(bits);
+  std::vector<std::uint32_t> words((count * width + 31) / 32 * groups);
+  for (std::size_t i = 0; i < zeros.size(); ++i) {
+    const std::size_t bit = i / groups * width, at = bit / 32 * groups + i % groups;
+    const std::uint64_t pair = std::uint64_t{zeros[i]} << bit % 32;
+    words[at] |= static_cast<std::uint32_t>(pair);
+    if (pair >> 32 != 0) words[at + groups] |= static_cast<std::uint32_t>(pair >> 32);
+  }
+  const auto bytes = std::as_bytes(std::span(words));
+  return {bytes.begin(), bytes.end()};
 }
 
 }  // namespace bittern

@@ -48,16 +48,23 @@ inline std::span<const std::byte> rows_of(std::span<const std::byte> bytes, std:
                        static_cast<std::size_t>(count) * row_bytes);
 }
 
-// ---- AWQ and GPTQ: w = (code - zero) * scale, a weight [rows, columns] kept by columns ----
+// ---- AWQ, GPTQ and compressed-tensors: w = (code - zero) * scale ----
 
-struct ColumnRows {
+struct ZeroPointRows {
   std::vector<std::uint8_t> codes;     // [count, columns]
   std::vector<float> scales;           // [count, columns / group]
   std::vector<std::uint8_t> zeros;     // the same
   std::vector<std::int32_t> group_of;  // [columns]
   bool in_order = true;                // whether group_of[c] is c / group
 };
-Status unpack_columns(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
-                      ColumnRows& out);
+// Whether the tensor is one of these.
+bool has_zero_points(const CheckpointTensor& tensor);
+Status unpack_zero_points(const CheckpointTensor& tensor, std::int64_t first, std::int64_t count,
+                          ZeroPointRows& out);
+
+// Zero points [count, groups] as words [ceil(count * bits / 32), groups]: a bit stream down each
+// column.
+std::vector<std::byte> pack_zero_points(std::span<const std::uint8_t> zeros, std::size_t groups,
+                                        int bits);
 
 }  // namespace bittern

@@ -166,7 +166,7 @@ class Loader {
       return in_tensor(
           part.name,
           unsupported("made of tensors that are stored in different ways, expected one"));
-    const Storage& storage = reader.storage();
+    const Storage storage = reader.multiplied();
     auto weights = weights_of(storage);
     if (!weights)
       return in_tensor(part.name,
@@ -227,7 +227,7 @@ class Loader {
     } else {
       GridRows grid;
       BITTERN_TRY(job.reader->grid(row, count, grid));
-      BITTERN_TRY(encode_grid(grid, d.inputs, job.reader->storage(), rows));
+      BITTERN_TRY(encode_grid(grid, d.inputs, job.reader->multiplied(), rows));
     }
     if (d.plain()) {
       args.w = view_of(moved ? rows.data.data() : numbers.data, d.plain_element(), d.plain_shape());

@@ -48,6 +48,8 @@ CONVERSIONS = {
     "bits": ({"bits": 4}, ["--bits", 4]),
     "group": ({"bits": 3, "group_size": 32, "method": "mlx"}, ["--bits", 3, "--group-size", 32, "--method", "mlx"]),
     "scales": ({"bits": 5, "scale_dtype": np.float32}, ["--bits", 5, "--scale-dtype", "f32"]),
+    "integer": ({"bits": 3, "zero_points": "integer"}, ["--bits", 3, "--zero-points", "integer"]),
+    "packed": ({"bits": 4, "group_size": 32, "format": "compressed-tensors"}, ["--bits", 4, "--group-size", 32, "--format", "compressed-tensors"]),
     "quantize": ({"quantize": True}, ["-q"]),
     "mix.gguf": ({"type": "Q4_K_M"}, ["--type", "Q4_K_M"]),
     "types.gguf": (
@@ -355,7 +357,8 @@ WRONG = {
     "pieces": [("3", "pieces: '3', expected an integer"), (3, "pieces: has no effect without method gptq"),
                (2**70, f"pieces: {2**70}, expected an integer")],
     "context": [(True, "context: True, expected an integer"), (64, "context: has no effect without method gptq")],
-    "format": [("GGUF", "format: GGUF, expected mlx, gguf or safetensors"), (None.__class__, "format: <class")],
+    "format": [("GGUF", "format: GGUF, expected mlx, gguf, safetensors or compressed-tensors"), (None.__class__, "format: <class")],
+    "zero_points": [("whole", "zero_points: whole, expected real or integer"), (8, "zero_points: 8, expected a string")],
     "type": [("Q4", "type: Q4: no type of GGUF"), (4, "type: 4, expected a string"), ("\ud800", "type: .*no type of GGUF")],
     "output_tensor_type": [("x", "output_tensor_type: x: no type"), (1, "output_tensor_type: 1, expected a string")],
     "token_embedding_type": [("x", "token_embedding_type: x: no type")],

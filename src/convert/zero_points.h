@@ -1,0 +1,44 @@
+// Grids with integer zero points: w = scale * (code - zero), the zero point a code 0 .. n itself,
+// n = 2^bits - 1. So 0 is on every grid, and w keeps its sign.
+//
+// minmax  low = min(w, 0) and high = max(w, 0) of the group; scale = (high - low) / n, rounded, and
+//         1 when that is not > 0; zero = R(-low / scale), at most n
+// lsq     At most 10 times, until the scale no longer changes: codes, then the scale by least
+//         squares for these codes and the zero point (weighted by `importance`). It starts from
+//         minmax's grid, up to 5 bits also from 0.85, 0.7 and 0.55 of its scale; and from the scale
+//         that lsq finds with real biases, with the four integers around that grid's -bias / scale.
+//         The grid with the least sum of importance * (w - scale * (code - zero))^2 counts;
+//         minmax's stays unless one is less.
+//
+// code = clamp(R(w / scale) + zero, 0, n), R half to even. Scales are rounded to their dtype; in
+// f32 they keep 24 - bits significant bits. So scale * zero and scale * (code - zero) are exact in
+// f32.
+#pragma once
+#include <cstdint>
+#include <span>
+
+#include "bittern/affine_desc.h"
+#include "bittern/dtype.h"
+#include "bittern/status.h"
+#include "formats/grid.h"
+
+namespace bittern {
+
+struct ZeroPointFit {
+  int bits = 4, group = 64;
+  DType params = DType::f32;                // of the scales: f32, f16 or bf16
+  AffineMethod method = AffineMethod::lsq;  // or minmax
+};
+
+// Codes, scales and exact biases of w [rows, columns], which is finite. `importance` has a number
+// for each column, or is empty: those not > 0 count as 0.
+Status fit_zero_points(const ZeroPointFit& how, const float* w, std::int64_t rows,
+                       std::int64_t columns, std::span<const float> importance, GridRows& out);
+
+// The nearest scale that such a grid has; 0 and infinities come back.
+float zero_point_scale(float scale, DType params, int bits);
+
+// Its bias, -scale * zero, exactly, or rounded to f16 or bf16; never -0.
+float zero_point_bias(float scale, float zero, DType dtype);
+
+}  // namespace bittern
