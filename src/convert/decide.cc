@@ -136,10 +136,10 @@ std::optional<std::string> ConversionPlanner::why_kept(const Recipe& recipe) con
   if (options_.leave_output && is_output(recipe)) return "left as it is by @{leave_output_tensor}";
   const TensorRule* rule = rule_for(recipe);
   if (rule != nullptr && rule->keep) return "kept by " + pattern_text(*rule);
-  if (const char* not_codes = not_compressed(recipe))
-    return std::string(not_codes) + ": left as it is";
   const char* why = delicate(recipe.name);
   if (options_.format == ModelFormat::compressed_tensors && is_output(recipe)) why = "the head";
+  if (const char* not_codes = not_compressed(recipe))
+    return std::string(why == nullptr ? not_codes : why) + ": left as it is";
   if (rule != nullptr || options_.pure || why == nullptr) return std::nullopt;
   return std::string(why) + ": left as it is";
 }

@@ -427,6 +427,10 @@ Status RowEncoder::encode_within(const RowNumbers& numbers, std::int64_t count,
                              value_text(largest_finite(params)) + " in its place",
                          [&](float x) { return overflows(x, params); });
       }
+      // A zero point times its scale must be a number, too.
+      constexpr float kMost = std::numeric_limits<float>::max() / 4;
+      if (to.zeros != Storage::Zeros::biases && most > kMost)
+        return saturate ? within(kMost) : decodes_to_infinity(params);
       BITTERN_TRY(encode_affine(to, method.value_or(AffineMethod::lsq), numbers, count, columns,
                                 importance, out));
       // code * scale + bias may leave the range where no weight does.

