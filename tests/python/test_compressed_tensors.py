@@ -152,6 +152,50 @@ def test_transformers_has_our_weights_and_logits(made, tmp_path, show, name, bit
 
 
 @pytest.mark.peer("torch", "transformers", "compressed_tensors")
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_we_run_what_the_package_packs(made, tmp_path, symmetric):
+    """A model that the package compressed, as transformers loads it without being asked for more."""
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    source = made("llama", 4, "bf16").parent / "llama"
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(num_bits=4, symmetric=symmetric, strategy="group", group_size=32)
+    )
+    package = BaseCompressor.get_value_from_registry("pack-quantized")
+    tensors = {}
+    for name, w in load_file(source / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = w
+            continue
+        groups = w.float().unflatten(-1, (-1, 32))
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scale = (2 * torch.maximum(high, -low) if symmetric else high - low) / 15
+        state = {"weight": w, "weight_scale": scale.to(w.dtype)}
+        if not symmetric:
+            state["weight_zero_point"] = (-8 - low / scale).round().clamp(-8, 7).to(torch.int8)
+        for part, value in package.compress(state, scheme).items():
+            tensors[name.removesuffix("weight") + part] = value.contiguous()
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": json.loads(scheme.model_dump_json())}, "ignore": ["lm_head"],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = network(torch.tensor([TOKENS])).logits[0].numpy()
+    ours = bittern.load(folder, activations="float", threads=1).logits(TOKENS, kv="f32")
+    assert np.abs(ours - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.peer("torch", "transformers", "compressed_tensors")
 def test_transformers_has_the_bits_of_every_rule(made, tmp_path):
     """Config groups by name, beside the one of all linear layers; and a head that is packed."""
     import torch
