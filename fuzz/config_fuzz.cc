@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 
@@ -46,6 +47,11 @@ class Folders {
            {"a.qzeros", SafeDType::i32, {1, 1}},
            {"a.scales", SafeDType::f16, {1, 8}},
            {"a.g_idx", SafeDType::i32, {32}}});
+    write(folder("compressed", "config.json") + "model.safetensors",
+          {{"a.weight_packed", SafeDType::i32, {2, 8}},
+           {"a.weight_scale", SafeDType::bf16, {2, 2}},
+           {"a.weight_zero_point", SafeDType::i32, {1, 2}},
+           {"a.weight_shape", SafeDType::i64, {2}}});
     const std::string sharded = folder("sharded", "model.safetensors.index.json");
     write(sharded + "a", {{"a", SafeDType::f32, {2}}});
     write(sharded + "b", {{"b", SafeDType::f32, {2}}, {"c", SafeDType::bf16, {2}}});
@@ -64,6 +70,8 @@ class Folders {
       std::size_t size = static_cast<std::size_t>(bits_of(spec.dtype)) / 8;
       for (const std::uint64_t n : spec.shape) size *= n;
       tensors.push_back({spec, std::string(size, '\0')});
+      constexpr std::int64_t kShape[] = {2, 64};  // of compressed-tensors' a.weight
+      if (spec.dtype == SafeDType::i64) std::memcpy(tensors.back().bytes.data(), kShape, size);
     }
     const auto text = safetensors_text(tensors);
     must(text.ok());

@@ -108,6 +108,7 @@ QuantizeOptions options_of(const nb::dict& given) {
 DistillOptions distill_options_of(const nb::dict& given) {
   DistillOptions o;
   take(given, "format", o.format);
+  take(given, "zero_points", o.zero_points);
   take(given, "type", o.type);
   take(given, "bits", o.bits);
   take(given, "group_size", o.group_size);

@@ -47,7 +47,10 @@ struct DistillProgress {
 enum class DistillNext { go_on, finish, stop };
 
 struct DistillOptions {
-  std::optional<std::string> format{};  // "mlx" or "gguf"; default: by `out`
+  // "mlx", "gguf" or "compressed-tensors"; default: by `out`
+  std::optional<std::string> format{};
+  // As in QuantizeOptions. Where zero points are integers, scales alone learn.
+  std::optional<std::string> zero_points{};
   // Of a GGUF file, in place of bits: "Q4_1", "Q5_1", "Q4_K_S", "Q4_K_M", "Q5_K_S" or "Q5_K_M".
   std::optional<std::string> type{};
   // Of the matrices of layers: 2, 3, 4 (default), 5, 6 or 8. In GGUF: 4 (Q4_1) or 5 (Q5_1).
@@ -55,7 +58,8 @@ struct DistillOptions {
   std::optional<int> group_size{};           // weights that share a scale: 32, 64 (default) or 128;
                                              // in GGUF 32
   std::optional<int> embedding_bits{};       // of embedding and head; 0: as the teacher has them.
-                                             // Default: 6, or `bits` where that is more
+                                             // Default: 6, or `bits` where that is more; in
+                                             // compressed-tensors 0
   std::optional<std::string> scale_dtype{};  // as in QuantizeOptions; in GGUF f16
   std::vector<QuantizeRule> rules{};         // before all others
 
@@ -106,7 +110,7 @@ struct DistillReport {
   QuantizeReport output;
   std::string type{};            // of a GGUF file
   int bits = 0, group_size = 0;  // of most grids that learned
-  std::int64_t learned = 0;      // scales and biases
+  std::int64_t learned = 0;      // scales and biases, or scales alone
   std::int64_t codes = 0;        // that could move
   std::int64_t codes_moved = 0;  // that are others than at the start
   std::int64_t train_pieces = 0, validation_pieces = 0;
@@ -114,8 +118,9 @@ struct DistillReport {
   std::int64_t best_step = 0;
   bool finished_early = false;
   double rate = 0;
-  // Of the validation text: calibrated, what was learned, and what was written. A GGUF file is read
-  // again for the last. In an MLX folder the last two are the same.
+  // Of the validation text: calibrated, what was learned, and what was written. A GGUF file, or a
+  // folder with integer zero points, is read again for the last. In a folder the last two are the
+  // same.
   double start_kl = 0, kl = 0, written_kl = 0;
   std::vector<DistillTrial> trials{};
   std::vector<DistillPoint> points{};

@@ -71,7 +71,7 @@ class DistillReport:
     type: str | None  # of a GGUF file
     bits: int  # of most grids that learned
     group_size: int
-    learned: int  # scales and biases
+    learned: int  # scales and biases, or scales alone
     codes: int  # that could move
     codes_moved: int  # that are others than at the start
     train_pieces: int
@@ -148,6 +148,7 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "data": _texts,
     "self_text": _flag,
     "format": _word,
+    "zero_points": _word,
     "type": _word,
     "bits": _integer,
     "group_size": _integer,
@@ -179,7 +180,8 @@ def distill(
     *,
     data: _Path | Iterable[_Path] | None = None,
     self_text: bool = False,
-    format: Literal["mlx", "gguf"] | None = None,
+    format: Literal["mlx", "gguf", "compressed-tensors"] | None = None,
+    zero_points: Literal["real", "integer"] | None = None,
     type: str | None = None,
     bits: int | None = None,
     group_size: int | None = None,
@@ -213,13 +215,14 @@ def distill(
     data        the path of a text to learn from, much like that of later use, or of conversations (.jsonl), or a list
                 of them
     self_text   in place of data: a text that the teacher writes itself
-    format      "mlx" or "gguf" (default: by `out`)
+    format      "mlx", "gguf" or "compressed-tensors" (default: by `out`)
+    zero_points as in quantize_model; where they are integers, scales alone learn
     type        of a GGUF file: Q4_1, Q5_1, Q4_K_S, Q4_K_M, Q5_K_S or Q5_K_M (default: Q4_1; Q5_1 with bits=5)
     bits        bits per weight: 2, 3, 4, 5, 6 or 8; in GGUF 4 or 5 (default: 4)
     group_size  weights that share a scale: 32, 64 or 128 (default: 64; in GGUF 32)
     embedding_bits
                 bits of embedding and head (in GGUF 6 is Q6_K, 8 is Q8_0); 0: as the teacher has them (default: 6, or
-                `bits` where that is more)
+                `bits` where that is more; in compressed-tensors 0)
     scale_dtype dtype of scales and biases; in GGUF f16
     rules       as in quantize_model; they come before all others
     context     tokens of a piece of text

@@ -129,7 +129,10 @@ Status write_page(const DistillFlags& flags, const DistillReport& found) {
       {"type", found.type.empty() ? "MLX" : found.type},
       {"bits, group", fmt::format("{}, {}", found.bits, found.group_size)},
       {"learned",
-       fmt::format("{} scales and biases", found.learned) +
+       fmt::format("{} scales{}", found.learned,
+                   found.output.format == "compressed-tensors" || o.zero_points == "integer"
+                       ? ""
+                       : " and biases") +
            (found.codes > 0 ? fmt::format(", {} of {} codes moved", found.codes_moved, found.codes)
                             : "")},
       {"steps", fmt::format("{} of {} pieces of {} tokens", found.steps, o.batch, o.context)},
@@ -209,7 +212,7 @@ Verb distill_verb(CLI::App& main) {
          "the original: a .gguf file, or a Hugging Face or MLX folder")
       ->required();
   option("-o,--output", flags->out, "OUT",
-         "what to write: a folder for MLX, or a .gguf file for llama.cpp; bittern runs both")
+         "what to write: a folder for MLX or vLLM, or a .gguf file for llama.cpp; bittern runs all")
       ->required();
   option(
       "--data,-f,--file", options.data, "FILE",
@@ -220,7 +223,13 @@ Verb distill_verb(CLI::App& main) {
 
   const char* what = "What to write";
   option("--format", options.format, "FORMAT",
-         "mlx or gguf (default: gguf if OUT ends in .gguf or --type is given)")
+         "mlx, gguf, or compressed-tensors for vLLM and transformers (default: gguf if OUT ends in "
+         ".gguf or --type is given; else mlx)")
+      ->group(what);
+  option(
+      "--zero-points", options.zero_points, "KIND",
+      "real: biases learn; integer: scales alone, with zero points as compressed-tensors has them "
+      "(default: real; in compressed-tensors integer)")
       ->group(what);
   option("--type", options.type, "TYPE",
          "of a GGUF file: Q4_1, Q5_1, Q4_K_S, Q4_K_M, Q5_K_S or Q5_K_M (default: Q4_1; Q5_1 with "
@@ -236,7 +245,7 @@ Verb distill_verb(CLI::App& main) {
       ->group(what);
   option("--embedding-bits", options.embedding_bits, "N",
          "bits of embedding and head (in GGUF 6 is Q6_K, 8 is Q8_0); 0 leaves them as the teacher "
-         "has them (default: 6, or --bits where that is more)")
+         "has them (default: 6, or --bits where that is more; in compressed-tensors 0)")
       ->check(integer_in(0, 8))
       ->group(what);
   option("--scale-dtype", options.scale_dtype, "DTYPE",

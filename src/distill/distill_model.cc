@@ -86,25 +86,36 @@ Status check(const DistillOptions& options) {
 
 // What is written, and the grids that matrices of the layers learn on.
 struct Target {
-  const Mix* mix = nullptr;  // of a GGUF file; null: an MLX folder
+  const Mix* mix = nullptr;  // of a GGUF file; null: a folder
   int bits = 4, group = 64;
   std::optional<std::string> scale_dtype{};
+  bool compressed = false;  // a folder of compressed-tensors, not of MLX
+  bool integer_zeros = false;
 };
 
 // Those of a GGUF file have the groups and scales of Q4_1 and Q5_1.
 Result<Target> target_of(const DistillOptions& options, const std::string& out) {
-  const auto parsed =
-      parse_options({.format = options.format, .type = options.type}, out, /*coder=*/nullptr);
+  const auto parsed = parse_options(
+      {.format = options.format, .zero_points = options.zero_points, .type = options.type}, out,
+      /*coder=*/nullptr);
   if (!parsed) return parsed.status();
   if (parsed->format == ModelFormat::safetensors)
-    return invalid("@{format}: safetensors, which has no codes, expected mlx or gguf");
-  if (parsed->format == ModelFormat::mlx) {
+    return invalid(
+        "@{format}: safetensors, which has no codes, expected mlx, gguf or compressed-tensors");
+  if (parsed->format != ModelFormat::gguf) {
     if (options.type)
-      return invalid("@{type} " + *options.type + ": the format is mlx, expected @{format} gguf");
+      return invalid("@{type} " + *options.type + ": the format is " + name(parsed->format) +
+                     ", expected @{format} gguf");
+    const bool compressed = parsed->format == ModelFormat::compressed_tensors;
     return Target{.bits = options.bits.value_or(4),
                   .group = options.group_size.value_or(64),
-                  .scale_dtype = options.scale_dtype};
+                  .scale_dtype = options.scale_dtype,
+                  .compressed = compressed,
+                  .integer_zeros = compressed || parsed->integer_zeros.value_or(false)};
   }
+  if (options.zero_points)
+    return invalid(
+        "@{zero_points}: the format is gguf, expected @{format} mlx or compressed-tensors");
   if (options.type && options.bits) return invalid("@{type} and @{bits} both given, expected one");
   const int bits = options.bits.value_or(4);
   if (bits != 4 && bits != 5)
@@ -411,7 +422,9 @@ class Distillation {
   std::vector<QuantizeRule> rules() const {
     std::vector<QuantizeRule> rules = options_.rules;
     QuantizeRule ends{.match = "(^token_embd|^output|embed_tokens|lm_head)\\.weight$"};
-    const int bits = options_.embedding_bits.value_or(std::max(target_.bits, 6));
+    // In compressed-tensors the embedding is plain in any case.
+    const int bits =
+        options_.embedding_bits.value_or(target_.compressed ? 0 : std::max(target_.bits, 6));
     ends.keep = bits == 0;
     if (bits != 0) ends.bits = bits;
     if (bits != 0 && !gguf()) ends.group_size = target_.group;
@@ -419,13 +432,15 @@ class Distillation {
     return rules;
   }
 
-  // The student as it starts: MLX's, whose grids take any scales and biases.
+  // The student as it starts: MLX's, whose grids take any scales and biases, or with the zero
+  // points that it keeps.
   QuantizeOptions start_options() const {
     QuantizeOptions how{.bits = target_.bits,
                         .group_size = target_.group,
                         .method = "gptq",
                         .fisher = options_.fisher,
-                        .format = "mlx",
+                        .format = target_.compressed ? "compressed-tensors" : "mlx",
+                        .zero_points = options_.zero_points,
                         .rules = gguf() ? start_rules_ : rules(),
                         .scale_dtype = target_.scale_dtype,
                         .allow_requantize = quantized_};
@@ -500,7 +515,9 @@ class Distillation {
     if (!start) return start.status();
     for (const QuantizedTensor& tensor : start_tensors_) {
       const CheckpointTensor* const found = start->find(tensor.name);
-      if (found == nullptr || found->storage.str() != tensor.to)
+      const bool packed = found != nullptr && found->storage.zeros == Storage::Zeros::packed;
+      if (found == nullptr || found->storage.str() != tensor.to ||
+          (found->storage.kind == Storage::Kind::affine && packed != target_.compressed))
         return invalid(work_.start() +
                        ": of a run with other options, expected the same ones (@{force} begins "
                        "anew)");
@@ -538,9 +555,9 @@ class Distillation {
     if (!start) return start.status();
     for (const CheckpointTensor& tensor : start->tensors())
       for (const auto& bytes : {tensor.data, tensor.scales, tensor.biases}) fingerprint_.add(bytes);
-    auto grids = LearnedGrids::make(*student, *start, options_.learn_codes);
+    auto grids = LearnedGrids::make(*student, *start, options_.learn_codes, target_.integer_zeros);
     if (!grids) return grids.status();
-    report_.learned = 2 * grids->count();
+    report_.learned = (target_.integer_zeros ? 1 : 2) * grids->count();
     report_.codes = static_cast<std::int64_t>(grids->codes().size());
     auto pass = KlPass::make(*teaching_, *student, options_.context);
     if (!pass) return pass.status();
@@ -740,7 +757,7 @@ class Distillation {
     report_.output.outputs = {out_};
     written_ = student_;
     report_.written_kl = report_.kl;
-    if (!gguf()) return {};
+    if (!gguf() && !target_.integer_zeros) return {};
     BITTERN_TRY(tell({.doing = "judging", .text = "what was written"}));
     auto read = load_model_data(work_.result(),
                                 {.activations = Activations::exact, .context = options_.context});

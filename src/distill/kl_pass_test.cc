@@ -22,12 +22,13 @@ class Gradients : public TestFolder {
   static constexpr std::int64_t kTokens = 24;
 
   // A student of a tiny model, 4 bits, embedding and head 8, with scales in f32.
-  void make(const std::string& name) {
+  void make(const std::string& name, bool integer_zeros = false) {
     const std::string model = put_tiny_model(*this, name);
     const auto report = quantize_model(model, path("student"),
                                        {.bits = 4,
                                         .group_size = 32,
                                         .method = "minmax",
+                                        .zero_points = integer_zeros ? "integer" : "real",
                                         .rules = {{.match = "embed|lm_head", .bits = 8}},
                                         .scale_dtype = "f32",
                                         .force = true,
@@ -38,7 +39,7 @@ class Gradients : public TestFolder {
     auto data = load_model_data(path("student"), load);
     const auto source = Checkpoint::open(path("student"));
     if (!teacher || !data || !source) throw std::runtime_error("a model does not load");
-    auto grids = LearnedGrids::make(*data, *source, /*codes_move=*/true);
+    auto grids = LearnedGrids::make(*data, *source, /*codes_move=*/true, integer_zeros);
     if (!grids) throw std::runtime_error(std::string(grids.status().message()));
     grids_.emplace(std::move(*grids));
     teacher_ = *teacher;
@@ -200,6 +201,38 @@ TEST_F(Gradients, OfATeacherInAFile) {
       expect_slopes();
       targets_.reset();
     }
+  }
+}
+
+// w = s (q - z): the gradient of s is d_scale - z d_bias, and no bias moves without it.
+TEST_F(Gradients, OfScalesWithIntegerZeroPoints) {
+  make("llama", /*integer_zeros=*/true);
+  loss_and_gradients();
+  const std::vector<float> scales(grids_->scales().begin(), grids_->scales().end());
+  for (const float centre : grids_->centres()) ASSERT_EQ(centre, 0);
+  for (const float zero : grids_->mean_codes()) ASSERT_EQ(zero, std::nearbyint(zero));
+  for (const LearnedGrids::Tensor& tensor : grids_->tensors()) {
+    SCOPED_TRACE(tensor.part.name);
+    const auto first = static_cast<std::size_t>(tensor.first),
+               count = static_cast<std::size_t>(tensor.count);
+    std::vector<double> g;
+    double square = 0;
+    for (std::size_t j = first; j < first + count; ++j) {
+      g.push_back(double{scales_[j]} - double{grids_->mean_codes()[j]} * double{biases_[j]});
+      square += g.back() * g.back();
+    }
+    const double norm = std::sqrt(square);
+    const auto shifted = [&](double step) {
+      std::copy(scales.begin(), scales.end(), grids_->scales().begin());
+      for (std::size_t i = 0; i < count; ++i)
+        grids_->scales()[first + i] += static_cast<float>(step * g[i] / norm);
+      EXPECT_TRUE(grids_->store().ok());
+      return loss();
+    };
+    const double step = 0.01 * tensor.unit * std::sqrt(static_cast<double>(count));
+    const double wide = (shifted(step) - shifted(-step)) / (2 * step),
+                 narrow = (shifted(step / 2) - shifted(-step / 2)) / step;
+    EXPECT_NEAR((4 * narrow - wide) / 3, norm, 0.03 * norm + 1e-6 / step);
   }
 }
 

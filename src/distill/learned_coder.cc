@@ -16,7 +16,9 @@ namespace {
 // Whether a matrix on this grid is written on another without its numbers being quantised anew:
 // exactly, or fitted into super-blocks.
 bool holds(const Storage& to, const Storage& from) {
-  const auto grid = coded_grid(from), wanted = coded_grid(to);
+  Storage as = to;  // biases of integer zero points are biases
+  if (as.zeros == Storage::Zeros::integers) as.zeros = Storage::Zeros::biases;
+  const auto grid = coded_grid(from), wanted = coded_grid(as);
   if (from.kind != Storage::Kind::affine || !grid) return false;
   if (wanted) return *wanted == *grid;
   const auto blocks = grid_of(to);
@@ -52,7 +54,9 @@ std::optional<std::string> LearnedCoder::declines(const OutputTensor& tensor) co
   const auto recipe = recipes_.find(tensor.recipe.name);
   if (recipe != recipes_.end() && recipe->second.shape == tensor.recipe.shape) {
     const auto reader = RowReader::open(start_, recipe->second);
-    if (reader && reader->movable() && holds(tensor.to, reader->storage())) return {};
+    if (!reader) return "";
+    const bool packed = reader->storage().zeros == Storage::Zeros::packed && !reader->mixed();
+    if ((reader->movable() || packed) && holds(tensor.to, reader->storage())) return {};
   }
   return "";
 }

@@ -11,6 +11,7 @@
 #include "bittern/plan.h"
 #include "convert/encode.h"
 #include "convert/row_reader.h"
+#include "convert/zero_points.h"
 #include "core/numerics.h"
 #include "cpu/parallel.h"
 #include "model/source.h"
@@ -41,8 +42,9 @@ MutView as_view(std::vector<std::byte>& bytes, DType dtype, const Axes& shape) {
 }  // namespace
 
 Result<LearnedGrids> LearnedGrids::make(std::shared_ptr<ModelData> model, const Checkpoint& source,
-                                        bool codes_move) {
+                                        bool codes_move, bool integer_zeros) {
   LearnedGrids grids;
+  grids.integer_zeros_ = integer_zeros;
   const auto read = read_source(source);
   if (!read) return read.status();
   const auto recipes = by_name(*read);
@@ -67,7 +69,8 @@ Result<LearnedGrids> LearnedGrids::make(std::shared_ptr<ModelData> model, const 
                     .first = grids.count(),
                     .count = w.outputs * w.groups(),
                     .first_weight = static_cast<std::int64_t>(grids.codes_.size()),
-                    .weights = moves ? w.outputs * w.inputs : 0};
+                    .weights = moves ? w.outputs * w.inputs : 0,
+                    .stored = *to_dtype(reader->storage().dtype)};
       grids.by_offset_.emplace(part->offset, grids.tensors_.size());
       double sum = 0;
       GridRows rows;
@@ -80,11 +83,18 @@ Result<LearnedGrids> LearnedGrids::make(std::shared_ptr<ModelData> model, const 
           std::int64_t codes = 0;
           for (std::int64_t j = 0; j < w.group_size; ++j)
             codes += rows.codes[at(i * w.group_size + j)];
-          const float mean = static_cast<float>(codes) / static_cast<float>(w.group_size);
           const float scale = rows.scales[at(i)], bias = rows.biases[at(i)];
+          // The bias is rounded by less than half a step: 255 / 2^9 of it.
+          const float mean = integer_zeros
+                                 ? std::nearbyint(scale == 0 ? 0 : 0 - bias / scale)
+                                 : static_cast<float>(codes) / static_cast<float>(w.group_size);
+          if (integer_zeros && zero_point_bias(scale, mean, w.scale_element) != bias)
+            return invalid(source.path() +
+                           ": of a run with other @{zero_points}, expected the "
+                           "same (@{force} begins anew)");
           grids.scales_.push_back(scale);
           grids.means_.push_back(mean);
-          grids.centres_.push_back(std::fma(scale, mean, bias));
+          grids.centres_.push_back(integer_zeros ? 0 : std::fma(scale, mean, bias));
           sum += std::fabs(double{scale});
         }
         if (moves)
@@ -169,17 +179,20 @@ void LearnedGrids::round_codes(const Slice& slice, std::span<float> latents) {
   }
 }
 
-Result<LearnedGrids::Stored> LearnedGrids::stored(const Tensor& tensor) const {
+Result<LearnedGrids::Stored> LearnedGrids::stored(const Tensor& tensor, DType dtype) const {
   WeightDesc w = tensor.part.weights;
   w.layout = WeightLayout::stored;
   Stored to;
-  const Status done = visit<float, f16, bf16>(w.scale_element, [&]<class T>(Type<T>) -> Status {
+  const Status done = visit<float, f16, bf16>(dtype, [&]<class T>(Type<T>) -> Status {
     to.scales.resize(at(tensor.count) * sizeof(T));
     to.biases.resize(to.scales.size());
     for (std::size_t i = 0; i < at(tensor.count); ++i) {
       const std::size_t j = at(tensor.first) + i;
-      const T scale = from_math<T>(scales_[j]),
-              bias = from_math<T>(bias_of(scales_[j], centres_[j], means_[j]));
+      const float own =
+          integer_zeros_ ? zero_point_scale(scales_[j], tensor.stored, w.bits) : scales_[j];
+      const T scale = from_math<T>(own),
+              bias = from_math<T>(integer_zeros_ ? zero_point_bias(own, means_[j], DType::f32)
+                                                 : bias_of(own, centres_[j], means_[j]));
       if (!std::isfinite(to_math(scale)) || !std::isfinite(to_math(bias)))
         return invalid(tensor.part.name +
                        ": a scale or bias is no longer finite, expected a lower rate");
@@ -205,7 +218,7 @@ Status LearnedGrids::store(const Slice& slice) {
   for (std::size_t i = slice.first_tensor; i < slice.first_tensor + slice.tensors; ++i) {
     const Tensor& tensor = tensors_[i];
     const WeightDesc& w = tensor.part.weights;
-    auto from = stored(tensor);
+    auto from = stored(tensor, w.scale_element);
     if (!from) return from.status();
     std::byte* const memory = model_->weights.memory.data() + tensor.part.offset;
     if (tensor.weights > 0) {
@@ -255,12 +268,14 @@ Status LearnedGrids::put_into(Checkpoint& source) {
     const WeightDesc& w = tensor.part.weights;
     if (!recipe.columns.empty() && recipe.column_block % w.group_size != 0)
       return internal(recipe.name + ": columns move within a group");
-    const auto from = stored(tensor);
+    const auto from = stored(tensor, tensor.stored);
     if (!from) return from.status();
+    bool packed = false;           // zero points, which stay
     std::vector<Stored*> targets;  // of the recipe's sources
     for (const std::string& name : recipe.sources) {
       const CheckpointTensor* const found = source.find(name);
       if (found == nullptr) return internal(name + ": no such tensor");
+      packed = found->storage.zeros == Storage::Zeros::packed;
       const auto [entry, is_new] = written_.try_emplace(name);
       Stored& to = entry->second;
       if (is_new) {
@@ -277,7 +292,7 @@ Status LearnedGrids::put_into(Checkpoint& source) {
         places.emplace_back(run.source, run.first + i * run.step);
     const std::int64_t groups_of_block =
         recipe.columns.empty() ? w.groups() : recipe.column_block / w.group_size;
-    const auto size = static_cast<std::int64_t>(size_of(w.scale_element));
+    const auto size = static_cast<std::int64_t>(size_of(tensor.stored));
     const std::int64_t code_bytes = w.group_size * w.bits / 8;  // whole words
     for (std::int64_t row = 0; row < w.outputs; ++row) {
       const std::int64_t of_part = tensor.part.first + row;
@@ -296,7 +311,7 @@ Status LearnedGrids::put_into(Checkpoint& source) {
                         a.data() + (row * w.groups() + g) * bytes, at(bytes));
         };
         move(from->scales, target.scales, size);
-        move(from->biases, target.biases, size);
+        if (!packed) move(from->biases, target.biases, size);
         move(from->codes, target.codes, code_bytes);
       }
     }

@@ -3,8 +3,9 @@
 //   w = s (q - m) + c      q the code, m the mean code of the group at the start
 //
 // s and c are f32. The model computes with s and b = c - s m, rounded to the dtype of its scales.
-// Codes may move too. Each weight of a layer then has a latent code z in f32, and q is z rounded,
-// half to even, and clamped.
+// Where zero points are integers, m is the zero point and c is 0: s alone learns, and is rounded as
+// its folder stores it (convert/zero_points.h). Codes may move too. Each weight of a layer then has
+// a latent code z in f32, and q is z rounded, half to even, and clamped.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -29,6 +30,7 @@ class LearnedGrids {
     std::int64_t first = 0, count = 0;           // groups
     std::int64_t first_weight = 0, weights = 0;  // those whose codes move: none, or all
     double unit = 0;                             // mean |s| at the start
+    DType stored = DType::f32;                   // of the folder's scales
   };
   // What is updated at once: the tensors of a layer, or those of embedding and head.
   struct Slice {
@@ -39,13 +41,14 @@ class LearnedGrids {
 
   // Those of `model`, which was loaded from `source`.
   static Result<LearnedGrids> make(std::shared_ptr<ModelData> model, const Checkpoint& source,
-                                   bool codes_move);
+                                   bool codes_move, bool integer_zeros);
 
   const std::vector<Tensor>& tensors() const { return tensors_; }
   // Of layer i; the last one is of embedding and head, and empty where these do not learn.
   const std::vector<Slice>& slices() const { return slices_; }
   const Slice& ends() const { return slices_.back(); }
   std::int64_t count() const { return static_cast<std::int64_t>(scales_.size()); }
+  bool integer_zeros() const { return integer_zeros_; }
   std::span<float> scales() { return scales_; }
   std::span<float> centres() { return centres_; }
   std::span<std::uint8_t> codes() { return codes_; }  // those that move
@@ -76,9 +79,10 @@ class LearnedGrids {
   struct Stored {
     std::vector<std::byte> codes, scales, biases;
   };
-  // Of a tensor, as MLX stores it.
-  Result<Stored> stored(const Tensor& tensor) const;
+  // Of a tensor, as MLX stores it, with scales and biases of this dtype.
+  Result<Stored> stored(const Tensor& tensor, DType dtype) const;
 
+  bool integer_zeros_ = false;
   std::shared_ptr<ModelData> model_;
   std::vector<Tensor> tensors_;
   std::vector<Slice> slices_;

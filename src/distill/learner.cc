@@ -144,6 +144,7 @@ Status Learner::update(const LearnedGrids::Slice& slice, std::vector<float> sum,
     const double rates[3] = {rate * slower * tensor.unit, kCentreRate * rate * slower * tensor.unit,
                              kCodeRate * rate * slower};
     for (int i = 0; i < 3; ++i) {
+      if (i == 1 && grids_.integer_zeros()) continue;
       AdamDesc desc{};
       desc.count = i < 2 ? tensor.count : tensor.weights;
       desc.rate = rates[i];

@@ -5,9 +5,10 @@
 //               by rate, and a centre by kCentreRate * rate, times the tensor's mean |s|, and a
 //               latent code by kCodeRate * rate
 //
-// A grid of more bits than the others starts nearer to the teacher, and learns at a lower rate. All
-// pieces of a step go forwards, then they go backwards layer by layer, and a layer is updated as
-// soon as all have passed it: gradients of more than a layer are never in memory.
+// Where zero points are integers, no centre moves. A grid of more bits than the others starts
+// nearer to the teacher, and learns at a lower rate. All pieces of a step go forwards, then they go
+// backwards layer by layer, and a layer is updated as soon as all have passed it: gradients of more
+// than a layer are never in memory.
 #pragma once
 #include <cstdint>
 #include <map>
