@@ -1,6 +1,6 @@
-// Takes the bytes as the config.json of folders with MLX, AWQ and GPTQ tensors, and as the index of
-// another folder. What must hold: nothing crashes, an error is one line that begins with the
-// folder's name, and the tensors of a model that opens can be decoded.
+// Takes the bytes as the config.json of folders with MLX, AWQ, GPTQ and compressed tensors, and as
+// the index of another folder. What must hold: nothing crashes, an error is one line that begins
+// with the folder's name, and the tensors of a model that opens can be decoded.
 #include <sys/mman.h>
 #include <unistd.h>
 

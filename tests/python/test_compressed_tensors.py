@@ -152,6 +152,23 @@ def test_transformers_has_our_weights_and_logits(made, tmp_path, show, name, bit
 
 
 @pytest.mark.peer("torch", "transformers", "compressed_tensors")
+def test_transformers_has_what_was_learned(made, tmp_path):
+    import torch
+
+    text = "".join(chr(97 + i * i * 7 % 26) + " " * (i % 5 == 0) for i in range(1600))
+    (tmp_path / "text.txt").write_text(text)
+    source = made("llama", 4, "bf16").parent / "llama"
+    report = bittern.distill(source, tmp_path / "out", data=tmp_path / "text.txt", format="compressed-tensors", bits=4,
+                             group_size=32, context=32, calibration=16, validation=4, steps=4, rate=0.001, threads=1)  # fmt: skip
+    assert report.kl < report.start_kl and report.written_kl == report.kl
+    weights, _ = loaded(tmp_path / "out", torch.bfloat16)
+    plain = numbers(tmp_path / "out", tmp_path / "plain", "--dequantize", "f32")
+    assert len(weights) == 14
+    for key, weight in weights.items():
+        np.testing.assert_array_equal(weight, plain[key], err_msg=key)
+
+
+@pytest.mark.peer("torch", "transformers", "compressed_tensors")
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_we_run_what_the_package_packs(made, tmp_path, symmetric):
     """A model that the package compressed, as transformers loads it without being asked for more."""
