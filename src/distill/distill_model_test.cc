@@ -445,6 +445,7 @@ TEST_F(DistillModel, SuperBlocksAreFittedToWhatWasLearned) {
       found[tensor.name] = tensor.relative_error();
     return found;
   };
+  const std::string layer = "model.layers.0.";
   const auto fitted = errors("out"), taught = errors("wide");
   for (const char* name : {"self_attn.q_proj.weight", "self_attn.k_proj.weight",
                            "mlp.gate_proj.weight", "mlp.up_proj.weight"}) {

@@ -296,9 +296,10 @@ Status LearnedGrids::put_into(Checkpoint& source) {
     const std::int64_t code_bytes = w.group_size * w.bits / 8;  // whole words
     for (std::int64_t row = 0; row < w.outputs; ++row) {
       const std::int64_t of_part = tensor.part.first + row;
-      const auto [index, to] =
+      const auto source_row =
           places.empty() ? std::pair(std::uint32_t{0}, of_part) : places[at(of_part)];
-      Stored& target = *targets[index];
+      const std::int64_t to = source_row.second;  // clang 14 captures no structured binding
+      Stored& target = *targets[source_row.first];
       for (std::int64_t g = 0; g < w.groups(); ++g) {
         const std::int64_t block = g / groups_of_block;
         const std::int64_t place =
