@@ -35,6 +35,7 @@ ReportFile page_of(const DistillFlags& flags) {
 std::string flag_name(std::string_view field) {
   if (field == "teacher") return "TEACHER";
   if (field == "context") return "--ctx";
+  if (field == "learn_codes") return "--learn codes";
   return flag_of(field);
 }
 

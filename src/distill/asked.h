@@ -16,6 +16,7 @@ class Asked {
   // An option's name, as DistillOptions has it, and its value in a few words.
   void add(std::string_view name, std::string_view value);
   void add(std::string_view name, std::int64_t value) { add(name, std::to_string(value)); }
+  void add_flag(std::string_view name, bool value) { add(name, value ? "on" : "off"); }
   // What is too long to be told, such as a text: messages say that it is another one.
   void add_fingerprint(std::string_view name, std::uint64_t fingerprint);
 

@@ -291,7 +291,7 @@ class Distillation {
     const DistillOptions& o = options_;
     Asked asked;
     asked.add_fingerprint("teacher", teacher_fingerprint_);
-    asked.add("self_text", o.self_text);
+    asked.add_flag("self_text", o.self_text);
     asked.add("context", o.context);  // before the text, whose pieces these two make
     asked.add("validation", o.validation);
     asked.add_fingerprint("data", o.self_text ? 0 : text_.fingerprint());
@@ -302,13 +302,13 @@ class Distillation {
     asked.add("scale_dtype", target_.scale_dtype.value_or("that of the teacher"));
     asked.add("embedding_bits", o.embedding_bits.value_or(std::max(target_.bits, 6)));
     asked.add("calibration", o.calibration);
-    asked.add("fisher", o.fisher);
+    asked.add_flag("fisher", o.fisher);
     if (!learning && !o.self_text) return asked;
     asked.add("seed", std::to_string(o.seed));
     asked.add("steps", o.steps);
     asked.add("batch", o.batch);
     asked.add("rate", o.rate ? std::to_string(*o.rate) : "searched");
-    asked.add("learn_codes", o.learn_codes);
+    asked.add_flag("learn_codes", o.learn_codes);
     asked.add("teacher_top", cached() ? o.teacher_top : 0);
     return asked;
   }

@@ -541,10 +541,12 @@ TEST_F(DistillModel, ADamagedOrForeignStateIsRefused) {
             of + "rate 0.003000, and it is searched now" + same);
   EXPECT_EQ(with([](DistillOptions& o) { o.calibration = 8; }),
             of + "calibration 16, and it is 8 now" + same);
+  EXPECT_EQ(with([](DistillOptions& o) { o.learn_codes = true; }),
+            of + "learn_codes off, and it is on now" + same);
   EXPECT_EQ(with([](DistillOptions& o) { o.context = 16; }),
             of + "context 32, and it is 16 now" + same);
   EXPECT_EQ(with([](DistillOptions& o) { o.fisher = true; }),
-            of + "fisher 0, and it is 1 now" + same);
+            of + "fisher off, and it is on now" + same);
   EXPECT_EQ(with([](DistillOptions& o) { o.embedding_bits.reset(); }),
             of + "embedding_bits 0, and it is 6 now" + same);
   EXPECT_EQ(with([](DistillOptions& o) { o.bits = 2; }), of + "bits 3, and it is 2 now" + same);
@@ -555,7 +557,7 @@ TEST_F(DistillModel, ADamagedOrForeignStateIsRefused) {
               o.data.clear();
               o.self_text = true;
             }),
-            of + "self_text 0, and it is 1 now" + same);
+            of + "self_text off, and it is on now" + same);
   const std::string gemma = put_tiny_model(*this, "gemma2");
   EXPECT_EQ(refusal(gemma, "out", how), of + "another teacher" + same);
   const std::string state = text_of("out.distill/state");

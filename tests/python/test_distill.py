@@ -242,6 +242,8 @@ def test_another_run_is_told_by_what_differs(given, tmp_path):
     of = f"{out}.distill: of a run with "
     refused(bittern(*run, "--data", text, "--steps", 5, "--resume"), 2, of + "--steps 100000, and it is 5 now", "--force")
     refused(bittern(*run, "--data", other, "--steps", 100000, "--resume"), 2, of + "another --data; expected the same")
+    refused(bittern(*run, "--data", text, "--steps", 100000, "--learn", "codes", "--resume"), 2,
+            of + "--learn codes off, and it is on now")
     (tmp_path / "out.distill" / "state").unlink()
     refused(bittern(*run, "--data", other, "--steps", 5, "--resume"), 2, of + "another --data; expected the same")
     assert bittern(*run, "--data", text, "--steps", 5, "--resume").returncode == 0
