@@ -152,6 +152,8 @@ Status write_page(const DistillFlags& flags, const DistillReport& found) {
 // All outputs, each with its own flag: the library knows those beside OUT by one name.
 Status check_outputs(const DistillFlags& flags, const std::string& out) {
   std::vector<OutputName> outputs{{"-o", out}, {"-o", out + ".distill"}};
+  if (!flags.options.teacher_cache.empty())
+    outputs.push_back({"--teacher-cache", flags.options.teacher_cache});
   if (!flags.report.empty()) outputs.push_back({"--report", flags.report});
   for (const OutputName& json : json_output(flags.common)) outputs.push_back(json);
   const auto teacher = inspect_model(flags.teacher);

@@ -221,6 +221,7 @@ def test_outputs_are_apart_and_named_by_their_flags(given, tmp_path):
     refused(bittern(*run, "--json", out / "r.json", "--no-report", "--force"), 2, f"--json: {out}/r.json is inside {out}")
     one = tmp_path / "one"
     refused(bittern(*run, "--report", one, "--json", one, "--force"), 2, f"--json: {one} is also the output {one}")
+    refused(bittern(*run, "--report", one, "--teacher-cache", one, "--force"), 2, f"--report: {one} is also the output {one}")
     refused(bittern(*run, "--report", teacher / "page.html", "--force"), 2, "--report: ", "inside the input")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]
 
