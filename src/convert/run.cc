@@ -269,6 +269,7 @@ Status write_coded(const Checkpoint& source, const std::vector<OutputTensor>& te
   }
   if (tasks.empty()) return {};
   const auto write = [&](std::size_t i, std::int64_t first, const GridRows& rows) -> Status {
+    if (output == nullptr) return {};  // a coder that shares no work makes all rows everywhere
     const OutputTensor& tensor = tensors[i];
     const std::int64_t columns = columns_of(tensor.recipe.shape);
     const auto bytes = row_bytes(tensor.to, columns);

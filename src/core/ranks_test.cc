@@ -59,7 +59,7 @@ TEST(Ranks, OneThatEndsKeepsNobodyWaiting) {
 
 TEST(Ranks, ItemsAreMadeOnceAndTakenInOrder) {
   for (const DealTo to : {DealTo::first, DealTo::all}) {
-    for (const int count : {1, 2, 3, 4, 7}) {
+    for (const int count : {1, 2, 3, 4}) {
       for (const std::int64_t items : {0, 1, 5, 6}) {
         std::atomic<int> made = 0;
         ThreadRanks::run(count, [&](Ranks& ranks) {
@@ -112,7 +112,9 @@ TEST(Ranks, RunsAreSharedOut) {
         EXPECT_LE(items.length, most);
         EXPECT_GE(items.items * items.length, runs);
         EXPECT_LT((items.items - 1) * items.length, std::max<std::int64_t>(runs, 1));
-        if (runs >= 16 && most == 64) EXPECT_EQ(items.items, 4);
+        if (runs >= 16 && most == 64) {
+          EXPECT_EQ(items.items, 4);
+        }
       }
     }
   });

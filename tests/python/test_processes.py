@@ -100,6 +100,56 @@ def test_eval(given, tmp_path):
     assert reports[4] == reports[1]
 
 
+DISTILL = ("--bits", 3, "--group-size", 32, "--ctx", 32, "--calibration", 8, "--validation", 4, "--batch", 3, "--steps", 4)
+
+
+def test_distill(given, tmp_path):
+    teacher, text = given
+    reports = {}
+    for count in (1, 2, 4):
+        run = bittern if count == 1 else lambda *args, count=count: shared(count, *args)
+        out = tmp_path / f"of{count}"
+        result = run("distill", teacher, "-o", out, "--data", text, *DISTILL, "--json", tmp_path / "r.json", "--force")
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("bits per weight") == 1
+        report = json.loads((tmp_path / "r.json").read_text())
+        assert report.pop("processes", 1) == count
+        for key in ("output", "seconds", "seconds_learning", "tokens_per_second"):
+            del report[key]
+        reports[count] = report, contents(out)
+        assert "How they go on" in (tmp_path / f"of{count}.html").read_text()
+        assert not (tmp_path / f"of{count}.distill").exists()
+    assert reports[2] == reports[1]
+    assert reports[4] == reports[1]
+
+
+def test_a_distillation_whose_process_dies_goes_on(given, tmp_path):
+    teacher, text = given
+    flags = (*DISTILL[:-1], 200, "--rate", 0.001, "--data", text, "--no-report")
+    assert bittern("distill", teacher, "-o", tmp_path / "whole", *flags).returncode == 0
+    state = tmp_path / "out.distill" / "state"
+    for who, kind in [(1, signal.SIGKILL), (0, signal.SIGKILL), (None, signal.SIGTERM)]:
+        began = time.monotonic()
+        process = start(2, "distill", teacher, "-o", tmp_path / "out", *flags, "--checkpoint-minutes", 0)
+        pids = children(process)
+        while not state.exists() and process.poll() is None:
+            time.sleep(0.001)
+        assert process.poll() is None, process.communicate()
+        if who is None:
+            process.send_signal(kind)  # to mpirun
+        else:
+            os.kill(pids[who], kind)
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - began < 60
+        assert process.returncode != 0 and err != "" and state.exists()
+        for pid in pids:
+            gone(pid)
+        result = shared(4 if who == 1 else 2, "distill", teacher, "-o", tmp_path / "out", *flags, "--resume")
+        assert result.returncode == 0, result.stderr
+        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+        shutil.rmtree(tmp_path / "out")
+
+
 def test_what_is_refused(given, tmp_path):
     model, text = given
     for count, flags, said, status in [
@@ -120,10 +170,33 @@ def test_what_is_refused(given, tmp_path):
     assert result.returncode == 4 and "libbittern_mpi.so is not beside the command" in result.stderr
 
 
+def start(count, *args):
+    process = subprocess.Popen(
+        [*MPIRUN, str(count), COMMAND, *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    began = time.monotonic()
+    while len(children(process)) < count and time.monotonic() - began < 30:
+        time.sleep(0.01)
+    return process
+
+
 def children(process):
-    """The processes that mpirun has started."""
+    """The processes that mpirun has started, in the order of their ranks."""
     out = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout
-    return [pid for pid in map(int, out.split()) if pathlib.Path(f"/proc/{pid}/comm").read_text().strip() == "bittern"]
+    found = [pid for pid in map(int, out.split()) if pathlib.Path(f"/proc/{pid}/comm").read_text().strip() == "bittern"]
+    return sorted(found)
+
+
+def gone(pid):
+    """mpirun may end before it has seen the last process go."""
+    began = time.monotonic()
+    while pathlib.Path(f"/proc/{pid}").exists():
+        assert time.monotonic() - began < 20
+        time.sleep(0.05)
 
 
 def test_one_that_dies_ends_all(given, tmp_path):
@@ -131,23 +204,14 @@ def test_one_that_dies_ends_all(given, tmp_path):
     long = tmp_path / "long.txt"
     long.write_text(text.read_text() * 200)
     for kind, returned in [(signal.SIGKILL, 137), (signal.SIGSEGV, 139)]:
-        process = subprocess.Popen(
-            [*MPIRUN, "2", COMMAND, "eval", str(model), "-f", str(long), "-c", "32", "--threads", "1"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=ENVIRONMENT,
-        )
-        began = time.monotonic()
-        while len(started := children(process)) < 2 and time.monotonic() - began < 30:
-            time.sleep(0.01)
+        process = start(2, "eval", model, "-f", long, "-c", 32, "--threads", 1)
+        pids = children(process)
         time.sleep(0.5)
-        os.kill(started[1], kind)
+        os.kill(pids[1], kind)
         killed = time.monotonic()
         _, err = process.communicate(timeout=60)
         assert time.monotonic() - killed < 20
         assert process.returncode == returned, err
         assert "signal" in err
-        while any(pathlib.Path(f"/proc/{pid}").exists() for pid in started):
-            assert time.monotonic() - killed < 20  # mpirun may end before it has seen the last one go
-            time.sleep(0.05)
+        for pid in pids:
+            gone(pid)
