@@ -20,11 +20,12 @@ namespace {
 
 Processes* joined = nullptr;
 
-// What Open MPI, and others that speak PMI, tell each process; 1: started by none of them.
+// How many processes Open MPI, or another that speaks PMI, has started; 1: none of them has; 0: one
+// of them has, and MPI knows how many.
 int started() {
   for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"})
     if (const char* text = std::getenv(name); text != nullptr) return std::max(1, std::atoi(text));
-  return 1;
+  return std::getenv("PMIX_RANK") != nullptr ? 0 : 1;
 }
 
 // Beside the command, or where it is installed.
@@ -41,10 +42,9 @@ std::string plugin_path() {
 }  // namespace
 
 Status join_processes() {
-  const int count = started();
-  if (count == 1) return {};
+  if (started() == 1) return {};
   const auto refuse = [&](const std::string& why) {
-    return unavailable(fmt::format("mpirun: {} processes, but {}", count, why));
+    return unavailable("started by mpirun, but " + why);
   };
   const std::string path = plugin_path();
   if (path.empty())
@@ -56,6 +56,11 @@ Status join_processes() {
   joined = entry != nullptr ? entry(version()) : nullptr;
   if (joined == nullptr)
     return refuse(fmt::format("{} is of another build, expected bittern {}", path, version()));
+  if (joined->count() == 1) {
+    joined->finish();
+    joined = nullptr;
+    return {};
+  }
   if (std::getenv("BITTERN_THREADS") == nullptr) {
     const auto cores = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
     set_num_threads(std::clamp(cores / joined->here(), 1, num_threads()));

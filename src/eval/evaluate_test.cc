@@ -386,6 +386,7 @@ TEST_F(Evaluate, ProcessesChangeNoBit) {
     EXPECT_EQ(c.lower_bound, d.lower_bound);
     EXPECT_EQ(c.histogram, d.histogram);
   };
+  const int before = num_threads();
   set_num_threads(1);
   for (const int count : {1, 2, 3, 4, 9}) {
     SCOPED_TRACE(count);
@@ -418,6 +419,7 @@ TEST_F(Evaluate, ProcessesChangeNoBit) {
     EXPECT_EQ(text_of("shared"), whole);
     std::filesystem::remove(path("shared"));
   }
+  set_num_threads(before);
 }
 
 TEST_F(Evaluate, OneProcessThatStopsOrFailsEndsAll) {
