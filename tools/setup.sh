@@ -7,6 +7,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
 cxx_packages=(g++ cmake ninja-build libhwy-dev libgtest-dev libdnnl-dev libcli11-dev
   nlohmann-json3-dev libfmt-dev libre2-dev libedit-dev libssl-dev libpcre2-dev libutf8proc-dev python3)
 python_packages=(python3-dev python3-venv)
+mpi_packages=(libopenmpi-dev openmpi-bin)
 clang_packages=(clang libclang-rt-14-dev libomp-14-dev llvm)
 
 say() { printf '\n== %s\n' "$*"; }

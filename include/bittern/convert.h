@@ -22,6 +22,7 @@
 #include <string_view>
 #include <vector>
 
+#include "bittern/ranks.h"
 #include "bittern/status.h"
 
 namespace bittern {
@@ -97,6 +98,7 @@ struct QuantizeOptions {
   bool resume = false;           // continue a run that was stopped or cancelled
   bool dry_run = false;          // write nothing; `out` may be empty
   std::optional<int> threads{};  // default: num_threads()
+  Ranks* ranks = nullptr;        // processes that share the rows of tensors
 
   ModelProgressFunction progress{};
   // Called once when all is decided and nothing is written yet, with what dry_run would return.

@@ -5,7 +5,7 @@
 //                                     {.bits = 4, .method = "gptq", .data = "text.txt"});
 //   auto learned = distill_model("model", "model-3bit", {.bits = 3, .data = {"text.txt"}});
 //
-// Results are the same bytes for any number of threads and on every SIMD target.
+// Results are the same bytes for any number of threads and processes and on every SIMD target.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -16,6 +16,7 @@
 
 #include "bittern/convert.h"
 #include "bittern/eval.h"
+#include "bittern/ranks.h"
 #include "bittern/status.h"
 
 namespace bittern {
@@ -86,6 +87,7 @@ struct DistillOptions {
   bool resume = false;            // continue a run that was stopped
   double checkpoint_minutes = 5;  // between two states on disk, for `resume`
   std::optional<int> threads{};   // default: num_threads()
+  Ranks* ranks = nullptr;         // processes that share the pieces of text
   std::function<DistillNext(const DistillProgress&)> progress{};
   std::vector<std::string> also_written{};  // as in QuantizeOptions
   std::function<std::string(std::string_view field)> option_name{};

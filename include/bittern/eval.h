@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "bittern/model.h"
+#include "bittern/ranks.h"
 #include "bittern/status.h"
 
 namespace bittern {
@@ -51,6 +52,7 @@ struct EvalOptions {
   // Called after each model has read a piece. Returns whether to go on; false ends the call with
   // Code::cancelled.
   std::function<bool(const EvalProgress&)> progress{};
+  Ranks* ranks = nullptr;  // processes that share the pieces
 };
 
 struct EvalModel {
@@ -87,7 +89,7 @@ struct ModelScore {
   // With EvalOptions::layers: after each layer, the mean over the positions scored of
   // ||x - t||^2 / ||t||^2, x and t the residual streams of model and teacher.
   std::vector<double> layers{};
-  double seconds = 0;  // of its forward passes
+  double seconds = 0;  // of its forward passes; where processes share them, of the slowest
 };
 
 struct EvalResult {

@@ -33,6 +33,7 @@ struct Verb {
   bool takes_fields = false;  // unknown flags are an op's fields
   // Of a verb with one argument: how what others write as further ones is given.
   const char* one_model = nullptr;
+  bool shared = false;  // several processes may share its work
 };
 
 Verb ops_verb(CLI::App& main);
@@ -83,7 +84,7 @@ Status write_report_file(const ReportFile& report, std::string_view text);
 Status check_json_flag(const CommonFlags& flags);
 // --json beside -o and what is read; nothing when it goes to standard output.
 std::vector<OutputName> json_output(const CommonFlags& flags);
-Status write_json(const CommonFlags& flags, const Json& json);
+Status write_json(const CommonFlags& flags, Json json);
 
 // Standard input, output and error that are closed become /dev/null, or the next file that is
 // opened would take their numbers, and text would go into it. Text that should have gone to

@@ -15,6 +15,7 @@
 #include <set>
 
 #include "cli/cli.h"
+#include "cli/processes.h"
 #include "convert/replace.h"
 #include "cuda/plugin.h"
 #include "oracle/oracle.h"
@@ -180,9 +181,11 @@ bool all_have_keys(const Json& rows, Keys needed, Keys more = {}) {
 // What the verbs write, and nothing that merely resembles it.
 bool is_report(const Json& json) {
   // quantize, inspect
-  if (has_keys(json, {"schema", "model", "output", "weights", "bytes", "bits_per_weight", "seconds",
-                      "seconds_making", "seconds_writing", "seconds_syncing", "resumed",
-                      "scale_change", "saturated", "notes", "tensors"}))
+  if (has_keys(json,
+               {"schema", "model", "output", "weights", "bytes", "bits_per_weight", "seconds",
+                "seconds_making", "seconds_writing", "seconds_syncing", "resumed", "scale_change",
+                "saturated", "notes", "tensors"},
+               {"processes"}))
     return json["schema"] == 1 && json["tensors"].is_array();
   if (has_keys(json, {"schema", "model"}, {"other", "comparison"}))
     return json["schema"] == 1 && json["model"].is_object() && json["model"].contains("storages") &&
@@ -191,7 +194,7 @@ bool is_report(const Json& json) {
   if (has_keys(json,
                {"schema", "dialect", "context", "first", "activations", "kv", "text", "sha256",
                 "tokens", "scored", "pieces", "notes", "models"},
-               {"teacher"}))
+               {"teacher", "processes"}))
     return json["schema"] == 1 && json["models"].is_array();
   // run, calibrate, distill
   if (has_keys(json, {"schema", "model", "architecture", "text", "end", "prompt_tokens", "tokens",
@@ -200,34 +203,36 @@ bool is_report(const Json& json) {
   if (has_keys(json, {"schema", "model", "data", "output", "activations", "context", "pieces",
                       "tokens", "matrices"}))
     return json["schema"] == 1 && json["matrices"].is_array();
-  if (has_keys(json, {"schema",
-                      "teacher",
-                      "output",
-                      "format",
-                      "type",
-                      "bits",
-                      "group_size",
-                      "bytes",
-                      "bits_per_weight",
-                      "learned",
-                      "codes",
-                      "codes_moved",
-                      "train_pieces",
-                      "validation_pieces",
-                      "context",
-                      "batch",
-                      "steps",
-                      "best_step",
-                      "finished_early",
-                      "rate",
-                      "start_kl",
-                      "kl",
-                      "written_kl",
-                      "seconds",
-                      "seconds_learning",
-                      "tokens_per_second",
-                      "trials",
-                      "points"}))
+  if (has_keys(json,
+               {"schema",
+                "teacher",
+                "output",
+                "format",
+                "type",
+                "bits",
+                "group_size",
+                "bytes",
+                "bits_per_weight",
+                "learned",
+                "codes",
+                "codes_moved",
+                "train_pieces",
+                "validation_pieces",
+                "context",
+                "batch",
+                "steps",
+                "best_step",
+                "finished_early",
+                "rate",
+                "start_kl",
+                "kl",
+                "written_kl",
+                "seconds",
+                "seconds_learning",
+                "tokens_per_second",
+                "trials",
+                "points"},
+               {"processes"}))
     return json["schema"] == 1 && json["points"].is_array();
   // bench
   if (has_keys(json, {"machine", "rows"}))
@@ -292,6 +297,7 @@ int write_all(int file, std::string_view text) {
 }  // namespace
 
 Status check_report_file(const ReportFile& report) {
+  if (!speaks()) return {};
   if (is_stdout(report.path))
     return invalid(fmt::format("{}: {}: standard output, expected the name of a file", report.flag,
                                report.path));
@@ -319,6 +325,7 @@ Status check_report_file(const ReportFile& report) {
 }
 
 Status write_report_file(const ReportFile& report, std::string_view text) {
+  if (!speaks()) return {};
   std::string beside;
   const int file = open_beside(report.path, beside);
   if (file < 0) return file_error(report, errno);
@@ -352,7 +359,7 @@ ReportFile json_file(const CommonFlags& flags) {
 }  // namespace
 
 Status check_json_flag(const CommonFlags& flags) {
-  if (flags.json.empty()) return {};
+  if (flags.json.empty() || !speaks()) return {};
   if (!is_stdout(flags.json)) return check_report_file(json_file(flags));
   if (stdout_was_closed) return file_error(json_file(flags), EBADF);
   std::fflush(stdout);
@@ -367,8 +374,9 @@ std::vector<OutputName> json_output(const CommonFlags& flags) {
   return {{"--json", flags.json}};
 }
 
-Status write_json(const CommonFlags& flags, const Json& json) {
-  if (flags.json.empty()) return {};
+Status write_json(const CommonFlags& flags, Json json) {
+  if (flags.json.empty() || !speaks()) return {};
+  if (processes() != nullptr) json["processes"] = processes()->count();
   // Names in files of strangers need not be UTF-8.
   const std::string text = json.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";
   if (!is_stdout(flags.json)) return write_report_file(json_file(flags), text);
@@ -391,7 +399,7 @@ void tell(std::string_view text) {
   (void)std::fflush(stderr);
 }
 
-Progress::Progress(bool quiet) : on_(!quiet && isatty(STDERR_FILENO) == 1) {}
+Progress::Progress(bool quiet) : on_(!quiet && speaks() && isatty(STDERR_FILENO) == 1) {}
 
 void Progress::show(std::string_view text) {
   if (!on_) return;
@@ -405,7 +413,7 @@ void Progress::clear() {
 }
 
 PacedProgress::PacedProgress(bool quiet)
-    : line_(quiet), plain_(!quiet && isatty(STDERR_FILENO) != 1) {}
+    : line_(quiet), plain_(!quiet && speaks() && isatty(STDERR_FILENO) != 1) {}
 
 bool PacedProgress::due() {
   const std::chrono::duration<double> since = std::chrono::steady_clock::now() - shown_;

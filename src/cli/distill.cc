@@ -13,6 +13,7 @@
 #include "cli/cli.h"
 #include "cli/eval_output.h"
 #include "cli/interrupt.h"
+#include "cli/processes.h"
 #include "report/distill_report.h"
 
 namespace bittern::cli {
@@ -183,6 +184,7 @@ Status run(DistillFlags& flags) {
     return invalid("--learn: " + printable(flags.learn) + ", expected grids or codes");
   options.learn_codes = flags.learn == "codes";
   options.option_name = flag_name;
+  options.ranks = processes();
   PacedProgress line(flags.common.quiet);
   options.progress = [&](const DistillProgress& state) {
     if (line.due()) line.show(text_of(state));
@@ -194,7 +196,7 @@ Status run(DistillFlags& flags) {
   const auto report = distill_model(flags.teacher, flags.out, options);
   line.clear();
   if (!report) return report.status();
-  if (!flags.report.empty()) BITTERN_TRY(write_page(flags, *report));
+  if (!flags.report.empty() && speaks()) BITTERN_TRY(write_page(flags, *report));
   if (!flags.common.quiet) print_result(*report);
   if (!flags.common.quiet && !flags.report.empty())
     fmt::print("{}: the report\n", printable(flags.report));
@@ -321,8 +323,12 @@ Verb distill_verb(CLI::App& main) {
       "Ctrl-C ends learning and writes the best so far. After a kill, --resume goes on.\n"
       "Examples:\n"
       "  bittern distill model-folder -o model-3bit --bits 3 --data text.txt\n"
-      "  bittern distill model-folder -o model.gguf --type Q4_K_M --data text.txt");
-  return {.app = verb, .run = [flags] { return run(*flags); }, .one_model = "one TEACHER"};
+      "  bittern distill model-folder -o model.gguf --type Q4_K_M --data text.txt\n"
+      "mpirun -n N bittern distill ... shares the work among N processes.");
+  return {.app = verb,
+          .run = [flags] { return run(*flags); },
+          .one_model = "one TEACHER",
+          .shared = true};
 }
 
 }  // namespace bittern::cli

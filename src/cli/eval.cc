@@ -16,6 +16,7 @@
 #include "cli/eval_output.h"
 #include "cli/interrupt.h"
 #include "cli/model_flags.h"
+#include "cli/processes.h"
 #include "convert/replace.h"
 #include "formats/fingerprint.h"
 #include "formats/mapped_file.h"
@@ -173,12 +174,13 @@ Status named(const EvalFlags& flags, const Status& status) {
   return {status.code(), said};
 }
 
-// The targets in --teacher-cache, which are made first if they are not there.
-Result<TeacherTargets> cached_targets(const EvalFlags& flags, const EvalOptions& options,
-                                      std::span<const std::int32_t> tokens) {
+// The targets in --teacher-cache; nothing: they are to be made. `identity`: of the teacher.
+Result<std::optional<TeacherTargets>> known_targets(const EvalFlags& flags,
+                                                    const EvalOptions& options,
+                                                    std::span<const std::int32_t> tokens,
+                                                    std::string& identity) {
   const auto there = thing_at(flags.cache);
   if (!there) return there.status();
-  std::string identity;
   if (!flags.teacher.empty()) {
     auto found = teacher_identity(flags);
     if (!found) return found.status();
@@ -198,12 +200,31 @@ Result<TeacherTargets> cached_targets(const EvalFlags& flags, const EvalOptions&
     if (why.ok() && top != 0 && targets->top() != top)
       why = invalid(fmt::format("{}: made with --teacher-top {}, expected {}", flags.cache,
                                 targets->top(), flags.top));
-    if (why.ok()) return targets;
+    if (why.ok()) return std::optional(std::move(*targets));
     if (identity.empty() || !flags.common.force)
       return Status(why.code(), "--teacher-cache: " + std::string(why.message()) +
                                     (identity.empty() ? "" : " (--force makes it again)"));
   }
-  {
+  return std::optional<TeacherTargets>();
+}
+
+// The same, made first if they are not there. The first of several processes decides that.
+Result<TeacherTargets> cached_targets(const EvalFlags& flags, const EvalOptions& options,
+                                      std::span<const std::int32_t> tokens) {
+  std::string identity;
+  std::optional<TeacherTargets> known;
+  if (speaks()) {
+    auto found = known_targets(flags, options, tokens, identity);
+    if (!found) return found.status();
+    known = std::move(*found);
+  }
+  std::byte made{known.has_value()};
+  if (Processes* const all = processes(); all != nullptr) {
+    BITTERN_TRY(all->agree({}));
+    BITTERN_TRY(all->broadcast({&made, 1}));
+  }
+  if (known) return std::move(*known);
+  if (made == std::byte{0}) {
     const auto teacher = load(flags, flags.teacher);
     if (!teacher) return teacher.status();
     Progress progress(flags.common.quiet);
@@ -413,7 +434,8 @@ Status run(const EvalFlags& flags) {
                       .pieces = flags.chunks,
                       .first = *first,
                       .layers = flags.layers,
-                      .progress = show_in(progress, "")};
+                      .progress = show_in(progress, ""),
+                      .ranks = processes()};
   for (std::size_t i = 0; i < std::size(kPerplexityDialectNames); ++i)
     if (flags.dialect == kPerplexityDialectNames[i])
       options.dialect = static_cast<PerplexityDialect>(i);
@@ -490,8 +512,9 @@ Verb eval_verb(CLI::App& main) {
       "Examples:\n"
       "  bittern eval model.gguf -f wiki.test.raw\n"
       "  bittern eval model-4bit model-3bit -f text.txt --teacher model --report report.html\n"
-      "  bittern eval model.gguf -f text.txt -c 1024 --kv-sweep --json -");
-  return {verb, [flags] { return run(*flags); }};
+      "  bittern eval model.gguf -f text.txt -c 1024 --kv-sweep --json -\n"
+      "mpirun -n N bittern eval ... shares the pieces among N processes.");
+  return {.app = verb, .run = [flags] { return run(*flags); }, .shared = true};
 }
 
 }  // namespace bittern::cli

@@ -17,7 +17,9 @@
 #include "bittern/convert.h"
 #include "cli/cli.h"
 #include "cli/interrupt.h"
+#include "cli/processes.h"
 #include "core/float_mode.h"
+#include "core/ranks.h"
 #include "plan/names.h"
 
 namespace bittern::cli {
@@ -36,11 +38,15 @@ int exit_status(Code code) {
   }
 }
 
-int fail(const Status& status) {
+// Of several processes the first one tells, and its exit status is that of all.
+int complain(const Status& status) {
+  if (!speaks()) return 0;
   std::fflush(stdout);
   tell(fmt::format("bittern: {}\n", printable(status.message())));
   return exit_status(status.code());
 }
+
+int fail(const Status& status) { return complain(agree(processes(), status)); }
 
 // An empty value is most often a script's variable that was never set. Without this check, flags
 // would take it as "not given", or --flag= would take the next argument.
@@ -119,6 +125,7 @@ class HelpFormat : public CLI::Formatter {
 };
 
 int run(int argc, char** argv) {
+  if (Status s = join_processes(); !s.ok()) return fail(s);
   const FloatMode mode;  // libraries may have changed it; threads start with this one's
   CLI::App app{"bittern: quantise language models, and run and check the kernels for it",
                "bittern"};
@@ -163,7 +170,12 @@ int run(int argc, char** argv) {
     }
     if (Status s = check_environment(); !s.ok()) return fail(s);
     if (Status s = check_kernel_variable(); !s.ok()) return fail(s);
-    const Status status = verb.run();
+    if (processes() != nullptr && !verb.shared)
+      return fail(
+          invalid(fmt::format("{}: {} processes, expected one; quantize, eval and distill "
+                              "share their work",
+                              verb.app->get_name(), processes()->count())));
+    const Status status = agree(processes(), verb.run());
     return status.ok() ? 0 : fail(status);
   }
   const auto rest = app.remaining();
@@ -177,8 +189,8 @@ int run(int argc, char** argv) {
 int flushed(int status) {
   const int error = std::fflush(stdout) != 0 ? errno : std::ferror(stdout) != 0 ? EIO : 0;
   if (status != 0 || error == 0) return status;
-  return fail({Code::io_error,
-               fmt::format("standard output: {}, cannot write to it", std::strerror(error))});
+  return complain({Code::io_error,
+                   fmt::format("standard output: {}, cannot write to it", std::strerror(error))});
 }
 
 }  // namespace
@@ -190,7 +202,9 @@ int main(int argc, char** argv) {
   // A limit on the size of files (ulimit -f) is an error of the write that meets it.
   (void)std::signal(SIGXFSZ, SIG_IGN);
   try {
-    return bittern::cli::flushed(bittern::cli::run(argc, argv));
+    const int status = bittern::cli::flushed(bittern::cli::run(argc, argv));
+    if (auto* const all = bittern::cli::processes(); all != nullptr) all->finish();
+    return status;
   } catch (const std::bad_alloc&) {
     std::fputs("bittern: out of memory\n", stderr);
   } catch (const std::system_error& error) {  // of fmt::print
@@ -199,5 +213,6 @@ int main(int argc, char** argv) {
   } catch (...) {
     std::fputs("bittern: an internal error; please report the command\n", stderr);
   }
+  if (auto* const all = bittern::cli::processes(); all != nullptr) all->abort(1);
   return 1;
 }

@@ -12,6 +12,7 @@
 #include "bittern/convert.h"
 #include "bittern/distill.h"
 #include "cli/cli.h"
+#include "cli/processes.h"
 #include "formats/gguf.h"
 
 namespace bittern::cli {
@@ -225,6 +226,7 @@ Status run(QuantizeFlags flags) {
   if (flags.model.empty()) flags.model = flags.hf_path;
   auto options = options_of(flags);
   if (!options) return options.status();
+  options->ranks = processes();
   const bool print = !flags.common.quiet;
   Reporter reporter(flags.common.quiet);
   options->progress = [&](const ModelProgress& state) {
@@ -410,13 +412,16 @@ Verb quantize_verb(CLI::App& main) {
       "  bittern quantize model-folder -o model-w4a16 --bits 4 --format compressed-tensors\n"
       "  bittern quantize model.gguf -o model-mlx --transcode\n"
       "  bittern quantize model-folder -o model.gguf --type Q4_K_M --imatrix imatrix.gguf\n"
-      "  bittern quantize --hf-path model-folder --mlx-path model-4bit -q");
-  return {verb,
-          [flags] {
-            flags->common.force = flags->force;
-            return run(*flags);
-          },
-          false, "one MODEL (the output is -o OUT, a type of GGUF --type TYPE)"};
+      "  bittern quantize --hf-path model-folder --mlx-path model-4bit -q\n"
+      "mpirun -n N bittern quantize ... shares the work among N processes.");
+  return {.app = verb,
+          .run =
+              [flags] {
+                flags->common.force = flags->force;
+                return run(*flags);
+              },
+          .one_model = "one MODEL (the output is -o OUT, a type of GGUF --type TYPE)",
+          .shared = true};
 }
 
 }  // namespace bittern::cli

@@ -58,7 +58,8 @@ struct ConversionOptions {
   std::optional<SafeDType> dtype{};
   std::string imatrix{};  // path of an importance matrix
   MatrixCoder* coder =
-      nullptr;  // of matrices (convert/matrix_coder.h); the others are fitted by lsq
+      nullptr;             // of matrices (convert/matrix_coder.h); the others are fitted by lsq
+  Ranks* ranks = nullptr;  // as in QuantizeOptions
   // A GGUF file in parts, each of at most so many bytes of tensors, or so many tensors; 0: one
   // file.
   std::uint64_t split_bytes = 0, split_tensors = 0;

@@ -10,6 +10,7 @@
 #include "convert/planner.h"
 #include "convert/progress.h"
 #include "convert/target.h"
+#include "core/ranks.h"
 #include "formats/decode.h"
 
 namespace bittern {
@@ -47,13 +48,13 @@ double squared_error(std::span<const float> w, std::span<const float> y,
   return sum;
 }
 
-// The squared error of each storage; infinite if it cannot hold the numbers. Runs of rows do not
-// depend on the number of threads, and their sums are added in order, so the result does not
-// either.
+// The squared error of each storage; infinite if it cannot hold the numbers. Runs of rows depend on
+// the number of neither threads nor processes, and their sums are added in order, so the result
+// does not either.
 Result<std::vector<double>> measure(const RowReader& reader,
                                     const std::vector<RowEncoder>& encoders,
                                     std::span<const float> importance, std::int64_t matrices,
-                                    TeamProgress& progress) {
+                                    Ranks* ranks, TeamProgress& progress) {
   struct Worker {
     RowNumbers numbers;
     EncodedRows encoded;
@@ -63,8 +64,11 @@ Result<std::vector<double>> measure(const RowReader& reader,
   const std::int64_t length = rows_at_once(columns);
   const std::int64_t matrix_runs = (matrix_rows + length - 1) / length;
   const std::int64_t runs = matrices * matrix_runs;
-  std::vector<double> sums(encoders.size() * static_cast<std::size_t>(runs));
-  const auto run = [&](std::int64_t i, Worker& worker) -> Status {
+  const RunItems items = items_of_runs(ranks, runs, 64);
+  std::vector<double> sums;  // of an item's runs
+  std::int64_t first = 0;    // of them
+  const auto run = [&](std::int64_t in_item, Worker& worker) -> Status {
+    const std::int64_t i = first + in_item;
     const std::int64_t matrix = i / matrix_runs, in_matrix = i % matrix_runs * length;
     const std::int64_t row = matrix * matrix_rows + in_matrix;
     const std::int64_t count = std::min(length, matrix_rows - in_matrix);
@@ -79,7 +83,7 @@ Result<std::vector<double>> measure(const RowReader& reader,
                            : importance.subspan(static_cast<std::size_t>(matrix * columns),
                                                 static_cast<std::size_t>(columns));
     std::size_t refused = 0;
-    double* sum = sums.data() + static_cast<std::size_t>(i) * encoders.size();
+    double* sum = sums.data() + static_cast<std::size_t>(in_item) * encoders.size();
     for (const RowEncoder& encoder : encoders) {
       std::uint64_t saturated = 0;
       worker.encoded.scales.clear();  // plain numbers have none
@@ -99,9 +103,21 @@ Result<std::vector<double>> measure(const RowReader& reader,
     return progress.add(static_cast<std::uint64_t>(count * columns));
   };
   std::vector<Worker> workers;
-  BITTERN_TRY(for_runs(runs, workers, run));
+  const auto make = [&](std::int64_t item, Packer& out) -> Status {
+    first = item * items.length;
+    const std::int64_t count = std::min(items.length, runs - first);
+    sums.assign(encoders.size() * static_cast<std::size_t>(count), 0.0);
+    BITTERN_TRY(for_runs(count, workers, run));
+    out.add(sums);
+    return {};
+  };
   std::vector<double> total(encoders.size());
-  for (std::size_t i = 0; i < sums.size(); ++i) total[i % encoders.size()] += sums[i];
+  const auto add = [&](std::int64_t, Unpacker in) -> Status {
+    const auto made = in.next<std::vector<double>>();
+    for (std::size_t i = 0; i < made.size(); ++i) total[i % encoders.size()] += made[i];
+    return {};
+  };
+  BITTERN_TRY(deal(ranks, items.items, DealTo::all, make, add));
   return total;
 }
 
@@ -218,7 +234,7 @@ Status ConversionPlanner::meet_target() {
     progress.begin(tensor.recipe.name);
     const auto lost =
         measure(*reader, encoders, weights == nullptr ? std::span<const float>{} : *weights,
-                matrices, progress);
+                matrices, options_.ranks, progress);
     if (!lost) return with_tensor(source_, source_of(tensor.recipe), lost.status());
     for (std::size_t c = 0; c < storages[t].size(); ++c) {
       const auto bytes = storages[t][c].bytes(tensor.recipe.shape);

@@ -122,6 +122,7 @@ Result<ConversionOptions> parse_options(const QuantizeOptions& asked, const std:
                                         MatrixCoder* coder) {
   ConversionOptions options;
   options.coder = coder;
+  options.ranks = asked.ranks;
   const auto format = parse_format(asked, out);
   if (!format) return format.status();
   options.format = *format;

@@ -16,6 +16,7 @@
 #include "convert/progress.h"
 #include "convert/replace.h"
 #include "core/guarded.h"
+#include "core/ranks.h"
 #include "formats/checkpoint.h"
 
 namespace bittern {
@@ -105,14 +106,16 @@ Result<QuantizeReport> quantize(const std::string& model, const std::string& giv
   const auto how = parse_options(options, given_out, coder);
   if (!how) return how.status();
   const bool folder = how->format != ModelFormat::gguf, splits = how->splits();
+  const bool writes = rank_of(options.ranks) == 0;  // the others look at no output
   std::string out;
   if (!given_out.empty()) {
     auto path = output_path(given_out, folder);
     if (!path) return path.status();
     out = std::move(*path);
-    BITTERN_TRY(check_output(
-        out,
-        {.folder = folder, .parts = splits, .force = options.force, .resume = options.resume}));
+    if (writes)
+      BITTERN_TRY(check_output(
+          out,
+          {.folder = folder, .parts = splits, .force = options.force, .resume = options.resume}));
   }
   const CallSettings settings(options.threads);
   auto source = Checkpoint::open(model);
@@ -129,7 +132,7 @@ Result<QuantizeReport> quantize(const std::string& model, const std::string& giv
   const auto start = std::chrono::steady_clock::now();
   const auto conversion = Conversion::plan(*source, *how, out.empty() ? "OUT" : out, progress);
   if (!conversion) return conversion.status();
-  if (splits && !out.empty())
+  if (splits && writes && !out.empty())
     BITTERN_TRY(check_parts(options, out, *source, conversion->outputs(out)));
   QuantizeReport report = report_of(*conversion, model, out, *how, options);
   const auto seconds = [&] {
@@ -165,11 +168,11 @@ Result<QuantizeReport> quantize_model(const std::string& source, const std::stri
 
 Result<QuantizeReport> quantize_model(const std::string& source, const std::string& out,
                                       const QuantizeOptions& options, MatrixCoder* coder) noexcept {
-  return guarded("quantize_model", [&]() -> Result<QuantizeReport> {
-    auto report = quantize(source, out, options, coder);
-    if (!report) return with_option_names(report.status(), options.option_name);
-    return report;
-  });
+  return agreed(options.ranks, guarded("quantize_model", [&]() -> Result<QuantizeReport> {
+                  auto report = quantize(source, out, options, coder);
+                  if (!report) return with_option_names(report.status(), options.option_name);
+                  return report;
+                }));
 }
 
 }  // namespace bittern

@@ -14,6 +14,7 @@
 #include "bittern/device.h"
 #include "bittern/environment.h"
 #include "convert/option_names.h"
+#include "core/test_ranks.h"
 #include "formats/test_folder.h"
 
 namespace bittern {
@@ -342,6 +343,88 @@ TEST_F(QuantizeModel, IsCancelledAtEveryCallAndResumes) {
     }
     EXPECT_GT(resumed, 0);
   }
+}
+
+TEST_F(QuantizeModel, ProcessesMakeTheSameBytes) {
+  put_model("larger", {{"a.weight", {300, 256}, numbers(300 * 256)},
+                       {"b.weight", {2, 70, 256}, numbers(2 * 70 * 256)},
+                       {"c.weight", {65, 512}, numbers(65 * 512)},
+                       {"d.norm.weight", {64}, numbers(64)}});
+  const QuantizeOptions kinds[] = {{.bits = 4, .method = "minmax"},
+                                   {.bits = 3, .method = "lsq"},
+                                   {.target_bpw = 5},
+                                   {.lossy = true, .dtype = "f16"},
+                                   {.dequantize = "bf16"}};
+  for (const QuantizeOptions& kind : kinds) {
+    const auto alone = quantize_model(path("larger"), path("out"), kind);
+    ASSERT_TRUE(alone) << alone.status().message();
+    const std::string whole = contents("out");
+    std::filesystem::remove_all(path("out"));
+    for (const int count : {1, 2, 3, 4}) {
+      SCOPED_TRACE(count);
+      ThreadRanks::run(count, [&](Ranks& ranks) {
+        QuantizeOptions own = kind;
+        own.ranks = &ranks;
+        own.threads = kind.method ? 1 + ranks.rank() % 2 : 1;
+        std::uint64_t done = 0, total = 0;
+        own.progress = [&](const ModelProgress& state) {
+          done = state.done;
+          total = state.total;
+          return true;
+        };
+        const auto report = quantize_model(path("larger"), path("out"), own);
+        ASSERT_TRUE(report) << report.status().message();
+        EXPECT_EQ(report->tensors.size(), 4u);
+        if (ranks.rank() == 0) {
+          EXPECT_EQ(done, total);
+        }
+      });
+      EXPECT_EQ(contents("out"), whole);
+      std::filesystem::remove_all(path("out"));
+    }
+  }
+}
+
+TEST_F(QuantizeModel, ProcessesEndTogetherAndGoOn) {
+  ASSERT_TRUE(quantize_model(path("hf"), path("whole"), {.bits = 4}));
+  const std::string whole = contents("whole");
+  for (const int who : {0, 1}) {  // is told to stop
+    ThreadRanks::run(2, [&](Ranks& ranks) {
+      QuantizeOptions own{.bits = 4, .threads = 1, .ranks = &ranks};
+      own.progress = [&](const ModelProgress& state) {
+        return ranks.rank() != who || state.doing != "writing" || state.tensor != "b.weight";
+      };
+      const auto report = quantize_model(path("hf"), path("out"), own);
+      EXPECT_EQ(report.status().code(), Code::cancelled);
+    });
+    EXPECT_TRUE(std::filesystem::exists(path("out.partial")));
+    ThreadRanks::run(3, [&](Ranks& ranks) {  // as another number of processes
+      const auto report = quantize_model(
+          path("hf"), path("out"), {.bits = 4, .resume = true, .threads = 1, .ranks = &ranks});
+      ASSERT_TRUE(report) << report.status().message();
+      // The second process says so when b is written.
+      EXPECT_EQ(report->resumed, who == 0 ? 1u : 2u);
+    });
+    EXPECT_EQ(contents("out"), whole);
+    // What only the first one sees, all of them say.
+    ThreadRanks::run(2, [&](Ranks& ranks) {
+      const auto report = quantize_model(path("hf"), path("out"), {.bits = 4, .ranks = &ranks});
+      EXPECT_NE(report.status().message().find("exists"), std::string_view::npos);
+    });
+    std::filesystem::remove_all(path("out"));
+  }
+  // A number that is none, in rows of the second process: nothing is left.
+  std::vector<float> bad = numbers(128 * 256);
+  bad[100 * 256] = std::numeric_limits<float>::quiet_NaN();
+  put_model("bad", {{"a.weight", {128, 256}, bad}});
+  const std::string alone(quantize_model(path("bad"), path("out"), {.bits = 4}).status().message());
+  EXPECT_NE(alone.find("row 100"), std::string::npos) << alone;
+  ThreadRanks::run(2, [&](Ranks& ranks) {
+    const auto report =
+        quantize_model(path("bad"), path("out"), {.bits = 4, .threads = 1, .ranks = &ranks});
+    EXPECT_EQ(report.status().message(), alone);
+  });
+  EXPECT_EQ(names(), (std::vector<std::string>{"bad", "hf", "whole"}));
 }
 
 TEST_F(QuantizeModel, IsCancelledWhileItChecksWhatIsThere) {

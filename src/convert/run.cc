@@ -2,7 +2,9 @@
 // model's size.
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "convert/apart.h"
@@ -15,6 +17,7 @@
 #include "convert/row_reader.h"
 #include "convert/run.h"
 #include "core/guarded.h"
+#include "core/ranks.h"
 #include "formats/fingerprint.h"
 
 namespace bittern {
@@ -118,56 +121,136 @@ Status write_rows(const OutputTensor& tensor, const RowBytes& bytes, ModelOutput
   return output.write(part + 3, 0, shape_bytes, Checksum::of(shape_bytes));
 }
 
+// Fewer rows are not worth a thread's turn.
+std::int64_t least_rows(std::int64_t columns) {
+  constexpr std::int64_t kLeastWeights = 1 << 14;
+  return std::max<std::int64_t>(kLeastWeights / std::max<std::int64_t>(columns, 1), 1);
+}
+
 // How many of `rows` rows a thread takes at once: enough that a write is worth its call, but few
 // enough that there is work for all threads.
 std::int64_t run_length(std::int64_t rows, std::int64_t columns) {
-  constexpr std::int64_t kLeastWeights = 1 << 14;
   const std::int64_t most = rows_at_once(columns), team = num_threads();
-  const std::int64_t least =
-      std::clamp<std::int64_t>(kLeastWeights / std::max<std::int64_t>(columns, 1), 1, most);
+  const std::int64_t least = least_rows(columns);
   const std::int64_t rounds = (rows + most * team - 1) / (most * team);
   if (rounds == 0) return 1;
   return std::max(least, (rows + rounds * team - 1) / (rounds * team));
 }
 
-// Each thread makes and writes runs of rows of its own, so that one makes while another writes.
-Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
-                     std::optional<AffineMethod> method, bool saturate,
-                     std::span<const float> importance, ModelOutput& output,
-                     Conversion::RunReport& report, TeamProgress& progress) {
-  const auto reader = RowReader::open(source, tensor.recipe);
-  if (!reader) return reader.status();
-  const auto bytes = row_bytes(tensor.to, reader->columns());
-  if (!bytes) return bytes.status();
-  const RowMaker maker = maker_of(tensor, *reader, method, saturate, importance);
-  const std::int64_t matrices = maker.matrices, matrix_rows = maker.matrix_rows;
+// A tensor's rows in runs. A run stays within one matrix of a stack, since each has importances of
+// its own, and begins where words of zero points do.
+struct RowRuns {
+  RowRuns(const RowMaker& maker, const RowBytes& bytes, std::int64_t rows)
+      : matrix_rows(maker.matrix_rows),
+        length((rows + bytes.together - 1) / bytes.together * bytes.together),
+        matrix_runs((matrix_rows + length - 1) / length),
+        count(maker.matrices * matrix_runs) {}
+  std::int64_t first(std::int64_t i) const {
+    return i / matrix_runs * matrix_rows + i % matrix_runs * length;
+  }
+  std::int64_t rows(std::int64_t i) const {
+    return std::min(length, matrix_rows - i % matrix_runs * length);
+  }
+  std::int64_t matrix_rows, length, matrix_runs, count;
+};
 
-  // A run stays within one matrix of a stack: each has importances of its own.
-  // And it begins where words of zero points do.
-  const std::int64_t together = bytes->together;
-  const std::int64_t length =
-      (run_length(matrix_rows, reader->columns()) + together - 1) / together * together;
-  const std::int64_t matrix_runs = (matrix_rows + length - 1) / length;
-  std::vector<Worker> workers;
+// Each thread makes and writes runs of rows of its own, so that one makes while another writes.
+Status stream_rows(const RowMaker& maker, const RowBytes& bytes, ModelOutput& output,
+                   std::vector<Worker>& workers, TeamProgress& progress) {
+  const RowRuns runs(maker, bytes, run_length(maker.matrix_rows, maker.reader.columns()));
   std::mutex writing;
   const auto run = [&](std::int64_t i, Worker& worker) -> Status {
     BITTERN_TRY(progress.go_on());
-    const std::int64_t in_matrix = i % matrix_runs * length;
-    const std::int64_t row = i / matrix_runs * matrix_rows + in_matrix;
-    const std::int64_t count = std::min(length, matrix_rows - in_matrix);
-    BITTERN_TRY(make_rows(maker, row, count, worker));
+    BITTERN_TRY(make_rows(maker, runs.first(i), runs.rows(i), worker));
     sum_rows(worker);
     worker.watch.lap(worker.report.making);
     Status written;
     {
       const std::lock_guard lock(writing);
-      written = write_rows(tensor, *bytes, output, row, worker);
+      written = write_rows(maker.tensor, bytes, output, runs.first(i), worker);
     }
     worker.watch.lap(worker.report.writing);
     BITTERN_TRY(written);
-    return progress.add(static_cast<std::uint64_t>(count * reader->columns()));
+    return progress.add(static_cast<std::uint64_t>(runs.rows(i) * maker.reader.columns()));
   };
-  const Status status = for_runs(matrices * matrix_runs, workers, run);
+  return for_runs(runs.count, workers, run);
+}
+
+// The same by several processes: each makes runs on its threads, and process 0 writes them.
+Status share_rows(Ranks* ranks, const RowMaker& maker, const RowBytes& bytes, ModelOutput* output,
+                  std::vector<Worker>& workers, TeamProgress& progress) {
+  // As many rows at once for any number of threads, which the processes need not have in common.
+  const RowRuns runs(maker, bytes, least_rows(maker.reader.columns()));
+  const RunItems items = items_of_runs(ranks, runs.count, 256);
+  struct Made {
+    EncodedRows encoded;
+    std::uint64_t sums[3];
+  };
+  const auto make = [&](std::int64_t item, Packer& out) -> Status {
+    const std::int64_t first = item * items.length;
+    std::vector<Made> made(static_cast<std::size_t>(std::min(items.length, runs.count - first)));
+    for (Worker& worker : workers) worker = {};
+    const auto run = [&](std::int64_t i, Worker& worker) -> Status {
+      BITTERN_TRY(progress.go_on());
+      BITTERN_TRY(make_rows(maker, runs.first(first + i), runs.rows(first + i), worker));
+      sum_rows(worker);
+      Made& own = made[static_cast<std::size_t>(i)];
+      own.encoded = worker.encoded;
+      std::copy(std::begin(worker.sums), std::end(worker.sums), own.sums);
+      return progress.add(
+          static_cast<std::uint64_t>(runs.rows(first + i) * maker.reader.columns()));
+    };
+    BITTERN_TRY(for_runs(std::ssize(made), workers, run));
+    for (const Made& one : made) {
+      for (const auto* part : {&one.encoded.data, &one.encoded.scales, &one.encoded.biases})
+        out.add(*part);
+      out.add(one.sums);
+    }
+    Conversion::RunReport report;
+    for (const Worker& worker : workers) {
+      report.scale_change = std::max(report.scale_change, worker.report.scale_change);
+      report.saturated += worker.report.saturated;
+    }
+    out.add(report.scale_change);
+    out.add(report.saturated);
+    return {};
+  };
+  Worker writer;  // of process 0
+  const auto write = [&](std::int64_t item, Unpacker in) -> Status {
+    const std::int64_t end = std::min((item + 1) * items.length, runs.count);
+    for (std::int64_t i = item * items.length; i < end; ++i) {
+      for (auto* part : {&writer.encoded.data, &writer.encoded.scales, &writer.encoded.biases})
+        in.take(*part);
+      in.take(writer.sums);
+      BITTERN_TRY(write_rows(maker.tensor, bytes, *output, runs.first(i), writer));
+      if (item % ranks->count() != ranks->rank())
+        BITTERN_TRY(
+            progress.add(static_cast<std::uint64_t>(runs.rows(i) * maker.reader.columns())));
+    }
+    writer.report.scale_change = std::max(writer.report.scale_change, in.next<double>());
+    writer.report.saturated += in.next<std::uint64_t>();
+    return {};
+  };
+  const Status status = deal(ranks, items.items, DealTo::first, make, write);
+  writer.watch.lap(writer.report.making);
+  workers.clear();
+  workers.push_back(std::move(writer));
+  return status;
+}
+
+// `output`: null in all processes but the first.
+Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
+                     const ConversionOptions& options, std::span<const float> importance,
+                     ModelOutput* output, Conversion::RunReport& report, TeamProgress& progress) {
+  const auto reader = RowReader::open(source, tensor.recipe);
+  if (!reader) return reader.status();
+  const auto bytes = row_bytes(tensor.to, reader->columns());
+  if (!bytes) return bytes.status();
+  const RowMaker maker = maker_of(tensor, *reader, options.method, options.lossy, importance);
+  std::vector<Worker> workers;
+  const Status status = options.ranks == nullptr
+                            ? stream_rows(maker, *bytes, *output, workers, progress)
+                            : share_rows(options.ranks, maker, *bytes, output, workers, progress);
   if (status.code() == Code::io_error || status.code() == Code::cancelled) return status;
   if (!status.ok()) return with_tensor(source, tensor.recipe.name, status);
   for (const Worker& worker : workers) {
@@ -179,20 +262,19 @@ Status stream_tensor(const Checkpoint& source, const OutputTensor& tensor,
   return {};
 }
 
-// All that the coder codes; `done` tells which tensors those are.
+// All that the coder codes; `done` tells which tensors those are. `finished`: by an earlier run.
 Status write_coded(const Checkpoint& source, const std::vector<OutputTensor>& tensors,
-                   MatrixCoder& coder, ModelOutput& output, const ModelProgressFunction& progress,
-                   std::vector<bool>& done) {
+                   MatrixCoder& coder, ModelOutput* output, std::span<const std::byte> finished,
+                   const ModelProgressFunction& progress, std::vector<bool>& done) {
   std::vector<MatrixCoder::Task> tasks;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const OutputTensor& tensor = tensors[i];
-    if (!tensor.coded || output.finished(tensor.part, static_cast<std::size_t>(tensor.parts())))
-      continue;
-    tasks.push_back({i, &tensor});
+    if (!tensors[i].coded || finished[i] != std::byte{0}) continue;
+    tasks.push_back({i, &tensors[i]});
     done[i] = true;
   }
   if (tasks.empty()) return {};
   const auto write = [&](std::size_t i, std::int64_t first, const GridRows& rows) -> Status {
+    if (output == nullptr) return {};  // a coder that shares no work makes all rows everywhere
     const OutputTensor& tensor = tensors[i];
     const std::int64_t columns = columns_of(tensor.recipe.shape);
     const auto bytes = row_bytes(tensor.to, columns);
@@ -201,7 +283,7 @@ Status write_coded(const Checkpoint& source, const std::vector<OutputTensor>& te
     BITTERN_TRY(coded_grid(tensor.to) ? encode_grid(rows, columns, tensor.to, worker.encoded)
                                       : fit_grid(rows, columns, tensor.to, worker.encoded));
     sum_rows(worker);
-    return write_rows(tensor, *bytes, output, first, worker);
+    return write_rows(tensor, *bytes, *output, first, worker);
   };
   const auto left_out = coder.code(source, tasks, write, progress);
   if (!left_out) return left_out.status();
@@ -244,8 +326,21 @@ Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunO
   for (std::string& path : outputs(out)) names.push_back({"@{out}", std::move(path)});
   BITTERN_TRY(check_apart(names, source_->files()));
   for (const OutputText& text : texts_) to.texts.push_back(text.name);
-  auto output = ModelOutput::create(out, layout_, to);
-  if (!output) return output.status();
+  Ranks* const ranks = options_.ranks;
+  std::optional<ModelOutput> output;  // of process 0
+  std::vector<std::byte> finished(tensors_.size());
+  if (rank_of(ranks) == 0) {
+    auto created = ModelOutput::create(out, layout_, to);
+    if (!created) return created.status();
+    output.emplace(std::move(*created));
+    for (std::size_t i = 0; i < tensors_.size(); ++i)
+      finished[i] = std::byte{
+          output->finished(tensors_[i].part, static_cast<std::size_t>(tensors_[i].parts()))};
+  }
+  if (ranks != nullptr) {
+    BITTERN_TRY(ranks->agree({}));
+    BITTERN_TRY(ranks->broadcast(finished));
+  }
   RunReport report;
   TeamProgress progress(tell, {.doing = "writing", .total = weights()});
   std::vector<bool> written(tensors_.size());
@@ -254,7 +349,8 @@ Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunO
   const auto work = [&]() -> Status {
     if (options_.coder != nullptr) {
       Stopwatch watch;
-      BITTERN_TRY(write_coded(*source_, tensors_, *options_.coder, *output, tell, written));
+      BITTERN_TRY(write_coded(*source_, tensors_, *options_.coder, output ? &*output : nullptr,
+                              finished, tell, written));
       watch.lap(report.making);
     }
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
@@ -264,15 +360,15 @@ Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunO
         BITTERN_TRY(progress.add(static_cast<std::uint64_t>(tensor.recipe.shape.numel())));
         continue;
       }
-      if (output->finished(tensor.part, static_cast<std::size_t>(tensor.parts()))) {
+      if (finished[i] != std::byte{0}) {
         ++report.resumed;
         BITTERN_TRY(progress.add(static_cast<std::uint64_t>(tensor.recipe.shape.numel())));
         continue;
       }
       const std::span<const float> importance =
           importance_.empty() ? std::span<const float>{} : std::span(importance_[i]);
-      BITTERN_TRY(stream_tensor(*source_, tensor, options_.method, options_.lossy, importance,
-                                *output, report, progress));
+      BITTERN_TRY(stream_tensor(*source_, tensor, options_, importance, output ? &*output : nullptr,
+                                report, progress));
       BITTERN_TRY(progress.end());
       // In the end it is asked in any case; now and then it saves the rest of the work.
       if (const auto now = Clock::now(); now - asked > std::chrono::milliseconds(200)) {
@@ -281,6 +377,8 @@ Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunO
       }
     }
     BITTERN_TRY(source_->unchanged());
+    BITTERN_TRY(agree(ranks, {}));
+    if (!output) return {};
     Stopwatch watch;
     for (const OutputText& text : texts_) BITTERN_TRY(output->add_file(text.name, text.text));
     BITTERN_TRY(output->commit());
@@ -293,7 +391,8 @@ Result<Conversion::RunReport> Conversion::run(const std::string& out, const RunO
     if (Status source = source_->unchanged(); !source.ok()) status = std::move(source);
   // A full disk may be mended, and a caller may change its mind; what was written until then is
   // worth keeping.
-  if (status.code() == Code::io_error || status.code() == Code::cancelled) output->keep();
+  if (output && (status.code() == Code::io_error || status.code() == Code::cancelled))
+    output->keep();
   if (!status.ok()) return status;
   return report;
 } catch (...) {

@@ -32,6 +32,7 @@
 #include "convert/parse_options.h"
 #include "convert/replace.h"
 #include "core/guarded.h"
+#include "core/ranks.h"
 #include "distill/asked.h"
 #include "distill/gptq_coder.h"
 #include "distill/learned_coder.h"
@@ -256,7 +257,7 @@ class Distillation {
     const auto begun = Clock::now();
     const OutputOptions output{
         .folder = !gguf(), .force = options_.force, .resume = options_.resume};
-    BITTERN_TRY(check_output(out_, output));
+    if (writes()) BITTERN_TRY(check_output(out_, output));
     BITTERN_TRY(check_files_apart());
     const CallSettings settings(options_.threads);
     if (!options_.self_text)
@@ -267,20 +268,38 @@ class Distillation {
     GptqCoder planner(teacher_, std::move(any), options_.fisher);
     if (gguf()) BITTERN_TRY(plan(written_options(), nullptr));
     BITTERN_TRY(plan(start_options(), &planner));
-    BITTERN_TRY(work_.open(options_.resume, options_.force));
-    BITTERN_TRY(asked(work_.has_state()).check(work_.asked(), work_.path()));
+    if (writes()) {
+      BITTERN_TRY(work_.open(options_.resume, options_.force));
+      BITTERN_TRY(asked(work_.has_state()).check(work_.asked(), work_.path()));
+    }
     if (options_.self_text) BITTERN_TRY(take(own_text()));
-    BITTERN_TRY(asked(true).write(work_.asked()));
-    GptqCoder coder(teacher_, some_of(text_.train, options_.calibration), options_.fisher);
+    if (writes()) BITTERN_TRY(asked(true).write(work_.asked()));
+    GptqCoder coder(teacher_, some_of(text_.train, options_.calibration), options_.fisher,
+                    options_.ranks);
     BITTERN_TRY(calibrate(coder));
     BITTERN_TRY(learn());
     BITTERN_TRY(write());
     if (options_.judge) BITTERN_TRY(judge());
+    report_.seconds = seconds_since(begun);
+    BITTERN_TRY(agree(options_.ranks, {}));
+    if (!writes()) return std::move(report_);
     BITTERN_TRY(move_output(work_.result(), out_, output));
     BITTERN_TRY(sync_name(out_));
     report_.seconds = seconds_since(begun);
     work_.remove();
     return std::move(report_);
+  }
+
+  // Of several processes the first one writes, and looks at what is there.
+  bool writes() const { return rank_of(options_.ranks) == 0; }
+  // What it answers, everywhere.
+  Result<bool> everywhere(bool answer) const {
+    std::byte said{answer};
+    if (options_.ranks != nullptr) {
+      BITTERN_TRY(options_.ranks->agree({}));
+      BITTERN_TRY(options_.ranks->broadcast({&said, 1}));
+    }
+    return said != std::byte{0};
   }
 
   bool gguf() const { return target_.mix != nullptr; }
@@ -343,6 +362,7 @@ class Distillation {
       places_[piece] = taught_text_.pieces() * (options_.context - 1);
       taught_text_.add(text_.train.piece(piece));
     }
+    if (!writes()) return {};
     const auto there = thing_at(options_.teacher_cache);
     if (!there) return of_targets(there.status());
     targets_new_ = *there == Thing::nothing;
@@ -381,14 +401,15 @@ class Distillation {
     const std::int64_t pieces =
         options_.validation +
         std::clamp(options_.steps * options_.batch, options_.calibration, 4 * options_.calibration);
-    return write_text(*teaching_, *tokenizer, pieces, options_.context, options_.seed,
-                      [&](double share) {
-                        return tell({.doing = "sampling",
-                                     .text = "a text of the teacher's own",
-                                     .share = share,
-                                     .train_kl = kNaN,
-                                     .validation_kl = kNaN});
-                      });
+    const auto tell_share = [&](double share) {
+      return tell({.doing = "sampling",
+                   .text = "a text of the teacher's own",
+                   .share = share,
+                   .train_kl = kNaN,
+                   .validation_kl = kNaN});
+    };
+    return write_text(*teaching_, *tokenizer, pieces, options_.context, options_.seed, tell_share,
+                      options_.ranks);
   }
 
   // The error of int16 activations, 2e-5, is far below what a student can learn; but gradients are
@@ -496,6 +517,9 @@ class Distillation {
                    "are multiples of 256), expected Q4_1 or Q5_1");
   }
 
+  const Status& stopped(const std::string& why) {
+    return stopped_ = {Code::cancelled, "distill: " + why + "; @{resume} goes on from here"};
+  }
   Status tell(DistillProgress progress, bool* finish = nullptr) {
     if (!options_.progress) return {};
     const DistillNext next = options_.progress(progress);
@@ -503,8 +527,7 @@ class Distillation {
     const std::string why =
         too_early ? "stopped while " + std::string(progress.doing) + ", before anything was learned"
                   : "cancelled";
-    if (next == DistillNext::stop || too_early)
-      return stopped_ = {Code::cancelled, "distill: " + why + "; @{resume} goes on from here"};
+    if (next == DistillNext::stop || too_early) return stopped(why);
     if (next == DistillNext::finish && finish != nullptr) *finish = true;
     return {};
   }
@@ -526,11 +549,16 @@ class Distillation {
   }
 
   Status calibrate(GptqCoder& coder) {
-    if (work_.has_start()) return check_start();
+    const auto there = everywhere(writes() && work_.has_start());
+    if (!there) return there.status();
+    if (*there) return check_start();
     QuantizeOptions how = start_options();
-    const auto begun = thing_at(work_.start() + ".partial");
-    if (!begun) return begun.status();
-    how.resume = *begun != Thing::nothing;
+    how.ranks = options_.ranks;
+    if (writes()) {
+      const auto begun = thing_at(work_.start() + ".partial");
+      if (!begun) return begun.status();
+      how.resume = *begun != Thing::nothing;
+    }
     if (options_.progress)
       how.progress = [&](const ModelProgress& state) {
         const double share =
@@ -575,7 +603,9 @@ class Distillation {
     BITTERN_TRY(take_targets());
 
     LearnState state;
-    if (options_.resume && work_.has_state()) {
+    const auto goes_on = everywhere(writes() && options_.resume && work_.has_state());
+    if (!goes_on) return goes_on.status();
+    if (*goes_on) {
       auto read = LearnState::read(work_.state(), fingerprint_.value());
       if (!read) return read.status();
       state = std::move(*read);
@@ -591,10 +621,10 @@ class Distillation {
       state.start_kl = state.best_kl = *kl;
       state.points.push_back({0, kNaN, *kl});
       BITTERN_TRY(search(state));
-      BITTERN_TRY(state.write(work_.state(), fingerprint_.value()));
+      BITTERN_TRY(save(state));
     }
     BITTERN_TRY(steps(state));
-    BITTERN_TRY(state.write(work_.state(), fingerprint_.value()));
+    BITTERN_TRY(save(state));
     learned_ = true;
     report_.type = gguf() ? target_.mix->name : "";
     report_.bits = target_.bits;
@@ -617,8 +647,11 @@ class Distillation {
   // there.
   Status take_targets() {
     if (!cached()) return {};
-    if (targets_new_) {
+    const auto make = everywhere(targets_new_);
+    if (!make) return make.status();
+    if (*make) {
       EvalOptions how = targets_options();
+      how.ranks = options_.ranks;
       how.progress = [&](const EvalProgress& state) {
         return tell({.doing = "reading",
                      .text = "what the teacher says of the text",
@@ -680,6 +713,24 @@ class Distillation {
     return learner_->use(state);
   }
 
+  Status save(const LearnState& state) const {
+    return writes() ? state.write(work_.state(), fingerprint_.value()) : Status();
+  }
+
+  // What one process is told, all do: to finish, or to stop.
+  Status share_answer(Status& told, bool& finish) {
+    if (options_.ranks == nullptr) return {};
+    const std::byte own[] = {std::byte{!told.ok()}, std::byte{finish}};
+    std::vector<std::vector<std::byte>> all;
+    BITTERN_TRY(options_.ranks->agree({}));
+    BITTERN_TRY(options_.ranks->gather(own, all));
+    for (const auto& said : all) {
+      if (told.ok() && said[0] != std::byte{0}) told = stopped("cancelled");
+      finish = finish || said[1] != std::byte{0};
+    }
+    return {};
+  }
+
   Status steps(LearnState& state) {
     const auto begun = Clock::now();
     auto saved = begun;
@@ -697,7 +748,7 @@ class Distillation {
       const double each = took / static_cast<double>(state.step - first);
       report_.seconds_learning = took;
       report_.tokens_per_second = static_cast<double>(options_.batch * options_.context) / each;
-      const Status told =
+      Status told =
           tell({.doing = "learning",
                 .share = static_cast<double>(state.step) / static_cast<double>(options_.steps),
                 .step = state.step,
@@ -707,8 +758,9 @@ class Distillation {
                 .tokens_per_second = report_.tokens_per_second,
                 .seconds_left = each * static_cast<double>(options_.steps - state.step)},
                &finish);
+      BITTERN_TRY(share_answer(told, finish));
       if (!told.ok() || seconds_since(saved) >= 60 * options_.checkpoint_minutes) {
-        BITTERN_TRY(state.write(work_.state(), fingerprint_.value()));
+        BITTERN_TRY(save(state));
         saved = Clock::now();
       }
       BITTERN_TRY(told);
@@ -746,6 +798,7 @@ class Distillation {
     if (!coder) return coder.status();
     QuantizeOptions how = written_options();
     how.force = true;  // an earlier run may have come as far
+    how.ranks = options_.ranks;
     if (options_.progress)
       how.progress = [&](const ModelProgress& state) {
         return tell({.doing = "writing", .text = std::string(state.tensor)}).ok();
@@ -780,6 +833,7 @@ class Distillation {
     const EvalModel models[] = {{&*start, {}}, {&result, {}}};
     EvalOptions how{
         .dialect = PerplexityDialect::segments, .context = options_.context, .layers = true};
+    how.ranks = options_.ranks;
     how.progress = [&](const EvalProgress& state) {
       return tell({.doing = "judging",
                    .share = static_cast<double>(state.done) / static_cast<double>(state.total)})
@@ -788,6 +842,7 @@ class Distillation {
     auto judged = evaluate(models, text_.validation.tokens, how, {&*teaching_, {}});
     if (!judged) return judged.status();
     report_.judged = std::move(*judged);
+    if (!writes()) return {};
 
     const auto tokenizer = Tokenizer::load(teacher_);
     if (!tokenizer) return tokenizer.status();
@@ -848,21 +903,23 @@ class Distillation {
 
 Result<DistillReport> distill_model(const std::string& teacher, const std::string& out,
                                     const DistillOptions& options) noexcept {
-  return guarded("distill_model", [&]() -> Result<DistillReport> {
-    const auto run = [&]() -> Result<DistillReport> {
-      BITTERN_TRY(check(options));
-      if (teacher.empty()) return invalid("@{teacher}: empty, expected a model to read");
-      if (out.empty()) return invalid("@{out}: not given, expected the name of the output");
-      const auto target = target_of(options, out);
-      if (!target) return target.status();
-      const auto path = output_path(out, target->mix == nullptr);
-      if (!path) return path.status();
-      return Distillation(teacher, *path, options, *target).run();
-    };
-    auto report = run();
-    if (!report) return with_option_names(report.status(), options.option_name);
-    return report;
-  });
+  return agreed(options.ranks, guarded("distill_model", [&]() -> Result<DistillReport> {
+                  const auto run = [&]() -> Result<DistillReport> {
+                    BITTERN_TRY(check(options));
+                    if (teacher.empty())
+                      return invalid("@{teacher}: empty, expected a model to read");
+                    if (out.empty())
+                      return invalid("@{out}: not given, expected the name of the output");
+                    const auto target = target_of(options, out);
+                    if (!target) return target.status();
+                    const auto path = output_path(out, target->mix == nullptr);
+                    if (!path) return path.status();
+                    return Distillation(teacher, *path, options, *target).run();
+                  };
+                  auto report = run();
+                  if (!report) return with_option_names(report.status(), options.option_name);
+                  return report;
+                }));
 }
 
 }  // namespace bittern

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <filesystem>
 #include <map>
@@ -10,7 +11,9 @@
 
 #include "bittern/convert.h"
 #include "bittern/distill.h"
+#include "core/test_ranks.h"
 #include "cpu/dispatch.h"
+#include "distill/gradient_sum.h"
 #include "formats/checkpoint.h"
 #include "formats/grid.h"
 #include "formats/test_folder.h"
@@ -264,6 +267,132 @@ TEST_F(DistillModel, TheTeacherIsAskedOnce) {
   other.force = true;
   made(model, "other", other);
   EXPECT_GT(read, 0);
+}
+
+// A batch of three: some processes have more pieces than others, and the fourth has none.
+TEST_F(DistillModel, ProcessesMakeTheSameBytes) {
+  const std::string model = put_tiny_model(*this, "llama");
+  DistillOptions codes = options(), text = options(), blocks_of_gguf = blocks();
+  codes.embedding_bits = 4;
+  codes.learn_codes = true;
+  codes.batch = 7;
+  codes.judge = true;
+  text.data.clear();
+  text.self_text = true;
+  DistillOptions cached = options();
+  cached.teacher_cache = path("targets");
+  for (DistillOptions how : {codes, text, cached, blocks_of_gguf}) {
+    how.steps = 2;
+    how.calibration = 5;
+    how.force = true;
+    const std::string out = how.bits == 4 ? "out.gguf" : "out";
+    const auto bytes = [&] { return how.bits == 4 ? text_of(out) : contents(out); };
+    const DistillReport one = made(model, out, how);
+    const std::string whole = bytes();
+    const std::string targets = how.teacher_cache.empty() ? "" : text_of("targets");
+    for (const int count : {2, 3, 4}) {
+      if (count == 3) std::filesystem::remove(path("targets"));  // of four it is there
+      if (how.bits == 4 && count != 3) continue;                 // that is slow
+      SCOPED_TRACE(count);
+      ThreadRanks::run(count, [&](Ranks& ranks) {
+        DistillOptions own = how;
+        own.ranks = &ranks;
+        const auto report = distill_model(model, path(out), own);
+        ASSERT_TRUE(report) << report.status().message();
+        EXPECT_EQ(report->start_kl, one.start_kl);
+        EXPECT_EQ(report->kl, one.kl);
+        EXPECT_EQ(report->written_kl, one.written_kl);
+        EXPECT_EQ(report->rate, one.rate);
+        EXPECT_EQ(report->codes_moved, one.codes_moved);
+        EXPECT_EQ(report->points.back().train_kl, one.points.back().train_kl);
+        EXPECT_EQ(report->judged.has_value(), how.judge);
+        if (how.judge) {
+          EXPECT_EQ(report->judged->models[1].layers, one.judged->models[1].layers);
+        }
+      });
+      EXPECT_EQ(bytes(), whole);
+      EXPECT_EQ(how.teacher_cache.empty() ? "" : text_of("targets"), targets);
+      EXPECT_FALSE(std::filesystem::exists(path(out + ".distill")));
+    }
+  }
+}
+
+TEST_F(DistillModel, ProcessesStopTogetherAndGoOn) {
+  const std::string model = put_tiny_model(*this, "llama");
+  DistillOptions how = options();
+  made(model, "whole", how);
+  const std::string whole = contents("whole");
+  for (const int who : {0, 1}) {  // is told to stop, at a step and before
+    for (const std::string_view when : {"calibrating", "learning"}) {
+      ThreadRanks::run(2, [&](Ranks& ranks) {
+        DistillOptions own = how;
+        own.ranks = &ranks;
+        own.progress = [&](const DistillProgress& state) {
+          return ranks.rank() == who && state.doing == when &&
+                         (when != "learning" || state.step == 3)
+                     ? DistillNext::stop
+                     : DistillNext::go_on;
+        };
+        EXPECT_EQ(distill_model(model, path("out"), own).status().code(), Code::cancelled);
+      });
+      EXPECT_EQ(std::filesystem::exists(path("out.distill/state")), when == "learning");
+      std::int64_t first = 0;  // step of the run that goes on, as another number of processes
+      ThreadRanks::run(3, [&](Ranks& ranks) {
+        DistillOptions own = how;
+        own.ranks = &ranks;
+        own.resume = true;
+        own.progress = [&](const DistillProgress& state) {
+          if (ranks.rank() == 0 && first == 0) first = state.step;
+          return DistillNext::go_on;
+        };
+        const auto report = distill_model(model, path("out"), own);
+        ASSERT_TRUE(report) << report.status().message();
+      });
+      EXPECT_EQ(first, when == "learning" ? 4 : 1);
+      EXPECT_EQ(contents("out"), whole);
+      std::filesystem::remove_all(path("out"));
+    }
+  }
+  // One that is told to finish makes all of them.
+  std::atomic<int> early = 0;
+  ThreadRanks::run(2, [&](Ranks& ranks) {
+    DistillOptions own = how;
+    own.ranks = &ranks;
+    own.progress = [&](const DistillProgress& state) {
+      return ranks.rank() == 1 && state.step == 2 ? DistillNext::finish : DistillNext::go_on;
+    };
+    const auto report = distill_model(model, path("out"), own);
+    ASSERT_TRUE(report) << report.status().message();
+    EXPECT_EQ(report->steps, 2);
+    early += report->finished_early;
+  });
+  EXPECT_EQ(early, 2);
+}
+
+TEST(GradientSum, PartsAddUpToTheSameTree) {
+  const auto number = [](std::int64_t i) {
+    return std::ldexp(1.0f + 0x1p-20f * float(i), int(i % 9));
+  };
+  for (const std::int64_t batch : {1, 2, 3, 5, 8, 11, 13}) {
+    GradientSum one;
+    for (std::int64_t i = 0; i < batch; ++i) one.add({number(i), 1});
+    const std::vector<float> whole = one.take();
+    EXPECT_EQ(whole[1], static_cast<float>(batch));
+    for (const int count : {2, 3, 4})
+      ThreadRanks::run(count, [&](Ranks& ranks) {
+        const std::int64_t first = batch * ranks.rank() / count;
+        GradientSum sum(first);
+        for (std::int64_t i = first; i < batch * (ranks.rank() + 1) / count; ++i)
+          sum.add({number(i), 1});
+        const auto all = sum.take(&ranks, {});
+        ASSERT_TRUE(all);
+        EXPECT_EQ(*all, whole);
+      });
+  }
+  // The tree itself: ((a + b) + (c + d)) + e.
+  GradientSum five;
+  for (const float x : {1.0f, 0x1p-24f, 0x1p-24f, 0x1p-24f, 0x1p-23f}) five.add({x});
+  EXPECT_EQ(five.take()[0], ((1.0f + 0x1p-24f) + (0x1p-24f + 0x1p-24f)) + 0x1p-23f);
 }
 
 TEST_F(DistillModel, LearnsFromATextOfTheTeachersOwn) {

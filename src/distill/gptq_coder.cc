@@ -12,6 +12,7 @@
 #include "convert/progress.h"
 #include "convert/row_reader.h"
 #include "core/numerics.h"
+#include "core/ranks.h"
 #include "cpu/parallel.h"
 #include "distill/rounding.h"
 #include "distill/token_weights.h"
@@ -87,10 +88,10 @@ Result<std::optional<Matrix>> open_matrix(const Checkpoint& source, const Matrix
   return std::optional(Matrix{task, std::move(*reader), grid});
 }
 
-// All matrices with one input, rows on all threads.
+// All matrices with one input, rows on all threads of all processes.
 Status code_matrices(const Checkpoint& source, const Gram& gram,
                      std::span<const std::int64_t> columns, const std::vector<Matrix>& matrices,
-                     const MatrixCoder::Sink& take, TeamProgress& progress) {
+                     Ranks* ranks, const MatrixCoder::Sink& take, TeamProgress& progress) {
   std::vector<int> groups;
   std::vector<Run> runs;
   for (const Matrix& matrix : matrices) {
@@ -112,27 +113,69 @@ Status code_matrices(const Checkpoint& source, const Gram& gram,
   const std::int64_t slots =
       std::clamp<std::int64_t>(num_threads(), 1, static_cast<std::int64_t>(runs.size()));
   std::vector<Worker> workers(at(slots));
-  std::mutex taking;
-  return cpu::parallel_queue(
-      static_cast<std::int64_t>(runs.size()), slots,
-      [&](std::int64_t i, std::int64_t slot) -> Status {
-        BITTERN_TRY(progress.go_on());
-        const Run& run = runs[at(i)];
-        const Matrix& matrix = *run.matrix;
-        Worker& worker = workers[at(slot)];
-        BITTERN_TRY(matrix.reader.numbers(run.first, run.count, worker.numbers));
-        worker.w.resize(at(run.count * gram.inputs()));
-        BITTERN_TRY(as_f32(worker.numbers, worker.w));
-        const CodedGrid& grid = matrix.grid;
-        const RoundingGrid how{grid.bits, grid.group, grid.params, grid.integer_zeros, grid.biases};
-        BITTERN_TRY(worker.rounder.round(*errors, how, worker.w.data(), run.count, worker.rows));
-        worker.rows.first = run.first;
-        {
-          const std::lock_guard lock(taking);
-          BITTERN_TRY(take(matrix.task.index, run.first, worker.rows));
-        }
-        return progress.add(static_cast<std::uint64_t>(run.count * gram.inputs()));
-      });
+  // Rounds runs from `first` on; use(i, rows) as each is made, by one thread at a time.
+  const auto round = [&](std::int64_t first, std::int64_t count, const auto& use) {
+    std::mutex using_rows;
+    return cpu::parallel_queue(
+        count, std::min(slots, count), [&](std::int64_t i, std::int64_t slot) -> Status {
+          BITTERN_TRY(progress.go_on());
+          const Run& run = runs[at(first + i)];
+          const Matrix& matrix = *run.matrix;
+          Worker& worker = workers[at(slot)];
+          BITTERN_TRY(matrix.reader.numbers(run.first, run.count, worker.numbers));
+          worker.w.resize(at(run.count * gram.inputs()));
+          BITTERN_TRY(as_f32(worker.numbers, worker.w));
+          const CodedGrid& grid = matrix.grid;
+          const RoundingGrid how{grid.bits, grid.group, grid.params, grid.integer_zeros,
+                                 grid.biases};
+          BITTERN_TRY(worker.rounder.round(*errors, how, worker.w.data(), run.count, worker.rows));
+          worker.rows.first = run.first;
+          {
+            const std::lock_guard lock(using_rows);
+            BITTERN_TRY(use(i, worker.rows));
+          }
+          return progress.add(static_cast<std::uint64_t>(run.count * gram.inputs()));
+        });
+  };
+  if (ranks == nullptr)
+    return round(0, std::ssize(runs), [&](std::int64_t i, const GridRows& rows) {
+      return take(runs[at(i)].matrix->task.index, rows.first, rows);
+    });
+
+  const RunItems items = items_of_runs(ranks, std::ssize(runs), 64);
+  const auto make = [&](std::int64_t item, Packer& out) -> Status {
+    const std::int64_t first = item * items.length;
+    std::vector<GridRows> made(at(std::min(items.length, std::ssize(runs) - first)));
+    BITTERN_TRY(round(first, std::ssize(made), [&](std::int64_t i, const GridRows& rows) {
+      made[at(i)] = rows;
+      return Status();
+    }));
+    for (const GridRows& rows : made) {
+      out.add(rows.codes);
+      out.add(rows.scales);
+      out.add(rows.biases);
+    }
+    return {};
+  };
+  const auto receive = [&](std::int64_t item, Unpacker in) -> Status {
+    for (std::int64_t i = item * items.length; !in.empty(); ++i) {
+      const Run& run = runs[at(i)];
+      GridRows rows{.bits = run.matrix->grid.bits,
+                    .group = run.matrix->grid.group,
+                    .first = run.first,
+                    .codes = {},
+                    .scales = {},
+                    .biases = {}};
+      in.take(rows.codes);
+      in.take(rows.scales);
+      in.take(rows.biases);
+      BITTERN_TRY(take(run.matrix->task.index, run.first, rows));
+      if (item % ranks->count() != ranks->rank())
+        BITTERN_TRY(progress.add(static_cast<std::uint64_t>(run.count * gram.inputs())));
+    }
+    return {};
+  };
+  return deal(ranks, items.items, DealTo::first, make, receive);
 }
 
 }  // namespace
@@ -227,7 +270,7 @@ Result<std::vector<std::size_t>> GptqCoder::code(const Checkpoint& source,
     progress.begin("how much each token counts");
     std::int64_t pieces = 0;
     std::uint64_t told = 0;
-    auto made = TokenWeights::make(*model, text_, [&]() -> Status {
+    auto made = TokenWeights::make(*model, text_, ranks_, [&]() -> Status {
       const std::uint64_t now = 2 * weights * static_cast<std::uint64_t>(++pieces) /
                                 static_cast<std::uint64_t>(text_.pieces());
       return progress.add(now - std::exchange(told, now));
@@ -236,7 +279,7 @@ Result<std::vector<std::size_t>> GptqCoder::code(const Checkpoint& source,
     token_weights = std::move(*made);
     BITTERN_TRY(progress.end());
   }
-  auto inputs = LayerInputs::make(*model, text_, token_weights ? &*token_weights : nullptr);
+  auto inputs = LayerInputs::make(*model, text_, token_weights ? &*token_weights : nullptr, ranks_);
   if (!inputs) return inputs.status();
 
   std::uint64_t begun = 0;  // weights of all layers up to this one
@@ -278,7 +321,8 @@ Result<std::vector<std::size_t>> GptqCoder::code(const Checkpoint& source,
           }
         }
         if (!matrices.empty())
-          BITTERN_TRY(code_matrices(source, gram->second, columns, matrices, take, progress));
+          BITTERN_TRY(
+              code_matrices(source, gram->second, columns, matrices, ranks_, take, progress));
       }
       grams->erase(gram);  // its memory
     }

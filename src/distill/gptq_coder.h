@@ -17,20 +17,23 @@ class GptqCoder : public MatrixCoder {
  public:
   // The model's path, that of the text, and how much of it is read.
   // fisher: tokens count by what their errors cost (distill/token_weights.h).
+  // ranks: processes that share pieces, sums and rows; `take` is called in process 0.
   GptqCoder(std::string model, std::string data, std::int64_t pieces, std::int64_t context,
-            bool fisher)
+            bool fisher, Ranks* ranks = nullptr)
       : model_(std::move(model)),
         data_(std::move(data)),
         pieces_(pieces),
         context_(context),
-        fisher_(fisher) {}
+        fisher_(fisher),
+        ranks_(ranks) {}
 
   // The same with a text that is read already.
-  GptqCoder(std::string model, CalibrationText text, bool fisher)
+  GptqCoder(std::string model, CalibrationText text, bool fisher, Ranks* ranks = nullptr)
       : model_(std::move(model)),
         pieces_(text.pieces()),
         context_(text.context),
         fisher_(fisher),
+        ranks_(ranks),
         text_(std::move(text)) {}
 
   std::string_view method() const override { return "gptq"; }
@@ -51,6 +54,7 @@ class GptqCoder : public MatrixCoder {
   std::string model_, data_;
   std::int64_t pieces_, context_;
   bool fisher_;
+  Ranks* ranks_;
   CalibrationText text_;
   std::int64_t layers_ = 0;
   std::vector<Recipe> parts_;  // of the decoder

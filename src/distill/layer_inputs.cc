@@ -1,19 +1,22 @@
 #include "distill/layer_inputs.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
+#include "core/ranks.h"
 #include "distill/token_weights.h"
 #include "model/forward.h"
 
 namespace bittern {
 namespace {
 
-// Adds what a layer's products are given to the sums that are wanted.
+// Takes what a layer's products are given, where it is wanted: adds it to the sums, or keeps it
+// for those of all processes.
 class Collector : public Watcher {
  public:
-  Collector(const std::set<InputPlace>& wanted, const TokenWeights* weights)
-      : wanted_(wanted), weights_(weights) {}
+  Collector(const std::set<InputPlace>& wanted, const TokenWeights* weights, Ranks* ranks)
+      : wanted_(wanted), weights_(weights), ranks_(ranks) {}
   // The number of the token that the next rows begin with.
   void begin(std::int64_t first) { first_ = first; }
 
@@ -21,21 +24,56 @@ class Collector : public Watcher {
     if (input.expert >= 0) return;
     // The shared expert reads what the router reads.
     if (input.shared && input.place == ProductPlace::mlp_in) return;
-    add({input.layer, input.place, input.shared}, input.x);
+    take({input.layer, input.place, input.shared}, input.x);
   }
-  void add(const InputPlace& place, const ConstView& x) {
+  void take(const InputPlace& place, const ConstView& x) {
     if (!wanted_.contains(place)) return;
-    const auto weights =
-        weights_ != nullptr ? weights_->of(place, first_, x.shape[0]) : std::span<const float>();
-    grams.try_emplace(place, x.shape[1]).first->second.add(x, weights);
+    if (ranks_ == nullptr) return add(place, first_, x);
+    std::vector<float> rows;
+    for (std::int64_t i = 0; i < x.shape[0]; ++i) {
+      const float* const row = x.as<float>() + i * x.stride[0];
+      rows.insert(rows.end(), row, row + x.shape[1]);
+    }
+    Packer& kept = kept_[place];
+    kept.add(first_);
+    kept.add(x.shape[1]);
+    kept.add(rows);
   }
-
-  std::map<InputPlace, Gram> grams;
+  // What was kept by all processes, in the order of their ranks.
+  Status exchange() {
+    std::vector<std::vector<std::byte>> all;
+    for (const InputPlace& place : wanted_) {
+      BITTERN_TRY(ranks_->gather(kept_[place].bytes(), all));
+      for (const auto& bytes : all) {
+        for (Unpacker in(bytes); !in.empty();) {
+          const auto first = in.next<std::int64_t>(), width = in.next<std::int64_t>();
+          const auto rows = in.next<std::vector<float>>();
+          add(place, first, view(rows.data(), {std::ssize(rows) / width, width}));
+        }
+      }
+    }
+    kept_.clear();
+    return {};
+  }
+  Result<std::map<InputPlace, Gram>> sums() {
+    for (auto& [place, gram] : grams_)
+      if (ranks_ != nullptr) BITTERN_TRY(gram.complete(*ranks_));
+    return std::move(grams_);
+  }
 
  private:
+  void add(const InputPlace& place, std::int64_t first, const ConstView& x) {
+    const auto weights =
+        weights_ != nullptr ? weights_->of(place, first, x.shape[0]) : std::span<const float>();
+    grams_.try_emplace(place, x.shape[1], ranks_).first->second.add(x, weights);
+  }
+
   const std::set<InputPlace>& wanted_;
   const TokenWeights* weights_;
+  Ranks* ranks_;
   std::int64_t first_ = 0;
+  std::map<InputPlace, Packer> kept_;
+  std::map<InputPlace, Gram> grams_;
 };
 
 }  // namespace
@@ -51,13 +89,14 @@ Status LayerInputs::each_pass(std::int64_t piece, const F& f) {
     const Segment segment{.session = &session,
                           .tokens = {text_->piece(piece) + first, static_cast<std::size_t>(count)},
                           .position = first};
-    BITTERN_TRY(f(segment, stream_.data() + (piece * context + first) * data.decoder.hidden));
+    const std::int64_t row = piece / count_of(ranks_) * context + first;
+    BITTERN_TRY(f(segment, stream_.data() + row * data.decoder.hidden));
   }
   return {};
 }
 
 Result<LayerInputs> LayerInputs::make(const Model& model, const CalibrationText& text,
-                                      const TokenWeights* weights) {
+                                      const TokenWeights* weights, Ranks* ranks) {
   const ModelData& data = ModelAccess::data(model);
   for (const std::int32_t token : text.tokens)
     if (token < 0 || token >= data.decoder.vocab)
@@ -67,9 +106,12 @@ Result<LayerInputs> LayerInputs::make(const Model& model, const CalibrationText&
   if (!session) return session.status();
   LayerInputs inputs(model, text, std::move(*session));
   inputs.weights_ = weights;
+  inputs.ranks_ = ranks;
   BITTERN_TRY(ModelAccess::data(inputs.session_).reserve(text.context));
-  inputs.stream_.resize(text.tokens.size() * static_cast<std::size_t>(data.decoder.hidden));
-  for (std::int64_t piece = 0; piece < text.pieces(); ++piece)
+  const std::int64_t rank = rank_of(ranks), count = count_of(ranks);
+  const std::int64_t own = (text.pieces() - rank + count - 1) / count;
+  inputs.stream_.resize(static_cast<std::size_t>(own * text.context * data.decoder.hidden));
+  for (std::int64_t piece = rank; piece < text.pieces(); piece += count)
     BITTERN_TRY(inputs.each_pass(piece, [&](const Segment& segment, float* stream) {
       return embed_pass(data, segment, stream);
     }));
@@ -80,21 +122,29 @@ Result<std::map<InputPlace, Gram>> LayerInputs::next(const std::set<InputPlace>&
                                                      const std::function<Status()>& done) {
   const ModelData& data = ModelAccess::data(model_);
   const bool behind = layer_ == model_.info().layers;
-  Collector collector(wanted, weights_);
-  for (std::int64_t piece = 0; piece < text_->pieces(); ++piece) {
-    const auto run = [&](const Segment& segment, float* stream) {
+  Collector collector(wanted, weights_, ranks_);
+  const auto run_piece = [&](std::int64_t piece) -> Status {
+    return each_pass(piece, [&](const Segment& segment, float* stream) {
       collector.begin(piece * text_->context + segment.position);
       if (!behind) return layer_pass(data, segment, layer_, stream, &collector);
       const Status status = norm_pass(data, segment, stream);
       const ConstView x = view(stream, {segment.count(), data.decoder.hidden});
-      if (status.ok()) collector.add({.layer = layer_}, x);
+      if (status.ok()) collector.take({.layer = layer_}, x);
       return status;
-    };
-    BITTERN_TRY(each_pass(piece, run));
-    BITTERN_TRY(done());
+    });
+  };
+  const std::int64_t rank = rank_of(ranks_), count = count_of(ranks_);
+  for (std::int64_t first = 0; first < text_->pieces(); first += count) {
+    Status status;
+    if (first + rank < text_->pieces()) status = run_piece(first + rank);
+    BITTERN_TRY(agree(ranks_, status));
+    if (ranks_ != nullptr) BITTERN_TRY(collector.exchange());
+    for (std::int64_t i = first; i < std::min(first + count, text_->pieces()); ++i)
+      BITTERN_TRY(done());
   }
   ++layer_;
-  return std::move(collector.grams);
+  BITTERN_TRY(agree(ranks_, {}));
+  return collector.sums();
 }
 
 }  // namespace bittern

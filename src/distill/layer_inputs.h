@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bittern/model.h"
+#include "bittern/ranks.h"
 #include "bittern/status.h"
 #include "distill/calibration_text.h"
 #include "distill/gram.h"
@@ -28,8 +29,9 @@ class TokenWeights;
 class LayerInputs {
  public:
   // The embeddings of the text. It outlives this, and so do the tokens' weights, if there are any.
+  // Processes share the pieces, and the sums have the bits of one process.
   static Result<LayerInputs> make(const Model& model, const CalibrationText& text,
-                                  const TokenWeights* weights = nullptr);
+                                  const TokenWeights* weights = nullptr, Ranks* ranks = nullptr);
 
   // Runs the next layer (behind the last one, the final norm). The sums of its wanted places.
   // `done` is called after each piece.
@@ -46,8 +48,9 @@ class LayerInputs {
   Model model_;
   const CalibrationText* text_;
   const TokenWeights* weights_ = nullptr;
+  Ranks* ranks_ = nullptr;
   Session session_;
-  std::vector<float> stream_;  // [tokens, hidden]
+  std::vector<float> stream_;  // [tokens, hidden]; of the pieces that this process has
   std::int64_t layer_ = 0;
 };
 

@@ -8,6 +8,7 @@
 #include "bittern/ops/adam.h"
 #include "bittern/plan.h"
 #include "core/angle.h"
+#include "core/ranks.h"
 #include "cpu/parallel.h"
 #include "distill/gradient_sum.h"
 
@@ -18,6 +19,18 @@ constexpr double kCentreRate = 5.0 / 3, kCodeRate = 1.4;
 
 std::span<const std::int32_t> tokens_of(const CalibrationText& text, std::int64_t piece) {
   return {text.piece(piece), static_cast<std::size_t>(text.context)};
+}
+
+// The numbers of all processes, in the order of their ranks. `status`: whether this one has its.
+Status share(Ranks* ranks, const Status& status, std::vector<double>& numbers) {
+  BITTERN_TRY(agree(ranks, status));
+  if (ranks == nullptr) return {};
+  std::vector<std::vector<std::byte>> all;
+  BITTERN_TRY(ranks->gather(std::as_bytes(std::span(numbers)), all));
+  numbers.clear();
+  for (const auto& bytes : all)
+    for (Unpacker in(bytes); !in.empty();) numbers.push_back(in.next<double>());
+  return {};
 }
 
 }  // namespace
@@ -69,27 +82,37 @@ Result<double> Learner::step(LearnState& state, std::int64_t steps) {
     state.means[i].resize(state.parameters[i].size());
     state.variances[i].resize(state.parameters[i].size());
   }
-  const auto batch = static_cast<std::size_t>(options_.batch);
-  pieces_.resize(batch);
+  // The pieces of the step that this process has.
+  Ranks* const ranks = options_.ranks;
+  const std::int64_t first = options_.batch * rank_of(ranks) / count_of(ranks);
+  const auto count =
+      static_cast<std::size_t>(options_.batch * (rank_of(ranks) + 1) / count_of(ranks) - first);
+  pieces_.resize(count);
   taught_.resize(static_cast<std::size_t>(text_.train.context * pass_.teacher_width()));
   std::vector<SliceGradients> ends;
-  ends.reserve(batch);
-  double kl = 0;
-  for (std::size_t i = 0; i < batch; ++i) {
-    const std::int64_t piece =
-        text_.nth(state.step * options_.batch + static_cast<std::int64_t>(i), options_.seed);
-    const auto tokens = tokens_of(text_.train, piece);
-    Taught taught{.hidden = taught_.data()};
-    if (targets_) {
-      taught = {.targets = &*targets_, .first = places_.at(piece)};
-    } else {
-      BITTERN_TRY(pass_.teach(tokens, taught_.data()));
+  ends.reserve(count);
+  std::vector<double> losses;
+  const auto forwards = [&]() -> Status {
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::int64_t n = state.step * options_.batch + first + static_cast<std::int64_t>(i);
+      const std::int64_t piece = text_.nth(n, options_.seed);
+      const auto tokens = tokens_of(text_.train, piece);
+      Taught taught{.hidden = taught_.data()};
+      if (targets_) {
+        taught = {.targets = &*targets_, .first = places_.at(piece)};
+      } else {
+        BITTERN_TRY(pass_.teach(tokens, taught_.data()));
+      }
+      const auto loss =
+          pass_.loss(tokens, taught, pieces_[i], ends.emplace_back(grids_, grids_.ends()));
+      if (!loss) return loss.status();
+      losses.push_back(*loss);
     }
-    const auto loss =
-        pass_.loss(tokens, taught, pieces_[i], ends.emplace_back(grids_, grids_.ends()));
-    if (!loss) return loss.status();
-    kl += *loss;
-  }
+    return {};
+  };
+  double kl = 0;
+  BITTERN_TRY(share(ranks, forwards(), losses));
+  for (const double loss : losses) kl += loss;
   if (!std::isfinite(kl)) return kl;  // nothing is learned from it
 
   const double turn =
@@ -98,20 +121,30 @@ Result<double> Learner::step(LearnState& state, std::int64_t steps) {
   ++state.step;
   for (std::int64_t layer = pass_.layers(); layer-- > 0;) {
     const LearnedGrids::Slice& slice = grids_.slices()[static_cast<std::size_t>(layer)];
-    GradientSum sum;
-    for (PieceStreams& piece : pieces_) {
-      SliceGradients gradients(grids_, slice);
-      BITTERN_TRY(pass_.layer_backward(layer, piece, gradients));
-      sum.add(std::move(gradients.numbers));
+    GradientSum sum(first);
+    const auto backwards = [&]() -> Status {
+      for (PieceStreams& piece : pieces_) {
+        SliceGradients gradients(grids_, slice);
+        BITTERN_TRY(pass_.layer_backward(layer, piece, gradients));
+        sum.add(std::move(gradients.numbers));
+      }
+      return {};
+    };
+    auto whole = sum.take(ranks, backwards());
+    if (!whole) return whole.status();
+    BITTERN_TRY(update(slice, std::move(*whole), rate, state));
+  }
+  GradientSum sum(first);
+  const auto backwards = [&]() -> Status {
+    for (std::size_t i = 0; i < count; ++i) {
+      BITTERN_TRY(pass_.embedding_backward(pieces_[i], ends[i]));
+      sum.add(std::move(ends[i].numbers));
     }
-    BITTERN_TRY(update(slice, sum.take(), rate, state));
-  }
-  GradientSum sum;
-  for (std::size_t i = 0; i < batch; ++i) {
-    BITTERN_TRY(pass_.embedding_backward(pieces_[i], ends[i]));
-    sum.add(std::move(ends[i].numbers));
-  }
-  BITTERN_TRY(update(grids_.ends(), sum.take(), rate, state));
+    return {};
+  };
+  auto whole = sum.take(ranks, backwards());
+  if (!whole) return whole.status();
+  BITTERN_TRY(update(grids_.ends(), std::move(*whole), rate, state));
   return kl / static_cast<double>(options_.batch);
 }
 
@@ -179,17 +212,24 @@ Status Learner::update(const LearnedGrids::Slice& slice, std::vector<float> sum,
 Result<double> Learner::validate(KlPass& pass) {
   const CalibrationText& text = text_.validation;
   const std::int64_t size = text.context * pass.teacher_width();
+  const std::int64_t rank = rank_of(options_.ranks), count = count_of(options_.ranks);
   if (validation_.empty()) {
-    validation_.resize(static_cast<std::size_t>(text.pieces() * size));
-    for (std::int64_t i = 0; i < text.pieces(); ++i)
-      BITTERN_TRY(pass.teach(tokens_of(text, i), validation_.data() + i * size));
+    validation_.resize(static_cast<std::size_t>((text.pieces() + count - 1) / count * size));
+    for (std::int64_t i = rank; i < text.pieces(); i += count)
+      BITTERN_TRY(pass.teach(tokens_of(text, i), validation_.data() + i / count * size));
   }
   double sum = 0;
-  for (std::int64_t i = 0; i < text.pieces(); ++i) {
-    const auto loss = pass.loss(tokens_of(text, i), {.hidden = validation_.data() + i * size});
-    if (!loss) return loss.status();
-    sum += *loss;
-  }
+  const auto make = [&](std::int64_t i, Packer& out) -> Status {
+    const auto loss =
+        pass.loss(tokens_of(text, i), {.hidden = validation_.data() + i / count * size});
+    if (loss) out.add(*loss);
+    return loss.status();
+  };
+  const auto add = [&](std::int64_t, Unpacker in) {
+    sum += in.next<double>();
+    return Status();
+  };
+  BITTERN_TRY(deal(options_.ranks, text.pieces(), DealTo::all, make, add));
   return sum / static_cast<double>(text.pieces());
 }
 

@@ -9,6 +9,8 @@
 // nearer to the teacher, and learns at a lower rate. All pieces of a step go forwards, then they go
 // backwards layer by layer, and a layer is updated as soon as all have passed it: gradients of more
 // than a layer are never in memory.
+//
+// Processes share the pieces. Each updates everything, by the same sums.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -92,9 +94,10 @@ class Learner {
   int bits_;
   std::optional<TargetsFile> targets_;
   std::map<std::int64_t, std::int64_t> places_;
-  std::vector<PieceStreams> pieces_;  // of a step
+  std::vector<PieceStreams> pieces_;  // of a step, those of this process
   std::vector<float> taught_;         // of a piece
-  std::vector<float> validation_;     // what the teacher's head reads of all pieces held out
+  // What the teacher's head reads of the pieces held out that this process has.
+  std::vector<float> validation_;
 };
 
 }  // namespace bittern

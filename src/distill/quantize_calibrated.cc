@@ -4,6 +4,7 @@
 #include "convert/matrix_coder.h"
 #include "convert/option_names.h"
 #include "core/guarded.h"
+#include "core/ranks.h"
 #include "distill/gptq_coder.h"
 
 namespace bittern {
@@ -26,7 +27,7 @@ Result<QuantizeReport> quantize(const std::string& source, const std::string& ou
                      context = options.context.value_or(kContext);
   BITTERN_TRY(check("pieces", pieces, 1, kMostPieces));
   BITTERN_TRY(check("context", context, 2, kMostContext));  // one may be bos alone: no text at all
-  GptqCoder coder(source, *options.data, pieces, context, options.fisher);
+  GptqCoder coder(source, *options.data, pieces, context, options.fisher, options.ranks);
   return quantize_model(source, out, options, &coder);
 }
 
@@ -35,11 +36,11 @@ Result<QuantizeReport> quantize(const std::string& source, const std::string& ou
 Result<QuantizeReport> quantize_calibrated(const std::string& source, const std::string& out,
                                            const QuantizeOptions& options) noexcept {
   if (options.method != "gptq") return quantize_model(source, out, options);
-  return guarded("quantize_calibrated", [&]() -> Result<QuantizeReport> {
-    auto report = quantize(source, out, options);
-    if (!report) return with_option_names(report.status(), options.option_name);
-    return report;
-  });
+  return agreed(options.ranks, guarded("quantize_calibrated", [&]() -> Result<QuantizeReport> {
+                  auto report = quantize(source, out, options);
+                  if (!report) return with_option_names(report.status(), options.option_name);
+                  return report;
+                }));
 }
 
 }  // namespace bittern

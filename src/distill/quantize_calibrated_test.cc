@@ -12,6 +12,7 @@
 #include "bittern/distill.h"
 #include "bittern/model.h"
 #include "bittern/tokenizer.h"
+#include "core/test_ranks.h"
 #include "cpu/dispatch.h"
 #include "formats/test_folder.h"
 #include "model/test_model.h"
@@ -223,6 +224,30 @@ TEST_F(QuantizeCalibrated, TheBytesDependOnNothingElse) {
   other.pieces = 29;
   made(model, "other", other);
   EXPECT_NE(contents("other"), first);
+}
+
+// 30 pieces, and matrices of fewer rows than one process takes at once.
+TEST_F(QuantizeCalibrated, ProcessesMakeTheSameBytes) {
+  for (const bool fisher : {false, true}) {
+    const std::string model = put_tiny_model(*this, fisher ? "llama" : "qwen3_next");
+    QuantizeOptions options = gptq();
+    options.fisher = fisher;
+    options.force = true;
+    options.pieces = 7;
+    options.rules.clear();  // the head, too
+    made(model, "whole", options);
+    const std::string whole = contents("whole");
+    for (const int count : {1, 2, 3, 4}) {
+      SCOPED_TRACE(count);
+      ThreadRanks::run(count, [&](Ranks& ranks) {
+        QuantizeOptions own = options;
+        own.ranks = &ranks;
+        const auto report = quantize_calibrated(model, path("out"), own);
+        ASSERT_TRUE(report) << report.status().message();
+      });
+      EXPECT_EQ(contents("out"), whole);
+    }
+  }
 }
 
 TEST_F(QuantizeCalibrated, GoesOnWhereItWasStopped) {

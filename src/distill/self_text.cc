@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bittern/sample.h"
+#include "core/ranks.h"
 #include "core/split_mix.h"
 
 namespace bittern {
@@ -19,13 +20,14 @@ std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
 Result<CalibrationText> write_text(const Model& model, const Tokenizer& tokenizer,
                                    std::int64_t pieces, std::int64_t context, std::uint64_t seed,
-                                   const std::function<Status(double share)>& tell) {
+                                   const std::function<Status(double share)>& tell, Ranks* ranks) {
   const auto first = tokenizer.bos() ? tokenizer.bos() : tokenizer.eos();
   if (!first)
     return invalid(
         "the model has neither a bos nor an eos token to begin a text with, expected "
         "@{data}");
-  const std::int64_t together = std::min(kTogether, pieces);
+  const std::int64_t together =
+      std::min(kTogether, (pieces + count_of(ranks) - 1) / count_of(ranks));
   const std::int64_t width = model.info().hidden, vocab = model.info().vocab;
   std::vector<Session> sessions;
   for (std::int64_t i = 0; i < together; ++i) {
@@ -36,8 +38,8 @@ Result<CalibrationText> write_text(const Model& model, const Tokenizer& tokenize
   std::vector<float> hidden(at(together * width)), logits(at(together * vocab));
   CalibrationText text{.context = context, .tokens = {}};
   text.tokens.resize(at(pieces * context), *first);
-  for (std::int64_t begin = 0; begin < pieces; begin += together) {
-    const std::int64_t count = std::min(together, pieces - begin);
+  const auto make = [&](std::int64_t item, Packer& out) -> Status {
+    const std::int64_t begin = item * together, count = std::min(together, pieces - begin);
     for (std::int64_t i = 0; i < count; ++i) BITTERN_TRY(sessions[at(i)].truncate(0));
     for (std::int64_t t = 0; t + 1 < context; ++t) {
       std::vector<SessionTokens> steps;
@@ -56,7 +58,16 @@ Result<CalibrationText> write_text(const Model& model, const Tokenizer& tokenize
       BITTERN_TRY(tell(static_cast<double>(begin * context + (t + 1) * count) /
                        static_cast<double>(pieces * context)));
     }
-  }
+    const auto own = text.tokens.begin() + begin * context;
+    out.add(std::vector<std::int32_t>(own, own + count * context));
+    return {};
+  };
+  const auto take = [&](std::int64_t item, Unpacker in) {
+    const auto written = in.next<std::vector<std::int32_t>>();
+    std::copy(written.begin(), written.end(), text.tokens.begin() + item * together * context);
+    return Status();
+  };
+  BITTERN_TRY(deal(ranks, (pieces + together - 1) / together, DealTo::all, make, take));
   return text;
 }
 

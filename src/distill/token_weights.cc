@@ -8,6 +8,7 @@
 #include "bittern/plan.h"
 #include "core/dot.h"
 #include "core/math.h"
+#include "core/ranks.h"
 #include "core/split_mix.h"
 #include "model/streams.h"
 
@@ -77,7 +78,7 @@ Status draw_labels(float* x, std::int64_t rows, std::int64_t vocab, double softc
 }  // namespace
 
 Result<TokenWeights> TokenWeights::make(const Model& model, const CalibrationText& text,
-                                        const std::function<Status()>& done) {
+                                        Ranks* ranks, const std::function<Status()>& done) {
   auto streams = LayerStreams::make(model, text.context);
   if (!streams) return streams.status();
   const ModelData& data = streams->model();
@@ -87,7 +88,7 @@ Result<TokenWeights> TokenWeights::make(const Model& model, const CalibrationTex
   Scratch scratch;
   PieceStreams passed;
   std::vector<float> logits(at(kRows * d.vocab));
-  for (std::int64_t piece = 0; piece < text.pieces(); ++piece) {
+  const auto make = [&](std::int64_t piece, Packer& out) -> Status {
     BITTERN_TRY(streams->forward({text.piece(piece), at(text.context)}, true, passed));
     passed.d_stream.resize(passed.hidden.size());
     for (std::int64_t first = 0; first < text.context; first += kRows) {
@@ -107,8 +108,24 @@ Result<TokenWeights> TokenWeights::make(const Model& model, const CalibrationTex
     BITTERN_TRY(streams->norm_backward(passed));
     for (std::int64_t i = streams->layers(); i-- > 0;)
       BITTERN_TRY(streams->layer_backward(i, passed, squares));
-    BITTERN_TRY(done());
-  }
+    for (const auto& [place, numbers] : weights.weights_) {
+      const auto begin = numbers.begin() + piece * text.context;
+      out.add(place);
+      out.add(std::vector<float>(begin, begin + text.context));
+    }
+    return {};
+  };
+  const auto take = [&](std::int64_t piece, Unpacker in) -> Status {
+    while (!in.empty()) {
+      const auto place = in.next<InputPlace>();
+      const auto numbers = in.next<std::vector<float>>();
+      auto& all = weights.weights_[place];
+      all.resize(text.tokens.size());
+      std::copy(numbers.begin(), numbers.end(), all.begin() + piece * text.context);
+    }
+    return done();
+  };
+  BITTERN_TRY(deal(ranks, text.pieces(), DealTo::all, make, take));
   for (auto& [place, numbers] : weights.weights_) {
     double sum = 0;
     for (const float x : numbers) sum += double{x};

@@ -18,8 +18,8 @@ namespace bittern {
 
 class TokenWeights {
  public:
-  // `done` is called after each piece. The model has exact activations.
-  static Result<TokenWeights> make(const Model& model, const CalibrationText& text,
+  // `done` is called after each piece. The model has exact activations. Processes share the pieces.
+  static Result<TokenWeights> make(const Model& model, const CalibrationText& text, Ranks* ranks,
                                    const std::function<Status()>& done);
 
   // Of the text's tokens from `first` on; nothing where the place has none.

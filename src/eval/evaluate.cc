@@ -1,11 +1,14 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <iterator>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "bittern/eval.h"
 #include "core/guarded.h"
+#include "core/ranks.h"
 #include "cpu/parallel.h"
 #include "eval/pieces.h"
 #include "eval/reader.h"
@@ -49,11 +52,14 @@ class StreamKeeper : public Watcher {
   std::vector<float> kept_;
 };
 
-// Adds up how far a student's stream is from it.
+// How far a student's stream is from it at each position scored.
 class StreamJudge : public Watcher {
  public:
-  StreamJudge(const StreamKeeper& teacher, const Piece& piece, std::vector<double>& sums)
-      : teacher_(teacher), piece_(piece), sums_(sums), seen_(sums.size()) {}
+  StreamJudge(const StreamKeeper& teacher, const Piece& piece, std::int64_t layers,
+              std::vector<double>& to)
+      : teacher_(teacher), piece_(piece), to_(to), seen_(at(layers)) {
+    to_.assign(at(layers * piece.scored()), 0.0);
+  }
   void layer(std::int64_t index, const ConstView& stream) override {
     for (std::int64_t r = 0; r < stream.shape[0]; ++r) {
       const std::int64_t position = seen_[at(index)]++;
@@ -66,14 +72,14 @@ class StreamJudge : public Watcher {
         off += d * d;
         all += double{t[i]} * double{t[i]};
       }
-      if (off != 0) sums_[at(index)] += off / all;
+      if (off != 0) to_[at(index * piece_.scored() + position - piece_.from)] = off / all;
     }
   }
 
  private:
   const StreamKeeper& teacher_;
   const Piece& piece_;
-  std::vector<double>& sums_;
+  std::vector<double>& to_;
   std::vector<std::int64_t> seen_;
 };
 
@@ -124,14 +130,14 @@ Compared compare_targets(const TargetsFile& file, std::int64_t position, float* 
   return out;
 }
 
-// one(row) -> Compared for each of the student's rows, gathered in order.
+// one(row) -> Compared for each of the student's rows, kept in order.
 template <class One>
 Status compare_rows(Reader& student, std::int64_t rows, const One& one) {
   std::array<Compared, static_cast<std::size_t>(kEvalRows)> all;
   cpu::parallel(rows, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t r = begin; r < end; ++r) all[at(r)] = one(r);
   });
-  Gathered& g = student.gathered;
+  PieceScores& g = student.scores;
   for (std::int64_t r = 0; r < rows; ++r) {
     const Compared& c = all[at(r)];
     if (!std::isfinite(c.kl) || !std::isfinite(c.dp))
@@ -197,7 +203,8 @@ class Evaluation {
         pieces_(std::move(pieces)),
         readers_(std::move(readers)),
         students_(readers_.size() - (teacher ? 1 : 0)),
-        targets_(targets) {}
+        targets_(targets),
+        all_(readers_.size()) {}
 
   Result<EvalResult> run() {
     EvalResult result;
@@ -212,21 +219,62 @@ class Evaluation {
       for (std::int64_t i = 0; i < result.scored; ++i)
         known.nll.push_back(-double{targets_->right(i)});
     for (std::size_t i = 0; i < students_; ++i) {
-      readers_[i].gathered.lower_bound =
-          targets_ != nullptr && targets_->key().top < readers_[i].info().vocab;
-      if (options_.layers) readers_[i].gathered.layers.assign(at(readers_[i].info().layers), 0.0);
+      all_[i].lower_bound = targets_ != nullptr && targets_->key().top < readers_[i].info().vocab;
+      if (options_.layers) all_[i].layers.assign(at(readers_[i].info().layers), 0.0);
     }
-    for (const Piece& piece : pieces_) BITTERN_TRY(take(piece));
+    BITTERN_TRY(read_all());
     if (targets_ != nullptr) BITTERN_TRY(targets_->unchanged());
     for (std::size_t i = 0; i < students_; ++i)
-      result.models.push_back(summary(readers_[i].gathered, options_, pieces_));
-    if (teacher() != nullptr) result.teacher = summary(teacher()->gathered, options_, pieces_);
+      result.models.push_back(summary(all_[i], options_, pieces_));
+    if (teacher() != nullptr) result.teacher = summary(all_.back(), options_, pieces_);
     if (targets_ != nullptr) result.teacher = summary(known, options_, pieces_);
     return result;
   }
 
  private:
   Reader* teacher() { return students_ < readers_.size() ? &readers_.back() : nullptr; }
+
+  // Pieces are dealt out to the processes. What was made of them is added in their order, in every
+  // process.
+  Status read_all() {
+    const std::int64_t rank = rank_of(options_.ranks), count = count_of(options_.ranks);
+    std::vector<std::int64_t> scored;  // before each piece
+    std::int64_t before = 0;
+    for (const Piece& piece : pieces_) {
+      scored.push_back(before);
+      before += piece.scored();
+    }
+    const auto make = [&](std::int64_t i, Packer& out) -> Status {
+      for (Reader& reader : readers_) reader.scores = {};
+      BITTERN_TRY(take(pieces_[at(i)], scored[at(i)]));
+      for (const Reader& reader : readers_) {
+        const PieceScores& own = reader.scores;
+        for (const auto* numbers : {&own.nll, &own.kl, &own.dp, &own.layers}) out.add(*numbers);
+        for (const std::int64_t same : {own.same1, own.same5}) out.add(same);
+        out.add(own.seconds);
+      }
+      return {};
+    };
+    std::vector<double> slowest(readers_.size());  // of the pieces that are read at once
+    const auto add = [&](std::int64_t i, Unpacker in) -> Status {
+      for (std::size_t r = 0; r < readers_.size(); ++r) {
+        PieceScores one;
+        for (auto* numbers : {&one.nll, &one.kl, &one.dp, &one.layers}) in.take(*numbers);
+        for (std::int64_t* same : {&one.same1, &one.same5}) in.take(*same);
+        in.take(one.seconds);
+        all_[r].add(one);
+        if (r == 0)
+          for (const double nll : one.nll) sum_ += nll;
+        slowest[r] = std::max(slowest[r], one.seconds);
+        if (i % count == count - 1 || at(i) + 1 == pieces_.size())
+          all_[r].seconds += std::exchange(slowest[r], 0.0);
+      }
+      scored_ += pieces_[at(i)].scored();
+      if (i % count != rank) done_ += pieces_[at(i)].length * std::ssize(readers_);
+      return {};
+    };
+    return deal(options_.ranks, std::ssize(pieces_), DealTo::all, make, add);
+  }
 
   Status read(const Piece& piece) {
     const std::vector<std::int32_t> in = piece_tokens(piece, tokens_, options_);
@@ -237,7 +285,7 @@ class Evaluation {
       } else if (i == students_) {
         BITTERN_TRY(readers_[i].read(in, &stream_));
       } else {
-        StreamJudge judge(stream_, piece, readers_[i].gathered.layers);
+        StreamJudge judge(stream_, piece, readers_[i].info().layers, readers_[i].scores.layers);
         BITTERN_TRY(readers_[i].read(in, &judge));
       }
       done_ += piece.length;
@@ -246,7 +294,8 @@ class Evaluation {
     return {};
   }
 
-  Status take(const Piece& piece) {
+  // `scored`: positions of all pieces before this one.
+  Status take(const Piece& piece, std::int64_t scored) {
     BITTERN_TRY(read(piece));
     for (std::int64_t first = piece.from; first + 1 < piece.length; first += kEvalRows) {
       const std::int64_t rows = std::min(kEvalRows, piece.length - 1 - first);
@@ -261,12 +310,10 @@ class Evaluation {
           }));
         if (targets_ != nullptr)
           BITTERN_TRY(compare_rows(student, rows, [&](std::int64_t r) {
-            return compare_targets(*targets_, scored_ + r, student.log_p(r), vocab, targets[at(r)]);
+            return compare_targets(*targets_, scored + r, student.log_p(r), vocab, targets[at(r)]);
           }));
       }
-      const auto& nll = readers_.front().gathered.nll;
-      for (std::size_t i = nll.size() - at(rows); i < nll.size(); ++i) sum_ += nll[i];
-      scored_ += rows;
+      scored += rows;
     }
     return {};
   }
@@ -284,6 +331,7 @@ class Evaluation {
   std::vector<Reader> readers_;  // students, and the teacher
   std::size_t students_;
   const TargetsFile* targets_;
+  std::vector<Gathered> all_;  // of each reader
   StreamKeeper stream_;
   std::int64_t done_ = 0, total_ = 0, scored_ = 0;
   double sum_ = 0;
@@ -331,16 +379,21 @@ Status write(const std::string& path, const EvalModel& teacher,
   key->top = std::min(target_options.top, key->vocab);
   key->teacher = target_options.teacher;
   BITTERN_TRY(check_tokens(tokens, key->vocab));
-  auto writer = TargetsWriter::make(path, *key, target_options.replace);
-  if (!writer) return writer.status();
+  std::optional<TargetsWriter> writer;  // of process 0
+  if (rank_of(options.ranks) == 0) {
+    auto made = TargetsWriter::make(path, *key, target_options.replace);
+    if (!made) return made.status();
+    writer.emplace(std::move(*made));
+  }
 
   std::int64_t done = 0, total = 0, scored = 0;
   double sum = 0;
   for (const Piece& piece : *pieces) total += piece.length;
-  std::vector<std::int32_t> ids(at(kEvalRows * key->top));
-  std::vector<float> log_p(ids.size());
-  std::array<float, static_cast<std::size_t>(kEvalRows)> tail, right;
-  for (const Piece& piece : *pieces) {
+  const auto make = [&](std::int64_t i, Packer& out) -> Status {
+    const Piece& piece = (*pieces)[at(i)];
+    reader->scores = {};
+    std::vector<std::int32_t> ids(at(piece.scored() * key->top));
+    std::vector<float> log_p(ids.size()), tail(at(piece.scored())), right(tail.size());
     BITTERN_TRY(reader->read(piece_tokens(piece, tokens, options)));
     for (std::int64_t first = piece.from; first + 1 < piece.length; first += kEvalRows) {
       const std::int64_t rows = std::min(kEvalRows, piece.length - 1 - first);
@@ -349,51 +402,65 @@ Status write(const std::string& path, const EvalModel& teacher,
       cpu::parallel(rows, 1, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t r = begin; r < end; ++r) {
           float* const p = reader->log_p(r);
-          right[at(r)] = p[targets[at(r)]];
-          const std::span own = std::span(ids).subspan(at(r * key->top), at(key->top));
+          const std::int64_t row = first - piece.from + r;
+          right[at(row)] = p[targets[at(r)]];
+          const std::span own = std::span(ids).subspan(at(row * key->top), at(key->top));
           find_largest(p, key->vocab, own);
-          for (std::size_t i = 0; i < own.size(); ++i) {
-            log_p[at(r * key->top) + i] = p[own[i]];
-            p[own[i]] = -INFINITY;
+          for (std::size_t j = 0; j < own.size(); ++j) {
+            log_p[at(row * key->top) + j] = p[own[j]];
+            p[own[j]] = -INFINITY;
           }
-          tail[at(r)] = static_cast<float>(mass_of_row(p, key->vocab));
+          tail[at(row)] = static_cast<float>(mass_of_row(p, key->vocab));
         }
       });
-      BITTERN_TRY(writer->add(std::span(ids).first(at(rows * key->top)),
-                              std::span(log_p).first(at(rows * key->top)),
-                              std::span(tail).first(at(rows)), std::span(right).first(at(rows))));
-      for (std::int64_t r = 0; r < rows; ++r) sum -= right[at(r)];
-      scored += rows;
     }
-    done += piece.length;
+    out.add(ids);
+    for (const auto* numbers : {&log_p, &tail, &right}) out.add(*numbers);
+    return {};
+  };
+  const auto take = [&](std::int64_t i, Unpacker in) -> Status {
+    std::vector<std::int32_t> ids;
+    std::vector<float> log_p, tail, right;
+    in.take(ids);
+    for (auto* numbers : {&log_p, &tail, &right}) in.take(*numbers);
+    BITTERN_TRY(writer->add(ids, log_p, tail, right));
+    for (const float x : right) sum -= x;
+    scored += std::ssize(right);
+    done += (*pieces)[at(i)].length;
     if (options.progress &&
         !options.progress({done, total, std::exp(sum / static_cast<double>(scored))}))
       return {Code::cancelled, "cancelled by the caller"};
-  }
-  return writer->finish();
+    return {};
+  };
+  BITTERN_TRY(deal(options.ranks, std::ssize(*pieces), DealTo::first, make, take));
+  return writer ? writer->finish() : Status();
 }
 
 }  // namespace
 
 Result<EvalResult> evaluate(std::span<const EvalModel> models, std::span<const std::int32_t> tokens,
                             const EvalOptions& options, const EvalModel& teacher) noexcept {
-  return guarded("evaluate", [&] { return run(models, tokens, options, teacher, nullptr); });
+  return agreed(options.ranks, guarded("evaluate", [&] {
+                  return run(models, tokens, options, teacher, nullptr);
+                }));
 }
 
 Result<EvalResult> evaluate(std::span<const EvalModel> models, std::span<const std::int32_t> tokens,
                             const EvalOptions& options, const TeacherTargets& teacher) noexcept {
-  return guarded("evaluate", [&]() -> Result<EvalResult> {
-    if (options.layers) return invalid("layers: targets of a file, expected a teacher that runs");
-    BITTERN_TRY(teacher.check(tokens, options));
-    return run(models, tokens, options, {}, teacher.file_.get());
-  });
+  return agreed(options.ranks, guarded("evaluate", [&]() -> Result<EvalResult> {
+                  if (options.layers)
+                    return invalid("layers: targets of a file, expected a teacher that runs");
+                  BITTERN_TRY(teacher.check(tokens, options));
+                  return run(models, tokens, options, {}, teacher.file_.get());
+                }));
 }
 
 Status write_targets(const std::string& path, const EvalModel& teacher,
                      std::span<const std::int32_t> tokens, const EvalOptions& options,
                      const TargetOptions& target_options) noexcept {
-  return guarded("write_targets",
-                 [&] { return write(path, teacher, tokens, options, target_options); });
+  return agree(options.ranks, guarded("write_targets", [&] {
+                 return write(path, teacher, tokens, options, target_options);
+               }));
 }
 
 Result<TeacherTargets> TeacherTargets::open(const std::string& path) noexcept {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <numeric>
 #include <random>
 #include <stdexcept>
@@ -12,6 +13,7 @@
 #include "bittern/convert.h"
 #include "bittern/device.h"
 #include "bittern/eval.h"
+#include "core/test_ranks.h"
 #include "cpu/dispatch.h"
 #include "eval/pieces.h"
 #include "eval/row_sums.h"
@@ -354,6 +356,93 @@ TEST_F(Evaluate, ThreadsAndTargetsChangeNoBit) {
     same(once());
   }
   cpu::force_isa(cpu::Isa::none);
+}
+
+// Seven pieces, the last of which is shorter, for up to four processes.
+TEST_F(Evaluate, ProcessesChangeNoBit) {
+  const Model student = load(folder("qwen2")), teacher = load(folder("llama"));
+  const auto tokens = text(60);
+  const EvalModel models[] = {{&student, {}}, {&teacher, {}}};
+  EvalOptions options{.dialect = PerplexityDialect::windows, .context = 16, .layers = true};
+  const EvalModel judge{&teacher, kExact};
+  const EvalResult first = take(evaluate(models, tokens, options, judge));
+  ASSERT_EQ(first.pieces, 7);
+  ASSERT_TRUE(write_targets(path("whole"), judge, tokens, options, {.top = 5}).ok());
+  const std::string whole = text_of("whole");
+  options.layers = false;
+  const auto read = TeacherTargets::open(path("whole"));
+  const EvalResult bound = take(evaluate(models, tokens, options, *read));
+  const auto same = [](const ModelScore& a, const ModelScore& b) {
+    EXPECT_EQ(a.nll, b.nll);
+    EXPECT_EQ(a.error, b.error);
+    EXPECT_EQ(a.layers, b.layers);
+    const Divergence &c = a.divergence, &d = b.divergence;
+    EXPECT_EQ(c.kl.mean, d.kl.mean);
+    EXPECT_EQ(c.kl.error, d.kl.error);
+    EXPECT_EQ(c.kl.p90, d.kl.p90);
+    EXPECT_EQ(c.rms_dp, d.rms_dp);
+    EXPECT_EQ(c.top1, d.top1);
+    EXPECT_EQ(c.top5, d.top5);
+    EXPECT_EQ(c.lower_bound, d.lower_bound);
+    EXPECT_EQ(c.histogram, d.histogram);
+  };
+  const int before = num_threads();
+  set_num_threads(1);
+  for (const int count : {1, 2, 3, 4, 9}) {
+    SCOPED_TRACE(count);
+    ThreadRanks::run(count, [&](Ranks& ranks) {
+      EvalOptions own = options;
+      own.ranks = &ranks;
+      own.layers = true;
+      std::int64_t done = 0, total = 0;
+      own.progress = [&](const EvalProgress& state) {
+        EXPECT_GE(state.done, done);
+        done = state.done;
+        total = state.total;
+        return true;
+      };
+      const EvalResult result = take(evaluate(models, tokens, own, judge));
+      for (std::size_t i = 0; i < 2; ++i) same(result.models[i], first.models[i]);
+      same(result.teacher, first.teacher);
+      EXPECT_EQ(result.scored, first.scored);
+      EXPECT_LE(done, total);
+      EXPECT_GT(result.models[0].seconds, 0);
+      own.layers = false;
+      own.progress = {};
+      ASSERT_TRUE(write_targets(path("shared"), judge, tokens, own, {.top = 5}).ok());
+      const auto targets = TeacherTargets::open(path("shared"));
+      ASSERT_TRUE(targets) << targets.status().message();
+      const EvalResult other = take(evaluate(models, tokens, own, *targets));
+      for (std::size_t i = 0; i < 2; ++i) same(other.models[i], bound.models[i]);
+      same(other.teacher, bound.teacher);
+    });
+    EXPECT_EQ(text_of("shared"), whole);
+    std::filesystem::remove(path("shared"));
+  }
+  set_num_threads(before);
+}
+
+TEST_F(Evaluate, OneProcessThatStopsOrFailsEndsAll) {
+  const Model model = load(folder("llama"));
+  const auto tokens = text(64);
+  const EvalModel one{&model, kExact};
+  ThreadRanks::run(3, [&](Ranks& ranks) {
+    EvalOptions options{.context = 16, .ranks = &ranks};
+    options.progress = [&](const EvalProgress&) { return ranks.rank() != 1; };
+    EXPECT_EQ(evaluate({&one, 1}, tokens, options).status().code(), Code::cancelled);
+  });
+  ThreadRanks::run(3, [&](Ranks& ranks) {
+    const EvalModel own = ranks.rank() == 2 ? EvalModel{} : one;
+    EXPECT_EQ(evaluate({&own, 1}, tokens, {.context = 16, .ranks = &ranks}).status().message(),
+              "models[0]: null, expected a model");
+  });
+  put("taken", "no targets");
+  ThreadRanks::run(2, [&](Ranks& ranks) {
+    EXPECT_NE(write_targets(path("taken"), one, tokens, {.context = 16, .ranks = &ranks})
+                  .message()
+                  .find("exists"),
+              std::string_view::npos);
+  });
 }
 
 TEST(RowSums, AreTheSameWithAndWithoutSimd) {

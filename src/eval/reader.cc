@@ -42,7 +42,7 @@ Result<Reader> Reader::make(std::string name, const EvalModel& model, const Eval
 }
 
 Status Reader::read(std::span<const std::int32_t> tokens, Watcher* watcher) {
-  const Stopwatch watch(gathered.seconds);
+  const Stopwatch watch(scores.seconds);
   BITTERN_TRY(session_.truncate(0));
   const auto count = static_cast<std::int64_t>(tokens.size());
   hidden_.resize(tokens.size() * static_cast<std::size_t>(info().hidden));
@@ -51,7 +51,7 @@ Status Reader::read(std::span<const std::int32_t> tokens, Watcher* watcher) {
 }
 
 Status Reader::predict(std::int64_t first, std::span<const std::int32_t> targets) {
-  const Stopwatch watch(gathered.seconds);
+  const Stopwatch watch(scores.seconds);
   const auto rows = static_cast<std::int64_t>(targets.size());
   log_p_.resize(static_cast<std::size_t>(kEvalRows * info().vocab));
   const MutView out = view(log_p_.data(), {rows, info().vocab});
@@ -67,7 +67,7 @@ Status Reader::predict(std::int64_t first, std::span<const std::int32_t> targets
     if (!std::isfinite(log_p))
       return invalid(name_ + ": the log probability of token " + std::to_string(target) +
                      " is not finite; do its weights hold a NaN or an infinity?");
-    gathered.nll.push_back(-double{log_p});
+    scores.nll.push_back(-double{log_p});
   }
   return {};
 }

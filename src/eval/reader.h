@@ -27,7 +27,7 @@ class Reader {
   const std::string& name() const { return name_; }
   float* log_p(std::int64_t row) { return log_p_.data() + row * info().vocab; }
   const float* log_p(std::int64_t row) const { return log_p_.data() + row * info().vocab; }
-  Gathered gathered;
+  PieceScores scores;  // of the piece at hand
 
  private:
   Reader(std::string name, const Model& model, Session session)

@@ -6,6 +6,16 @@
 
 namespace bittern {
 
+void Gathered::add(const PieceScores& piece) {
+  nll.insert(nll.end(), piece.nll.begin(), piece.nll.end());
+  kl.insert(kl.end(), piece.kl.begin(), piece.kl.end());
+  dp.insert(dp.end(), piece.dp.begin(), piece.dp.end());
+  same1 += piece.same1;
+  same5 += piece.same5;
+  const std::size_t positions = piece.nll.size();
+  for (std::size_t i = 0; i < piece.layers.size(); ++i) layers[i / positions] += piece.layers[i];
+}
+
 Spread spread_of(std::vector<double> values) {
   Spread s;
   if (values.empty()) return s;

@@ -10,13 +10,25 @@
 
 namespace bittern {
 
-// What is gathered of one model: numbers of the positions scored, in order.
-struct Gathered {
+// What one model made of one piece: numbers of the positions scored, in order.
+struct PieceScores {
   std::vector<double> nll;
   std::vector<double> kl, dp;  // with a teacher
   std::int64_t same1 = 0, same5 = 0;
+  std::vector<double> layers;  // with EvalOptions::layers: [layers, positions]
+  double seconds = 0;
+};
+
+// The same of all pieces.
+struct Gathered {
+  // `seconds` are not added: pieces may be read at the same time.
+  void add(const PieceScores& piece);
+
+  std::vector<double> nll;
+  std::vector<double> kl, dp;
+  std::int64_t same1 = 0, same5 = 0;
   bool lower_bound = false;
-  std::vector<double> layers;  // with EvalOptions::layers: sums
+  std::vector<double> layers;  // sums over positions
   double seconds = 0;
 };
 
