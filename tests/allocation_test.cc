@@ -27,6 +27,7 @@
 #include "bittern/generate.h"
 #include "bittern/kv_cache.h"
 #include "bittern/metrics.h"
+#include "bittern/ranks.h"
 #include "bittern/rope_frequencies.h"
 #include "bittern/sample.h"
 #include "bittern/tokenizer.h"
@@ -457,6 +458,29 @@ TEST_F(Allocation, Threads) {
   exhaust("check_environment", [] { return check_environment(); });
   set_num_threads(1 << 30);
   expect_refusal("check_environment", [] { return check_environment(); });
+}
+
+// ---- processes ----
+
+// "Ranks::broadcast", "Ranks::gather" and "Ranks::collect" are the implementation's, and may throw.
+class OneProcess : public Ranks {
+ public:
+  int rank() const noexcept override { return 0; }
+  int count() const noexcept override { return 1; }
+  Status broadcast(std::span<std::byte>) override { return {}; }
+  Status gather(std::span<const std::byte> own, std::vector<std::vector<std::byte>>& all) override {
+    all.assign(1, std::vector<std::byte>(own.begin(), own.end()));
+    return {};
+  }
+  Status collect(std::span<const std::byte> own,
+                 std::vector<std::vector<std::byte>>& all) override {
+    return gather(own, all);
+  }
+};
+
+TEST_F(Allocation, Processes) {
+  exhaust("Ranks::agree", [] { return OneProcess().agree({}); });
+  expect_refusal("Ranks::agree", [] { return OneProcess().agree(invalid("bits: 9, expected 8")); });
 }
 
 // ---- the codec ----

@@ -13,7 +13,7 @@
 namespace bittern {
 
 // All functions but rank() and count() are collective: each process calls them in the same order,
-// from one thread.
+// from one thread. An implementation may throw std::bad_alloc.
 class Ranks {
  public:
   virtual ~Ranks() = default;

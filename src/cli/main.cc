@@ -46,7 +46,14 @@ int complain(const Status& status) {
   return exit_status(status.code());
 }
 
-int fail(const Status& status) { return complain(agree(processes(), status)); }
+int fail(const Status& status) {
+  // Without memory it cannot tell the others.
+  if (processes() != nullptr && status.code() == Code::out_of_memory) {
+    tell(fmt::format("bittern: process {}: out of memory\n", processes()->rank()));
+    processes()->abort(exit_status(status.code()));
+  }
+  return complain(agree(processes(), status));
+}
 
 // An empty value is most often a script's variable that was never set. Without this check, flags
 // would take it as "not given", or --flag= would take the next argument.
