@@ -9,7 +9,8 @@ peers follow at once and are compared with that same copy. Every peer runs in it
 `torch` gives two rows, eager and torch.compile. A peer that is not installed gives a row that says
 so. For aura_attention the peer is torch's attention over an f16 cache, whose ratio counts the bytes
 of that cache; for a prompt it is its attention in f32, which is faster, the cache converted before.
-The gated delta rule is limited by products, so its peers have a time and no ratio.
+The gated delta rule and the gradients of products are limited by products, so their peers have a
+time and no ratio. torch's gradients are those of all scales and biases, by way of the gradient of W.
 
 All get huge pages where the system grants them, and memory that is kept between calls, so that no
 one pays for page faults. GB/s counts the bytes the op must read and write at least.
@@ -75,6 +76,9 @@ OPS = {
         "aura_attention", {"queries": 4096, "first": 4096, "softcap": 0}, ("torch",)),
     "aura_attention f16 token": (
         "aura_attention", {"queries": 1, "first": 4096}, ("torch",)),
+    "quantized_matmul_backward 4 bit": (
+        "quantized_matmul_backward",
+        {"rows": 512, "outputs": 4096, "inputs": 4096, "type": "affine", "layout": "panels"}, ("torch",)),
     "gdn_chunk_forward f32": ("gdn_chunk_forward", {"element": "f32"}, ("transformers",)),
     "gdn_chunk_forward bf16": (
         "gdn_chunk_forward", {"element": "bf16", "qk_l2norm": "false"}, ("transformers",)),
@@ -146,6 +150,19 @@ def codec_problem(torch, op, rows):
     return F.scaled_dot_product_attention, (q, k, v), 2 * 8 * tokens * 256
 
 
+def matmul_problem(torch, rows, size):
+    """The gradients of x W^T with W = codes * scale + bias: function, inputs, no bytes to count."""
+
+    def backward(d_y, x, codes, s, b):
+        d_x = d_y @ (codes * s + b).view(size, size)
+        d_w = (d_y.T @ x).view(codes.shape)
+        return d_x, (codes * d_w).sum(2), d_w.sum(2)
+
+    codes = torch.randint(0, 16, (size, size // 64, 64), dtype=torch.uint8)
+    s = torch.rand(size, size // 64, 1) * 1e-3
+    return backward, (torch.randn(rows, size), torch.randn(rows, size), codes, s, -8 * s), None
+
+
 def transformers_rows(op, rows, threads, repeat):
     import inspect
 
@@ -172,6 +189,8 @@ def torch_rows(op, rows, threads, repeat):
     torch.manual_seed(1)
     if OPS[op][0].startswith("aura"):
         return time_torch(torch, *codec_problem(torch, op, rows), repeat)
+    if OPS[op][0] == "quantized_matmul_backward":
+        return time_torch(torch, *matmul_problem(torch, 512, 4096), repeat)
     n, group = rows * COLUMNS, 64 if "affine" in op else 128
     dtype = torch.bfloat16 if "bf16" in op else torch.float32
     x = (torch.randn(n // group, group) * 0.02).to(dtype)
