@@ -48,7 +48,11 @@ def given(tmp_path_factory):
 GPTQ = ("--bits", 3, "--group-size", 32, "--method", "gptq", "--pieces", 7, "--context", 32)
 
 
-@pytest.mark.parametrize("flags", [("--bits", 4, "--method", "minmax"), GPTQ], ids=["minmax", "gptq"])
+# Zero points of 8 rows are in one word.
+PACKED = ("--bits", 4, "--group-size", 32, "--format", "compressed-tensors")
+
+
+@pytest.mark.parametrize("flags", [("--bits", 4, "--method", "minmax"), GPTQ, PACKED], ids=["minmax", "gptq", "packed"])
 def test_quantize(given, tmp_path, flags):
     model, text = given
     data = ("--data", text) if "gptq" in flags else ()
