@@ -306,6 +306,7 @@ nb::dict report_dict(const DistillReport& report) {
   d["points"] = object(report.points);
   d["seconds"] = object(report.seconds);
   d["seconds_learning"] = object(report.seconds_learning);
+  d["peak_bytes"] = object(report.peak_bytes);
   d["tokens_per_second"] = object(report.tokens_per_second);
   return d;
 }

@@ -131,6 +131,7 @@ struct DistillReport {
   std::vector<DistillSample> samples{};
   double seconds = 0;            // in all
   double seconds_learning = 0;   // of this call
+  std::uint64_t peak_bytes = 0;  // the most memory that the process has had so far
   double tokens_per_second = 0;  // learned from, of this call
 };
 

@@ -87,6 +87,7 @@ class DistillReport:
     points: list[DistillPoint]
     seconds: float
     seconds_learning: float
+    peak_bytes: int  # the most memory that the process has had so far
     tokens_per_second: float
 
     def __repr__(self) -> str:

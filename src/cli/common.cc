@@ -229,6 +229,7 @@ bool is_report(const Json& json) {
                 "written_kl",
                 "seconds",
                 "seconds_learning",
+                "peak_bytes",
                 "tokens_per_second",
                 "trials",
                 "points"},

@@ -83,6 +83,7 @@ Json report_json(const DistillFlags& flags, const DistillReport& report) {
           {"written_kl", number(report.written_kl)},
           {"seconds", report.seconds},
           {"seconds_learning", report.seconds_learning},
+          {"peak_bytes", report.peak_bytes},
           {"tokens_per_second", report.tokens_per_second},
           {"trials", trials},
           {"points", points}};
@@ -107,8 +108,9 @@ void print_result(const DistillReport& report) {
                100 * static_cast<double>(report.codes_moved) / static_cast<double>(report.codes));
   if (!report.type.empty())
     fmt::print("validation KL of the file as {}: {:.4f}\n", report.type, report.written_kl);
-  fmt::print("{}: {}, {:.3f} bits per weight, {:.1f} s\n", printable(report.output.output),
-             size_text(report.output.bytes), report.output.bits_per_weight, report.seconds);
+  fmt::print("{}: {}, {:.3f} bits per weight, {:.1f} s, {} of memory at most\n",
+             printable(report.output.output), size_text(report.output.bytes),
+             report.output.bits_per_weight, report.seconds, size_text(report.peak_bytes));
 }
 
 Status write_page(const DistillFlags& flags, const DistillReport& found) {

@@ -2,6 +2,7 @@
 // leaves for the next one.
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -52,6 +53,12 @@ constexpr std::int64_t kMostTrial = 16;  // steps of a run that tries a rate
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+std::uint64_t peak_memory() {
+  rusage used{};
+  ::getrusage(RUSAGE_SELF, &used);
+  return static_cast<std::uint64_t>(used.ru_maxrss) * 1024;
 }
 
 Status in_range(const char* field, std::int64_t value, std::int64_t least, std::int64_t most) {
@@ -281,11 +288,13 @@ class Distillation {
     BITTERN_TRY(write());
     if (options_.judge) BITTERN_TRY(judge());
     report_.seconds = seconds_since(begun);
+    report_.peak_bytes = peak_memory();
     BITTERN_TRY(agree(options_.ranks, {}));
     if (!writes()) return std::move(report_);
     BITTERN_TRY(move_output(work_.result(), out_, output));
     BITTERN_TRY(sync_name(out_));
     report_.seconds = seconds_since(begun);
+    report_.peak_bytes = peak_memory();
     work_.remove();
     return std::move(report_);
   }
@@ -318,6 +327,7 @@ class Distillation {
     asked.add("bits", target_.bits);
     asked.add("type", gguf() ? target_.mix->name : "none");
     asked.add("group_size", target_.group);
+    asked.add("zero_points", target_.integer_zeros ? "integer" : "real");
     asked.add("scale_dtype", target_.scale_dtype.value_or("that of the teacher"));
     asked.add("embedding_bits", o.embedding_bits.value_or(std::max(target_.bits, 6)));
     asked.add("calibration", o.calibration);

@@ -86,6 +86,7 @@ TEST_F(DistillModel, LowersTheLossOfEveryKindOfModel) {
     EXPECT_GT(report.best_step, 0);
     EXPECT_EQ(report.steps, 6);
     EXPECT_GT(report.learned, 0);
+    EXPECT_GT(report.peak_bytes, std::uint64_t{1} << 20);
     EXPECT_EQ(report.train_pieces + report.validation_pieces, 50);
     EXPECT_EQ(names().size(), 3u);  // the text, the teacher, the output
     ASSERT_GT(report.points.size(), 1u);

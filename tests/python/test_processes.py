@@ -118,7 +118,7 @@ def test_distill(given, tmp_path):
         assert result.stdout.count("bits per weight") == 1
         report = json.loads((tmp_path / "r.json").read_text())
         assert report.pop("processes", 1) == count
-        for key in ("output", "seconds", "seconds_learning", "tokens_per_second"):
+        for key in ("output", "seconds", "seconds_learning", "peak_bytes", "tokens_per_second"):
             del report[key]
         reports[count] = report, contents(out)
         assert "How they go on" in (tmp_path / f"of{count}.html").read_text()
