@@ -407,5 +407,19 @@ TEST_F(Outputs, ReplaceAFileAndAnEmptyFolder) {
   EXPECT_EQ(text_of("out").substr(0, 2), "hd");
 }
 
+TEST(Checksum, OfPartsIsThatOfTheWhole) {
+  std::vector<std::byte> bytes(300);
+  for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(7 * i);
+  for (const std::size_t size : {0, 1, 63, 64, 65, 128, 192, 200, 256, 300}) {
+    for (const std::size_t part : {Checksum::kBlock, 2 * Checksum::kBlock}) {
+      const auto all = std::span(bytes).first(size);
+      Checksum sum;
+      for (std::size_t at = 0; at < size; at += part)
+        sum.add(all.subspan(at, std::min(part, size - at)));
+      EXPECT_EQ(sum.value(), Checksum::of(all)) << size << " in parts of " << part;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace bittern

@@ -51,10 +51,11 @@ class Checksum {
       }
       bytes = bytes.subspan(kBlock);
     }
-    rest_.add(bytes);
+    if (!bytes.empty()) rest_.add(bytes);
   }
   std::uint64_t value() const {
     Fingerprint all = rest_;
+    if (size_ % kBlock == 0) all.add(std::span<const std::byte>());  // the rest is empty
     for (const std::uint64_t chain : chains_) all.add(chain);
     all.add(size_);
     return all.value();

@@ -525,6 +525,15 @@ def test_help_has_examples():
         assert part in text
 
 
+def test_targets_of_more_than_a_mebibyte(made, tmp_path):
+    (tmp_path / "long.txt").write_text(letters(30000))
+    for _ in range(2):  # made, then read
+        args = [COMMAND, "eval", made["near"][0], "-f", tmp_path / "long.txt", "--teacher", made["teacher"][0]]
+        done = subprocess.run([*args, "--teacher-cache", tmp_path / "targets"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "targets").stat().st_size > 2**20
+
+
 # ---- signals and the terminal ----
 
 
