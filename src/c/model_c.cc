@@ -115,9 +115,12 @@ bittern_code bittern_session_append(bittern_session* session, const int32_t* tok
     if (rows > count)
       return invalid("append: rows: " + std::to_string(rows) + ", expected at most " +
                      std::to_string(count) + ", the number of tokens");
-    const MutView out = rows == 0 ? MutView{}
-                                  : view(logits, {static_cast<std::int64_t>(rows),
-                                                  session->session.model().info().vocab});
+    // More tokens than the context has are refused, and may make more logits than can be counted.
+    const bool refused = std::cmp_greater(count, session->session.context());
+    const MutView out = rows == 0 || refused
+                            ? MutView{}
+                            : view(logits, {static_cast<std::int64_t>(rows),
+                                            session->session.model().info().vocab});
     return session->session.append({tokens, count}, out);
   });
 }
