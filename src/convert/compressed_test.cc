@@ -4,13 +4,11 @@
 
 #include <cmath>
 #include <nlohmann/json.hpp>
-#include <random>
 
-#include "convert/conversion.h"
+#include "convert/test_conversion.h"
 #include "convert/zero_points.h"
 #include "formats/decode.h"
 #include "formats/grid.h"
-#include "formats/test_folder.h"
 
 namespace bittern {
 namespace {
@@ -19,16 +17,11 @@ using Json = nlohmann::ordered_json;
 using Zeros = Storage::Zeros;
 constexpr ModelFormat kCompressed = ModelFormat::compressed_tensors;
 
-std::vector<float> noise(std::size_t count, std::uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal(0.02f, 0.1f);
-  std::vector<float> values(count);
-  for (float& x : values) x = normal(random);
-  return values;
-}
-
-class CompressedFolders : public TestFolder {
+class CompressedFolders : public ConversionFolder {
  protected:
+  static std::vector<float> noise(std::size_t count, std::uint32_t seed) {
+    return ConversionFolder::noise(count, seed, 0.02f, 0.1f);
+  }
   // 70 rows: zero points of the last 6 share words with no others, and end within one.
   void SetUp() override {
     TestFolder::SetUp();
@@ -42,25 +35,15 @@ class CompressedFolders : public TestFolder {
                      {"lm_head.weight", {24, 128}, noise(24 * 128, 8)}});
     put("hf/tokenizer.json", "{}");
   }
-  Checkpoint open(const std::string& name) const {
-    auto model = Checkpoint::open(path(name));
-    EXPECT_TRUE(model) << model.status().message();
-    return std::move(*model);
-  }
   std::string convert(const std::string& from, const std::string& to,
                       const ConversionOptions& options, Conversion::RunOptions how = {}) {
-    auto model = Checkpoint::open(path(from));
-    if (!model) return std::string(model.status().message());
-    const auto quiet = [](const ModelProgress&) { return true; };
-    const auto plan = Conversion::plan(*model, options, path(to), quiet);
-    if (!plan) return std::string(plan.status().message());
-    planned_.clear();
-    notes_ = plan->notes();
-    for (const OutputTensor& tensor : plan->tensors())
-      planned_[tensor.recipe.name] =
-          tensor.to.str() + (tensor.note.empty() ? "" : ": ") + tensor.note;
-    const auto ran = plan->run(path(to), how, quiet);
-    return ran ? std::string() : std::string(ran.status().message());
+    return ConversionFolder::convert(from, to, options, how, [&](const Conversion& plan) {
+      planned_.clear();
+      notes_ = plan.notes();
+      for (const OutputTensor& tensor : plan.tensors())
+        planned_[tensor.recipe.name] =
+            tensor.to.str() + (tensor.note.empty() ? "" : ": ") + tensor.note;
+    });
   }
   static std::vector<float> numbers(const Checkpoint& model, const std::string& name) {
     const CheckpointTensor* tensor = model.find(name);

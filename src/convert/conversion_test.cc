@@ -4,25 +4,16 @@
 
 #include <cmath>
 #include <limits>
-#include <random>
 
 #include "convert/mix.h"
 #include "convert/row_reader.h"
+#include "convert/test_conversion.h"
 #include "formats/decode.h"
-#include "formats/test_folder.h"
 
 namespace bittern {
 namespace {
 
-std::vector<float> noise(std::size_t count, std::uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  std::vector<float> values(count);
-  for (float& x : values) x = normal(random);
-  return values;
-}
-
-class Conversions : public TestFolder {
+class Conversions : public ConversionFolder {
  protected:
   void SetUp() override {
     TestFolder::SetUp();
@@ -32,21 +23,9 @@ class Conversions : public TestFolder {
                      {"odd.weight", {4, 40}, noise(160, 4)}});
     put("hf/tokenizer.json", "{}");
   }
-  Checkpoint open(const std::string& name) const {
-    auto model = Checkpoint::open(path(name));
-    EXPECT_TRUE(model) << model.status().message();
-    return std::move(*model);
-  }
-  // Plans and runs; what went wrong, or nothing.
   std::string convert(const std::string& from, const std::string& to,
                       const ConversionOptions& options, Conversion::RunOptions how = {}) const {
-    auto model = Checkpoint::open(path(from));
-    if (!model) return std::string(model.status().message());
-    const auto quiet = [](const ModelProgress&) { return true; };
-    const auto plan = Conversion::plan(*model, options, path(to), quiet);
-    if (!plan) return std::string(plan.status().message());
-    const auto ran = plan->run(path(to), how, quiet);
-    return ran ? std::string() : std::string(ran.status().message());
+    return ConversionFolder::convert(from, to, options, how, [](const Conversion&) {});
   }
   std::vector<float> numbers(const Checkpoint& model, const std::string& name) const {
     const CheckpointTensor* tensor = model.find(name);

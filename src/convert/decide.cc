@@ -118,8 +118,8 @@ std::optional<GgmlType> ConversionPlanner::fixed_type(const Recipe& recipe) cons
   return options_.embedding_type || !tied_ ? options_.embedding_type : options_.output_type;
 }
 
-// Why compressed-tensors' loaders do not take this matrix as codes, or null. transformers 5.22 and
-// vLLM unpack experts without their zero points, and vLLM embeddings, too.
+// Why compressed-tensors' loaders do not take this matrix as codes, or null. transformers 5.22
+// unpacks experts without their zero points; by its sources vLLM does so, too, with embeddings.
 const char* ConversionPlanner::not_compressed(const Recipe& recipe) const {
   if (options_.format != ModelFormat::compressed_tensors) return nullptr;
   if (has(recipe.name, "embed") || has(recipe.name, "wte.")) return "an embedding";

@@ -40,6 +40,23 @@ Result<std::string> read_text(const std::string& path) {
   return text;
 }
 
+// Bits and group of affine tensors, and how many weights have them.
+using Setting = std::pair<int, int>;
+using SettingWeights = std::map<Setting, std::uint64_t>;
+SettingWeights weights_by_setting(const std::vector<OutputTensor>& tensors) {
+  SettingWeights weights;
+  for (const OutputTensor& tensor : tensors)
+    if (tensor.to.kind == Storage::Kind::affine)
+      weights[{tensor.to.bits, tensor.to.group}] +=
+          static_cast<std::uint64_t>(tensor.recipe.shape.numel());
+  return weights;
+}
+Setting most_used(const SettingWeights& weights) {
+  return std::max_element(weights.begin(), weights.end(),
+                          [](const auto& a, const auto& b) { return a.second < b.second; })
+      ->first;
+}
+
 }  // namespace
 
 std::string module_of(std::string_view name) {
@@ -348,15 +365,15 @@ Status ConversionPlanner::check_packed() const {
 // As the compressed-tensors package reads it: a group of settings for all linear layers, groups for
 // those that differ, by their names, and the layers that are plain.
 void ConversionPlanner::write_compression(Json& config) const {
-  std::map<std::pair<int, int>, std::uint64_t> weights;
-  std::map<std::pair<int, int>, Json> modules;
+  const SettingWeights weights = weights_by_setting(conversion_.tensors_);
+  if (weights.empty()) return;
+  std::map<Setting, Json> modules;
   Json ignore = Json::array({"lm_head"});
   for (const OutputTensor& tensor : conversion_.tensors_) {
     const Recipe& recipe = tensor.recipe;
     const std::string module = module_of(recipe.name);
     if (tensor.to.kind == Storage::Kind::affine) {
-      const std::pair setting(tensor.to.bits, tensor.to.group);
-      weights[setting] += static_cast<std::uint64_t>(recipe.shape.numel());
+      const Setting setting(tensor.to.bits, tensor.to.group);
       modules.try_emplace(setting, Json::array()).first->second.push_back(module);
       if (is_output(recipe)) ignore.erase(0);
     } else if (is_matrix(recipe) && recipe.shape.rank == 2 && !is_output(recipe) &&
@@ -364,13 +381,10 @@ void ConversionPlanner::write_compression(Json& config) const {
       ignore.push_back(module);
     }
   }
-  if (weights.empty()) return;
-  const auto most =
-      std::max_element(weights.begin(), weights.end(),
-                       [](const auto& a, const auto& b) { return a.second < b.second; });
-  modules[most->first] = Json::array({"Linear"});
+  const Setting most = most_used(weights);
+  modules[most] = Json::array({"Linear"});
   Json groups = Json::object();
-  const auto add = [&](const std::pair<int, int>& setting) {
+  const auto add = [&](const Setting& setting) {
     groups["group_" + std::to_string(groups.size())] = {{"targets", modules[setting]},
                                                         {"weights",
                                                          {{"num_bits", setting.first},
@@ -383,9 +397,9 @@ void ConversionPlanner::write_compression(Json& config) const {
                                                         {"output_activations", nullptr},
                                                         {"format", "pack-quantized"}};
   };
-  add(most->first);
+  add(most);
   for (const auto& [setting, count] : weights)
-    if (setting != most->first) add(setting);
+    if (setting != most) add(setting);
   config["quantization_config"] = {{"quant_method", "compressed-tensors"},
                                    {"format", "pack-quantized"},
                                    {"quantization_status", "compressed"},
@@ -397,17 +411,10 @@ void ConversionPlanner::write_compression(Json& config) const {
 
 // Both keys mlx-lm writes: the choice most tensors have, and those that differ by their module.
 Status ConversionPlanner::write_quantization(Json& config) const {
-  std::map<std::pair<int, int>, std::uint64_t> weights;
-  for (const OutputTensor& tensor : conversion_.tensors_)
-    if (tensor.to.kind == Storage::Kind::affine)
-      weights[{tensor.to.bits, tensor.to.group}] +=
-          static_cast<std::uint64_t>(tensor.recipe.shape.numel());
+  const SettingWeights weights = weights_by_setting(conversion_.tensors_);
   if (weights.empty()) return {};
   BITTERN_TRY(check_packed());
-  const auto [bits, group] =
-      std::max_element(weights.begin(), weights.end(), [](const auto& a, const auto& b) {
-        return a.second < b.second;
-      })->first;
+  const auto [bits, group] = most_used(weights);
   Json quantization = {{"group_size", group}, {"bits", bits}, {"mode", "affine"}};
   for (const OutputTensor& tensor : conversion_.tensors_) {
     if (tensor.to.kind != Storage::Kind::affine ||

@@ -168,11 +168,12 @@ Result<QuantizeReport> quantize_model(const std::string& source, const std::stri
 
 Result<QuantizeReport> quantize_model(const std::string& source, const std::string& out,
                                       const QuantizeOptions& options, MatrixCoder* coder) noexcept {
-  return agreed(options.ranks, guarded("quantize_model", [&]() -> Result<QuantizeReport> {
-                  auto report = quantize(source, out, options, coder);
-                  if (!report) return with_option_names(report.status(), options.option_name);
-                  return report;
-                }));
+  auto report = guarded("quantize_model", [&]() -> Result<QuantizeReport> {
+    auto made = quantize(source, out, options, coder);
+    if (!made) return with_option_names(made.status(), options.option_name);
+    return made;
+  });
+  return agreed(options.ranks, std::move(report));
 }
 
 }  // namespace bittern

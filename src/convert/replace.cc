@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <filesystem>
 #include <system_error>
 
 #include "core/guarded.h"
@@ -98,6 +99,19 @@ Status check_only(const std::string& folder, const std::vector<std::string>& nam
                      " that bittern did not write, expected none; move it elsewhere");
     }
   }
+  return {};
+}
+
+Status write_whole(const std::string& path, std::span<const std::byte> bytes) {
+  const std::string partial = path + ".partial";
+  auto file = WritableFile::open(partial, true);
+  if (!file) return file.status();
+  BITTERN_TRY(file->pwrite(0, bytes));
+  BITTERN_TRY(file->sync());
+  file->close();
+  std::error_code error;
+  std::filesystem::rename(partial, path, error);
+  if (error) return {Code::io_error, path + ": " + error.message()};
   return {};
 }
 

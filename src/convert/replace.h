@@ -2,6 +2,8 @@
 // bittern did not write. The proof is, for a file, its format; for a folder, the list of its files
 // in the metadata of model.safetensors.index.json, {"written_by": "bittern", "files": [...]}.
 #pragma once
+#include <cstddef>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -18,6 +20,9 @@ Result<Thing> thing_at(const std::string& path);
 
 // A rename that replaces nothing.
 Status rename_new(const std::string& from, const std::string& to);
+
+// PATH.partial becomes PATH when it is whole and on the disk; what was there is replaced.
+Status write_whole(const std::string& path, std::span<const std::byte> bytes);
 
 // ok when a model may take the place of what is there. `folder`: the model is a folder.
 Status check_replaceable(const std::string& path, bool folder);

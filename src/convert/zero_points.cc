@@ -17,10 +17,6 @@ constexpr std::size_t kSums = 4;  // so that additions need not wait for each ot
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
-float rounded(float x, DType dtype) {
-  return dtype == DType::f16 ? to_f32(to_f16(x)) : dtype == DType::bf16 ? to_f32(to_bf16(x)) : x;
-}
-
 bool is_scale(float scale) { return scale > 0 && std::isfinite(scale); }
 
 // One group, and the best grid that was tried for it.
@@ -128,14 +124,15 @@ class GroupFit {
   double least_ = 0;
 };
 
-// Scales and biases of lsq with biases of any value.
-Status fit_real(const ZeroPointFit& how, const float* w, std::int64_t rows, std::int64_t columns,
+}  // namespace
+
+Status fit_real(int bits, int group, const float* w, std::int64_t rows, std::int64_t columns,
                 std::span<const float> importance, std::vector<float>& scales,
                 std::vector<float>& biases) {
   const AffineDesc desc{.outer_size = rows,
                         .axis_size = columns,
-                        .group_size = how.group,
-                        .bits = how.bits,
+                        .group_size = group,
+                        .bits = bits,
                         .method = AffineMethod::lsq,
                         .expect_finite = true};
   scales.resize(at(desc.param_shape().numel()));
@@ -153,10 +150,8 @@ Status fit_real(const ZeroPointFit& how, const float* w, std::int64_t rows, std:
   return plan->run(args, {}, scratch.workspace());
 }
 
-}  // namespace
-
 float zero_point_scale(float scale, DType params, int bits) {
-  const float nearest = rounded(scale, params);
+  const float nearest = round_param(scale, params);
   if (params != DType::f32 || !std::isfinite(nearest)) return nearest;
   // To the nearest multiple of 2^bits units of the last place, ties to even; never to infinity.
   const auto word = std::bit_cast<std::uint32_t>(nearest);
@@ -166,7 +161,7 @@ float zero_point_scale(float scale, DType params, int bits) {
 }
 
 float zero_point_bias(float scale, float zero, DType dtype) {
-  return rounded(0 - scale * zero, dtype);
+  return round_param(0 - scale * zero, dtype);
 }
 
 Status fit_zero_points(const ZeroPointFit& how, const float* w, std::int64_t rows,
@@ -174,7 +169,7 @@ Status fit_zero_points(const ZeroPointFit& how, const float* w, std::int64_t row
   const std::int64_t groups = columns / how.group;
   std::vector<float> scales, biases, counts(at(columns), 1.0f);
   if (how.method == AffineMethod::lsq)
-    BITTERN_TRY(fit_real(how, w, rows, columns, importance, scales, biases));
+    BITTERN_TRY(fit_real(how.bits, how.group, w, rows, columns, importance, scales, biases));
   if (!importance.empty())
     std::transform(importance.begin(), importance.end(), counts.begin(),
                    [](float x) { return x > 0 && std::isfinite(x) ? x : 0.0f; });

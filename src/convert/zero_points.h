@@ -16,6 +16,7 @@
 #pragma once
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "bittern/affine_desc.h"
 #include "bittern/dtype.h"
@@ -34,6 +35,12 @@ struct ZeroPointFit {
 // f32. `importance` has a number for each column, or is empty: those not > 0 count as 0.
 Status fit_zero_points(const ZeroPointFit& how, const float* w, std::int64_t rows,
                        std::int64_t columns, std::span<const float> importance, GridRows& out);
+
+// Scales and biases of lsq in f32, where a bias is any number: [rows, columns / group] each.
+// `importance` as above.
+Status fit_real(int bits, int group, const float* w, std::int64_t rows, std::int64_t columns,
+                std::span<const float> importance, std::vector<float>& scales,
+                std::vector<float>& biases);
 
 // The nearest scale that such a grid has; 0 and infinities come back.
 float zero_point_scale(float scale, DType params, int bits);

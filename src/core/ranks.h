@@ -3,13 +3,11 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <span>
-#include <type_traits>
 #include <vector>
 
 #include "bittern/ranks.h"
 #include "bittern/status.h"
+#include "core/packer.h"
 
 namespace bittern {
 
@@ -25,62 +23,6 @@ Result<T> agreed(Ranks* ranks, Result<T> own) {
   if (Status status = agree(ranks, own.status()); !status.ok()) return status;
   return own;
 }
-
-// ---- numbers as bytes, from one process of a build to another ----
-
-class Packer {
- public:
-  template <class T>
-  void add(const T& value) {
-    static_assert(std::is_trivially_copyable_v<T>);
-    append(std::as_bytes(std::span(&value, 1)));
-  }
-  template <class T>
-  void add(const std::vector<T>& values) {
-    add(values.size());
-    append(std::as_bytes(std::span(values)));
-  }
-  std::span<const std::byte> bytes() const { return bytes_; }
-  void clear() { bytes_.clear(); }
-
- private:
-  void append(std::span<const std::byte> more) {
-    bytes_.insert(bytes_.end(), more.begin(), more.end());
-  }
-  std::vector<std::byte> bytes_;
-};
-
-// What a Packer packed, in the same order.
-class Unpacker {
- public:
-  explicit Unpacker(std::span<const std::byte> bytes) : rest_(bytes) {}
-  bool empty() const { return rest_.empty(); }
-  template <class T>
-  void take(T& value) {
-    static_assert(std::is_trivially_copyable_v<T>);
-    move(&value, sizeof value);
-  }
-  template <class T>
-  void take(std::vector<T>& values) {
-    std::size_t count = 0;
-    take(count);
-    values.resize(count);
-    move(values.data(), count * sizeof(T));
-  }
-  template <class T>
-  T next() {
-    T value{};
-    take(value);
-    return value;
-  }
-
- private:
-  void move(void* to, std::size_t size) {
-    if (size > 0) std::memcpy(to, rest_.data(), size);
-    rest_ = rest_.subspan(size);
-  }
-  std::span<const std::byte> rest_;
-};
 
 // ---- items that are dealt out ----
 

@@ -1,8 +1,7 @@
 #include "distill/asked.h"
 
 #include <algorithm>
-#include <filesystem>
-#include <system_error>
+#include <span>
 
 #include "convert/replace.h"
 #include "formats/mapped_file.h"
@@ -60,19 +59,6 @@ Status Asked::check(const std::string& path, const std::string& run) const {
     }
     return invalid(text + "; expected the same (@{force} begins anew)");
   }
-  return {};
-}
-
-Status write_whole(const std::string& path, std::span<const std::byte> bytes) {
-  const std::string partial = path + ".partial";
-  auto file = WritableFile::open(partial, true);
-  if (!file) return file.status();
-  BITTERN_TRY(file->pwrite(0, bytes));
-  BITTERN_TRY(file->sync());
-  file->close();
-  std::error_code error;
-  std::filesystem::rename(partial, path, error);
-  if (error) return {Code::io_error, path + ": " + error.message()};
   return {};
 }
 

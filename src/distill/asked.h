@@ -1,9 +1,7 @@
 // What a run of distill_model was asked for: a text in its folder, a line for each option. A run
 // that goes on with it can then say what is different now.
 #pragma once
-#include <cstddef>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <string_view>
 
@@ -28,8 +26,5 @@ class Asked {
  private:
   std::string text_;
 };
-
-// The file has its name when it is whole and on the disk.
-Status write_whole(const std::string& path, std::span<const std::byte> bytes);
 
 }  // namespace bittern

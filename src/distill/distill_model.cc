@@ -287,15 +287,14 @@ class Distillation {
     BITTERN_TRY(learn());
     BITTERN_TRY(write());
     if (options_.judge) BITTERN_TRY(judge());
-    report_.seconds = seconds_since(begun);
-    report_.peak_bytes = peak_memory();
     BITTERN_TRY(agree(options_.ranks, {}));
-    if (!writes()) return std::move(report_);
-    BITTERN_TRY(move_output(work_.result(), out_, output));
-    BITTERN_TRY(sync_name(out_));
+    if (writes()) {
+      BITTERN_TRY(move_output(work_.result(), out_, output));
+      BITTERN_TRY(sync_name(out_));
+    }
     report_.seconds = seconds_since(begun);
     report_.peak_bytes = peak_memory();
-    work_.remove();
+    if (writes()) work_.remove();
     return std::move(report_);
   }
 
@@ -312,6 +311,11 @@ class Distillation {
   }
 
   bool gguf() const { return target_.mix != nullptr; }
+  const char* folder_format() const { return target_.compressed ? "compressed-tensors" : "mlx"; }
+  // In compressed-tensors the embedding is plain in any case.
+  int embedding_bits() const {
+    return options_.embedding_bits.value_or(target_.compressed ? 0 : std::max(target_.bits, 6));
+  }
   bool cached() const { return !options_.teacher_cache.empty() && options_.steps > 0; }
 
   // What the start depends on; with `learning`, what the state depends on, too.
@@ -323,13 +327,13 @@ class Distillation {
     asked.add("context", o.context);  // before the text, whose pieces these two make
     asked.add("validation", o.validation);
     asked.add_fingerprint("data", o.self_text ? 0 : text_.fingerprint());
-    asked.add("format", gguf() ? "gguf" : "mlx");
+    asked.add("format", gguf() ? "gguf" : folder_format());
     asked.add("bits", target_.bits);
     asked.add("type", gguf() ? target_.mix->name : "none");
     asked.add("group_size", target_.group);
     asked.add("zero_points", target_.integer_zeros ? "integer" : "real");
     asked.add("scale_dtype", target_.scale_dtype.value_or("that of the teacher"));
-    asked.add("embedding_bits", o.embedding_bits.value_or(std::max(target_.bits, 6)));
+    asked.add("embedding_bits", embedding_bits());
     asked.add("calibration", o.calibration);
     asked.add_flag("fisher", o.fisher);
     if (!learning && !o.self_text) return asked;
@@ -453,9 +457,7 @@ class Distillation {
   std::vector<QuantizeRule> rules() const {
     std::vector<QuantizeRule> rules = options_.rules;
     QuantizeRule ends{.match = "(^token_embd|^output|embed_tokens|lm_head)\\.weight$"};
-    // In compressed-tensors the embedding is plain in any case.
-    const int bits =
-        options_.embedding_bits.value_or(target_.compressed ? 0 : std::max(target_.bits, 6));
+    const int bits = embedding_bits();
     ends.keep = bits == 0;
     if (bits != 0) ends.bits = bits;
     if (bits != 0 && !gguf()) ends.group_size = target_.group;
@@ -470,7 +472,7 @@ class Distillation {
                         .group_size = target_.group,
                         .method = "gptq",
                         .fisher = options_.fisher,
-                        .format = target_.compressed ? "compressed-tensors" : "mlx",
+                        .format = folder_format(),
                         .zero_points = options_.zero_points,
                         .rules = gguf() ? start_rules_ : rules(),
                         .scale_dtype = target_.scale_dtype,
@@ -913,23 +915,22 @@ class Distillation {
 
 Result<DistillReport> distill_model(const std::string& teacher, const std::string& out,
                                     const DistillOptions& options) noexcept {
-  return agreed(options.ranks, guarded("distill_model", [&]() -> Result<DistillReport> {
-                  const auto run = [&]() -> Result<DistillReport> {
-                    BITTERN_TRY(check(options));
-                    if (teacher.empty())
-                      return invalid("@{teacher}: empty, expected a model to read");
-                    if (out.empty())
-                      return invalid("@{out}: not given, expected the name of the output");
-                    const auto target = target_of(options, out);
-                    if (!target) return target.status();
-                    const auto path = output_path(out, target->mix == nullptr);
-                    if (!path) return path.status();
-                    return Distillation(teacher, *path, options, *target).run();
-                  };
-                  auto report = run();
-                  if (!report) return with_option_names(report.status(), options.option_name);
-                  return report;
-                }));
+  auto report = guarded("distill_model", [&]() -> Result<DistillReport> {
+    const auto run = [&]() -> Result<DistillReport> {
+      BITTERN_TRY(check(options));
+      if (teacher.empty()) return invalid("@{teacher}: empty, expected a model to read");
+      if (out.empty()) return invalid("@{out}: not given, expected the name of the output");
+      const auto target = target_of(options, out);
+      if (!target) return target.status();
+      const auto path = output_path(out, target->mix == nullptr);
+      if (!path) return path.status();
+      return Distillation(teacher, *path, options, *target).run();
+    };
+    auto made = run();
+    if (!made) return with_option_names(made.status(), options.option_name);
+    return made;
+  });
+  return agreed(options.ranks, std::move(report));
 }
 
 }  // namespace bittern

@@ -27,10 +27,6 @@ std::int64_t padded(std::int64_t n) {
   return whole % 256 == 0 ? whole + 16 : whole;
 }
 
-float rounded(float x, DType dtype) {
-  return dtype == DType::f16 ? to_f32(to_f16(x)) : dtype == DType::bf16 ? to_f32(to_bf16(x)) : x;
-}
-
 }  // namespace
 
 Result<InputErrors> InputErrors::make(const Gram& gram, std::span<const std::int64_t> columns,
@@ -110,32 +106,17 @@ lanes::Grids RowRounder::grids(const Rows& rows) const {
 // Scales and biases by lsq in f32, then rounded.
 Status RowRounder::fit(const InputErrors& errors, const RoundingGrid& grid, const float* w) {
   if (grid.integer_zeros) return fit_integers(errors, grid, w);
-  const AffineDesc desc{.outer_size = rows_,
-                        .axis_size = inputs_,
-                        .group_size = grid.group,
-                        .bits = grid.bits,
-                        .method = AffineMethod::lsq,
-                        .expect_finite = true};
   const std::int64_t groups = inputs_ / group_;
-  std::vector<float> scales(at(rows_ * groups)), biases(scales.size());
-  std::vector<std::uint8_t> codes(at(rows_ * inputs_));
-  QdqAffineInit::Args args{};
-  args.w = view(w, {rows_, inputs_});
-  args.importance = view(errors.diagonal().data(), {inputs_});
-  args.scales = view(scales.data(), {rows_, groups});
-  args.biases = view(biases.data(), {rows_, groups});
-  args.q = view(codes.data(), {rows_, inputs_});
-  const auto plan = Plan<QdqAffineInit>::select(desc);
-  if (!plan) return plan.status();
-  AlignedScratch scratch(plan->workspace_bytes());
-  BITTERN_TRY(plan->run(args, {}, scratch.workspace()));
+  std::vector<float> scales, biases;
+  BITTERN_TRY(
+      fit_real(grid.bits, grid.group, w, rows_, inputs_, errors.diagonal(), scales, biases));
   // The rows that are not there are 0, on a grid that has it.
   best_.scales.assign(at(groups * kRows), 1.0f);
   best_.biases.assign(at(groups * kRows), 0.0f);
   for (std::int64_t r = 0; r < rows_; ++r)
     for (std::int64_t g = 0; g < groups; ++g) {
-      best_.scales[at(g * kRows + r)] = rounded(scales[at(r * groups + g)], grid.params);
-      best_.biases[at(g * kRows + r)] = rounded(biases[at(r * groups + g)], grid.params);
+      best_.scales[at(g * kRows + r)] = round_param(scales[at(r * groups + g)], grid.params);
+      best_.biases[at(g * kRows + r)] = round_param(biases[at(r * groups + g)], grid.params);
     }
   return {};
 }
@@ -213,8 +194,8 @@ void RowRounder::refit(const InputErrors& errors, const RoundingGrid& grid) {
     for (std::int64_t r = 0; r < kRows; ++r) {
       const std::size_t i = at(g * kRows + r);
       const float scale = step_[at(2 * g * kRows + r)], centre = step_[at((2 * g + 1) * kRows + r)];
-      trial_.scales[i] = rounded(best_.scales[i] + scale, params);
-      trial_.biases[i] = rounded(best_.biases[i] + (centre - scale * middle), params);
+      trial_.scales[i] = round_param(best_.scales[i] + scale, params);
+      trial_.biases[i] = round_param(best_.biases[i] + (centre - scale * middle), params);
     }
 }
 

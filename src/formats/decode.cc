@@ -8,6 +8,7 @@
 #include "bittern/ops/gguf_dequantize.h"
 #include "bittern/ops/qdq_affine_forward.h"
 #include "core/guarded.h"
+#include "formats/grid.h"
 #include "formats/json_events.h"
 #include "formats/stored_rows.h"
 
@@ -70,10 +71,8 @@ Status decode_zero_points(const CheckpointTensor& tensor, std::int64_t first, st
   }
   if (tensor.storage.zeros != Storage::Zeros::packed) return {};
   const std::span<float> all(out, static_cast<std::size_t>(count) * columns);
-  if (tensor.storage.dtype == SafeDType::f16)
-    for (float& x : all) x = to_f32(to_f16(x));
-  if (tensor.storage.dtype == SafeDType::bf16)
-    for (float& x : all) x = to_f32(to_bf16(x));
+  const DType dtype = to_dtype(tensor.storage.dtype).value_or(DType::f32);
+  for (float& x : all) x = round_param(x, dtype);
   return {};
 }
 

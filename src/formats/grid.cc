@@ -488,12 +488,15 @@ std::optional<int> zero_point_of(float scale, float bias, int bits) {
   return static_cast<int>(zero);
 }
 
+float round_param(float x, DType dtype) {
+  return dtype == DType::f16 ? to_f32(to_f16(x)) : dtype == DType::bf16 ? to_f32(to_bf16(x)) : x;
+}
+
 double round_params(GridRows& grid, const Storage& to) {
+  const DType dtype = to_dtype(to.dtype).value_or(DType::f32);
   double largest = 0;
   const auto round = [&](float& x) {
-    const float rounded = to.dtype == SafeDType::f16    ? to_f32(to_f16(x))
-                          : to.dtype == SafeDType::bf16 ? to_f32(to_bf16(x))
-                                                        : x;
+    const float rounded = round_param(x, dtype);
     if (rounded == x) return;
     const double change = std::abs(static_cast<double>(rounded) - static_cast<double>(x));
     largest = std::max(largest, change / std::abs(static_cast<double>(x)));

@@ -44,6 +44,9 @@ struct EncodedRows {
 Status encode_grid(const GridRows& grid, std::int64_t columns, const Storage& storage,
                    EncodedRows& out);
 
+// x as f16 or bf16 holds it; f32 as it is.
+float round_param(float x, DType dtype);
+
 // Rounds scales and biases to the F16 or BF16 of `to`: the largest change relative to what it
 // changes, which is infinite when something overflows. (F32 changes nothing.) Where `to` has zero
 // points, biases follow their scales.
