@@ -25,6 +25,9 @@ namespace {
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
+// Sums of a layer's inputs that are in memory at once: 45 of 4096 inputs, or one of 28672.
+constexpr std::int64_t kSumsBytes = std::int64_t{6} << 30;
+
 // "layers.12.q" is quantity q.
 std::optional<Q> quantity_of(std::string_view name) {
   const auto found = std::find(std::begin(kQuantityNames), std::end(kQuantityNames),
@@ -49,6 +52,44 @@ std::vector<std::int64_t> columns_between(const Recipe& part, const Recipe& to) 
   return columns;
 }
 
+// Rows of a tensor to be written, of one source and one expert.
+struct ExpertRows {
+  std::int64_t expert, first, count;
+};
+
+// f(first row of the recipe, run) for each run of its rows.
+template <class F>
+void each_run(const Recipe& recipe, const F& f) {
+  const std::int64_t rows = recipe.shape.numel() / columns_of(recipe.shape);
+  if (recipe.rows.empty()) return f(std::int64_t{0}, RowRun{.count = rows});
+  std::int64_t at_row = 0;
+  for (const RowRun& run : recipe.rows) {
+    f(at_row, run);
+    at_row += run.count;
+  }
+}
+
+// The experts of the rows of `to`, as far as they are made of a source of `part`, which has the
+// matrices of so many experts, one behind the other.
+void add_experts(const Recipe& part, std::int64_t experts, const Recipe& to,
+                 std::string_view source, std::vector<ExpertRows>& all) {
+  const std::int64_t each = part.shape.numel() / columns_of(part.shape) / experts;
+  each_run(to, [&](std::int64_t to_row, const RowRun& out) {
+    if (to.sources[out.source] != source) return;
+    each_run(part, [&](std::int64_t part_row, const RowRun& in) {
+      if (part.sources[in.source] != source) return;
+      std::int64_t row = std::max(out.first, in.first);
+      const std::int64_t end = std::min(out.first + out.count, in.first + in.count);
+      while (row < end) {
+        const std::int64_t stacked = part_row + row - in.first;
+        const std::int64_t count = std::min(end - row, each - stacked % each);
+        all.push_back({stacked / each, to_row + row - out.first, count});
+        row += count;
+      }
+    });
+  });
+}
+
 // A matrix that is being coded.
 struct Matrix {
   MatrixCoder::Task task;
@@ -56,7 +97,7 @@ struct Matrix {
   CodedGrid grid;
 };
 
-// Rows of one that a thread takes at once.
+// Some of its rows.
 struct Run {
   const Matrix* matrix;
   std::int64_t first, count;
@@ -66,6 +107,36 @@ double largest(DType dtype) {
   return dtype == DType::f16    ? max_finite<f16>()
          : dtype == DType::bf16 ? max_finite<bf16>()
                                 : max_finite<float>();
+}
+
+// What is coded by the inputs at one place.
+struct PlaceTasks {
+  struct Rows {
+    MatrixCoder::Task task;
+    std::int64_t first, count;
+  };
+  std::int64_t width = 0;  // the number of inputs
+  std::uint64_t weights = 0;
+  std::map<std::vector<std::int64_t>, std::vector<Rows>> by_columns;
+};
+
+// A layer's places, those together whose sums are in memory at once. A layer has one round at
+// least: the next one reads what it gives.
+std::vector<std::set<InputPlace>> rounds_of(const std::map<InputPlace, PlaceTasks>& places,
+                                            std::int64_t layer) {
+  std::vector<std::set<InputPlace>> rounds(1);
+  std::int64_t bytes = 0;
+  for (const auto& [place, of] : places) {
+    if (place.layer != layer) continue;
+    const std::int64_t more = of.width * of.width * std::int64_t{sizeof(double)};
+    if (!rounds.back().empty() && bytes + more > kSumsBytes) {
+      rounds.emplace_back();
+      bytes = 0;
+    }
+    rounds.back().insert(place);
+    bytes += more;
+  }
+  return rounds;
 }
 
 // The matrix with its reader; nothing: its numbers come near to the end of the scales' range.
@@ -88,20 +159,20 @@ Result<std::optional<Matrix>> open_matrix(const Checkpoint& source, const Matrix
   return std::optional(Matrix{task, std::move(*reader), grid});
 }
 
-// All matrices with one input, rows on all threads of all processes.
-Status code_matrices(const Checkpoint& source, const Gram& gram,
-                     std::span<const std::int64_t> columns, const std::vector<Matrix>& matrices,
-                     Ranks* ranks, const MatrixCoder::Sink& take, TeamProgress& progress) {
+// All rows with one input, on all threads of all processes.
+Status code_rows(const Checkpoint& source, const Gram& gram, std::span<const std::int64_t> columns,
+                 const std::vector<Run>& all, Ranks* ranks, const MatrixCoder::Sink& take,
+                 TeamProgress& progress) {
   std::vector<int> groups;
-  std::vector<Run> runs;
-  for (const Matrix& matrix : matrices) {
-    if (matrix.reader.columns() != gram.inputs())
-      return internal(matrix.task.tensor->recipe.name + ": inputs of another width");
-    groups.push_back(matrix.grid.group);
-    for (std::int64_t row = 0; row < matrix.reader.rows(); row += lanes::kRows)
-      runs.push_back({&matrix, row, std::min(lanes::kRows, matrix.reader.rows() - row)});
+  std::vector<Run> runs;  // what a thread takes at once
+  for (const Run& part : all) {
+    if (part.matrix->reader.columns() != gram.inputs())
+      return internal(part.matrix->task.tensor->recipe.name + ": inputs of another width");
+    groups.push_back(part.matrix->grid.group);
+    for (std::int64_t row = 0; row < part.count; row += lanes::kRows)
+      runs.push_back({part.matrix, part.first + row, std::min(lanes::kRows, part.count - row)});
   }
-  const std::string& name = matrices.front().task.tensor->recipe.name;
+  const std::string& name = all.front().matrix->task.tensor->recipe.name;
   const auto errors = InputErrors::make(gram, columns, groups);
   if (!errors) return with_tensor(source, name, errors.status());
   struct Worker {
@@ -191,6 +262,7 @@ Status GptqCoder::prepare(const Checkpoint& source) {
   auto read = read_source(source);
   if (!read) return of_method(read.status());
   parts_ = std::move(read->parts);
+  experts_ = read->config.experts;
   for (std::size_t i = 0; i < parts_.size(); ++i)
     for (const std::string& from : parts_[i].sources) made_of_[from].push_back(i);
   if (!text_.tokens.empty()) return {};
@@ -200,9 +272,10 @@ Status GptqCoder::prepare(const Checkpoint& source) {
   return {};
 }
 
-Result<GptqCoder::Input> GptqCoder::input_of_tensor(const OutputTensor& tensor) const {
+Result<std::vector<GptqCoder::Input>> GptqCoder::inputs_of(const OutputTensor& tensor) const {
   const Recipe& recipe = tensor.recipe;
   std::optional<Input> input;
+  std::vector<ExpertRows> experts;
   for (const std::string& from : recipe.sources) {
     const auto made = made_of_.find(from);
     if (made == made_of_.end()) return invalid("it is no part of the decoder");
@@ -216,8 +289,8 @@ Result<GptqCoder::Input> GptqCoder::input_of_tensor(const OutputTensor& tensor) 
       } else {
         const auto product = input_of(*quantity);
         if (!product) return invalid("it is looked up, not multiplied");
-        if (product->experts) return invalid("it holds experts");
         of.place = {layer_of_part(part.name), product->place, product->shared};
+        if (product->experts) add_experts(part, experts_, recipe, from, experts);
       }
       of.columns = columns_between(part, recipe);
       if (input && (input->place != of.place || input->columns != of.columns))
@@ -225,17 +298,29 @@ Result<GptqCoder::Input> GptqCoder::input_of_tensor(const OutputTensor& tensor) 
       input = std::move(of);
     }
   }
-  if (!input || recipe.shape.rank != 2) return invalid("it is no matrix of a product");
-  return std::move(*input);
+  if (!input || recipe.shape.rank < 2) return invalid("it is no matrix of a product");
+  input->rows = recipe.shape.numel() / columns_of(recipe.shape);
+  if (experts.empty()) return std::vector{std::move(*input)};
+  std::vector<Input> inputs;
+  std::int64_t rows = 0;
+  for (const ExpertRows& some : experts) {
+    input->place.expert = some.expert;
+    input->first = some.first;
+    rows += input->rows = some.count;
+    inputs.push_back(*input);
+  }
+  if (rows != recipe.shape.numel() / columns_of(recipe.shape))
+    return invalid("its rows have different inputs");
+  return inputs;
 }
 
 std::optional<std::string> GptqCoder::declines(const OutputTensor& tensor) const {
   if (tensor.way == OutputTensor::Way::copy) return "";
   const auto note = [](const std::string& why) { return "not by @{method} gptq: " + why; };
   if (!coded_grid(tensor.to)) return note("no grid of " + tensor.to.str());
-  const auto input = input_of_tensor(tensor);
-  if (input) return {};
-  return note(std::string(input.status().message()));
+  const auto inputs = inputs_of(tensor);
+  if (inputs) return {};
+  return note(std::string(inputs.status().message()));
 }
 
 std::uint64_t GptqCoder::fingerprint() const {
@@ -253,15 +338,21 @@ Result<std::vector<std::size_t>> GptqCoder::code(const Checkpoint& source,
   const auto model = Model::load(model_, {.activations = Activations::exact, .context = context_});
   if (!model) return model.status();
   std::vector<std::size_t> left_out;
-  std::map<InputPlace, std::map<std::vector<std::int64_t>, std::vector<Task>>> by_input;
+  std::map<InputPlace, PlaceTasks> places;
   std::int64_t last = -1;
   std::uint64_t weights = 0;
   for (const Task& task : tasks) {
-    auto input = input_of_tensor(*task.tensor);
-    if (!input) return input.status();
-    by_input[input->place][input->columns].push_back(task);
-    last = std::max(last, input->place.layer);
-    weights += static_cast<std::uint64_t>(task.tensor->recipe.shape.numel());
+    const auto found = inputs_of(*task.tensor);
+    if (!found) return found.status();
+    const std::int64_t width = columns_of(task.tensor->recipe.shape);
+    for (const Input& input : *found) {
+      PlaceTasks& place = places[input.place];
+      place.width = width;
+      place.weights += static_cast<std::uint64_t>(input.rows * width);
+      place.by_columns[input.columns].push_back({task, input.first, input.rows});
+      weights += static_cast<std::uint64_t>(input.rows * width);
+      last = std::max(last, input.place.layer);
+    }
   }
   // A layer's pieces together count as much as its weights; the tokens' weights, as much as all.
   TeamProgress progress(tell, {.doing = "calibrating", .total = (fisher_ ? 4 : 2) * weights});
@@ -282,50 +373,60 @@ Result<std::vector<std::size_t>> GptqCoder::code(const Checkpoint& source,
   auto inputs = LayerInputs::make(*model, text_, token_weights ? &*token_weights : nullptr, ranks_);
   if (!inputs) return inputs.status();
 
+  std::map<std::size_t, std::optional<Matrix>> matrices;  // of a layer
+  const auto opened = [&](const Task& task) -> Result<const Matrix*> {
+    const auto [found, is_new] = matrices.try_emplace(task.index);
+    if (is_new) {
+      auto matrix = open_matrix(source, task);
+      if (!matrix) return matrix.status();
+      found->second = std::move(*matrix);
+      if (!found->second) left_out.push_back(task.index);
+    }
+    return found->second ? &*found->second : nullptr;
+  };
+  const auto code_place = [&](const PlaceTasks& place, const Gram& gram) -> Status {
+    for (const auto& [columns, some] : place.by_columns) {
+      std::vector<Run> runs;
+      for (const PlaceTasks::Rows& rows : some) {
+        const auto matrix = opened(rows.task);
+        if (!matrix) return matrix.status();
+        if (*matrix != nullptr)
+          runs.push_back({*matrix, rows.first, rows.count});
+        else
+          BITTERN_TRY(progress.add(static_cast<std::uint64_t>(rows.count * place.width)));
+      }
+      if (!runs.empty())
+        BITTERN_TRY(code_rows(source, gram, columns, runs, ranks_, take, progress));
+    }
+    return {};
+  };
   std::uint64_t begun = 0;  // weights of all layers up to this one
   std::uint64_t shown = 0;  // of the pieces
   for (std::int64_t layer = 0; layer <= last; ++layer) {
     const std::string text = layer == layers_ ? "the head" : "layer " + std::to_string(layer);
     progress.begin(text);
-    std::set<InputPlace> wanted;
+    matrices.clear();
     std::uint64_t here = 0;
-    for (const auto& [place, by_columns] : by_input) {
-      if (place.layer != layer) continue;
-      wanted.insert(place);
-      for (const auto& [columns, some] : by_columns)
-        for (const Task& task : some)
-          here += static_cast<std::uint64_t>(task.tensor->recipe.shape.numel());
-    }
-    std::int64_t pieces = 0;
-    auto grams = inputs->next(wanted, [&]() -> Status {
-      const auto all = static_cast<std::uint64_t>(text_.pieces());
-      const std::uint64_t now = begun + here * static_cast<std::uint64_t>(++pieces) / all;
-      return progress.add(now - std::exchange(shown, now));
-    });
-    if (!grams) return grams.status();
-    begun += here;
-    for (const InputPlace& place : wanted) {
-      const auto gram = grams->find(place);
-      if (gram == grams->end()) return internal("no inputs of a product in " + text);
-      for (const auto& [columns, some] : by_input[place]) {
-        std::vector<Matrix> matrices;
-        for (const Task& task : some) {
-          auto matrix = open_matrix(source, task);
-          if (!matrix) return matrix.status();
-          if (*matrix) {
-            matrices.push_back(std::move(**matrix));
-          } else {
-            left_out.push_back(task.index);
-            BITTERN_TRY(
-                progress.add(static_cast<std::uint64_t>(task.tensor->recipe.shape.numel())));
-          }
-        }
-        if (!matrices.empty())
-          BITTERN_TRY(
-              code_matrices(source, gram->second, columns, matrices, ranks_, take, progress));
+    for (const auto& [place, of] : places)
+      if (place.layer == layer) here += of.weights;
+    const auto rounds = rounds_of(places, layer);
+    const auto passes = static_cast<std::uint64_t>(text_.pieces()) * rounds.size();
+    std::uint64_t passed = 0;
+    for (const std::set<InputPlace>& round : rounds) {
+      auto grams = inputs->next(round, &round != &rounds.back(), [&]() -> Status {
+        const std::uint64_t now = begun + here * ++passed / passes;
+        return progress.add(now - std::exchange(shown, now));
+      });
+      if (!grams) return grams.status();
+      for (const InputPlace& place : round) {
+        const auto gram = grams->extract(place);  // its memory goes when it has been used
+        const PlaceTasks& of = places[place];
+        if (!gram && place.expert < 0) return internal("no inputs of a product in " + text);
+        const Gram unused(gram ? 0 : of.width);  // an expert that no token reached
+        BITTERN_TRY(code_place(of, gram ? gram.mapped() : unused));
       }
-      grams->erase(gram);  // its memory
     }
+    begun += here;
     BITTERN_TRY(progress.end());
   }
   return left_out;

@@ -45,18 +45,21 @@ class GptqCoder : public MatrixCoder {
                                         const ModelProgressFunction& progress) override;
 
  private:
+  // Rows of a tensor that have the same inputs.
   struct Input {
     InputPlace place;
     std::vector<std::int64_t> columns;  // the input of each column; empty: in their order
+    std::int64_t first = 0, rows = 0;
   };
-  Result<Input> input_of_tensor(const OutputTensor& tensor) const;
+  // All rows at once; those of experts, expert by expert.
+  Result<std::vector<Input>> inputs_of(const OutputTensor& tensor) const;
 
   std::string model_, data_;
   std::int64_t pieces_, context_;
   bool fisher_;
   Ranks* ranks_;
   CalibrationText text_;
-  std::int64_t layers_ = 0;
+  std::int64_t layers_ = 0, experts_ = 0;
   std::vector<Recipe> parts_;  // of the decoder
   // Of each tensor of the source: the parts that are made of it.
   std::map<std::string, std::vector<std::size_t>, std::less<>> made_of_;

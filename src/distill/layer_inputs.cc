@@ -17,25 +17,29 @@ class Collector : public Watcher {
  public:
   Collector(const std::set<InputPlace>& wanted, const TokenWeights* weights, Ranks* ranks)
       : wanted_(wanted), weights_(weights), ranks_(ranks) {}
-  // The number of the token that the next rows begin with.
-  void begin(std::int64_t first) { first_ = first; }
+  void begin(std::int64_t piece) {
+    piece_ = piece;
+    taken_.clear();
+  }
 
   void product(const ProductInput& input) override {
-    if (input.expert >= 0) return;
-    // The shared expert reads what the router reads.
+    // The router has shown these rows.
     if (input.shared && input.place == ProductPlace::mlp_in) return;
-    take({input.layer, input.place, input.shared}, input.x);
+    take(place_of(input), input.x);
   }
   void take(const InputPlace& place, const ConstView& x) {
     if (!wanted_.contains(place)) return;
-    if (ranks_ == nullptr) return add(place, first_, x);
+    std::int64_t& taken = taken_[place];
+    const std::int64_t first = std::exchange(taken, taken + x.shape[0]);
+    if (ranks_ == nullptr) return add(place, piece_, first, x);
     std::vector<float> rows;
     for (std::int64_t i = 0; i < x.shape[0]; ++i) {
       const float* const row = x.as<float>() + i * x.stride[0];
       rows.insert(rows.end(), row, row + x.shape[1]);
     }
     Packer& kept = kept_[place];
-    kept.add(first_);
+    kept.add(piece_);
+    kept.add(first);
     kept.add(x.shape[1]);
     kept.add(rows);
   }
@@ -46,9 +50,10 @@ class Collector : public Watcher {
       BITTERN_TRY(ranks_->gather(kept_[place].bytes(), all));
       for (const auto& bytes : all) {
         for (Unpacker in(bytes); !in.empty();) {
-          const auto first = in.next<std::int64_t>(), width = in.next<std::int64_t>();
+          const auto piece = in.next<std::int64_t>(), first = in.next<std::int64_t>(),
+                     width = in.next<std::int64_t>();
           const auto rows = in.next<std::vector<float>>();
-          add(place, first, view(rows.data(), {std::ssize(rows) / width, width}));
+          add(place, piece, first, view(rows.data(), {std::ssize(rows) / width, width}));
         }
       }
     }
@@ -56,22 +61,29 @@ class Collector : public Watcher {
     return {};
   }
   Result<std::map<InputPlace, Gram>> sums() {
+    BITTERN_TRY(status_);
     for (auto& [place, gram] : grams_)
       if (ranks_ != nullptr) BITTERN_TRY(gram.complete(*ranks_));
     return std::move(grams_);
   }
 
  private:
-  void add(const InputPlace& place, std::int64_t first, const ConstView& x) {
-    const auto weights =
-        weights_ != nullptr ? weights_->of(place, first, x.shape[0]) : std::span<const float>();
-    grams_.try_emplace(place, x.shape[1], ranks_).first->second.add(x, weights);
+  // x: a piece's rows at this place, from `first` on.
+  void add(const InputPlace& place, std::int64_t piece, std::int64_t first, const ConstView& x) {
+    const auto weights = weights_ != nullptr ? weights_->of(place, piece, first, x.shape[0])
+                                             : std::span<const float>();
+    if (!weights.empty() && std::ssize(weights) != x.shape[0])
+      status_ = internal("a token has other experts than it had before");
+    else
+      grams_.try_emplace(place, x.shape[1], ranks_).first->second.add(x, weights);
   }
 
   const std::set<InputPlace>& wanted_;
   const TokenWeights* weights_;
   Ranks* ranks_;
-  std::int64_t first_ = 0;
+  std::int64_t piece_ = 0;
+  std::map<InputPlace, std::int64_t> taken_;  // rows of the piece
+  Status status_;
   std::map<InputPlace, Packer> kept_;
   std::map<InputPlace, Gram> grams_;
 };
@@ -118,14 +130,19 @@ Result<LayerInputs> LayerInputs::make(const Model& model, const CalibrationText&
   return inputs;
 }
 
-Result<std::map<InputPlace, Gram>> LayerInputs::next(const std::set<InputPlace>& wanted,
+Result<std::map<InputPlace, Gram>> LayerInputs::next(const std::set<InputPlace>& wanted, bool again,
                                                      const std::function<Status()>& done) {
   const ModelData& data = ModelAccess::data(model_);
   const bool behind = layer_ == model_.info().layers;
   Collector collector(wanted, weights_, ranks_);
+  std::vector<float> copy;
   const auto run_piece = [&](std::int64_t piece) -> Status {
+    collector.begin(piece);
     return each_pass(piece, [&](const Segment& segment, float* stream) {
-      collector.begin(piece * text_->context + segment.position);
+      if (again) {
+        copy.assign(stream, stream + segment.count() * data.decoder.hidden);
+        stream = copy.data();
+      }
       if (!behind) return layer_pass(data, segment, layer_, stream, &collector);
       const Status status = norm_pass(data, segment, stream);
       const ConstView x = view(stream, {segment.count(), data.decoder.hidden});
@@ -142,7 +159,7 @@ Result<std::map<InputPlace, Gram>> LayerInputs::next(const std::set<InputPlace>&
     for (std::int64_t i = first; i < std::min(first + count, text_->pieces()); ++i)
       BITTERN_TRY(done());
   }
-  ++layer_;
+  if (!again) ++layer_;
   BITTERN_TRY(agree(ranks_, {}));
   return collector.sums();
 }

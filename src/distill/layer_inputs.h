@@ -20,9 +20,16 @@ namespace bittern {
 struct InputPlace {
   std::int64_t layer = 0;
   ProductPlace place = ProductPlace::mixer_in;
-  bool shared = false;  // of the shared expert
+  bool shared = false;       // of the shared expert
+  std::int64_t expert = -1;  // of an expert's own rows; -1: of no expert
   auto operator<=>(const InputPlace&) const = default;
 };
+
+// That of a product. The shared expert's gate and up read what the router reads.
+inline InputPlace place_of(const ProductInput& input) {
+  const bool shared = input.shared && input.place != ProductPlace::mlp_in;
+  return {input.layer, input.place, shared, input.expert};
+}
 
 class TokenWeights;
 
@@ -33,9 +40,10 @@ class LayerInputs {
   static Result<LayerInputs> make(const Model& model, const CalibrationText& text,
                                   const TokenWeights* weights = nullptr, Ranks* ranks = nullptr);
 
-  // Runs the next layer (behind the last one, the final norm). The sums of its wanted places.
-  // `done` is called after each piece.
-  Result<std::map<InputPlace, Gram>> next(const std::set<InputPlace>& wanted,
+  // Runs the next layer (behind the last one, the final norm). The sums of its wanted places; an
+  // expert that no token reached has none. `done` is called after each piece.
+  // again: the same layer comes next once more, for sums that are too large to be made together.
+  Result<std::map<InputPlace, Gram>> next(const std::set<InputPlace>& wanted, bool again,
                                           const std::function<Status()>& done);
 
  private:

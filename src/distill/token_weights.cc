@@ -20,28 +20,20 @@ constexpr float kMost = 50;
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
-// |d_y|^2 of every product whose inputs are a whole piece.
+// |d_y|^2 of every product of a piece, row after row.
 class Squares : public GradientSink {
  public:
-  Squares(std::map<InputPlace, std::vector<float>>& to, std::int64_t tokens)
-      : to_(to), all_(tokens) {}
-  void begin(std::int64_t first) { first_ = first; }
-
   void product(const ProductInput& input, const ConstView& d_y) override {
-    if (input.expert >= 0) return;
-    const std::int64_t rows = d_y.shape[0], outputs = d_y.shape[1];
-    const auto [found, is_new] = to_.try_emplace({input.layer, input.place, input.shared});
-    if (is_new) found->second.resize(at(all_));
-    for (std::int64_t i = 0; i < rows; ++i) {
+    std::vector<float>& to = of_[place_of(input)];
+    for (std::int64_t i = 0; i < d_y.shape[0]; ++i) {
       const float* const row = d_y.as<float>() + i * d_y.stride[0];
-      // The shared expert reads what the router reads: both count.
-      found->second[at(first_ + i)] += dot(row, row, outputs);
+      to.push_back(dot(row, row, d_y.shape[1]));
     }
   }
+  std::map<InputPlace, std::vector<float>> take() { return std::exchange(of_, {}); }
 
  private:
-  std::map<InputPlace, std::vector<float>>& to_;
-  std::int64_t all_, first_ = 0;
+  std::map<InputPlace, std::vector<float>> of_;
 };
 
 // x: logits [rows, vocab], which become d L / d logits = softmax(x) - 1 at a label drawn from it.
@@ -84,7 +76,7 @@ Result<TokenWeights> TokenWeights::make(const Model& model, const CalibrationTex
   const ModelData& data = streams->model();
   const Decoder& d = data.decoder;
   TokenWeights weights;
-  Squares squares(weights.weights_, static_cast<std::int64_t>(text.tokens.size()));
+  Squares squares;
   Scratch scratch;
   PieceStreams passed;
   std::vector<float> logits(at(kRows * d.vocab));
@@ -99,48 +91,50 @@ Result<TokenWeights> TokenWeights::make(const Model& model, const CalibrationTex
       BITTERN_TRY(uncapped_head_pass(data, hidden, count, x, scratch));
       BITTERN_TRY(draw_labels(logits.data(), count, d.vocab, d.logit_softcap,
                               static_cast<std::uint64_t>(piece * text.context + first), scratch));
-      squares.begin(piece * text.context + first);
       squares.product({.layer = static_cast<std::int64_t>(d.layers.size())}, x);
       BITTERN_TRY(head_backward(data, hidden, count, x, passed.d_stream.data() + first * d.hidden,
                                 squares, scratch));
     }
-    squares.begin(piece * text.context);
     BITTERN_TRY(streams->norm_backward(passed));
     for (std::int64_t i = streams->layers(); i-- > 0;)
       BITTERN_TRY(streams->layer_backward(i, passed, squares));
-    for (const auto& [place, numbers] : weights.weights_) {
-      const auto begin = numbers.begin() + piece * text.context;
+    for (const auto& [place, numbers] : squares.take()) {
       out.add(place);
-      out.add(std::vector<float>(begin, begin + text.context));
+      out.add(numbers);
     }
     return {};
   };
   const auto take = [&](std::int64_t piece, Unpacker in) -> Status {
     while (!in.empty()) {
       const auto place = in.next<InputPlace>();
-      const auto numbers = in.next<std::vector<float>>();
       auto& all = weights.weights_[place];
-      all.resize(text.tokens.size());
-      std::copy(numbers.begin(), numbers.end(), all.begin() + piece * text.context);
+      all.resize(at(text.pieces()));
+      all[at(piece)] = in.next<std::vector<float>>();
     }
     return done();
   };
   BITTERN_TRY(deal(ranks, text.pieces(), DealTo::all, make, take));
-  for (auto& [place, numbers] : weights.weights_) {
-    double sum = 0;
-    for (const float x : numbers) sum += double{x};
-    const double mean = sum / static_cast<double>(numbers.size());
-    for (float& x : numbers)
-      x = mean > 0 ? std::min(static_cast<float>(double{x} / mean), kMost) : 1.0f;
+  for (auto& [place, pieces] : weights.weights_) {
+    double sum = 0, rows = 0;
+    for (const std::vector<float>& numbers : pieces) {
+      for (const float x : numbers) sum += double{x};
+      rows += static_cast<double>(numbers.size());
+    }
+    const double mean = sum / rows;
+    for (std::vector<float>& numbers : pieces)
+      for (float& x : numbers)
+        x = mean > 0 ? std::min(static_cast<float>(double{x} / mean), kMost) : 1.0f;
   }
   return weights;
 }
 
-std::span<const float> TokenWeights::of(const InputPlace& place, std::int64_t first,
-                                        std::int64_t count) const {
+std::span<const float> TokenWeights::of(const InputPlace& place, std::int64_t piece,
+                                        std::int64_t first, std::int64_t count) const {
   const auto found = weights_.find(place);
   if (found == weights_.end()) return {};
-  return std::span(found->second).subspan(at(first), at(count));
+  const std::span<const float> rows = found->second[at(piece)];
+  const std::size_t from = std::min(at(first), rows.size());
+  return rows.subspan(from, std::min(at(count), rows.size() - from));
 }
 
 }  // namespace bittern

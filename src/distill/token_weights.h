@@ -22,11 +22,13 @@ class TokenWeights {
   static Result<TokenWeights> make(const Model& model, const CalibrationText& text, Ranks* ranks,
                                    const std::function<Status()>& done);
 
-  // Of the text's tokens from `first` on; nothing where the place has none.
-  std::span<const float> of(const InputPlace& place, std::int64_t first, std::int64_t count) const;
+  // Of a piece's rows at this place, which are its tokens, or those that an expert is used for;
+  // nothing where the place has none.
+  std::span<const float> of(const InputPlace& place, std::int64_t piece, std::int64_t first,
+                            std::int64_t count) const;
 
  private:
-  std::map<InputPlace, std::vector<float>> weights_;  // [tokens] each
+  std::map<InputPlace, std::vector<std::vector<float>>> weights_;  // of each piece
 };
 
 }  // namespace bittern
