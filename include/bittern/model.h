@@ -135,6 +135,8 @@ struct SessionBytes {
 class Session {
  public:
   static Result<Session> make(const Model& model, const SessionOptions& options = {}) noexcept;
+  // What make refuses in the options, before the model is loaded (Model::look).
+  static Status check(const ModelInfo& model, const SessionOptions& options) noexcept;
   Session(Session&&) noexcept;
   Session& operator=(Session&&) noexcept;
   Session(const Session&) = delete;  // fork() says what it does

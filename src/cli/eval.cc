@@ -445,6 +445,11 @@ Status run(const EvalFlags& flags) {
   if (std::cmp_less(tokens->size(), least))
     return invalid(fmt::format("{}: {} tokens, expected at least {}{}", flags.text, tokens->size(),
                                least, least == flags.context ? " (the context, -c)" : ""));
+  for (const std::string& model : flags.models) {
+    const auto info = Model::look(model, load_options(model_flags));
+    if (!info) return info.status();
+    BITTERN_TRY(check_session(*info, model_flags));
+  }
   return flags.kv_sweep ? sweep(flags, *text, *session, *tokens, options, progress)
                         : judge(flags, *text, *session, *tokens, options, progress);
 }

@@ -113,6 +113,12 @@ Result<SessionOptions> session_options(const ModelFlags& flags) {
   return options;
 }
 
+Status check_session(const ModelInfo& info, const ModelFlags& flags) {
+  const auto options = session_options(flags);
+  if (!options) return options.status();
+  return with_flags(Session::check(info, *options));
+}
+
 Result<Session> make_session(const Model& model, const ModelFlags& flags) {
   const auto options = session_options(flags);
   if (!options) return options.status();

@@ -350,6 +350,7 @@ Status run(const RunFlags& flags) {
   if (!tokens) return tokens.status();
   const auto info = Model::look(flags.model.path, load_options(flags.model));
   if (!info) return info.status();
+  BITTERN_TRY(check_session(*info, flags.model));
   BITTERN_TRY(Runner::check_room(std::ssize(*tokens), 0,
                                  flags.model.context != 0 ? flags.model.context : info->context));
   if (flags.model.context > info->context && !flags.common.quiet)

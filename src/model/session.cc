@@ -41,30 +41,29 @@ DeltaState empty_delta(const Decoder& d) {
           std::vector<float>(static_cast<std::size_t>(d.value_heads * d.key_dim * d.value_dim))};
 }
 
+// Of a cache by this name: its dtype, or how it is compressed.
+struct CacheKind {
+  DType dtype = DType::f16;
+  std::optional<AuraScheme> scheme{};
+};
+Result<CacheKind> cache_kind(const std::string& kv) {
+  if (kv == "f16") return CacheKind{};
+  if (kv == "f32") return CacheKind{DType::f32};
+  if (kv == "bf16") return CacheKind{DType::bf16};
+  const auto scheme = parse_aura_name(kv);
+  if (scheme) return CacheKind{.scheme = *scheme};
+  return invalid("kv: \"" + kv +
+                 "\", expected f32, f16, bf16, or aura and bits of K and V, 1 to 8, such as "
+                 "aura8v4 (aura8 is aura8v8)");
+}
+
 Result<std::vector<LayerState>> layer_states(const Decoder& d, const SessionOptions& options,
                                              std::int64_t context) {
-  DType dtype = DType::f16;
-  std::optional<AuraScheme> scheme;
-  if (options.kv == "f32") {
-    dtype = DType::f32;
-  } else if (options.kv == "bf16") {
-    dtype = DType::bf16;
-  } else if (options.kv != "f16") {
-    const auto parsed = parse_aura_name(options.kv);
-    if (!parsed)
-      return invalid("kv: \"" + options.kv +
-                     "\", expected f32, f16, bf16, or aura and bits of K and V, 1 to 8, such as "
-                     "aura8v4 (aura8 is aura8v8)");
-    scheme = *parsed;
-  }
+  const auto kind = cache_kind(options.kv);
+  if (!kind) return kind.status();
   std::vector<LayerState> layers(d.layers.size());
   std::int64_t attention = 0;
   const std::int64_t count = d.attention_layers();
-  for (const auto& [name, value] :
-       {std::pair("skip_first: ", options.skip_first), std::pair("skip_last: ", options.skip_last)})
-    if (scheme && value > count)
-      return invalid(name + std::to_string(value) + ", expected at most " + std::to_string(count) +
-                     ", the model's attention layers");
   for (std::size_t i = 0; i < layers.size(); ++i) {
     if (d.layers[i].delta) {
       layers[i].delta = empty_delta(d);
@@ -72,11 +71,11 @@ Result<std::vector<LayerState>> layer_states(const Decoder& d, const SessionOpti
     }
     const bool skipped = attention < options.skip_first || attention >= count - options.skip_last;
     ++attention;
-    if (!scheme || skipped) {
-      layers[i].plain = PlainCache{.dtype = dtype};
+    if (!kind->scheme || skipped) {
+      layers[i].plain = PlainCache{.dtype = kind->dtype};
       continue;
     }
-    auto config = aura_config(*scheme, d.kv_heads, d.dim, static_cast<std::uint64_t>(i));
+    auto config = aura_config(*kind->scheme, d.kv_heads, d.dim, static_cast<std::uint64_t>(i));
     if (!config) return config.status();
     config->first = options.first;
     config->recent = options.recent;
@@ -158,8 +157,30 @@ Session::Session(Session&&) noexcept = default;
 Session& Session::operator=(Session&&) noexcept = default;
 Session::~Session() = default;
 
+Status Session::check(const ModelInfo& model, const SessionOptions& options) noexcept {
+  return guarded("session", [&]() -> Status {
+    if (options.context < 0 || options.context > kMostContext)
+      return invalid("context: " + std::to_string(options.context) + ", expected 1 to " +
+                     std::to_string(kMostContext));
+    const auto kind = cache_kind(options.kv);
+    if (!kind) return kind.status();
+    for (const auto& [name, value] :
+         {std::pair("first: ", options.first), std::pair("recent: ", options.recent),
+          std::pair("skip_first: ", options.skip_first),
+          std::pair("skip_last: ", options.skip_last)})
+      if (value < 0) return invalid(name + std::to_string(value) + ", expected 0 or more");
+    for (const auto& [name, value] : {std::pair("skip_first: ", options.skip_first),
+                                      std::pair("skip_last: ", options.skip_last)})
+      if (kind->scheme && value > model.attention_layers)
+        return invalid(name + std::to_string(value) + ", expected at most " +
+                       std::to_string(model.attention_layers) + ", the model's attention layers");
+    return {};
+  });
+}
+
 Result<Session> Session::make(const Model& model, const SessionOptions& options) noexcept {
   return guarded("session", [&]() -> Result<Session> {
+    BITTERN_TRY(check(model.info(), options));
     const Decoder& d = model.data_->decoder;
     const std::int64_t asked =
         options.context != 0 ? options.context : model.data_->options.context;
@@ -167,11 +188,6 @@ Result<Session> Session::make(const Model& model, const SessionOptions& options)
     if (context < 1 || context > kMostContext)
       return invalid("context: " + std::to_string(context) + ", expected 1 to " +
                      std::to_string(kMostContext));
-    for (const auto& [name, value] :
-         {std::pair("first", options.first), std::pair("recent", options.recent),
-          std::pair("skip_first", options.skip_first), std::pair("skip_last", options.skip_last)})
-      if (value < 0)
-        return invalid(std::string(name) + ": " + std::to_string(value) + ", expected 0 or more");
     auto layers = layer_states(d, options, context);
     if (!layers) return layers.status();
     auto data = std::make_unique<SessionData>();
