@@ -213,6 +213,7 @@ TEST(Cuda, BoundsOfSequencesThatAreWrongTouchNothingElse) {
     d.chunk = chunk;
     expect_harmless_bounds<GdnRecomputeWU>(d, 3);
     expect_harmless_bounds<GdnCumsum>(d, 4);
+    expect_harmless_bounds<GdnChunkForward>(d, 7);
   }
   for (const std::int64_t channels : {3, 8}) {
     const CausalConvDesc conv{.tokens = 150, .channels = channels, .sequences = 5};

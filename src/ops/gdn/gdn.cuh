@@ -1,8 +1,11 @@
-// Where the gated delta rule's chunks lie, found on the device: the host cannot read cu_seqlens.
+// What the gated delta rule's kernels share: where chunks and sequences lie, found on the device
+// (the host cannot read cu_seqlens), strides, and dot products.
 #pragma once
+#include <cmath>
 #include <cstdint>
 
 #include "bittern/gdn_desc.h"
+#include "core/dot.h"
 #include "cuda/device.cuh"
 
 namespace bittern::cuda {
@@ -58,5 +61,26 @@ struct ChunkSlots {
     return {begin, end - begin < chunk ? static_cast<int>(end - begin) : chunk};
   }
 };
+
+// Elements to the next batch row (or sequence), token and head.
+struct TokenStrides {
+  std::int64_t row, token, head;
+  template <class View>
+  explicit TokenStrides(const View& v) : row(v.stride[0]), token(v.stride[1]), head(v.stride[2]) {}
+  __device__ std::int64_t at(std::int64_t r, std::int64_t t, std::int64_t h) const {
+    return r * row + t * token + h * head;
+  }
+};
+
+// core/dot.h by each half of a warp: lane l has sum l % 16, and all get the result.
+template <class Left, class Right>
+__device__ float strided_dot(int n, Left&& left, Right&& right) {
+  float sum = 0;
+  for (int i = static_cast<int>(threadIdx.x) % kDotLanes; i < n; i += kDotLanes)
+    sum = std::fma(left(i), right(i), sum);
+  for (int stride = kDotLanes / 2; stride > 0; stride /= 2)
+    sum += __shfl_xor_sync(~0u, sum, stride);
+  return sum;
+}
 
 }  // namespace bittern::cuda

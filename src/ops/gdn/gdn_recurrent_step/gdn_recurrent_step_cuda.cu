@@ -4,10 +4,10 @@
 #include <cmath>
 
 #include "bittern/ops/gdn_recurrent_step.h"
-#include "core/dot.h"
 #include "cuda/device.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/runtime.cuh"
+#include "ops/gdn/gdn.cuh"
 #include "ops/gdn/gdn.h"
 #include "plan/kernel.h"
 
@@ -16,6 +16,8 @@ namespace {
 
 using Op = GdnRecurrentStep;
 using cuda::Divisor;
+using cuda::strided_dot;
+using Strides = cuda::TokenStrides;
 
 // What a block takes of a head: memory that lies together, read and written in its order.
 //                              128 x 128: shared memory and threads of a block
@@ -24,16 +26,6 @@ constexpr int kFewColumns = 64;  // beyond kManyKeys
 constexpr int kManyKeys = 128;
 constexpr int kRows = 32;  // of S [value_dim, key_dim]   17 KiB, 128
 constexpr int kRowThreads = 128;
-
-// Elements to the next sequence, token and head.
-struct Strides {
-  std::int64_t sequence, token, head;
-  template <class View>
-  explicit Strides(const View& v) : sequence(v.stride[0]), token(v.stride[1]), head(v.stride[2]) {}
-  __device__ std::int64_t at(std::int64_t s, std::int64_t t, std::int64_t h) const {
-    return s * sequence + t * token + h * head;
-  }
-};
 
 struct Problem {
   const void *q, *k, *v;
@@ -122,17 +114,6 @@ struct Problem {
 struct Pair {
   float k, q;
 };
-
-// core/dot.h by each half of a warp: lane l has sum l % 16, and all get the result.
-template <class Left, class Right>
-__device__ float strided_dot(int n, Left&& left, Right&& right) {
-  float sum = 0;
-  for (int i = static_cast<int>(threadIdx.x) % kDotLanes; i < n; i += kDotLanes)
-    sum = std::fma(left(i), right(i), sum);
-  for (int stride = kDotLanes / 2; stride > 0; stride /= 2)
-    sum += __shfl_xor_sync(~0u, sum, stride);
-  return sum;
-}
 
 struct Token {
   float decay, beta, kq;
