@@ -82,6 +82,10 @@
 // scales. Paged: row [block_table[s, n / page_size], h, n % page_size]. Coded token t has slot
 // (starts[s,0] + t) mod capacity, recent token t slot (starts[s,1] + t) mod recent: both are rings.
 // Without `starts` these are 0; without `lengths` every region is full.
+//
+// On the CPU a length, a start or a page that is out of range is an error. On CUDA the host does
+// not read them. Kernels there limit each to its range: a wrong one causes no fault and no access
+// outside the operands, but the values of the outputs are then not specified.
 #pragma once
 #include "bittern/aura_desc.h"
 

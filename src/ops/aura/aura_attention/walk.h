@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "bittern/ops/aura_attention.h"
+#include "core/host_device.h"
 
 namespace bittern::aura {
 
@@ -10,7 +11,7 @@ enum Region { kFirst, kCoded, kRecent, kRegions };
 
 struct Span {
   std::int64_t begin = 0, end = 0;
-  bool empty() const { return begin >= end; }
+  BITTERN_HOST_DEVICE bool empty() const { return begin >= end; }
   bool operator==(const Span&) const = default;
 };
 
@@ -20,18 +21,23 @@ struct Sequence {
   std::int64_t start[kRegions];  // the slot of a region's first token
   std::int64_t slots[kRegions];  // after which slots begin anew
 
-  Sequence(const AuraAttentionDesc& d, const AuraAttention::Args& a, std::int64_t s)
-      : tokens{d.first, d.capacity, d.recent}, start{}, slots{d.first, d.capacity, d.recent} {
+  // Every region full.
+  BITTERN_HOST_DEVICE explicit Sequence(const AuraAttentionDesc& d)
+      : tokens{d.first, d.capacity, d.recent}, start{}, slots{d.first, d.capacity, d.recent} {}
+  Sequence(const AuraAttentionDesc& d, const AuraAttention::Args& a, std::int64_t s) : Sequence(d) {
     if (a.lengths) std::copy_n(a.lengths.as<std::int32_t>() + s * kRegions, kRegions, tokens);
     if (a.starts) std::copy_n(a.starts.as<std::int32_t>() + s * 2, 2, start + kCoded);
   }
-  std::int64_t total() const { return tokens[kFirst] + tokens[kCoded] + tokens[kRecent]; }
-  std::int64_t slot(Region region, std::int64_t token) const {
+  BITTERN_HOST_DEVICE std::int64_t total() const {
+    return tokens[kFirst] + tokens[kCoded] + tokens[kRecent];
+  }
+  BITTERN_HOST_DEVICE std::int64_t slot(Region region, std::int64_t token) const {
     const std::int64_t at = start[region] + token;
     return at < slots[region] ? at : at - slots[region];
   }
   // The tokens of `region`, counted from its first, that the query sees.
-  Span seen(const AuraAttentionDesc& d, std::int64_t query, Region region) const {
+  BITTERN_HOST_DEVICE Span seen(const AuraAttentionDesc& d, std::int64_t query,
+                                Region region) const {
     std::int64_t base = 0;
     for (int r = kFirst; r < region; ++r) base += tokens[r];
     const std::int64_t position = total() - d.queries + query;
