@@ -145,6 +145,17 @@ class BulkCopiesIn {
   std::uint32_t round_ = 0;
 };
 
+// ---- barriers of some of a block's threads: 1..15, for `threads` of them, whole warps ----
+
+// Waits for all.
+__device__ inline void barrier_wait(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// Counts as one of all, and goes on.
+__device__ inline void barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // ---- approximations ----
 
 // 2^x within 2^-22 of it, 1 for 0 and subnormals; results below 2^-126 are 0.
@@ -198,6 +209,10 @@ __device__ inline std::uint32_t add_zero_times_bf16(std::uint32_t x, std::uint32
   asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(x) : "r"(y), "r"(0));
   return x;
 }
+__device__ inline std::uint32_t add_zero_times_f16(std::uint32_t x, std::uint32_t y) {
+  asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(x) : "r"(y), "r"(0));
+  return x;
+}
 
 // The reverse of load_tiles_transposed.
 __device__ inline void store_tiles_transposed(void* row, const std::uint32_t (&from)[4]) {
@@ -231,6 +246,21 @@ __device__ inline void multiply_f16(float (&d)[4], const std::uint32_t (&a)[4],
 
 // ---- products of a warpgroup: four warps, the first one's number a multiple of 4 (sm_90a) ----
 
+// Registers of each thread of a warpgroup, a multiple of 8: more than the kernel started with, when
+// others have given theirs back, or fewer. In one branch of an if for each.
+template <int kCount>
+__device__ inline void take_registers() {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+template <int kCount>
+__device__ inline void give_registers() {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+
 // Before the first product that uses registers written since the last one.
 __device__ inline void warpgroup_begin() {
 #if BITTERN_WARPGROUP_CODE
@@ -245,6 +275,26 @@ __device__ inline void warpgroup_end() {
 #endif
 }
 
+// What was begun since the last call is a group of its own.
+__device__ inline void warpgroup_commit() {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+// Waits until at most `kPending` groups are under way. Results are then passed to warpgroup_hold.
+template <int kPending>
+__device__ inline void warpgroup_wait() {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+#endif
+}
+// Keeps the compiler from using results before the wait that precedes this.
+template <int kCount>
+__device__ inline void warpgroup_hold(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // A matrix b in shared memory, by columns: column n at 128 n bytes from an address aligned to 1024
 // bytes, its 16-byte pieces permuted, piece p in place p ^ (n % 8).
 struct WarpgroupMatrix {
@@ -257,34 +307,38 @@ struct WarpgroupMatrix {
     constexpr std::uint64_t kPermuted128 = std::uint64_t{1} << 62, kEightColumns = 1024 >> 4;
     return kPermuted128 | kEightColumns << 32 | address;
   }
+  // For b by rows, in parts of 64 columns that lie `part` bytes apart: row k of a part at 128 k
+  // bytes, its pieces permuted in the same way.
+  template <int kPart>
+  __device__ std::uint64_t rows_descriptor() const {
+    return descriptor() | std::uint64_t{kPart >> 4} << 16;
+  }
 };
 __device__ inline WarpgroupMatrix warpgroup_matrix(const void* b) {
   return {(shared_address(b) & 0x3ffff) >> 4};
 }
 
-// d += a b for a [64, 16], b [16, 64], d [64, 64]. Warp w has rows 16 w .. 16 w + 15 of a and d,
-// laid out as for multiply_bf16: d[4 i ..] is the tile of columns 8 i .. 8 i + 7.
+// d = a b + (add ? d : 0) for a [64, 16], b [16, n], d [64, n], n = 64, or 128 of f16. Warp w has
+// rows 16 w .. 16 w + 15 of a and d, laid out as for multiply_bf16: d[4 i ..] is the tile of
+// columns 8 i .. 8 i + 7.
 __device__ inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32_t (&a)[4],
-                                               WarpgroupMatrix b) {
+                                               WarpgroupMatrix b, bool add = true) {
 #if BITTERN_WARPGROUP_CODE
   asm volatile(
+      "{.reg .pred add; setp.ne.b32 add, %37, 0; "
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
-      "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, add, 1, 1, 0;}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
         "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
         "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
         "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
         "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor())
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()), "r"(add ? 1 : 0)
       : "memory");
 #endif
 }
-
-// d = a b + (add ? d : 0) for a [64, 16], b [16, n], d [64, n], n = 64 or 128. Warp w has rows
-// 16 w .. 16 w + 15 of a and d, laid out as for multiply_f16: d[4 i ..] is the tile of columns
-// 8 i .. 8 i + 7.
 __device__ inline void warpgroup_multiply_f16(float (&d)[32], const std::uint32_t (&a)[4],
                                               WarpgroupMatrix b, bool add = true) {
 #if BITTERN_WARPGROUP_CODE
@@ -325,6 +379,58 @@ __device__ inline void warpgroup_multiply_f16(float (&d)[64], const std::uint32_
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
         "+f"(d[63])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()), "r"(add ? 1 : 0)
+      : "memory");
+#endif
+}
+
+// d += a b for a [64, 16], b [16, 128], d [64, 128], b by rows (WarpgroupMatrix::rows_descriptor).
+template <int kPart>
+__device__ inline void warpgroup_multiply_rows_bf16(float (&d)[64], const std::uint32_t (&a)[4],
+                                                    WarpgroupMatrix b) {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "
+      "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.rows_descriptor<kPart>())
+      : "memory");
+#endif
+}
+template <int kPart>
+__device__ inline void warpgroup_multiply_rows_f16(float (&d)[64], const std::uint32_t (&a)[4],
+                                                   WarpgroupMatrix b) {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "
+      "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.rows_descriptor<kPart>())
       : "memory");
 #endif
 }

@@ -66,12 +66,20 @@ struct Warp {
   std::map<unsigned, Meeting> meetings;
 };
 
+// One of the barriers of some of a block's threads.
+struct NamedBarrier {
+  int arrived = 0;
+  unsigned generation = 0;
+};
+constexpr int kNamedBarriers = 16;
+
 struct Block {
   int threads = 0, alive = 0, present = 0;
   int waiting = 0, counted = 0, count = 0;  // at the block's barrier
   unsigned generation = 0;
   std::uint64_t steps = 0;  // what has moved on; none in a whole round: nobody ever will
   std::vector<Warp> warps;
+  NamedBarrier barriers[kNamedBarriers];
   const std::function<void()>* body = nullptr;
   dim3 shape;
 };
@@ -140,6 +148,7 @@ void run_block(bool reversed) {
   block.alive = block.threads;
   block.waiting = block.counted = 0;
   block.warps.assign(static_cast<std::size_t>((block.threads + 31) / 32), {});
+  std::fill_n(block.barriers, kNamedBarriers, NamedBarrier());
   for (int i = 0; i < block.threads; ++i) {
     prepare(fibres[static_cast<std::size_t>(i)]);
     block.warps[static_cast<std::size_t>(i / 32)].alive |= 1u << i % 32;
@@ -192,6 +201,21 @@ int block_count(int predicate) {
   return block.count;
 }
 void block_barrier() { (void)block_count(0); }
+
+void named_barrier(int barrier, int threads, bool wait) {
+  if (barrier < 1 || barrier >= kNamedBarriers || threads % 32 != 0) {
+    std::fprintf(stderr, "emulated CUDA: no barrier %d of %d threads\n", barrier, threads);
+    std::abort();
+  }
+  NamedBarrier& b = block.barriers[barrier];
+  const unsigned generation = b.generation;
+  if (++b.arrived == threads) {
+    b.arrived = 0;
+    ++b.generation;
+    ++block.steps;
+  }
+  while (wait && b.generation == generation) yield();
+}
 
 const Slot* exchange(unsigned mask, const void* data, std::size_t bytes) {
   Warp& warp = block.warps[static_cast<std::size_t>(block.present / 32)];

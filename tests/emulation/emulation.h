@@ -66,6 +66,9 @@ void block_barrier();
 // The threads of the block for which f is true, known to all once all have called it.
 int block_count(int predicate);
 
+// One of `threads` threads at barrier 1..15, which waits for the others or goes on.
+void named_barrier(int barrier, int threads, bool wait);
+
 // Each lane of `mask` hands over up to 64 bytes and, when all of them have, may read them all.
 struct Slot {
   alignas(16) std::byte bytes[64];

@@ -64,6 +64,11 @@ BITTERN_HOST_DEVICE inline float gdn_decay(float sum_i, float sum_j) {
   return math::exp(sum_i - sum_j);
 }
 
+// ---- the chunk form's bounds: see bittern/ops/gdn_chunk_forward.h ----
+
+inline constexpr double kGdnPairsBound = 0x1p-7 + 0x1p-12;    // y by substitution
+inline constexpr double kGdnInverseBound = 0x1p-7 + 0x1p-11;  // y by an inverse, which is rounded
+
 // ---- the chunk form's sums of log decays ----
 
 // A log decay at or below it is a reset: e^ of any sum with it is 0, unless the other log decays of

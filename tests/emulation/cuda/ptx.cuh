@@ -46,6 +46,13 @@ struct BulkCopiesIn {
   void wait() const {}
 };
 
+inline void barrier_wait(int barrier, int threads) {
+  emulation::named_barrier(barrier, threads, true);
+}
+inline void barrier_arrive(int barrier, int threads) {
+  emulation::named_barrier(barrier, threads, false);
+}
+
 // As wrong as the instructions may be, now up, now down.
 inline float approximate_exp2(float x) {
   if (std::fabs(x) < 0x1p-126f) return 1;
@@ -124,10 +131,9 @@ void multiply(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&
   }
 }
 
-// b by columns: see WarpgroupMatrix.
-template <class T, int kCount>
-void warpgroup_multiply(float (&d)[kCount], const std::uint32_t (&a)[4], std::uintptr_t b,
-                        bool add) {
+// address(k, n): where an element of b lies.
+template <class T, int kCount, class F>
+void warpgroup_multiply(float (&d)[kCount], const std::uint32_t (&a)[4], bool add, F&& address) {
   const emulation::Slot* slots = emulation::exchange(~0u, a, sizeof a);
   const auto element = [](const std::byte* at) {
     std::uint16_t bits;
@@ -135,20 +141,36 @@ void warpgroup_multiply(float (&d)[kCount], const std::uint32_t (&a)[4], std::ui
     return static_cast<double>(to_f32(T{bits}));
   };
   const int lane = emulation::lane(), r = lane / 4, c = 2 * (lane % 4);
-  const std::uintptr_t columns = b / 128 * 128, piece = b % 128 / 16;
   for (int i = 0; i < kCount; ++i) {
     const int row = r + 8 * (i / 2 % 2), column = 8 * (i / 4) + c + i % 2;
     Sum sum(add ? d[i] : 0);
     for (int k = 0; k < 16; ++k) {
       const std::byte* x = slots[row % 8 * 4 + k % 8 / 2].bytes + 4 * (row / 8 + 2 * (k / 8));
-      const std::uintptr_t place = (piece + static_cast<unsigned>(k / 8)) ^ column % 8;
-      const auto* y = reinterpret_cast<const std::byte*>(
-                          columns + static_cast<unsigned>(column) * 128 + place * 16) +
-                      k % 8 * 2;
+      const auto* y = reinterpret_cast<const std::byte*>(address(k, column));
       sum.add(element(x + k % 2 * 2) * element(y));
     }
     d[i] = sum.rounded();
   }
+}
+
+// b by columns: see WarpgroupMatrix.
+template <class T, int kCount>
+void warpgroup_multiply_columns(float (&d)[kCount], const std::uint32_t (&a)[4], std::uintptr_t b,
+                                bool add) {
+  const std::uintptr_t columns = b / 128 * 128, piece = b % 128 / 16;
+  warpgroup_multiply<T>(d, a, add, [&](int k, int n) {
+    const std::uintptr_t place =
+        (piece + static_cast<unsigned>(k / 8)) ^ static_cast<unsigned>(n % 8);
+    return columns + static_cast<unsigned>(n) * 128 + place * 16 + static_cast<unsigned>(k % 8 * 2);
+  });
+}
+// b by rows, in parts of 64 columns.
+template <class T, int kPart, int kCount>
+void warpgroup_multiply_rows(float (&d)[kCount], const std::uint32_t (&a)[4], std::uintptr_t b) {
+  warpgroup_multiply<T>(d, a, true, [&](int k, int n) {
+    const auto place = static_cast<unsigned>((n % 64 / 8) ^ (k % 8));
+    return b + static_cast<unsigned>(n / 64 * kPart + k * 128 + n % 8 * 2) + place * 16;
+  });
 }
 
 }  // namespace emulated
@@ -163,6 +185,14 @@ inline std::uint32_t add_zero_times_bf16(std::uint32_t x, std::uint32_t y) {
   const auto half = [](std::uint32_t a, std::uint32_t b) -> std::uint32_t {
     return to_bf16(to_f32(bf16{static_cast<std::uint16_t>(a)}) +
                    0.0f * to_f32(bf16{static_cast<std::uint16_t>(b)}))
+        .bits;
+  };
+  return half(x, y) | half(x >> 16, y >> 16) << 16;
+}
+inline std::uint32_t add_zero_times_f16(std::uint32_t x, std::uint32_t y) {
+  const auto half = [](std::uint32_t a, std::uint32_t b) -> std::uint32_t {
+    return to_f16(to_f32(f16{static_cast<std::uint16_t>(a)}) +
+                  0.0f * to_f32(f16{static_cast<std::uint16_t>(b)}))
         .bits;
   };
   return half(x, y) | half(x >> 16, y >> 16) << 16;
@@ -186,8 +216,17 @@ inline void multiply_bf16(float (&d)[4], const std::uint32_t (&a)[4], const std:
 inline void multiply_f16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
   emulated::multiply<f16>(d, a, b);
 }
+template <int kCount>
+void take_registers() {}
+template <int kCount>
+void give_registers() {}
 inline void warpgroup_begin() {}
 inline void warpgroup_end() {}
+inline void warpgroup_commit() {}
+template <int kPending>
+void warpgroup_wait() {}
+template <int kCount>
+void warpgroup_hold(float (&)[kCount]) {}
 struct WarpgroupMatrix {
   std::uintptr_t address;
   WarpgroupMatrix at(int bytes) const { return {address + static_cast<unsigned>(bytes)}; }
@@ -195,14 +234,22 @@ struct WarpgroupMatrix {
 inline WarpgroupMatrix warpgroup_matrix(const void* b) {
   return {reinterpret_cast<std::uintptr_t>(b)};
 }
-inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32_t (&a)[4],
-                                    WarpgroupMatrix b) {
-  emulated::warpgroup_multiply<bf16>(d, a, b.address, true);
+inline void warpgroup_multiply_bf16(float (&d)[32], const std::uint32_t (&a)[4], WarpgroupMatrix b,
+                                    bool add = true) {
+  emulated::warpgroup_multiply_columns<bf16>(d, a, b.address, add);
 }
 template <int kCount>
 void warpgroup_multiply_f16(float (&d)[kCount], const std::uint32_t (&a)[4], WarpgroupMatrix b,
                             bool add = true) {
-  emulated::warpgroup_multiply<f16>(d, a, b.address, add);
+  emulated::warpgroup_multiply_columns<f16>(d, a, b.address, add);
+}
+template <int kPart>
+void warpgroup_multiply_rows_bf16(float (&d)[64], const std::uint32_t (&a)[4], WarpgroupMatrix b) {
+  emulated::warpgroup_multiply_rows<bf16, kPart>(d, a, b.address);
+}
+template <int kPart>
+void warpgroup_multiply_rows_f16(float (&d)[64], const std::uint32_t (&a)[4], WarpgroupMatrix b) {
+  emulated::warpgroup_multiply_rows<f16, kPart>(d, a, b.address);
 }
 
 }  // namespace bittern::cuda

@@ -25,11 +25,25 @@ std::vector<BenchCase<GdnDesc>> gdn_chunk_forward_bench_cases() {
     if (operand == "mask")
       for (std::int64_t i = 0; i < view.shape.numel(); ++i) put(view, i, 1);
   };
+  const auto of_gpu = [&](const char* label, GdnDesc d) {
+    d.element = DType::bf16;
+    return BenchCase<GdnDesc>{.label = label,
+                              .desc = d,
+                              .fill = fill,
+                              .left_out = "mask",
+                              .preference = Preference::fastest,
+                              .gpu_only = true};
+  };
   return {{"f32 16/32 heads 128", f32, fill, "mask"},
           {"bf16 16/32 heads 128", bf16, fill, "mask"},
           {"bf16 16/32 heads 128 fused", fused, fill},
           {"bf16 16/32 heads 128 fastest", bf16, fill, "mask", Preference::fastest},
-          {"bf16 16/32 heads 128 fused fastest", fused, fill, "", Preference::fastest}};
+          {"bf16 16/32 heads 128 fused fastest", fused, fill, "", Preference::fastest},
+          of_gpu("T 32768 16/32 heads", {.tokens = 32768, .key_heads = 16, .value_heads = 32}),
+          of_gpu("4 x 8192 16/32 heads",
+                 {.batch = 4, .tokens = 8192, .key_heads = 16, .value_heads = 32}),
+          of_gpu("T 8192 16/32 heads", {.tokens = 8192, .key_heads = 16, .value_heads = 32}),
+          of_gpu("T 32768 2/8 heads", {.tokens = 32768, .key_heads = 2, .value_heads = 8})};
 }
 
 // Whole and ragged chunks, odd sizes, several chunks and sequences, keys that are normalised or
@@ -54,6 +68,17 @@ std::vector<GdnDesc> gdn_chunk_forward_bounded_cases() {
   add({.tokens = 61, .key_dim = 16, .value_dim = 17, .chunk = 16});
   add({.batch = 2, .tokens = 23, .key_heads = 2, .value_heads = 6, .key_dim = 7, .value_dim = 130});
   add({.tokens = 90, .key_dim = 20, .value_dim = 16, .chunk = 32, .sequences = 4});
+  // What tensor cores take: chunks of 64, keys and values of 128.
+  add({.tokens = 70});
+  add({.tokens = 200, .key_heads = 1, .value_heads = 3, .sequences = 4});
+  for (const bool fused : {false, true}) {
+    GdnDesc d{.tokens = 130, .value_heads = 2};
+    d.element = DType::f16;
+    d.state_layout = StateLayout::value_key;
+    d.qk_l2norm = d.beta_sigmoid = d.allow_neg_eigval = fused;
+    if (fused) d.head_map = HeadMap::tiled;
+    cases.push_back(d);
+  }
   return cases;
 }
 
@@ -97,25 +122,21 @@ Matrix operator+(Matrix a, const Matrix& b) {
 Matrix transposed(const Matrix& a) {
   return made(a.columns, a.rows, [&](auto i, auto j) { return a(j, i); });
 }
-// A factor of a sum of magnitudes, and such a sum.
-constexpr double kLeast = 0x1p-80, kMost = 0x1p126;
-double size_of_factor(double x) { return x == 0 ? 0 : std::max(std::fabs(x), kLeast); }
-Matrix sizes(Matrix a) {
-  for (double& x : a.data) x = size_of_factor(x);
-  return a;
-}
-Matrix sum_of_sizes(const Matrix& a, const Matrix& b) {
-  Matrix c = sizes(a) * sizes(b);
-  for (double& x : c.data) x += kLeast;
-  return c;
-}
 
 // The bound that the header of the op states, for one head of one sequence.
 class RuleBound {
  public:
   RuleBound(const GdnDesc& d, const GdnChunkForward::Args& a, std::int64_t sequence, std::int64_t h,
             double bound)
-      : d_(d), a_(a), h_(h), bound_(bound), state_(d.key_dim, d.value_dim), off_(state_) {
+      : d_(d),
+        a_(a),
+        h_(h),
+        bound_(bound),
+        inverse_(bound > kGdnPairsBound),
+        least_(d.element == DType::f16 ? 0x1p-14 : 0x1p-80),
+        most_(d.element == DType::f16 ? 0x1p14 : 0x1p126),
+        state_(d.key_dim, d.value_dim),
+        off_(state_) {
     for (std::int64_t m = 0; a.initial_state && m < d.key_dim; ++m) {
       for (std::int64_t c = 0; c < d.value_dim; ++c) {
         const std::int64_t row = (sequence * d.value_heads + h) * d.key_dim * d.value_dim;
@@ -156,8 +177,19 @@ class RuleBound {
     return inf_ ? std::numeric_limits<double>::infinity() : nan_ ? std::nan("") : unit;
   }
   const Matrix& limit(const Matrix& a) {
-    for (const double x : a.data) inf_ = inf_ || !(x < kMost);
+    for (const double x : a.data) inf_ = inf_ || !(x < most_);
     return a;
+  }
+  // A factor of a sum of magnitudes, and such a sum.
+  double size_of_factor(double x) const { return x == 0 ? 0 : std::max(std::fabs(x), least_); }
+  Matrix sizes(Matrix a) const {
+    for (double& x : a.data) x = size_of_factor(x);
+    return a;
+  }
+  Matrix sum_of_sizes(const Matrix& a, const Matrix& b) const {
+    Matrix c = sizes(a) * sizes(b);
+    for (double& x : c.data) x += least_;
+    return c;
   }
 
   void load(const GdnChunk& chunk) {
@@ -206,7 +238,7 @@ class RuleBound {
     for (std::int64_t i = 0; i < rows; ++i) {
       double squares = 1e-6;
       for (std::int64_t m = 0; m < d_.key_dim; ++m) squares += raw(i, m) * raw(i, m);
-      if (!(squares < kMost)) inf_ = true;
+      if (!(squares < most_)) inf_ = true;
       const double factor = scale * (d_.qk_l2norm ? 1 / std::sqrt(squares) : 1);
       for (std::int64_t m = 0; m < d_.key_dim; ++m) raw(i, m) *= factor;
     }
@@ -248,6 +280,7 @@ class RuleBound {
       for (std::int64_t m = 0; m < i; ++m)
         for (std::int64_t j = 0; j <= m; ++j) t(i, j) -= l(i, m) * t(m, j);
     }
+    if (inverse_) limit(sizes(t));
     const Matrix ks = k * state_, qs = q * state_;
     Matrix y = t * made(rows, width, [&](auto i, auto c) {
                  return at(beta_, i) * (at(v_, i)[index(c)] - at(e, i) * ks(i, c));
@@ -277,11 +310,13 @@ class RuleBound {
     for (std::int64_t i = 0; i < rows; ++i) {
       for (std::int64_t c = 0; c < width; ++c) {
         const double beta = size_of_factor(at(beta_, i));
-        r(i, c) = beta * (size_of_factor(at(v_, i)[index(c)]) / 64 +
-                          size_of_factor(at(e, i)) * seen(i, c) / 2) +
-                  kLeast;
+        // What rounds: S, and, with an inverse, the right side of y and T.
+        const double of_v = inverse_ ? 1 : 1.0 / 64, of_seen = inverse_ ? 1.5 : 0.5;
+        r(i, c) = beta * (size_of_factor(at(v_, i)[index(c)]) * of_v +
+                          size_of_factor(at(e, i)) * seen(i, c) * of_seen) +
+                  least_;
         for (std::int64_t j = 0; j < i; ++j) r(i, c) += a(i, j) * y_sizes(j, c) / 64;
-        for (std::int64_t j = 0; j <= i; ++j) y_off(i, c) += std::fabs(t(i, j)) * r(j, c);
+        for (std::int64_t j = 0; j <= i; ++j) y_off(i, c) += size_of_factor(t(i, j)) * r(j, c);
         y_sizes(i, c) = size_of_factor(std::fabs(y(i, c)) + bound_ * y_off(i, c));
       }
     }
@@ -290,7 +325,7 @@ class RuleBound {
     Matrix units = o_off + p_sizes * y_sizes + sizes(pt) * r;
     for (std::int64_t i = 0; i < rows; ++i)
       for (std::int64_t c = 0; c < width; ++c)
-        units(i, c) += size_of_factor(at(e, i)) * asked(i, c) / 2 + kLeast;
+        units(i, c) += size_of_factor(at(e, i)) * asked(i, c) / 2 + least_;
     limit(units);
     if (!all) return units;
 
@@ -321,6 +356,8 @@ class RuleBound {
   const GdnChunkForward::Args& a_;
   std::int64_t h_;
   double bound_;
+  bool inverse_;  // of the kernels whose bound is looser: y is found by an inverse
+  double least_, most_;
   Matrix state_, off_;
   struct Earlier {
     Matrix f, fresh;

@@ -159,7 +159,7 @@ PrecisionGuarantee bf16_guarantee(const Op::Desc&) {
           .accumulator = DType::f32,
           .same_bits_on_all_backends = false,
           .error_norm = ErrorNorm::terms,
-          .error_bound = 0x1p-7 + 0x1p-12};
+          .error_bound = kGdnPairsBound};
 }
 
 constexpr Kernel<Op> kKernels[] = {{.name = "cpu_bf16",

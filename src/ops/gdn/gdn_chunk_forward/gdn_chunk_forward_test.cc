@@ -468,6 +468,130 @@ TEST(GdnChunkForward, MaskedTokensAreAbsent) {
   EXPECT_LE(oracle::nmse(values(p.args.final_state), want.final_state), 1e-9);
 }
 
+// ---- on tensor cores ----
+
+constexpr Device kGpu{Device::Type::cuda, 0};
+
+Result<Plan<Op>> select_wgmma(const GdnDesc& d) {
+  return Plan<Op>::select(d, kGpu, Preference::fastest, "cuda_wgmma");
+}
+Status run_wgmma(Problem& p) {
+  const auto plan = select_wgmma(p.desc);
+  if (!plan) return plan.status();
+  return oracle::run_on(kGpu, p, plan->workspace_bytes(),
+                        [&](const auto& args, Workspace w) { return plan->run(args, {}, w); });
+}
+GdnDesc wgmma_desc(std::int64_t tokens, std::int64_t key_heads, std::int64_t value_heads) {
+  GdnDesc d{.tokens = tokens, .key_heads = key_heads, .value_heads = value_heads};
+  d.element = DType::bf16;
+  return d;
+}
+
+// As close to the recurrence as the reference implementation's own kernels (FLA), which round at
+// more places: 0.0045 to 0.0047 of o where nothing decays.
+TEST(GdnChunkForward, TensorCoresAreCloseToTheRecurrence) {
+  BITTERN_NEEDS_CUDA();
+  if (!select_wgmma(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
+  for (const double common : {0.0, 0.9}) {
+    for (const double decay : {0.0, 0.05, 10.0}) {
+      GdnDesc d = wgmma_desc(330, 1, 2);
+      if (decay == 10.0) d.element = DType::f16;
+      Problem p = model_problem(d, common, decay, 1, 2);
+      const auto want = recurrence(p);
+      oracle::expect_ok(run_wgmma(p));
+      const double bound = common == 0 ? 0.0045 : 0.006;
+      EXPECT_LE(oracle::rms_ratio(values(p.args.o), want.o), bound) << common << " " << decay;
+      EXPECT_LE(oracle::rms_ratio(values(p.args.final_state), want.final_state), bound)
+          << common << " " << decay;
+    }
+  }
+}
+
+// One token in 8 forgets all, or nearly; the others are as close as without it.
+TEST(GdnChunkForward, TensorCoresKeepMildDecaysBesideStrongOnes) {
+  BITTERN_NEEDS_CUDA();
+  if (!select_wgmma(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
+  for (const double strong : {-15.0, -1e4, -HUGE_VAL}) {
+    GdnDesc d = wgmma_desc(150, 1, 2);
+    d.sequences = 3;
+    Problem p = model_problem(d, 0.5, 0, 1, 11);
+    oracle::set_values(p.args.cu_seqlens, {0, 70, 70, 150});
+    oracle::Rng rng(12);
+    oracle::fill_strong(p.args.g, d.value_heads, strong, true, rng);
+    const auto want = recurrence(p);
+    oracle::expect_ok(run_wgmma(p));
+    EXPECT_LE(oracle::rms_ratio(values(p.args.o), want.o), 0.006) << strong;
+    EXPECT_LE(oracle::rms_ratio(values(p.args.final_state), want.final_state), 0.006) << strong;
+  }
+}
+
+// A NaN reaches no token before its own, of a value only that value, and of a masked token nothing.
+TEST(GdnChunkForward, TensorCoresKeepNanFromEarlierTokens) {
+  BITTERN_NEEDS_CUDA();
+  const GdnDesc d = wgmma_desc(90, 1, 2);
+  if (!select_wgmma(d)) GTEST_SKIP() << "no products of a warpgroup";
+  Problem clean = model_problem(d, 0.5, 0.1, 1, 9);
+  oracle::expect_ok(run_wgmma(clean));
+  const auto expect_nan = [&](const Problem& p, auto&& nan) {
+    for (std::int64_t i = 0; i < 90 * 2 * 128; ++i) {
+      if (nan(i / 256, i / 128 % 2, i % 128)) {
+        EXPECT_TRUE(std::isnan(get(p.args.o, i))) << i;
+      } else {
+        EXPECT_EQ(get(p.args.o, i), get(clean.args.o, i)) << i;
+      }
+    }
+  };
+  for (const std::int64_t at : {0, 21, 63, 64, 89}) {
+    Problem keys = model_problem(d, 0.5, 0.1, 1, 9);
+    put(keys.args.k, at * 128 + 3, NAN);
+    oracle::expect_ok(run_wgmma(keys));
+    expect_nan(keys, [&](std::int64_t t, std::int64_t, std::int64_t) { return t >= at; });
+    Problem others = model_problem(d, 0.5, 0.1, 1, 9);
+    put(others.args.v, (at * 2 + 1) * 128 + 77, NAN);
+    put(others.args.g, at * 2, NAN);
+    oracle::expect_ok(run_wgmma(others));
+    expect_nan(others, [&](std::int64_t t, std::int64_t h, std::int64_t c) {
+      return t >= at && (h == 0 || c == 77);
+    });
+  }
+  put(clean.args.mask, 40, 0);
+  oracle::expect_ok(run_wgmma(clean));
+  Problem masked = model_problem(d, 0.5, 0.1, 1, 9);
+  put(masked.args.mask, 40, 0);
+  put(masked.args.k, 40 * 128, NAN);
+  put(masked.args.q, 40 * 128, NAN);
+  put(masked.args.v, 40 * 256 + 5, NAN);
+  put(masked.args.g, 80, NAN);
+  oracle::expect_ok(run_wgmma(masked));
+  expect_nan(masked, [](std::int64_t, std::int64_t, std::int64_t) { return false; });
+}
+
+TEST(GdnChunkForward, TensorCoresAreForTheFastestPreference) {
+  BITTERN_NEEDS_CUDA();
+  const GdnDesc d = wgmma_desc(64, 1, 1);
+  EXPECT_EQ(Plan<Op>::select(d, kGpu)->sku().kernel, "cuda");
+  const auto plan = select_wgmma(d);
+  if (!plan) GTEST_SKIP() << plan.status().message();
+  EXPECT_EQ(Plan<Op>::select(d, kGpu, Preference::fastest)->sku().kernel, "cuda_wgmma");
+  EXPECT_EQ(plan->precision_guarantee().error_bound, 0x1.1p-7);
+  EXPECT_GT(plan->workspace_bytes(), 0u);
+  for (const auto& [wrong, message] :
+       {std::pair{GdnDesc{.tokens = 64}, "element: f32, expected bf16 or f16;"},
+        std::pair{GdnDesc{.tokens = 64, .key_dim = 64, .element = DType::bf16},
+                  "key_dim: 64, expected 128;"},
+        std::pair{GdnDesc{.tokens = 64, .chunk = 32, .element = DType::f16},
+                  "chunk: 32, expected 64;"}}) {
+    oracle::expect_error(
+        select_wgmma(wrong).status(), Code::unsupported,
+        std::string("gdn_chunk_forward: no kernel on cuda:0 named cuda_wgmma: cuda_wgmma: ") +
+            message);
+  }
+  auto unaligned = make_problem<Op>(d, 1, {.unaligned = true});
+  oracle::expect_error(run_wgmma(unaligned), Code::unsupported,
+                       "gdn_chunk_forward: q: address is 2 bytes past a multiple of 16, expected a "
+                       "multiple of 16 for kernel cuda_wgmma");
+}
+
 TEST(GdnChunkForward, RefusesWhatItCannotDo) {
   using enum Code;
   const auto refuse = [](const GdnDesc& d, Code code, std::string_view message) {

@@ -1,0 +1,514 @@
+// All of a chunk that does not know the state: P, T = (I + L)^-1 and the factors of its rows.
+//
+// A block has a chunk of one key head and up to two of its value heads. Four warps share k k^T and
+// q k^T, a tile of 16 rows each. Then each head has two warps, and each of these 32 rows of L: it
+// inverts two blocks of 16 in f32, by substitution, a column to a lane, and puts larger ones
+// together on tensor cores: of the inverse [a 0; c b]^-1 = [A 0; C B] it finds C^T = -(A^T c^T)
+// B^T, in which every factor is read from shared memory as it lies there. Factors are the sum of
+// two numbers of the half type, and the product of the lesser ones is left out.
+//
+// e^(G[i] - G[j]) is 2^ of a difference of sums as in gdn_sum, but of log2(e) g, within 2^-16.
+#pragma once
+#include "ops/gdn/gdn_chunk_forward/chunk_record.cuh"
+
+namespace bittern::chunk_forward {
+
+constexpr int kPrepareThreads = 128;
+constexpr int kHeadsAtOnce = 2;
+constexpr int kBlock16 = 16, kBlock32 = 32;
+constexpr int kDiagonalPitch = kBlock16 + 4;  // floats
+
+struct HeadGates {
+  float high[kMostRows], low[kMostRows], beta[kMostRows];
+};
+
+// L of a head, and what T lacks of f32.
+struct HeadParts {
+  static constexpr int kSquare = kBlock32 * kBlock32 * 2;  // of half types
+  // The squares of 32 on the diagonal, of which the blocks below the diagonal count, and the one
+  // below them, in two parts each.
+  static constexpr int kHigh = 0, kLow = 3 * kSquare;
+  static constexpr int kDiagonal = 6 * kSquare;  // the blocks of 16 on the diagonal, in f32
+  static constexpr int kBytes = kDiagonal + 4 * kBlock16 * kDiagonalPitch * 4;
+};
+
+struct PrepareShared {
+  static constexpr int kKeys = 0, kQueries = 2 * kPart;
+  static constexpr int kParts = 0;  // in their place
+  // Of each record what follows P: T and the factors.
+  static constexpr int kRests = kHeadsAtOnce * HeadParts::kBytes;
+  static constexpr int kRestBytes = Record::kBytes - Record::kInverse;
+  static constexpr int kGates = kRests + kHeadsAtOnce * kRestBytes;
+  static constexpr int kNorms = kGates + kHeadsAtOnce * static_cast<int>(sizeof(HeadGates));
+  static constexpr int kBytes = kNorms + 2 * kMostRows * 4;
+  static_assert(kRests >= 4 * kPart && kRests % 128 == 0 && kRestBytes % 128 == 0);
+};
+
+struct PrepareProblem {
+  Problem p;
+  cuda::ChunkSlots slots;
+  char* records;
+  Divisor sharing, pairs, key_heads;  // value heads of a key head; pairs of them
+  std::int64_t items;
+
+  PrepareProblem(const Op::Desc& d, const Op::Args& a, void* workspace)
+      : p(d, a, 1),
+        slots(d, a.cu_seqlens),
+        records(static_cast<char*>(workspace)),
+        sharing(d.value_heads / d.key_heads),
+        pairs((sharing.value() + kHeadsAtOnce - 1) / kHeadsAtOnce),
+        key_heads(d.key_heads),
+        items(slots.count * d.key_heads * pairs.value()) {}
+};
+
+template <class X>
+__device__ void multiply_tiles(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                               std::uint32_t b1) {
+  const std::uint32_t b[2] = {b0, b1};
+  if constexpr (std::is_same_v<X, bf16>) {
+    cuda::multiply_bf16(d, a, b);
+  } else {
+    cuda::multiply_f16(d, a, b);
+  }
+}
+
+// Two elements of a register, the first in the lower half.
+template <class X>
+__device__ float2 unpack_pair(std::uint32_t bits) {
+  if constexpr (std::is_same_v<X, bf16>) {
+    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
+  } else {
+    return make_float2(cuda::load_math(X{static_cast<std::uint16_t>(bits)}),
+                       cuda::load_math(X{static_cast<std::uint16_t>(bits >> 16)}));
+  }
+}
+
+// x = high + low, each of the half type.
+struct SplitPair {
+  std::uint32_t high, low;
+};
+template <class X>
+__device__ SplitPair split_pair(float first, float second) {
+  const std::uint32_t high = cuda::store_pair<X>(first, second);
+  const float2 part = unpack_pair<X>(high);
+  return {high, cuda::store_pair<X>(first - part.x, second - part.y)};
+}
+
+// Rows of q or k into a tile: zeros for masked tokens and past the chunk.
+template <class X>
+__device__ void copy_rows(int tile, const X* from, std::int64_t stride, int rows,
+                          const std::uint8_t* mask) {
+  constexpr int kAcross = kWide / 8, kDown = kPrepareThreads / kAcross;
+  const int piece = static_cast<int>(threadIdx.x) % kAcross;
+  int row = static_cast<int>(threadIdx.x) / kAcross;
+  char* const to = &shared_at<char>(tile + tile_place(row, piece));
+  const X* at = from + row * stride + piece * 8;
+  const bool whole = rows == kMostRows && mask == nullptr;
+#pragma unroll
+  for (int i = 0; i < kMostRows / kDown; ++i, row += kDown, at += kDown * stride) {
+    const bool there = whole || (row < rows && (mask == nullptr || mask[row] != 0));
+    cuda::copy_async_16(to + i * kDown * kRowBytes, there ? at : from, there ? kPiece : 0);
+  }
+}
+
+// Where a lane's row of four 8 x 8 tiles lies in a tile of 64-element rows: two tiles down and two
+// across, the second of each pair being the one across if kAcross, else down. Columns 16 further
+// are at ^ 32, and rows at + kRowBytes each.
+template <bool kAcross>
+__device__ int lane_place() {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int far = lane / 16, near = lane / 8 % 2;
+  const int row = (kAcross ? far : near) * 8 + lane % 8, piece = kAcross ? near : far;
+  return row * kRowBytes + (piece ^ (lane % 8)) * kPiece;
+}
+
+// The products of a warp's 16 rows with all rows up to them.
+template <class X>
+__device__ void multiply_pairs(float (&kk)[4][2][4], float (&qk)[4][2][4]) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int left = lane_place<false>() + 16 * warp * kRowBytes, right = lane_place<true>();
+#pragma unroll
+  for (int step = 0; step < kWide / 16; ++step) {
+    const int part = step / 4 * kPart, columns = step % 4 * 32;
+    const auto load = [&](std::uint32_t(&to)[4], int tile, int place) {
+      cuda::load_tiles(to, &shared_at<char>(tile + part + (place ^ columns)));
+    };
+    std::uint32_t k[4], q[4];
+    load(k, PrepareShared::kKeys, left);
+    load(q, PrepareShared::kQueries, left);
+#pragma unroll
+    for (int block = 0; block < 4; ++block) {
+      if (block > warp) break;
+      std::uint32_t b[4];
+      load(b, PrepareShared::kKeys + 16 * block * kRowBytes, right);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        multiply_tiles<X>(kk[block][half], k, b[2 * half], b[2 * half + 1]);
+        multiply_tiles<X>(qk[block][half], q, b[2 * half], b[2 * half + 1]);
+      }
+    }
+  }
+}
+
+// 1 / sqrt(x.x + 1e-6) of every row of a tile, times `scale`; two threads a row.
+template <class X>
+__device__ void measure_rows(int tile, float scale, float* to) {
+  const int row = static_cast<int>(threadIdx.x) / 2, half = static_cast<int>(threadIdx.x) % 2;
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int piece = half * kPieces + (i + row) % kPieces;
+    const auto raw = shared_at<cuda::Pack<X, 8>>(tile + tile_place(row, piece));
+#pragma unroll
+    for (int e = 0; e < 8; ++e) sum = std::fma(raw.math(e), raw.math(e), sum);
+  }
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  if (half == 0) to[row] = scale / std::sqrt(sum + 1e-6f);
+}
+
+// What a lane reads of its two rows: 0 for masked tokens and past the chunk.
+struct RowGates {
+  float beta[2], g[2];
+  bool there[2];
+  __device__ RowGates(const Problem& p, const Problem::Item& item, const std::uint8_t* mask,
+                      int rows) {
+    const int first = 2 * (static_cast<int>(threadIdx.x) % 32);
+    const float* of_beta = p.beta + p.beta_stride.at(item.row, item.begin + first, item.head);
+    const float* of_g = p.g + p.g_stride.at(item.row, item.begin + first, item.head);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      there[e] = first + e < rows && (mask == nullptr || mask[first + e] != 0);
+      beta[e] = there[e] ? of_beta[e * p.beta_stride.token] : 0.0f;
+      g[e] = there[e] ? of_g[e * p.g_stride.token] : 0.0f;
+    }
+  }
+};
+
+// The gates of a head by one warp, two rows a lane; k and q count as 1.
+__device__ inline void prepare_gates(const Problem& p, std::int64_t head, RowGates rows,
+                                     HeadGates& gates, Factors& to) {
+  constexpr double kLog2E = 0x1.71547652b82fep0;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    if (!rows.there[e]) continue;
+    rows.beta[e] = gdn_strength(p.d, rows.beta[e]);
+    if (p.d.gate) rows.g[e] = gdn_log_decay(rows.g[e], p.a_log[head], p.dt_bias[head]);
+  }
+  const double first = gdn_next_sum(0, rows.g[0]), both = gdn_next_sum(first, rows.g[1]);
+  double through = both;  // the sum up to this lane's last row
+#pragma unroll
+  for (int apart = 1; apart < 32; apart *= 2) {
+    const double other = __shfl_up_sync(~0u, through, static_cast<unsigned>(apart));
+    if (lane >= apart) through += other;
+  }
+  double before = __shfl_up_sync(~0u, through, 1u);
+  if (lane == 0) before = 0;
+  const GdnSum last = gdn_sum(__shfl_sync(~0u, through, 31) * kLog2E);
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const int i = 2 * lane + e;
+    const GdnSum at = gdn_sum((before + (e == 0 ? first : both)) * kLog2E);
+    const float decay = cuda::approximate_exp2(at.high + at.low);
+    gates.high[i] = at.high;
+    gates.low[i] = at.low;
+    gates.beta[i] = to.beta[i] = rows.beta[e];
+    to.seen[i] = rows.beta[e] * decay;
+    to.asked[i] = decay;
+    to.kept[i] = cuda::approximate_exp2((last.high - at.high) + (last.low - at.low));
+    to.decay[i] = cuda::approximate_exp2(last.high + last.low);
+  }
+}
+
+// Where a head's T and L lie, in blocks of 16 x 16. Rows of a square of 32 have 64 bytes.
+constexpr int kSquareRow = 2 * kBlock32;
+struct HeadPlaces {
+  int parts, inverse;
+  // A piece in rows r and r + 8 of any block: those of other blocks are 32 and 16 rows from it.
+  static __device__ int in_square(int row, int piece) {
+    return row * kSquareRow + (piece ^ (row / 2 % 4)) * kPiece;
+  }
+  // `place` is a lane's, of lane_place or in_square.
+  __device__ int of_t(int row, int column, int place) const {
+    return inverse + row * 16 * kRowBytes + (place ^ (column * 32));
+  }
+  // Part kHigh or kLow of L, in the square `square`.
+  __device__ int of_l(int part, int square, int row, int column, int place) const {
+    return parts + part + square * HeadParts::kSquare + row % 2 * 16 * kSquareRow +
+           (place ^ (column % 2 * 32));
+  }
+  // The lesser part of T, in the squares on the diagonal: in the place of L's, a block of which
+  // goes only when T's is known.
+  __device__ int of_t_low(int row, int column, int place) const {
+    return of_l(HeadParts::kLow, row / 2, row, column, place);
+  }
+};
+
+// The inverses of blocks `first` and first + 1 on the diagonal, by a warp. The block above the
+// diagonal becomes 0.
+template <class X>
+__device__ void invert_blocks(const HeadPlaces& at, int first) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, column = lane % kBlock16;
+  const int own = first + lane / kBlock16;
+  const int l = at.parts + HeadParts::kDiagonal + own * kBlock16 * kDiagonalPitch * 4;
+  float t[kBlock16];
+#pragma unroll
+  for (int i = 0; i < kBlock16; ++i) {
+    float sum[2] = {};
+#pragma unroll
+    for (int j = 0; j < i; j += 4) {
+      const auto row = shared_at<float4>(l + (i * kDiagonalPitch + j) * 4);
+      const float of[4] = {row.x, row.y, row.z, row.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (j + e < i) sum[e % 2] = std::fma(of[e], t[j + e], sum[e % 2]);
+    }
+    t[i] = (i == column ? 1.0f : 0.0f) - (sum[0] + sum[1]);
+  }
+  const int place = column / 8 * kPiece;
+  const int high = at.of_t(own, own, place) + column % 8 * 2;
+  const int low = at.of_t_low(own, own, place) + column % 8 * 2;
+#pragma unroll
+  for (int i = 0; i < kBlock16; ++i) {
+    const float kept = i < column ? 0.0f : t[i];
+    const X part = cuda::store_math<X>(kept);
+    shared_at<X>((high ^ (i % 8 * kPiece)) + i * kRowBytes) = part;
+    shared_at<X>((low ^ (i / 2 % 4 * kPiece)) + i * kSquareRow) =
+        cuda::store_math<X>(kept - cuda::load_math(part));
+  }
+  const int row = lane / 2, piece = lane % 2;
+  shared_at<uint4>(at.of_t(first, first + 1, (piece ^ (row % 8)) * kPiece) + row * kRowBytes) =
+      uint4{};
+  shared_at<uint4>(at.of_t_low(first, first + 1, HeadPlaces::in_square(row, piece))) = uint4{};
+}
+
+// The blocks of T below two inverses of kTiles blocks, the first of which is `first`: the column of
+// blocks `column`, by a warp. L is in square `square`. kLow: with the lesser part.
+template <class X, int kTiles, bool kLow>
+__device__ void join_blocks(const HeadPlaces& at, int square, int first, int column) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int place = lane_place<true>();
+  const int in_square = HeadPlaces::in_square(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  // d += a b^T for 16 rows of a and 16 of b.
+  const auto multiply = [&](float(&d)[2 * kTiles][4], const std::uint32_t(&high)[4],
+                            const std::uint32_t(&low)[4], int rows, int of_high, int of_low) {
+    std::uint32_t b[4], b_low[4];
+    cuda::load_tiles(b, &shared_at<char>(of_high));
+    cuda::load_tiles(b_low, &shared_at<char>(of_low));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float(&sum)[4] = d[2 * rows + half];
+      multiply_tiles<X>(sum, low, b[2 * half], b[2 * half + 1]);
+      multiply_tiles<X>(sum, high, b_low[2 * half], b_low[2 * half + 1]);
+      multiply_tiles<X>(sum, high, b[2 * half], b[2 * half + 1]);
+    }
+  };
+  float z[2 * kTiles][4] = {};
+#pragma unroll
+  for (int step = 0; step < kTiles; ++step) {
+    std::uint32_t high[4], low[4];  // the first inverse, transposed
+    const int m = first + step;
+    cuda::load_tiles_transposed(high, &shared_at<char>(at.of_t(m, column, place)));
+    cuda::load_tiles_transposed(low, &shared_at<char>(at.of_t_low(m, column, in_square)));
+#pragma unroll
+    for (int rows = 0; rows < kTiles; ++rows) {
+      const int i = first + kTiles + rows;
+      multiply(z, high, low, rows, at.of_l(HeadParts::kHigh, square, i, m, in_square),
+               at.of_l(HeadParts::kLow, square, i, m, in_square));
+    }
+  }
+  float c[2 * kTiles][4] = {};
+#pragma unroll
+  for (int step = 0; step < kTiles; ++step) {
+    std::uint32_t high[4], low[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = z[2 * step + i / 2] + i % 2 * 2;
+      const SplitPair split = split_pair<X>(-pair[0], -pair[1]);
+      high[i] = split.high;
+      low[i] = split.low;
+    }
+#pragma unroll
+    for (int rows = 0; rows < kTiles; ++rows) {
+      const int i = first + kTiles + rows, m = first + kTiles + step;
+      multiply(c, high, low, rows, at.of_t(i, m, place), at.of_t_low(i, m, in_square));
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int rows = 0; rows < kTiles; ++rows) {
+    std::uint32_t high[4], low[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = c[2 * rows + i / 2] + i % 2 * 2;
+      const SplitPair split = split_pair<X>(pair[0], pair[1]);
+      high[i] = split.high;
+      low[i] = split.low;
+    }
+    const int i = first + kTiles + rows;
+    cuda::store_tiles_transposed(&shared_at<char>(at.of_t(i, column, place)), high);
+    if constexpr (kLow)
+      cuda::store_tiles_transposed(&shared_at<char>(at.of_t_low(i, column, in_square)), low);
+  }
+}
+
+// Rows 16 warp + lane / 4 and 8 further of L and P, their columns from 16 kBlock + 2 (lane % 4) on.
+// kDiagonal: with the diagonal, beyond which decays may be infinite.
+template <class X, int kBlock, bool kDiagonal>
+__device__ void put_pairs(const HeadGates& g, const HeadPlaces& at, char* pairs,
+                          const float (&kk)[2][4], const float (&qk)[2][4]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int row = lane / 4, column = 2 * (lane % 4);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int j = kBlock * 16 + half * 8 + column;
+    const auto other_high = *reinterpret_cast<const float2*>(g.high + j);
+    const auto other_low = *reinterpret_cast<const float2*>(g.low + j);
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+      const int i = 16 * warp + row + 8 * down;
+      const float high = g.high[i], low = g.low[i], beta = g.beta[i];
+      const float decay[2] = {cuda::approximate_exp2((high - other_high.x) + (low - other_low.x)),
+                              cuda::approximate_exp2((high - other_high.y) + (low - other_low.y))};
+      float l[2], pair[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const bool counts = !kDiagonal || half * 8 + column + e <= row + 8 * down;
+        l[e] = counts ? kk[half][2 * down + e] * beta * decay[e] : 0.0f;
+        pair[e] = counts ? qk[half][2 * down + e] * decay[e] : 0.0f;
+      }
+      const int place = ((2 * kBlock + half) ^ row) * kPiece + column * 2;
+      *reinterpret_cast<std::uint32_t*>(pairs + i * kRowBytes + place) =
+          cuda::store_pair<X>(pair[0], pair[1]);
+      if constexpr (kDiagonal) {
+        shared_at<float2>(at.parts + HeadParts::kDiagonal +
+                          (i * kDiagonalPitch + half * 8 + column) * 4) = make_float2(l[0], l[1]);
+      } else {
+        const SplitPair split = split_pair<X>(l[0], l[1]);
+        const int square = warp / 2 != kBlock / 2 ? 2 : kBlock / 2;
+        const int inside = HeadPlaces::in_square(row, 2 * (kBlock % 2) + half) + column * 2 +
+                           8 * down * kSquareRow;
+        shared_at<std::uint32_t>(at.of_l(HeadParts::kHigh, square, warp, 0, inside)) = split.high;
+        shared_at<std::uint32_t>(at.of_l(HeadParts::kLow, square, warp, 0, inside)) = split.low;
+      }
+    }
+  }
+}
+
+template <class X>
+__global__ void __launch_bounds__(kPrepareThreads, 4)
+    chunk_prepare(const __grid_constant__ PrepareProblem all) {
+  using Shared = PrepareShared;
+  const Problem& p = all.p;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const std::int64_t of_key = all.pairs.divide(blockIdx.x);
+  const std::int64_t first = (blockIdx.x - of_key * all.pairs.value()) * kHeadsAtOnce;
+  const std::int64_t slot = all.key_heads.divide(of_key);
+  const std::int64_t key_head = of_key - slot * p.d.key_heads;
+  const cuda::ChunkTokens chunk = all.slots.at(slot);
+  if (chunk.rows == 0) return;
+  Problem::Item item{};
+  item.row = p.cu_seqlens != nullptr ? 0 : all.slots.per_row.divide(slot);
+  item.begin = chunk.begin - item.row * p.d.tokens;
+  const std::uint8_t* mask = p.mask != nullptr ? p.mask + chunk.begin : nullptr;
+  const auto head = [&](int i) {
+    return p.d.head_map == HeadMap::tiled ? key_head + (first + i) * p.d.key_heads
+                                          : key_head * all.sharing.value() + first + i;
+  };
+  const int count = static_cast<int>(all.sharing.value() - first) < kHeadsAtOnce ? 1 : kHeadsAtOnce;
+  const auto at = [&](const TokenStrides& stride) {
+    return stride.at(item.row, item.begin, key_head);
+  };
+  item.head = head(warp < count ? warp : 0);
+  const RowGates row_gates(p, item, mask, chunk.rows);
+  copy_rows(Shared::kKeys, static_cast<const X*>(p.k) + at(p.k_stride), p.k_stride.token,
+            chunk.rows, mask);
+  copy_rows(Shared::kQueries, static_cast<const X*>(p.q) + at(p.q_stride), p.q_stride.token,
+            chunk.rows, mask);
+  cuda::copy_async_commit();
+  const auto record = [&](int i) { return all.records + record_at(p, slot, head(i)); };
+  const auto inverse = [](int i) { return Shared::kRests + i * Shared::kRestBytes; };
+  const auto factors = [&](int i) -> Factors& { return shared_at<Factors>(inverse(i) + kPart); };
+  const auto gates = [](int i) -> HeadGates& {
+    return shared_at<HeadGates>(Shared::kGates + i * static_cast<int>(sizeof(HeadGates)));
+  };
+  if (warp < count) {
+    prepare_gates(p, item.head, row_gates, gates(warp), factors(warp));
+  }
+  auto* const k_norm = &shared_at<float>(Shared::kNorms);
+  float* const q_norm = k_norm + kMostRows;
+  if (!p.d.qk_l2norm && thread < kMostRows) k_norm[thread] = 1, q_norm[thread] = p.scale;
+  cuda::copy_async_wait<0>();
+  __syncthreads();
+  if (p.d.qk_l2norm) {
+    measure_rows<X>(Shared::kKeys, 1.0f, k_norm);
+    measure_rows<X>(Shared::kQueries, p.scale, q_norm);
+    __syncthreads();
+  }
+  if (thread / kMostRows < count) {
+    Factors& of = factors(thread / kMostRows);
+    const int i = thread % kMostRows;
+    of.seen[i] *= k_norm[i];
+    of.asked[i] *= q_norm[i];
+    of.kept[i] *= k_norm[i];
+  }
+  float kk[4][2][4] = {}, qk[4][2][4] = {};
+  multiply_pairs<X>(kk, qk);
+  if (p.d.qk_l2norm) {
+    const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
+#pragma unroll
+    for (int e = 0; e < 32; ++e) {
+      const int i = row + e / 2 % 2 * 8, j = 8 * (e / 4) + column + e % 2;
+      kk[e / 8][e / 4 % 2][e % 4] *= k_norm[i] * k_norm[j];
+      qk[e / 8][e / 4 % 2][e % 4] *= q_norm[i] * k_norm[j];
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < 32; ++e) qk[e / 8][e / 4 % 2][e % 4] *= p.scale;
+  }
+  __syncthreads();  // what is made of k and q comes into their place
+#pragma unroll 1
+  for (int n = 0; n < count; ++n) {
+    const HeadPlaces places{Shared::kParts + n * HeadParts::kBytes, inverse(n)};
+    char* const pairs = record(n) + Record::kPairs;
+    const auto put = [&]<int kBlock>(std::integral_constant<int, kBlock>) {
+      if (kBlock < warp) {
+        put_pairs<X, kBlock, false>(gates(n), places, pairs, kk[kBlock], qk[kBlock]);
+      } else if (kBlock == warp) {
+        put_pairs<X, kBlock, true>(gates(n), places, pairs, kk[kBlock], qk[kBlock]);
+      } else {
+        const int row = 16 * warp + lane / 2, piece = (2 * kBlock + lane % 2) ^ (row % 8);
+        *reinterpret_cast<uint4*>(pairs + row * kRowBytes + piece * kPiece) = uint4{};
+      }
+    };
+    put(std::integral_constant<int, 0>());
+    put(std::integral_constant<int, 1>());
+    put(std::integral_constant<int, 2>());
+    put(std::integral_constant<int, 3>());
+  }
+  __syncthreads();
+  const int mine = warp / 2, of_two = warp % 2;
+  const HeadPlaces places{Shared::kParts + mine * HeadParts::kBytes, inverse(mine)};
+  if (mine < count) {
+    // Above the squares on the diagonal.
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 16 * i + thread % 64 / 4, piece = (4 + thread % 4) ^ (row % 8);
+      shared_at<uint4>(places.inverse + row * kRowBytes + piece * kPiece) = uint4{};
+    }
+    invert_blocks<X>(places, 2 * of_two);
+    __syncwarp();
+    join_blocks<X, 1, true>(places, of_two, 2 * of_two, 2 * of_two);
+  }
+  __syncthreads();
+  if (mine < count) join_blocks<X, 2, false>(places, 2, 0, of_two);
+  cuda::fence_shared();
+  __syncthreads();
+  if (thread < count) {
+    cuda::bulk_copy_out(record(thread) + Record::kInverse, &shared_at<char>(inverse(thread)),
+                        Shared::kRestBytes);
+    cuda::bulk_copy_out_wait();
+  }
+}
+
+}  // namespace bittern::chunk_forward

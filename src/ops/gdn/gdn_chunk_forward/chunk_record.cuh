@@ -1,0 +1,52 @@
+// What chunk_prepare.cuh leaves in the workspace for chunk_warpgroup.cuh, for every chunk and head.
+//
+// Tiles are rows of 128 bytes, or parts of 64 elements one after the other, whose 16-byte pieces
+// are permuted as the tensor cores want them (WarpgroupMatrix).
+#pragma once
+#include "cuda/ptx.cuh"
+#include "ops/gdn/gdn_chunk_forward/chunk_device.cuh"
+
+namespace bittern::chunk_forward {
+
+constexpr int kWide = 128;  // the length of a key and of a value
+constexpr int kPiece = 16, kRowBytes = 128;
+constexpr int kPart = kMostRows * kRowBytes;  // 64 x 64 elements
+constexpr int kPieces = kRowBytes / kPiece;
+
+// Where a piece lies.
+__device__ inline int tile_place(int row, int piece) {
+  return piece / kPieces * kPart + row * kRowBytes + ((piece % kPieces) ^ (row % 8)) * kPiece;
+}
+// The same of an element.
+__device__ inline int element_place(int row, int column) {
+  return tile_place(row, column / 8) + column % 8 * 2;
+}
+
+// For row i of a chunk, with n_k and n_q what qk_l2norm and scale make of k and q: what its row of
+// W is made with, W = beta v - seen (k S); of o, with (q S); and of y, on its way into S.
+struct Factors {
+  float beta[kMostRows];   // beta
+  float seen[kMostRows];   // beta n_k e^G[i]
+  float asked[kMostRows];  // n_q e^G[i]
+  float kept[kMostRows];   // n_k e^(G[last] - G[i])
+  float decay[kMostRows];  // e^G[last], in every row
+};
+
+struct Record {
+  static constexpr int kPairs = 0;        // P
+  static constexpr int kInverse = kPart;  // T = (I + L)^-1
+  static constexpr int kFactors = 2 * kPart;
+  static constexpr int kBytes = kFactors + static_cast<int>(sizeof(Factors));
+};
+
+// A chunk's slot is that of cuda::ChunkSlots.
+__device__ inline std::int64_t record_at(const Problem& p, std::int64_t slot, std::int64_t head) {
+  return (slot * p.d.value_heads + head) * Record::kBytes;
+}
+
+template <class T>
+__device__ T& shared_at(int place) {
+  return *reinterpret_cast<T*>(cuda::dynamic_shared<char>() + place);
+}
+
+}  // namespace bittern::chunk_forward

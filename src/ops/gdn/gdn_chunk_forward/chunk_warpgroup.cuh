@@ -1,0 +1,489 @@
+// The rule on tensor cores, by products of a warpgroup (sm_90a): keys and values of 128, chunks of
+// 64. chunk_prepare.cuh has made all that does not know the state; what is left is a chain from
+// chunk to chunk, of three products, and o beside it.
+//
+// A warpgroup has 64 values of a head, and their state in registers, transposed: [values, keys].
+// Products are then transposed too, with a column for each token, so that each one's result is,
+// rounded, the next one's left side, and none of it passes through shared memory:
+//
+//   W = beta v - seen (S k^T);   y = W T^T;   S = decay S + (kept y) k;   o = asked (S q^T) + y P^T
+//
+// The right sides are where another warpgroup has put them, two chunks ahead. o goes where v was,
+// and that warpgroup writes it out.
+//
+// An element of W that is not finite would be multiplied by the zeros of T and P above their
+// diagonals. So it and those of later tokens are 0 there, and what they would give is NaN.
+#pragma once
+#include "ops/gdn/gdn_chunk_forward/chunk_prepare.cuh"
+
+namespace bittern::chunk_forward {
+
+constexpr int kStages = 3;
+constexpr int kGroupThreads = 128;
+constexpr int kGroupValues = 64;
+constexpr int kTokenTiles = kMostRows / 8;
+
+template <int kGroups>
+struct Stage {
+  static constexpr int kKeys = 0, kQueries = 2 * kPart, kRecord = 4 * kPart;
+  static constexpr int kValues = kRecord + (Record::kBytes + 1023) / 1024 * 1024;
+  static constexpr int kBytes = kValues + kGroups * kPart;
+};
+
+struct ChainProblem {
+  Problem p;
+  const char* records;
+  std::int64_t row_chunks;  // of a batch row
+};
+
+// What a lane has of a product with a column for each token: element 4 t + e is row
+// lane / 4 + 8 (e / 2) of the warp's 16, token 8 t + 2 (lane % 4) + e % 2.
+using TokenSums = float[4 * kTokenTiles];
+using TokenPairs = std::uint32_t[kTokenTiles / 2][4];  // rounded: left sides, 16 tokens each
+
+template <class X>
+__device__ void multiply_tokens(TokenSums& d, const std::uint32_t (&a)[4], cuda::WarpgroupMatrix b,
+                                bool add) {
+  if constexpr (std::is_same_v<X, bf16>) {
+    cuda::warpgroup_multiply_bf16(d, a, b, add);
+  } else {
+    cuda::warpgroup_multiply_f16(d, a, b, add);
+  }
+}
+template <class X>
+__device__ void multiply_keys(float (&d)[kWide / 2], const std::uint32_t (&a)[4],
+                              cuda::WarpgroupMatrix b) {
+  if constexpr (std::is_same_v<X, bf16>) {
+    cuda::warpgroup_multiply_rows_bf16<kPart>(d, a, b);
+  } else {
+    cuda::warpgroup_multiply_rows_f16<kPart>(d, a, b);
+  }
+}
+template <class X>
+__device__ std::uint32_t add_zero_times(std::uint32_t x, std::uint32_t y) {
+  if constexpr (std::is_same_v<X, bf16>) {
+    return cuda::add_zero_times_bf16(x, y);
+  } else {
+    return cuda::add_zero_times_f16(x, y);
+  }
+}
+
+// The factors of a lane's two tokens of tile t.
+__device__ inline float2 two_of(const float (&factor)[kMostRows], int t) {
+  return *reinterpret_cast<const float2*>(factor + 8 * t + 2 * (static_cast<int>(threadIdx.x) % 4));
+}
+
+// The blocks' barriers, each of a warpgroup and the threads that copy for it: chunk n has come, and
+// may be overwritten, save o in the place of v.
+constexpr int kPairThreads = 2 * kGroupThreads;
+template <int kGroups>
+__device__ int full_barrier(int stage, int group) {
+  return 1 + stage * kGroups + group;
+}
+template <int kGroups>
+__device__ int done_barrier(int stage, int group) {
+  return 1 + (kStages + stage) * kGroups + group;
+}
+
+// What both sides know of a block's sequence and head.
+struct ChainItem {
+  const Problem& p;
+  const Problem::Item item;
+  int chunks, last_rows;
+  __device__ explicit ChainItem(const Problem& problem) : p(problem), item(p.item(blockIdx.x)) {
+    const std::int64_t tokens = item.end > item.begin ? item.end - item.begin : 0;
+    chunks = static_cast<int>((tokens + kMostRows - 1) / kMostRows);
+    last_rows = static_cast<int>(tokens - std::int64_t{kMostRows} * (chunks - 1));
+  }
+  // Does chunk n have all its rows, with no masks to look at?
+  __device__ bool whole(int n) const {
+    return p.mask == nullptr && (n + 1 < chunks || last_rows == kMostRows);
+  }
+  __device__ bool inside(int n, int row) const { return n + 1 < chunks || row < last_rows; }
+  __device__ bool has(int n, int row) const {
+    return inside(n, row) && !p.masked(item, item.begin + std::int64_t{n} * kMostRows + row);
+  }
+};
+
+// A warpgroup that copies: chunks into shared memory, two ahead of their use, and o out of it.
+template <class X, int kGroups>
+class Mover {
+ public:
+  using Place = Stage<kGroups>;
+
+  __device__ explicit Mover(const ChainProblem& all)
+      : c_(all.p), thread_(static_cast<int>(threadIdx.x) % kGroupThreads) {
+    const Problem& p = c_.p;
+    const Problem::Item& item = c_.item;
+    const std::int64_t slot =
+        p.cu_seqlens != nullptr ? p.first_slot(item) : item.sequence * all.row_chunks;
+    record_ = all.records + record_at(p, slot, item.head) + thread_ * kPiece;
+    const auto start = [&](const TokenStrides& stride, std::int64_t head, int across) {
+      return stride.at(item.row, item.begin + thread_ / across, head) + thread_ % across * 8;
+    };
+    const int value = item.part * kGroups * kGroupValues;
+    k_ = static_cast<const X*>(p.k) + start(p.k_stride, item.key_head, kKeyAcross);
+    q_ = static_cast<const X*>(p.q) + start(p.q_stride, item.key_head, kKeyAcross);
+    v_ = static_cast<const X*>(p.v) + start(p.v_stride, item.head, kValueAcross) + value;
+    o_ = static_cast<X*>(p.o) + start(p.o_stride, item.head, kValueAcross) + value;
+  }
+
+  __device__ void run() {
+    int stage = 0;
+#pragma unroll 1
+    for (int n = 0; n < c_.chunks + kStages; ++n) {
+      const int place = stage * Place::kBytes;
+      if (n >= kStages) {
+        for (int group = 0; group < kGroups; ++group)
+          cuda::barrier_wait(done_barrier<kGroups>(stage, group), kPairThreads);
+        store_output(n - kStages, place);
+      }
+      if (n < c_.chunks) load(n, place);
+      cuda::copy_async_commit();
+      const int last = stage == 0 ? kStages - 1 : stage - 1;
+      if (n > 0 && n <= c_.chunks) {
+        cuda::copy_async_wait<1>();
+        cuda::fence_shared();
+        for (int group = 0; group < kGroups; ++group)
+          cuda::barrier_arrive(full_barrier<kGroups>(last, group), kPairThreads);
+      }
+      stage = stage == kStages - 1 ? 0 : stage + 1;
+    }
+  }
+
+ private:
+  static constexpr int kKeyAcross = kWide / 8, kKeyDown = kGroupThreads / kKeyAcross;
+  static constexpr int kValueAcross = kGroups * kGroupValues / 8;
+  static constexpr int kValueDown = kGroupThreads / kValueAcross;
+
+  // Rows of a tile, a piece to a thread. `from` moves on to the next chunk.
+  template <int kAcross>
+  __device__ void copy_rows(int n, int tile, const X*& from, std::int64_t stride) const {
+    constexpr int kDown = kGroupThreads / kAcross;
+    int row = thread_ / kAcross;
+    char* const to = &shared_at<char>(tile + tile_place(row, thread_ % kAcross));
+    // Eight rows, or a multiple, permute their pieces alike.
+    static_assert(kDown % 8 == 0);
+    if (c_.whole(n)) {
+#pragma unroll
+      for (int i = 0; i < kMostRows / kDown; ++i, from += kDown * stride)
+        cuda::copy_async_16(to + i * kDown * kRowBytes, from);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kMostRows / kDown; ++i, row += kDown, from += kDown * stride) {
+        const bool there = c_.has(n, row);  // zeros for masked tokens and past the end
+        cuda::copy_async_16(to + i * kDown * kRowBytes, there ? from : c_.p.k, there ? kPiece : 0);
+      }
+    }
+  }
+  __device__ void load(int n, int place) {
+    const Problem& p = c_.p;
+    copy_rows<kKeyAcross>(n, place + Place::kKeys, k_, p.k_stride.token);
+    copy_rows<kKeyAcross>(n, place + Place::kQueries, q_, p.q_stride.token);
+    copy_rows<kValueAcross>(n, place + Place::kValues, v_, p.v_stride.token);
+    char* const record = &shared_at<char>(place + Place::kRecord + thread_ * kPiece);
+#pragma unroll
+    for (int at = 0; at < Record::kBytes; at += kGroupThreads * kPiece)
+      if (at + kGroupThreads * kPiece <= Record::kBytes || at + thread_ * kPiece < Record::kBytes)
+        cuda::copy_async_16(record + at, record_ + at);
+    record_ += p.d.value_heads * Record::kBytes;
+  }
+  __device__ void store_output(int n, int place) {
+    int row = thread_ / kValueAcross;
+    const int from = place + Place::kValues + tile_place(row, thread_ % kValueAcross);
+    const std::int64_t step = kValueDown * c_.p.o_stride.token;
+    const auto piece = [&](int i) { return shared_at<uint4>(from + i * kValueDown * kRowBytes); };
+    if (c_.whole(n)) {
+#pragma unroll
+      for (int i = 0; i < kMostRows / kValueDown; ++i, o_ += step)
+        *reinterpret_cast<uint4*>(o_) = piece(i);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kMostRows / kValueDown; ++i, row += kValueDown, o_ += step)
+        if (c_.inside(n, row)) *reinterpret_cast<uint4*>(o_) = c_.has(n, row) ? piece(i) : uint4{};
+    }
+  }
+
+  const ChainItem c_;
+  const int thread_;
+  // What this thread copies next.
+  const char* record_;
+  const X *k_, *q_, *v_;
+  X* o_;
+};
+
+// A warpgroup that computes.
+template <class X, int kGroups>
+class Chain {
+ public:
+  using Place = Stage<kGroups>;
+
+  __device__ explicit Chain(const ChainProblem& all)
+      : c_(all.p),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        warp_(static_cast<int>(threadIdx.x) / 32),
+        group_(warp_ / 4),
+        value_(c_.item.part * kGroups * kGroupValues + 16 * warp_) {
+    // Row lane % 8 of tile lane / 8, of four of 8 x 8: tokens down, the warp's 16 values across.
+    tiles_place_ =
+        Place::kValues + tile_place(8 * (lane_ / 16) + lane_ % 8, 2 * warp_ + lane_ / 8 % 2);
+  }
+
+  __device__ void run() {
+    load_state();
+    int stage = 0, last = 0;
+#pragma unroll 1
+    for (int n = 0; n < c_.chunks; ++n) {
+      step(n, stage, last);
+      last = stage;
+      stage = stage == kStages - 1 ? 0 : stage + 1;
+    }
+    if (c_.chunks > 0) hand_over(last);
+    store_state();
+  }
+
+ private:
+  // Chunk n, in `stage`; the one before it was in `last`.
+  __device__ void step(int n, int stage, int last) {
+    const int now = stage * Place::kBytes;
+    const auto matrix = [&](int place) {
+      return cuda::warpgroup_matrix(&shared_at<char>(now + place));
+    };
+    const auto keys = matrix(Place::kKeys), queries = matrix(Place::kQueries);
+    TokenSums y, o;
+    cuda::barrier_wait(full_barrier<kGroups>(stage, group_), kPairThreads);
+    cuda::warpgroup_begin();
+#pragma unroll
+    for (int s = 0; s < kWide / 16; ++s)
+      multiply_tokens<X>(y, rounded_[s], keys.at(s / 4 * kPart + s % 4 * 32), s > 0);
+    cuda::warpgroup_commit();
+#pragma unroll
+    for (int s = 0; s < kWide / 16; ++s)
+      multiply_tokens<X>(o, rounded_[s], queries.at(s / 4 * kPart + s % 4 * 32), s > 0);
+    cuda::warpgroup_commit();
+    if (n > 0) hand_over(last);
+
+    const auto& factors = shared_at<Factors>(now + Place::kRecord + Record::kFactors);
+    TokenPairs left;
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; t += 2)
+      cuda::load_tiles_transposed(left[t / 2],
+                                  &shared_at<char>(now + tiles_place_ + 8 * t * kRowBytes));
+    TokenSums seen;  // -seen, and beta v
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) {
+      const float2 beta = two_of(factors.beta, t);
+#pragma unroll
+      for (int down = 0; down < 2; ++down) {
+        const float2 v = unpack_pair<X>(left[t / 2][t % 2 * 2 + down]);
+        seen[4 * t + 2 * down] = beta.x * v.x;
+        seen[4 * t + 2 * down + 1] = beta.y * v.y;
+      }
+    }
+    cuda::warpgroup_wait<1>();
+    cuda::warpgroup_hold(y);
+    std::uint32_t zeros[2] = {};  // as long as all of W is finite, in either row
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) {
+      const float2 factor = two_of(factors.seen, t);
+#pragma unroll
+      for (int down = 0; down < 2; ++down) {
+        const int i = 4 * t + 2 * down;
+        std::uint32_t& pair = left[t / 2][t % 2 * 2 + down];
+        pair = cuda::store_pair<X>(std::fma(-factor.x, y[i], seen[i]),
+                                   std::fma(-factor.y, y[i + 1], seen[i + 1]));
+        zeros[down] = add_zero_times<X>(zeros[down], pair);
+      }
+    }
+    bad_[0] = bad_[1] = kMostRows;
+    if (__any_sync(~0u, (zeros[0] | zeros[1]) != 0)) {
+      find_bad(left);
+      clear_from_bad(left);
+    }
+    const auto inverse = matrix(Place::kRecord + Record::kInverse);
+    cuda::warpgroup_begin();
+#pragma unroll
+    for (int s = 0; s < kTokenTiles / 2; ++s)
+      multiply_tokens<X>(y, left[s], inverse.at(s * 32), s > 0);
+    cuda::warpgroup_commit();
+    cuda::warpgroup_wait<1>();
+    cuda::warpgroup_hold(o);
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) {
+      const float2 asked = two_of(factors.asked, t);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[4 * t + e] *= e % 2 == 0 ? asked.x : asked.y;
+    }
+    const float decay = factors.decay[0];
+#pragma unroll
+    for (int i = 0; i < kWide / 2; ++i) state_[i] *= decay;
+    cuda::warpgroup_wait<0>();
+    cuda::warpgroup_hold(y);
+    TokenPairs kept;
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) {
+      const float2 factor = two_of(factors.kept, t);
+#pragma unroll
+      for (int down = 0; down < 2; ++down)
+        kept[t / 2][t % 2 * 2 + down] =
+            cuda::store_pair<X>(y[4 * t + 2 * down] * factor.x, y[4 * t + 2 * down + 1] * factor.y);
+    }
+    const bool bad = min(bad_[0], bad_[1]) < kMostRows;
+    if (bad) spoil_state();
+    cuda::warpgroup_begin();
+#pragma unroll
+    for (int s = 0; s < kTokenTiles / 2; ++s) multiply_keys<X>(state_, kept[s], keys.at(s * 2048));
+    cuda::warpgroup_commit();
+#pragma unroll
+    for (int i = 0; i < 2 * kTokenTiles; ++i)
+      left[i / 4][i % 4] = cuda::store_pair<X>(y[2 * i], y[2 * i + 1]);
+    if (bad) clear_from_bad(left);
+    const auto pairs = matrix(Place::kRecord + Record::kPairs);
+    cuda::warpgroup_begin();
+#pragma unroll
+    for (int s = 0; s < kTokenTiles / 2; ++s)
+      multiply_tokens<X>(o, left[s], pairs.at(s * 32), true);
+    cuda::warpgroup_commit();
+    cuda::warpgroup_wait<1>();
+    cuda::warpgroup_hold(state_);
+    round_state();
+    cuda::warpgroup_wait<0>();
+    cuda::warpgroup_hold(o);
+    round_output(o);
+  }
+
+  __device__ int token(int t, int e) const { return 8 * t + 2 * (lane_ % 4) + e; }
+  __device__ void find_bad(const TokenPairs& left) {
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+      int bad = kMostRows;
+#pragma unroll
+      for (int t = kTokenTiles - 1; t >= 0; --t) {
+        const float2 x = unpack_pair<X>(left[t / 2][t % 2 * 2 + down]);
+        if (!(fabsf(x.y) < INFINITY)) bad = token(t, 1);
+        if (!(fabsf(x.x) < INFINITY)) bad = token(t, 0);
+      }
+      bad = min(bad, __shfl_xor_sync(~0u, bad, 1));
+      bad_[down] = min(bad, __shfl_xor_sync(~0u, bad, 2));
+    }
+  }
+  __device__ void clear_from_bad(TokenPairs& left) const {
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) {
+#pragma unroll
+      for (int down = 0; down < 2; ++down) {
+        std::uint32_t& pair = left[t / 2][t % 2 * 2 + down];
+        if (token(t, 0) >= bad_[down]) pair &= 0xffff0000u;
+        if (token(t, 1) >= bad_[down]) pair &= 0xffffu;
+      }
+    }
+  }
+  __device__ void spoil_state() {
+#pragma unroll
+    for (int i = 0; i < kWide / 2; ++i)
+      if (bad_[i / 2 % 2] < kMostRows) state_[i] = NAN;
+  }
+
+  __device__ void round_state() {
+#pragma unroll
+    for (int i = 0; i < kWide / 4; ++i)
+      rounded_[i / 4][i % 4] = cuda::store_pair<X>(state_[2 * i], state_[2 * i + 1]);
+  }
+  __device__ void round_output(TokenSums& o) {
+    if (min(bad_[0], bad_[1]) < kMostRows) {
+#pragma unroll
+      for (int i = 0; i < 4 * kTokenTiles; ++i)
+        if (token(i / 4, i % 2) >= bad_[i / 2 % 2]) o[i] = NAN;
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kTokenTiles; ++i)
+      output_[i / 4][i % 4] = cuda::store_pair<X>(o[2 * i], o[2 * i + 1]);
+  }
+
+  // o of the chunk in `stage` goes where v was; that is the last of the chunk.
+  __device__ void hand_over(int stage) {
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; t += 2)
+      cuda::store_tiles_transposed(
+          &shared_at<char>(stage * Place::kBytes + tiles_place_ + 8 * t * kRowBytes),
+          output_[t / 2]);
+    cuda::barrier_arrive(done_barrier<kGroups>(stage, group_), kPairThreads);
+  }
+
+  // Element i of a lane's state: its value and key.
+  template <class F>
+  __device__ void for_state(const StateStrides& stride, F&& f) {
+    const std::int64_t first = stride.at(c_.item.sequence, c_.item.head);
+#pragma unroll
+    for (int i = 0; i < kWide / 2; ++i) {
+      const int value = value_ + lane_ / 4 + 8 * (i / 2 % 2);
+      const int key = 8 * (i / 4) + 2 * (lane_ % 4) + i % 2;
+      f(state_[i], first + value * stride.value + key * stride.key);
+    }
+  }
+  __device__ void load_state() {
+    if (c_.p.initial_state != nullptr) {
+      for_state(c_.p.initial_stride,
+                [&](float& x, std::int64_t at) { x = c_.p.initial_state[at]; });
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWide / 2; ++i) state_[i] = 0;
+    }
+    round_state();
+  }
+  __device__ void store_state() {
+    if (c_.p.final_state == nullptr) return;
+    for_state(c_.p.final_stride, [&](float& x, std::int64_t at) { c_.p.final_state[at] = x; });
+  }
+
+  const ChainItem c_;
+  const int lane_, warp_, group_, value_;
+  int tiles_place_;
+  float state_[kWide / 2];
+  std::uint32_t rounded_[kWide / 16][4];
+  TokenPairs output_;  // o of the chunk before
+  int bad_[2];         // the first token of a chunk whose W is not finite, of either row
+};
+
+// The registers of a multiprocessor, as two or three warpgroups share them.
+template <class X, int kGroups>
+__global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1)
+    chunk_warpgroup(const __grid_constant__ ChainProblem all) {
+  if (threadIdx.x >= kGroups * kGroupThreads) {
+    if constexpr (kGroups > 1) cuda::give_registers<56>();
+    Mover<X, kGroups>(all).run();
+  } else {
+    if constexpr (kGroups > 1) cuda::take_registers<224>();
+    Chain<X, kGroups>(all).run();
+  }
+}
+
+inline std::size_t records_bytes(const Op::Desc& d) {
+  return static_cast<std::size_t>(d.batch * d.state_chunks() * d.value_heads) * Record::kBytes;
+}
+
+template <class X, int kGroups>
+Status run_chain(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
+  const ChainProblem all{Problem(d, a, kWide / (kGroups * kGroupValues)),
+                         static_cast<const char*>(workspace.data), d.state_chunks()};
+  return cuda::launch(Op::kName, chunk_warpgroup<X, kGroups>,
+                      {.blocks = all.p.items,
+                       .threads = (kGroups + 1) * kGroupThreads,
+                       .shared = kStages * Stage<kGroups>::kBytes},
+                      a.o.device.index, stream, all);
+}
+
+template <class X>
+Status run_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
+  const PrepareProblem prepare(d, a, workspace.data);
+  BITTERN_TRY(cuda::launch(
+      Op::kName, chunk_prepare<X>,
+      {.blocks = prepare.items, .threads = kPrepareThreads, .shared = PrepareShared::kBytes},
+      a.o.device.index, stream, prepare));
+  // With few heads, more multiprocessors have a part of one.
+  const int device = a.o.device.index;
+  const bool few = 2 * d.sequence_count() * d.value_heads <= cuda::limits(device).multiprocessors;
+  return few ? run_chain<X, 1>(d, a, stream, workspace) : run_chain<X, 2>(d, a, stream, workspace);
+}
+
+}  // namespace bittern::chunk_forward
