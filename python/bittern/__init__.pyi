@@ -1337,12 +1337,23 @@ def gdn_chunk_forward(
       O       = E |Q| S' / 2 + (|P| + C / 64) y' + |P T| R
                 + the sum over c of |(E Q - P T B K) F_c| N_c
 
-    Then y is off by at most b Y, o by b O and an ulp of bf16, and S, also as final_state, by b D. So
-    errors go on as the rule itself takes them on: a decay, or a key that is seen again, removes
-    them. Each factor above 0 counts as at least 2^-80 in these sums, and each sum as 2^-80 more. A
-    NaN goes where the definition takes it. If an input is infinite (other than g = -infinity), or if
-    one of these magnitudes reaches 2^126, also with k and q as they are before qk_l2norm and scale,
-    nothing is promised for that chunk and head and for what follows in the sequence.
+    Then y is off by at most b Y, o by b O and an ulp of `element`, and S, also as final_state, by
+    b D. So errors go on as the rule itself takes them on: a decay, or a key that is seen again,
+    removes them. Each factor above 0 counts as at least 2^-80 in these sums, and each sum as 2^-80
+    more. A NaN goes where the definition takes it. If an input is infinite (other than
+    g = -infinity), or if one of these magnitudes reaches 2^126, also with k and q as they are before
+    qk_l2norm and scale, nothing is promised for that chunk and head and for what follows in the
+    sequence.
+
+    Kernel cuda_wgmma (Preference::fastest, sm_90, element bf16 or f16, keys and values of 128, chunk
+    64) keeps S and all sums in f32 too. It rounds to `element`: S in k S and q S; the right side of
+    y, beta[i] * fma(-e^G[i], k[i] S, v[i]); T, whose product with it is y; P and y in the sum of o;
+    e^(G[last] - G[i]) * y[i] in S. T itself is found within 2^-15. Decays are within 2^-16 of
+    themselves, whatever the other g are. Its bound is the same with b = 2^-7 + 2^-11 and
+
+      R       = |beta| |v| + |B| |K| S' 3 / 2 + A y' / 64
+
+    and, for f16, with 2^-14 and 2^14 for 2^-80 and 2^126, which T must not reach either.
     """
 
 @overload
