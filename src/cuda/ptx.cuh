@@ -156,6 +156,17 @@ __device__ inline void barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// ---- kernels that follow each other (sm_90; Grid::waits) ----
+
+// The next kernel's blocks may take what place there is.
+__device__ inline void begin_next_kernel() {
+  if constexpr (kHasBulkCopies) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// Until the last kernel has ended and its stores are visible.
+__device__ inline void wait_for_last_kernel() {
+  if constexpr (kHasBulkCopies) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // ---- approximations ----
 
 // 2^x within 2^-22 of it, 1 for 0 and subnormals; results below 2^-126 are 0.
@@ -168,6 +179,13 @@ __device__ inline float approximate_exp2(float x) {
 __device__ inline float approximate_reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// log2 x within 2^-22 of 1 and of itself, -infinity for 0 and subnormals.
+__device__ inline float approximate_log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -212,6 +230,14 @@ __device__ inline std::uint32_t add_zero_times_bf16(std::uint32_t x, std::uint32
 __device__ inline std::uint32_t add_zero_times_f16(std::uint32_t x, std::uint32_t y) {
   asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(x) : "r"(y), "r"(0));
   return x;
+}
+
+// An 8x8 tile of 16-bit elements, of which lane l has (l / 4, 2 (l % 4)) and the next, transposed:
+// it gets (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
+__device__ inline std::uint32_t transpose_tile(std::uint32_t x) {
+  std::uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }
 
 // The reverse of load_tiles_transposed.

@@ -73,6 +73,9 @@ struct Grid {
   std::int64_t blocks = 1;
   int threads = kBlock;
   std::size_t shared = 0;  // bytes of dynamic_shared()
+  // The kernel calls wait_for_last_kernel() before it touches memory, so its blocks may be there
+  // before the last kernel on the stream has ended (sm_90).
+  bool waits = false;
 };
 
 // Enough blocks of `threads` threads for `items`, one each.
@@ -100,6 +103,11 @@ Status launch(std::string_view op, void (*kernel)(Parameters...), const Grid& gr
   config.blockDim = dim3(static_cast<unsigned>(grid.threads));
   config.dynamicSmemBytes = grid.shared;
   config.stream = static_cast<cudaStream_t>(stream.native);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = grid.waits ? 1 : 0;
   return status_of(cudaLaunchKernelEx(&config, kernel, arguments...), op);
 }
 

@@ -53,12 +53,21 @@ inline void barrier_arrive(int barrier, int threads) {
   emulation::named_barrier(barrier, threads, false);
 }
 
+inline void begin_next_kernel() {}
+inline void wait_for_last_kernel() {}
+
 // As wrong as the instructions may be, now up, now down.
 inline float approximate_exp2(float x) {
   if (std::fabs(x) < 0x1p-126f) return 1;
   const double error = __float_as_uint(x) % 3 * 0x1p-22 - 0x1p-22;
   const auto y = static_cast<float>(std::exp2(static_cast<double>(x)) * (1 + error));
   return y < 0x1p-126f ? 0.0f : y;
+}
+inline float approximate_log2(float x) {
+  if (std::fabs(x) < 0x1p-126f) return -std::numeric_limits<float>::infinity();
+  const double y = std::log2(static_cast<double>(x));
+  const double error = __float_as_uint(x) % 3 * 0x1p-22 - 0x1p-22;
+  return static_cast<float>(y + error * std::max(std::fabs(y), 1.0));
 }
 inline float approximate_reciprocal(float x) {
   const float y = 1 / x;
@@ -196,6 +205,16 @@ inline std::uint32_t add_zero_times_f16(std::uint32_t x, std::uint32_t y) {
         .bits;
   };
   return half(x, y) | half(x >> 16, y >> 16) << 16;
+}
+inline std::uint32_t transpose_tile(std::uint32_t x) {
+  const emulation::Slot* slots = emulation::exchange(~0u, &x, sizeof x);
+  const int lane = emulation::lane(), r = lane / 4, c = 2 * (lane % 4);
+  const auto element = [&](int i, int j) {
+    std::uint32_t pair;
+    std::memcpy(&pair, slots[4 * i + j / 2].bytes, sizeof pair);
+    return pair >> 16 * (j % 2) & 0xffff;
+  };
+  return element(c, r) | element(c + 1, r) << 16;
 }
 inline void store_tiles_transposed(void* row, const std::uint32_t (&from)[4]) {
   struct {

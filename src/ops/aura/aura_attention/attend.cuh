@@ -158,7 +158,8 @@ __device__ inline float difference_exp(float x, float m) {
   return math::exp(m == kNone ? x : x - m);
 }
 
-// out, by a warp, from sums in shared memory; `spare` holds as much as one of them.
+// out, by a warp, from sums in shared memory; `spare` holds as much as one of them. Without `exact`
+// tokens these sums are zeros.
 __device__ inline void finish_row(const Problem& p, const QueryRow& query, float l, float l_coded,
                                   float* coded, float* spare, const float* exact) {
   const float* const u = cuda::rotate_by_warp(p.v_rotation, coded, spare);
@@ -166,7 +167,8 @@ __device__ inline void finish_row(const Problem& p, const QueryRow& query, float
   for (int j = lane_index(); j < static_cast<int>(p.d.dim); j += 32) {
     float sum = u[j];
     if (p.v_mean != nullptr) sum = fmaf(l_coded, p.v_mean[kv_head * p.d.dim + j], sum);
-    cuda::store_element(p.out, p.d.element, to + j, l == 0 ? 0.0f : (sum + exact[j]) / l);
+    if (exact != nullptr) sum += exact[j];
+    cuda::store_element(p.out, p.d.element, to + j, l == 0 ? 0.0f : sum / l);
   }
 }
 

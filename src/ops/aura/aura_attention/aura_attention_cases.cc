@@ -208,6 +208,32 @@ std::vector<BenchCase<AuraAttentionDesc>> aura_attention_bench_cases() {
   add("f16 cache token, 9/3 heads of 64", d);
   d.first = 1 << 18;  // beyond every cache
   add("f16 cache token of 262144, 9/3 heads of 64", d);
+  // Of a GPU's size.
+  const auto add_large = [&](std::string label, const AuraAttentionDesc& large) {
+    add(std::move(label), large, Preference::fastest);
+    cases.back().gpu_only = true;
+  };
+  d = {.heads = 32, .kv_heads = 4, .dim = 128, .capacity = 1 << 18};
+  add_large("4/4 bit 262144 tokens, 32/4 heads", d);
+  cases.push_back(cases.back());
+  cases.back().label += ", exact";
+  cases.back().preference = Preference::exact;
+  d.k_bits = 8;
+  add_large("8/4 bit 262144 tokens, 32/4 heads", d);
+  d.k_bits = 3;
+  d.v_bits = 2;
+  add_large("3/2 bit 262144 tokens, 32/4 heads", d);
+  d = {.sequences = 64, .heads = 64, .kv_heads = 8, .dim = 128, .capacity = 4096};
+  add_large("4/4 bit 64 sequences of 4096 tokens, 64/8 heads", d);
+  d.page_size = 64;
+  d.pages = d.sequences * d.capacity / d.page_size;
+  add_large("the same in pages of 64", d);
+  d.page_size = d.pages = 0;
+  d.k_bits = 8;
+  add_large("8/4 bit 64 sequences of 4096 tokens, 64/8 heads", d);
+  d.k_bits = 3;
+  d.v_bits = 2;
+  add_large("3/2 bit 64 sequences of 4096 tokens, 64/8 heads", d);
   return cases;
 }
 
@@ -228,6 +254,35 @@ std::vector<AuraAttentionDesc> aura_attention_bounded_cases() {
       cases.push_back(d);
     }
   }
+  // Decoding on tensor cores: every pair of widths, pages and none, heads that do not fill a tile,
+  // edges of tiles, of splits and of windows.
+  constexpr std::pair<int, int> kWidths[] = {{2, 2}, {3, 2}, {3, 3}, {4, 2},
+                                             {4, 3}, {4, 4}, {8, 4}, {8, 8}};
+  std::int64_t n = 0;
+  for (const auto& [k_bits, v_bits] : kWidths) {
+    for (const std::int64_t page : {0, 16, 48, 128}) {
+      AuraAttentionDesc d{.sequences = 1 + n % 3, .kv_heads = 1 + n % 2, .dim = 128};
+      d.heads = d.kv_heads * (1 + n % 8);
+      d.capacity = page == 0 ? 16 * (1 + n * n % 7) : page * (page < 100 ? 1 + n % 3 : 1);
+      d.page_size = page;
+      d.pages = page == 0 ? 0 : 7;
+      d.first = n % 3 == 0 ? 3 : 0;
+      d.recent = n % 8 == 1 ? 260 : n % 4 == 2 ? 5 : 0;
+      d.k_bits = k_bits;
+      d.v_bits = v_bits;
+      d.k_rotation = static_cast<Rotation>((n + 1) % 3);
+      d.v_rotation = n % 9 == 0 ? Rotation::dense : static_cast<Rotation>(n / 3 % 2);
+      d.softcap = n % 7 == 6 ? 1.5 : 0;
+      d.window = n % 5 == 4 ? 37 : 0;
+      d.window_keeps_first = n % 2 == 0;
+      d.element = kElements[n % 3];
+      d.exact = kElements[(n + 1) % 3];
+      d.f16_scale = n % 2 == 1;
+      cases.push_back(d);
+      ++n;
+    }
+  }
+  cases.push_back({.heads = 2, .dim = 128, .capacity = 1552});  // several splits
   return cases;
 }
 
@@ -237,7 +292,8 @@ namespace {
 class AttentionBound {
  public:
   AttentionBound(const AuraAttentionDesc& d, const AuraAttention::Args& a, std::int64_t s,
-                 std::int64_t query, std::int64_t h, const std::vector<double>& columns)
+                 std::int64_t query, std::int64_t h, const std::vector<double>& columns,
+                 double bound)
       : d_(d), a_(a), s_(s), head_(h / d.group()), sequence_(d, a, s) {
     const auto dim = static_cast<std::size_t>(d.dim);
     std::vector<float> exact(dim);
@@ -315,6 +371,7 @@ class AttentionBound {
           limit(std::fabs(static_cast<double>(value[j])));
         }
         limit(std::fabs(token.x));
+        if (bound > kOfIntegers) limit(std::fabs(v_scale) * 0x1p27);
         tokens.push_back(std::move(token));
       }
     }
@@ -339,7 +396,7 @@ class AttentionBound {
     limit(most_x);
     for (const Token& t : tokens)
       for (std::size_t j = 0; j < dim; ++j) out[j] += std::exp(t.x - m) / l * t.v[j];
-    const double grown = std::exp(2 * kBound * most_x);
+    const double grown = std::exp(2 * bound * most_x);
     limit(grown);
     const double few = static_cast<double>(splits) / 16;
     for (const Token& t : tokens) {
@@ -377,7 +434,7 @@ class AttentionBound {
   }
 
  private:
-  static constexpr double kBound = 1.0 / 32512, kLeast = 0x1p-126;
+  static constexpr double kLeast = 0x1p-126, kOfIntegers = 1.0 / 32512;
 
   // An input.
   double see(double x) {
@@ -451,7 +508,7 @@ void aura_attention_judge(const AuraAttentionDesc& d, const AuraAttention::Args&
   for (std::int64_t s = 0; s < d.sequences; ++s) {
     for (std::int64_t i = 0; i < d.queries; ++i) {
       for (std::int64_t h = 0; h < d.heads; ++h) {
-        const AttentionBound row(d, want, s, i, h, columns);
+        const AttentionBound row(d, want, s, i, h, columns, judge.bound());
         for (std::int64_t j = 0; j < d.dim; ++j)
           judge.value("out", as_const(got.out), as_const(want.out),
                       ((s * d.queries + i) * d.heads + h) * d.dim + j, row.unit(j));

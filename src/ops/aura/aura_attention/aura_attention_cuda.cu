@@ -1,10 +1,13 @@
 #include "ops/aura/aura_attention/attend_exact.cuh"
+#include "ops/aura/aura_attention/decode_tensor.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
 namespace {
 
 using Op = AuraAttention;
+
+// ---- the bits of ref ----
 
 std::size_t workspace(const Op::Desc& d, Device device) {
   return attend::partials_bytes(d, device.index);
@@ -23,7 +26,105 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace worksp
   }
 }
 
-constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run, workspace)};
+// ---- decoding on tensor cores ----
+
+// The pairs of widths that have a kernel: f(shape) for that of `d`.
+template <class F>
+Status visit_shape(const Op::Desc& d, F&& f) {
+  constexpr int kDim = 128;
+  switch (10 * d.k_bits + d.v_bits) {
+    case 22: return f(attend::DecodeShape<2, 2, kDim>());
+    case 32: return f(attend::DecodeShape<3, 2, kDim>());
+    case 33: return f(attend::DecodeShape<3, 3, kDim>());
+    case 42: return f(attend::DecodeShape<4, 2, kDim>());
+    case 43: return f(attend::DecodeShape<4, 3, kDim>());
+    case 44: return f(attend::DecodeShape<4, 4, kDim>());
+    case 84: return f(attend::DecodeShape<8, 4, kDim>());
+    case 88: return f(attend::DecodeShape<8, 8, kDim>());
+    default:
+      return unsupported("k_bits, v_bits: " + std::to_string(d.k_bits) + ", " +
+                         std::to_string(d.v_bits) +
+                         ", expected 2, 2; 3, 2; 3, 3; 4, 2; 4, 3; 4, 4; 8, 4 or 8, 8");
+  }
+}
+
+Status supports_decode(const Op::Desc& d, Device device) {
+  const auto refuse = [](const char* field, std::int64_t found, const std::string& expected) {
+    return unsupported(std::string(field) + ": " + std::to_string(found) + ", expected " +
+                       expected);
+  };
+  if (d.queries != 1) return refuse("queries", d.queries, "1");
+  if (d.dim != 128) return refuse("dim", d.dim, "128");
+  if (d.group() > attend::kHeadsAtOnce)
+    return refuse("heads / kv_heads", d.group(), "1.." + std::to_string(attend::kHeadsAtOnce));
+  const std::string multiple = "a multiple of " + std::to_string(attend::kTile);
+  if (d.capacity == 0 || d.capacity % attend::kTile != 0)
+    return refuse("capacity", d.capacity, multiple + " above 0");
+  if (d.page_size % attend::kTile != 0) return refuse("page_size", d.page_size, multiple);
+  if (d.first + d.recent > attend::kMostExact)
+    return refuse("first + recent", d.first + d.recent,
+                  "at most " + std::to_string(attend::kMostExact));
+  if (cuda::limits(device.index).capability < 90)
+    return unsupported("device: " + std::string(cuda::architecture(device)) +
+                       ", expected sm_90 or later");
+  return visit_shape(d, []<class Shape>(Shape) { return Status(); });
+}
+
+// Copies are of 16 bytes.
+Status accepts_decode(const Op::Desc& d, const Op::Args& a) {
+  const std::int64_t rows = d.page_size == 0 ? d.sequences * d.kv_heads : d.pages;
+  for (const auto& [operand, view] : {std::pair{"k_packed", &a.k_packed},
+                                      {"v_packed", &a.v_packed},
+                                      {"k_scales", &a.k_scales},
+                                      {"v_scales", &a.v_scales}}) {
+    BITTERN_TRY(cuda::starts_aligned(operand, view->data));
+    const auto each = static_cast<std::int64_t>(16 / size_of(view->dtype));
+    if (rows > 1 && view->row_stride() % each != 0)
+      return unsupported(std::string(operand) + ": stride " + std::to_string(view->row_stride()) +
+                         " of axis 0, expected a multiple of " + std::to_string(each));
+  }
+  return {};
+}
+
+std::size_t decode_workspace(const Op::Desc& d, Device device) {
+  return attend::decode_bytes(d, device.index);
+}
+
+Status run_decode(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
+  const int device = a.out.device.index;
+  const attend::Problem p = attend::problem(d, a);
+  const attend::DecodeCut cut{
+      .splits = attend::decode_splits_of(d, device),
+      .page_tiles = cuda::Divisor32(std::max<std::int64_t>(d.page_size / attend::kTile, 1)),
+      .partials =
+          attend::decode_bytes(d, device) == 0 ? nullptr : static_cast<float*>(workspace.data)};
+  return visit_shape(
+      d, [&]<class Shape>(Shape) { return attend::run_decode<Shape>(p, cut, device, stream); });
+}
+
+// The bound is that of cpu_int8 with another e: its X_t and N are for factors that are off by e / 2
+// of their largest magnitude, and a level and a query in f16 are each off by 2^-11 of themselves,
+// as are a level of V and a weight. That is 2^-10 = e (1 - 0.024). What remains is far less:
+// products on tensor cores 2^-17 of a sum of magnitudes, exp2 2^-22, and what f16 loses below
+// 2^-14.
+PrecisionGuarantee decode_guarantee(const Op::Desc&) {
+  return {.math_precision = DType::f16,
+          .accumulator = DType::f32,
+          .bit_stable_on_same_hardware = true,
+          .same_bits_on_all_backends = false,
+          .error_norm = ErrorNorm::terms,
+          .error_bound = 1.0 / 1000};
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cuda_tensor",
+                                    .backend = "cuda",
+                                    .weaker = decode_guarantee,
+                                    .supports = supports_decode,
+                                    .workspace = decode_workspace,
+                                    .accepts = accepts_decode,
+                                    .architecture = cuda::architecture,
+                                    .run = run_decode},
+                                   cuda::exact_kernel<Op>(run, workspace)};
 
 }  // namespace
 

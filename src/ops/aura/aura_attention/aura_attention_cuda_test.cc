@@ -1,0 +1,135 @@
+// aura_attention on a GPU: which kernel is taken, that runs repeat each other, and contents that
+// nobody has checked.
+#include "oracle/op_test.h"
+#include "oracle/oracle_impl.h"
+#include "oracle/oracle_test.h"
+
+namespace bittern {
+namespace {
+
+using oracle::expect_error;
+using oracle::expect_ok;
+using Op = AuraAttention;
+using Desc = AuraAttentionDesc;
+
+constexpr Device kDevice{Device::Type::cuda, 0};
+
+bool is_emulated() {
+  CudaDeviceInfo info;
+  return (*cuda_plugin(0))->info(0, &info).ok() && info.name == "emulated";
+}
+
+const Desc kDecoding{.sequences = 2, .heads = 8, .kv_heads = 2, .dim = 128, .capacity = 64};
+
+Result<Plan<Op>> fastest(const Desc& d, std::string_view kernel = {}) {
+  return Plan<Op>::select(d, kDevice, Preference::fastest, kernel);
+}
+bool has_tensor_kernel() { return fastest(kDecoding, "cuda_tensor").ok(); }
+#define BITTERN_NEEDS_TENSOR_KERNEL() \
+  BITTERN_NEEDS_CUDA();               \
+  if (!has_tensor_kernel()) GTEST_SKIP() << "no cuda_tensor on this device"
+
+Status run(const Plan<Op>& plan, oracle::Problem<Op>& p) {
+  return oracle::run_on(kDevice, p, plan.workspace_bytes(),
+                        [&](const auto& args, Workspace w) { return plan.run(args, {}, w); });
+}
+
+TEST(AuraAttention, CudaRunsRepeatEachOther) {
+  BITTERN_NEEDS_CUDA();
+  const bool large = !is_emulated();
+  Desc splits = kDecoding;
+  splits.capacity = large ? 16384 : 1536;
+  splits.recent = 40;
+  Desc prompt = kDecoding;
+  prompt.queries = large ? 300 : 20;
+  prompt.capacity = large ? 2048 : 272;
+  for (const Desc& d : {splits, prompt, kDecoding}) {
+    for (const char* kernel : {"cuda", "cuda_tensor"}) {
+      const auto plan = fastest(d, kernel);
+      if (!plan.ok()) continue;
+      auto first = oracle::make_problem<Op>(d, 3, {.left_out = ~0});
+      expect_ok(run(*plan, first));
+      for (int i = large ? 100 : 2; i > 0; --i) {
+        auto again = oracle::make_problem<Op>(d, 3, {.left_out = ~0});
+        expect_ok(run(*plan, again));
+        ASSERT_EQ(oracle::compare(again, first), "") << kernel << " " << i;
+      }
+    }
+  }
+}
+
+TEST(AuraAttention, TensorCoresTakeOneQueryAndNothingUnasked) {
+  BITTERN_NEEDS_TENSOR_KERNEL();
+  const auto exact = Plan<Op>::select(kDecoding, kDevice);
+  ASSERT_TRUE(exact.ok());
+  EXPECT_EQ(exact->sku().kernel, "cuda");
+  EXPECT_EQ(exact->precision_guarantee().error_norm, ErrorNorm::exact);
+  const auto fast = fastest(kDecoding);
+  ASSERT_TRUE(fast.ok());
+  EXPECT_EQ(fast->sku().kernel, "cuda_tensor");
+  EXPECT_EQ(fast->precision_guarantee().error_bound, 1.0 / 1000);
+  const auto refused = [&](auto change, const char* why) {
+    Desc d = kDecoding;
+    change(d);
+    const auto other = fastest(d);
+    ASSERT_TRUE(other.ok()) << why;
+    EXPECT_EQ(other->sku().kernel, "cuda") << why;
+    EXPECT_NE(fastest(d, "cuda_tensor").status().message().find(why), std::string::npos)
+        << fastest(d, "cuda_tensor").status().message();
+  };
+  using D = Desc&;
+  refused([](D d) { d.queries = 2; }, "queries: 2, expected 1");
+  refused([](D d) { d.dim = 64; }, "dim: 64, expected 128");
+  refused([](D d) { d.heads = 18; }, "heads / kv_heads: 9, expected 1..8");
+  refused([](D d) { d.capacity = 63; }, "capacity: 63, expected a multiple of 16 above 0");
+  refused([](D d) { d.page_size = d.capacity = 17, d.pages = 1; }, "expected a multiple of 16");
+  refused([](D d) { d.recent = 1025; }, "first + recent: 1025, expected at most 1024");
+  refused([](D d) { d.k_bits = 5; }, "k_bits, v_bits: 5, 4, expected ");
+}
+
+TEST(AuraAttention, TensorCoresRefuseOperandsThatAreNotAligned) {
+  BITTERN_NEEDS_TENSOR_KERNEL();
+  const auto plan = fastest(kDecoding);
+  ASSERT_TRUE(plan.ok());
+  auto p = oracle::make_problem<Op>(kDecoding, 3, {.unaligned = true, .left_out = ~0});
+  expect_error(run(*plan, p), Code::unsupported,
+               "aura_attention: k_packed: address is 4 bytes past a multiple of 16, expected a "
+               "multiple of 16 for kernel cuda_tensor");
+}
+
+// Lengths, starts and pages from anywhere: nothing else is touched and nothing faults.
+TEST(AuraAttention, CudaLimitsWhatIsOutOfRange) {
+  BITTERN_NEEDS_CUDA();
+  Desc paged = kDecoding;
+  paged.page_size = 16;
+  paged.pages = 5;
+  paged.first = 3;
+  paged.recent = 20;
+  Desc many = paged;
+  many.queries = 5;
+  static constexpr std::int32_t kFar[] = {INT32_MIN, INT32_MAX, -1, 1 << 20, 0, 21};
+  oracle::Rng rng(5);
+  for (const Desc& d : {kDecoding, paged, many}) {
+    for (const char* kernel : {"cuda", "cuda_tensor"}) {
+      const auto plan = fastest(d, kernel);
+      if (!plan.ok()) continue;
+      for (int turn = 0; turn < 10; ++turn) {
+        auto got = oracle::make_problem<Op>(d, 3, {}), want = oracle::make_problem<Op>(d, 3, {});
+        for (const auto operand : {&Op::Args::lengths, &Op::Args::starts, &Op::Args::block_table}) {
+          const ConstView &from = got.args.*operand, &to = want.args.*operand;
+          for (std::int64_t i = 0; from && i < from.shape.numel(); ++i) {
+            const auto value =
+                rng.chance(3) ? oracle::get(from, i) : static_cast<double>(kFar[rng.below(6)]);
+            oracle::put(from, i, value);
+            oracle::put(to, i, value);
+          }
+        }
+        expect_ok(run(*plan, got));
+        ASSERT_EQ(oracle::compare(got, want, true), "") << kernel << " " << turn;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace bittern

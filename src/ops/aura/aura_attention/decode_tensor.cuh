@@ -1,0 +1,883 @@
+// Decoding on tensor cores: one query, all query heads of a KV head in one block. Codes become f16
+// levels by a table in shared memory that has a copy for every bank, the levels are the left factor
+// of both products,
+//
+//   logits [16 tokens, 8 heads] = levels of K [16, dim] q^T       o^T [dim, 8] = levels of V^T w^T
+//
+// and scales meet the logits and the weights w = p v_scale, which are O(tokens) instead of
+// O(tokens dim). Tokens are taken in the order of their slots. A warp has every so many tiles of 16
+// of them and its own sums; a block adds its warps' sums, a second kernel those of all blocks, both
+// in a fixed order.
+//
+// Ranges. Queries and levels are divided by powers of two so that f16 holds them. Weights are
+// relative to a reference that rises with the largest p |v_scale|: it is a power of two times the
+// largest weight of f16, so what f16 loses is below 2^-38 of the largest weight.
+#pragma once
+#include <cstring>
+
+#include "ops/aura/aura_attention/attend.cuh"
+
+namespace bittern::attend {
+
+inline constexpr int kTile = 16;                  // tokens
+inline constexpr std::int64_t kMostExact = 1024;  // first and recent tokens: one kernel adds them
+inline constexpr int kHeadsAtOnce = 8;            // of a product
+inline constexpr float kLog2E = 0x1.715476p0f;
+inline constexpr float kHeadroom = 14;                   // weights are at most 2^15
+inline constexpr float kLeastLog = -60, kMostLog = 100;  // of a |v_scale| that moves the reference
+inline constexpr float kLowest = -0x1p100f;              // below every logit
+
+// A head's sums, relative to 2^reference: the reference, l, two numbers that nothing reads, and o,
+// whose element 16 r + 2 n + i is at 16 n + 2 r + i. (The lanes that write it then use all banks.)
+inline constexpr int record_of(int dim) { return 4 + dim; }
+template <int kDim>
+__device__ int element_at(int place) {
+  return place % 16 / 2 * (kDim / 8) + place / 16 * 2 + place % 2;
+}
+
+// Splits of each KV head's tokens, and what blocks leave.
+struct DecodeCut {
+  int splits = 1;
+  cuda::Divisor32 page_tiles;  // of a page, if there are any
+  // [KV head of a sequence, split, head of it, record_of(dim)]. Null: nothing is to be added to
+  // what a block has, so it writes the output.
+  float* partials = nullptr;
+};
+
+template <int kKBits_, int kVBits_, int kDim_>
+struct DecodeShape {
+  static constexpr int kKBits = kKBits_, kVBits = kVBits_, kDim = kDim_;
+  static constexpr int kWarps = 12;  // 168 registers a thread
+  static constexpr int kThreads = 32 * kWarps;
+  // Tiles that a warp takes at once: two, if the ring has room for them.
+  static constexpr int kAtOnce = kKBits + kVBits <= 8 ? 2 : 1;
+  // Of a tile in the ring: rows of K, pairs of rows of V, scales.
+  static constexpr int kKRow = kDim * kKBits / 8, kVRow = kDim * kVBits / 8;
+  static constexpr int kVPair = 2 * kVRow + 32;  // the four lanes of a row in different banks
+  static constexpr int kVAt = kTile * kKRow, kScalesAt = kVAt + kTile / 2 * kVPair;
+  static constexpr int kTileBytes = kScalesAt + 2 * kTile * 4;
+  static constexpr int kStage = kAtOnce * kTileBytes;
+  static constexpr int kTable = 256 * 256;  // bytes: an entry has 128 for K and 128 for V
+  static constexpr int kRoom = (148 << 10) / (kWarps * kStage);
+  static constexpr int kStages = kRoom > 4 ? 4 : kRoom;
+  static_assert(kStages >= 2);
+  static constexpr int kRecord = record_of(kDim);
+  static constexpr int kSums = kWarps * kHeadsAtOnce * kRecord * 4;
+  static constexpr int kRing = kWarps * kStages * kStage > kSums ? kWarps* kStages* kStage : kSums;
+};
+
+// ---- from codes to levels ----
+
+// Bits `kAt` .. `kAt + kWidth - 1` of a bit string as an offset in the table: 256 times the number,
+// and `base`, whose second byte is 0.
+template <int kAt, int kWidth, int kWords>
+__device__ inline unsigned entry_of(const std::uint32_t (&words)[kWords], unsigned base) {
+  constexpr int kWord = kAt / 32, kBit = kAt % 32;
+  if constexpr (kWidth == 8 && kBit % 8 == 0) {
+    return __byte_perm(words[kWord], base, 0x7604 | kBit / 8 << 4);
+  } else {
+    constexpr unsigned kMask = ((1u << kWidth) - 1) << 8;
+    unsigned at;
+    if constexpr (kBit + kWidth > 32) {
+      at = __funnelshift_r(words[kWord], words[kWord + 1], kBit - 8);
+    } else if constexpr (kBit >= 8) {
+      at = words[kWord] >> (kBit - 8);
+    } else {
+      at = words[kWord] << (8 - kBit);
+    }
+    return (at & kMask) | base;
+  }
+}
+
+__device__ inline std::uint32_t table_at(const char* table, unsigned offset) {
+  return *reinterpret_cast<const std::uint32_t*>(table + offset);
+}
+
+__device__ inline uint2 table_pair(const char* table, unsigned offset) {
+  return *reinterpret_cast<const uint2*>(table + offset);
+}
+
+// Codes `kCode` and `kCode + 1` of a bit string as a pair of levels.
+template <int kBits, int kCode, int kWords>
+__device__ inline std::uint32_t neighbours(const char* table, const std::uint32_t (&words)[kWords],
+                                           unsigned base) {
+  if constexpr (kBits <= 4) {
+    return table_at(table, entry_of<kCode * kBits, 2 * kBits>(words, base));
+  } else {
+    return __byte_perm(table_at(table, entry_of<kCode * kBits, kBits>(words, base)),
+                       table_at(table, entry_of<(kCode + 1) * kBits, kBits>(words, base)), 0x7610);
+  }
+}
+
+// Word `word` of a table's entry for K or V. 3 and 4 bits: the levels of two codes, a copy for each
+// bank; more bits: that of one code, twice; 2 bits: of four codes, a copy for each pair of banks.
+__device__ inline std::uint32_t table_word(const float* codebook, int bits, int entry, int word,
+                                           float unit_inverse) {
+  const int mask = (1 << bits) - 1;
+  if (bits == 2) entry >>= word % 2 * 4;
+  const int low = bits <= 4 ? entry & mask : entry, high = bits <= 4 ? entry >> bits & mask : entry;
+  return cuda::store_pair<f16>(codebook[low] * unit_inverse, codebook[high] * unit_inverse);
+}
+
+// Two bit strings of codes, those of two tokens, taken together: fields of 2 kBits bits, a code of
+// each, first of the even codes and then of the odd ones.
+template <int kBits, int kWords>
+struct Paired {
+  std::uint32_t even[kWords], odd[kWords];
+
+  __device__ static constexpr std::uint32_t mask(int word) {
+    std::uint32_t m = 0;
+    for (int i = 0; i < 32; ++i)
+      if ((32 * word + i) / kBits % 2 == 0) m |= 1u << i;
+    return m;
+  }
+  __device__ Paired(const std::uint32_t (&a)[kWords], const std::uint32_t (&b)[kWords]) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const std::uint32_t up = __funnelshift_l(i == 0 ? 0 : b[i - 1], b[i], kBits);
+      const std::uint32_t down = __funnelshift_r(a[i], i + 1 < kWords ? a[i + 1] : 0, kBits);
+      even[i] = (a[i] & mask(i)) | (up & ~mask(i));
+      odd[i] = (down & mask(i)) | (b[i] & ~mask(i));
+    }
+  }
+};
+
+template <int kFirst, int kEnd, class F>
+__device__ inline void static_for(const F& f) {
+  if constexpr (kFirst < kEnd) {
+    f(std::integral_constant<int, kFirst>());
+    static_for<kFirst + 1, kEnd>(f);
+  }
+}
+
+// The least power of two that is not below x, but at least 2^-100: x / it is at most 1.
+__device__ inline float power_above(float x) {
+  const unsigned bits = __float_as_uint(fmaxf(x, 0x1p-100f));
+  return __uint_as_float((bits + 0x7fffffu) & 0x7f800000u);
+}
+__device__ inline float inverse_power(float x) {
+  return __uint_as_float((254u << 23) - __float_as_uint(x));
+}
+
+// ---- a warp's tiles ----
+
+// Where the tiles of a KV head's split lie: those that hold a token that the query sees. Slots past
+// the last one begin anew.
+struct Tiles {
+  int s, head;
+  int begin, end;   // slots of the tokens seen
+  int first, last;  // tiles of the split
+
+  __device__ Tiles(const Problem& p, const DecodeCut& cut, int item) {
+    const int at = item / cut.splits, split = item - at * cut.splits;
+    const auto heads = static_cast<int>(p.d.kv_heads);
+    s = at / heads;
+    head = at % heads;
+    const aura::Sequence sequence = p.sequence(s);
+    const aura::Span seen = sequence.seen(p.d, 0, aura::kCoded);
+    const auto start = static_cast<int>(sequence.start[aura::kCoded]);
+    begin = start + static_cast<int>(seen.begin);
+    end = seen.empty() ? begin : start + static_cast<int>(seen.end);
+    const int from = begin / kTile, to = begin < end ? (end + kTile - 1) / kTile : from;
+    const int each = (to - from + cut.splits - 1) / cut.splits;
+    first = from + split * each;
+    last = first + each < to ? first + each : to;
+  }
+};
+
+// A lane's share of the copies of tiles. Its pieces of 16 bytes are at fixed distances from the
+// tile's first byte.
+template <class Shape>
+class TileCopies {
+  static constexpr int kKPieces = kTile * Shape::kKRow / 16, kVPieces = kTile * Shape::kVRow / 16;
+
+ public:
+  __device__ TileCopies(const Problem& p, const DecodeCut& cut, const Tiles& tiles)
+      : pages_(p.d.page_size == 0 ? nullptr : p.block_table),
+        page_tiles_(cut.page_tiles),
+        last_page_(static_cast<int>(p.d.pages) - 1),
+        all_(static_cast<int>(p.d.capacity) / kTile),
+        scale_pieces_(p.d.f16_scale ? kTile / 8 : kTile / 4) {
+    const int lane = lane_index();
+    const bool of_v = lane >= scale_pieces_;
+    const CodedRows& scaled = of_v ? p.v : p.k;
+    k_ = reinterpret_cast<const char*>(p.k.packed) + 16 * lane;
+    v_ = reinterpret_cast<const char*>(p.v.packed) + 16 * lane;
+    scale_ = static_cast<const char*>(scaled.scales) + 16 * (of_v ? lane - scale_pieces_ : lane);
+    k_stride_ = 4 * p.k.packed_stride;
+    v_stride_ = 4 * p.v.packed_stride;
+    scale_stride_ = (p.d.f16_scale ? 2 : 4) * scaled.scale_stride;
+    scale_to_ = Shape::kScalesAt + (of_v ? 4 * kTile - 16 * scale_pieces_ : 0) + 16 * lane;
+    if (pages_ == nullptr) {
+      move(tiles.s * p.d.kv_heads + tiles.head);
+    } else {
+      pages_ += tiles.s * p.table_stride;
+      first_ = tiles.head * static_cast<int>(page_tiles_.value());
+    }
+  }
+
+  // Starts copying.
+  __device__ void start(int tile, char* to) const {
+    if (tile >= all_) tile -= all_;
+    TileCopies from = *this;
+    if (pages_ != nullptr) {
+      const auto index = static_cast<int>(page_tiles_.divide(static_cast<unsigned>(tile)));
+      const int page = pages_[index];
+      tile += first_ - index * static_cast<int>(page_tiles_.value());
+      from.move(page < 0 ? 0 : page > last_page_ ? last_page_ : page);
+    }
+    const int lane = lane_index();
+    const char* const k = from.k_ + std::int64_t{tile} * (kTile * Shape::kKRow);
+    const char* const v = from.v_ + std::int64_t{tile} * (kTile * Shape::kVRow);
+#pragma unroll
+    for (int i = 0; i < (kKPieces + 31) / 32; ++i) {
+      const int piece = 32 * i + lane;
+      if (kKPieces % 32 == 0 || piece < kKPieces) cuda::copy_async_16(to + 16 * piece, k + 512 * i);
+    }
+#pragma unroll
+    for (int i = 0; i < (kVPieces + 31) / 32; ++i) {
+      const int piece = 32 * i + lane, pair = 16 * piece / (2 * Shape::kVRow);
+      if (kVPieces % 32 == 0 || piece < kVPieces)
+        cuda::copy_async_16(to + Shape::kVAt + 16 * piece + 32 * pair, v + 512 * i);
+    }
+    if (lane < 2 * scale_pieces_)
+      cuda::copy_async_16(to + scale_to_, from.scale_ + std::int64_t{tile} * (16 * scale_pieces_));
+  }
+
+ private:
+  // To a page, or to a KV head of a sequence where there are no pages.
+  __device__ void move(std::int64_t to) {
+    k_ += to * k_stride_;
+    v_ += to * v_stride_;
+    scale_ += to * scale_stride_;
+  }
+
+  const char *k_, *v_, *scale_;
+  std::int64_t k_stride_, v_stride_, scale_stride_;  // in bytes
+  const std::int32_t* pages_;
+  cuda::Divisor32 page_tiles_;
+  int last_page_, all_, scale_pieces_, first_ = 0, scale_to_;
+};
+
+// Few models need it: not among the instructions that all of them fetch.
+__device__ __noinline__ inline float capped(float y, float most) {
+  return most * math::tanh(y / most);
+}
+
+template <class Shape>
+class DecodeWarp {
+  static constexpr int kKBits = Shape::kKBits, kVBits = Shape::kVBits, kDim = Shape::kDim;
+  static constexpr int kAtOnce = Shape::kAtOnce;
+  static constexpr int kKCodes = kDim / 4, kVCodes = kDim / 8;  // of a lane, in a token's row
+  static constexpr int kKWords = kKCodes * kKBits / 32;
+  static constexpr int kVWords = (kVCodes * kVBits + 31) / 32;
+  static constexpr int kSteps = kDim / 16;  // products of K, and tiles of o
+  static_assert(kKCodes * kKBits % 32 == 0);
+
+ public:
+  __device__ DecodeWarp(const Problem& p, const TileCopies<Shape>& copies, const Tiles& tiles,
+                        const char* table, char* ring)
+      : p_(p),
+        copies_(copies),
+        tiles_(tiles),
+        table_(table),
+        ring_(ring),
+        begin_(tiles.begin),
+        tokens_(static_cast<unsigned>(std::min(tiles.end, tiles.last * kTile) - tiles.begin)) {}
+
+  // The first copies.
+  __device__ void start() const {
+#pragma unroll 1
+    for (int i = 0; i < Shape::kStages - 1; ++i)
+      fetch(tiles_.first + (warp_index() + i * Shape::kWarps) * kAtOnce, i);
+  }
+  // Then q in f16, and by head the unit of its logits and b.
+  __device__ void run(const f16* q, const float* units, const float* b) {
+    constexpr int kStages = Shape::kStages, kWarps = Shape::kWarps;
+    const int lane = lane_index();
+    const auto* const mine =
+        reinterpret_cast<const uint2*>(q + lane / 4 * kDim + lane % 4 * kKCodes);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const uint2 four = mine[i];
+      q_[i][0] = four.x;
+      q_[i][1] = four.y;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      unit_[i] = units[2 * (lane % 4) + i];
+      b_[i] = b[2 * (lane % 4) + i];
+    }
+    int stage = 0;
+#pragma unroll 1
+    for (int tile = tiles_.first + warp_index() * kAtOnce; tile < tiles_.last;
+         tile += kWarps * kAtOnce) {
+      cuda::copy_async_wait<kStages - 2>();
+      __syncwarp();
+      // The stage that was read last is free.
+      fetch(tile + (kStages - 1) * kWarps * kAtOnce, stage == 0 ? kStages - 1 : stage - 1);
+      attend(tile, ring_ + stage * Shape::kStage);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    cuda::copy_async_wait<0>();
+  }
+
+  // The warp's sums: [head, reference, l, o].
+  __device__ void put_out(float* to) const {
+    const int lane = lane_index(), r = lane / 4, c = 2 * (lane % 4);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float l = l_[i];
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) l += cuda::across(l, step);
+      float* const head = to + (c + i) * Shape::kRecord;
+      if (r == 0) {
+        head[0] = reference_[i];
+        head[1] = l;
+      }
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+        *reinterpret_cast<float2*>(head + 4 + 16 * step + 2 * r) =
+            make_float2(o_[step][i], o_[step][2 + i]);
+    }
+  }
+
+ private:
+  // Every lane ends a group of copies, also where there is no tile.
+  __device__ void fetch(int tile, int stage) const {
+    char* const to = ring_ + stage * Shape::kStage;
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n)
+      if (tile + n < tiles_.last) copies_.start(tile + n, to + n * Shape::kTileBytes);
+    cuda::copy_async_commit();
+  }
+
+  // Tiles `tile` and on. A lane has the logits of tokens r and r + 8, heads 2 q and 2 q + 1.
+  __device__ void attend(int tile, const char* stage) {
+    const int r = lane_index() / 4;
+    float logit[kAtOnce][2][2], v_scale[kAtOnce][2];
+    bool seen[kAtOnce][2];
+    bool above = false;
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      const char* const from = stage + n * Shape::kTileBytes;
+      float x[4];
+      multiply_keys(from, x);
+      const int slot = (tile + n) * kTile;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int token = r + 8 * half;
+        const float k_scale = scale_at(from + Shape::kScalesAt, token);
+        v_scale[n][half] = scale_at(from + Shape::kScalesAt + 4 * kTile, token);
+        // Also nothing of a tile beyond the last.
+        seen[n][half] = static_cast<unsigned>(slot + token - begin_) < tokens_;
+        const float log_scale =
+            fminf(fmaxf(cuda::approximate_log2(fabsf(v_scale[n][half])), kLeastLog), kMostLog);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float y = fmaf(x[2 * half + i], k_scale * unit_[i], b_[i]);
+          if (p_.softcap != 0) y = capped(y, p_.softcap * kLog2E);
+          logit[n][half][i] = seen[n][half] ? y : kNone;
+          // A token above the reference raises it.
+          above = above || logit[n][half][i] + log_scale > reference_[i] + 1;
+        }
+      }
+    }
+    if (__any_sync(cuda::kAllLanes, above)) raise(logit, v_scale);
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      // Weights, transposed: a column of heads for each token becomes a row.
+      std::uint32_t w[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float weight[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float p = cuda::approximate_exp2(logit[n][half][i] - (reference_[i] - kHeadroom));
+          l_[i] += p;  // 0 if it is not seen
+          weight[i] = seen[n][half] ? p * v_scale[n][half] : 0.0f;
+        }
+        w[half] = cuda::transpose_tile(cuda::store_pair<f16>(weight[0], weight[1]));
+      }
+      multiply_values(stage + n * Shape::kTileBytes, w);
+    }
+  }
+
+  // To the largest of what these tokens bring.
+  __device__ void raise(const float (&logit)[kAtOnce][2][2], const float (&v_scale)[kAtOnce][2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float most = reference_[i];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          most = fmaxf(most,
+                       logit[n][half][i] +
+                           fminf(fmaxf(cuda::approximate_log2(fabsf(v_scale[n][half])), kLeastLog),
+                                 kMostLog));
+      }
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) most = fmaxf(most, cuda::across(most, step));
+      const float factor = cuda::approximate_exp2(reference_[i] - most);
+      reference_[i] = most;
+      l_[i] *= factor;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        o_[step][i] *= factor;
+        o_[step][2 + i] *= factor;
+      }
+    }
+  }
+
+  // x of tokens r and r + 8.
+  __device__ void multiply_keys(const char* tile, float (&sum)[4]) const {
+    const int lane = lane_index(), r = lane / 4, q = lane % 4;
+    std::uint32_t k[2][kKWords];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      load_words(tile + (r + 8 * half) * Shape::kKRow + q * 4 * kKWords, k[half]);
+    float x[2][4] = {};
+    static_for<0, kSteps>([&](auto step) {
+      constexpr int kStep = decltype(step)::value;
+      std::uint32_t a[4];
+      if constexpr (kKBits == 2) {
+        const unsigned base = 8 * static_cast<unsigned>(lane % 16);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint2 four = table_pair(table_, entry_of<8 * kStep, 8>(k[half], base));
+          a[half] = four.x;
+          a[2 + half] = four.y;
+        }
+      } else {
+        const unsigned base = 4 * static_cast<unsigned>(lane);
+        a[0] = neighbours<kKBits, 4 * kStep>(table_, k[0], base);
+        a[1] = neighbours<kKBits, 4 * kStep>(table_, k[1], base);
+        a[2] = neighbours<kKBits, 4 * kStep + 2>(table_, k[0], base);
+        a[3] = neighbours<kKBits, 4 * kStep + 2>(table_, k[1], base);
+      }
+      cuda::multiply_f16(x[kStep % 2], a, q_[kStep]);
+    });
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = x[0][i] + x[1][i];
+  }
+
+  // Adds the values of tokens 2 q, 2 q + 1 and 8 more.
+  __device__ void multiply_values(const char* tile, const std::uint32_t (&w)[2]) {
+    const int lane = lane_index(), r = lane / 4, q = lane % 4;
+    std::uint32_t v[2][2][kVWords];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        load_v(tile + Shape::kVAt + (q + 4 * half) * Shape::kVPair + i * Shape::kVRow, r,
+               v[half][i]);
+    }
+    const char* const table = table_ + 128;
+    const unsigned base = 4 * static_cast<unsigned>(lane);
+    if constexpr (kVBits == 2) {
+      const Paired<kVBits, kVWords> low(v[0][0], v[0][1]), high(v[1][0], v[1][1]);
+      const unsigned pairs = 8 * static_cast<unsigned>(lane % 16);
+      static_for<0, kSteps / 2>([&](auto step) {
+        constexpr int kStep = 2 * decltype(step)::value, kAt = 4 * kStep;
+        const uint2 a[4] = {table_pair(table, entry_of<kAt, 8>(low.even, pairs)),
+                            table_pair(table, entry_of<kAt, 8>(low.odd, pairs)),
+                            table_pair(table, entry_of<kAt, 8>(high.even, pairs)),
+                            table_pair(table, entry_of<kAt, 8>(high.odd, pairs))};
+        cuda::multiply_f16(o_[kStep], {a[0].x, a[1].x, a[2].x, a[3].x}, w);
+        cuda::multiply_f16(o_[kStep + 1], {a[0].y, a[1].y, a[2].y, a[3].y}, w);
+      });
+    } else if constexpr (kVBits <= 4) {
+      const Paired<kVBits, kVWords> low(v[0][0], v[0][1]), high(v[1][0], v[1][1]);
+      static_for<0, kSteps>([&](auto step) {
+        constexpr int kAt = decltype(step)::value * 2 * kVBits;
+        cuda::multiply_f16(o_[decltype(step)::value],
+                           {table_at(table, entry_of<kAt, 2 * kVBits>(low.even, base)),
+                            table_at(table, entry_of<kAt, 2 * kVBits>(low.odd, base)),
+                            table_at(table, entry_of<kAt, 2 * kVBits>(high.even, base)),
+                            table_at(table, entry_of<kAt, 2 * kVBits>(high.odd, base))},
+                           w);
+      });
+    } else {
+      static_for<0, kSteps>([&](auto step) {
+        constexpr int kCode = 2 * decltype(step)::value;
+        const auto pair = [&](auto code, const std::uint32_t(&both)[2][kVWords]) {
+          constexpr int kAt = decltype(code)::value * kVBits;
+          return __byte_perm(table_at(table, entry_of<kAt, kVBits>(both[0], base)),
+                             table_at(table, entry_of<kAt, kVBits>(both[1], base)), 0x7610);
+        };
+        constexpr std::integral_constant<int, kCode> kEven;
+        constexpr std::integral_constant<int, kCode + 1> kOdd;
+        cuda::multiply_f16(
+            o_[decltype(step)::value],
+            {pair(kEven, v[0]), pair(kOdd, v[0]), pair(kEven, v[1]), pair(kOdd, v[1])}, w);
+      });
+    }
+  }
+
+  __device__ float scale_at(const char* scales, int token) const {
+    return p_.d.f16_scale ? cuda::load_math(reinterpret_cast<const f16*>(scales)[token])
+                          : reinterpret_cast<const float*>(scales)[token];
+  }
+  // Words from an address that is a multiple of as many bytes as divide them.
+  template <int kWords>
+  __device__ static void load_words(const char* from, std::uint32_t (&to)[kWords]) {
+    if constexpr (kWords % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < kWords; i += 4) {
+        const uint4 x = *reinterpret_cast<const uint4*>(from + 4 * i);
+        to[i] = x.x, to[i + 1] = x.y, to[i + 2] = x.z, to[i + 3] = x.w;
+      }
+    } else if constexpr (kWords % 2 == 0) {
+#pragma unroll
+      for (int i = 0; i < kWords; i += 2) {
+        const uint2 x = *reinterpret_cast<const uint2*>(from + 4 * i);
+        to[i] = x.x, to[i + 1] = x.y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i)
+        to[i] = *reinterpret_cast<const std::uint32_t*>(from + 4 * i);
+    }
+  }
+  // Lane r's codes of a row of V.
+  __device__ static void load_v(const char* row, int r, std::uint32_t (&to)[kVWords]) {
+    constexpr int kBits = kVCodes * kVBits;
+    if constexpr (kBits % 32 == 0) {
+      load_words(row + r * (kBits / 8), to);
+    } else {
+      static_assert(kBits % 32 == 16);  // every other lane begins within a word
+      const int half = r * (kBits / 16);
+      const auto* const from = reinterpret_cast<const std::uint32_t*>(row) + half / 2;
+      const unsigned shift = 16 * static_cast<unsigned>(half % 2);
+#pragma unroll
+      for (int i = 0; i < kVWords; ++i)
+        to[i] = __funnelshift_r(from[i], i + 1 < kVWords ? from[i + 1] : 0, shift);
+    }
+  }
+
+  const Problem& p_;
+  const TileCopies<Shape>& copies_;
+  const Tiles& tiles_;
+  const char* const table_;
+  char* const ring_;
+  const int begin_;
+  const unsigned tokens_;  // from there to the end of the split
+  std::uint32_t q_[kSteps][2];
+  float unit_[2], b_[2], reference_[2] = {kLowest, kLowest}, l_[2] = {};
+  float o_[kSteps][4] = {};
+};
+
+// ---- the kernels ----
+
+template <class Shape>
+struct DecodeShared {
+  alignas(16) f16 q[kHeadsAtOnce * Shape::kDim];
+  float units[kHeadsAtOnce], b[kHeadsAtOnce];
+  float factors[Shape::kWarps * kHeadsAtOnce], most[kHeadsAtOnce], l[kHeadsAtOnce];
+  union {
+    float rows[kHeadsAtOnce][2][Shape::kDim];  // of load_queries
+    float codebooks[2][256];
+  } scratch;
+};
+
+__device__ inline float most_across(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, cuda::across(x, step));
+  return x;
+}
+
+// The queries of a KV head in f16, by warps.
+template <class Shape>
+__device__ void load_queries(const Problem& p, const Tiles& tiles, float k_unit,
+                             DecodeShared<Shape>& t) {
+  constexpr int kDim = Shape::kDim;
+  const int lane = lane_index();
+  for (int head = warp_index(); head < kHeadsAtOnce; head += Shape::kWarps) {
+    f16* const to = t.q + head * kDim;
+    if (head >= p.group) {
+      for (int j = lane; j < kDim; j += 32) to[j] = {};
+      if (lane == 0) t.units[head] = t.b[head] = 0;
+      continue;
+    }
+    float* const row = t.scratch.rows[head][0];
+    const std::int64_t from = QueryRow(p, tiles.s, tiles.head, head).offset(p.q_stride);
+    float b = 0, most = 0;
+    for (int j = lane; j < kDim; j += 32) {
+      row[j] = cuda::load_element(p.q, p.d.element, from + j) * p.scale;
+      if (p.k_mean != nullptr) b = fmaf(row[j], p.k_mean[tiles.head * kDim + j], b);
+    }
+    b = cuda::sum_across(b, 16);
+    __syncwarp();
+    const float* const r = cuda::rotate_by_warp(p.k_rotation, row, t.scratch.rows[head][1]);
+    for (int j = lane; j < kDim; j += 32) most = fmaxf(most, fabsf(r[j]));
+    const float unit = power_above(most_across(most)), inverse = inverse_power(unit);
+    for (int j = lane; j < kDim; j += 32) to[j] = cuda::store_math<f16>(r[j] * inverse);
+    if (lane == 0) {
+      t.units[head] = unit * (k_unit * kLog2E);
+      t.b[head] = b * kLog2E;
+    }
+  }
+}
+
+// A codebook's column of the table, by a block. The unit of its levels, a power of two above all of
+// them, is returned.
+template <int kBits, int kWarps>
+__device__ float fill_table(const float* codebook, std::uint32_t* table) {
+  float most = 0;
+  for (int i = lane_index(); i < 1 << kBits; i += 32) most = fmaxf(most, fabsf(codebook[i]));
+  const float unit = power_above(most_across(most)), inverse = inverse_power(unit);
+  constexpr int kEntries = 1 << (kBits == 2 ? 8 : kBits <= 4 ? 2 * kBits : kBits);
+#pragma unroll 4
+  for (int entry = warp_index(); entry < kEntries; entry += kWarps)
+    table[64 * entry + lane_index()] = table_word(codebook, kBits, entry, lane_index(), inverse);
+  return unit;
+}
+
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    decode_splits(const __grid_constant__ Problem p, const __grid_constant__ DecodeCut cut) {
+  char* const table = cuda::dynamic_shared<char>();
+  char* const ring = table + Shape::kTable;
+  auto& t = *reinterpret_cast<DecodeShared<Shape>*>(ring + Shape::kRing);
+  auto* const sums = reinterpret_cast<float*>(ring);
+  constexpr int kRecord = Shape::kRecord, kWarpSums = kHeadsAtOnce * kRecord;
+  const int thread = static_cast<int>(threadIdx.x), group = static_cast<int>(p.group);
+  cuda::begin_next_kernel();  // it waits for this one's end
+  float k_unit = 0, v_unit = 0;
+  const int items = static_cast<int>(p.d.sequences * p.d.kv_heads) * cut.splits;
+  for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
+    const Tiles tiles(p, cut, item);
+    const TileCopies<Shape> copies(p, cut, tiles);
+    DecodeWarp<Shape> warp(p, copies, tiles, table,
+                           ring + warp_index() * Shape::kStages * Shape::kStage);
+    __syncthreads();  // the last sums have been read
+    warp.start();
+    if (k_unit == 0) {
+      for (int i = thread; i < 256; i += Shape::kThreads) {
+        if (i < 1 << Shape::kKBits) t.scratch.codebooks[0][i] = p.k.codebook[i];
+        if (i < 1 << Shape::kVBits) t.scratch.codebooks[1][i] = p.v.codebook[i];
+      }
+      __syncthreads();
+      auto* const words = reinterpret_cast<std::uint32_t*>(table);
+      k_unit = fill_table<Shape::kKBits, Shape::kWarps>(t.scratch.codebooks[0], words);
+      v_unit = fill_table<Shape::kVBits, Shape::kWarps>(t.scratch.codebooks[1], words + 32);
+      __syncthreads();
+    }
+    load_queries<Shape>(p, tiles, k_unit, t);
+    __syncthreads();
+    warp.run(t.q, t.units, t.b);
+    __syncthreads();
+    warp.put_out(sums + warp_index() * kWarpSums);
+    __syncthreads();
+    for (int i = thread; i < Shape::kWarps * kHeadsAtOnce; i += Shape::kThreads) {
+      const float* const from = sums + i % kHeadsAtOnce * kRecord;
+      float most = kLowest;
+#pragma unroll
+      for (int w = 0; w < Shape::kWarps; ++w) most = fmaxf(most, from[w * kWarpSums]);
+      t.factors[i] = cuda::approximate_exp2(from[i / kHeadsAtOnce * kWarpSums] - most);
+      if (i < kHeadsAtOnce) t.most[i] = most;
+    }
+    __syncthreads();
+    for (int i = thread; i < group * kRecord; i += Shape::kThreads) {
+      const int head = i / kRecord, at = i % kRecord;
+      float sum = 0;
+#pragma unroll
+      for (int w = 0; w < Shape::kWarps; ++w)
+        sum = fmaf(sums[w * kWarpSums + i], t.factors[w * kHeadsAtOnce + head], sum);
+      if (at == 0) sum = t.most[head] - kHeadroom;
+      if (at >= 4) sum *= v_unit;
+      if (cut.partials != nullptr) {
+        cut.partials[std::int64_t{item} * group * kRecord + i] = sum;
+      } else if (at == 0) {
+        t.most[head] = sum;  // of this thread alone
+      } else if (at == 1) {
+        t.l[head] = sum;
+      } else if (at >= 4) {
+        t.scratch.rows[head][0][element_at<Shape::kDim>(at - 4)] = sum;
+      }
+    }
+    if (cut.partials != nullptr) continue;
+    __syncthreads();
+    for (int head = warp_index(); head < group; head += Shape::kWarps) {
+      const QueryRow query(p, tiles.s, tiles.head, head);
+      float l = t.l[head];
+      // Only the sum of l is relative to the sink.
+      float l_all = l;
+      if (p.sinks != nullptr)
+        l_all += cuda::approximate_exp2(p.sinks[query.head] * kLog2E - t.most[head]);
+      finish_row(p, query, l_all, l, t.scratch.rows[head][0], t.scratch.rows[head][1], nullptr);
+    }
+  }
+}
+
+// The splits' sums, and first and recent tokens: a query head to a block, whose threads have a
+// column each of one split and token in kParts.
+template <int kDim, int kParts_>
+struct DecodeMerge {
+  static constexpr int kParts = kParts_, kThreads = kParts * kDim;
+  static constexpr int kAtOnce = 256;  // splits or tokens
+  float a[kDim], weights[kAtOnce];
+  float l[kParts], l_coded[kParts], coded[kParts][kDim], exact[kParts][kDim], spare[kDim];
+};
+
+template <int kDim, int kParts>
+__global__ void __launch_bounds__(DecodeMerge<kDim, kParts>::kThreads)
+    decode_merge(const __grid_constant__ Problem p, const __grid_constant__ DecodeCut cut) {
+  using Shared = DecodeMerge<kDim, kParts>;
+  constexpr int kAtOnce = Shared::kAtOnce;
+  constexpr int kRecord = record_of(kDim);
+  auto& t = *cuda::dynamic_shared<Shared>();
+  const int thread = static_cast<int>(threadIdx.x), lane = lane_index();
+  const int part = thread / kDim, column = thread % kDim;
+  const auto heads = static_cast<int>(p.d.heads), group = static_cast<int>(p.group);
+  const int rows = static_cast<int>(p.d.sequences) * heads;
+  cuda::wait_for_last_kernel();
+  for (int row = static_cast<int>(blockIdx.x); row < rows; row += static_cast<int>(gridDim.x)) {
+    const int s = row / heads, h = row % heads, kv = h / group;
+    const QueryRow query(p, s, kv, h % group);
+    const std::int64_t kv_row = s * p.d.kv_heads + kv;
+    float m = p.sinks != nullptr ? p.sinks[h] * kLog2E : kLowest;
+    float l = p.sinks != nullptr && part == 0 ? 1.0f : 0.0f;
+    float l_coded = 0, o_coded = 0, o_exact = 0;
+    // What has been added is relative to 2^m. `weights` become those of `count` more, whose
+    // logarithms they were.
+    const auto weigh = [&](int count) {
+      float most = m;
+      for (int i = 0; i < count; ++i) most = fmaxf(most, t.weights[i]);
+      const float factor = cuda::approximate_exp2(m - most);
+      m = most;
+      l *= factor, l_coded *= factor, o_coded *= factor, o_exact *= factor;
+      __syncthreads();
+      for (int i = thread; i < count; i += Shared::kThreads)
+        t.weights[i] = cuda::approximate_exp2(t.weights[i] - m);
+      __syncthreads();
+    };
+    const std::int64_t step = group * kRecord;
+    for (int first = 0; first < cut.splits; first += kAtOnce) {
+      const int count = std::min(cut.splits - first, kAtOnce);
+      const float* const from =
+          cut.partials + (kv_row * cut.splits + first) * step + h % group * kRecord;
+      __syncthreads();
+      for (int i = thread; i < count; i += Shared::kThreads) t.weights[i] = from[i * step];
+      __syncthreads();
+      weigh(count);
+#pragma unroll 8
+      for (int i = part; i < count; i += kParts) {
+        l_coded = fmaf(from[i * step + 1], t.weights[i], l_coded);
+        o_coded = fmaf(from[i * step + 4 + column], t.weights[i], o_coded);
+      }
+    }
+    if (p.d.first + p.d.recent > 0) {
+      const aura::Sequence sequence = p.sequence(s);
+      __syncthreads();
+      if (part == 0)
+        t.a[column] =
+            cuda::load_element(p.q, p.d.element, query.offset(p.q_stride) + column) * p.scale;
+      for (const Region region : {aura::kFirst, aura::kRecent}) {
+        const aura::Span seen = sequence.seen(p.d, 0, region);
+        if (seen.empty()) continue;
+        const ExactRows &keys = p.exact_rows(region, false), &values = p.exact_rows(region, true);
+        const std::int64_t k_from = keys.offset(kv_row), v_from = values.offset(kv_row);
+        for (std::int64_t first = seen.begin; first < seen.end; first += kAtOnce) {
+          const int count =
+              static_cast<int>(seen.end - first < kAtOnce ? seen.end - first : kAtOnce);
+          __syncthreads();
+          for (int token = warp_index(); token < count; token += Shared::kThreads / 32) {
+            const std::int64_t at =
+                k_from + sequence.slot(region, first + token) * keys.slot_stride;
+            float dot = 0;
+            for (int j = lane; j < kDim; j += 32)
+              dot = fmaf(t.a[j], cuda::load_element(keys.data, p.d.exact, at + j), dot);
+            dot = cuda::sum_across(dot, 16);
+            if (p.softcap != 0) dot = capped(dot, p.softcap);
+            if (lane == 0) t.weights[token] = dot * kLog2E;
+          }
+          __syncthreads();
+          weigh(count);
+          for (int token = part; token < count; token += kParts) {
+            const std::int64_t at =
+                v_from + sequence.slot(region, first + token) * values.slot_stride;
+            l += t.weights[token];
+            o_exact = fmaf(t.weights[token],
+                           cuda::load_element(values.data, p.d.exact, at + column), o_exact);
+          }
+        }
+      }
+    }
+    __syncthreads();
+    t.coded[part][element_at<kDim>(column)] = o_coded;
+    t.exact[part][column] = o_exact;
+    if (column == 0) {
+      t.l[part] = l + l_coded;
+      t.l_coded[part] = l_coded;
+    }
+    __syncthreads();
+    if (part == 0) {
+      for (int i = 1; i < kParts; ++i) {
+        t.coded[0][column] += t.coded[i][column];
+        t.exact[0][column] += t.exact[i][column];
+      }
+    }
+    __syncthreads();
+    if (warp_index() == 0) {
+      l = l_coded = 0;
+      for (int i = 0; i < kParts; ++i) {
+        l += t.l[i];
+        l_coded += t.l_coded[i];
+      }
+      finish_row(p, query, l, l_coded, t.coded[0], t.spare, t.exact[0]);
+    }
+  }
+}
+
+// ---- launches ----
+
+// As many splits as keep every multiprocessor at work: those that end first, if a split begins with
+// the work of `kBefore` tokens.
+inline int decode_splits_of(const Op::Desc& d, int device) {
+  constexpr std::int64_t kBefore = 768, kLeastTokens = 512;
+  const std::int64_t pairs = d.sequences * d.kv_heads,
+                     at_once = cuda::limits(device).multiprocessors;
+  std::int64_t best = 1, least = std::numeric_limits<std::int64_t>::max();
+  for (std::int64_t n = 1; n <= 4 * at_once && (n == 1 || n * kLeastTokens <= d.capacity); ++n) {
+    const std::int64_t cost =
+        (pairs * n + at_once - 1) / at_once * ((d.capacity + n - 1) / n + kBefore);
+    if (cost < least) best = n, least = cost;
+  }
+  return static_cast<int>(best);
+}
+
+inline std::size_t decode_bytes(const Op::Desc& d, int device) {
+  const int splits = decode_splits_of(d, device);
+  if (splits == 1 && d.first + d.recent == 0) return 0;
+  return sizeof(float) * static_cast<std::size_t>(d.sequences * d.heads) *
+         static_cast<std::size_t>(record_of(static_cast<int>(d.dim))) *
+         static_cast<std::size_t>(splits);
+}
+
+template <int kDim, int kParts>
+Status run_merge(const Problem& p, const DecodeCut& cut, int device, Stream stream) {
+  using Merge = DecodeMerge<kDim, kParts>;
+  const cuda::Grid grid{.blocks = p.d.sequences * p.d.heads,
+                        .threads = Merge::kThreads,
+                        .shared = sizeof(Merge),
+                        .waits = true};
+  return cuda::launch(Op::kName, decode_merge<kDim, kParts>, grid, device, stream, p, cut);
+}
+
+template <class Shape>
+Status run_decode(const Problem& p, const DecodeCut& cut, int device, Stream stream) {
+  const std::int64_t items = p.d.sequences * p.d.kv_heads * cut.splits;
+  const cuda::Grid grid{
+      .blocks = std::min<std::int64_t>(items, cuda::limits(device).multiprocessors),
+      .threads = Shape::kThreads,
+      .shared = Shape::kTable + Shape::kRing + sizeof(DecodeShared<Shape>)};
+  BITTERN_TRY(cuda::launch(Op::kName, decode_splits<Shape>, grid, device, stream, p, cut));
+  if (cut.partials == nullptr) return {};
+  return p.d.sequences * p.d.heads <= 2 * cuda::limits(device).multiprocessors
+             ? run_merge<Shape::kDim, 4>(p, cut, device, stream)
+             : run_merge<Shape::kDim, 1>(p, cut, device, stream);
+}
+
+}  // namespace bittern::attend
