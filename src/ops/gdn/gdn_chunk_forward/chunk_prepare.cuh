@@ -374,7 +374,10 @@ __device__ void put_pairs(const HeadGates& g, const HeadPlaces& at, char* pairs,
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const bool counts = !kDiagonal || half * 8 + column + e <= row + 8 * down;
-        l[e] = counts ? kk[half][2 * down + e] * beta * decay[e] : 0.0f;
+        // A NaN here is also in W, from the same token on, which is enough: in T it would be
+        // multiplied by zeros.
+        const float of_l = kk[half][2 * down + e] * beta * decay[e];
+        l[e] = counts && fabsf(of_l) < INFINITY ? of_l : 0.0f;
         pair[e] = counts ? qk[half][2 * down + e] * decay[e] : 0.0f;
       }
       const int place = ((2 * kBlock + half) ^ row) * kPiece + column * 2;
@@ -476,9 +479,6 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
         put_pairs<X, kBlock, false>(gates(n), places, pairs, kk[kBlock], qk[kBlock]);
       } else if (kBlock == warp) {
         put_pairs<X, kBlock, true>(gates(n), places, pairs, kk[kBlock], qk[kBlock]);
-      } else {
-        const int row = 16 * warp + lane / 2, piece = (2 * kBlock + lane % 2) ^ (row % 8);
-        *reinterpret_cast<uint4*>(pairs + row * kRowBytes + piece * kPiece) = uint4{};
       }
     };
     put(std::integral_constant<int, 0>());

@@ -33,7 +33,8 @@ struct Factors {
 };
 
 struct Record {
-  static constexpr int kPairs = 0;        // P
+  // P; blocks of 16 above the diagonal are not written.
+  static constexpr int kPairs = 0;
   static constexpr int kInverse = kPart;  // T = (I + L)^-1
   static constexpr int kFactors = 2 * kPart;
   static constexpr int kBytes = kFactors + static_cast<int>(sizeof(Factors));

@@ -129,6 +129,7 @@ class Mover {
   }
 
   __device__ void run() {
+    clear_above_diagonal();
     int stage = 0;
 #pragma unroll 1
     for (int n = 0; n < c_.chunks + kStages; ++n) {
@@ -169,7 +170,7 @@ class Mover {
       for (int i = 0; i < kMostRows / kDown; ++i, from += kDown * stride)
         cuda::copy_async_16(to + i * kDown * kRowBytes, from);
     } else {
-#pragma unroll 1
+#pragma unroll
       for (int i = 0; i < kMostRows / kDown; ++i, row += kDown, from += kDown * stride) {
         const bool there = c_.has(n, row);  // zeros for masked tokens and past the end
         cuda::copy_async_16(to + i * kDown * kRowBytes, there ? from : c_.p.k, there ? kPiece : 0);
@@ -183,10 +184,26 @@ class Mover {
     copy_rows<kValueAcross>(n, place + Place::kValues, v_, p.v_stride.token);
     char* const record = &shared_at<char>(place + Place::kRecord + thread_ * kPiece);
 #pragma unroll
-    for (int at = 0; at < Record::kBytes; at += kGroupThreads * kPiece)
-      if (at + kGroupThreads * kPiece <= Record::kBytes || at + thread_ * kPiece < Record::kBytes)
-        cuda::copy_async_16(record + at, record_ + at);
+    for (int i = 0; i < kMatrixSlabs; ++i)
+      if (below_diagonal(i)) cuda::copy_async_16(record + i * kSlabBytes, record_ + i * kSlabBytes);
+    if (thread_ * kPiece < static_cast<int>(sizeof(Factors)))
+      cuda::copy_async_16(record + Record::kFactors, record_ + Record::kFactors);
     record_ += p.d.value_heads * Record::kBytes;
+  }
+  // P and T come in slabs of 16 rows, a piece to a thread. The blocks of 16 above the diagonal are
+  // 0, and are not copied.
+  static constexpr int kSlabBytes = kGroupThreads * kPiece, kMatrixSlabs = 2 * kPart / kSlabBytes;
+  static_assert(kSlabBytes == 16 * kRowBytes && sizeof(Factors) <= kSlabBytes);
+  __device__ bool below_diagonal(int slab) const {
+    const int row = thread_ / kPieces, piece = (thread_ % kPieces) ^ (row % 8);
+    return piece < 2 * (slab % (kMatrixSlabs / 2) + 1);
+  }
+  __device__ void clear_above_diagonal() const {
+    for (int stage = 0; stage < kStages; ++stage)
+      for (int i = 0; i < kMatrixSlabs; ++i)
+        if (!below_diagonal(i))
+          shared_at<uint4>(stage * Place::kBytes + Place::kRecord + i * kSlabBytes +
+                           thread_ * kPiece) = uint4{};
   }
   __device__ void store_output(int n, int place) {
     int row = thread_ / kValueAcross;
@@ -198,7 +215,7 @@ class Mover {
       for (int i = 0; i < kMostRows / kValueDown; ++i, o_ += step)
         *reinterpret_cast<uint4*>(o_) = piece(i);
     } else {
-#pragma unroll 1
+#pragma unroll
       for (int i = 0; i < kMostRows / kValueDown; ++i, row += kValueDown, o_ += step)
         if (c_.inside(n, row)) *reinterpret_cast<uint4*>(o_) = c_.has(n, row) ? piece(i) : uint4{};
     }
