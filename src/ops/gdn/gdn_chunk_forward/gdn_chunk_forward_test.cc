@@ -487,8 +487,8 @@ GdnDesc wgmma_desc(std::int64_t tokens, std::int64_t key_heads, std::int64_t val
   return d;
 }
 
-// As close to the recurrence as the reference implementation's own kernels (FLA), which round at
-// more places: 0.0045 to 0.0047 of o where nothing decays.
+// No further from the recurrence than FLA's roundings are: emulated, they come to 0.0044 to 0.0047
+// of o where nothing decays.
 TEST(GdnChunkForward, TensorCoresAreCloseToTheRecurrence) {
   BITTERN_NEEDS_CUDA();
   if (!select_wgmma(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
