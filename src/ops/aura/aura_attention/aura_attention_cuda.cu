@@ -64,6 +64,10 @@ Status supports_decode(const Op::Desc& d, Device device) {
   if (d.first + d.recent > attend::kMostExact)
     return refuse("first + recent", d.first + d.recent,
                   "at most " + std::to_string(attend::kMostExact));
+  constexpr std::int64_t kMostHeads = 1 << 24;
+  if (d.sequences * d.heads > kMostHeads)
+    return refuse("sequences * heads", d.sequences * d.heads,
+                  "at most " + std::to_string(kMostHeads));
   if (cuda::limits(device.index).capability < 90)
     return unsupported("device: " + std::string(cuda::architecture(device)) +
                        ", expected sm_90 or later");

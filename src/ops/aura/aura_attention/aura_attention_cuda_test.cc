@@ -97,6 +97,41 @@ TEST(AuraAttention, TensorCoresRefuseOperandsThatAreNotAligned) {
                "multiple of 16 for kernel cuda_tensor");
 }
 
+// Numbers at both ends of f32: with opposite factors elsewhere the logits are ordinary.
+TEST(AuraAttention, TensorCoresTakeTinyAndHugeNumbers) {
+  BITTERN_NEEDS_TENSOR_KERNEL();
+  Desc d = kDecoding;
+  d.k_rotation = d.v_rotation = Rotation::identity;
+  d.scale = 1;
+  const auto plan = fastest(d);
+  ASSERT_TRUE(plan.ok());
+  constexpr double kSizes[][3] = {{0x1p-124, 0x1p60, 0x1p64},  // of q, levels and scales of K
+                                  {0x1p60, 0x1p-124, 0x1p64},
+                                  {0x1.8p126, 0x1p-60, 0x1p-67}};
+  for (const auto& [q, level, scale] : kSizes) {
+    auto got = oracle::make_problem<Op>(d, 5, {.left_out = ~0});
+    auto want = oracle::make_problem<Op>(d, 5, {.left_out = ~0});
+    for (const auto* p : {&got, &want}) {
+      oracle::Rng rng(7);
+      const auto fill = [&](const ConstView& v, double size) {
+        for (std::int64_t i = 0; i < v.shape.numel(); ++i)
+          oracle::put(v, i, size * (2 * rng.uniform() - 1));
+      };
+      fill(p->args.q, q);
+      fill(p->args.k_codebook, level);
+      fill(p->args.k_scales, scale);
+      fill(p->args.v_scales, 1);
+      fill(p->args.v_codebook, 1);
+    }
+    expect_ok(oracle::run_op<Op>(d, want.args, "ref"));
+    expect_ok(run(*plan, got));
+    oracle::Judge judge(plan->precision_guarantee().error_bound);
+    oracle::Cases<Op>::judge(d, got.args, want.args, judge);
+    EXPECT_EQ(judge.failure(), "") << q;
+    EXPECT_LT(judge.worst(), 1) << q;
+  }
+}
+
 // Lengths, starts and pages from anywhere: nothing else is touched and nothing faults.
 TEST(AuraAttention, CudaLimitsWhatIsOutOfRange) {
   BITTERN_NEEDS_CUDA();

@@ -10,11 +10,9 @@
 // in a fixed order.
 //
 // Ranges. Queries and levels are divided by powers of two so that f16 holds them. Weights are
-// relative to a reference that rises with the largest p |v_scale|: it is a power of two times the
-// largest weight of f16, so what f16 loses is below 2^-38 of the largest weight.
+// relative to a reference that rises with the largest p |v_scale|, which becomes about 2^14. So
+// what f16 loses below its least number is less than 2^-38 of that.
 #pragma once
-#include <cstring>
-
 #include "ops/aura/aura_attention/attend.cuh"
 
 namespace bittern::attend {
@@ -150,9 +148,10 @@ __device__ inline void static_for(const F& f) {
   }
 }
 
-// The least power of two that is not below x, but at least 2^-100: x / it is at most 1.
+// The least power of two from 2^-126 to 2^126 that is not below x: x / it is at most 1, or 4 for
+// the largest x.
 __device__ inline float power_above(float x) {
-  const unsigned bits = __float_as_uint(fmaxf(x, 0x1p-100f));
+  const unsigned bits = __float_as_uint(fminf(fmaxf(x, 0x1p-126f), 0x1p126f));
   return __uint_as_float((bits + 0x7fffffu) & 0x7f800000u);
 }
 __device__ inline float inverse_power(float x) {
@@ -635,8 +634,7 @@ __device__ float fill_table(const float* codebook, std::uint32_t* table) {
 }
 
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, 1)
-    decode_splits(const __grid_constant__ Problem p, const __grid_constant__ DecodeCut cut) {
+__device__ void decode_items(const Problem& p, const DecodeCut& cut) {
   char* const table = cuda::dynamic_shared<char>();
   char* const ring = table + Shape::kTable;
   auto& t = *reinterpret_cast<DecodeShared<Shape>*>(ring + Shape::kRing);
@@ -701,14 +699,20 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     __syncthreads();
     for (int head = warp_index(); head < group; head += Shape::kWarps) {
       const QueryRow query(p, tiles.s, tiles.head, head);
-      float l = t.l[head];
-      // Only the sum of l is relative to the sink.
-      float l_all = l;
+      const float l_coded = t.l[head];
+      float l = l_coded;
       if (p.sinks != nullptr)
-        l_all += cuda::approximate_exp2(p.sinks[query.head] * kLog2E - t.most[head]);
-      finish_row(p, query, l_all, l, t.scratch.rows[head][0], t.scratch.rows[head][1], nullptr);
+        l += cuda::approximate_exp2(p.sinks[query.head] * kLog2E - t.most[head]);
+      finish_row(p, query, l, l_coded, t.scratch.rows[head][0], t.scratch.rows[head][1], nullptr);
     }
   }
+}
+
+// No code for devices before sm_90, whose shared memory is too small.
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    decode_splits(const __grid_constant__ Problem p, const __grid_constant__ DecodeCut cut) {
+  if constexpr (cuda::kHasBulkCopies) decode_items<Shape>(p, cut);
 }
 
 // The splits' sums, and first and recent tokens: a query head to a block, whose threads have a
