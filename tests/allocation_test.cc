@@ -1212,6 +1212,9 @@ TEST_F(ModelAllocation, Sessions) {
     const MutView last = view(logits.data(), {1, vocab});
     for (const char* kv : {"f16", "aura8v4"}) {
       const SessionOptions options{.context = 32, .kv = kv};
+      exhaust("Session::check", [&] { return Session::check(model->info(), options); });
+      const SessionOptions wrong{.kv = "a cache that nobody has heard of"};
+      expect_refusal("Session::check", [&] { return Session::check(model->info(), wrong); });
       exhaust("Session::make", [&] { return Session::make(*model, options).status(); });
       auto session = Session::make(*model, options);
       ASSERT_TRUE(session.ok());

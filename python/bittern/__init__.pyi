@@ -1653,6 +1653,11 @@ def aura_attention(
       out_j is off by at most e (L_j + N sum_i |P_v|_ij + (1 + S / 16) A_j), and one ulp of an f16 or
              bf16 element.
 
+    Kernel cuda_tensor (CUDA, Preference::fastest: 1 query, dim 128, at most 8 query heads to a KV
+    head) takes r, c, w and y in f16, each divided by a power of two, and adds their products in f32.
+    Its bound is the same with e = 1 / 1000; for a row that sees a |v_scale| of 2^100 nothing is
+    promised.
+
     If a query sees a NaN, its results are NaN wherever the contract's are. If it sees an infinity,
     or if R K dim, a logit, sum|w| of a split, exp(2 e max X) or another of these magnitudes reaches
     2^127, nothing is promised for its row.
@@ -1661,6 +1666,10 @@ def aura_attention(
     scales. Paged: row [block_table[s, n / page_size], h, n % page_size]. Coded token t has slot
     (starts[s,0] + t) mod capacity, recent token t slot (starts[s,1] + t) mod recent: both are rings.
     Without `starts` these are 0; without `lengths` every region is full.
+
+    On the CPU a length, a start or a page that is out of range is an error. On CUDA the host does
+    not read them. Kernels there limit each to its range: a wrong one causes no fault and no access
+    outside the operands, but the values of the outputs are then not specified.
     """
 
 @overload
