@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "core/numerics.h"
+#include "cuda/plugin.h"
 #include "ops/aura/aura.h"
 #include "ops/aura/aura_attention/walk.h"
 #include "oracle/oracle.h"
@@ -255,7 +256,9 @@ std::vector<AuraAttentionDesc> aura_attention_bounded_cases() {
     }
   }
   // Decoding on tensor cores: every pair of widths, pages and none, heads that do not fill a tile,
-  // edges of tiles, of splits and of windows.
+  // edges of tiles, of splits and of windows. Elsewhere they would
+  // only take time.
+  if (!cuda_plugin(0)) return cases;
   constexpr std::pair<int, int> kWidths[] = {{2, 2}, {3, 2}, {3, 3}, {4, 2},
                                              {4, 3}, {4, 4}, {8, 4}, {8, 8}};
   std::int64_t n = 0;
