@@ -448,7 +448,7 @@ Status run(const EvalFlags& flags) {
   for (const std::string& model : flags.models) {
     const auto info = Model::look(model, load_options(model_flags));
     if (!info) return info.status();
-    BITTERN_TRY(check_session(*info, model_flags));
+    BITTERN_TRY(check_session(*info, *session));
   }
   return flags.kv_sweep ? sweep(flags, *text, *session, *tokens, options, progress)
                         : judge(flags, *text, *session, *tokens, options, progress);

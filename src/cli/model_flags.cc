@@ -113,16 +113,12 @@ Result<SessionOptions> session_options(const ModelFlags& flags) {
   return options;
 }
 
-Status check_session(const ModelInfo& info, const ModelFlags& flags) {
-  const auto options = session_options(flags);
-  if (!options) return options.status();
-  return with_flags(Session::check(info, *options));
+Status check_session(const ModelInfo& info, const SessionOptions& options) {
+  return with_flags(Session::check(info, options));
 }
 
-Result<Session> make_session(const Model& model, const ModelFlags& flags) {
-  const auto options = session_options(flags);
-  if (!options) return options.status();
-  auto session = Session::make(model, *options);
+Result<Session> make_session(const Model& model, const SessionOptions& options) {
+  auto session = Session::make(model, options);
   if (!session) return with_flags(session.status());
   return session;
 }

@@ -25,9 +25,9 @@ CLI::Validator activations_check();  // of --activations
 Result<Model> load_model(const ModelFlags& flags);
 // What --kv and the flags beside it ask for.
 Result<SessionOptions> session_options(const ModelFlags& flags);
-// What is wrong with the flags of the cache, before the model is loaded.
-Status check_session(const ModelInfo& info, const ModelFlags& flags);
-Result<Session> make_session(const Model& model, const ModelFlags& flags);
+// Session::check, before the model is loaded, and Session::make: errors name the flags.
+Status check_session(const ModelInfo& info, const SessionOptions& options);
+Result<Session> make_session(const Model& model, const SessionOptions& options);
 // Whether the model has logits for every token that the tokeniser knows.
 Status check_vocabulary(const Model& model, const Tokenizer& tokenizer, const std::string& path);
 

@@ -350,7 +350,9 @@ Status run(const RunFlags& flags) {
   if (!tokens) return tokens.status();
   const auto info = Model::look(flags.model.path, load_options(flags.model));
   if (!info) return info.status();
-  BITTERN_TRY(check_session(*info, flags.model));
+  const auto options = session_options(flags.model);
+  if (!options) return options.status();
+  BITTERN_TRY(check_session(*info, *options));
   BITTERN_TRY(Runner::check_room(std::ssize(*tokens), 0,
                                  flags.model.context != 0 ? flags.model.context : info->context));
   if (flags.model.context > info->context && !flags.common.quiet)
@@ -361,7 +363,7 @@ Status run(const RunFlags& flags) {
   const auto model = load_model(flags.model);
   if (!model) return model.status();
   BITTERN_TRY(check_vocabulary(*model, *tokenizer, flags.model.path));
-  auto session = make_session(*model, flags.model);
+  auto session = make_session(*model, *options);
   if (!session) return session.status();
   stats.load = seconds(start, Clock::now());
 

@@ -41,6 +41,12 @@ DeltaState empty_delta(const Decoder& d) {
           std::vector<float>(static_cast<std::size_t>(d.value_heads * d.key_dim * d.value_dim))};
 }
 
+Status check_context(std::int64_t context) {
+  if (context >= 1 && context <= kMostContext) return {};
+  return invalid("context: " + std::to_string(context) + ", expected 1 to " +
+                 std::to_string(kMostContext));
+}
+
 // Of a cache by this name: its dtype, or how it is compressed.
 struct CacheKind {
   DType dtype = DType::f16;
@@ -159,9 +165,7 @@ Session::~Session() = default;
 
 Status Session::check(const ModelInfo& model, const SessionOptions& options) noexcept {
   return guarded("session", [&]() -> Status {
-    if (options.context < 0 || options.context > kMostContext)
-      return invalid("context: " + std::to_string(options.context) + ", expected 1 to " +
-                     std::to_string(kMostContext));
+    if (options.context != 0) BITTERN_TRY(check_context(options.context));
     const auto kind = cache_kind(options.kv);
     if (!kind) return kind.status();
     for (const auto& [name, value] :
@@ -185,9 +189,7 @@ Result<Session> Session::make(const Model& model, const SessionOptions& options)
     const std::int64_t asked =
         options.context != 0 ? options.context : model.data_->options.context;
     const std::int64_t context = asked != 0 ? asked : d.context;
-    if (context < 1 || context > kMostContext)
-      return invalid("context: " + std::to_string(context) + ", expected 1 to " +
-                     std::to_string(kMostContext));
+    BITTERN_TRY(check_context(context));
     auto layers = layer_states(d, options, context);
     if (!layers) return layers.status();
     auto data = std::make_unique<SessionData>();

@@ -332,7 +332,8 @@ namespace {
 template <class Op>
 void check_cases(const Settings& settings, Report& report) {
   auto cases = Cases<Op>::check();
-  for (const auto& desc : Cases<Op>::bounded()) cases.push_back(desc);
+  const bool on_cuda = settings.cuda && cuda_plugin(settings.cuda_index).ok();
+  for (const auto& desc : Cases<Op>::bounded(on_cuda)) cases.push_back(desc);
   Settings each = settings;
   for (std::size_t i = 0; i < cases.size(); i += std::max<std::size_t>(settings.every, 1)) {
     if (report.failures.size() >= settings.max_failures) return;

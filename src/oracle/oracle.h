@@ -112,10 +112,11 @@ struct BenchCase {
   void f##_aim(const T::Desc& desc, const T::Args& args, Rng& rng);
 #include "ops/ops.inc"
 
-// Of ops with T::kBounded: further descriptors, for kernels that no check case is for, and what
-// judges them. The inputs of `got` and `want` are the same.
-#define BITTERN_OP(T, f, CPU, CUDA)         \
-  std::vector<T::Desc> f##_bounded_cases(); \
+// Of ops with T::kBounded: further descriptors, for kernels that no check case is for (those of a
+// CUDA device only where there is one), and what judges them. The inputs of `got` and `want` are
+// the same.
+#define BITTERN_OP(T, f, CPU, CUDA)                     \
+  std::vector<T::Desc> f##_bounded_cases(bool on_cuda); \
   void f##_judge(const T::Desc& desc, const T::Args& got, const T::Args& want, Judge& judge);
 #include "ops/ops.inc"
 
@@ -130,8 +131,8 @@ struct Cases;
     static std::vector<T::Desc> check() { return f##_check_cases(); }                        \
     static std::vector<BenchCase<T::Desc>> bench() { return f##_bench_cases(); }             \
     static void aim(const T::Desc& d, const T::Args& a, Rng& rng) { f##_aim(d, a, rng); }    \
-    static std::vector<T::Desc> bounded() {                                                  \
-      if constexpr (kBounded<T>) return f##_bounded_cases();                                 \
+    static std::vector<T::Desc> bounded(bool on_cuda) {                                      \
+      if constexpr (kBounded<T>) return f##_bounded_cases(on_cuda);                          \
       return {};                                                                             \
     }                                                                                        \
     static void judge(const T::Desc& d, const T::Args& got, const T::Args& want, Judge& j) { \

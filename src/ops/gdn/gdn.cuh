@@ -72,6 +72,41 @@ struct TokenStrides {
   }
 };
 
+// What the kernels for whole chunks and for single tokens are given alike, and which key head a
+// value head has.
+struct TokenOperands {
+  const void *q, *k, *v;
+  const float *g, *beta, *a_log, *dt_bias;
+  void* o;
+  TokenStrides q_stride, k_stride, v_stride, g_stride, beta_stride, o_stride;
+  Divisor turns;  // value heads of a key head; tiled, key heads
+  bool tiled;
+
+  template <class Desc, class Args>
+  TokenOperands(const Desc& d, const Args& a)
+      : q(a.q.data),
+        k(a.k.data),
+        v(a.v.data),
+        g(a.g.template as<float>()),
+        beta(a.beta.template as<float>()),
+        a_log(a.a_log.template as<float>()),
+        dt_bias(a.dt_bias.template as<float>()),
+        o(a.o.data),
+        q_stride(a.q),
+        k_stride(a.k),
+        v_stride(a.v),
+        g_stride(a.g),
+        beta_stride(a.beta),
+        o_stride(a.o),
+        turns(d.head_map == HeadMap::tiled ? d.key_heads : d.value_heads / d.key_heads),
+        tiled(d.head_map == HeadMap::tiled) {}
+
+  __device__ std::int64_t key_head(std::int64_t head) const {
+    const std::int64_t turn = turns.divide(head);
+    return tiled ? head - turn * turns.value() : turn;
+  }
+};
+
 // core/dot.h by each half of a warp: lane l has sum l % 16, and all get the result.
 template <class Left, class Right>
 __device__ float strided_dot(int n, Left&& left, Right&& right) {

@@ -1,7 +1,6 @@
 #include <algorithm>
 
 #include "core/numerics.h"
-#include "cuda/plugin.h"
 #include "ops/aura/aura.h"
 #include "ops/aura/aura_attention/walk.h"
 #include "oracle/oracle.h"
@@ -239,7 +238,7 @@ std::vector<BenchCase<AuraAttentionDesc>> aura_attention_bench_cases() {
 }
 
 // 4-bit keys of every length, codes of V of 4 bits and others, several splits.
-std::vector<AuraAttentionDesc> aura_attention_bounded_cases() {
+std::vector<AuraAttentionDesc> aura_attention_bounded_cases(bool on_cuda) {
   std::vector<AuraAttentionDesc> cases;
   constexpr DType kElements[] = {DType::f32, DType::bf16, DType::f16};
   for (const std::int64_t dim : {2, 7, 33, 64, 128, 130, 256, 1024}) {
@@ -256,9 +255,8 @@ std::vector<AuraAttentionDesc> aura_attention_bounded_cases() {
     }
   }
   // Decoding on tensor cores: every pair of widths, pages and none, heads that do not fill a tile,
-  // edges of tiles, of splits and of windows. Elsewhere they would
-  // only take time.
-  if (!cuda_plugin(0)) return cases;
+  // edges of tiles, of splits and of windows.
+  if (!on_cuda) return cases;
   constexpr std::pair<int, int> kWidths[] = {{2, 2}, {3, 2}, {3, 3}, {4, 2},
                                              {4, 3}, {4, 4}, {8, 4}, {8, 8}};
   std::int64_t n = 0;

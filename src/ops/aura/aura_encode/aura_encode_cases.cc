@@ -67,7 +67,7 @@ void aim_at_boundaries(const AuraDesc& d, const AuraEncode::Args& a, std::int64_
 }  // namespace
 
 // What the kernel on tensor cores treats differently.
-std::vector<AuraDesc> aura_encode_bounded_cases() {
+std::vector<AuraDesc> aura_encode_bounded_cases(bool) {
   std::vector<AuraDesc> cases;
   for (const std::int64_t dim : {64, 128}) {
     for (const DType element : {DType::f32, DType::f16, DType::bf16}) {

@@ -30,47 +30,29 @@ struct StateStrides {
 };
 
 // A block does one sequence of one value head, or `parts` blocks do, each with some values.
-struct Problem {
+struct Problem : cuda::TokenOperands {
   Op::Desc d;
-  const void *q, *k, *v;
-  const float *g, *beta, *a_log, *dt_bias;
   const std::uint8_t* mask;        // null: none
   const float* initial_state;      // null: zeros
   const std::int32_t* cu_seqlens;  // null: each batch row is a sequence
-  void* o;
-  float* final_state;  // null: left out
-  TokenStrides q_stride, k_stride, v_stride, g_stride, beta_stride, o_stride;
+  float* final_state;              // null: left out
   StateStrides initial_stride, final_stride;
   float scale;
-  Divisor parts, heads, turns;  // turns: value heads of a key head; tiled, key heads
+  Divisor parts, heads;
   std::int64_t items;
 
   Problem(const Op::Desc& desc, const Op::Args& a, std::int64_t parts_of_a_head)
-      : d(desc),
-        q(a.q.data),
-        k(a.k.data),
-        v(a.v.data),
-        g(a.g.as<float>()),
-        beta(a.beta.as<float>()),
-        a_log(a.a_log.as<float>()),
-        dt_bias(a.dt_bias.as<float>()),
+      : TokenOperands(desc, a),
+        d(desc),
         mask(a.mask.as<std::uint8_t>()),
         initial_state(a.initial_state.as<float>()),
         cu_seqlens(d.sequences > 0 ? a.cu_seqlens.as<std::int32_t>() : nullptr),
-        o(a.o.data),
         final_state(a.final_state.as<float>()),
-        q_stride(a.q),
-        k_stride(a.k),
-        v_stride(a.v),
-        g_stride(a.g),
-        beta_stride(a.beta),
-        o_stride(a.o),
         initial_stride(d, a.initial_state),
         final_stride(d, a.final_state),
         scale(d.query_scale()),
         parts(parts_of_a_head),
         heads(d.value_heads),
-        turns(d.head_map == HeadMap::tiled ? d.key_heads : d.value_heads / d.key_heads),
         items(d.sequence_count() * d.value_heads * parts_of_a_head) {}
 
   struct Item {
@@ -84,8 +66,7 @@ struct Problem {
     i.part = static_cast<int>(index - whole * parts.value());
     i.sequence = heads.divide(whole);
     i.head = whole - i.sequence * heads.value();
-    const std::int64_t turn = turns.divide(i.head);
-    i.key_head = d.head_map == HeadMap::tiled ? i.head - turn * d.key_heads : turn;
+    i.key_head = key_head(i.head);
     i.row = cu_seqlens != nullptr ? 0 : i.sequence;
     // Whatever cu_seqlens holds, no token outside the tensor is touched.
     const auto bound = [&](std::int64_t n) {

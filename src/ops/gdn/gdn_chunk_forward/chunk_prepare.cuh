@@ -94,6 +94,19 @@ __device__ SplitPair split_pair(float first, float second) {
   return {high, cuda::store_pair<X>(first - part.x, second - part.y)};
 }
 
+// Two tiles of sums, one beside the other, as the left factor of a product.
+template <class X>
+__device__ void split_tiles(const float (&left)[4], const float (&right)[4], float sign,
+                            std::uint32_t (&high)[4], std::uint32_t (&low)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* pair = (i < 2 ? left : right) + i % 2 * 2;
+    const SplitPair split = split_pair<X>(sign * pair[0], sign * pair[1]);
+    high[i] = split.high;
+    low[i] = split.low;
+  }
+}
+
 // Rows of q or k into a tile: zeros for masked tokens and past the chunk.
 template <class X>
 __device__ void copy_rows(int tile, const X* from, std::int64_t stride, int rows,
@@ -321,13 +334,7 @@ __device__ void join_blocks(const HeadPlaces& at, int square, int first, int col
 #pragma unroll
   for (int step = 0; step < kTiles; ++step) {
     std::uint32_t high[4], low[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* pair = z[2 * step + i / 2] + i % 2 * 2;
-      const SplitPair split = split_pair<X>(-pair[0], -pair[1]);
-      high[i] = split.high;
-      low[i] = split.low;
-    }
+    split_tiles<X>(z[2 * step], z[2 * step + 1], -1.0f, high, low);
 #pragma unroll
     for (int rows = 0; rows < kTiles; ++rows) {
       const int i = first + kTiles + rows, m = first + kTiles + step;
@@ -338,13 +345,7 @@ __device__ void join_blocks(const HeadPlaces& at, int square, int first, int col
 #pragma unroll
   for (int rows = 0; rows < kTiles; ++rows) {
     std::uint32_t high[4], low[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* pair = c[2 * rows + i / 2] + i % 2 * 2;
-      const SplitPair split = split_pair<X>(pair[0], pair[1]);
-      high[i] = split.high;
-      low[i] = split.low;
-    }
+    split_tiles<X>(c[2 * rows], c[2 * rows + 1], 1.0f, high, low);
     const int i = first + kTiles + rows;
     cuda::store_tiles_transposed(&shared_at<char>(at.of_t(i, column, place)), high);
     if constexpr (kLow)

@@ -33,7 +33,7 @@ std::vector<BenchCase<GdnDesc>> gdn_recompute_w_u_bench_cases() {
 
 // What the kernels on tensor cores treat differently: both dtypes of A, whole and ragged chunks,
 // heads of 128 and others.
-std::vector<GdnDesc> gdn_recompute_w_u_bounded_cases() {
+std::vector<GdnDesc> gdn_recompute_w_u_bounded_cases(bool) {
   std::vector<GdnDesc> cases;
   const auto add = [&](GdnDesc d) {
     for (const DType element : {DType::bf16, DType::f16}) {

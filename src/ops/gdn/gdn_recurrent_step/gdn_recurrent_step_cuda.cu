@@ -17,7 +17,6 @@ namespace {
 using Op = GdnRecurrentStep;
 using cuda::Divisor;
 using cuda::strided_dot;
-using Strides = cuda::TokenStrides;
 
 // What a block takes of a head: memory that lies together, read and written in its order.
 //                              128 x 128: shared memory and threads of a block
@@ -27,54 +26,33 @@ constexpr int kManyKeys = 128;
 constexpr int kRows = 32;  // of S [value_dim, key_dim]   17 KiB, 128
 constexpr int kRowThreads = 128;
 
-struct Problem {
-  const void *q, *k, *v;
-  const float *g, *beta, *a_log, *dt_bias;
+struct Problem : cuda::TokenOperands {
   const std::int32_t* state_index;  // null: sequence s has state s
   float* state;
-  void* o;
-  float* snapshots;  // null: left out
-  Strides q_stride, k_stride, v_stride, g_stride, beta_stride, o_stride;
+  float* snapshots;                                    // null: left out
   std::int64_t state_stride, head_stride, row_stride;  // to the next state, its head, their row
-  std::int64_t tokens, key_heads, value_heads, states;
-  Divisor turns;  // value heads of a key head; tiled, key heads
+  std::int64_t tokens, value_heads, states;
   int keys, values;
   float scale;
-  bool tiled, l2norm, gate, beta_sigmoid, allow_neg_eigval;
+  bool l2norm, gate, beta_sigmoid, allow_neg_eigval;
   bool pieces;           // states can be accessed 16 bytes at a time
   Divisor parts, heads;  // blocks of a head; heads of a sequence
   std::int64_t items;
 
   Problem(const Op::Desc& d, const Op::Args& a, std::int64_t parts_of_a_head)
-      : q(a.q.data),
-        k(a.k.data),
-        v(a.v.data),
-        g(a.g.as<float>()),
-        beta(a.beta.as<float>()),
-        a_log(a.a_log.as<float>()),
-        dt_bias(a.dt_bias.as<float>()),
+      : TokenOperands(d, a),
         state_index(d.pool > 0 ? a.state_index.as<std::int32_t>() : nullptr),
         state(a.state.as<float>()),
-        o(a.o.data),
         snapshots(a.snapshots.as<float>()),
-        q_stride(a.q),
-        k_stride(a.k),
-        v_stride(a.v),
-        g_stride(a.g),
-        beta_stride(a.beta),
-        o_stride(a.o),
         state_stride(a.state.stride[0]),
         head_stride(a.state.stride[1]),
         row_stride(a.state.stride[2]),
         tokens(d.tokens),
-        key_heads(d.key_heads),
         value_heads(d.value_heads),
         states(d.states()),
-        turns(d.head_map == HeadMap::tiled ? d.key_heads : d.value_heads / d.key_heads),
         keys(static_cast<int>(d.key_dim)),
         values(static_cast<int>(d.value_dim)),
         scale(d.heads().query_scale()),
-        tiled(d.head_map == HeadMap::tiled),
         l2norm(d.qk_l2norm),
         gate(d.gate),
         beta_sigmoid(d.beta_sigmoid),
@@ -105,10 +83,6 @@ struct Problem {
     const std::int64_t at = (i.sequence * tokens + token) * value_heads + i.head;
     return snapshots + at * keys * values;
   }
-  __device__ std::int64_t key_head(const Item& i) const {
-    const std::int64_t turn = turns.divide(i.head);
-    return tiled ? i.head - turn * key_heads : turn;
-  }
 };
 
 struct Pair {
@@ -123,7 +97,7 @@ struct Token {
 template <class X>
 __device__ Token read_token(const Problem& p, const Problem::Item& item, std::int64_t token,
                             Pair* pairs) {
-  const std::int64_t key_head = p.key_head(item);
+  const std::int64_t key_head = p.key_head(item.head);
   const auto* q = static_cast<const X*>(p.q) + p.q_stride.at(item.sequence, token, key_head);
   const auto* k = static_cast<const X*>(p.k) + p.k_stride.at(item.sequence, token, key_head);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);

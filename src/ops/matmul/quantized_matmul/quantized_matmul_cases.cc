@@ -80,7 +80,7 @@ std::vector<BenchCase<QuantizedMatmulDesc>> quantized_matmul_bench_cases() {
 }
 
 // Weights of bf16: tiles of every height, odd inputs, one panel and several, both layouts.
-std::vector<QuantizedMatmulDesc> quantized_matmul_bounded_cases() {
+std::vector<QuantizedMatmulDesc> quantized_matmul_bounded_cases(bool) {
   std::vector<QuantizedMatmulDesc> cases;
   constexpr std::int64_t kInputs[] = {1, 2, 31, 64, 257}, kOutputs[] = {3, 16, 37, 64};
   for (const std::int64_t rows : {1, 2, 3, 4, 5, 12, 19, 31}) {
