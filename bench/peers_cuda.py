@@ -4,8 +4,8 @@
     bench/peers_cuda.py --library build/shared/libbittern.so --json peers.json
     bench/peers_cuda.py --only quantize --repeat 21
 
-The peers are torch (the op's formula, eager and compiled) and FLA, flash-linear-attention, for the
-gated delta rule; fla-core, flash-linear-attention and einops may be unpacked wheels on PYTHONPATH.
+The peers are torch (the op's formula, eager and compiled; its own attention, on bf16 keys and
+values) and FLA, flash-linear-attention, for the gated delta rule; fla-core, flash-linear-attention and einops may be unpacked wheels on PYTHONPATH.
 A peer that is not installed, or fails, gives a row that says so. bittern is called through its C
 interface, so any Python will do. Build the library with -DBUILD_SHARED_LIBS=ON, and put
 libbittern_cuda.so beside it.
@@ -34,7 +34,7 @@ import typing
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LOG2_E = 1.4426950408889634
-PEERS = ("torch.compile", "torch eager", "FLA")
+PEERS = ("torch.compile", "torch eager", "torch SDPA", "FLA")
 
 
 # ---- bittern's C interface ----
@@ -318,6 +318,46 @@ def cases(torch, where, small):
             {k: wrap(f) for k, f in both(encode).items()}, ("packed 4", "scales"),
         )  # fmt: skip
 
+    # -- attention on 4-bit codes, against torch's own on the same tokens in bf16 --
+    def attention(queries, tokens, query_heads, kv_heads):
+        signs = torch.where(uniform(width) < 0.5, -1.0, 1.0)
+        hadamard = torch.ones(1, 1, device=where)
+        while len(hadamard) < width:
+            hadamard = torch.cat([torch.cat([hadamard, hadamard], 1),
+                                  torch.cat([hadamard, -hadamard], 1)])  # fmt: skip
+
+        def make():
+            out = {"q": normal(1, queries, query_heads, width, dtype=bf16)}
+            for name in "kv":
+                code = integers(0, 16, (kv_heads, tokens, width), torch.int32)
+                words = (code.view(kv_heads, tokens, width // 8, 8) << shifts).sum(3)
+                scale = 6 + 6 * uniform(kv_heads, tokens)
+                plain = signs * (levels[code] @ (hadamard / width**0.5)) * scale[..., None]
+                out |= {f"{name}_packed": words.to(torch.int32), f"{name}_scales": scale,
+                        f"{name}_codebook": levels, f"{name}_table": signs,
+                        f"{name} bf16": plain.to(bf16)[None]}  # fmt: skip
+            return out
+
+        def sdpa(t):
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+                o = torch.nn.functional.scaled_dot_product_attention(
+                    t["q"].transpose(1, 2), t["k bf16"], t["v bf16"], is_causal=queries > 1,
+                    enable_gqa=True,
+                )  # fmt: skip
+            return (o.transpose(1, 2),)
+
+        kind = f"{queries} queries" if queries > 1 else "1 query"
+        return Case(
+            f"aura_attention 4/4 bit, {kind} on {tokens} tokens, {query_heads}/{kv_heads} heads",
+            "aura_attention",
+            {"queries": queries, "heads": query_heads, "kv_heads": kv_heads, "dim": width,
+             "capacity": tokens, "element": "bf16"},
+            make, {"torch SDPA": sdpa}, ("out",), note="torch reads bf16",
+        )  # fmt: skip
+
+    yield attention(1, 256 if small else 1 << 18, 32, 4)
+    yield attention(128 if small else 4096, 128 if small else 4096, 32, 8)
+
     # -- the gated delta rule: 16 key heads, 32 value heads of 128, chunks of 64 --
     key_heads, heads, size = (2, 4, 128) if small else (16, 32, 128)
 
@@ -373,6 +413,20 @@ def cases(torch, where, small):
                 w_u_inputs(dtype), fla(fla_w_u), ("w", "u"),
                 note="" if name == "bf16" else "FLA reads A in bf16",
             )  # fmt: skip
+
+    def fla_chunks(t):
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        return (chunk_gated_delta_rule(t["q"], t["k"], t["v"], g=t["g"], beta=t["beta"])[0],)
+
+    for batch, tokens in ((1, 128),) if small else ((1, 32768), (4, 8192), (1, 8192)):
+        yield Case(
+            f"gdn_chunk_forward {batch} x {tokens} tokens", "gdn_chunk_forward",
+            {"batch": batch, "tokens": tokens, "key_heads": key_heads, "value_heads": heads,
+             "element": "bf16"},
+            lambda batch=batch, tokens=tokens: delta_heads(batch, tokens), fla(fla_chunks),
+            ("o",), skip=("final_state",),
+        )  # fmt: skip
 
     def fla_cumsum(t):
         from fla.ops.utils import chunk_local_cumsum

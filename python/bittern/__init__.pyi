@@ -1653,10 +1653,17 @@ def aura_attention(
       out_j is off by at most e (L_j + N sum_i |P_v|_ij + (1 + S / 16) A_j), and one ulp of an f16 or
              bf16 element.
 
-    Kernel cuda_tensor (CUDA, Preference::fastest: 1 query, dim 128, at most 8 query heads to a KV
-    head) takes r, c, w and y in f16, each divided by a power of two, and adds their products in f32.
-    Its bound is the same with e = 1 / 1000; for a row that sees a |v_scale| of 2^100 nothing is
-    promised.
+    Kernels cuda_tensor (CUDA, Preference::fastest: 1 query, dim 128, at most 8 query heads to a KV
+    head) and cuda_wgmma (sm_90a, by its name alone: more queries, dim 128, no dense rotation) take
+    r, c, w and y in f16, each divided by a power of two, and add their products in f32. cuda_wgmma
+    does the same with q, k_t, w and v_t of first and recent tokens. The bound is that of cpu_int8
+    with e = 1 / 1000, and first and recent tokens are treated like coded ones:
+
+      X_t  also has K_t sum|a_j| / 2 + A sum|k_tj| / 2 + (1.1 + dim / 4096) dim A K_t, where
+           A = max|a_j| and K_t = max|k_tj|
+      A_j  has |v_tj| + max_i|v_ti| / 4096
+
+    For a row that sees a |v_scale| of 2^100 nothing is promised.
 
     If a query sees a NaN, its results are NaN wherever the contract's are. If it sees an infinity,
     or if R K dim, a logit, sum|w| of a split, exp(2 e max X) or another of these magnitudes reaches

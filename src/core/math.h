@@ -140,14 +140,50 @@ BITTERN_HOST_DEVICE inline float tanh(float x) {
   return std::copysign(a < kTanhSmall ? near : far, x);  // a NaN is far
 }
 
-// ---- softplus: in f64, with one rounding at the end ----
+// ---- softplus ----
+//
+//   ln 2 + x / 2 + x^2 (c0 + c1 x^2 + ...) below 1, being x / 2 and an even function;
+//   max(x, 0) + log1p(e), e = e^-|x|, from there on, with log1p(e) = e + e^2 (d0 + d1 e + ...)
+//
+// both within 2^-31: minimax, each coefficient rounded to f32 before the next was computed.
 
 inline constexpr float kSoftplusLinear = 20.0f;
+inline constexpr float kLn2 = 0x1.62e43p-1f, kLn2Rest = -0x1.05c61p-29f;
+constexpr float softplus_near_term(int i) {
+  constexpr float kTerms[] = {0x1.fffffep-4f, -0x1.5553dcp-8f, 0x1.6bb98ap-12f, -0x1.afc9b6p-16f,
+                              0x1.b33c8p-20f};
+  return kTerms[i];
+}
+constexpr float softplus_far_term(int i) {
+  constexpr float kTerms[] = {-0x1.fffffap-2f, 0x1.5553b2p-2f, -0x1.ffb1cep-3f, 0x1.961690p-3f,
+                              -0x1.3f21bcp-3f, 0x1.a6394ap-4f, -0x1.4001p-5f};
+  return kTerms[i];
+}
+
+BITTERN_HOST_DEVICE inline float softplus(float x) {
+  const float square = x * x;
+  float q = softplus_near_term(4);
+  for (int i = 3; i >= 0; --i) q = std::fma(q, square, softplus_near_term(i));
+  const float line = std::fma(0.5f, x, kLn2);
+  const float lost = std::fma(0.5f, x, kLn2 - line) + kLn2Rest;
+  const float near = line + std::fma(square, q, lost);
+  const ExpParts parts = exp_parts(-std::fabs(x));
+  const float e = parts.high * parts.two_n0 * parts.two_n1;
+  const float e_low = parts.low * parts.two_n0 * parts.two_n1;
+  float p = softplus_far_term(6);
+  for (int i = 5; i >= 0; --i) p = std::fma(p, e, softplus_far_term(i));
+  const float log1p_e = e + std::fma(e * e, p, std::fma(-e, e_low, e_low));
+  const float far = (x > 0 ? x : 0.0f) + log1p_e;
+  const float y = std::fabs(x) < 1 ? near : far;  // a NaN is far
+  return x > kSoftplusLinear ? x : y;
+}
+
+// ---- exp in f64, where f32 would show in a sum ----
+
 inline constexpr double kLog2E64 = 0x1.71547652b82fep0;
 inline constexpr double kLn264 = 0x1.62e42fefa39efp-1;
 inline constexpr double kRounder64 = 0x1.8p52;
-// 1/k! and 1/(2k + 1), Taylor's coefficients: up to the 10th and the 7th accurate to 2^-40 on the
-// ranges that softplus uses.
+// 1/k!, Taylor's coefficients.
 constexpr double exp_term64(int i) {
   constexpr double kTerms[] = {1.0,
                                1.0,
@@ -165,42 +201,6 @@ constexpr double exp_term64(int i) {
                                1.0 / 6227020800};
   return kTerms[i];
 }
-constexpr double log_term64(int i) {
-  constexpr double kTerms[] = {1.0,     1.0 / 3,  1.0 / 5,  1.0 / 7,
-                               1.0 / 9, 1.0 / 11, 1.0 / 13, 1.0 / 15};
-  return kTerms[i];
-}
-// The bits of sqrt(1/2). Exponents are counted from here, so the rest is in [sqrt(1/2), sqrt(2)).
-inline constexpr std::uint64_t kHalfRootBits = 0x3fe6a09e667f3bcdu;
-
-BITTERN_HOST_DEVICE inline float softplus(float x) {
-  if (x > kSoftplusLinear) return x;
-  // e = e^x. NaN fails both comparisons and goes through.
-  double t = static_cast<double>(x);
-  if (t < static_cast<double>(kExpLeast)) t = static_cast<double>(kExpLeast);
-  const double shifted = std::fma(t, kLog2E64, kRounder64);
-  const double r = std::fma(shifted - kRounder64, -kLn264, t);
-  double p = exp_term64(10);
-  for (int i = 9; i >= 0; --i) p = std::fma(p, r, exp_term64(i));
-  const std::uint64_t n =
-      std::bit_cast<std::uint64_t>(shifted) - std::bit_cast<std::uint64_t>(kRounder64);
-  const double e = p * std::bit_cast<double>((n + 1023) << 52);
-  // log(u), u = 1 + e, and what rounding u lost, divided by u.
-  const double u = 1.0 + e;
-  const double lost = (e - (u - 1.0)) / u;
-  const std::uint64_t bits = std::bit_cast<std::uint64_t>(u);
-  const std::uint64_t exponent = (bits - kHalfRootBits) >> 52;
-  const double m = std::bit_cast<double>(bits - (exponent << 52));
-  const double s = (m - 1.0) / (m + 1.0);
-  const double s2 = s * s;
-  double q = log_term64(7);
-  for (int i = 6; i >= 0; --i) q = std::fma(q, s2, log_term64(i));
-  const double log_m = (s + s) * q;
-  return static_cast<float>(std::fma(static_cast<double>(exponent), kLn264, log_m) + lost);
-}
-
-// ---- exp in f64, where f32 would show in a sum ----
-
 inline constexpr double kExpMost64 = 709.0;
 inline constexpr double kExpLeast64 = -708.0;
 inline constexpr double kLn264Low = 0x1.abc9e3b39803fp-56;  // ln 2 - kLn264

@@ -167,47 +167,26 @@ HWY_INLINE hn::Vec<D> Exp64(D d, hn::Vec<D> x) {
   return hn::IfThenZeroElse(below, hn::Mul(p, hn::BitCast(d, power)));
 }
 
-// log1p(e^x) in f64 lanes.
-template <class D>
-HWY_INLINE hn::Vec<D> SoftplusF64(D d, hn::Vec<D> t) {
-  const hn::RebindToUnsigned<D> du;
-  const auto set = [d](double c) HWY_ATTR { return hn::Set(d, c); };
-  const auto least = set(static_cast<double>(math::kExpLeast));
-  t = hn::IfThenElse(hn::Lt(t, least), least, t);
-  const auto rounder = set(math::kRounder64);
-  const auto shifted = hn::MulAdd(t, set(math::kLog2E64), rounder);
-  const auto r = hn::MulAdd(hn::Sub(shifted, rounder), set(-math::kLn264), t);
-  auto p = set(math::exp_term64(10));
-  for (int i = 9; i >= 0; --i) p = hn::MulAdd(p, r, set(math::exp_term64(i)));
-  const auto n = hn::Sub(hn::BitCast(du, shifted), hn::BitCast(du, rounder));
-  const auto e =
-      hn::Mul(p, hn::BitCast(d, hn::ShiftLeft<52>(hn::Add(n, hn::Set(du, std::uint64_t{1023})))));
-  const auto one = set(1.0);
-  const auto u = hn::Add(one, e);
-  const auto lost = hn::Div(hn::Sub(e, hn::Sub(u, one)), u);
-  const auto bits = hn::BitCast(du, u);
-  const auto exponent = hn::ShiftRight<52>(hn::Sub(bits, hn::Set(du, math::kHalfRootBits)));
-  const auto m = hn::BitCast(d, hn::Sub(bits, hn::ShiftLeft<52>(exponent)));
-  const auto s = hn::Div(hn::Sub(m, one), hn::Add(m, one));
-  const auto s2 = hn::Mul(s, s);
-  auto q = set(math::log_term64(7));
-  for (int i = 6; i >= 0; --i) q = hn::MulAdd(q, s2, set(math::log_term64(i)));
-  const auto log_m = hn::Mul(hn::Add(s, s), q);
-  // A small integer as f64: the low bits of 2^52.
-  const auto big = set(0x1p52);
-  const auto k = hn::Sub(hn::BitCast(d, hn::Or(exponent, hn::BitCast(du, big))), big);
-  return hn::Add(hn::MulAdd(k, set(math::kLn264), log_m), lost);
-}
-
 template <class D>
 HWY_INLINE hn::Vec<D> Softplus(D d, hn::Vec<D> x) {
-  const hn::Half<D> dh;
-  const hn::RepartitionToWide<D> dd;
-  const auto linear = hn::Gt(x, hn::Set(d, math::kSoftplusLinear));
-  const auto y = hn::IfThenElse(linear, hn::Zero(d), x);
-  const auto low = hn::DemoteTo(dh, SoftplusF64(dd, hn::PromoteTo(dd, hn::LowerHalf(dh, y))));
-  const auto high = hn::DemoteTo(dh, SoftplusF64(dd, hn::PromoteTo(dd, hn::UpperHalf(dh, y))));
-  return hn::IfThenElse(linear, x, hn::Combine(d, high, low));
+  const auto set = [d](float c) HWY_ATTR { return hn::Set(d, c); };
+  const auto square = hn::Mul(x, x), half = set(0.5f), ln2 = set(math::kLn2);
+  auto q = set(math::softplus_near_term(4));
+  for (int i = 3; i >= 0; --i) q = hn::MulAdd(q, square, set(math::softplus_near_term(i)));
+  const auto line = hn::MulAdd(half, x, ln2);
+  const auto lost = hn::Add(hn::MulAdd(half, x, hn::Sub(ln2, line)), set(math::kLn2Rest));
+  const auto near = hn::Add(line, hn::MulAdd(square, q, lost));
+  ExpParts<hn::Vec<D>> parts;
+  const auto minus = hn::Or(x, hn::SignBit(d)), least = set(math::kExpLeast);
+  SplitExp(d, hn::IfThenElse(hn::Lt(minus, least), least, minus), parts);
+  const auto e = Scaled(d, parts.high, parts);
+  const auto e_low = Scaled(d, parts.low, parts);
+  auto p = set(math::softplus_far_term(6));
+  for (int i = 5; i >= 0; --i) p = hn::MulAdd(p, e, set(math::softplus_far_term(i)));
+  const auto log1p_e = hn::Add(e, hn::MulAdd(hn::Mul(e, e), p, hn::NegMulAdd(e, e_low, e_low)));
+  const auto far = hn::Add(hn::IfThenElseZero(hn::Gt(x, hn::Zero(d)), x), log1p_e);
+  const auto y = hn::IfThenElse(hn::Lt(hn::Abs(x), set(1.0f)), near, far);
+  return hn::IfThenElse(hn::Gt(x, set(math::kSoftplusLinear)), x, y);
 }
 
 }  // namespace HWY_NAMESPACE

@@ -159,10 +159,11 @@ __device__ inline float difference_exp(float x, float m) {
 }
 
 // out, by a warp, from sums in shared memory; `spare` holds as much as one of them. Without `exact`
-// tokens these sums are zeros.
+// tokens these sums are zeros. The coded ones are multiplied by `factor` first.
 __device__ inline void finish_row(const Problem& p, const QueryRow& query, float l, float l_coded,
-                                  float* coded, float* spare, const float* exact) {
-  const float* const u = cuda::rotate_by_warp(p.v_rotation, coded, spare);
+                                  float* coded, float* spare, const float* exact,
+                                  float factor = 1) {
+  const float* const u = cuda::rotate_by_warp(p.v_rotation, coded, spare, factor);
   const std::int64_t kv_head = query.head / p.group, to = query.offset(p.out_stride);
   for (int j = lane_index(); j < static_cast<int>(p.d.dim); j += 32) {
     float sum = u[j];

@@ -223,6 +223,12 @@ std::vector<BenchCase<AuraAttentionDesc>> aura_attention_bench_cases() {
   d.k_bits = 3;
   d.v_bits = 2;
   add_large("3/2 bit 262144 tokens, 32/4 heads", d);
+  d = {.queries = 4096, .heads = 32, .kv_heads = 8, .dim = 128, .capacity = 4096};
+  d.element = DType::bf16;
+  add_large("4/4 bit prompt of 4096 tokens, 32/8 heads", d);
+  d.capacity = 3840;
+  d.recent = 256;
+  add_large("the same, 256 of them in bf16", d);
   d = {.sequences = 64, .heads = 64, .kv_heads = 8, .dim = 128, .capacity = 4096};
   add_large("4/4 bit 64 sequences of 4096 tokens, 64/8 heads", d);
   d.page_size = 64;
@@ -284,6 +290,34 @@ std::vector<AuraAttentionDesc> aura_attention_bounded_cases(bool on_cuda) {
     }
   }
   cases.push_back({.heads = 2, .dim = 128, .capacity = 1552});  // several splits
+  // Prompts: all widths, rows and tokens on both sides of a block's and a tile's edges, more tiles
+  // than are under way at once, rings, windows, and tokens that are not coded.
+  for (n = 0; n < 32; ++n) {
+    constexpr std::int64_t kGroups[] = {1, 8, 3, 16, 5}, kRows[] = {6, 64, 130, 200};
+    constexpr std::int64_t kPages[] = {0, 16, 0, 48, 128, 17};
+    AuraAttentionDesc d{.sequences = 1 + n % 2, .kv_heads = 1 + n / 2 % 2, .dim = 128};
+    const std::int64_t group = kGroups[n % 5];
+    d.queries = std::max<std::int64_t>(kRows[n % 4] / group, 2);
+    d.heads = d.kv_heads * group;
+    d.page_size = kPages[n % 6];
+    d.capacity = d.page_size == 0 ? 1 + n * 37 % 400 : d.page_size * (1 + n % 5);
+    d.pages = d.page_size == 0 ? 0 : 9;
+    if (n % 11 == 10) d.capacity = d.page_size = d.pages = 0;
+    d.first = n % 3 == 0 || d.capacity == 0 ? 1 + n * 5 % 80 : 0;
+    d.recent = n % 4 == 1 ? 5 : n % 4 == 2 ? 70 : 0;
+    d.k_bits = static_cast<std::int32_t>(1 + n % 8);
+    d.v_bits = static_cast<std::int32_t>(1 + (n + n / 8) % 8);
+    d.k_rotation = static_cast<Rotation>(n % 2);
+    d.v_rotation = static_cast<Rotation>(n / 2 % 2);
+    d.softcap = n % 7 == 6 ? 1.5 : 0;
+    d.window = n % 5 == 4 ? 37 : n % 9 == 8 ? 100 : 0;
+    d.window_keeps_first = n % 2 == 0;
+    d.causal = n % 6 != 5;
+    d.element = kElements[n % 3];
+    d.exact = kElements[(n + 1) % 3];
+    d.f16_scale = n % 2 == 1;
+    cases.push_back(d);
+  }
   return cases;
 }
 
@@ -308,7 +342,11 @@ class AttentionBound {
         see(get(*table, i));
     std::vector<float> rotated = exact;
     rotate_row(d.k_rotation, d.dim, a.k_table.as<float>(), false, rotated.data());
-    double sum_r = 0;
+    double sum_r = 0, sum_a = 0, most_a = kLeast;
+    for (const float a_j : exact) {
+      sum_a += std::fabs(static_cast<double>(a_j));
+      most_a = std::max(most_a, std::fabs(static_cast<double>(a_j)));
+    }
     r_ = kLeast;
     for (const float r : rotated) {
       sum_r += std::fabs(static_cast<double>(r));
@@ -340,8 +378,9 @@ class AttentionBound {
         last = t / AuraAttentionDesc::kSplit;
         const bool coded = region == aura::kCoded;
         const std::vector<float> key = row(region, t, false);
-        double x = 0, sum_c = 0;
+        double x = 0, sum_c = 0, most_c = kLeast;
         for (std::size_t j = 0; j < dim; ++j) {
+          most_c = std::max(most_c, std::fabs(static_cast<double>(key[j])));
           x += static_cast<double>(coded ? rotated[j] : exact[j]) * static_cast<double>(key[j]);
           sum_c += std::fabs(static_cast<double>(key[j]));
         }
@@ -350,16 +389,24 @@ class AttentionBound {
         double logit = coded ? x * k_scale + b : x;
         limit(std::fabs(logit));
         if (d.softcap != 0) logit = d.softcap * std::tanh(logit / d.softcap);
+        const auto rounded = [&](double sum_q, double most_q, double most_k) {
+          return most_k * sum_q / 2 + most_q * sum_c / 2 + (1.1 + n / 4096) * n * most_q * most_k;
+        };
+        const bool in_f16 = bound > kOfIntegers;
+        if (!coded && in_f16) limit(most_a * most_c * n);
         Token token{.x = logit,
-                    .more = coded ? std::fabs(k_scale) * (k * sum_r / 2 + r_ * sum_c / 2 +
-                                                          (1.1 + n / 4096) * n * r_ * k)
-                                  : 0,
+                    .more = coded    ? std::fabs(k_scale) * rounded(sum_r, r_, k)
+                            : in_f16 ? rounded(sum_a, most_a, most_c)
+                                     : 0,
                     .scale = coded ? std::fabs(v_scale) : 0,
                     .v = {},
                     .size = {},
                     .split = splits};
         std::vector<float> value = row(region, t, true);
         if (coded) rotate_row(d.v_rotation, d.dim, a.v_table.as<float>(), true, value.data());
+        double lost = 0;
+        for (std::size_t j = 0; !coded && in_f16 && j < dim; ++j)
+          lost = std::max(lost, std::fabs(static_cast<double>(value[j])) / 4096);
         for (std::size_t j = 0; j < dim; ++j) {
           const double part = static_cast<double>(value[j]) * v_scale;
           const double mean =
@@ -368,7 +415,7 @@ class AttentionBound {
                         a.v_mean.as<float>()[static_cast<std::size_t>(head_) * dim + j]))
                   : 0;
           token.v.push_back(part + mean);
-          token.size.push_back(std::fabs(part) + std::fabs(mean));
+          token.size.push_back(std::fabs(part) + std::fabs(mean) + lost);
           limit(std::fabs(static_cast<double>(value[j])));
         }
         limit(std::fabs(token.x));

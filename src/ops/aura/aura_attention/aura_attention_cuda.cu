@@ -1,5 +1,6 @@
 #include "ops/aura/aura_attention/attend_exact.cuh"
 #include "ops/aura/aura_attention/decode_tensor.cuh"
+#include "ops/aura/aura_attention/prompt_warpgroup.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
@@ -48,11 +49,11 @@ Status visit_shape(const Op::Desc& d, F&& f) {
   }
 }
 
+Status refuse(const char* field, std::int64_t found, const std::string& expected) {
+  return unsupported(std::string(field) + ": " + std::to_string(found) + ", expected " + expected);
+}
+
 Status supports_decode(const Op::Desc& d, Device device) {
-  const auto refuse = [](const char* field, std::int64_t found, const std::string& expected) {
-    return unsupported(std::string(field) + ": " + std::to_string(found) + ", expected " +
-                       expected);
-  };
   if (d.queries != 1) return refuse("queries", d.queries, "1");
   if (d.dim != 128) return refuse("dim", d.dim, "128");
   if (d.group() > attend::kHeadsAtOnce)
@@ -74,13 +75,31 @@ Status supports_decode(const Op::Desc& d, Device device) {
   return visit_shape(d, []<class Shape>(Shape) { return Status(); });
 }
 
-// Copies are of 16 bytes.
+// Of an operand that is read 16 bytes at a time.
+Status accepts_rows(const char* operand, const ConstView& view) {
+  if (!view) return {};
+  BITTERN_TRY(cuda::starts_aligned(operand, view.data));
+  const auto each = static_cast<std::int64_t>(16 / size_of(view.dtype));
+  for (int axis = 0; axis + 1 < view.shape.rank; ++axis) {
+    if (view.shape[axis] > 1 && view.stride[axis] % each != 0)
+      return unsupported(std::string(operand) + ": stride " + std::to_string(view.stride[axis]) +
+                         " of axis " + std::to_string(axis) + ", expected a multiple of " +
+                         std::to_string(each));
+  }
+  return {};
+}
+
+Status accepts_codes(const Op::Desc&, const Op::Args& a) {
+  BITTERN_TRY(accepts_rows("k_packed", a.k_packed));
+  return accepts_rows("v_packed", a.v_packed);
+}
+
 Status accepts_decode(const Op::Desc& d, const Op::Args& a) {
+  BITTERN_TRY(accepts_codes(d, a));
+  // Of scales whole rows of a page or a KV head.
   const std::int64_t rows = d.page_size == 0 ? d.sequences * d.kv_heads : d.pages;
-  for (const auto& [operand, view] : {std::pair{"k_packed", &a.k_packed},
-                                      {"v_packed", &a.v_packed},
-                                      {"k_scales", &a.k_scales},
-                                      {"v_scales", &a.v_scales}}) {
+  for (const auto& [operand, view] :
+       {std::pair{"k_scales", &a.k_scales}, {"v_scales", &a.v_scales}}) {
     BITTERN_TRY(cuda::starts_aligned(operand, view->data));
     const auto each = static_cast<std::int64_t>(16 / size_of(view->dtype));
     if (rows > 1 && view->row_stride() % each != 0)
@@ -120,6 +139,38 @@ PrecisionGuarantee decode_guarantee(const Op::Desc&) {
           .error_bound = 1.0 / 1000};
 }
 
+// ---- prompts on tensor cores ----
+
+Status supports_prompt(const Op::Desc& d, Device device) {
+  if (d.queries < 2) return refuse("queries", d.queries, "2 or more");
+  if (d.dim != attend::kPromptDim) return refuse("dim", d.dim, std::to_string(attend::kPromptDim));
+  for (const auto& [field, rotation] :
+       {std::pair{"k_rotation", d.k_rotation}, {"v_rotation", d.v_rotation}}) {
+    if (rotation == Rotation::dense)
+      return unsupported(std::string(field) + ": dense, expected hadamard or identity");
+  }
+  constexpr std::int64_t kMost = 1 << 30;
+  const std::int64_t tokens = std::max({d.first, d.capacity, d.recent});
+  if (tokens > kMost) return refuse("tokens", tokens, "at most " + std::to_string(kMost));
+  return cuda::needs_warpgroups(device);
+}
+
+Status accepts_prompt(const Op::Desc& d, const Op::Args& a) {
+  BITTERN_TRY(accepts_codes(d, a));
+  BITTERN_TRY(accepts_rows("k_first", a.k_first));
+  BITTERN_TRY(accepts_rows("v_first", a.v_first));
+  BITTERN_TRY(accepts_rows("k_recent", a.k_recent));
+  return accepts_rows("v_recent", a.v_recent);
+}
+
+std::size_t prompt_workspace(const Op::Desc& d, Device device) {
+  return attend::prompt_bytes(d, device.index);
+}
+
+Status run_prompt(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
+  return attend::run_prompt(d, attend::problem(d, a), a.out.device.index, stream, workspace);
+}
+
 constexpr Kernel<Op> kKernels[] = {{.name = "cuda_tensor",
                                     .backend = "cuda",
                                     .weaker = decode_guarantee,
@@ -128,7 +179,17 @@ constexpr Kernel<Op> kKernels[] = {{.name = "cuda_tensor",
                                     .accepts = accepts_decode,
                                     .architecture = cuda::architecture,
                                     .run = run_decode},
-                                   cuda::exact_kernel<Op>(run, workspace)};
+                                   cuda::exact_kernel<Op>(run, workspace),
+                                   // Last, so that only its name selects it: it has been run on
+                                   // the emulated device alone.
+                                   {.name = "cuda_wgmma",
+                                    .backend = "cuda",
+                                    .weaker = decode_guarantee,
+                                    .supports = supports_prompt,
+                                    .workspace = prompt_workspace,
+                                    .accepts = accepts_prompt,
+                                    .architecture = cuda::architecture,
+                                    .run = run_prompt}};
 
 }  // namespace
 

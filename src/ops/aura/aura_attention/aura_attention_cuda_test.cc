@@ -21,6 +21,9 @@ bool is_emulated() {
 
 const Desc kDecoding{.sequences = 2, .heads = 8, .kv_heads = 2, .dim = 128, .capacity = 64};
 
+const Desc kPrompt{
+    .sequences = 2, .queries = 5, .heads = 8, .kv_heads = 2, .dim = 128, .capacity = 64};
+
 Result<Plan<Op>> fastest(const Desc& d, std::string_view kernel = {}) {
   return Plan<Op>::select(d, kDevice, Preference::fastest, kernel);
 }
@@ -44,7 +47,7 @@ TEST(AuraAttention, CudaRunsRepeatEachOther) {
   prompt.queries = large ? 300 : 20;
   prompt.capacity = large ? 2048 : 272;
   for (const Desc& d : {splits, prompt, kDecoding}) {
-    for (const char* kernel : {"cuda", "cuda_tensor"}) {
+    for (const char* kernel : {"cuda", "cuda_tensor", "cuda_wgmma"}) {
       const auto plan = fastest(d, kernel);
       if (!plan.ok()) continue;
       auto first = oracle::make_problem<Op>(d, 3, {.left_out = ~0});
@@ -78,13 +81,43 @@ TEST(AuraAttention, TensorCoresTakeOneQueryAndNothingUnasked) {
         << fastest(d, "cuda_tensor").status().message();
   };
   using D = Desc&;
-  refused([](D d) { d.queries = 2; }, "queries: 2, expected 1");
+  EXPECT_NE(fastest(kPrompt, "cuda_tensor").status().message().find("queries: 5, expected 1"),
+            std::string::npos);
   refused([](D d) { d.dim = 64; }, "dim: 64, expected 128");
   refused([](D d) { d.heads = 18; }, "heads / kv_heads: 9, expected 1..8");
   refused([](D d) { d.capacity = 63; }, "capacity: 63, expected a multiple of 16 above 0");
   refused([](D d) { d.page_size = d.capacity = 17, d.pages = 1; }, "expected a multiple of 16");
   refused([](D d) { d.recent = 1025; }, "first + recent: 1025, expected at most 1024");
   refused([](D d) { d.k_bits = 5; }, "k_bits, v_bits: 5, 4, expected ");
+}
+
+TEST(AuraAttention, WarpgroupsTakePrompts) {
+  BITTERN_NEEDS_CUDA();
+  if (!fastest(kPrompt, "cuda_wgmma").ok()) GTEST_SKIP() << "no cuda_wgmma on this device";
+  EXPECT_EQ(fastest(kPrompt)->sku().kernel, "cuda");  // nothing but its name selects it
+  EXPECT_EQ(Plan<Op>::select(kPrompt, kDevice)->sku().kernel, "cuda");
+  const auto refused = [&](auto change, const char* why) {
+    Desc d = kPrompt;
+    change(d);
+    EXPECT_NE(fastest(d, "cuda_wgmma").status().message().find(why), std::string::npos)
+        << fastest(d, "cuda_wgmma").status().message();
+  };
+  using D = Desc&;
+  refused([](D d) { d.dim = 64; }, "dim: 64, expected 128");
+  refused([](D d) { d.v_rotation = Rotation::dense; },
+          "v_rotation: dense, expected hadamard or identity");
+  EXPECT_NE(fastest(kDecoding, "cuda_wgmma").status().message().find("queries: 1, expected 2"),
+            std::string::npos);
+  // Rows of first and recent tokens are read 16 bytes at a time too.
+  Desc recent = kPrompt;
+  recent.recent = 7;
+  const auto plan = fastest(recent, "cuda_wgmma");
+  ASSERT_TRUE(plan.ok());
+  auto p = oracle::make_problem<Op>(recent, 3, {.left_out = ~0});
+  p.args.k_recent.data = static_cast<const bf16*>(p.args.k_recent.data) + 1;
+  expect_error(run(*plan, p), Code::unsupported,
+               "aura_attention: k_recent: address is 2 bytes past a multiple of 16, expected a "
+               "multiple of 16 for kernel cuda_wgmma");
 }
 
 TEST(AuraAttention, TensorCoresRefuseOperandsThatAreNotAligned) {
@@ -100,35 +133,36 @@ TEST(AuraAttention, TensorCoresRefuseOperandsThatAreNotAligned) {
 // Numbers at both ends of f32: with opposite factors elsewhere the logits are ordinary.
 TEST(AuraAttention, TensorCoresTakeTinyAndHugeNumbers) {
   BITTERN_NEEDS_TENSOR_KERNEL();
-  Desc d = kDecoding;
-  d.k_rotation = d.v_rotation = Rotation::identity;
-  d.scale = 1;
-  const auto plan = fastest(d);
-  ASSERT_TRUE(plan.ok());
   constexpr double kSizes[][3] = {{0x1p-124, 0x1p60, 0x1p64},  // of q, levels and scales of K
                                   {0x1p60, 0x1p-124, 0x1p64},
                                   {0x1.8p126, 0x1p-60, 0x1p-67}};
   for (const auto& [q, level, scale] : kSizes) {
-    auto got = oracle::make_problem<Op>(d, 5, {.left_out = ~0});
-    auto want = oracle::make_problem<Op>(d, 5, {.left_out = ~0});
-    for (const auto* p : {&got, &want}) {
-      oracle::Rng rng(7);
-      const auto fill = [&](const ConstView& v, double size) {
-        for (std::int64_t i = 0; i < v.shape.numel(); ++i)
-          oracle::put(v, i, size * (2 * rng.uniform() - 1));
-      };
-      fill(p->args.q, q);
-      fill(p->args.k_codebook, level);
-      fill(p->args.k_scales, scale);
-      fill(p->args.v_scales, 1);
-      fill(p->args.v_codebook, 1);
+    for (Desc d : {kDecoding, kPrompt}) {
+      d.k_rotation = d.v_rotation = Rotation::identity;
+      d.scale = 1;
+      const auto plan = fastest(d, d.queries == 1 ? "cuda_tensor" : "cuda_wgmma");
+      if (!plan.ok()) continue;  // no products of a warpgroup
+      auto got = oracle::make_problem<Op>(d, 5, {.left_out = ~0});
+      auto want = oracle::make_problem<Op>(d, 5, {.left_out = ~0});
+      for (const auto* p : {&got, &want}) {
+        oracle::Rng rng(7);
+        const auto fill = [&](const ConstView& v, double size) {
+          for (std::int64_t i = 0; i < v.shape.numel(); ++i)
+            oracle::put(v, i, size * (2 * rng.uniform() - 1));
+        };
+        fill(p->args.q, q);
+        fill(p->args.k_codebook, level);
+        fill(p->args.k_scales, scale);
+        fill(p->args.v_scales, 1);
+        fill(p->args.v_codebook, 1);
+      }
+      expect_ok(oracle::run_op<Op>(d, want.args, "ref"));
+      expect_ok(run(*plan, got));
+      oracle::Judge judge(plan->precision_guarantee().error_bound);
+      oracle::Cases<Op>::judge(d, got.args, want.args, judge);
+      EXPECT_EQ(judge.failure(), "") << q;
+      EXPECT_LT(judge.worst(), 1) << q;
     }
-    expect_ok(oracle::run_op<Op>(d, want.args, "ref"));
-    expect_ok(run(*plan, got));
-    oracle::Judge judge(plan->precision_guarantee().error_bound);
-    oracle::Cases<Op>::judge(d, got.args, want.args, judge);
-    EXPECT_EQ(judge.failure(), "") << q;
-    EXPECT_LT(judge.worst(), 1) << q;
   }
 }
 
@@ -145,7 +179,7 @@ TEST(AuraAttention, CudaLimitsWhatIsOutOfRange) {
   static constexpr std::int32_t kFar[] = {INT32_MIN, INT32_MAX, -1, 1 << 20, 0, 21};
   oracle::Rng rng(5);
   for (const Desc& d : {kDecoding, paged, many}) {
-    for (const char* kernel : {"cuda", "cuda_tensor"}) {
+    for (const char* kernel : {"cuda", "cuda_tensor", "cuda_wgmma"}) {
       const auto plan = fastest(d, kernel);
       if (!plan.ok()) continue;
       for (int turn = 0; turn < 10; ++turn) {

@@ -263,6 +263,18 @@ __device__ __noinline__ inline float capped(float y, float most) {
   return most * math::tanh(y / most);
 }
 
+// A sink beside sums that are relative to 2^reference: l of the sink, and what those sums are to be
+// multiplied by. Neither is above 1, however far the sink is from the tokens.
+struct SinkWeight {
+  float l = 0, factor = 1;
+  __device__ SinkWeight(const Problem& p, std::int64_t head, float reference) {
+    if (p.sinks == nullptr) return;
+    const float sink = p.sinks[head] * kLog2E, most = fmaxf(reference, sink);
+    l = cuda::approximate_exp2(sink - most);
+    factor = cuda::approximate_exp2(reference - most);
+  }
+};
+
 template <class Shape>
 class DecodeWarp {
   static constexpr int kKBits = Shape::kKBits, kVBits = Shape::kVBits, kDim = Shape::kDim;
@@ -699,11 +711,10 @@ __device__ void decode_items(const Problem& p, const DecodeCut& cut) {
     __syncthreads();
     for (int head = warp_index(); head < group; head += Shape::kWarps) {
       const QueryRow query(p, tiles.s, tiles.head, head);
-      const float l_coded = t.l[head];
-      float l = l_coded;
-      if (p.sinks != nullptr)
-        l += cuda::approximate_exp2(p.sinks[query.head] * kLog2E - t.most[head]);
-      finish_row(p, query, l, l_coded, t.scratch.rows[head][0], t.scratch.rows[head][1], nullptr);
+      const SinkWeight sink(p, query.head, t.most[head]);
+      const float l_coded = t.l[head] * sink.factor;
+      finish_row(p, query, l_coded + sink.l, l_coded, t.scratch.rows[head][0],
+                 t.scratch.rows[head][1], nullptr, sink.factor);
     }
   }
 }

@@ -1,0 +1,739 @@
+// Prompts on tensor cores, by products of a warpgroup (sm_90a): rows of 128, any widths. A block
+// has 128 query rows of a KV head: queries, and within each its heads. Two warpgroups have 64 rows
+// each; a third one makes f16 of 64 tokens' codes at a time, by the table of decode_tensor.cuh, in
+// shared memory, where both read it:
+//
+//   logits [64 rows, 64 tokens] = q levels(K)^T        o [64 rows, 128] += w levels(V)
+//
+// Scales meet the logits and the weights w, as there. The logits of the next tokens are under way
+// with the values of the last ones, and while their weights are made the values still are.
+//
+// First and recent tokens go the same way before the coded ones, with the query as it was given:
+// their rows are in units of a power of two each, which then is the scale.
+//
+// A quad of lanes has two rows, 8 apart. Queries and sums stay in registers, and the rotations are
+// done there: all of a block's shared memory is for the table and the tokens.
+#pragma once
+#include "ops/aura/aura_attention/decode_tensor.cuh"
+
+namespace bittern::attend {
+
+inline constexpr int kPromptDim = 128;
+inline constexpr int kPromptRows = 128;   // of a block
+inline constexpr int kPromptTokens = 64;  // of a tile
+inline constexpr int kPromptGroups = 2, kPromptStages = 3;
+inline constexpr int kWarpgroup = 128;  // threads
+inline constexpr int kPromptThreads = (kPromptGroups + 1) * kWarpgroup;
+
+// What a tile's tokens are multiplied by: v_scale = ratio 2^exponent.
+struct TokenScales {
+  float k[kPromptTokens], exponent[kPromptTokens], ratio[kPromptTokens];
+  float back[kPromptTokens];  // 2^-exponent
+};
+
+// A matrix of 64 tokens: rows of 128 bytes, in two parts of 64 elements, whose pieces of 16 bytes
+// are permuted as WarpgroupMatrix wants them.
+inline constexpr int kTokenPart = kPromptTokens * 128;
+__device__ inline int token_place(int row, int piece) {
+  return piece / 8 * kTokenPart + row * 128 + ((piece % 8) ^ (row % 8)) * 16;
+}
+
+struct PromptShared {
+  static constexpr int kTable = 0;
+  static constexpr int kRing = 256 * 256;
+  static constexpr int kKeys = 0, kValues = 2 * kTokenPart, kStage = 4 * kTokenPart;
+  static constexpr int kScales = kRing + kPromptStages * kStage;
+  static constexpr int kBytes = kScales + kPromptStages * static_cast<int>(sizeof(TokenScales));
+};
+
+struct PromptCut {
+  std::int64_t row_tiles;  // of a KV head
+  std::int64_t items;
+  cuda::Divisor32 page_size;    // if there are pages
+  float* exact_sums = nullptr;  // o of first and recent tokens: [block, 64, thread]
+};
+
+// A block's rows, and for each region the tiles with a token that one of them may see.
+struct PromptItem {
+  std::int64_t s, head, first_row;
+  aura::Sequence sequence;
+  int first[aura::kRegions], end[aura::kRegions];
+
+  // The rows that see most come first.
+  __device__ PromptItem(const Problem& p, const PromptCut& cut, std::int64_t item) : sequence(p.d) {
+    const std::int64_t pairs = p.d.sequences * p.d.kv_heads;
+    const std::int64_t tile = item / pairs, pair = item - tile * pairs;
+    s = pair / p.d.kv_heads;
+    head = pair - s * p.d.kv_heads;
+    first_row = (cut.row_tiles - 1 - tile) * kPromptRows;
+    sequence = p.sequence(s);
+    const std::int64_t last_row = std::min(first_row + kPromptRows, p.head_rows) - 1;
+    for (const Region region : {aura::kFirst, aura::kCoded, aura::kRecent}) {
+      const std::int64_t from = sequence.seen(p.d, first_row / p.group, region).begin;
+      const std::int64_t to = sequence.seen(p.d, last_row / p.group, region).end;
+      first[region] = static_cast<int>(from / kPromptTokens);
+      end[region] =
+          from < to ? static_cast<int>((to + kPromptTokens - 1) / kPromptTokens) : first[region];
+    }
+  }
+};
+
+// The blocks' barriers, each of a warpgroup and the one that makes its tokens: a stage has a tile,
+// and is free again.
+inline constexpr int kPairThreads = 2 * kWarpgroup;
+__device__ inline int full_barrier(int stage, int group) {
+  return 1 + stage * kPromptGroups + group;
+}
+__device__ inline int free_barrier(int stage, int group) {
+  return 1 + (kPromptStages + stage) * kPromptGroups + group;
+}
+__device__ inline int next_stage(int stage) { return stage + 1 == kPromptStages ? 0 : stage + 1; }
+
+template <class T>
+__device__ T& prompt_shared(int place) {
+  return *reinterpret_cast<T*>(cuda::dynamic_shared<char>() + place);
+}
+__device__ inline TokenScales& token_scales(int stage) {
+  return prompt_shared<TokenScales>(PromptShared::kScales +
+                                    stage * static_cast<int>(sizeof(TokenScales)));
+}
+
+template <class F>
+__device__ void visit_bits(int bits, F&& f) {
+  switch (bits) {
+    case 1: return f(std::integral_constant<int, 1>());
+    case 2: return f(std::integral_constant<int, 2>());
+    case 3: return f(std::integral_constant<int, 3>());
+    case 4: return f(std::integral_constant<int, 4>());
+    case 5: return f(std::integral_constant<int, 5>());
+    case 6: return f(std::integral_constant<int, 6>());
+    case 7: return f(std::integral_constant<int, 7>());
+    default: return f(std::integral_constant<int, 8>());
+  }
+}
+
+// ---- the warpgroup that makes tokens ----
+
+class PromptTokens {
+ public:
+  __device__ PromptTokens(const Problem& p, const PromptCut& cut)
+      : p_(p),
+        cut_(cut),
+        thread_(static_cast<int>(threadIdx.x) % kWarpgroup),
+        row_(thread_ % kPromptTokens),
+        half_(thread_ / kPromptTokens) {}
+
+  __device__ void run() {
+    for (std::int64_t i = blockIdx.x; i < cut_.items; i += gridDim.x) {
+      const PromptItem item(p_, cut_, i);
+      for (const Region region : {aura::kFirst, aura::kRecent})
+        for (int tile = item.first[region]; tile < item.end[region]; ++tile)
+          put_exact(item, region, tile);
+      put_coded(item);
+    }
+    // No barrier is left half way. The oldest tile is in the next stage, or in the first.
+    if (made_ < kPromptStages) stage_ = 0;
+    for (int i = 0; i < made_; ++i) {
+      wait_free();
+      stage_ = next_stage(stage_);
+    }
+  }
+
+ private:
+  __device__ void wait_free() const {
+    for (int group = 0; group < kPromptGroups; ++group)
+      cuda::barrier_wait(free_barrier(stage_, group), kPairThreads);
+  }
+  __device__ void begin() const {
+    if (made_ == kPromptStages) wait_free();
+  }
+  __device__ void end() {
+    cuda::fence_shared();
+    for (int group = 0; group < kPromptGroups; ++group)
+      cuda::barrier_arrive(full_barrier(stage_, group), kPairThreads);
+    stage_ = next_stage(stage_);
+    if (made_ < kPromptStages) ++made_;
+  }
+  __device__ int tile_at(bool of_v) const {
+    return PromptShared::kRing + stage_ * PromptShared::kStage +
+           (of_v ? PromptShared::kValues : PromptShared::kKeys);
+  }
+  __device__ void put_scale(bool of_v, float scale) const {
+    TokenScales& to = token_scales(stage_);
+    if (!of_v) {
+      to.k[row_] = scale;
+      return;
+    }
+    const int raw = static_cast<int>(__float_as_uint(scale) >> 23 & 255) - 127;
+    const int exponent = std::clamp(raw, static_cast<int>(kLeastLog), static_cast<int>(kMostLog));
+    to.exponent[row_] = static_cast<float>(exponent);
+    to.back[row_] = math::power_of_two(-exponent);
+    to.ratio[row_] = scale * math::power_of_two(-exponent);
+  }
+
+  // ---- codes: a thread has half a row of K and of V ----
+
+  static constexpr int kMostWords = 16;
+  struct Codes {
+    std::uint32_t words[kMostWords];
+  };
+
+  // Where a thread's codes and scale lie. Past the last token they are those of the last.
+  struct Places {
+    const std::uint32_t *k, *v;
+    float scale;  // of K in the first half, of V in the second
+  };
+  __device__ Places places(const PromptItem& item, int tile) const {
+    const std::int64_t last = item.sequence.tokens[aura::kCoded] - 1;
+    const std::int64_t token = std::min<std::int64_t>(tile * kPromptTokens + row_, last);
+    const auto slot = static_cast<unsigned>(item.sequence.slot(aura::kCoded, token));
+    Place at{item.s * p_.d.kv_heads + item.head, slot};
+    if (p_.d.page_size != 0) {
+      const unsigned index = cut_.page_size.divide(slot), size = cut_.page_size.value();
+      const std::int64_t page = p_.block_table[item.s * p_.table_stride + index];
+      at.outer = std::clamp<std::int64_t>(page, 0, p_.d.pages - 1);
+      at.inner = item.head * size + (slot - index * size);
+    }
+    const auto row = [&](const CodedRows& rows) {
+      return rows.packed + at.outer * rows.packed_stride + at.inner * rows.words +
+             half_ * (rows.words / 2);
+    };
+    return {row(p_.k), row(p_.v), p_.scale_of(half_ == 0 ? p_.k : p_.v, at)};
+  }
+  __device__ static void load(const std::uint32_t* from, int bits, Codes& to) {
+    visit_bits(bits, [&](auto width) {
+      constexpr int kWords = 2 * decltype(width)::value;
+#pragma unroll
+      for (int i = 0; i < kWords; i += 2) {
+        const uint2 x = *reinterpret_cast<const uint2*>(from + i);
+        to.words[i] = x.x;
+        to.words[i + 1] = x.y;
+      }
+    });
+  }
+  __device__ void convert(const Codes& codes, int bits, bool of_v) const {
+    const char* const table = &prompt_shared<char>(PromptShared::kTable) + (of_v ? 128 : 0);
+    const int to = tile_at(of_v);
+    visit_bits(bits, [&](auto width) {
+      constexpr int kBits = decltype(width)::value;
+      const unsigned base = 4 * static_cast<unsigned>(lane_index());
+      const unsigned pairs = 8 * static_cast<unsigned>(lane_index() % 16);
+      static_for<0, kPromptTokens / 8>([&](auto eight) {
+        constexpr int kPiece = decltype(eight)::value, kCode = 8 * kPiece;
+        uint4 levels;
+        if constexpr (kBits == 2) {
+          const uint2 low = table_pair(table, entry_of<kCode * 2, 8>(codes.words, pairs));
+          const uint2 high = table_pair(table, entry_of<kCode * 2 + 8, 8>(codes.words, pairs));
+          levels = {low.x, low.y, high.x, high.y};
+        } else {
+          levels = {neighbours<kBits, kCode>(table, codes.words, base),
+                    neighbours<kBits, kCode + 2>(table, codes.words, base),
+                    neighbours<kBits, kCode + 4>(table, codes.words, base),
+                    neighbours<kBits, kCode + 6>(table, codes.words, base)};
+        }
+        prompt_shared<uint4>(to + token_place(row_, kPiece + 8 * half_)) = levels;
+      });
+    });
+  }
+  __device__ void put_coded(const PromptItem& item) {
+    const int first = item.first[aura::kCoded], last = item.end[aura::kCoded];
+    if (first >= last) return;
+    Codes k, v;
+    Places at = places(item, first);
+    load(at.k, p_.k.bits, k);
+    load(at.v, p_.v.bits, v);
+    for (int tile = first; tile < last; ++tile) {
+      const float scale = at.scale;
+      if (tile + 1 < last) at = places(item, tile + 1);
+      begin();
+      convert(k, p_.k.bits, false);
+      if (tile + 1 < last) load(at.k, p_.k.bits, k);
+      convert(v, p_.v.bits, true);
+      if (tile + 1 < last) load(at.v, p_.v.bits, v);
+      put_scale(half_ == 1, scale);
+      end();
+    }
+  }
+
+  // ---- first and recent tokens: a thread has a row, of K or of V ----
+
+  __device__ void put_exact(const PromptItem& item, Region region, int tile) {
+    const bool of_v = half_ == 1;
+    const ExactRows& rows = p_.exact_rows(region, of_v);
+    const std::int64_t token = std::int64_t{tile} * kPromptTokens + row_;
+    if (token >= item.sequence.tokens[region]) {
+      begin();
+      for (int piece = 0; piece < kPromptDim / 8; ++piece) put_piece(of_v, piece, {});
+      put_scale(of_v, 0);
+      return end();
+    }
+    const std::int64_t from = rows.offset(item.s * p_.d.kv_heads + item.head) +
+                              item.sequence.slot(region, token) * rows.slot_stride;
+    float x[8], most = 0;
+    bool finite = true;
+#pragma unroll 2
+    for (int piece = 0; piece < kPromptDim / 8; ++piece) {
+      load_eight(rows.data, p_.d.exact, from + 8 * piece, x);
+#pragma unroll
+      for (const float e : x) {
+        finite = finite && fabsf(e) < std::numeric_limits<float>::infinity();
+        most = fmaxf(most, fabsf(e));
+      }
+    }
+    const float unit = power_above(most), inverse = inverse_power(unit);
+    begin();
+#pragma unroll 2
+    for (int piece = 0; piece < kPromptDim / 8; ++piece) {
+      load_eight(rows.data, p_.d.exact, from + 8 * piece, x);
+      const auto pair = [&](int i) {
+        return cuda::store_pair<f16>(x[2 * i] * inverse, x[2 * i + 1] * inverse);
+      };
+      // What is not finite would meet the zero weights of queries that do not see it. So its row is
+      // 0, and its scale NaN.
+      put_piece(of_v, piece, finite ? uint4{pair(0), pair(1), pair(2), pair(3)} : uint4{});
+    }
+    put_scale(of_v, finite ? unit : std::numeric_limits<float>::quiet_NaN());
+    end();
+  }
+  __device__ void put_piece(bool of_v, int piece, uint4 levels) const {
+    prompt_shared<uint4>(tile_at(of_v) + token_place(row_, piece)) = levels;
+  }
+  __device__ static void load_eight(const void* data, DType type, std::int64_t at, float (&x)[8]) {
+    const auto load = [&]<class X>(Type<X>) {
+      const auto pack =
+          *reinterpret_cast<const cuda::Pack<X, 8>*>(static_cast<const X*>(data) + at);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = pack.math(i);
+    };
+    switch (type) {
+      case DType::f16: return load(Type<f16>());
+      case DType::bf16: return load(Type<bf16>());
+      default: return load(Type<float>());
+    }
+  }
+
+  const Problem& p_;
+  const PromptCut& cut_;
+  const int thread_, row_, half_;
+  int stage_ = 0, made_ = 0;
+};
+
+// ---- a warpgroup with 64 rows ----
+
+// What a lane has of 128 columns of its two rows: element 4 t + 2 d + e is column
+// 8 t + 2 (lane % 4) + e of row lane / 4 + 8 d of the warp's 16.
+using RowColumns = float[kPromptDim / 2];
+
+template <class F>
+__device__ void for_columns(F&& f) {
+  const int column = 2 * (lane_index() % 4);
+#pragma unroll
+  for (int i = 0; i < kPromptDim / 2; ++i) f(i, i / 2 % 2, 8 * (i / 4) + column + i % 2);
+}
+__device__ inline float sum_of_quad(float x) {
+  x += cuda::across(x, 1);
+  return x + cuda::across(x, 2);
+}
+__device__ inline float most_of_quad(float x) {
+  x = fmaxf(x, cuda::across(x, 1));
+  return fmaxf(x, cuda::across(x, 2));
+}
+
+// P x, or its inverse: a butterfly for each bit of the column.
+__device__ inline void rotate_columns(const RowRotation& rotation, RowColumns& x) {
+  if (rotation.kind == Rotation::identity) return;
+  const bool inverse = rotation.inverse;
+  for_columns([&](int i, int, int column) {
+    x[i] *= inverse ? rotation.scale : rotation.table[column] * rotation.scale;
+  });
+  const auto butterflies = [&](int h) {
+#pragma unroll
+    for (int i = 0; i < kPromptDim / 2; ++i) {
+      if ((i & h) != 0) continue;
+      const float a = x[i], b = x[i + h];
+      x[i] = a + b;
+      x[i + h] = a - b;
+    }
+  };
+  butterflies(1);
+#pragma unroll
+  for (int h = 4; h < kPromptDim / 2; h *= 2) butterflies(h);
+#pragma unroll
+  for (int h = 1; h < 4; h *= 2) {
+    const float sign = (lane_index() & h) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < kPromptDim / 2; ++i) x[i] = fmaf(sign, x[i], cuda::across(x[i], h));
+  }
+  if (inverse) for_columns([&](int i, int, int column) { x[i] *= rotation.table[column]; });
+}
+
+class PromptQueries {
+  static constexpr int kTiles = kPromptTokens / 8;  // of 8 tokens
+  using Weights = std::uint32_t[kTiles / 2][4];     // left sides, 16 tokens each
+
+ public:
+  __device__ PromptQueries(const Problem& p, const PromptCut& cut, float k_unit, float v_unit)
+      : p_(p), cut_(cut), k_unit_(k_unit), v_unit_(v_unit), group_(warp_index() / 4) {}
+
+  __device__ void run() {
+    for (item_ = blockIdx.x; item_ < cut_.items; item_ += gridDim.x) attend();
+  }
+
+ private:
+  // Made anew where it is needed: registers are for sums.
+  __device__ PromptItem item() const { return PromptItem(p_, cut_, item_); }
+  __device__ static std::int64_t row(const PromptItem& item, int d) {
+    return item.first_row + 16 * warp_index() + lane_index() / 4 + 8 * d;
+  }
+  __device__ bool has(const PromptItem& item, int d) const { return row(item, d) < p_.head_rows; }
+  __device__ QueryRow query(const PromptItem& item, int d) const {
+    return QueryRow(p_, item.s, item.head, has(item, d) ? row(item, d) : item.first_row);
+  }
+
+  __device__ void attend() {
+    const bool exact = p_.d.first + p_.d.recent > 0;
+    float l_exact[2] = {}, reference_exact[2] = {};
+    clear_sums();
+#pragma unroll
+    for (int d = 0; d < 2; ++d) {
+      reference_[d] = kLowest;
+      l_[d] = 0;
+    }
+#pragma unroll 1
+    for (int i = exact ? 0 : 2; i < aura::kRegions; ++i) {
+      const Region region = i == 0 ? aura::kFirst : i == 1 ? aura::kRecent : aura::kCoded;
+      if (i == 0) load_queries(false);
+      if (region == aura::kCoded) {
+        if (exact) {
+          for_columns([&](int j, int, int) { exact_sum(j) = o_[j]; });
+          clear_sums();
+#pragma unroll
+          for (int d = 0; d < 2; ++d) {
+            l_exact[d] = sum_of_quad(l_[d]);
+            reference_exact[d] = reference_[d];
+            l_[d] = 0;
+          }
+        }
+        load_queries(true);
+        // b is the same for all coded tokens of a row: it moves their reference instead.
+#pragma unroll
+        for (int d = 0; d < 2; ++d)
+          if (p_.softcap == 0) reference_[d] -= b_[d];
+      }
+      take_tiles(region);
+    }
+    const PromptItem item = this->item();
+    float l[2], l_coded[2], of_exact[2], of_coded[2];
+#pragma unroll
+    for (int d = 0; d < 2; ++d) {
+      if (p_.softcap == 0) reference_[d] += b_[d];
+      const SinkWeight sink(p_, query(item, d).head, reference_[d] - kHeadroom);
+      of_coded[d] = sink.factor;
+      of_exact[d] =
+          exact ? cuda::approximate_exp2(reference_exact[d] - reference_[d]) * sink.factor : 0.0f;
+      l_coded[d] = sum_of_quad(l_[d]) * of_coded[d];
+      l[d] = fmaf(l_exact[d], of_exact[d], l_coded[d] + sink.l);
+    }
+    for_columns([&](int i, int d, int) { o_[i] *= v_unit_ * of_coded[d]; });
+    rotate_columns(p_.v_rotation, o_);
+    if (p_.v_mean != nullptr) {
+      const float* const mean = p_.v_mean + item.head * kPromptDim;
+      for_columns([&](int i, int d, int column) { o_[i] = fmaf(l_coded[d], mean[column], o_[i]); });
+    }
+    if (exact)
+      for_columns([&](int i, int d, int) { o_[i] = fmaf(exact_sum(i), of_exact[d], o_[i]); });
+    switch (p_.d.element) {
+      case DType::f16: return store<f16>(item, l);
+      case DType::bf16: return store<bf16>(item, l);
+      default: return store<float>(item, l);
+    }
+  }
+
+  template <class X>
+  __device__ void store(const PromptItem& item, const float (&l)[2]) {
+#pragma unroll
+    for (int d = 0; d < 2; ++d) {
+      if (!has(item, d)) continue;
+      X* const to = static_cast<X*>(p_.out) + query(item, d).offset(p_.out_stride);
+      for_columns([&](int i, int of, int column) {
+        if (of == d) to[column] = cuda::store_math<X>(l[d] == 0 ? 0.0f : o_[i] / l[d]);
+      });
+    }
+  }
+
+  __device__ float& exact_sum(int i) const {
+    return cut_.exact_sums[(std::int64_t{blockIdx.x} * (kPromptDim / 2) + i) *
+                               (kPromptGroups * kWarpgroup) +
+                           threadIdx.x];
+  }
+  __device__ void clear_sums() {
+#pragma unroll
+    for (float& sum : o_) sum = 0;
+  }
+
+  // q in f16, rotated for coded tokens, and the unit of its logits.
+  __device__ void load_queries(bool coded) {
+    const PromptItem item = this->item();
+    RowColumns x;
+    float most[2] = {}, b[2] = {};
+    const std::int64_t from[2] = {query(item, 0).offset(p_.q_stride),
+                                  query(item, 1).offset(p_.q_stride)};
+    const bool there[2] = {has(item, 0), has(item, 1)};
+    const float* const mean =
+        coded && p_.k_mean != nullptr ? p_.k_mean + item.head * kPromptDim : nullptr;
+    for_columns([&](int i, int d, int column) {
+      x[i] = there[d] ? cuda::load_element(p_.q, p_.d.element, from[d] + column) : 0.0f;
+      if (coded) x[i] *= p_.scale;
+      if (mean != nullptr) b[d] = fmaf(x[i], mean[column], b[d]);
+    });
+    if (coded) rotate_columns(p_.k_rotation, x);
+    for_columns([&](int i, int d, int) { most[d] = fmaxf(most[d], fabsf(x[i])); });
+    float inverse[2];
+#pragma unroll
+    for (int d = 0; d < 2; ++d) {
+      const float unit = power_above(most_of_quad(most[d]));
+      inverse[d] = inverse_power(unit);
+      unit_[d] = unit * (coded ? k_unit_ * kLog2E : p_.scale * kLog2E);
+      b_[d] = sum_of_quad(b[d]) * kLog2E;
+    }
+#pragma unroll
+    for (int i = 0; i < kPromptDim / 4; ++i) {
+      const int d = i % 2;
+      q_[i / 4][i % 4] = cuda::store_pair<f16>(x[2 * i] * inverse[d], x[2 * i + 1] * inverse[d]);
+    }
+  }
+
+  // ---- tiles ----
+
+  __device__ void take_tiles(Region region) {
+    const PromptItem item = this->item();
+    const int first = item.first[region], count = item.end[region] - first;
+    if (count <= 0) return;
+    int least = 0, most = 0x7fffffff;  // tokens that all of the warp's rows see
+#pragma unroll
+    for (int d = 0; d < 2; ++d) {
+      const aura::Span seen = item.sequence.seen(p_.d, query(item, d).query, region);
+      begin_[d] = static_cast<int>(seen.begin);
+      end_[d] = static_cast<int>(std::max(seen.begin, seen.end));
+      least = max(least, begin_[d]);
+      most = min(most, end_[d]);
+    }
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) {
+      least = max(least, __shfl_xor_sync(cuda::kAllLanes, least, step));
+      most = min(most, __shfl_xor_sync(cuda::kAllLanes, most, step));
+    }
+    const auto weigh = [&](int n, Weights& to) {
+      const int token = (first + n) * kPromptTokens;
+      const bool all = least <= token && token + kPromptTokens <= most;
+      return make_weights(token_scales(stage_), token, all, region == aura::kCoded, to);
+    };
+    const auto raise_sums = [&] { for_columns([&](int i, int d, int) { o_[i] *= factor_[d]; }); };
+    // The values of tile n - 1 with its weights `last`, and the weights `next` of tile n.
+    const auto advance = [&](int n, const Weights& last, Weights& next) {
+      const int stage = stage_;
+      stage_ = next_stage(stage);
+      start_logits();
+      start_values(stage, last);
+      cuda::warpgroup_wait<1>();
+      cuda::warpgroup_hold(s_);
+      const bool raised = weigh(n, next);
+      finish_values(stage);
+      if (raised) raise_sums();
+    };
+    const auto finish = [&](const Weights& last) {
+      start_values(stage_, last);
+      finish_values(stage_);
+      stage_ = next_stage(stage_);
+    };
+    // Taking turns: registers that products read are not written meanwhile.
+    Weights even, odd;
+    start_logits();
+    cuda::warpgroup_wait<0>();
+    cuda::warpgroup_hold(s_);
+    if (weigh(0, even)) raise_sums();
+    int n = 1;
+#pragma unroll 1
+    for (; n + 1 < count; n += 2) {
+      advance(n, even, odd);
+      advance(n + 1, odd, even);
+    }
+    if (n < count) {
+      advance(n, even, odd);
+      finish(odd);
+    } else {
+      finish(even);
+    }
+  }
+
+  // Both leave a group of products under way. The first waits for the tile in stage_.
+  __device__ void start_logits() {
+    cuda::barrier_wait(full_barrier(stage_, group_), kPairThreads);
+    const auto keys = matrix(stage_, PromptShared::kKeys);
+    cuda::warpgroup_begin();
+#pragma unroll
+    for (int i = 0; i < kPromptDim / 16; ++i)
+      cuda::warpgroup_multiply_f16(s_, q_[i], keys.at(i / 4 * kTokenPart + i % 4 * 32), i > 0);
+    cuda::warpgroup_commit();
+  }
+  __device__ void start_values(int stage, const Weights& weights) {
+    const auto values = matrix(stage, PromptShared::kValues);
+    cuda::warpgroup_begin();
+#pragma unroll
+    for (int i = 0; i < kTiles / 2; ++i)
+      cuda::warpgroup_multiply_rows_f16<kTokenPart>(o_, weights[i], values.at(i * 2048));
+    cuda::warpgroup_commit();
+  }
+  __device__ void finish_values(int stage) {
+    cuda::warpgroup_wait<0>();
+    cuda::warpgroup_hold(o_);
+    cuda::barrier_arrive(free_barrier(stage, group_), kPairThreads);
+  }
+  __device__ static cuda::WarpgroupMatrix matrix(int stage, int place) {
+    return cuda::warpgroup_matrix(
+        &prompt_shared<char>(PromptShared::kRing + stage * PromptShared::kStage + place));
+  }
+
+  __device__ static float2 two_of(const float (&of)[kPromptTokens], int t) {
+    return *reinterpret_cast<const float2*>(of + 8 * t + 2 * (lane_index() % 4));
+  }
+
+  // The weights of 64 tokens from their logits, relative to the reference. If that rises, sums are
+  // to be multiplied by factor_.
+  __device__ bool make_weights(const TokenScales& scales, int first, bool all, bool coded,
+                               Weights& to) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      const float2 k = two_of(scales.k, t), exponent = two_of(scales.exponent, t);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& s = s_[4 * t + e];
+        s = fmaf(s * (e % 2 == 0 ? k.x : k.y), unit_[e / 2], e % 2 == 0 ? exponent.x : exponent.y);
+      }
+    }
+    if (p_.softcap != 0) cap_logits(scales, coded);
+    unsigned unseen[2] = {};  // bits 2 t + i
+    if (!all) hide_unseen(first, unseen);
+    float most[2] = {kLowest, kLowest};
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; ++i) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], s_[i]);
+    const bool raised = __any_sync(cuda::kAllLanes,
+                                   most[0] > reference_[0] + 1 || most[1] > reference_[1] + 1) != 0;
+    if (raised) raise(most);
+    const float base[2] = {reference_[0] - kHeadroom, reference_[1] - kHeadroom};
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      const float2 ratio = two_of(scales.ratio, t), back = two_of(scales.back, t);
+#pragma unroll
+      for (int d = 0; d < 2; ++d) {
+        float w[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          w[i] = cuda::approximate_exp2(s_[4 * t + 2 * d + i] - base[d]);
+          l_[d] = fmaf(w[i], i == 0 ? back.x : back.y, l_[d]);
+          w[i] *= i == 0 ? ratio.x : ratio.y;
+          if (!all && (unseen[d] >> (2 * t + i) & 1) != 0) w[i] = 0;  // whatever the ratio is
+        }
+        to[t / 2][t % 2 * 2 + d] = cuda::store_pair<f16>(w[0], w[1]);
+      }
+    }
+    return raised;
+  }
+  __device__ void hide_unseen(int first, unsigned (&unseen)[2]) {
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; ++i) {
+      const int d = i / 2 % 2, token = first + 8 * (i / 4) + 2 * (lane_index() % 4) + i % 2;
+      if (token >= begin_[d] && token < end_[d]) continue;
+      s_[i] = kNone;
+      unseen[d] |= 1u << (2 * (i / 4) + i % 2);
+    }
+  }
+  __device__ void cap_logits(const TokenScales& scales, bool coded) {
+#pragma unroll 1
+    for (int t = 0; t < kTiles; ++t) {
+      const float2 exponent = two_of(scales.exponent, t);
+#pragma unroll
+      for (int other = 0; other < kTiles; ++other) {
+        if (other != t) continue;  // registers have no index
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& s = s_[4 * other + e];
+          const float plus = e % 2 == 0 ? exponent.x : exponent.y;
+          s = capped(s - plus + (coded ? b_[e / 2] : 0.0f), p_.softcap * kLog2E) + plus;
+        }
+      }
+    }
+  }
+  __device__ void raise(const float (&most)[2]) {
+#pragma unroll
+    for (int d = 0; d < 2; ++d) {
+      const float to = fmaxf(reference_[d], most_of_quad(most[d]));
+      factor_[d] = cuda::approximate_exp2(reference_[d] - to);
+      reference_[d] = to;
+      l_[d] *= factor_[d];
+    }
+  }
+
+  const Problem& p_;
+  const PromptCut& cut_;
+  const float k_unit_, v_unit_;
+  const int group_;
+  std::int64_t item_ = 0;
+  int stage_ = 0;
+  std::uint32_t q_[kPromptDim / 16][4];
+  float s_[4 * kTiles];
+  RowColumns o_;
+  float unit_[2], b_[2], reference_[2], l_[2], factor_[2];
+  int begin_[2], end_[2];
+};
+
+__global__ void __launch_bounds__(kPromptThreads, 1)
+    attend_prompt(const __grid_constant__ Problem p, const __grid_constant__ PromptCut cut) {
+  auto* const table = &prompt_shared<std::uint32_t>(PromptShared::kTable);
+  float k_unit = 0, v_unit = 0;
+  visit_bits(p.k.bits, [&](auto bits) {
+    k_unit = fill_table<decltype(bits)::value, kPromptThreads / 32>(p.k.codebook, table);
+  });
+  visit_bits(p.v.bits, [&](auto bits) {
+    v_unit = fill_table<decltype(bits)::value, kPromptThreads / 32>(p.v.codebook, table + 32);
+  });
+  __syncthreads();
+  if (threadIdx.x >= kPromptGroups * kWarpgroup) {
+    cuda::give_registers<96>();
+    PromptTokens(p, cut).run();
+  } else {
+    cuda::take_registers<208>();
+    PromptQueries(p, cut, k_unit, v_unit).run();
+  }
+}
+
+inline PromptCut prompt_cut(const Op::Desc& d) {
+  const std::int64_t rows = d.queries * d.group();
+  const std::int64_t tiles = (rows + kPromptRows - 1) / kPromptRows;
+  return {.row_tiles = tiles,
+          .items = tiles * d.sequences * d.kv_heads,
+          .page_size = cuda::Divisor32(std::max<std::int64_t>(d.page_size, 1))};
+}
+
+inline std::int64_t prompt_blocks(const Op::Desc& d, int device) {
+  return std::min<std::int64_t>(prompt_cut(d).items, cuda::limits(device).multiprocessors);
+}
+
+inline std::size_t prompt_bytes(const Op::Desc& d, int device) {
+  if (d.first + d.recent == 0) return 0;
+  return static_cast<std::size_t>(prompt_blocks(d, device)) * kPromptRows * kPromptDim *
+         sizeof(float);
+}
+
+inline Status run_prompt(const Op::Desc& d, const Problem& p, int device, Stream stream,
+                         Workspace workspace) {
+  PromptCut cut = prompt_cut(d);
+  cut.exact_sums = static_cast<float*>(workspace.data);
+  return cuda::launch(Op::kName, attend_prompt,
+                      {.blocks = prompt_blocks(d, device),
+                       .threads = kPromptThreads,
+                       .shared = PromptShared::kBytes},
+                      device, stream, p, cut);
+}
+
+}  // namespace bittern::attend
