@@ -264,14 +264,16 @@ __device__ __noinline__ inline float capped(float y, float most) {
 }
 
 // A sink beside sums that are relative to 2^reference: l of the sink, and what those sums are to be
-// multiplied by. Neither is above 1, however far the sink is from the tokens.
+// multiplied by. However far the sink is from the tokens, neither overflows, and the quotient is 0
+// only where f32 has no number for it.
 struct SinkWeight {
   float l = 0, factor = 1;
   __device__ SinkWeight(const Problem& p, std::int64_t head, float reference) {
     if (p.sinks == nullptr) return;
-    const float sink = p.sinks[head] * kLog2E, most = fmaxf(reference, sink);
-    l = cuda::approximate_exp2(sink - most);
-    factor = cuda::approximate_exp2(reference - most);
+    constexpr float kMostSink = 100;  // log2 of l
+    const float sink = p.sinks[head] * kLog2E, base = fmaxf(reference, sink - kMostSink);
+    l = cuda::approximate_exp2(sink - base);
+    factor = cuda::approximate_exp2(reference - base);
   }
 };
 
