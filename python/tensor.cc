@@ -106,7 +106,12 @@ std::optional<int> cuda_index(nb::handle object) {
 // How to get the gradient that was asked for, of the ops that bittern.torch differentiates.
 std::string other_ways(std::string_view where) {
   static constexpr std::pair<std::string_view, const char*> kDifferentiable[] = {
-      {"fake_quantize_per_group", "fake_quantize_per_group"}, {"qdq_affine_forward", "qdq_affine"}};
+      {"fake_quantize_per_group", "fake_quantize_per_group"},
+      {"qdq_affine_forward", "qdq_affine"},
+      {"gdn_chunk_forward", "gated_delta_rule"},
+      {"gdn_recurrent_step", "recurrent_gated_delta_rule"},
+      {"causal_conv1d", "causal_conv1d"},
+      {"gated_rms_norm", "gated_rms_norm"}};
   const std::string_view op = where.substr(0, where.find(':'));
   for (const auto& [name, function] : kDifferentiable)
     if (op == name) return std::string("; bittern.torch.") + function + " computes it";

@@ -28,9 +28,10 @@ How a function fills in what it was not told:
              error; on CUDA, where looking would mean waiting, it becomes the nearest int32. All of
              these but block_table, g and beta may have any strides: they are copied then, too.
   autograd   these functions have no gradient: a torch tensor that requires one is an error, unless
-             under torch.no_grad(). bittern.torch has two that are differentiable:
-             fake_quantize_per_group and qdq_affine. mlx does not say that it differentiates: to
-             mx.grad and mx.jvp the results are constants.
+             under torch.no_grad(). bittern.torch has those that are differentiable:
+             fake_quantize_per_group, qdq_affine, the gated delta rule, its convolution and its norm.
+             mlx does not say that it differentiates: to mx.grad and mx.jvp the results are
+             constants.
   device     that of the first array.
   stream     on CUDA, an int (cudaStream_t) or a stream of torch's; by default torch's current one.
              Another stream first waits for what the current one has to do; the results belong to

@@ -2,13 +2,19 @@
 
     y = bittern.torch.fake_quantize_per_group(x, scale, zero_point, group_size=64)
     w = bittern.torch.qdq_affine(q, scales, biases, group_size=64, bits=4)
+    o, state = bittern.torch.gated_delta_rule(q, k, v, g, beta, output_final_state=True)
+    o, state = bittern.torch.recurrent_gated_delta_rule(q, k, v, g, beta=beta, initial_state=state)
+    y, state = bittern.torch.causal_conv1d(x, weight, activation="silu")
+    y = bittern.torch.gated_rms_norm(x, z, weight)
 
-Both are custom operators of torch (>= 2.4): torch.compile(fullgraph=True) keeps them whole. They
-take CPU and CUDA tensors, on torch's current stream. Values and gradients have the bits of the ops,
-whose headers give the formulas (bittern/ops/fake_quantize_per_group_backward.h and its like).
+The last four have the arguments of flash-linear-attention (fla), so that its layers run with the
+import changed. All are custom operators of torch (>= 2.4): torch.compile(fullgraph=True) keeps them
+whole. They take CPU and CUDA tensors, on torch's current stream. Values and gradients have the bits
+of the ops, whose headers give the formulas (bittern/ops/fake_quantize_per_group_backward.h and its
+like).
 
-A tensor that is not contiguous is copied first; results are contiguous. A gradient has no gradient
-of its own. Forward-mode differentiation (torch.func.jvp, dual tensors) is an error.
+A tensor whose strides an op does not take is copied first; results are contiguous. A gradient has
+no gradient of its own. Forward-mode differentiation (torch.func.jvp, dual tensors) is an error.
 """
 
 import torch as _torch
@@ -18,7 +24,14 @@ from torch._library.autograd import make_autograd_impl as _make_autograd_impl
 
 import bittern as _bittern
 
-__all__ = ["fake_quantize_per_group", "qdq_affine"]
+__all__ = [
+    "causal_conv1d",
+    "fake_quantize_per_group",
+    "gated_delta_rule",
+    "gated_rms_norm",
+    "qdq_affine",
+    "recurrent_gated_delta_rule",
+]
 
 
 def _plain(tensor):
@@ -29,6 +42,20 @@ def _plain(tensor):
             "call to_dense() first"
         )
     return None if tensor is None else tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _rows(tensor):
+    """As _plain, but strided where ops take it: rows whose elements are neighbours, on CUDA also
+    aligned as the kernels of tensor cores need them."""
+    if tensor is None or tensor.layout is not _torch.strided:
+        return _plain(tensor)
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    dense = tensor.shape[-1:] == (1,) or tensor.stride()[-1:] == (1,)
+    if tensor.is_cuda:
+        apart = (s for n, s in zip(tensor.shape[:-1], tensor.stride()) if n > 1)
+        dense &= tensor.data_ptr() % 16 == 0
+        dense &= all(s * tensor.element_size() % 16 == 0 for s in apart)
+    return tensor if dense else tensor.contiguous()
 
 
 def _check_devices(op, **tensors):
@@ -284,6 +311,617 @@ def _differentiate_qdq_affine(ctx, d_y):
 _qdq_affine.register_autograd(_differentiate_qdq_affine, setup_context=_save_qdq_affine)
 
 
+# ---- the gated delta rule ----
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    preference: str | None = None,
+    **unknown: object,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule over whole sequences; fla's chunk_gated_delta_rule, differentiable.
+
+        S = e^g[t] S;   S = S + k[t]^T (beta[t] (v[t] - k[t] S));   o[t] = scale q[t] S
+
+    q, k             [B, T, H, K], of v's dtype: float32, float16 or bfloat16
+    v                [B, T, HV, V]; HV is a multiple of H, and value head h uses key head h // (HV / H)
+    g, beta          [B, T, HV]: log decay and strength
+    scale            of q; None: K ^ -0.5
+    initial_state    [N, HV, K, V]; N is B, or the number of sequences of cu_seqlens
+    cu_seqlens       [N + 1]: where the sequences of a single row (B = 1) begin and end
+    state_v_first    states are [N, HV, V, K]
+
+    With use_qk_l2norm_in_kernel q and k are normalised first. With use_gate_in_kernel g is
+    -exp(A_log) * softplus(g + dt_bias), both [HV]; with use_beta_sigmoid_in_kernel beta is
+    sigmoid(beta), and with allow_neg_eigval twice that. cu_seqlens_cpu and chunk_indices, which
+    spare fla a wait, are not needed.
+
+    Returns o [B, T, HV, V], and the final state in float32 if output_final_state, else None.
+    g, beta, A_log, dt_bias and states are computed in float32 whatever their dtype. Under
+    torch.autocast q, k and v take the autocast dtype, as for a matrix product.
+
+    `preference` is "exact" (the bits of `ref`) or "fastest" (a kernel with a declared error bound
+    where there is one); None is "fastest" on CUDA and "exact" on the CPU. The gradients are those
+    of gdn_chunk_backward.
+    """
+    where = "gated_delta_rule"
+    _refuse_unknown(where, unknown)
+    if cp_context is not None:
+        raise NotImplementedError(
+            f"bittern.torch.{where}: cp_context: given, expected None: a sequence is computed on one "
+            "device"
+        )
+    return _delta_rule(
+        where, q, k, v, g, beta, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+        cu_seqlens, use_gate_in_kernel, A_log, dt_bias, chunk_size, preference, False,
+    )  # fmt: skip
+
+
+def recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    preference: str | None = None,
+    **unknown: object,
+) -> tuple[Tensor, Tensor | None]:
+    """gated_delta_rule token by token, for decoding; fla's fused_recurrent_gated_delta_rule.
+
+    g None is no decay, beta None is 1. Decays of single channels (gk, gv) are an error. With
+    cu_seqlens it is computed as gated_delta_rule is, by chunks. Unlike fla's it has gradients:
+    those of gdn_chunk_backward.
+    """
+    where = "recurrent_gated_delta_rule"
+    _refuse_unknown(where, unknown)
+    for name, given in (("gk", gk), ("gv", gv)):
+        if given is not None:
+            raise NotImplementedError(
+                f"bittern.torch.{where}: {name}: given, expected None: one decay per head, in g"
+            )
+    if g is None:
+        if use_gate_in_kernel:
+            raise ValueError(
+                f"bittern.torch.{where}: g: None, expected the gate's input beside use_gate_in_kernel"
+            )
+        g = v.new_zeros(v.shape[:3], dtype=_torch.float32)
+    if beta is None:
+        beta = v.new_ones(v.shape[:3], dtype=_torch.float32)
+    return _delta_rule(
+        where, q, k, v, g, beta, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+        cu_seqlens, use_gate_in_kernel, A_log, dt_bias, 64, preference, cu_seqlens is None,
+    )  # fmt: skip
+
+
+# Options of older releases of fla, and what takes their place.
+_RENAMED = {
+    "transpose_state_layout": "expected state_v_first, its name since fla 0.5",
+    "head_first": "expected tensors [B, T, H, ...]",
+}
+
+
+def _refuse_unknown(where, unknown):
+    for name in unknown:
+        hint = _RENAMED.get(name, "expected an option of help(bittern.torch." + where + ")")
+        raise TypeError(f"bittern.torch.{where}: {name}: no such option, {hint}")
+
+
+def _autocast(tensor):
+    """The dtype that torch.autocast asks for on the tensor's device; None outside of it."""
+    kind = tensor.device.type
+    if kind not in ("cpu", "cuda") or not _torch.is_autocast_enabled(kind):
+        return None
+    return _torch.get_autocast_dtype(kind)
+
+
+def _f32(tensor):
+    return None if tensor is None else tensor.to(_torch.float32)
+
+
+def _delta_rule(
+    where, q, k, v, g, beta, scale, initial_state, output_final_state, qk_l2norm, beta_sigmoid,
+    allow_neg_eigval, value_first, cu_seqlens, gate, a_log, dt_bias, chunk, preference, recurrent,
+):  # fmt: skip
+    where = f"bittern.torch.{where}"
+    if (dtype := _autocast(v)) is not None:
+        q, k, v = (t.to(dtype) for t in (q, k, v))
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{where}: {name}: shape {list(tensor.shape)}, expected [batch, tokens, heads, dim]"
+            )
+        if tensor.dtype != v.dtype:
+            raise ValueError(f"{where}: {name}: dtype {tensor.dtype}, expected {v.dtype}, as v has")
+    if gate and a_log is None:
+        raise ValueError(f"{where}: A_log: None, expected [HV] beside use_gate_in_kernel")
+    if not gate and not (a_log is None and dt_bias is None):
+        name = "A_log" if a_log is not None else "dt_bias"
+        raise ValueError(f"{where}: {name}: given, expected use_gate_in_kernel=True beside it")
+    if allow_neg_eigval and not beta_sigmoid:
+        raise ValueError(
+            f"{where}: allow_neg_eigval: True, expected use_beta_sigmoid_in_kernel=True beside it"
+        )
+    if gate and dt_bias is None:
+        dt_bias = a_log.new_zeros(a_log.shape)
+    if scale == 0:  # which asks the op for its default
+        raise ValueError(f"{where}: scale: 0, expected another number, or None")
+    if preference is None:
+        preference = "fastest" if v.is_cuda else "exact"
+    o, state = _gated_delta_rule(
+        q, k, v, _f32(g), _f32(beta), _f32(a_log), _f32(dt_bias), _f32(initial_state), cu_seqlens,
+        0.0 if scale is None else float(scale), chunk, qk_l2norm, beta_sigmoid, allow_neg_eigval,
+        value_first, preference, recurrent, output_final_state,
+    )  # fmt: skip
+    return o, state if output_final_state else None
+
+
+def _state_like(v, k, cu_seqlens, value_first, wanted):
+    """Memory for the states of v's sequences, without elements where they are not wanted."""
+    batch = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = (v.shape[3], k.shape[3]) if value_first else (k.shape[3], v.shape[3])
+    return v.new_empty((batch, v.shape[2], *state) if wanted else (0,), dtype=_torch.float32)
+
+
+def _delta_fields(scale, chunk, qk_l2norm, beta_sigmoid, allow_neg_eigval, value_first, preference):
+    return {
+        "scale": scale,
+        "chunk": chunk,
+        "qk_l2norm": qk_l2norm,
+        "beta_sigmoid": beta_sigmoid,
+        "allow_neg_eigval": allow_neg_eigval,
+        "state_layout": "value_key" if value_first else "key_value",
+        "preference": preference,
+    }
+
+
+@_torch.library.custom_op("bittern::gated_delta_rule", mutates_args=())
+def _gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    a_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    chunk: int,
+    qk_l2norm: bool,
+    beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    value_first: bool,
+    preference: str,
+    recurrent: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:
+    fields = _delta_fields(
+        scale, chunk, qk_l2norm, beta_sigmoid, allow_neg_eigval, value_first, preference
+    )
+    tensors = {
+        "q": _rows(q),
+        "k": _rows(k),
+        "v": _rows(v),
+        "g": _plain(g),
+        "beta": _plain(beta),
+        "a_log": _plain(a_log),
+        "dt_bias": _plain(dt_bias),
+        "o": v.new_empty(v.shape),
+        "gate": a_log is not None,
+    }
+    state = _state_like(v, k, cu_seqlens, value_first, output_final_state or recurrent)
+    if not recurrent:
+        _bittern.gdn_chunk_forward(
+            **tensors,
+            initial_state=_plain(initial_state),
+            cu_seqlens=_plain(cu_seqlens),
+            final_state=state if output_final_state else False,
+            **fields,
+        )
+        return tensors["o"], state
+    if initial_state is None:
+        state.zero_()
+    elif initial_state.shape == state.shape:
+        state.copy_(initial_state)
+    else:
+        raise ValueError(
+            f"bittern.torch.recurrent_gated_delta_rule: initial_state: shape "
+            f"{list(initial_state.shape)}, expected {list(state.shape)}"
+        )
+    del fields["chunk"]
+    _bittern.gdn_recurrent_step(**tensors, state=state, **fields)
+    return tensors["o"], state if output_final_state else state.new_empty(0)
+
+
+@_gated_delta_rule.register_fake
+def _(q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, *rest):
+    _check_devices(
+        "gated_delta_rule", q=q, k=k, v=v, g=g, beta=beta, A_log=a_log, dt_bias=dt_bias,
+        initial_state=initial_state, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    value_first, output_final_state = rest[5], rest[-1]
+    return v.new_empty(v.shape), _state_like(v, k, cu_seqlens, value_first, output_final_state)
+
+
+@_torch.library.custom_op("bittern::gated_delta_rule_backward", mutates_args=())
+def _gated_delta_rule_backward(
+    d_o: Tensor,
+    d_final_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    a_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    chunk: int,
+    qk_l2norm: bool,
+    beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    value_first: bool,
+    preference: str,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wanted = [True] * 5 + wanted[5:]  # the op makes the first five in any case
+    inputs = (q, k, v, g, beta, a_log, dt_bias, initial_state)
+    gradients = _delta_gradients(inputs, wanted)
+    names = ("d_q", "d_k", "d_v", "d_g", "d_beta", "d_a_log", "d_dt_bias", "d_initial_state")
+    _bittern.gdn_chunk_backward(
+        _rows(d_o),
+        q=_rows(q),
+        k=_rows(k),
+        v=_rows(v),
+        g=_plain(g),
+        beta=_plain(beta),
+        d_final_state=_plain(d_final_state),
+        a_log=_plain(a_log),
+        dt_bias=_plain(dt_bias),
+        initial_state=_plain(initial_state),
+        cu_seqlens=_plain(cu_seqlens),
+        gate=a_log is not None,
+        **_given(names, gradients, wanted),
+        **_delta_fields(
+            scale, chunk, qk_l2norm, beta_sigmoid, allow_neg_eigval, value_first, preference
+        ),
+    )
+    return gradients
+
+
+def _delta_gradients(inputs, wanted):
+    like = [inputs[2] if t is None else t for t in inputs]
+    return _gradients_like(like, [w and t is not None for w, t in zip(wanted, inputs)])
+
+
+@_gated_delta_rule_backward.register_fake
+def _(d_o, d_final_state, q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, *rest):
+    _check_devices("gated_delta_rule_backward", d_o=d_o, d_final_state=d_final_state, q=q, k=k, v=v)
+    inputs = (q, k, v, g, beta, a_log, dt_bias, initial_state)
+    return _delta_gradients(inputs, [True] * 5 + rest[-1][5:])
+
+
+def _save_delta_rule(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:9])
+    ctx.fields = inputs[9:]
+
+
+def _differentiate_delta_rule(ctx, d_o, d_state):
+    *fields, _, output_final_state = ctx.fields  # the form of the forward is no matter here
+    saved = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[:8])
+    if d_o is None:
+        d_o = _torch.zeros_like(saved[2])
+    if not output_final_state:
+        d_state = None
+    gradients = _gated_delta_rule_backward(d_o, d_state, *saved, *fields, wanted)
+    return *(g if w else None for g, w in zip(gradients, wanted)), None, *(None for _ in ctx.fields)
+
+
+_gated_delta_rule.register_autograd(_differentiate_delta_rule, setup_context=_save_delta_rule)
+
+
+# ---- causal_conv1d ----
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    backend: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object = None,
+    **unknown: object,
+) -> tuple[Tensor, Tensor | None]:
+    """A depthwise causal convolution along each sequence; fla's causal_conv1d, differentiable.
+
+        y[t][c] = f(bias[c] + sum over j < W of weight[c][j] * x[t - W + 1 + j][c]) + residual[t][c]
+
+    x, residual      [B, T, D]
+    weight, bias     [D, W] with W 2, 3 or 4, and [D]
+    initial_state    [N, D, W] as fla has it, its first column not being read, or [N, D, W - 1]
+    cu_seqlens       [N + 1]: where the sequences of a single row (B = 1) begin and end
+    activation       None, "silu" or "swish"
+
+    Returns y, and the final state [N, D, W] if output_final_state, else None: the last W - 1
+    inputs, behind a column of zeros that nothing reads. `backend`, cu_seqlens_cpu and chunk_indices
+    say how fla is to compute it, and are not needed.
+
+    Tensors of several dtypes are promoted to one; the result has that of x. Under torch.autocast it
+    is computed in the autocast dtype, as torch's convolutions are.
+    """
+    where = "bittern.torch.causal_conv1d"
+    _refuse_unknown("causal_conv1d", unknown)
+    if cp_context is not None:
+        raise NotImplementedError(f"{where}: cp_context: given, expected None: one device alone")
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f"{where}: activation: {activation!r}, expected None, 'silu' or 'swish'")
+    if x.dim() != 3 or weight.dim() != 2:
+        name, tensor, shape = (
+            ("x", x, "[batch, tokens, channels]") if x.dim() != 3
+            else ("weight", weight, "[channels, width]")
+        )  # fmt: skip
+        raise ValueError(f"{where}: {name}: shape {list(tensor.shape)}, expected {shape}")
+    width = weight.shape[1]
+    if initial_state is not None:
+        if initial_state.dim() != 3 or initial_state.shape[2] not in (width, width - 1):
+            raise ValueError(
+                f"{where}: initial_state: shape {list(initial_state.shape)}, expected [sequences, "
+                f"{x.shape[2]}, {width}] or [.., {width - 1}]"
+            )
+        initial_state = initial_state[:, :, initial_state.shape[2] - width + 1 :]
+    dtype = _autocast(x)
+    result = x.dtype if dtype is None else dtype
+    tensors = _promoted(dtype, x, weight, bias, initial_state)
+    y, state = _causal_conv1d(*tensors, cu_seqlens, activation is not None, output_final_state)
+    y = y.to(result)
+    if residual is not None:
+        y = y + residual
+    if not output_final_state:
+        return y, None
+    return y, _torch.nn.functional.pad(state.to(result), (1, 0))
+
+
+def _promoted(dtype, *tensors):
+    """The tensors in `dtype`, or if that is None in the one that holds all of theirs."""
+    for tensor in tensors if dtype is None else ():
+        if tensor is not None:
+            dtype = tensor.dtype if dtype is None else _torch.promote_types(dtype, tensor.dtype)
+    return [None if t is None else t.to(dtype) for t in tensors]
+
+
+def _conv_state_like(x, weight, cu_seqlens, wanted):
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return x.new_empty((batch, x.shape[2], weight.shape[1] - 1) if wanted else (0,))
+
+
+@_torch.library.custom_op("bittern::causal_conv1d", mutates_args=())
+def _causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor]:
+    y, state = x.new_empty(x.shape), _conv_state_like(x, weight, cu_seqlens, output_final_state)
+    _bittern.causal_conv1d(
+        _rows(x),
+        _plain(weight),
+        bias=_plain(bias),
+        initial_state=_plain(initial_state),
+        cu_seqlens=_plain(cu_seqlens),
+        y=y,
+        final_state=state if output_final_state else False,
+        silu=silu,
+    )
+    return y, state
+
+
+@_causal_conv1d.register_fake
+def _(x, weight, bias, initial_state, cu_seqlens, silu, output_final_state):
+    _check_devices(
+        "causal_conv1d", x=x, weight=weight, bias=bias, initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    return x.new_empty(x.shape), _conv_state_like(x, weight, cu_seqlens, output_final_state)
+
+
+@_torch.library.custom_op("bittern::causal_conv1d_backward", mutates_args=())
+def _causal_conv1d_backward(
+    d_y: Tensor,
+    d_final_state: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gradients = _conv_gradients(x, weight, initial_state, wanted)
+    _bittern.causal_conv1d_backward(
+        _rows(d_y),
+        _rows(x),
+        _plain(weight),
+        d_final_state=_plain(d_final_state),
+        bias=_plain(bias),
+        initial_state=_plain(initial_state),
+        cu_seqlens=_plain(cu_seqlens),
+        **_given(("d_x", "d_weight", "d_bias", "d_initial_state"), gradients, wanted),
+        silu=silu,
+    )
+    return gradients
+
+
+def _conv_gradients(x, weight, initial_state, wanted):
+    state = x if initial_state is None else initial_state
+    return _gradients_like((x, weight, weight[:, 0], state), wanted)
+
+
+@_causal_conv1d_backward.register_fake
+def _(d_y, d_final_state, x, weight, bias, initial_state, cu_seqlens, silu, wanted):
+    _check_devices("causal_conv1d_backward", d_y=d_y, d_final_state=d_final_state, x=x)
+    return _conv_gradients(x, weight, initial_state, wanted)
+
+
+def _save_conv(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:5])
+    ctx.silu, ctx.output_final_state = inputs[5:]
+
+
+def _differentiate_conv(ctx, d_y, d_state):
+    wanted = list(ctx.needs_input_grad[:4])
+    saved = ctx.saved_tensors
+    if d_y is None:
+        d_y = _torch.zeros_like(saved[0])
+    if not ctx.output_final_state:
+        d_state = None
+    gradients = _causal_conv1d_backward(d_y, d_state, *saved, ctx.silu, wanted)
+    return *(g if w else None for g, w in zip(gradients, wanted)), None, None, None
+
+
+_causal_conv1d.register_autograd(_differentiate_conv, setup_context=_save_conv)
+
+
+# ---- gated_rms_norm ----
+
+
+def gated_rms_norm(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    activation: str = "swish",
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+    *,
+    rounding: str = "once",
+) -> Tensor:
+    """Rows of root mean square 1, weighted, and gated; fla's rms_norm_gated, differentiable.
+
+        y = x / sqrt(mean(x^2) + eps) * weight * silu(g)
+
+    x, g       of one shape [..., dim]
+    weight     [dim]; None: 1
+    rounding   to x's dtype: "once" as fla does, or "each" step (norm, weight, gate) as transformers
+
+    A bias, a residual, prenorm and activations other than "swish" or "silu" are errors. Tensors of
+    several dtypes are promoted to one; the result has that of x.
+    """
+    where = "bittern.torch.gated_rms_norm"
+    refused = {
+        "bias": bias is not None,
+        "residual": residual is not None,
+        "prenorm": prenorm,
+        "residual_in_fp32": residual_in_fp32,
+    }
+    for name, given in refused.items():
+        if given:
+            raise NotImplementedError(f"{where}: {name}: given, expected none: add it outside")
+    if activation not in ("swish", "silu"):
+        raise NotImplementedError(f"{where}: activation: {activation!r}, expected 'swish' or 'silu'")
+    if g.shape != x.shape or x.dim() == 0:
+        raise ValueError(f"{where}: g: shape {list(g.shape)}, expected {list(x.shape)}, as x has")
+    if weight is None:
+        weight = x.new_ones(x.shape[-1])
+    return _gated_rms_norm(*_promoted(None, x, g, weight), eps, rounding).to(x.dtype)
+
+
+@_torch.library.custom_op("bittern::gated_rms_norm", mutates_args=())
+def _gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, rounding: str) -> Tensor:
+    return _bittern.gated_rms_norm(
+        _rows(x), _rows(z), _plain(weight), y=x.new_empty(x.shape), eps=eps, rounding=rounding
+    )
+
+
+@_gated_rms_norm.register_fake
+def _(x, z, weight, eps, rounding):
+    _check_devices("gated_rms_norm", x=x, g=z, weight=weight)
+    return x.new_empty(x.shape)
+
+
+@_torch.library.custom_op("bittern::gated_rms_norm_backward", mutates_args=())
+def _gated_rms_norm_backward(
+    d_y: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = _gradients_like((x, z, weight), wanted)
+    _bittern.gated_rms_norm_backward(
+        *(_plain(t) for t in (d_y, x, z, weight)),
+        **_given(("d_x", "d_z", "d_weight"), gradients, wanted),
+        eps=eps,
+    )
+    return gradients
+
+
+@_gated_rms_norm_backward.register_fake
+def _(d_y, x, z, weight, eps, wanted):
+    _check_devices("gated_rms_norm_backward", d_y=d_y, x=x, z=z, weight=weight)
+    return _gradients_like((x, z, weight), wanted)
+
+
+def _save_norm(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3])
+    ctx.eps = inputs[3]
+
+
+def _differentiate_norm(ctx, d_y):
+    wanted = list(ctx.needs_input_grad[:3])
+    gradients = _gated_rms_norm_backward(d_y, *ctx.saved_tensors, ctx.eps, wanted)
+    return *(g if w else None for g, w in zip(gradients, wanted)), None, None
+
+
+_gated_rms_norm.register_autograd(_differentiate_norm, setup_context=_save_norm)
+
+
 # ---- forward mode ----
 
 _kernels = _torch.library.Library("bittern", "IMPL")
@@ -314,5 +952,16 @@ def _refuse_tangents(definition):
         _kernels.impl(definition._name, kernel, f"Autograd{device}", with_keyset=True)
 
 
-for _definition in (_fake_quantize, _fake_quantize_backward, _qdq_affine, _qdq_affine_backward):
+for _definition in (
+    _fake_quantize,
+    _fake_quantize_backward,
+    _qdq_affine,
+    _qdq_affine_backward,
+    _gated_delta_rule,
+    _gated_delta_rule_backward,
+    _causal_conv1d,
+    _causal_conv1d_backward,
+    _gated_rms_norm,
+    _gated_rms_norm_backward,
+):
     _refuse_tangents(_definition)

@@ -40,7 +40,9 @@ def test_plain_functions_do_not_drop_gradients():
     with pytest.raises(ValueError, match="scale: requires a gradient"):
         bittern.fake_quantize_per_group(x.detach(), scale.requires_grad_(), group_size=64)
     with pytest.raises(ValueError, match=r"x: requires a gradient.*torch.no_grad\(\)$"):
-        bittern.gated_rms_norm(x, x, x[0])  # bittern.torch has no such function
+        bittern.rms_norm(x, x[0])  # bittern.torch has no such function
+    with pytest.raises(ValueError, match="x: requires a gradient.*bittern.torch.gated_rms_norm computes it"):
+        bittern.gated_rms_norm(x, x, x[0])
     q = torch.zeros(2, 64, dtype=torch.uint8)
     with pytest.raises(ValueError, match="scales: requires a gradient.*bittern.torch.qdq_affine computes it"):
         bittern.qdq_affine_forward(q, scale, torch.ones(2, 1), group_size=64, bits=4)

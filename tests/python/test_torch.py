@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from torch_tensors import cuda, device, same  # noqa: F401
+
 import bittern
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -19,41 +21,9 @@ if importlib.util.find_spec("torch") is not None:
     import bittern.torch
 
 
-def why_no_cuda():
-    """Why CUDA tensors cannot be tested here; None if they can."""
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device"
-    try:
-        bittern.plan("quantize_per_group", device="cuda:0")
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
-@pytest.fixture
-def cuda():
-    if reason := why_no_cuda():
-        if os.environ.get("BITTERN_REQUIRE_CUDA", "") not in ("", "0"):
-            pytest.fail(reason, pytrace=False)
-        pytest.skip(reason)
-    return torch.device("cuda:0")
-
-
-@pytest.fixture(params=["cpu", "cuda"])
-def device(request):
-    return request.getfixturevalue("cuda") if request.param == "cuda" else torch.device("cpu")
-
-
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(7)
-
-
-def same(a, b):
-    """Equal bits, and equal dtype and shape."""
-    assert a.dtype == b.dtype and a.shape == b.shape
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
 RANGE = {"q_min": -8, "q_max": 7}
@@ -380,6 +350,8 @@ def floating_operators():
     """Each operator as a function of its first floating tensor, and that tensor."""
     x, scale, codes = torch.randn(2, 64), torch.full((2, 1), 0.1), torch.zeros(2, 64, dtype=torch.uint8)
     ops, rule, grid = torch.ops.bittern, (64, -8, 7, "group", -1), (64, 4, 0)
+    q, g, weight = torch.randn(1, 5, 2, 8), torch.zeros(1, 5, 2), torch.ones(8)
+    delta = (q, q, g, g, None, None, None, None, 0.0, 64, False, False, False, False, "exact")
     return {
         "fake_quantize_per_group: x": (lambda x: ops.fake_quantize_per_group(x, scale, None, *rule), x),
         "fake_quantize_per_group_backward: d_y": (
@@ -394,13 +366,33 @@ def floating_operators():
             lambda d_y: ops.qdq_affine_backward(d_y, codes, scale, *grid, [True] * 2),
             x,
         ),
+        "gated_delta_rule: q": (lambda q: ops.gated_delta_rule(q, *delta, False, False)[0], q),
+        "gated_delta_rule_backward: d_o": (
+            lambda d_o: ops.gated_delta_rule_backward(d_o, None, q, *delta, [True] * 5 + [False] * 3)[0],
+            q,
+        ),
+        "causal_conv1d: x": (
+            lambda x: ops.causal_conv1d(x, torch.ones(8, 4), None, None, None, True, False)[0],
+            q[:, :, 0],
+        ),
+        "causal_conv1d_backward: d_y": (
+            lambda d_y: ops.causal_conv1d_backward(
+                d_y, None, d_y, torch.ones(8, 4), None, None, None, True, [True, True, False, False]
+            )[0],
+            q[:, :, 0],
+        ),
+        "gated_rms_norm: x": (lambda x: ops.gated_rms_norm(x, q, weight, 1e-6, "once"), q),
+        "gated_rms_norm_backward: d_y": (
+            lambda d_y: ops.gated_rms_norm_backward(d_y, q, q, weight, 1e-6, [True] * 3)[0],
+            q,
+        ),
     }
 
 
-@pytest.mark.parametrize("number", range(4))  # names are known only where torch is
+@pytest.mark.parametrize("number", range(10))  # names are known only where torch is
 def test_no_operator_drops_a_tangent(number):
     table = floating_operators()
-    assert len(table) == 4
+    assert len(table) == 10
     where, (call, at) = list(table.items())[number]
     refused = pytest.raises(NotImplementedError, match=f"{where}: has a tangent, and forward-mode")
     with refused:
