@@ -328,18 +328,27 @@ class AuraLayer(CacheLayerMixin):
             rows = rows.float() - mean[:, None]
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
-        bittern.aura_encode(
-            rows,
-            table=self._tables[f"{side}_table"],
-            boundaries=self._tables[f"{side}_boundaries"],
-            codebook=self._tables[f"{side}_codebook"],
-            packed=self._tensors[f"{side}_packed"][:, :, begin:end],
-            scales=self._tensors[f"{side}_scales"][:, :, begin:end, None],
+        plan = self._plan(
+            "aura_encode",
+            "exact",
+            rows=rows.shape[0] * rows.shape[1] * rows.shape[2],
+            dim=self.dim,
             bits=self._settings[f"{side}_bits"],
             rotation=self._settings[f"{side}_rotation"],
             scale_rule=self._settings[f"{side}_scale_rule"],
             f16_scale=self._settings["f16_scale"],
+            element=rows.dtype,
         )
+        tables = ("table", "boundaries", "codebook")
+        plan.run(
+            x=rows,
+            packed=self._tensors[f"{side}_packed"][:, :, begin:end],
+            scales=self._tensors[f"{side}_scales"][:, :, begin:end, None],
+            **_given({name: self._tables[f"{side}_{name}"] for name in tables}),
+        )
+
+    def _plan(self, op: str, preference: str, **fields: Any) -> Any:
+        return _plan(op, str(self.device), preference, bittern.num_threads(), tuple(fields.items()))
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         recent, end = self._settings["recent"], self._length
@@ -394,28 +403,37 @@ class AuraLayer(CacheLayerMixin):
         (keys, values), self._pending = self._pending, None
         self._append(keys, values)
 
-        lengths, starts = self._regions()
-        exact = {}
-        for name in ("k_first", "v_first", "k_recent", "v_recent"):
-            if self._tensors[name].shape[2]:
-                exact[name] = self._tensors[name].flatten(0, 1)
-        codes = ("k_packed", "k_scales", "v_packed", "v_scales")
-        tables = ("k_codebook", "v_codebook", "k_table", "v_table", "k_mean", "v_mean")
-        rows = query.transpose(1, 2)
-        return bittern.aura_attention(
-            rows if rows.stride(-1) == 1 else rows.contiguous(),
-            **{name: self._tensors[name].flatten(0, 1) for name in codes},
-            **{name: self._tables[name] for name in tables},
-            **exact,
-            sinks=sinks,
-            lengths=lengths,
-            starts=starts,
+        batch, heads = query.shape[:2]
+        settings = ("first", "recent", "k_bits", "v_bits", "k_rotation", "v_rotation", "f16_scale")
+        plan = self._plan(
+            "aura_attention",
+            self._preference or ("fastest" if query.is_cuda else "exact"),
+            sequences=batch,
+            queries=queries,
+            heads=heads,
             kv_heads=self.kv_heads,
-            **{n: self._settings[n] for n in ("k_bits", "v_bits", "k_rotation", "v_rotation")},
+            dim=self.dim,
+            capacity=self._room,
+            element=query.dtype,
             scale=scale or 0.0,
             softcap=softcap,
-            preference=self._preference or ("fastest" if query.is_cuda else "exact"),
+            **{name: self._settings[name] for name in settings},
         )
+        rows = query.transpose(1, 2)
+        out = rows.new_empty(rows.shape)
+        lengths, starts = self._regions()
+        held = {n: t.flatten(0, 1) for n, t in self._tensors.items() if t.shape[2]}
+        tables = ("k_codebook", "v_codebook", "k_table", "v_table", "k_mean", "v_mean")
+        plan.run(
+            q=rows if rows.stride(-1) == 1 else rows.contiguous(),
+            **held,
+            **_given({name: self._tables[name] for name in tables}),
+            **_given({"sinks": sinks}),
+            lengths=lengths,
+            starts=starts,
+            out=out,
+        )
+        return out
 
     def _regions(self) -> tuple[Tensor, Tensor]:
         lengths, starts = [], []
@@ -427,6 +445,15 @@ class AuraLayer(CacheLayerMixin):
             oldest = self._length - recent
             starts.append((padding + first, oldest % max(1, self._settings["recent"])))
         return _to_device((tuple(lengths), tuple(starts)), self.device)
+
+
+def _given(operands: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in operands.items() if value is not None}
+
+
+@functools.lru_cache(maxsize=256)  # a plan costs less to run than a function, which looks for one
+def _plan(op: str, device: str, preference: str, threads: int, fields: tuple[Any, ...]) -> Any:
+    return bittern.plan(op, device=device, preference=preference, threads=threads, **dict(fields))
 
 
 @functools.lru_cache(maxsize=8)  # all layers of a step ask for the same
