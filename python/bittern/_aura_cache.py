@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import bittern
 
+_Preference = Literal["exact", "fastest"]
 _LEAST_ROOM = 64  # tokens that memory is made for at first
 # Of a KvCache, what the model or the cache itself decides here.
 _NOT_OPTIONS = ("kv_heads", "dim", "page_size", "window", "slack", "window_keeps_first")
@@ -52,7 +53,7 @@ class AuraCache(Cache):
         *,
         first: int = 0,
         recent: int = 0,
-        preference: str | None = None,
+        preference: _Preference | None = None,
         layer_options: Mapping[int, Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> None:
@@ -153,7 +154,7 @@ class AuraLayer(CacheLayerMixin):
         scheme: str,
         index: int,
         options: Mapping[str, Any],
-        preference: str | None,
+        preference: _Preference | None,
         masks: _Masks,
     ) -> None:
         super().__init__()
@@ -347,7 +348,7 @@ class AuraLayer(CacheLayerMixin):
             **_given({name: self._tables[f"{side}_{name}"] for name in tables}),
         )
 
-    def _plan(self, op: str, preference: str, **fields: Any) -> Any:
+    def _plan(self, op: str, preference: _Preference, **fields: Any) -> Any:
         return _plan(op, str(self.device), preference, bittern.num_threads(), tuple(fields.items()))
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
@@ -444,7 +445,7 @@ class AuraLayer(CacheLayerMixin):
             lengths.append((first, real - first - recent, recent))
             oldest = self._length - recent
             starts.append((padding + first, oldest % max(1, self._settings["recent"])))
-        return _to_device((tuple(lengths), tuple(starts)), self.device)
+        return _to_device(tuple(lengths), self.device), _to_device(tuple(starts), self.device)
 
 
 def _given(operands: Mapping[str, Any]) -> dict[str, Any]:
@@ -452,13 +453,15 @@ def _given(operands: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=256)  # a plan costs less to run than a function, which looks for one
-def _plan(op: str, device: str, preference: str, threads: int, fields: tuple[Any, ...]) -> Any:
+def _plan(
+    op: str, device: str, preference: _Preference, threads: int, fields: tuple[Any, ...]
+) -> Any:
     return bittern.plan(op, device=device, preference=preference, threads=threads, **dict(fields))
 
 
 @functools.lru_cache(maxsize=8)  # all layers of a step ask for the same
-def _to_device(tables: tuple[Any, ...], device: torch.device) -> tuple[Tensor, ...]:
-    return tuple(torch.tensor(t, dtype=torch.int32, device=device) for t in tables)
+def _to_device(table: tuple[Any, ...], device: torch.device) -> Tensor:
+    return torch.tensor(table, dtype=torch.int32, device=device)
 
 
 # ---- through transformers' attention ----
@@ -493,7 +496,7 @@ def _attention_beside(before: str) -> Any:
         dropout: float = 0.0,
         scaling: float | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> Any:
         if not isinstance(key, _Coded):
             function = ALL_ATTENTION_FUNCTIONS.get(before, None)
             if function is None:  # each model has its own

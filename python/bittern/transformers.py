@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re as _re
 import types as _types
-from typing import Any
+from typing import Any, Literal
 
 try:
     import transformers as _transformers
@@ -40,7 +40,9 @@ __all__ = ["AuraCache", "Patch", "patch", "unpatch"]
 # ---- gated-delta layers ----
 
 
-def patch(model: _torch.nn.Module, *, preference: str | None = None) -> Patch:
+def patch(
+    model: _torch.nn.Module, *, preference: Literal["exact", "fastest"] | None = None
+) -> Patch:
     """Lets the gated-delta layers of Qwen3-Next and Qwen3.5 in `model` run on bittern's functions.
 
     The layers of this model alone are changed; weights stay where they are. Training, caches,
