@@ -22,6 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import bittern
 
+from ._plans import run as _run
+
 _Preference = Literal["exact", "fastest"]
 _LEAST_ROOM = 64  # tokens that memory is made for at first
 # Of a KvCache, what the model or the cache itself decides here.
@@ -329,9 +331,15 @@ class AuraLayer(CacheLayerMixin):
             rows = rows.float() - mean[:, None]
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
-        plan = self._plan(
+        tables = ("table", "boundaries", "codebook")
+        _run(
             "aura_encode",
-            "exact",
+            {
+                "x": rows,
+                "packed": self._tensors[f"{side}_packed"][:, :, begin:end],
+                "scales": self._tensors[f"{side}_scales"][:, :, begin:end, None],
+                **{name: self._tables[f"{side}_{name}"] for name in tables},
+            },
             rows=rows.shape[0] * rows.shape[1] * rows.shape[2],
             dim=self.dim,
             bits=self._settings[f"{side}_bits"],
@@ -340,16 +348,6 @@ class AuraLayer(CacheLayerMixin):
             f16_scale=self._settings["f16_scale"],
             element=rows.dtype,
         )
-        tables = ("table", "boundaries", "codebook")
-        plan.run(
-            x=rows,
-            packed=self._tensors[f"{side}_packed"][:, :, begin:end],
-            scales=self._tensors[f"{side}_scales"][:, :, begin:end, None],
-            **_given({name: self._tables[f"{side}_{name}"] for name in tables}),
-        )
-
-    def _plan(self, op: str, preference: _Preference, **fields: Any) -> Any:
-        return _plan(op, str(self.device), preference, bittern.num_threads(), tuple(fields.items()))
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         recent, end = self._settings["recent"], self._length
@@ -406,8 +404,22 @@ class AuraLayer(CacheLayerMixin):
 
         batch, heads = query.shape[:2]
         settings = ("first", "recent", "k_bits", "v_bits", "k_rotation", "v_rotation", "f16_scale")
-        plan = self._plan(
+        rows = query.transpose(1, 2)
+        out = rows.new_empty(rows.shape)
+        lengths, starts = self._regions()
+        held = {n: t.flatten(0, 1) for n, t in self._tensors.items() if t.shape[2]}
+        tables = ("k_codebook", "v_codebook", "k_table", "v_table", "k_mean", "v_mean")
+        _run(
             "aura_attention",
+            {
+                "q": rows if rows.stride(-1) == 1 else rows.contiguous(),
+                **held,
+                **{name: self._tables[name] for name in tables},
+                "sinks": sinks,
+                "lengths": lengths,
+                "starts": starts,
+                "out": out,
+            },
             self._preference or ("fastest" if query.is_cuda else "exact"),
             sequences=batch,
             queries=queries,
@@ -419,20 +431,6 @@ class AuraLayer(CacheLayerMixin):
             scale=scale or 0.0,
             softcap=softcap,
             **{name: self._settings[name] for name in settings},
-        )
-        rows = query.transpose(1, 2)
-        out = rows.new_empty(rows.shape)
-        lengths, starts = self._regions()
-        held = {n: t.flatten(0, 1) for n, t in self._tensors.items() if t.shape[2]}
-        tables = ("k_codebook", "v_codebook", "k_table", "v_table", "k_mean", "v_mean")
-        plan.run(
-            q=rows if rows.stride(-1) == 1 else rows.contiguous(),
-            **held,
-            **_given({name: self._tables[name] for name in tables}),
-            **_given({"sinks": sinks}),
-            lengths=lengths,
-            starts=starts,
-            out=out,
         )
         return out
 
@@ -446,17 +444,6 @@ class AuraLayer(CacheLayerMixin):
             oldest = self._length - recent
             starts.append((padding + first, oldest % max(1, self._settings["recent"])))
         return _to_device(tuple(lengths), self.device), _to_device(tuple(starts), self.device)
-
-
-def _given(operands: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in operands.items() if value is not None}
-
-
-@functools.lru_cache(maxsize=256)  # a plan costs less to run than a function, which looks for one
-def _plan(
-    op: str, device: str, preference: _Preference, threads: int, fields: tuple[Any, ...]
-) -> Any:
-    return bittern.plan(op, device=device, preference=preference, threads=threads, **dict(fields))
 
 
 @functools.lru_cache(maxsize=8)  # all layers of a step ask for the same

@@ -24,6 +24,8 @@ from torch._library.autograd import make_autograd_impl as _make_autograd_impl
 
 import bittern as _bittern
 
+from ._plans import run as _run
+
 __all__ = [
     "causal_conv1d",
     "fake_quantize_per_group",
@@ -498,16 +500,37 @@ def _state_like(v, k, cu_seqlens, value_first, wanted):
     return v.new_empty((batch, v.shape[2], *state) if wanted else (0,), dtype=_torch.float32)
 
 
-def _delta_fields(scale, chunk, qk_l2norm, beta_sigmoid, allow_neg_eigval, value_first, preference):
+def _delta_fields(
+    q, v, a_log, cu_seqlens, scale, chunk, qk_l2norm, beta_sigmoid, allow_neg_eigval, value_first
+):  # fmt: skip
     return {
-        "scale": scale,
+        "batch": v.shape[0],
+        "tokens": v.shape[1],
+        "key_heads": q.shape[2],
+        "value_heads": v.shape[2],
+        "key_dim": q.shape[3],
+        "value_dim": v.shape[3],
         "chunk": chunk,
+        "sequences": _sequences(cu_seqlens),
+        "element": v.dtype,
+        "state_layout": "value_key" if value_first else "key_value",
         "qk_l2norm": qk_l2norm,
+        "gate": a_log is not None,
         "beta_sigmoid": beta_sigmoid,
         "allow_neg_eigval": allow_neg_eigval,
-        "state_layout": "value_key" if value_first else "key_value",
-        "preference": preference,
+        "scale": scale,
     }
+
+
+def _sequences(cu_seqlens):
+    return 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _ends(cu_seqlens):
+    """As ops take them; what int32 cannot hold becomes a number that is out of range, too."""
+    if cu_seqlens is None or cu_seqlens.dtype == _torch.int32:
+        return _plain(cu_seqlens)
+    return _plain(cu_seqlens).clamp(-1, 2**31 - 1).to(_torch.int32)
 
 
 @_torch.library.custom_op("bittern::gated_delta_rule", mutates_args=())
@@ -532,8 +555,9 @@ def _gated_delta_rule(
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor]:
     fields = _delta_fields(
-        scale, chunk, qk_l2norm, beta_sigmoid, allow_neg_eigval, value_first, preference
-    )
+        q, v, a_log, cu_seqlens, scale, chunk, qk_l2norm, beta_sigmoid, allow_neg_eigval, value_first
+    )  # fmt: skip
+    o = v.new_empty(v.shape)
     tensors = {
         "q": _rows(q),
         "k": _rows(k),
@@ -542,19 +566,17 @@ def _gated_delta_rule(
         "beta": _plain(beta),
         "a_log": _plain(a_log),
         "dt_bias": _plain(dt_bias),
-        "o": v.new_empty(v.shape),
-        "gate": a_log is not None,
+        "o": o,
     }
     state = _state_like(v, k, cu_seqlens, value_first, output_final_state or recurrent)
     if not recurrent:
-        _bittern.gdn_chunk_forward(
-            **tensors,
-            initial_state=_plain(initial_state),
-            cu_seqlens=_plain(cu_seqlens),
-            final_state=state if output_final_state else False,
-            **fields,
-        )
-        return tensors["o"], state
+        states = {
+            "initial_state": _plain(initial_state),
+            "cu_seqlens": _ends(cu_seqlens),
+            "final_state": output_final_state and state,
+        }
+        _run("gdn_chunk_forward", {**tensors, **states}, preference, **fields)
+        return o, state
     if initial_state is None:
         state.zero_()
     elif initial_state.shape == state.shape:
@@ -564,9 +586,9 @@ def _gated_delta_rule(
             f"bittern.torch.recurrent_gated_delta_rule: initial_state: shape "
             f"{list(initial_state.shape)}, expected {list(state.shape)}"
         )
-    del fields["chunk"]
-    _bittern.gdn_recurrent_step(**tensors, state=state, **fields)
-    return tensors["o"], state if output_final_state else state.new_empty(0)
+    del fields["chunk"], fields["sequences"]
+    _run("gdn_recurrent_step", {**tensors, "state": state}, preference, **fields)
+    return o, state if output_final_state else state.new_empty(0)
 
 
 @_gated_delta_rule.register_fake
@@ -605,24 +627,24 @@ def _gated_delta_rule_backward(
     inputs = (q, k, v, g, beta, a_log, dt_bias, initial_state)
     gradients = _delta_gradients(inputs, wanted)
     names = ("d_q", "d_k", "d_v", "d_g", "d_beta", "d_a_log", "d_dt_bias", "d_initial_state")
-    _bittern.gdn_chunk_backward(
-        _rows(d_o),
-        q=_rows(q),
-        k=_rows(k),
-        v=_rows(v),
-        g=_plain(g),
-        beta=_plain(beta),
-        d_final_state=_plain(d_final_state),
-        a_log=_plain(a_log),
-        dt_bias=_plain(dt_bias),
-        initial_state=_plain(initial_state),
-        cu_seqlens=_plain(cu_seqlens),
-        gate=a_log is not None,
+    tensors = {
+        "d_o": _rows(d_o),
+        "d_final_state": _plain(d_final_state),
+        "q": _rows(q),
+        "k": _rows(k),
+        "v": _rows(v),
+        "g": _plain(g),
+        "beta": _plain(beta),
+        "a_log": _plain(a_log),
+        "dt_bias": _plain(dt_bias),
+        "initial_state": _plain(initial_state),
+        "cu_seqlens": _ends(cu_seqlens),
         **_given(names, gradients, wanted),
-        **_delta_fields(
-            scale, chunk, qk_l2norm, beta_sigmoid, allow_neg_eigval, value_first, preference
-        ),
-    )
+    }
+    fields = _delta_fields(
+        q, v, a_log, cu_seqlens, scale, chunk, qk_l2norm, beta_sigmoid, allow_neg_eigval, value_first
+    )  # fmt: skip
+    _run("gdn_chunk_backward", tensors, preference, **fields)
     return gradients
 
 
@@ -750,17 +772,29 @@ def _causal_conv1d(
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor]:
     y, state = x.new_empty(x.shape), _conv_state_like(x, weight, cu_seqlens, output_final_state)
-    _bittern.causal_conv1d(
-        _rows(x),
-        _plain(weight),
-        bias=_plain(bias),
-        initial_state=_plain(initial_state),
-        cu_seqlens=_plain(cu_seqlens),
-        y=y,
-        final_state=state if output_final_state else False,
-        silu=silu,
-    )
+    tensors = {
+        "x": _rows(x),
+        "weight": _plain(weight),
+        "bias": _plain(bias),
+        "initial_state": _plain(initial_state),
+        "cu_seqlens": _ends(cu_seqlens),
+        "y": y,
+        "final_state": output_final_state and state,
+    }
+    _run("causal_conv1d", tensors, **_conv_fields(x, weight, cu_seqlens, silu))
     return y, state
+
+
+def _conv_fields(x, weight, cu_seqlens, silu):
+    return {
+        "batch": x.shape[0],
+        "tokens": x.shape[1],
+        "channels": x.shape[2],
+        "width": weight.shape[1],
+        "sequences": _sequences(cu_seqlens),
+        "element": x.dtype,
+        "silu": silu,
+    }
 
 
 @_causal_conv1d.register_fake
@@ -785,17 +819,17 @@ def _causal_conv1d_backward(
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     gradients = _conv_gradients(x, weight, initial_state, wanted)
-    _bittern.causal_conv1d_backward(
-        _rows(d_y),
-        _rows(x),
-        _plain(weight),
-        d_final_state=_plain(d_final_state),
-        bias=_plain(bias),
-        initial_state=_plain(initial_state),
-        cu_seqlens=_plain(cu_seqlens),
+    tensors = {
+        "d_y": _rows(d_y),
+        "d_final_state": _plain(d_final_state),
+        "x": _rows(x),
+        "weight": _plain(weight),
+        "bias": _plain(bias),
+        "initial_state": _plain(initial_state),
+        "cu_seqlens": _ends(cu_seqlens),
         **_given(("d_x", "d_weight", "d_bias", "d_initial_state"), gradients, wanted),
-        silu=silu,
-    )
+    }
+    _run("causal_conv1d_backward", tensors, **_conv_fields(x, weight, cu_seqlens, silu))
     return gradients
 
 
@@ -878,9 +912,15 @@ def gated_rms_norm(
 
 @_torch.library.custom_op("bittern::gated_rms_norm", mutates_args=())
 def _gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, rounding: str) -> Tensor:
-    return _bittern.gated_rms_norm(
-        _rows(x), _rows(z), _plain(weight), y=x.new_empty(x.shape), eps=eps, rounding=rounding
-    )
+    y = x.new_empty(x.shape)
+    tensors = {"x": _rows(x), "z": _rows(z), "weight": _plain(weight), "y": y}
+    _run("gated_rms_norm", tensors, **_norm_fields(x, eps), rounding=rounding)
+    return y
+
+
+def _norm_fields(x, eps):
+    rows, dim = x.shape[:-1].numel(), x.shape[-1]
+    return {"rows": rows, "dim": dim, "eps": eps, "element": x.dtype}
 
 
 @_gated_rms_norm.register_fake
@@ -894,11 +934,10 @@ def _gated_rms_norm_backward(
     d_y: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = _gradients_like((x, z, weight), wanted)
-    _bittern.gated_rms_norm_backward(
-        *(_plain(t) for t in (d_y, x, z, weight)),
-        **_given(("d_x", "d_z", "d_weight"), gradients, wanted),
-        eps=eps,
-    )
+    rows = lambda t: _plain(t).view(-1, x.shape[-1])  # noqa: E731
+    made = _given(("d_x", "d_z", "d_weight"), [rows(g) for g in gradients[:2]] + [gradients[2]], wanted)
+    tensors = {"d_y": rows(d_y), "x": rows(x), "z": rows(z), "weight": _plain(weight), **made}
+    _run("gated_rms_norm_backward", tensors, **_norm_fields(x, eps))
     return gradients
 
 
