@@ -177,7 +177,7 @@ def _make_forward(project, preference):
             past = cache_params.layers[self.layer_idx]
             conv_state = past.conv_states[0][..., 1 - self.conv_kernel_size :]
             state = past.recurrent_states[0]
-            if _torch.is_grad_enabled():  # both are overwritten below, and a gradient needs them
+            if _torch.is_grad_enabled():  # both are overwritten, and a gradient needs them
                 conv_state, state = conv_state.clone(), state.clone()
         convolved, _ = _functions.causal_conv1d(
             mixed,
@@ -193,26 +193,34 @@ def _make_forward(project, preference):
             )
 
         q, k, v = convolved.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        q, k = (t.unflatten(-1, (-1, self.head_k_dim)) for t in (q, k))
+        v = v.unflatten(-1, (-1, self.head_v_dim))
         decoding = state is not None and tokens == 1
-        rule = _functions.recurrent_gated_delta_rule if decoding else _functions.gated_delta_rule
-        out, last = rule(
-            q.unflatten(-1, (-1, self.head_k_dim)),
-            k.unflatten(-1, (-1, self.head_k_dim)),
-            v.unflatten(-1, (-1, self.head_v_dim)),
-            g=a,
-            beta=b,
-            initial_state=state,
-            output_final_state=cache_params is not None,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            use_beta_sigmoid_in_kernel=True,
-            cu_seqlens=cu_seqlens,
-            preference=preference,
-        )
-        if cache_params is not None:
-            cache_params.update_recurrent_state(last, self.layer_idx)
+        if decoding and not _torch.is_grad_enabled() and state.dtype == _torch.float32:
+            out = _functions._gated_delta_step(
+                q, k, v, a.float(), b.float(), self.A_log.float(), self.dt_bias.float(), state,
+                preference or ("fastest" if v.is_cuda else "exact"),
+            )  # fmt: skip
+        else:
+            rule = _functions.recurrent_gated_delta_rule if decoding else _functions.gated_delta_rule
+            out, last = rule(
+                q,
+                k,
+                v,
+                g=a,
+                beta=b,
+                initial_state=state,
+                output_final_state=cache_params is not None,
+                use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True,
+                A_log=self.A_log,
+                dt_bias=self.dt_bias,
+                use_beta_sigmoid_in_kernel=True,
+                cu_seqlens=cu_seqlens,
+                preference=preference,
+            )
+            if cache_params is not None:
+                cache_params.update_recurrent_state(last, self.layer_idx)
         out = self.norm(out.flatten(0, 2), z.flatten(0, 2))
         return self.out_proj(out.view(*hidden_states.shape[:2], -1))
 

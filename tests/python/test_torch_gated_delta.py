@@ -437,6 +437,9 @@ def operators():
         "rule without states": (ops.gated_delta_rule, (*bare, False, False)),
         "step": (ops.gated_delta_rule, (*bare, True, True)),
         "rule backward": (ops.gated_delta_rule_backward, (*detach(v, state, *rule), [True] * 8)),
+        "step in place": (
+            ops.gated_delta_step, (*detach(q, k, v, g, beta, a_log, dt_bias, state[:1]), "exact"),
+        ),
         "conv": (ops.causal_conv1d, (*conv, True)),
         "conv backward": (ops.causal_conv1d_backward, (*d_conv, [True, True, False, False])),
         "norm": (ops.gated_rms_norm, (v, v.detach(), v.detach()[0, 0, 0], 1e-6, "once")),
@@ -446,8 +449,9 @@ def operators():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["rule", "rule without states", "step", "rule backward", "conv",
-                                  "conv backward", "norm", "norm backward"])  # fmt: skip
+@pytest.mark.parametrize("name", ["rule", "rule without states", "step", "rule backward",
+                                  "step in place", "conv", "conv backward", "norm",
+                                  "norm backward"])  # fmt: skip
 def test_torchs_check_of_operators(name):
     op, args = operators()[name]
     torch.library.opcheck(op.default, args)
@@ -477,6 +481,29 @@ def test_on_the_meta_device():
     assert o.shape == (2, 70, 4, 8) and state.shape == (2, 4, 16, 8) and o.is_meta
     with pytest.raises(ValueError, match="gated_delta_rule: k: on cpu, expected meta, where q is"):
         bt.gated_delta_rule(inputs[0], torch.randn(2, 70, 2, 16), *inputs[2:5])
+
+
+def test_a_graph_captures_a_training_step(cuda):
+    inputs = leaves(delta_problem()[:6], cuda)
+    q, k, v, g, beta, state = inputs
+
+    def step():
+        o, last = bt.gated_delta_rule(q, k, v, g, beta, None, state, True, True)
+        return o, *torch.autograd.grad([o, last], inputs, [torch.ones_like(o), torch.ones_like(last)])
+
+    side = torch.cuda.Stream(cuda)  # torch asks for a run on a side stream first
+    side.wait_stream(torch.cuda.current_stream(cuda))
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream(cuda).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        q.copy_(torch.randn_like(q))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(same(a.detach(), b.detach()) for a, b in zip(captured, step()))
 
 
 def test_fastest_on_tensor_cores(cuda):
