@@ -308,17 +308,21 @@ cudaError_t cudaDriverGetVersion(int* version) {
 }
 namespace {
 // BITTERN_EMULATED_CAPABILITY=80: another device than that of sm_90.
-int capability() {
-  const char* text = std::getenv("BITTERN_EMULATED_CAPABILITY");
-  return text != nullptr ? std::atoi(text) : 90;
+// BITTERN_EMULATED_MULTIPROCESSORS: more of them than the usual few, with which persistent kernels
+// take several rounds.
+int property(const char* variable, int usual) {
+  const char* text = std::getenv(variable);
+  return text != nullptr ? std::atoi(text) : usual;
 }
+int capability() { return property("BITTERN_EMULATED_CAPABILITY", 90); }
 }  // namespace
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
   switch (which) {
     case cudaDevAttrComputeCapabilityMajor: *value = capability() / 10; break;
     case cudaDevAttrComputeCapabilityMinor: *value = capability() % 10; break;
-    // Few, so that persistent kernels take several rounds.
-    case cudaDevAttrMultiProcessorCount: *value = 3; break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = property("BITTERN_EMULATED_MULTIPROCESSORS", 3);
+      break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 227 << 10; break;
   }
   return cudaSuccess;

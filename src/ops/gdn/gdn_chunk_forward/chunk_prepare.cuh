@@ -402,6 +402,7 @@ __device__ void put_pairs(const HeadGates& g, const HeadPlaces& at, char* pairs,
 template <class X>
 __global__ void __launch_bounds__(kPrepareThreads, 4)
     chunk_prepare(const __grid_constant__ PrepareProblem all) {
+  cuda::begin_next_kernel();
   using Shared = PrepareShared;
   const Problem& p = all.p;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;

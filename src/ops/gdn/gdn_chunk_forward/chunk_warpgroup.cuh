@@ -13,6 +13,12 @@
 //
 // An element of W that is not finite would be multiplied by the zeros of T and P above their
 // diagonals. So it and those of later tokens are 0 there, and what they would give is NaN.
+//
+// With few heads, a sequence is cut into segments of whole chunks, which all go on at once. What a
+// segment makes of its first state is M S + N, where M does not depend on v. So the chain runs
+// twice. The first time it leaves out q and o and finds N, from no state, and M, as the last state
+// for v = 0 from the identity (chunk_state of 128 more values); the first segment has its own
+// first state, and needs no M. chunk_join then finds every segment's first state, in f32.
 #pragma once
 #include "ops/gdn/gdn_chunk_forward/chunk_prepare.cuh"
 
@@ -30,10 +36,35 @@ struct Stage {
   static constexpr int kBytes = kValues + kGroups * kPart;
 };
 
+// How sequences are cut into segments: `count` at most, each but the last of the same number of
+// chunks, and of how many tells the sequence's length, which the host does not know.
+#ifdef BITTERN_CUDA_EMULATED
+constexpr int kLeastChunks = 1;  // so that small problems have segments
+#else
+constexpr int kLeastChunks = 8;
+#endif
+struct Segments {
+  int count;
+  // Before every segment but the first, its first state [values, keys]; chunk_join makes it of N.
+  // And M, transposed.
+  float *states, *transfers;
+
+  __device__ int chunks_of_each(int chunks) const {
+    const int each = (chunks + count - 1) / count;
+    return each > kLeastChunks ? each : kLeastChunks;
+  }
+  // Of segment 1..: its place in `states`, and in `transfers`.
+  __device__ std::int64_t at(const Problem& p, const Problem::Item& item, int segment) const {
+    return ((item.sequence * p.d.value_heads + item.head) * (count - 1) + segment - 1) * kWide *
+           kWide;
+  }
+};
+
 struct ChainProblem {
   Problem p;
   const char* records;
   std::int64_t row_chunks;  // of a batch row
+  Segments cut;
 };
 
 // What a lane has of a product with a column for each token: element 4 t + e is row
@@ -85,15 +116,39 @@ __device__ int done_barrier(int stage, int group) {
   return 1 + (kStages + stage) * kGroups + group;
 }
 
-// What both sides know of a block's sequence and head.
+__device__ inline int chunks_of(const Problem::Item& item) {
+  const std::int64_t tokens = item.end > item.begin ? item.end - item.begin : 0;
+  return static_cast<int>((tokens + kMostRows - 1) / kMostRows);
+}
+
+// What both sides know of a block's segment, sequence and head. kOutput: the chain with o; its
+// blocks have a segment after the other. Without o, those of the first segment are followed by two
+// times as many of each other one but the last, for N and for M.
 struct ChainItem {
+  const ChainProblem& all;
   const Problem& p;
-  const Problem::Item item;
-  int chunks, last_rows;
-  __device__ explicit ChainItem(const Problem& problem) : p(problem), item(p.item(blockIdx.x)) {
-    const std::int64_t tokens = item.end > item.begin ? item.end - item.begin : 0;
-    chunks = static_cast<int>((tokens + kMostRows - 1) / kMostRows);
-    last_rows = static_cast<int>(tokens - std::int64_t{kMostRows} * (chunks - 1));
+  Problem::Item item;  // with the segment's tokens
+  int segment, chunks, last_rows;
+  bool transfer;  // M
+  bool last;      // of its sequence
+
+  __device__ ChainItem(const ChainProblem& problem, bool output) : all(problem), p(all.p) {
+    const auto turn = static_cast<int>(blockIdx.x / p.items);
+    segment = output ? turn : (turn + 1) / 2;
+    transfer = !output && turn > 0 && turn % 2 == 0;
+    item = p.item(blockIdx.x - turn * p.items);
+    const int whole = chunks_of(item), each = all.cut.chunks_of_each(whole);
+    const std::int64_t begin = item.begin + std::int64_t{segment} * each * kMostRows;
+    const std::int64_t end = begin + std::int64_t{each} * kMostRows;
+    last = segment == 0 ? whole <= each : begin < item.end && end >= item.end;
+    item.begin = begin;
+    if (end < item.end) item.end = end;
+    chunks = chunks_of(item);
+    last_rows = static_cast<int>(item.end - item.begin - std::int64_t{kMostRows} * (chunks - 1));
+  }
+  // Is there nothing to do? Then there may be no first state either.
+  __device__ bool idle(bool output) const {
+    return output ? chunks == 0 && !last : chunks == 0 || last;
   }
   // Does chunk n have all its rows, with no masks to look at?
   __device__ bool whole(int n) const {
@@ -106,17 +161,18 @@ struct ChainItem {
 };
 
 // A warpgroup that copies: chunks into shared memory, two ahead of their use, and o out of it.
-template <class X, int kGroups>
+template <class X, int kGroups, bool kOutput>
 class Mover {
  public:
   using Place = Stage<kGroups>;
 
   __device__ explicit Mover(const ChainProblem& all)
-      : c_(all.p), thread_(static_cast<int>(threadIdx.x) % kGroupThreads) {
+      : c_(all, kOutput), thread_(static_cast<int>(threadIdx.x) % kGroupThreads) {
     const Problem& p = c_.p;
     const Problem::Item& item = c_.item;
-    const std::int64_t slot =
-        p.cu_seqlens != nullptr ? p.first_slot(item) : item.sequence * all.row_chunks;
+    const std::int64_t slot = p.cu_seqlens != nullptr
+                                  ? p.first_slot(item)
+                                  : item.sequence * all.row_chunks + item.begin / kMostRows;
     record_ = all.records + record_at(p, slot, item.head) + thread_ * kPiece;
     const auto start = [&](const TokenStrides& stride, std::int64_t head, int across) {
       return stride.at(item.row, item.begin + thread_ / across, head) + thread_ % across * 8;
@@ -130,6 +186,9 @@ class Mover {
 
   __device__ void run() {
     clear_above_diagonal();
+    if (c_.transfer) clear_values();
+    cuda::wait_for_last_kernel();
+    if (c_.idle(kOutput)) return;
     int stage = 0;
 #pragma unroll 1
     for (int n = 0; n < c_.chunks + kStages; ++n) {
@@ -137,7 +196,7 @@ class Mover {
       if (n >= kStages) {
         for (int group = 0; group < kGroups; ++group)
           cuda::barrier_wait(done_barrier<kGroups>(stage, group), kPairThreads);
-        store_output(n - kStages, place);
+        if constexpr (kOutput) store_output(n - kStages, place);
       }
       if (n < c_.chunks) load(n, place);
       cuda::copy_async_commit();
@@ -180,11 +239,11 @@ class Mover {
   __device__ void load(int n, int place) {
     const Problem& p = c_.p;
     copy_rows<kKeyAcross>(n, place + Place::kKeys, k_, p.k_stride.token);
-    copy_rows<kKeyAcross>(n, place + Place::kQueries, q_, p.q_stride.token);
-    copy_rows<kValueAcross>(n, place + Place::kValues, v_, p.v_stride.token);
+    if constexpr (kOutput) copy_rows<kKeyAcross>(n, place + Place::kQueries, q_, p.q_stride.token);
+    if (!c_.transfer) copy_rows<kValueAcross>(n, place + Place::kValues, v_, p.v_stride.token);
     char* const record = &shared_at<char>(place + Place::kRecord + thread_ * kPiece);
 #pragma unroll
-    for (int i = 0; i < kMatrixSlabs; ++i)
+    for (int i = kOutput ? 0 : kMatrixSlabs / 2; i < kMatrixSlabs; ++i)
       if (below_diagonal(i)) cuda::copy_async_16(record + i * kSlabBytes, record_ + i * kSlabBytes);
     if (thread_ * kPiece < static_cast<int>(sizeof(Factors)))
       cuda::copy_async_16(record + Record::kFactors, record_ + Record::kFactors);
@@ -204,6 +263,11 @@ class Mover {
         if (!below_diagonal(i))
           shared_at<uint4>(stage * Place::kBytes + Place::kRecord + i * kSlabBytes +
                            thread_ * kPiece) = uint4{};
+  }
+  __device__ void clear_values() const {
+    for (int stage = 0; stage < kStages; ++stage)
+      for (int at = thread_ * kPiece; at < kGroups * kPart; at += kGroupThreads * kPiece)
+        shared_at<uint4>(stage * Place::kBytes + Place::kValues + at) = uint4{};
   }
   __device__ void store_output(int n, int place) {
     int row = thread_ / kValueAcross;
@@ -230,13 +294,13 @@ class Mover {
 };
 
 // A warpgroup that computes.
-template <class X, int kGroups>
+template <class X, int kGroups, bool kOutput>
 class Chain {
  public:
   using Place = Stage<kGroups>;
 
   __device__ explicit Chain(const ChainProblem& all)
-      : c_(all.p),
+      : c_(all, kOutput),
         lane_(static_cast<int>(threadIdx.x) % 32),
         warp_(static_cast<int>(threadIdx.x) / 32),
         group_(warp_ / 4),
@@ -247,6 +311,8 @@ class Chain {
   }
 
   __device__ void run() {
+    cuda::wait_for_last_kernel();
+    if (c_.idle(kOutput)) return;
     load_state();
     int stage = 0, last = 0;
 #pragma unroll 1
@@ -260,6 +326,8 @@ class Chain {
   }
 
  private:
+  static constexpr int kBeside = kOutput ? 1 : 0;  // products of o under way beside the chain's
+
   // Chunk n, in `stage`; the one before it was in `last`.
   __device__ void step(int n, int stage, int last) {
     const int now = stage * Place::kBytes;
@@ -274,10 +342,12 @@ class Chain {
     for (int s = 0; s < kWide / 16; ++s)
       multiply_tokens<X>(y, rounded_[s], keys.at(s / 4 * kPart + s % 4 * 32), s > 0);
     cuda::warpgroup_commit();
+    if constexpr (kOutput) {
 #pragma unroll
-    for (int s = 0; s < kWide / 16; ++s)
-      multiply_tokens<X>(o, rounded_[s], queries.at(s / 4 * kPart + s % 4 * 32), s > 0);
-    cuda::warpgroup_commit();
+      for (int s = 0; s < kWide / 16; ++s)
+        multiply_tokens<X>(o, rounded_[s], queries.at(s / 4 * kPart + s % 4 * 32), s > 0);
+      cuda::warpgroup_commit();
+    }
     if (n > 0) hand_over(last);
 
     const auto& factors = shared_at<Factors>(now + Place::kRecord + Record::kFactors);
@@ -297,7 +367,7 @@ class Chain {
         seen[4 * t + 2 * down + 1] = beta.y * v.y;
       }
     }
-    cuda::warpgroup_wait<1>();
+    cuda::warpgroup_wait<kBeside>();
     cuda::warpgroup_hold(y);
     std::uint32_t zeros[2] = {};  // as long as all of W is finite, in either row
 #pragma unroll
@@ -323,13 +393,15 @@ class Chain {
     for (int s = 0; s < kTokenTiles / 2; ++s)
       multiply_tokens<X>(y, left[s], inverse.at(s * 32), s > 0);
     cuda::warpgroup_commit();
-    cuda::warpgroup_wait<1>();
-    cuda::warpgroup_hold(o);
+    if constexpr (kOutput) {
+      cuda::warpgroup_wait<1>();
+      cuda::warpgroup_hold(o);
 #pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-      const float2 asked = two_of(factors.asked, t);
+      for (int t = 0; t < kTokenTiles; ++t) {
+        const float2 asked = two_of(factors.asked, t);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) o[4 * t + e] *= e % 2 == 0 ? asked.x : asked.y;
+        for (int e = 0; e < 4; ++e) o[4 * t + e] *= e % 2 == 0 ? asked.x : asked.y;
+      }
     }
     const float decay = factors.decay[0];
 #pragma unroll
@@ -351,22 +423,26 @@ class Chain {
 #pragma unroll
     for (int s = 0; s < kTokenTiles / 2; ++s) multiply_keys<X>(state_, kept[s], keys.at(s * 2048));
     cuda::warpgroup_commit();
+    if constexpr (kOutput) {
 #pragma unroll
-    for (int i = 0; i < 2 * kTokenTiles; ++i)
-      left[i / 4][i % 4] = cuda::store_pair<X>(y[2 * i], y[2 * i + 1]);
-    if (bad) clear_from_bad(left);
-    const auto pairs = matrix(Place::kRecord + Record::kPairs);
-    cuda::warpgroup_begin();
+      for (int i = 0; i < 2 * kTokenTiles; ++i)
+        left[i / 4][i % 4] = cuda::store_pair<X>(y[2 * i], y[2 * i + 1]);
+      if (bad) clear_from_bad(left);
+      const auto pairs = matrix(Place::kRecord + Record::kPairs);
+      cuda::warpgroup_begin();
 #pragma unroll
-    for (int s = 0; s < kTokenTiles / 2; ++s)
-      multiply_tokens<X>(o, left[s], pairs.at(s * 32), true);
-    cuda::warpgroup_commit();
-    cuda::warpgroup_wait<1>();
+      for (int s = 0; s < kTokenTiles / 2; ++s)
+        multiply_tokens<X>(o, left[s], pairs.at(s * 32), true);
+      cuda::warpgroup_commit();
+    }
+    cuda::warpgroup_wait<kBeside>();
     cuda::warpgroup_hold(state_);
     round_state();
-    cuda::warpgroup_wait<0>();
-    cuda::warpgroup_hold(o);
-    round_output(o);
+    if constexpr (kOutput) {
+      cuda::warpgroup_wait<0>();
+      cuda::warpgroup_hold(o);
+      round_output(o);
+    }
   }
 
   __device__ int token(int t, int e) const { return 8 * t + 2 * (lane_ % 4) + e; }
@@ -419,38 +495,58 @@ class Chain {
 
   // o of the chunk in `stage` goes where v was; that is the last of the chunk.
   __device__ void hand_over(int stage) {
+    if constexpr (kOutput) {
 #pragma unroll
-    for (int t = 0; t < kTokenTiles; t += 2)
-      cuda::store_tiles_transposed(
-          &shared_at<char>(stage * Place::kBytes + tiles_place_ + 8 * t * kRowBytes),
-          output_[t / 2]);
+      for (int t = 0; t < kTokenTiles; t += 2)
+        cuda::store_tiles_transposed(
+            &shared_at<char>(stage * Place::kBytes + tiles_place_ + 8 * t * kRowBytes),
+            output_[t / 2]);
+    }
     cuda::barrier_arrive(done_barrier<kGroups>(stage, group_), kPairThreads);
   }
 
-  // Element i of a lane's state: its value and key.
+  // f(x, value, key) for each element of a lane's state.
+  template <class F>
+  __device__ void for_state(F&& f) {
+#pragma unroll
+    for (int i = 0; i < kWide / 2; ++i)
+      f(state_[i], value_ + lane_ / 4 + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * (lane_ % 4) + i % 2);
+  }
+  // The same with its place in the caller's tensor, and in `states` and `transfers`.
   template <class F>
   __device__ void for_state(const StateStrides& stride, F&& f) {
     const std::int64_t first = stride.at(c_.item.sequence, c_.item.head);
-#pragma unroll
-    for (int i = 0; i < kWide / 2; ++i) {
-      const int value = value_ + lane_ / 4 + 8 * (i / 2 % 2);
-      const int key = 8 * (i / 4) + 2 * (lane_ % 4) + i % 2;
-      f(state_[i], first + value * stride.value + key * stride.key);
-    }
+    for_state([&](float& x, int value, int key) {
+      f(x, first + value * stride.value + key * stride.key);
+    });
+  }
+  template <class F>
+  __device__ void for_state(int segment, F&& f) {
+    const std::int64_t first = c_.all.cut.at(c_.p, c_.item, segment);
+    for_state([&](float& x, int value, int key) { f(x, first + value * kWide + key); });
   }
   __device__ void load_state() {
-    if (c_.p.initial_state != nullptr) {
+    if (c_.transfer) {
+      for_state([](float& x, int value, int key) { x = value == key ? 1.0f : 0.0f; });
+    } else if (c_.segment == 0 && c_.p.initial_state != nullptr) {
       for_state(c_.p.initial_stride,
                 [&](float& x, std::int64_t at) { x = c_.p.initial_state[at]; });
+    } else if (c_.segment == 0 || !kOutput) {
+      for_state([](float& x, int, int) { x = 0; });
     } else {
-#pragma unroll
-      for (int i = 0; i < kWide / 2; ++i) state_[i] = 0;
+      for_state(c_.segment, [&](float& x, std::int64_t at) { x = c_.all.cut.states[at]; });
     }
     round_state();
   }
   __device__ void store_state() {
-    if (c_.p.final_state == nullptr) return;
-    for_state(c_.p.final_stride, [&](float& x, std::int64_t at) { c_.p.final_state[at] = x; });
+    if constexpr (kOutput) {
+      if (!c_.last || c_.p.final_state == nullptr) return;
+      for_state(c_.p.final_stride, [&](float& x, std::int64_t at) { c_.p.final_state[at] = x; });
+    } else if (c_.transfer) {
+      for_state(c_.segment, [&](float& x, std::int64_t at) { c_.all.cut.transfers[at] = x; });
+    } else {
+      for_state(c_.segment + 1, [&](float& x, std::int64_t at) { c_.all.cut.states[at] = x; });
+    }
   }
 
   const ChainItem c_;
@@ -463,44 +559,143 @@ class Chain {
 };
 
 // The registers of a multiprocessor, as two or three warpgroups share them.
-template <class X, int kGroups>
+template <class X, int kGroups, bool kOutput>
 __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1)
     chunk_warpgroup(const __grid_constant__ ChainProblem all) {
+  cuda::begin_next_kernel();
   if (threadIdx.x >= kGroups * kGroupThreads) {
     if constexpr (kGroups > 1) cuda::give_registers<56>();
-    Mover<X, kGroups>(all).run();
+    Mover<X, kGroups, kOutput>(all).run();
   } else {
     if constexpr (kGroups > 1) cuda::take_registers<224>();
-    Chain<X, kGroups>(all).run();
+    Chain<X, kGroups, kOutput>(all).run();
   }
 }
 
-inline std::size_t records_bytes(const Op::Desc& d) {
-  return static_cast<std::size_t>(d.batch * d.state_chunks() * d.value_heads) * Record::kBytes;
+// The first states of a head's segments one after the other, for kJoinValues of its values: S of
+// the next one is M S + N. A thread has a key of the result and a quarter of the terms.
+constexpr int kJoinValues = 8, kJoinParts = 4, kJoinThreads = kJoinParts * kWide;
+constexpr int kJoinTerms = kWide / kJoinParts;
+struct JoinShared {
+  float state[kJoinValues][kWide], sums[kJoinParts][kJoinValues][kWide];
+};
+__global__ void __launch_bounds__(kJoinThreads, 1)
+    chunk_join(const __grid_constant__ ChainProblem all) {
+  auto& [state, sums] = shared_at<JoinShared>(0);
+  cuda::begin_next_kernel();
+  const Problem::Item item = all.p.item(blockIdx.x);
+  const int thread = static_cast<int>(threadIdx.x), key = thread % kWide, part = thread / kWide;
+  const int chunks = chunks_of(item), each = all.cut.chunks_of_each(chunks);
+  const int segments = (chunks + each - 1) / each;
+  cuda::wait_for_last_kernel();
+  const auto states = [&](int segment, int value) -> float& {
+    return all.cut
+        .states[all.cut.at(all.p, item, segment) + (item.part * kJoinValues + value) * kWide + key];
+  };
+  const auto load = [&](int segment, float(&m)[kJoinTerms]) {
+    const float* from =
+        all.cut.transfers + all.cut.at(all.p, item, segment) + part * kJoinTerms * kWide + key;
+#pragma unroll
+    for (int j = 0; j < kJoinTerms; ++j) m[j] = from[j * kWide];
+  };
+  if (segments <= 2) return;
+  float m[kJoinTerms];
+  load(1, m);
+  for (int value = part; value < kJoinValues; value += kJoinParts)
+    state[value][key] = states(1, value);
+  for (int segment = 1; segment + 1 < segments; ++segment) {
+    __syncthreads();
+    float sum[kJoinValues] = {};
+#pragma unroll
+    for (int j = 0; j < kJoinTerms; j += 4) {
+#pragma unroll
+      for (int value = 0; value < kJoinValues; ++value) {
+        const auto s = *reinterpret_cast<const float4*>(&state[value][part * kJoinTerms + j]);
+        sum[value] = std::fma(m[j], s.x, sum[value]);
+        sum[value] = std::fma(m[j + 1], s.y, sum[value]);
+        sum[value] = std::fma(m[j + 2], s.z, sum[value]);
+        sum[value] = std::fma(m[j + 3], s.w, sum[value]);
+      }
+    }
+    if (segment + 2 < segments) load(segment + 1, m);
+#pragma unroll
+    for (int value = 0; value < kJoinValues; ++value) sums[part][value][key] = sum[value];
+    __syncthreads();
+    for (int value = part; value < kJoinValues; value += kJoinParts) {
+      float& next = states(segment + 1, value);
+      float all_parts = 0;
+#pragma unroll
+      for (int i = 0; i < kJoinParts; ++i) all_parts += sums[i][value][key];
+      next += all_parts;
+      state[value][key] = next;
+    }
+  }
 }
 
-template <class X, int kGroups>
-Status run_chain(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
-  const ChainProblem all{Problem(d, a, kWide / (kGroups * kGroupValues)),
-                         static_cast<const char*>(workspace.data), d.state_chunks()};
-  return cuda::launch(Op::kName, chunk_warpgroup<X, kGroups>,
-                      {.blocks = all.p.items,
-                       .threads = (kGroups + 1) * kGroupThreads,
-                       .shared = kStages * Stage<kGroups>::kBytes},
-                      a.o.device.index, stream, all);
+// As many segments as keep all multiprocessors busy, if they are enough to pay for the chain's
+// going twice. With cu_seqlens, a sequence may have all the tokens.
+inline int segment_count(const Op::Desc& d, int device) {
+  const std::int64_t blocks = kWide / kGroupValues * d.sequence_count() * d.value_heads;
+  const std::int64_t count = std::min<std::int64_t>(cuda::limits(device).multiprocessors / blocks,
+                                                    d.chunks(d.tokens) / kLeastChunks);
+  return count > 2 ? static_cast<int>(count) : 1;
 }
+
+// The workspace: records, states, transfers.
+struct ChainPlaces {
+  std::size_t records, states;
+  ChainPlaces(const Op::Desc& d, int segments)
+      : records(static_cast<std::size_t>(d.batch * d.state_chunks() * d.value_heads) *
+                Record::kBytes),
+        states(static_cast<std::size_t>(d.sequence_count() * d.value_heads * (segments - 1)) *
+               kWide * kWide * sizeof(float)) {}
+  std::size_t bytes() const { return records + 2 * states; }
+};
 
 template <class X>
 Status run_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
+  const int device = a.o.device.index, segments = segment_count(d, device);
+  const auto launch = [&](auto kernel, const cuda::Grid& grid, const auto& problem) {
+    return cuda::launch(Op::kName, kernel, grid, device, stream, problem);
+  };
   const PrepareProblem prepare(d, a, workspace.data);
-  BITTERN_TRY(cuda::launch(
-      Op::kName, chunk_prepare<X>,
-      {.blocks = prepare.items, .threads = kPrepareThreads, .shared = PrepareShared::kBytes},
-      a.o.device.index, stream, prepare));
+  BITTERN_TRY(
+      launch(chunk_prepare<X>,
+             {.blocks = prepare.items, .threads = kPrepareThreads, .shared = PrepareShared::kBytes},
+             prepare));
+  auto* const records = static_cast<char*>(workspace.data);
+  const ChainPlaces places(d, segments);
+  auto* const states = reinterpret_cast<float*>(records + places.records);
+  const Segments cut{segments, states, states + places.states / sizeof(float)};
+  const auto problem = [&](std::int64_t parts) {
+    return ChainProblem{Problem(d, a, parts), records, d.state_chunks(), cut};
+  };
+  const auto chain = [&]<int kGroups, bool kOutput>(std::integral_constant<int, kGroups>,
+                                                    std::bool_constant<kOutput>,
+                                                    std::int64_t turns) {
+    const ChainProblem all = problem(kWide / (kGroups * kGroupValues));
+    return launch(chunk_warpgroup<X, kGroups, kOutput>,
+                  {.blocks = turns * all.p.items,
+                   .threads = (kGroups + 1) * kGroupThreads,
+                   .shared = kStages * Stage<kGroups>::kBytes,
+                   .waits = true},
+                  all);
+  };
+  const std::integral_constant<int, 1> one{};
+  const std::integral_constant<int, 2> two{};
+  if (segments > 1) {
+    BITTERN_TRY(chain(two, std::false_type(), 2 * segments - 3));
+    const ChainProblem join = problem(kWide / kJoinValues);
+    BITTERN_TRY(launch(chunk_join,
+                       {.blocks = join.p.items,
+                        .threads = kJoinThreads,
+                        .shared = sizeof(JoinShared),
+                        .waits = true},
+                       join));
+  }
   // With few heads, more multiprocessors have a part of one.
-  const int device = a.o.device.index;
   const bool few = 2 * d.sequence_count() * d.value_heads <= cuda::limits(device).multiprocessors;
-  return few ? run_chain<X, 1>(d, a, stream, workspace) : run_chain<X, 2>(d, a, stream, workspace);
+  return few ? chain(one, std::true_type(), segments) : chain(two, std::true_type(), 1);
 }
 
 }  // namespace bittern::chunk_forward

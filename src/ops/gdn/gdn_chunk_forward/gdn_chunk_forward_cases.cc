@@ -72,6 +72,7 @@ std::vector<GdnDesc> gdn_chunk_forward_bounded_cases(bool on_cuda) {
   if (!on_cuda) return cases;
   add({.tokens = 70});
   add({.tokens = 200, .key_heads = 1, .value_heads = 3, .sequences = 4});
+  add({.tokens = 270});
   for (const bool fused : {false, true}) {
     GdnDesc d{.tokens = 130, .value_heads = 2};
     d.element = DType::f16;

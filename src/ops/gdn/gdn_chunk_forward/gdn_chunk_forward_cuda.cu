@@ -51,7 +51,9 @@ Status accepts_pieces(const Op::Desc&, const Op::Args& a) {
   return check("o", a.o);
 }
 
-std::size_t wgmma_workspace(const Op::Desc& d, Device) { return records_bytes(d); }
+std::size_t wgmma_workspace(const Op::Desc& d, Device device) {
+  return ChainPlaces(d, segment_count(d, device.index)).bytes();
+}
 
 Status run_by_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
   return visit<f16, bf16>(

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "cpu/bf16.h"
+#include "cuda/plugin.h"
 #include "ops/gdn/gdn_test.h"
 #include "oracle/oracle_test.h"
 
@@ -512,10 +513,10 @@ TEST(GdnChunkForward, TensorCoresKeepMildDecaysBesideStrongOnes) {
   BITTERN_NEEDS_CUDA();
   if (!select_wgmma(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
   for (const double strong : {-15.0, -1e4, -HUGE_VAL}) {
-    GdnDesc d = wgmma_desc(150, 1, 2);
+    GdnDesc d = wgmma_desc(270, 1, 2);
     d.sequences = 3;
     Problem p = model_problem(d, 0.5, 0, 1, 11);
-    oracle::set_values(p.args.cu_seqlens, {0, 70, 70, 150});
+    oracle::set_values(p.args.cu_seqlens, {0, 70, 70, 270});
     oracle::Rng rng(12);
     oracle::fill_strong(p.args.g, d.value_heads, strong, true, rng);
     const auto want = recurrence(p);
@@ -528,12 +529,12 @@ TEST(GdnChunkForward, TensorCoresKeepMildDecaysBesideStrongOnes) {
 // A NaN reaches no token before its own, of a value only that value, and of a masked token nothing.
 TEST(GdnChunkForward, TensorCoresKeepNanFromEarlierTokens) {
   BITTERN_NEEDS_CUDA();
-  const GdnDesc d = wgmma_desc(90, 1, 2);
+  const GdnDesc d = wgmma_desc(210, 1, 2);
   if (!select_wgmma(d)) GTEST_SKIP() << "no products of a warpgroup";
   Problem clean = model_problem(d, 0.5, 0.1, 1, 9);
   oracle::expect_ok(run_wgmma(clean));
   const auto expect_nan = [&](const Problem& p, auto&& nan) {
-    for (std::int64_t i = 0; i < 90 * 2 * 128; ++i) {
+    for (std::int64_t i = 0; i < 210 * 2 * 128; ++i) {
       if (nan(i / 256, i / 128 % 2, i % 128)) {
         EXPECT_TRUE(std::isnan(get(p.args.o, i))) << i;
       } else {
@@ -541,7 +542,7 @@ TEST(GdnChunkForward, TensorCoresKeepNanFromEarlierTokens) {
       }
     }
   };
-  for (const std::int64_t at : {0, 21, 63, 64, 89}) {
+  for (const std::int64_t at : {0, 21, 64, 127, 209}) {
     Problem keys = model_problem(d, 0.5, 0.1, 1, 9);
     put(keys.args.k, at * 128 + 3, NAN);
     oracle::expect_ok(run_wgmma(keys));
@@ -564,6 +565,49 @@ TEST(GdnChunkForward, TensorCoresKeepNanFromEarlierTokens) {
   put(masked.args.g, 80, NAN);
   oracle::expect_ok(run_wgmma(masked));
   expect_nan(masked, [](std::int64_t, std::int64_t, std::int64_t) { return false; });
+}
+
+// A sequence alone is cut into segments where there are multiprocessors for them; beside enough
+// copies of itself it is not (on the emulated device: with BITTERN_EMULATED_MULTIPROCESSORS).
+TEST(GdnChunkForward, TensorCoresGiveSegmentsTheirStates) {
+  BITTERN_NEEDS_CUDA();
+  if (!select_wgmma(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
+  CudaDeviceInfo device;
+  oracle::expect_ok((*cuda_plugin(0))->info(0, &device));
+  for (const double decay : {0.0, 0.01, 10.0}) {
+    GdnDesc d = wgmma_desc(device.name == "emulated" ? 330 : 3330, 1, 1);
+    Problem alone = model_problem(d, 0.9, decay, 1, 13);
+    const auto want = recurrence(alone);
+    oracle::expect_ok(run_wgmma(alone));
+    d.batch = device.multiprocessors / 6 + 1;
+    Problem beside = model_problem(d, 0.9, decay, 1, 13);
+    const auto repeat = [](const ConstView& to, const ConstView& from) {
+      for (std::int64_t i = 0; i < to.shape.numel(); ++i)
+        put(to, i, get(from, i % from.shape.numel()));
+    };
+    repeat(beside.args.q, alone.args.q);
+    repeat(beside.args.k, alone.args.k);
+    repeat(beside.args.v, alone.args.v);
+    repeat(beside.args.g, alone.args.g);
+    repeat(beside.args.beta, alone.args.beta);
+    repeat(beside.args.initial_state, alone.args.initial_state);
+    oracle::expect_ok(run_wgmma(beside));
+    const auto compare = [&](const MutView& one, const MutView& all, std::vector<double> exact) {
+      const std::vector<double> got = values(one);
+      std::vector<double> plain = values(all);
+      plain.resize(got.size());
+      const double error = oracle::rms_ratio(got, exact);
+      EXPECT_LE(error, 0.006) << decay;
+      EXPECT_LE(error, 1.15 * oracle::rms_ratio(plain, exact)) << decay;
+      EXPECT_LE(oracle::rms_ratio(got, plain), 0.006) << decay;
+    };
+    compare(alone.args.o, beside.args.o, want.o);
+    compare(alone.args.final_state, beside.args.final_state, want.final_state);
+    const auto o = values(alone.args.o), state = values(alone.args.final_state);
+    oracle::expect_ok(run_wgmma(alone));
+    EXPECT_EQ(values(alone.args.o), o);
+    EXPECT_EQ(values(alone.args.final_state), state);
+  }
 }
 
 TEST(GdnChunkForward, TensorCoresAreForTheFastestPreference) {
