@@ -638,7 +638,7 @@ inline int segment_count(const Op::Desc& d, int device) {
   const std::int64_t blocks = kWide / kGroupValues * d.sequence_count() * d.value_heads;
   const std::int64_t count = std::min<std::int64_t>(cuda::limits(device).multiprocessors / blocks,
                                                     d.chunks(d.tokens) / kLeastChunks);
-  return count > 2 ? static_cast<int>(count) : 1;
+  return count > 1 ? static_cast<int>(count) : 1;
 }
 
 // The workspace: records, states, transfers.
@@ -681,10 +681,15 @@ Status run_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Works
                    .waits = true},
                   all);
   };
-  const std::integral_constant<int, 1> one{};
-  const std::integral_constant<int, 2> two{};
+  // Two groups of values a block, or, while there are multiprocessors for them, one.
+  const auto chains = [&](auto output, std::int64_t turns) {
+    const std::int64_t blocks = kWide / kGroupValues * d.sequence_count() * d.value_heads * turns;
+    return blocks <= cuda::limits(device).multiprocessors
+               ? chain(std::integral_constant<int, 1>(), output, turns)
+               : chain(std::integral_constant<int, 2>(), output, turns);
+  };
   if (segments > 1) {
-    BITTERN_TRY(chain(two, std::false_type(), 2 * segments - 3));
+    BITTERN_TRY(chains(std::false_type(), 2 * segments - 3));
     const ChainProblem join = problem(kWide / kJoinValues);
     BITTERN_TRY(launch(chunk_join,
                        {.blocks = join.p.items,
@@ -693,9 +698,7 @@ Status run_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Works
                         .waits = true},
                        join));
   }
-  // With few heads, more multiprocessors have a part of one.
-  const bool few = 2 * d.sequence_count() * d.value_heads <= cuda::limits(device).multiprocessors;
-  return few ? chain(one, std::true_type(), segments) : chain(two, std::true_type(), 1);
+  return chains(std::true_type(), segments);
 }
 
 }  // namespace bittern::chunk_forward
