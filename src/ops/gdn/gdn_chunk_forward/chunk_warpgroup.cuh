@@ -36,12 +36,17 @@ struct Stage {
   static constexpr int kBytes = kValues + kGroups * kPart;
 };
 
-// How sequences are cut into segments: `count` at most, each but the last of the same number of
-// chunks, and of how many tells the sequence's length, which the host does not know.
+// How sequences are cut into segments: `count` at most, each but the last with the same number of
+// chunks. That number follows from the sequence's length, which the host does not know.
+//
+// Measured on an H200: two segments pay from about 120 chunks on, three for 32 chunks already.
+// Where heads do not limit their number, 16 and 32 segments of 512 chunks are alike, and 64 are
+// slower, since chunk_join takes one after the other.
+constexpr int kMostSegments = 24;
 #ifdef BITTERN_CUDA_EMULATED
-constexpr int kLeastChunks = 1;  // so that small problems have segments
+constexpr int kLeastChunks = 1, kLeastForTwo = 2;  // so that small problems have segments
 #else
-constexpr int kLeastChunks = 8;
+constexpr int kLeastChunks = 8, kLeastForTwo = 192;
 #endif
 struct Segments {
   int count;
@@ -573,72 +578,72 @@ __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1)
 }
 
 // The first states of a head's segments one after the other, for kJoinValues of its values: S of
-// the next one is M S + N. A thread has a key of the result and a quarter of the terms.
-constexpr int kJoinValues = 8, kJoinParts = 4, kJoinThreads = kJoinParts * kWide;
-constexpr int kJoinTerms = kWide / kJoinParts;
+// the next one is M S + N. A lane has four keys of the result, and a warp some of the terms.
+constexpr int kJoinValues = 8, kJoinTerms = 8, kJoinWarps = kWide / kJoinTerms;
+constexpr int kJoinThreads = 32 * kJoinWarps;
 struct JoinShared {
-  float state[kJoinValues][kWide], sums[kJoinParts][kJoinValues][kWide];
+  float state[kJoinValues][kWide], sums[kJoinWarps][kJoinValues][kWide];
 };
+template <class = void>
 __global__ void __launch_bounds__(kJoinThreads, 1)
     chunk_join(const __grid_constant__ ChainProblem all) {
-  auto& [state, sums] = shared_at<JoinShared>(0);
   cuda::begin_next_kernel();
+  auto& [state, sums] = shared_at<JoinShared>(0);
   const Problem::Item item = all.p.item(blockIdx.x);
-  const int thread = static_cast<int>(threadIdx.x), key = thread % kWide, part = thread / kWide;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, keys = thread % 32 * 4;
   const int chunks = chunks_of(item), each = all.cut.chunks_of_each(chunks);
   const int segments = (chunks + each - 1) / each;
-  cuda::wait_for_last_kernel();
-  const auto states = [&](int segment, int value) -> float& {
-    return all.cut
-        .states[all.cut.at(all.p, item, segment) + (item.part * kJoinValues + value) * kWide + key];
-  };
-  const auto load = [&](int segment, float(&m)[kJoinTerms]) {
+  const auto load = [&](int segment, float4(&m)[kJoinTerms]) {
     const float* from =
-        all.cut.transfers + all.cut.at(all.p, item, segment) + part * kJoinTerms * kWide + key;
+        all.cut.transfers + all.cut.at(all.p, item, segment) + warp * kJoinTerms * kWide + keys;
 #pragma unroll
-    for (int j = 0; j < kJoinTerms; ++j) m[j] = from[j * kWide];
+    for (int j = 0; j < kJoinTerms; ++j) m[j] = *reinterpret_cast<const float4*>(from + j * kWide);
   };
+  // A thread's elements of a state.
+  const auto for_elements = [&](int segment, auto&& f) {
+    float* const of =
+        all.cut.states + all.cut.at(all.p, item, segment) + item.part * kJoinValues * kWide;
+    for (int i = thread; i < kJoinValues * kWide; i += kJoinThreads) f(i / kWide, i % kWide, of[i]);
+  };
+  cuda::wait_for_last_kernel();
   if (segments <= 2) return;
-  float m[kJoinTerms];
+  float4 m[kJoinTerms];
   load(1, m);
-  for (int value = part; value < kJoinValues; value += kJoinParts)
-    state[value][key] = states(1, value);
+  for_elements(1, [&](int value, int key, float& s) { state[value][key] = s; });
   for (int segment = 1; segment + 1 < segments; ++segment) {
     __syncthreads();
-    float sum[kJoinValues] = {};
 #pragma unroll
-    for (int j = 0; j < kJoinTerms; j += 4) {
+    for (int value = 0; value < kJoinValues; ++value) {
+      float4 sum{};
 #pragma unroll
-      for (int value = 0; value < kJoinValues; ++value) {
-        const auto s = *reinterpret_cast<const float4*>(&state[value][part * kJoinTerms + j]);
-        sum[value] = std::fma(m[j], s.x, sum[value]);
-        sum[value] = std::fma(m[j + 1], s.y, sum[value]);
-        sum[value] = std::fma(m[j + 2], s.z, sum[value]);
-        sum[value] = std::fma(m[j + 3], s.w, sum[value]);
+      for (int j = 0; j < kJoinTerms; ++j) {
+        const float s = state[value][warp * kJoinTerms + j];
+        sum.x = std::fma(m[j].x, s, sum.x);
+        sum.y = std::fma(m[j].y, s, sum.y);
+        sum.z = std::fma(m[j].z, s, sum.z);
+        sum.w = std::fma(m[j].w, s, sum.w);
       }
+      *reinterpret_cast<float4*>(&sums[warp][value][keys]) = sum;
     }
     if (segment + 2 < segments) load(segment + 1, m);
-#pragma unroll
-    for (int value = 0; value < kJoinValues; ++value) sums[part][value][key] = sum[value];
     __syncthreads();
-    for (int value = part; value < kJoinValues; value += kJoinParts) {
-      float& next = states(segment + 1, value);
-      float all_parts = 0;
+    for_elements(segment + 1, [&](int value, int key, float& s) {
+      float sum = 0;
 #pragma unroll
-      for (int i = 0; i < kJoinParts; ++i) all_parts += sums[i][value][key];
-      next += all_parts;
-      state[value][key] = next;
-    }
+      for (int i = 0; i < kJoinWarps; ++i) sum += sums[i][value][key];
+      state[value][key] = s += sum;
+    });
   }
 }
 
-// As many segments as keep all multiprocessors busy, if they are enough to pay for the chain's
-// going twice. With cu_seqlens, a sequence may have all the tokens.
+// As many segments as keep all multiprocessors busy, where that pays for the chain's going twice.
+// With cu_seqlens, a sequence may have all the tokens.
 inline int segment_count(const Op::Desc& d, int device) {
+  const std::int64_t chunks = d.chunks(d.tokens);
   const std::int64_t blocks = kWide / kGroupValues * d.sequence_count() * d.value_heads;
-  const std::int64_t count = std::min<std::int64_t>(cuda::limits(device).multiprocessors / blocks,
-                                                    d.chunks(d.tokens) / kLeastChunks);
-  return count > 1 ? static_cast<int>(count) : 1;
+  const std::int64_t count = std::min<std::int64_t>(
+      {cuda::limits(device).multiprocessors / blocks, chunks / kLeastChunks, kMostSegments});
+  return count > 2 || (count == 2 && chunks >= kLeastForTwo) ? static_cast<int>(count) : 1;
 }
 
 // The workspace: records, states, transfers.
@@ -691,7 +696,7 @@ Status run_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Works
   if (segments > 1) {
     BITTERN_TRY(chains(std::false_type(), 2 * segments - 3));
     const ChainProblem join = problem(kWide / kJoinValues);
-    BITTERN_TRY(launch(chunk_join,
+    BITTERN_TRY(launch(chunk_join<>,
                        {.blocks = join.p.items,
                         .threads = kJoinThreads,
                         .shared = sizeof(JoinShared),
