@@ -588,7 +588,9 @@ template <class = void>
 __global__ void __launch_bounds__(kJoinThreads, 1)
     chunk_join(const __grid_constant__ ChainProblem all) {
   cuda::begin_next_kernel();
-  auto& [state, sums] = shared_at<JoinShared>(0);
+  auto& shared = shared_at<JoinShared>(0);
+  auto& state = shared.state;
+  auto& sums = shared.sums;
   const Problem::Item item = all.p.item(blockIdx.x);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, keys = thread % 32 * 4;
   const int chunks = chunks_of(item), each = all.cut.chunks_of_each(chunks);
