@@ -249,6 +249,15 @@ __device__ inline void store_tiles_transposed(void* row, const std::uint32_t (&f
                : "memory");
 #endif
 }
+// The reverse of load_tiles.
+__device__ inline void store_tiles(void* row, const std::uint32_t (&from)[4]) {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                   shared_address(row)),
+               "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+               : "memory");
+#endif
+}
 
 // d += a b for a [16, 16], b [16, 8], d [16, 8]. With r = l / 4, c = 2 (l % 4), lane l holds the
 // pairs a(r, c..), a(r+8, c..), a(r, c+8..), a(r+8, c+8..);  b(c.., r), b(c+8.., r);  and
@@ -351,7 +360,10 @@ __device__ inline WarpgroupMatrix warpgroup_matrix(const void* b) {
 #define BITTERN_SUMS_32(d, i)                                                \
   BITTERN_SUMS_8(d, i), BITTERN_SUMS_8(d, i + 8), BITTERN_SUMS_8(d, i + 16), \
       BITTERN_SUMS_8(d, i + 24)
+#define BITTERN_SUMS_16(d) BITTERN_SUMS_8(d, 0), BITTERN_SUMS_8(d, 8)
 #define BITTERN_SUMS_64(d) BITTERN_SUMS_32(d, 0), BITTERN_SUMS_32(d, 32)
+#define BITTERN_NAMES_16 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define BITTERN_NAMES_32                                                                       \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -427,9 +439,88 @@ __device__ inline void warpgroup_multiply_rows_f16(float (&d)[64], const std::ui
 #endif
 }
 
+// d = a b + (add ? d : 0), b by rows too, for d [64, 64].
+__device__ inline void warpgroup_multiply_rows_bf16(float (&d)[32], const std::uint32_t (&a)[4],
+                                                    WarpgroupMatrix b, bool add) {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile(
+      "{.reg .pred add; setp.ne.b32 add, %37, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{" BITTERN_NAMES_32 "}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;}"
+      : BITTERN_SUMS_32(d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()), "r"(add ? 1 : 0)
+      : "memory");
+#endif
+}
+__device__ inline void warpgroup_multiply_rows_f16(float (&d)[32], const std::uint32_t (&a)[4],
+                                                   WarpgroupMatrix b, bool add) {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile(
+      "{.reg .pred add; setp.ne.b32 add, %37, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+      "{" BITTERN_NAMES_32 "}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;}"
+      : BITTERN_SUMS_32(d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()), "r"(add ? 1 : 0)
+      : "memory");
+#endif
+}
+
+// The same with a [64, 16] in shared memory as well, by rows of 16 elements: laid out as b is by
+// columns. b by columns for d [64, 32], by rows for d [64, 64].
+__device__ inline void warpgroup_multiply_bf16(float (&d)[16], WarpgroupMatrix a, WarpgroupMatrix b,
+                                               bool add) {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile(
+      "{.reg .pred add; setp.ne.b32 add, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{" BITTERN_NAMES_16 "}, %16, %17, add, 1, 1, 0, 0;}"
+      : BITTERN_SUMS_16(d)
+      : "l"(a.descriptor()), "l"(b.descriptor()), "r"(add ? 1 : 0)
+      : "memory");
+#endif
+}
+__device__ inline void warpgroup_multiply_f16(float (&d)[16], WarpgroupMatrix a, WarpgroupMatrix b,
+                                              bool add) {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile(
+      "{.reg .pred add; setp.ne.b32 add, %18, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+      "{" BITTERN_NAMES_16 "}, %16, %17, add, 1, 1, 0, 0;}"
+      : BITTERN_SUMS_16(d)
+      : "l"(a.descriptor()), "l"(b.descriptor()), "r"(add ? 1 : 0)
+      : "memory");
+#endif
+}
+__device__ inline void warpgroup_multiply_rows_bf16(float (&d)[32], WarpgroupMatrix a,
+                                                    WarpgroupMatrix b, bool add) {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile(
+      "{.reg .pred add; setp.ne.b32 add, %34, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{" BITTERN_NAMES_32 "}, %32, %33, add, 1, 1, 0, 1;}"
+      : BITTERN_SUMS_32(d, 0)
+      : "l"(a.descriptor()), "l"(b.descriptor()), "r"(add ? 1 : 0)
+      : "memory");
+#endif
+}
+__device__ inline void warpgroup_multiply_rows_f16(float (&d)[32], WarpgroupMatrix a,
+                                                   WarpgroupMatrix b, bool add) {
+#if BITTERN_WARPGROUP_CODE
+  asm volatile(
+      "{.reg .pred add; setp.ne.b32 add, %34, 0; "
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+      "{" BITTERN_NAMES_32 "}, %32, %33, add, 1, 1, 0, 1;}"
+      : BITTERN_SUMS_32(d, 0)
+      : "l"(a.descriptor()), "l"(b.descriptor()), "r"(add ? 1 : 0)
+      : "memory");
+#endif
+}
+
 #undef BITTERN_SUMS_8
+#undef BITTERN_SUMS_16
 #undef BITTERN_SUMS_32
 #undef BITTERN_SUMS_64
+#undef BITTERN_NAMES_16
 #undef BITTERN_NAMES_32
 #undef BITTERN_NAMES_64
 

@@ -162,6 +162,19 @@ void warpgroup_multiply(float (&d)[kCount], const std::uint32_t (&a)[4], bool ad
   }
 }
 
+// The lane's part of a [64, 16] in shared memory, by rows.
+inline void load_left(std::uint32_t (&to)[4], std::uintptr_t a) {
+  const int lane = emulation::lane(), warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  for (int i = 0; i < 4; ++i) {
+    const auto row = static_cast<unsigned>(16 * warp + lane / 4 + i % 2 * 8);
+    const std::uintptr_t place = (a % 128 / 16 + static_cast<unsigned>(i / 2)) ^ row % 8;
+    std::memcpy(&to[i],
+                reinterpret_cast<const std::byte*>(a / 128 * 128 + row * 128 + place * 16) +
+                    lane % 4 * 4,
+                sizeof to[i]);
+  }
+}
+
 // b by columns: see WarpgroupMatrix.
 template <class T, int kCount>
 void warpgroup_multiply_columns(float (&d)[kCount], const std::uint32_t (&a)[4], std::uintptr_t b,
@@ -175,8 +188,9 @@ void warpgroup_multiply_columns(float (&d)[kCount], const std::uint32_t (&a)[4],
 }
 // b by rows, in parts of 64 columns.
 template <class T, int kPart, int kCount>
-void warpgroup_multiply_rows(float (&d)[kCount], const std::uint32_t (&a)[4], std::uintptr_t b) {
-  warpgroup_multiply<T>(d, a, true, [&](int k, int n) {
+void warpgroup_multiply_rows(float (&d)[kCount], const std::uint32_t (&a)[4], std::uintptr_t b,
+                             bool add = true) {
+  warpgroup_multiply<T>(d, a, add, [&](int k, int n) {
     const auto place = static_cast<unsigned>((n % 64 / 8) ^ (k % 8));
     return b + static_cast<unsigned>(n / 64 * kPart + k * 128 + n % 8 * 2) + place * 16;
   });
@@ -229,6 +243,13 @@ inline void store_tiles_transposed(void* row, const std::uint32_t (&from)[4]) {
   }
   __syncwarp();
 }
+inline void store_tiles(void* row, const std::uint32_t (&from)[4]) {
+  const emulation::Slot* slots = emulation::exchange(~0u, from, sizeof from);
+  const int lane = emulation::lane(), tile = lane / 8, i = lane % 8;  // the row this lane writes
+  for (int j = 0; j < 4; ++j)
+    std::memcpy(static_cast<std::byte*>(row) + 4 * j, slots[4 * i + j].bytes + 4 * tile, 4);
+  __syncwarp();
+}
 inline void multiply_bf16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
   emulated::multiply<bf16>(d, a, b);
 }
@@ -269,6 +290,38 @@ void warpgroup_multiply_rows_bf16(float (&d)[64], const std::uint32_t (&a)[4], W
 template <int kPart>
 void warpgroup_multiply_rows_f16(float (&d)[64], const std::uint32_t (&a)[4], WarpgroupMatrix b) {
   emulated::warpgroup_multiply_rows<f16, kPart>(d, a, b.address);
+}
+
+inline void warpgroup_multiply_rows_bf16(float (&d)[32], const std::uint32_t (&a)[4],
+                                         WarpgroupMatrix b, bool add) {
+  emulated::warpgroup_multiply_rows<bf16, 0>(d, a, b.address, add);
+}
+inline void warpgroup_multiply_rows_f16(float (&d)[32], const std::uint32_t (&a)[4],
+                                        WarpgroupMatrix b, bool add) {
+  emulated::warpgroup_multiply_rows<f16, 0>(d, a, b.address, add);
+}
+inline void warpgroup_multiply_bf16(float (&d)[16], WarpgroupMatrix a, WarpgroupMatrix b,
+                                    bool add) {
+  std::uint32_t left[4];
+  emulated::load_left(left, a.address);
+  emulated::warpgroup_multiply_columns<bf16>(d, left, b.address, add);
+}
+inline void warpgroup_multiply_f16(float (&d)[16], WarpgroupMatrix a, WarpgroupMatrix b, bool add) {
+  std::uint32_t left[4];
+  emulated::load_left(left, a.address);
+  emulated::warpgroup_multiply_columns<f16>(d, left, b.address, add);
+}
+inline void warpgroup_multiply_rows_bf16(float (&d)[32], WarpgroupMatrix a, WarpgroupMatrix b,
+                                         bool add) {
+  std::uint32_t left[4];
+  emulated::load_left(left, a.address);
+  emulated::warpgroup_multiply_rows<bf16, 0>(d, left, b.address, add);
+}
+inline void warpgroup_multiply_rows_f16(float (&d)[32], WarpgroupMatrix a, WarpgroupMatrix b,
+                                        bool add) {
+  std::uint32_t left[4];
+  emulated::load_left(left, a.address);
+  emulated::warpgroup_multiply_rows<f16, 0>(d, left, b.address, add);
 }
 
 }  // namespace bittern::cuda

@@ -48,6 +48,7 @@ struct PrepareProblem {
   Problem p;
   cuda::ChunkSlots slots;
   char* records;
+  ChunkGates* gates = nullptr;  // of each chunk and head, if they are wanted
   Divisor sharing, pairs, key_heads;  // value heads of a key head; pairs of them
   std::int64_t items;
 
@@ -456,6 +457,15 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
     of.seen[i] *= k_norm[i];
     of.asked[i] *= q_norm[i];
     of.kept[i] *= k_norm[i];
+    if (all.gates != nullptr) {
+      const HeadGates& from = gates(thread / kMostRows);
+      ChunkGates& to = all.gates[slot * p.d.value_heads + head(thread / kMostRows)];
+      to.high[i] = from.high[i];
+      to.low[i] = from.low[i];
+      to.beta[i] = from.beta[i];
+      to.k_norm[i] = k_norm[i];
+      to.q_norm[i] = q_norm[i];
+    }
   }
   float kk[4][2][4] = {}, qk[4][2][4] = {};
   multiply_pairs<X>(kk, qk);

@@ -32,6 +32,12 @@ struct Factors {
   float decay[kMostRows];  // e^G[last], in every row
 };
 
+// What gdn_chunk_backward makes the decays between the rows of a chunk of, and n_k and n_q.
+struct ChunkGates {
+  float high[kMostRows], low[kMostRows];  // log2(e) G[i]
+  float beta[kMostRows], k_norm[kMostRows], q_norm[kMostRows];
+};
+
 struct Record {
   // P; blocks of 16 above the diagonal are not written.
   static constexpr int kPairs = 0;

@@ -1,0 +1,802 @@
+// The gradients of a chunk, of what the chains have left of it (S, H, y, r): products on tensor
+// cores, by warpgroups, whose both sides lie in shared memory.
+//
+// A block takes chunks of a key head, one after the other, and the value heads of each in turn, so
+// that d_q and d_k are summed in registers. Of its two warpgroups each has 64 of the keys, in M, N,
+// Z, d_q and d_k, and 32 of the columns of what is made for pairs of tokens. What the next head
+// needs is copied meanwhile: d_o, y and r to a second place, S and H where these were.
+//
+// k and q enter products as they are, and n_k and n_q of their rows go to the other side.
+#pragma once
+#include "ops/gdn/gdn_chunk_backward/backward_device.cuh"
+
+namespace bittern::chunk_backward {
+
+constexpr int kChunkThreads = 2 * kGroupThreads;
+constexpr int kKeys64 = 64;      // of a warpgroup
+constexpr int kColumns32 = 32;   // the same of the pairs' columns
+constexpr int kKeyTiles = kKeys64 / 8, kColumnTiles = kColumns32 / 8;
+
+struct ChunksProblem {
+  Problem p;
+  cuda::ChunkSlots slots;
+  const void* d_o;
+  void *d_q, *d_k, *d_v;
+  float *d_g, *d_beta;
+  TokenStrides d_o_stride, d_q_stride, d_k_stride, d_v_stride, d_g_stride, d_beta_stride;
+  Places places;
+  Divisor key_heads;
+  int sharing;  // value heads of a key head
+  std::int64_t items;
+
+  ChunksProblem(const Op::Desc& d, const Op::Args& a, void* workspace)
+      : p(d, forward_args(a), 1),
+        slots(d, a.cu_seqlens),
+        d_o(a.d_o.data),
+        d_q(a.d_q.data),
+        d_k(a.d_k.data),
+        d_v(a.d_v.data),
+        d_g(a.d_g.as<float>()),
+        d_beta(a.d_beta.as<float>()),
+        d_o_stride(a.d_o),
+        d_q_stride(a.d_q),
+        d_k_stride(a.d_k),
+        d_v_stride(a.d_v),
+        d_g_stride(a.d_g),
+        d_beta_stride(a.d_beta),
+        places(places_in(d, workspace)),
+        key_heads(d.key_heads),
+        sharing(static_cast<int>(d.value_heads / d.key_heads)),
+        items(slots.count * d.key_heads) {}
+};
+
+// A chunk and head: the block's first, and from there on.
+struct ChunkCursor {
+  std::int64_t index, slot, key_head, head;
+  std::int64_t row, begin;  // its batch row, and its first token there
+  int rows, turn;
+
+  __device__ void start(const ChunksProblem& all) {
+    index = blockIdx.x;
+    find(all);
+  }
+  __device__ bool past(const ChunksProblem& all) const { return index >= all.items; }
+  __device__ bool first() const { return turn == 0; }
+  __device__ bool last(const ChunksProblem& all) const { return turn + 1 == all.sharing; }
+  __device__ void advance(const ChunksProblem& all) {
+    if (!last(all)) {
+      ++turn;
+      name_head(all);
+    } else {
+      index += gridDim.x;
+      find(all);
+    }
+  }
+
+ private:
+  __device__ void find(const ChunksProblem& all) {
+    turn = 0;
+    for (; index < all.items; index += gridDim.x) {
+      slot = all.key_heads.divide(index);
+      const cuda::ChunkTokens chunk = all.slots.at(slot);
+      if (chunk.rows == 0) continue;
+      key_head = index - slot * all.key_heads.value();
+      row = all.slots.sequences > 0 ? 0 : all.slots.per_row.divide(slot);
+      begin = chunk.begin - row * all.p.d.tokens;
+      rows = chunk.rows;
+      name_head(all);
+      return;
+    }
+  }
+  __device__ void name_head(const ChunksProblem& all) {
+    head = all.p.tiled ? key_head + turn * all.key_heads.value() : key_head * all.sharing + turn;
+  }
+};
+
+// What the threads of a block tell each other. Halves are the warpgroups'.
+struct ChunkSums {
+  float k_m[2][kMostRows], q_n[2][kMostRows], k_z[2][kMostRows];  // k . M, q . N, k . Z
+  float pairs[2][kMostRows];  // DL[i] . (k k^T)[i]
+  float below[2][kMostRows];  // the sum over j < i of C[i][j]
+  float r_v[kMostRows];
+  float columns[4][kMostRows];  // of W, over the rows of a warp
+  float inner[kChunkThreads / 32];  // <S, H>
+  float along[2][2][kMostRows];     // D . n of d_q and of d_k
+  ChunkCursor cursors[4];
+  alignas(16) char unused[128];     // tiles that are not wanted
+};
+
+struct ChunkShared {
+  static constexpr int kKeys = 0, kQueries = 2 * kPart;
+  static constexpr int kState = 4 * kPart, kGradient = 8 * kPart;
+  // Two sets of d_o, y and r.
+  static constexpr int kSets = 12 * kPart, kSetBytes = 6 * kPart;
+  static constexpr int kOut = 0, kY = 2 * kPart, kR = 4 * kPart;
+  // For every pair of tokens, what k and q are multiplied by for d_q and d_k.
+  static constexpr int kOverKeys = 24 * kPart;     // DP[i][j] n_k[j]
+  static constexpr int kOverQueries = 25 * kPart;  // DP[j][i] n_q[j]
+  static constexpr int kOverBoth = 26 * kPart;     // (X[i][j] + X[j][i]) n_k[j]
+  static constexpr int kGates = 27 * kPart;        // two
+  static constexpr int kSums = kGates + 2 * static_cast<int>(sizeof(ChunkGates));
+  static constexpr int kBytes = kSums + static_cast<int>(sizeof(ChunkSums));
+  static_assert(sizeof(ChunkGates) % kPiece == 0 && kBytes <= 227 * 1024);
+};
+
+// d = a b + (add ? d : 0), a [64, 16 kSteps] in tiles; b by columns, 32 of them.
+template <class X, int kSteps>
+__device__ void multiply_pairs32(float (&d)[4 * kColumnTiles], cuda::WarpgroupMatrix a,
+                                 cuda::WarpgroupMatrix b) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    const int at = s / 4 * kPart + s % 4 * 32;
+    if constexpr (std::is_same_v<X, bf16>) {
+      cuda::warpgroup_multiply_bf16(d, a.at(at), b.at(at), s > 0);
+    } else {
+      cuda::warpgroup_multiply_f16(d, a.at(at), b.at(at), s > 0);
+    }
+  }
+}
+// b by rows, 64 columns; kStride bytes from 64 rows of it to the next.
+template <class X, int kSteps, int kStride>
+__device__ void multiply_keys64(float (&d)[4 * kKeyTiles], cuda::WarpgroupMatrix a,
+                                cuda::WarpgroupMatrix b, bool add) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    const auto left = a.at(s / 4 * kPart + s % 4 * 32);
+    const auto right = b.at(s / 4 * kStride + s % 4 * 2048);
+    if constexpr (std::is_same_v<X, bf16>) {
+      cuda::warpgroup_multiply_rows_bf16(d, left, right, add || s > 0);
+    } else {
+      cuda::warpgroup_multiply_rows_f16(d, left, right, add || s > 0);
+    }
+  }
+}
+
+// The sum of the four lanes that share a row.
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+template <class X>
+class ChunkGradients {
+ public:
+  using Shared = ChunkShared;
+  using KeySums = float[4 * kKeyTiles];
+  using PairSums = float[4 * kColumnTiles];
+
+  __device__ explicit ChunkGradients(const ChunksProblem& all)
+      : all_(all),
+        p_(all.p),
+        thread_(static_cast<int>(threadIdx.x)),
+        lane_(thread_ % 32),
+        warp_(thread_ / 32 % 4),
+        group_(thread_ / kGroupThreads),
+        row_(16 * warp_ + lane_ / 4) {}
+
+  __device__ void run() {
+    // Where the block is and goes next: found ahead by one thread, each in the place of the one
+    // four before it.
+    if (thread_ == 0) {
+      cursor(0).start(all_);
+      cursor(1) = cursor(0);
+      if (!cursor(0).past(all_)) cursor(1).advance(all_);
+    }
+    __syncthreads();
+    if (cursor(0).past(all_)) return;
+    load_set(cursor(0), 0);
+    cuda::copy_async_commit();
+    load_states(cursor(0));
+    cuda::copy_async_commit();
+    load_keys(cursor(0));
+    cuda::copy_async_commit();
+#pragma unroll 1
+    for (int turn = 0; !cursor(turn).past(all_); ++turn) step(turn);
+  }
+
+ private:
+  static __device__ ChunkSums& sums() { return shared_at<ChunkSums>(Shared::kSums); }
+  static __device__ ChunkCursor& cursor(int turn) { return sums().cursors[turn % 4]; }
+  static __device__ ChunkGates& gates(int set) {
+    return shared_at<ChunkGates>(Shared::kGates + set * static_cast<int>(sizeof(ChunkGates)));
+  }
+  static __device__ int set_place(int set) { return Shared::kSets + set * Shared::kSetBytes; }
+  static __device__ cuda::WarpgroupMatrix matrix(int place) {
+    return cuda::warpgroup_matrix(&shared_at<char>(place));
+  }
+
+  // ---- copies ----
+
+  __device__ bool there(const ChunkCursor& c, int row) const {
+    return row < c.rows &&
+           (p_.mask == nullptr || p_.mask[c.row * p_.d.tokens + c.begin + row] != 0);
+  }
+  // Rows of q, k or d_o: zeros for masked tokens and past the chunk.
+  __device__ void copy_rows(const ChunkCursor& c, int tile, const void* from,
+                            const TokenStrides& stride, std::int64_t head) const {
+    constexpr int kAcross = kWide / 8, kDown = kChunkThreads / kAcross;
+    int row = thread_ / kAcross;
+    char* const to = &shared_at<char>(tile + tile_place(row, thread_ % kAcross));
+    const X* at = static_cast<const X*>(from) + stride.at(c.row, c.begin + row, head) +
+                  thread_ % kAcross * 8;
+    const bool whole = c.rows == kMostRows && p_.mask == nullptr;
+#pragma unroll
+    for (int i = 0; i < kMostRows / kDown; ++i, row += kDown, at += kDown * stride.token) {
+      const bool has = whole || there(c, row);
+      cuda::copy_async_16(to + i * kDown * kRowBytes, has ? at : from, has ? kPiece : 0);
+    }
+  }
+  template <int kBytes>
+  __device__ void copy_tiles(int to, const char* from) const {
+    static_assert(kBytes % (kChunkThreads * kPiece) == 0);
+#pragma unroll
+    for (int i = 0; i < kBytes / (kChunkThreads * kPiece); ++i) {
+      const int at = (i * kChunkThreads + thread_) * kPiece;
+      cuda::copy_async_16(&shared_at<char>(to + at), from + at);
+    }
+  }
+  __device__ std::int64_t place_of(const ChunkCursor& c) const {
+    return c.slot * p_.d.value_heads + c.head;
+  }
+  __device__ void load_set(const ChunkCursor& c, int set) const {
+    const char* const sheet = all_.places.sheets + place_of(c) * Sheet::kBytes;
+    const int place = set_place(set);
+    copy_rows(c, place + Shared::kOut, all_.d_o, all_.d_o_stride, c.head);
+    static_assert(Sheet::kR == Sheet::kY + 2 * kPart && Shared::kR == Shared::kY + 2 * kPart);
+    copy_tiles<4 * kPart>(place + Shared::kY, sheet + Sheet::kY);
+    const auto* const from = reinterpret_cast<const char*>(all_.places.gates + place_of(c));
+    if (thread_ * kPiece < static_cast<int>(sizeof(ChunkGates)))
+      cuda::copy_async_16(reinterpret_cast<char*>(&gates(set)) + thread_ * kPiece,
+                          from + thread_ * kPiece);
+  }
+  __device__ void load_states(const ChunkCursor& c) const {
+    const char* const sheet = all_.places.sheets + place_of(c) * Sheet::kBytes;
+    copy_tiles<8 * kPart>(Shared::kState, sheet + Sheet::kState);
+  }
+  __device__ void load_keys(const ChunkCursor& c) const {
+    copy_rows(c, Shared::kKeys, p_.k, p_.k_stride, c.key_head);
+    copy_rows(c, Shared::kQueries, p_.q, p_.q_stride, c.key_head);
+  }
+
+  // ---- a head ----
+
+  __device__ int row(int down) const { return row_ + 8 * down; }
+  // The place of a lane's two elements of tile t of its warpgroup's keys, in row row(down).
+  __device__ int pair_place(int tile, int t, int down) const {
+    return tile + group_ * kPart + row(down) * kRowBytes + (t ^ (lane_ / 4)) * kPiece +
+           lane_ % 4 * 4;
+  }
+  __device__ float2 pair_at(int tile, int t, int down) const {
+    return unpack_pair<X>(shared_at<std::uint32_t>(pair_place(tile, t, down)));
+  }
+
+  // to += factor m, and the dot products of m with the rows of `tile`.
+  __device__ void add_keys(KeySums& to, const KeySums& m, const float (&factor)[2], int tile,
+                           float (&dots)[2]) const {
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+      float dot = 0;
+#pragma unroll
+      for (int t = 0; t < kKeyTiles; ++t) {
+        const int i = 4 * t + 2 * down;
+        const float2 x = pair_at(tile, t, down);
+        dot = std::fma(x.x, m[i], dot);
+        dot = std::fma(x.y, m[i + 1], dot);
+        to[i] = std::fma(factor[down], m[i], to[i]);
+        to[i + 1] = std::fma(factor[down], m[i + 1], to[i + 1]);
+      }
+      dots[down] = quad_sum(dot);
+    }
+  }
+  __device__ void put_rows(float (&to)[2][kMostRows], const float (&x)[2]) const {
+    if (lane_ % 4 == 0) {
+      to[group_][row(0)] = x[0];
+      to[group_][row(1)] = x[1];
+    }
+  }
+
+  __device__ void step(int turn) {
+    const ChunkCursor &c = cursor(turn), &next = cursor(turn + 1);
+    const bool more = !next.past(all_);
+    const int set = turn % 2;
+    cuda::copy_async_wait<1>();  // not for q and k
+    cuda::fence_shared();
+    __syncthreads();
+    if (thread_ == kChunkThreads - 1 && more) {
+      cursor(turn + 2) = next;
+      cursor(turn + 2).advance(all_);
+    }
+    if (more) load_set(next, set ^ 1);
+    cuda::copy_async_commit();
+
+    const int place = set_place(set);
+    const auto out = matrix(place + Shared::kOut), y = matrix(place + Shared::kY),
+               r = matrix(place + Shared::kR);
+    KeySums m, n, z;
+    {
+      const auto state = matrix(Shared::kState + group_ * kPart);
+      const auto gradient = matrix(Shared::kGradient + group_ * kPart);
+      cuda::warpgroup_begin();
+      multiply_keys64<X, 8, 2 * kPart>(n, out, state, false);
+      multiply_keys64<X, 8, 2 * kPart>(m, r, state, false);
+      multiply_keys64<X, 8, 2 * kPart>(z, y, gradient, false);
+      cuda::warpgroup_commit();
+    }
+    multiply_states();
+    const ChunkGates& g = gates(set);
+    if (c.first()) {
+      cuda::copy_async_wait<1>();
+      cuda::fence_shared();
+      __syncthreads();
+      const auto keys = matrix(Shared::kKeys), queries = matrix(Shared::kQueries);
+      const auto columns = keys.at(group_ * kColumns32 * kRowBytes);
+      cuda::warpgroup_begin();
+      multiply_pairs32<X, 8>(kk_, keys, columns);
+      multiply_pairs32<X, 8>(qk_, queries, columns);
+      cuda::warpgroup_commit();
+    }
+    cuda::warpgroup_wait<0>();
+    cuda::warpgroup_hold(n);
+    cuda::warpgroup_hold(m);
+    cuda::warpgroup_hold(z);
+    if (c.first()) {
+      cuda::warpgroup_hold(kk_);
+      cuda::warpgroup_hold(qk_);
+      start_keys(g);
+    }
+    __syncthreads();
+    if (more) load_states(next);
+    cuda::copy_async_commit();
+
+    float e[2], l[2], b[2];
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+      const int i = row(down);
+      e[down] = cuda::approximate_exp2(g.high[i] + g.low[i]);
+      l[down] = rest(g, i);
+      b[down] = -(g.beta[i] * e[down]);
+    }
+    float dots[2] = {};
+    const auto put_dots = [&](float(&to)[2][kMostRows], const float(&norm)[kMostRows]) {
+      const float x[2] = {dots[0] * norm[row(0)], dots[1] * norm[row(1)]};
+      put_rows(to, x);
+    };
+    add_keys(d_q_, n, e, Shared::kQueries, dots);
+    put_dots(sums().q_n, g.q_norm);
+    PairSums dp, dl;
+    const auto columns = y.at(group_ * kColumns32 * kRowBytes);
+    cuda::warpgroup_begin();
+    multiply_pairs32<X, 8>(dp, out, columns);
+    multiply_pairs32<X, 8>(dl, r, columns);
+    cuda::warpgroup_commit();
+    add_keys(d_k_, m, b, Shared::kKeys, dots);
+    put_dots(sums().k_m, g.k_norm);
+    add_keys(d_k_, z, l, Shared::kKeys, dots);
+    put_dots(sums().k_z, g.k_norm);
+
+    uint4 v[4];
+    load_values(c, v);
+    cuda::warpgroup_wait<0>();
+    cuda::warpgroup_hold(dp);
+    cuda::warpgroup_hold(dl);
+    put_pairs(g, dp, dl);  // dp becomes C, so far as it is the warp's
+    cuda::fence_shared();
+    __syncthreads();
+    {
+      const auto keys = matrix(Shared::kKeys + group_ * kPart);
+      const auto queries = matrix(Shared::kQueries + group_ * kPart);
+      cuda::warpgroup_begin();
+      multiply_keys64<X, 4, 0>(d_q_, matrix(Shared::kOverKeys), keys, true);
+      multiply_keys64<X, 4, 0>(d_k_, matrix(Shared::kOverQueries), queries, true);
+      multiply_keys64<X, 4, 0>(d_k_, matrix(Shared::kOverBoth), keys, true);
+      cuda::warpgroup_commit();
+    }
+    add_below(dp);
+    put_values(c, v, place + Shared::kR, g);
+    __syncthreads();
+    if (thread_ < 32) put_gates(c, g);
+    cuda::warpgroup_wait<0>();
+    cuda::warpgroup_hold(d_q_);
+    cuda::warpgroup_hold(d_k_);
+    if (c.last(all_)) finish_keys(c, g);
+    if (c.last(all_) && more) {
+      __syncthreads();
+      load_keys(next);
+    }
+    cuda::copy_async_commit();
+  }
+
+  __device__ static float rest(const ChunkGates& g, int i) {  // e^(G[last] - G[i])
+    constexpr int kLast = kMostRows - 1;
+    return cuda::approximate_exp2((g.high[kLast] - g.high[i]) + (g.low[kLast] - g.low[i]));
+  }
+
+  // <S, H>: their tiles lie alike.
+  __device__ void multiply_states() const {
+    float sum[2] = {};
+#pragma unroll
+    for (int i = 0; i < 4 * kPart / (kChunkThreads * kPiece); ++i) {
+      const int at = (i * kChunkThreads + thread_) * kPiece;
+      const auto s = shared_at<cuda::Pack<X, 8>>(Shared::kState + at);
+      const auto h = shared_at<cuda::Pack<X, 8>>(Shared::kGradient + at);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum[j % 2] = std::fma(s.math(j), h.math(j), sum[j % 2]);
+    }
+    float all = sum[0] + sum[1];
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) all += __shfl_xor_sync(~0u, all, apart);
+    if (lane_ == 0) sums().inner[thread_ / 32] = all;
+  }
+
+  __device__ void start_keys(const ChunkGates& g) {
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
+      const float2 other = columns_of(g.k_norm, t);
+#pragma unroll
+      for (int down = 0; down < 2; ++down) {
+        const float k = g.k_norm[row(down)], q = g.q_norm[row(down)];
+        const int i = 4 * t + 2 * down;
+        kk_[i] *= k * other.x;
+        kk_[i + 1] *= k * other.y;
+        qk_[i] *= q * other.x;
+        qk_[i + 1] *= q * other.y;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kKeyTiles; ++i) d_q_[i] = d_k_[i] = 0;
+  }
+
+  // Of the pairs: a lane's columns of tile t.
+  __device__ int column(int t) const { return group_ * kColumns32 + 8 * t + 2 * (lane_ % 4); }
+  __device__ float2 columns_of(const float (&x)[kMostRows], int t) const {
+    return *reinterpret_cast<const float2*>(x + column(t));
+  }
+
+  // DP and X with the norms, DL . (k k^T), and of W the sums over the rows of this warp from i on,
+  // in dp.
+  __device__ void put_pairs(const ChunkGates& g, PairSums& dp, const PairSums& dl) const {
+    float slope[2] = {};
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+      std::uint32_t over_keys[4], over_queries[4], below[4], above[4];
+      const int i = row(down);
+      const float high = g.high[i], low = g.low[i], beta = g.beta[i];
+      const float k_norm = g.k_norm[i], q_norm = g.q_norm[i];
+#pragma unroll
+      for (int t = 0; t < kColumnTiles; ++t) {
+        const float2 other_high = columns_of(g.high, t), other_low = columns_of(g.low, t);
+        const float2 norms = columns_of(g.k_norm, t);
+        float p[2], x[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int at = 4 * t + 2 * down + e, j = column(t) + e;
+          const float decay = cuda::approximate_exp2((high - (e == 0 ? other_high.x : other_high.y)) +
+                                                     (low - (e == 0 ? other_low.x : other_low.y)));
+          const float of_p = dp[at] * decay, of_l = -dl[at] * decay;
+          const bool before = j < i;
+          p[e] = j <= i ? of_p : 0.0f;
+          x[e] = before ? of_l : 0.0f;
+          slope[down] = std::fma(x[e], kk_[at], slope[down]);
+          x[e] *= beta;
+          dp[at] = before ? std::fma(x[e], kk_[at], of_p * qk_[at]) : 0.0f;
+        }
+        over_keys[t] = cuda::store_pair<X>(p[0] * norms.x, p[1] * norms.y);
+        over_queries[t] = cuda::store_pair<X>(p[0] * q_norm, p[1] * q_norm);
+        below[t] = cuda::store_pair<X>(x[0] * norms.x, x[1] * norms.y);
+        above[t] = cuda::store_pair<X>(x[0] * k_norm, x[1] * k_norm);
+      }
+      store_pairs(down, over_keys, over_queries, below, above);
+    }
+    const float x[2] = {quad_sum(slope[0]), quad_sum(slope[1])};
+    put_rows(sums().pairs, x);
+    sum_columns(dp);
+  }
+  // Tiles of 8 x 8: of four, lane l has the address of row l % 8 of tile l / 8.
+  __device__ void store_pairs(int down, const std::uint32_t (&over_keys)[4],
+                              const std::uint32_t (&over_queries)[4], std::uint32_t (&below)[4],
+                              const std::uint32_t (&above)[4]) const {
+    const int tile_row = 2 * warp_ + down, first = 4 * group_, mine = first + lane_ / 8;
+    const int straight =
+        (8 * tile_row + lane_ % 8) * kRowBytes + (mine ^ (lane_ % 8)) * kPiece;
+    const int turned = (8 * mine + lane_ % 8) * kRowBytes + (tile_row ^ (lane_ % 8)) * kPiece;
+    cuda::store_tiles(&shared_at<char>(Shared::kOverKeys + straight), over_keys);
+    cuda::store_tiles_transposed(&shared_at<char>(Shared::kOverQueries + turned), over_queries);
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t)  // below and above the diagonal
+      if (first + t == tile_row) below[t] |= cuda::transpose_tile(above[t]);
+    char* const unused = sums().unused + lane_ % 8 * kPiece;
+    cuda::store_tiles(
+        mine <= tile_row ? &shared_at<char>(Shared::kOverBoth + straight) : unused, below);
+    cuda::store_tiles_transposed(
+        mine < tile_row ? &shared_at<char>(Shared::kOverBoth + turned) : unused, above);
+  }
+  // w[i] of rows i of this warp becomes the sum over its rows from i on; all of them go to
+  // sums().columns.
+  __device__ void sum_columns(PairSums& w) const {
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float upper = w[4 * t + e], lower = w[4 * t + 2 + e];
+#pragma unroll
+        for (int apart = 4; apart < 32; apart *= 2) {
+          const float a = __shfl_down_sync(~0u, upper, static_cast<unsigned>(apart));
+          const float c = __shfl_down_sync(~0u, lower, static_cast<unsigned>(apart));
+          if (lane_ + apart < 32) upper += a, lower += c;
+        }
+        upper += __shfl_sync(~0u, lower, lane_ % 4);
+        w[4 * t + e] = upper;
+        w[4 * t + 2 + e] = lower;
+        if (lane_ < 4) sums().columns[warp_][column(t) + e] = upper;
+      }
+    }
+  }
+  __device__ void add_below(const PairSums& w) const {
+    float below[2] = {};
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
+      float2 later{0, 0};
+      for (int other = warp_ + 1; other < 4; ++other) {
+        const float2 x = columns_of(sums().columns[other], t);
+        later.x += x.x;
+        later.y += x.y;
+      }
+#pragma unroll
+      for (int down = 0; down < 2; ++down) {
+        const int i = 4 * t + 2 * down;
+        if (column(t) < row(down)) below[down] += w[i] + later.x;
+        if (column(t) + 1 < row(down)) below[down] += w[i + 1] + later.y;
+      }
+    }
+    const float x[2] = {quad_sum(below[0]), quad_sum(below[1])};
+    put_rows(sums().below, x);
+  }
+
+  // Four threads have a row of v, and every fourth of its pieces.
+  __device__ void load_values(const ChunkCursor& c, uint4 (&v)[4]) const {
+    const int i = thread_ / 4;
+    const X* const from = static_cast<const X*>(p_.v) +
+                          p_.v_stride.at(c.row, c.begin + i, c.head) + thread_ % 4 * 8;
+    const bool has = there(c, i);
+#pragma unroll
+    for (int m = 0; m < 4; ++m)
+      v[m] = has ? *reinterpret_cast<const uint4*>(from + 32 * m) : uint4{};
+  }
+  // d_v = beta r, and r . v.
+  __device__ void put_values(const ChunkCursor& c, const uint4 (&v)[4], int tile,
+                             const ChunkGates& g) const {
+    const int i = thread_ / 4;
+    const float beta = g.beta[i];
+    const bool has = there(c, i);
+    X* const to = static_cast<X*>(all_.d_v) + all_.d_v_stride.at(c.row, c.begin + i, c.head) +
+                  thread_ % 4 * 8;
+    float dot = 0;
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const auto r = shared_at<uint4>(tile + tile_place(i, thread_ % 4 + 4 * m));
+      const std::uint32_t left[4] = {r.x, r.y, r.z, r.w};
+      const std::uint32_t right[4] = {v[m].x, v[m].y, v[m].z, v[m].w};
+      std::uint32_t d_v[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 a = unpack_pair<X>(left[e]), b = unpack_pair<X>(right[e]);
+        dot = std::fma(a.x, b.x, std::fma(a.y, b.y, dot));
+        d_v[e] = has ? cuda::store_pair<X>(beta * a.x, beta * a.y) : 0;
+      }
+      if (i < c.rows) *reinterpret_cast<uint4*>(to + 32 * m) = {d_v[0], d_v[1], d_v[2], d_v[3]};
+    }
+    dot = quad_sum(dot);
+    if (thread_ % 4 == 0) sums().r_v[i] = dot;
+  }
+
+  // d_g and d_beta, by one warp: two rows a lane.
+  __device__ void put_gates(const ChunkCursor& c, const ChunkGates& g) const {
+    const ChunkSums& s = sums();
+    const int first = 2 * lane_;
+    float own[2], gone[2];  // terms of f and z
+    float d_beta[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int i = first + e;
+      const float decay = cuda::approximate_exp2(g.high[i] + g.low[i]);
+      const float k_m = s.k_m[0][i] + s.k_m[1][i];
+      own[e] = std::fma(-(g.beta[i] * decay), k_m, decay * (s.q_n[0][i] + s.q_n[1][i]));
+      gone[e] = rest(g, i) * (s.k_z[0][i] + s.k_z[1][i]);
+      d_beta[e] = std::fma(-decay, k_m, s.r_v[i]) + (s.pairs[0][i] + s.pairs[1][i]);
+    }
+    float from = own[0] + own[1], until = gone[0] + gone[1];
+#pragma unroll
+    for (int apart = 1; apart < 32; apart *= 2) {
+      const float later = __shfl_down_sync(~0u, from, static_cast<unsigned>(apart));
+      const float earlier = __shfl_up_sync(~0u, until, static_cast<unsigned>(apart));
+      if (lane_ + apart < 32) from += later;
+      if (lane_ >= apart) until += earlier;
+    }
+    float next = __shfl_down_sync(~0u, from, 1u), before = __shfl_up_sync(~0u, until, 1u);
+    if (lane_ == 31) next = 0;
+    if (lane_ == 0) before = 0;
+    float inner = 0;
+#pragma unroll
+    for (int i = 0; i < kChunkThreads / 32; ++i) inner += s.inner[i];
+    const float kept = cuda::approximate_exp2(g.high[kMostRows - 1] + g.low[kMostRows - 1]);
+    GateTerms terms{0, 0};
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int i = first + e;
+      if (i >= c.rows) continue;
+      const std::int64_t token = c.begin + i;
+      const bool has = there(c, i);
+      const float f = e == 0 ? from : own[1] + next, z = e == 0 ? before : before + gone[0];
+      float d_g = has ? std::fma(kept, inner, (f + (s.below[0][i] + s.below[1][i])) + z) : 0.0f;
+      float of_beta = has ? d_beta[e] : 0.0f;
+      if (has && p_.d.beta_sigmoid) {
+        const float x = p_.beta[p_.beta_stride.at(c.row, token, c.head)];
+        const float slope = math::sigmoid(x) * math::sigmoid(-x);
+        of_beta *= p_.d.allow_neg_eigval ? 2 * slope : slope;
+      }
+      if (has && p_.d.gate) {
+        const float a = p_.g[p_.g_stride.at(c.row, token, c.head)];
+        const float a_log = p_.a_log[c.head], bias = p_.dt_bias[c.head];
+        const float log_decay = gdn_log_decay(a, a_log, bias);
+        if (!(log_decay <= kGdnReset)) {
+          terms.a_log = std::fma(d_g, log_decay, terms.a_log);
+          d_g = d_g * -math::exp(a_log) * gdn_softplus_slope(a + bias);
+          terms.dt_bias += d_g;
+        }
+      }
+      all_.d_g[all_.d_g_stride.at(c.row, token, c.head)] = d_g;
+      all_.d_beta[all_.d_beta_stride.at(c.row, token, c.head)] = of_beta;
+    }
+    if (!p_.d.gate) return;
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) {
+      terms.a_log += __shfl_xor_sync(~0u, terms.a_log, apart);
+      terms.dt_bias += __shfl_xor_sync(~0u, terms.dt_bias, apart);
+    }
+    if (lane_ == 0) all_.places.terms[place_of(c)] = terms;
+  }
+
+  // ---- a key head ----
+
+  __device__ void finish_keys(const ChunkCursor& c, const ChunkGates& g) {
+#pragma unroll
+    for (int i = 0; i < 4 * kKeyTiles; ++i) d_q_[i] *= p_.scale;
+    if (p_.d.qk_l2norm) {
+      // The norm of q alone, without the scale.
+      const float inverse = 1 / p_.scale;
+#pragma unroll
+      for (int of_k = 0; of_k < 2; ++of_k) {
+        float dots[2];
+#pragma unroll
+        for (int down = 0; down < 2; ++down) {
+          dots[down] = 0;
+#pragma unroll
+          for (int t = 0; t < kKeyTiles; ++t) {
+            const float2 x = pair_at(of_k != 0 ? Shared::kKeys : Shared::kQueries, t, down);
+            const KeySums& d = of_k != 0 ? d_k_ : d_q_;
+            dots[down] = std::fma(x.x, d[4 * t + 2 * down], dots[down]);
+            dots[down] = std::fma(x.y, d[4 * t + 2 * down + 1], dots[down]);
+          }
+          dots[down] = quad_sum(dots[down]);
+        }
+        put_rows(sums().along[of_k], dots);
+      }
+      __syncthreads();
+#pragma unroll
+      for (int of_k = 0; of_k < 2; ++of_k) {
+        KeySums& d = of_k != 0 ? d_k_ : d_q_;
+#pragma unroll
+        for (int down = 0; down < 2; ++down) {
+          const int i = row(down);
+          const float norm = of_k != 0 ? g.k_norm[i] : g.q_norm[i] * inverse;
+          const float along =
+              (sums().along[of_k][0][i] + sums().along[of_k][1][i]) * norm * norm;
+#pragma unroll
+          for (int t = 0; t < kKeyTiles; ++t) {
+            const float2 x = pair_at(of_k != 0 ? Shared::kKeys : Shared::kQueries, t, down);
+            float* const to = d + 4 * t + 2 * down;
+            to[0] = norm * std::fma(-along, x.x, to[0]);
+            to[1] = norm * std::fma(-along, x.y, to[1]);
+          }
+        }
+      }
+    }
+    store_keys(c, all_.d_q, all_.d_q_stride, d_q_);
+    store_keys(c, all_.d_k, all_.d_k_stride, d_k_);
+  }
+  __device__ void store_keys(const ChunkCursor& c, void* to, const TokenStrides& stride,
+                             const KeySums& d) const {
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+      const int i = row(down);
+      if (i >= c.rows) continue;
+      const bool has = there(c, i);
+      X* const at = static_cast<X*>(to) + stride.at(c.row, c.begin + i, c.key_head) +
+                    group_ * kKeys64 + 2 * (lane_ % 4);
+#pragma unroll
+      for (int t = 0; t < kKeyTiles; ++t)
+        *reinterpret_cast<std::uint32_t*>(at + 8 * t) =
+            has ? cuda::store_pair<X>(d[4 * t + 2 * down], d[4 * t + 2 * down + 1]) : 0;
+    }
+  }
+
+  const ChunksProblem& all_;
+  const Problem& p_;
+  const int thread_, lane_, warp_, group_, row_;
+  KeySums d_q_, d_k_;
+  PairSums kk_, qk_;  // k k^T and q k^T, normalised
+};
+
+template <class X>
+__global__ void __launch_bounds__(kChunkThreads, 1)
+    backward_chunks(const __grid_constant__ ChunksProblem all) {
+  ChunkGradients<X>(all).run();
+}
+
+// ---- d_a_log and d_dt_bias ----
+
+struct TermsProblem {
+  cuda::ChunkSlots slots;
+  const GateTerms* terms;
+  std::int64_t heads;
+  bool gate;
+  float *d_a_log, *d_dt_bias;  // null: left out
+};
+constexpr int kTermThreads = 256;
+
+// A block for each head, in a fixed order.
+inline __global__ void backward_terms(const __grid_constant__ TermsProblem all) {
+  __shared__ double a_log[kTermThreads], dt_bias[kTermThreads];
+  const int thread = static_cast<int>(threadIdx.x);
+  double sums[2] = {};
+  for (std::int64_t slot = thread; all.gate && slot < all.slots.count; slot += kTermThreads) {
+    if (all.slots.at(slot).rows == 0) continue;
+    const GateTerms& x = all.terms[slot * all.heads + blockIdx.x];
+    sums[0] += static_cast<double>(x.a_log);
+    sums[1] += static_cast<double>(x.dt_bias);
+  }
+  a_log[thread] = sums[0];
+  dt_bias[thread] = sums[1];
+  for (int apart = kTermThreads / 2; apart > 0; apart /= 2) {
+    __syncthreads();
+    if (thread >= apart) continue;
+    a_log[thread] += a_log[thread + apart];
+    dt_bias[thread] += dt_bias[thread + apart];
+  }
+  if (thread != 0) return;
+  if (all.d_a_log != nullptr) all.d_a_log[blockIdx.x] = static_cast<float>(a_log[0]);
+  if (all.d_dt_bias != nullptr) all.d_dt_bias[blockIdx.x] = static_cast<float>(dt_bias[0]);
+}
+
+// ---- all of it ----
+
+template <class X>
+Status run_backward(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
+  const int device = a.d_v.device.index;
+  PrepareProblem prepare(d, forward_args(a), workspace.data);
+  prepare.gates = places_in(d, workspace.data).gates;
+  BITTERN_TRY(cuda::launch(
+      Op::kName, chunk_prepare<X>,
+      {.blocks = prepare.items, .threads = kPrepareThreads, .shared = PrepareShared::kBytes},
+      device, stream, prepare));
+  const ChainsProblem chains(d, a, workspace.data);
+  BITTERN_TRY(cuda::launch(Op::kName, backward_chains<X>,
+                           {.blocks = 2 * chains.p.items,
+                            .threads = kChainThreads,
+                            .shared = ChainStage<true>::kShared},
+                           device, stream, chains));
+  const ChunksProblem chunks(d, a, workspace.data);
+  const std::int64_t most = cuda::limits(device).multiprocessors;
+  BITTERN_TRY(cuda::launch(Op::kName, backward_chunks<X>,
+                           {.blocks = std::min(chunks.items, most),
+                            .threads = kChunkThreads,
+                            .shared = ChunkShared::kBytes},
+                           device, stream, chunks));
+  if (!a.d_a_log && !a.d_dt_bias) return {};
+  const TermsProblem terms{chunks.slots, chunks.places.terms,   d.value_heads,
+                           d.gate,       a.d_a_log.as<float>(), a.d_dt_bias.as<float>()};
+  return cuda::launch(Op::kName, backward_terms,
+                      {.blocks = d.value_heads, .threads = kTermThreads}, device, stream, terms);
+}
+
+}  // namespace bittern::chunk_backward
