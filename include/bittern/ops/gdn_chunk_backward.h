@@ -55,6 +55,7 @@ namespace bittern {
 struct GdnChunkBackward {
   static constexpr std::string_view kName = "gdn_chunk_backward";
   static constexpr std::string_view kCategory = "gated_delta";
+  static constexpr bool kBounded = true;  // has kernels with a bound: see Judge in oracle.h
   static constexpr GdnFields kFields{
       .keys = true, .values = true, .state = true, .scale = true, .gate = true, .fused = true};
 

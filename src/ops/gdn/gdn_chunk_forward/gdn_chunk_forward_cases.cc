@@ -1,5 +1,6 @@
 #include "ops/gdn/gdn.h"
 #include "ops/gdn/gdn_aims.h"
+#include "ops/gdn/gdn_matrix.h"
 
 namespace bittern::oracle {
 
@@ -85,45 +86,6 @@ std::vector<GdnDesc> gdn_chunk_forward_bounded_cases(bool on_cuda) {
 }
 
 namespace {
-
-struct Matrix {
-  Matrix(std::int64_t r, std::int64_t c)
-      : rows(r), columns(c), data(static_cast<std::size_t>(r * c)) {}
-  double& operator()(std::int64_t i, std::int64_t j) {
-    return data[static_cast<std::size_t>(i * columns + j)];
-  }
-  double operator()(std::int64_t i, std::int64_t j) const {
-    return data[static_cast<std::size_t>(i * columns + j)];
-  }
-  std::int64_t rows, columns;
-  std::vector<double> data;
-};
-
-template <class F>
-Matrix made(std::int64_t rows, std::int64_t columns, F&& f) {
-  Matrix m(rows, columns);
-  for (std::int64_t i = 0; i < rows; ++i)
-    for (std::int64_t j = 0; j < columns; ++j) m(i, j) = f(i, j);
-  return m;
-}
-Matrix operator*(const Matrix& a, const Matrix& b) {
-  Matrix c(a.rows, b.columns);
-  for (std::int64_t i = 0; i < a.rows; ++i)
-    for (std::int64_t k = 0; k < a.columns; ++k)
-      for (std::int64_t j = 0; j < b.columns; ++j) c(i, j) += a(i, k) * b(k, j);
-  return c;
-}
-Matrix operator-(Matrix a, const Matrix& b) {
-  for (std::size_t i = 0; i < a.data.size(); ++i) a.data[i] -= b.data[i];
-  return a;
-}
-Matrix operator+(Matrix a, const Matrix& b) {
-  for (std::size_t i = 0; i < a.data.size(); ++i) a.data[i] += b.data[i];
-  return a;
-}
-Matrix transposed(const Matrix& a) {
-  return made(a.columns, a.rows, [&](auto i, auto j) { return a(j, i); });
-}
 
 // The bound that the header of the op states, for one head of one sequence.
 class RuleBound {
