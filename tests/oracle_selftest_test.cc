@@ -617,6 +617,32 @@ TEST(OracleSelfTest, JudgesTheDeltaRuleByHowItsErrorsGoOn) {
   EXPECT_BEYOND(GdnChunkForward, last_token_of_zeros, of_rule);
 }
 
+// Gradients are off by parts of 2^kExponent, one of them alone; and one that is not there.
+template <int kExponent, MutView GdnChunkBackward::Args::* kWhich>
+void gradient_is_off(const GdnDesc&, const GdnChunkBackward::Args& a) {
+  each(a.*kWhich, [](double x, std::int64_t) { return x * (1 + std::ldexp(1.0, kExponent)); });
+}
+template <MutView GdnChunkBackward::Args::* kWhich>
+void first_gradient_of_zero(const GdnDesc&, const GdnChunkBackward::Args& a) {
+  each(a.*kWhich, [](double x, std::int64_t i) { return i == 0 ? 0.0 : x; });
+}
+void gradient_untouched(const GdnDesc&, const GdnChunkBackward::Args&) {}
+
+TEST(OracleSelfTest, JudgesGradientsOfTheDeltaRule) {
+  using Args = GdnChunkBackward::Args;
+  EXPECT_WITHIN(GdnChunkBackward, gradient_untouched, of_rule);
+  EXPECT_WITHIN(GdnChunkBackward, (gradient_is_off<-20, &Args::d_q>), of_rule);
+  EXPECT_BEYOND(GdnChunkBackward, (gradient_is_off<-1, &Args::d_q>), of_rule);
+  EXPECT_BEYOND(GdnChunkBackward, (gradient_is_off<-1, &Args::d_k>), of_rule);
+  EXPECT_BEYOND(GdnChunkBackward, (gradient_is_off<-3, &Args::d_v>), of_rule);
+  EXPECT_BEYOND(GdnChunkBackward, (gradient_is_off<-1, &Args::d_g>), of_rule);
+  EXPECT_BEYOND(GdnChunkBackward, (gradient_is_off<-1, &Args::d_beta>), of_rule);
+  EXPECT_BEYOND(GdnChunkBackward, (gradient_is_off<-1, &Args::d_a_log>), of_rule);
+  EXPECT_BEYOND(GdnChunkBackward, (gradient_is_off<-1, &Args::d_dt_bias>), of_rule);
+  EXPECT_BEYOND(GdnChunkBackward, (gradient_is_off<-3, &Args::d_initial_state>), of_rule);
+  EXPECT_BEYOND(GdnChunkBackward, first_gradient_of_zero<&Args::d_v>, of_rule);
+}
+
 // A failure of a bounded kernel says the bound, what it is relative to and by how much it is off.
 TEST(OracleSelfTest, SaysByHowMuchABoundWasExceeded) {
   const Report report =

@@ -252,10 +252,10 @@ __device__ inline void store_tiles_transposed(void* row, const std::uint32_t (&f
 // The reverse of load_tiles.
 __device__ inline void store_tiles(void* row, const std::uint32_t (&from)[4]) {
 #if BITTERN_WARPGROUP_CODE
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                   shared_address(row)),
-               "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(row)),
+      "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+      : "memory");
 #endif
 }
 
@@ -362,8 +362,7 @@ __device__ inline WarpgroupMatrix warpgroup_matrix(const void* b) {
       BITTERN_SUMS_8(d, i + 24)
 #define BITTERN_SUMS_16(d) BITTERN_SUMS_8(d, 0), BITTERN_SUMS_8(d, 8)
 #define BITTERN_SUMS_64(d) BITTERN_SUMS_32(d, 0), BITTERN_SUMS_32(d, 32)
-#define BITTERN_NAMES_16 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define BITTERN_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define BITTERN_NAMES_32                                                                       \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"

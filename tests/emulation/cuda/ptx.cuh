@@ -168,10 +168,10 @@ inline void load_left(std::uint32_t (&to)[4], std::uintptr_t a) {
   for (int i = 0; i < 4; ++i) {
     const auto row = static_cast<unsigned>(16 * warp + lane / 4 + i % 2 * 8);
     const std::uintptr_t place = (a % 128 / 16 + static_cast<unsigned>(i / 2)) ^ row % 8;
-    std::memcpy(&to[i],
-                reinterpret_cast<const std::byte*>(a / 128 * 128 + row * 128 + place * 16) +
-                    lane % 4 * 4,
-                sizeof to[i]);
+    std::memcpy(
+        &to[i],
+        reinterpret_cast<const std::byte*>(a / 128 * 128 + row * 128 + place * 16) + lane % 4 * 4,
+        sizeof to[i]);
   }
 }
 

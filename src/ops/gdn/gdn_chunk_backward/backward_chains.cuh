@@ -265,8 +265,7 @@ class Chain {
 #pragma unroll
     for (int t = 0; t < kTokenTiles; t += 2)
       cuda::load_tiles_transposed(
-          values[t / 2],
-          &shared_at<char>(now + Place::kValues + rows_place_ + 8 * t * kRowBytes));
+          values[t / 2], &shared_at<char>(now + Place::kValues + rows_place_ + 8 * t * kRowBytes));
     TokenSums given;  // beta v, or d_o^T P
     TokenPairs asked;
     if constexpr (kBackward) {
@@ -284,9 +283,9 @@ class Chain {
     cuda::warpgroup_commit();
 #pragma unroll
     for (int s = 0; s < kWide / 16; ++s)
-      cuda::store_tiles(&shared_at<char>(out + Place::kOutState + s / 4 * kPart +
-                                         (state_place_ ^ (s % 4 * 32))),
-                        rounded_[s]);
+      cuda::store_tiles(
+          &shared_at<char>(out + Place::kOutState + s / 4 * kPart + (state_place_ ^ (s % 4 * 32))),
+          rounded_[s]);
     if constexpr (kBackward) {
       scale_pairs(asked, values, factors.asked);
     } else {

@@ -13,8 +13,8 @@
 namespace bittern::chunk_backward {
 
 constexpr int kChunkThreads = 2 * kGroupThreads;
-constexpr int kKeys64 = 64;      // of a warpgroup
-constexpr int kColumns32 = 32;   // the same of the pairs' columns
+constexpr int kKeys64 = 64;     // of a warpgroup
+constexpr int kColumns32 = 32;  // the same of the pairs' columns
 constexpr int kKeyTiles = kKeys64 / 8, kColumnTiles = kColumns32 / 8;
 
 struct ChunksProblem {
@@ -96,14 +96,14 @@ struct ChunkCursor {
 // What the threads of a block tell each other. Halves are the warpgroups'.
 struct ChunkSums {
   float k_m[2][kMostRows], q_n[2][kMostRows], k_z[2][kMostRows];  // k . M, q . N, k . Z
-  float pairs[2][kMostRows];  // DL[i] . (k k^T)[i]
-  float below[2][kMostRows];  // the sum over j < i of C[i][j]
+  float pairs[2][kMostRows];                                      // DL[i] . (k k^T)[i]
+  float below[2][kMostRows];                                      // the sum over j < i of C[i][j]
   float r_v[kMostRows];
-  float columns[4][kMostRows];  // of W, over the rows of a warp
+  float columns[4][kMostRows];      // of W, over the rows of a warp
   float inner[kChunkThreads / 32];  // <S, H>
   float along[2][2][kMostRows];     // D . n of d_q and of d_k
   ChunkCursor cursors[4];
-  alignas(16) char unused[128];     // tiles that are not wanted
+  alignas(16) char unused[128];  // tiles that are not wanted
 };
 
 struct ChunkShared {
@@ -217,8 +217,8 @@ class ChunkGradients {
     constexpr int kAcross = kWide / 8, kDown = kChunkThreads / kAcross;
     int row = thread_ / kAcross;
     char* const to = &shared_at<char>(tile + tile_place(row, thread_ % kAcross));
-    const X* at = static_cast<const X*>(from) + stride.at(c.row, c.begin + row, head) +
-                  thread_ % kAcross * 8;
+    const X* at =
+        static_cast<const X*>(from) + stride.at(c.row, c.begin + row, head) + thread_ % kAcross * 8;
     const bool whole = c.rows == kMostRows && p_.mask == nullptr;
 #pragma unroll
     for (int i = 0; i < kMostRows / kDown; ++i, row += kDown, at += kDown * stride.token) {
@@ -470,8 +470,9 @@ class ChunkGradients {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int at = 4 * t + 2 * down + e, j = column(t) + e;
-          const float decay = cuda::approximate_exp2((high - (e == 0 ? other_high.x : other_high.y)) +
-                                                     (low - (e == 0 ? other_low.x : other_low.y)));
+          const float decay =
+              cuda::approximate_exp2((high - (e == 0 ? other_high.x : other_high.y)) +
+                                     (low - (e == 0 ? other_low.x : other_low.y)));
           const float of_p = dp[at] * decay, of_l = -dl[at] * decay;
           const bool before = j < i;
           p[e] = j <= i ? of_p : 0.0f;
@@ -496,8 +497,7 @@ class ChunkGradients {
                               const std::uint32_t (&over_queries)[4], std::uint32_t (&below)[4],
                               const std::uint32_t (&above)[4]) const {
     const int tile_row = 2 * warp_ + down, first = 4 * group_, mine = first + lane_ / 8;
-    const int straight =
-        (8 * tile_row + lane_ % 8) * kRowBytes + (mine ^ (lane_ % 8)) * kPiece;
+    const int straight = (8 * tile_row + lane_ % 8) * kRowBytes + (mine ^ (lane_ % 8)) * kPiece;
     const int turned = (8 * mine + lane_ % 8) * kRowBytes + (tile_row ^ (lane_ % 8)) * kPiece;
     cuda::store_tiles(&shared_at<char>(Shared::kOverKeys + straight), over_keys);
     cuda::store_tiles_transposed(&shared_at<char>(Shared::kOverQueries + turned), over_queries);
@@ -505,8 +505,8 @@ class ChunkGradients {
     for (int t = 0; t < kColumnTiles; ++t)  // below and above the diagonal
       if (first + t == tile_row) below[t] |= cuda::transpose_tile(above[t]);
     char* const unused = sums().unused + lane_ % 8 * kPiece;
-    cuda::store_tiles(
-        mine <= tile_row ? &shared_at<char>(Shared::kOverBoth + straight) : unused, below);
+    cuda::store_tiles(mine <= tile_row ? &shared_at<char>(Shared::kOverBoth + straight) : unused,
+                      below);
     cuda::store_tiles_transposed(
         mine < tile_row ? &shared_at<char>(Shared::kOverBoth + turned) : unused, above);
   }
@@ -555,8 +555,8 @@ class ChunkGradients {
   // Four threads have a row of v, and every fourth of its pieces.
   __device__ void load_values(const ChunkCursor& c, uint4 (&v)[4]) const {
     const int i = thread_ / 4;
-    const X* const from = static_cast<const X*>(p_.v) +
-                          p_.v_stride.at(c.row, c.begin + i, c.head) + thread_ % 4 * 8;
+    const X* const from =
+        static_cast<const X*>(p_.v) + p_.v_stride.at(c.row, c.begin + i, c.head) + thread_ % 4 * 8;
     const bool has = there(c, i);
 #pragma unroll
     for (int m = 0; m < 4; ++m)
@@ -689,8 +689,7 @@ class ChunkGradients {
         for (int down = 0; down < 2; ++down) {
           const int i = row(down);
           const float norm = of_k != 0 ? g.k_norm[i] : g.q_norm[i] * inverse;
-          const float along =
-              (sums().along[of_k][0][i] + sums().along[of_k][1][i]) * norm * norm;
+          const float along = (sums().along[of_k][0][i] + sums().along[of_k][1][i]) * norm * norm;
 #pragma unroll
           for (int t = 0; t < kKeyTiles; ++t) {
             const float2 x = pair_at(of_k != 0 ? Shared::kKeys : Shared::kQueries, t, down);
@@ -780,11 +779,10 @@ Status run_backward(const Op::Desc& d, const Op::Args& a, Stream stream, Workspa
       {.blocks = prepare.items, .threads = kPrepareThreads, .shared = PrepareShared::kBytes},
       device, stream, prepare));
   const ChainsProblem chains(d, a, workspace.data);
-  BITTERN_TRY(cuda::launch(Op::kName, backward_chains<X>,
-                           {.blocks = 2 * chains.p.items,
-                            .threads = kChainThreads,
-                            .shared = ChainStage<true>::kShared},
-                           device, stream, chains));
+  BITTERN_TRY(cuda::launch(
+      Op::kName, backward_chains<X>,
+      {.blocks = 2 * chains.p.items, .threads = kChainThreads, .shared = ChainStage<true>::kShared},
+      device, stream, chains));
   const ChunksProblem chunks(d, a, workspace.data);
   const std::int64_t most = cuda::limits(device).multiprocessors;
   BITTERN_TRY(cuda::launch(Op::kName, backward_chunks<X>,
@@ -795,8 +793,8 @@ Status run_backward(const Op::Desc& d, const Op::Args& a, Stream stream, Workspa
   if (!a.d_a_log && !a.d_dt_bias) return {};
   const TermsProblem terms{chunks.slots, chunks.places.terms,   d.value_heads,
                            d.gate,       a.d_a_log.as<float>(), a.d_dt_bias.as<float>()};
-  return cuda::launch(Op::kName, backward_terms,
-                      {.blocks = d.value_heads, .threads = kTermThreads}, device, stream, terms);
+  return cuda::launch(Op::kName, backward_terms, {.blocks = d.value_heads, .threads = kTermThreads},
+                      device, stream, terms);
 }
 
 }  // namespace bittern::chunk_backward

@@ -38,11 +38,12 @@ std::vector<BenchCase<GdnDesc>> gdn_chunk_backward_bench_cases() {
           {"bf16 16/32 heads 128", bf16, fill, "mask"},
           {"bf16 16/32 heads 128 fused", fused, fill, "mask"},
           of_gpu("T 32768 16/32 heads", {.tokens = 32768, .key_heads = 16, .value_heads = 32}),
-          of_gpu("T 32768 16/32 heads fused", [&] {
-            GdnDesc d = fused;
-            d.tokens = 32768;
-            return d;
-          }()),
+          of_gpu("T 32768 16/32 heads fused",
+                 [&] {
+                   GdnDesc d = fused;
+                   d.tokens = 32768;
+                   return d;
+                 }()),
           of_gpu("4 x 8192 16/32 heads",
                  {.batch = 4, .tokens = 8192, .key_heads = 16, .value_heads = 32}),
           of_gpu("T 8192 16/32 heads", {.tokens = 8192, .key_heads = 16, .value_heads = 32}),
@@ -114,7 +115,7 @@ class GradientBound {
     d_state = gradient.off;
     // Units are at least a 64th of the terms.
     const auto check = [&](const std::vector<double>& units) {
-      for (const double x : units) finite = finite && 64 * x < most_;
+      for (const double x : units) finite = finite && 64 * x < kMostSum;
     };
     check(d_q.data), check(d_k.data), check(d_v.data), check(d_state.data);
     check(d_g), check(d_beta);
@@ -122,8 +123,8 @@ class GradientBound {
 
   std::int64_t state_at(std::int64_t m, std::int64_t c) const {
     const std::int64_t first = (sequence_ * d_.value_heads + h_) * d_.key_dim * d_.value_dim;
-    return first + (d_.state_layout == StateLayout::key_value ? m * d_.value_dim + c
-                                                               : c * d_.key_dim + m);
+    return first +
+           (d_.state_layout == StateLayout::key_value ? m * d_.value_dim + c : c * d_.key_dim + m);
   }
 
  private:
@@ -179,6 +180,12 @@ class GradientBound {
   }
   const Matrix& limit(const Matrix& m) {
     for (const double x : m.data) finite = finite && std::fabs(x) < most_;
+    return m;
+  }
+  // The same of what is not rounded to `element`.
+  static constexpr double kMostSum = 0x1p126;
+  const Matrix& limit_sums(const Matrix& m) {
+    for (const double x : m.data) finite = finite && std::fabs(x) < kMostSum;
     return m;
   }
   // |x| + bound off, as a factor.
@@ -247,7 +254,7 @@ class GradientBound {
       const auto norm = [&](const Matrix& x) {
         double squares = 1e-6;
         for (std::int64_t m = 0; m < d_.key_dim; ++m) squares += x(i, m) * x(i, m);
-        finite = finite && squares < most_;
+        finite = finite && squares < kMostSum;
         return d_.qk_l2norm ? 1 / std::sqrt(squares) : 1;
       };
       c.k_norm.push_back(norm(c.k));
@@ -262,8 +269,8 @@ class GradientBound {
       finite = finite && c.e.back() < most_ && c.rest.back() < most_;
     }
     const Matrix kk = c.k * transposed(c.k), qk = c.q * transposed(c.k);
-    const Matrix kk_sizes = limit(sizes(c.k) * transposed(sizes(c.k)));
-    const Matrix qk_sizes = limit(sizes(c.q) * transposed(sizes(c.k)));
+    const Matrix kk_sizes = limit_sums(sizes(c.k) * transposed(sizes(c.k)));
+    const Matrix qk_sizes = limit_sums(sizes(c.q) * transposed(sizes(c.k)));
     for (std::int64_t i = 0; i < n; ++i) {
       for (std::int64_t j = 0; j <= i; ++j) {
         c.decay(i, j) = decay(i, j);
@@ -283,11 +290,13 @@ class GradientBound {
       for (std::int64_t m = 0; m < i; ++m)
         for (std::int64_t j = 0; j <= m; ++j) c.t(i, j) -= c.l(i, m) * c.t(m, j);
     }
-    limit(c.t);
+    limit(c.t), limit(c.p);
     return c;
   }
   float log_decay(std::int64_t t) const {
-    const auto one = [](const ConstView& x, std::int64_t i) { return static_cast<float>(get(x, i)); };
+    const auto one = [](const ConstView& x, std::int64_t i) {
+      return static_cast<float>(get(x, i));
+    };
     const float g = one(a_.g, gate_at(t));
     return d_.gate ? gdn_log_decay(g, one(a_.a_log, h_), one(a_.dt_bias, h_)) : g;
   }
@@ -311,7 +320,8 @@ class GradientBound {
     }
     x.exact = std::move(exact);
     limit(x.exact), limit(x.off);
-    const Matrix one = made(next.rows, next.rows, [](auto i, auto j) { return i == j ? 1.0 : 0.0; });
+    const Matrix one =
+        made(next.rows, next.rows, [](auto i, auto j) { return i == j ? 1.0 : 0.0; });
     x.parts.push_back({one, std::move(fresh)});
   }
 
@@ -321,12 +331,11 @@ class GradientBound {
     const auto seen = product(product(c.beta, c.e), c.k_norm), kept = product(c.rest, c.k_norm);
     const Matrix bk = scaled_rows(c.k, seen), wk = scaled_rows(c.k, kept);
     const Matrix ks = bk * s.exact;
-    const Matrix right = made(n, d_.value_dim, [&](auto i, auto x) {
-      return at(c.beta, i) * c.v(i, x) - ks(i, x);
-    });
+    const Matrix right =
+        made(n, d_.value_dim, [&](auto i, auto x) { return at(c.beta, i) * c.v(i, x) - ks(i, x); });
     c.y.exact = c.t * right;
     c.y.off = carried(s, c.t * bk);
-    const Matrix seen_sizes = limit(sizes(c.k) * c.state.sizes);
+    const Matrix seen_sizes = limit_sums(sizes(c.k) * c.state.sizes);
     Matrix r(n, d_.value_dim);
     c.y.sizes = r;
     for (std::int64_t i = 0; i < n; ++i) {
@@ -341,10 +350,11 @@ class GradientBound {
     limit(c.y.sizes), limit(r);
     const double last = c.e.back();
     const Matrix fresh = times(transposed(sizes(c.k)) * sizes(scaled_rows(c.y.sizes, kept)), 0.5) +
-                         times(c.state.sizes, last / 64) + magnitudes(transposed(wk) * c.t) * r;
-    const Matrix next = made(d_.key_dim, d_.key_dim,
-                             [&](auto i, auto j) { return i == j ? last : 0.0; }) -
-                        transposed(wk) * (c.t * bk);
+                         times(c.state.sizes, size_of_factor(last) / 64) +
+                         magnitudes(transposed(wk) * c.t) * r;
+    const Matrix next =
+        made(d_.key_dim, d_.key_dim, [&](auto i, auto j) { return i == j ? last : 0.0; }) -
+        transposed(wk) * (c.t * bk);
     move_on(s, next, times(s.exact, last) + transposed(wk) * c.y.exact, fresh);
   }
 
@@ -358,9 +368,9 @@ class GradientBound {
     const Matrix turned = transposed(c.t);
     Rows r{turned * (wk * h.exact + transposed(c.p) * c.d_o), Matrix(n, d_.value_dim),
            carried(h, turned * wk)};
-    const Matrix of_h = limit(sizes(c.k) * c.gradient.sizes);
+    const Matrix of_h = limit_sums(sizes(c.k) * c.gradient.sizes);
     const Matrix d_o = sizes(c.d_o);
-    const Matrix of_p = limit(transposed(sizes(c.p)) * d_o), of_c = transposed(c.c) * d_o;
+    const Matrix of_p = limit_sums(transposed(sizes(c.p)) * d_o), of_c = transposed(c.c) * d_o;
     Matrix u(n, d_.value_dim);
     for (std::int64_t i = n; i-- > 0;) {
       for (std::int64_t x = 0; x < d_.value_dim; ++x) {
@@ -377,13 +387,13 @@ class GradientBound {
     const Matrix fresh = times(transposed(sizes(c.k)) * sizes(scaled_rows(r.sizes, seen)) +
                                    transposed(sizes(c.q)) * sizes(scaled_rows(d_o, asked)),
                                0.5) +
-                         times(c.gradient.sizes, last / 64) +
+                         times(c.gradient.sizes, size_of_factor(last) / 64) +
                          magnitudes(transposed(bk) * turned) * u;
-    const Matrix next = made(d_.key_dim, d_.key_dim,
-                             [&](auto i, auto j) { return i == j ? last : 0.0; }) -
-                        transposed(bk) * (turned * wk);
-    move_on(h, next,
-            times(h.exact, last) - transposed(bk) * r.exact + transposed(eq) * c.d_o, fresh);
+    const Matrix next =
+        made(d_.key_dim, d_.key_dim, [&](auto i, auto j) { return i == j ? last : 0.0; }) -
+        transposed(bk) * (turned * wk);
+    move_on(h, next, times(h.exact, last) - transposed(bk) * r.exact + transposed(eq) * c.d_o,
+            fresh);
     return r;
   }
 
@@ -401,20 +411,25 @@ class GradientBound {
   }
   // Of x, made for pairs of tokens, times `factor`, what its product with keys is off by: x itself,
   // and its rounding.
-  Matrix to_round(const Matrix& off, const Matrix& of) const { return off + times(sizes(of), 0.53); }
+  Matrix to_round(const Matrix& off, const Matrix& of) const {
+    return off + times(sizes(of), 0.53);
+  }
 
   void add_units(const Chunk& c, const Rows& r, std::int64_t first) {
     const std::int64_t n = c.rows(), keys = d_.key_dim;
+    std::vector<double> e = c.e, rest = c.rest;  // decays too are factors
+    for (auto* decays : {&e, &rest})
+      for (double& x : *decays) x = size_of_factor(x);
     const Matrix d_o = sizes(c.d_o);
     const Rows m = pair(r, c.state), nn = pair(c.d_o, d_o, c.state), z = pair(c.y, c.gradient);
     const Rows of_p = pair(c.d_o, d_o, c.y), of_l = pair(r, c.y);
-    for (const Rows* rows : {&m, &nn, &z, &of_p, &of_l}) limit(rows->sizes);
+    for (const Rows* rows : {&m, &nn, &z, &of_p, &of_l}) limit_sums(rows->sizes);
     // DP and X: units and sizes.
     Matrix dp(n, n), x(n, n), dp_sizes(n, n), x_sizes(n, n), w(n, n), w_sizes(n, n);
     std::vector<double> slope(index(n)), slope_sizes(index(n));
     for (std::int64_t i = 0; i < n; ++i) {
       for (std::int64_t j = 0; j <= i; ++j) {
-        const double decay = c.decay(i, j), beta = std::fabs(at(c.beta, i));
+        const double decay = size_of_factor(c.decay(i, j)), beta = std::fabs(at(c.beta, i));
         dp(i, j) = decay * (of_p.off(i, j) + of_p.sizes(i, j) / 64);
         dp_sizes(i, j) = decay * (std::fabs(of_p.exact(i, j)) + bound_ * of_p.off(i, j));
         if (i == j) continue;
@@ -438,7 +453,7 @@ class GradientBound {
       }
     };
     const Matrix k = sizes(c.k), q = sizes(c.q);
-    limit(w_sizes);
+    limit_sums(w_sizes);
     const auto over = [&](const Matrix& units, const Matrix& all, const std::vector<double>& norm,
                           bool turn, const Matrix& by, Matrix& sum) {
       // Columns have the norm; turned, rows.
@@ -447,15 +462,15 @@ class GradientBound {
       sum = sum + sizes(limit(s)) * by;
       return to_round(u, s) * by;
     };
-    Matrix q_sizes = scaled_rows(nn.sizes, c.e);
-    Matrix q_units = scaled_rows(nn.off, c.e);
+    Matrix q_sizes = scaled_rows(nn.sizes, e);
+    Matrix q_units = scaled_rows(nn.off, e);
     q_units = q_units + over(dp, dp_sizes, c.k_norm, false, k, q_sizes);
     add(d_q, d_q_sizes, q_units, q_sizes);
 
-    std::vector<double> b = product(c.beta, c.e);
+    std::vector<double> b = product(c.beta, e);
     for (double& factor : b) factor = std::fabs(factor);
-    Matrix k_sizes = scaled_rows(m.sizes, b) + scaled_rows(z.sizes, c.rest);
-    Matrix k_units = scaled_rows(m.off, b) + scaled_rows(z.off, c.rest);
+    Matrix k_sizes = scaled_rows(m.sizes, b) + scaled_rows(z.sizes, rest);
+    Matrix k_units = scaled_rows(m.off, b) + scaled_rows(z.off, rest);
     k_units = k_units + over(dp, dp_sizes, q_norm, true, q, k_sizes);
     k_units = k_units + over(x, x_sizes, c.k_norm, false, k, k_sizes);
     k_units = k_units + over(x, x_sizes, c.k_norm, true, k, k_sizes);
@@ -484,13 +499,13 @@ class GradientBound {
         r_v += (r_units(i, s) + r.sizes(i, s) / 64) * std::fabs(c.v(i, s));
         d_v(first + i, s) = std::fabs(at(c.beta, i)) * (r_units(i, s) + r.sizes(i, s) / 64);
       }
-      finite = finite && raw < most_;
-      f[index(i)] = at(b, i) * k_m + at(c.e, i) * q_n;
-      gone[index(i)] = at(c.rest, i) * k_z;
-      d_beta[index(first + i)] = at(c.e, i) * k_m + r_v + at(slope, i) + at(slope_sizes, i) / 64;
+      finite = finite && raw < kMostSum;
+      f[index(i)] = at(b, i) * k_m + at(e, i) * q_n;
+      gone[index(i)] = at(rest, i) * k_z;
+      d_beta[index(first + i)] = at(e, i) * k_m + r_v + at(slope, i) + at(slope_sizes, i) / 64;
     }
     for (std::int64_t i = 0; i < n; ++i) {
-      double sum = c.e.back() * inner;
+      double sum = e.back() * inner;
       for (std::int64_t j = 0; j < i; ++j) sum += at(gone, j);
       for (std::int64_t j = i; j < n; ++j) {
         sum += at(f, j);
@@ -573,8 +588,7 @@ void gdn_chunk_backward_judge(const GdnDesc& d, const GdnChunkBackward::Args& go
             const double x = get(want.beta, gate), e = std::exp(-std::fabs(x));
             d_beta *= (d.allow_neg_eigval ? 2 : 1) * e / ((1 + e) * (1 + e));
           }
-          judge.value("d_g", as_const(got.d_g), as_const(want.d_g), gate,
-                      masked ? 0 : or_any(d_g));
+          judge.value("d_g", as_const(got.d_g), as_const(want.d_g), gate, masked ? 0 : or_any(d_g));
           judge.value("d_beta", as_const(got.d_beta), as_const(want.d_beta), gate,
                       masked ? 0 : or_any(d_beta));
           for (std::int64_t c = 0; c < d.value_dim; ++c)

@@ -345,6 +345,160 @@ TEST(GdnChunkBackward, MaskedTokensHaveNoGradient) {
   EXPECT_TRUE(std::isfinite(get(p.args.d_a_log, 0)));
 }
 
+// ---- on tensor cores ----
+
+constexpr Device kGpu{Device::Type::cuda, 0};
+
+Result<Plan<Op>> select_wgmma(const GdnDesc& d) {
+  return Plan<Op>::select(d, kGpu, Preference::fastest, "cuda_wgmma");
+}
+Status run_wgmma(Problem& p) {
+  const auto plan = select_wgmma(p.desc);
+  if (!plan) return plan.status();
+  return oracle::run_on(kGpu, p, plan->workspace_bytes(),
+                        [&](const auto& args, Workspace w) { return plan->run(args, {}, w); });
+}
+GdnDesc wgmma_desc(std::int64_t tokens, std::int64_t key_heads, std::int64_t value_heads) {
+  GdnDesc d{.tokens = tokens, .key_heads = key_heads, .value_heads = value_heads};
+  d.element = DType::bf16;
+  return d;
+}
+oracle::GdnGradients reverse_of(const Problem& p) {
+  const auto& a = p.args;
+  return oracle::gdn_reverse(p.desc, oracle::gdn_starts(p.desc, a.cu_seqlens),
+                             {values(a.q), values(a.k), values(a.v), values(a.g), values(a.beta),
+                              oracle::keys_first(p.desc, values(a.initial_state))},
+                             values(a.d_o), oracle::keys_first(p.desc, values(a.d_final_state)));
+}
+
+// Each gradient against the recurrence in f64, in both half types; chunks, heads and sequences in
+// all orders.
+TEST(GdnChunkBackward, TensorCoresAreCloseToTheGradient) {
+  BITTERN_NEEDS_CUDA();
+  if (!select_wgmma(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
+  for (const double decay : {0.0, 0.1, 5.0}) {
+    GdnDesc d = wgmma_desc(200, 2, 4);
+    if (decay == 0.1) {
+      d.element = DType::f16;
+      d.head_map = HeadMap::tiled;
+      d.state_layout = StateLayout::value_key;
+    }
+    if (decay == 5.0) d.sequences = 3;
+    Problem p = make_problem<Op>(d, 1, {});
+    if (d.sequences > 0) oracle::set_values(p.args.cu_seqlens, {0, 131, 131, 200});
+    fill_problem(p, decay, 12);
+    const auto want = reverse_of(p);
+    oracle::expect_ok(run_wgmma(p));
+    const double bound = d.element == DType::f16 ? 0.001 : 0.006;
+    const auto expect = [&](const char* what, const std::vector<double>& got,
+                            const std::vector<double>& wanted) {
+      EXPECT_LE(oracle::rms_ratio(got, wanted), bound) << what << " " << decay;
+    };
+    expect("d_q", values(p.args.d_q), want.q);
+    expect("d_k", values(p.args.d_k), want.k);
+    expect("d_v", values(p.args.d_v), want.v);
+    expect("d_g", values(p.args.d_g), want.g);
+    expect("d_beta", values(p.args.d_beta), want.beta);
+    expect("d_initial_state", oracle::keys_first(d, values(p.args.d_initial_state)),
+           want.initial_state);
+  }
+}
+
+// One token in 8 forgets all, or nearly. Token by token, each against its own size: what g decays
+// is as close for strong tokens as for mild ones.
+TEST(GdnChunkBackward, TensorCoresKeepMildDecaysBesideStrongOnes) {
+  BITTERN_NEEDS_CUDA();
+  if (!select_wgmma(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
+  for (const double strong : {-15.0, -1e4, -HUGE_VAL}) {
+    GdnDesc d = wgmma_desc(150, 1, 2);
+    d.sequences = 3;
+    Problem p = make_problem<Op>(d, 1, {});
+    oracle::set_values(p.args.cu_seqlens, {0, 70, 70, 150});
+    fill_problem(p, 0, 13);
+    oracle::Rng rng(14);
+    oracle::fill_strong(p.args.g, d.value_heads, strong, true, rng);
+    const auto want = reverse_of(p);
+    oracle::expect_ok(run_wgmma(p));
+    EXPECT_LE(oracle::rms_ratio(values(p.args.d_q), want.q), 0.006) << strong;
+    EXPECT_LE(oracle::rms_ratio(values(p.args.d_k), want.k), 0.006) << strong;
+    EXPECT_LE(oracle::rms_ratio(values(p.args.d_v), want.v), 0.006) << strong;
+    EXPECT_LE(oracle::worst_error(values(p.args.d_g), want.g, 1, want.g_size), 0.01) << strong;
+    EXPECT_LE(oracle::worst_error(values(p.args.d_beta), want.beta, 1, want.beta_size), 0.02)
+        << strong;
+  }
+}
+
+// A NaN stays in its sequence and value head, or key head for d_q and d_k; of a masked token
+// nothing is seen.
+TEST(GdnChunkBackward, TensorCoresKeepNanInItsSequenceAndHead) {
+  BITTERN_NEEDS_CUDA();
+  GdnDesc d = wgmma_desc(150, 2, 4);
+  d.sequences = 3;
+  if (!select_wgmma(d)) GTEST_SKIP() << "no products of a warpgroup";
+  Problem clean = make_problem<Op>(d, 1, {}), poisoned = make_problem<Op>(d, 1, {});
+  for (Problem* p : {&clean, &poisoned}) {
+    oracle::set_values(p->args.cu_seqlens, {0, 40, 110, 150});
+    fill_problem(*p, 0.1, 15);
+    put(p->args.mask, 5, 0);
+  }
+  put(poisoned.args.d_o, (70 * 4 + 1) * 128 + 9, NAN);  // value head 1, so key head 0
+  put(poisoned.args.k, (5 * 2 + 1) * 128, NAN);         // masked
+  put(poisoned.args.d_o, 5 * 4 * 128, NAN);
+  put(poisoned.args.g, 5 * 4, NAN);
+  oracle::expect_ok(run_wgmma(clean));
+  oracle::expect_ok(run_wgmma(poisoned));
+  std::int64_t spoiled = 0;
+  const auto compare = [&](const char* what, const MutView& got, const MutView& want,
+                           std::int64_t heads, std::int64_t width, std::int64_t head) {
+    for (std::int64_t i = 0; i < got.shape.numel(); ++i) {
+      const std::int64_t t = i / (heads * width);
+      if (t >= 40 && t < 110 && i / width % heads == head) {
+        spoiled += std::isnan(get(got, i)) ? 1 : 0;
+      } else {
+        EXPECT_EQ(get(got, i), get(want, i)) << what << " " << i;
+      }
+    }
+  };
+  compare("d_q", poisoned.args.d_q, clean.args.d_q, 2, 128, 0);
+  compare("d_k", poisoned.args.d_k, clean.args.d_k, 2, 128, 0);
+  compare("d_v", poisoned.args.d_v, clean.args.d_v, 4, 128, 1);
+  compare("d_g", poisoned.args.d_g, clean.args.d_g, 4, 1, 1);
+  compare("d_beta", poisoned.args.d_beta, clean.args.d_beta, 4, 1, 1);
+  EXPECT_GT(spoiled, 0);
+  for (const MutView& x : {clean.args.d_v, clean.args.d_q})
+    for (std::int64_t i = 0; i < x.shape.numel(); ++i) {
+      if (i * 150 / x.shape.numel() == 5) {
+        EXPECT_EQ(get(x, i), 0);
+      }
+    }
+}
+
+TEST(GdnChunkBackward, TensorCoresAreForTheFastestPreference) {
+  BITTERN_NEEDS_CUDA();
+  const GdnDesc d = wgmma_desc(64, 1, 1);
+  const auto plan = select_wgmma(d);
+  if (!plan) GTEST_SKIP() << plan.status().message();
+  EXPECT_EQ(Plan<Op>::select(d, kGpu, Preference::fastest)->sku().kernel, "cuda_wgmma");
+  EXPECT_EQ(plan->precision_guarantee().error_bound, 0x1.1p-7);
+  EXPECT_GT(plan->workspace_bytes(), 0u);
+  EXPECT_FALSE(Plan<Op>::select(d, kGpu).ok());
+  for (const auto& [wrong, message] :
+       {std::pair{GdnDesc{.tokens = 64}, "element: f32, expected bf16 or f16;"},
+        std::pair{GdnDesc{.tokens = 64, .value_dim = 64, .element = DType::bf16},
+                  "value_dim: 64, expected 128;"},
+        std::pair{GdnDesc{.tokens = 64, .chunk = 32, .element = DType::f16},
+                  "chunk: 32, expected 64;"}}) {
+    oracle::expect_error(
+        select_wgmma(wrong).status(), Code::unsupported,
+        std::string("gdn_chunk_backward: no kernel on cuda:0 named cuda_wgmma: cuda_wgmma: ") +
+            message);
+  }
+  auto unaligned = make_problem<Op>(d, 1, {.unaligned = true});
+  oracle::expect_error(run_wgmma(unaligned), Code::unsupported,
+                       "gdn_chunk_backward: d_o: address is 2 bytes past a multiple of 16, "
+                       "expected a multiple of 16 for kernel cuda_wgmma");
+}
+
 TEST(GdnChunkBackward, RefusesWhatItCannotDo) {
   oracle::expect_error(Plan<Op>::select({.key_heads = 3, .value_heads = 4}).status(),
                        Code::invalid_argument,

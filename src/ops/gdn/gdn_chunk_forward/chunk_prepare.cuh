@@ -48,7 +48,7 @@ struct PrepareProblem {
   Problem p;
   cuda::ChunkSlots slots;
   char* records;
-  ChunkGates* gates = nullptr;  // of each chunk and head, if they are wanted
+  ChunkGates* gates = nullptr;        // of each chunk and head, if they are wanted
   Divisor sharing, pairs, key_heads;  // value heads of a key head; pairs of them
   std::int64_t items;
 
