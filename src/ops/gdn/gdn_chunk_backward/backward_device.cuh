@@ -6,7 +6,7 @@
 // backward_chunks.cuh makes the gradients of every chunk of these.
 #pragma once
 #include "bittern/ops/gdn_chunk_backward.h"
-#include "ops/gdn/gdn_chunk_forward/chunk_warpgroup.cuh"
+#include "ops/gdn/chunk_tokens.cuh"
 
 namespace bittern::chunk_backward {
 

@@ -5,7 +5,7 @@
 // are tokens or, where the state is changed, keys. Keys come in slabs, so that every length of a
 // key fits, also on devices with little shared memory.
 #pragma once
-#include "ops/gdn/gdn_chunk_forward/chunk_device.cuh"
+#include "ops/gdn/chunk_device.cuh"
 
 namespace bittern::chunk_forward {
 

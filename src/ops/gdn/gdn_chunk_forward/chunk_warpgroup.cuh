@@ -20,14 +20,12 @@
 // for v = 0 from the identity (chunk_state of 128 more values); the first segment has its own
 // first state, and needs no M. chunk_join then finds every segment's first state, in f32.
 #pragma once
-#include "ops/gdn/gdn_chunk_forward/chunk_prepare.cuh"
+#include "ops/gdn/chunk_prepare.cuh"
+#include "ops/gdn/chunk_tokens.cuh"
 
 namespace bittern::chunk_forward {
 
 constexpr int kStages = 3;
-constexpr int kGroupThreads = 128;
-constexpr int kGroupValues = 64;
-constexpr int kTokenTiles = kMostRows / 8;
 
 template <int kGroups>
 struct Stage {
@@ -72,29 +70,6 @@ struct ChainProblem {
   Segments cut;
 };
 
-// What a lane has of a product with a column for each token: element 4 t + e is row
-// lane / 4 + 8 (e / 2) of the warp's 16, token 8 t + 2 (lane % 4) + e % 2.
-using TokenSums = float[4 * kTokenTiles];
-using TokenPairs = std::uint32_t[kTokenTiles / 2][4];  // rounded: left sides, 16 tokens each
-
-template <class X>
-__device__ void multiply_tokens(TokenSums& d, const std::uint32_t (&a)[4], cuda::WarpgroupMatrix b,
-                                bool add) {
-  if constexpr (std::is_same_v<X, bf16>) {
-    cuda::warpgroup_multiply_bf16(d, a, b, add);
-  } else {
-    cuda::warpgroup_multiply_f16(d, a, b, add);
-  }
-}
-template <class X>
-__device__ void multiply_keys(float (&d)[kWide / 2], const std::uint32_t (&a)[4],
-                              cuda::WarpgroupMatrix b) {
-  if constexpr (std::is_same_v<X, bf16>) {
-    cuda::warpgroup_multiply_rows_bf16<kPart>(d, a, b);
-  } else {
-    cuda::warpgroup_multiply_rows_f16<kPart>(d, a, b);
-  }
-}
 template <class X>
 __device__ std::uint32_t add_zero_times(std::uint32_t x, std::uint32_t y) {
   if constexpr (std::is_same_v<X, bf16>) {
@@ -104,14 +79,8 @@ __device__ std::uint32_t add_zero_times(std::uint32_t x, std::uint32_t y) {
   }
 }
 
-// The factors of a lane's two tokens of tile t.
-__device__ inline float2 two_of(const float (&factor)[kMostRows], int t) {
-  return *reinterpret_cast<const float2*>(factor + 8 * t + 2 * (static_cast<int>(threadIdx.x) % 4));
-}
-
 // The blocks' barriers, each of a warpgroup and the threads that copy for it: chunk n has come, and
 // may be overwritten, save o in the place of v.
-constexpr int kPairThreads = 2 * kGroupThreads;
 template <int kGroups>
 __device__ int full_barrier(int stage, int group) {
   return 1 + stage * kGroups + group;

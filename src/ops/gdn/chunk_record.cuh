@@ -1,10 +1,10 @@
-// What chunk_prepare.cuh leaves in the workspace for chunk_warpgroup.cuh, for every chunk and head.
+// What chunk_prepare.cuh leaves in the workspace for the chains, for every chunk and head.
 //
 // Tiles are rows of 128 bytes, or parts of 64 elements one after the other, whose 16-byte pieces
 // are permuted as the tensor cores want them (WarpgroupMatrix).
 #pragma once
 #include "cuda/ptx.cuh"
-#include "ops/gdn/gdn_chunk_forward/chunk_device.cuh"
+#include "ops/gdn/chunk_device.cuh"
 
 namespace bittern::chunk_forward {
 

@@ -1,4 +1,4 @@
-// What the kernels of gdn_chunk_forward share: the problem, and where a block's sequence lies.
+// What the kernels of the forward pass share: the problem, and where a block's sequence lies.
 #pragma once
 #include <cstdint>
 

@@ -9,7 +9,7 @@
 //
 // e^(G[i] - G[j]) is 2^ of a difference of sums as in gdn_sum, but of log2(e) g, within 2^-16.
 #pragma once
-#include "ops/gdn/gdn_chunk_forward/chunk_record.cuh"
+#include "ops/gdn/chunk_record.cuh"
 
 namespace bittern::chunk_forward {
 
