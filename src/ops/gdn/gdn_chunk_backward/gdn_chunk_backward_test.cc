@@ -397,7 +397,8 @@ TEST(GdnChunkBackward, TensorCoresAreCloseToTheGradient) {
     expect("d_q", values(p.args.d_q), want.q);
     expect("d_k", values(p.args.d_k), want.k);
     expect("d_v", values(p.args.d_v), want.v);
-    expect("d_g", values(p.args.d_g), want.g);
+    // Sums of many terms, which may all but cancel: against the size of each.
+    EXPECT_LE(oracle::worst_error(values(p.args.d_g), want.g, 1, want.g_size), bound) << decay;
     expect("d_beta", values(p.args.d_beta), want.beta);
     expect("d_initial_state", oracle::keys_first(d, values(p.args.d_initial_state)),
            want.initial_state);
