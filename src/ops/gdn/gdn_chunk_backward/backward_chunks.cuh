@@ -744,7 +744,8 @@ struct TermsProblem {
 constexpr int kTermThreads = 256;
 
 // A block for each head, in a fixed order.
-inline __global__ void backward_terms(const __grid_constant__ TermsProblem all) {
+template <class = void>
+__global__ void backward_terms(const __grid_constant__ TermsProblem all) {
   __shared__ double a_log[kTermThreads], dt_bias[kTermThreads];
   const int thread = static_cast<int>(threadIdx.x);
   double sums[2] = {};
@@ -793,8 +794,8 @@ Status run_backward(const Op::Desc& d, const Op::Args& a, Stream stream, Workspa
   if (!a.d_a_log && !a.d_dt_bias) return {};
   const TermsProblem terms{chunks.slots, chunks.places.terms,   d.value_heads,
                            d.gate,       a.d_a_log.as<float>(), a.d_dt_bias.as<float>()};
-  return cuda::launch(Op::kName, backward_terms, {.blocks = d.value_heads, .threads = kTermThreads},
-                      device, stream, terms);
+  return cuda::launch(Op::kName, backward_terms<>,
+                      {.blocks = d.value_heads, .threads = kTermThreads}, device, stream, terms);
 }
 
 }  // namespace bittern::chunk_backward
