@@ -474,6 +474,35 @@ TEST(GdnChunkBackward, TensorCoresKeepNanInItsSequenceAndHead) {
     }
 }
 
+// Two heads of four give the same bits as two that lie together.
+TEST(GdnChunkBackward, TensorCoresTakeSlicesOfLargerArrays) {
+  BITTERN_NEEDS_CUDA();
+  const GdnDesc d = wgmma_desc(100, 2, 2);
+  if (!select_wgmma(d)) GTEST_SKIP() << "no products of a warpgroup";
+  Problem sliced = make_problem<Op>(wgmma_desc(100, 4, 4), 1, {});
+  fill_problem(sliced, 0.1, 16);
+  sliced.desc = d;
+  Op::operands(d, sliced.args, [](const char*, auto& view, const Operand& expected) {
+    if (view) view.shape = expected.shape;
+  });
+  Problem dense = make_problem<Op>(d, 1, {});
+  const Op::Args &from = sliced.args, &to = dense.args;
+  for (const auto& [x, y] :
+       {std::pair{to.q, from.q}, std::pair{to.k, from.k}, std::pair{to.v, from.v},
+        std::pair{to.g, from.g}, std::pair{to.beta, from.beta}, std::pair{to.d_o, from.d_o},
+        std::pair{to.mask, from.mask}, std::pair{to.initial_state, from.initial_state},
+        std::pair{to.d_final_state, from.d_final_state}})
+    oracle::set_values(x, values(y));
+  oracle::expect_ok(run_wgmma(sliced));
+  oracle::expect_ok(run_wgmma(dense));
+  EXPECT_NE(from.d_q.stride[1], to.d_q.stride[1]);
+  for (const auto& [got, want] :
+       {std::pair{from.d_q, to.d_q}, std::pair{from.d_k, to.d_k}, std::pair{from.d_v, to.d_v},
+        std::pair{from.d_g, to.d_g}, std::pair{from.d_beta, to.d_beta},
+        std::pair{from.d_initial_state, to.d_initial_state}})
+    EXPECT_EQ(values(got), values(want));
+}
+
 TEST(GdnChunkBackward, TensorCoresAreForTheFastestPreference) {
   BITTERN_NEEDS_CUDA();
   const GdnDesc d = wgmma_desc(64, 1, 1);
