@@ -25,11 +25,18 @@ Matrix made(std::int64_t rows, std::int64_t columns, F&& f) {
     for (std::int64_t j = 0; j < columns; ++j) m(i, j) = f(i, j);
   return m;
 }
+// Of finite numbers.
 inline Matrix operator*(const Matrix& a, const Matrix& b) {
   Matrix c(a.rows, b.columns);
-  for (std::int64_t i = 0; i < a.rows; ++i)
-    for (std::int64_t k = 0; k < a.columns; ++k)
-      for (std::int64_t j = 0; j < b.columns; ++j) c(i, j) += a(i, k) * b(k, j);
+  for (std::int64_t i = 0; i < a.rows; ++i) {
+    double* const to = c.data.data() + i * c.columns;
+    for (std::int64_t k = 0; k < a.columns; ++k) {
+      const double x = a(i, k);
+      if (x == 0) continue;  // many are triangles, or unit matrices
+      const double* const from = b.data.data() + k * b.columns;
+      for (std::int64_t j = 0; j < b.columns; ++j) to[j] += x * from[j];
+    }
+  }
   return c;
 }
 inline Matrix operator-(Matrix a, const Matrix& b) {
