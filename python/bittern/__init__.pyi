@@ -1355,6 +1355,13 @@ def gdn_chunk_forward(
       R       = |beta| |v| + |B| |K| S' 3 / 2 + A y' / 64
 
     and, for f16, with 2^-14 and 2^14 for 2^-80 and 2^126, which T must not reach either.
+
+    With few heads it cuts sequences into segments, and makes M S + N of a segment's first state S: N
+    is the last state that S = 0 would give, and M has those of the columns of the identity with v =
+    0. Both are found as above and kept in f32. In the sums, the magnitudes of a state and of y are
+    then those of their parts, |M| |S| + |N| for the state after any chunk of the segment, and M must
+    not reach 2^126 (2^14) either. The number of segments follows from the numbers of tokens,
+    sequences, heads and multiprocessors, so the bits depend on these too.
     """
 
 @overload

@@ -292,7 +292,7 @@ std::vector<AuraAttentionDesc> aura_attention_bounded_cases(bool on_cuda) {
   cases.push_back({.heads = 2, .dim = 128, .capacity = 1552});  // several splits
   // Prompts: all widths, rows and tokens on both sides of a block's and a tile's edges, more tiles
   // than are under way at once, rings, windows, and tokens that are not coded.
-  for (n = 0; n < 32; ++n) {
+  for (n = 0; n < 20; ++n) {
     constexpr std::int64_t kGroups[] = {1, 8, 3, 16, 5}, kRows[] = {6, 64, 130, 200};
     constexpr std::int64_t kPages[] = {0, 16, 0, 48, 128, 17};
     AuraAttentionDesc d{.sequences = 1 + n % 2, .kv_heads = 1 + n / 2 % 2, .dim = 128};
