@@ -533,6 +533,12 @@ def _ends(cu_seqlens):
     return _plain(cu_seqlens).clamp(-1, 2**31 - 1).to(_torch.int32)
 
 
+def _delta_tensors(q, k, v, g, beta, a_log, dt_bias):
+    rows = {"q": _rows(q), "k": _rows(k), "v": _rows(v)}
+    gates = {"g": g, "beta": beta, "a_log": a_log, "dt_bias": dt_bias}
+    return {**rows, **{name: _plain(gate) for name, gate in gates.items()}}
+
+
 @_torch.library.custom_op("bittern::gated_delta_rule", mutates_args=())
 def _gated_delta_rule(
     q: Tensor,
@@ -558,16 +564,7 @@ def _gated_delta_rule(
         q, v, a_log, cu_seqlens, scale, chunk, qk_l2norm, beta_sigmoid, allow_neg_eigval, value_first
     )  # fmt: skip
     o = v.new_empty(v.shape)
-    tensors = {
-        "q": _rows(q),
-        "k": _rows(k),
-        "v": _rows(v),
-        "g": _plain(g),
-        "beta": _plain(beta),
-        "a_log": _plain(a_log),
-        "dt_bias": _plain(dt_bias),
-        "o": o,
-    }
+    tensors = {**_delta_tensors(q, k, v, g, beta, a_log, dt_bias), "o": o}
     state = _state_like(v, k, cu_seqlens, value_first, output_final_state or recurrent)
     if not recurrent:
         states = {
@@ -630,13 +627,7 @@ def _gated_delta_rule_backward(
     tensors = {
         "d_o": _rows(d_o),
         "d_final_state": _plain(d_final_state),
-        "q": _rows(q),
-        "k": _rows(k),
-        "v": _rows(v),
-        "g": _plain(g),
-        "beta": _plain(beta),
-        "a_log": _plain(a_log),
-        "dt_bias": _plain(dt_bias),
+        **_delta_tensors(q, k, v, g, beta, a_log, dt_bias),
         "initial_state": _plain(initial_state),
         "cu_seqlens": _ends(cu_seqlens),
         **_given(names, gradients, wanted),
@@ -698,17 +689,7 @@ def _gated_delta_step(
     fields = _delta_fields(q, v, a_log, None, 0.0, 64, True, True, False, False)
     del fields["chunk"], fields["sequences"]
     o = v.new_empty(v.shape)
-    tensors = {
-        "q": _rows(q),
-        "k": _rows(k),
-        "v": _rows(v),
-        "g": _plain(g),
-        "beta": _plain(beta),
-        "a_log": _plain(a_log),
-        "dt_bias": _plain(dt_bias),
-        "state": state,
-        "o": o,
-    }
+    tensors = {**_delta_tensors(q, k, v, g, beta, a_log, dt_bias), "state": state, "o": o}
     _run("gdn_recurrent_step", tensors, preference, **fields)
     return o
 

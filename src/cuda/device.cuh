@@ -173,4 +173,26 @@ bool packs_aligned(const void* data, std::int64_t rows, std::int64_t stride) {
   return reinterpret_cast<std::uintptr_t>(data) % kAlign == 0 && (rows <= 1 || step % kAlign == 0);
 }
 
+// f(std::integral_constant<int, bits>) for bits in 1..8.
+template <class F>
+constexpr auto visit_bits(int bits, F&& f) {
+  switch (bits) {
+    case 1: return f(std::integral_constant<int, 1>());
+    case 2: return f(std::integral_constant<int, 2>());
+    case 3: return f(std::integral_constant<int, 3>());
+    case 4: return f(std::integral_constant<int, 4>());
+    case 5: return f(std::integral_constant<int, 5>());
+    case 6: return f(std::integral_constant<int, 6>());
+    case 7: return f(std::integral_constant<int, 7>());
+    default: return f(std::integral_constant<int, 8>());
+  }
+}
+
+// Where a piece of 16 bytes lies in tiles of 64 rows of 128 bytes, one tile after the other, whose
+// pieces are permuted as WarpgroupMatrix (ptx.cuh) wants them.
+inline constexpr int kTileRowBytes = 128, kTileBytes64 = 64 * kTileRowBytes;
+__device__ inline int tile_place(int row, int piece) {
+  return piece / 8 * kTileBytes64 + row * kTileRowBytes + ((piece % 8) ^ (row % 8)) * 16;
+}
+
 }  // namespace bittern::cuda

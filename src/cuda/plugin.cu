@@ -247,6 +247,19 @@ Status starts_aligned(const char* operand, const void* data) {
                      " bytes past a multiple of 16, expected a multiple of 16");
 }
 
+Status rows_aligned(const char* operand, const ConstView& view) {
+  if (!view) return {};
+  BITTERN_TRY(starts_aligned(operand, view.data));
+  const auto each = static_cast<std::int64_t>(16 / size_of(view.dtype));
+  for (int axis = 0; axis + 1 < view.shape.rank; ++axis) {
+    if (view.shape[axis] > 1 && view.stride[axis] % each != 0)
+      return unsupported(std::string(operand) + ": stride " + std::to_string(view.stride[axis]) +
+                         " of axis " + std::to_string(axis) + ", expected a multiple of " +
+                         std::to_string(each));
+  }
+  return {};
+}
+
 }  // namespace cuda
 }  // namespace bittern
 

@@ -125,5 +125,7 @@ Status needs_warpgroups(Device device);
 
 // For Kernel::accepts, of kernels that copy 16 bytes at a time: an operand's address.
 Status starts_aligned(const char* operand, const void* data);
+// The same of each of its rows.
+Status rows_aligned(const char* operand, const ConstView& view);
 
 }  // namespace bittern::cuda

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from torch_tensors import cuda, device, same  # noqa: F401
+from torch_tensors import cuda, device, replayed, same  # noqa: F401
 
 import bittern
 
@@ -553,19 +553,8 @@ def test_a_graph_captures_a_training_step(cuda):
         y = bittern.torch.fake_quantize_per_group(*leaves, **fields)
         return y, *torch.autograd.grad(y, leaves, d_y)
 
-    side = torch.cuda.Stream(cuda)  # torch asks for a run on a side stream first
-    side.wait_stream(torch.cuda.current_stream(cuda))
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream(cuda).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        x.copy_(torch.randn_like(x))
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(same(a.detach(), b.detach()) for a, b in zip(captured, step()))
+    captured, plain = replayed(step, x, cuda)
+    assert all(same(a.detach(), b.detach()) for a, b in zip(captured, plain))
 
 
 def test_what_cannot_be_a_result_is_told_before_it_is_made():

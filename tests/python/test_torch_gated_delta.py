@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from torch_tensors import cuda, device, same  # noqa: F401
+from torch_tensors import cuda, device, replayed, same  # noqa: F401
 
 import bittern
 
@@ -491,19 +491,8 @@ def test_a_graph_captures_a_training_step(cuda):
         o, last = bt.gated_delta_rule(q, k, v, g, beta, None, state, True, True)
         return o, *torch.autograd.grad([o, last], inputs, [torch.ones_like(o), torch.ones_like(last)])
 
-    side = torch.cuda.Stream(cuda)  # torch asks for a run on a side stream first
-    side.wait_stream(torch.cuda.current_stream(cuda))
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream(cuda).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        q.copy_(torch.randn_like(q))
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(same(a.detach(), b.detach()) for a, b in zip(captured, step()))
+    captured, plain = replayed(step, q, cuda)
+    assert all(same(a.detach(), b.detach()) for a, b in zip(captured, plain))
 
 
 def test_fastest_on_tensor_cores(cuda):

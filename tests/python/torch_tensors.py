@@ -41,3 +41,20 @@ def same(a, b):
     assert a.dtype == b.dtype and a.shape == b.shape
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def replayed(step, x, device):
+    """The results of a captured step() after x has changed, and those of a plain one."""
+    side = torch.cuda.Stream(device)  # torch asks for a run on a side stream first
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    return captured, step()

@@ -119,21 +119,6 @@ __device__ inline std::uint32_t spread_out(std::uint32_t field) {
   return (pairs & kCode * 0x00010001u) | (pairs << (8 - kBits) & (kCode << 8) * 0x00010001u);
 }
 
-// f(std::integral_constant<int, bits>) for bits in 1..8.
-template <class F>
-auto visit_bits(int bits, F&& f) {
-  switch (bits) {
-    case 1: return f(std::integral_constant<int, 1>());
-    case 2: return f(std::integral_constant<int, 2>());
-    case 3: return f(std::integral_constant<int, 3>());
-    case 4: return f(std::integral_constant<int, 4>());
-    case 5: return f(std::integral_constant<int, 5>());
-    case 6: return f(std::integral_constant<int, 6>());
-    case 7: return f(std::integral_constant<int, 7>());
-    default: return f(std::integral_constant<int, 8>());
-  }
-}
-
 // Rows of codes and of the words that hold them, cut into units of kUnit codes, a thread each.
 // Rows that follow each other without spare bits count as one.
 template <class Code, class Word, int kUnit>

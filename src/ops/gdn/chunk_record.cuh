@@ -13,11 +13,8 @@ constexpr int kPiece = 16, kRowBytes = 128;
 constexpr int kPart = kMostRows * kRowBytes;  // 64 x 64 elements
 constexpr int kPieces = kRowBytes / kPiece;
 
-// Where a piece lies.
-__device__ inline int tile_place(int row, int piece) {
-  return piece / kPieces * kPart + row * kRowBytes + ((piece % kPieces) ^ (row % 8)) * kPiece;
-}
-// The same of an element.
+using cuda::tile_place;  // where a piece lies
+// Where an element lies.
 __device__ inline int element_place(int row, int column) {
   return tile_place(row, column / 8) + column % 8 * 2;
 }

@@ -1,7 +1,11 @@
 // Products of a warpgroup that has 64 values of a head and a column for each token of a chunk, as
 // the chains of the forward and the backward pass are made of.
 #pragma once
+#include <algorithm>
+#include <string>
+
 #include "ops/gdn/chunk_prepare.cuh"
+#include "plan/kernel.h"
 
 namespace bittern::chunk_forward {
 
@@ -36,6 +40,52 @@ __device__ void multiply_keys(float (&d)[kWide / 2], const std::uint32_t (&a)[4]
 // The factors of a lane's two tokens of tile t.
 __device__ inline float2 two_of(const float (&factor)[kMostRows], int t) {
   return *reinterpret_cast<const float2*>(factor + 8 * t + 2 * (static_cast<int>(threadIdx.x) % 4));
+}
+
+// factor * x of each token.
+template <class X>
+__device__ void scale_pairs(TokenSums& to, const TokenPairs& x, const float (&factor)[kMostRows]) {
+#pragma unroll
+  for (int t = 0; t < kTokenTiles; ++t) {
+    const float2 f = two_of(factor, t);
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+      const float2 pair = unpack_pair<X>(x[t / 2][t % 2 * 2 + down]);
+      to[4 * t + 2 * down] = f.x * pair.x;
+      to[4 * t + 2 * down + 1] = f.y * pair.y;
+    }
+  }
+}
+
+// ---- the kernels that are made of these, for Kernel ----
+
+// They have a block for each chunk and head, and `blocks` for each sequence and head, which no loop
+// goes on with.
+inline Status supports_warpgroups(const GdnDesc& d, Device device, std::int64_t blocks) {
+  if (d.element != DType::bf16 && d.element != DType::f16)
+    return unsupported(std::string("element: ") + name(d.element) + ", expected bf16 or f16");
+  const auto refuse = [](const char* field, std::int64_t value, std::int64_t expected) {
+    return unsupported(std::string(field) + ": " + std::to_string(value) + ", expected " +
+                       std::to_string(expected));
+  };
+  if (d.chunk != kMostRows) return refuse("chunk", d.chunk, kMostRows);
+  if (d.key_dim != kWide) return refuse("key_dim", d.key_dim, kWide);
+  if (d.value_dim != kWide) return refuse("value_dim", d.value_dim, kWide);
+  constexpr std::int64_t kMostBlocks = 0x7fffffff;
+  const std::int64_t chunks = d.batch * d.state_chunks(), sequences = blocks * d.sequence_count();
+  if (std::max(chunks, sequences) > kMostBlocks / d.value_heads)
+    return unsupported("chunks and value heads: more than 2^31 - 1, expected fewer");
+  return cuda::needs_warpgroups(device);
+}
+
+// Rounding one factor of a product to bf16 changes it by 2^-8 (to f16 by 2^-11), both by 2^-7 and
+// 2^-16. The rest is for decays within 2^-16 and the sums of both sides, of at most 256 + 64 terms.
+inline PrecisionGuarantee warpgroup_guarantee(const GdnDesc& d) {
+  return {.math_precision = d.element,
+          .accumulator = DType::f32,
+          .same_bits_on_all_backends = false,
+          .error_norm = ErrorNorm::terms,
+          .error_bound = kGdnInverseBound};
 }
 
 }  // namespace bittern::chunk_forward

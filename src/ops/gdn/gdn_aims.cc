@@ -53,6 +53,24 @@ std::vector<GdnDesc> gdn_cases(const GdnFields& fields) {
   return cases;
 }
 
+std::vector<BenchCase<GdnDesc>> gdn_gpu_bench_cases(decltype(BenchCase<GdnDesc>::fill) fill) {
+  std::vector<BenchCase<GdnDesc>> cases;
+  const auto add = [&](const char* label, GdnDesc d) {
+    d.element = DType::bf16;
+    cases.push_back({.label = label,
+                     .desc = d,
+                     .fill = fill,
+                     .left_out = "mask",
+                     .preference = Preference::fastest,
+                     .gpu_only = true});
+  };
+  add("T 32768 16/32 heads", {.tokens = 32768, .key_heads = 16, .value_heads = 32});
+  add("4 x 8192 16/32 heads", {.batch = 4, .tokens = 8192, .key_heads = 16, .value_heads = 32});
+  add("T 8192 16/32 heads", {.tokens = 8192, .key_heads = 16, .value_heads = 32});
+  add("T 32768 2/8 heads", {.tokens = 32768, .key_heads = 2, .value_heads = 8});
+  return cases;
+}
+
 std::vector<BenchCase<GdnDesc>> gdn_bench_cases() {
   const GdnDesc f32{.tokens = 4096, .key_heads = 16, .value_heads = 32};
   GdnDesc bf16 = f32;

@@ -10,6 +10,9 @@ std::vector<GdnDesc> gdn_cases(const GdnFields& fields);
 // What to measure of an op that has no other choices: f32 and bf16.
 std::vector<BenchCase<GdnDesc>> gdn_bench_cases();
 
+// Those of the chunk form on a GPU, whose bars docs/results.md has.
+std::vector<BenchCase<GdnDesc>> gdn_gpu_bench_cases(decltype(BenchCase<GdnDesc>::fill) fill);
+
 // Log decays: mostly -2..0, often 0, now and then far below.
 void aim_log_decay(const ConstView& g, Rng& rng);
 

@@ -9,11 +9,29 @@ namespace bittern::oracle {
 
 template <class Op>
 Status run_problem(Problem<Op>& p, std::string_view kernel = {},
-                   Preference preference = Preference::exact) {
-  const auto plan = Plan<Op>::select(p.desc, {}, preference, kernel);
+                   Preference preference = Preference::exact, Device device = {}) {
+  const auto plan = Plan<Op>::select(p.desc, device, preference, kernel);
   if (!plan) return plan.status();
-  return run_on(Device{}, p, plan->workspace_bytes(),
+  return run_on(device, p, plan->workspace_bytes(),
                 [&](const auto& args, Workspace w) { return plan->run(args, {}, w); });
+}
+
+// ---- kernels for warpgroups ----
+
+inline constexpr Device kGpu{Device::Type::cuda, 0};
+
+template <class Op>
+Result<Plan<Op>> select_wgmma(const GdnDesc& d) {
+  return Plan<Op>::select(d, kGpu, Preference::fastest, "cuda_wgmma");
+}
+template <class Op>
+Status run_wgmma(Problem<Op>& p) {
+  return run_problem(p, "cuda_wgmma", Preference::fastest, kGpu);
+}
+inline GdnDesc wgmma_desc(std::int64_t tokens, std::int64_t key_heads, std::int64_t value_heads) {
+  GdnDesc d{.tokens = tokens, .key_heads = key_heads, .value_heads = value_heads};
+  d.element = DType::bf16;
+  return d;
 }
 
 template <class V>

@@ -75,23 +75,10 @@ Status supports_decode(const Op::Desc& d, Device device) {
   return visit_shape(d, []<class Shape>(Shape) { return Status(); });
 }
 
-// Of an operand that is read 16 bytes at a time.
-Status accepts_rows(const char* operand, const ConstView& view) {
-  if (!view) return {};
-  BITTERN_TRY(cuda::starts_aligned(operand, view.data));
-  const auto each = static_cast<std::int64_t>(16 / size_of(view.dtype));
-  for (int axis = 0; axis + 1 < view.shape.rank; ++axis) {
-    if (view.shape[axis] > 1 && view.stride[axis] % each != 0)
-      return unsupported(std::string(operand) + ": stride " + std::to_string(view.stride[axis]) +
-                         " of axis " + std::to_string(axis) + ", expected a multiple of " +
-                         std::to_string(each));
-  }
-  return {};
-}
-
+// Codes are read 16 bytes at a time.
 Status accepts_codes(const Op::Desc&, const Op::Args& a) {
-  BITTERN_TRY(accepts_rows("k_packed", a.k_packed));
-  return accepts_rows("v_packed", a.v_packed);
+  BITTERN_TRY(cuda::rows_aligned("k_packed", a.k_packed));
+  return cuda::rows_aligned("v_packed", a.v_packed);
 }
 
 Status accepts_decode(const Op::Desc& d, const Op::Args& a) {
@@ -157,10 +144,10 @@ Status supports_prompt(const Op::Desc& d, Device device) {
 
 Status accepts_prompt(const Op::Desc& d, const Op::Args& a) {
   BITTERN_TRY(accepts_codes(d, a));
-  BITTERN_TRY(accepts_rows("k_first", a.k_first));
-  BITTERN_TRY(accepts_rows("v_first", a.v_first));
-  BITTERN_TRY(accepts_rows("k_recent", a.k_recent));
-  return accepts_rows("v_recent", a.v_recent);
+  BITTERN_TRY(cuda::rows_aligned("k_first", a.k_first));
+  BITTERN_TRY(cuda::rows_aligned("v_first", a.v_first));
+  BITTERN_TRY(cuda::rows_aligned("k_recent", a.k_recent));
+  return cuda::rows_aligned("v_recent", a.v_recent);
 }
 
 std::size_t prompt_workspace(const Op::Desc& d, Device device) {

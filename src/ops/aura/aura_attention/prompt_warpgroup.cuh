@@ -31,12 +31,8 @@ struct TokenScales {
   float back[kPromptTokens];  // 2^-exponent
 };
 
-// A matrix of 64 tokens: rows of 128 bytes, in two parts of 64 elements, whose pieces of 16 bytes
-// are permuted as WarpgroupMatrix wants them.
-inline constexpr int kTokenPart = kPromptTokens * 128;
-__device__ inline int token_place(int row, int piece) {
-  return piece / 8 * kTokenPart + row * 128 + ((piece % 8) ^ (row % 8)) * 16;
-}
+// A matrix of 64 tokens is two tiles (cuda::tile_place), each of 64 elements.
+inline constexpr int kTokenPart = cuda::kTileBytes64;
 
 struct PromptShared {
   static constexpr int kTable = 0;
@@ -96,20 +92,6 @@ __device__ T& prompt_shared(int place) {
 __device__ inline TokenScales& token_scales(int stage) {
   return prompt_shared<TokenScales>(PromptShared::kScales +
                                     stage * static_cast<int>(sizeof(TokenScales)));
-}
-
-template <class F>
-__device__ void visit_bits(int bits, F&& f) {
-  switch (bits) {
-    case 1: return f(std::integral_constant<int, 1>());
-    case 2: return f(std::integral_constant<int, 2>());
-    case 3: return f(std::integral_constant<int, 3>());
-    case 4: return f(std::integral_constant<int, 4>());
-    case 5: return f(std::integral_constant<int, 5>());
-    case 6: return f(std::integral_constant<int, 6>());
-    case 7: return f(std::integral_constant<int, 7>());
-    default: return f(std::integral_constant<int, 8>());
-  }
 }
 
 // ---- the warpgroup that makes tokens ----
@@ -201,7 +183,7 @@ class PromptTokens {
     return {row(p_.k), row(p_.v), p_.scale_of(half_ == 0 ? p_.k : p_.v, at)};
   }
   __device__ static void load(const std::uint32_t* from, int bits, Codes& to) {
-    visit_bits(bits, [&](auto width) {
+    cuda::visit_bits(bits, [&](auto width) {
       constexpr int kWords = 2 * decltype(width)::value;
 #pragma unroll
       for (int i = 0; i < kWords; i += 2) {
@@ -214,7 +196,7 @@ class PromptTokens {
   __device__ void convert(const Codes& codes, int bits, bool of_v) const {
     const char* const table = &prompt_shared<char>(PromptShared::kTable) + (of_v ? 128 : 0);
     const int to = tile_at(of_v);
-    visit_bits(bits, [&](auto width) {
+    cuda::visit_bits(bits, [&](auto width) {
       constexpr int kBits = decltype(width)::value;
       const unsigned base = 4 * static_cast<unsigned>(lane_index());
       const unsigned pairs = 8 * static_cast<unsigned>(lane_index() % 16);
@@ -231,7 +213,7 @@ class PromptTokens {
                     neighbours<kBits, kCode + 4>(table, codes.words, base),
                     neighbours<kBits, kCode + 6>(table, codes.words, base)};
         }
-        prompt_shared<uint4>(to + token_place(row_, kPiece + 8 * half_)) = levels;
+        prompt_shared<uint4>(to + cuda::tile_place(row_, kPiece + 8 * half_)) = levels;
       });
     });
   }
@@ -296,7 +278,7 @@ class PromptTokens {
     end();
   }
   __device__ void put_piece(bool of_v, int piece, uint4 levels) const {
-    prompt_shared<uint4>(tile_at(of_v) + token_place(row_, piece)) = levels;
+    prompt_shared<uint4>(tile_at(of_v) + cuda::tile_place(row_, piece)) = levels;
   }
   __device__ static void load_eight(const void* data, DType type, std::int64_t at, float (&x)[8]) {
     const auto load = [&]<class X>(Type<X>) {
@@ -691,10 +673,10 @@ __global__ void __launch_bounds__(kPromptThreads, 1)
     attend_prompt(const __grid_constant__ Problem p, const __grid_constant__ PromptCut cut) {
   auto* const table = &prompt_shared<std::uint32_t>(PromptShared::kTable);
   float k_unit = 0, v_unit = 0;
-  visit_bits(p.k.bits, [&](auto bits) {
+  cuda::visit_bits(p.k.bits, [&](auto bits) {
     k_unit = fill_table<decltype(bits)::value, kPromptThreads / 32>(p.k.codebook, table);
   });
-  visit_bits(p.v.bits, [&](auto bits) {
+  cuda::visit_bits(p.v.bits, [&](auto bits) {
     v_unit = fill_table<decltype(bits)::value, kPromptThreads / 32>(p.v.codebook, table + 32);
   });
   __syncthreads();

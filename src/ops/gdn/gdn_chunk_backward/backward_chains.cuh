@@ -287,18 +287,9 @@ class Chain {
           &shared_at<char>(out + Place::kOutState + s / 4 * kPart + (state_place_ ^ (s % 4 * 32))),
           rounded_[s]);
     if constexpr (kBackward) {
-      scale_pairs(asked, values, factors.asked);
+      round_scaled(asked, values, factors.asked);
     } else {
-#pragma unroll
-      for (int t = 0; t < kTokenTiles; ++t) {
-        const float2 beta = two_of(factors.beta, t);
-#pragma unroll
-        for (int down = 0; down < 2; ++down) {
-          const float2 v = unpack_pair<X>(values[t / 2][t % 2 * 2 + down]);
-          given[4 * t + 2 * down] = beta.x * v.x;
-          given[4 * t + 2 * down + 1] = beta.y * v.y;
-        }
-      }
+      scale_pairs<X>(given, values, factors.beta);
     }
     cuda::warpgroup_wait<0>();
     cuda::warpgroup_hold(y);
@@ -370,8 +361,8 @@ class Chain {
     round_state();
   }
 
-  __device__ void scale_pairs(TokenPairs& to, const TokenPairs& from,
-                              const float (&factor)[kMostRows]) const {
+  __device__ void round_scaled(TokenPairs& to, const TokenPairs& from,
+                               const float (&factor)[kMostRows]) const {
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) {
       const float2 f = two_of(factor, t);

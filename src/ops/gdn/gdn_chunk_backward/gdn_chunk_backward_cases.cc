@@ -25,29 +25,15 @@ std::vector<BenchCase<GdnDesc>> gdn_chunk_backward_bench_cases() {
                        Rng& rng) {
     if (operand == "g" && !d.gate) aim_log_decay(view, rng);
   };
-  const auto of_gpu = [&](const char* label, GdnDesc d) {
-    d.element = DType::bf16;
-    return BenchCase<GdnDesc>{.label = label,
-                              .desc = d,
-                              .fill = fill,
-                              .left_out = "mask",
-                              .preference = Preference::fastest,
-                              .gpu_only = true};
-  };
-  return {{"f32 16/32 heads 128", f32, fill, "mask"},
-          {"bf16 16/32 heads 128", bf16, fill, "mask"},
-          {"bf16 16/32 heads 128 fused", fused, fill, "mask"},
-          of_gpu("T 32768 16/32 heads", {.tokens = 32768, .key_heads = 16, .value_heads = 32}),
-          of_gpu("T 32768 16/32 heads fused",
-                 [&] {
-                   GdnDesc d = fused;
-                   d.tokens = 32768;
-                   return d;
-                 }()),
-          of_gpu("4 x 8192 16/32 heads",
-                 {.batch = 4, .tokens = 8192, .key_heads = 16, .value_heads = 32}),
-          of_gpu("T 8192 16/32 heads", {.tokens = 8192, .key_heads = 16, .value_heads = 32}),
-          of_gpu("T 32768 2/8 heads", {.tokens = 32768, .key_heads = 2, .value_heads = 8})};
+  std::vector<BenchCase<GdnDesc>> cases{{"f32 16/32 heads 128", f32, fill, "mask"},
+                                        {"bf16 16/32 heads 128", bf16, fill, "mask"},
+                                        {"bf16 16/32 heads 128 fused", fused, fill, "mask"}};
+  for (auto& large : gdn_gpu_bench_cases(fill)) cases.push_back(std::move(large));
+  cases.push_back(cases.back());
+  cases.back().label = "T 32768 16/32 heads fused";
+  cases.back().desc = fused;
+  cases.back().desc.tokens = 32768;
+  return cases;
 }
 
 // What tensor cores take: whole and ragged chunks, several of them and several sequences, more

@@ -8,10 +8,14 @@ namespace {
 
 using Op = GdnChunkBackward;
 using oracle::get;
+using oracle::kGpu;
 using oracle::make_problem;
 using oracle::put;
 using oracle::run_problem;
+using oracle::run_wgmma;
+using oracle::select_wgmma;
 using oracle::values;
+using oracle::wgmma_desc;
 using Problem = oracle::Problem<Op>;
 
 TEST(GdnChunkBackward, MatchesRefEverywhere) { oracle::expect_parity("gdn_chunk_backward"); }
@@ -347,22 +351,6 @@ TEST(GdnChunkBackward, MaskedTokensHaveNoGradient) {
 
 // ---- on tensor cores ----
 
-constexpr Device kGpu{Device::Type::cuda, 0};
-
-Result<Plan<Op>> select_wgmma(const GdnDesc& d) {
-  return Plan<Op>::select(d, kGpu, Preference::fastest, "cuda_wgmma");
-}
-Status run_wgmma(Problem& p) {
-  const auto plan = select_wgmma(p.desc);
-  if (!plan) return plan.status();
-  return oracle::run_on(kGpu, p, plan->workspace_bytes(),
-                        [&](const auto& args, Workspace w) { return plan->run(args, {}, w); });
-}
-GdnDesc wgmma_desc(std::int64_t tokens, std::int64_t key_heads, std::int64_t value_heads) {
-  GdnDesc d{.tokens = tokens, .key_heads = key_heads, .value_heads = value_heads};
-  d.element = DType::bf16;
-  return d;
-}
 oracle::GdnGradients reverse_of(const Problem& p) {
   const auto& a = p.args;
   return oracle::gdn_reverse(p.desc, oracle::gdn_starts(p.desc, a.cu_seqlens),
@@ -375,7 +363,7 @@ oracle::GdnGradients reverse_of(const Problem& p) {
 // all orders.
 TEST(GdnChunkBackward, TensorCoresAreCloseToTheGradient) {
   BITTERN_NEEDS_CUDA();
-  if (!select_wgmma(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
+  if (!select_wgmma<Op>(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
   for (const double decay : {0.0, 0.1, 5.0}) {
     GdnDesc d = wgmma_desc(200, 2, 4);
     if (decay == 0.1) {
@@ -409,7 +397,7 @@ TEST(GdnChunkBackward, TensorCoresAreCloseToTheGradient) {
 // is as close for strong tokens as for mild ones.
 TEST(GdnChunkBackward, TensorCoresKeepMildDecaysBesideStrongOnes) {
   BITTERN_NEEDS_CUDA();
-  if (!select_wgmma(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
+  if (!select_wgmma<Op>(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
   for (const double strong : {-15.0, -1e4, -HUGE_VAL}) {
     GdnDesc d = wgmma_desc(150, 1, 2);
     d.sequences = 3;
@@ -435,7 +423,7 @@ TEST(GdnChunkBackward, TensorCoresKeepNanInItsSequenceAndHead) {
   BITTERN_NEEDS_CUDA();
   GdnDesc d = wgmma_desc(150, 2, 4);
   d.sequences = 3;
-  if (!select_wgmma(d)) GTEST_SKIP() << "no products of a warpgroup";
+  if (!select_wgmma<Op>(d)) GTEST_SKIP() << "no products of a warpgroup";
   Problem clean = make_problem<Op>(d, 1, {}), poisoned = make_problem<Op>(d, 1, {});
   for (Problem* p : {&clean, &poisoned}) {
     oracle::set_values(p->args.cu_seqlens, {0, 40, 110, 150});
@@ -478,7 +466,7 @@ TEST(GdnChunkBackward, TensorCoresKeepNanInItsSequenceAndHead) {
 TEST(GdnChunkBackward, TensorCoresTakeSlicesOfLargerArrays) {
   BITTERN_NEEDS_CUDA();
   const GdnDesc d = wgmma_desc(100, 2, 2);
-  if (!select_wgmma(d)) GTEST_SKIP() << "no products of a warpgroup";
+  if (!select_wgmma<Op>(d)) GTEST_SKIP() << "no products of a warpgroup";
   Problem sliced = make_problem<Op>(wgmma_desc(100, 4, 4), 1, {});
   fill_problem(sliced, 0.1, 16);
   sliced.desc = d;
@@ -506,7 +494,7 @@ TEST(GdnChunkBackward, TensorCoresTakeSlicesOfLargerArrays) {
 TEST(GdnChunkBackward, TensorCoresAreForTheFastestPreference) {
   BITTERN_NEEDS_CUDA();
   const GdnDesc d = wgmma_desc(64, 1, 1);
-  const auto plan = select_wgmma(d);
+  const auto plan = select_wgmma<Op>(d);
   if (!plan) GTEST_SKIP() << plan.status().message();
   EXPECT_EQ(Plan<Op>::select(d, kGpu, Preference::fastest)->sku().kernel, "cuda_wgmma");
   EXPECT_EQ(plan->precision_guarantee().error_bound, 0x1.1p-7);
@@ -519,7 +507,7 @@ TEST(GdnChunkBackward, TensorCoresAreForTheFastestPreference) {
         std::pair{GdnDesc{.tokens = 64, .chunk = 32, .element = DType::f16},
                   "chunk: 32, expected 64;"}}) {
     oracle::expect_error(
-        select_wgmma(wrong).status(), Code::unsupported,
+        select_wgmma<Op>(wrong).status(), Code::unsupported,
         std::string("gdn_chunk_backward: no kernel on cuda:0 named cuda_wgmma: cuda_wgmma: ") +
             message);
   }

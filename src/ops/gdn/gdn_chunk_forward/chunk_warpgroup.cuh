@@ -331,16 +331,7 @@ class Chain {
       cuda::load_tiles_transposed(left[t / 2],
                                   &shared_at<char>(now + tiles_place_ + 8 * t * kRowBytes));
     TokenSums seen;  // -seen, and beta v
-#pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-      const float2 beta = two_of(factors.beta, t);
-#pragma unroll
-      for (int down = 0; down < 2; ++down) {
-        const float2 v = unpack_pair<X>(left[t / 2][t % 2 * 2 + down]);
-        seen[4 * t + 2 * down] = beta.x * v.x;
-        seen[4 * t + 2 * down + 1] = beta.y * v.y;
-      }
-    }
+    scale_pairs<X>(seen, left, factors.beta);
     cuda::warpgroup_wait<kBeside>();
     cuda::warpgroup_hold(y);
     std::uint32_t zeros[2] = {};  // as long as all of W is finite, in either row

@@ -26,25 +26,14 @@ std::vector<BenchCase<GdnDesc>> gdn_chunk_forward_bench_cases() {
     if (operand == "mask")
       for (std::int64_t i = 0; i < view.shape.numel(); ++i) put(view, i, 1);
   };
-  const auto of_gpu = [&](const char* label, GdnDesc d) {
-    d.element = DType::bf16;
-    return BenchCase<GdnDesc>{.label = label,
-                              .desc = d,
-                              .fill = fill,
-                              .left_out = "mask",
-                              .preference = Preference::fastest,
-                              .gpu_only = true};
-  };
-  return {{"f32 16/32 heads 128", f32, fill, "mask"},
-          {"bf16 16/32 heads 128", bf16, fill, "mask"},
-          {"bf16 16/32 heads 128 fused", fused, fill},
-          {"bf16 16/32 heads 128 fastest", bf16, fill, "mask", Preference::fastest},
-          {"bf16 16/32 heads 128 fused fastest", fused, fill, "", Preference::fastest},
-          of_gpu("T 32768 16/32 heads", {.tokens = 32768, .key_heads = 16, .value_heads = 32}),
-          of_gpu("4 x 8192 16/32 heads",
-                 {.batch = 4, .tokens = 8192, .key_heads = 16, .value_heads = 32}),
-          of_gpu("T 8192 16/32 heads", {.tokens = 8192, .key_heads = 16, .value_heads = 32}),
-          of_gpu("T 32768 2/8 heads", {.tokens = 32768, .key_heads = 2, .value_heads = 8})};
+  std::vector<BenchCase<GdnDesc>> cases{
+      {"f32 16/32 heads 128", f32, fill, "mask"},
+      {"bf16 16/32 heads 128", bf16, fill, "mask"},
+      {"bf16 16/32 heads 128 fused", fused, fill},
+      {"bf16 16/32 heads 128 fastest", bf16, fill, "mask", Preference::fastest},
+      {"bf16 16/32 heads 128 fused fastest", fused, fill, "", Preference::fastest}};
+  for (auto& large : gdn_gpu_bench_cases(fill)) cases.push_back(std::move(large));
+  return cases;
 }
 
 // Whole and ragged chunks, odd sizes, several chunks and sequences, keys that are normalised or

@@ -12,10 +12,14 @@ namespace {
 
 using Op = GdnChunkForward;
 using oracle::get;
+using oracle::kGpu;
 using oracle::make_problem;
 using oracle::put;
 using oracle::run_problem;
+using oracle::run_wgmma;
+using oracle::select_wgmma;
 using oracle::values;
+using oracle::wgmma_desc;
 using Problem = oracle::Problem<Op>;
 
 TEST(GdnChunkForward, MatchesRefEverywhere) { oracle::expect_parity("gdn_chunk_forward"); }
@@ -471,28 +475,11 @@ TEST(GdnChunkForward, MaskedTokensAreAbsent) {
 
 // ---- on tensor cores ----
 
-constexpr Device kGpu{Device::Type::cuda, 0};
-
-Result<Plan<Op>> select_wgmma(const GdnDesc& d) {
-  return Plan<Op>::select(d, kGpu, Preference::fastest, "cuda_wgmma");
-}
-Status run_wgmma(Problem& p) {
-  const auto plan = select_wgmma(p.desc);
-  if (!plan) return plan.status();
-  return oracle::run_on(kGpu, p, plan->workspace_bytes(),
-                        [&](const auto& args, Workspace w) { return plan->run(args, {}, w); });
-}
-GdnDesc wgmma_desc(std::int64_t tokens, std::int64_t key_heads, std::int64_t value_heads) {
-  GdnDesc d{.tokens = tokens, .key_heads = key_heads, .value_heads = value_heads};
-  d.element = DType::bf16;
-  return d;
-}
-
 // No further from the recurrence than FLA's roundings are: emulated, they come to 0.0044 to 0.0047
 // of o where nothing decays.
 TEST(GdnChunkForward, TensorCoresAreCloseToTheRecurrence) {
   BITTERN_NEEDS_CUDA();
-  if (!select_wgmma(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
+  if (!select_wgmma<Op>(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
   for (const double common : {0.0, 0.9}) {
     for (const double decay : {0.0, 0.05, 10.0}) {
       GdnDesc d = wgmma_desc(330, 1, 2);
@@ -511,7 +498,7 @@ TEST(GdnChunkForward, TensorCoresAreCloseToTheRecurrence) {
 // One token in 8 forgets all, or nearly; the others are as close as without it.
 TEST(GdnChunkForward, TensorCoresKeepMildDecaysBesideStrongOnes) {
   BITTERN_NEEDS_CUDA();
-  if (!select_wgmma(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
+  if (!select_wgmma<Op>(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
   for (const double strong : {-15.0, -1e4, -HUGE_VAL}) {
     GdnDesc d = wgmma_desc(270, 1, 2);
     d.sequences = 3;
@@ -530,7 +517,7 @@ TEST(GdnChunkForward, TensorCoresKeepMildDecaysBesideStrongOnes) {
 TEST(GdnChunkForward, TensorCoresKeepNanFromEarlierTokens) {
   BITTERN_NEEDS_CUDA();
   const GdnDesc d = wgmma_desc(210, 1, 2);
-  if (!select_wgmma(d)) GTEST_SKIP() << "no products of a warpgroup";
+  if (!select_wgmma<Op>(d)) GTEST_SKIP() << "no products of a warpgroup";
   Problem clean = model_problem(d, 0.5, 0.1, 1, 9);
   oracle::expect_ok(run_wgmma(clean));
   const auto expect_nan = [&](const Problem& p, auto&& nan) {
@@ -571,7 +558,7 @@ TEST(GdnChunkForward, TensorCoresKeepNanFromEarlierTokens) {
 // copies of itself it is not (on the emulated device: with BITTERN_EMULATED_MULTIPROCESSORS).
 TEST(GdnChunkForward, TensorCoresGiveSegmentsTheirStates) {
   BITTERN_NEEDS_CUDA();
-  if (!select_wgmma(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
+  if (!select_wgmma<Op>(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
   CudaDeviceInfo device;
   oracle::expect_ok((*cuda_plugin(0))->info(0, &device));
   for (const double decay : {0.0, 0.01, 10.0}) {
@@ -614,7 +601,7 @@ TEST(GdnChunkForward, TensorCoresAreForTheFastestPreference) {
   BITTERN_NEEDS_CUDA();
   const GdnDesc d = wgmma_desc(64, 1, 1);
   EXPECT_EQ(Plan<Op>::select(d, kGpu)->sku().kernel, "cuda");
-  const auto plan = select_wgmma(d);
+  const auto plan = select_wgmma<Op>(d);
   if (!plan) GTEST_SKIP() << plan.status().message();
   EXPECT_EQ(Plan<Op>::select(d, kGpu, Preference::fastest)->sku().kernel, "cuda_wgmma");
   EXPECT_EQ(plan->precision_guarantee().error_bound, 0x1.1p-7);
@@ -626,7 +613,7 @@ TEST(GdnChunkForward, TensorCoresAreForTheFastestPreference) {
         std::pair{GdnDesc{.tokens = 64, .chunk = 32, .element = DType::f16},
                   "chunk: 32, expected 64;"}}) {
     oracle::expect_error(
-        select_wgmma(wrong).status(), Code::unsupported,
+        select_wgmma<Op>(wrong).status(), Code::unsupported,
         std::string("gdn_chunk_forward: no kernel on cuda:0 named cuda_wgmma: cuda_wgmma: ") +
             message);
   }

@@ -154,13 +154,10 @@ TEST(GdnRecomputeWU, SequencesDoNotMeet) {
 
 // ---- on the tensor cores ----
 
-constexpr Device kGpu{Device::Type::cuda, 0};
+using oracle::kGpu;
 
 Status run_mma(oracle::Problem<Op>& p, std::string_view kernel) {
-  const auto plan = Plan<Op>::select(p.desc, kGpu, Preference::fastest, kernel);
-  if (!plan) return plan.status();
-  return oracle::run_on(kGpu, p, plan->workspace_bytes(),
-                        [&](const auto& args, Workspace w) { return plan->run(args, {}, w); });
+  return oracle::run_problem(p, kernel, Preference::fastest, kGpu);
 }
 
 // Each problem with each kernel that takes it here.
