@@ -1,4 +1,4 @@
-// sigmoid and silu with core/math.h's bits, in fewer instructions.
+// sigmoid, softplus and silu with core/math.h's bits, in fewer instructions.
 #pragma once
 #include "core/math.h"
 #include "cuda/device.cuh"
@@ -6,9 +6,12 @@
 
 namespace bittern::cuda {
 
-// math::sigmoid, line by line, but for what needs no saying on -|x|, and NaN, which gives 1:
-// whoever multiplies by x gets it back.
-__device__ inline float sigmoid(float x) {
+// e^-|x| in two parts, math::exp_parts line by line, but for what needs no saying below 1; of NaN
+// the parts of 0.
+struct MinusExp {
+  float high, low;
+};
+__device__ inline MinusExp exp_of_minus(float x) {
   const float least = fmaxf(-fabsf(x), math::kExpLeast);
   const float shifted = fmaf(least, math::kLog2E, math::kRounder);
   const float n = shifted - math::kRounder;
@@ -25,8 +28,12 @@ __device__ inline float sigmoid(float x) {
   // Times 2^n, n in [-150, 0], as 2^(n + 64) and 2^-64: as there, only the last product can round.
   const float scale =
       __uint_as_float((__float_as_uint(shifted) << 23) + (unsigned{127 + 64} << 23));
-  const float e = high * scale * 0x1p-64f;
-  const float e_low = low * scale * 0x1p-64f;
+  return {high * scale * 0x1p-64f, low * scale * 0x1p-64f};
+}
+
+// math::sigmoid, but for NaN, which gives 1: whoever multiplies by x gets it back.
+__device__ inline float sigmoid(float x) {
+  const auto [e, e_low] = exp_of_minus(x);
   const float d = 1.0f + e;
   const float d_low = ((1.0f - d) + e) + e_low;
   // 1 / d for d in [1, 2]: one step of Newton's rounds it as division does, for all 2^23 of them.
@@ -37,6 +44,25 @@ __device__ inline float sigmoid(float x) {
   rest = fmaf(-quotient, d_low, rest);
   if (x < 0) rest = rest + e_low;
   return fmaf(rest, inverse, quotient);
+}
+
+// math::softplus.
+__device__ inline float softplus(float x) {
+  const float square = x * x;
+  float q = math::softplus_near_term(4);
+#pragma unroll
+  for (int i = 3; i >= 0; --i) q = fmaf(q, square, math::softplus_near_term(i));
+  const float line = fmaf(0.5f, x, math::kLn2);
+  const float lost = fmaf(0.5f, x, math::kLn2 - line) + math::kLn2Rest;
+  const float near = line + fmaf(square, q, lost);
+  const auto [e, e_low] = exp_of_minus(x);
+  float p = math::softplus_far_term(6);
+#pragma unroll
+  for (int i = 5; i >= 0; --i) p = fmaf(p, e, math::softplus_far_term(i));
+  const float log1p_e = e + fmaf(e * e, p, fmaf(-e, e_low, e_low));
+  const float far = fmaxf(x, 0.0f) + log1p_e;
+  const float y = fabsf(x) >= 1 ? far : near;  // a NaN is near here, where it stays one
+  return x > math::kSoftplusLinear ? x : y;
 }
 
 // a[i] for an index known only at run time, of registers.

@@ -504,3 +504,27 @@ def test_fastest_on_tensor_cores(cuda):
     exact, exact_state = bt.gated_delta_rule(q, k, v, *inputs[3:], preference="exact", **options)
     near(o, exact, 2**-6)
     near(state, exact_state, 2**-6)
+
+
+def test_offsets_past_2_to_the_31(cuda):
+    """Tokens x heads x dim of more than 2^31: the last sequence is as if it were alone."""
+    heads, key_heads, last = 32, 8, 200
+    first = 2**31 // (heads * 128)
+    if torch.cuda.mem_get_info(cuda)[0] < 90 * 2**30:
+        pytest.skip("needs 90 GiB of device memory")
+
+    def tokens_of(*shape, dtype=torch.bfloat16):
+        return torch.randn(1, first + last, *shape, dtype=dtype, device=cuda)
+
+    q, k, v = tokens_of(key_heads, 128), tokens_of(key_heads, 128), tokens_of(heads, 128)
+    g, beta = -tokens_of(heads, dtype=torch.float32).abs(), tokens_of(heads, dtype=torch.float32).sigmoid()
+    bounds = torch.tensor([0, first, first + last], dtype=torch.int32, device=cuda)
+    whole = [t.requires_grad_() for t in (q, k, v, g, beta)]
+    alone = [t.detach()[:, first:].clone().requires_grad_() for t in whole]
+    o, _ = bt.gated_delta_rule(*whole, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)
+    o_alone, _ = bt.gated_delta_rule(*alone, use_qk_l2norm_in_kernel=True)
+    near(o[:, first:], o_alone, 2**-8)
+    d_o = torch.randn_like(o)
+    ours = torch.autograd.grad(o, whole, d_o)
+    for a, b in zip(ours, torch.autograd.grad(o_alone, alone, d_o[:, first:])):
+        near(a[:, first:], b, 2**-8)

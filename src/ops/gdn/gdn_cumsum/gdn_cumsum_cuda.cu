@@ -1,9 +1,7 @@
-#include <bit>
-
 #include "bittern/ops/gdn_cumsum.h"
 #include "cuda/runtime.cuh"
+#include "cuda/silu.cuh"
 #include "ops/gdn/gdn.cuh"
-#include "ops/gdn/gdn.h"
 #include "plan/kernel.h"
 
 namespace bittern {
@@ -11,17 +9,14 @@ namespace {
 
 using Op = GdnCumsum;
 
-constexpr int kThreads = 256;
-constexpr int kMostRows = 64;   // of a chunk
-constexpr int kMostHeads = 32;  // of a block
+constexpr int kThreads = 128;
+constexpr int kAhead = 8;  // tokens that are under way while as many are added
 
 struct Problem {
   cuda::ChunkSlots slots;
   const float *g, *a_log, *dt_bias;
   float* sum;
-  std::int64_t heads;
-  int shift;            // a block has 2^shift heads
-  cuda::Divisor parts;  // blocks of a chunk
+  cuda::Divisor heads;
   std::int64_t items;
 
   Problem(const Op::Desc& d, const Op::Args& a)
@@ -31,61 +26,54 @@ struct Problem {
         dt_bias(a.dt_bias.as<float>()),
         sum(a.sum.as<float>()),
         heads(d.value_heads),
-        shift(std::bit_width(
-                  static_cast<unsigned>(std::min<std::int64_t>(d.value_heads, kMostHeads))) -
-              1),
-        parts((heads + (std::int64_t{1} << shift) - 1) >> shift),
-        items(slots.count * parts.value()) {}
+        items(slots.count * d.value_heads) {}
 };
 
-// A block has a chunk of some heads. All threads read (and make the log decays of what they read),
-// one thread a head adds, in the definition's order, and all write. Neighbours have neighbouring
+// A thread has a head of a chunk, and adds in the definition's order. Neighbours have neighbouring
 // heads.
 template <bool kGate>
-__global__ void __launch_bounds__(kThreads) cumsum(const Problem p) {
-  __shared__ float tile[kMostRows][kMostHeads + 1];
-  const int head = static_cast<int>(threadIdx.x) & ((1 << p.shift) - 1);
-  const int first = static_cast<int>(threadIdx.x) >> p.shift, apart = kThreads >> p.shift;
-  for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
-    const std::int64_t slot = p.parts.divide(index), part = index - slot * p.parts.value();
+__global__ void __launch_bounds__(kThreads, 8) cumsum(const Problem p) {
+  for (std::int64_t item = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; item < p.items;
+       item += std::int64_t{gridDim.x} * kThreads) {
+    const std::int64_t slot = p.heads.divide(item), head = item - slot * p.heads.value();
     const cuda::ChunkTokens chunk = p.slots.at(slot);
-    const std::int64_t h = (part << p.shift) + head;
-    const std::int64_t at = chunk.begin * p.heads + h;
-    if (h < p.heads) {
-      float a_log = 0, dt_bias = 0;
-      if constexpr (kGate) {
-        a_log = p.a_log[h];
-        dt_bias = p.dt_bias[h];
+    const std::int64_t at = chunk.begin * p.heads.value() + head;
+    const float* from = p.g + at;
+    float* to = p.sum + at;
+    float rate = 0, dt_bias = 0, sum = 0;
+    if constexpr (kGate) {
+      rate = -math::exp(p.a_log[head]);
+      dt_bias = p.dt_bias[head];
+    }
+    float next[kAhead];
+    const auto load = [&](int row) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        next[i] = row + i < chunk.rows ? *from : 0.0f;
+        from += p.heads.value();
       }
-#pragma unroll 8
-      for (int row = first; row < chunk.rows; row += apart) {
-        const float g = p.g[at + row * p.heads];
-        tile[row][head] = kGate ? gdn_log_decay(g, a_log, dt_bias) : g;
+    };
+    load(0);
+    for (int row = 0; row < chunk.rows; row += kAhead) {
+      float g[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) g[i] = next[i];
+      load(row + kAhead);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if constexpr (kGate) g[i] = rate * cuda::softplus(g[i] + dt_bias);  // gdn_log_decay
+        sum += g[i];
+        if (row + i < chunk.rows) *to = sum;
+        to += p.heads.value();
       }
     }
-    __syncthreads();
-    if (first == 0 && h < p.heads) {
-      float sum = 0;
-#pragma unroll 16
-      for (int row = 0; row < chunk.rows; ++row) {
-        sum += tile[row][head];
-        tile[row][head] = sum;
-      }
-    }
-    __syncthreads();
-    if (h < p.heads) {
-#pragma unroll 8
-      for (int row = first; row < chunk.rows; row += apart)
-        p.sum[at + row * p.heads] = tile[row][head];
-    }
-    __syncthreads();
   }
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
   const Problem p(d, a);
   return cuda::launch(Op::kName, d.gate ? cumsum<true> : cumsum<false>,
-                      {.blocks = p.items, .threads = kThreads}, a.sum.device.index, stream, p);
+                      cuda::grid_for(p.items, kThreads), a.sum.device.index, stream, p);
 }
 
 constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run)};

@@ -105,73 +105,83 @@ __device__ FiniteRange<float> joined(FiniteRange<float> range) {
   return range;
 }
 
-template <class X, class S, int kTeam, int kUnits>
+// A team has kRuns runs, so that the elements of one are under way while another's are rounded.
+template <class X, class S, int kTeam, int kUnits, int kRuns>
 __global__ void __launch_bounds__(kBlock)
     quantize_runs(const cuda::QuantizeBody<X> body, const ParamStore to, const Team team) {
   using Unit = cuda::Pack<X, kUnit>;
   constexpr int kTeams = kBlock / kTeam;
-  const std::int64_t slot = std::int64_t{blockIdx.x} * kTeams + threadIdx.x / kTeam;
   const std::uint32_t lane = threadIdx.x % kTeam;
-  const bool active = slot < team.runs;  // every lane takes part in the shuffles
-  const std::int64_t run = active ? slot : 0;
-  const std::int64_t row = team.per_row.divide(run);
-  const std::int64_t first = (run - row * team.per_row.value()) * team.units * kUnit;
   const auto unit = [&](int k) { return lane + kTeam * static_cast<unsigned>(k); };
+  const auto slot = [&](int r) {
+    return (std::int64_t{blockIdx.x} * kRuns + r) * kTeams + threadIdx.x / kTeam;
+  };
 
-  // Units beyond the end repeat the first: the range is the same.
-  Unit x[kUnits];
+  // Units and runs beyond the end repeat the first: every lane takes part in the shuffles.
+  Unit x[kRuns][kUnits];
+  std::int64_t row[kRuns], first[kRuns];
 #pragma unroll
-  for (int k = 0; k < kUnits; ++k)
-    x[k] = body.template load<kUnit>(row, first + (unit(k) < team.units ? unit(k) : 0) * kUnit);
-
-  // fminf and fmaxf pass over NaN. Infinities are rare: where one is seen, once more without them.
-  FiniteRange<float> range;
-  const bool symmetric = to.zero_point == nullptr;
-#pragma unroll
-  for (int k = 0; k < kUnits; ++k) {
-    if (symmetric) {  // max|x| is enough
-#pragma unroll
-      for (int i = 0; i < kUnit; ++i) range.hi = fmaxf(range.hi, fabsf(x[k].math(i)));
-    } else {
-#pragma unroll
-      for (int i = 0; i < kUnit; ++i) {
-        range.lo = fminf(range.lo, x[k].math(i));
-        range.hi = fmaxf(range.hi, x[k].math(i));
-      }
-    }
-  }
-  range = joined<kTeam>(range);
-  if (__any_sync(~0u,
-                 isinf(range.lo) || isinf(range.hi))) {  // all of a team or none
-    range = {};
+  for (int r = 0; r < kRuns; ++r) {
+    const std::int64_t run = slot(r) < team.runs ? slot(r) : 0;
+    row[r] = team.per_row.divide(run);
+    first[r] = (run - row[r] * team.per_row.value()) * team.units * kUnit;
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
+      const std::int64_t from = (unit(k) < team.units ? unit(k) : 0) * kUnit;
+      x[r][k] = body.template load<kUnit>(row[r], first[r] + from);
+    }
+  }
+  const bool symmetric = to.zero_point == nullptr;
 #pragma unroll
-      for (int i = 0; i < kUnit; ++i) range.take(x[k].math(i));
+  for (int r = 0; r < kRuns; ++r) {
+    // fminf and fmaxf pass over NaN. Infinities are rare: where one is seen, once more without
+    // them.
+    FiniteRange<float> range;
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+      if (symmetric) {  // max|x| is enough
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) range.hi = fmaxf(range.hi, fabsf(x[r][k].math(i)));
+      } else {
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) {
+          range.lo = fminf(range.lo, x[r][k].math(i));
+          range.hi = fmaxf(range.hi, x[r][k].math(i));
+        }
+      }
     }
     range = joined<kTeam>(range);
-  }
-  if (!active) return;
-  const S stored = to.scale_of<S>(range);
-  const float s = cuda::load_math(stored);
-  const std::int32_t zero = to.zero_of(range, s);
-  if (lane == 0) to.store(run, stored, zero);
-
-  const cuda::OneParam<typename cuda::QuantizeBody<X>::template Param<S>> param{
-      {s, zero, body.params}};
+    if (__any_sync(~0u, isinf(range.lo) || isinf(range.hi))) {  // all of a team or none
+      range = {};
 #pragma unroll
-  for (int k = 0; k < kUnits; ++k) {
-    if (unit(k) >= team.units) return;
-    const std::int64_t column = first + unit(k) * kUnit;
-    bool sure = param(0).usable;
-    const auto codes = body.quick(param, x[k], sure);
-    if (sure) [[likely]] {
-      body.store(codes, row, column);
-    } else {
+      for (int k = 0; k < kUnits; ++k) {
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) range.take(x[r][k].math(i));
+      }
+      range = joined<kTeam>(range);
+    }
+    if (slot(r) >= team.runs) continue;  // of a whole team
+    const S stored = to.scale_of<S>(range);
+    const float s = cuda::load_math(stored);
+    const std::int32_t zero = to.zero_of(range, s);
+    if (lane == 0) to.store(slot(r), stored, zero);
+
+    const cuda::OneParam<typename cuda::QuantizeBody<X>::template Param<S>> param{
+        {s, zero, body.params}};
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+      if (unit(k) >= team.units) break;
+      const std::int64_t column = first[r] + unit(k) * kUnit;
+      bool sure = param(0).usable;
+      const auto codes = body.quick(param, x[r][k], sure);
+      if (sure) [[likely]] {
+        body.store(codes, row[r], column);
+      } else {
 #pragma unroll 1
-      for (int i = 0; i < kUnit; ++i)
-        *body.q.at(row, column + i) =
-            cuda::exact_code(cuda::load_math(*body.x.at(row, column + i)), s, zero, body.params);
+        for (int i = 0; i < kUnit; ++i)
+          *body.q.at(row[r], column + i) = cuda::exact_code(
+              cuda::load_math(*body.x.at(row[r], column + i)), s, zero, body.params);
+      }
     }
   }
 }
@@ -182,15 +192,15 @@ Status launch_runs(const cuda::QuantizeBody<X>& body, const ParamStore& to, cons
   const Team team{.runs = g.params,
                   .units = static_cast<std::uint32_t>(g.run / kUnit),
                   .per_row = cuda::Divisor(g.row_length / g.run)};
-  const auto launch = [&](auto* kernel, int threads) {
-    return cuda::launch(Op::kName, kernel, cuda::grid_for(g.params * threads), device, stream, body,
-                        to, team);
+  const auto launch = [&](auto* kernel, int threads, int runs = 1) {
+    return cuda::launch(Op::kName, kernel, cuda::grid_for((g.params + runs - 1) / runs * threads),
+                        device, stream, body, to, team);
   };
-  if (team.units <= 8) return launch(quantize_runs<X, S, 8, 1>, 8);
-  if (team.units <= 32) return launch(quantize_runs<X, S, 32, 1>, 32);
-  if (team.units <= kBlock) return launch(quantize_runs<X, S, kBlock, 1>, kBlock);
-  if (team.units <= 2 * kBlock) return launch(quantize_runs<X, S, kBlock, 2>, kBlock);
-  return launch(quantize_runs<X, S, kBlock, 4>, kBlock);
+  if (team.units <= 8) return launch(quantize_runs<X, S, 8, 1, 2>, 8, 2);
+  if (team.units <= 32) return launch(quantize_runs<X, S, 32, 1, 1>, 32);
+  if (team.units <= kBlock) return launch(quantize_runs<X, S, kBlock, 1, 1>, kBlock);
+  if (team.units <= 2 * kBlock) return launch(quantize_runs<X, S, kBlock, 2, 1>, kBlock);
+  return launch(quantize_runs<X, S, kBlock, 4, 1>, kBlock);
 }
 
 template <class X>
