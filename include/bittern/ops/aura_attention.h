@@ -75,7 +75,7 @@
 //          bf16 element.
 //
 // Kernels cuda_tensor (CUDA, Preference::fastest: 1 query, dim 128, at most 8 query heads to a KV
-// head) and cuda_wgmma (sm_90a, by its name alone: more queries, dim 128, no dense rotation) take
+// head) and cuda_wgmma (sm_90a: more queries, dim 128, no dense rotation) take
 // r, c, w and y in f16, each divided by a power of two, and add their products in f32. cuda_wgmma
 // does the same with q, k_t, w and v_t of first and recent tokens. The bound is that of cpu_int8
 // with e = 1 / 1000, and first and recent tokens are treated like coded ones:

@@ -166,9 +166,6 @@ constexpr Kernel<Op> kKernels[] = {{.name = "cuda_tensor",
                                     .accepts = accepts_decode,
                                     .architecture = cuda::architecture,
                                     .run = run_decode},
-                                   cuda::exact_kernel<Op>(run, workspace),
-                                   // Last, so that only its name selects it: it has been run on
-                                   // the emulated device alone.
                                    {.name = "cuda_wgmma",
                                     .backend = "cuda",
                                     .weaker = decode_guarantee,
@@ -176,7 +173,8 @@ constexpr Kernel<Op> kKernels[] = {{.name = "cuda_tensor",
                                     .workspace = prompt_workspace,
                                     .accepts = accepts_prompt,
                                     .architecture = cuda::architecture,
-                                    .run = run_prompt}};
+                                    .run = run_prompt},
+                                   cuda::exact_kernel<Op>(run, workspace)};
 
 }  // namespace
 

@@ -94,7 +94,7 @@ TEST(AuraAttention, TensorCoresTakeOneQueryAndNothingUnasked) {
 TEST(AuraAttention, WarpgroupsTakePrompts) {
   BITTERN_NEEDS_CUDA();
   if (!fastest(kPrompt, "cuda_wgmma").ok()) GTEST_SKIP() << "no cuda_wgmma on this device";
-  EXPECT_EQ(fastest(kPrompt)->sku().kernel, "cuda");  // nothing but its name selects it
+  EXPECT_EQ(fastest(kPrompt)->sku().kernel, "cuda_wgmma");
   EXPECT_EQ(Plan<Op>::select(kPrompt, kDevice)->sku().kernel, "cuda");
   const auto refused = [&](auto change, const char* why) {
     Desc d = kPrompt;

@@ -247,13 +247,10 @@ class PromptTokens {
   __device__ void put_exact(const PromptItem& item, Region region, int tile) {
     const bool of_v = half_ == 1;
     const ExactRows& rows = p_.exact_rows(region, of_v);
-    const std::int64_t token = std::int64_t{tile} * kPromptTokens + row_;
-    if (token >= item.sequence.tokens[region]) {
-      begin();
-      for (int piece = 0; piece < kPromptDim / 8; ++piece) put_piece(of_v, piece, {});
-      put_scale(of_v, 0);
-      return end();
-    }
+    // Past the last token the row is 0. All threads go the same way: barriers lie on it.
+    const std::int64_t here = std::int64_t{tile} * kPromptTokens + row_;
+    const std::int64_t token = std::min(here, item.sequence.tokens[region] - 1);
+    const bool there = here == token;
     const std::int64_t from = rows.offset(item.s * p_.d.kv_heads + item.head) +
                               item.sequence.slot(region, token) * rows.slot_stride;
     float x[8], most = 0;
@@ -277,9 +274,9 @@ class PromptTokens {
       };
       // What is not finite would meet the zero weights of queries that do not see it. So its row is
       // 0, and its scale NaN.
-      put_piece(of_v, piece, finite ? uint4{pair(0), pair(1), pair(2), pair(3)} : uint4{});
+      put_piece(of_v, piece, there && finite ? uint4{pair(0), pair(1), pair(2), pair(3)} : uint4{});
     }
-    put_scale(of_v, finite ? unit : std::numeric_limits<float>::quiet_NaN());
+    put_scale(of_v, !there ? 0.0f : finite ? unit : std::numeric_limits<float>::quiet_NaN());
     end();
   }
   __device__ void put_piece(bool of_v, int piece, uint4 levels) const {

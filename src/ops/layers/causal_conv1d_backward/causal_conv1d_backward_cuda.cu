@@ -20,6 +20,14 @@ constexpr int kTokensAhead = 8 / sizeof(X);
 constexpr int kBlockTokens = 64;  // summed one after the other
 constexpr int kScanThreads = 1024;
 
+// silu's slope at u: its bits, or from estimates of exp2 and the reciprocal.
+template <bool kQuick>
+__device__ float slope_at(float u) {
+  if constexpr (!kQuick) return math::silu_slope(u, cuda::sigmoid(u));
+  const float e = cuda::approximate_exp2(u * -math::kLog2E);
+  return math::silu_slope(u, cuda::approximate_reciprocal(1.0f + e));
+}
+
 // Places for blocks of tokens. Where cu_seqlens has the lengths, sequence i's places start at
 // begin / 64 + i: that leaves room for all of its blocks, or one where it has no tokens, and needs
 // no sum over the sequences before it. Some places stay empty.
@@ -92,7 +100,7 @@ __global__ void __launch_bounds__(kScanThreads)
 // them, d_x of token t - (width - 1): the last steps lie past the block, where d_u is another
 // block's too, or past the sequence, where it is 0; the first give what lies before the block,
 // which is d_initial_state if the sequence starts here and another block's d_x if not.
-template <class X, int kWidth, int N>
+template <class X, int kWidth, int N, bool kQuick>
 struct Walk {
   static constexpr int kReach = kWidth - 1, kAhead = kTokensAhead<X>;
 
@@ -170,10 +178,7 @@ struct Walk {
       steps.d_y[k].widen(d_u);
       if (!kEdge || (p.silu && live(t + k))) {
 #pragma unroll
-        for (int c = 0; c < N; ++c) {
-          const float u = taps.sum(before, now[c], c);
-          d_u[c] *= math::silu_slope(u, cuda::sigmoid(u));
-        }
+        for (int c = 0; c < N; ++c) d_u[c] *= slope_at<kQuick>(taps.sum(before, now[c], c));
       }
       if (!kEdge || t + k < rows) add_to_sums(now, d_u);
       if constexpr (!kEdge) {
@@ -235,7 +240,7 @@ struct Walk {
 };
 
 // Item: (place, N channels), channels fastest.
-template <class X, int kWidth, int N>
+template <class X, int kWidth, int N, bool kQuick>
 __global__ void __launch_bounds__(kThreads, 3) differentiate(const Problem p) {
   const std::int64_t items = p.places.all * p.in.packs.value();
   for (std::int64_t item = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; item < items;
@@ -245,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, 3) differentiate(const Problem p) {
     const ConvSequence s = p.in.sequence(p.places.sequence_at(place));
     const std::int64_t block = place - p.places.first_of(s.index), first = block * kBlockTokens;
     if (block < 0 || (block > 0 && first >= s.end - s.begin)) continue;  // an empty place
-    Walk<X, kWidth, N> walk(p, s, first, channel);
+    Walk<X, kWidth, N, kQuick> walk(p, s, first, channel);
     walk.run();
     if (p.partial == nullptr || s.begin == s.end) continue;
     const std::int64_t number = p.numbers != nullptr ? p.numbers[s.index] + block : place;
@@ -281,7 +286,7 @@ std::size_t workspace(const Op::Desc& d, Device) {
   return static_cast<std::size_t>((partial_sums(d) + 1) / 2 + numbers) * sizeof(std::int64_t);
 }
 
-template <class X, int kWidth, int N>
+template <class X, int kWidth, int N, bool kQuick>
 Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace space) {
   const int device = a.x.device.index;
   const bool sums = a.d_weight || a.d_bias;
@@ -306,7 +311,7 @@ Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace 
     BITTERN_TRY(cuda::launch(Op::kName, number_blocks, {.blocks = 1, .threads = kScanThreads},
                              device, stream, p.places, numbers));
   }
-  BITTERN_TRY(cuda::launch(Op::kName, differentiate<X, kWidth, N>,
+  BITTERN_TRY(cuda::launch(Op::kName, differentiate<X, kWidth, N, kQuick>,
                            cuda::grid_for(p.places.all * (d.channels / N), kThreads), device,
                            stream, p));
   if (!sums) return {};
@@ -320,15 +325,35 @@ Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace 
       device, stream);
 }
 
+// Channels that are not packs take long enough for the exact slope.
+template <bool kQuick>
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace space) {
   return cuda::visit_conv(d, [&]<class X, class Width>(Type<X>, Width width) {
     return cuda::conv_packs<X, kChannels>(d, a.x, a.weight, a.d_y, a.bias, a.initial_state, a.d_x)
-               ? run_packs<X, width(), kChannels>(d, a, stream, space)
-               : run_packs<X, width(), 1>(d, a, stream, space);
+               ? run_packs<X, width(), kChannels, kQuick>(d, a, stream, space)
+               : run_packs<X, width(), 1, false>(d, a, stream, space);
   });
 }
 
-constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run, workspace)};
+Status supports_quick(const Op::Desc& d, Device) {
+  return d.silu ? Status() : unsupported("silu: false, expected true");
+}
+PrecisionGuarantee quick_guarantee(const Op::Desc& d) {
+  PrecisionGuarantee g = Op::contract(d);
+  g.same_bits_on_all_backends = false;
+  g.error_norm = ErrorNorm::terms;
+  g.error_bound = 0x1p-16;  // see the op's header
+  return g;
+}
+
+constexpr Kernel<Op> kKernels[] = {{.name = "cuda_quick",
+                                    .backend = "cuda",
+                                    .weaker = quick_guarantee,
+                                    .supports = supports_quick,
+                                    .workspace = workspace,
+                                    .architecture = cuda::architecture,
+                                    .run = run<true>},
+                                   cuda::exact_kernel<Op>(run<false>, workspace)};
 
 }  // namespace
 
