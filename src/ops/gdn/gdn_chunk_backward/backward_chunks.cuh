@@ -22,8 +22,7 @@ struct ChunksProblem {
   cuda::ChunkSlots slots;
   const void* d_o;
   void *d_q, *d_k, *d_v;
-  float *d_g, *d_beta;
-  TokenStrides d_o_stride, d_q_stride, d_k_stride, d_v_stride, d_g_stride, d_beta_stride;
+  TokenStrides d_o_stride, d_q_stride, d_k_stride, d_v_stride;
   Places places;
   Divisor key_heads;
   int sharing;  // value heads of a key head
@@ -36,14 +35,10 @@ struct ChunksProblem {
         d_q(a.d_q.data),
         d_k(a.d_k.data),
         d_v(a.d_v.data),
-        d_g(a.d_g.as<float>()),
-        d_beta(a.d_beta.as<float>()),
         d_o_stride(a.d_o),
         d_q_stride(a.d_q),
         d_k_stride(a.d_k),
         d_v_stride(a.d_v),
-        d_g_stride(a.d_g),
-        d_beta_stride(a.d_beta),
         places(places_in(d, workspace)),
         key_heads(d.key_heads),
         sharing(static_cast<int>(d.value_heads / d.key_heads)),
@@ -93,15 +88,10 @@ struct ChunkCursor {
   }
 };
 
-// What the threads of a block tell each other. Halves are the warpgroups'.
-struct ChunkSums {
-  float k_m[2][kMostRows], q_n[2][kMostRows], k_z[2][kMostRows];  // k . M, q . N, k . Z
-  float pairs[2][kMostRows];                                      // DL[i] . (k k^T)[i]
-  float below[2][kMostRows];                                      // the sum over j < i of C[i][j]
-  float r_v[kMostRows];
-  float columns[4][kMostRows];      // of W, over the rows of a warp
-  float inner[kChunkThreads / 32];  // <S, H>
-  float along[2][2][kMostRows];     // D . n of d_q and of d_k
+// What the threads of a block tell each other.
+struct ChunkNotes {
+  float columns[4][kMostRows];   // of W, over the rows of a warp
+  float along[2][2][kMostRows];  // D . n of d_q and of d_k, by halves
   ChunkCursor cursors[4];
   alignas(16) char unused[128];  // tiles that are not wanted
 };
@@ -117,8 +107,8 @@ struct ChunkShared {
   static constexpr int kOverQueries = 25 * kPart;  // DP[j][i] n_q[j]
   static constexpr int kOverBoth = 26 * kPart;     // (X[i][j] + X[j][i]) n_k[j]
   static constexpr int kGates = 27 * kPart;        // two
-  static constexpr int kSums = kGates + 2 * static_cast<int>(sizeof(ChunkGates));
-  static constexpr int kBytes = kSums + static_cast<int>(sizeof(ChunkSums));
+  static constexpr int kNotes = kGates + 2 * static_cast<int>(sizeof(ChunkGates));
+  static constexpr int kBytes = kNotes + static_cast<int>(sizeof(ChunkNotes));
   static_assert(sizeof(ChunkGates) % kPiece == 0 && kBytes <= 227 * 1024);
 };
 
@@ -165,14 +155,9 @@ class ChunkGradients {
   using KeySums = float[4 * kKeyTiles];
   using PairSums = float[4 * kColumnTiles];
 
-  __device__ explicit ChunkGradients(const ChunksProblem& all)
-      : all_(all),
-        p_(all.p),
-        thread_(static_cast<int>(threadIdx.x)),
-        lane_(thread_ % 32),
-        warp_(thread_ / 32 % 4),
-        group_(thread_ / kGroupThreads),
-        row_(16 * warp_ + lane_ / 4) {}
+  __device__ explicit ChunkGradients(const ChunksProblem& all) : all_(all), p_(all.p) {
+    find_thread();
+  }
 
   __device__ void run() {
     // Where the block is and goes next: found ahead by one thread, each in the place of the one
@@ -195,8 +180,17 @@ class ChunkGradients {
   }
 
  private:
-  static __device__ ChunkSums& sums() { return shared_at<ChunkSums>(Shared::kSums); }
-  static __device__ ChunkCursor& cursor(int turn) { return sums().cursors[turn % 4]; }
+  // Again for every head, and within: else all that follows from it is found ahead, and kept in
+  // registers that there are not.
+  __device__ void find_thread() {
+    thread_ = static_cast<int>(cuda::opaque(threadIdx.x));
+    lane_ = thread_ % 32;
+    warp_ = thread_ / 32 % 4;
+    group_ = thread_ / kGroupThreads;
+    row_ = 16 * warp_ + lane_ / 4;
+  }
+  static __device__ ChunkNotes& notes() { return shared_at<ChunkNotes>(Shared::kNotes); }
+  static __device__ ChunkCursor& cursor(int turn) { return notes().cursors[turn % 4]; }
   static __device__ ChunkGates& gates(int set) {
     return shared_at<ChunkGates>(Shared::kGates + set * static_cast<int>(sizeof(ChunkGates)));
   }
@@ -299,6 +293,7 @@ class ChunkGradients {
     const ChunkCursor &c = cursor(turn), &next = cursor(turn + 1);
     const bool more = !next.past(all_);
     const int set = turn % 2;
+    find_thread();
     cuda::copy_async_wait<1>();  // not for q and k
     cuda::fence_shared();
     __syncthreads();
@@ -312,17 +307,15 @@ class ChunkGradients {
     const int place = set_place(set);
     const auto out = matrix(place + Shared::kOut), y = matrix(place + Shared::kY),
                r = matrix(place + Shared::kR);
-    KeySums m, n, z;
-    {
-      const auto state = matrix(Shared::kState + group_ * kPart);
-      const auto gradient = matrix(Shared::kGradient + group_ * kPart);
-      cuda::warpgroup_begin();
-      multiply_keys64<X, 8, 2 * kPart>(n, out, state, false);
-      multiply_keys64<X, 8, 2 * kPart>(m, r, state, false);
-      multiply_keys64<X, 8, 2 * kPart>(z, y, gradient, false);
-      cuda::warpgroup_commit();
-    }
-    multiply_states();
+    const auto state = matrix(Shared::kState + group_ * kPart);
+    KeySums n, m;  // n is Z later
+    cuda::warpgroup_begin();
+    multiply_keys64<X, 8, 2 * kPart>(n, out, state, false);
+    cuda::warpgroup_commit();
+    multiply_keys64<X, 8, 2 * kPart>(m, r, state, false);
+    cuda::warpgroup_commit();
+    RowSums& sums = all_.places.sums[place_of(c)];
+    multiply_states(sums);
     const ChunkGates& g = gates(set);
     if (c.first()) {
       cuda::copy_async_wait<1>();
@@ -334,20 +327,11 @@ class ChunkGradients {
       multiply_pairs32<X, 8>(kk_, keys, columns);
       multiply_pairs32<X, 8>(qk_, queries, columns);
       cuda::warpgroup_commit();
-    }
-    cuda::warpgroup_wait<0>();
-    cuda::warpgroup_hold(n);
-    cuda::warpgroup_hold(m);
-    cuda::warpgroup_hold(z);
-    if (c.first()) {
+      cuda::warpgroup_wait<0>();
       cuda::warpgroup_hold(kk_);
       cuda::warpgroup_hold(qk_);
       start_keys(g);
     }
-    __syncthreads();
-    if (more) load_states(next);
-    cuda::copy_async_commit();
-
     float e[2], l[2], b[2];
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
@@ -361,25 +345,35 @@ class ChunkGradients {
       const float x[2] = {dots[0] * norm[row(0)], dots[1] * norm[row(1)]};
       put_rows(to, x);
     };
+    cuda::warpgroup_wait<1>();
+    cuda::warpgroup_hold(n);
     add_keys(d_q_, n, e, Shared::kQueries, dots);
-    put_dots(sums().q_n, g.q_norm);
+    put_dots(sums.q_n, g.q_norm);
+    cuda::warpgroup_begin();
+    multiply_keys64<X, 8, 2 * kPart>(n, y, matrix(Shared::kGradient + group_ * kPart), false);
+    cuda::warpgroup_commit();
     PairSums dp, dl;
     const auto columns = y.at(group_ * kColumns32 * kRowBytes);
-    cuda::warpgroup_begin();
     multiply_pairs32<X, 8>(dp, out, columns);
     multiply_pairs32<X, 8>(dl, r, columns);
     cuda::warpgroup_commit();
+    cuda::warpgroup_wait<2>();
+    cuda::warpgroup_hold(m);
     add_keys(d_k_, m, b, Shared::kKeys, dots);
-    put_dots(sums().k_m, g.k_norm);
-    add_keys(d_k_, z, l, Shared::kKeys, dots);
-    put_dots(sums().k_z, g.k_norm);
+    put_dots(sums.k_m, g.k_norm);
+    cuda::warpgroup_wait<1>();
+    cuda::warpgroup_hold(n);
+    __syncthreads();  // S and H have been read
+    if (more) load_states(next);
+    cuda::copy_async_commit();
+    add_keys(d_k_, n, l, Shared::kKeys, dots);
+    put_dots(sums.k_z, g.k_norm);
 
-    uint4 v[4];
-    load_values(c, v);
     cuda::warpgroup_wait<0>();
     cuda::warpgroup_hold(dp);
     cuda::warpgroup_hold(dl);
-    put_pairs(g, dp, dl);  // dp becomes C, so far as it is the warp's
+    find_thread();
+    put_pairs(g, dp, dl, sums);  // dp becomes C, so far as it is the warp's
     cuda::fence_shared();
     __syncthreads();
     {
@@ -391,28 +385,25 @@ class ChunkGradients {
       multiply_keys64<X, 4, 0>(d_k_, matrix(Shared::kOverBoth), keys, true);
       cuda::warpgroup_commit();
     }
-    add_below(dp);
-    put_values(c, v, place + Shared::kR, g);
-    __syncthreads();
-    if (thread_ < 32) put_gates(c, g);
+    uint4 v[4];
+    load_values(c, v);
+    add_below(dp, sums);
+    put_values(c, v, place + Shared::kR, g, sums);
     cuda::warpgroup_wait<0>();
     cuda::warpgroup_hold(d_q_);
     cuda::warpgroup_hold(d_k_);
-    if (c.last(all_)) finish_keys(c, g);
-    if (c.last(all_) && more) {
-      __syncthreads();
-      load_keys(next);
+    if (c.last(all_)) {
+      finish_keys(c, g);
+      if (more) {
+        __syncthreads();
+        load_keys(next);
+      }
     }
     cuda::copy_async_commit();
   }
 
-  __device__ static float rest(const ChunkGates& g, int i) {  // e^(G[last] - G[i])
-    constexpr int kLast = kMostRows - 1;
-    return cuda::approximate_exp2((g.high[kLast] - g.high[i]) + (g.low[kLast] - g.low[i]));
-  }
-
   // <S, H>: their tiles lie alike.
-  __device__ void multiply_states() const {
+  __device__ void multiply_states(RowSums& sums) const {
     float sum[2] = {};
 #pragma unroll
     for (int i = 0; i < 4 * kPart / (kChunkThreads * kPiece); ++i) {
@@ -425,7 +416,7 @@ class ChunkGradients {
     float all = sum[0] + sum[1];
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) all += __shfl_xor_sync(~0u, all, apart);
-    if (lane_ == 0) sums().inner[thread_ / 32] = all;
+    if (lane_ == 0) sums.inner[thread_ / 32] = all;
   }
 
   __device__ void start_keys(const ChunkGates& g) {
@@ -454,7 +445,8 @@ class ChunkGradients {
 
   // DP and X with the norms, DL . (k k^T), and of W the sums over the rows of this warp from i on,
   // in dp.
-  __device__ void put_pairs(const ChunkGates& g, PairSums& dp, const PairSums& dl) const {
+  __device__ void put_pairs(const ChunkGates& g, PairSums& dp, const PairSums& dl,
+                            RowSums& sums) const {
     float slope[2] = {};
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
@@ -489,7 +481,7 @@ class ChunkGradients {
       store_pairs(down, over_keys, over_queries, below, above);
     }
     const float x[2] = {quad_sum(slope[0]), quad_sum(slope[1])};
-    put_rows(sums().pairs, x);
+    put_rows(sums.pairs, x);
     sum_columns(dp);
   }
   // Tiles of 8 x 8: of four, lane l has the address of row l % 8 of tile l / 8.
@@ -504,14 +496,14 @@ class ChunkGradients {
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t)  // below and above the diagonal
       if (first + t == tile_row) below[t] |= cuda::transpose_tile(above[t]);
-    char* const unused = sums().unused + lane_ % 8 * kPiece;
+    char* const unused = notes().unused + lane_ % 8 * kPiece;
     cuda::store_tiles(mine <= tile_row ? &shared_at<char>(Shared::kOverBoth + straight) : unused,
                       below);
     cuda::store_tiles_transposed(
         mine < tile_row ? &shared_at<char>(Shared::kOverBoth + turned) : unused, above);
   }
   // w[i] of rows i of this warp becomes the sum over its rows from i on; all of them go to
-  // sums().columns.
+  // notes().columns.
   __device__ void sum_columns(PairSums& w) const {
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
@@ -527,17 +519,17 @@ class ChunkGradients {
         upper += __shfl_sync(~0u, lower, lane_ % 4);
         w[4 * t + e] = upper;
         w[4 * t + 2 + e] = lower;
-        if (lane_ < 4) sums().columns[warp_][column(t) + e] = upper;
+        if (lane_ < 4) notes().columns[warp_][column(t) + e] = upper;
       }
     }
   }
-  __device__ void add_below(const PairSums& w) const {
+  __device__ void add_below(const PairSums& w, RowSums& sums) const {
     float below[2] = {};
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
       float2 later{0, 0};
       for (int other = warp_ + 1; other < 4; ++other) {
-        const float2 x = columns_of(sums().columns[other], t);
+        const float2 x = columns_of(notes().columns[other], t);
         later.x += x.x;
         later.y += x.y;
       }
@@ -549,7 +541,7 @@ class ChunkGradients {
       }
     }
     const float x[2] = {quad_sum(below[0]), quad_sum(below[1])};
-    put_rows(sums().below, x);
+    put_rows(sums.below, x);
   }
 
   // Four threads have a row of v, and every fourth of its pieces.
@@ -564,7 +556,7 @@ class ChunkGradients {
   }
   // d_v = beta r, and r . v.
   __device__ void put_values(const ChunkCursor& c, const uint4 (&v)[4], int tile,
-                             const ChunkGates& g) const {
+                             const ChunkGates& g, RowSums& sums) const {
     const int i = thread_ / 4;
     const float beta = g.beta[i];
     const bool has = there(c, i);
@@ -586,74 +578,7 @@ class ChunkGradients {
       if (i < c.rows) *reinterpret_cast<uint4*>(to + 32 * m) = {d_v[0], d_v[1], d_v[2], d_v[3]};
     }
     dot = quad_sum(dot);
-    if (thread_ % 4 == 0) sums().r_v[i] = dot;
-  }
-
-  // d_g and d_beta, by one warp: two rows a lane.
-  __device__ void put_gates(const ChunkCursor& c, const ChunkGates& g) const {
-    const ChunkSums& s = sums();
-    const int first = 2 * lane_;
-    float own[2], gone[2];  // terms of f and z
-    float d_beta[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int i = first + e;
-      const float decay = cuda::approximate_exp2(g.high[i] + g.low[i]);
-      const float k_m = s.k_m[0][i] + s.k_m[1][i];
-      own[e] = std::fma(-(g.beta[i] * decay), k_m, decay * (s.q_n[0][i] + s.q_n[1][i]));
-      gone[e] = rest(g, i) * (s.k_z[0][i] + s.k_z[1][i]);
-      d_beta[e] = std::fma(-decay, k_m, s.r_v[i]) + (s.pairs[0][i] + s.pairs[1][i]);
-    }
-    float from = own[0] + own[1], until = gone[0] + gone[1];
-#pragma unroll
-    for (int apart = 1; apart < 32; apart *= 2) {
-      const float later = __shfl_down_sync(~0u, from, static_cast<unsigned>(apart));
-      const float earlier = __shfl_up_sync(~0u, until, static_cast<unsigned>(apart));
-      if (lane_ + apart < 32) from += later;
-      if (lane_ >= apart) until += earlier;
-    }
-    float next = __shfl_down_sync(~0u, from, 1u), before = __shfl_up_sync(~0u, until, 1u);
-    if (lane_ == 31) next = 0;
-    if (lane_ == 0) before = 0;
-    float inner = 0;
-#pragma unroll
-    for (int i = 0; i < kChunkThreads / 32; ++i) inner += s.inner[i];
-    const float kept = cuda::approximate_exp2(g.high[kMostRows - 1] + g.low[kMostRows - 1]);
-    GateTerms terms{0, 0};
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int i = first + e;
-      if (i >= c.rows) continue;
-      const std::int64_t token = c.begin + i;
-      const bool has = there(c, i);
-      const float f = e == 0 ? from : own[1] + next, z = e == 0 ? before : before + gone[0];
-      float d_g = has ? std::fma(kept, inner, (f + (s.below[0][i] + s.below[1][i])) + z) : 0.0f;
-      float of_beta = has ? d_beta[e] : 0.0f;
-      if (has && p_.d.beta_sigmoid) {
-        const float x = p_.beta[p_.beta_stride.at(c.row, token, c.head)];
-        const float slope = math::sigmoid(x) * math::sigmoid(-x);
-        of_beta *= p_.d.allow_neg_eigval ? 2 * slope : slope;
-      }
-      if (has && p_.d.gate) {
-        const float a = p_.g[p_.g_stride.at(c.row, token, c.head)];
-        const float a_log = p_.a_log[c.head], bias = p_.dt_bias[c.head];
-        const float log_decay = gdn_log_decay(a, a_log, bias);
-        if (!(log_decay <= kGdnReset)) {
-          terms.a_log = std::fma(d_g, log_decay, terms.a_log);
-          d_g = d_g * -math::exp(a_log) * gdn_softplus_slope(a + bias);
-          terms.dt_bias += d_g;
-        }
-      }
-      all_.d_g[all_.d_g_stride.at(c.row, token, c.head)] = d_g;
-      all_.d_beta[all_.d_beta_stride.at(c.row, token, c.head)] = of_beta;
-    }
-    if (!p_.d.gate) return;
-#pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) {
-      terms.a_log += __shfl_xor_sync(~0u, terms.a_log, apart);
-      terms.dt_bias += __shfl_xor_sync(~0u, terms.dt_bias, apart);
-    }
-    if (lane_ == 0) all_.places.terms[place_of(c)] = terms;
+    if (thread_ % 4 == 0) sums.r_v[i] = dot;
   }
 
   // ---- a key head ----
@@ -679,7 +604,7 @@ class ChunkGradients {
           }
           dots[down] = quad_sum(dots[down]);
         }
-        put_rows(sums().along[of_k], dots);
+        put_rows(notes().along[of_k], dots);
       }
       __syncthreads();
 #pragma unroll
@@ -689,7 +614,7 @@ class ChunkGradients {
         for (int down = 0; down < 2; ++down) {
           const int i = row(down);
           const float norm = of_k != 0 ? g.k_norm[i] : g.q_norm[i] * inverse;
-          const float along = (sums().along[of_k][0][i] + sums().along[of_k][1][i]) * norm * norm;
+          const float along = (notes().along[of_k][0][i] + notes().along[of_k][1][i]) * norm * norm;
 #pragma unroll
           for (int t = 0; t < kKeyTiles; ++t) {
             const float2 x = pair_at(of_k != 0 ? Shared::kKeys : Shared::kQueries, t, down);
@@ -721,7 +646,7 @@ class ChunkGradients {
 
   const ChunksProblem& all_;
   const Problem& p_;
-  const int thread_, lane_, warp_, group_, row_;
+  int thread_, lane_, warp_, group_, row_;
   KeySums d_q_, d_k_;
   PairSums kk_, qk_;  // k k^T and q k^T, normalised
 };
@@ -730,72 +655,6 @@ template <class X>
 __global__ void __launch_bounds__(kChunkThreads, 1)
     backward_chunks(const __grid_constant__ ChunksProblem all) {
   ChunkGradients<X>(all).run();
-}
-
-// ---- d_a_log and d_dt_bias ----
-
-struct TermsProblem {
-  cuda::ChunkSlots slots;
-  const GateTerms* terms;
-  std::int64_t heads;
-  bool gate;
-  float *d_a_log, *d_dt_bias;  // null: left out
-};
-constexpr int kTermThreads = 256;
-
-// A block for each head, in a fixed order.
-template <class = void>
-__global__ void backward_terms(const __grid_constant__ TermsProblem all) {
-  __shared__ double a_log[kTermThreads], dt_bias[kTermThreads];
-  const int thread = static_cast<int>(threadIdx.x);
-  double sums[2] = {};
-  for (std::int64_t slot = thread; all.gate && slot < all.slots.count; slot += kTermThreads) {
-    if (all.slots.at(slot).rows == 0) continue;
-    const GateTerms& x = all.terms[slot * all.heads + blockIdx.x];
-    sums[0] += static_cast<double>(x.a_log);
-    sums[1] += static_cast<double>(x.dt_bias);
-  }
-  a_log[thread] = sums[0];
-  dt_bias[thread] = sums[1];
-  for (int apart = kTermThreads / 2; apart > 0; apart /= 2) {
-    __syncthreads();
-    if (thread >= apart) continue;
-    a_log[thread] += a_log[thread + apart];
-    dt_bias[thread] += dt_bias[thread + apart];
-  }
-  if (thread != 0) return;
-  if (all.d_a_log != nullptr) all.d_a_log[blockIdx.x] = static_cast<float>(a_log[0]);
-  if (all.d_dt_bias != nullptr) all.d_dt_bias[blockIdx.x] = static_cast<float>(dt_bias[0]);
-}
-
-// ---- all of it ----
-
-template <class X>
-Status run_backward(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
-  const int device = a.d_v.device.index;
-  PrepareProblem prepare(d, forward_args(a), workspace.data);
-  prepare.gates = places_in(d, workspace.data).gates;
-  BITTERN_TRY(cuda::launch(
-      Op::kName, chunk_prepare<X>,
-      {.blocks = prepare.items, .threads = kPrepareThreads, .shared = PrepareShared::kBytes},
-      device, stream, prepare));
-  const ChainsProblem chains(d, a, workspace.data);
-  BITTERN_TRY(cuda::launch(
-      Op::kName, backward_chains<X>,
-      {.blocks = 2 * chains.p.items, .threads = kChainThreads, .shared = ChainStage<true>::kShared},
-      device, stream, chains));
-  const ChunksProblem chunks(d, a, workspace.data);
-  const std::int64_t most = cuda::limits(device).multiprocessors;
-  BITTERN_TRY(cuda::launch(Op::kName, backward_chunks<X>,
-                           {.blocks = std::min(chunks.items, most),
-                            .threads = kChunkThreads,
-                            .shared = ChunkShared::kBytes},
-                           device, stream, chunks));
-  if (!a.d_a_log && !a.d_dt_bias) return {};
-  const TermsProblem terms{chunks.slots, chunks.places.terms,   d.value_heads,
-                           d.gate,       a.d_a_log.as<float>(), a.d_dt_bias.as<float>()};
-  return cuda::launch(Op::kName, backward_terms<>,
-                      {.blocks = d.value_heads, .threads = kTermThreads}, device, stream, terms);
 }
 
 }  // namespace bittern::chunk_backward

@@ -3,7 +3,8 @@
 //
 // chunk_prepare (of gdn_chunk_forward) makes all that knows no state; backward_chains.cuh goes
 // through the chunks, forwards for S and y and backwards for H and r, the two side by side;
-// backward_chunks.cuh makes the gradients of every chunk of these.
+// backward_chunks.cuh makes the gradients of every chunk of these, and of sums over its rows
+// backward_gates.cuh those of gates and strengths.
 #pragma once
 #include "bittern/ops/gdn_chunk_backward.h"
 #include "ops/gdn/chunk_tokens.cuh"
@@ -26,9 +27,19 @@ struct GateTerms {
   float a_log, dt_bias;
 };
 
+// What d_g and d_beta of a chunk are made of. Halves are those of the two warpgroups.
+struct RowSums {
+  float k_m[2][kMostRows], q_n[2][kMostRows], k_z[2][kMostRows];  // k . M, q . N, k . Z
+  float pairs[2][kMostRows];                                      // DL[i] . (k k^T)[i]
+  float below[2][kMostRows];                                      // the sum over j < i of C[i][j]
+  float r_v[kMostRows];
+  float inner[8];  // <S, H>, of each warp
+};
+
 struct Places {
   char *records, *sheets;
   ChunkGates* gates;
+  RowSums* sums;
   GateTerms* terms;
 };
 inline std::int64_t chunks_and_heads(const Op::Desc& d) {
@@ -36,14 +47,22 @@ inline std::int64_t chunks_and_heads(const Op::Desc& d) {
 }
 inline std::size_t workspace_bytes(const Op::Desc& d) {
   return static_cast<std::size_t>(chunks_and_heads(d)) *
-         (Record::kBytes + Sheet::kBytes + sizeof(ChunkGates) + sizeof(GateTerms));
+         (Record::kBytes + Sheet::kBytes + sizeof(ChunkGates) + sizeof(RowSums) +
+          sizeof(GateTerms));
 }
 inline Places places_in(const Op::Desc& d, void* workspace) {
   const std::int64_t count = chunks_and_heads(d);
   auto* const first = static_cast<char*>(workspace);
   char* const sheets = first + count * Record::kBytes;
   auto* const gates = reinterpret_cast<ChunkGates*>(sheets + count * Sheet::kBytes);
-  return {first, sheets, gates, reinterpret_cast<GateTerms*>(gates + count)};
+  auto* const sums = reinterpret_cast<RowSums*>(gates + count);
+  return {first, sheets, gates, sums, reinterpret_cast<GateTerms*>(sums + count)};
+}
+
+// e^(G[last] - G[i]).
+__device__ inline float rest(const ChunkGates& g, int i) {
+  constexpr int kLast = kMostRows - 1;
+  return cuda::approximate_exp2((g.high[kLast] - g.high[i]) + (g.low[kLast] - g.low[i]));
 }
 
 // The forward pass's operands; o is not touched.

@@ -2,6 +2,7 @@
 // backward_device.cuh.
 #include "ops/gdn/gdn_chunk_backward/backward_chains.cuh"
 #include "ops/gdn/gdn_chunk_backward/backward_chunks.cuh"
+#include "ops/gdn/gdn_chunk_backward/backward_gates.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
@@ -26,6 +27,35 @@ Status accepts(const Op::Desc&, const Op::Args& a) {
 }
 
 std::size_t workspace(const Op::Desc& d, Device) { return workspace_bytes(d); }
+
+template <class X>
+Status run_backward(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
+  const int device = a.d_v.device.index;
+  PrepareProblem prepare(d, forward_args(a), workspace.data);
+  prepare.gates = places_in(d, workspace.data).gates;
+  BITTERN_TRY(cuda::launch(
+      Op::kName, chunk_prepare<X>,
+      {.blocks = prepare.items, .threads = kPrepareThreads, .shared = PrepareShared::kBytes},
+      device, stream, prepare));
+  const ChainsProblem chains(d, a, workspace.data);
+  BITTERN_TRY(cuda::launch(
+      Op::kName, backward_chains<X>,
+      {.blocks = 2 * chains.p.items, .threads = kChainThreads, .shared = ChainStage<true>::kShared},
+      device, stream, chains));
+  const ChunksProblem chunks(d, a, workspace.data);
+  const std::int64_t most = cuda::limits(device).multiprocessors;
+  BITTERN_TRY(cuda::launch(Op::kName, backward_chunks<X>,
+                           {.blocks = std::min(chunks.items, most),
+                            .threads = kChunkThreads,
+                            .shared = ChunkShared::kBytes},
+                           device, stream, chunks));
+  const GatesProblem gates(d, a, workspace.data);
+  BITTERN_TRY(cuda::launch(Op::kName, backward_gates<>,
+                           cuda::grid_for(gates.items * 32, kGateThreads), device, stream, gates));
+  if (!a.d_a_log && !a.d_dt_bias) return {};
+  return cuda::launch(Op::kName, backward_terms<>,
+                      {.blocks = d.value_heads, .threads = kGateThreads}, device, stream, gates);
+}
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
   return visit<f16, bf16>(
