@@ -19,10 +19,10 @@
 // A masked token's d_y is not read: its d_u and its d_x are +0, and x there counts as +0.
 //
 // Kernel cuda_quick (Preference::fastest, with silu) makes silu_slope of the GPU's estimates of
-// exp2 and 1 / x; all else is as above. Its ErrorNorm is `terms` and error_bound 2^-16. With s =
-// sigmoid(u), at least 2^-100, the terms of d_u are |d_y| s (1 + |u| (1 - s)), and those of the
-// gradients the sums above with these and with magnitudes. Where they reach 2^127, nothing is
-// promised.
+// exp2 and 1 / x, and sums blocks of 256 tokens where there are many. Its ErrorNorm is `terms` and
+// error_bound 2^-16. With s = sigmoid(u), at least 2^-100, the terms of d_u are |d_y| s (1 + |u| (1
+// - s)), and those of the gradients the sums above with these and with magnitudes. Where they reach
+// 2^127, nothing is promised.
 #pragma once
 #include "bittern/conv_desc.h"
 

@@ -205,20 +205,28 @@ class PromptTokens {
       constexpr int kBits = decltype(width)::value;
       const unsigned base = 4 * static_cast<unsigned>(lane_index());
       const unsigned pairs = 8 * static_cast<unsigned>(lane_index() % 16);
-      static_for<0, kPromptTokens / 8>([&](auto eight) {
-        constexpr int kPiece = decltype(eight)::value, kCode = 8 * kPiece;
-        uint4 levels;
-        if constexpr (kBits == 2) {
-          const uint2 low = table_pair(table, entry_of<kCode * 2, 8>(codes.words, pairs));
-          const uint2 high = table_pair(table, entry_of<kCode * 2 + 8, 8>(codes.words, pairs));
-          levels = {low.x, low.y, high.x, high.y};
-        } else {
-          levels = {neighbours<kBits, kCode>(table, codes.words, base),
-                    neighbours<kBits, kCode + 2>(table, codes.words, base),
-                    neighbours<kBits, kCode + 4>(table, codes.words, base),
-                    neighbours<kBits, kCode + 6>(table, codes.words, base)};
-        }
-        prompt_shared<uint4>(to + cuda::tile_place(row_, kPiece + 8 * half_)) = levels;
+      // Four pieces are looked up before the first is stored: the compiler keeps the order of
+      // loads and stores, and each store would wait for its own loads.
+      static_for<0, kPromptDim / 64>([&](auto four) {
+        constexpr int kFirst = 4 * decltype(four)::value;
+        uint4 levels[4];
+        static_for<0, 4>([&](auto one) {
+          constexpr int kCode = 8 * (kFirst + decltype(one)::value);
+          uint4& to_levels = levels[decltype(one)::value];
+          if constexpr (kBits == 2) {
+            const uint2 low = table_pair(table, entry_of<kCode * 2, 8>(codes.words, pairs));
+            const uint2 high = table_pair(table, entry_of<kCode * 2 + 8, 8>(codes.words, pairs));
+            to_levels = {low.x, low.y, high.x, high.y};
+          } else {
+            to_levels = {neighbours<kBits, kCode>(table, codes.words, base),
+                         neighbours<kBits, kCode + 2>(table, codes.words, base),
+                         neighbours<kBits, kCode + 4>(table, codes.words, base),
+                         neighbours<kBits, kCode + 6>(table, codes.words, base)};
+          }
+        });
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          prompt_shared<uint4>(to + cuda::tile_place(row_, kFirst + i + 8 * half_)) = levels[i];
       });
     });
   }
@@ -439,8 +447,9 @@ class PromptQueries {
     for (int d = 0; d < 2; ++d) {
       if (!has(item, d)) continue;
       X* const to = static_cast<X*>(p_.out) + query(item, d).offset(p_.out_stride);
+      const float inverse = l[d] == 0 ? 0.0f : 1.0f / l[d];
       for_columns([&](int i, int of, int column) {
-        if (of == d) to[column] = cuda::store_math<X>(l[d] == 0 ? 0.0f : o_[i] / l[d]);
+        if (of == d) to[column] = cuda::store_math<X>(l[d] == 0 ? 0.0f : o_[i] * inverse);
       });
     }
   }
@@ -465,11 +474,21 @@ class PromptQueries {
     const bool there[2] = {has(item, 0), has(item, 1)};
     const float* const mean =
         coded && p_.k_mean != nullptr ? p_.k_mean + item.head * kPromptDim : nullptr;
-    for_columns([&](int i, int d, int column) {
-      x[i] = there[d] ? cuda::load_element(p_.q, p_.d.element, from[d] + column) : 0.0f;
-      if (coded) x[i] *= p_.scale;
-      if (mean != nullptr) b[d] = fmaf(x[i], mean[column], b[d]);
-    });
+    const auto load = [&]<class X>(Type<X>) {
+      const X* const rows[2] = {static_cast<const X*>(p_.q) + from[0],
+                                static_cast<const X*>(p_.q) + from[1]};
+      for_columns([&](int i, int d, int column) {
+        x[i] = there[d] ? cuda::load_math(rows[d][column]) : 0.0f;
+      });
+    };
+    switch (p_.d.element) {
+      case DType::f16: load(Type<f16>()); break;
+      case DType::bf16: load(Type<bf16>()); break;
+      default: load(Type<float>());
+    }
+    if (coded) for_columns([&](int i, int, int) { x[i] *= p_.scale; });
+    if (mean != nullptr)
+      for_columns([&](int i, int d, int column) { b[d] = fmaf(x[i], mean[column], b[d]); });
     if (coded) rotate_columns(p_.k_rotation, x);
     for_columns([&](int i, int d, int) { most[d] = fmaxf(most[d], fabsf(x[i])); });
     float inverse[2];

@@ -33,6 +33,8 @@ std::vector<CausalConvDesc> causal_conv1d_backward_bounded_cases(bool on_cuda) {
   for (const CausalConvDesc& d : causal_conv_cases())
     if (d.silu && d.channels % 8 == 0 && d.batch * d.tokens > 0) cases.push_back(d);
   cases.push_back({.batch = 2, .tokens = 200, .channels = 16, .element = DType::f16});
+  cases.push_back({.tokens = 8200, .channels = 4, .sequences = 3, .element = DType::bf16});
+  cases.push_back({.batch = 2, .tokens = 8200, .channels = 4});
   return cases;
 }
 

@@ -17,7 +17,6 @@ constexpr int kChannels = 4;  // of a thread: packs of 16 bytes of f32, 8 of the
 // Tokens that are under way while as many are computed.
 template <class X>
 constexpr int kTokensAhead = 8 / sizeof(X);
-constexpr int kBlockTokens = 64;  // summed one after the other
 constexpr int kScanThreads = 1024;
 
 // silu's slope at u: its bits, or from estimates of exp2 and the reciprocal.
@@ -28,17 +27,19 @@ __device__ float slope_at(float u) {
   return math::silu_slope(u, cuda::approximate_reciprocal(1.0f + e));
 }
 
-// Places for blocks of tokens. Where cu_seqlens has the lengths, sequence i's places start at
-// begin / 64 + i: that leaves room for all of its blocks, or one where it has no tokens, and needs
-// no sum over the sequences before it. Some places stay empty.
+// Places for blocks of tokens, which are summed one after the other: 64, or what the descriptor
+// allows cuda_quick. Where cu_seqlens has the lengths, sequence i's places start at
+// begin / block + i: that leaves room for all of its blocks, or one where it has no tokens, and
+// needs no sum over the sequences before it. Some places stay empty.
 struct Places {
   const std::int32_t* bounds;  // null: each sequence has `each` places
   std::int64_t sequences, all, tokens;
+  int block;  // tokens
   cuda::Divisor each;
 
   __device__ std::int64_t first_of(std::int64_t i) const {
     if (bounds == nullptr) return i * each.value();
-    return cuda::conv_bound(bounds[i], tokens) / kBlockTokens + i;
+    return cuda::conv_bound(bounds[i], tokens) / block + i;
   }
   __device__ std::int64_t sequence_at(std::int64_t place) const {
     if (bounds == nullptr) return each.divide(place);
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kScanThreads)
   const auto blocks = [&](std::int64_t i) {
     const std::int64_t length = cuda::conv_bound(places.bounds[i + 1], places.tokens) -
                                 cuda::conv_bound(places.bounds[i], places.tokens);
-    return length > 0 ? (length + kBlockTokens - 1) / kBlockTokens : 0;
+    return length > 0 ? (length + places.block - 1) / places.block : 0;
   };
   std::int64_t own = 0;
   for (std::int64_t i = first; i < end; ++i) own += blocks(i);
@@ -123,8 +124,9 @@ struct Walk {
     d_y = static_cast<const X*>(p.d_y) + p.d_y_at.at(s, token) + channel;
     d_x = static_cast<X*>(p.d_x) + p.d_x_at.at(s, token) + channel;
     starts = first == 0;
-    rows = static_cast<int>(left < kBlockTokens ? left : kBlockTokens);
-    inside = static_cast<int>(left < kBlockTokens + kReach ? left : kBlockTokens + kReach);
+    const int block = p.places.block;
+    rows = static_cast<int>(left < block ? left : block);
+    inside = static_cast<int>(left < block + kReach ? left : block + kReach);
     mask = p.in.mask != nullptr ? p.in.mask + token : nullptr;
     cuda::inputs_before<X>(p.in, s, token, channel, before);
   }
@@ -248,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, 3) differentiate(const Problem p) {
     const std::int64_t place = p.in.packs.divide(item);
     const std::int64_t channel = (item - place * p.in.packs.value()) * N;
     const ConvSequence s = p.in.sequence(p.places.sequence_at(place));
-    const std::int64_t block = place - p.places.first_of(s.index), first = block * kBlockTokens;
+    const std::int64_t block = place - p.places.first_of(s.index), first = block * p.places.block;
     if (block < 0 || (block > 0 && first >= s.end - s.begin)) continue;  // an empty place
     Walk<X, kWidth, N, kQuick> walk(p, s, first, channel);
     walk.run();
@@ -278,6 +280,14 @@ struct WriteSums {
   }
 };
 
+// Long blocks where there are many: less is written for the sums over blocks, and read again.
+template <bool kQuick>
+Sequences blocks_of(const Op::Desc& d) {
+  Sequences rows = d.rows();
+  if (kQuick && d.tokens >= 8192) rows.chunk = 256;
+  return rows;
+}
+
 // Rows of partial sums, then the numbers of blocks.
 std::int64_t partial_sums(const Op::Desc& d) { return d.blocks() * (d.width + 1) * d.channels; }
 
@@ -291,7 +301,8 @@ Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace 
   const int device = a.x.device.index;
   const bool sums = a.d_weight || a.d_bias;
   auto* numbers = static_cast<std::int64_t*>(space.data) + (partial_sums(d) + 1) / 2;
-  const std::int64_t each = std::max<std::int64_t>(d.rows().chunks(d.tokens), 1);
+  const Sequences rows = blocks_of<kQuick>(d);
+  const std::int64_t each = std::max<std::int64_t>(rows.chunks(d.tokens), 1);
   const Problem p{.in = {d, a, N},
                   .d_y = a.d_y.data,
                   .d_x = a.d_x.data,
@@ -302,8 +313,9 @@ Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace 
                   .silu = d.silu,
                   .places = {.bounds = d.sequences > 0 ? a.cu_seqlens.as<std::int32_t>() : nullptr,
                              .sequences = d.sequence_count(),
-                             .all = d.sequences > 0 ? d.blocks() : d.batch * each,
+                             .all = d.sequences > 0 ? rows.most_chunks() : d.batch * each,
                              .tokens = d.tokens,
+                             .block = rows.chunk,
                              .each = cuda::Divisor(each)},
                   .partial = sums ? static_cast<float*>(space.data) : nullptr,
                   .numbers = sums && d.sequences > 0 ? numbers : nullptr};
@@ -317,7 +329,7 @@ Status run_packs(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace 
   if (!sums) return {};
   const cuda::TreeRows tree{.partial = p.partial,
                             .columns = (d.width + 1) * d.channels,
-                            .rows = d.blocks(),
+                            .rows = d.batch * rows.most_chunks(),
                             .counted = p.numbers != nullptr ? p.numbers + d.sequences : nullptr};
   return cuda::sum_rows(
       Op::kName, tree,
