@@ -14,11 +14,8 @@
 // An element of W that is not finite would be multiplied by the zeros of T and P above their
 // diagonals. So it and those of later tokens are 0 there, and what they would give is NaN.
 //
-// With few heads, a sequence is cut into segments of whole chunks, which all go on at once. What a
-// segment makes of its first state is M S + N, where M does not depend on v. So the chain runs
-// twice. The first time it leaves out q and o and finds N, from no state, and M, as the last state
-// for v = 0 from the identity (chunk_state of 128 more values); the first segment has its own
-// first state, and needs no M. chunk_join then finds every segment's first state, in f32.
+// With few heads, it runs in segments (chunk_segments.cuh). The first time it leaves out q and o;
+// the first segment has its own first state, and needs no M.
 #pragma once
 #include "ops/gdn/chunk_segments.cuh"
 #include "ops/gdn/chunk_tokens.cuh"
