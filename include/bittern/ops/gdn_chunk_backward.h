@@ -71,6 +71,10 @@
 // 2^-14). If an input is NaN or infinite (other than g = -infinity), or if a magnitude that is
 // rounded reaches 2^126 (f16: 2^14), or another one 2^126, nothing is promised for that sequence
 // and head (or key head).
+//
+// With few heads it cuts sequences into segments, as gdn_chunk_forward.h says for S. H before a
+// segment is M^T H + N' of H after it: N' is what H = 0 would give, and M the one of S. What is
+// said there of the magnitudes of S and y then holds for H and r too, with |M|^T |H| + |N'|.
 #pragma once
 #include "bittern/gdn_desc.h"
 

@@ -9,6 +9,8 @@
 //   U = kept (H k^T) + d_o^T P;              r = U T;      H = decay H - (seen r) k + (asked d_o) q
 //
 // S before each chunk, H after it, y and r are rounded and written out for backward_chunks.cuh.
+//
+// With few heads, both chains run in segments (chunk_segments.cuh), and M serves both.
 #pragma once
 #include "ops/gdn/gdn_chunk_backward/backward_device.cuh"
 
@@ -40,8 +42,9 @@ struct ChainsProblem {
   StateStrides d_final_stride, d_initial_stride;
   Places places;
   std::int64_t row_chunks;  // of a batch row
+  Segments cut;
 
-  ChainsProblem(const Op::Desc& d, const Op::Args& a, void* workspace)
+  ChainsProblem(const Op::Desc& d, const Op::Args& a, const Places& in, int segments)
       : p(d, forward_args(a), kParts),
         d_o(a.d_o.data),
         d_o_stride(a.d_o),
@@ -49,24 +52,67 @@ struct ChainsProblem {
         d_initial_state(a.d_initial_state.as<float>()),
         d_final_stride(d, a.d_final_state),
         d_initial_stride(d, a.d_initial_state),
-        places(places_in(d, workspace)),
-        row_chunks(d.state_chunks()) {}
+        places(in),
+        row_chunks(d.state_chunks()),
+        cut{segments, in.states, in.transfers} {}
+
+  // Blocks of chains that write out what they find, and of those that only find N and M.
+  std::int64_t blocks() const { return 2 * cut.count * p.items; }
+  std::int64_t finding_blocks() const { return (3 * cut.count - 4) * p.items; }
 };
 
-// A block's sequence, head and values; it takes chunk(n) as its n-th.
-template <bool kBackward>
+// What a block does. With kOutput, two turns have a segment, for H and for S. Without, N' of every
+// segment but the first, N of every one but the last, and M of those between have a turn each.
+struct ChainTurn {
+  std::int64_t item;
+  int segment;
+  bool backward, transfer;
+  __device__ ChainTurn(const ChainsProblem& all, bool output) : transfer(false) {
+    const int rest = all.cut.count - 1;
+    if (output) {
+      const std::int64_t half = blockIdx.x / 2;
+      backward = blockIdx.x % 2 == 0;
+      segment = static_cast<int>(half / all.p.items);
+      item = half - segment * all.p.items;
+    } else {
+      const int turn = static_cast<int>(blockIdx.x / all.p.items);
+      item = blockIdx.x - turn * all.p.items;
+      backward = turn < rest;
+      transfer = turn >= 2 * rest;
+      segment = backward ? turn + 1 : turn - (transfer ? 2 * rest - 1 : rest);
+    }
+  }
+};
+
+// A block's segment of a sequence, head and values; it takes chunk(n) as its n-th.
+template <bool kBackward, bool kOutput>
 struct ChunkOrder {
   const ChainsProblem& all;
   const Problem& p;
-  const Problem::Item item;
+  Problem::Item item;  // with the segment's tokens
   std::int64_t first_slot;
-  int chunks, last_rows;
-  __device__ explicit ChunkOrder(const ChainsProblem& problem)
-      : all(problem), p(all.p), item(p.item(blockIdx.x / 2)) {
-    const std::int64_t tokens = item.end > item.begin ? item.end - item.begin : 0;
-    chunks = static_cast<int>((tokens + kMostRows - 1) / kMostRows);
-    last_rows = static_cast<int>(tokens - std::int64_t{kMostRows} * (chunks - 1));
-    first_slot = p.cu_seqlens != nullptr ? p.first_slot(item) : item.sequence * all.row_chunks;
+  int segment, segments, chunks, last_rows;
+  bool transfer;  // M
+  __device__ ChunkOrder(const ChainsProblem& problem, const ChainTurn& turn)
+      : all(problem),
+        p(all.p),
+        item(p.item(turn.item)),
+        segment(turn.segment),
+        transfer(!kBackward && !kOutput && turn.transfer) {
+    const int whole = chunks_of(item), each = all.cut.chunks_of_each(whole);
+    segments = whole > each ? (whole + each - 1) / each : 1;
+    item.begin += std::int64_t{segment} * each * kMostRows;
+    const std::int64_t end = item.begin + std::int64_t{each} * kMostRows;
+    if (end < item.end) item.end = end;
+    chunks = chunks_of(item);
+    last_rows = static_cast<int>(item.end - item.begin - std::int64_t{kMostRows} * (chunks - 1));
+    first_slot = p.cu_seqlens != nullptr ? p.first_slot(item)
+                                         : item.sequence * all.row_chunks + item.begin / kMostRows;
+  }
+  // Is there nothing to do?
+  __device__ bool idle() const {
+    if (segment >= segments) return true;
+    return !kOutput && !kBackward && segment == segments - 1;
   }
   __device__ int chunk(int n) const { return kBackward ? chunks - 1 - n : n; }
   __device__ std::int64_t slot(int n) const {
@@ -85,26 +131,30 @@ struct ChunkOrder {
 };
 
 // Barriers of the two warpgroups: a chunk has come; it may be overwritten, and what it made be
-// copied out.
+// copied out; what the chunk two before it made has been copied out.
 __device__ inline int come_barrier(int stage) { return 1 + stage; }
 __device__ inline int over_barrier(int stage) { return 1 + kChainStages + stage; }
+__device__ inline int out_barrier(int n) { return 1 + 2 * kChainStages + n % 2; }
+constexpr int kOutThreads = kGroupThreads + 32;
 
-template <class X, bool kBackward>
+template <class X, bool kBackward, bool kOutput>
 class ChainMover {
  public:
   using Place = ChainStage<kBackward>;
 
-  __device__ explicit ChainMover(const ChainsProblem& all)
-      : c_(all), thread_(static_cast<int>(threadIdx.x) % kGroupThreads) {}
+  __device__ ChainMover(const ChainsProblem& all, const ChainTurn& turn)
+      : c_(all, turn), thread_(static_cast<int>(threadIdx.x) % kGroupThreads) {}
 
   __device__ void run() {
+    if (c_.idle()) return;
     clear_above_diagonal();
+    if (c_.transfer) clear_values();
     int stage = 0;
 #pragma unroll 1
     for (int n = 0; n < c_.chunks + kChainStages; ++n) {
       if (n >= kChainStages) {
         cuda::barrier_wait(over_barrier(stage), kPairThreads);
-        if (thread_ == 0) copy_out(n - kChainStages);
+        if (kOutput && thread_ == 0) copy_out(n - kChainStages);
       }
       if (n < c_.chunks) load(n, stage * Place::kBytes);
       cuda::copy_async_commit();
@@ -112,13 +162,17 @@ class ChainMover {
       if (n > 0 && n <= c_.chunks) {
         cuda::copy_async_wait<1>();
         cuda::fence_shared();
-        // Chunk n - 1 writes where chunk n - 3 did.
-        if (thread_ == 0) cuda::bulk_copy_out_wait();
         cuda::barrier_arrive(come_barrier(last), kPairThreads);
+        if (kOutput && thread_ < 32) {
+          // Chunk n - 1 writes where chunk n - 3 did.
+          if (thread_ == 0) cuda::bulk_copy_out_wait();
+          __syncwarp();
+          cuda::barrier_arrive(out_barrier(n - 1), kOutThreads);
+        }
       }
       stage = stage == kChainStages - 1 ? 0 : stage + 1;
     }
-    if (thread_ == 0) cuda::bulk_copy_out_wait();
+    if (kOutput && thread_ == 0) cuda::bulk_copy_out_wait();
   }
 
  private:
@@ -157,7 +211,7 @@ class ChainMover {
       copy_rows<kValueAcross>(n, place + Place::kValues, c_.all.d_o, c_.all.d_o_stride,
                               c_.item.head, value);
       copy_matrix(place + Place::kPairs, record + Record::kPairs);
-    } else {
+    } else if (!c_.transfer) {
       copy_rows<kValueAcross>(n, place + Place::kValues, p.v, p.v_stride, c_.item.head, value);
     }
     copy_matrix(place + Place::kInverse, record + Record::kInverse);
@@ -190,6 +244,11 @@ class ChainMover {
       }
     }
   }
+  __device__ void clear_values() const {
+    for (int stage = 0; stage < kChainStages; ++stage)
+      for (int at = thread_ * kPiece; at < kPart; at += kGroupThreads * kPiece)
+        shared_at<uint4>(stage * Place::kBytes + Place::kValues + at) = uint4{};
+  }
   __device__ void copy_out(int n) const {
     const int from = Place::kOut + n % 2 * Place::kOutBytes;
     char* const sheet = c_.all.places.sheets + c_.slot(n) * Sheet::kBytes;
@@ -201,7 +260,7 @@ class ChainMover {
                         &shared_at<char>(from + Place::kOutRows), kPart);
   }
 
-  const ChunkOrder<kBackward> c_;
+  const ChunkOrder<kBackward, kOutput> c_;
   const int thread_;
 };
 
@@ -216,13 +275,13 @@ __device__ void multiply_token_rows(TokenSums& d, const std::uint32_t (&a)[4],
 }
 
 // A warpgroup that computes.
-template <class X, bool kBackward>
+template <class X, bool kBackward, bool kOutput>
 class Chain {
  public:
   using Place = ChainStage<kBackward>;
 
-  __device__ explicit Chain(const ChainsProblem& all)
-      : c_(all),
+  __device__ Chain(const ChainsProblem& all, const ChainTurn& turn)
+      : c_(all, turn),
         lane_(static_cast<int>(threadIdx.x) % 32),
         warp_(static_cast<int>(threadIdx.x) / 32) {
     // Row lane % 8 of tile lane / 8, of four of 8 x 8. Tokens down, the warp's 16 values across;
@@ -232,28 +291,20 @@ class Chain {
   }
 
   __device__ void run() {
-    if constexpr (kBackward) {
-      load_state(c_.all.d_final_state, c_.all.d_final_stride);
-    } else {
-      load_state(c_.p.initial_state, c_.p.initial_stride);
-    }
+    if (c_.idle()) return;
+    load_state();
     int stage = 0;
 #pragma unroll 1
     for (int n = 0; n < c_.chunks; ++n) {
       step(n, stage);
       stage = stage == kChainStages - 1 ? 0 : stage + 1;
     }
-    if constexpr (kBackward) {
-      if (c_.all.d_initial_state != nullptr)
-        for_state(c_.all.d_initial_stride,
-                  [&](float& x, std::int64_t at) { c_.all.d_initial_state[at] = x; });
-    }
+    store_state();
   }
 
  private:
   __device__ void step(int n, int stage) {
     const int now = stage * Place::kBytes;
-    const int out = Place::kOut + n % 2 * Place::kOutBytes;
     const auto matrix = [&](int place) {
       return cuda::warpgroup_matrix(&shared_at<char>(now + place));
     };
@@ -261,39 +312,44 @@ class Chain {
     const auto& factors = shared_at<Factors>(now + Place::kFactors);
     TokenSums y;  // or r
     cuda::barrier_wait(come_barrier(stage), kPairThreads);
-    TokenPairs values;  // v or d_o
-#pragma unroll
-    for (int t = 0; t < kTokenTiles; t += 2)
-      cuda::load_tiles_transposed(
-          values[t / 2], &shared_at<char>(now + Place::kValues + rows_place_ + 8 * t * kRowBytes));
-    TokenSums given;  // beta v, or d_o^T P
-    TokenPairs asked;
-    if constexpr (kBackward) {
-      const auto pairs = matrix(Place::kPairs);
-      cuda::warpgroup_begin();
-#pragma unroll
-      for (int s = 0; s < kTokenTiles / 2; ++s)
-        multiply_token_rows<X>(given, values[s], pairs.at(s * 2048), s > 0);
-      cuda::warpgroup_commit();
-    }
     cuda::warpgroup_begin();
 #pragma unroll
     for (int s = 0; s < kWide / 16; ++s)
       multiply_tokens<X>(y, rounded_[s], keys.at(s / 4 * kPart + s % 4 * 32), s > 0);
     cuda::warpgroup_commit();
+    TokenPairs values;  // v or d_o
 #pragma unroll
-    for (int s = 0; s < kWide / 16; ++s)
-      cuda::store_tiles(
-          &shared_at<char>(out + Place::kOutState + s / 4 * kPart + (state_place_ ^ (s % 4 * 32))),
-          rounded_[s]);
+    for (int t = 0; t < kTokenTiles; t += 2)
+      cuda::load_tiles_transposed(
+          values[t / 2], &shared_at<char>(now + Place::kValues + rows_place_ + 8 * t * kRowBytes));
+    const auto fade_state = [&] {
+      const float decay = factors.decay[0];
+#pragma unroll
+      for (int i = 0; i < kWide / 2; ++i) state_[i] *= decay;
+    };
+    TokenSums given;  // beta v, or d_o^T P
     if constexpr (kBackward) {
+      const auto pairs = matrix(Place::kPairs), queries = matrix(Place::kQueries);
+      cuda::warpgroup_begin();
+#pragma unroll
+      for (int s = 0; s < kTokenTiles / 2; ++s)
+        multiply_token_rows<X>(given, values[s], pairs.at(s * 2048), s > 0);
+      cuda::warpgroup_commit();
+      TokenPairs asked;
       round_scaled(asked, values, factors.asked);
+      fade_state();
+      cuda::warpgroup_begin();
+#pragma unroll
+      for (int s = 0; s < kTokenTiles / 2; ++s)
+        multiply_keys<X>(state_, asked[s], queries.at(s * 2048));
+      cuda::warpgroup_commit();
+      cuda::warpgroup_wait<1>();
+      cuda::warpgroup_hold(given);
     } else {
       scale_pairs<X>(given, values, factors.beta);
+      cuda::warpgroup_wait<0>();
     }
-    cuda::warpgroup_wait<0>();
     cuda::warpgroup_hold(y);
-    if constexpr (kBackward) cuda::warpgroup_hold(given);
     TokenPairs left;
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) {
@@ -316,21 +372,10 @@ class Chain {
       }
     }
     cuda::warpgroup_commit();
-    const float decay = factors.decay[0];
-#pragma unroll
-    for (int i = 0; i < kWide / 2; ++i) state_[i] *= decay;
-    if constexpr (kBackward) {
-      const auto queries = matrix(Place::kQueries);
-      cuda::warpgroup_begin();
-#pragma unroll
-      for (int s = 0; s < kTokenTiles / 2; ++s)
-        multiply_keys<X>(state_, asked[s], queries.at(s * 2048));
-      cuda::warpgroup_commit();
-      cuda::warpgroup_wait<1>();
-    } else {
-      cuda::warpgroup_wait<0>();
-    }
+    if constexpr (!kBackward) fade_state();
+    cuda::warpgroup_wait<0>();
     cuda::warpgroup_hold(y);
+    cuda::warpgroup_hold(state_);
     TokenPairs kept;
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) {
@@ -346,21 +391,34 @@ class Chain {
 #pragma unroll
     for (int s = 0; s < kTokenTiles / 2; ++s) multiply_keys<X>(state_, kept[s], keys.at(s * 2048));
     cuda::warpgroup_commit();
-    TokenPairs rows;
-#pragma unroll
-    for (int i = 0; i < 2 * kTokenTiles; ++i)
-      rows[i / 4][i % 4] = cuda::store_pair<X>(y[2 * i], y[2 * i + 1]);
-#pragma unroll
-    for (int t = 0; t < kTokenTiles; t += 2)
-      cuda::store_tiles_transposed(
-          &shared_at<char>(out + Place::kOutRows + rows_place_ + 8 * t * kRowBytes), rows[t / 2]);
-    cuda::fence_shared();
+    if constexpr (kOutput) {
+      cuda::barrier_wait(out_barrier(n), kOutThreads);
+      put_out(Place::kOut + n % 2 * Place::kOutBytes, y);
+    }
     cuda::warpgroup_wait<0>();
     cuda::warpgroup_hold(state_);
     cuda::barrier_arrive(over_barrier(stage), kPairThreads);
     round_state();
   }
 
+  // S or H as it was before the chunk, and y or r.
+  __device__ void put_out(int out, const TokenSums& y) const {
+#pragma unroll
+    for (int s = 0; s < kWide / 16; ++s)
+      cuda::store_tiles(
+          &shared_at<char>(out + Place::kOutState + s / 4 * kPart + (state_place_ ^ (s % 4 * 32))),
+          rounded_[s]);
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; t += 2) {
+      std::uint32_t rows[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        rows[i] = cuda::store_pair<X>(y[4 * t + 2 * i], y[4 * t + 2 * i + 1]);
+      cuda::store_tiles_transposed(
+          &shared_at<char>(out + Place::kOutRows + rows_place_ + 8 * t * kRowBytes), rows);
+    }
+    cuda::fence_shared();
+  }
   __device__ void round_scaled(TokenPairs& to, const TokenPairs& from,
                                const float (&factor)[kMostRows]) const {
 #pragma unroll
@@ -378,49 +436,98 @@ class Chain {
     for (int i = 0; i < kWide / 4; ++i)
       rounded_[i / 4][i % 4] = cuda::store_pair<X>(state_[2 * i], state_[2 * i + 1]);
   }
-  // Element i of a lane's state: its value and key.
+  // f(x, value, key) for each element of a lane's state.
+  template <class F>
+  __device__ void for_state(F&& f) {
+    const int first = c_.item.part * kGroupValues + 16 * warp_ + lane_ / 4;
+#pragma unroll
+    for (int i = 0; i < kWide / 2; ++i)
+      f(state_[i], first + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * (lane_ % 4) + i % 2);
+  }
+  // The same with its place in the caller's tensor, and among those of segments.
   template <class F>
   __device__ void for_state(const StateStrides& stride, F&& f) {
     const std::int64_t first = stride.at(c_.item.sequence, c_.item.head);
-#pragma unroll
-    for (int i = 0; i < kWide / 2; ++i) {
-      const int value = c_.item.part * kGroupValues + 16 * warp_ + lane_ / 4 + 8 * (i / 2 % 2);
-      const int key = 8 * (i / 4) + 2 * (lane_ % 4) + i % 2;
-      f(state_[i], first + value * stride.value + key * stride.key);
-    }
+    for_state([&](float& x, int value, int key) {
+      f(x, first + value * stride.value + key * stride.key);
+    });
   }
-  __device__ void load_state(const float* from, const StateStrides& stride) {
-    if (from != nullptr) {
-      for_state(stride, [&](float& x, std::int64_t at) { x = from[at]; });
+  template <class F>
+  __device__ void for_state(int segment, F&& f) {
+    const std::int64_t first = c_.all.cut.at(c_.p, c_.item, segment);
+    for_state([&](float& x, int value, int key) { f(x, first + value * kWide + key); });
+  }
+  __device__ void load_state() {
+    const ChainsProblem& all = c_.all;
+    const bool outer = c_.segment == (kBackward ? c_.segments - 1 : 0);
+    const float* const given = kBackward ? all.d_final_state : c_.p.initial_state;
+    if (c_.transfer) {
+      for_state([](float& x, int value, int key) { x = value == key ? 1.0f : 0.0f; });
+    } else if (outer && given != nullptr) {
+      for_state(kBackward ? all.d_final_stride : c_.p.initial_stride,
+                [&](float& x, std::int64_t at) { x = given[at]; });
+    } else if (outer || !kOutput) {
+      for_state([](float& x, int, int) { x = 0; });
     } else {
-#pragma unroll
-      for (int i = 0; i < kWide / 2; ++i) state_[i] = 0;
+      const float* const from = kBackward ? all.places.gradients : all.places.states;
+      for_state(c_.segment + (kBackward ? 1 : 0), [&](float& x, std::int64_t at) { x = from[at]; });
     }
     round_state();
   }
+  __device__ void store_state() {
+    const ChainsProblem& all = c_.all;
+    if constexpr (!kOutput) {
+      float* const to = kBackward     ? all.places.gradients
+                        : c_.transfer ? all.places.transfers
+                                      : all.places.states;
+      for_state(c_.segment + (kBackward || c_.transfer ? 0 : 1),
+                [&](float& x, std::int64_t at) { to[at] = x; });
+    } else if (kBackward && c_.segment == 0 && all.d_initial_state != nullptr) {
+      for_state(all.d_initial_stride,
+                [&](float& x, std::int64_t at) { all.d_initial_state[at] = x; });
+    }
+  }
 
-  const ChunkOrder<kBackward> c_;
+  const ChunkOrder<kBackward, kOutput> c_;
   const int lane_, warp_;
   int rows_place_, state_place_;
   float state_[kWide / 2];
   std::uint32_t rounded_[kWide / 16][4];
 };
 
-template <class X, bool kBackward>
-__device__ void run_chain(const ChainsProblem& all) {
+template <class X, bool kBackward, bool kOutput>
+__device__ void run_chain(const ChainsProblem& all, const ChainTurn& turn) {
   if (threadIdx.x >= kGroupThreads) {
-    ChainMover<X, kBackward>(all).run();
+    ChainMover<X, kBackward, kOutput>(all, turn).run();
   } else {
-    Chain<X, kBackward>(all).run();
+    Chain<X, kBackward, kOutput>(all, turn).run();
   }
 }
-template <class X>
+template <class X, bool kOutput>
 __global__ void __launch_bounds__(kChainThreads, 1)
     backward_chains(const __grid_constant__ ChainsProblem all) {
-  if (blockIdx.x % 2 == 0) {
-    run_chain<X, true>(all);
+  const ChainTurn turn(all, kOutput);
+  if (turn.backward) {
+    run_chain<X, true, kOutput>(all, turn);
   } else {
-    run_chain<X, false>(all);
+    run_chain<X, false, kOutput>(all, turn);
+  }
+}
+
+// The states between segments, of kJoinValues values: S and H by turns.
+struct BackwardJoinProblem {
+  Problem p;
+  Segments cut;
+  float* gradients;
+};
+template <class = void>
+__global__ void __launch_bounds__(kJoinThreads, 1)
+    backward_join(const __grid_constant__ BackwardJoinProblem all) {
+  const Problem::Item item = all.p.item(blockIdx.x / 2);
+  if (blockIdx.x % 2 == 0) {
+    join_segments<true>(all.p, {all.cut.count, all.gradients, all.cut.transfers}, item);
+  } else {
+    join_segments<false>(all.p, all.cut, item);
   }
 }
 

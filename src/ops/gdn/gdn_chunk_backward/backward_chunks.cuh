@@ -28,7 +28,7 @@ struct ChunksProblem {
   int sharing;  // value heads of a key head
   std::int64_t items;
 
-  ChunksProblem(const Op::Desc& d, const Op::Args& a, void* workspace)
+  ChunksProblem(const Op::Desc& d, const Op::Args& a, const Places& in)
       : p(d, forward_args(a), 1),
         slots(d, a.cu_seqlens),
         d_o(a.d_o.data),
@@ -39,7 +39,7 @@ struct ChunksProblem {
         d_q_stride(a.d_q),
         d_k_stride(a.d_k),
         d_v_stride(a.d_v),
-        places(places_in(d, workspace)),
+        places(in),
         key_heads(d.key_heads),
         sharing(static_cast<int>(d.value_heads / d.key_heads)),
         items(slots.count * d.key_heads) {}

@@ -2,11 +2,12 @@
 // workspace.
 //
 // chunk_prepare (of gdn_chunk_forward) makes all that knows no state; backward_chains.cuh goes
-// through the chunks, forwards for S and y and backwards for H and r, the two side by side;
-// backward_chunks.cuh makes the gradients of every chunk of these, and of sums over its rows
-// backward_gates.cuh those of gates and strengths.
+// through the chunks, forwards for S and y and backwards for H and r, the two side by side, with
+// few heads in segments; backward_chunks.cuh makes the gradients of every chunk of these, and of
+// sums over its rows backward_gates.cuh those of gates and strengths.
 #pragma once
 #include "bittern/ops/gdn_chunk_backward.h"
+#include "ops/gdn/chunk_segments.cuh"
 #include "ops/gdn/chunk_tokens.cuh"
 
 namespace bittern::chunk_backward {
@@ -41,22 +42,35 @@ struct Places {
   ChunkGates* gates;
   RowSums* sums;
   GateTerms* terms;
+  float *states, *gradients, *transfers;  // of segments: S, H and M
 };
 inline std::int64_t chunks_and_heads(const Op::Desc& d) {
   return d.batch * d.state_chunks() * d.value_heads;
 }
-inline std::size_t workspace_bytes(const Op::Desc& d) {
+inline std::size_t workspace_bytes(const Op::Desc& d, int segments) {
   return static_cast<std::size_t>(chunks_and_heads(d)) *
-         (Record::kBytes + Sheet::kBytes + sizeof(ChunkGates) + sizeof(RowSums) +
-          sizeof(GateTerms));
+             (Record::kBytes + Sheet::kBytes + sizeof(ChunkGates) + sizeof(RowSums) +
+              sizeof(GateTerms)) +
+         3 * segment_bytes(d, segments);
 }
-inline Places places_in(const Op::Desc& d, void* workspace) {
+inline Places places_in(const Op::Desc& d, int segments, void* workspace) {
   const std::int64_t count = chunks_and_heads(d);
-  auto* const first = static_cast<char*>(workspace);
-  char* const sheets = first + count * Record::kBytes;
-  auto* const gates = reinterpret_cast<ChunkGates*>(sheets + count * Sheet::kBytes);
-  auto* const sums = reinterpret_cast<RowSums*>(gates + count);
-  return {first, sheets, gates, sums, reinterpret_cast<GateTerms*>(sums + count)};
+  auto* next = static_cast<char*>(workspace);
+  const auto take = [&]<class T>(T*& to, std::size_t bytes) {
+    to = reinterpret_cast<T*>(next);
+    next += bytes;
+  };
+  const auto of_chunks = [&](std::size_t bytes) { return static_cast<std::size_t>(count) * bytes; };
+  Places p;
+  take(p.records, of_chunks(Record::kBytes));
+  take(p.sheets, of_chunks(Sheet::kBytes));
+  take(p.states, segment_bytes(d, segments));
+  take(p.gradients, segment_bytes(d, segments));
+  take(p.transfers, segment_bytes(d, segments));
+  take(p.gates, of_chunks(sizeof(ChunkGates)));
+  take(p.sums, of_chunks(sizeof(RowSums)));
+  take(p.terms, of_chunks(sizeof(GateTerms)));
+  return p;
 }
 
 // e^(G[last] - G[i]).

@@ -15,7 +15,7 @@ struct GatesProblem {
   Places places;
   std::int64_t items;
 
-  GatesProblem(const Op::Desc& d, const Op::Args& a, void* workspace)
+  GatesProblem(const Op::Desc& d, const Op::Args& a, const Places& in)
       : p(d, forward_args(a), 1),
         slots(d, a.cu_seqlens),
         d_g(a.d_g.as<float>()),
@@ -24,7 +24,7 @@ struct GatesProblem {
         d_dt_bias(a.d_dt_bias.as<float>()),
         d_g_stride(a.d_g),
         d_beta_stride(a.d_beta),
-        places(places_in(d, workspace)),
+        places(in),
         items(chunks_and_heads(d)) {}
 };
 

@@ -26,35 +26,51 @@ Status accepts(const Op::Desc&, const Op::Args& a) {
   return cuda::rows_aligned("d_v", as_const(a.d_v));
 }
 
-std::size_t workspace(const Op::Desc& d, Device) { return workspace_bytes(d); }
+int segments_of(const Op::Desc& d, int device) { return segment_count(d, device, 2 * kParts); }
+
+std::size_t workspace(const Op::Desc& d, Device device) {
+  return workspace_bytes(d, segments_of(d, device.index));
+}
 
 template <class X>
 Status run_backward(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
-  const int device = a.d_v.device.index;
-  PrepareProblem prepare(d, forward_args(a), workspace.data);
-  prepare.gates = places_in(d, workspace.data).gates;
-  BITTERN_TRY(cuda::launch(
-      Op::kName, chunk_prepare<X>,
-      {.blocks = prepare.items, .threads = kPrepareThreads, .shared = PrepareShared::kBytes},
-      device, stream, prepare));
-  const ChainsProblem chains(d, a, workspace.data);
-  BITTERN_TRY(cuda::launch(
-      Op::kName, backward_chains<X>,
-      {.blocks = 2 * chains.p.items, .threads = kChainThreads, .shared = ChainStage<true>::kShared},
-      device, stream, chains));
-  const ChunksProblem chunks(d, a, workspace.data);
+  const int device = a.d_v.device.index, segments = segments_of(d, device);
+  const Places places = places_in(d, segments, workspace.data);
+  const auto launch = [&](auto kernel, const cuda::Grid& grid, const auto& problem) {
+    return cuda::launch(Op::kName, kernel, grid, device, stream, problem);
+  };
+  PrepareProblem prepare(d, forward_args(a), places.records);
+  prepare.gates = places.gates;
+  BITTERN_TRY(
+      launch(chunk_prepare<X>,
+             {.blocks = prepare.items, .threads = kPrepareThreads, .shared = PrepareShared::kBytes},
+             prepare));
+  const ChainsProblem chains(d, a, places, segments);
+  const auto run_chains = [&](auto kernel, std::int64_t blocks) {
+    return launch(kernel,
+                  {.blocks = blocks, .threads = kChainThreads, .shared = ChainStage<true>::kShared},
+                  chains);
+  };
+  if (segments > 1) {
+    BITTERN_TRY(run_chains(backward_chains<X, false>, chains.finding_blocks()));
+    const BackwardJoinProblem join{Problem(d, forward_args(a), kWide / kJoinValues), chains.cut,
+                                   places.gradients};
+    BITTERN_TRY(launch(
+        backward_join<>,
+        {.blocks = 2 * join.p.items, .threads = kJoinThreads, .shared = sizeof(JoinShared)}, join));
+  }
+  BITTERN_TRY(run_chains(backward_chains<X, true>, chains.blocks()));
+  const ChunksProblem chunks(d, a, places);
   const std::int64_t most = cuda::limits(device).multiprocessors;
-  BITTERN_TRY(cuda::launch(Op::kName, backward_chunks<X>,
-                           {.blocks = std::min(chunks.items, most),
-                            .threads = kChunkThreads,
-                            .shared = ChunkShared::kBytes},
-                           device, stream, chunks));
-  const GatesProblem gates(d, a, workspace.data);
-  BITTERN_TRY(cuda::launch(Op::kName, backward_gates<>,
-                           cuda::grid_for(gates.items * 32, kGateThreads), device, stream, gates));
+  BITTERN_TRY(launch(backward_chunks<X>,
+                     {.blocks = std::min(chunks.items, most),
+                      .threads = kChunkThreads,
+                      .shared = ChunkShared::kBytes},
+                     chunks));
+  const GatesProblem gates(d, a, places);
+  BITTERN_TRY(launch(backward_gates<>, cuda::grid_for(gates.items * 32, kGateThreads), gates));
   if (!a.d_a_log && !a.d_dt_bias) return {};
-  return cuda::launch(Op::kName, backward_terms<>,
-                      {.blocks = d.value_heads, .threads = kGateThreads}, device, stream, gates);
+  return launch(backward_terms<>, {.blocks = d.value_heads, .threads = kGateThreads}, gates);
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {

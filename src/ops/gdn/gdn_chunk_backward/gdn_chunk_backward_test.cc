@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include "cuda/plugin.h"
 #include "ops/gdn/gdn_test.h"
 #include "oracle/oracle_test.h"
 
@@ -390,6 +391,51 @@ TEST(GdnChunkBackward, TensorCoresAreCloseToTheGradient) {
     expect("d_beta", values(p.args.d_beta), want.beta);
     expect("d_initial_state", oracle::keys_first(d, values(p.args.d_initial_state)),
            want.initial_state);
+  }
+}
+
+// A sequence alone is cut into segments where there are multiprocessors for them; beside enough
+// copies of itself it is not (on the emulated device: with BITTERN_EMULATED_MULTIPROCESSORS).
+TEST(GdnChunkBackward, TensorCoresGiveSegmentsTheirGradients) {
+  BITTERN_NEEDS_CUDA();
+  if (!select_wgmma<Op>(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
+  CudaDeviceInfo device;
+  oracle::expect_ok((*cuda_plugin(0))->info(0, &device));
+  for (const double decay : {0.0, 0.01, 10.0}) {
+    GdnDesc d = wgmma_desc(device.name == "emulated" ? 270 : 2670, 1, 1);
+    Problem alone = make_problem<Op>(d, 1, {});
+    fill_problem(alone, decay, 17);
+    const auto want = reverse_of(alone);
+    oracle::expect_ok(run_wgmma(alone));
+    d.batch = device.multiprocessors / 8 + 1;
+    Problem beside = make_problem<Op>(d, 1, {});
+    const Op::Args &from = alone.args, &to = beside.args;
+    for (const auto& [x, y] :
+         {std::pair{to.q, from.q}, std::pair{to.k, from.k}, std::pair{to.v, from.v},
+          std::pair{to.g, from.g}, std::pair{to.beta, from.beta}, std::pair{to.d_o, from.d_o},
+          std::pair{to.mask, from.mask}, std::pair{to.initial_state, from.initial_state},
+          std::pair{to.d_final_state, from.d_final_state}})
+      for (std::int64_t i = 0; i < x.shape.numel(); ++i) put(x, i, get(y, i % y.shape.numel()));
+    oracle::expect_ok(run_wgmma(beside));
+    const auto compare = [&](const char* what, const MutView& one, const MutView& all,
+                             const std::vector<double>& exact) {
+      const std::vector<double> got = values(one);
+      std::vector<double> plain = values(all);
+      plain.resize(got.size());
+      const double error = oracle::rms_ratio(got, exact);
+      EXPECT_LE(error, 0.006) << what << " " << decay;
+      EXPECT_LE(error, 1.15 * oracle::rms_ratio(plain, exact)) << what << " " << decay;
+    };
+    compare("d_q", from.d_q, to.d_q, want.q);
+    compare("d_k", from.d_k, to.d_k, want.k);
+    compare("d_v", from.d_v, to.d_v, want.v);
+    compare("d_beta", from.d_beta, to.d_beta, want.beta);
+    compare("d_initial_state", from.d_initial_state, to.d_initial_state, want.initial_state);
+    EXPECT_LE(oracle::worst_error(values(from.d_g), want.g, 1, want.g_size), 0.006) << decay;
+    const auto d_k = values(from.d_k), d_g = values(from.d_g);
+    oracle::expect_ok(run_wgmma(alone));
+    EXPECT_EQ(values(from.d_k), d_k);
+    EXPECT_EQ(values(from.d_g), d_g);
   }
 }
 

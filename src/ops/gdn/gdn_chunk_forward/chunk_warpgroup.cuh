@@ -14,13 +14,10 @@
 // An element of W that is not finite would be multiplied by the zeros of T and P above their
 // diagonals. So it and those of later tokens are 0 there, and what they would give is NaN.
 //
-// With few heads, a sequence is cut into segments of whole chunks, which all go on at once. What a
-// segment makes of its first state is M S + N, where M does not depend on v. So the chain runs
-// twice. The first time it leaves out q and o and finds N, from no state, and M, as the last state
-// for v = 0 from the identity (chunk_state of 128 more values); the first segment has its own
-// first state, and needs no M. chunk_join then finds every segment's first state, in f32.
+// With few heads, it runs in segments (chunk_segments.cuh). The first time it leaves out q and o;
+// the first segment has its own first state, and needs no M.
 #pragma once
-#include "ops/gdn/chunk_prepare.cuh"
+#include "ops/gdn/chunk_segments.cuh"
 #include "ops/gdn/chunk_tokens.cuh"
 
 namespace bittern::chunk_forward {
@@ -32,35 +29,6 @@ struct Stage {
   static constexpr int kKeys = 0, kQueries = 2 * kPart, kRecord = 4 * kPart;
   static constexpr int kValues = kRecord + (Record::kBytes + 1023) / 1024 * 1024;
   static constexpr int kBytes = kValues + kGroups * kPart;
-};
-
-// How sequences are cut into segments: `count` at most, each but the last with the same number of
-// chunks. That number follows from the sequence's length, which the host does not know.
-//
-// Measured on an H200: two segments pay from about 120 chunks on, three for 32 chunks already.
-// Where heads do not limit their number, 16 and 32 segments of 512 chunks are alike, and 64 are
-// slower, since chunk_join takes one after the other.
-constexpr int kMostSegments = 24;
-#ifdef BITTERN_CUDA_EMULATED
-constexpr int kLeastChunks = 1, kLeastForTwo = 2;  // so that small problems have segments
-#else
-constexpr int kLeastChunks = 8, kLeastForTwo = 192;
-#endif
-struct Segments {
-  int count;
-  // Before every segment but the first, its first state [values, keys]; chunk_join makes it of N.
-  // And M, transposed.
-  float *states, *transfers;
-
-  __device__ int chunks_of_each(int chunks) const {
-    const int each = (chunks + count - 1) / count;
-    return each > kLeastChunks ? each : kLeastChunks;
-  }
-  // Of segment 1..: its place in `states`, and in `transfers`.
-  __device__ std::int64_t at(const Problem& p, const Problem::Item& item, int segment) const {
-    return ((item.sequence * p.d.value_heads + item.head) * (count - 1) + segment - 1) * kWide *
-           kWide;
-  }
 };
 
 struct ChainProblem {
@@ -88,11 +56,6 @@ __device__ int full_barrier(int stage, int group) {
 template <int kGroups>
 __device__ int done_barrier(int stage, int group) {
   return 1 + (kStages + stage) * kGroups + group;
-}
-
-__device__ inline int chunks_of(const Problem::Item& item) {
-  const std::int64_t tokens = item.end > item.begin ? item.end - item.begin : 0;
-  return static_cast<int>((tokens + kMostRows - 1) / kMostRows);
 }
 
 // What both sides know of a block's segment, sequence and head. kOutput: the chain with o; its
@@ -537,75 +500,11 @@ __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1)
   }
 }
 
-// The first states of a head's segments one after the other, for kJoinValues of its values: S of
-// the next one is M S + N. A lane has four keys of the result, and a warp some of the terms.
-constexpr int kJoinValues = 8, kJoinTerms = 8, kJoinWarps = kWide / kJoinTerms;
-constexpr int kJoinThreads = 32 * kJoinWarps;
-struct JoinShared {
-  float state[kJoinValues][kWide], sums[kJoinWarps][kJoinValues][kWide];
-};
 template <class = void>
 __global__ void __launch_bounds__(kJoinThreads, 1)
     chunk_join(const __grid_constant__ ChainProblem all) {
   cuda::begin_next_kernel();
-  auto& shared = shared_at<JoinShared>(0);
-  auto& state = shared.state;
-  auto& sums = shared.sums;
-  const Problem::Item item = all.p.item(blockIdx.x);
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, keys = thread % 32 * 4;
-  const int chunks = chunks_of(item), each = all.cut.chunks_of_each(chunks);
-  const int segments = (chunks + each - 1) / each;
-  const auto load = [&](int segment, float4(&m)[kJoinTerms]) {
-    const float* from =
-        all.cut.transfers + all.cut.at(all.p, item, segment) + warp * kJoinTerms * kWide + keys;
-#pragma unroll
-    for (int j = 0; j < kJoinTerms; ++j) m[j] = *reinterpret_cast<const float4*>(from + j * kWide);
-  };
-  // A thread's elements of a state.
-  const auto for_elements = [&](int segment, auto&& f) {
-    float* const of =
-        all.cut.states + all.cut.at(all.p, item, segment) + item.part * kJoinValues * kWide;
-    for (int i = thread; i < kJoinValues * kWide; i += kJoinThreads) f(i / kWide, i % kWide, of[i]);
-  };
-  cuda::wait_for_last_kernel();
-  if (segments <= 2) return;
-  float4 m[kJoinTerms];
-  load(1, m);
-  for_elements(1, [&](int value, int key, float& s) { state[value][key] = s; });
-  for (int segment = 1; segment + 1 < segments; ++segment) {
-    __syncthreads();
-#pragma unroll
-    for (int value = 0; value < kJoinValues; ++value) {
-      float4 sum{};
-#pragma unroll
-      for (int j = 0; j < kJoinTerms; ++j) {
-        const float s = state[value][warp * kJoinTerms + j];
-        sum.x = std::fma(m[j].x, s, sum.x);
-        sum.y = std::fma(m[j].y, s, sum.y);
-        sum.z = std::fma(m[j].z, s, sum.z);
-        sum.w = std::fma(m[j].w, s, sum.w);
-      }
-      *reinterpret_cast<float4*>(&sums[warp][value][keys]) = sum;
-    }
-    if (segment + 2 < segments) load(segment + 1, m);
-    __syncthreads();
-    for_elements(segment + 1, [&](int value, int key, float& s) {
-      float sum = 0;
-#pragma unroll
-      for (int i = 0; i < kJoinWarps; ++i) sum += sums[i][value][key];
-      state[value][key] = s += sum;
-    });
-  }
-}
-
-// As many segments as keep all multiprocessors busy, where that pays for the chain's going twice.
-// With cu_seqlens, a sequence may have all the tokens.
-inline int segment_count(const Op::Desc& d, int device) {
-  const std::int64_t chunks = d.chunks(d.tokens);
-  const std::int64_t blocks = kWide / kGroupValues * d.sequence_count() * d.value_heads;
-  const std::int64_t count = std::min<std::int64_t>(
-      {cuda::limits(device).multiprocessors / blocks, chunks / kLeastChunks, kMostSegments});
-  return count > 2 || (count == 2 && chunks >= kLeastForTwo) ? static_cast<int>(count) : 1;
+  join_segments<false>(all.p, all.cut, all.p.item(blockIdx.x));
 }
 
 // The workspace: records, states, transfers.
@@ -614,14 +513,13 @@ struct ChainPlaces {
   ChainPlaces(const Op::Desc& d, int segments)
       : records(static_cast<std::size_t>(d.batch * d.state_chunks() * d.value_heads) *
                 Record::kBytes),
-        states(static_cast<std::size_t>(d.sequence_count() * d.value_heads * (segments - 1)) *
-               kWide * kWide * sizeof(float)) {}
+        states(segment_bytes(d, segments)) {}
   std::size_t bytes() const { return records + 2 * states; }
 };
 
 template <class X>
 Status run_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
-  const int device = a.o.device.index, segments = segment_count(d, device);
+  const int device = a.o.device.index, segments = segment_count(d, device, kWide / kGroupValues);
   const auto launch = [&](auto kernel, const cuda::Grid& grid, const auto& problem) {
     return cuda::launch(Op::kName, kernel, grid, device, stream, problem);
   };

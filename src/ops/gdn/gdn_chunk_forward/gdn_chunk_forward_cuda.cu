@@ -27,7 +27,7 @@ Status accepts_pieces(const Op::Desc&, const Op::Args& a) {
 }
 
 std::size_t wgmma_workspace(const Op::Desc& d, Device device) {
-  return ChainPlaces(d, segment_count(d, device.index)).bytes();
+  return ChainPlaces(d, segment_count(d, device.index, kWide / kGroupValues)).bytes();
 }
 
 Status run_by_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
