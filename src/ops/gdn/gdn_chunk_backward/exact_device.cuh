@@ -163,6 +163,7 @@ class Operands {
   __device__ Operands(const ExactProblem& all, const Chunk& c, const Gates& gates)
       : all_(all),
         gates_(gates),
+        rows_(c.rows),
         k_(first(all.p.k, all.p.k_stride, c.item, c.item.key_head)),
         q_(first(all.p.q, all.p.q_stride, c.item, c.item.key_head)),
         v_(first(all.p.v, all.p.v_stride, c.item, c.item.head)),
@@ -183,11 +184,13 @@ class Operands {
     return static_cast<const X*>(x) + stride.at(item.row, item.begin, head);
   }
   __device__ float at(const X* x, const TokenStrides& stride, int row, int i) const {
-    return gates_.masked[row] != 0 ? 0.0f : cuda::load_math(x[row * stride.token + i]);
+    const bool there = row < rows_ && gates_.masked[row] == 0;
+    return there ? cuda::load_math(x[row * stride.token + i]) : 0.0f;
   }
 
   const ExactProblem& all_;
   const Gates& gates_;
+  const int rows_;  // if cu_seqlens is wrong, gates may be those of another chunk
   const X *k_, *q_, *v_, *d_o_;
 };
 

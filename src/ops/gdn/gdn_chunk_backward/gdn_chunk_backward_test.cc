@@ -388,6 +388,27 @@ TEST(GdnChunkBackward, CudaGivesTheBitsOfRefForLongSequences) {
   EXPECT_GT(nans, 0);
 }
 
+// The host cannot look at a device's cu_seqlens: a wrong one touches nothing outside the operands.
+// The emulated device has pages without access behind them.
+TEST(GdnChunkBackward, CudaStaysInsideTheOperandsWithWrongBounds) {
+  BITTERN_NEEDS_CUDA();
+  GdnDesc d{.tokens = 53, .key_dim = 8, .value_dim = 8, .chunk = 16, .sequences = 4};
+  d.qk_l2norm = d.gate = true;
+  oracle::Rng rng(18);
+  std::vector<std::vector<double>> bounds{
+      {7, -9, 2000, 40, 16}, {40, 3, 53, 53, 53}, {-2147483648., 2147483647., 0, 53, 9}};
+  for (int i = 0; i < 20; ++i) {
+    auto& one = bounds.emplace_back();
+    for (int n = 0; n < 5; ++n) one.push_back(static_cast<double>(rng.below(80)) - 13);
+  }
+  for (const auto& wrong : bounds) {
+    Problem p = make_problem<Op>(d, 1, {});
+    fill_problem(p, 0, 19);
+    oracle::set_values(p.args.cu_seqlens, wrong);
+    oracle::expect_ok(run_problem(p, "cuda", Preference::exact, kGpu));
+  }
+}
+
 TEST(GdnChunkBackward, CudaMeetsTheContractForEverySize) {
   BITTERN_NEEDS_CUDA();
   for (const DType element : {DType::f32, DType::f16, DType::bf16}) {
