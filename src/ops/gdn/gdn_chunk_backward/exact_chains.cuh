@@ -184,8 +184,7 @@ class Chain {
       for_tile([&](int r, int e, int i, int) { acc[r][e] = gates.rest[i] * acc[r][e]; });
       __syncthreads();
       load_pairs(c.unit.p);
-      for (int i = thread(); i < kMostRows * kSlab; i += kThreads)
-        s_.rows[i / kSlab][i % kSlab] = d_o(i / kSlab, i % kSlab);
+      fill(s_.rows, d_o);
       __syncthreads();
       add_product<Terms::from_row>(acc, columns_of(s_.square), rows, c.rows);
     } else {
@@ -210,8 +209,7 @@ class Chain {
     add_to_state(gates.decay[c.rows - 1], key, c.rows);
     if constexpr (kBackward) {
       __syncthreads();
-      for (int i = thread(); i < kMostRows * kSlab; i += kThreads)
-        s_.rows[i / kSlab][i % kSlab] = gates.decay[i / kSlab] * d_o(i / kSlab, i % kSlab);
+      fill(s_.rows, [&](int row, int i) { return gates.decay[row] * d_o(row, i); });
       add_to_state(1, [&](int row, int i) { return of.query(row, i); }, c.rows);
     }
   }

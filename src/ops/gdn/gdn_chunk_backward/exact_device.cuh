@@ -237,10 +237,18 @@ __device__ void for_tile(F&& f) {
   }
 }
 
-template <class F>
-__device__ void fill(Square& to, F&& at) {
-  for (int i = thread(); i < kSlab * kSlab; i += kThreads)
-    to[i / kSlab][i % kSlab] = at(i / kSlab, i % kSlab);
+// Several at a time, so that loads from memory do not wait for one another.
+template <int kWidth, class F>
+__device__ void fill(float (&to)[kSlab][kWidth], F&& at) {
+  constexpr int kRows = kThreads / kSlab, kBatch = 8;
+  const int column = thread() % kSlab;
+  for (int row = thread() / kSlab; row < kSlab; row += kBatch * kRows) {
+    float x[kBatch];
+#pragma unroll
+    for (int n = 0; n < kBatch; ++n) x[n] = at(row + n * kRows, column);
+#pragma unroll
+    for (int n = 0; n < kBatch; ++n) to[row + n * kRows][column] = x[n];
+  }
 }
 // Columns slab.. of something that has `width`.
 template <class F>
