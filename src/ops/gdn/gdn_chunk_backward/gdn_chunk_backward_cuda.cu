@@ -1,7 +1,8 @@
-// One kernel, cuda_wgmma: products on tensor cores, by warpgroups (sm_90a); see
-// backward_device.cuh.
+// Two kernels: `cuda` gives the bits of `ref` (backward_exact.cuh); `cuda_wgmma` gives its products
+// to the tensor cores, by warpgroups (sm_90a; backward_device.cuh).
 #include "ops/gdn/gdn_chunk_backward/backward_chains.cuh"
 #include "ops/gdn/gdn_chunk_backward/backward_chunks.cuh"
+#include "ops/gdn/gdn_chunk_backward/backward_exact.cuh"
 #include "ops/gdn/gdn_chunk_backward/backward_gates.cuh"
 #include "plan/kernel.h"
 
@@ -78,6 +79,13 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace worksp
       d.element, [&]<class X>(Type<X>) { return run_backward<X>(d, a, stream, workspace); });
 }
 
+std::size_t exact_workspace(const Op::Desc& d, Device) { return exact::workspace_bytes(d); }
+
+Status run_exact(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
+  return visit<float, f16, bf16>(
+      d.element, [&]<class X>(Type<X>) { return exact::run<X>(d, a, stream, workspace); });
+}
+
 constexpr Kernel<Op> kKernels[] = {{.name = "cuda_wgmma",
                                     .backend = "cuda",
                                     .weaker = warpgroup_guarantee,
@@ -85,7 +93,8 @@ constexpr Kernel<Op> kKernels[] = {{.name = "cuda_wgmma",
                                     .workspace = workspace,
                                     .accepts = accepts,
                                     .architecture = cuda::architecture,
-                                    .run = run}};
+                                    .run = run},
+                                   cuda::exact_kernel<Op>(run_exact, exact_workspace)};
 
 }  // namespace
 

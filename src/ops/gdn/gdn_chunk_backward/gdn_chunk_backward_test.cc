@@ -350,6 +350,88 @@ TEST(GdnChunkBackward, MaskedTokensHaveNoGradient) {
   EXPECT_TRUE(std::isfinite(get(p.args.d_a_log, 0)));
 }
 
+// ---- on CUDA, with the bits of `ref` ----
+
+// Several whole chunks, keys and values of several slabs, a last chunk of one token, an empty
+// sequence; and a NaN, which must come to the same elements.
+TEST(GdnChunkBackward, CudaGivesTheBitsOfRefForLongSequences) {
+  BITTERN_NEEDS_CUDA();
+  GdnDesc d{.tokens = 210, .value_heads = 2, .key_dim = 130, .value_dim = 129, .sequences = 4};
+  d.qk_l2norm = d.gate = d.beta_sigmoid = d.allow_neg_eigval = true;
+  Problem want = make_problem<Op>(d, 1, {}), got = make_problem<Op>(d, 1, {});
+  for (Problem* p : {&want, &got}) {
+    oracle::set_values(p->args.cu_seqlens, {0, 129, 129, 199, 210});
+    fill_problem(*p, 0, 17);
+    for (const std::int64_t t : {3, 64, 128, 205}) put(p->args.mask, t, 0);
+    put(p->args.g, 2 * 20, HUGE_VAL);                  // a reset
+    put(p->args.d_o, (150 * 2 + 1) * 129 + 128, NAN);  // the third sequence, head 1
+  }
+  oracle::expect_ok(run_problem(want, "ref"));
+  oracle::expect_ok(run_problem(got, "cuda", Preference::exact, kGpu));
+  std::int64_t nans = 0;
+  const auto compare = [&](const char* what, const MutView& x, const MutView& y) {
+    for (std::int64_t i = 0; i < x.shape.numel(); ++i) {
+      const double one = get(x, i), other = get(y, i);
+      nans += std::isnan(one) ? 1 : 0;
+      ASSERT_TRUE(one == other || (std::isnan(one) && std::isnan(other)))
+          << what << " " << i << ": " << one << " and " << other;
+    }
+  };
+  const Op::Args &x = want.args, &y = got.args;
+  compare("d_q", x.d_q, y.d_q);
+  compare("d_k", x.d_k, y.d_k);
+  compare("d_v", x.d_v, y.d_v);
+  compare("d_g", x.d_g, y.d_g);
+  compare("d_beta", x.d_beta, y.d_beta);
+  compare("d_a_log", x.d_a_log, y.d_a_log);
+  compare("d_dt_bias", x.d_dt_bias, y.d_dt_bias);
+  compare("d_initial_state", x.d_initial_state, y.d_initial_state);
+  EXPECT_GT(nans, 0);
+}
+
+// The host cannot look at a device's cu_seqlens: a wrong one touches nothing outside the operands.
+// The emulated device has pages without access behind them.
+TEST(GdnChunkBackward, CudaStaysInsideTheOperandsWithWrongBounds) {
+  BITTERN_NEEDS_CUDA();
+  GdnDesc d{.tokens = 53, .key_dim = 8, .value_dim = 8, .chunk = 16, .sequences = 4};
+  d.qk_l2norm = d.gate = true;
+  oracle::Rng rng(18);
+  std::vector<std::vector<double>> bounds{
+      {7, -9, 2000, 40, 16}, {40, 3, 53, 53, 53}, {-2147483648., 2147483647., 0, 53, 9}};
+  for (int i = 0; i < 20; ++i) {
+    auto& one = bounds.emplace_back();
+    for (int n = 0; n < 5; ++n) one.push_back(static_cast<double>(rng.below(80)) - 13);
+  }
+  for (const auto& wrong : bounds) {
+    Problem p = make_problem<Op>(d, 1, {});
+    fill_problem(p, 0, 19);
+    oracle::set_values(p.args.cu_seqlens, wrong);
+    oracle::expect_ok(run_problem(p, "cuda", Preference::exact, kGpu));
+  }
+}
+
+TEST(GdnChunkBackward, CudaMeetsTheContractForEverySize) {
+  BITTERN_NEEDS_CUDA();
+  for (const DType element : {DType::f32, DType::f16, DType::bf16}) {
+    for (const std::int32_t chunk : {16, 32, 64}) {
+      for (const std::int64_t width : {1, 128, 256}) {
+        const GdnDesc d{.tokens = 64,
+                        .key_dim = width,
+                        .value_dim = 257 - width,
+                        .chunk = chunk,
+                        .element = element};
+        for (const Preference preference : {Preference::exact, Preference::fastest}) {
+          const auto plan = Plan<Op>::select(d, kGpu, preference);
+          ASSERT_TRUE(plan.ok()) << plan.status().message();
+          EXPECT_EQ(plan->sku().kernel, "cuda");
+          EXPECT_TRUE(plan->precision_guarantee().same_bits_on_all_backends);
+          EXPECT_GT(plan->workspace_bytes(), 0u);
+        }
+      }
+    }
+  }
+}
+
 // ---- on tensor cores ----
 
 oracle::GdnGradients reverse_of(const Problem& p) {
@@ -540,12 +622,12 @@ TEST(GdnChunkBackward, TensorCoresTakeSlicesOfLargerArrays) {
 TEST(GdnChunkBackward, TensorCoresAreForTheFastestPreference) {
   BITTERN_NEEDS_CUDA();
   const GdnDesc d = wgmma_desc(64, 1, 1);
+  EXPECT_EQ(Plan<Op>::select(d, kGpu)->sku().kernel, "cuda");
   const auto plan = select_wgmma<Op>(d);
   if (!plan) GTEST_SKIP() << plan.status().message();
   EXPECT_EQ(Plan<Op>::select(d, kGpu, Preference::fastest)->sku().kernel, "cuda_wgmma");
   EXPECT_EQ(plan->precision_guarantee().error_bound, 0x1.1p-7);
   EXPECT_GT(plan->workspace_bytes(), 0u);
-  EXPECT_FALSE(Plan<Op>::select(d, kGpu).ok());
   for (const auto& [wrong, message] :
        {std::pair{GdnDesc{.tokens = 64}, "element: f32, expected bf16 or f16;"},
         std::pair{GdnDesc{.tokens = 64, .value_dim = 64, .element = DType::bf16},
