@@ -458,6 +458,48 @@ def cases(torch, where, small):
         fla(fla_step), ("o", "state"), skip=("snapshots",), note="FLA's state is not in place",
     )  # fmt: skip
 
+    def fla_layer(t):
+        """FLA has the rule; the convolution, the gates and the norm are torch's."""
+        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as step
+
+        f, sizes = torch.nn.functional, [key_heads * size, key_heads * size, heads * size]
+        inputs = torch.cat([t["conv_state"], t["x"].transpose(1, 2)], -1)
+        mixed = f.silu(f.conv1d(inputs, t["conv_weight"][:, None], groups=inputs.shape[1]))
+        parts = mixed.transpose(1, 2).split(sizes, -1)
+        q, k, v = (part.reshape(*part.shape[:2], -1, size) for part in parts)
+        o, state = step(
+            q, k, v, g=-t["a_log"].exp() * f.softplus(t["g"].float() + t["dt_bias"]),
+            beta=t["beta"].sigmoid(), initial_state=t["state"], output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        y = o.float() * torch.rsqrt(o.float().square().mean(-1, keepdim=True) + 1e-6)
+        return (t["norm_weight"] * y * f.silu(t["z"].float())).to(bf16), inputs[..., 1:], state
+
+    for batch in (2,) if small else (1, 128):
+
+        def layer_inputs(batch=batch):
+            channels = (2 * key_heads + heads) * size
+            tokens = {n: normal(batch, 1, heads, dtype=bf16) for n in ("g", "beta")}
+            return {
+                "x": normal(batch, 1, channels, dtype=bf16),
+                "z": normal(batch, 1, heads, size, dtype=bf16),
+                **tokens,
+                "conv_weight": 0.5 * normal(channels, 4, dtype=bf16),
+                "norm_weight": normal(size, dtype=bf16),
+                "a_log": uniform(heads),
+                "dt_bias": normal(heads),
+                "conv_state": normal(batch, channels, 3, dtype=bf16),
+                "state": normal(batch, heads, size, size),
+            }
+
+        yield Case(
+            f"gdn_decode_step batch {batch}", "gdn_decode_step",
+            {"batch": batch, "tokens": 1, "key_heads": key_heads, "value_heads": heads,
+             "element": "bf16"},
+            layer_inputs, fla(fla_layer), ("y", "conv_state", "state"),
+            skip=("snapshots", "conv_snapshots"), note="FLA's rule; the rest is torch's",
+        )  # fmt: skip
+
 
 # ---- measuring ----
 

@@ -23,6 +23,7 @@
 #include "bittern/ops/gdn_chunk_backward.h"
 #include "bittern/ops/gdn_chunk_forward.h"
 #include "bittern/ops/gdn_cumsum.h"
+#include "bittern/ops/gdn_decode_step.h"
 #include "bittern/ops/gdn_kkt.h"
 #include "bittern/ops/gdn_output.h"
 #include "bittern/ops/gdn_recompute_w_u.h"

@@ -104,6 +104,63 @@ struct GdnDesc {
   Operand gate_operand() const { return Operand::read_if(gate, DType::f32, head_shape(), "gate"); }
 };
 
+// The problem of the ops that go token by token, with states that are read and written.
+struct GdnStepDesc {
+  std::int64_t batch = 0;  // sequences
+  std::int64_t tokens = 1;
+  std::int64_t key_heads = 1;
+  std::int64_t value_heads = 1;
+  std::int64_t key_dim = 128;    // 1..256
+  std::int64_t value_dim = 128;  // 1..256
+  std::int64_t pool = 0;
+  DType element = DType::f32;  // of q, k, v, o: f32 f16 bf16
+  HeadMap head_map = HeadMap::grouped;
+  StateLayout state_layout = StateLayout::key_value;
+  bool qk_l2norm = false;
+  bool gate = false;
+  bool beta_sigmoid = false;
+  bool allow_neg_eigval = false;
+  double scale = 0;  // of q; 0: key_dim ^ -0.5
+  bool operator==(const GdnStepDesc&) const = default;
+
+  // The same heads as the chunk form has.
+  GdnDesc heads() const {
+    return {.batch = batch,
+            .tokens = tokens,
+            .key_heads = key_heads,
+            .value_heads = value_heads,
+            .key_dim = key_dim,
+            .value_dim = value_dim,
+            .element = element,
+            .head_map = head_map,
+            .state_layout = state_layout,
+            .qk_l2norm = qk_l2norm,
+            .gate = gate,
+            .beta_sigmoid = beta_sigmoid,
+            .allow_neg_eigval = allow_neg_eigval,
+            .scale = scale};
+  }
+  std::int64_t states() const { return pool > 0 ? pool : batch; }
+  Axis state_axis() const { return {pool > 0 ? "pool" : "batch", states()}; }
+  Axes state_shape() const {
+    const auto [first, second] = heads().state_axes();
+    return {state_axis(), heads().value_head_axis(), first, second};
+  }
+  Axes snapshot_shape() const {
+    const auto [first, second] = heads().state_axes();
+    return {{"batch", batch}, {"tokens", tokens}, heads().value_head_axis(), first, second};
+  }
+  Operand index_operand() const {
+    return Operand::read_if(pool > 0, DType::s32, {{"batch", pool > 0 ? batch : 0}}, "pool");
+  }
+  Operand state_operand() const {
+    return {DType::f32, state_shape(), Operand::kInOut | Operand::kStrided};
+  }
+  Operand snapshot_operand() const {
+    return {DType::f32, snapshot_shape(), Operand::kOptional | Operand::kExtra};
+  }
+};
+
 // Which fields an op reads beyond batch, tokens, value_heads, chunk and sequences.
 struct GdnFields {
   bool keys = false;      // key_heads, key_dim, head_map, element
@@ -117,6 +174,10 @@ struct GdnFields {
 };
 
 Status check_gdn_desc(std::string_view op, const GdnDesc& d) noexcept;
+Status check_gdn_step_desc(std::string_view op, const GdnStepDesc& d) noexcept;
+// Of states picked from a pool: in range or -1, and different.
+Status check_state_index(std::string_view op, const GdnStepDesc& d,
+                         const ConstView& index) noexcept;
 
 template <GdnFields kFields, class D, class F>
 void visit_gdn_fields(D& d, F&& f) {

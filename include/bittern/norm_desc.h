@@ -1,15 +1,10 @@
 // The problem gated_rms_norm and its backward share: rows x and z [rows, dim], and one weight
 // [dim].
 #pragma once
+#include "bittern/norm_rounding.h"
 #include "bittern/plan.h"
 
 namespace bittern {
-
-// How often the forward rounds: at the end alone (FLA), or after the norm and after the weight too
-// (the transformers library).
-enum class NormRounding : std::int32_t { once, each };
-inline constexpr std::string_view kNormRoundingNames[] = {"once", "each"};
-constexpr auto& enum_names(NormRounding) { return kNormRoundingNames; }
 
 struct GatedNormDesc {
   std::int64_t rows = 0;

@@ -672,31 +672,52 @@ def _differentiate_delta_rule(ctx, d_o, d_state):
 _gated_delta_rule.register_autograd(_differentiate_delta_rule, setup_context=_save_delta_rule)
 
 
-@_torch.library.custom_op("bittern::gated_delta_step", mutates_args=("state",))
+@_torch.library.custom_op("bittern::gated_delta_step", mutates_args=("conv_state", "state"))
 def _gated_delta_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    x: Tensor,
+    z: Tensor,
     g: Tensor,
     beta: Tensor,
+    conv_weight: Tensor,
+    norm_weight: Tensor,
     a_log: Tensor,
     dt_bias: Tensor,
+    conv_bias: Tensor | None,
+    conv_state: Tensor,
     state: Tensor,
+    eps: float,
     preference: str,
 ) -> Tensor:
-    """What a layer of Qwen3.5 does for new tokens without gradients: the state is updated where it
-    is, which spares two copies of it (bittern.transformers)."""
-    fields = _delta_fields(q, v, a_log, None, 0.0, 64, True, True, False, False)
-    del fields["chunk"], fields["sequences"]
-    o = v.new_empty(v.shape)
-    tensors = {**_delta_tensors(q, k, v, g, beta, a_log, dt_bias), "state": state, "o": o}
-    _run("gdn_recurrent_step", tensors, preference, **fields)
-    return o
+    """What a layer of Qwen3.5 does with a few new tokens between its projections, without
+    gradients: both states are updated where they are (bittern.transformers)."""
+    batch, tokens, heads, value_dim = z.shape
+    key_dim = state.shape[2]
+    y = z.new_empty(z.shape)
+    read = {
+        "g": g, "beta": beta, "conv_weight": conv_weight, "norm_weight": norm_weight,
+        "a_log": a_log, "dt_bias": dt_bias, "conv_bias": conv_bias,
+    }  # fmt: skip
+    tensors = {name: _plain(t) for name, t in read.items()}
+    tensors |= {"x": _rows(x), "z": _rows(z), "conv_state": conv_state, "state": state, "y": y}
+    fields = {
+        "batch": batch,
+        "tokens": tokens,
+        "key_heads": (x.shape[2] - heads * value_dim) // (2 * key_dim),
+        "value_heads": heads,
+        "key_dim": key_dim,
+        "value_dim": value_dim,
+        "width": conv_weight.shape[1],
+        "element": x.dtype,
+        "eps": eps,
+        "rounding": "each",
+    }
+    _run("gdn_decode_step", tensors, preference, **fields)
+    return y
 
 
 @_gated_delta_step.register_fake
-def _(q, k, v, *_):
-    return v.new_empty(v.shape)
+def _(x, z, *_):
+    return z.new_empty(z.shape)
 
 
 # ---- causal_conv1d ----

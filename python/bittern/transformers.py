@@ -158,6 +158,21 @@ def _norm_forward(self, hidden_states, gate):
     )
 
 
+def _decodes_in_place(layer, past, x):
+    """Whether one op may do the layer's work on a new token between its projections. It overwrites
+    both states, keeps no inputs that the convolution has left behind (record_past), and does not
+    call the norm, whose weights accelerate may have put elsewhere."""
+    dtypes = {t.dtype for t in (x, past.conv_states[0], layer.conv1d.weight, layer.norm.weight)}
+    return (
+        x.shape[1] == 1
+        and len(dtypes) == 1
+        and past.recurrent_states[0].dtype == _torch.float32
+        and not past.record_past
+        and not hasattr(layer.norm, "_hf_hook")
+        and not _torch.is_grad_enabled()
+    )
+
+
 def _make_forward(project, preference):
     @_force_hooks("conv1d")
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
@@ -177,6 +192,14 @@ def _make_forward(project, preference):
             past = cache_params.layers[self.layer_idx]
             conv_state = past.conv_states[0][..., 1 - self.conv_kernel_size :]
             state = past.recurrent_states[0]
+            if _decodes_in_place(self, past, mixed):
+                out = _functions._gated_delta_step(
+                    mixed, z, a, b, self.conv1d.weight.squeeze(1), self.norm.weight,
+                    self.A_log.float(), self.dt_bias.float(), self.conv1d.bias, conv_state, state,
+                    self.norm.variance_epsilon,
+                    preference or ("fastest" if mixed.is_cuda else "exact"),
+                )  # fmt: skip
+                return self.out_proj(out.flatten(2))
             if _torch.is_grad_enabled():  # both are overwritten, and a gradient needs them
                 conv_state, state = conv_state.clone(), state.clone()
         convolved, _ = _functions.causal_conv1d(
@@ -196,31 +219,25 @@ def _make_forward(project, preference):
         q, k = (t.unflatten(-1, (-1, self.head_k_dim)) for t in (q, k))
         v = v.unflatten(-1, (-1, self.head_v_dim))
         decoding = state is not None and tokens == 1
-        if decoding and not _torch.is_grad_enabled() and state.dtype == _torch.float32:
-            out = _functions._gated_delta_step(
-                q, k, v, a.float(), b.float(), self.A_log.float(), self.dt_bias.float(), state,
-                preference or ("fastest" if v.is_cuda else "exact"),
-            )  # fmt: skip
-        else:
-            rule = _functions.recurrent_gated_delta_rule if decoding else _functions.gated_delta_rule
-            out, last = rule(
-                q,
-                k,
-                v,
-                g=a,
-                beta=b,
-                initial_state=state,
-                output_final_state=cache_params is not None,
-                use_qk_l2norm_in_kernel=True,
-                use_gate_in_kernel=True,
-                A_log=self.A_log,
-                dt_bias=self.dt_bias,
-                use_beta_sigmoid_in_kernel=True,
-                cu_seqlens=cu_seqlens,
-                preference=preference,
-            )
-            if cache_params is not None:
-                cache_params.update_recurrent_state(last, self.layer_idx)
+        rule = _functions.recurrent_gated_delta_rule if decoding else _functions.gated_delta_rule
+        out, last = rule(
+            q,
+            k,
+            v,
+            g=a,
+            beta=b,
+            initial_state=state,
+            output_final_state=cache_params is not None,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            use_beta_sigmoid_in_kernel=True,
+            cu_seqlens=cu_seqlens,
+            preference=preference,
+        )
+        if cache_params is not None:
+            cache_params.update_recurrent_state(last, self.layer_idx)
         out = self.norm(out.flatten(0, 2), z.flatten(0, 2))
         return self.out_proj(out.view(*hidden_states.shape[:2], -1))
 

@@ -68,4 +68,15 @@ Status expect_finite_f32(std::string_view op, std::string_view field, double val
   return fail(op, field, number_text(value) + ", expected a number that is finite in f32");
 }
 
+Status expect_eps(std::string_view op, double eps) {
+  const FloatMode mode;
+  if (!(eps >= 0) || !std::isfinite(static_cast<float>(eps))) {
+    return fail(op, "eps",
+                number_text(eps) +
+                    ", expected a number that is finite in f32 and at "
+                    "least 0");
+  }
+  return {};
+}
+
 }  // namespace bittern

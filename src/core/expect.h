@@ -31,4 +31,7 @@ Status expect_groups(std::string_view op, std::int64_t axis_size, std::int64_t g
 
 Status expect_finite_f32(std::string_view op, std::string_view field, double value);
 
+// Of a norm.
+Status expect_eps(std::string_view op, double eps);
+
 }  // namespace bittern

@@ -11,7 +11,7 @@
 #include "bittern/ops/gated_activation.h"
 #include "bittern/ops/gated_rms_norm.h"
 #include "bittern/ops/gdn_chunk_forward.h"
-#include "bittern/ops/gdn_recurrent_step.h"
+#include "bittern/ops/gdn_decode_step.h"
 #include "bittern/ops/rms_norm.h"
 #include "bittern/ops/rope.h"
 #include "core/activations.h"
@@ -356,80 +356,72 @@ class Pass : Runner {
                     o = take(tokens_, values);
     show(ProductPlace::mixer_in, input_);
     BITTERN_TRY(linear(w.delta_in, input_, tokens_, in.row(0), width));
-    const auto gates = [&](std::int64_t row, std::int64_t count, std::int64_t first) {
-      return batch_of(rows_of(in.row(row) + first, count, d_.value_heads, width));
+    const FloatRows gated = take(tokens_, values);
+    // [1, tokens, heads, dim] of a segment, `first` numbers into each of its rows.
+    const auto heads = [](const FloatRows& x, const Segment& s, std::int64_t first,
+                          std::int64_t count, std::int64_t dim) {
+      return batch_of(heads_of(x.row(s.row) + first, s.count(), count, dim, x.width, dim));
     };
     for (const Segment& s : segments_) {
       DeltaState& state = *s.session->layers[layer].delta;
       const std::int64_t n = s.count();
-      const MutView conv_state = view(state.conv.data(), {1, channels, d_.conv_width - 1});
-      std::vector<float> conv_before = state.conv;
-      const ConstView before =
-          view(std::as_const(conv_before).data(), {1, channels, d_.conv_width - 1});
-      BITTERN_TRY(
-          run<CausalConv1d>({.tokens = n, .channels = channels, .width = d_.conv_width},
-                            {.x = batch_of(rows_of(in.row(s.row), n, channels, width)),
-                             .weight = view(w.conv.data(), {channels, d_.conv_width}),
-                             .initial_state = before,
-                             .y = batch_of(rows_of(mixed.row(s.row), n, channels, channels)),
-                             .final_state = conv_state}));
-      float* const x = mixed.row(s.row);
-      const auto heads = [&](std::int64_t first, std::int64_t count, std::int64_t dim) {
-        return batch_of(heads_of(x + first, n, count, dim, channels, dim));
+      const MutView x = batch_of(rows_of(in.row(s.row), n, channels, width));
+      // z follows the channels of the convolution. The norm is of each value head.
+      const MutView z = heads(in, s, channels, d_.value_heads, d_.value_dim),
+                    y = heads(gated, s, 0, d_.value_heads, d_.value_dim);
+      const auto gates = [&](std::int64_t first) {
+        return batch_of(rows_of(in.row(s.row) + first, n, d_.value_heads, width));
       };
-      const MutView q = heads(0, d_.key_heads, d_.key_dim),
-                    k = heads(keys, d_.key_heads, d_.key_dim),
-                    v = heads(2 * keys, d_.value_heads, d_.value_dim);
-      const MutView g = gates(s.row, n, channels + values + d_.value_heads),
-                    beta = gates(s.row, n, channels + values);
-      const MutView y =
-          batch_of(heads_of(o.row(s.row), n, d_.value_heads, d_.value_dim, values, d_.value_dim));
+      const MutView g = gates(channels + values + d_.value_heads), beta = gates(channels + values);
+      const ConstView weight = view(w.conv.data(), {channels, d_.conv_width});
+      const MutView conv_state = view(state.conv.data(), {1, channels, d_.conv_width - 1});
       const MutView held = view(state.state.data(), {1, d_.value_heads, d_.key_dim, d_.value_dim});
-      if (n == 1) {
-        GdnStepDesc step{.batch = 1,
-                         .key_heads = d_.key_heads,
-                         .value_heads = d_.value_heads,
-                         .key_dim = d_.key_dim,
-                         .value_dim = d_.value_dim,
-                         .head_map = d_.head_map,
-                         .qk_l2norm = true,
-                         .gate = true,
-                         .beta_sigmoid = true};
-        BITTERN_TRY(run<GdnRecurrentStep>(step, {.q = q,
-                                                 .k = k,
-                                                 .v = v,
-                                                 .g = g,
-                                                 .beta = beta,
-                                                 .a_log = vector_of(w.a_log),
-                                                 .dt_bias = vector_of(w.dt_bias),
-                                                 .state = held,
-                                                 .o = y}));
-      } else {
-        std::vector<float> from = state.state;
-        BITTERN_TRY(run<GdnChunkForward>(
-            gdn_desc(d_, n), {.q = q,
-                              .k = k,
-                              .v = v,
-                              .g = g,
-                              .beta = beta,
-                              .a_log = vector_of(w.a_log),
-                              .dt_bias = vector_of(w.dt_bias),
-                              .initial_state = view(std::as_const(from).data(), held.shape),
-                              .o = y,
-                              .final_state = held}));
+      if (n == 1 && tape_ == nullptr) {
+        BITTERN_TRY(run<GdnDecodeStep>({.batch = 1,
+                                        .key_heads = d_.key_heads,
+                                        .value_heads = d_.value_heads,
+                                        .key_dim = d_.key_dim,
+                                        .value_dim = d_.value_dim,
+                                        .width = d_.conv_width,
+                                        .head_map = d_.head_map,
+                                        .eps = d_.eps},
+                                       {.x = x,
+                                        .z = z,
+                                        .g = g,
+                                        .beta = beta,
+                                        .conv_weight = weight,
+                                        .norm_weight = vector_of(w.delta_norm),
+                                        .a_log = vector_of(w.a_log),
+                                        .dt_bias = vector_of(w.dt_bias),
+                                        .conv_state = conv_state,
+                                        .state = held,
+                                        .y = y}));
+        continue;
       }
+      std::vector<float> conv_before = state.conv, before = state.state;
+      BITTERN_TRY(run<CausalConv1d>(
+          {.tokens = n, .channels = channels, .width = d_.conv_width},
+          {.x = x,
+           .weight = weight,
+           .initial_state = view(std::as_const(conv_before).data(), conv_state.shape),
+           .y = batch_of(rows_of(mixed.row(s.row), n, channels, channels)),
+           .final_state = conv_state}));
+      const MutView out = heads(o, s, 0, d_.value_heads, d_.value_dim);
+      BITTERN_TRY(run<GdnChunkForward>(
+          gdn_desc(d_, n), {.q = heads(mixed, s, 0, d_.key_heads, d_.key_dim),
+                            .k = heads(mixed, s, keys, d_.key_heads, d_.key_dim),
+                            .v = heads(mixed, s, 2 * keys, d_.value_heads, d_.value_dim),
+                            .g = g,
+                            .beta = beta,
+                            .a_log = vector_of(w.a_log),
+                            .dt_bias = vector_of(w.dt_bias),
+                            .initial_state = view(std::as_const(before).data(), held.shape),
+                            .o = out,
+                            .final_state = held}));
+      BITTERN_TRY(
+          run<GatedRmsNorm>({.rows = n * d_.value_heads, .dim = d_.value_dim, .eps = d_.eps},
+                            {.x = out, .z = z, .weight = vector_of(w.delta_norm), .y = y}));
     }
-    // z follows the channels of the convolution. The norm is of each value head.
-    const MutView z =
-        heads_of(in.row(0) + channels, tokens_, d_.value_heads, d_.value_dim, width, d_.value_dim);
-    const MutView y =
-        heads_of(o.row(0), tokens_, d_.value_heads, d_.value_dim, values, d_.value_dim);
-    const FloatRows gated = take(tokens_, values);
-    const MutView to =
-        heads_of(gated.row(0), tokens_, d_.value_heads, d_.value_dim, values, d_.value_dim);
-    BITTERN_TRY(
-        run<GatedRmsNorm>({.rows = tokens_ * d_.value_heads, .dim = d_.value_dim, .eps = d_.eps},
-                          {.x = y, .z = z, .weight = vector_of(w.delta_norm), .y = to}));
     tape.delta_in = in;
     tape.convolved = mixed;
     tape.delta_out = o;

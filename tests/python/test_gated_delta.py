@@ -132,6 +132,36 @@ def test_everything_fused():
         assert rms_ratio(ours, c[name]) < 1e-4, name
 
 
+def test_decode_step_is_the_three_ops():
+    """Two drafts of three tokens; the second sequence then goes back to its first token."""
+    rng = np.random.default_rng(3)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    x, z, g, beta = normal(2, 3, 96), normal(2, 3, 4, 8), normal(2, 3, 4), normal(2, 3, 4)
+    weight, scale, a_log, dt_bias = normal(96, 4), normal(8), normal(4), normal(4)
+    conv_state, state = normal(2, 96, 3), normal(2, 4, 16, 8)
+    mixed, conv_end = bittern.causal_conv1d(x, weight, initial_state=conv_state)
+    q, k, v = (t.reshape(2, 3, -1, d) for t, d in zip(np.split(mixed, [32, 64], -1), (16, 16, 8)))
+    end, fused = state.copy(), {"qk_l2norm": True, "gate": True, "beta_sigmoid": True}
+    o = bittern.gdn_recurrent_step(
+        q, k, v, g, beta, state=end, a_log=a_log, dt_bias=dt_bias, **fused
+    )
+    want = bittern.gated_rms_norm(o, z, scale)
+    layer = (weight, scale, a_log, dt_bias)
+    y, states, conv_states = bittern.gdn_decode_step(
+        x, z, g, beta, *layer, conv_state=conv_state, state=state, key_heads=2, value_heads=4,
+        snapshots=True, conv_snapshots=True,
+    )  # fmt: skip
+    assert np.array_equal(y, want)
+    assert np.array_equal(state, end) and np.array_equal(conv_state, conv_end)
+    state[1], conv_state[1] = states[1, 0], conv_states[1, 0]
+    again = bittern.gdn_decode_step(
+        *(t[1:, 1:].copy() for t in (x, z, g, beta)), *layer, conv_state=conv_state[1:],
+        state=state[1:], key_heads=2, value_heads=4,
+    )  # fmt: skip
+    assert np.array_equal(again, want[1:, 1:])
+    assert np.array_equal(state[1], end[1])
+
+
 # ---- the layers around it, against torch and transformers ----
 
 

@@ -145,7 +145,11 @@ def test_extras_are_made_when_asked_for():
     mine = np.zeros_like(snapshots)
     assert bittern.gdn_recurrent_step(**c, state=state, snapshots=mine)[1] is mine
     marked = {op.name: [o.name for o in op.operands if o.extra] for op in bittern.ops()}
-    assert {k: v for k, v in marked.items() if v} == {"gdn_recurrent_step": ["snapshots"], "rms_norm": ["sum"]}
+    assert {k: v for k, v in marked.items() if v} == {
+        "gdn_recurrent_step": ["snapshots"],
+        "gdn_decode_step": ["snapshots", "conv_snapshots"],
+        "rms_norm": ["sum"],
+    }
     q = rng.integers(-8, 8, (3, 64)).astype(np.int8)
     for asked in (True, None):
         both = bittern.dequantize_per_group_backward(

@@ -432,14 +432,18 @@ def operators():
     conv = (x, weight, None, None, ends, True)
     detach = lambda *args: [a.detach() if torch.is_tensor(a) else a for a in args]  # noqa: E731
     d_conv = detach(x, None, *conv)
+    channels = 2 * 2 * 16 + 4 * 8
+    step_states = torch.randn(1, channels, 3), state[:1].detach()
+    layer = (
+        torch.randn(1, 3, channels), torch.randn(1, 3, 4, 8), *detach(g[:, :3], beta[:, :3]),
+        torch.randn(channels, 4), torch.randn(8), *detach(a_log, dt_bias), None, *step_states, 1e-6,
+    )  # fmt: skip
     return {
         "rule": (ops.gated_delta_rule, (*rule, False, True)),
         "rule without states": (ops.gated_delta_rule, (*bare, False, False)),
         "step": (ops.gated_delta_rule, (*bare, True, True)),
         "rule backward": (ops.gated_delta_rule_backward, (*detach(v, state, *rule), [True] * 8)),
-        "step in place": (
-            ops.gated_delta_step, (*detach(q, k, v, g, beta, a_log, dt_bias, state[:1]), "exact"),
-        ),
+        "step in place": (ops.gated_delta_step, (*layer, "exact")),
         "conv": (ops.causal_conv1d, (*conv, True)),
         "conv backward": (ops.causal_conv1d_backward, (*d_conv, [True, True, False, False])),
         "norm": (ops.gated_rms_norm, (v, v.detach(), v.detach()[0, 0, 0], 1e-6, "once")),

@@ -163,6 +163,29 @@ def test_tokens_in_pieces(kind):
     assert distance(torch.cat(pieces, 1), expected) < 2e-6
 
 
+def test_a_new_token_is_one_op_per_layer(kind, monkeypatch):
+    """With the bits of the ops one by one, which a cache that records its past still takes."""
+    model = tiny(kind)
+    bittern.transformers.patch(model)
+    step, calls = bittern.torch._gated_delta_step, []
+    monkeypatch.setattr(
+        bittern.torch, "_gated_delta_step", lambda *args: calls.append(1) or step(*args)
+    )
+    logits, counts = [], []
+    for records in (False, True):
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids(2, 20), past_key_values=cache)
+            for layer in cache.layers:
+                layer.record_past = records
+            for _ in range(3):
+                logits.append(model(ids(2, 1), past_key_values=cache).logits)
+        counts.append(len(calls))
+    assert counts == [9, 9]
+    for one, apart in zip(logits[:3], logits[3:]):
+        assert torch.equal(one, apart)
+
+
 def test_gradients_through_a_cache(kind):
     """Of inputs behind others that are in the cache; transformers' own code cannot do it."""
     model = tiny(kind)

@@ -33,52 +33,6 @@
 
 namespace bittern {
 
-struct GdnStepDesc {
-  std::int64_t batch = 0;  // sequences
-  std::int64_t tokens = 1;
-  std::int64_t key_heads = 1;
-  std::int64_t value_heads = 1;
-  std::int64_t key_dim = 128;    // 1..256
-  std::int64_t value_dim = 128;  // 1..256
-  std::int64_t pool = 0;
-  DType element = DType::f32;  // of q, k, v, o: f32 f16 bf16
-  HeadMap head_map = HeadMap::grouped;
-  StateLayout state_layout = StateLayout::key_value;
-  bool qk_l2norm = false;
-  bool gate = false;
-  bool beta_sigmoid = false;
-  bool allow_neg_eigval = false;
-  double scale = 0;  // of q; 0: key_dim ^ -0.5
-  bool operator==(const GdnStepDesc&) const = default;
-
-  // The same heads as the chunk form has.
-  GdnDesc heads() const {
-    return {.batch = batch,
-            .tokens = tokens,
-            .key_heads = key_heads,
-            .value_heads = value_heads,
-            .key_dim = key_dim,
-            .value_dim = value_dim,
-            .element = element,
-            .head_map = head_map,
-            .state_layout = state_layout,
-            .qk_l2norm = qk_l2norm,
-            .gate = gate,
-            .beta_sigmoid = beta_sigmoid,
-            .allow_neg_eigval = allow_neg_eigval,
-            .scale = scale};
-  }
-  std::int64_t states() const { return pool > 0 ? pool : batch; }
-  Axes state_shape() const {
-    const auto [first, second] = heads().state_axes();
-    return {{pool > 0 ? "pool" : "batch", states()}, heads().value_head_axis(), first, second};
-  }
-  Axes snapshot_shape() const {
-    const auto [first, second] = heads().state_axes();
-    return {{"batch", batch}, {"tokens", tokens}, heads().value_head_axis(), first, second};
-  }
-};
-
 struct GdnRecurrentStep {
   static constexpr std::string_view kName = "gdn_recurrent_step";
   static constexpr std::string_view kCategory = "gated_delta";
@@ -92,8 +46,10 @@ struct GdnRecurrentStep {
     MutView snapshots{};
   };
 
-  static Status check(const Desc& d) noexcept;
-  static Status check_contents(const Desc& d, const Args& a) noexcept;
+  static Status check(const Desc& d) { return check_gdn_step_desc(kName, d); }
+  static Status check_contents(const Desc& d, const Args& a) {
+    return check_state_index(kName, d, a.state_index);
+  }
   static PrecisionGuarantee contract(const Desc& d) { return exact_guarantee(d.element); }
   static DType element(const Desc& d) { return d.element; }
   static DType aux_element(const Desc&) { return DType::f32; }
@@ -130,12 +86,10 @@ struct GdnRecurrentStep {
     f("beta", a.beta, Operand{DType::f32, h.gate_shape(), Operand::kScattered});
     f("a_log", a.a_log, h.gate_operand());
     f("dt_bias", a.dt_bias, h.gate_operand());
-    f("state_index", a.state_index,
-      Operand::read_if(d.pool > 0, DType::s32, {{"batch", d.pool > 0 ? d.batch : 0}}, "pool"));
-    f("state", a.state, Operand{DType::f32, d.state_shape(), Operand::kInOut | Operand::kStrided});
+    f("state_index", a.state_index, d.index_operand());
+    f("state", a.state, d.state_operand());
     f("o", a.o, Operand{d.element, h.value_shape(), Operand::kStrided});
-    f("snapshots", a.snapshots,
-      Operand{DType::f32, d.snapshot_shape(), Operand::kOptional | Operand::kExtra});
+    f("snapshots", a.snapshots, d.snapshot_operand());
   }
 };
 

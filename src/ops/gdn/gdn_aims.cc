@@ -94,4 +94,15 @@ void aim_beta(const ConstView& beta, Rng& rng) {
     put(beta, i, rng.chance(8) ? (rng.chance(2) ? 0.0 : 2.0) : rng.uniform());
 }
 
+void aim_state_index(const GdnStepDesc& d, const ConstView& index, Rng& rng) {
+  for (std::int64_t s = 0; s < index.shape.numel(); ++s)  // -1, skipped, for those beyond the pool
+    put(index, s, static_cast<double>(std::max<std::int64_t>(d.pool - 1 - s, -1)));
+  for (std::int64_t s = 0; s + 1 < index.shape.numel(); ++s) {  // mixed
+    const std::int64_t other = s + rng.below(index.shape.numel() - s);
+    const double mine = get(index, s);
+    put(index, s, get(index, other));
+    put(index, other, mine);
+  }
+}
+
 }  // namespace bittern::oracle

@@ -19,6 +19,9 @@ void aim_log_decay(const ConstView& g, Rng& rng);
 // Strengths in 0..2, both ends often.
 void aim_beta(const ConstView& beta, Rng& rng);
 
+// Different states of the pool in a mixed order, -1 where there are too few of them.
+void aim_state_index(const GdnStepDesc& d, const ConstView& index, Rng& rng);
+
 // The inputs of the rule over whole sequences, gradients aside.
 template <class Args>
 void aim_rule(const GdnDesc& d, const Args& a, Rng& rng) {

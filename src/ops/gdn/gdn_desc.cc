@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "bittern/gdn_desc.h"
-#include "bittern/ops/gdn_recurrent_step.h"
+#include "bittern/ops/gdn_decode_step.h"
 #include "core/expect.h"
 #include "core/guarded.h"
 
@@ -45,21 +45,22 @@ Status check_gdn_desc(std::string_view op, const GdnDesc& d) noexcept try {
   return caught(op);
 }
 
-Status GdnRecurrentStep::check(const Desc& d) noexcept try {
-  BITTERN_TRY(check_gdn_desc(kName, d.heads()));
-  BITTERN_TRY(expect_between(kName, "pool", d.pool, 0, INT32_MAX));
-  BITTERN_TRY(expect_countable(kName, {d.states(), d.value_heads, d.key_dim, d.value_dim}));
-  return expect_countable(kName, {d.batch, d.tokens, d.value_heads, d.key_dim, d.value_dim});
+Status check_gdn_step_desc(std::string_view op, const GdnStepDesc& d) noexcept try {
+  BITTERN_TRY(check_gdn_desc(op, d.heads()));
+  BITTERN_TRY(expect_between(op, "pool", d.pool, 0, INT32_MAX));
+  BITTERN_TRY(expect_countable(op, {d.states(), d.value_heads, d.key_dim, d.value_dim}));
+  return expect_countable(op, {d.batch, d.tokens, d.value_heads, d.key_dim, d.value_dim});
 } catch (...) {
-  return caught(kName);
+  return caught(op);
 }
 
-Status GdnRecurrentStep::check_contents(const Desc& d, const Args& a) noexcept try {
+Status check_state_index(std::string_view op, const GdnStepDesc& d, const ConstView& view) noexcept
+    try {
   if (d.pool == 0) return {};
-  const std::int32_t* index = a.state_index.as<std::int32_t>();
+  const std::int32_t* index = view.as<std::int32_t>();
   const auto wrong = [&](std::int64_t s, const std::string& expected) {
     return fail(
-        kName, "state_index",
+        op, "state_index",
         "[" + std::to_string(s) + "] is " + std::to_string(index[s]) + ", expected " + expected);
   };
   // Sorted by state, not a table of the pool: that may be far larger than the batch.
@@ -78,6 +79,19 @@ Status GdnRecurrentStep::check_contents(const Desc& d, const Args& a) noexcept t
   if (twice == users.end()) return {};
   return wrong(std::next(twice)->second,
                "a state other than that of [" + std::to_string(twice->second) + "]");
+} catch (...) {
+  return caught(op);
+}
+
+Status GdnDecodeStep::check(const Desc& d) noexcept try {
+  BITTERN_TRY(check_gdn_step_desc(kName, d.step()));
+  BITTERN_TRY(expect_between(kName, "tokens", d.tokens, 0, kMostTokens));
+  BITTERN_TRY(expect_between(kName, "width", d.width, 2, 4));
+  // There are at most 3 * 256 channels for each value head.
+  BITTERN_TRY(expect_countable(kName, {d.step().states(), d.value_heads, 3 * 256, 3}));
+  BITTERN_TRY(expect_countable(kName, {d.batch, d.tokens, d.value_heads, 3 * 256, 3}));
+  BITTERN_TRY(expect_between(kName, "rounding", static_cast<std::int32_t>(d.rounding), 0, 1));
+  return expect_eps(kName, d.eps);
 } catch (...) {
   return caught(kName);
 }

@@ -28,16 +28,6 @@ Status expect_rows(std::string_view op, const Desc& d) {
   return expect_no_f64(op, d.element);
 }
 
-Status expect_eps(std::string_view op, double eps) {
-  if (!(eps >= 0) || !std::isfinite(static_cast<float>(eps))) {
-    return fail(op, "eps",
-                number_text(eps) +
-                    ", expected a number that is finite in f32 and at "
-                    "least 0");
-  }
-  return {};
-}
-
 // Quotients by it stay within f32.
 bool ordinary(double v) { return v >= 0x1p-60 && v <= 0x1p60; }
 

@@ -47,19 +47,8 @@ std::vector<GdnStepDesc> gdn_recurrent_step_check_cases() {
 
 namespace {
 
-void fill_index(const GdnStepDesc& d, const ConstView& index, Rng& rng) {
-  for (std::int64_t s = 0; s < index.shape.numel(); ++s)  // -1, skipped, for those beyond the pool
-    put(index, s, static_cast<double>(std::max<std::int64_t>(d.pool - 1 - s, -1)));
-  for (std::int64_t s = 0; s + 1 < index.shape.numel(); ++s) {  // mixed
-    const std::int64_t other = s + rng.below(index.shape.numel() - s);
-    const double mine = get(index, s);
-    put(index, s, get(index, other));
-    put(index, other, mine);
-  }
-}
-
 void fill_bench(const GdnStepDesc& d, std::string_view operand, const ConstView& view, Rng& rng) {
-  if (operand == "state_index") fill_index(d, view, rng);
+  if (operand == "state_index") aim_state_index(d, view, rng);
   if (operand != "g" && operand != "beta") return;
   for (std::int64_t i = 0; i < view.shape.numel(); ++i)
     put(view, i, operand == "g" ? -rng.uniform() : rng.uniform());
@@ -92,7 +81,7 @@ std::vector<BenchCase<GdnStepDesc>> gdn_recurrent_step_bench_cases() {
 // have, with extreme decays, and an odd head keeps the awkward values of the random fill.
 void gdn_recurrent_step_aim(const GdnStepDesc& d, const GdnRecurrentStep::Args& a, Rng& rng) {
   if (d.pool > 0) {
-    fill_index(d, a.state_index, rng);
+    aim_state_index(d, a.state_index, rng);
     if (d.batch > 0 && rng.chance(2)) put(a.state_index, rng.below(d.batch), -1);
   }
   const std::int64_t gates = d.heads().gate_shape().numel();

@@ -5,64 +5,44 @@
 
 #include "bittern/ops/gdn_recurrent_step.h"
 #include "cuda/device.cuh"
-#include "cuda/ptx.cuh"
 #include "cuda/runtime.cuh"
 #include "ops/gdn/gdn.cuh"
 #include "ops/gdn/gdn.h"
+#include "ops/gdn/gdn_step.cuh"
 #include "plan/kernel.h"
 
 namespace bittern {
 namespace {
 
 using Op = GdnRecurrentStep;
+using cuda::Destinations;
 using cuda::Divisor;
+using cuda::Pair;
 using cuda::strided_dot;
+using cuda::Vec;
 
 // What a block takes of a head: memory that lies together, read and written in its order.
 //                              128 x 128: shared memory and threads of a block
 constexpr int kColumns = 128;    // of S [key_dim, value_dim]   66 KiB, 128
 constexpr int kFewColumns = 64;  // beyond kManyKeys
 constexpr int kManyKeys = 128;
-constexpr int kRows = 32;  // of S [value_dim, key_dim]   17 KiB, 128
-constexpr int kRowThreads = 128;
+constexpr int kRows = cuda::kSumRows;  // of S [value_dim, key_dim]   17 KiB, 128
+constexpr int kRowThreads = cuda::kSumThreads;
 
-struct Problem : cuda::TokenOperands {
-  const std::int32_t* state_index;  // null: sequence s has state s
-  float* state;
-  float* snapshots;                                    // null: left out
-  std::int64_t state_stride, head_stride, row_stride;  // to the next state, its head, their row
-  std::int64_t tokens, value_heads, states;
-  int keys, values;
+struct Problem : cuda::TokenOperands, cuda::StepStates {
   float scale;
   bool l2norm, gate, beta_sigmoid, allow_neg_eigval;
-  bool pieces;           // states can be accessed 16 bytes at a time
   Divisor parts, heads;  // blocks of a head; heads of a sequence
   std::int64_t items;
 
   Problem(const Op::Desc& d, const Op::Args& a, std::int64_t parts_of_a_head)
       : TokenOperands(d, a),
-        state_index(d.pool > 0 ? a.state_index.as<std::int32_t>() : nullptr),
-        state(a.state.as<float>()),
-        snapshots(a.snapshots.as<float>()),
-        state_stride(a.state.stride[0]),
-        head_stride(a.state.stride[1]),
-        row_stride(a.state.stride[2]),
-        tokens(d.tokens),
-        value_heads(d.value_heads),
-        states(d.states()),
-        keys(static_cast<int>(d.key_dim)),
-        values(static_cast<int>(d.value_dim)),
+        StepStates(d, a),
         scale(d.heads().query_scale()),
         l2norm(d.qk_l2norm),
         gate(d.gate),
         beta_sigmoid(d.beta_sigmoid),
         allow_neg_eigval(d.allow_neg_eigval),
-        pieces(reinterpret_cast<std::uintptr_t>(state) % 16 == 0 &&
-               reinterpret_cast<std::uintptr_t>(snapshots) % 16 == 0 &&
-               (d.state_layout == StateLayout::key_value ? values : keys) % 4 == 0 &&
-               (state_stride % 4 == 0 || states == 1) &&
-               (head_stride % 4 == 0 || value_heads == 1) &&
-               (row_stride % 4 == 0 || a.state.shape[2] == 1)),
         parts(parts_of_a_head),
         heads(d.value_heads),
         items(d.batch * d.value_heads * parts_of_a_head) {}
@@ -75,18 +55,13 @@ struct Problem : cuda::TokenOperands {
   __device__ Item item(std::int64_t index) const {
     const std::int64_t row = parts.divide(index), part = index - row * parts.value();
     const std::int64_t sequence = heads.divide(row), head = row - sequence * heads.value();
-    const std::int64_t slot = state_index != nullptr ? state_index[sequence] : sequence;
-    if (slot < 0 || slot >= states) return {sequence, head, part, nullptr, slot == -1};
-    return {sequence, head, part, state + slot * state_stride + head * head_stride};
+    const std::int64_t own = slot(sequence);
+    if (!in_range(own)) return {sequence, head, part, nullptr, own == -1};
+    return {sequence, head, part, state_of(own, head)};
   }
   __device__ float* snapshot(const Item& i, std::int64_t token) const {
-    const std::int64_t at = (i.sequence * tokens + token) * value_heads + i.head;
-    return snapshots + at * keys * values;
+    return StepStates::snapshot(i.sequence, token, i.head);
   }
-};
-
-struct Pair {
-  float k, q;
 };
 
 struct Token {
@@ -154,35 +129,6 @@ __device__ void skip(const Problem& p, const Problem::Item& item) {
   }
 }
 
-// N elements of a state that lie together.
-template <int N>
-struct alignas(N * sizeof(float)) Vec {
-  float at[N];
-  __device__ static Vec& of(float* p) { return *reinterpret_cast<Vec*>(p); }
-};
-
-// S = fma(k_i, delta_j, a S)
-__device__ float updated(float k, float delta, float decay, float s) {
-  return std::fma(k, delta, decay * s);
-}
-
-// Where a token's state goes: to the snapshots, if there are any, and to the state after the last
-// token, or to be used for the next one.
-struct Destinations {
-  float *snapshot, *state, *tile;  // the first two may be null
-  int snapshot_stride;             // to the next row
-  std::int64_t state_stride;
-  template <int N>
-  __device__ void put(int row, int column, int inside, const Vec<N>& s) const {
-    if (snapshot != nullptr) Vec<N>::of(snapshot + row * snapshot_stride + column) = s;
-    if (state != nullptr) {
-      Vec<N>::of(state + row * state_stride + column) = s;
-    } else {
-      Vec<N>::of(tile + inside) = s;
-    }
-  }
-};
-
 // ---- state [key_dim, value_dim]: a thread sums a column ----
 
 template <class X, int N>
@@ -202,12 +148,7 @@ __global__ void __launch_bounds__(kColumns) step_columns(const Problem p) {
     if (inside) {
 #pragma unroll 8
       for (int i = down; i < p.keys; i += N) {
-        const float* from = item.state + i * p.row_stride + first + across;
-        if constexpr (N == 4) {
-          cuda::copy_async_16(tile + i * width + across, from);
-        } else {
-          tile[i * width + across] = *from;
-        }
+        cuda::fetch<N>(tile + i * width + across, item.state + i * p.row_stride + first + across);
       }
     }
     cuda::copy_async_commit();
@@ -216,28 +157,17 @@ __global__ void __launch_bounds__(kColumns) step_columns(const Problem p) {
       cuda::copy_async_wait<0>();
       __syncthreads();
       if (j < p.values) {
-        float sk = 0, sq = 0;
-#pragma unroll 16
-        for (int i = 0; i < p.keys; ++i) {
-          const float s = tile[i * width + thread];
-          sk = std::fma(s, pairs[i].k, sk);
-          sq = std::fma(s, pairs[i].q, sq);
-        }
-        reinterpret_cast<float*>(deltas)[thread] = emit<X>(p, item, token, t, j, sk, sq);
+        const auto sums = cuda::column_sums(tile + thread, width, p.keys, pairs);
+        reinterpret_cast<float*>(deltas)[thread] = emit<X>(p, item, token, t, j, sums.sk, sums.sq);
       }
       __syncthreads();
       if (inside) {
         const bool last = token + 1 == p.tokens;
-        const auto delta = Vec<N>::of(reinterpret_cast<float*>(deltas) + across);
         const auto update = [&](auto&& put) {
-#pragma unroll 4
-          for (int i = down; i < p.keys; i += N) {
-            auto s = Vec<N>::of(tile + i * width + across);
-#pragma unroll
-            for (int e = 0; e < N; ++e)
-              s.at[e] = updated(pairs[i].k, delta.at[e], t.decay, s.at[e]);
-            put(i, first + across, i * width + across, s);
-          }
+          cuda::update_columns<N>(
+              tile, width, p.keys, pairs, reinterpret_cast<float*>(deltas), t.decay, across, down,
+              N,
+              [&](int row, int in_tile, const Vec<N>& s) { put(row, first + across, in_tile, s); });
         };
         if (last && p.snapshots == nullptr) {
           update([&](int row, int column, int, const Vec<N>& s) {
@@ -258,15 +188,11 @@ __global__ void __launch_bounds__(kColumns) step_columns(const Problem p) {
 
 // ---- state [value_dim, key_dim]: 16 lanes sum a row ----
 
-struct Sums {
-  float sk, sq;
-};
-
 template <class X, int N>
 __global__ void __launch_bounds__(kRowThreads) step_rows(const Problem p) {
   auto* const tile = cuda::dynamic_shared<float>();  // [kRows][keys]
   auto* const pairs = reinterpret_cast<Pair*>(tile + kRows * p.keys);
-  __shared__ Sums sums[kRows];
+  __shared__ cuda::StepSums sums[kRows];
   __shared__ float deltas[kRows];
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
@@ -279,11 +205,7 @@ __global__ void __launch_bounds__(kRowThreads) step_rows(const Problem p) {
     for (int i = lane * N; i < p.keys; i += 32 * N) {  // a warp along a row
 #pragma unroll 8
       for (int row = warp; row < rows; row += kRowThreads / 32) {
-        if constexpr (N == 4) {
-          cuda::copy_async_16(tile + row * p.keys + i, state + row * p.row_stride + i);
-        } else {
-          tile[row * p.keys + i] = state[row * p.row_stride + i];
-        }
+        cuda::fetch<N>(tile + row * p.keys + i, state + row * p.row_stride + i);
       }
     }
     cuda::copy_async_commit();
@@ -291,50 +213,15 @@ __global__ void __launch_bounds__(kRowThreads) step_rows(const Problem p) {
       const Token t = read_token<X>(p, item, token, pairs);
       cuda::copy_async_wait<0>();
       __syncthreads();
-      // Each half of a warp has four rows, 8 apart: lane l has their sums l % 16.
-      constexpr int kLanes = kDotLanes;
-      constexpr int kTogether = kRows * kLanes / kRowThreads, kApart = kRows / kTogether;
-      const int own = thread / kLanes;
-      Sums s[kTogether] = {};
-#pragma unroll 8
-      for (int i = lane % kLanes; i < p.keys; i += kLanes) {
-        const Pair pair = pairs[i];
-#pragma unroll
-        for (int r = 0; r < kTogether; ++r) {
-          const float x = tile[min(own + r * kApart, rows - 1) * p.keys + i];
-          s[r].sk = std::fma(x, pair.k, s[r].sk);
-          s[r].sq = std::fma(x, pair.q, s[r].sq);
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < kTogether; ++r) {
-#pragma unroll
-        for (int stride = kLanes / 2; stride > 0; stride /= 2) {
-          s[r].sk += __shfl_xor_sync(~0u, s[r].sk, stride);
-          s[r].sq += __shfl_xor_sync(~0u, s[r].sq, stride);
-        }
-        if (lane % kLanes == 0) sums[own + r * kApart] = s[r];
-      }
+      cuda::row_sums(tile, rows, p.keys, pairs, thread, sums);
       __syncthreads();
       if (thread < rows)
         deltas[thread] =
             emit<X>(p, item, token, t, first + thread, sums[thread].sk, sums[thread].sq);
       __syncthreads();
       const bool last = token + 1 == p.tokens;
-      // A warp along a row.
       const auto update = [&](auto&& put) {
-        for (int i = lane * N; i < p.keys; i += 32 * N) {
-          float k[N];
-#pragma unroll
-          for (int e = 0; e < N; ++e) k[e] = pairs[i + e].k;
-#pragma unroll 4
-          for (int row = warp; row < rows; row += kRowThreads / 32) {
-            auto x = Vec<N>::of(tile + row * p.keys + i);
-#pragma unroll
-            for (int e = 0; e < N; ++e) x.at[e] = updated(k[e], deltas[row], t.decay, x.at[e]);
-            put(row, i, x);
-          }
-        }
+        cuda::update_rows<N>(tile, rows, p.keys, pairs, deltas, t.decay, thread, put);
       };
       if (last && p.snapshots == nullptr) {
         update([&](int row, int column, const Vec<N>& x) {
