@@ -3,9 +3,11 @@
 #include <nanobind/nanobind.h>
 
 #include <initializer_list>
+#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "bittern/device.h"
 #include "bittern/status.h"
 #include "bittern/tensor.h"
 
@@ -26,6 +28,9 @@ T checked(Result<T> result) {
 
 nb::tuple to_tuple(const std::vector<std::int64_t>& values);
 nb::tuple to_tuple(const Shape& shape);
+
+// "cpu", "cuda" or "cuda:N"; raises an error of `op` for others.
+Device parse_device(std::string_view op, std::string_view text);
 
 // "Sku(category='quantization', ...)" from an object's properties.
 nb::str repr_of(const char* type, nb::handle self, std::initializer_list<const char*> names);

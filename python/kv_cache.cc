@@ -47,7 +47,7 @@ std::string keyword(std::string_view field) {
 Status in_python(const Status& status) {
   if (status.ok()) return status;
   std::string text(status.message());
-  for (const std::string_view prefix : {"kv_cache: ", "aura_attention: "})
+  for (const std::string_view prefix : {"kv_cache: ", "aura_append: ", "aura_attention: "})
     if (text.starts_with(prefix)) text.replace(0, prefix.size() - 2, kName);
   KvCacheConfig config;
   const auto rename = [&](std::string_view field, const auto&, const char*) {
@@ -240,6 +240,7 @@ class PyKvCache {
   }
 
   const KvCacheConfig& config() const { return cache_->config(); }  // never changes
+  Device device() const { return cache_->device(); }                // nor does this
 
   // f(cache) with the lock and without the GIL.
   template <class F>
@@ -249,11 +250,21 @@ class PyKvCache {
     return f(*cache_);
   }
 
-  void append(nb::handle k, nb::handle v) {
-    const Tensor k_tensor = import_tensor(where("k"), k, false, 0);
-    const Tensor v_tensor = import_tensor(where("v"), v, false, 0);
+  // The same, with work on a CUDA device put on `stream`.
+  template <class F>
+  auto locked_on(std::uintptr_t stream, F&& f) {
+    return locked([&](KvCache& c) {
+      c.set_stream({reinterpret_cast<void*>(stream)});
+      return f(c);
+    });
+  }
+
+  void append(nb::handle k, nb::handle v, std::uintptr_t stream) {
+    const Tensor k_tensor = import_tensor(where("k"), k, false, stream);
+    const Tensor v_tensor = import_tensor(where("v"), v, false, stream);
     const MutView k_rows = to_rows("k", k_tensor), v_rows = to_rows("v", v_tensor);
-    check(in_python(locked([&](KvCache& c) { return c.append(k_rows, v_rows); })));
+    check_strides(
+        in_python(locked_on(stream, [&](KvCache& c) { return c.append(k_rows, v_rows); })));
   }
 
   void truncate(std::int64_t size) {
@@ -267,22 +278,29 @@ class PyKvCache {
   }
 
   void attend(const Tensor& q, nb::handle out, nb::handle sinks, double scale, double softcap,
-              bool causal, std::string_view preference) {
+              bool causal, std::string_view preference, std::uintptr_t stream) {
     KvAttention how = to_attention(scale, softcap, causal, preference);
-    const Tensor out_tensor = import_tensor(where("out"), out, true, 0);
+    const Tensor out_tensor = import_tensor(where("out"), out, true, stream);
     const MutView q_rows = to_rows("q", q), out_rows = to_rows("out", out_tensor);
     Tensor sinks_tensor;
     if (!sinks.is_none()) {
-      sinks_tensor = import_tensor(where("sinks"), sinks, false, 0);
+      sinks_tensor = import_tensor(where("sinks"), sinks, false, stream);
       how.sinks = to_operand("sinks", sinks_tensor, DType::f32, "[heads]");
     }
-    check_strides(in_python(locked([&](KvCache& c) { return c.attend(q_rows, out_rows, how); })));
+    check_strides(
+        in_python(locked_on(stream, [&](KvCache& c) { return c.attend(q_rows, out_rows, how); })));
     count_write(out_tensor);
   }
 
   PyKvCache fork() {
     auto made = locked([](KvCache& c) -> Result<KvCache> { return c.fork(); });
     return PyKvCache(checked_here(std::move(made)), mutex_);
+  }
+
+  PyKvCache to(std::string_view device) {
+    const Device target = parse_device(kName, device);
+    auto made = locked([&](KvCache& c) -> Result<KvCache> { return c.to(target); });
+    return PyKvCache(checked_here(std::move(made)));
   }
 
   nb::tuple read(std::int64_t token) {
@@ -377,10 +395,10 @@ PyKvCache parse(nb::handle object) {
   return PyKvCache(checked_here(std::move(made)));
 }
 
-KvCache make(const KvCacheConfig& config) {
+KvCache make(const KvCacheConfig& config, Device device) {
   auto made = [&] {
     const nb::gil_scoped_release unlocked;
-    return KvCache::make(config);
+    return KvCache::make(config, device);
   }();
   return checked_here(std::move(made));
 }
@@ -454,8 +472,10 @@ void bind_kv_cache(nb::module_& m) {
       nb::arg("scheme"), nb::arg("kv_heads"), nb::arg("dim"), nb::arg("layer"), nb::arg("legacy"));
 
   nb::class_<PyKvCache>(m, "KvCache")
-      .def("__init__", [](PyKvCache* self,
-                          const nb::dict& given) { new (self) PyKvCache(make(to_config(given))); })
+      .def("__init__",
+           [](PyKvCache* self, const nb::dict& given, std::string_view device) {
+             new (self) PyKvCache(make(to_config(given), parse_device(kName, device)));
+           })
       .def_static("parse", parse, nb::arg("data").none())
       .def_static(
           "read_aura",
@@ -474,13 +494,16 @@ void bind_kv_cache(nb::module_& m) {
           },
           nb::arg("config"), nb::arg("k_packed").none(), nb::arg("k_scales").none(),
           nb::arg("v_packed").none(), nb::arg("v_scales").none(), nb::arg("tokens"))
-      .def("append", &PyKvCache::append, nb::arg("k").none(), nb::arg("v").none())
+      .def("append", &PyKvCache::append, nb::arg("k").none(), nb::arg("v").none(),
+           nb::arg("stream"))
       .def("truncate", &PyKvCache::truncate)
       .def("check_query", &PyKvCache::check_query)
       .def("attend", &PyKvCache::attend, nb::arg("q"), nb::arg("out").none(),
            nb::arg("sinks").none(), nb::arg("scale"), nb::arg("softcap"), nb::arg("causal"),
-           nb::arg("preference"))
+           nb::arg("preference"), nb::arg("stream"))
       .def("fork", &PyKvCache::fork)
+      .def("to", &PyKvCache::to)
+      .def_prop_ro("device", [](const PyKvCache& c) { return name(c.device()); })
       .def("read", &PyKvCache::read)
       .def("__len__", &PyKvCache::size)
       .def("counts", &PyKvCache::counts)

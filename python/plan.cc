@@ -19,7 +19,6 @@
 #include "tensor.h"
 
 namespace bittern {
-namespace {
 
 Device parse_device(std::string_view op, std::string_view text) {
   if (text == "cpu") return {};
@@ -32,6 +31,8 @@ Device parse_device(std::string_view op, std::string_view text) {
                 ", expected cpu, cuda or cuda:N"));
   return {};
 }
+
+namespace {
 
 Preference parse_preference(std::string_view op, std::string_view text) {
   if (text == "exact") return Preference::exact;

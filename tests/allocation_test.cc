@@ -611,6 +611,8 @@ TEST_F(Allocation, CachesAreRead) {
     const auto bytes = *cache->serialize();
     const auto unchanged = [&] { EXPECT_EQ(*cache->serialize(), bytes); };
     exhaust("KvCache::fork", [&] { return cache->fork().status(); }, unchanged);
+    exhaust("KvCache::to", [&] { return cache->to({}).status(); }, unchanged);
+    expect_refusal("KvCache::to", [&] { return cache->to({Device::Type::cpu, 3}).status(); });
     exhaust("KvCache::serialize", [&] { return cache->serialize().status(); }, unchanged);
     std::vector<std::byte> copy(cache->serialized_bytes());
     exhaust("KvCache::serialize", [&] { return cache->serialize(copy); }, unchanged);
@@ -856,6 +858,13 @@ TEST_F(Allocation, CachesFromC) {
   bad("bittern_kv_cache_truncate", [&] { return from_c(bittern_kv_cache_truncate(cache, -1)); });
   exhaust_making("bittern_kv_cache_fork",
                  [&](auto** made) { return bittern_kv_cache_fork(cache, made); });
+  exhaust_making("bittern_kv_cache_to",
+                 [&](auto** made) { return bittern_kv_cache_to(cache, {BITTERN_CPU, 0}, made); });
+  bittern_device device;
+  exhaust("bittern_kv_cache_device",
+          [&] { return from_c(bittern_kv_cache_device(cache, &device)); });
+  exhaust("bittern_kv_cache_set_stream",
+          [&] { return from_c(bittern_kv_cache_set_stream(cache, nullptr)); });
   exhaust("bittern_kv_cache_config", [&] {
     bittern_kv_config* made = nullptr;
     const Status status = from_c(bittern_kv_cache_config(cache, &made));

@@ -226,6 +226,21 @@ static void test_cache(void) {
   EXPECT(bittern_kv_cache_append(fork, &keys, &keys) == BITTERN_OK);
   EXPECT(same(cache, other) && !same(cache, fork));
 
+  /* A copy that shares nothing, and where it is. */
+  bittern_kv_cache* copy = NULL;
+  bittern_device device = {BITTERN_CUDA, 7};
+  EXPECT(bittern_kv_cache_to(cache, (bittern_device){BITTERN_CPU, 0}, &copy) == BITTERN_OK);
+  EXPECT(bittern_kv_cache_device(copy, &device) == BITTERN_OK);
+  EXPECT(device.type == BITTERN_CPU && device.index == 0);
+  EXPECT(bittern_kv_cache_set_stream(copy, NULL) == BITTERN_OK);
+  EXPECT(same(cache, copy));
+  EXPECT(bittern_kv_cache_append(copy, &keys, &keys) == BITTERN_OK);
+  EXPECT(same(cache, other) && !same(cache, copy));
+  bittern_kv_cache_destroy(copy);
+  EXPECT(bittern_kv_cache_to(cache, (bittern_device){BITTERN_CUDA, 1000}, &copy) ==
+         BITTERN_UNAVAILABLE);
+  EXPECT(copy == NULL && strncmp(bittern_last_error(), "kv_cache: device: cuda", 22) == 0);
+
   /* A token in bf16 and a coded one. */
   float row_k[kRow], row_v[kRow];
   EXPECT(bittern_kv_cache_read(cache, kTokens - 1, row_k, row_v, kRow) == BITTERN_OK);
@@ -473,6 +488,13 @@ static void test_null(void) {
   no_cache = cache;
   EXPECT_BAD(bittern_kv_cache_fork(NULL, &no_cache), "bittern_kv_cache_fork: cache: null");
   EXPECT(no_cache == NULL);
+  EXPECT_BAD(bittern_kv_cache_to(cache, (bittern_device){BITTERN_CPU, 0}, NULL),
+             "bittern_kv_cache_to: copy: null");
+  EXPECT_BAD(bittern_kv_cache_to(NULL, (bittern_device){BITTERN_CPU, 0}, &no_cache),
+             "bittern_kv_cache_to: cache: null");
+  EXPECT_BAD(bittern_kv_cache_device(cache, NULL), "bittern_kv_cache_device: device: null");
+  EXPECT_BAD(bittern_kv_cache_device(NULL, NULL), "bittern_kv_cache_device: cache: null");
+  EXPECT_BAD(bittern_kv_cache_set_stream(NULL, NULL), "bittern_kv_cache_set_stream: cache: null");
   EXPECT_BAD(bittern_kv_cache_config(cache, NULL), "bittern_kv_cache_config: config: null");
   no_config = config;
   EXPECT_BAD(bittern_kv_cache_config(NULL, &no_config), "bittern_kv_cache_config: cache: null");

@@ -44,7 +44,7 @@ LAYERS = [
     ("src/cpu/*_test.cc", ORACLE + ["gtest/*", "hwy/*"]),
     ("src/cpu/*", CORE + ["cpu/*", "plan/kernel.h", "hwy/*", "*intrin.h", "cpuid.h", "omp.h", "pthread.h", "sched.h"]),
     ("src/codec/*_test.cc", ORACLE + ["codec/*", "ops/aura/*", "gtest/*"]),
-    ("src/codec/*", CORE + ["codec/*", "plan/overlap.h"]),
+    ("src/codec/*", CORE + ["codec/*", "plan/memory.h", "plan/overlap.h"]),
     ("src/model/*_test.cc", MODEL + ["gtest/*"]),
     ("src/model/*", MODEL),
     ("src/eval/*_test.cc", MODEL + ["eval/*", "cpu/*", "gtest/*"]),

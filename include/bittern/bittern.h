@@ -4,6 +4,7 @@
 #include "bittern/gdn_desc.h"
 #include "bittern/ops/adam.h"
 #include "bittern/ops/attention_backward.h"
+#include "bittern/ops/aura_append.h"
 #include "bittern/ops/aura_attention.h"
 #include "bittern/ops/aura_decode.h"
 #include "bittern/ops/aura_encode.h"

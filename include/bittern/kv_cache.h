@@ -20,6 +20,15 @@
 // pages are used again (a ring). `slack` is how many tokens truncate may remove, and how many
 // queries beyond the first attend may have. First tokens are kept if window_keeps_first.
 //
+// On a CUDA device all rows are in its memory: k, v, q, out and sinks are there too. The host has
+// the sizes and the page tables, so no call but those that give rows back waits for the device. The
+// same appends leave the same bytes on every device, and attend gives the same bits
+// (Preference::exact).
+//
+//   auto cache = KvCache::make(config, {Device::Type::cuda, 0});
+//   cache->set_stream({stream});          of the calls that follow
+//   auto host = cache->to({});            a copy; and host->to(device) brings it back
+//
 // A call that fails leaves the cache as it was.
 //
 // Forks share a pool of pages. A cache, its forks included, may be used by one thread at a time.
@@ -118,8 +127,9 @@ struct KvCacheBytes {
 
 class KvCache {
  public:
-  // Fills in the tables that `config` leaves out.
-  static Result<KvCache> make(const KvCacheConfig& config) noexcept;
+  // Fills in the tables that `config` leaves out. Without the device, the status says what is
+  // missing.
+  static Result<KvCache> make(const KvCacheConfig& config, Device device = {}) noexcept;
 
   KvCache(const KvCache&) = delete;  // fork() says what it does
   KvCache(KvCache&&) noexcept;
@@ -128,8 +138,16 @@ class KvCache {
 
   // A cache with the same tokens. Pages are shared, and copied when one of the two writes to them.
   Result<KvCache> fork() const noexcept;
+  // A cache with the same tokens on another device, or on this one: it shares nothing.
+  Result<KvCache> to(Device device) const noexcept;
+  Device device() const { return device_; }
 
-  // k and v [tokens, kv_heads, dim], f32, f16 or bf16, of any strides.
+  // The CUDA stream of append, attend and fork from now on; forks have it too. It must come after
+  // what another stream still does with the cache.
+  void set_stream(Stream stream) { stream_ = stream; }
+  Stream stream() const { return stream_; }
+
+  // k and v [tokens, kv_heads, dim], f32, f16 or bf16, of any strides (on CUDA none is negative).
   Status append(const ConstView& k, const ConstView& v) noexcept;
 
   // Removes all tokens from `size` on. Refused if the window would then need tokens that were
@@ -154,8 +172,8 @@ class KvCache {
   std::int64_t forgotten() const { return coded_begin_ - first(); }  // after the first tokens
   KvCacheBytes bytes() const noexcept;
 
-  // Everything, in the format of docs/kv_cache.md. parse gives an equal cache back, or says why the
-  // bytes are not one: foreign, cut short, too long, changed, of another version.
+  // Everything, in the format of docs/kv_cache.md. parse gives an equal cache back, on the CPU, or
+  // says why the bytes are not one: foreign, cut short, too long, changed, of another version.
   Result<std::vector<std::byte>> serialize() const noexcept;
   // The same, into the caller's memory of this size.
   std::size_t serialized_bytes() const noexcept;
@@ -176,30 +194,31 @@ class KvCache {
 
  private:
   struct Pool;
+  struct Regions;
   struct Slot {
     std::int64_t page, token;
   };
-  explicit KvCache(KvCacheConfig config);
+  struct Rows;  // what one run of aura_append takes
+  KvCache(KvCacheConfig config, Device device);
   Slot slot(std::int64_t token) const;
   Status append_all(const ConstView& k, const ConstView& v, std::vector<std::int32_t>& aside);
-  Status encode(std::int64_t count, const std::vector<float>& k, const std::vector<float>& v);
+  Status append_rows(const ConstView& k, const ConstView& v, const Rows& rows);
+  Status copy_from(const KvCache& other);
   Status reserve_pages(std::int64_t tokens);
-  void reserve_exact(std::int64_t first, std::int64_t recent);
-  void make_own(std::size_t index);
+  Status reserve_exact(std::int64_t first, std::int64_t recent);
   std::int64_t oldest(std::int64_t size) const;
   void forget();
   void drop_pages();
   void release();
 
   KvCacheConfig config_;
+  Device device_;
+  Stream stream_ = {};
   std::shared_ptr<Pool> pool_;
-  std::vector<std::int32_t> table_;  // pages, oldest first
-  std::int64_t table_begin_ = 0;     // the token in the first slot of table_[0]
+  std::unique_ptr<Regions> regions_;  // the bf16 rows
+  std::vector<std::int32_t> table_;   // pages, oldest first
+  std::int64_t table_begin_ = 0;      // the token in the first slot of table_[0]
   std::int64_t size_ = 0, coded_begin_ = 0, coded_end_ = 0;
-  // [kv_heads, slots, dim]. Slots grow with the tokens, to `first` and `recent` at most. Recent
-  // token t is in slot t % slots.
-  std::int64_t first_slots_ = 0, recent_slots_ = 0;
-  std::vector<bf16> k_first_, v_first_, k_recent_, v_recent_;
 };
 
 // "aura4v2": bits of K and V; "aura4" is aura4v4.

@@ -197,6 +197,7 @@ __all__ = [
     "gated_activation_backward",
     "kl_loss",
     "adam",
+    "aura_append",
 ]
 __version__: str
 
@@ -3281,4 +3282,89 @@ def adam(
 
     mean and variance start as zeros, and the first step is 1. NaN and infinities stay in their
     element. A variance of 0 with epsilon 0 gives NaN.
+    """
+
+def aura_append(
+    k: _Array | SupportsFloat,
+    v: _Array | SupportsFloat,
+    slots: _Array | SupportsFloat,
+    k_boundaries: _Array | SupportsFloat,
+    v_boundaries: _Array | SupportsFloat,
+    k_codebook: _Array | SupportsFloat,
+    v_codebook: _Array | SupportsFloat,
+    k_table: _Array | SupportsFloat,
+    v_table: _Array | SupportsFloat,
+    k_packed: _Array | SupportsFloat,
+    k_scales: _Array | SupportsFloat,
+    v_packed: _Array | SupportsFloat,
+    v_scales: _Array | SupportsFloat,
+    kept_slots: _Array | SupportsFloat | None = None,
+    positions: _Array | SupportsFloat | None = None,
+    inverse_frequencies: _Array | SupportsFloat | None = None,
+    k_mean: _Array | SupportsFloat | None = None,
+    v_mean: _Array | SupportsFloat | None = None,
+    k_kept: _Array | SupportsFloat | None = None,
+    v_kept: _Array | SupportsFloat | None = None,
+    *,
+    tokens: int | None = None,
+    kv_heads: int | None = None,
+    dim: int | None = None,
+    page_size: int | None = None,
+    pages: int | None = None,
+    sequences: int | None = None,
+    kept: int | None = None,
+    rotary_dim: int | None = None,
+    factor: float = 1.0,
+    interleaved: bool = False,
+    k_bits: int = 4,
+    v_bits: int = 4,
+    k_rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
+    v_rotation: Literal["identity", "hadamard", "dense"] = "hadamard",
+    k_scale_rule: Literal["matched", "none", "least_squares", "unbiased"] = "matched",
+    v_scale_rule: Literal["matched", "none", "least_squares", "unbiased"] = "matched",
+    element: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    f16_scale: bool | None = None,
+    exact: Literal["f32", "f16", "bf16", "float32", "float16", "bfloat16"] | _DType | None = None,
+    device: _Device | None = None,
+    preference: Literal["exact", "fastest"] = "exact",
+    kernel: str | None = None,
+    threads: int = 0,
+    stream: _Stream | None = None,
+    workspace: _Array | None = None,
+) -> None:
+    """Returns nothing; updates k_packed, k_scales, v_packed, v_scales, k_kept, v_kept.
+
+    New tokens into a compressed KV cache: the keys turned by RoPE, K and V encoded, each row written
+    where its token's slot says. One launch for a layer.
+
+      x = rope(k[t,h])  or  v[t,h]        as the op rope gives it, rounded to `element`
+      with kept > 0: x is rounded to `exact`
+      a token t with kept_slots[t] = r >= 0:  the row that is coded is the one in kept row r;
+                                              then x is stored there
+      any other token:                        the row that is coded is x
+      slots[t] = n >= 0:                      the row is coded to page n / page_size, row
+                                              n % page_size; n < 0: no row of this token is coded
+
+    So a ring of the newest tokens, kept as they are, needs nothing besides: the new token takes the
+    place of the one that leaves, which is coded. Kept row r is row [r / kept, h, r % kept] of k_kept
+    and v_kept. With kept = 0 there are no kept_slots.
+
+    A row y is coded as aura_encode codes it (bittern/ops/aura_encode.h), with the rotation, the
+    widths and the rule of its side, after its mean is subtracted, each operation in f32:
+
+      u_j = y_j - mean_j. If a finite y_j gives an infinite u_j, then u_j = y_j / 2 - mean_j / 2 for
+            the whole row, which keeps its direction
+      codes and s of u by aura_encode. s is limited to the largest finite f32; if u was halved,
+            s = 2 s, limited again; then s is limited and rounded to the scales' dtype
+
+    RoPE is left out with rotary_dim = 0. positions, inverse_frequencies, factor and the pairs are
+    those of bittern/ops/rope.h.
+
+    A codec with one page of `capacity` tokens for each sequence is the contiguous layout of
+    aura_attention: pages = sequences, page_size = capacity, slot s * capacity + n.
+
+    Only the rows of the slots are written, all others stay. On the CPU a slot beyond the last row is
+    an error, and so are two tokens with one slot. On CUDA the host does not read the slots: one that
+    is too large is skipped, as a negative one is, and of two tokens with one slot either is written,
+    or parts of both.
     """

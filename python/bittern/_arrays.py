@@ -6,7 +6,11 @@ from ._values import DTYPES, LIMITS
 # Small inputs that frameworks hand over in a dtype of their own, and the one that ops take.
 COPIED = {
     **dict.fromkeys(
-        ("lengths", "starts", "cu_seqlens", "block_table", "state_index", "zero_point"), "s32"
+        (
+            *("lengths", "starts", "cu_seqlens", "block_table", "state_index", "zero_point"),
+            *("slots", "kept_slots"),
+        ),
+        "s32",
     ),
     "mask": "u8",
     **dict.fromkeys(("g", "beta", "a_log", "dt_bias"), "f32"),

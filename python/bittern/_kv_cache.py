@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from . import _bittern  # type: ignore[attr-defined]
+from . import _bittern, _cuda  # type: ignore[attr-defined]
 from ._arrays import new_array as _new_array
 from ._bittern import Tensor as _Tensor  # type: ignore[import-untyped, import-not-found]
 from ._functions import fields_of as _fields_of
+from ._functions import selection as _selection
 from ._values import field_value as _field_value
 from ._values import integer as _integer
 from ._values import integer_of_bits as _integer_of_bits
@@ -52,6 +53,11 @@ class KvCache:
 
     Arrays are of numpy, torch or mlx on the CPU, float32, float16 or bfloat16, and are read where
     they are, whatever their strides. Where tokens are expected, [heads, dim] is one token.
+
+    With device="cuda" ("cuda:1", torch.device("cuda")) all rows are in the device's memory, and so
+    are the arrays of append and attend: torch's, or any that DLPack exports. Work goes on torch's
+    current stream (`stream`: another), and the host waits for none of it. to() copies a cache from
+    one device to another.
 
     Parameters; each is also a read-only attribute:
       kv_heads, dim         heads of K and V, and the length of their rows (2..1024)
@@ -129,10 +135,11 @@ class KvCache:
         v_table: Any = None,
         k_mean: Any = None,
         v_mean: Any = None,
+        device: Any = "cpu",
     ) -> None:
         given = dict(locals())
-        del given["self"]
-        self._cache = _bittern.KvCache(_checked_config(given))
+        del given["self"], given["device"]
+        self._cache = _bittern.KvCache(_checked_config(given), _device(device))
         self._config: dict[str, Any] | None = None
 
     @classmethod
@@ -142,9 +149,20 @@ class KvCache:
         self._config = config
         return self
 
-    def append(self, k: Any, v: Any) -> None:
+    @property
+    def device(self) -> str:
+        """Where the rows are: "cpu" or "cuda:0"."""
+        return self._cache.device
+
+    def to(self, device: Any) -> KvCache:
+        """A cache with the same tokens on another device, or on this one; it shares nothing."""
+        return self._of(self._cache.to(_device(device)), self._config)
+
+    def append(self, k: Any, v: Any, *, stream: Any = None) -> None:
         """Adds tokens: k and v [tokens, kv_heads, dim], or [kv_heads, dim] for one."""
-        self._cache.append(k, v)
+        handle = self._stream(stream, k, v)
+        self._cache.append(k, v, handle)
+        _cuda.keep_until_done((k, v), handle)
 
     def attend(
         self,
@@ -156,6 +174,7 @@ class KvCache:
         sinks: Any = None,
         causal: bool = True,
         preference: Literal["exact", "fastest"] = "exact",
+        stream: Any = None,
     ) -> Any:
         """Attention of the newest tokens' queries, q [queries, heads, dim] or [heads, dim].
 
@@ -169,12 +188,20 @@ class KvCache:
         causal = _flag("KvCache: causal", causal)
         if not isinstance(preference, str):
             raise ValueError(f"KvCache: preference: {preference!r}, expected 'exact' or 'fastest'")
-        tensor = _Tensor("KvCache: q", q)
+        handle = self._stream(stream, q, out)
+        tensor = _Tensor("KvCache: q", q, stream=handle)
         self._cache.check_query(tensor)
         if out is None:
-            out = _new_array(q, tensor.shape, tensor.dtype)
-        self._cache.attend(tensor, out, sinks, factor, cap, causal, _text(preference))
+            if tensor.device != "cpu" and _cuda.torch_of(q) is None:
+                raise ValueError("KvCache: out: None, and on CUDA only torch's arrays are made")
+            with _cuda.allocating_for(q, handle):
+                out = _new_array(q, tensor.shape, tensor.dtype)
+        self._cache.attend(tensor, out, sinks, factor, cap, causal, _text(preference), handle)
+        _cuda.keep_until_done((q, out, sinks), handle)
         return out
+
+    def _stream(self, stream: Any, *arrays: Any) -> int:
+        return 0 if self.device == "cpu" else _cuda.stream_handle(stream, arrays, "KvCache")
 
     def truncate(self, size: int) -> None:
         """Forgets all tokens from `size` on; refused where the window would reach what is gone."""
@@ -207,9 +234,10 @@ class KvCache:
         return self._cache.serialize()
 
     @classmethod
-    def parse(cls, data: Any) -> KvCache:
+    def parse(cls, data: Any, device: Any = "cpu") -> KvCache:
         """The cache that serialize() wrote, from bytes or a contiguous buffer; or why it is none."""
-        return cls._of(_bittern.KvCache.parse(data))
+        cache = cls._of(_bittern.KvCache.parse(data))
+        return cache if device == "cpu" else cache.to(device)
 
     def write_aura(self, k_packed: Any, k_scales: Any, v_packed: Any, v_scales: Any) -> None:
         """Writes the coded tokens in AURA's layout; there must be no others.
@@ -243,13 +271,15 @@ class KvCache:
         return self.fork()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).parse, (self.serialize(),)
+        return type(self).parse, (self.serialize(), self.device)
 
     def __repr__(self) -> str:
         config = self.config
         shown = ["kv_heads", "dim", "k_bits", "v_bits"]
         shown += [f.name for f in _FIELDS if f.name not in shown and config[f.name] != f.default]
         text = ", ".join(f"{name}={config[name]!r}" for name in shown)
+        if self.device != "cpu":
+            text += f", device={self.device!r}"
         counts, held = self.counts, self.bytes
         regions = ", ".join(f"{n} {name}" for name, n in counts._asdict().items() if n)
         size = held.codes + held.scales + held.exact
@@ -293,6 +323,10 @@ def aura_config(
         _flag("aura_config: legacy", legacy),
     )
     return {name: value for name, value in config.items() if value is not None}
+
+
+def _device(device: Any) -> str:
+    return _selection("KvCache", device, "exact", None, 0)[0]
 
 
 def _seed(where: str, value: Any) -> int:

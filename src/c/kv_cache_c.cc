@@ -194,6 +194,35 @@ bittern_code bittern_kv_cache_fork(const bittern_kv_cache* cache, bittern_kv_cac
   });
 }
 
+bittern_code bittern_kv_cache_to(const bittern_kv_cache* cache, bittern_device device,
+                                 bittern_kv_cache** copy) {
+  return run([&]() -> Status {
+    if (copy == nullptr) return null("bittern_kv_cache_to", "copy");
+    *copy = nullptr;
+    if (cache == nullptr) return null("bittern_kv_cache_to", "cache");
+    BITTERN_TRY(c_api::check_device(device));
+    return give(cache->cache.to({static_cast<Device::Type>(device.type), device.index}), copy);
+  });
+}
+
+bittern_code bittern_kv_cache_device(const bittern_kv_cache* cache, bittern_device* device) {
+  return run([&]() -> Status {
+    if (cache == nullptr) return null("bittern_kv_cache_device", "cache");
+    if (device == nullptr) return null("bittern_kv_cache_device", "device");
+    const Device where = cache->cache.device();
+    *device = {static_cast<int32_t>(where.type), where.index};
+    return {};
+  });
+}
+
+bittern_code bittern_kv_cache_set_stream(bittern_kv_cache* cache, void* stream) {
+  return run([&]() -> Status {
+    if (cache == nullptr) return null("bittern_kv_cache_set_stream", "cache");
+    cache->cache.set_stream({stream});
+    return {};
+  });
+}
+
 bittern_code bittern_kv_cache_config(const bittern_kv_cache* cache, bittern_kv_config** config) {
   return run([&]() -> Status {
     if (config == nullptr) return null("bittern_kv_cache_config", "config");

@@ -66,14 +66,18 @@ Status KvCache::write_aura(const AuraViews& to) const noexcept try {
   }
   BITTERN_TRY(expect_aura(config_, to, size_));
   BITTERN_TRY(expect_apart(to));
+  if (!on_host(device_)) {
+    const auto host = this->to({});
+    return host ? host->write_aura(to) : host.status();
+  }
   for (int s = 0; s < 2; ++s) {
     const MutView &packed = s == 0 ? to.k_packed : to.v_packed,
                   &scales = s == 0 ? to.k_scales : to.v_scales;
     for (std::int64_t h = 0; h < config_.kv_heads; ++h) {
       for (std::int64_t t = 0; t < size_; ++t) {
         const Slot from = slot(t);
-        std::copy_n(pool_->row(s, from.page, h, from.token), pool_->words[s],
-                    packed.as<std::uint32_t>() + packed.at(h, t));
+        std::memcpy(packed.as<std::uint32_t>() + packed.at(h, t),
+                    pool_->row(s, from.page, h, from.token), kv::at(4 * pool_->words[s]));
         std::memcpy(scales.as<float>() + scales.at(h, t), pool_->scale(s, from.page, h, from.token),
                     sizeof(float));
       }
@@ -107,8 +111,8 @@ Result<KvCache> KvCache::read_aura(const KvCacheConfig& config, const AuraViews&
     for (std::int64_t h = 0; h < c.config_.kv_heads; ++h) {
       for (std::int64_t t = 0; t < tokens; ++t) {
         const Slot to = c.slot(t);
-        std::copy_n(packed.as<std::uint32_t>() + packed.at(h, t), c.pool_->words[s],
-                    c.pool_->row(s, to.page, h, to.token));
+        std::memcpy(c.pool_->row(s, to.page, h, to.token),
+                    packed.as<std::uint32_t>() + packed.at(h, t), kv::at(4 * c.pool_->words[s]));
         std::memcpy(c.pool_->scale(s, to.page, h, to.token), scales.as<float>() + scales.at(h, t),
                     sizeof(float));
       }

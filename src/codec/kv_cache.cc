@@ -5,9 +5,9 @@
 #include <cstring>
 #include <limits>
 
+#include "bittern/ops/aura_append.h"
 #include "bittern/ops/aura_attention.h"
 #include "bittern/ops/aura_decode.h"
-#include "bittern/ops/aura_encode.h"
 #include "codec/kv_pages.h"
 #include "core/float_mode.h"
 #include "core/guarded.h"
@@ -63,24 +63,23 @@ Status complete(const std::string& name, std::int64_t kv_heads, std::int64_t dim
   return {};
 }
 
-// Row `head` of a token of a [tokens, kv_heads, dim] view as f32.
-void load_row(const ConstView& view, std::int64_t token, std::int64_t head, std::int64_t dim,
-              float* to) {
+// A view [tokens, kv_heads, dim] of the host, as f32 without gaps.
+std::vector<float> dense_rows(const ConstView& view) {
+  std::vector<float> rows;
+  rows.reserve(at(view.shape.numel()));
   (void)visit<float, f16, bf16>(view.dtype, [&]<class X>(Type<X>) {
-    const X* from = view.as<X>() + view.at(token, head);
-    const std::int64_t step = view.stride[2];
-    if (step == 1) {
-      for (std::int64_t j = 0; j < dim; ++j) to[j] = to_math(from[j]);
-    } else {
-      for (std::int64_t j = 0; j < dim; ++j) to[j] = to_math(from[j * step]);
-    }
+    for (std::int64_t t = 0; t < view.shape[0]; ++t)
+      for (std::int64_t h = 0; h < view.shape[1]; ++h)
+        for (std::int64_t j = 0; j < view.shape[2]; ++j)
+          rows.push_back(to_math(view.as<X>()[view.at(t, h, j)]));
     return Status();
   });
+  return rows;
 }
 
 // A view [n, middle, dim] that may have any strides; `axes` are the names of these.
 Status expect_rows(std::string_view operand, const ConstView& view, const char* axes,
-                   std::int64_t middle, std::int64_t dim) {
+                   std::int64_t middle, std::int64_t dim, Device device) {
   if (view.shape.rank != 3 || view.shape[0] < 0 || view.shape[1] != middle ||
       view.shape[2] != dim) {
     return refuse(operand, "shape " + view.shape.str() + ", expected [n," + std::to_string(middle) +
@@ -90,7 +89,7 @@ Status expect_rows(std::string_view operand, const ConstView& view, const char* 
     return refuse(operand,
                   std::string("dtype ").append(name(view.dtype)) + ", expected f32, f16 or bf16");
   }
-  return expect_memory(operand, view);
+  return expect_memory(operand, view, device);
 }
 
 }  // namespace
@@ -103,31 +102,31 @@ bool KvSide::operator==(const KvSide& other) const {
          codebook.boundaries == other.codebook.boundaries && mean == other.mean;
 }
 
-KvCache::KvCache(KvCacheConfig config)
-    : config_(std::move(config)), pool_(std::make_shared<Pool>(config_)) {}
+KvCache::KvCache(KvCacheConfig config, Device device)
+    : config_(std::move(config)),
+      device_(device),
+      pool_(std::make_shared<Pool>(config_, device)),
+      regions_(std::make_unique<Regions>(device)) {}
 KvCache::KvCache(KvCache&&) noexcept = default;
 KvCache& KvCache::operator=(KvCache&& other) noexcept {
   if (this != &other) {
     release();
     config_ = std::move(other.config_);
+    device_ = other.device_;
+    stream_ = other.stream_;
     pool_ = std::move(other.pool_);
+    regions_ = std::move(other.regions_);
     table_ = std::move(other.table_);
     table_begin_ = other.table_begin_;
     size_ = other.size_;
     coded_begin_ = other.coded_begin_;
     coded_end_ = other.coded_end_;
-    first_slots_ = other.first_slots_;
-    recent_slots_ = other.recent_slots_;
-    k_first_ = std::move(other.k_first_);
-    v_first_ = std::move(other.v_first_);
-    k_recent_ = std::move(other.k_recent_);
-    v_recent_ = std::move(other.v_recent_);
   }
   return *this;
 }
 KvCache::~KvCache() { release(); }
 
-Result<KvCache> KvCache::make(const KvCacheConfig& given) noexcept try {
+Result<KvCache> KvCache::make(const KvCacheConfig& given, Device device) noexcept try {
   const FloatMode mode;
   KvCacheConfig config = given;
   Status status = [&]() -> Status {
@@ -140,138 +139,136 @@ Result<KvCache> KvCache::make(const KvCacheConfig& given) noexcept try {
     BITTERN_TRY(between("window", config.window, 0, kMostTokens));
     BITTERN_TRY(between("slack", config.slack, 0, config.window > 0 ? kMostTokens : 0));
     BITTERN_TRY(complete("k", config.kv_heads, config.dim, config.k));
-    return complete("v", config.kv_heads, config.dim, config.v);
+    BITTERN_TRY(complete("v", config.kv_heads, config.dim, config.v));
+    return expect_device("kv_cache", device);
   }();
   if (!status.ok()) return status;
-  return KvCache(std::move(config));
+  KvCache made(std::move(config), device);
+  BITTERN_TRY(made.pool_->fill_tables(made.config_));
+  return made;
 } catch (...) {
   return caught("kv_cache");
 }
 
 Result<KvCache> KvCache::fork() const noexcept try {
-  KvCache other(config_);
+  KvCache other(config_, device_);
+  other.stream_ = stream_;
+  for (const auto& [to, from] : {std::pair{&other.regions_->first, &regions_->first},
+                                 {&other.regions_->recent, &regions_->recent}}) {
+    for (int s = 0; s < 2; ++s) {
+      const std::size_t bytes = from->rows[s].size();
+      BITTERN_TRY(to->rows[s].grow(bytes, stream_));
+      BITTERN_TRY(copy_on(device_, to->rows[s].data(), from->rows[s].data(), bytes, stream_));
+    }
+    to->slots = from->slots;
+  }
+  std::vector<std::int32_t> table = table_;
   other.pool_ = pool_;
-  other.table_ = table_;
+  other.table_ = std::move(table);
   for (const std::int32_t page : table_) pool_->hold(page);
   other.table_begin_ = table_begin_;
   other.size_ = size_;
   other.coded_begin_ = coded_begin_;
   other.coded_end_ = coded_end_;
-  other.first_slots_ = first_slots_;
-  other.recent_slots_ = recent_slots_;
-  other.k_first_ = k_first_;
-  other.v_first_ = v_first_;
-  other.k_recent_ = k_recent_;
-  other.v_recent_ = v_recent_;
   return other;
 } catch (...) {
   return caught("kv_cache: fork");
+}
+
+Result<KvCache> KvCache::to(Device device) const noexcept try {
+  BITTERN_TRY(expect_device("kv_cache", device));
+  KvCache other(config_, device);
+  BITTERN_TRY(other.pool_->fill_tables(config_));
+  BITTERN_TRY(other.copy_from(*this));
+  return other;
+} catch (...) {
+  return caught("kv_cache: to");
 }
 
 std::int64_t KvCache::first() const noexcept { return std::min(config_.first, size_); }
 
 // ---- writing ----
 
-namespace {
+// What one run of aura_append takes: where the tokens from `begin` of k and v on go.
+struct KvCache::Rows {
+  std::int64_t begin;
+  Regions::Region* region;                          // of the kept rows
+  std::vector<std::int32_t> slots = {}, kept = {};  // -1: none
+};
 
-constexpr float kMost = std::numeric_limits<float>::max();
-
-// x + y, limited to the largest finite number if both are finite: the error of a code must not turn
-// a finite row into an infinite one.
-float finite_sum(float x, float y) {
-  const float sum = x + y;
-  return std::isinf(sum) && std::isfinite(x) ? std::clamp(sum, -kMost, kMost) : sum;
-}
-
-// row = x - mean. If that overflows, row is half of it, which keeps the direction, and the result
-// is true.
-bool centre(const float* x, const float* mean, std::int64_t dim, float* row) {
-  bool overflow = false;
-  for (std::int64_t i = 0; i < dim; ++i) {
-    row[i] = x[i] - mean[i];
-    overflow = overflow || (std::isinf(row[i]) && std::isfinite(x[i]));
+Status KvCache::append_rows(const ConstView& k, const ConstView& v, const Rows& rows) {
+  const auto tokens = static_cast<std::int64_t>(rows.slots.size());
+  if (tokens == 0) return {};
+  const Pool& pool = *pool_;
+  const Regions::Region& region = *rows.region;
+  const AuraAppendDesc desc{.tokens = tokens,
+                            .kv_heads = config_.kv_heads,
+                            .dim = config_.dim,
+                            .page_size = config_.page_size,
+                            .pages = pool.pages(),
+                            .kept = region.slots,
+                            .k_bits = config_.k.bits,
+                            .v_bits = config_.v.bits,
+                            .k_rotation = config_.k.rotation,
+                            .v_rotation = config_.v.rotation,
+                            .k_scale_rule = config_.k.scale_rule,
+                            .v_scale_rule = config_.v.scale_rule,
+                            .element = k.dtype,
+                            .f16_scale = config_.f16_scale,
+                            .exact = DType::bf16};
+  const auto plan = Plan<AuraAppend>::select(desc, device_);
+  if (!plan) return plan.status();
+  const std::int32_t *slots = rows.slots.data(), *kept = rows.kept.data();
+  if (!on_host(device_)) {
+    std::vector<std::int32_t> both = rows.slots;
+    both.insert(both.end(), rows.kept.begin(), rows.kept.end());
+    const std::size_t bytes = both.size() * sizeof(std::int32_t);
+    Memory& to = regions_->slots;
+    if (bytes > to.size()) BITTERN_TRY(to.grow(std::max(bytes, 2 * to.size()), stream_));
+    BITTERN_TRY(copy_on(device_, to.data(), both.data(), bytes, stream_));
+    slots = reinterpret_cast<const std::int32_t*>(to.data());
+    kept = slots + tokens;
   }
-  if (!overflow) return false;
-  for (std::int64_t i = 0; i < dim; ++i) row[i] = x[i] / 2 - mean[i] / 2;
-  return true;
-}
-
-}  // namespace
-
-// Encodes `count` tokens after the last coded one; k and v [kv_heads, count, dim], not centred.
-Status KvCache::encode(std::int64_t count, const std::vector<float>& k,
-                       const std::vector<float>& v) {
-  const std::int64_t heads = config_.kv_heads, dim = config_.dim, page_size = config_.page_size;
-  BITTERN_TRY(reserve_pages(count));
-  std::vector<float> rows;
-  std::vector<bool> halved;
-  for (std::int64_t done = 0, run; done < count; done += run) {
-    const std::int64_t token = coded_end_;
-    make_own(at((token - table_begin_) / page_size));
-    const Slot to = slot(token);
-    run = std::min(count - done, page_size - to.token);
-    for (int s = 0; s < 2; ++s) {
-      const KvSide& side = s == 0 ? config_.k : config_.v;
-      const std::vector<float>& values = s == 0 ? k : v;
-      rows.resize(at(heads * run * dim));
-      halved.assign(at(heads * run), false);
-      for (std::int64_t h = 0; h < heads; ++h) {
-        const float* from = values.data() + (h * count + done) * dim;
-        float* row = rows.data() + h * run * dim;
-        for (std::int64_t t = 0; t < run; ++t, from += dim, row += dim) {
-          if (side.mean.empty()) {
-            std::copy_n(from, dim, row);
-          } else {
-            halved[at(h * run + t)] = centre(from, side.mean.data() + h * dim, dim, row);
-          }
-        }
-      }
-      // One token's rows are page_size apart; several tokens' rows of a head follow each other.
-      const bool one = run == 1;
-      const AuraDesc desc{.rows = one ? heads : run,
-                          .dim = dim,
-                          .bits = side.bits,
-                          .rotation = side.rotation,
-                          .scale_rule = side.scale_rule,
-                          .f16_scale = config_.f16_scale};
-      const auto plan = Plan<AuraEncode>::select(desc);
-      if (!plan) return plan.status();
-      AlignedScratch scratch(plan->workspace_bytes());
-      for (std::int64_t h = 0; h < (one ? 1 : heads); ++h) {
-        MutView packed = view(pool_->row(s, to.page, h, to.token), desc.packed_shape(),
-                              one ? page_size * pool_->words[s] : pool_->words[s]);
-        MutView scales{pool_->scale(s, to.page, h, to.token),
-                       desc.scale_element(),
-                       {},
-                       desc.scale_shape(),
-                       {one ? page_size : 1, 1}};
-        AuraEncode::Args args{
-            .x = view(std::as_const(rows).data() + h * run * dim, desc.tensor_shape()),
-            .boundaries = view(side.codebook.boundaries.data(), {desc.levels() - 1}),
-            .codebook = view(side.codebook.levels.data(), {desc.levels()}),
-            .packed = packed,
-            .scales = scales};
-        if (side.rotation != Rotation::identity)
-          args.table = view(side.table.data(), desc.rotation_shape());
-        BITTERN_TRY(plan->run(args, {}, scratch.workspace()));
-      }
-      // Half of what f16 clamps is clamped, too.
-      for (std::int64_t i = 0; i < heads * run && !config_.f16_scale; ++i) {
-        if (!halved[at(i)]) continue;
-        std::byte* p = pool_->scale(s, to.page, i / run, to.token + i % run);
-        float scale;
-        std::memcpy(&scale, p, sizeof scale);
-        scale = finite_sum(scale, scale);
-        std::memcpy(p, &scale, sizeof scale);
-      }
-    }
-    coded_end_ += run;
+  const auto some = [&](ConstView all) {
+    all.data = static_cast<const std::byte*>(all.data) +
+               rows.begin * all.stride[0] * static_cast<std::int64_t>(size_of(all.dtype));
+    all.shape[0] = tokens;
+    return all;
+  };
+  const auto floats = [&](const float* values, const Shape& shape) {
+    return values == nullptr ? ConstView{} : view(values, shape, device_);
+  };
+  const auto coded = [&](std::byte* data, DType dtype, const Shape& shape) {
+    return MutView{data, dtype, device_, shape, shape.dense_strides()};
+  };
+  const kv::Tables of_k = pool.tables(config_, 0), of_v = pool.tables(config_, 1);
+  AuraAppend::Args args{
+      .k = some(k),
+      .v = some(v),
+      .slots = view(slots, {tokens}, device_),
+      .k_boundaries = floats(of_k.boundaries, desc.boundary_shape(desc.k_bits)),
+      .v_boundaries = floats(of_v.boundaries, desc.boundary_shape(desc.v_bits)),
+      .k_codebook = floats(of_k.levels, desc.codebook_shape(desc.k_bits)),
+      .v_codebook = floats(of_v.levels, desc.codebook_shape(desc.v_bits)),
+      .k_table = floats(of_k.table, desc.rotation_shape(desc.k_rotation)),
+      .v_table = floats(of_v.table, desc.rotation_shape(desc.v_rotation)),
+      .k_mean = floats(of_k.mean, desc.mean_shape()),
+      .v_mean = floats(of_v.mean, desc.mean_shape()),
+      .k_packed = coded(pool.codes[0].data(), DType::u32, desc.packed_shape(desc.k_bits)),
+      .k_scales = coded(pool.scales[0].data(), desc.scale_element(), desc.scale_shape()),
+      .v_packed = coded(pool.codes[1].data(), DType::u32, desc.packed_shape(desc.v_bits)),
+      .v_scales = coded(pool.scales[1].data(), desc.scale_element(), desc.scale_shape())};
+  if (region.slots > 0) {
+    args.kept_slots = view(kept, {tokens}, device_);
+    args.k_kept = coded(region.rows[0].data(), DType::bf16, desc.kept_shape());
+    args.v_kept = coded(region.rows[1].data(), DType::bf16, desc.kept_shape());
   }
-  return {};
+  AlignedScratch scratch(plan->workspace_bytes());  // none on CUDA
+  return plan->run(args, stream_, scratch.workspace());
 }
 
 // Nothing that the cache holds is overwritten or given away before all that can fail has succeeded:
-// rows go to slots that are free.
+// rows go to slots that are free, and the last run alone replaces rows of the recent region.
 Status KvCache::append(const ConstView& k, const ConstView& v) noexcept {
   const std::int64_t size = size_, begin = coded_begin_, end = coded_end_;
   const std::int64_t table_begin = table_begin_;
@@ -293,8 +290,8 @@ Status KvCache::append_all(const ConstView& k, const ConstView& v,
                            std::vector<std::int32_t>& aside) {
   const FloatMode mode;
   const std::int64_t heads = config_.kv_heads, dim = config_.dim;
-  BITTERN_TRY(expect_rows("k", k, "[tokens,kv_heads,dim]", heads, dim));
-  BITTERN_TRY(expect_rows("v", v, "[tokens,kv_heads,dim]", heads, dim));
+  BITTERN_TRY(expect_rows("k", k, "[tokens,kv_heads,dim]", heads, dim, device_));
+  BITTERN_TRY(expect_rows("v", v, "[tokens,kv_heads,dim]", heads, dim, device_));
   const std::int64_t count = k.shape[0];
   if (v.shape[0] != count) {
     return refuse(
@@ -307,67 +304,62 @@ Status KvCache::append_all(const ConstView& k, const ConstView& v,
                     "none: this table can only decode; to append, the codebook needs boundaries");
     }
   }
-  reserve_exact(std::min(config_.first, size_ + count), std::min(config_.recent, recent() + count));
-  std::vector<float> row(at(dim));
-  // Token `token` of the input to row `slot` of a bf16 region.
-  const auto keep = [&](std::int64_t token, std::int64_t slot, std::int64_t slots,
-                        std::vector<bf16>& k_rows, std::vector<bf16>& v_rows) {
-    for (std::int64_t h = 0; h < heads; ++h) {
-      for (const auto& [from, to] : {std::pair{&k, &k_rows}, {&v, &v_rows}}) {
-        load_row(*from, token, h, dim, row.data());
-        for (std::int64_t j = 0; j < dim; ++j)
-          (*to)[at((h * slots + slot) * dim + j)] = to_bf16(row[at(j)]);
-      }
-    }
+  // The op takes one dtype, and no strides that are negative.
+  const auto backwards = [](const ConstView& x) {
+    return std::any_of(x.stride.dim.begin(), x.stride.dim.begin() + x.stride.rank,
+                       [](std::int64_t stride) { return stride < 0; });
   };
-  std::int64_t taken = 0;
-  for (; taken < count && size_ < config_.first; ++taken) {
-    keep(taken, size_, first_slots_, k_first_, v_first_);
-    coded_begin_ = coded_end_ = ++size_;
-  }
-  // What leaves the recent region, oldest first, and of the new tokens what finds no room in it;
-  // so many at a time that they stay small.
-  std::int64_t leaving = std::max<std::int64_t>(recent() + count - taken - config_.recent, 0);
-  // The window leaves these behind at once, and all that was coded before them: they are not
-  // encoded. The old pages are kept until nothing can fail.
-  const std::int64_t skipped =
-      std::clamp(oldest(size_ + count - taken) - coded_end_, std::int64_t{0}, leaving);
-  if (skipped > 0) {
-    const std::int64_t from_region = std::min(skipped, recent());
-    std::swap(table_, aside);
-    coded_begin_ = coded_end_ += skipped;
-    taken += skipped - from_region;
-    size_ += skipped - from_region;
-    leaving -= skipped;
-  }
-  while (leaving > 0) {
-    const std::int64_t n = std::min(leaving, 4 * config_.page_size);
-    std::vector<float> k_rows(at(heads * n * dim)), v_rows(k_rows.size());
-    const std::int64_t from_region = std::min(n, recent());
-    for (std::int64_t h = 0; h < heads; ++h) {
-      for (std::int64_t i = 0; i < n; ++i) {
-        float* to[] = {k_rows.data() + (h * n + i) * dim, v_rows.data() + (h * n + i) * dim};
-        for (int s = 0; s < 2; ++s) {
-          if (i < from_region) {
-            const std::int64_t slot = (coded_end_ + i) % recent_slots_;
-            const bf16* from =
-                (s == 0 ? k_recent_ : v_recent_).data() + (h * recent_slots_ + slot) * dim;
-            for (std::int64_t j = 0; j < dim; ++j) to[s][j] = to_f32(from[j]);
-          } else {
-            load_row(s == 0 ? k : v, taken + i - from_region, h, dim, to[s]);
-            if (config_.recent > 0)
-              for (std::int64_t j = 0; j < dim; ++j) to[s][j] = to_f32(to_bf16(to[s][j]));
-          }
-        }
-      }
+  if (k.dtype != v.dtype || backwards(k) || backwards(v)) {
+    if (!on_host(device_)) {
+      if (k.dtype == v.dtype)
+        return unsupported("kv_cache: k and v: negative strides, expected none on " +
+                           name(device_));
+      return refuse("v", std::string("dtype ").append(name(v.dtype)) + ", expected that of k, " +
+                             name(k.dtype) + ", on " + name(device_));
     }
-    BITTERN_TRY(encode(n, k_rows, v_rows));
-    taken += n - from_region;
-    size_ += n - from_region;
-    leaving -= n;
+    const std::vector<float> k_rows = dense_rows(k), v_rows = dense_rows(v);
+    return append_all(view(k_rows.data(), k.shape), view(v_rows.data(), v.shape), aside);
   }
-  for (; taken < count; ++taken, ++size_)
-    keep(taken, size_ % recent_slots_, recent_slots_, k_recent_, v_recent_);
+  BITTERN_TRY(reserve_exact(std::min(config_.first, size_ + count),
+                            std::min(config_.recent, recent() + count)));
+  const std::int64_t firsts = std::clamp(config_.first - size_, std::int64_t{0}, count);
+  if (firsts > 0) {
+    Rows rows{.begin = 0, .region = &regions_->first};
+    rows.slots.assign(at(firsts), -1);
+    for (std::int64_t i = 0; i < firsts; ++i)
+      rows.kept.push_back(static_cast<std::int32_t>(size_ + i));
+    BITTERN_TRY(append_rows(k, v, rows));
+    coded_begin_ = coded_end_ = size_ += firsts;
+  }
+  // Tokens [held, base) are in the recent region, [base, size) are new; [held, end) leave, of which
+  // the window forgets those before `from` at once, and all that was coded before them: they are
+  // not encoded. The old pages are kept until nothing can fail.
+  const std::int64_t base = size_, size = base + count - firsts, held = coded_end_;
+  const std::int64_t end = size - std::min(config_.recent, size - held);
+  const std::int64_t from = held + std::clamp(oldest(size) - held, std::int64_t{0}, end - held);
+  if (from > held) {
+    std::swap(table_, aside);
+    coded_begin_ = coded_end_ = from;
+  }
+  BITTERN_TRY(reserve_pages(end - from));
+  Rows rows{.begin = firsts + std::clamp(from - base, std::int64_t{0}, size - base),
+            .region = &regions_->recent};
+  const std::int64_t ring = regions_->recent.slots;
+  const auto place = [&](std::int64_t token) {  // where it is coded
+    if (token < from) return -1;
+    const Slot to = slot(token);
+    return static_cast<std::int32_t>(to.page * config_.page_size + to.token);
+  };
+  for (std::int64_t token = base + rows.begin - firsts; token < size; ++token) {
+    const bool direct = token < end;
+    // One that stays takes the place of the one that was in its slot of the ring, if any.
+    const std::int64_t coded = direct ? token : token - ((token - base) / ring + 1) * ring;
+    rows.slots.push_back(direct || coded >= held ? place(coded) : -1);
+    rows.kept.push_back(direct ? -1 : static_cast<std::int32_t>(token % ring));
+  }
+  BITTERN_TRY(append_rows(k, v, rows));
+  size_ = size;
+  coded_end_ = end;
   forget();
   return {};
 }
@@ -391,6 +383,19 @@ Status KvCache::truncate(std::int64_t size) noexcept try {
 
 // ---- reading ----
 
+namespace {
+
+constexpr float kMost = std::numeric_limits<float>::max();
+
+// x + y, limited to the largest finite number if both are finite: the error of a code must not turn
+// a finite row into an infinite one.
+float finite_sum(float x, float y) {
+  const float sum = x + y;
+  return std::isinf(sum) && std::isfinite(x) ? std::clamp(sum, -kMost, kMost) : sum;
+}
+
+}  // namespace
+
 Status KvCache::check_query(const ConstView& q) const noexcept try {
   const std::int64_t dim = config_.dim;
   if (q.shape.rank != 3) {
@@ -399,7 +404,7 @@ Status KvCache::check_query(const ConstView& q) const noexcept try {
   }
   const std::int64_t heads = q.shape[1];
   BITTERN_TRY(between("heads", heads, 1, 1 << 16));
-  BITTERN_TRY(expect_rows("q", q, "[queries,heads,dim]", heads, dim));
+  BITTERN_TRY(expect_rows("q", q, "[queries,heads,dim]", heads, dim, device_));
   const std::int64_t queries = q.shape[0];
   BITTERN_TRY(between("queries", queries, 0, size_));
   BITTERN_TRY(expect_strides("q", q, false));
@@ -425,8 +430,8 @@ Status KvCache::attend(const ConstView& q, const MutView& out,
                          .capacity = static_cast<std::int64_t>(table_.size()) * config_.page_size,
                          .page_size = config_.page_size,
                          .pages = pool_->pages(),
-                         .first = first_slots_,
-                         .recent = recent_slots_,
+                         .first = regions_->first.slots,
+                         .recent = regions_->recent.slots,
                          .k_bits = config_.k.bits,
                          .v_bits = config_.v.bits,
                          .k_rotation = config_.k.rotation,
@@ -439,17 +444,18 @@ Status KvCache::attend(const ConstView& q, const MutView& out,
                          .element = q.dtype,
                          .f16_scale = config_.f16_scale,
                          .exact = DType::bf16};
-  const auto plan = Plan<AuraAttention>::select(desc, {}, how.preference);
+  const auto plan = Plan<AuraAttention>::select(desc, device_, how.preference);
   if (!plan) return plan.status();
   // Before the first token that is gone none is in a window.
   const std::int64_t firsts = forgotten() > 0 && !config_.window_keeps_first ? 0 : first();
-  const std::int32_t lengths[] = {static_cast<std::int32_t>(firsts),
-                                  static_cast<std::int32_t>(coded()),
-                                  static_cast<std::int32_t>(recent())};
-  const std::int64_t ring = std::max<std::int64_t>(recent_slots_, 1);
-  const std::int32_t starts[] = {
+  const std::int64_t ring = std::max<std::int64_t>(regions_->recent.slots, 1);
+  // Lengths, starts, pages.
+  std::vector<std::int32_t> state{
+      static_cast<std::int32_t>(firsts), static_cast<std::int32_t>(coded()),
+      static_cast<std::int32_t>(recent()),
       static_cast<std::int32_t>(coded() > 0 ? coded_begin_ - table_begin_ : 0),
       static_cast<std::int32_t>(coded_end_ % ring)};
+  state.insert(state.end(), table_.begin(), table_.end());
   const auto as_sequence = [&](auto rows) {  // [queries, heads, dim] as one sequence's
     rows.shape = desc.query_shape();
     rows.stride = {0, rows.stride[0], rows.stride[1], rows.stride[2]};
@@ -459,46 +465,59 @@ Status KvCache::attend(const ConstView& q, const MutView& out,
     return refuse("out", std::string(name(out.dtype)) + " " + out.shape.str() + ", expected " +
                              name(q.dtype) + " " + q.shape.str());
   }
-  BITTERN_TRY(expect_rows("out", out, "[queries,heads,dim]", heads, dim));
+  BITTERN_TRY(expect_rows("out", out, "[queries,heads,dim]", heads, dim, device_));
   BITTERN_TRY(expect_strides("out", out, true));
   const Pool& pool = *pool_;
-  const auto scales = [&](int side) {
-    return ConstView{pool.scales[side].data(),
-                     desc.scale_element(),
-                     {},
-                     desc.scale_shape(),
-                     desc.scale_shape().dense_strides()};
+  Regions& regions = *regions_;
+  const std::int32_t* told = state.data();
+  AlignedScratch host_scratch(on_host(device_) ? plan->workspace_bytes() : 0);
+  Workspace workspace = host_scratch.workspace();
+  if (!on_host(device_)) {
+    BITTERN_TRY(regions.scratch.grow(plan->workspace_bytes(), stream_));
+    workspace = {regions.scratch.data(), regions.scratch.size()};
+    if (state != regions.told) {
+      const std::size_t bytes = state.size() * sizeof(std::int32_t);
+      regions.told.clear();
+      if (bytes > regions.attended.size())
+        BITTERN_TRY(regions.attended.grow(std::max(bytes, 2 * regions.attended.size()), stream_));
+      BITTERN_TRY(copy_on(device_, regions.attended.data(), state.data(), bytes, stream_));
+      regions.told = std::move(state);
+    }
+    told = reinterpret_cast<const std::int32_t*>(regions.attended.data());
+  }
+  const auto stored = [&](const std::byte* data, DType dtype, const Shape& shape) {
+    return ConstView{data, dtype, device_, shape, shape.dense_strides()};
   };
-  const auto floats = [](const std::vector<float>& values, const Shape& shape) {
-    return values.empty() ? ConstView{} : view(values.data(), shape);
+  const auto floats = [&](const float* values, const Shape& shape) {
+    return values == nullptr ? ConstView{} : view(values, shape, device_);
   };
-  const auto exact = [&](const std::vector<bf16>& rows, std::int64_t tokens) {
-    return view(rows.data(), {desc.sequences * desc.kv_heads, tokens, desc.dim});
+  const auto exact = [&](const Regions::Region& region, int side) {
+    return stored(region.rows[side].data(), DType::bf16, {desc.kv_heads, region.slots, desc.dim});
   };
+  const kv::Tables of_k = pool.tables(config_, 0), of_v = pool.tables(config_, 1);
   const Shape mean{config_.kv_heads, dim};
   const AuraAttention::Args args{
       .q = as_sequence(q),
-      .k_packed = view(pool.codes[0].data(), desc.packed_shape(desc.k_bits)),
-      .k_scales = scales(0),
-      .v_packed = view(pool.codes[1].data(), desc.packed_shape(desc.v_bits)),
-      .v_scales = scales(1),
-      .k_codebook = floats(config_.k.codebook.levels, {std::int64_t{1} << desc.k_bits}),
-      .v_codebook = floats(config_.v.codebook.levels, {std::int64_t{1} << desc.v_bits}),
-      .k_table = floats(config_.k.table, desc.rotation_shape(desc.k_rotation)),
-      .v_table = floats(config_.v.table, desc.rotation_shape(desc.v_rotation)),
-      .block_table = view(table_.data(), desc.table_shape()),
-      .lengths = view(lengths, {1, 3}),
-      .starts = view(starts, {1, 2}),
-      .k_first = exact(k_first_, desc.first),
-      .v_first = exact(v_first_, desc.first),
-      .k_recent = exact(k_recent_, desc.recent),
-      .v_recent = exact(v_recent_, desc.recent),
-      .k_mean = floats(config_.k.mean, mean),
-      .v_mean = floats(config_.v.mean, mean),
+      .k_packed = stored(pool.codes[0].data(), DType::u32, desc.packed_shape(desc.k_bits)),
+      .k_scales = stored(pool.scales[0].data(), desc.scale_element(), desc.scale_shape()),
+      .v_packed = stored(pool.codes[1].data(), DType::u32, desc.packed_shape(desc.v_bits)),
+      .v_scales = stored(pool.scales[1].data(), desc.scale_element(), desc.scale_shape()),
+      .k_codebook = floats(of_k.levels, {std::int64_t{1} << desc.k_bits}),
+      .v_codebook = floats(of_v.levels, {std::int64_t{1} << desc.v_bits}),
+      .k_table = floats(of_k.table, desc.rotation_shape(desc.k_rotation)),
+      .v_table = floats(of_v.table, desc.rotation_shape(desc.v_rotation)),
+      .block_table = view(told + 5, desc.table_shape(), device_),
+      .lengths = view(told, {1, 3}, device_),
+      .starts = view(told + 3, {1, 2}, device_),
+      .k_first = exact(regions.first, 0),
+      .v_first = exact(regions.first, 1),
+      .k_recent = exact(regions.recent, 0),
+      .v_recent = exact(regions.recent, 1),
+      .k_mean = floats(of_k.mean, mean),
+      .v_mean = floats(of_v.mean, mean),
       .sinks = how.sinks,
       .out = as_sequence(out)};
-  AlignedScratch scratch(plan->workspace_bytes());
-  return plan->run(args, {}, scratch.workspace());
+  return plan->run(args, stream_, workspace);
 } catch (...) {
   return caught("kv_cache: attend");
 }
@@ -514,19 +533,27 @@ Status KvCache::read(std::int64_t token, std::span<float> k, std::span<float> v)
     return refuse("token", std::to_string(token) + " is gone, expected at least " +
                                std::to_string(coded_begin_));
   }
-  const bool early = token < first();
+  const bool early = token < first(), coded = !early && token < coded_end_;
+  const Regions::Region& region = early ? regions_->first : regions_->recent;
+  const Slot from = coded ? slot(token) : Slot{};
+  BITTERN_TRY(wait_for(device_));
+  // A row of every head, to the host.
+  const auto fetch = [&](void* to, std::size_t bytes, auto&& row) -> Status {
+    for (std::int64_t h = 0; h < heads; ++h)
+      BITTERN_TRY(
+          transfer({}, static_cast<std::byte*>(to) + at(h) * bytes, device_, row(h), bytes));
+    return {};
+  };
   for (int s = 0; s < 2; ++s) {
     const KvSide& side = s == 0 ? config_.k : config_.v;
     const std::span<float> to = s == 0 ? k : v;
-    if (early || token >= coded_end_) {
-      const std::int64_t slots = early ? first_slots_ : recent_slots_;
-      const std::vector<bf16>& rows =
-          s == 0 ? (early ? k_first_ : k_recent_) : (early ? v_first_ : v_recent_);
-      for (std::int64_t i = 0; i < heads * dim; ++i)
-        to[at(i)] = to_f32(rows[at((i / dim * slots + token % slots) * dim + i % dim)]);
+    if (!coded) {
+      std::vector<bf16> rows(at(heads * dim));
+      BITTERN_TRY(fetch(rows.data(), at(dim) * sizeof(bf16),
+                        [&](std::int64_t h) { return region.row(s, h, token, dim); }));
+      for (std::size_t i = 0; i < rows.size(); ++i) to[i] = to_f32(rows[i]);
       continue;
     }
-    const Slot from = slot(token);
     const AuraDesc desc{.rows = heads,
                         .dim = dim,
                         .bits = side.bits,
@@ -534,15 +561,17 @@ Status KvCache::read(std::int64_t token, std::span<float> k, std::span<float> v)
                         .f16_scale = config_.f16_scale};
     const auto plan = Plan<AuraDecode>::select(desc);
     if (!plan) return plan.status();
-    AuraDecode::Args args{.packed = view(pool_->row(s, from.page, 0, from.token),
-                                         desc.packed_shape(), config_.page_size * pool_->words[s]),
-                          .scales = {pool_->scale(s, from.page, 0, from.token),
-                                     desc.scale_element(),
-                                     {},
-                                     desc.scale_shape(),
-                                     {config_.page_size, 1}},
-                          .codebook = view(side.codebook.levels.data(), {desc.levels()}),
-                          .y = view(to.data(), desc.tensor_shape())};
+    std::vector<std::uint32_t> packed(at(heads * pool_->words[s]));
+    std::vector<float> scales(at(heads));  // room for either dtype
+    BITTERN_TRY(fetch(packed.data(), at(4 * pool_->words[s]),
+                      [&](std::int64_t h) { return pool_->row(s, from.page, h, from.token); }));
+    BITTERN_TRY(fetch(scales.data(), at(pool_->scale_bytes),
+                      [&](std::int64_t h) { return pool_->scale(s, from.page, h, from.token); }));
+    AuraDecode::Args args{
+        .packed = view(std::as_const(packed).data(), desc.packed_shape()),
+        .scales = {scales.data(), desc.scale_element(), {}, desc.scale_shape(), {1, 1}},
+        .codebook = view(side.codebook.levels.data(), {desc.levels()}),
+        .y = view(to.data(), desc.tensor_shape())};
     if (side.rotation != Rotation::identity)
       args.table = view(side.table.data(), desc.rotation_shape());
     AlignedScratch scratch(plan->workspace_bytes());
@@ -564,8 +593,8 @@ KvCacheBytes KvCache::bytes() const noexcept {
   b.pages = table_.size() * pool_->page_bytes();
   for (const std::int32_t page : table_)
     if (pool_->holders[at(page)] > 1) b.shared += pool_->page_bytes();
-  b.regions =
-      (k_first_.size() + v_first_.size() + k_recent_.size() + v_recent_.size()) * sizeof(bf16);
+  for (const Regions::Region* region : {&regions_->first, &regions_->recent})
+    b.regions += region->rows[0].size() + region->rows[1].size();
   for (const KvSide* side : {&config_.k, &config_.v}) {
     b.tables += (side->table.size() + side->mean.size() + side->codebook.levels.size() +
                  side->codebook.boundaries.size()) *

@@ -577,6 +577,17 @@ TEST(KvCache, ARingThatGrowsKeepsItsTokens) {
 
 // ---- errors ----
 
+TEST(KvCache, WithoutADeviceTheErrorSaysWhatIsMissing) {
+  const Status status = KvCache::make({}, {Device::Type::cuda, 1000}).status();
+  EXPECT_EQ(status.code(), Code::unavailable);
+  EXPECT_TRUE(status.message().starts_with("kv_cache: device: cuda")) << status.message();
+  EXPECT_EQ(make({}).to({Device::Type::cuda, 1000}).status().message(), status.message());
+  expect_error(KvCache::make({}, {static_cast<Device::Type>(7), 0}).status(),
+               Code::invalid_argument, "kv_cache: device: type 7, expected that of cpu or cuda");
+  expect_error(KvCache::make({}, {Device::Type::cpu, 3}).status(), Code::invalid_argument,
+               "kv_cache: device: cpu:3, expected cpu");
+}
+
 TEST(KvCache, ErrorsNameWhatIsWrong) {
   const Code bad = Code::invalid_argument;
   const auto with = [](auto change) {

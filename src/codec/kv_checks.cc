@@ -19,8 +19,9 @@ Status has_size(const std::string& field, std::size_t size, std::int64_t expecte
   return refuse(field, std::to_string(size) + " values, expected " + std::to_string(expected));
 }
 
-Status expect_memory(std::string_view operand, const ConstView& view) {
-  if (view.device != Device{}) return refuse(operand, "on " + name(view.device) + ", expected cpu");
+Status expect_memory(std::string_view operand, const ConstView& view, Device device) {
+  if (view.device != device)
+    return refuse(operand, "on " + name(view.device) + ", expected " + name(device));
   if (view.stride.rank != view.shape.rank)
     return refuse(operand, "strides " + view.stride.str() + ", expected one per axis");
   if (is_empty(view.shape)) return {};

@@ -24,9 +24,9 @@ Status refuse(std::string_view where, const std::string& what);
 Status between(std::string_view field, std::int64_t value, std::int64_t least, std::int64_t most);
 Status has_size(const std::string& field, std::size_t size, std::int64_t expected);
 
-// A view of a shape that was checked: it is on the CPU and has memory, aligned, and strides that do
-// not overflow.
-Status expect_memory(std::string_view operand, const ConstView& view);
+// A view of a shape that was checked: it is on the device and has memory, aligned, and strides that
+// do not overflow.
+Status expect_memory(std::string_view operand, const ConstView& view, Device device = {});
 
 // And its rows can be used in place: the values of the last axis are neighbours, no stride is
 // negative, and the elements of an output do not overlap.

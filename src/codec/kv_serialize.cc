@@ -190,22 +190,26 @@ Status KvCache::serialize(std::span<std::byte> to) const noexcept try {
     return refuse("bytes",
                   std::to_string(to.size()) + " of them, expected " + std::to_string(needed));
   }
+  if (!on_host(device_)) {
+    const auto host = this->to({});
+    return host ? host->serialize(to) : host.status();
+  }
   Writer w(to.data());
   write_head(config_, w);
   for (const std::int64_t x : {size_, coded_begin_, coded_end_}) w.value(x);
   const std::int64_t dim = config_.dim;
   for (int s = 0; s < 2; ++s) {
     for (std::int64_t h = 0; h < config_.kv_heads; ++h) {
-      w.array((s == 0 ? k_first_ : v_first_).data() + h * first_slots_ * dim, at(first() * dim));
+      const auto rows = [&](const Regions::Region& region, std::int64_t from,
+                            std::int64_t to_token) {
+        for (std::int64_t t = from; t < to_token; ++t) w.array(region.row(s, h, t, dim), at(dim));
+      };
+      rows(regions_->first, 0, first());
       for (std::int64_t t = coded_begin_; t < coded_end_; ++t)
-        w.array(pool_->row(s, slot(t).page, h, slot(t).token), at(pool_->words[s]));
+        w.array(pool_->row(s, slot(t).page, h, slot(t).token), at(4 * pool_->words[s]));
       for (std::int64_t t = coded_begin_; t < coded_end_; ++t)
         w.array(pool_->scale(s, slot(t).page, h, slot(t).token), at(pool_->scale_bytes));
-      for (std::int64_t t = coded_end_; t < size_; ++t) {
-        w.array(
-            (s == 0 ? k_recent_ : v_recent_).data() + (h * recent_slots_ + t % recent_slots_) * dim,
-            at(dim));
-      }
+      rows(regions_->recent, coded_end_, size_);
     }
   }
   const std::uint64_t length = to.size();
@@ -305,7 +309,7 @@ Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) noexcept try {
   auto made = make(config);
   if (!made) return r.bad(made.status());
   KvCache& c = *made;
-  c.reserve_exact(firsts, size - end);
+  BITTERN_TRY(c.reserve_exact(firsts, size - end));
   c.size_ = size;
   c.coded_begin_ = c.coded_end_ = begin;
   if (Status s = c.reserve_pages(end - begin); !s.ok()) return s;
@@ -313,17 +317,15 @@ Result<KvCache> KvCache::parse(std::span<const std::byte> bytes) noexcept try {
   const std::int64_t dim = config.dim;
   for (int s = 0; s < 2; ++s) {
     for (std::int64_t h = 0; h < config.kv_heads; ++h) {
-      r.array((s == 0 ? c.k_first_ : c.v_first_).data() + h * c.first_slots_ * dim,
-              at(firsts * dim));
+      const auto rows = [&](const Regions::Region& region, std::int64_t from, std::int64_t to) {
+        for (std::int64_t t = from; t < to; ++t) r.array(region.row(s, h, t, dim), at(dim));
+      };
+      rows(c.regions_->first, 0, firsts);
       for (std::int64_t t = begin; t < end; ++t)
-        r.array(c.pool_->row(s, c.slot(t).page, h, c.slot(t).token), at(c.pool_->words[s]));
+        r.array(c.pool_->row(s, c.slot(t).page, h, c.slot(t).token), at(4 * c.pool_->words[s]));
       for (std::int64_t t = begin; t < end; ++t)
         r.array(c.pool_->scale(s, c.slot(t).page, h, c.slot(t).token), at(c.pool_->scale_bytes));
-      for (std::int64_t t = end; t < size; ++t) {
-        r.array((s == 0 ? c.k_recent_ : c.v_recent_).data() +
-                    (h * c.recent_slots_ + t % c.recent_slots_) * dim,
-                at(dim));
-      }
+      rows(c.regions_->recent, end, size);
     }
   }
   return made;

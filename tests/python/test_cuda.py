@@ -114,6 +114,31 @@ def test_errors(driver, problem):
         call(x, scale, q=q, group_size=64, device="cuda:99")
 
 
+def test_kv_cache(driver):
+    """The bytes and the bits of the CPU's, and arrays that are not where the cache is."""
+    k, v = rng.standard_normal((2, 90, 2, 128), dtype=np.float32)
+    q = rng.standard_normal((3, 4, 128), dtype=np.float32)
+    host = bittern.KvCache(2, 128, first=3, recent=16)
+    there = bittern.KvCache(2, 128, first=3, recent=16, device="cuda")
+    stream = driver.stream()
+    for begin, end in [(0, 60), (60, 61), (61, 90)]:
+        host.append(k[begin:end], v[begin:end])
+        arrays = [DeviceArray(driver, a[begin:end]) for a in (k, v)]
+        there.append(*arrays, stream=stream.value)
+        driver.call("cuStreamSynchronize", stream)
+    assert there.serialize() == host.serialize()
+    queries, out = DeviceArray(driver, q), DeviceArray(driver, np.zeros_like(q))
+    assert there.attend(queries, out, stream=stream.value) is out
+    assert_same_bits(out.numpy(), host.attend(q))
+    with pytest.raises(ValueError, match="KvCache: q: on cpu, expected cuda:0"):
+        there.attend(q)
+    with pytest.raises(ValueError, match="KvCache: k: on cuda:0, expected cpu"):
+        host.append(queries, queries)
+    with pytest.raises(ValueError, match="KvCache: out: None, and on CUDA only torch's"):
+        there.attend(queries)
+    driver.call("cuStreamDestroy_v2", stream)
+
+
 ROW_OPS = [o.name for o in bittern.ops() if o.category in ("quantization", "affine", "packing")]
 
 

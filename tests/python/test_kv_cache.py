@@ -3,10 +3,13 @@
 import copy
 import gc
 import inspect
+import os
 import pathlib
 import pickle
 import re
 import struct
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -23,6 +26,7 @@ FRAMEWORKS = [
     pytest.param("mlx", marks=pytest.mark.peer("mlx")),
     pytest.param("torch", marks=pytest.mark.peer("torch")),
 ]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 rng = np.random.default_rng(11)
 
 
@@ -442,7 +446,8 @@ def test_the_layout_of_aura():
 
 
 def test_parameters_are_the_fields_and_their_defaults():
-    parameters = inspect.signature(KvCache).parameters
+    parameters = dict(inspect.signature(KvCache).parameters)
+    assert parameters.pop("device").default == KvCache(HEADS, DIM).device == "cpu"
     fields = {f.name: f.default for f in _bittern.kv_fields()}
     assert set(fields) | {f"{s}_{t}" for s in "kv" for t in ("codebook", "table", "mean")} == set(
         parameters
@@ -690,10 +695,75 @@ def test_torch():
 
 
 def test_the_example_of_the_page_runs(capsys):
-    page = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "kv_cache.md").read_text()
+    page = (ROOT / "docs" / "kv_cache.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     exec(block, {})
     assert "100 tokens (36 coded, 64 recent)" in capsys.readouterr().out
+
+
+# ---- devices ----
+
+ON_A_DEVICE = """
+import pickle
+import numpy as np
+from bittern import KvCache
+
+rng = np.random.default_rng(3)
+k, v = rng.standard_normal((2, 50, 2, 64), dtype=np.float32)
+host = KvCache(2, 64, first=2, recent=5, page_size=16)
+host.append(k, v)
+there = host.to("cuda")
+assert there.device == "cuda:0" and "device='cuda:0'" in repr(there) and len(there) == 50
+assert there.serialize() == host.serialize() and there.counts == host.counts
+assert there.config.keys() == host.config.keys()
+for token in (0, 20, 49):
+    for a, b in zip(there.read(token), host.read(token)):
+        assert np.array_equal(a, b)
+draft = there.fork()
+draft.truncate(30)
+host.truncate(30)
+assert draft.to("cpu").serialize() == host.serialize() != there.serialize()
+same = pickle.loads(pickle.dumps(draft))
+assert same.device == "cuda:0" and same.serialize() == host.serialize()
+assert KvCache.parse(host.serialize(), device="cuda:0").device == "cuda:0"
+assert KvCache(2, 64, device="cuda").device == "cuda:0"
+for call in (lambda: there.append(k, v), lambda: there.attend(k[:1])):
+    try:
+        call()
+    except ValueError as error:
+        assert "on cpu, expected cuda:0" in str(error), error
+    else:
+        assert False
+print("ok")
+"""
+
+
+def test_moves_to_an_emulated_device():
+    command = os.environ.get("BITTERN_COMMAND") or ROOT / "build" / "release" / "bittern"
+    plugin = pathlib.Path(command).parent / "libbittern_cuda_emulated.so"
+    if not plugin.exists():
+        pytest.skip("no emulated device beside the command")
+    result = subprocess.run(
+        [sys.executable, "-c", ON_A_DEVICE],
+        env={**os.environ, "BITTERN_CUDA_PLUGIN": str(plugin), "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+def test_without_a_device_the_error_says_what_is_missing():
+    for call in (
+        lambda: KvCache(HEADS, DIM, device="cuda:1000"),
+        lambda: filled(3).to("cuda:1000"),
+        lambda: KvCache.parse(filled(3).serialize(), device="cuda:1000"),
+    ):
+        with pytest.raises(RuntimeError, match="KvCache: device: cuda"):
+            call()
+    with pytest.raises(ValueError, match="KvCache: device: gpu, expected cpu, cuda or cuda:N"):
+        KvCache(HEADS, DIM, device="gpu")
+    with pytest.raises(ValueError, match="KvCache: device: 3, expected 'cpu', 'cuda' or 'cuda:N'"):
+        filled(3).to(3)
 
 
 # ---- lifetime, threads ----

@@ -54,6 +54,14 @@ bittern_code bittern_kv_cache_create(const bittern_kv_config* config, bittern_kv
 void bittern_kv_cache_destroy(bittern_kv_cache* cache); /* takes NULL */
 /* A cache with the same tokens. Pages are shared, and copied when one of the two writes to them. */
 bittern_code bittern_kv_cache_fork(const bittern_kv_cache* cache, bittern_kv_cache** fork);
+/* A cache with the same tokens on another device, or on this one; it shares nothing. An empty cache
+ * becomes one of a CUDA device so: k, v, q, out and sinks are then in the device's memory. */
+bittern_code bittern_kv_cache_to(const bittern_kv_cache* cache, bittern_device device,
+                                 bittern_kv_cache** copy);
+bittern_code bittern_kv_cache_device(const bittern_kv_cache* cache, bittern_device* device);
+/* The cudaStream_t of append, attend and fork from now on; NULL: the default stream. It must come
+ * after what another stream still does with the cache. */
+bittern_code bittern_kv_cache_set_stream(bittern_kv_cache* cache, void* stream);
 /* A copy of the cache's config, with the tables that were filled in. */
 bittern_code bittern_kv_cache_config(const bittern_kv_cache* cache, bittern_kv_config** config);
 

@@ -3,6 +3,7 @@
 #include <map>
 
 #include "bittern/codec.h"
+#include "ops/aura/aura.h"
 
 namespace bittern::oracle {
 
@@ -76,7 +77,7 @@ void fill_aura(const AuraDesc& d, std::string_view operand, const ConstView& vie
 }
 
 void aim_rows(const ConstView& x, Rng& rng) {
-  const std::int64_t rows = x.shape[0], n = x.shape[1];
+  const std::int64_t n = x.shape[x.shape.rank - 1], rows = x.shape.numel() / n;
   const auto set = [&](std::int64_t i, std::int64_t j, double value) { put(x, i * n + j, value); };
   for (std::int64_t i = 0; i < rows; ++i) {
     const std::int64_t kind = rng.below(16);
@@ -124,6 +125,25 @@ void aim_rows(const ConstView& x, Rng& rng) {
       default: break;
     }
   }
+}
+
+void aim_at_boundaries(const AuraDesc& d, const float* table, const float* boundaries,
+                       const ConstView& at, std::int64_t row, Rng& rng) {
+  std::vector<float> x(static_cast<std::size_t>(d.dim));
+  double rest = 1;
+  for (float& v : x) {
+    const float boundary = boundaries[rng.below(d.levels() - 1)];
+    v = static_cast<float>(step(DType::f32, boundary, static_cast<int>(rng.below(5)) - 2));
+    if (&v == &x.back() || rest <= static_cast<double>(v) * static_cast<double>(v)) {
+      v = static_cast<float>(std::sqrt(rest));
+    }
+    rest -= static_cast<double>(v) * static_cast<double>(v);
+    if (!(rest > 0)) rest = 0;
+  }
+  rotate_row(d.rotation, d.dim, table, true, x.data());
+  const double scale = std::ldexp(1.0, static_cast<int>(rng.below(9)) - 4);
+  for (std::int64_t j = 0; j < d.dim; ++j)
+    put(at, row * d.dim + j, scale * static_cast<double>(x[static_cast<std::size_t>(j)]));
 }
 
 }  // namespace bittern::oracle

@@ -3,8 +3,10 @@
 #include <cmath>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bittern/aura_desc.h"
+#include "bittern/ops/aura_append.h"
 #include "bittern/ops/aura_attention.h"
 #include "core/expect.h"
 #include "core/guarded.h"
@@ -144,6 +146,20 @@ float AuraAttentionDesc::softmax_scale() const noexcept {
   return static_cast<float>(scale == 0 ? 1 / std::sqrt(static_cast<double>(dim)) : scale);
 }
 
+namespace {
+
+// Of q, k and v, and of rows that are not coded.
+Status expect_exact_dtypes(std::string_view op, DType element, DType exact) {
+  for (const auto& [field, dtype] : {std::pair{"element", element}, {"exact", exact}}) {
+    if (dtype == DType::f32 || is_half(dtype)) continue;
+    return unsupported(std::string(op).append(": ").append(field).append(": ") + name(dtype) +
+                       ", expected f32, f16 or bf16");
+  }
+  return {};
+}
+
+}  // namespace
+
 Status AuraAttention::check(const Desc& d) noexcept try {
   BITTERN_TRY(expect_at_least(kName, "sequences", d.sequences, 0));
   BITTERN_TRY(expect_at_least(kName, "queries", d.queries, 0));
@@ -192,12 +208,7 @@ Status AuraAttention::check(const Desc& d) noexcept try {
     return fail(kName, "softcap",
                 number_text(d.softcap) + ", expected 0 or a positive normal number of f32");
   }
-  for (const auto& [field, dtype] : {std::pair{"element", d.element}, {"exact", d.exact}}) {
-    if (dtype == DType::f32 || is_half(dtype)) continue;
-    return unsupported(std::string(kName).append(": ").append(field).append(": ") + name(dtype) +
-                       ", expected f32, f16 or bf16");
-  }
-  return {};
+  return expect_exact_dtypes(kName, d.element, d.exact);
 } catch (...) {
   return caught(kName);
 }
@@ -249,6 +260,82 @@ Status AuraAttention::check_contents(const Desc& d, const Args& a) noexcept try 
     }
   }
   return {};
+} catch (...) {
+  return caught(kName);
+}
+
+std::string AuraAppend::shape_hint(const Desc& d, std::string_view operand,
+                                   const Shape& found) noexcept {
+  const bool of_k = operand.starts_with("k_");
+  if (operand.ends_with("_table"))
+    return rotation_hint(operand, of_k ? d.k_rotation : d.v_rotation, found);
+  return width_hint(operand, d.dim, of_k ? d.k_bits : d.v_bits, found);
+}
+
+Status AuraAppend::check(const Desc& d) noexcept try {
+  constexpr std::int64_t kMostSlots = INT32_MAX;
+  BITTERN_TRY(expect_between(kName, "tokens", d.tokens, 0, kMostSlots));
+  BITTERN_TRY(expect_between(kName, "kv_heads", d.kv_heads, 1, 1 << 16));
+  BITTERN_TRY(expect_between(kName, "k_bits", d.k_bits, 1, 8));
+  BITTERN_TRY(expect_between(kName, "v_bits", d.v_bits, 1, 8));
+  BITTERN_TRY(check_aura_row(kName, "dim", d.dim, d.k_bits, d.k_rotation));
+  BITTERN_TRY(check_aura_row(kName, "dim", d.dim, d.v_bits, d.v_rotation));
+  BITTERN_TRY(
+      expect_between(kName, "k_scale_rule", static_cast<std::int32_t>(d.k_scale_rule), 0, 3));
+  BITTERN_TRY(
+      expect_between(kName, "v_scale_rule", static_cast<std::int32_t>(d.v_scale_rule), 0, 3));
+  // Slots are 32-bit.
+  BITTERN_TRY(expect_between(kName, "page_size", d.page_size, 1, kMostSlots));
+  BITTERN_TRY(expect_between(kName, "pages", d.pages, 0, kMostSlots / d.page_size));
+  BITTERN_TRY(expect_between(kName, "kept", d.kept, 0, kMostSlots));
+  BITTERN_TRY(expect_between(kName, "sequences", d.sequences, 0,
+                             kMostSlots / std::max<std::int64_t>(d.kept, 1)));
+  BITTERN_TRY(expect_countable(kName, {d.tokens, d.kv_heads, kAuraMaxDim}));
+  BITTERN_TRY(expect_countable(kName, {d.pages, d.kv_heads, d.page_size, kAuraMaxDim}));
+  BITTERN_TRY(expect_countable(kName, {d.sequences, d.kv_heads, d.kept, kAuraMaxDim}));
+  BITTERN_TRY(expect_between(kName, "rotary_dim", d.rotary_dim, 0, d.dim));
+  if (d.rotary_dim % 2 != 0)
+    return fail(kName, "rotary_dim", std::to_string(d.rotary_dim) + ", expected an even number");
+  BITTERN_TRY(expect_finite_f32(kName, "factor", d.factor));
+  return expect_exact_dtypes(kName, d.element, d.exact);
+} catch (...) {
+  return caught(kName);
+}
+
+Status AuraAppend::check_contents(const Desc& d, const Args& a) noexcept try {
+  for (const bool of_k : {true, false}) {
+    const std::int64_t levels = std::int64_t{1} << (of_k ? d.k_bits : d.v_bits);
+    const std::string side = of_k ? "k_" : "v_";
+    const ConstView &boundaries = of_k ? a.k_boundaries : a.v_boundaries,
+                    &codebook = of_k ? a.k_codebook : a.v_codebook,
+                    &table = of_k ? a.k_table : a.v_table, &mean = of_k ? a.k_mean : a.v_mean;
+    BITTERN_TRY(check_boundaries(kName, side + "boundaries", boundaries.as<float>(), levels - 1));
+    BITTERN_TRY(check_codebook(kName, side + "codebook", codebook.as<float>(), levels));
+    if ((of_k ? d.k_rotation : d.v_rotation) == Rotation::hadamard)
+      BITTERN_TRY(check_signs(kName, side + "table", table.as<float>(), d.dim));
+    if (mean)
+      BITTERN_TRY(check_codebook(kName, side + "mean", mean.as<float>(), d.kv_heads * d.dim));
+  }
+  const auto expect_slots = [&](const char* operand, const ConstView& slots, std::int64_t room) {
+    std::vector<std::int32_t> taken;
+    for (std::int64_t t = 0; slots && t < d.tokens; ++t) {
+      const std::int32_t slot = slots.as<std::int32_t>()[t];
+      if (slot >= room) {
+        return fail(kName, operand,
+                    "[" + std::to_string(t) + "] is " + std::to_string(slot) +
+                        ", expected at most " + std::to_string(room - 1) +
+                        ", or a negative number for none");
+      }
+      if (slot >= 0) taken.push_back(slot);
+    }
+    std::sort(taken.begin(), taken.end());
+    const auto twice = std::adjacent_find(taken.begin(), taken.end());
+    if (twice == taken.end()) return Status();
+    return fail(kName, operand,
+                std::to_string(*twice) + " of two tokens, expected a slot for each");
+  };
+  BITTERN_TRY(expect_slots("slots", a.slots, d.slots()));
+  return expect_slots("kept_slots", a.kept_slots, d.sequences * d.kept);
 } catch (...) {
   return caught(kName);
 }

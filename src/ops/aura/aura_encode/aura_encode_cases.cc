@@ -42,30 +42,6 @@ std::vector<BenchCase<AuraDesc>> aura_encode_bench_cases() {
   return cases;
 }
 
-namespace {
-
-// x whose rotated coordinates lie on boundaries, or a few ulps beside them: those of a unit vector,
-// as far as boundaries allow, turned back and scaled by a power of two.
-void aim_at_boundaries(const AuraDesc& d, const AuraEncode::Args& a, std::int64_t row, Rng& rng) {
-  std::vector<float> x(static_cast<std::size_t>(d.dim));
-  double rest = 1;
-  for (float& v : x) {
-    const float at = a.boundaries.as<float>()[rng.below(d.levels() - 1)];
-    v = static_cast<float>(step(DType::f32, at, static_cast<int>(rng.below(5)) - 2));
-    if (&v == &x.back() || rest <= static_cast<double>(v) * static_cast<double>(v)) {
-      v = static_cast<float>(std::sqrt(rest));
-    }
-    rest -= static_cast<double>(v) * static_cast<double>(v);
-    if (!(rest > 0)) rest = 0;
-  }
-  rotate_row(d.rotation, d.dim, a.table.as<float>(), true, x.data());
-  const double scale = std::ldexp(1.0, static_cast<int>(rng.below(9)) - 4);
-  for (std::int64_t j = 0; j < d.dim; ++j)
-    put(a.x, row * d.dim + j, scale * static_cast<double>(x[static_cast<std::size_t>(j)]));
-}
-
-}  // namespace
-
 // What the kernel on tensor cores treats differently.
 std::vector<AuraDesc> aura_encode_bounded_cases(bool) {
   std::vector<AuraDesc> cases;
@@ -202,7 +178,8 @@ void aura_encode_aim(const AuraDesc& d, const AuraEncode::Args& a, Rng& rng) {
   }
   aim_rows(a.x, rng);
   for (std::int64_t i = 0; i < d.rows; ++i)
-    if (rng.chance(2)) aim_at_boundaries(d, a, i, rng);
+    if (rng.chance(2))
+      aim_at_boundaries(d, a.table.as<float>(), a.boundaries.as<float>(), a.x, i, rng);
 }
 
 }  // namespace bittern::oracle

@@ -75,21 +75,17 @@ Status run_dense(const Problem& p, int device, Stream stream) {
 // ---- dispatch ----
 
 Problem problem(const Op::Desc& d, const Op::Args& a) {
-  return {.x = a.x.data,
-          .boundaries = a.boundaries.as<float>(),
-          .codebook = a.codebook.as<float>(),
-          .packed = a.packed.as<std::uint32_t>(),
-          .scales = a.scales.data,
-          .x_stride = a.x.row_stride(),
-          .packed_stride = a.packed.row_stride(),
-          .scale_stride = a.scales.row_stride(),
-          .rows = d.rows,
-          .rotation = cuda::row_rotation(d.rotation, d.dim, a.table.as<float>(), false),
-          .element = d.element,
-          .rule = d.scale_rule,
-          .f16_scale = d.f16_scale,
-          .bits = d.bits,
-          .words = static_cast<int>(packed_words(d.dim, d.bits))};
+  Problem p{row_coder(d, a.table.as<float>(), a.boundaries.as<float>(), a.codebook.as<float>())};
+  p.x = a.x.data;
+  p.packed = a.packed.as<std::uint32_t>();
+  p.scales = a.scales.data;
+  p.x_stride = a.x.row_stride();
+  p.packed_stride = a.packed.row_stride();
+  p.scale_stride = a.scales.row_stride();
+  p.rows = d.rows;
+  p.element = d.element;
+  p.f16_scale = d.f16_scale;
+  return p;
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {

@@ -1,6 +1,6 @@
 #include "bittern/ops/rope.h"
-#include "core/angle.h"
 #include "core/numerics.h"
+#include "core/rope.h"
 #include "plan/kernel.h"
 
 namespace bittern {
@@ -13,20 +13,17 @@ void rotate(const Op::Desc& d, const Op::Args& a) {
   const std::int64_t half = d.rotary_dim / 2;
   const bool interleaved = d.layout == RopeLayout::interleaved;
   for (std::int64_t t = 0; t < d.tokens; ++t) {
-    const auto position = static_cast<double>(a.positions.as<std::int32_t>()[t]);
+    const std::int32_t position = a.positions.as<std::int32_t>()[t];
     for (std::int64_t h = 0; h < d.heads; ++h) {
       const X* x = a.x.as<X>() + a.x.at(t, h);
       X* y = a.y.as<X>() + a.y.at(t, h);
       for (std::int64_t i = 0; i < half; ++i) {
-        const angle::CosSin turn =
-            angle::cos_sin(position * static_cast<double>(a.inverse_frequencies.as<float>()[i]));
-        const float c = static_cast<float>(turn.cos) * static_cast<float>(d.factor);
-        const float s = static_cast<float>(turn.sin) * static_cast<float>(d.factor);
-        const std::int64_t first = interleaved ? 2 * i : i;
-        const std::int64_t second = interleaved ? 2 * i + 1 : i + half;
+        const RopeTurn turn =
+            rope_turn(position, a.inverse_frequencies.as<float>()[i], static_cast<float>(d.factor));
+        const auto [first, second] = rope_pair(i, half, interleaved);
         const float x_a = to_math(x[first]), x_b = to_math(x[second]);
-        y[first] = from_math<X>(x_a * c - x_b * s);
-        y[second] = from_math<X>(x_b * c + x_a * s);
+        y[first] = from_math<X>(turn.first(x_a, x_b));
+        y[second] = from_math<X>(turn.second(x_a, x_b));
       }
       for (std::int64_t j = d.rotary_dim; j < d.dim; ++j) y[j] = x[j];
     }
