@@ -15,7 +15,8 @@
 // element of o is off by an ulp of `element` and at most error_bound = r + 2^-13, where r is 2^-8
 // for bf16 and 2^-11 for f16, times
 //
-//   |scale| (e^g[i] (|q[i]| . |h|) + sum over j <= i of (|q[i]| . |k[j]|) e^(g[i] - g[j]) |v_new[j]|)
+//   |scale| (e^g[i] (|q[i]| . |h|) + sum over j <= i of (|q[i]| . |k[j]|) e^(g[i] - g[j])
+//   |v_new[j]|)
 //
 // in which each dot product, exponential and product of both counts as at least 2^-80 (2^-13 for
 // f16) if it is above 0, and each |v_new| too. With a term that is not finite, the element is NaN

@@ -158,8 +158,7 @@ __device__ void multiply_pairs(float (&kk)[4][2][4], float (&qk)[4][2][4]) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         multiply_tiles<X>(kk[block][half], k, b[2 * half], b[2 * half + 1]);
-        if constexpr (kQueries)
-          multiply_tiles<X>(qk[block][half], q, b[2 * half], b[2 * half + 1]);
+        if constexpr (kQueries) multiply_tiles<X>(qk[block][half], q, b[2 * half], b[2 * half + 1]);
       }
     }
   }

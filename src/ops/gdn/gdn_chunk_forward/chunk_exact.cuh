@@ -2,8 +2,8 @@
 //
 // A block has kColumns values of a head, whose state it keeps in shared memory, and goes through
 // its chunks. A thread's rows of a product (exact_tiles.cuh) are tokens or, where the state is
-// changed, keys. Keys come in slabs, so that every length of a key fits, also on devices with little
-// shared memory.
+// changed, keys. Keys come in slabs, so that every length of a key fits, also on devices with
+// little shared memory.
 #pragma once
 #include "ops/gdn/chunk_device.cuh"
 #include "ops/gdn/exact_tiles.cuh"
@@ -227,8 +227,8 @@ __global__ void __launch_bounds__(kThreads) chunk_exact(const Problem p) {
           if (slab + m < keys) s.k[row][m] = key(row, slab + m);
         }
         __syncthreads();
-        exact::add_to_state<kMostRows, kColumns, kWidth>(state + slab * kColumns, keys - slab, decay,
-                                                         &s.k[0][0], &s.y[0][0], c.rows);
+        exact::add_to_state<kMostRows, kColumns, kWidth>(state + slab * kColumns, keys - slab,
+                                                         decay, &s.k[0][0], &s.y[0][0], c.rows);
       }
       __syncthreads();
     }

@@ -1,5 +1,5 @@
-// Two kernels: `cuda` gives the bits of `ref` (output_exact.cuh); `cuda_wgmma` gives its products to
-// the tensor cores, by warpgroups (sm_90a; output_warpgroup.cuh).
+// Two kernels: `cuda` gives the bits of `ref` (output_exact.cuh); `cuda_wgmma` gives its products
+// to the tensor cores, by warpgroups (sm_90a; output_warpgroup.cuh).
 #include "ops/gdn/gdn_output/output_exact.cuh"
 #include "ops/gdn/gdn_output/output_warpgroup.cuh"
 #include "plan/kernel.h"
@@ -28,8 +28,8 @@ Status accepts_pieces(const Op::Desc&, const Op::Args& a) {
 }
 
 Status run_by_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
-  return visit<f16, bf16>(
-      d.element, [&]<class X>(Type<X>) { return output::run_warpgroup<X>(d, a, stream); });
+  return visit<f16, bf16>(d.element,
+                          [&]<class X>(Type<X>) { return output::run_warpgroup<X>(d, a, stream); });
 }
 
 // p is rounded once on either side: 2^-9 of itself for bf16, 2^-12 for f16. The rest is for sums of

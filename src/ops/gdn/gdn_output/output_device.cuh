@@ -39,9 +39,9 @@ struct Problem {
         items(slots.count * d.value_heads) {}
 
   struct Item {
-    cuda::ChunkTokens chunk;           // no rows: there is nothing to do
-    std::int64_t key_at, state_at;     // elements to its first key, and to its state
-    std::int64_t first;                // its first row, among the rows of all heads
+    cuda::ChunkTokens chunk;        // no rows: there is nothing to do
+    std::int64_t key_at, state_at;  // elements to its first key, and to its state
+    std::int64_t first;             // its first row, among the rows of all heads
   };
   // By whole warps.
   __device__ Item item(std::int64_t index) const {

@@ -44,8 +44,7 @@ __global__ void __launch_bounds__(exact::kThreads) output_exact(const Problem p)
       for (int e = 0; e < kTile; ++e) {
         const int j = column + e;
         if (j > i || i >= rows) continue;
-        s.p[j][i] =
-            cuda::load_math(cuda::store_math<X>(qk[r][e] * gdn_decay(s.g[i], s.g[j])));
+        s.p[j][i] = cuda::load_math(cuda::store_math<X>(qk[r][e] * gdn_decay(s.g[i], s.g[j])));
       }
     }
     for (int part = 0; part < values; part += kMostRows) {
@@ -57,8 +56,8 @@ __global__ void __launch_bounds__(exact::kThreads) output_exact(const Problem p)
           const int m = key_first ? i / kMostRows : i % kSlab;
           const int c = key_first ? i % kMostRows : i / kSlab;
           const bool there = slab + m < keys && part + c < values;
-          const int place_in_h = key_first ? (slab + m) * values + part + c
-                                           : (part + c) * keys + slab + m;
+          const int place_in_h =
+              key_first ? (slab + m) * values + part + c : (part + c) * keys + slab + m;
           s.h[m][c] = there ? cuda::load_math(h[place_in_h]) : 0.0f;
         }
         __syncthreads();

@@ -1,5 +1,5 @@
-// On tensor cores, by products of a warpgroup (sm_90a): f16 and bf16, keys and values of 128, chunks
-// of 64. A block has a chunk of one value head, and a warp 16 of its tokens:
+// On tensor cores, by products of a warpgroup (sm_90a): f16 and bf16, keys and values of 128,
+// chunks of 64. A block has a chunk of one value head, and a warp 16 of its tokens:
 //
 //   P = X((q k^T) e^(g[i] - g[j]));   o = scale (e^g (q h) + P v_new)
 //
@@ -73,8 +73,8 @@ __device__ __noinline__ void sum_as_defined(const Problem& p, const Problem::Ite
     for (int c = lane; c < kWide; c += 32) {
       float sum = 0;
       for (int m = 0; m < kWide; ++m)
-        sum = std::fma(query(m), cuda::load_math(h[key_first ? m * kWide + c : c * kWide + m]),
-                       sum);
+        sum =
+            std::fma(query(m), cuda::load_math(h[key_first ? m * kWide + c : c * kWide + m]), sum);
       sum = math::exp(gate(i)) * sum;
       for (int j = 0; j <= i; ++j)
         sum = std::fma(__shfl_sync(~0u, j < 32 ? pairs[0] : pairs[1], j % 32),
@@ -180,10 +180,11 @@ __global__ void __launch_bounds__(kGroupThreads, 3)
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       if constexpr (kKeyFirst) {
-        multiply_token_rows<X>(o[half], q[s], state.at(half * kStatePart + s * 16 * kRowBytes), s > 0);
+        multiply_token_rows<X>(o[half], q[s], state.at(half * kStatePart + s * 16 * kRowBytes),
+                               s > 0);
       } else {
-        multiply_tokens<X>(o[half], q[s],
-                           state.at(s / 4 * kStatePart + half * kPart + s % 4 * 32), s > 0);
+        multiply_tokens<X>(o[half], q[s], state.at(s / 4 * kStatePart + half * kPart + s % 4 * 32),
+                           s > 0);
       }
     }
   }

@@ -71,12 +71,13 @@ __global__ void __launch_bounds__(kThreads) solve(const Problem p) {
     }
     __syncthreads();
 
-    // Above its diagonal A is 0, and need not be computed, as long as L is finite. Columns from 32
-    // on are another warp's than the others.
+    // Columns from 32 on are another warp's than the others. Their first 32 rows are 0, and add
+    // nothing to later ones, as long as what L would multiply them by is finite.
     int start = 0;
     if (kChunk > 32 && column >= 32) {
       float zero = 0;
-      for (int i = 1; i < min(rows, 32); ++i)
+#pragma unroll 8
+      for (int i = 1; i < rows; ++i)
         if (column - 32 < i) zero = std::fma(s.l[i][column - 32], 0.0f, zero);
       if (__all_sync(~0u, zero == 0)) {
         start = 32;

@@ -28,8 +28,8 @@ Status accepts_pieces(const Op::Desc&, const Op::Args& a) {
 }
 
 Status run_by_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
-  return visit<f16, bf16>(
-      d.element, [&]<class X>(Type<X>) { return state::run_warpgroup<X>(d, a, stream); });
+  return visit<f16, bf16>(d.element,
+                          [&]<class X>(Type<X>) { return state::run_warpgroup<X>(d, a, stream); });
 }
 
 // S and z are rounded on either side: 2^-9 of themselves for bf16, 2^-12 for f16. The rest is for

@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(exact::kThreads) state_exact(const Problem p) 
       for (int i = thread; i < keys * values; i += kThreads) {
         const int key = key_first ? i / values : i % keys;
         const int value = key_first ? i % values : i / keys;
-        f(state[key * kColumns + value], key_first ? key * all_values + first_value + value
-                                                   : (first_value + value) * keys + key);
+        f(state[key * kColumns + value],
+          key_first ? key * all_values + first_value + value : (first_value + value) * keys + key);
       }
     };
     __syncthreads();
@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(exact::kThreads) state_exact(const Problem p) 
         }
       }
       const float decay = math::exp(last);
-      const X* const k = static_cast<const X*>(p.k) + (begin * p.d.key_heads + item.key_head) * keys;
+      const X* const k =
+          static_cast<const X*>(p.k) + (begin * p.d.key_heads + item.key_head) * keys;
       for (int slab = 0; slab < keys; slab += kMostRows) {
         __syncthreads();
         for (int i = thread; i < rows * kMostRows; i += kThreads)

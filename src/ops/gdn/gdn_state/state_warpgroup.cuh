@@ -164,8 +164,7 @@ class Mover {
 #pragma unroll
     for (int i = 0; i < kMostRows / kValueDown; ++i, to += kValueDown * stride)
       if (row + i * kValueDown < rows)
-        __stcs(reinterpret_cast<uint4*>(to),
-               shared_at<uint4>(from + i * kValueDown * kRowBytes));
+        __stcs(reinterpret_cast<uint4*>(to), shared_at<uint4>(from + i * kValueDown * kRowBytes));
   }
   __device__ void store_state(int n) const {
     const std::int64_t at = c_.p.h_at(c_.item, n);
@@ -205,7 +204,8 @@ class Chain {
         lane_(static_cast<int>(threadIdx.x) % 32),
         warp_(static_cast<int>(threadIdx.x) / 32),
         group_(warp_ / 4),
-        // Row lane % 8 of tile lane / 8, of four of 8 x 8: tokens down, the warp's 16 values across.
+        // Row lane % 8 of tile lane / 8, of four of 8 x 8: tokens down, the warp's 16 values
+        // across.
         tiles_place_(cuda::tile_place(8 * (lane_ / 16) + lane_ % 8, 2 * warp_ + lane_ / 8 % 2)) {}
 
   __device__ void run() {
