@@ -37,15 +37,14 @@ PrecisionGuarantee mma_guarantee(const Op::Desc& d) {
   return guarantee;
 }
 
-// cuda_mma has not run on a GPU yet: its name alone selects it.
-constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run),
-                                   {.name = "cuda_mma",
+constexpr Kernel<Op> kKernels[] = {{.name = "cuda_mma",
                                     .backend = "cuda",
                                     .weaker = mma_guarantee,
                                     .supports = supports_mma,
                                     .accepts = accepts_pieces,
                                     .architecture = cuda::architecture,
-                                    .run = run_by_warps}};
+                                    .run = run_by_warps},
+                                   cuda::exact_kernel<Op>(run)};
 
 }  // namespace
 

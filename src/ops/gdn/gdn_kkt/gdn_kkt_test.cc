@@ -135,6 +135,7 @@ TEST(GdnKkt, TensorCoresRefuseWhatTheyCannotDo) {
   oracle::expect_error(run_mma(unaligned), Code::unsupported,
                        "gdn_kkt: k: address is 2 bytes past a multiple of 16, expected a multiple "
                        "of 16 for kernel cuda_mma");
+  EXPECT_EQ(Plan<Op>::select(d, kGpu, Preference::fastest)->sku().kernel, "cuda_mma");
   EXPECT_EQ(Plan<Op>::select(d, kGpu)->sku().kernel, "cuda");
   d.key_dim = 64;
   oracle::expect_error(Plan<Op>::select(d, kGpu, Preference::fastest, "cuda_mma").status(),

@@ -185,6 +185,7 @@ TEST(GdnOutput, TensorCoresRefuseWhatTheyCannotDo) {
   oracle::expect_error(oracle::run_wgmma(unaligned), Code::unsupported,
                        "gdn_output: q: address is 2 bytes past a multiple of 16, expected a "
                        "multiple of 16 for kernel cuda_wgmma");
+  EXPECT_EQ(Plan<Op>::select(d, kGpu, Preference::fastest)->sku().kernel, "cuda_wgmma");
   EXPECT_EQ(Plan<Op>::select(d, kGpu)->sku().kernel, "cuda");
   d.value_dim = 64;
   oracle::expect_error(oracle::select_wgmma<Op>(d).status(), Code::unsupported,

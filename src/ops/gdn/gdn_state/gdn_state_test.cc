@@ -145,6 +145,7 @@ TEST(GdnState, TensorCoresRefuseWhatTheyCannotDo) {
   oracle::expect_error(oracle::run_wgmma(unaligned), Code::unsupported,
                        "gdn_state: k: address is 2 bytes past a multiple of 16, expected a "
                        "multiple of 16 for kernel cuda_wgmma");
+  EXPECT_EQ(Plan<Op>::select(d, kGpu, Preference::fastest)->sku().kernel, "cuda_wgmma");
   EXPECT_EQ(Plan<Op>::select(d, kGpu)->sku().kernel, "cuda");
   d.chunk = 32;
   oracle::expect_error(oracle::select_wgmma<Op>(d).status(), Code::unsupported,
