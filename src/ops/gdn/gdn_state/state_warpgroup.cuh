@@ -30,9 +30,10 @@ using chunk_forward::shared_at;
 using chunk_forward::TokenPairs;
 using chunk_forward::TokenSums;
 
-struct Decays {
-  float kept[kMostRows];  // e^(g[last] - g[i])
-  float decay;            // e^g[last]
+struct Gates {
+  float g[kMostRows], last[kMostRows];  // of each thread that copies, so that it need not wait
+  float kept[kMostRows];                // e^(g[last] - g[i])
+  float decay;                          // e^g[last]
 };
 
 // Before kStages of these, two buffers for X(S): chunk n has buffer n % 2, which the copying
@@ -42,8 +43,8 @@ template <int kGroups>
 struct Stage {
   static constexpr int kFirst = 2 * kGroups * kBuffer;
   static constexpr int kKeys = 0, kW = 2 * kPart, kValues = 4 * kPart;
-  static constexpr int kDecays = kValues + kGroups * kPart;
-  static constexpr int kBytes = kDecays + (static_cast<int>(sizeof(Decays)) + 1023) / 1024 * 1024;
+  static constexpr int kGates = kValues + kGroups * kPart;
+  static constexpr int kBytes = kGates + (static_cast<int>(sizeof(Gates)) + 1023) / 1024 * 1024;
   static constexpr int kAll = kFirst + kStages * kBytes;
   static __device__ int at(int stage) { return kFirst + stage * kBytes; }
   static __device__ int buffer(int chunk, int group) {
@@ -86,8 +87,6 @@ class Mover {
   }
 
   __device__ void run() {
-    if (c_.chunks == 0) return;
-    load_gates(0);
     int stage = 0;
 #pragma unroll 1
     for (int n = 0; n < c_.chunks + kStages; ++n) {
@@ -99,22 +98,33 @@ class Mover {
         copy_rows<kWide / 8>(n, place + Place::kW, w_, c_.p.d.value_heads);
         copy_rows<kWide / 8>(n, place + Place::kKeys, k_, c_.p.d.key_heads);
       }
+      uint4 values[kValuePieces], states[kGroups][kStatePieces];
       if (before >= 0) {
-        if (v_new_ != nullptr) store_values(before, place + Place::kValues);
-        if (c_.p.h != nullptr) store_state(before);
+        load_values(place + Place::kValues, values);
+        for (int group = 0; group < kGroups; ++group) {
+          load_state(before, group, states[group]);
+          if constexpr (!kStoreLate) store_state(before, group, states[group]);
+        }
+        if constexpr (!kStoreLate) store_values(before, values);
       }
       if (n < c_.chunks) {
         copy_rows<kValueAcross>(n, place + Place::kValues, u_, c_.p.d.value_heads);
-        put_decays(place);
-        load_gates(n + 1);
+        copy_gates(n, shared_at<Gates>(place + Place::kGates));
       }
       cuda::copy_async_commit();
       const int last = stage == 0 ? kStages - 1 : stage - 1;
       if (n > 0 && n <= c_.chunks) {
         cuda::copy_async_wait<1>();
+        put_decays(shared_at<Gates>(Place::at(last) + Place::kGates));
         cuda::fence_shared();
         for (int group = 0; group < kGroups; ++group)
           cuda::barrier_arrive(full_barrier<kGroups>(last, group), kPairThreads);
+      }
+      if constexpr (kStoreLate) {
+        if (before >= 0) {
+          store_values(before, values);
+          store_state(before, 0, states[0]);
+        }
       }
       stage = stage == kStages - 1 ? 0 : stage + 1;
     }
@@ -123,6 +133,14 @@ class Mover {
  private:
   static constexpr int kValueAcross = kGroups * kGroupValues / 8;
   static constexpr int kValueDown = kGroupThreads / kValueAcross;
+  static constexpr int kValuePieces = kMostRows / kValueDown;
+  // X(S) of a group: [keys, 64 values] in one part, or [64 values, keys] in two.
+  static constexpr int kStateAcross = (kKeyFirst ? kGroupValues : kWide) / 8;
+  static constexpr int kStateDown = kGroupThreads / kStateAcross;
+  static constexpr int kStatePieces = kBuffer / kPiece / kGroupThreads;
+  // The fence before a chunk is handed over waits for what was stored to memory or loaded from it,
+  // so that results are stored after it, where there are registers to keep them in.
+  static constexpr bool kStoreLate = kGroups == 1;
 
   // Rows of a tile, a piece to a thread, zeros past the end. `heads` rows are one token.
   template <int kAcross>
@@ -141,48 +159,55 @@ class Mover {
     }
   }
 
-  // The log decays of chunk n, for put_decays.
-  __device__ void load_gates(int n) {
-    if (n >= c_.chunks) return;
-    const float* const at = g_ + std::int64_t{n} * kMostRows * c_.p.d.value_heads;
-    const int rows = c_.rows(n);
-    last_ = at[(rows - 1) * c_.p.d.value_heads];
-    own_ = thread_ < rows ? at[thread_ * c_.p.d.value_heads] : last_;
+  // Past the end g is that of the last row.
+  __device__ void copy_gates(int n, Gates& to) const {
+    if (thread_ >= kMostRows) return;
+    const int last = c_.rows(n) - 1;
+    const float* const from = g_ + std::int64_t{n} * kMostRows * c_.p.d.value_heads;
+    cuda::copy_async_4(to.g + thread_, from + min(thread_, last) * c_.p.d.value_heads);
+    cuda::copy_async_4(to.last + thread_, from + last * c_.p.d.value_heads);
   }
-  __device__ void put_decays(int place) const {
+  __device__ void put_decays(Gates& of) const {
     constexpr float kLog2E = 0x1.715476p0f;
-    auto& to = shared_at<Decays>(place + Place::kDecays);
-    if (thread_ < kMostRows) to.kept[thread_] = cuda::approximate_exp2((last_ - own_) * kLog2E);
-    if (thread_ == kMostRows) to.decay = cuda::approximate_exp2(last_ * kLog2E);
+    if (thread_ >= kMostRows) return;
+    const float last = of.last[thread_];
+    of.kept[thread_] = cuda::approximate_exp2((last - of.g[thread_]) * kLog2E);
+    if (thread_ == 0) of.decay = cuda::approximate_exp2(last * kLog2E);
   }
 
-  __device__ void store_values(int n, int tile) const {
+  // v_new and X(S) of a chunk.
+  __device__ void load_values(int tile, uint4 (&pieces)[kValuePieces]) const {
+    const int from = tile + cuda::tile_place(thread_ / kValueAcross, thread_ % kValueAcross);
+#pragma unroll
+    for (int i = 0; i < kValuePieces; ++i)
+      pieces[i] = shared_at<uint4>(from + i * kValueDown * kRowBytes);
+  }
+  __device__ void store_values(int n, const uint4 (&pieces)[kValuePieces]) const {
+    if (v_new_ == nullptr) return;
     const int row = thread_ / kValueAcross, piece = thread_ % kValueAcross, rows = c_.rows(n);
     const std::int64_t stride = c_.p.d.value_heads * kWide;
-    const int from = tile + cuda::tile_place(row, piece);
     X* to = v_new_ + (std::int64_t{n} * kMostRows + row) * stride + piece * 8;
 #pragma unroll
-    for (int i = 0; i < kMostRows / kValueDown; ++i, to += kValueDown * stride)
-      if (row + i * kValueDown < rows)
-        __stcs(reinterpret_cast<uint4*>(to), shared_at<uint4>(from + i * kValueDown * kRowBytes));
+    for (int i = 0; i < kValuePieces; ++i, to += kValueDown * stride)
+      if (row + i * kValueDown < rows) __stcs(reinterpret_cast<uint4*>(to), pieces[i]);
   }
-  __device__ void store_state(int n) const {
+  __device__ void load_state(int n, int group, uint4 (&pieces)[kStatePieces]) const {
+    const int from =
+        Place::buffer(n, group) + cuda::tile_place(thread_ / kStateAcross, thread_ % kStateAcross);
+#pragma unroll
+    for (int i = 0; i < kStatePieces; ++i)
+      pieces[i] = shared_at<uint4>(from + i * kStateDown * kRowBytes);
+  }
+  __device__ void store_state(int n, int group, const uint4 (&pieces)[kStatePieces]) const {
+    if (c_.p.h == nullptr) return;
     const std::int64_t at = c_.p.h_at(c_.item, n);
     if (at < 0) return;
-    // [keys, 64 values] in one part, or [64 values, keys] in two.
-    constexpr int kAcross = (kKeyFirst ? kGroupValues : kWide) / 8;
-    constexpr int kDown = kGroupThreads / kAcross;
-    const int row = thread_ / kAcross, piece = thread_ % kAcross;
-    for (int group = 0; group < kGroups; ++group) {
-      const int from = Place::buffer(n, group) + cuda::tile_place(row, piece);
-      const int value = first_value_ + group * kGroupValues;
-      X* const to = static_cast<X*>(c_.p.h) + at + row * kWide + piece * 8 +
-                    (kKeyFirst ? value : value * kWide);
+    const int value = first_value_ + group * kGroupValues;
+    X* const to = static_cast<X*>(c_.p.h) + at + thread_ / kStateAcross * kWide +
+                  thread_ % kStateAcross * 8 + (kKeyFirst ? value : value * kWide);
 #pragma unroll
-      for (int i = 0; i < kBuffer / kPiece / kGroupThreads; ++i)
-        __stcs(reinterpret_cast<uint4*>(to + i * kDown * kWide),
-               shared_at<uint4>(from + i * kDown * kRowBytes));
-    }
+    for (int i = 0; i < kStatePieces; ++i)
+      __stcs(reinterpret_cast<uint4*>(to + i * kStateDown * kWide), pieces[i]);
   }
 
   const ChainItem c_;
@@ -190,7 +215,6 @@ class Mover {
   const X *k_, *w_, *u_;
   const float* g_;
   X* v_new_;
-  float own_ = 0, last_ = 0;  // of the next chunk
 };
 
 // A warpgroup that computes.
@@ -242,22 +266,21 @@ class Chain {
       chunk_forward::multiply_tokens<X>(y, rounded_[s], w.at(s / 4 * kPart + s % 4 * 32), s > 0);
     cuda::warpgroup_commit();
     put_state(n);
-
-    const auto& decays = shared_at<Decays>(now + Place::kDecays);
     const auto values = [&](int t) {
       return &shared_at<char>(now + Place::kValues + tiles_place_ + 8 * t * kRowBytes);
     };
     TokenPairs u, kept;
 #pragma unroll
     for (int t = 0; t < kTokenTiles; t += 2) cuda::load_tiles_transposed(u[t / 2], values(t));
-    const float decay = decays.decay;
+    const auto& gates = shared_at<Gates>(now + Place::kGates);
+    const float decay = gates.decay;
 #pragma unroll
     for (int i = 0; i < kWide / 2; ++i) state_[i] *= decay;
     cuda::warpgroup_wait<0>();
     cuda::warpgroup_hold(y);
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) {
-      const float2 factor = chunk_forward::two_of(decays.kept, t);
+      const float2 factor = chunk_forward::two_of(gates.kept, t);
 #pragma unroll
       for (int down = 0; down < 2; ++down) {
         std::uint32_t& pair = u[t / 2][t % 2 * 2 + down];
@@ -338,7 +361,7 @@ template <class X, int kGroups, bool kKeyFirst>
 __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1)
     state_warpgroup(const __grid_constant__ Problem p) {
   if (threadIdx.x >= kGroups * kGroupThreads) {
-    if constexpr (kGroups > 1) cuda::give_registers<80>();
+    if constexpr (kGroups > 1) cuda::give_registers<72>();
     Mover<X, kGroups, kKeyFirst>(p).run();
   } else {
     if constexpr (kGroups > 1) cuda::take_registers<216>();
