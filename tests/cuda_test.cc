@@ -221,6 +221,10 @@ TEST(Cuda, BoundsOfSequencesThatAreWrongTouchNothingElse) {
     expect_harmless_bounds<GdnRecomputeWU>(d, 3);
     expect_harmless_bounds<GdnCumsum>(d, 4);
     expect_harmless_bounds<GdnChunkForward>(d, 7);
+    expect_harmless_bounds<GdnKkt>(d, 8);
+    expect_harmless_bounds<GdnSolve>(d, 9);
+    expect_harmless_bounds<GdnState>(d, 10);
+    expect_harmless_bounds<GdnOutput>(d, 11);
   }
   for (const std::int64_t channels : {3, 8}) {
     const CausalConvDesc conv{.tokens = 150, .channels = channels, .sequences = 5};

@@ -1096,6 +1096,14 @@ def gdn_kkt(
     exponential (core/math.h, within 1 ulp) and the two products are each rounded once to f32. The
     exponential is taken of differences with j < i alone: never above 0 for log decays that are not,
     so it cannot overflow; g down to -1e4 a token gives 0, not NaN (-infinity gives NaN).
+
+    Kernel cuda_mma (Preference::fastest, f16 and bf16, keys of 128, chunk 64) adds the terms of the
+    dot product in another order, and tensor cores truncate where fma rounds. Its exponentials are
+    within 2^-16 of themselves. Its ErrorNorm is `terms`: an element is off by at most error_bound =
+    2^-15 times |beta[i]| (|k[i]| . |k[j]|) e^(g[i] - g[j]), where each of the three factors counts
+    as at least 2^-80 if it is above 0. With a factor that is not finite the element is what the
+    definition makes of it, unless the exponential is subnormal. If the exponential, or |beta[i]|
+    (|k[i]| . |k[j]|), or the product of both reaches 2^126, nothing is promised for that element.
     """
 
 def gdn_solve(
@@ -1175,6 +1183,26 @@ def gdn_state(
     in f32, terms ascending: w X(S) from 0, the sum over i from the product e^g[last] * S. Every
     other operation is rounded once to f32; exp is core/math.h's, within 1 ulp. h lies as the state
     does (state_layout). An empty sequence passes its state on. Any output may be left out.
+
+    Kernel cuda_wgmma (Preference::fastest, sm_90, f16 and bf16, keys and values of 128, chunk 64)
+    rounds where the definition does, but adds in another order, and tensor cores truncate where fma
+    rounds. Its exponentials are within 2^-16 of themselves. So S differs, and X(S) and z now and
+    then by an ulp, which goes on to later chunks. Its ErrorNorm is `terms`, and error_bound is
+    b = r + 2^-11, where r is 2^-8 for bf16 and 2^-11 for f16. For a chunk of one head let E be the
+    diagonal matrix of e^(g[last] - g[i]), |X| the magnitudes of X, and
+
+      F_c     what a change of S at the end of an earlier chunk c has become before this chunk: I;
+              every chunk in between makes e^g[last] F_c - k^T E w F_c of it
+      D       = the sum over c of |F_c| N_c;                  S' = |S| + b D
+      R       = |w| S' + |u| / 64
+      Y       = R + the sum over c of |w F_c| N_c;            y' = |y| + b Y
+      N       = |k|^T E (y' + R) + e^g[last] S' / 64, the N_c of this chunk
+
+    Then h is off by at most b D and an ulp of `element`, v_new by b Y and an ulp, final_state by b D
+    after the last chunk. Each factor above 0 counts as at least 2^-80 (2^-13 for f16) in these sums,
+    and each sum as as much more. If an input is not finite, or one of these magnitudes or an
+    exponential reaches 2^126 (for f16 2^14), nothing is promised for that chunk and head, and for
+    what follows in the sequence.
     """
 
 @overload
@@ -1248,6 +1276,20 @@ def gdn_output(
     f32, terms ascending: q . k and q h from 0, the sum over j from e^g[i] * (q[i] h). Every other
     operation is rounded once to f32; exp is core/math.h's, within 1 ulp, and is taken of differences
     with j <= i alone. scale is query_scale().
+
+    Kernel cuda_wgmma (Preference::fastest, sm_90, f16 and bf16, keys and values of 128, chunk 64)
+    adds the same terms in another order, and tensor cores truncate where fma rounds. Its
+    exponentials are within 2^-16 of themselves. p is rounded as above. Its ErrorNorm is `terms`: an
+    element of o is off by an ulp of `element` and at most error_bound = r + 2^-13, where r is 2^-8
+    for bf16 and 2^-11 for f16, times
+
+      |scale| (e^g[i] (|q[i]| . |h|) + sum over j <= i of (|q[i]| . |k[j]|) e^(g[i] - g[j])
+      |v_new[j]|)
+
+    in which each dot product, exponential and product of both counts as at least 2^-80 (2^-13 for
+    f16) if it is above 0, and each |v_new| too. With a term that is not finite, the element is NaN
+    or an infinity as in the definition. But if an exponential or one of these magnitudes reaches
+    2^126 (for f16 2^14), nothing is promised for that element.
     """
 
 @overload

@@ -65,6 +65,11 @@ __device__ inline void copy_async_16(void* shared, const void* global, int bytes
                "l"(global), "r"(bytes)
                : "memory");
 }
+// 4 bytes, both ends 4-aligned.
+__device__ inline void copy_async_4(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
+}
 __device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `kPending` of this thread's groups are under way.
 template <int kPending>

@@ -301,13 +301,13 @@ def test_bench_on_an_emulated_gpu(tmp_path):
         pytest.skip("no emulated device beside the command")
     path = tmp_path / "bench.json"
     result = bittern(
-        "bench", "quantize_per_group", "gdn_kkt", "--device", "cuda", "--quick", "--shrink", 2048,
+        "bench", "quantize_per_group", "rope", "--device", "cuda", "--quick", "--shrink", 2048,
         "--repeat", 1, "--json", path, env={"BITTERN_CUDA_PLUGIN": str(plugin)},
     )  # fmt: skip
     assert result.returncode == 0, result
     assert "1/2048 of the elements" in result.stdout and "multiprocessors" in result.stdout
     assert "copy kernel" in result.stdout and "no GEMM rate" in result.stdout
-    assert "gdn_kkt: no kernel on cuda:0" in result.stdout
+    assert "rope: no kernel on cuda:0" in result.stdout
     heading = next(l for l in result.stdout.splitlines() if l.startswith("op "))
     assert heading.split() == ["op", "case", "kernel", "ms", "rate", "limit", "ratio", "of", "GEMM"]
     report = json.loads(path.read_text())

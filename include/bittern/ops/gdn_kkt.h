@@ -7,6 +7,14 @@
 // exponential (core/math.h, within 1 ulp) and the two products are each rounded once to f32. The
 // exponential is taken of differences with j < i alone: never above 0 for log decays that are not,
 // so it cannot overflow; g down to -1e4 a token gives 0, not NaN (-infinity gives NaN).
+//
+// Kernel cuda_mma (Preference::fastest, f16 and bf16, keys of 128, chunk 64) adds the terms of the
+// dot product in another order, and tensor cores truncate where fma rounds. Its exponentials are
+// within 2^-16 of themselves. Its ErrorNorm is `terms`: an element is off by at most error_bound =
+// 2^-15 times |beta[i]| (|k[i]| . |k[j]|) e^(g[i] - g[j]), where each of the three factors counts
+// as at least 2^-80 if it is above 0. With a factor that is not finite the element is what the
+// definition makes of it, unless the exponential is subnormal. If the exponential, or |beta[i]|
+// (|k[i]| . |k[j]|), or the product of both reaches 2^126, nothing is promised for that element.
 #pragma once
 #include "bittern/gdn_desc.h"
 
@@ -15,6 +23,7 @@ namespace bittern {
 struct GdnKkt {
   static constexpr std::string_view kName = "gdn_kkt";
   static constexpr std::string_view kCategory = "gated_delta";
+  static constexpr bool kBounded = true;  // has kernels with a bound: see Judge in oracle.h
   static constexpr GdnFields kFields{.keys = true};
 
   using Desc = GdnDesc;

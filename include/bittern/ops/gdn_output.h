@@ -8,6 +8,20 @@
 // f32, terms ascending: q . k and q h from 0, the sum over j from e^g[i] * (q[i] h). Every other
 // operation is rounded once to f32; exp is core/math.h's, within 1 ulp, and is taken of differences
 // with j <= i alone. scale is query_scale().
+//
+// Kernel cuda_wgmma (Preference::fastest, sm_90, f16 and bf16, keys and values of 128, chunk 64)
+// adds the same terms in another order, and tensor cores truncate where fma rounds. Its
+// exponentials are within 2^-16 of themselves. p is rounded as above. Its ErrorNorm is `terms`: an
+// element of o is off by an ulp of `element` and at most error_bound = r + 2^-13, where r is 2^-8
+// for bf16 and 2^-11 for f16, times
+//
+//   |scale| (e^g[i] (|q[i]| . |h|) + sum over j <= i of (|q[i]| . |k[j]|) e^(g[i] - g[j])
+//   |v_new[j]|)
+//
+// in which each dot product, exponential and product of both counts as at least 2^-80 (2^-13 for
+// f16) if it is above 0, and each |v_new| too. With a term that is not finite, the element is NaN
+// or an infinity as in the definition. But if an exponential or one of these magnitudes reaches
+// 2^126 (for f16 2^14), nothing is promised for that element.
 #pragma once
 #include "bittern/gdn_desc.h"
 
@@ -16,6 +30,7 @@ namespace bittern {
 struct GdnOutput {
   static constexpr std::string_view kName = "gdn_output";
   static constexpr std::string_view kCategory = "gated_delta";
+  static constexpr bool kBounded = true;  // has kernels with a bound: see Judge in oracle.h
   static constexpr GdnFields kFields{.keys = true, .values = true, .state = true, .scale = true};
 
   using Desc = GdnDesc;

@@ -136,8 +136,8 @@ __device__ int lane_place() {
   return row * kRowBytes + (piece ^ (lane % 8)) * kPiece;
 }
 
-// The products of a warp's 16 rows with all rows up to them.
-template <class X>
+// The products of a warp's 16 rows with all rows up to them. Without kQueries those of keys alone.
+template <class X, bool kQueries = true>
 __device__ void multiply_pairs(float (&kk)[4][2][4], float (&qk)[4][2][4]) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int left = lane_place<false>() + 16 * warp * kRowBytes, right = lane_place<true>();
@@ -149,7 +149,7 @@ __device__ void multiply_pairs(float (&kk)[4][2][4], float (&qk)[4][2][4]) {
     };
     std::uint32_t k[4], q[4];
     load(k, PrepareShared::kKeys, left);
-    load(q, PrepareShared::kQueries, left);
+    if constexpr (kQueries) load(q, PrepareShared::kQueries, left);
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
       if (block > warp) break;
@@ -158,7 +158,7 @@ __device__ void multiply_pairs(float (&kk)[4][2][4], float (&qk)[4][2][4]) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         multiply_tiles<X>(kk[block][half], k, b[2 * half], b[2 * half + 1]);
-        multiply_tiles<X>(qk[block][half], q, b[2 * half], b[2 * half + 1]);
+        if constexpr (kQueries) multiply_tiles<X>(qk[block][half], q, b[2 * half], b[2 * half + 1]);
       }
     }
   }

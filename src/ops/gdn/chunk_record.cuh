@@ -3,8 +3,11 @@
 // Tiles are rows of 128 bytes, or parts of 64 elements one after the other, whose 16-byte pieces
 // are permuted as the tensor cores want them (WarpgroupMatrix).
 #pragma once
+#include <string>
+
 #include "cuda/ptx.cuh"
 #include "ops/gdn/chunk_device.cuh"
+#include "plan/kernel.h"
 
 namespace bittern::chunk_forward {
 
@@ -46,6 +49,20 @@ struct Record {
 // A chunk's slot is that of cuda::ChunkSlots.
 __device__ inline std::int64_t record_at(const Problem& p, std::int64_t slot, std::int64_t head) {
   return (slot * p.d.value_heads + head) * Record::kBytes;
+}
+
+// ---- what these tiles are for ----
+
+inline Status refused(const char* field, std::int64_t value, std::int64_t expected) {
+  return unsupported(std::string(field) + ": " + std::to_string(value) + ", expected " +
+                     std::to_string(expected));
+}
+inline Status supports_tiles(const GdnDesc& d) {
+  if (d.element != DType::bf16 && d.element != DType::f16)
+    return unsupported(std::string("element: ") + name(d.element) + ", expected bf16 or f16");
+  if (d.chunk != kMostRows) return refused("chunk", d.chunk, kMostRows);
+  if (d.key_dim != kWide) return refused("key_dim", d.key_dim, kWide);
+  return {};
 }
 
 template <class T>

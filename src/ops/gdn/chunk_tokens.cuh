@@ -14,6 +14,18 @@ constexpr int kGroupValues = 64;
 constexpr int kTokenTiles = kMostRows / 8;
 constexpr int kPairThreads = 2 * kGroupThreads;  // one that computes, one that copies
 
+// The barriers of a chain, each of a warpgroup and the threads that copy for it: chunk n has come,
+// and may be overwritten, save what is written out of it.
+constexpr int kStages = 3;
+template <int kGroups>
+__device__ int full_barrier(int stage, int group) {
+  return 1 + stage * kGroups + group;
+}
+template <int kGroups>
+__device__ int done_barrier(int stage, int group) {
+  return 1 + (kStages + stage) * kGroups + group;
+}
+
 // What a lane has of a product with a column for each token: element 4 t + e is row
 // lane / 4 + 8 (e / 2) of the warp's 16, token 8 t + 2 (lane % 4) + e % 2.
 using TokenSums = float[4 * kTokenTiles];
@@ -26,6 +38,16 @@ __device__ void multiply_tokens(TokenSums& d, const std::uint32_t (&a)[4], cuda:
     cuda::warpgroup_multiply_bf16(d, a, b, add);
   } else {
     cuda::warpgroup_multiply_f16(d, a, b, add);
+  }
+}
+// The same with b by rows.
+template <class X>
+__device__ void multiply_token_rows(TokenSums& d, const std::uint32_t (&a)[4],
+                                    cuda::WarpgroupMatrix b, bool add) {
+  if constexpr (std::is_same_v<X, bf16>) {
+    cuda::warpgroup_multiply_rows_bf16(d, a, b, add);
+  } else {
+    cuda::warpgroup_multiply_rows_f16(d, a, b, add);
   }
 }
 template <class X>
@@ -62,15 +84,8 @@ __device__ void scale_pairs(TokenSums& to, const TokenPairs& x, const float (&fa
 // They have a block for each chunk and head, and `blocks` for each sequence and head, which no loop
 // goes on with.
 inline Status supports_warpgroups(const GdnDesc& d, Device device, std::int64_t blocks) {
-  if (d.element != DType::bf16 && d.element != DType::f16)
-    return unsupported(std::string("element: ") + name(d.element) + ", expected bf16 or f16");
-  const auto refuse = [](const char* field, std::int64_t value, std::int64_t expected) {
-    return unsupported(std::string(field) + ": " + std::to_string(value) + ", expected " +
-                       std::to_string(expected));
-  };
-  if (d.chunk != kMostRows) return refuse("chunk", d.chunk, kMostRows);
-  if (d.key_dim != kWide) return refuse("key_dim", d.key_dim, kWide);
-  if (d.value_dim != kWide) return refuse("value_dim", d.value_dim, kWide);
+  BITTERN_TRY(supports_tiles(d));
+  if (d.value_dim != kWide) return refused("value_dim", d.value_dim, kWide);
   constexpr std::int64_t kMostBlocks = 0x7fffffff;
   const std::int64_t chunks = d.batch * d.state_chunks(), sequences = blocks * d.sequence_count();
   if (std::max(chunks, sequences) > kMostBlocks / d.value_heads)

@@ -15,6 +15,10 @@ struct ChunkTokens {
   int rows;            // its tokens; 0: there is no such chunk
 };
 
+struct SequenceTokens {
+  std::int64_t begin, end;  // counted over the whole tensor
+};
+
 // Every chunk has a slot, and some slots have none. Of packed sequences, sequence s owns the slots
 //
 //   cu[s] / chunk + s  ..  cu[s+1] / chunk + s
@@ -37,6 +41,16 @@ struct ChunkSlots {
         per_row(d.state_chunks()),
         count(d.batch * d.state_chunks()) {}
 
+  __device__ std::int64_t first_slot(std::int64_t s) const { return cu_seqlens[s] / chunk + s; }
+  // Of packed sequences, the last one whose first slot is not after this one.
+  __device__ std::int64_t sequence_of(std::int64_t slot) const {
+    std::int64_t s = 0;
+    for (std::int64_t past = sequences; past - s > 1;) {
+      const std::int64_t middle = s + (past - s) / 2;
+      (first_slot(middle) <= slot ? s : past) = middle;
+    }
+    return s;
+  }
   __device__ ChunkTokens at(std::int64_t slot) const {
     std::int64_t begin, end;
     if (sequences == 0) {
@@ -44,13 +58,7 @@ struct ChunkSlots {
       begin = row * tokens + (slot - row * per_row.value()) * chunk;
       end = (row + 1) * tokens;
     } else {
-      // The last s whose first slot is not after this one.
-      const auto first_slot = [&](std::int64_t s) { return cu_seqlens[s] / chunk + s; };
-      std::int64_t s = 0;
-      for (std::int64_t past = sequences; past - s > 1;) {
-        const std::int64_t middle = s + (past - s) / 2;
-        (first_slot(middle) <= slot ? s : past) = middle;
-      }
+      const std::int64_t s = sequence_of(slot);
       begin = cu_seqlens[s] + (slot - first_slot(s)) * chunk;
       end = cu_seqlens[s + 1];
       // Whatever cu_seqlens holds, no token outside the tensor is touched.
@@ -60,7 +68,46 @@ struct ChunkSlots {
     if (begin >= end) return {begin, 0};
     return {begin, end - begin < chunk ? static_cast<int>(end - begin) : chunk};
   }
+
+  // The tokens of a sequence. Whatever cu_seqlens holds, they are inside the tensor.
+  __device__ SequenceTokens sequence(std::int64_t s) const {
+    if (sequences == 0) return {s * tokens, (s + 1) * tokens};
+    const auto bound = [&](std::int64_t n) {
+      const std::int64_t at = cu_seqlens[n];
+      return at < 0 ? 0 : at < tokens ? at : tokens;
+    };
+    const std::int64_t begin = bound(s), end = bound(s + 1);
+    return {begin, end < begin ? begin : end};
+  }
+  // The place in h of a sequence's first chunk: there is no gap between the chunks of sequences
+  // there. By a whole warp, all of which get it. With a wrong cu_seqlens it may be outside of h.
+  __device__ std::int64_t first_state(std::int64_t s) const {
+    if (sequences == 0) return s * per_row.value();
+    std::int64_t before = 0;
+    for (std::int64_t n = static_cast<int>(threadIdx.x) % 32; n < s; n += 32) {
+      const SequenceTokens of = sequence(n);
+      before += (of.end - of.begin + chunk - 1) / chunk;
+    }
+    for (int apart = 16; apart > 0; apart /= 2) before += __shfl_xor_sync(~0u, before, apart);
+    return before;
+  }
+  // The place in h of a slot's chunk, likewise; -1 if it is outside.
+  __device__ std::int64_t state_of(std::int64_t slot) const {
+    if (sequences == 0) return slot;
+    const std::int64_t s = sequence_of(slot), place = first_state(s) + slot - first_slot(s);
+    return place < count ? place : -1;
+  }
 };
+
+// GdnDesc::key_head and value_head.
+__device__ inline std::int64_t key_head(const GdnDesc& d, std::int64_t value_head) {
+  return d.head_map == HeadMap::tiled ? value_head % d.key_heads
+                                      : value_head / (d.value_heads / d.key_heads);
+}
+__device__ inline std::int64_t value_head(const GdnDesc& d, std::int64_t key_head, std::int64_t i) {
+  return d.head_map == HeadMap::tiled ? key_head + i * d.key_heads
+                                      : key_head * (d.value_heads / d.key_heads) + i;
+}
 
 // Elements to the next batch row (or sequence), token and head.
 struct TokenStrides {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "ops/gdn/gdn.h"
+
 namespace bittern::oracle {
 
 std::vector<GdnDesc> gdn_cases(const GdnFields& fields) {
@@ -53,14 +55,15 @@ std::vector<GdnDesc> gdn_cases(const GdnFields& fields) {
   return cases;
 }
 
-std::vector<BenchCase<GdnDesc>> gdn_gpu_bench_cases(decltype(BenchCase<GdnDesc>::fill) fill) {
+std::vector<BenchCase<GdnDesc>> gdn_gpu_bench_cases(decltype(BenchCase<GdnDesc>::fill) fill,
+                                                    const char* left_out) {
   std::vector<BenchCase<GdnDesc>> cases;
   const auto add = [&](const char* label, GdnDesc d) {
     d.element = DType::bf16;
     cases.push_back({.label = label,
                      .desc = d,
                      .fill = fill,
-                     .left_out = "mask",
+                     .left_out = left_out,
                      .preference = Preference::fastest,
                      .gpu_only = true});
   };
@@ -79,6 +82,47 @@ std::vector<BenchCase<GdnDesc>> gdn_bench_cases() {
     if (operand == "g") aim_log_decay(view, rng);
   };
   return {{"f32 16/32 heads 128", f32, fill}, {"bf16 16/32 heads 128", bf16, fill}};
+}
+
+std::vector<BenchCase<GdnDesc>> gdn_chain_bench_cases(const char* left_out) {
+  std::vector<BenchCase<GdnDesc>> cases = gdn_bench_cases();
+  const auto fill = [](const GdnDesc& d, std::string_view operand, const ConstView& view,
+                       Rng& rng) {
+    if (operand == "g") aim_summed_log_decay(d, view, {}, rng);
+  };
+  for (auto& large : gdn_gpu_bench_cases(fill, left_out)) cases.push_back(std::move(large));
+  return cases;
+}
+
+std::vector<GdnDesc> gdn_tensor_core_cases() {
+  GdnDesc one{.tokens = 70}, packed{.tokens = 200, .key_heads = 1, .value_heads = 3}, many = one;
+  packed.sequences = 4;
+  many.tokens = 270;
+  GdnDesc turned{.tokens = 130, .key_heads = 2, .value_heads = 4};
+  turned.state_layout = StateLayout::value_key;
+  turned.head_map = HeadMap::tiled;
+  std::vector<GdnDesc> cases{one, packed, many, turned};
+  for (GdnDesc& d : cases) d.element = DType::bf16;
+  for (const GdnDesc& d : {packed, turned}) {
+    cases.push_back(d);
+    cases.back().element = DType::f16;
+  }
+  return cases;
+}
+
+void aim_summed_log_decay(const GdnDesc& d, const ConstView& g, const ConstView& cu_seqlens,
+                          Rng& rng) {
+  if (!g) return;
+  aim_log_decay(g, rng);
+  for (const GdnChunk& chunk : gdn_chunks(d, cu_seqlens)) {
+    for (std::int64_t h = 0; h < d.value_heads; ++h) {
+      double sum = 0;
+      for (std::int64_t i = 0; i < chunk.rows; ++i) {
+        const std::int64_t at = (chunk.begin + i) * d.value_heads + h;
+        put(g, at, sum += get(g, at));
+      }
+    }
+  }
 }
 
 void aim_log_decay(const ConstView& g, Rng& rng) {

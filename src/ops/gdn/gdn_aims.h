@@ -11,10 +11,25 @@ std::vector<GdnDesc> gdn_cases(const GdnFields& fields);
 std::vector<BenchCase<GdnDesc>> gdn_bench_cases();
 
 // Those of the chunk form on a GPU, whose bars docs/results.md has.
-std::vector<BenchCase<GdnDesc>> gdn_gpu_bench_cases(decltype(BenchCase<GdnDesc>::fill) fill);
+std::vector<BenchCase<GdnDesc>> gdn_gpu_bench_cases(decltype(BenchCase<GdnDesc>::fill) fill,
+                                                    const char* left_out = "mask");
+// Both, for an op of FLA's chain.
+std::vector<BenchCase<GdnDesc>> gdn_chain_bench_cases(const char* left_out = "");
 
 // Log decays: mostly -2..0, often 0, now and then far below.
 void aim_log_decay(const ConstView& g, Rng& rng);
+
+// Such log decays summed from the start of each chunk, as gdn_cumsum leaves them. Without
+// `cu_seqlens` each batch row is a sequence.
+void aim_summed_log_decay(const GdnDesc& d, const ConstView& g, const ConstView& cu_seqlens,
+                          Rng& rng);
+
+// What tensor cores take: keys and values of 128, chunks of 64. Where g is given as sums, they must
+// then be sums, or most decays are infinite and nothing is promised.
+inline bool for_tensor_cores(const GdnDesc& d) {
+  return d.key_dim == 128 && d.value_dim == 128 && d.chunk == 64;
+}
+std::vector<GdnDesc> gdn_tensor_core_cases();
 
 // Strengths in 0..2, both ends often.
 void aim_beta(const ConstView& beta, Rng& rng);

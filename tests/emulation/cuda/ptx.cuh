@@ -27,6 +27,7 @@ inline void copy_async_16(void* shared, const void* global, int bytes = 16) {
   std::memcpy(shared, global, static_cast<std::size_t>(bytes));
   std::memset(static_cast<std::byte*>(shared) + bytes, 0, static_cast<std::size_t>(16 - bytes));
 }
+inline void copy_async_4(void* shared, const void* global) { std::memcpy(shared, global, 4); }
 inline void copy_async_commit() {}
 template <int kPending>
 inline void copy_async_wait() {}

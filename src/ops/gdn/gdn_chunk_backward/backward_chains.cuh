@@ -264,16 +264,6 @@ class ChainMover {
   const int thread_;
 };
 
-template <class X>
-__device__ void multiply_token_rows(TokenSums& d, const std::uint32_t (&a)[4],
-                                    cuda::WarpgroupMatrix b, bool add) {
-  if constexpr (std::is_same_v<X, bf16>) {
-    cuda::warpgroup_multiply_rows_bf16(d, a, b, add);
-  } else {
-    cuda::warpgroup_multiply_rows_f16(d, a, b, add);
-  }
-}
-
 // A warpgroup that computes.
 template <class X, bool kBackward, bool kOutput>
 class Chain {

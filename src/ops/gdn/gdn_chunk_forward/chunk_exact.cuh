@@ -1,19 +1,20 @@
 // The header's sums as they stand, fma by fma: the bits of `ref`.
 //
 // A block has kColumns values of a head, whose state it keeps in shared memory, and goes through
-// its chunks. Thread t has rows 4 (t / 16).. and columns t % 16 * kWidth.. of every product; rows
-// are tokens or, where the state is changed, keys. Keys come in slabs, so that every length of a
-// key fits, also on devices with little shared memory.
+// its chunks. A thread's rows of a product (exact_tiles.cuh) are tokens or, where the state is
+// changed, keys. Keys come in slabs, so that every length of a key fits, also on devices with
+// little shared memory.
 #pragma once
 #include "ops/gdn/chunk_device.cuh"
+#include "ops/gdn/exact_tiles.cuh"
 
 namespace bittern::chunk_forward {
 
-constexpr int kThreads = 256;
-constexpr int kSide = 16;  // threads along each side of a product
-constexpr int kTile = 4;   // rows of a thread
-constexpr int kSlab = 32;  // keys at a time
-constexpr int kPitch = kMostRows + 4;
+using exact::kPitch;
+using exact::kSide;
+using exact::kSlab;
+using exact::kThreads;
+using exact::kTile;
 
 template <int kWidth>
 struct ExactShared {
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) chunk_exact(const Problem p) {
   float* const state = s.state();
   const int thread = static_cast<int>(threadIdx.x);
   const int keys = static_cast<int>(p.d.key_dim);
-  const int first = thread / kSide * kTile, column = thread % kSide * kWidth;
+  const int first = exact::first_row(), column = exact::first_column<kWidth>();
   for (std::int64_t index = blockIdx.x; index < p.items; index += gridDim.x) {
     const Problem::Item item = p.item(index);
     const int first_value = item.part * kColumns;
@@ -226,21 +227,8 @@ __global__ void __launch_bounds__(kThreads) chunk_exact(const Problem p) {
           if (slab + m < keys) s.k[row][m] = key(row, slab + m);
         }
         __syncthreads();
-#pragma unroll
-        for (int r = 0; r < kTile; ++r) {
-          if (slab + first + r >= keys) continue;
-          float* const of_s = state + (slab + first + r) * kColumns + column;
-          float acc[kWidth];
-#pragma unroll
-          for (int e = 0; e < kWidth; ++e) acc[e] = decay * of_s[e];
-          for (int i = 0; i < c.rows; ++i) {
-#pragma unroll
-            for (int e = 0; e < kWidth; ++e)
-              acc[e] = std::fma(s.k[i][first + r], s.y[i][column + e], acc[e]);
-          }
-#pragma unroll
-          for (int e = 0; e < kWidth; ++e) of_s[e] = acc[e];
-        }
+        exact::add_to_state<kMostRows, kColumns, kWidth>(state + slab * kColumns, keys - slab,
+                                                         decay, &s.k[0][0], &s.y[0][0], c.rows);
       }
       __syncthreads();
     }

@@ -22,8 +22,6 @@
 
 namespace bittern::chunk_forward {
 
-constexpr int kStages = 3;
-
 template <int kGroups>
 struct Stage {
   static constexpr int kKeys = 0, kQueries = 2 * kPart, kRecord = 4 * kPart;
@@ -45,17 +43,6 @@ __device__ std::uint32_t add_zero_times(std::uint32_t x, std::uint32_t y) {
   } else {
     return cuda::add_zero_times_f16(x, y);
   }
-}
-
-// The blocks' barriers, each of a warpgroup and the threads that copy for it: chunk n has come, and
-// may be overwritten, save o in the place of v.
-template <int kGroups>
-__device__ int full_barrier(int stage, int group) {
-  return 1 + stage * kGroups + group;
-}
-template <int kGroups>
-__device__ int done_barrier(int stage, int group) {
-  return 1 + (kStages + stage) * kGroups + group;
 }
 
 // What both sides know of a block's segment, sequence and head. kOutput: the chain with o; its

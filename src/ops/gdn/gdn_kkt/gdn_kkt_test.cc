@@ -79,6 +79,71 @@ TEST(GdnKkt, IsTheFormula) {
   }
 }
 
+// ---- on the tensor cores ----
+
+using oracle::kGpu;
+
+Status run_mma(oracle::Problem<Op>& p) {
+  return run_problem(p, "cuda_mma", Preference::fastest, kGpu);
+}
+
+// Against f64. A strong decay gives 0 and not NaN, and a NaN of a key stays in its row and column.
+TEST(GdnKkt, TensorCoresComputeTheFormula) {
+  BITTERN_NEEDS_CUDA();
+  for (const DType element : {DType::bf16, DType::f16}) {
+    GdnDesc d = oracle::wgmma_desc(100, 1, 3);
+    d.element = element;
+    auto p = make_problem<Op>(d, 1, {});
+    oracle::Rng rng(4);
+    oracle::fill_keys(d, p.args.k, 0.5, rng);
+    oracle::fill_uniform(p.args.beta, 0, 2, rng);
+    for (std::int64_t i = 0; i < 300; ++i)
+      put(p.args.g, i, i / 3 % 64 < 50 ? -0.1 * static_cast<double>(i / 3 % 64) : -1e4);
+    put(p.args.k, 80 * 128 + 2, NAN);
+    oracle::expect_ok(run_mma(p));
+    for (std::int64_t t = 0; t < 100; ++t) {
+      for (std::int64_t h = 0; h < 3; ++h) {
+        for (std::int64_t j = 0; j < 64; ++j) {
+          const std::int64_t other = t / 64 * 64 + j;
+          const double got = get(p.args.l, (t * 3 + h) * 64 + j);
+          double want = 0;
+          if (other < t) {
+            for (std::int64_t c = 0; c < 128; ++c)
+              want += get(p.args.k, t * 128 + c) * get(p.args.k, other * 128 + c);
+            want *= get(p.args.beta, t * 3 + h) *
+                    std::exp(get(p.args.g, t * 3 + h) - get(p.args.g, other * 3 + h));
+          }
+          if (std::isnan(want)) {
+            EXPECT_TRUE(std::isnan(got)) << t << " " << j;
+          } else {
+            EXPECT_NEAR(got, want, 2e-5) << t << " " << j;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(GdnKkt, TensorCoresRefuseWhatTheyCannotDo) {
+  BITTERN_NEEDS_CUDA();
+  GdnDesc d = oracle::wgmma_desc(64, 1, 1);
+  const auto plan = Plan<Op>::select(d, kGpu, Preference::fastest, "cuda_mma");
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  EXPECT_EQ(plan->precision_guarantee().error_norm, ErrorNorm::terms);
+  EXPECT_EQ(plan->precision_guarantee().error_bound, 0x1p-15);
+  auto unaligned = make_problem<Op>(d, 1, {.unaligned = true});
+  oracle::expect_error(run_mma(unaligned), Code::unsupported,
+                       "gdn_kkt: k: address is 2 bytes past a multiple of 16, expected a multiple "
+                       "of 16 for kernel cuda_mma");
+  EXPECT_EQ(Plan<Op>::select(d, kGpu, Preference::fastest)->sku().kernel, "cuda_mma");
+  EXPECT_EQ(Plan<Op>::select(d, kGpu)->sku().kernel, "cuda");
+  d.key_dim = 64;
+  oracle::expect_error(Plan<Op>::select(d, kGpu, Preference::fastest, "cuda_mma").status(),
+                       Code::unsupported,
+                       "gdn_kkt: no kernel on cuda:0 named cuda_mma: cuda_mma: key_dim: 64, "
+                       "expected 128;");
+}
+
 TEST(GdnKkt, RefusesWhatItCannotDo) {
   oracle::expect_error(Plan<Op>::select({.key_heads = 2, .value_heads = 5}).status(),
                        Code::invalid_argument,

@@ -31,13 +31,23 @@ TEST(GdnOutput, MatchesAnExampleWorkedByHand) {
   }
 }
 
-// The whole chain, op by op, against the rule token by token in f64.
+// The whole chain, op by op, against the rule token by token in f64; with Preference::fastest by
+// the kernels on tensor cores.
 struct Chain {
   std::vector<double> o, final_state;
   oracle::GdnResult want;
 };
 
-Chain run_chain(const GdnDesc& d, double common, double decay, std::uint64_t seed) {
+Chain run_chain(const GdnDesc& d, double common, double decay, std::uint64_t seed,
+                Preference preference = Preference::exact) {
+  const bool fast = preference == Preference::fastest;
+  const auto run = [&](auto& problem, std::string_view fastest) {
+    oracle::expect_ok(fast ? run_problem(problem, fastest, preference, oracle::kGpu)
+                           : run_problem(problem));
+  };
+  const auto hand_on = [](const ConstView& from, const ConstView& to) {
+    oracle::set_values(to, values(from));
+  };
   auto output = make_problem<GdnOutput>(d, seed, {});
   auto state = make_problem<GdnState>(d, seed, {});
   auto factors = make_problem<GdnRecomputeWU>(d, seed, {});
@@ -58,21 +68,23 @@ Chain run_chain(const GdnDesc& d, double common, double decay, std::uint64_t see
   Chain r;
   r.want = oracle::gdn_recurrence(d, oracle::gdn_starts(d, output.args.cu_seqlens), x);
 
-  oracle::expect_ok(run_problem(sums));
-  products.args.g = factors.args.g = state.args.g = output.args.g = sums.args.sum;
-  oracle::expect_ok(run_problem(products));
-  inverse.args.l = products.args.l;
-  oracle::expect_ok(run_problem(inverse));
-  factors.args.a = inverse.args.a;
-  factors.args.beta = products.args.beta;
-  factors.args.k = state.args.k = output.args.k = products.args.k;
-  oracle::expect_ok(run_problem(factors));
-  state.args.w = factors.args.w;
-  state.args.u = factors.args.u;
-  oracle::expect_ok(run_problem(state));
-  output.args.h = state.args.h;
-  output.args.v_new = state.args.v_new;
-  oracle::expect_ok(run_problem(output));
+  run(sums, "cuda");
+  for (const ConstView& g : {products.args.g, factors.args.g, state.args.g, output.args.g})
+    hand_on(sums.args.sum, g);
+  for (const ConstView& k : {factors.args.k, state.args.k, output.args.k})
+    hand_on(products.args.k, k);
+  run(products, "cuda_mma");
+  hand_on(products.args.l, inverse.args.l);
+  run(inverse, "cuda");
+  hand_on(inverse.args.a, factors.args.a);
+  hand_on(products.args.beta, factors.args.beta);
+  run(factors, "cuda_wgmma");
+  hand_on(factors.args.w, state.args.w);
+  hand_on(factors.args.u, state.args.u);
+  run(state, "cuda_wgmma");
+  hand_on(state.args.h, output.args.h);
+  hand_on(state.args.v_new, output.args.v_new);
+  run(output, "cuda_wgmma");
   r.o = values(output.args.o);
   r.final_state = oracle::keys_first(d, values(state.args.final_state));
   return r;
@@ -105,6 +117,80 @@ TEST(GdnOutput, TheChainIsTheRecurrenceInBf16) {
           << common << " " << decay;
     }
   }
+}
+
+// ---- on the tensor cores ----
+
+using oracle::kGpu;
+
+TEST(GdnOutput, TensorCoresMakeTheChainTheRecurrence) {
+  BITTERN_NEEDS_CUDA();
+  if (!oracle::select_wgmma<Op>(oracle::wgmma_desc(64, 1, 1))) GTEST_SKIP();
+  for (const StateLayout layout : {StateLayout::key_value, StateLayout::value_key}) {
+    GdnDesc d = oracle::wgmma_desc(200, 1, 2);
+    d.state_layout = layout;
+    d.a_element = DType::bf16;
+    const Chain r = run_chain(d, 0.5, 0.05, 2, Preference::fastest);
+    EXPECT_LE(oracle::rms_ratio(r.o, r.want.o), 0.006);
+    EXPECT_LE(oracle::rms_ratio(r.final_state, r.want.final_state), 0.006);
+  }
+}
+
+oracle::Problem<Op> wgmma_problem(const GdnDesc& d, const oracle::Layout& layout = {}) {
+  auto p = make_problem<Op>(d, 11, layout);
+  oracle::Rng rng(12);
+  for (const ConstView& x : {p.args.q, p.args.k}) oracle::fill_keys(d, x, 0.5, rng);
+  for (const ConstView& x : {p.args.v_new, p.args.h}) oracle::fill_normal(x, rng);
+  for (std::int64_t i = 0; i < p.args.g.shape.numel(); ++i)
+    oracle::put(p.args.g, i, -0.1 * static_cast<double>(i / d.value_heads % 64));
+  return p;
+}
+
+// A NaN of a token is in its own output and in later ones of its chunk, and nowhere else, though
+// the tensor cores multiply it by zeros; the same of an infinity. Strong decays give no NaN.
+TEST(GdnOutput, TensorCoresPutNonFiniteValuesWhereTheyBelong) {
+  BITTERN_NEEDS_CUDA();
+  const GdnDesc d = oracle::wgmma_desc(130, 1, 2);
+  if (!oracle::select_wgmma<Op>(d)) GTEST_SKIP();
+  auto want = wgmma_problem(d), got = wgmma_problem(d);
+  for (auto* p : {&want, &got}) {
+    oracle::put(p->args.v_new, (20 * 2 + 0) * 128 + 5, NAN);
+    oracle::put(p->args.v_new, (70 * 2 + 1) * 128 + 6, INFINITY);
+    for (std::int64_t t = 100; t < 128; ++t) oracle::put(p->args.g, t * 2, -1e4);
+  }
+  oracle::expect_ok(run_problem(want, "ref"));
+  oracle::expect_ok(oracle::run_wgmma(got));
+  const auto wanted = values(want.args.o), gotten = values(got.args.o);
+  std::size_t odd = 0;
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    if (std::isfinite(wanted[i])) {
+      EXPECT_NEAR(gotten[i], wanted[i], 0.02 * (1 + std::fabs(wanted[i]))) << i;
+    } else {
+      EXPECT_TRUE(std::isnan(wanted[i]) ? std::isnan(gotten[i]) : gotten[i] == wanted[i]) << i;
+      ++odd;
+    }
+  }
+  EXPECT_EQ(odd, std::size_t{(64 - 20) + (128 - 70)});
+}
+
+TEST(GdnOutput, TensorCoresRefuseWhatTheyCannotDo) {
+  BITTERN_NEEDS_CUDA();
+  GdnDesc d = oracle::wgmma_desc(64, 1, 1);
+  const auto plan = oracle::select_wgmma<Op>(d);
+  if (!plan) GTEST_SKIP();
+  EXPECT_EQ(plan->precision_guarantee().error_norm, ErrorNorm::terms);
+  EXPECT_EQ(plan->precision_guarantee().error_bound, 0x1p-8 + 0x1p-13);
+  EXPECT_TRUE(plan->precision_guarantee().deterministic);
+  auto unaligned = wgmma_problem(d, {.unaligned = true});
+  oracle::expect_error(oracle::run_wgmma(unaligned), Code::unsupported,
+                       "gdn_output: q: address is 2 bytes past a multiple of 16, expected a "
+                       "multiple of 16 for kernel cuda_wgmma");
+  EXPECT_EQ(Plan<Op>::select(d, kGpu, Preference::fastest)->sku().kernel, "cuda_wgmma");
+  EXPECT_EQ(Plan<Op>::select(d, kGpu)->sku().kernel, "cuda");
+  d.value_dim = 64;
+  oracle::expect_error(oracle::select_wgmma<Op>(d).status(), Code::unsupported,
+                       "gdn_output: no kernel on cuda:0 named cuda_wgmma: cuda_wgmma: value_dim: "
+                       "64, expected 128;");
 }
 
 TEST(GdnOutput, RefusesWhatItCannotDo) {

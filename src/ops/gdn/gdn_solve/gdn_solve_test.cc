@@ -57,6 +57,30 @@ TEST(GdnSolve, IsTheInverse) {
   }
 }
 
+// The kernel leaves out columns above the diagonal, but not where L is not finite: a NaN or an
+// infinity of a row makes all that ref makes of it. Rows are also written where no 16 bytes are
+// aligned.
+TEST(GdnSolve, CudaPutsNonFiniteValuesWhereTheyBelong) {
+  BITTERN_NEEDS_CUDA();
+  for (const std::int64_t row : {1, 20, 31, 32, 60}) {
+    for (const double value : {double{NAN}, double{INFINITY}}) {
+      for (const bool unaligned : {false, true}) {
+        const GdnDesc d{.tokens = 100, .value_heads = 2};
+        auto want = make_problem<Op>(d, 3, {.unaligned = unaligned});
+        auto got = make_problem<Op>(d, 3, {.unaligned = unaligned});
+        for (auto* p : {&want, &got}) {
+          oracle::Rng rng(6);
+          oracle::fill_uniform(p->args.l, -0.3, 0.3, rng);
+          put(p->args.l, row * 2 * 64, value);
+        }
+        oracle::expect_ok(run_problem(want, "ref"));
+        oracle::expect_ok(run_problem(got, "cuda", Preference::exact, oracle::kGpu));
+        EXPECT_EQ(oracle::compare(got, want), "") << row << " " << value;
+      }
+    }
+  }
+}
+
 TEST(GdnSolve, RefusesWhatItCannotDo) {
   // No elements, but strides that no integer holds.
   oracle::expect_error(
