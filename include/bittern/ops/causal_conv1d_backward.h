@@ -20,9 +20,9 @@
 //
 // Kernel cuda_quick (Preference::fastest, with silu) makes silu_slope of the GPU's estimates of
 // exp2 and 1 / x, and sums blocks of 256 tokens where there are many. Its ErrorNorm is `terms` and
-// error_bound 2^-16. With s = sigmoid(u), at least 2^-100, the terms of d_u are |d_y| s (1 + |u| (1
-// - s)), and those of the gradients the sums above with these and with magnitudes. Where they reach
-// 2^127, nothing is promised.
+// error_bound 2^-16. With s = sigmoid(u), at least 2^-100, the terms of d_u are
+// |d_y| s (1 + |u| (1 - s)), and those of the gradients the sums above with these and with
+// magnitudes. Where they reach 2^127, nothing is promised.
 #pragma once
 #include "bittern/conv_desc.h"
 

@@ -1,14 +1,11 @@
 // A gated-delta layer's step while decoding, all that lies between its projections: for each
 // sequence, and token by token,
 //
-//   q | k | v = silu(conv(x))                 bittern/ops/causal_conv1d.h, with conv_weight,
-//                                             conv_bias, and conv_state as the inputs before x
-//   o         = delta rule of q, k, v         bittern/ops/gdn_recurrent_step.h, with qk_l2norm,
-//   gate
-//                                             and beta_sigmoid: g and beta hold the projections a,
-//                                             b
-//   y         = gated norm of o, z            bittern/ops/gated_rms_norm.h, with norm_weight, for
-//                                             each value head
+//   q | k | v = silu(conv(x))           causal_conv1d, with conv_weight, conv_bias, and conv_state
+//                                       as the inputs before x
+//   o         = delta rule of q, k, v   gdn_recurrent_step with qk_l2norm, gate and beta_sigmoid:
+//                                       g and beta hold the projections a and b
+//   y         = gated norm of o, z      gated_rms_norm with norm_weight, for each value head
 //
 // The bits are those of the three ops one after the other: q, k, v and o are rounded to `element`.
 // The channels of x are the heads of q, those of k, then those of v, each head's elements together.
