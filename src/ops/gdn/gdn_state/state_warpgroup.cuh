@@ -138,8 +138,8 @@ class Mover {
   static constexpr int kStateAcross = (kKeyFirst ? kGroupValues : kWide) / 8;
   static constexpr int kStateDown = kGroupThreads / kStateAcross;
   static constexpr int kStatePieces = kBuffer / kPiece / kGroupThreads;
-  // The fence before a chunk is handed over waits for what was stored to memory or loaded from it,
-  // so that results are stored after it, where there are registers to keep them in.
+  // Results are stored after a chunk is handed over, where there are registers to keep them in: the
+  // fence before that comes with a MEMBAR, which nothing should have to wait at.
   static constexpr bool kStoreLate = kGroups == 1;
 
   // Rows of a tile, a piece to a thread, zeros past the end. `heads` rows are one token.
