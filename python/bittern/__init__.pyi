@@ -1706,7 +1706,7 @@ def aura_attention(
              bf16 element.
 
     Kernels cuda_tensor (CUDA, Preference::fastest: 1 query, dim 128, at most 8 query heads to a KV
-    head) and cuda_wgmma (sm_90a, by its name alone: more queries, dim 128, no dense rotation) take
+    head) and cuda_wgmma (sm_90a: more queries, dim 128, no dense rotation) take
     r, c, w and y in f16, each divided by a power of two, and add their products in f32. cuda_wgmma
     does the same with q, k_t, w and v_t of first and recent tokens. The bound is that of cpu_int8
     with e = 1 / 1000, and first and recent tokens are treated like coded ones:
@@ -1919,14 +1919,11 @@ def gdn_decode_step(
     A gated-delta layer's step while decoding, all that lies between its projections: for each
     sequence, and token by token,
 
-      q | k | v = silu(conv(x))                 bittern/ops/causal_conv1d.h, with conv_weight,
-                                                conv_bias, and conv_state as the inputs before x
-      o         = delta rule of q, k, v         bittern/ops/gdn_recurrent_step.h, with qk_l2norm,
-      gate
-                                                and beta_sigmoid: g and beta hold the projections a,
-                                                b
-      y         = gated norm of o, z            bittern/ops/gated_rms_norm.h, with norm_weight, for
-                                                each value head
+      q | k | v = silu(conv(x))           causal_conv1d, with conv_weight, conv_bias, and conv_state
+                                          as the inputs before x
+      o         = delta rule of q, k, v   gdn_recurrent_step with qk_l2norm, gate and beta_sigmoid:
+                                          g and beta hold the projections a and b
+      y         = gated norm of o, z      gated_rms_norm with norm_weight, for each value head
 
     The bits are those of the three ops one after the other: q, k, v and o are rounded to `element`.
     The channels of x are the heads of q, those of k, then those of v, each head's elements together.
@@ -2180,6 +2177,10 @@ def gdn_chunk_backward(
     2^-14). If an input is NaN or infinite (other than g = -infinity), or if a magnitude that is
     rounded reaches 2^126 (f16: 2^14), or another one 2^126, nothing is promised for that sequence
     and head (or key head).
+
+    With few heads it cuts sequences into segments, as gdn_chunk_forward.h says for S. H before a
+    segment is M^T H + N' of H after it: N' is what H = 0 would give, and M the one of S. What is
+    said there of the magnitudes of S and y then holds for H and r too, with |M|^T |H| + |N'|.
     """
 
 @overload
@@ -2349,6 +2350,12 @@ def causal_conv1d_backward(
     all blocks of all sequences, in order. So bits do not depend on threads.
 
     A masked token's d_y is not read: its d_u and its d_x are +0, and x there counts as +0.
+
+    Kernel cuda_quick (Preference::fastest, with silu) makes silu_slope of the GPU's estimates of
+    exp2 and 1 / x, and sums blocks of 256 tokens where there are many. Its ErrorNorm is `terms` and
+    error_bound 2^-16. With s = sigmoid(u), at least 2^-100, the terms of d_u are
+    |d_y| s (1 + |u| (1 - s)), and those of the gradients the sums above with these and with
+    magnitudes. Where they reach 2^127, nothing is promised.
     """
 
 @overload
