@@ -80,17 +80,20 @@ std::optional<std::int64_t> length_of(const typename Op::Desc& desc, std::string
     });
     return value;
   };
-  const std::size_t at = name.find_first_of("+-*/");
-  const auto left = term(name.substr(0, at));
-  if (at == std::string_view::npos || !left) return left;
-  const auto right = term(name.substr(at + 1));
-  if (!right) return {};
-  switch (name[at]) {
-    case '+': return *left + *right;
-    case '-': return *left - *right;
-    case '*': return *left * *right;
-    default: return *right == 0 ? 0 : *left / *right;
+  for (const char* operators : {"+-", "*/"}) {
+    const std::size_t at = name.find_last_of(operators);
+    if (at == std::string_view::npos) continue;
+    const auto left = length_of<Op>(desc, name.substr(0, at));
+    const auto right = length_of<Op>(desc, name.substr(at + 1));
+    if (!left || !right) return {};
+    switch (name[at]) {
+      case '+': return *left + *right;
+      case '-': return *left - *right;
+      case '*': return *left * *right;
+      default: return *right == 0 ? 0 : *left / *right;
+    }
   }
+  return term(name);
 }
 
 TEST(EveryOp, NamesAnAxisByTheFieldsItFollowsFrom) {
@@ -132,7 +135,7 @@ TEST(EveryOp, KnowsWhichFieldsDecideDtypesAndSizes) {
                        "tokens",      "sequences", "queries",    "heads", "kv_heads", "key_heads",
                        "value_heads", "key_dim",   "value_dim",  "chunk", "pool",     "channels",
                        "width",       "capacity",  "page_size",  "pages", "first",    "recent",
-                       "rotary_dim",  "outputs",   "inputs",     "count", "top"}));
+                       "rotary_dim",  "outputs",   "inputs",     "count", "top",      "kept"}));
 }
 
 TEST(EveryOp, TakesNullDataWhereThereAreNoElements) {
