@@ -407,6 +407,9 @@ TEST_F(Allocation, ChecksOfDescriptors) {
   });
   bad("check_adam_desc", [&] { return check_adam_desc(op, {.step = 0}); });
   bad("check_gdn_desc", [&] { return check_gdn_desc(op, {.tokens = -1}); });
+  bad("check_gdn_step_desc", [&] { return check_gdn_step_desc(op, {.tokens = -1}); });
+  bad("check_state_index",
+      [&] { return check_state_index(op, {.batch = 3, .pool = 1}, view(starts, {3})); });
   bad("check_gguf_desc", [&] { return check_gguf_desc(op, {.outer_size = -1}); });
   bad("check_quantize_desc", [&] { return check_quantize_desc(op, {.outer_size = -1}, {}); });
   bad("check_pack_desc", [&] { return check_pack_desc(op, {.outer_size = -1}); });
