@@ -195,4 +195,16 @@ __device__ inline int tile_place(int row, int piece) {
   return piece / 8 * kTileBytes64 + row * kTileRowBytes + ((piece % 8) ^ (row % 8)) * 16;
 }
 
+// How a block of one warpgroup that copies and kGroups that compute shares out its registers: so
+// many for each thread. A warpgroup waits for ever for registers that the block did not start with.
+// These are the most that its threads can have, in eights, which is not all of a multiprocessor's.
+template <int kGroups, int kCopying, int kComputing>
+struct RegisterShares {
+  static constexpr int kWarpgroups = kGroups + 1;
+  static_assert(kCopying + kGroups * kComputing <=
+                65536 / (128 * kWarpgroups) / 8 * 8 * kWarpgroups);
+  __device__ static void copy() { give_registers<kCopying>(); }
+  __device__ static void compute() { take_registers<kComputing>(); }
+};
+
 }  // namespace bittern::cuda

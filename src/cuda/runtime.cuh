@@ -63,6 +63,15 @@ constexpr Kernel<Op> exact_kernel(decltype(Kernel<Op>::run) run,
           .run = run};
 }
 
+// What a kernel with other bits than the contract's promises: `bound` of the sum of magnitudes that
+// the op's header defines.
+inline PrecisionGuarantee within_terms(PrecisionGuarantee contract, double bound) {
+  contract.same_bits_on_all_backends = false;
+  contract.error_norm = ErrorNorm::terms;
+  contract.error_bound = bound;
+  return contract;
+}
+
 inline constexpr int kBlock = 256;
 
 // As CudaPlugin::time.

@@ -24,11 +24,7 @@ inline constexpr int kPromptTokens = 64;  // of a tile
 inline constexpr int kPromptGroups = 2, kPromptStages = 3;
 inline constexpr int kWarpgroup = 128;  // threads
 inline constexpr int kPromptThreads = (kPromptGroups + 1) * kWarpgroup;
-// Of a thread. A warpgroup waits for ever for registers that the block did not start with: that is
-// the most that its threads can have, in eights, which is not all of the multiprocessor's.
-inline constexpr int kTokenRegisters = 104, kQueryRegisters = 200;
-static_assert(kTokenRegisters + kPromptGroups * kQueryRegisters <=
-              65536 / kPromptThreads / 8 * 8 * (kPromptGroups + 1));
+using PromptRegisters = cuda::RegisterShares<kPromptGroups, 104, 200>;
 
 // What a tile's tokens are multiplied by: v_scale = ratio 2^exponent.
 struct TokenScales {
@@ -702,10 +698,10 @@ __global__ void __launch_bounds__(kPromptThreads, 1)
   });
   __syncthreads();
   if (threadIdx.x >= kPromptGroups * kWarpgroup) {
-    cuda::give_registers<kTokenRegisters>();
+    PromptRegisters::copy();
     PromptTokens(p, cut).run();
   } else {
-    cuda::take_registers<kQueryRegisters>();
+    PromptRegisters::compute();
     PromptQueries(p, cut, k_unit, v_unit).run();
   }
 }

@@ -478,11 +478,12 @@ template <class X, int kGroups, bool kOutput>
 __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1)
     chunk_warpgroup(const __grid_constant__ ChainProblem all) {
   cuda::begin_next_kernel();
+  using Registers = cuda::RegisterShares<kGroups, 56, 224>;
   if (threadIdx.x >= kGroups * kGroupThreads) {
-    if constexpr (kGroups > 1) cuda::give_registers<56>();
+    if constexpr (kGroups > 1) Registers::copy();
     Mover<X, kGroups, kOutput>(all).run();
   } else {
-    if constexpr (kGroups > 1) cuda::take_registers<224>();
+    if constexpr (kGroups > 1) Registers::compute();
     Chain<X, kGroups, kOutput>(all).run();
   }
 }

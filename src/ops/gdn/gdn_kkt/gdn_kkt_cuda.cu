@@ -30,11 +30,7 @@ Status run_by_warps(const Op::Desc& d, const Op::Args& a, Stream stream, Workspa
 // Of 128 terms, the definition's chain of fma is within 2^-17 of the sum of magnitudes, and tensor
 // cores within 0.82 2^-17 (docs/numerics.md). Decays are within 2^-16 of themselves.
 PrecisionGuarantee mma_guarantee(const Op::Desc& d) {
-  PrecisionGuarantee guarantee = Op::contract(d);
-  guarantee.same_bits_on_all_backends = false;
-  guarantee.error_norm = ErrorNorm::terms;
-  guarantee.error_bound = 0x1p-15;
-  return guarantee;
+  return cuda::within_terms(Op::contract(d), 0x1p-15);
 }
 
 constexpr Kernel<Op> kKernels[] = {{.name = "cuda_mma",

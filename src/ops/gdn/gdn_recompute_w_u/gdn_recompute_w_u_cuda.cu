@@ -72,11 +72,7 @@ Status run_by_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Wo
 // Of `chunk` terms, the definition's fma chain is within chunk * 2^-24 of the sum of magnitudes,
 // and the tensor cores (recompute_mma.cuh) within 0.82 chunk * 2^-24.
 PrecisionGuarantee mma_guarantee(const Op::Desc& d) {
-  PrecisionGuarantee guarantee = Op::contract(d);
-  guarantee.same_bits_on_all_backends = false;
-  guarantee.error_norm = ErrorNorm::terms;
-  guarantee.error_bound = 2 * d.chunk * 0x1p-24;
-  return guarantee;
+  return cuda::within_terms(Op::contract(d), 2 * d.chunk * 0x1p-24);
 }
 
 constexpr Kernel<Op> kKernels[] = {{.name = "cuda_wgmma",

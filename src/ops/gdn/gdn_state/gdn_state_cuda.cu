@@ -35,11 +35,8 @@ Status run_by_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Wo
 // S and z are rounded on either side: 2^-9 of themselves for bf16, 2^-12 for f16. The rest is for
 // sums of 128 and of 64 terms on both sides (docs/numerics.md), and decays within 2^-16.
 PrecisionGuarantee wgmma_guarantee(const Op::Desc& d) {
-  PrecisionGuarantee guarantee = Op::contract(d);
-  guarantee.same_bits_on_all_backends = false;
-  guarantee.error_norm = ErrorNorm::terms;
-  guarantee.error_bound = (d.element == DType::f16 ? 0x1p-11 : 0x1p-8) + 0x1p-11;
-  return guarantee;
+  return cuda::within_terms(Op::contract(d),
+                            (d.element == DType::f16 ? 0x1p-11 : 0x1p-8) + 0x1p-11);
 }
 
 constexpr Kernel<Op> kKernels[] = {{.name = "cuda_wgmma",

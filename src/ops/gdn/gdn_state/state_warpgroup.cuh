@@ -360,11 +360,12 @@ class Chain {
 template <class X, int kGroups, bool kKeyFirst>
 __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1)
     state_warpgroup(const __grid_constant__ Problem p) {
+  using Registers = cuda::RegisterShares<kGroups, 72, 216>;
   if (threadIdx.x >= kGroups * kGroupThreads) {
-    if constexpr (kGroups > 1) cuda::give_registers<72>();
+    if constexpr (kGroups > 1) Registers::copy();
     Mover<X, kGroups, kKeyFirst>(p).run();
   } else {
-    if constexpr (kGroups > 1) cuda::take_registers<216>();
+    if constexpr (kGroups > 1) Registers::compute();
     Chain<X, kGroups, kKeyFirst>(p).run();
   }
 }

@@ -351,11 +351,7 @@ Status supports_quick(const Op::Desc& d, Device) {
   return d.silu ? Status() : unsupported("silu: false, expected true");
 }
 PrecisionGuarantee quick_guarantee(const Op::Desc& d) {
-  PrecisionGuarantee g = Op::contract(d);
-  g.same_bits_on_all_backends = false;
-  g.error_norm = ErrorNorm::terms;
-  g.error_bound = 0x1p-16;  // see the op's header
-  return g;
+  return cuda::within_terms(Op::contract(d), 0x1p-16);  // see the op's header
 }
 
 constexpr Kernel<Op> kKernels[] = {{.name = "cuda_quick",
