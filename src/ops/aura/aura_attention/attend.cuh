@@ -99,6 +99,8 @@ struct QueryRow {
 
   __device__ QueryRow(const Problem& p, std::int64_t s_, std::int64_t kv_head, std::int64_t row)
       : s(s_), query(row / p.group), head(kv_head * p.group + row % p.group) {}
+  __device__ QueryRow(std::int64_t s_, std::int64_t query_, std::int64_t head_)
+      : s(s_), query(query_), head(head_) {}
   __device__ std::int64_t offset(const std::int64_t (&stride)[3]) const {
     return s * stride[0] + query * stride[1] + head * stride[2];
   }

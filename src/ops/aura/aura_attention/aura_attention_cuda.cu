@@ -86,13 +86,7 @@ Status supports_decode(const Op::Desc& d, Device device) {
   return visit_shape(d, []<class Shape>(Shape) { return Status(); });
 }
 
-// Codes are read 16 bytes at a time.
-Status accepts_codes(const Op::Desc&, const Op::Args& a) {
-  BITTERN_TRY(cuda::rows_aligned("k_packed", a.k_packed));
-  return cuda::rows_aligned("v_packed", a.v_packed);
-}
-
-// So are scales: whole tiles of a page or a KV head.
+// Codes and scales are read 16 bytes at a time: whole tiles of a page or a KV head.
 Status accepts_decode(const Op::Desc& d, const Op::Args& a) {
   const std::int64_t rows = d.page_size == 0 ? d.sequences * d.kv_heads : d.pages;
   for (const auto& [operand, view] : {std::pair{"k_packed", &a.k_packed},
@@ -142,7 +136,9 @@ PrecisionGuarantee decode_guarantee(const Op::Desc&) {
 
 Status supports_prompt(const Op::Desc& d, Device device) {
   if (d.queries < 2) return refuse("queries", d.queries, "2 or more");
-  if (d.dim != attend::kPromptDim) return refuse("dim", d.dim, std::to_string(attend::kPromptDim));
+  BITTERN_TRY(attend::visit_prompt_shape(
+      d.dim, [](auto) { return Status(); },
+      [&](const char* expected) { return refuse("dim", d.dim, expected); }));
   for (const auto& [field, rotation] :
        {std::pair{"k_rotation", d.k_rotation}, {"v_rotation", d.v_rotation}}) {
     if (rotation == Rotation::dense)
@@ -151,11 +147,20 @@ Status supports_prompt(const Op::Desc& d, Device device) {
   constexpr std::int64_t kMost = 1 << 30;
   const std::int64_t tokens = std::max({d.first, d.capacity, d.recent});
   if (tokens > kMost) return refuse("tokens", tokens, "at most " + std::to_string(kMost));
+  const std::int64_t rows = d.sequences * d.queries * d.heads;
+  if (rows > kMost)
+    return refuse("sequences * queries * heads", rows, "at most " + std::to_string(kMost));
   return cuda::needs_warpgroups(device);
 }
 
-Status accepts_prompt(const Op::Desc& d, const Op::Args& a) {
-  BITTERN_TRY(accepts_codes(d, a));
+Status accepts_prompt(const Op::Desc&, const Op::Args& a) {
+  BITTERN_TRY(cuda::rows_aligned("q", a.q));
+  BITTERN_TRY(cuda::rows_aligned("out", as_const(a.out)));
+  for (const auto& [operand, view] :
+       {std::pair{"k_packed", &a.k_packed}, {"v_packed", &a.v_packed}}) {
+    const bool pairs = view->shape[view->shape.rank - 1] % 2 == 0;  // of words
+    BITTERN_TRY(cuda::rows_aligned(operand, *view, pairs ? 8 : 4));
+  }
   BITTERN_TRY(cuda::rows_aligned("k_first", a.k_first));
   BITTERN_TRY(cuda::rows_aligned("v_first", a.v_first));
   BITTERN_TRY(cuda::rows_aligned("k_recent", a.k_recent));
