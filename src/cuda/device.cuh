@@ -188,11 +188,12 @@ constexpr auto visit_bits(int bits, F&& f) {
   }
 }
 
-// Where a piece of 16 bytes lies in tiles of 64 rows of 128 bytes, one tile after the other, whose
-// pieces are permuted as WarpgroupMatrix (ptx.cuh) wants them.
+// Where a piece of 16 bytes lies in tiles of kRows rows of 128 bytes, one tile after the other,
+// whose pieces are permuted as WarpgroupMatrix (ptx.cuh) wants them.
 inline constexpr int kTileRowBytes = 128, kTileBytes64 = 64 * kTileRowBytes;
+template <int kRows = 64>
 __device__ inline int tile_place(int row, int piece) {
-  return piece / 8 * kTileBytes64 + row * kTileRowBytes + ((piece % 8) ^ (row % 8)) * 16;
+  return piece / 8 * (kRows * kTileRowBytes) + row * kTileRowBytes + ((piece % 8) ^ (row % 8)) * 16;
 }
 
 // How a block of one warpgroup that copies and kGroups that compute shares out its registers: so

@@ -240,17 +240,18 @@ Status needs_warpgroups(Device device) {
 #endif
 }
 
-Status starts_aligned(const char* operand, const void* data) {
-  const std::uintptr_t off = reinterpret_cast<std::uintptr_t>(data) % 16;
+Status starts_aligned(const char* operand, const void* data, std::size_t bytes) {
+  const std::uintptr_t off = reinterpret_cast<std::uintptr_t>(data) % bytes;
   if (off == 0) return {};
-  return unsupported(std::string(operand) + ": address is " + std::to_string(off) +
-                     " bytes past a multiple of 16, expected a multiple of 16");
+  const std::string multiple = "a multiple of " + std::to_string(bytes);
+  return unsupported(std::string(operand) + ": address is " + std::to_string(off) + " bytes past " +
+                     multiple + ", expected " + multiple);
 }
 
-Status rows_aligned(const char* operand, const ConstView& view) {
+Status rows_aligned(const char* operand, const ConstView& view, std::size_t bytes) {
   if (!view) return {};
-  BITTERN_TRY(starts_aligned(operand, view.data));
-  const auto each = static_cast<std::int64_t>(16 / size_of(view.dtype));
+  BITTERN_TRY(starts_aligned(operand, view.data, bytes));
+  const auto each = static_cast<std::int64_t>(bytes / size_of(view.dtype));
   for (int axis = 0; axis + 1 < view.shape.rank; ++axis) {
     if (view.shape[axis] > 1 && view.stride[axis] % each != 0)
       return unsupported(std::string(operand) + ": stride " + std::to_string(view.stride[axis]) +

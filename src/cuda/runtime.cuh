@@ -132,9 +132,9 @@ const Limits& limits(int device);
 // been compiled.
 Status needs_warpgroups(Device device);
 
-// For Kernel::accepts, of kernels that copy 16 bytes at a time: an operand's address.
-Status starts_aligned(const char* operand, const void* data);
+// For Kernel::accepts, of kernels that copy several bytes at a time: an operand's address.
+Status starts_aligned(const char* operand, const void* data, std::size_t bytes = 16);
 // The same of each of its rows.
-Status rows_aligned(const char* operand, const ConstView& view);
+Status rows_aligned(const char* operand, const ConstView& view, std::size_t bytes = 16);
 
 }  // namespace bittern::cuda

@@ -47,7 +47,8 @@ __device__ inline float* rotate_by_warp(const RowRotation& p, float* row, float*
   const int lane = lane_index();
   const float scale = factor * (p.kind == Rotation::hadamard ? p.scale : 1);
   const bool has_signs = p.kind == Rotation::hadamard && !p.inverse;
-  for (int j = lane; j < p.dim; j += 32) row[j] *= has_signs ? p.table[j] * scale : scale;
+#pragma unroll 4
+  for (int j = lane; j < p.dim; j += 32) row[j] *= has_signs ? __ldg(p.table + j) * scale : scale;
   __syncwarp();
   if (p.kind == Rotation::identity) return row;
   if (p.kind == Rotation::dense) {
@@ -96,7 +97,8 @@ __device__ inline float* rotate_by_warp(const RowRotation& p, float* row, float*
   }
   if (p.inverse) {
     butterflies();
-    for (int j = lane; j < p.dim; j += 32) row[j] *= p.table[j];
+#pragma unroll 4
+    for (int j = lane; j < p.dim; j += 32) row[j] *= __ldg(p.table + j);
     __syncwarp();
   }
   return row;

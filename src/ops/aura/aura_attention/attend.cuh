@@ -99,6 +99,8 @@ struct QueryRow {
 
   __device__ QueryRow(const Problem& p, std::int64_t s_, std::int64_t kv_head, std::int64_t row)
       : s(s_), query(row / p.group), head(kv_head * p.group + row % p.group) {}
+  __device__ QueryRow(std::int64_t s_, std::int64_t query_, std::int64_t head_)
+      : s(s_), query(query_), head(head_) {}
   __device__ std::int64_t offset(const std::int64_t (&stride)[3]) const {
     return s * stride[0] + query * stride[1] + head * stride[2];
   }
@@ -165,9 +167,10 @@ __device__ inline void finish_row(const Problem& p, const QueryRow& query, float
                                   float factor = 1) {
   const float* const u = cuda::rotate_by_warp(p.v_rotation, coded, spare, factor);
   const std::int64_t kv_head = query.head / p.group, to = query.offset(p.out_stride);
+#pragma unroll 4
   for (int j = lane_index(); j < static_cast<int>(p.d.dim); j += 32) {
     float sum = u[j];
-    if (p.v_mean != nullptr) sum = fmaf(l_coded, p.v_mean[kv_head * p.d.dim + j], sum);
+    if (p.v_mean != nullptr) sum = fmaf(l_coded, __ldg(p.v_mean + kv_head * p.d.dim + j), sum);
     if (exact != nullptr) sum += exact[j];
     cuda::store_element(p.out, p.d.element, to + j, l == 0 ? 0.0f : sum / l);
   }

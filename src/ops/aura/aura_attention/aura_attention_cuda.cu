@@ -29,10 +29,13 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace worksp
 
 // ---- decoding on tensor cores ----
 
+Status refuse(const char* field, std::int64_t found, const std::string& expected) {
+  return unsupported(std::string(field) + ": " + std::to_string(found) + ", expected " + expected);
+}
+
 // The pairs of widths that have a kernel: f(shape) for that of `d`.
-template <class F>
-Status visit_shape(const Op::Desc& d, F&& f) {
-  constexpr int kDim = 128;
+template <int kDim, class F>
+Status visit_widths(const Op::Desc& d, F&& f) {
   switch (10 * d.k_bits + d.v_bits) {
     case 22: return f(attend::DecodeShape<2, 2, kDim>());
     case 32: return f(attend::DecodeShape<3, 2, kDim>());
@@ -49,13 +52,21 @@ Status visit_shape(const Op::Desc& d, F&& f) {
   }
 }
 
-Status refuse(const char* field, std::int64_t found, const std::string& expected) {
-  return unsupported(std::string(field) + ": " + std::to_string(found) + ", expected " + expected);
+template <class F>
+Status visit_shape(const Op::Desc& d, F&& f) {
+  switch (d.dim) {
+    case 64: return visit_widths<64>(d, f);
+    case 80: return visit_widths<80>(d, f);
+    case 96: return visit_widths<96>(d, f);
+    case 128: return visit_widths<128>(d, f);
+    case 192: return visit_widths<192>(d, f);
+    case 256: return visit_widths<256>(d, f);
+    default: return refuse("dim", d.dim, "64, 80, 96, 128, 192 or 256");
+  }
 }
 
 Status supports_decode(const Op::Desc& d, Device device) {
   if (d.queries != 1) return refuse("queries", d.queries, "1");
-  if (d.dim != 128) return refuse("dim", d.dim, "128");
   if (d.group() > attend::kHeadsAtOnce)
     return refuse("heads / kv_heads", d.group(), "1.." + std::to_string(attend::kHeadsAtOnce));
   const std::string multiple = "a multiple of " + std::to_string(attend::kTile);
@@ -75,18 +86,13 @@ Status supports_decode(const Op::Desc& d, Device device) {
   return visit_shape(d, []<class Shape>(Shape) { return Status(); });
 }
 
-// Codes are read 16 bytes at a time.
-Status accepts_codes(const Op::Desc&, const Op::Args& a) {
-  BITTERN_TRY(cuda::rows_aligned("k_packed", a.k_packed));
-  return cuda::rows_aligned("v_packed", a.v_packed);
-}
-
+// Codes and scales are read 16 bytes at a time: whole tiles of a page or a KV head.
 Status accepts_decode(const Op::Desc& d, const Op::Args& a) {
-  BITTERN_TRY(accepts_codes(d, a));
-  // Of scales whole rows of a page or a KV head.
   const std::int64_t rows = d.page_size == 0 ? d.sequences * d.kv_heads : d.pages;
-  for (const auto& [operand, view] :
-       {std::pair{"k_scales", &a.k_scales}, {"v_scales", &a.v_scales}}) {
+  for (const auto& [operand, view] : {std::pair{"k_packed", &a.k_packed},
+                                      {"v_packed", &a.v_packed},
+                                      {"k_scales", &a.k_scales},
+                                      {"v_scales", &a.v_scales}}) {
     BITTERN_TRY(cuda::starts_aligned(operand, view->data));
     const auto each = static_cast<std::int64_t>(16 / size_of(view->dtype));
     if (rows > 1 && view->row_stride() % each != 0)
@@ -130,7 +136,9 @@ PrecisionGuarantee decode_guarantee(const Op::Desc&) {
 
 Status supports_prompt(const Op::Desc& d, Device device) {
   if (d.queries < 2) return refuse("queries", d.queries, "2 or more");
-  if (d.dim != attend::kPromptDim) return refuse("dim", d.dim, std::to_string(attend::kPromptDim));
+  BITTERN_TRY(attend::visit_prompt_shape(
+      d.dim, [](auto) { return Status(); },
+      [&](const char* expected) { return refuse("dim", d.dim, expected); }));
   for (const auto& [field, rotation] :
        {std::pair{"k_rotation", d.k_rotation}, {"v_rotation", d.v_rotation}}) {
     if (rotation == Rotation::dense)
@@ -139,11 +147,20 @@ Status supports_prompt(const Op::Desc& d, Device device) {
   constexpr std::int64_t kMost = 1 << 30;
   const std::int64_t tokens = std::max({d.first, d.capacity, d.recent});
   if (tokens > kMost) return refuse("tokens", tokens, "at most " + std::to_string(kMost));
+  const std::int64_t rows = d.sequences * d.queries * d.heads;
+  if (rows > kMost)
+    return refuse("sequences * queries * heads", rows, "at most " + std::to_string(kMost));
   return cuda::needs_warpgroups(device);
 }
 
-Status accepts_prompt(const Op::Desc& d, const Op::Args& a) {
-  BITTERN_TRY(accepts_codes(d, a));
+Status accepts_prompt(const Op::Desc&, const Op::Args& a) {
+  BITTERN_TRY(cuda::rows_aligned("q", a.q));
+  BITTERN_TRY(cuda::rows_aligned("out", as_const(a.out)));
+  for (const auto& [operand, view] :
+       {std::pair{"k_packed", &a.k_packed}, {"v_packed", &a.v_packed}}) {
+    const bool pairs = view->shape[view->shape.rank - 1] % 2 == 0;  // of words
+    BITTERN_TRY(cuda::rows_aligned(operand, *view, pairs ? 8 : 4));
+  }
   BITTERN_TRY(cuda::rows_aligned("k_first", a.k_first));
   BITTERN_TRY(cuda::rows_aligned("v_first", a.v_first));
   BITTERN_TRY(cuda::rows_aligned("k_recent", a.k_recent));

@@ -83,7 +83,7 @@ TEST(AuraAttention, TensorCoresTakeOneQueryAndNothingUnasked) {
   using D = Desc&;
   EXPECT_NE(fastest(kPrompt, "cuda_tensor").status().message().find("queries: 5, expected 1"),
             std::string::npos);
-  refused([](D d) { d.dim = 64; }, "dim: 64, expected 128");
+  refused([](D d) { d.dim = 512; }, "dim: 512, expected 64, 80, 96, 128, 192 or 256");
   refused([](D d) { d.heads = 18; }, "heads / kv_heads: 9, expected 1..8");
   refused([](D d) { d.capacity = 63; }, "capacity: 63, expected a multiple of 16 above 0");
   refused([](D d) { d.page_size = d.capacity = 17, d.pages = 1; }, "expected a multiple of 16");
@@ -96,6 +96,11 @@ TEST(AuraAttention, WarpgroupsTakePrompts) {
   if (!fastest(kPrompt, "cuda_wgmma").ok()) GTEST_SKIP() << "no cuda_wgmma on this device";
   EXPECT_EQ(fastest(kPrompt)->sku().kernel, "cuda_wgmma");
   EXPECT_EQ(Plan<Op>::select(kPrompt, kDevice)->sku().kernel, "cuda");
+  for (const std::int64_t dim : {64, 80, 96, 192, 256}) {
+    Desc d = kPrompt;
+    d.dim = dim;
+    EXPECT_EQ(fastest(d)->sku().kernel, "cuda_wgmma") << dim;
+  }
   const auto refused = [&](auto change, const char* why) {
     Desc d = kPrompt;
     change(d);
@@ -103,7 +108,7 @@ TEST(AuraAttention, WarpgroupsTakePrompts) {
         << fastest(d, "cuda_wgmma").status().message();
   };
   using D = Desc&;
-  refused([](D d) { d.dim = 64; }, "dim: 64, expected 128");
+  refused([](D d) { d.dim = 512; }, "dim: 512, expected 64, 80, 96, 128, 192 or 256");
   refused([](D d) { d.v_rotation = Rotation::dense; },
           "v_rotation: dense, expected hadamard or identity");
   EXPECT_NE(fastest(kDecoding, "cuda_wgmma").status().message().find("queries: 1, expected 2"),

@@ -1,4 +1,4 @@
-// Decoding on tensor cores: one query, all query heads of a KV head in one block. Codes become f16
+// Decoding on tensor cores: one query, all query heads of a KV head together. Codes become f16
 // levels by a table in shared memory that has a copy for every bank, the levels are the left factor
 // of both products,
 //
@@ -6,24 +6,29 @@
 //
 // and scales meet the logits and the weights w = p v_scale, which are O(tokens) instead of
 // O(tokens dim). Tokens are taken in the order of their slots. A warp has every so many tiles of 16
-// of them and its own sums; a block adds its warps' sums, a second kernel those of all blocks, both
+// of them and its own sums; a team adds its warps' sums, a second kernel those of all teams, both
 // in a fixed order.
 //
 // Ranges. Queries and levels are divided by powers of two so that f16 holds them. Weights are
 // relative to a reference that rises with the largest p |v_scale|, which becomes about 2^14. So
 // what f16 loses below its least number is less than 2^-38 of that.
 #pragma once
+#include <numeric>
+
 #include "ops/aura/aura_attention/attend.cuh"
 
 namespace bittern::attend {
 
 inline constexpr int kTile = 16;                  // tokens
+inline constexpr int kDecodeTeams = 2;            // of a block
 inline constexpr std::int64_t kMostExact = 1024;  // first and recent tokens: one kernel adds them
 inline constexpr int kHeadsAtOnce = 8;            // of a product
 inline constexpr float kLog2E = 0x1.715476p0f;
-inline constexpr float kHeadroom = 14;                   // weights are at most 2^15
+inline constexpr float kHeadroom = 14;  // a weight becomes 2^14 where it raises the reference
+inline constexpr float kMostWeight = 0x1p15f;
 inline constexpr float kLeastLog = -60, kMostLog = 100;  // of a |v_scale| that moves the reference
-inline constexpr float kLowest = -0x1p100f;              // below every logit
+inline constexpr float kLeastScale = 0x1p-60f, kMostScale = 0x1p100f;
+inline constexpr float kLowest = -0x1p100f;  // below every logit
 
 // A head's sums, relative to 2^reference: the reference, l, two numbers that nothing reads, and o,
 // whose element 16 r + 2 n + i is at 16 n + 2 r + i. (The lanes that write it then use all banks.)
@@ -45,46 +50,50 @@ struct DecodeCut {
 template <int kKBits_, int kVBits_, int kDim_>
 struct DecodeShape {
   static constexpr int kKBits = kKBits_, kVBits = kVBits_, kDim = kDim_;
-  static constexpr int kWarps = 12;  // 168 registers a thread
-  static constexpr int kThreads = 32 * kWarps;
-  // Tiles that a warp takes at once: two, if the ring has room for them.
-  static constexpr int kAtOnce = kKBits + kVBits <= 8 ? 2 : 1;
-  // Of a tile in the ring: rows of K, pairs of rows of V, scales.
-  static constexpr int kKRow = kDim * kKBits / 8, kVRow = kDim * kVBits / 8;
-  static constexpr int kVPair = 2 * kVRow + 32;  // the four lanes of a row in different banks
+  // Of a tile in the ring: rows of K, pairs of rows of V, scales. Pairs are moved apart for the
+  // four lanes of a row to be in different banks, where they are whole pieces of a copy.
+  static constexpr int kKRow = (kDim * kKBits + 31) / 32 * 4, kVRow = (kDim * kVBits + 31) / 32 * 4;
+  static constexpr int kVApart = kVRow % 8 == 0 ? 32 : 0, kVPair = 2 * kVRow + kVApart;
   static constexpr int kVAt = kTile * kKRow, kScalesAt = kVAt + kTile / 2 * kVPair;
   static constexpr int kTileBytes = kScalesAt + 2 * kTile * 4;
+  // Tiles that a warp takes at once.
+  static constexpr int kAtOnce = (kKBits + kVBits) * kDim <= 8 * 128 ? 2 : 1;
   static constexpr int kStage = kAtOnce * kTileBytes;
   static constexpr int kTable = 256 * 256;  // bytes: an entry has 128 for K and 128 for V
-  static constexpr int kRoom = (148 << 10) / (kWarps * kStage);
-  static constexpr int kStages = kRoom > 4 ? 4 : kRoom;
-  static_assert(kStages >= 2);
+  static constexpr int kCodebooks = 2 * 256 * 4;
+  static constexpr int kTeamBytes = kHeadsAtOnce * kDim * 10 + 1024;  // room for a DecodeShared
+  static constexpr int kRoom =
+      (227 << 10) - kTable - kCodebooks - kDecodeTeams * kTeamBytes;  // for the ring
+  // Teams of warps take items on their own, so that one's beginnings and ends fall into another's
+  // tiles. 12 warps in all have 168 registers a thread, 8 have 255.
+  static constexpr int kMostWarps = (kDim <= 128 ? 12 : 8) / kDecodeTeams;
+  static constexpr int kWarpsOfRoom = kRoom / (kDecodeTeams * 2 * kStage);
+  static constexpr int kWarps = kMostWarps < kWarpsOfRoom ? kMostWarps : kWarpsOfRoom;
+  static constexpr int kTeamThreads = 32 * kWarps, kThreads = kDecodeTeams * kTeamThreads;
+  static constexpr int kStagesOfRoom = kRoom / (kDecodeTeams * kWarps * kStage);
+  static constexpr int kStages = kStagesOfRoom > 4 ? 4 : kStagesOfRoom;
   static constexpr int kRecord = record_of(kDim);
   static constexpr int kSums = kWarps * kHeadsAtOnce * kRecord * 4;
   static constexpr int kRing = kWarps * kStages * kStage > kSums ? kWarps* kStages* kStage : kSums;
+  static_assert(kStages >= 2 && kDecodeTeams * kRing <= kRoom);
+
+  __device__ static int team() { return static_cast<int>(threadIdx.x) / kTeamThreads; }
+  __device__ static int warp() { return warp_index() % kWarps; }  // of a team
+  __device__ static void sync_team() { cuda::barrier_wait(1 + team(), kTeamThreads); }
 };
 
 // ---- from codes to levels ----
 
 // Bits `kAt` .. `kAt + kWidth - 1` of a bit string as an offset in the table: 256 times the number,
-// and `base`, whose second byte is 0.
+// and `base`, whose second byte is 0. Of fewer than 8 bits the number has more above them, which do
+// not matter: the table repeats its entries.
 template <int kAt, int kWidth, int kWords>
 __device__ inline unsigned entry_of(const std::uint32_t (&words)[kWords], unsigned base) {
-  constexpr int kWord = kAt / 32, kBit = kAt % 32;
-  if constexpr (kWidth == 8 && kBit % 8 == 0) {
-    return __byte_perm(words[kWord], base, 0x7604 | kBit / 8 << 4);
-  } else {
-    constexpr unsigned kMask = ((1u << kWidth) - 1) << 8;
-    unsigned at;
-    if constexpr (kBit + kWidth > 32) {
-      at = __funnelshift_r(words[kWord], words[kWord + 1], kBit - 8);
-    } else if constexpr (kBit >= 8) {
-      at = words[kWord] >> (kBit - 8);
-    } else {
-      at = words[kWord] << (8 - kBit);
-    }
-    return (at & kMask) | base;
-  }
+  static_assert(kWidth <= 8);
+  constexpr int kWord = kAt / 32, kByte = kAt % 32 / 8;
+  const std::uint32_t next = kWord + 1 < kWords ? words[kWord + 1] : 0;
+  // Fields that begin at the same bit of a byte share the shift.
+  return __byte_perm(__funnelshift_r(words[kWord], next, kAt % 8), base, 0x7604 | kByte << 4);
 }
 
 __device__ inline std::uint32_t table_at(const char* table, unsigned offset) {
@@ -113,7 +122,7 @@ __device__ inline std::uint32_t table_word(const float* codebook, int bits, int 
                                            float unit_inverse) {
   const int mask = (1 << bits) - 1;
   if (bits == 2) entry >>= word % 2 * 4;
-  const int low = bits <= 4 ? entry & mask : entry, high = bits <= 4 ? entry >> bits & mask : entry;
+  const int low = entry & mask, high = bits <= 4 ? entry >> bits & mask : low;
   return cuda::store_pair<f16>(codebook[low] * unit_inverse, codebook[high] * unit_inverse);
 }
 
@@ -237,7 +246,7 @@ class TileCopies {
     for (int i = 0; i < (kVPieces + 31) / 32; ++i) {
       const int piece = 32 * i + lane, pair = 16 * piece / (2 * Shape::kVRow);
       if (kVPieces % 32 == 0 || piece < kVPieces)
-        cuda::copy_async_16(to + Shape::kVAt + 16 * piece + 32 * pair, v + 512 * i);
+        cuda::copy_async_16(to + Shape::kVAt + 16 * piece + Shape::kVApart * pair, v + 512 * i);
     }
     if (lane < 2 * scale_pieces_)
       cuda::copy_async_16(to + scale_to_, from.scale_ + std::int64_t{tile} * (16 * scale_pieces_));
@@ -282,10 +291,10 @@ class DecodeWarp {
   static constexpr int kKBits = Shape::kKBits, kVBits = Shape::kVBits, kDim = Shape::kDim;
   static constexpr int kAtOnce = Shape::kAtOnce;
   static constexpr int kKCodes = kDim / 4, kVCodes = kDim / 8;  // of a lane, in a token's row
-  static constexpr int kKWords = kKCodes * kKBits / 32;
+  static constexpr int kKWords = (kKCodes * kKBits + 31) / 32;
   static constexpr int kVWords = (kVCodes * kVBits + 31) / 32;
   static constexpr int kSteps = kDim / 16;  // products of K, and tiles of o
-  static_assert(kKCodes * kKBits % 32 == 0);
+  static_assert(kDim % 16 == 0);
 
  public:
   __device__ DecodeWarp(const Problem& p, const TileCopies<Shape>& copies, const Tiles& tiles,
@@ -296,16 +305,16 @@ class DecodeWarp {
         table_(table),
         ring_(ring),
         begin_(tiles.begin),
-        tokens_(static_cast<unsigned>(std::min(tiles.end, tiles.last * kTile) - tiles.begin)) {}
+        tokens_(std::min(tiles.end, tiles.last * kTile) - tiles.begin) {}
 
   // The first copies.
   __device__ void start() const {
 #pragma unroll 1
     for (int i = 0; i < Shape::kStages - 1; ++i)
-      fetch(tiles_.first + (warp_index() + i * Shape::kWarps) * kAtOnce, i);
+      fetch(tiles_.first + (Shape::warp() + i * Shape::kWarps) * kAtOnce, i);
   }
   // Then q in f16, and by head the unit of its logits and b.
-  __device__ void run(const f16* q, const float* units, const float* b) {
+  __device__ void run(const f16* q, const float* units, float k_unit, const float* b) {
     constexpr int kStages = Shape::kStages, kWarps = Shape::kWarps;
     const int lane = lane_index();
     const auto* const mine =
@@ -318,12 +327,12 @@ class DecodeWarp {
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      unit_[i] = units[2 * (lane % 4) + i];
+      unit_[i] = units[2 * (lane % 4) + i] * k_unit;
       b_[i] = b[2 * (lane % 4) + i];
     }
     int stage = 0;
 #pragma unroll 1
-    for (int tile = tiles_.first + warp_index() * kAtOnce; tile < tiles_.last;
+    for (int tile = tiles_.first + Shape::warp() * kAtOnce; tile < tiles_.last;
          tile += kWarps * kAtOnce) {
       cuda::copy_async_wait<kStages - 2>();
       __syncwarp();
@@ -349,13 +358,20 @@ class DecodeWarp {
         head[1] = l;
       }
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step)
+      for (int step = 0; step < kSteps; ++step) {
+        // Codes 2 step and 2 step + 1 of a lane.
+        const int even = step & ~1, at = 2 * (step % 2) + i;
         *reinterpret_cast<float2*>(head + 4 + 16 * step + 2 * r) =
-            make_float2(o_[step][i], o_[step][2 + i]);
+            crosses(step) ? make_float2(o_[even][at], o_[even + 1][at])
+                          : make_float2(o_[step][i], o_[step][2 + i]);
+      }
     }
   }
 
  private:
+  // With 2 bits of V a step has codes 4 n and 4 n + 2 of a lane, the next 4 n + 1 and 4 n + 3:
+  // those that one read finds.
+  __device__ static constexpr bool crosses(int step) { return kVBits == 2 && (step | 1) < kSteps; }
   // Every lane ends a group of copies, also where there is no tile.
   __device__ void fetch(int tile, int stage) const {
     char* const to = ring_ + stage * Shape::kStage;
@@ -368,52 +384,69 @@ class DecodeWarp {
   // Tiles `tile` and on. A lane has the logits of tokens r and r + 8, heads 2 q and 2 q + 1.
   __device__ void attend(int tile, const char* stage) {
     const int r = lane_index() / 4;
-    float logit[kAtOnce][2][2], v_scale[kAtOnce][2];
-    bool seen[kAtOnce][2];
-    bool above = false;
+    float k_scale[kAtOnce][2], v_scale[kAtOnce][2], logit[kAtOnce][2][2], p[kAtOnce][2][2];
+    load_scales(stage, k_scale, v_scale);
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
-      const char* const from = stage + n * Shape::kTileBytes;
       float x[4];
-      multiply_keys(from, x);
-      const int slot = (tile + n) * kTile;
+      multiply_keys(stage + n * Shape::kTileBytes, x);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int token = r + 8 * half;
-        const float k_scale = scale_at(from + Shape::kScalesAt, token);
-        v_scale[n][half] = scale_at(from + Shape::kScalesAt + 4 * kTile, token);
-        // Also nothing of a tile beyond the last.
-        seen[n][half] = static_cast<unsigned>(slot + token - begin_) < tokens_;
-        const float log_scale =
-            fminf(fmaxf(cuda::approximate_log2(fabsf(v_scale[n][half])), kLeastLog), kMostLog);
+      for (int i = 0; i < 4; ++i)
+        logit[n][i / 2][i % 2] = fmaf(x[i], k_scale[n][i / 2] * unit_[i % 2], b_[i % 2]);
+    }
+    if (p_.softcap != 0) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float y = fmaf(x[2 * half + i], k_scale * unit_[i], b_[i]);
-          if (p_.softcap != 0) y = capped(y, p_.softcap * kLog2E);
-          logit[n][half][i] = seen[n][half] ? y : kNone;
-          // A token above the reference raises it.
-          above = above || logit[n][half][i] + log_scale > reference_[i] + 1;
-        }
+      for (int i = 0; i < 4 * kAtOnce; ++i) {
+        float& y = logit[i / 4][i / 2 % 2][i % 2];
+        y = capped(y, p_.softcap * kLog2E);
       }
     }
-    if (__any_sync(cuda::kAllLanes, above)) raise(logit, v_scale);
+    const int first = tile * kTile - begin_;
+    if (first < 0 || first + kAtOnce * kTile > tokens_) {
+      // Not all of them are seen, and nothing of a tile beyond the last.
+#pragma unroll
+      for (int i = 0; i < 2 * kAtOnce; ++i) {
+        const int token = first + r + 8 * i;
+        if (token >= 0 && token < tokens_) continue;
+        logit[i / 2][i % 2][0] = logit[i / 2][i % 2][1] = kNone;
+        v_scale[i / 2][i % 2] = 0;
+      }
+    }
+    if (__any_sync(cuda::kAllLanes, weigh(logit, v_scale, p) > kMostWeight)) {
+      raise(logit, v_scale);
+      weigh(logit, v_scale, p);
+    }
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
       // Weights, transposed: a column of heads for each token becomes a row.
       std::uint32_t w[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float weight[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float p = cuda::approximate_exp2(logit[n][half][i] - (reference_[i] - kHeadroom));
-          l_[i] += p;  // 0 if it is not seen
-          weight[i] = seen[n][half] ? p * v_scale[n][half] : 0.0f;
-        }
-        w[half] = cuda::transpose_tile(cuda::store_pair<f16>(weight[0], weight[1]));
+        for (int i = 0; i < 2; ++i) l_[i] += p[n][half][i];
+        w[half] = cuda::transpose_tile(cuda::store_pair<f16>(p[n][half][0] * v_scale[n][half],
+                                                             p[n][half][1] * v_scale[n][half]));
       }
       multiply_values(stage + n * Shape::kTileBytes, w);
     }
+  }
+
+  // A |v_scale| as it moves the reference.
+  __device__ static float magnitude(float v_scale) {
+    return fminf(fmaxf(fabsf(v_scale), kLeastScale), kMostScale);
+  }
+  // p of these tokens. The largest weight is returned.
+  __device__ float weigh(const float (&logit)[kAtOnce][2][2], const float (&v_scale)[kAtOnce][2],
+                         float (&p)[kAtOnce][2][2]) const {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < 4 * kAtOnce; ++i) {
+      const int n = i / 4, half = i / 2 % 2;
+      p[n][half][i % 2] =
+          cuda::approximate_exp2(logit[n][half][i % 2] - (reference_[i % 2] - kHeadroom));
+      most = fmaxf(most, p[n][half][i % 2] * magnitude(v_scale[n][half]));
+    }
+    return most;
   }
 
   // To the largest of what these tokens bring.
@@ -425,10 +458,8 @@ class DecodeWarp {
       for (int n = 0; n < kAtOnce; ++n) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          most = fmaxf(most,
-                       logit[n][half][i] +
-                           fminf(fmaxf(cuda::approximate_log2(fabsf(v_scale[n][half])), kLeastLog),
-                                 kMostLog));
+          most =
+              fmaxf(most, logit[n][half][i] + cuda::approximate_log2(magnitude(v_scale[n][half])));
       }
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) most = fmaxf(most, cuda::across(most, step));
@@ -449,19 +480,18 @@ class DecodeWarp {
     std::uint32_t k[2][kKWords];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      load_words(tile + (r + 8 * half) * Shape::kKRow + q * 4 * kKWords, k[half]);
+      load_codes<kKCodes * kKBits>(tile + (r + 8 * half) * Shape::kKRow, q, k[half]);
+    // 2 bits: two codes of each token, whose levels one read brings into neighbouring registers.
+    const Paired<4, kKWords> both(k[0], k[1]);
     float x[2][4] = {};
     static_for<0, kSteps>([&](auto step) {
       constexpr int kStep = decltype(step)::value;
       std::uint32_t a[4];
       if constexpr (kKBits == 2) {
         const unsigned base = 8 * static_cast<unsigned>(lane % 16);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const uint2 four = table_pair(table_, entry_of<8 * kStep, 8>(k[half], base));
-          a[half] = four.x;
-          a[2 + half] = four.y;
-        }
+        const uint2 low = table_pair(table_, entry_of<8 * kStep, 8>(both.even, base));
+        const uint2 high = table_pair(table_, entry_of<8 * kStep, 8>(both.odd, base));
+        a[0] = low.x, a[1] = low.y, a[2] = high.x, a[3] = high.y;
       } else {
         const unsigned base = 4 * static_cast<unsigned>(lane);
         a[0] = neighbours<kKBits, 4 * kStep>(table_, k[0], base);
@@ -483,22 +513,26 @@ class DecodeWarp {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        load_v(tile + Shape::kVAt + (q + 4 * half) * Shape::kVPair + i * Shape::kVRow, r,
-               v[half][i]);
+        load_codes<kVCodes * kVBits>(
+            tile + Shape::kVAt + (q + 4 * half) * Shape::kVPair + i * Shape::kVRow, r, v[half][i]);
     }
     const char* const table = table_ + 128;
     const unsigned base = 4 * static_cast<unsigned>(lane);
     if constexpr (kVBits == 2) {
       const Paired<kVBits, kVWords> low(v[0][0], v[0][1]), high(v[1][0], v[1][1]);
       const unsigned pairs = 8 * static_cast<unsigned>(lane % 16);
-      static_for<0, kSteps / 2>([&](auto step) {
-        constexpr int kStep = 2 * decltype(step)::value, kAt = 4 * kStep;
-        const uint2 a[4] = {table_pair(table, entry_of<kAt, 8>(low.even, pairs)),
-                            table_pair(table, entry_of<kAt, 8>(low.odd, pairs)),
-                            table_pair(table, entry_of<kAt, 8>(high.even, pairs)),
-                            table_pair(table, entry_of<kAt, 8>(high.odd, pairs))};
-        cuda::multiply_f16(o_[kStep], {a[0].x, a[1].x, a[2].x, a[3].x}, w);
-        cuda::multiply_f16(o_[kStep + 1], {a[0].y, a[1].y, a[2].y, a[3].y}, w);
+      static_for<0, kSteps>([&](auto step) {
+        constexpr int kStep = decltype(step)::value, kAt = 8 * (kStep / 2);
+        const auto load = [&](const auto& tokens, int odd) {
+          return table_pair(table, entry_of<kAt, 8>(odd == 0 ? tokens.even : tokens.odd, pairs));
+        };
+        if constexpr (crosses(kStep)) {
+          const uint2 a = load(low, kStep % 2), b = load(high, kStep % 2);
+          cuda::multiply_f16(o_[kStep], {a.x, a.y, b.x, b.y}, w);
+        } else {
+          cuda::multiply_f16(o_[kStep],
+                             {load(low, 0).x, load(low, 1).x, load(high, 0).x, load(high, 1).x}, w);
+        }
       });
     } else if constexpr (kVBits <= 4) {
       const Paired<kVBits, kVWords> low(v[0][0], v[0][1]), high(v[1][0], v[1][1]);
@@ -528,9 +562,26 @@ class DecodeWarp {
     }
   }
 
-  __device__ float scale_at(const char* scales, int token) const {
-    return p_.d.f16_scale ? cuda::load_math(reinterpret_cast<const f16*>(scales)[token])
-                          : reinterpret_cast<const float*>(scales)[token];
+  // Of tokens r and r + 8.
+  __device__ void load_scales(const char* stage, float (&k)[kAtOnce][2],
+                              float (&v)[kAtOnce][2]) const {
+    const auto load = [&]<class E>(E) {
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const char* const from = stage + n * Shape::kTileBytes + Shape::kScalesAt;
+          const int token = lane_index() / 4 + 8 * half;
+          k[n][half] = cuda::load_math(reinterpret_cast<const E*>(from)[token]);
+          v[n][half] = cuda::load_math(reinterpret_cast<const E*>(from + 4 * kTile)[token]);
+        }
+      }
+    };
+    if (p_.d.f16_scale) {
+      load(f16());
+    } else {
+      load(float());
+    }
   }
   // Words from an address that is a multiple of as many bytes as divide them.
   template <int kWords>
@@ -553,19 +604,21 @@ class DecodeWarp {
         to[i] = *reinterpret_cast<const std::uint32_t*>(from + 4 * i);
     }
   }
-  // Lane r's codes of a row of V.
-  __device__ static void load_v(const char* row, int r, std::uint32_t (&to)[kVWords]) {
-    constexpr int kBits = kVCodes * kVBits;
+  // The `index`-th kBits of a row.
+  template <int kBits, int kWords>
+  __device__ static void load_codes(const char* row, int index, std::uint32_t (&to)[kWords]) {
     if constexpr (kBits % 32 == 0) {
-      load_words(row + r * (kBits / 8), to);
+      load_words(row + index * (kBits / 8), to);
     } else {
-      static_assert(kBits % 32 == 16);  // every other lane begins within a word
-      const int half = r * (kBits / 16);
-      const auto* const from = reinterpret_cast<const std::uint32_t*>(row) + half / 2;
-      const unsigned shift = 16 * static_cast<unsigned>(half % 2);
+      const int at = index * kBits;
+      const auto* const from = reinterpret_cast<const std::uint32_t*>(row) + at / 32;
+      // Whether they end beyond as many words. The next one is read even if it is another row's.
+      constexpr bool kBeyond = kBits % 32 > std::gcd(kBits, 32);
 #pragma unroll
-      for (int i = 0; i < kVWords; ++i)
-        to[i] = __funnelshift_r(from[i], i + 1 < kVWords ? from[i + 1] : 0, shift);
+      for (int i = 0; i < kWords; ++i) {
+        const std::uint32_t next = kBeyond || i + 1 < kWords ? from[i + 1] : 0;
+        to[i] = __funnelshift_r(from[i], next, static_cast<unsigned>(at) % 32);
+      }
     }
   }
 
@@ -575,7 +628,7 @@ class DecodeWarp {
   const char* const table_;
   char* const ring_;
   const int begin_;
-  const unsigned tokens_;  // from there to the end of the split
+  const int tokens_;  // from there to the end of the split
   std::uint32_t q_[kSteps][2];
   float unit_[2], b_[2], reference_[2] = {kLowest, kLowest}, l_[2] = {};
   float o_[kSteps][4] = {};
@@ -583,15 +636,13 @@ class DecodeWarp {
 
 // ---- the kernels ----
 
+// Of a team.
 template <class Shape>
 struct DecodeShared {
   alignas(16) f16 q[kHeadsAtOnce * Shape::kDim];
-  float units[kHeadsAtOnce], b[kHeadsAtOnce];
+  float units[kHeadsAtOnce], b[kHeadsAtOnce];  // the units without that of K's levels
   float factors[Shape::kWarps * kHeadsAtOnce], most[kHeadsAtOnce], l[kHeadsAtOnce];
-  union {
-    float rows[kHeadsAtOnce][2][Shape::kDim];  // of load_queries
-    float codebooks[2][256];
-  } scratch;
+  float rows[kHeadsAtOnce][2][Shape::kDim];  // of load_queries and finish_row
 };
 
 __device__ inline float most_across(float x) {
@@ -600,34 +651,50 @@ __device__ inline float most_across(float x) {
   return x;
 }
 
-// The queries of a KV head in f16, by warps.
+// The queries of a KV head in f16, by a team's warps.
 template <class Shape>
-__device__ void load_queries(const Problem& p, const Tiles& tiles, float k_unit,
-                             DecodeShared<Shape>& t) {
-  constexpr int kDim = Shape::kDim;
+__device__ void load_queries(const Problem& p, const Tiles& tiles, DecodeShared<Shape>& t) {
+  constexpr int kDim = Shape::kDim, kEach = (kDim + 31) / 32;
   const int lane = lane_index();
-  for (int head = warp_index(); head < kHeadsAtOnce; head += Shape::kWarps) {
+  for (int head = Shape::warp(); head < kHeadsAtOnce; head += Shape::kWarps) {
     f16* const to = t.q + head * kDim;
     if (head >= p.group) {
       for (int j = lane; j < kDim; j += 32) to[j] = {};
       if (lane == 0) t.units[head] = t.b[head] = 0;
       continue;
     }
-    float* const row = t.scratch.rows[head][0];
+    float* const row = t.rows[head][0];
     const std::int64_t from = QueryRow(p, tiles.s, tiles.head, head).offset(p.q_stride);
-    float b = 0, most = 0;
-    for (int j = lane; j < kDim; j += 32) {
-      row[j] = cuda::load_element(p.q, p.d.element, from + j) * p.scale;
-      if (p.k_mean != nullptr) b = fmaf(row[j], p.k_mean[tiles.head * kDim + j], b);
+    float x[kEach] = {}, mean[kEach] = {}, b = 0, most = 0;
+    const auto load = [&]<class X>(Type<X>) {
+      const X* const q = static_cast<const X*>(p.q) + from;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i)
+        if (lane + 32 * i < kDim) x[i] = cuda::load_math(q[lane + 32 * i]);
+    };
+    switch (p.d.element) {
+      case DType::f16: load(Type<f16>()); break;
+      case DType::bf16: load(Type<bf16>()); break;
+      default: load(Type<float>());
+    }
+    if (p.k_mean != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i)
+        if (lane + 32 * i < kDim) mean[i] = p.k_mean[tiles.head * kDim + lane + 32 * i];
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (lane + 32 * i < kDim) row[lane + 32 * i] = x[i] * p.scale;
+      b = fmaf(x[i] * p.scale, mean[i], b);
     }
     b = cuda::sum_across(b, 16);
     __syncwarp();
-    const float* const r = cuda::rotate_by_warp(p.k_rotation, row, t.scratch.rows[head][1]);
+    const float* const r = cuda::rotate_by_warp(p.k_rotation, row, t.rows[head][1]);
     for (int j = lane; j < kDim; j += 32) most = fmaxf(most, fabsf(r[j]));
     const float unit = power_above(most_across(most)), inverse = inverse_power(unit);
     for (int j = lane; j < kDim; j += 32) to[j] = cuda::store_math<f16>(r[j] * inverse);
     if (lane == 0) {
-      t.units[head] = unit * (k_unit * kLog2E);
+      t.units[head] = unit * kLog2E;
       t.b[head] = b * kLog2E;
     }
   }
@@ -640,49 +707,66 @@ __device__ float fill_table(const float* codebook, std::uint32_t* table) {
   float most = 0;
   for (int i = lane_index(); i < 1 << kBits; i += 32) most = fmaxf(most, fabsf(codebook[i]));
   const float unit = power_above(most_across(most)), inverse = inverse_power(unit);
-  constexpr int kEntries = 1 << (kBits == 2 ? 8 : kBits <= 4 ? 2 * kBits : kBits);
-#pragma unroll 4
-  for (int entry = warp_index(); entry < kEntries; entry += kWarps)
-    table[64 * entry + lane_index()] = table_word(codebook, kBits, entry, lane_index(), inverse);
+  constexpr int kEach = 4;  // their reads do not wait for each other's stores
+#pragma unroll 1
+  for (int first = warp_index(); first < 256; first += kEach * kWarps) {
+    std::uint32_t words[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      words[i] = table_word(codebook, kBits, (first + i * kWarps) % 256, lane_index(), inverse);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int entry = first + i * kWarps;
+      if (entry < 256) table[64 * entry + lane_index()] = words[i];
+    }
+  }
   return unit;
 }
 
 template <class Shape>
 __device__ void decode_items(const Problem& p, const DecodeCut& cut) {
   char* const table = cuda::dynamic_shared<char>();
-  char* const ring = table + Shape::kTable;
-  auto& t = *reinterpret_cast<DecodeShared<Shape>*>(ring + Shape::kRing);
+  auto* const codebooks = reinterpret_cast<float*>(table + Shape::kTable);
+  char* const ring = table + Shape::kTable + Shape::kCodebooks + Shape::team() * Shape::kRing;
+  auto& t = reinterpret_cast<DecodeShared<Shape>*>(table + Shape::kTable + Shape::kCodebooks +
+                                                   kDecodeTeams * Shape::kRing)[Shape::team()];
   auto* const sums = reinterpret_cast<float*>(ring);
+  static_assert(sizeof t <= Shape::kTeamBytes);
   constexpr int kRecord = Shape::kRecord, kWarpSums = kHeadsAtOnce * kRecord;
-  const int thread = static_cast<int>(threadIdx.x), group = static_cast<int>(p.group);
+  const int thread = static_cast<int>(threadIdx.x) % Shape::kTeamThreads;
+  const int group = static_cast<int>(p.group);
   cuda::begin_next_kernel();  // it waits for this one's end
   float k_unit = 0, v_unit = 0;
+  const auto fill = [&] {  // by all teams
+    for (int i = static_cast<int>(threadIdx.x); i < 256; i += Shape::kThreads) {
+      if (i < 1 << Shape::kKBits) codebooks[i] = p.k.codebook[i];
+      if (i < 1 << Shape::kVBits) codebooks[256 + i] = p.v.codebook[i];
+    }
+    __syncthreads();
+    auto* const words = reinterpret_cast<std::uint32_t*>(table);
+    constexpr int kWarps = kDecodeTeams * Shape::kWarps;
+    k_unit = fill_table<Shape::kKBits, kWarps>(codebooks, words);
+    v_unit = fill_table<Shape::kVBits, kWarps>(codebooks + 256, words + 32);
+    __syncthreads();
+  };
   const int items = static_cast<int>(p.d.sequences * p.d.kv_heads) * cut.splits;
-  for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
+  const auto blocks = static_cast<int>(gridDim.x);
+  for (int item = static_cast<int>(blockIdx.x) + Shape::team() * blocks; item < items;
+       item += kDecodeTeams * blocks) {
     const Tiles tiles(p, cut, item);
     const TileCopies<Shape> copies(p, cut, tiles);
     DecodeWarp<Shape> warp(p, copies, tiles, table,
-                           ring + warp_index() * Shape::kStages * Shape::kStage);
-    __syncthreads();  // the last sums have been read
+                           ring + Shape::warp() * Shape::kStages * Shape::kStage);
+    Shape::sync_team();  // the last sums have been read
     warp.start();
-    if (k_unit == 0) {
-      for (int i = thread; i < 256; i += Shape::kThreads) {
-        if (i < 1 << Shape::kKBits) t.scratch.codebooks[0][i] = p.k.codebook[i];
-        if (i < 1 << Shape::kVBits) t.scratch.codebooks[1][i] = p.v.codebook[i];
-      }
-      __syncthreads();
-      auto* const words = reinterpret_cast<std::uint32_t*>(table);
-      k_unit = fill_table<Shape::kKBits, Shape::kWarps>(t.scratch.codebooks[0], words);
-      v_unit = fill_table<Shape::kVBits, Shape::kWarps>(t.scratch.codebooks[1], words + 32);
-      __syncthreads();
-    }
-    load_queries<Shape>(p, tiles, k_unit, t);
-    __syncthreads();
-    warp.run(t.q, t.units, t.b);
-    __syncthreads();
-    warp.put_out(sums + warp_index() * kWarpSums);
-    __syncthreads();
-    for (int i = thread; i < Shape::kWarps * kHeadsAtOnce; i += Shape::kThreads) {
+    load_queries<Shape>(p, tiles, t);
+    if (k_unit == 0) fill();
+    Shape::sync_team();
+    warp.run(t.q, t.units, k_unit, t.b);
+    Shape::sync_team();
+    warp.put_out(sums + Shape::warp() * kWarpSums);
+    Shape::sync_team();
+    for (int i = thread; i < Shape::kWarps * kHeadsAtOnce; i += Shape::kTeamThreads) {
       const float* const from = sums + i % kHeadsAtOnce * kRecord;
       float most = kLowest;
 #pragma unroll
@@ -690,8 +774,8 @@ __device__ void decode_items(const Problem& p, const DecodeCut& cut) {
       t.factors[i] = cuda::approximate_exp2(from[i / kHeadsAtOnce * kWarpSums] - most);
       if (i < kHeadsAtOnce) t.most[i] = most;
     }
-    __syncthreads();
-    for (int i = thread; i < group * kRecord; i += Shape::kThreads) {
+    Shape::sync_team();
+    for (int i = thread; i < group * kRecord; i += Shape::kTeamThreads) {
       const int head = i / kRecord, at = i % kRecord;
       float sum = 0;
 #pragma unroll
@@ -706,19 +790,20 @@ __device__ void decode_items(const Problem& p, const DecodeCut& cut) {
       } else if (at == 1) {
         t.l[head] = sum;
       } else if (at >= 4) {
-        t.scratch.rows[head][0][element_at<Shape::kDim>(at - 4)] = sum;
+        t.rows[head][0][element_at<Shape::kDim>(at - 4)] = sum;
       }
     }
     if (cut.partials != nullptr) continue;
-    __syncthreads();
-    for (int head = warp_index(); head < group; head += Shape::kWarps) {
+    Shape::sync_team();
+    for (int head = Shape::warp(); head < group; head += Shape::kWarps) {
       const QueryRow query(p, tiles.s, tiles.head, head);
       const SinkWeight sink(p, query.head, t.most[head]);
       const float l_coded = t.l[head] * sink.factor;
-      finish_row(p, query, l_coded + sink.l, l_coded, t.scratch.rows[head][0],
-                 t.scratch.rows[head][1], nullptr, sink.factor);
+      finish_row(p, query, l_coded + sink.l, l_coded, t.rows[head][0], t.rows[head][1], nullptr,
+                 sink.factor);
     }
   }
+  if (k_unit == 0) fill();  // a team without an item
 }
 
 // No code for devices before sm_90, whose shared memory is too small.
@@ -732,7 +817,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 // column each of one split and token in kParts.
 template <int kDim, int kParts_>
 struct DecodeMerge {
-  static constexpr int kParts = kParts_, kThreads = kParts * kDim;
+  static constexpr int kParts = kParts_, kColumns = (kDim + 31) / 32 * 32;  // in whole warps
+  static constexpr int kThreads = kParts * kColumns;
   static constexpr int kAtOnce = 256;  // splits or tokens
   float a[kDim], weights[kAtOnce];
   float l[kParts], l_coded[kParts], coded[kParts][kDim], exact[kParts][kDim], spare[kDim];
@@ -746,7 +832,8 @@ __global__ void __launch_bounds__(DecodeMerge<kDim, kParts>::kThreads)
   constexpr int kRecord = record_of(kDim);
   auto& t = *cuda::dynamic_shared<Shared>();
   const int thread = static_cast<int>(threadIdx.x), lane = lane_index();
-  const int part = thread / kDim, column = thread % kDim;
+  const int part = thread / Shared::kColumns, place = thread % Shared::kColumns;
+  const int column = std::min(place, kDim - 1);  // what is too many does what the last does
   const auto heads = static_cast<int>(p.d.heads), group = static_cast<int>(p.group);
   const int rows = static_cast<int>(p.d.sequences) * heads;
   cuda::wait_for_last_kernel();
@@ -779,10 +866,21 @@ __global__ void __launch_bounds__(DecodeMerge<kDim, kParts>::kThreads)
       for (int i = thread; i < count; i += Shared::kThreads) t.weights[i] = from[i * step];
       __syncthreads();
       weigh(count);
-#pragma unroll 8
-      for (int i = part; i < count; i += kParts) {
-        l_coded = fmaf(from[i * step + 1], t.weights[i], l_coded);
-        o_coded = fmaf(from[i * step + 4 + column], t.weights[i], o_coded);
+      // Loads of 8 splits are under way together, also of the last ones.
+      for (int i = part; i < count; i += 8 * kParts) {
+        float l_split[8], o_split[8];
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const int at = i + n * kParts;
+          l_split[n] = at < count ? from[at * step + 1] : 0.0f;
+          o_split[n] = at < count ? from[at * step + 4 + column] : 0.0f;
+        }
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const float weight = i + n * kParts < count ? t.weights[i + n * kParts] : 0.0f;
+          l_coded = fmaf(l_split[n], weight, l_coded);
+          o_coded = fmaf(o_split[n], weight, o_coded);
+        }
       }
     }
     if (p.d.first + p.d.recent > 0) {
@@ -830,7 +928,7 @@ __global__ void __launch_bounds__(DecodeMerge<kDim, kParts>::kThreads)
       t.l_coded[part] = l_coded;
     }
     __syncthreads();
-    if (part == 0) {
+    if (part == 0 && place == column) {
       for (int i = 1; i < kParts; ++i) {
         t.coded[0][column] += t.coded[i][column];
         t.exact[0][column] += t.exact[i][column];
@@ -850,12 +948,12 @@ __global__ void __launch_bounds__(DecodeMerge<kDim, kParts>::kThreads)
 
 // ---- launches ----
 
-// As many splits as keep every multiprocessor at work: those that end first, if a split begins with
-// the work of `kBefore` tokens.
+// As many splits as keep every team at work: those that end first, if a split begins with the work
+// of `kBefore` tokens.
 inline int decode_splits_of(const Op::Desc& d, int device) {
-  constexpr std::int64_t kBefore = 768, kLeastTokens = 512;
+  constexpr std::int64_t kBefore = 384, kLeastTokens = 256;
   const std::int64_t pairs = d.sequences * d.kv_heads,
-                     at_once = cuda::limits(device).multiprocessors;
+                     at_once = kDecodeTeams * cuda::limits(device).multiprocessors;
   std::int64_t best = 1, least = std::numeric_limits<std::int64_t>::max();
   for (std::int64_t n = 1; n <= 4 * at_once && (n == 1 || n * kLeastTokens <= d.capacity); ++n) {
     const std::int64_t cost =
@@ -889,7 +987,8 @@ Status run_decode(const Problem& p, const DecodeCut& cut, int device, Stream str
   const cuda::Grid grid{
       .blocks = std::min<std::int64_t>(items, cuda::limits(device).multiprocessors),
       .threads = Shape::kThreads,
-      .shared = Shape::kTable + Shape::kRing + sizeof(DecodeShared<Shape>)};
+      .shared = Shape::kTable + Shape::kCodebooks +
+                kDecodeTeams * (Shape::kRing + sizeof(DecodeShared<Shape>))};
   BITTERN_TRY(cuda::launch(Op::kName, decode_splits<Shape>, grid, device, stream, p, cut));
   if (cut.partials == nullptr) return {};
   return p.d.sequences * p.d.heads <= 2 * cuda::limits(device).multiprocessors
