@@ -1705,11 +1705,11 @@ def aura_attention(
       out_j is off by at most e (L_j + N sum_i |P_v|_ij + (1 + S / 16) A_j), and one ulp of an f16 or
              bf16 element.
 
-    Kernels cuda_tensor (CUDA, Preference::fastest: 1 query, dim 128, at most 8 query heads to a KV
-    head) and cuda_wgmma (sm_90a: more queries, dim 128, no dense rotation) take
-    r, c, w and y in f16, each divided by a power of two, and add their products in f32. cuda_wgmma
-    does the same with q, k_t, w and v_t of first and recent tokens. The bound is that of cpu_int8
-    with e = 1 / 1000, and first and recent tokens are treated like coded ones:
+    Kernels cuda_tensor (CUDA, Preference::fastest: 1 query, dim 64, 80, 96, 128, 192 or 256, at most
+    8 query heads to a KV head) and cuda_wgmma (sm_90a: more queries, dim 128, no dense rotation)
+    take r, c, w and y in f16, each divided by a power of two, and add their products in f32.
+    cuda_wgmma does the same with q, k_t, w and v_t of first and recent tokens. The bound is that of
+    cpu_int8 with e = 1 / 1000, and first and recent tokens are treated like coded ones:
 
       X_t  also has K_t sum|a_j| / 2 + A sum|k_tj| / 2 + (1.1 + dim / 4096) dim A K_t, where
            A = max|a_j| and K_t = max|k_tj|

@@ -223,6 +223,10 @@ std::vector<BenchCase<AuraAttentionDesc>> aura_attention_bench_cases() {
   d.k_bits = 3;
   d.v_bits = 2;
   add_large("3/2 bit 262144 tokens, 32/4 heads", d);
+  d = {.heads = 15, .kv_heads = 5, .dim = 64, .capacity = 1 << 18};
+  add_large("4/4 bit 262144 tokens, 15/5 heads of 64", d);
+  d = {.heads = 16, .kv_heads = 2, .dim = 256, .capacity = 1 << 18};
+  add_large("4/4 bit 262144 tokens, 16/2 heads of 256", d);
   d = {.queries = 4096, .heads = 32, .kv_heads = 8, .dim = 128, .capacity = 4096};
   d.element = DType::bf16;
   add_large("4/4 bit prompt of 4096 tokens, 32/8 heads", d);
@@ -290,6 +294,22 @@ std::vector<AuraAttentionDesc> aura_attention_bounded_cases(bool on_cuda) {
     }
   }
   cases.push_back({.heads = 2, .dim = 128, .capacity = 1552});  // several splits
+  // The other head lengths.
+  for (const std::int64_t dim : {64, 80, 96, 192, 256}) {
+    for (const auto& [k_bits, v_bits] : kWidths) {
+      AuraAttentionDesc d{.heads = 1 + n % 8, .dim = dim, .capacity = 16 * (1 + n % 4)};
+      d.page_size = n % 2 == 0 ? 0 : 16;
+      d.pages = n % 2 == 0 ? 0 : 5;
+      d.recent = n % 5 == 0 ? 3 : 0;
+      d.k_bits = k_bits;
+      d.v_bits = v_bits;
+      d.v_rotation = n % 3 == 0 ? Rotation::identity : Rotation::hadamard;
+      d.element = kElements[n % 3];
+      d.f16_scale = n % 4 == 1;
+      cases.push_back(d);
+      ++n;
+    }
+  }
   // Prompts: all widths, rows and tokens on both sides of a block's and a tile's edges, more tiles
   // than are under way at once, rings, windows, and tokens that are not coded.
   for (n = 0; n < 20; ++n) {

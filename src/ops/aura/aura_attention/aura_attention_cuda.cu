@@ -29,10 +29,13 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace worksp
 
 // ---- decoding on tensor cores ----
 
+Status refuse(const char* field, std::int64_t found, const std::string& expected) {
+  return unsupported(std::string(field) + ": " + std::to_string(found) + ", expected " + expected);
+}
+
 // The pairs of widths that have a kernel: f(shape) for that of `d`.
-template <class F>
-Status visit_shape(const Op::Desc& d, F&& f) {
-  constexpr int kDim = 128;
+template <int kDim, class F>
+Status visit_widths(const Op::Desc& d, F&& f) {
   switch (10 * d.k_bits + d.v_bits) {
     case 22: return f(attend::DecodeShape<2, 2, kDim>());
     case 32: return f(attend::DecodeShape<3, 2, kDim>());
@@ -49,13 +52,21 @@ Status visit_shape(const Op::Desc& d, F&& f) {
   }
 }
 
-Status refuse(const char* field, std::int64_t found, const std::string& expected) {
-  return unsupported(std::string(field) + ": " + std::to_string(found) + ", expected " + expected);
+template <class F>
+Status visit_shape(const Op::Desc& d, F&& f) {
+  switch (d.dim) {
+    case 64: return visit_widths<64>(d, f);
+    case 80: return visit_widths<80>(d, f);
+    case 96: return visit_widths<96>(d, f);
+    case 128: return visit_widths<128>(d, f);
+    case 192: return visit_widths<192>(d, f);
+    case 256: return visit_widths<256>(d, f);
+    default: return refuse("dim", d.dim, "64, 80, 96, 128, 192 or 256");
+  }
 }
 
 Status supports_decode(const Op::Desc& d, Device device) {
   if (d.queries != 1) return refuse("queries", d.queries, "1");
-  if (d.dim != 128) return refuse("dim", d.dim, "128");
   if (d.group() > attend::kHeadsAtOnce)
     return refuse("heads / kv_heads", d.group(), "1.." + std::to_string(attend::kHeadsAtOnce));
   const std::string multiple = "a multiple of " + std::to_string(attend::kTile);
@@ -81,12 +92,13 @@ Status accepts_codes(const Op::Desc&, const Op::Args& a) {
   return cuda::rows_aligned("v_packed", a.v_packed);
 }
 
+// So are scales: whole tiles of a page or a KV head.
 Status accepts_decode(const Op::Desc& d, const Op::Args& a) {
-  BITTERN_TRY(accepts_codes(d, a));
-  // Of scales whole rows of a page or a KV head.
   const std::int64_t rows = d.page_size == 0 ? d.sequences * d.kv_heads : d.pages;
-  for (const auto& [operand, view] :
-       {std::pair{"k_scales", &a.k_scales}, {"v_scales", &a.v_scales}}) {
+  for (const auto& [operand, view] : {std::pair{"k_packed", &a.k_packed},
+                                      {"v_packed", &a.v_packed},
+                                      {"k_scales", &a.k_scales},
+                                      {"v_scales", &a.v_scales}}) {
     BITTERN_TRY(cuda::starts_aligned(operand, view->data));
     const auto each = static_cast<std::int64_t>(16 / size_of(view->dtype));
     if (rows > 1 && view->row_stride() % each != 0)

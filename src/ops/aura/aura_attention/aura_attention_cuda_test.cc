@@ -83,7 +83,7 @@ TEST(AuraAttention, TensorCoresTakeOneQueryAndNothingUnasked) {
   using D = Desc&;
   EXPECT_NE(fastest(kPrompt, "cuda_tensor").status().message().find("queries: 5, expected 1"),
             std::string::npos);
-  refused([](D d) { d.dim = 64; }, "dim: 64, expected 128");
+  refused([](D d) { d.dim = 512; }, "dim: 512, expected 64, 80, 96, 128, 192 or 256");
   refused([](D d) { d.heads = 18; }, "heads / kv_heads: 9, expected 1..8");
   refused([](D d) { d.capacity = 63; }, "capacity: 63, expected a multiple of 16 above 0");
   refused([](D d) { d.page_size = d.capacity = 17, d.pages = 1; }, "expected a multiple of 16");

@@ -13,6 +13,8 @@
 // relative to a reference that rises with the largest p |v_scale|, which becomes about 2^14. So
 // what f16 loses below its least number is less than 2^-38 of that.
 #pragma once
+#include <numeric>
+
 #include "ops/aura/aura_attention/attend.cuh"
 
 namespace bittern::attend {
@@ -48,26 +50,32 @@ struct DecodeCut {
 template <int kKBits_, int kVBits_, int kDim_>
 struct DecodeShape {
   static constexpr int kKBits = kKBits_, kVBits = kVBits_, kDim = kDim_;
-  // Teams of warps take items on their own, so that one's beginnings and ends fall into another's
-  // tiles. 12 warps in all have 168 registers a thread.
-  static constexpr int kWarps = 12 / kDecodeTeams;
-  static constexpr int kTeamThreads = 32 * kWarps, kThreads = kDecodeTeams * kTeamThreads;
-  // Tiles that a warp takes at once: two, if the ring has room for them.
-  static constexpr int kAtOnce = kKBits + kVBits <= 8 ? 2 : 1;
-  // Of a tile in the ring: rows of K, pairs of rows of V, scales.
-  static constexpr int kKRow = kDim * kKBits / 8, kVRow = kDim * kVBits / 8;
-  static constexpr int kVPair = 2 * kVRow + 32;  // the four lanes of a row in different banks
+  // Of a tile in the ring: rows of K, pairs of rows of V, scales. Pairs are moved apart for the
+  // four lanes of a row to be in different banks, where they are whole pieces of a copy.
+  static constexpr int kKRow = (kDim * kKBits + 31) / 32 * 4, kVRow = (kDim * kVBits + 31) / 32 * 4;
+  static constexpr int kVApart = kVRow % 8 == 0 ? 32 : 0, kVPair = 2 * kVRow + kVApart;
   static constexpr int kVAt = kTile * kKRow, kScalesAt = kVAt + kTile / 2 * kVPair;
   static constexpr int kTileBytes = kScalesAt + 2 * kTile * 4;
+  // Tiles that a warp takes at once.
+  static constexpr int kAtOnce = (kKBits + kVBits) * kDim <= 8 * 128 ? 2 : 1;
   static constexpr int kStage = kAtOnce * kTileBytes;
   static constexpr int kTable = 256 * 256;  // bytes: an entry has 128 for K and 128 for V
   static constexpr int kCodebooks = 2 * 256 * 4;
-  static constexpr int kRoom = (140 << 10) / (kDecodeTeams * kWarps * kStage);
-  static constexpr int kStages = kRoom > 4 ? 4 : kRoom;
-  static_assert(kStages >= 2);
+  static constexpr int kTeamBytes = kHeadsAtOnce * kDim * 10 + 1024;  // room for a DecodeShared
+  static constexpr int kRoom =
+      (227 << 10) - kTable - kCodebooks - kDecodeTeams * kTeamBytes;  // for the ring
+  // Teams of warps take items on their own, so that one's beginnings and ends fall into another's
+  // tiles. 12 warps in all have 168 registers a thread, 8 have 255.
+  static constexpr int kMostWarps = (kDim <= 128 ? 12 : 8) / kDecodeTeams;
+  static constexpr int kWarpsOfRoom = kRoom / (kDecodeTeams * 2 * kStage);
+  static constexpr int kWarps = kMostWarps < kWarpsOfRoom ? kMostWarps : kWarpsOfRoom;
+  static constexpr int kTeamThreads = 32 * kWarps, kThreads = kDecodeTeams * kTeamThreads;
+  static constexpr int kStagesOfRoom = kRoom / (kDecodeTeams * kWarps * kStage);
+  static constexpr int kStages = kStagesOfRoom > 4 ? 4 : kStagesOfRoom;
   static constexpr int kRecord = record_of(kDim);
   static constexpr int kSums = kWarps * kHeadsAtOnce * kRecord * 4;
   static constexpr int kRing = kWarps * kStages * kStage > kSums ? kWarps* kStages* kStage : kSums;
+  static_assert(kStages >= 2 && kDecodeTeams * kRing <= kRoom);
 
   __device__ static int team() { return static_cast<int>(threadIdx.x) / kTeamThreads; }
   __device__ static int warp() { return warp_index() % kWarps; }  // of a team
@@ -238,7 +246,7 @@ class TileCopies {
     for (int i = 0; i < (kVPieces + 31) / 32; ++i) {
       const int piece = 32 * i + lane, pair = 16 * piece / (2 * Shape::kVRow);
       if (kVPieces % 32 == 0 || piece < kVPieces)
-        cuda::copy_async_16(to + Shape::kVAt + 16 * piece + 32 * pair, v + 512 * i);
+        cuda::copy_async_16(to + Shape::kVAt + 16 * piece + Shape::kVApart * pair, v + 512 * i);
     }
     if (lane < 2 * scale_pieces_)
       cuda::copy_async_16(to + scale_to_, from.scale_ + std::int64_t{tile} * (16 * scale_pieces_));
@@ -283,10 +291,10 @@ class DecodeWarp {
   static constexpr int kKBits = Shape::kKBits, kVBits = Shape::kVBits, kDim = Shape::kDim;
   static constexpr int kAtOnce = Shape::kAtOnce;
   static constexpr int kKCodes = kDim / 4, kVCodes = kDim / 8;  // of a lane, in a token's row
-  static constexpr int kKWords = kKCodes * kKBits / 32;
+  static constexpr int kKWords = (kKCodes * kKBits + 31) / 32;
   static constexpr int kVWords = (kVCodes * kVBits + 31) / 32;
   static constexpr int kSteps = kDim / 16;  // products of K, and tiles of o
-  static_assert(kKCodes * kKBits % 32 == 0);
+  static_assert(kDim % 16 == 0);
 
  public:
   __device__ DecodeWarp(const Problem& p, const TileCopies<Shape>& copies, const Tiles& tiles,
@@ -351,16 +359,19 @@ class DecodeWarp {
       }
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        // Codes 2 step and 2 step + 1 of a lane; multiply_values has them so, if not of 2 bits.
+        // Codes 2 step and 2 step + 1 of a lane.
         const int even = step & ~1, at = 2 * (step % 2) + i;
         *reinterpret_cast<float2*>(head + 4 + 16 * step + 2 * r) =
-            kVBits == 2 ? make_float2(o_[even][at], o_[even + 1][at])
-                        : make_float2(o_[step][i], o_[step][2 + i]);
+            crosses(step) ? make_float2(o_[even][at], o_[even + 1][at])
+                          : make_float2(o_[step][i], o_[step][2 + i]);
       }
     }
   }
 
  private:
+  // With 2 bits of V a step has codes 4 n and 4 n + 2 of a lane, the next 4 n + 1 and 4 n + 3:
+  // those that one read finds.
+  __device__ static constexpr bool crosses(int step) { return kVBits == 2 && (step | 1) < kSteps; }
   // Every lane ends a group of copies, also where there is no tile.
   __device__ void fetch(int tile, int stage) const {
     char* const to = ring_ + stage * Shape::kStage;
@@ -469,7 +480,7 @@ class DecodeWarp {
     std::uint32_t k[2][kKWords];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      load_words(tile + (r + 8 * half) * Shape::kKRow + q * 4 * kKWords, k[half]);
+      load_codes<kKCodes * kKBits>(tile + (r + 8 * half) * Shape::kKRow, q, k[half]);
     // 2 bits: two codes of each token, whose levels one read brings into neighbouring registers.
     const Paired<4, kKWords> both(k[0], k[1]);
     float x[2][4] = {};
@@ -502,8 +513,8 @@ class DecodeWarp {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        load_v(tile + Shape::kVAt + (q + 4 * half) * Shape::kVPair + i * Shape::kVRow, r,
-               v[half][i]);
+        load_codes<kVCodes * kVBits>(
+            tile + Shape::kVAt + (q + 4 * half) * Shape::kVPair + i * Shape::kVRow, r, v[half][i]);
     }
     const char* const table = table_ + 128;
     const unsigned base = 4 * static_cast<unsigned>(lane);
@@ -512,12 +523,16 @@ class DecodeWarp {
       const unsigned pairs = 8 * static_cast<unsigned>(lane % 16);
       static_for<0, kSteps>([&](auto step) {
         constexpr int kStep = decltype(step)::value, kAt = 8 * (kStep / 2);
-        const auto load = [&](const auto& tokens) {
-          return table_pair(table,
-                            entry_of<kAt, 8>(kStep % 2 == 0 ? tokens.even : tokens.odd, pairs));
+        const auto load = [&](const auto& tokens, int odd) {
+          return table_pair(table, entry_of<kAt, 8>(odd == 0 ? tokens.even : tokens.odd, pairs));
         };
-        const uint2 a = load(low), b = load(high);
-        cuda::multiply_f16(o_[kStep], {a.x, a.y, b.x, b.y}, w);
+        if constexpr (crosses(kStep)) {
+          const uint2 a = load(low, kStep % 2), b = load(high, kStep % 2);
+          cuda::multiply_f16(o_[kStep], {a.x, a.y, b.x, b.y}, w);
+        } else {
+          cuda::multiply_f16(o_[kStep],
+                             {load(low, 0).x, load(low, 1).x, load(high, 0).x, load(high, 1).x}, w);
+        }
       });
     } else if constexpr (kVBits <= 4) {
       const Paired<kVBits, kVWords> low(v[0][0], v[0][1]), high(v[1][0], v[1][1]);
@@ -589,19 +604,21 @@ class DecodeWarp {
         to[i] = *reinterpret_cast<const std::uint32_t*>(from + 4 * i);
     }
   }
-  // Lane r's codes of a row of V.
-  __device__ static void load_v(const char* row, int r, std::uint32_t (&to)[kVWords]) {
-    constexpr int kBits = kVCodes * kVBits;
+  // The `index`-th kBits of a row.
+  template <int kBits, int kWords>
+  __device__ static void load_codes(const char* row, int index, std::uint32_t (&to)[kWords]) {
     if constexpr (kBits % 32 == 0) {
-      load_words(row + r * (kBits / 8), to);
+      load_words(row + index * (kBits / 8), to);
     } else {
-      static_assert(kBits % 32 == 16);  // every other lane begins within a word
-      const int half = r * (kBits / 16);
-      const auto* const from = reinterpret_cast<const std::uint32_t*>(row) + half / 2;
-      const unsigned shift = 16 * static_cast<unsigned>(half % 2);
+      const int at = index * kBits;
+      const auto* const from = reinterpret_cast<const std::uint32_t*>(row) + at / 32;
+      // Whether they end beyond as many words. The next one is read even if it is another row's.
+      constexpr bool kBeyond = kBits % 32 > std::gcd(kBits, 32);
 #pragma unroll
-      for (int i = 0; i < kVWords; ++i)
-        to[i] = __funnelshift_r(from[i], i + 1 < kVWords ? from[i + 1] : 0, shift);
+      for (int i = 0; i < kWords; ++i) {
+        const std::uint32_t next = kBeyond || i + 1 < kWords ? from[i + 1] : 0;
+        to[i] = __funnelshift_r(from[i], next, static_cast<unsigned>(at) % 32);
+      }
     }
   }
 
@@ -648,11 +665,12 @@ __device__ void load_queries(const Problem& p, const Tiles& tiles, DecodeShared<
     }
     float* const row = t.rows[head][0];
     const std::int64_t from = QueryRow(p, tiles.s, tiles.head, head).offset(p.q_stride);
-    float x[kEach], mean[kEach] = {}, b = 0, most = 0;
+    float x[kEach] = {}, mean[kEach] = {}, b = 0, most = 0;
     const auto load = [&]<class X>(Type<X>) {
       const X* const q = static_cast<const X*>(p.q) + from;
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) x[i] = cuda::load_math(q[lane + 32 * i]);
+      for (int i = 0; i < kEach; ++i)
+        if (lane + 32 * i < kDim) x[i] = cuda::load_math(q[lane + 32 * i]);
     };
     switch (p.d.element) {
       case DType::f16: load(Type<f16>()); break;
@@ -661,11 +679,12 @@ __device__ void load_queries(const Problem& p, const Tiles& tiles, DecodeShared<
     }
     if (p.k_mean != nullptr) {
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) mean[i] = p.k_mean[tiles.head * kDim + lane + 32 * i];
+      for (int i = 0; i < kEach; ++i)
+        if (lane + 32 * i < kDim) mean[i] = p.k_mean[tiles.head * kDim + lane + 32 * i];
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      row[lane + 32 * i] = x[i] * p.scale;
+      if (lane + 32 * i < kDim) row[lane + 32 * i] = x[i] * p.scale;
       b = fmaf(x[i] * p.scale, mean[i], b);
     }
     b = cuda::sum_across(b, 16);
@@ -712,6 +731,7 @@ __device__ void decode_items(const Problem& p, const DecodeCut& cut) {
   auto& t = reinterpret_cast<DecodeShared<Shape>*>(table + Shape::kTable + Shape::kCodebooks +
                                                    kDecodeTeams * Shape::kRing)[Shape::team()];
   auto* const sums = reinterpret_cast<float*>(ring);
+  static_assert(sizeof t <= Shape::kTeamBytes);
   constexpr int kRecord = Shape::kRecord, kWarpSums = kHeadsAtOnce * kRecord;
   const int thread = static_cast<int>(threadIdx.x) % Shape::kTeamThreads;
   const int group = static_cast<int>(p.group);
@@ -797,7 +817,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 // column each of one split and token in kParts.
 template <int kDim, int kParts_>
 struct DecodeMerge {
-  static constexpr int kParts = kParts_, kThreads = kParts * kDim;
+  static constexpr int kParts = kParts_, kColumns = (kDim + 31) / 32 * 32;  // in whole warps
+  static constexpr int kThreads = kParts * kColumns;
   static constexpr int kAtOnce = 256;  // splits or tokens
   float a[kDim], weights[kAtOnce];
   float l[kParts], l_coded[kParts], coded[kParts][kDim], exact[kParts][kDim], spare[kDim];
@@ -811,7 +832,8 @@ __global__ void __launch_bounds__(DecodeMerge<kDim, kParts>::kThreads)
   constexpr int kRecord = record_of(kDim);
   auto& t = *cuda::dynamic_shared<Shared>();
   const int thread = static_cast<int>(threadIdx.x), lane = lane_index();
-  const int part = thread / kDim, column = thread % kDim;
+  const int part = thread / Shared::kColumns, place = thread % Shared::kColumns;
+  const int column = std::min(place, kDim - 1);  // what is too many does what the last does
   const auto heads = static_cast<int>(p.d.heads), group = static_cast<int>(p.group);
   const int rows = static_cast<int>(p.d.sequences) * heads;
   cuda::wait_for_last_kernel();
@@ -844,10 +866,21 @@ __global__ void __launch_bounds__(DecodeMerge<kDim, kParts>::kThreads)
       for (int i = thread; i < count; i += Shared::kThreads) t.weights[i] = from[i * step];
       __syncthreads();
       weigh(count);
-#pragma unroll 8
-      for (int i = part; i < count; i += kParts) {
-        l_coded = fmaf(from[i * step + 1], t.weights[i], l_coded);
-        o_coded = fmaf(from[i * step + 4 + column], t.weights[i], o_coded);
+      // Loads of 8 splits are under way together, also of the last ones.
+      for (int i = part; i < count; i += 8 * kParts) {
+        float l_split[8], o_split[8];
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const int at = i + n * kParts;
+          l_split[n] = at < count ? from[at * step + 1] : 0.0f;
+          o_split[n] = at < count ? from[at * step + 4 + column] : 0.0f;
+        }
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const float weight = i + n * kParts < count ? t.weights[i + n * kParts] : 0.0f;
+          l_coded = fmaf(l_split[n], weight, l_coded);
+          o_coded = fmaf(o_split[n], weight, o_coded);
+        }
       }
     }
     if (p.d.first + p.d.recent > 0) {
@@ -895,7 +928,7 @@ __global__ void __launch_bounds__(DecodeMerge<kDim, kParts>::kThreads)
       t.l_coded[part] = l_coded;
     }
     __syncthreads();
-    if (part == 0) {
+    if (part == 0 && place == column) {
       for (int i = 1; i < kParts; ++i) {
         t.coded[0][column] += t.coded[i][column];
         t.exact[0][column] += t.exact[i][column];
