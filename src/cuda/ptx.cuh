@@ -85,8 +85,9 @@ inline constexpr bool kHasBulkCopies = true;
 inline constexpr bool kHasBulkCopies = false;
 #endif
 
-// What this thread has stored in shared memory becomes visible to bulk copies and to the tensor
-// cores; a barrier follows.
+// What this thread has stored in shared memory, or has seen at a barrier, becomes visible to bulk
+// copies and to the tensor cores; of other threads', a barrier follows. It comes with a MEMBAR,
+// which a thread should not have to wait at that has other copies under way.
 __device__ inline void fence_shared() {
   if constexpr (kHasBulkCopies) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

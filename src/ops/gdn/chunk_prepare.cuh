@@ -1,7 +1,7 @@
 // All of a chunk that does not know the state: P, T = (I + L)^-1 and the factors of its rows.
 //
 // A block has a chunk of one key head and up to two of its value heads. Four warps share k k^T and
-// q k^T, a tile of 16 rows each. Then each head has two warps, and each of these 32 rows of L: it
+// q k^T, two bands of 8 rows each. Then each head has two warps, and each of these 32 rows of L: it
 // inverts two blocks of 16 in f32, by substitution, a column to a lane, and puts larger ones
 // together on tensor cores: of the inverse [a 0; c b]^-1 = [A 0; C B] it finds C^T = -(A^T c^T)
 // B^T, in which every factor is read from shared memory as it lies there. Factors are the sum of
@@ -20,6 +20,9 @@ constexpr int kDiagonalPitch = kBlock16 + 4;  // floats
 
 struct HeadGates {
   float high[kMostRows], low[kMostRows], beta[kMostRows];
+};
+struct RowSum {
+  float high, low, beta;
 };
 
 // L of a head, and what T lacks of f32.
@@ -48,8 +51,9 @@ struct PrepareProblem {
   Problem p;
   cuda::ChunkSlots slots;
   char* records;
-  ChunkGates* gates = nullptr;        // of each chunk and head, if they are wanted
-  Divisor sharing, pairs, key_heads;  // value heads of a key head; pairs of them
+  ChunkGates* gates = nullptr;  // of each chunk and head, if they are wanted
+  Divisor sharing, pairs;       // value heads of a key head; pairs of them
+  Divisor key_heads, rows;      // rows of the batch
   std::int64_t items;
 
   PrepareProblem(const Op::Desc& d, const Op::Args& a, void* workspace)
@@ -59,6 +63,7 @@ struct PrepareProblem {
         sharing(d.value_heads / d.key_heads),
         pairs((sharing.value() + kHeadsAtOnce - 1) / kHeadsAtOnce),
         key_heads(d.key_heads),
+        rows(d.batch),
         items(slots.count * d.key_heads * pairs.value()) {}
 };
 
@@ -115,13 +120,18 @@ __device__ void copy_rows(int tile, const X* from, std::int64_t stride, int rows
   constexpr int kAcross = kWide / 8, kDown = kPrepareThreads / kAcross;
   const int piece = static_cast<int>(threadIdx.x) % kAcross;
   int row = static_cast<int>(threadIdx.x) / kAcross;
-  char* const to = &shared_at<char>(tile + tile_place(row, piece));
+  char* to = &shared_at<char>(tile + tile_place(row, piece));
   const X* at = from + row * stride + piece * 8;
-  const bool whole = rows == kMostRows && mask == nullptr;
+  if (rows == kMostRows && mask == nullptr) {
 #pragma unroll
-  for (int i = 0; i < kMostRows / kDown; ++i, row += kDown, at += kDown * stride) {
-    const bool there = whole || (row < rows && (mask == nullptr || mask[row] != 0));
-    cuda::copy_async_16(to + i * kDown * kRowBytes, there ? at : from, there ? kPiece : 0);
+    for (int i = 0; i < kMostRows / kDown; ++i, at += kDown * stride)
+      cuda::copy_async_16(to + i * kDown * kRowBytes, at);
+    return;
+  }
+#pragma unroll 1
+  for (; row < kMostRows; row += kDown, to += kDown * kRowBytes, at += kDown * stride) {
+    const bool there = row < rows && (mask == nullptr || mask[row] != 0);
+    cuda::copy_async_16(to, there ? at : from, there ? kPiece : 0);
   }
 }
 
@@ -136,11 +146,11 @@ __device__ int lane_place() {
   return row * kRowBytes + (piece ^ (lane % 8)) * kPiece;
 }
 
-// The products of a warp's 16 rows with all rows up to them. Without kQueries those of keys alone.
+// The products of a warp's 16 rows, a lane's of which is at `left`, with the first 16 `blocks`
+// rows. Without kQueries those of keys alone.
 template <class X, bool kQueries = true>
-__device__ void multiply_pairs(float (&kk)[4][2][4], float (&qk)[4][2][4]) {
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int left = lane_place<false>() + 16 * warp * kRowBytes, right = lane_place<true>();
+__device__ void multiply_pairs(int left, int blocks, float (&kk)[4][2][4], float (&qk)[4][2][4]) {
+  const int right = lane_place<true>();
 #pragma unroll
   for (int step = 0; step < kWide / 16; ++step) {
     const int part = step / 4 * kPart, columns = step % 4 * 32;
@@ -152,7 +162,7 @@ __device__ void multiply_pairs(float (&kk)[4][2][4], float (&qk)[4][2][4]) {
     if constexpr (kQueries) load(q, PrepareShared::kQueries, left);
 #pragma unroll
     for (int block = 0; block < 4; ++block) {
-      if (block > warp) break;
+      if (block >= blocks) break;
       std::uint32_t b[4];
       load(b, PrepareShared::kKeys + 16 * block * kRowBytes, right);
 #pragma unroll
@@ -283,12 +293,16 @@ __device__ void invert_blocks(const HeadPlaces& at, int first) {
   const int high = at.of_t(own, own, place) + column % 8 * 2;
   const int low = at.of_t_low(own, own, place) + column % 8 * 2;
 #pragma unroll
-  for (int i = 0; i < kBlock16; ++i) {
-    const float kept = i < column ? 0.0f : t[i];
-    const X part = cuda::store_math<X>(kept);
-    shared_at<X>((high ^ (i % 8 * kPiece)) + i * kRowBytes) = part;
-    shared_at<X>((low ^ (i / 2 % 4 * kPiece)) + i * kSquareRow) =
-        cuda::store_math<X>(kept - cuda::load_math(part));
+  for (int i = 0; i < kBlock16; i += 2) {
+    const SplitPair split = split_pair<X>(t[i], t[i + 1]);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const auto part = [&](std::uint32_t pair) {
+        return X{static_cast<std::uint16_t>(pair >> (16 * e))};
+      };
+      shared_at<X>((high ^ ((i + e) % 8 * kPiece)) + (i + e) * kRowBytes) = part(split.high);
+      shared_at<X>((low ^ (i / 2 % 4 * kPiece)) + (i + e) * kSquareRow) = part(split.low);
+    }
   }
   const int row = lane / 2, piece = lane % 2;
   shared_at<uint4>(at.of_t(first, first + 1, (piece ^ (row % 8)) * kPiece) + row * kRowBytes) =
@@ -354,50 +368,78 @@ __device__ void join_blocks(const HeadPlaces& at, int square, int first, int col
   }
 }
 
-// Rows 16 warp + lane / 4 and 8 further of L and P, their columns from 16 kBlock + 2 (lane % 4) on.
-// kDiagonal: with the diagonal, beyond which decays may be infinite.
-template <class X, int kBlock, bool kDiagonal>
-__device__ void put_pairs(const HeadGates& g, const HeadPlaces& at, char* pairs,
-                          const float (&kk)[2][4], const float (&qk)[2][4]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int row = lane / 4, column = 2 * (lane % 4);
+// The two bands of 8 rows that a warp has, one of them as far from the top as the other from the
+// bottom: together they have alike many columns up to the diagonal in every warp.
+__device__ constexpr int band_of(int warp, int down) { return down == 0 ? warp : 7 - warp; }
+
+// A lane's two columns of L and P, from `column` of a tile of 8, in its row of a band. `high` and
+// `low` are those columns'.
+template <class X, int kBand, int kTile>
+__device__ void put_pair(const HeadPlaces& at, char* pairs, int row, int column, const RowSum& of,
+                         float2 high, float2 low, const float* kk, const float* qk) {
+  auto& of_p = *reinterpret_cast<std::uint32_t*>(pairs + (8 * kBand + row) * kRowBytes +
+                                                 (kTile ^ row) * kPiece + column * 2);
+  if constexpr (kTile > kBand) {
+    of_p = 0;
+  } else {
+    const float decay[2] = {cuda::approximate_exp2((of.high - high.x) + (of.low - low.x)),
+                            cuda::approximate_exp2((of.high - high.y) + (of.low - low.y))};
+    float l[2], pair[2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int j = kBlock * 16 + half * 8 + column;
-    const auto other_high = *reinterpret_cast<const float2*>(g.high + j);
-    const auto other_low = *reinterpret_cast<const float2*>(g.low + j);
-#pragma unroll
-    for (int down = 0; down < 2; ++down) {
-      const int i = 16 * warp + row + 8 * down;
-      const float high = g.high[i], low = g.low[i], beta = g.beta[i];
-      const float decay[2] = {cuda::approximate_exp2((high - other_high.x) + (low - other_low.x)),
-                              cuda::approximate_exp2((high - other_high.y) + (low - other_low.y))};
-      float l[2], pair[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const bool counts = !kDiagonal || half * 8 + column + e <= row + 8 * down;
-        // A NaN here is also in W, from the same token on, which is enough: in T it would be
-        // multiplied by zeros.
-        const float of_l = kk[half][2 * down + e] * beta * decay[e];
-        l[e] = counts && fabsf(of_l) < INFINITY ? of_l : 0.0f;
-        pair[e] = counts ? qk[half][2 * down + e] * decay[e] : 0.0f;
-      }
-      const int place = ((2 * kBlock + half) ^ row) * kPiece + column * 2;
-      *reinterpret_cast<std::uint32_t*>(pairs + i * kRowBytes + place) =
-          cuda::store_pair<X>(pair[0], pair[1]);
-      if constexpr (kDiagonal) {
-        shared_at<float2>(at.parts + HeadParts::kDiagonal +
-                          (i * kDiagonalPitch + half * 8 + column) * 4) = make_float2(l[0], l[1]);
-      } else {
-        const SplitPair split = split_pair<X>(l[0], l[1]);
-        const int square = warp / 2 != kBlock / 2 ? 2 : kBlock / 2;
-        const int inside = HeadPlaces::in_square(row, 2 * (kBlock % 2) + half) + column * 2 +
-                           8 * down * kSquareRow;
-        shared_at<std::uint32_t>(at.of_l(HeadParts::kHigh, square, warp, 0, inside)) = split.high;
-        shared_at<std::uint32_t>(at.of_l(HeadParts::kLow, square, warp, 0, inside)) = split.low;
-      }
+    for (int e = 0; e < 2; ++e) {
+      const bool counts = kTile < kBand || column + e <= row;  // beyond, decays may be infinite
+      // A NaN here is also in W, from the same token on, which is enough: in T it would be
+      // multiplied by zeros.
+      const float of_l = kk[e] * of.beta * decay[e];
+      l[e] = counts && fabsf(of_l) < INFINITY ? of_l : 0.0f;
+      pair[e] = counts ? qk[e] * decay[e] : 0.0f;
+    }
+    of_p = cuda::store_pair<X>(pair[0], pair[1]);
+    if constexpr (kTile / 2 == kBand / 2) {
+      shared_at<float2>(at.parts + HeadParts::kDiagonal +
+                        ((8 * kBand + row) * kDiagonalPitch + kTile % 2 * 8 + column) * 4) =
+          make_float2(l[0], l[1]);
+    } else {
+      constexpr int kSquare = kBand / 4 != kTile / 4 ? 2 : kTile / 4;
+      const SplitPair split = split_pair<X>(l[0], l[1]);
+      const int inside =
+          HeadPlaces::in_square(row, kTile % 4) + column * 2 + kBand % 2 * 8 * kSquareRow;
+      shared_at<std::uint32_t>(at.of_l(HeadParts::kHigh, kSquare, kBand / 2, 0, inside)) =
+          split.high;
+      shared_at<std::uint32_t>(at.of_l(HeadParts::kLow, kSquare, kBand / 2, 0, inside)) = split.low;
     }
   }
+}
+
+// L and P of a head in the rows of a warp; of P also what is above the diagonal in its blocks
+// of 16.
+template <class X, int kWarp>
+__device__ void put_pairs(const HeadGates& g, const HeadPlaces& at, char* pairs,
+                          const float (&kk)[4][2][4], const float (&qk)[4][2][4]) {
+  const unsigned lane = cuda::opaque(threadIdx.x) % 32;
+  const int row = static_cast<int>(lane / 4), column = static_cast<int>(lane % 4 * 2);
+  const auto row_sum = [&](int down) {
+    const int i = 8 * band_of(kWarp, down) + row;
+    return RowSum{g.high[i], g.low[i], g.beta[i]};
+  };
+  const RowSum rows[2] = {row_sum(0), row_sum(1)};
+  const auto put = [&]<int kTile>(std::integral_constant<int, kTile>) {
+    const int j = 8 * kTile + column;
+    const auto high = *reinterpret_cast<const float2*>(g.high + j);
+    const auto low = *reinterpret_cast<const float2*>(g.low + j);
+    const auto put_row = [&]<int kDown>(std::integral_constant<int, kDown>) {
+      constexpr int kBand = band_of(kWarp, kDown);
+      if constexpr (kTile / 2 <= kBand / 2)
+        put_pair<X, kBand, kTile>(at, pairs, row, column, rows[kDown], high, low,
+                                  &kk[kTile / 2][kTile % 2][2 * kDown],
+                                  &qk[kTile / 2][kTile % 2][2 * kDown]);
+    };
+    put_row(std::integral_constant<int, 0>());
+    put_row(std::integral_constant<int, 1>());
+  };
+  [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
+    (put(std::integral_constant<int, kTile>()), ...);
+  }(std::make_integer_sequence<int, kMostRows / 8>());
 }
 
 template <class X>
@@ -409,8 +451,12 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const std::int64_t of_key = all.pairs.divide(blockIdx.x);
   const std::int64_t first = (blockIdx.x - of_key * all.pairs.value()) * kHeadsAtOnce;
-  const std::int64_t slot = all.key_heads.divide(of_key);
-  const std::int64_t key_head = of_key - slot * p.d.key_heads;
+  const std::int64_t turn = all.key_heads.divide(of_key);
+  const std::int64_t key_head = of_key - turn * p.d.key_heads;
+  // The last chunks of all batch rows first: the chain begins with the first ones, and finds them
+  // in the L2.
+  const std::int64_t from_end = all.rows.divide(turn), per_row = all.slots.per_row.value();
+  const std::int64_t slot = (turn - from_end * p.d.batch + 1) * per_row - 1 - from_end;
   const cuda::ChunkTokens chunk = all.slots.at(slot);
   if (chunk.rows == 0) return;
   Problem::Item item{};
@@ -468,12 +514,14 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
     }
   }
   float kk[4][2][4] = {}, qk[4][2][4] = {};
-  multiply_pairs<X>(kk, qk);
+  // Lanes 8 to 15 of each 16 give rows of the lower band.
+  const int near = lane / 8 % 2, left = 8 * (band_of(warp, near) - near) * kRowBytes;
+  multiply_pairs<X>(lane_place<false>() + left, (9 - warp) / 2, kk, qk);
   if (p.d.qk_l2norm) {
-    const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
+    const int column = 2 * (lane % 4);
 #pragma unroll
     for (int e = 0; e < 32; ++e) {
-      const int i = row + e / 2 % 2 * 8, j = 8 * (e / 4) + column + e % 2;
+      const int i = 8 * band_of(warp, e / 2 % 2) + lane / 4, j = 8 * (e / 4) + column + e % 2;
       kk[e / 8][e / 4 % 2][e % 4] *= k_norm[i] * k_norm[j];
       qk[e / 8][e / 4 % 2][e % 4] *= q_norm[i] * k_norm[j];
     }
@@ -486,12 +534,8 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
   for (int n = 0; n < count; ++n) {
     const HeadPlaces places{Shared::kParts + n * HeadParts::kBytes, inverse(n)};
     char* const pairs = record(n) + Record::kPairs;
-    const auto put = [&]<int kBlock>(std::integral_constant<int, kBlock>) {
-      if (kBlock < warp) {
-        put_pairs<X, kBlock, false>(gates(n), places, pairs, kk[kBlock], qk[kBlock]);
-      } else if (kBlock == warp) {
-        put_pairs<X, kBlock, true>(gates(n), places, pairs, kk[kBlock], qk[kBlock]);
-      }
+    const auto put = [&]<int kWarp>(std::integral_constant<int, kWarp>) {
+      if (warp == kWarp) put_pairs<X, kWarp>(gates(n), places, pairs, kk, qk);
     };
     put(std::integral_constant<int, 0>());
     put(std::integral_constant<int, 1>());

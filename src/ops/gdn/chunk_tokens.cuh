@@ -21,9 +21,9 @@ template <int kGroups>
 __device__ int full_barrier(int stage, int group) {
   return 1 + stage * kGroups + group;
 }
-template <int kGroups>
+template <int kGroups, int kCount = kStages>
 __device__ int done_barrier(int stage, int group) {
-  return 1 + (kStages + stage) * kGroups + group;
+  return 1 + (kCount + stage) * kGroups + group;
 }
 
 // What a lane has of a product with a column for each token: element 4 t + e is row

@@ -157,7 +157,6 @@ class ChainMover {
       const int last = stage == 0 ? kChainStages - 1 : stage - 1;
       if (n > 0 && n <= c_.chunks) {
         cuda::copy_async_wait<1>();
-        cuda::fence_shared();
         cuda::barrier_arrive(come_barrier(last), kPairThreads);
       }
       stage = stage == kChainStages - 1 ? 0 : stage + 1;
@@ -282,6 +281,7 @@ class Chain {
     const auto& factors = shared_at<Factors>(now + Place::kFactors);
     TokenSums y;  // or r
     cuda::barrier_wait(come_barrier(stage), kPairThreads);
+    cuda::fence_shared();
     cuda::warpgroup_begin();
 #pragma unroll
     for (int s = 0; s < kWide / 16; ++s)

@@ -120,14 +120,15 @@ class Mover {
       if (n >= kStages) {
         for (int group = 0; group < kGroups; ++group)
           cuda::barrier_wait(done_barrier<kGroups>(stage, group), kPairThreads);
-        if constexpr (kOutput) store_output(n - kStages, place);
       }
-      if (n < c_.chunks) load(n, place);
+      if (n < c_.chunks) load_tiles(n, place);
+      if (kOutput && n >= kStages) store_output(n - kStages, place);
+      if (n < c_.chunks && !c_.transfer)
+        copy_rows<kValueAcross>(n, place + Place::kValues, v_, c_.p.v_stride.token);
       cuda::copy_async_commit();
       const int last = stage == 0 ? kStages - 1 : stage - 1;
       if (n > 0 && n <= c_.chunks) {
         cuda::copy_async_wait<1>();
-        cuda::fence_shared();
         for (int group = 0; group < kGroups; ++group)
           cuda::barrier_arrive(full_barrier<kGroups>(last, group), kPairThreads);
       }
@@ -160,11 +161,11 @@ class Mover {
       }
     }
   }
-  __device__ void load(int n, int place) {
+  // All but v, in whose place o may be.
+  __device__ void load_tiles(int n, int place) {
     const Problem& p = c_.p;
     copy_rows<kKeyAcross>(n, place + Place::kKeys, k_, p.k_stride.token);
     if constexpr (kOutput) copy_rows<kKeyAcross>(n, place + Place::kQueries, q_, p.q_stride.token);
-    if (!c_.transfer) copy_rows<kValueAcross>(n, place + Place::kValues, v_, p.v_stride.token);
     char* const record = &shared_at<char>(place + Place::kRecord + thread_ * kPiece);
 #pragma unroll
     for (int i = kOutput ? 0 : kMatrixSlabs / 2; i < kMatrixSlabs; ++i)
@@ -261,6 +262,7 @@ class Chain {
     const auto keys = matrix(Place::kKeys), queries = matrix(Place::kQueries);
     TokenSums y, o;
     cuda::barrier_wait(full_barrier<kGroups>(stage, group_), kPairThreads);
+    cuda::fence_shared();
     cuda::warpgroup_begin();
 #pragma unroll
     for (int s = 0; s < kWide / 16; ++s)

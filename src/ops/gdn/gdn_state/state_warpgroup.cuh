@@ -23,7 +23,6 @@ using chunk_forward::kPairThreads;
 using chunk_forward::kPart;
 using chunk_forward::kPiece;
 using chunk_forward::kRowBytes;
-using chunk_forward::kStages;
 using chunk_forward::kTokenTiles;
 using chunk_forward::kWide;
 using chunk_forward::shared_at;
@@ -41,6 +40,7 @@ struct Gates {
 constexpr int kBuffer = 2 * kPart;
 template <int kGroups>
 struct Stage {
+  static constexpr int kStages = kGroups == 1 ? 4 : 3;  // as many as there is room for
   static constexpr int kFirst = 2 * kGroups * kBuffer;
   static constexpr int kKeys = 0, kW = 2 * kPart, kValues = 4 * kPart;
   static constexpr int kGates = kValues + kGroups * kPart;
@@ -89,11 +89,11 @@ class Mover {
   __device__ void run() {
     int stage = 0;
 #pragma unroll 1
-    for (int n = 0; n < c_.chunks + kStages; ++n) {
-      const int place = Place::at(stage), before = n - kStages;
+    for (int n = 0; n < c_.chunks + Place::kStages; ++n) {
+      const int place = Place::at(stage), before = n - Place::kStages;
       if (before >= 0)
         for (int group = 0; group < kGroups; ++group)
-          cuda::barrier_wait(done_barrier<kGroups>(stage, group), kPairThreads);
+          cuda::barrier_wait(done_barrier<kGroups, Place::kStages>(stage, group), kPairThreads);
       if (n < c_.chunks) {
         copy_rows<kWide / 8>(n, place + Place::kW, w_, c_.p.d.value_heads);
         copy_rows<kWide / 8>(n, place + Place::kKeys, k_, c_.p.d.key_heads);
@@ -112,13 +112,13 @@ class Mover {
         copy_gates(n, shared_at<Gates>(place + Place::kGates));
       }
       cuda::copy_async_commit();
-      const int last = stage == 0 ? kStages - 1 : stage - 1;
-      if (n > 0 && n <= c_.chunks) {
-        cuda::copy_async_wait<1>();
-        put_decays(shared_at<Gates>(Place::at(last) + Place::kGates));
-        cuda::fence_shared();
+      const int come = n - kUnderWay;
+      if (come >= 0 && come < c_.chunks) {
+        const int at = stage + 2 < Place::kStages ? stage + 2 : stage + 2 - Place::kStages;
+        cuda::copy_async_wait<kUnderWay>();
+        put_decays(shared_at<Gates>(Place::at(at) + Place::kGates));
         for (int group = 0; group < kGroups; ++group)
-          cuda::barrier_arrive(full_barrier<kGroups>(last, group), kPairThreads);
+          cuda::barrier_arrive(full_barrier<kGroups>(at, group), kPairThreads);
       }
       if constexpr (kStoreLate) {
         if (before >= 0) {
@@ -126,11 +126,12 @@ class Mover {
           store_state(before, 0, states[0]);
         }
       }
-      stage = stage == kStages - 1 ? 0 : stage + 1;
+      stage = stage == Place::kStages - 1 ? 0 : stage + 1;
     }
   }
 
  private:
+  static constexpr int kUnderWay = Place::kStages - 2;  // chunks, while another one is handed over
   static constexpr int kValueAcross = kGroups * kGroupValues / 8;
   static constexpr int kValueDown = kGroupThreads / kValueAcross;
   static constexpr int kValuePieces = kMostRows / kValueDown;
@@ -138,8 +139,7 @@ class Mover {
   static constexpr int kStateAcross = (kKeyFirst ? kGroupValues : kWide) / 8;
   static constexpr int kStateDown = kGroupThreads / kStateAcross;
   static constexpr int kStatePieces = kBuffer / kPiece / kGroupThreads;
-  // Results are stored after a chunk is handed over, where there are registers to keep them in: the
-  // fence before that comes with a MEMBAR, which nothing should have to wait at.
+  // Results are stored after a chunk is handed over, where there are registers to keep them in.
   static constexpr bool kStoreLate = kGroups == 1;
 
   // Rows of a tile, a piece to a thread, zeros past the end. `heads` rows are one token.
@@ -241,7 +241,7 @@ class Chain {
 #pragma unroll 1
     for (int n = 0; n < c_.chunks; ++n) {
       step(n, stage);
-      stage = stage == kStages - 1 ? 0 : stage + 1;
+      stage = stage == Place::kStages - 1 ? 0 : stage + 1;
     }
     if (c_.p.final_state != nullptr)
       for_state([&](float& x, std::int64_t at) { c_.p.final_state[at] = x; });
@@ -256,6 +256,7 @@ class Chain {
     const auto keys = matrix(Place::kKeys), w = matrix(Place::kW);
     TokenSums y;
     cuda::barrier_wait(full_barrier<kGroups>(stage, group_), kPairThreads);
+    cuda::fence_shared();
     // Nothing is under way; but the compiler does not know it of the loop's last turn, and would
     // wait where the state is next used.
     cuda::warpgroup_wait<0>();
@@ -301,7 +302,7 @@ class Chain {
     for (int t = 0; t < kTokenTiles; t += 2) cuda::store_tiles_transposed(values(t), u[t / 2]);
     cuda::warpgroup_wait<0>();
     cuda::warpgroup_hold(state_);
-    cuda::barrier_arrive(done_barrier<kGroups>(stage, group_), kPairThreads);
+    cuda::barrier_arrive(done_barrier<kGroups, Place::kStages>(stage, group_), kPairThreads);
     round_state();
   }
 
