@@ -29,7 +29,7 @@ struct GatesProblem {
 };
 
 // Two rows a lane.
-template <class = void>
+template <bool kOneSheet>
 __global__ void __launch_bounds__(kGateThreads)
     backward_gates(const __grid_constant__ GatesProblem all) {
   const Problem& p = all.p;
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kGateThreads)
   const cuda::ChunkTokens chunk = all.slots.at(slot);
   if (chunk.rows == 0) return;
   const ChunkGates& g = all.places.gates[item];
-  const int sheets = all.places.sheets_each;
+  const int sheets = kOneSheet ? 1 : all.places.sheets_each;
   const RowSums* const sums = all.places.sums + item * sheets;
   const RowSums& of_pairs = sums[sheets - 1];
   float own[2], gone[2], d_beta[2];  // terms of f and z

@@ -76,7 +76,8 @@ Status run_backward(const Op::Desc& d, const Op::Args& a, Stream stream, Workspa
                       .shared = ChunkShared::kBytes},
                      chunks));
   const GatesProblem gates(d, a, places);
-  BITTERN_TRY(launch(backward_gates<>, cuda::grid_for(gates.items * 32, kGateThreads), gates));
+  BITTERN_TRY(launch(places.sheets_each == 1 ? backward_gates<true> : backward_gates<false>,
+                     cuda::grid_for(gates.items * 32, kGateThreads), gates));
   if (!a.d_a_log && !a.d_dt_bias) return {};
   return launch(backward_terms<>, {.blocks = d.value_heads, .threads = kGateThreads}, gates);
 }
