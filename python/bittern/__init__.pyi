@@ -1097,13 +1097,14 @@ def gdn_kkt(
     exponential is taken of differences with j < i alone: never above 0 for log decays that are not,
     so it cannot overflow; g down to -1e4 a token gives 0, not NaN (-infinity gives NaN).
 
-    Kernel cuda_mma (Preference::fastest, f16 and bf16, keys of 128, chunk 64) adds the terms of the
-    dot product in another order, and tensor cores truncate where fma rounds. Its exponentials are
-    within 2^-16 of themselves. Its ErrorNorm is `terms`: an element is off by at most error_bound =
-    2^-15 times |beta[i]| (|k[i]| . |k[j]|) e^(g[i] - g[j]), where each of the three factors counts
-    as at least 2^-80 if it is above 0. With a factor that is not finite the element is what the
-    definition makes of it, unless the exponential is subnormal. If the exponential, or |beta[i]|
-    (|k[i]| . |k[j]|), or the product of both reaches 2^126, nothing is promised for that element.
+    Kernel cuda_mma (Preference::fastest, f16 and bf16, key_dim 64 or 128, chunk 64) adds the terms
+    of the dot product in another order, and tensor cores truncate where fma rounds. Its exponentials
+    are within 2^-16 of themselves. Its ErrorNorm is `terms`: an element is off by at most
+    error_bound = 2^-15 times |beta[i]| (|k[i]| . |k[j]|) e^(g[i] - g[j]), where each of the three
+    factors counts as at least 2^-80 if it is above 0. With a factor that is not finite the element
+    is what the definition makes of it, unless the exponential is subnormal. If the exponential, or
+    |beta[i]| (|k[i]| . |k[j]|), or the product of both reaches 2^126, nothing is promised for that
+    element.
     """
 
 def gdn_solve(
@@ -1184,12 +1185,12 @@ def gdn_state(
     other operation is rounded once to f32; exp is core/math.h's, within 1 ulp. h lies as the state
     does (state_layout). An empty sequence passes its state on. Any output may be left out.
 
-    Kernel cuda_wgmma (Preference::fastest, sm_90, f16 and bf16, keys and values of 128, chunk 64)
-    rounds where the definition does, but adds in another order, and tensor cores truncate where fma
-    rounds. Its exponentials are within 2^-16 of themselves. So S differs, and X(S) and z now and
-    then by an ulp, which goes on to later chunks. Its ErrorNorm is `terms`, and error_bound is
-    b = r + 2^-11, where r is 2^-8 for bf16 and 2^-11 for f16. For a chunk of one head let E be the
-    diagonal matrix of e^(g[last] - g[i]), |X| the magnitudes of X, and
+    Kernel cuda_wgmma (Preference::fastest, sm_90, f16 and bf16, key_dim 64 or 128, value_dim a
+    multiple of 64, chunk 64) rounds where the definition does, but adds in another order, and tensor
+    cores truncate where fma rounds. Its exponentials are within 2^-16 of themselves. So S differs,
+    and X(S) and z now and then by an ulp, which goes on to later chunks. Its ErrorNorm is `terms`,
+    and error_bound is b = r + 2^-11, where r is 2^-8 for bf16 and 2^-11 for f16. For a chunk of one
+    head let E be the diagonal matrix of e^(g[last] - g[i]), |X| the magnitudes of X, and
 
       F_c     what a change of S at the end of an earlier chunk c has become before this chunk: I;
               every chunk in between makes e^g[last] F_c - k^T E w F_c of it
@@ -1277,11 +1278,11 @@ def gdn_output(
     operation is rounded once to f32; exp is core/math.h's, within 1 ulp, and is taken of differences
     with j <= i alone. scale is query_scale().
 
-    Kernel cuda_wgmma (Preference::fastest, sm_90, f16 and bf16, keys and values of 128, chunk 64)
-    adds the same terms in another order, and tensor cores truncate where fma rounds. Its
-    exponentials are within 2^-16 of themselves. p is rounded as above. Its ErrorNorm is `terms`: an
-    element of o is off by an ulp of `element` and at most error_bound = r + 2^-13, where r is 2^-8
-    for bf16 and 2^-11 for f16, times
+    Kernel cuda_wgmma (Preference::fastest, sm_90, f16 and bf16, key_dim 64 or 128, value_dim a
+    multiple of 64, chunk 64) adds the same terms in another order, and tensor cores truncate where
+    fma rounds. Its exponentials are within 2^-16 of themselves. p is rounded as above. Its ErrorNorm
+    is `terms`: an element of o is off by an ulp of `element` and at most error_bound = r + 2^-13,
+    where r is 2^-8 for bf16 and 2^-11 for f16, times
 
       |scale| (e^g[i] (|q[i]| . |h|) + sum over j <= i of (|q[i]| . |k[j]|) e^(g[i] - g[j])
       |v_new[j]|)
@@ -1390,11 +1391,12 @@ def gdn_chunk_forward(
     qk_l2norm and scale, nothing is promised for that chunk and head and for what follows in the
     sequence.
 
-    Kernel cuda_wgmma (Preference::fastest, sm_90, element bf16 or f16, keys and values of 128, chunk
-    64) keeps S and all sums in f32 too. It rounds to `element`: S in k S and q S; the right side of
-    y, beta[i] * fma(-e^G[i], k[i] S, v[i]); T, whose product with it is y; P and y in the sum of o;
-    e^(G[last] - G[i]) * y[i] in S. T itself is found within 2^-15. Decays are within 2^-16 of
-    themselves, whatever the other g are. Its bound is the same with b = 2^-7 + 2^-11 and
+    Kernel cuda_wgmma (Preference::fastest, sm_90, element bf16 or f16, key_dim 64 or 128, value_dim
+    a multiple of 64, chunk 64) keeps S and all sums in f32 too. It rounds to `element`: S in k S and
+    q S; the right side of y, beta[i] * fma(-e^G[i], k[i] S, v[i]); T, whose product with it is y; P
+    and y in the sum of o; e^(G[last] - G[i]) * y[i] in S. T itself is found within 2^-15. Decays are
+    within 2^-16 of themselves, whatever the other g are. Its bound is the same with b = 2^-7 + 2^-11
+    and
 
       R       = |beta| |v| + |B| |K| S' 3 / 2 + A y' / 64
 
@@ -2154,13 +2156,14 @@ def gdn_chunk_backward(
     The gradients of a masked token are 0, and its d_o is not looked at. NaN and infinities stay in
     their sequence and head, or key head for d_q and d_k (d_a_log and d_dt_bias: head).
 
-    Kernel cuda_wgmma (Preference::fastest, sm_90, element bf16 or f16, keys and values of 128, chunk
-    64) keeps S, H and all sums in f32. It rounds to `element` what enters a product: S, H, y and r;
-    P and T = (I + L)^-1; the right sides that T turns into y and r; e^(G[last] - G[i]) y[i], b[i]
-    r[i] and e[i] d_o[i] on their way into S and H; DP and X. k and q enter as they are, and norms
-    and scale go to the other side. d_v, r . v and <S, H> are made of the rounded ones, too. Its
-    ErrorNorm is `terms`, and error_bound is b = 2^-7 + 2^-11. S, y and the sums D and Y are those of
-    gdn_chunk_forward.h for the kernel of that name; with its letters, and ' as there, let
+    Kernel cuda_wgmma (Preference::fastest, sm_90, element bf16 or f16, key_dim 64 or 128, value_dim
+    a multiple of 64, chunk 64) keeps S, H and all sums in f32. It rounds to `element` what enters a
+    product: S, H, y and r; P and T = (I + L)^-1; the right sides that T turns into y and r;
+    e^(G[last] - G[i]) y[i], b[i] r[i] and e[i] d_o[i] on their way into S and H; DP and X. k and q
+    enter as they are, and norms and scale go to the other side. d_v, r . v and <S, H> are made of
+    the rounded ones, too. Its ErrorNorm is `terms`, and error_bound is b = 2^-7 + 2^-11. S, y and
+    the sums D and Y are those of gdn_chunk_forward.h for the kernel of that name; with its letters,
+    and ' as there, let
 
       F_c     what a change of H before a later chunk c has become after this one: every chunk in
               between makes e^G[last] F_c - K^T B T^T W K F_c of it

@@ -48,13 +48,14 @@
 // The gradients of a masked token are 0, and its d_o is not looked at. NaN and infinities stay in
 // their sequence and head, or key head for d_q and d_k (d_a_log and d_dt_bias: head).
 //
-// Kernel cuda_wgmma (Preference::fastest, sm_90, element bf16 or f16, keys and values of 128, chunk
-// 64) keeps S, H and all sums in f32. It rounds to `element` what enters a product: S, H, y and r;
-// P and T = (I + L)^-1; the right sides that T turns into y and r; e^(G[last] - G[i]) y[i], b[i]
-// r[i] and e[i] d_o[i] on their way into S and H; DP and X. k and q enter as they are, and norms
-// and scale go to the other side. d_v, r . v and <S, H> are made of the rounded ones, too. Its
-// ErrorNorm is `terms`, and error_bound is b = 2^-7 + 2^-11. S, y and the sums D and Y are those of
-// gdn_chunk_forward.h for the kernel of that name; with its letters, and ' as there, let
+// Kernel cuda_wgmma (Preference::fastest, sm_90, element bf16 or f16, key_dim 64 or 128, value_dim
+// a multiple of 64, chunk 64) keeps S, H and all sums in f32. It rounds to `element` what enters a
+// product: S, H, y and r; P and T = (I + L)^-1; the right sides that T turns into y and r;
+// e^(G[last] - G[i]) y[i], b[i] r[i] and e[i] d_o[i] on their way into S and H; DP and X. k and q
+// enter as they are, and norms and scale go to the other side. d_v, r . v and <S, H> are made of
+// the rounded ones, too. Its ErrorNorm is `terms`, and error_bound is b = 2^-7 + 2^-11. S, y and
+// the sums D and Y are those of gdn_chunk_forward.h for the kernel of that name; with its letters,
+// and ' as there, let
 //
 //   F_c     what a change of H before a later chunk c has become after this one: every chunk in
 //           between makes e^G[last] F_c - K^T B T^T W K F_c of it

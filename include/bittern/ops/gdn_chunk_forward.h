@@ -56,11 +56,12 @@
 // qk_l2norm and scale, nothing is promised for that chunk and head and for what follows in the
 // sequence.
 //
-// Kernel cuda_wgmma (Preference::fastest, sm_90, element bf16 or f16, keys and values of 128, chunk
-// 64) keeps S and all sums in f32 too. It rounds to `element`: S in k S and q S; the right side of
-// y, beta[i] * fma(-e^G[i], k[i] S, v[i]); T, whose product with it is y; P and y in the sum of o;
-// e^(G[last] - G[i]) * y[i] in S. T itself is found within 2^-15. Decays are within 2^-16 of
-// themselves, whatever the other g are. Its bound is the same with b = 2^-7 + 2^-11 and
+// Kernel cuda_wgmma (Preference::fastest, sm_90, element bf16 or f16, key_dim 64 or 128, value_dim
+// a multiple of 64, chunk 64) keeps S and all sums in f32 too. It rounds to `element`: S in k S and
+// q S; the right side of y, beta[i] * fma(-e^G[i], k[i] S, v[i]); T, whose product with it is y; P
+// and y in the sum of o; e^(G[last] - G[i]) * y[i] in S. T itself is found within 2^-15. Decays are
+// within 2^-16 of themselves, whatever the other g are. Its bound is the same with b = 2^-7 + 2^-11
+// and
 //
 //   R       = |beta| |v| + |B| |K| S' 3 / 2 + A y' / 64
 //

@@ -8,13 +8,14 @@
 // exponential is taken of differences with j < i alone: never above 0 for log decays that are not,
 // so it cannot overflow; g down to -1e4 a token gives 0, not NaN (-infinity gives NaN).
 //
-// Kernel cuda_mma (Preference::fastest, f16 and bf16, keys of 128, chunk 64) adds the terms of the
-// dot product in another order, and tensor cores truncate where fma rounds. Its exponentials are
-// within 2^-16 of themselves. Its ErrorNorm is `terms`: an element is off by at most error_bound =
-// 2^-15 times |beta[i]| (|k[i]| . |k[j]|) e^(g[i] - g[j]), where each of the three factors counts
-// as at least 2^-80 if it is above 0. With a factor that is not finite the element is what the
-// definition makes of it, unless the exponential is subnormal. If the exponential, or |beta[i]|
-// (|k[i]| . |k[j]|), or the product of both reaches 2^126, nothing is promised for that element.
+// Kernel cuda_mma (Preference::fastest, f16 and bf16, key_dim 64 or 128, chunk 64) adds the terms
+// of the dot product in another order, and tensor cores truncate where fma rounds. Its exponentials
+// are within 2^-16 of themselves. Its ErrorNorm is `terms`: an element is off by at most
+// error_bound = 2^-15 times |beta[i]| (|k[i]| . |k[j]|) e^(g[i] - g[j]), where each of the three
+// factors counts as at least 2^-80 if it is above 0. With a factor that is not finite the element
+// is what the definition makes of it, unless the exponential is subnormal. If the exponential, or
+// |beta[i]| (|k[i]| . |k[j]|), or the product of both reaches 2^126, nothing is promised for that
+// element.
 #pragma once
 #include "bittern/gdn_desc.h"
 

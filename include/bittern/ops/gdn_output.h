@@ -9,11 +9,11 @@
 // operation is rounded once to f32; exp is core/math.h's, within 1 ulp, and is taken of differences
 // with j <= i alone. scale is query_scale().
 //
-// Kernel cuda_wgmma (Preference::fastest, sm_90, f16 and bf16, keys and values of 128, chunk 64)
-// adds the same terms in another order, and tensor cores truncate where fma rounds. Its
-// exponentials are within 2^-16 of themselves. p is rounded as above. Its ErrorNorm is `terms`: an
-// element of o is off by an ulp of `element` and at most error_bound = r + 2^-13, where r is 2^-8
-// for bf16 and 2^-11 for f16, times
+// Kernel cuda_wgmma (Preference::fastest, sm_90, f16 and bf16, key_dim 64 or 128, value_dim a
+// multiple of 64, chunk 64) adds the same terms in another order, and tensor cores truncate where
+// fma rounds. Its exponentials are within 2^-16 of themselves. p is rounded as above. Its ErrorNorm
+// is `terms`: an element of o is off by an ulp of `element` and at most error_bound = r + 2^-13,
+// where r is 2^-8 for bf16 and 2^-11 for f16, times
 //
 //   |scale| (e^g[i] (|q[i]| . |h|) + sum over j <= i of (|q[i]| . |k[j]|) e^(g[i] - g[j])
 //   |v_new[j]|)

@@ -13,12 +13,12 @@
 // other operation is rounded once to f32; exp is core/math.h's, within 1 ulp. h lies as the state
 // does (state_layout). An empty sequence passes its state on. Any output may be left out.
 //
-// Kernel cuda_wgmma (Preference::fastest, sm_90, f16 and bf16, keys and values of 128, chunk 64)
-// rounds where the definition does, but adds in another order, and tensor cores truncate where fma
-// rounds. Its exponentials are within 2^-16 of themselves. So S differs, and X(S) and z now and
-// then by an ulp, which goes on to later chunks. Its ErrorNorm is `terms`, and error_bound is
-// b = r + 2^-11, where r is 2^-8 for bf16 and 2^-11 for f16. For a chunk of one head let E be the
-// diagonal matrix of e^(g[last] - g[i]), |X| the magnitudes of X, and
+// Kernel cuda_wgmma (Preference::fastest, sm_90, f16 and bf16, key_dim 64 or 128, value_dim a
+// multiple of 64, chunk 64) rounds where the definition does, but adds in another order, and tensor
+// cores truncate where fma rounds. Its exponentials are within 2^-16 of themselves. So S differs,
+// and X(S) and z now and then by an ulp, which goes on to later chunks. Its ErrorNorm is `terms`,
+// and error_bound is b = r + 2^-11, where r is 2^-8 for bf16 and 2^-11 for f16. For a chunk of one
+// head let E be the diagonal matrix of e^(g[last] - g[i]), |X| the magnitudes of X, and
 //
 //   F_c     what a change of S at the end of an earlier chunk c has become before this chunk: I;
 //           every chunk in between makes e^g[last] F_c - k^T E w F_c of it

@@ -114,10 +114,10 @@ __device__ void split_tiles(const float (&left)[4], const float (&right)[4], flo
 }
 
 // Rows of q or k into a tile: zeros for masked tokens and past the chunk.
-template <class X>
+template <int kColumns = kWide, class X>
 __device__ void copy_rows(int tile, const X* from, std::int64_t stride, int rows,
                           const std::uint8_t* mask) {
-  constexpr int kAcross = kWide / 8, kDown = kPrepareThreads / kAcross;
+  constexpr int kAcross = kColumns / 8, kDown = kPrepareThreads / kAcross;
   const int piece = static_cast<int>(threadIdx.x) % kAcross;
   int row = static_cast<int>(threadIdx.x) / kAcross;
   char* to = &shared_at<char>(tile + tile_place(row, piece));
@@ -148,11 +148,11 @@ __device__ int lane_place() {
 
 // The products of a warp's 16 rows, a lane's of which is at `left`, with the first 16 `blocks`
 // rows. Without kQueries those of keys alone.
-template <class X, bool kQueries = true>
+template <class X, int kKeyDim, bool kQueries = true>
 __device__ void multiply_pairs(int left, int blocks, float (&kk)[4][2][4], float (&qk)[4][2][4]) {
   const int right = lane_place<true>();
 #pragma unroll
-  for (int step = 0; step < kWide / 16; ++step) {
+  for (int step = 0; step < kKeyDim / 16; ++step) {
     const int part = step / 4 * kPart, columns = step % 4 * 32;
     const auto load = [&](std::uint32_t(&to)[4], int tile, int place) {
       cuda::load_tiles(to, &shared_at<char>(tile + part + (place ^ columns)));
@@ -175,13 +175,14 @@ __device__ void multiply_pairs(int left, int blocks, float (&kk)[4][2][4], float
 }
 
 // 1 / sqrt(x.x + 1e-6) of every row of a tile, times `scale`; two threads a row.
-template <class X>
+template <class X, int kKeyDim>
 __device__ void measure_rows(int tile, float scale, float* to) {
+  constexpr int kHalf = kKeyDim / 16;  // pieces
   const int row = static_cast<int>(threadIdx.x) / 2, half = static_cast<int>(threadIdx.x) % 2;
   float sum = 0;
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const int piece = half * kPieces + (i + row) % kPieces;
+  for (int i = 0; i < kHalf; ++i) {
+    const int piece = half * kHalf + (i + row) % kHalf;
     const auto raw = shared_at<cuda::Pack<X, 8>>(tile + tile_place(row, piece));
 #pragma unroll
     for (int e = 0; e < 8; ++e) sum = std::fma(raw.math(e), raw.math(e), sum);
@@ -442,7 +443,7 @@ __device__ void put_pairs(const HeadGates& g, const HeadPlaces& at, char* pairs,
   }(std::make_integer_sequence<int, kMostRows / 8>());
 }
 
-template <class X>
+template <class X, int kKeyDim>
 __global__ void __launch_bounds__(kPrepareThreads, 4)
     chunk_prepare(const __grid_constant__ PrepareProblem all) {
   cuda::begin_next_kernel();
@@ -473,10 +474,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
   };
   item.head = head(warp < count ? warp : 0);
   const RowGates row_gates(p, item, mask, chunk.rows);
-  copy_rows(Shared::kKeys, static_cast<const X*>(p.k) + at(p.k_stride), p.k_stride.token,
-            chunk.rows, mask);
-  copy_rows(Shared::kQueries, static_cast<const X*>(p.q) + at(p.q_stride), p.q_stride.token,
-            chunk.rows, mask);
+  copy_rows<kKeyDim>(Shared::kKeys, static_cast<const X*>(p.k) + at(p.k_stride), p.k_stride.token,
+                     chunk.rows, mask);
+  copy_rows<kKeyDim>(Shared::kQueries, static_cast<const X*>(p.q) + at(p.q_stride),
+                     p.q_stride.token, chunk.rows, mask);
   cuda::copy_async_commit();
   const auto record = [&](int i) { return all.records + record_at(p, slot, head(i)); };
   const auto inverse = [](int i) { return Shared::kRests + i * Shared::kRestBytes; };
@@ -493,8 +494,8 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
   cuda::copy_async_wait<0>();
   __syncthreads();
   if (p.d.qk_l2norm) {
-    measure_rows<X>(Shared::kKeys, 1.0f, k_norm);
-    measure_rows<X>(Shared::kQueries, p.scale, q_norm);
+    measure_rows<X, kKeyDim>(Shared::kKeys, 1.0f, k_norm);
+    measure_rows<X, kKeyDim>(Shared::kQueries, p.scale, q_norm);
     __syncthreads();
   }
   if (thread / kMostRows < count) {
@@ -516,7 +517,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
   float kk[4][2][4] = {}, qk[4][2][4] = {};
   // Lanes 8 to 15 of each 16 give rows of the lower band.
   const int near = lane / 8 % 2, left = 8 * (band_of(warp, near) - near) * kRowBytes;
-  multiply_pairs<X>(lane_place<false>() + left, (9 - warp) / 2, kk, qk);
+  multiply_pairs<X, kKeyDim>(lane_place<false>() + left, (9 - warp) / 2, kk, qk);
   if (p.d.qk_l2norm) {
     const int column = 2 * (lane % 4);
 #pragma unroll

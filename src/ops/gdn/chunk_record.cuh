@@ -11,7 +11,7 @@
 
 namespace bittern::chunk_forward {
 
-constexpr int kWide = 128;  // the length of a key and of a value
+constexpr int kWide = 128;  // the most elements of a key
 constexpr int kPiece = 16, kRowBytes = 128;
 constexpr int kPart = kMostRows * kRowBytes;  // 64 x 64 elements
 constexpr int kPieces = kRowBytes / kPiece;
@@ -53,16 +53,22 @@ __device__ inline std::int64_t record_at(const Problem& p, std::int64_t slot, st
 
 // ---- what these tiles are for ----
 
-inline Status refused(const char* field, std::int64_t value, std::int64_t expected) {
-  return unsupported(std::string(field) + ": " + std::to_string(value) + ", expected " +
-                     std::to_string(expected));
+inline Status refused(const char* field, std::int64_t value, const std::string& expected) {
+  return unsupported(std::string(field) + ": " + std::to_string(value) + ", expected " + expected);
 }
 inline Status supports_tiles(const GdnDesc& d) {
   if (d.element != DType::bf16 && d.element != DType::f16)
     return unsupported(std::string("element: ") + name(d.element) + ", expected bf16 or f16");
-  if (d.chunk != kMostRows) return refused("chunk", d.chunk, kMostRows);
-  if (d.key_dim != kWide) return refused("key_dim", d.key_dim, kWide);
+  if (d.chunk != kMostRows) return refused("chunk", d.chunk, std::to_string(kMostRows));
+  if (d.key_dim != kWide / 2 && d.key_dim != kWide)
+    return refused("key_dim", d.key_dim, "64 or 128");
   return {};
+}
+// A call of f with key_dim as a constant.
+template <class F>
+Status with_key_dim(const GdnDesc& d, F&& f) {
+  return d.key_dim == kWide ? f(std::integral_constant<int, kWide>())
+                            : f(std::integral_constant<int, kWide / 2>());
 }
 
 template <class T>

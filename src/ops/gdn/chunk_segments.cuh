@@ -26,6 +26,11 @@ __device__ inline int chunks_of(const Problem::Item& item) {
   return static_cast<int>((tokens + kMostRows - 1) / kMostRows);
 }
 
+// Rows of a state [values, keys] and of M, [keys, keys]: as many as either needs.
+BITTERN_HOST_DEVICE inline std::int64_t segment_rows(const GdnDesc& d) {
+  return d.value_dim > d.key_dim ? d.value_dim : d.key_dim;
+}
+
 // `count` segments at most, each but the last with the same number of chunks. That number follows
 // from the sequence's length, which the host does not know.
 struct Segments {
@@ -40,8 +45,8 @@ struct Segments {
   }
   // Of segment 1..: its place in `states`, and in `transfers`.
   __device__ std::int64_t at(const Problem& p, const Problem::Item& item, int segment) const {
-    return ((item.sequence * p.d.value_heads + item.head) * (count - 1) + segment - 1) * kWide *
-           kWide;
+    return ((item.sequence * p.d.value_heads + item.head) * (count - 1) + segment - 1) *
+           segment_rows(p.d) * p.d.key_dim;
   }
 };
 
@@ -56,24 +61,29 @@ inline int segment_count(const GdnDesc& d, int device, std::int64_t blocks) {
 }
 // The bytes of Segments::states, and of `transfers`.
 inline std::size_t segment_bytes(const GdnDesc& d, int segments) {
-  return static_cast<std::size_t>(d.sequence_count() * d.value_heads * (segments - 1)) * kWide *
-         kWide * sizeof(float);
+  return static_cast<std::size_t>(d.sequence_count() * d.value_heads * (segments - 1) *
+                                  segment_rows(d) * d.key_dim) *
+         sizeof(float);
 }
 
 // The states between a head's segments one after the other, for kJoinValues of its values: S of
-// the next one is M S + N. Backwards, H of the one before is M^T H + N'. A lane has four keys of
-// the result, and a warp some of the terms.
-constexpr int kJoinValues = 8, kJoinTerms = 8, kJoinWarps = kWide / kJoinTerms;
-constexpr int kJoinThreads = 32 * kJoinWarps;
+// the next one is M S + N. Backwards, H of the one before is M^T H + N'. A thread has four keys of
+// the result, and a team of threads, which has all keys, some of the terms.
+constexpr int kJoinValues = 8, kJoinTerms = 8;
+template <int kKeyDim>
 struct JoinShared {
-  float state[kJoinValues][kWide], sums[kJoinWarps][kJoinValues][kWide];
+  static constexpr int kTeam = kKeyDim / 4, kTeams = kKeyDim / kJoinTerms;
+  static constexpr int kThreads = kTeams * kTeam;
+  float state[kJoinValues][kKeyDim], sums[kTeams][kJoinValues][kKeyDim];
 };
-template <bool kBackward>
+template <int kKeyDim, bool kBackward>
 __device__ void join_segments(const Problem& p, const Segments& cut, const Problem::Item& item) {
-  auto& shared = shared_at<JoinShared>(0);
+  using Shared = JoinShared<kKeyDim>;
+  auto& shared = shared_at<Shared>(0);
   auto& state = shared.state;
   auto& sums = shared.sums;
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, keys = thread % 32 * 4;
+  const int thread = static_cast<int>(threadIdx.x), team = thread / Shared::kTeam;
+  const int keys = thread % Shared::kTeam * 4;
   const int chunks = chunks_of(item), each = cut.chunks_of_each(chunks);
   const int segments = (chunks + each - 1) / each;
   // m[j]: how much of term j is in each of the lane's keys.
@@ -81,7 +91,8 @@ __device__ void join_segments(const Problem& p, const Segments& cut, const Probl
     const float* const from = cut.transfers + cut.at(p, item, segment);
     if constexpr (kBackward) {
       const auto row = [&](int i, int j) {
-        return *reinterpret_cast<const float4*>(from + (keys + i) * kWide + warp * kJoinTerms + j);
+        return *reinterpret_cast<const float4*>(from + (keys + i) * kKeyDim + team * kJoinTerms +
+                                                j);
       };
 #pragma unroll
       for (int j = 0; j < kJoinTerms; j += 4) {
@@ -94,13 +105,14 @@ __device__ void join_segments(const Problem& p, const Segments& cut, const Probl
     } else {
 #pragma unroll
       for (int j = 0; j < kJoinTerms; ++j)
-        m[j] = *reinterpret_cast<const float4*>(from + (warp * kJoinTerms + j) * kWide + keys);
+        m[j] = *reinterpret_cast<const float4*>(from + (team * kJoinTerms + j) * kKeyDim + keys);
     }
   };
   // A thread's elements of a state.
   const auto for_elements = [&](int segment, auto&& f) {
-    float* const of = cut.states + cut.at(p, item, segment) + item.part * kJoinValues * kWide;
-    for (int i = thread; i < kJoinValues * kWide; i += kJoinThreads) f(i / kWide, i % kWide, of[i]);
+    float* const of = cut.states + cut.at(p, item, segment) + item.part * kJoinValues * kKeyDim;
+    for (int i = thread; i < kJoinValues * kKeyDim; i += Shared::kThreads)
+      f(i / kKeyDim, i % kKeyDim, of[i]);
   };
   cuda::wait_for_last_kernel();
   if (segments <= 2) return;
@@ -117,20 +129,20 @@ __device__ void join_segments(const Problem& p, const Segments& cut, const Probl
       float4 sum{};
 #pragma unroll
       for (int j = 0; j < kJoinTerms; ++j) {
-        const float s = state[value][warp * kJoinTerms + j];
+        const float s = state[value][team * kJoinTerms + j];
         sum.x = std::fma(m[j].x, s, sum.x);
         sum.y = std::fma(m[j].y, s, sum.y);
         sum.z = std::fma(m[j].z, s, sum.z);
         sum.w = std::fma(m[j].w, s, sum.w);
       }
-      *reinterpret_cast<float4*>(&sums[warp][value][keys]) = sum;
+      *reinterpret_cast<float4*>(&sums[team][value][keys]) = sum;
     }
     if (n + 2 < segments) load(through(n + 1), m);
     __syncthreads();
     for_elements(at(n + 1), [&](int value, int key, float& s) {
       float sum = 0;
 #pragma unroll
-      for (int i = 0; i < kJoinWarps; ++i) sum += sums[i][value][key];
+      for (int i = 0; i < Shared::kTeams; ++i) sum += sums[i][value][key];
       state[value][key] = s += sum;
     });
   }

@@ -59,6 +59,11 @@ __device__ void multiply_keys(float (&d)[kWide / 2], const std::uint32_t (&a)[4]
     cuda::warpgroup_multiply_rows_f16<kPart>(d, a, b);
   }
 }
+template <class X>
+__device__ void multiply_keys(float (&d)[kWide / 4], const std::uint32_t (&a)[4],
+                              cuda::WarpgroupMatrix b) {
+  multiply_token_rows<X>(d, a, b, true);
+}
 // The factors of a lane's two tokens of tile t.
 __device__ inline float2 two_of(const float (&factor)[kMostRows], int t) {
   return *reinterpret_cast<const float2*>(factor + 8 * t + 2 * (static_cast<int>(threadIdx.x) % 4));
@@ -81,13 +86,14 @@ __device__ void scale_pairs(TokenSums& to, const TokenPairs& x, const float (&fa
 
 // ---- the kernels that are made of these, for Kernel ----
 
-// They have a block for each chunk and head, and `blocks` for each sequence and head, which no loop
-// goes on with.
+// They have up to a block for each chunk, head and 64 values, and `blocks` for each sequence and
+// head, which no loop goes on with.
 inline Status supports_warpgroups(const GdnDesc& d, Device device, std::int64_t blocks) {
   BITTERN_TRY(supports_tiles(d));
-  if (d.value_dim != kWide) return refused("value_dim", d.value_dim, kWide);
+  if (d.value_dim % kGroupValues != 0) return refused("value_dim", d.value_dim, "a multiple of 64");
   constexpr std::int64_t kMostBlocks = 0x7fffffff;
-  const std::int64_t chunks = d.batch * d.state_chunks(), sequences = blocks * d.sequence_count();
+  const std::int64_t chunks = d.batch * d.state_chunks() * (d.value_dim / kGroupValues);
+  const std::int64_t sequences = blocks * d.sequence_count();
   if (std::max(chunks, sequences) > kMostBlocks / d.value_heads)
     return unsupported("chunks and value heads: more than 2^31 - 1, expected fewer");
   return cuda::needs_warpgroups(device);

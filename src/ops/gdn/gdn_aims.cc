@@ -71,6 +71,13 @@ std::vector<BenchCase<GdnDesc>> gdn_gpu_bench_cases(decltype(BenchCase<GdnDesc>:
   add("4 x 8192 16/32 heads", {.batch = 4, .tokens = 8192, .key_heads = 16, .value_heads = 32});
   add("T 8192 16/32 heads", {.tokens = 8192, .key_heads = 16, .value_heads = 32});
   add("T 32768 2/8 heads", {.tokens = 32768, .key_heads = 2, .value_heads = 8});
+  GdnDesc other{.tokens = 8192, .key_heads = 16, .value_heads = 32, .key_dim = 64, .value_dim = 64};
+  add("T 8192 16/32 heads 64/64", other);
+  other.value_dim = 128;
+  add("T 8192 16/32 heads 64/128", other);
+  other.key_dim = 128;
+  other.value_dim = 256;
+  add("T 8192 16/32 heads 128/256", other);
   return cases;
 }
 
@@ -102,6 +109,15 @@ std::vector<GdnDesc> gdn_tensor_core_cases() {
   turned.state_layout = StateLayout::value_key;
   turned.head_map = HeadMap::tiled;
   std::vector<GdnDesc> cases{one, packed, many, turned};
+  for (const std::int64_t keys : {64, 128}) {
+    for (const std::int64_t values : {64, 128, 192, 256}) {
+      if (keys == 128 && values == 128) continue;
+      GdnDesc d = values % 128 == 0 ? turned : packed;
+      d.key_dim = keys;
+      d.value_dim = values;
+      cases.push_back(d);
+    }
+  }
   for (GdnDesc& d : cases) d.element = DType::bf16;
   for (const GdnDesc& d : {packed, turned}) {
     cases.push_back(d);

@@ -24,10 +24,10 @@ void aim_log_decay(const ConstView& g, Rng& rng);
 void aim_summed_log_decay(const GdnDesc& d, const ConstView& g, const ConstView& cu_seqlens,
                           Rng& rng);
 
-// What tensor cores take: keys and values of 128, chunks of 64. Where g is given as sums, they must
-// then be sums, or most decays are infinite and nothing is promised.
+// What tensor cores take: keys of 64 or 128, values in groups of 64, chunks of 64. Where g is given
+// as sums, they must then be sums, or most decays are infinite and nothing is promised.
 inline bool for_tensor_cores(const GdnDesc& d) {
-  return d.key_dim == 128 && d.value_dim == 128 && d.chunk == 64;
+  return (d.key_dim == 64 || d.key_dim == 128) && d.value_dim % 64 == 0 && d.chunk == 64;
 }
 std::vector<GdnDesc> gdn_tensor_core_cases();
 

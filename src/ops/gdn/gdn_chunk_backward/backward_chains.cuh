@@ -10,7 +10,8 @@
 //
 // S before each chunk, H after it, y and r are rounded and written out for backward_chunks.cuh.
 //
-// With few heads, both chains run in segments (chunk_segments.cuh), and M serves both.
+// With few heads, both chains run in segments (chunk_segments.cuh), and M serves both. Its values
+// are its keys.
 #pragma once
 #include "ops/gdn/gdn_chunk_backward/backward_device.cuh"
 
@@ -18,18 +19,18 @@ namespace bittern::chunk_backward {
 
 constexpr int kChainStages = 3;
 constexpr int kChainThreads = 2 * kGroupThreads;
-constexpr int kParts = kWide / kGroupValues;  // blocks of a head and direction
 
-template <bool kBackward>
+template <bool kBackward, int kKeyDim>
 struct ChainStage {
-  static constexpr int kKeys = 0, kQueries = 2 * kPart, kPairs = 4 * kPart;  // backwards
-  static constexpr int kInverse = kBackward ? 5 * kPart : 2 * kPart;
+  static constexpr int kKeyRows = kKeyDim / 64 * kPart;                        // bytes
+  static constexpr int kKeys = 0, kQueries = kKeyRows, kPairs = 2 * kKeyRows;  // backwards
+  static constexpr int kInverse = kBackward ? kPairs + kPart : kKeyRows;
   static constexpr int kValues = kInverse + kPart;  // v or d_o
   static constexpr int kFactors = kValues + kPart;
   static constexpr int kBytes = kFactors + (static_cast<int>(sizeof(Factors)) + 1023) / 1024 * 1024;
   // What goes out, of every other chunk: S or H, y or r.
-  static constexpr int kOut = kChainStages * kBytes, kOutState = 0, kOutRows = 2 * kPart;
-  static constexpr int kOutBytes = 3 * kPart;
+  static constexpr int kOut = kChainStages * kBytes, kOutState = 0, kOutRows = kKeyRows;
+  static constexpr int kOutBytes = kOutRows + kPart;
   static constexpr int kShared = kOut + 2 * kOutBytes;
 };
 
@@ -44,8 +45,10 @@ struct ChainsProblem {
   std::int64_t row_chunks;  // of a batch row
   Segments cut;
 
-  ChainsProblem(const Op::Desc& d, const Op::Args& a, const Places& in, int segments)
-      : p(d, forward_args(a), kParts),
+  // `parts`: blocks of a head and direction.
+  ChainsProblem(const Op::Desc& d, const Op::Args& a, const Places& in, int segments,
+                std::int64_t parts)
+      : p(d, forward_args(a), parts),
         d_o(a.d_o.data),
         d_o_stride(a.d_o),
         d_final_state(a.d_final_state.as<float>()),
@@ -109,10 +112,12 @@ struct ChunkOrder {
     first_slot = p.cu_seqlens != nullptr ? p.first_slot(item)
                                          : item.sequence * all.row_chunks + item.begin / kMostRows;
   }
-  // Is there nothing to do?
+  // Is there nothing to do? There are blocks for the values of S and of M, which may differ.
   __device__ bool idle() const {
     if (segment >= segments) return true;
-    return !kOutput && !kBackward && segment == segments - 1;
+    if (kOutput) return false;
+    return (!kBackward && segment == segments - 1) ||
+           item.part * kGroupValues >= (transfer ? p.d.key_dim : p.d.value_dim);
   }
   __device__ int chunk(int n) const { return kBackward ? chunks - 1 - n : n; }
   __device__ std::int64_t slot(int n) const {
@@ -136,10 +141,10 @@ __device__ inline int come_barrier(int stage) { return 1 + stage; }
 __device__ inline int over_barrier(int stage) { return 1 + kChainStages + stage; }
 constexpr int kOwnBarrier = 1 + 2 * kChainStages;
 
-template <class X, bool kBackward, bool kOutput>
+template <class X, bool kBackward, bool kOutput, int kKeyDim>
 class ChainMover {
  public:
-  using Place = ChainStage<kBackward>;
+  using Place = ChainStage<kBackward, kKeyDim>;
 
   __device__ ChainMover(const ChainsProblem& all, const ChainTurn& turn)
       : c_(all, turn), thread_(static_cast<int>(threadIdx.x) % kGroupThreads) {}
@@ -164,7 +169,7 @@ class ChainMover {
   }
 
  private:
-  static constexpr int kKeyAcross = kWide / 8, kValueAcross = kGroupValues / 8;
+  static constexpr int kKeyAcross = kKeyDim / 8, kValueAcross = kGroupValues / 8;
 
   // Rows of a tile, a piece to a thread.
   template <int kAcross>
@@ -243,10 +248,10 @@ class ChainMover {
 };
 
 // A warpgroup that computes.
-template <class X, bool kBackward, bool kOutput>
+template <class X, bool kBackward, bool kOutput, int kKeyDim>
 class Chain {
  public:
-  using Place = ChainStage<kBackward>;
+  using Place = ChainStage<kBackward, kKeyDim>;
 
   __device__ Chain(const ChainsProblem& all, const ChainTurn& turn)
       : c_(all, turn),
@@ -284,7 +289,7 @@ class Chain {
     cuda::fence_shared();
     cuda::warpgroup_begin();
 #pragma unroll
-    for (int s = 0; s < kWide / 16; ++s)
+    for (int s = 0; s < kKeyDim / 16; ++s)
       multiply_tokens<X>(y, rounded_[s], keys.at(s / 4 * kPart + s % 4 * 32), s > 0);
     cuda::warpgroup_commit();
     TokenPairs values;  // v or d_o
@@ -295,7 +300,7 @@ class Chain {
     const auto fade_state = [&] {
       const float decay = factors.decay[0];
 #pragma unroll
-      for (int i = 0; i < kWide / 2; ++i) state_[i] *= decay;
+      for (int i = 0; i < kKeyDim / 2; ++i) state_[i] *= decay;
     };
     TokenSums given;  // beta v, or d_o^T P
     if constexpr (kBackward) {
@@ -378,7 +383,7 @@ class Chain {
   // S or H as it was before the chunk, and y or r.
   __device__ void put_out(int out, const TokenSums& y) const {
 #pragma unroll
-    for (int s = 0; s < kWide / 16; ++s)
+    for (int s = 0; s < kKeyDim / 16; ++s)
       cuda::store_tiles(
           &shared_at<char>(out + Place::kOutState + s / 4 * kPart + (state_place_ ^ (s % 4 * 32))),
           rounded_[s]);
@@ -395,13 +400,16 @@ class Chain {
   }
   __device__ void copy_out(int n) const {
     const int from = Place::kOut + n % 2 * Place::kOutBytes;
-    char* const sheet = c_.all.places.sheets + c_.slot(n) * Sheet::kBytes;
+    constexpr int kSheetParts = kSheetValues / kGroupValues;
+    const int part = c_.item.part % kSheetParts;
+    const std::int64_t index = c_.slot(n) * c_.all.places.sheets_each + c_.item.part / kSheetParts;
+    char* const sheet = c_.all.places.sheets + index * Sheet::kBytes;
     constexpr int kStates = kBackward ? Sheet::kGradient : Sheet::kState;
     constexpr int kRows = kBackward ? Sheet::kR : Sheet::kY;
-    cuda::bulk_copy_out(sheet + kStates + c_.item.part * 2 * kPart,
-                        &shared_at<char>(from + Place::kOutState), 2 * kPart);
-    cuda::bulk_copy_out(sheet + kRows + c_.item.part * kPart,
-                        &shared_at<char>(from + Place::kOutRows), kPart);
+    cuda::bulk_copy_out(sheet + kStates + part * 2 * kPart,
+                        &shared_at<char>(from + Place::kOutState), Place::kKeyRows);
+    cuda::bulk_copy_out(sheet + kRows + part * kPart, &shared_at<char>(from + Place::kOutRows),
+                        kPart);
   }
 
   __device__ void round_scaled(TokenPairs& to, const TokenPairs& from,
@@ -418,7 +426,7 @@ class Chain {
   }
   __device__ void round_state() {
 #pragma unroll
-    for (int i = 0; i < kWide / 4; ++i)
+    for (int i = 0; i < kKeyDim / 4; ++i)
       rounded_[i / 4][i % 4] = cuda::store_pair<X>(state_[2 * i], state_[2 * i + 1]);
   }
   // f(x, value, key) for each element of a lane's state.
@@ -426,7 +434,7 @@ class Chain {
   __device__ void for_state(F&& f) {
     const int first = c_.item.part * kGroupValues + 16 * warp_ + lane_ / 4;
 #pragma unroll
-    for (int i = 0; i < kWide / 2; ++i)
+    for (int i = 0; i < kKeyDim / 2; ++i)
       f(state_[i], first + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * (lane_ % 4) + i % 2);
   }
   // The same with its place in the caller's tensor, and among those of segments.
@@ -440,7 +448,7 @@ class Chain {
   template <class F>
   __device__ void for_state(int segment, F&& f) {
     const std::int64_t first = c_.all.cut.at(c_.p, c_.item, segment);
-    for_state([&](float& x, int value, int key) { f(x, first + value * kWide + key); });
+    for_state([&](float& x, int value, int key) { f(x, first + value * kKeyDim + key); });
   }
   __device__ void load_state() {
     const ChainsProblem& all = c_.all;
@@ -476,26 +484,26 @@ class Chain {
   const ChunkOrder<kBackward, kOutput> c_;
   const int lane_, warp_;
   int rows_place_, state_place_;
-  float state_[kWide / 2];
-  std::uint32_t rounded_[kWide / 16][4];
+  float state_[kKeyDim / 2];
+  std::uint32_t rounded_[kKeyDim / 16][4];
 };
 
-template <class X, bool kBackward, bool kOutput>
+template <class X, bool kBackward, bool kOutput, int kKeyDim>
 __device__ void run_chain(const ChainsProblem& all, const ChainTurn& turn) {
   if (threadIdx.x >= kGroupThreads) {
-    ChainMover<X, kBackward, kOutput>(all, turn).run();
+    ChainMover<X, kBackward, kOutput, kKeyDim>(all, turn).run();
   } else {
-    Chain<X, kBackward, kOutput>(all, turn).run();
+    Chain<X, kBackward, kOutput, kKeyDim>(all, turn).run();
   }
 }
-template <class X, bool kOutput>
+template <class X, bool kOutput, int kKeyDim>
 __global__ void __launch_bounds__(kChainThreads, 1)
     backward_chains(const __grid_constant__ ChainsProblem all) {
   const ChainTurn turn(all, kOutput);
   if (turn.backward) {
-    run_chain<X, true, kOutput>(all, turn);
+    run_chain<X, true, kOutput, kKeyDim>(all, turn);
   } else {
-    run_chain<X, false, kOutput>(all, turn);
+    run_chain<X, false, kOutput, kKeyDim>(all, turn);
   }
 }
 
@@ -505,14 +513,14 @@ struct BackwardJoinProblem {
   Segments cut;
   float* gradients;
 };
-template <class = void>
-__global__ void __launch_bounds__(kJoinThreads, 1)
+template <int kKeyDim>
+__global__ void __launch_bounds__(JoinShared<kKeyDim>::kThreads, 1)
     backward_join(const __grid_constant__ BackwardJoinProblem all) {
   const Problem::Item item = all.p.item(blockIdx.x / 2);
   if (blockIdx.x % 2 == 0) {
-    join_segments<true>(all.p, {all.cut.count, all.gradients, all.cut.transfers}, item);
+    join_segments<kKeyDim, true>(all.p, {all.cut.count, all.gradients, all.cut.transfers}, item);
   } else {
-    join_segments<false>(all.p, all.cut, item);
+    join_segments<kKeyDim, false>(all.p, all.cut, item);
   }
 }
 

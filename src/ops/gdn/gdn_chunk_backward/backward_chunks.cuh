@@ -6,6 +6,9 @@
 // Z, d_q and d_k, and 32 of the columns of what is made for pairs of tokens. What the next head
 // needs is copied meanwhile: d_o, y and r to a second place, S and H where these were.
 //
+// A head with more than 128 values takes several turns, of a sheet each; pairs of tokens wait for
+// the last one. Keys and values that a sheet has not are 0 (kWhole: it has 128 of both).
+//
 // k and q enter products as they are, and n_k and n_q of their rows go to the other side.
 #pragma once
 #include "ops/gdn/gdn_chunk_backward/backward_device.cuh"
@@ -49,18 +52,27 @@ struct ChunksProblem {
 struct ChunkCursor {
   std::int64_t index, slot, key_head, head;
   std::int64_t row, begin;  // its batch row, and its first token there
-  int rows, turn;
+  int rows, turn, sheet;
 
   __device__ void start(const ChunksProblem& all) {
     index = blockIdx.x;
     find(all);
   }
   __device__ bool past(const ChunksProblem& all) const { return index >= all.items; }
-  __device__ bool first() const { return turn == 0; }
-  __device__ bool last(const ChunksProblem& all) const { return turn + 1 == all.sharing; }
+  // Of the chunk and key head, and of the head.
+  __device__ bool first() const { return turn == 0 && sheet == 0; }
+  __device__ bool last(const ChunksProblem& all) const {
+    return turn + 1 == all.sharing && last_sheet(all);
+  }
+  __device__ bool last_sheet(const ChunksProblem& all) const {
+    return sheet + 1 == all.places.sheets_each;
+  }
   __device__ void advance(const ChunksProblem& all) {
-    if (!last(all)) {
+    if (!last_sheet(all)) {
+      ++sheet;
+    } else if (!last(all)) {
       ++turn;
+      sheet = 0;
       name_head(all);
     } else {
       index += gridDim.x;
@@ -70,7 +82,7 @@ struct ChunkCursor {
 
  private:
   __device__ void find(const ChunksProblem& all) {
-    turn = 0;
+    turn = sheet = 0;
     for (; index < all.items; index += gridDim.x) {
       slot = all.key_heads.divide(index);
       const cuda::ChunkTokens chunk = all.slots.at(slot);
@@ -115,14 +127,14 @@ struct ChunkShared {
 // d = a b + (add ? d : 0), a [64, 16 kSteps] in tiles; b by columns, 32 of them.
 template <class X, int kSteps>
 __device__ void multiply_pairs32(float (&d)[4 * kColumnTiles], cuda::WarpgroupMatrix a,
-                                 cuda::WarpgroupMatrix b) {
+                                 cuda::WarpgroupMatrix b, bool add = false) {
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
     const int at = s / 4 * kPart + s % 4 * 32;
     if constexpr (std::is_same_v<X, bf16>) {
-      cuda::warpgroup_multiply_bf16(d, a.at(at), b.at(at), s > 0);
+      cuda::warpgroup_multiply_bf16(d, a.at(at), b.at(at), add || s > 0);
     } else {
-      cuda::warpgroup_multiply_f16(d, a.at(at), b.at(at), s > 0);
+      cuda::warpgroup_multiply_f16(d, a.at(at), b.at(at), add || s > 0);
     }
   }
 }
@@ -148,7 +160,7 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-template <class X>
+template <class X, bool kWhole>
 class ChunkGradients {
  public:
   using Shared = ChunkShared;
@@ -205,51 +217,71 @@ class ChunkGradients {
     return row < c.rows &&
            (p_.mask == nullptr || p_.mask[c.row * p_.d.tokens + c.begin + row] != 0);
   }
-  // Rows of q, k or d_o: zeros for masked tokens and past the chunk.
+  // How many keys there are, and values in a sheet.
+  __device__ int key_dim() const { return kWhole ? kWide : static_cast<int>(p_.d.key_dim); }
+  __device__ int sheet_values(const ChunkCursor& c) const {
+    const int all = static_cast<int>(p_.d.value_dim) - c.sheet * kSheetValues;
+    return kWhole || all > kSheetValues ? kSheetValues : all;
+  }
+  __device__ int first_value(const ChunkCursor& c) const {
+    return kWhole ? 0 : c.sheet * kSheetValues;
+  }
+  // Rows of q, k or d_o, from column `first` on: zeros for masked tokens and past the chunk.
   __device__ void copy_rows(const ChunkCursor& c, int tile, const void* from,
-                            const TokenStrides& stride, std::int64_t head) const {
+                            const TokenStrides& stride, std::int64_t head, int first,
+                            int columns) const {
     constexpr int kAcross = kWide / 8, kDown = kChunkThreads / kAcross;
     int row = thread_ / kAcross;
     char* const to = &shared_at<char>(tile + tile_place(row, thread_ % kAcross));
-    const X* at =
-        static_cast<const X*>(from) + stride.at(c.row, c.begin + row, head) + thread_ % kAcross * 8;
+    const X* at = static_cast<const X*>(from) + stride.at(c.row, c.begin + row, head) + first +
+                  thread_ % kAcross * 8;
+    const bool counts = thread_ % kAcross * 8 < columns;
     const bool whole = c.rows == kMostRows && p_.mask == nullptr;
 #pragma unroll
     for (int i = 0; i < kMostRows / kDown; ++i, row += kDown, at += kDown * stride.token) {
-      const bool has = whole || there(c, row);
+      const bool has = counts && (whole || there(c, row));
       cuda::copy_async_16(to + i * kDown * kRowBytes, has ? at : from, has ? kPiece : 0);
     }
   }
-  template <int kBytes>
-  __device__ void copy_tiles(int to, const char* from) const {
+  // has(i): is there a square i?
+  template <int kBytes, class F>
+  __device__ void copy_tiles(int to, const char* from, F&& has) const {
     static_assert(kBytes % (kChunkThreads * kPiece) == 0);
 #pragma unroll
     for (int i = 0; i < kBytes / (kChunkThreads * kPiece); ++i) {
       const int at = (i * kChunkThreads + thread_) * kPiece;
-      cuda::copy_async_16(&shared_at<char>(to + at), from + at);
+      const bool there = has(i * kChunkThreads * kPiece / kPart);
+      cuda::copy_async_16(&shared_at<char>(to + at), from + at, there ? kPiece : 0);
     }
   }
   __device__ std::int64_t place_of(const ChunkCursor& c) const {
     return c.slot * p_.d.value_heads + c.head;
   }
+  __device__ std::int64_t sheet_of(const ChunkCursor& c) const {
+    return kWhole ? place_of(c) : place_of(c) * all_.places.sheets_each + c.sheet;
+  }
   __device__ void load_set(const ChunkCursor& c, int set) const {
-    const char* const sheet = all_.places.sheets + place_of(c) * Sheet::kBytes;
+    const char* const sheet = all_.places.sheets + sheet_of(c) * Sheet::kBytes;
     const int place = set_place(set);
-    copy_rows(c, place + Shared::kOut, all_.d_o, all_.d_o_stride, c.head);
+    copy_rows(c, place + Shared::kOut, all_.d_o, all_.d_o_stride, c.head, first_value(c),
+              sheet_values(c));
     static_assert(Sheet::kR == Sheet::kY + 2 * kPart && Shared::kR == Shared::kY + 2 * kPart);
-    copy_tiles<4 * kPart>(place + Shared::kY, sheet + Sheet::kY);
+    copy_tiles<4 * kPart>(place + Shared::kY, sheet + Sheet::kY,
+                          [&](int i) { return i % 2 * kGroupValues < sheet_values(c); });
     const auto* const from = reinterpret_cast<const char*>(all_.places.gates + place_of(c));
     if (thread_ * kPiece < static_cast<int>(sizeof(ChunkGates)))
       cuda::copy_async_16(reinterpret_cast<char*>(&gates(set)) + thread_ * kPiece,
                           from + thread_ * kPiece);
   }
   __device__ void load_states(const ChunkCursor& c) const {
-    const char* const sheet = all_.places.sheets + place_of(c) * Sheet::kBytes;
-    copy_tiles<8 * kPart>(Shared::kState, sheet + Sheet::kState);
+    const char* const sheet = all_.places.sheets + sheet_of(c) * Sheet::kBytes;
+    copy_tiles<8 * kPart>(Shared::kState, sheet + Sheet::kState, [&](int i) {
+      return i % 2 * kKeys64 < key_dim() && i / 2 % 2 * kGroupValues < sheet_values(c);
+    });
   }
   __device__ void load_keys(const ChunkCursor& c) const {
-    copy_rows(c, Shared::kKeys, p_.k, p_.k_stride, c.key_head);
-    copy_rows(c, Shared::kQueries, p_.q, p_.q_stride, c.key_head);
+    copy_rows(c, Shared::kKeys, p_.k, p_.k_stride, c.key_head, 0, key_dim());
+    copy_rows(c, Shared::kQueries, p_.q, p_.q_stride, c.key_head, 0, key_dim());
   }
 
   // ---- a head ----
@@ -314,7 +346,7 @@ class ChunkGradients {
     cuda::warpgroup_commit();
     multiply_keys64<X, 8, 2 * kPart>(m, r, state, false);
     cuda::warpgroup_commit();
-    RowSums& sums = all_.places.sums[place_of(c)];
+    RowSums& sums = all_.places.sums[sheet_of(c)];
     multiply_states(sums);
     const ChunkGates& g = gates(set);
     if (c.first()) {
@@ -352,10 +384,13 @@ class ChunkGradients {
     cuda::warpgroup_begin();
     multiply_keys64<X, 8, 2 * kPart>(n, y, matrix(Shared::kGradient + group_ * kPart), false);
     cuda::warpgroup_commit();
-    PairSums dp, dl;
+    PairSums of_sheet[2];
+    PairSums& dp = kWhole ? of_sheet[0] : of_head_[0];
+    PairSums& dl = kWhole ? of_sheet[1] : of_head_[1];
+    const bool more_sheets = !kWhole && !c.last_sheet(all_), add = !kWhole && c.sheet > 0;
     const auto columns = y.at(group_ * kColumns32 * kRowBytes);
-    multiply_pairs32<X, 8>(dp, out, columns);
-    multiply_pairs32<X, 8>(dl, r, columns);
+    multiply_pairs32<X, 8>(dp, out, columns, add);
+    multiply_pairs32<X, 8>(dl, r, columns, add);
     cuda::warpgroup_commit();
     cuda::warpgroup_wait<2>();
     cuda::warpgroup_hold(m);
@@ -373,10 +408,10 @@ class ChunkGradients {
     cuda::warpgroup_hold(dp);
     cuda::warpgroup_hold(dl);
     find_thread();
-    put_pairs(g, dp, dl, sums);  // dp becomes C, so far as it is the warp's
-    cuda::fence_shared();
-    __syncthreads();
-    {
+    if (!more_sheets) {
+      put_pairs(g, dp, dl, sums);  // dp becomes C, so far as it is the warp's
+      cuda::fence_shared();
+      __syncthreads();
       const auto keys = matrix(Shared::kKeys + group_ * kPart);
       const auto queries = matrix(Shared::kQueries + group_ * kPart);
       cuda::warpgroup_begin();
@@ -387,7 +422,7 @@ class ChunkGradients {
     }
     uint4 v[4];
     load_values(c, v);
-    add_below(dp, sums);
+    if (!more_sheets) add_below(dp, sums);
     put_values(c, v, place + Shared::kR, g, sums);
     cuda::warpgroup_wait<0>();
     cuda::warpgroup_hold(d_q_);
@@ -547,12 +582,13 @@ class ChunkGradients {
   // Four threads have a row of v, and every fourth of its pieces.
   __device__ void load_values(const ChunkCursor& c, uint4 (&v)[4]) const {
     const int i = thread_ / 4;
-    const X* const from =
-        static_cast<const X*>(p_.v) + p_.v_stride.at(c.row, c.begin + i, c.head) + thread_ % 4 * 8;
+    const X* const from = static_cast<const X*>(p_.v) + p_.v_stride.at(c.row, c.begin + i, c.head) +
+                          first_value(c) + thread_ % 4 * 8;
     const bool has = there(c, i);
 #pragma unroll
     for (int m = 0; m < 4; ++m)
-      v[m] = has ? *reinterpret_cast<const uint4*>(from + 32 * m) : uint4{};
+      v[m] = has && 32 * m < sheet_values(c) ? *reinterpret_cast<const uint4*>(from + 32 * m)
+                                             : uint4{};
   }
   // d_v = beta r, and r . v.
   __device__ void put_values(const ChunkCursor& c, const uint4 (&v)[4], int tile,
@@ -561,7 +597,7 @@ class ChunkGradients {
     const float beta = g.beta[i];
     const bool has = there(c, i);
     X* const to = static_cast<X*>(all_.d_v) + all_.d_v_stride.at(c.row, c.begin + i, c.head) +
-                  thread_ % 4 * 8;
+                  first_value(c) + thread_ % 4 * 8;
     float dot = 0;
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -575,7 +611,8 @@ class ChunkGradients {
         dot = std::fma(a.x, b.x, std::fma(a.y, b.y, dot));
         d_v[e] = has ? cuda::store_pair<X>(beta * a.x, beta * a.y) : 0;
       }
-      if (i < c.rows) *reinterpret_cast<uint4*>(to + 32 * m) = {d_v[0], d_v[1], d_v[2], d_v[3]};
+      if (i < c.rows && 32 * m < sheet_values(c))
+        *reinterpret_cast<uint4*>(to + 32 * m) = {d_v[0], d_v[1], d_v[2], d_v[3]};
     }
     dot = quad_sum(dot);
     if (thread_ % 4 == 0) sums.r_v[i] = dot;
@@ -630,6 +667,7 @@ class ChunkGradients {
   }
   __device__ void store_keys(const ChunkCursor& c, void* to, const TokenStrides& stride,
                              const KeySums& d) const {
+    if (group_ * kKeys64 >= key_dim()) return;
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
       const int i = row(down);
@@ -648,13 +686,14 @@ class ChunkGradients {
   const Problem& p_;
   int thread_, lane_, warp_, group_, row_;
   KeySums d_q_, d_k_;
-  PairSums kk_, qk_;  // k k^T and q k^T, normalised
+  PairSums kk_, qk_;     // k k^T and q k^T, normalised
+  PairSums of_head_[2];  // dp and dl, of several sheets
 };
 
-template <class X>
+template <class X, bool kWhole>
 __global__ void __launch_bounds__(kChunkThreads, 1)
     backward_chunks(const __grid_constant__ ChunksProblem all) {
-  ChunkGradients<X>(all).run();
+  ChunkGradients<X, kWhole>(all).run();
 }
 
 }  // namespace bittern::chunk_backward

@@ -15,9 +15,12 @@ namespace bittern::chunk_backward {
 using namespace chunk_forward;
 using Op = GdnChunkBackward;
 
-// What the chains write for every chunk and head, in tiles as tensor cores read them.
+// What the chains write for every chunk and head and up to 128 of its values, in tiles as tensor
+// cores read them.
+constexpr int kSheetValues = 128;
 struct Sheet {
-  // S before and H after the chunk, transposed: [values, keys] in squares of 64, keys first.
+  // S before and H after the chunk, transposed: [values, keys] in squares of 64, keys first. Those
+  // of keys and values that there are not are left out.
   static constexpr int kState = 0, kGradient = 4 * kPart;
   static constexpr int kY = 8 * kPart, kR = 10 * kPart;  // [tokens, values]
   static constexpr int kBytes = 12 * kPart;
@@ -28,16 +31,18 @@ struct GateTerms {
   float a_log, dt_bias;
 };
 
-// What d_g and d_beta of a chunk are made of. Halves are those of the two warpgroups.
+// What d_g and d_beta of a chunk are made of, by the values of a sheet. Halves are those of the two
+// warpgroups.
 struct RowSums {
   float k_m[2][kMostRows], q_n[2][kMostRows], k_z[2][kMostRows];  // k . M, q . N, k . Z
-  float pairs[2][kMostRows];                                      // DL[i] . (k k^T)[i]
-  float below[2][kMostRows];                                      // the sum over j < i of C[i][j]
+  // DL[i] . (k k^T)[i], and the sum over j < i of C[i][j]: of all values, with the last of them.
+  float pairs[2][kMostRows], below[2][kMostRows];
   float r_v[kMostRows];
   float inner[8];  // <S, H>, of each warp
 };
 
 struct Places {
+  int sheets_each;  // sheets and sums of a chunk and head
   char *records, *sheets;
   ChunkGates* gates;
   RowSums* sums;
@@ -47,28 +52,35 @@ struct Places {
 inline std::int64_t chunks_and_heads(const Op::Desc& d) {
   return d.batch * d.state_chunks() * d.value_heads;
 }
+inline int sheets_of_head(const Op::Desc& d) {
+  return static_cast<int>((d.value_dim + kSheetValues - 1) / kSheetValues);
+}
 inline std::size_t workspace_bytes(const Op::Desc& d, int segments) {
   return static_cast<std::size_t>(chunks_and_heads(d)) *
-             (Record::kBytes + Sheet::kBytes + sizeof(ChunkGates) + sizeof(RowSums) +
-              sizeof(GateTerms)) +
+             (Record::kBytes + sizeof(ChunkGates) + sizeof(GateTerms) +
+              static_cast<std::size_t>(sheets_of_head(d)) * (Sheet::kBytes + sizeof(RowSums))) +
          3 * segment_bytes(d, segments);
 }
 inline Places places_in(const Op::Desc& d, int segments, void* workspace) {
-  const std::int64_t count = chunks_and_heads(d);
+  const std::int64_t count = chunks_and_heads(d), sheets = count * sheets_of_head(d);
   auto* next = static_cast<char*>(workspace);
   const auto take = [&]<class T>(T*& to, std::size_t bytes) {
     to = reinterpret_cast<T*>(next);
     next += bytes;
   };
   const auto of_chunks = [&](std::size_t bytes) { return static_cast<std::size_t>(count) * bytes; };
+  const auto of_sheets = [&](std::size_t bytes) {
+    return static_cast<std::size_t>(sheets) * bytes;
+  };
   Places p;
+  p.sheets_each = sheets_of_head(d);
   take(p.records, of_chunks(Record::kBytes));
-  take(p.sheets, of_chunks(Sheet::kBytes));
+  take(p.sheets, of_sheets(Sheet::kBytes));
   take(p.states, segment_bytes(d, segments));
   take(p.gradients, segment_bytes(d, segments));
   take(p.transfers, segment_bytes(d, segments));
   take(p.gates, of_chunks(sizeof(ChunkGates)));
-  take(p.sums, of_chunks(sizeof(RowSums)));
+  take(p.sums, of_sheets(sizeof(RowSums)));
   take(p.terms, of_chunks(sizeof(GateTerms)));
   return p;
 }

@@ -29,7 +29,7 @@ struct GatesProblem {
 };
 
 // Two rows a lane.
-template <class = void>
+template <bool kOneSheet>
 __global__ void __launch_bounds__(kGateThreads)
     backward_gates(const __grid_constant__ GatesProblem all) {
   const Problem& p = all.p;
@@ -40,16 +40,25 @@ __global__ void __launch_bounds__(kGateThreads)
   const cuda::ChunkTokens chunk = all.slots.at(slot);
   if (chunk.rows == 0) return;
   const ChunkGates& g = all.places.gates[item];
-  const RowSums& s = all.places.sums[item];
+  const int sheets = kOneSheet ? 1 : all.places.sheets_each;
+  const RowSums* const sums = all.places.sums + item * sheets;
+  const RowSums& of_pairs = sums[sheets - 1];
   float own[2], gone[2], d_beta[2];  // terms of f and z
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const int i = 2 * lane + e;
     const float decay = cuda::approximate_exp2(g.high[i] + g.low[i]);
-    const float k_m = s.k_m[0][i] + s.k_m[1][i];
-    own[e] = std::fma(-(g.beta[i] * decay), k_m, decay * (s.q_n[0][i] + s.q_n[1][i]));
-    gone[e] = rest(g, i) * (s.k_z[0][i] + s.k_z[1][i]);
-    d_beta[e] = std::fma(-decay, k_m, s.r_v[i]) + (s.pairs[0][i] + s.pairs[1][i]);
+    float k_m = 0, q_n = 0, k_z = 0, r_v = 0;
+    for (int n = 0; n < sheets; ++n) {
+      const RowSums& s = sums[n];
+      k_m += s.k_m[0][i] + s.k_m[1][i];
+      q_n += s.q_n[0][i] + s.q_n[1][i];
+      k_z += s.k_z[0][i] + s.k_z[1][i];
+      r_v += s.r_v[i];
+    }
+    own[e] = std::fma(-(g.beta[i] * decay), k_m, decay * q_n);
+    gone[e] = rest(g, i) * k_z;
+    d_beta[e] = std::fma(-decay, k_m, r_v) + (of_pairs.pairs[0][i] + of_pairs.pairs[1][i]);
   }
   float from = own[0] + own[1], until = gone[0] + gone[1];
 #pragma unroll
@@ -63,8 +72,9 @@ __global__ void __launch_bounds__(kGateThreads)
   if (lane == 31) next = 0;
   if (lane == 0) before = 0;
   float inner = 0;
+  for (int n = 0; n < sheets; ++n)
 #pragma unroll
-  for (int i = 0; i < 8; ++i) inner += s.inner[i];
+    for (int i = 0; i < 8; ++i) inner += sums[n].inner[i];
   const float kept = cuda::approximate_exp2(g.high[kMostRows - 1] + g.low[kMostRows - 1]);
   const std::int64_t row = p.cu_seqlens != nullptr ? 0 : all.slots.per_row.divide(slot);
   GateTerms terms{0, 0};
@@ -75,7 +85,8 @@ __global__ void __launch_bounds__(kGateThreads)
     const std::int64_t token = chunk.begin - row * p.d.tokens + i;
     const bool has = p.mask == nullptr || p.mask[chunk.begin + i] != 0;
     const float f = e == 0 ? from : own[1] + next, z = e == 0 ? before : before + gone[0];
-    float d_g = has ? std::fma(kept, inner, (f + (s.below[0][i] + s.below[1][i])) + z) : 0.0f;
+    float d_g =
+        has ? std::fma(kept, inner, (f + (of_pairs.below[0][i] + of_pairs.below[1][i])) + z) : 0.0f;
     float of_beta = has ? d_beta[e] : 0.0f;
     if (has && p.d.beta_sigmoid) {
       const float x = p.beta[p.beta_stride.at(row, token, head)];

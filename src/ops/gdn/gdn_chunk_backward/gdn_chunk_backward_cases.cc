@@ -37,7 +37,7 @@ std::vector<BenchCase<GdnDesc>> gdn_chunk_backward_bench_cases() {
 }
 
 // What tensor cores take: whole and ragged chunks, several of them and several sequences, more
-// value heads than key heads.
+// value heads than key heads, keys of 64 and 128, values in groups of 64.
 std::vector<GdnDesc> gdn_chunk_backward_bounded_cases(bool on_cuda) {
   std::vector<GdnDesc> cases;
   if (!on_cuda) return cases;
@@ -53,6 +53,17 @@ std::vector<GdnDesc> gdn_chunk_backward_bounded_cases(bool on_cuda) {
   add({.tokens = 70}, DType::bf16);
   add({.tokens = 150, .key_heads = 2, .value_heads = 6, .sequences = 4}, DType::bf16);
   add({.batch = 2, .tokens = 130, .value_heads = 2}, DType::f16);
+  for (const std::int64_t keys : {64, 128})
+    for (const std::int64_t values : {64, 128, 192, 256})
+      if (keys < 128 || values != 128)
+        add({.tokens = 140, .key_dim = keys, .value_dim = values}, DType::bf16);
+  add({.tokens = 150,
+       .key_heads = 2,
+       .value_heads = 4,
+       .key_dim = 64,
+       .value_dim = 256,
+       .sequences = 3},
+      DType::f16);
   return cases;
 }
 

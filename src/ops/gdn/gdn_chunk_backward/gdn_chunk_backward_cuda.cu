@@ -13,7 +13,7 @@ using namespace chunk_backward;
 using chunk_backward::Op;
 
 Status supports(const Op::Desc& d, Device device) {
-  return supports_warpgroups(d, device, 2 * kParts);
+  return supports_warpgroups(d, device, 2 * segment_rows(d) / kGroupValues);
 }
 
 // Rows are copied in pieces; where they start is the caller's choice.
@@ -27,13 +27,15 @@ Status accepts(const Op::Desc&, const Op::Args& a) {
   return cuda::rows_aligned("d_v", as_const(a.d_v));
 }
 
-int segments_of(const Op::Desc& d, int device) { return segment_count(d, device, 2 * kParts); }
+int segments_of(const Op::Desc& d, int device) {
+  return segment_count(d, device, 2 * segment_rows(d) / kGroupValues);
+}
 
 std::size_t workspace(const Op::Desc& d, Device device) {
   return workspace_bytes(d, segments_of(d, device.index));
 }
 
-template <class X>
+template <class X, int kKeyDim>
 Status run_backward(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
   const int device = a.d_v.device.index, segments = segments_of(d, device);
   const Places places = places_in(d, segments, workspace.data);
@@ -43,40 +45,49 @@ Status run_backward(const Op::Desc& d, const Op::Args& a, Stream stream, Workspa
   PrepareProblem prepare(d, forward_args(a), places.records);
   prepare.gates = places.gates;
   BITTERN_TRY(
-      launch(chunk_prepare<X>,
+      launch(chunk_prepare<X, kKeyDim>,
              {.blocks = prepare.items, .threads = kPrepareThreads, .shared = PrepareShared::kBytes},
              prepare));
-  const ChainsProblem chains(d, a, places, segments);
-  const auto run_chains = [&](auto kernel, std::int64_t blocks) {
-    return launch(kernel,
-                  {.blocks = blocks, .threads = kChainThreads, .shared = ChainStage<true>::kShared},
-                  chains);
+  const auto run_chains = [&](auto kernel, const ChainsProblem& chains, std::int64_t blocks) {
+    return launch(
+        kernel,
+        {.blocks = blocks, .threads = kChainThreads, .shared = ChainStage<true, kKeyDim>::kShared},
+        chains);
   };
   if (segments > 1) {
-    BITTERN_TRY(run_chains(backward_chains<X, false>, chains.finding_blocks()));
-    const BackwardJoinProblem join{Problem(d, forward_args(a), kWide / kJoinValues), chains.cut,
+    const ChainsProblem find(d, a, places, segments, segment_rows(d) / kGroupValues);
+    BITTERN_TRY(run_chains(backward_chains<X, false, kKeyDim>, find, find.finding_blocks()));
+    const BackwardJoinProblem join{Problem(d, forward_args(a), d.value_dim / kJoinValues), find.cut,
                                    places.gradients};
-    BITTERN_TRY(launch(
-        backward_join<>,
-        {.blocks = 2 * join.p.items, .threads = kJoinThreads, .shared = sizeof(JoinShared)}, join));
+    BITTERN_TRY(launch(backward_join<kKeyDim>,
+                       {.blocks = 2 * join.p.items,
+                        .threads = JoinShared<kKeyDim>::kThreads,
+                        .shared = sizeof(JoinShared<kKeyDim>)},
+                       join));
   }
-  BITTERN_TRY(run_chains(backward_chains<X, true>, chains.blocks()));
+  const ChainsProblem chains(d, a, places, segments, d.value_dim / kGroupValues);
+  BITTERN_TRY(run_chains(backward_chains<X, true, kKeyDim>, chains, chains.blocks()));
   const ChunksProblem chunks(d, a, places);
   const std::int64_t most = cuda::limits(device).multiprocessors;
-  BITTERN_TRY(launch(backward_chunks<X>,
+  const bool whole = kKeyDim == kWide && d.value_dim == kSheetValues;
+  BITTERN_TRY(launch(whole ? backward_chunks<X, true> : backward_chunks<X, false>,
                      {.blocks = std::min(chunks.items, most),
                       .threads = kChunkThreads,
                       .shared = ChunkShared::kBytes},
                      chunks));
   const GatesProblem gates(d, a, places);
-  BITTERN_TRY(launch(backward_gates<>, cuda::grid_for(gates.items * 32, kGateThreads), gates));
+  BITTERN_TRY(launch(places.sheets_each == 1 ? backward_gates<true> : backward_gates<false>,
+                     cuda::grid_for(gates.items * 32, kGateThreads), gates));
   if (!a.d_a_log && !a.d_dt_bias) return {};
   return launch(backward_terms<>, {.blocks = d.value_heads, .threads = kGateThreads}, gates);
 }
 
 Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
-  return visit<f16, bf16>(
-      d.element, [&]<class X>(Type<X>) { return run_backward<X>(d, a, stream, workspace); });
+  return visit<f16, bf16>(d.element, [&]<class X>(Type<X>) {
+    return with_key_dim(d, [&]<int kKeyDim>(std::integral_constant<int, kKeyDim>) {
+      return run_backward<X, kKeyDim>(d, a, stream, workspace);
+    });
+  });
 }
 
 std::size_t exact_workspace(const Op::Desc& d, Device) { return exact::workspace_bytes(d); }

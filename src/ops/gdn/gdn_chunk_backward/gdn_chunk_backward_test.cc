@@ -619,6 +619,42 @@ TEST(GdnChunkBackward, TensorCoresTakeSlicesOfLargerArrays) {
     EXPECT_EQ(values(got), values(want));
 }
 
+// Keys and values of all sizes, with segments or without, in a few heads and in many.
+TEST(GdnChunkBackward, TensorCoresTakeOtherSizes) {
+  BITTERN_NEEDS_CUDA();
+  if (!select_wgmma<Op>(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
+  CudaDeviceInfo device;
+  oracle::expect_ok((*cuda_plugin(0))->info(0, &device));
+  for (const std::int64_t keys : {64, 128}) {
+    for (const std::int64_t values_each : {64, 128, 192, 256}) {
+      for (const bool few : {true, false}) {
+        GdnDesc d =
+            few ? wgmma_desc(device.name == "emulated" ? 270 : 2670, 1, 1) : wgmma_desc(150, 2, 4);
+        d.key_dim = keys;
+        d.value_dim = values_each;
+        if (few) d.state_layout = StateLayout::value_key;
+        Problem p = make_problem<Op>(d, 1, {});
+        fill_problem(p, 0.05, 22);
+        const auto want = reverse_of(p);
+        oracle::expect_ok(run_wgmma(p));
+        const auto expect = [&](const char* what, const std::vector<double>& got,
+                                const std::vector<double>& wanted) {
+          EXPECT_LE(oracle::rms_ratio(got, wanted), 0.006)
+              << what << " " << keys << " " << values_each << " " << few;
+        };
+        expect("d_q", values(p.args.d_q), want.q);
+        expect("d_k", values(p.args.d_k), want.k);
+        expect("d_v", values(p.args.d_v), want.v);
+        expect("d_beta", values(p.args.d_beta), want.beta);
+        expect("d_initial_state", oracle::keys_first(d, values(p.args.d_initial_state)),
+               want.initial_state);
+        EXPECT_LE(oracle::worst_error(values(p.args.d_g), want.g, 1, want.g_size), 0.006)
+            << keys << " " << values_each << " " << few;
+      }
+    }
+  }
+}
+
 TEST(GdnChunkBackward, TensorCoresAreForTheFastestPreference) {
   BITTERN_NEEDS_CUDA();
   const GdnDesc d = wgmma_desc(64, 1, 1);
@@ -630,8 +666,10 @@ TEST(GdnChunkBackward, TensorCoresAreForTheFastestPreference) {
   EXPECT_GT(plan->workspace_bytes(), 0u);
   for (const auto& [wrong, message] :
        {std::pair{GdnDesc{.tokens = 64}, "element: f32, expected bf16 or f16;"},
-        std::pair{GdnDesc{.tokens = 64, .value_dim = 64, .element = DType::bf16},
-                  "value_dim: 64, expected 128;"},
+        std::pair{GdnDesc{.tokens = 64, .key_dim = 256, .element = DType::bf16},
+                  "key_dim: 256, expected 64 or 128;"},
+        std::pair{GdnDesc{.tokens = 64, .value_dim = 32, .element = DType::bf16},
+                  "value_dim: 32, expected a multiple of 64;"},
         std::pair{GdnDesc{.tokens = 64, .chunk = 32, .element = DType::f16},
                   "chunk: 32, expected 64;"}}) {
     oracle::expect_error(

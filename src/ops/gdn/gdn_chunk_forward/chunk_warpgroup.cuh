@@ -1,5 +1,5 @@
-// The rule on tensor cores, by products of a warpgroup (sm_90a): keys and values of 128, chunks of
-// 64. chunk_prepare.cuh has made all that does not know the state; what is left is a chain from
+// The rule on tensor cores, by products of a warpgroup (sm_90a): keys of 64 or 128, chunks of 64.
+// chunk_prepare.cuh has made all that does not know the state; what is left is a chain from
 // chunk to chunk, of three products, and o beside it.
 //
 // A warpgroup has 64 values of a head, and their state in registers, transposed: [values, keys].
@@ -15,16 +15,16 @@
 // diagonals. So it and those of later tokens are 0 there, and what they would give is NaN.
 //
 // With few heads, it runs in segments (chunk_segments.cuh). The first time it leaves out q and o;
-// the first segment has its own first state, and needs no M.
+// the first segment has its own first state, and needs no M. The values of M are its keys.
 #pragma once
 #include "ops/gdn/chunk_segments.cuh"
 #include "ops/gdn/chunk_tokens.cuh"
 
 namespace bittern::chunk_forward {
 
-template <int kGroups>
+template <int kGroups, int kKeyDim>
 struct Stage {
-  static constexpr int kKeys = 0, kQueries = 2 * kPart, kRecord = 4 * kPart;
+  static constexpr int kKeys = 0, kQueries = kKeyDim / 64 * kPart, kRecord = 2 * kQueries;
   static constexpr int kValues = kRecord + (Record::kBytes + 1023) / 1024 * 1024;
   static constexpr int kBytes = kValues + kGroups * kPart;
 };
@@ -55,12 +55,16 @@ struct ChainItem {
   int segment, chunks, last_rows;
   bool transfer;  // M
   bool last;      // of its sequence
+  bool beyond;    // without values: there are blocks for those of S and of M, which may differ
 
-  __device__ ChainItem(const ChainProblem& problem, bool output) : all(problem), p(all.p) {
+  // `values`: of a block.
+  __device__ ChainItem(const ChainProblem& problem, bool output, int values)
+      : all(problem), p(all.p) {
     const auto turn = static_cast<int>(blockIdx.x / p.items);
     segment = output ? turn : (turn + 1) / 2;
     transfer = !output && turn > 0 && turn % 2 == 0;
     item = p.item(blockIdx.x - turn * p.items);
+    beyond = item.part * values >= (transfer ? p.d.key_dim : p.d.value_dim);
     const int whole = chunks_of(item), each = all.cut.chunks_of_each(whole);
     const std::int64_t begin = item.begin + std::int64_t{segment} * each * kMostRows;
     const std::int64_t end = begin + std::int64_t{each} * kMostRows;
@@ -72,7 +76,7 @@ struct ChainItem {
   }
   // Is there nothing to do? Then there may be no first state either.
   __device__ bool idle(bool output) const {
-    return output ? chunks == 0 && !last : chunks == 0 || last;
+    return output ? chunks == 0 && !last : chunks == 0 || last || beyond;
   }
   // Does chunk n have all its rows, with no masks to look at?
   __device__ bool whole(int n) const {
@@ -85,13 +89,14 @@ struct ChainItem {
 };
 
 // A warpgroup that copies: chunks into shared memory, two ahead of their use, and o out of it.
-template <class X, int kGroups, bool kOutput>
+template <class X, int kGroups, bool kOutput, int kKeyDim>
 class Mover {
  public:
-  using Place = Stage<kGroups>;
+  using Place = Stage<kGroups, kKeyDim>;
 
   __device__ explicit Mover(const ChainProblem& all)
-      : c_(all, kOutput), thread_(static_cast<int>(threadIdx.x) % kGroupThreads) {
+      : c_(all, kOutput, kGroups * kGroupValues),
+        thread_(static_cast<int>(threadIdx.x) % kGroupThreads) {
     const Problem& p = c_.p;
     const Problem::Item& item = c_.item;
     const std::int64_t slot = p.cu_seqlens != nullptr
@@ -137,7 +142,7 @@ class Mover {
   }
 
  private:
-  static constexpr int kKeyAcross = kWide / 8, kKeyDown = kGroupThreads / kKeyAcross;
+  static constexpr int kKeyAcross = kKeyDim / 8, kKeyDown = kGroupThreads / kKeyAcross;
   static constexpr int kValueAcross = kGroups * kGroupValues / 8;
   static constexpr int kValueDown = kGroupThreads / kValueAcross;
 
@@ -219,13 +224,13 @@ class Mover {
 };
 
 // A warpgroup that computes.
-template <class X, int kGroups, bool kOutput>
+template <class X, int kGroups, bool kOutput, int kKeyDim>
 class Chain {
  public:
-  using Place = Stage<kGroups>;
+  using Place = Stage<kGroups, kKeyDim>;
 
   __device__ explicit Chain(const ChainProblem& all)
-      : c_(all, kOutput),
+      : c_(all, kOutput, kGroups * kGroupValues),
         lane_(static_cast<int>(threadIdx.x) % 32),
         warp_(static_cast<int>(threadIdx.x) / 32),
         group_(warp_ / 4),
@@ -265,12 +270,12 @@ class Chain {
     cuda::fence_shared();
     cuda::warpgroup_begin();
 #pragma unroll
-    for (int s = 0; s < kWide / 16; ++s)
+    for (int s = 0; s < kKeyDim / 16; ++s)
       multiply_tokens<X>(y, rounded_[s], keys.at(s / 4 * kPart + s % 4 * 32), s > 0);
     cuda::warpgroup_commit();
     if constexpr (kOutput) {
 #pragma unroll
-      for (int s = 0; s < kWide / 16; ++s)
+      for (int s = 0; s < kKeyDim / 16; ++s)
         multiply_tokens<X>(o, rounded_[s], queries.at(s / 4 * kPart + s % 4 * 32), s > 0);
       cuda::warpgroup_commit();
     }
@@ -322,7 +327,7 @@ class Chain {
     }
     const float decay = factors.decay[0];
 #pragma unroll
-    for (int i = 0; i < kWide / 2; ++i) state_[i] *= decay;
+    for (int i = 0; i < kKeyDim / 2; ++i) state_[i] *= decay;
     cuda::warpgroup_wait<0>();
     cuda::warpgroup_hold(y);
     TokenPairs kept;
@@ -390,13 +395,13 @@ class Chain {
   }
   __device__ void spoil_state() {
 #pragma unroll
-    for (int i = 0; i < kWide / 2; ++i)
+    for (int i = 0; i < kKeyDim / 2; ++i)
       if (bad_[i / 2 % 2] < kMostRows) state_[i] = NAN;
   }
 
   __device__ void round_state() {
 #pragma unroll
-    for (int i = 0; i < kWide / 4; ++i)
+    for (int i = 0; i < kKeyDim / 4; ++i)
       rounded_[i / 4][i % 4] = cuda::store_pair<X>(state_[2 * i], state_[2 * i + 1]);
   }
   __device__ void round_output(TokenSums& o) {
@@ -426,7 +431,7 @@ class Chain {
   template <class F>
   __device__ void for_state(F&& f) {
 #pragma unroll
-    for (int i = 0; i < kWide / 2; ++i)
+    for (int i = 0; i < kKeyDim / 2; ++i)
       f(state_[i], value_ + lane_ / 4 + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * (lane_ % 4) + i % 2);
   }
   // The same with its place in the caller's tensor, and in `states` and `transfers`.
@@ -440,7 +445,7 @@ class Chain {
   template <class F>
   __device__ void for_state(int segment, F&& f) {
     const std::int64_t first = c_.all.cut.at(c_.p, c_.item, segment);
-    for_state([&](float& x, int value, int key) { f(x, first + value * kWide + key); });
+    for_state([&](float& x, int value, int key) { f(x, first + value * kKeyDim + key); });
   }
   __device__ void load_state() {
     if (c_.transfer) {
@@ -469,32 +474,36 @@ class Chain {
   const ChainItem c_;
   const int lane_, warp_, group_, value_;
   int tiles_place_;
-  float state_[kWide / 2];
-  std::uint32_t rounded_[kWide / 16][4];
+  float state_[kKeyDim / 2];
+  std::uint32_t rounded_[kKeyDim / 16][4];
   TokenPairs output_;  // o of the chunk before
   int bad_[2];         // the first token of a chunk whose W is not finite, of either row
 };
 
 // The registers of a multiprocessor, as two or three warpgroups share them.
-template <class X, int kGroups, bool kOutput>
+template <class X, int kGroups, bool kOutput, int kKeyDim>
 __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1)
     chunk_warpgroup(const __grid_constant__ ChainProblem all) {
   cuda::begin_next_kernel();
   using Registers = cuda::RegisterShares<kGroups, 56, 224>;
   if (threadIdx.x >= kGroups * kGroupThreads) {
     if constexpr (kGroups > 1) Registers::copy();
-    Mover<X, kGroups, kOutput>(all).run();
+    Mover<X, kGroups, kOutput, kKeyDim>(all).run();
   } else {
     if constexpr (kGroups > 1) Registers::compute();
-    Chain<X, kGroups, kOutput>(all).run();
+    Chain<X, kGroups, kOutput, kKeyDim>(all).run();
   }
 }
 
-template <class = void>
-__global__ void __launch_bounds__(kJoinThreads, 1)
+template <int kKeyDim>
+__global__ void __launch_bounds__(JoinShared<kKeyDim>::kThreads, 1)
     chunk_join(const __grid_constant__ ChainProblem all) {
   cuda::begin_next_kernel();
-  join_segments<false>(all.p, all.cut, all.p.item(blockIdx.x));
+  join_segments<kKeyDim, false>(all.p, all.cut, all.p.item(blockIdx.x));
+}
+
+inline int chain_segments(const Op::Desc& d, int device) {
+  return segment_count(d, device, segment_rows(d) / kGroupValues);
 }
 
 // The workspace: records, states, transfers.
@@ -507,15 +516,15 @@ struct ChainPlaces {
   std::size_t bytes() const { return records + 2 * states; }
 };
 
-template <class X>
+template <class X, int kKeyDim>
 Status run_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
-  const int device = a.o.device.index, segments = segment_count(d, device, kWide / kGroupValues);
+  const int device = a.o.device.index, segments = chain_segments(d, device);
   const auto launch = [&](auto kernel, const cuda::Grid& grid, const auto& problem) {
     return cuda::launch(Op::kName, kernel, grid, device, stream, problem);
   };
   const PrepareProblem prepare(d, a, workspace.data);
   BITTERN_TRY(
-      launch(chunk_prepare<X>,
+      launch(chunk_prepare<X, kKeyDim>,
              {.blocks = prepare.items, .threads = kPrepareThreads, .shared = PrepareShared::kBytes},
              prepare));
   auto* const records = static_cast<char*>(workspace.data);
@@ -526,30 +535,33 @@ Status run_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Works
     return ChainProblem{Problem(d, a, parts), records, d.state_chunks(), cut};
   };
   const auto chain = [&]<int kGroups, bool kOutput>(std::integral_constant<int, kGroups>,
-                                                    std::bool_constant<kOutput>,
+                                                    std::bool_constant<kOutput>, std::int64_t rows,
                                                     std::int64_t turns) {
-    const ChainProblem all = problem(kWide / (kGroups * kGroupValues));
-    return launch(chunk_warpgroup<X, kGroups, kOutput>,
+    const ChainProblem all = problem(rows / (kGroups * kGroupValues));
+    return launch(chunk_warpgroup<X, kGroups, kOutput, kKeyDim>,
                   {.blocks = turns * all.p.items,
                    .threads = (kGroups + 1) * kGroupThreads,
-                   .shared = kStages * Stage<kGroups>::kBytes,
+                   .shared = kStages * Stage<kGroups, kKeyDim>::kBytes,
                    .waits = true},
                   all);
   };
   // Two groups of values a block, or, while there are multiprocessors for them, one.
-  const auto chains = [&](auto output, std::int64_t turns) {
-    const std::int64_t blocks = kWide / kGroupValues * d.sequence_count() * d.value_heads * turns;
-    return blocks <= cuda::limits(device).multiprocessors
-               ? chain(std::integral_constant<int, 1>(), output, turns)
-               : chain(std::integral_constant<int, 2>(), output, turns);
+  const auto chains = [&]<bool kOutput>(std::bool_constant<kOutput> output, std::int64_t turns) {
+    const std::int64_t rows = kOutput ? d.value_dim : segment_rows(d);
+    if constexpr (kOutput || kKeyDim % (2 * kGroupValues) == 0) {
+      const std::int64_t blocks = rows / kGroupValues * d.sequence_count() * d.value_heads * turns;
+      if (d.value_dim % (2 * kGroupValues) == 0 && blocks > cuda::limits(device).multiprocessors)
+        return chain(std::integral_constant<int, 2>(), output, rows, turns);
+    }
+    return chain(std::integral_constant<int, 1>(), output, rows, turns);
   };
   if (segments > 1) {
     BITTERN_TRY(chains(std::false_type(), 2 * segments - 3));
-    const ChainProblem join = problem(kWide / kJoinValues);
-    BITTERN_TRY(launch(chunk_join<>,
+    const ChainProblem join = problem(d.value_dim / kJoinValues);
+    BITTERN_TRY(launch(chunk_join<kKeyDim>,
                        {.blocks = join.p.items,
-                        .threads = kJoinThreads,
-                        .shared = sizeof(JoinShared),
+                        .threads = JoinShared<kKeyDim>::kThreads,
+                        .shared = sizeof(JoinShared<kKeyDim>),
                         .waits = true},
                        join));
   }

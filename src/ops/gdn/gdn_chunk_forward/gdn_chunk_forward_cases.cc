@@ -58,13 +58,24 @@ std::vector<GdnDesc> gdn_chunk_forward_bounded_cases(bool on_cuda) {
   add({.tokens = 61, .key_dim = 16, .value_dim = 17, .chunk = 16});
   add({.batch = 2, .tokens = 23, .key_heads = 2, .value_heads = 6, .key_dim = 7, .value_dim = 130});
   add({.tokens = 90, .key_dim = 20, .value_dim = 16, .chunk = 32, .sequences = 4});
-  // What tensor cores take: chunks of 64, keys and values of 128.
+  // What tensor cores take: chunks of 64, keys of 64 and 128, values in groups of 64.
   if (!on_cuda) return cases;
   add({.tokens = 70});
+  for (const std::int64_t keys : {64, 128})
+    for (const std::int64_t values : {64, 128, 192, 256})
+      if (keys < 128 || values != 128) add({.tokens = 140, .key_dim = keys, .value_dim = values});
+  add({.tokens = 250, .value_dim = 256});
+  add({.tokens = 200,
+       .key_heads = 1,
+       .value_heads = 2,
+       .key_dim = 64,
+       .value_dim = 256,
+       .sequences = 3});
   add({.tokens = 200, .key_heads = 1, .value_heads = 3, .sequences = 4});
   add({.tokens = 270});
   for (const bool fused : {false, true}) {
     GdnDesc d{.tokens = 130, .value_heads = 2};
+    if (fused) d.key_dim = 64, d.value_dim = 256;
     d.element = DType::f16;
     d.state_layout = StateLayout::value_key;
     d.qk_l2norm = d.beta_sigmoid = d.allow_neg_eigval = fused;

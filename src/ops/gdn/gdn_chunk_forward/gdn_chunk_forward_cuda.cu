@@ -15,7 +15,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
 }
 
 Status supports_wgmma(const Op::Desc& d, Device device) {
-  return supports_warpgroups(d, device, kWide / kGroupValues);
+  return supports_warpgroups(d, device, segment_rows(d) / kGroupValues);
 }
 
 // Rows are copied in pieces; where they start is the caller's choice.
@@ -27,12 +27,15 @@ Status accepts_pieces(const Op::Desc&, const Op::Args& a) {
 }
 
 std::size_t wgmma_workspace(const Op::Desc& d, Device device) {
-  return ChainPlaces(d, segment_count(d, device.index, kWide / kGroupValues)).bytes();
+  return ChainPlaces(d, chain_segments(d, device.index)).bytes();
 }
 
 Status run_by_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
-  return visit<f16, bf16>(
-      d.element, [&]<class X>(Type<X>) { return run_warpgroups<X>(d, a, stream, workspace); });
+  return visit<f16, bf16>(d.element, [&]<class X>(Type<X>) {
+    return with_key_dim(d, [&]<int kKeyDim>(std::integral_constant<int, kKeyDim>) {
+      return run_warpgroups<X, kKeyDim>(d, a, stream, workspace);
+    });
+  });
 }
 
 constexpr Kernel<Op> kKernels[] = {{.name = "cuda_wgmma",

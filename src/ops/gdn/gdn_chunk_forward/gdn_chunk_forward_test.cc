@@ -597,6 +597,34 @@ TEST(GdnChunkForward, TensorCoresGiveSegmentsTheirStates) {
   }
 }
 
+// Keys and values of all sizes, with segments or without, in a few heads and in many.
+TEST(GdnChunkForward, TensorCoresTakeOtherSizes) {
+  BITTERN_NEEDS_CUDA();
+  if (!select_wgmma<Op>(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
+  CudaDeviceInfo device;
+  oracle::expect_ok((*cuda_plugin(0))->info(0, &device));
+  for (const std::int64_t keys : {64, 128}) {
+    for (const std::int64_t values_each : {64, 128, 192, 256}) {
+      for (const bool few : {true, false}) {
+        GdnDesc d =
+            few ? wgmma_desc(device.name == "emulated" ? 270 : 2670, 1, 1) : wgmma_desc(150, 2, 4);
+        d.key_dim = keys;
+        d.value_dim = values_each;
+        if (few) d.state_layout = StateLayout::value_key;
+        Problem p = model_problem(d, 0.5, 0.05, 1, 21);
+        const auto want = recurrence(p);
+        oracle::expect_ok(run_wgmma(p));
+        EXPECT_LE(oracle::rms_ratio(values(p.args.o), want.o), 0.006)
+            << keys << " " << values_each << " " << few;
+        EXPECT_LE(
+            oracle::rms_ratio(oracle::keys_first(d, values(p.args.final_state)), want.final_state),
+            0.006)
+            << keys << " " << values_each << " " << few;
+      }
+    }
+  }
+}
+
 TEST(GdnChunkForward, TensorCoresAreForTheFastestPreference) {
   BITTERN_NEEDS_CUDA();
   const GdnDesc d = wgmma_desc(64, 1, 1);
@@ -608,8 +636,10 @@ TEST(GdnChunkForward, TensorCoresAreForTheFastestPreference) {
   EXPECT_GT(plan->workspace_bytes(), 0u);
   for (const auto& [wrong, message] :
        {std::pair{GdnDesc{.tokens = 64}, "element: f32, expected bf16 or f16;"},
-        std::pair{GdnDesc{.tokens = 64, .key_dim = 64, .element = DType::bf16},
-                  "key_dim: 64, expected 128;"},
+        std::pair{GdnDesc{.tokens = 64, .key_dim = 256, .element = DType::bf16},
+                  "key_dim: 256, expected 64 or 128;"},
+        std::pair{GdnDesc{.tokens = 64, .value_dim = 96, .element = DType::bf16},
+                  "value_dim: 96, expected a multiple of 64;"},
         std::pair{GdnDesc{.tokens = 64, .chunk = 32, .element = DType::f16},
                   "chunk: 32, expected 64;"}}) {
     oracle::expect_error(

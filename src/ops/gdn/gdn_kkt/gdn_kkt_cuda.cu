@@ -27,8 +27,8 @@ Status run_by_warps(const Op::Desc& d, const Op::Args& a, Stream stream, Workspa
                           [&]<class X>(Type<X>) { return kkt::run_mma<X>(d, a, stream); });
 }
 
-// Of 128 terms, the definition's chain of fma is within 2^-17 of the sum of magnitudes, and tensor
-// cores within 0.82 2^-17 (docs/numerics.md). Decays are within 2^-16 of themselves.
+// Of up to 128 terms, the definition's chain of fma is within 2^-17 of the sum of magnitudes, and
+// tensor cores within 0.82 2^-17 (docs/numerics.md). Decays are within 2^-16 of themselves.
 PrecisionGuarantee mma_guarantee(const Op::Desc& d) {
   return cuda::within_terms(Op::contract(d), 0x1p-15);
 }

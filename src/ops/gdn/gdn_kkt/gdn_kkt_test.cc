@@ -137,11 +137,11 @@ TEST(GdnKkt, TensorCoresRefuseWhatTheyCannotDo) {
                        "of 16 for kernel cuda_mma");
   EXPECT_EQ(Plan<Op>::select(d, kGpu, Preference::fastest)->sku().kernel, "cuda_mma");
   EXPECT_EQ(Plan<Op>::select(d, kGpu)->sku().kernel, "cuda");
-  d.key_dim = 64;
+  d.key_dim = 96;
   oracle::expect_error(Plan<Op>::select(d, kGpu, Preference::fastest, "cuda_mma").status(),
                        Code::unsupported,
-                       "gdn_kkt: no kernel on cuda:0 named cuda_mma: cuda_mma: key_dim: 64, "
-                       "expected 128;");
+                       "gdn_kkt: no kernel on cuda:0 named cuda_mma: cuda_mma: key_dim: 96, "
+                       "expected 64 or 128;");
 }
 
 TEST(GdnKkt, RefusesWhatItCannotDo) {

@@ -1,13 +1,12 @@
-// On tensor cores, by products of a warp: f16 and bf16, keys of 128, chunks of 64. Four warps share
-// k k^T, a tile of 16 rows each (chunk_prepare.cuh), and make L of it for one value head after the
-// other.
+// On tensor cores, by products of a warp: f16 and bf16, keys of 64 or 128, chunks of 64. Four
+// warps share k k^T, a tile of 16 rows each (chunk_prepare.cuh), and make L of it for one value
+// head after the other.
 #pragma once
 #include "ops/gdn/chunk_prepare.cuh"
 #include "ops/gdn/gdn_kkt/kkt_device.cuh"
 
 namespace bittern::kkt {
 
-using chunk_forward::kWide;
 constexpr int kMmaThreads = chunk_forward::kPrepareThreads;
 
 struct MmaShared {
@@ -50,7 +49,7 @@ __device__ void put_block(const Problem& p, float* to, const float* gates, int r
   }
 }
 
-template <class X>
+template <class X, int kKeyDim>
 __global__ void __launch_bounds__(kMmaThreads, 5) kkt_mma(const __grid_constant__ Problem p) {
   using namespace chunk_forward;
   using Shared = MmaShared;
@@ -61,8 +60,8 @@ __global__ void __launch_bounds__(kMmaThreads, 5) kkt_mma(const __grid_constant_
     const int rows = item.chunk.rows;
     if (rows == 0) continue;
     __syncthreads();
-    copy_rows(Shared::kKeys, static_cast<const X*>(p.k) + p.keys_at(item), p.d.key_heads * kWide,
-              rows, nullptr);
+    copy_rows<kKeyDim>(Shared::kKeys, static_cast<const X*>(p.k) + p.keys_at(item),
+                       p.d.key_heads * kKeyDim, rows, nullptr);
     cuda::copy_async_commit();
     const int row = thread % kMostRows;
     const auto gate = [&](int i) {
@@ -73,7 +72,7 @@ __global__ void __launch_bounds__(kMmaThreads, 5) kkt_mma(const __grid_constant_
     cuda::copy_async_wait<0>();
     __syncthreads();
     float kk[4][2][4] = {}, none[4][2][4];
-    multiply_pairs<X, false>(lane_place<false>() + 16 * warp * kRowBytes, warp + 1, kk, none);
+    multiply_pairs<X, kKeyDim, false>(lane_place<false>() + 16 * warp * kRowBytes, warp + 1, kk, none);
     float* const gates = &shared_at<float>(Shared::kGates);
 #pragma unroll 1
     for (int i = 0; i < sharing; ++i) {
@@ -97,9 +96,11 @@ __global__ void __launch_bounds__(kMmaThreads, 5) kkt_mma(const __grid_constant_
 template <class X>
 Status run_mma(const Op::Desc& d, const Op::Args& a, Stream stream) {
   const Problem p(d, a);
-  return cuda::launch(Op::kName, kkt_mma<X>,
-                      {.blocks = p.items, .threads = kMmaThreads, .shared = MmaShared::kBytes},
-                      a.l.device.index, stream, p);
+  return chunk_forward::with_key_dim(d, [&]<int kKeyDim>(std::integral_constant<int, kKeyDim>) {
+    return cuda::launch(Op::kName, kkt_mma<X, kKeyDim>,
+                        {.blocks = p.items, .threads = kMmaThreads, .shared = MmaShared::kBytes},
+                        a.l.device.index, stream, p);
+  });
 }
 
 }  // namespace bittern::kkt

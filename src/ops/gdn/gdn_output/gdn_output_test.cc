@@ -187,10 +187,10 @@ TEST(GdnOutput, TensorCoresRefuseWhatTheyCannotDo) {
                        "multiple of 16 for kernel cuda_wgmma");
   EXPECT_EQ(Plan<Op>::select(d, kGpu, Preference::fastest)->sku().kernel, "cuda_wgmma");
   EXPECT_EQ(Plan<Op>::select(d, kGpu)->sku().kernel, "cuda");
-  d.value_dim = 64;
+  d.value_dim = 96;
   oracle::expect_error(oracle::select_wgmma<Op>(d).status(), Code::unsupported,
                        "gdn_output: no kernel on cuda:0 named cuda_wgmma: cuda_wgmma: value_dim: "
-                       "64, expected 128;");
+                       "96, expected a multiple of 64;");
 }
 
 TEST(GdnOutput, RefusesWhatItCannotDo) {

@@ -15,7 +15,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
 }
 
 Status supports_wgmma(const Op::Desc& d, Device device) {
-  return chunk_forward::supports_warpgroups(d, device, state::kWide / state::kGroupValues);
+  return chunk_forward::supports_warpgroups(d, device, d.value_dim / state::kGroupValues);
 }
 
 // Rows are copied in pieces of 16 bytes.

@@ -1,5 +1,5 @@
-// The chain of states on tensor cores, by products of a warpgroup (sm_90a): f16 and bf16, keys and
-// values of 128, chunks of 64.
+// The chain of states on tensor cores, by products of a warpgroup (sm_90a): f16 and bf16, keys of
+// 64 or 128, chunks of 64.
 //
 // A warpgroup has 64 values of a head, and their state in registers, transposed: [values, keys].
 // Products are then transposed too, with a column for each token, so that each one's result is,
@@ -37,12 +37,12 @@ struct Gates {
 
 // Before kStages of these, two buffers for X(S): chunk n has buffer n % 2, which the copying
 // warpgroup has read before it lets chunk n + 2 begin.
-constexpr int kBuffer = 2 * kPart;
-template <int kGroups>
+template <int kGroups, int kKeyDim>
 struct Stage {
   static constexpr int kStages = kGroups == 1 ? 4 : 3;  // as many as there is room for
+  static constexpr int kBuffer = kKeyDim / 64 * kPart;
   static constexpr int kFirst = 2 * kGroups * kBuffer;
-  static constexpr int kKeys = 0, kW = 2 * kPart, kValues = 4 * kPart;
+  static constexpr int kKeys = 0, kW = kBuffer, kValues = 2 * kBuffer;
   static constexpr int kGates = kValues + kGroups * kPart;
   static constexpr int kBytes = kGates + (static_cast<int>(sizeof(Gates)) + 1023) / 1024 * 1024;
   static constexpr int kAll = kFirst + kStages * kBytes;
@@ -67,11 +67,11 @@ struct ChainItem {
 };
 
 // A warpgroup that copies: chunks into shared memory, two ahead of their use, and results out of
-// it. kKeyFirst: the state's layout.
-template <class X, int kGroups, bool kKeyFirst>
+// it. kKeyFirst: the state's layout. kValueDim: 0 if it is not known here.
+template <class X, int kGroups, bool kKeyFirst, int kKeyDim, int kValueDim>
 class Mover {
  public:
-  using Place = Stage<kGroups>;
+  using Place = Stage<kGroups, kKeyDim>;
 
   __device__ explicit Mover(const Problem& p)
       : c_(p),
@@ -79,11 +79,12 @@ class Mover {
         first_value_(c_.item.part * kGroups * kGroupValues) {
     const std::int64_t token = c_.item.tokens.begin;
     const std::int64_t row = token * p.d.value_heads + c_.item.head;
-    k_ = static_cast<const X*>(p.k) + (token * p.d.key_heads + c_.item.key_head) * kWide;
-    w_ = static_cast<const X*>(p.w) + row * kWide;
-    u_ = static_cast<const X*>(p.u) + row * kWide + first_value_;
+    k_ = static_cast<const X*>(p.k) + (token * p.d.key_heads + c_.item.key_head) * kKeyDim;
+    w_ = static_cast<const X*>(p.w) + row * kKeyDim;
+    const std::int64_t value_at = row * value_dim() + first_value_;
+    u_ = static_cast<const X*>(p.u) + value_at;
     g_ = p.g + row;
-    v_new_ = p.v_new == nullptr ? nullptr : static_cast<X*>(p.v_new) + row * kWide + first_value_;
+    v_new_ = p.v_new == nullptr ? nullptr : static_cast<X*>(p.v_new) + value_at;
   }
 
   __device__ void run() {
@@ -95,8 +96,8 @@ class Mover {
         for (int group = 0; group < kGroups; ++group)
           cuda::barrier_wait(done_barrier<kGroups, Place::kStages>(stage, group), kPairThreads);
       if (n < c_.chunks) {
-        copy_rows<kWide / 8>(n, place + Place::kW, w_, c_.p.d.value_heads);
-        copy_rows<kWide / 8>(n, place + Place::kKeys, k_, c_.p.d.key_heads);
+        copy_rows<kKeyDim / 8>(n, place + Place::kW, w_, c_.p.d.value_heads * kKeyDim);
+        copy_rows<kKeyDim / 8>(n, place + Place::kKeys, k_, c_.p.d.key_heads * kKeyDim);
       }
       uint4 values[kValuePieces], states[kGroups][kStatePieces];
       if (before >= 0) {
@@ -108,7 +109,7 @@ class Mover {
         if constexpr (!kStoreLate) store_values(before, values);
       }
       if (n < c_.chunks) {
-        copy_rows<kValueAcross>(n, place + Place::kValues, u_, c_.p.d.value_heads);
+        copy_rows<kValueAcross>(n, place + Place::kValues, u_, c_.p.d.value_heads * value_dim());
         copy_gates(n, shared_at<Gates>(place + Place::kGates));
       }
       cuda::copy_async_commit();
@@ -135,21 +136,22 @@ class Mover {
   static constexpr int kValueAcross = kGroups * kGroupValues / 8;
   static constexpr int kValueDown = kGroupThreads / kValueAcross;
   static constexpr int kValuePieces = kMostRows / kValueDown;
-  // X(S) of a group: [keys, 64 values] in one part, or [64 values, keys] in two.
-  static constexpr int kStateAcross = (kKeyFirst ? kGroupValues : kWide) / 8;
+  // X(S) of a group: [keys, 64 values] in one part, or [64 values, keys] in parts of 64.
+  static constexpr int kStateAcross = (kKeyFirst ? kGroupValues : kKeyDim) / 8;
   static constexpr int kStateDown = kGroupThreads / kStateAcross;
-  static constexpr int kStatePieces = kBuffer / kPiece / kGroupThreads;
+  static constexpr int kStatePieces = Place::kBuffer / kPiece / kGroupThreads;
   // Results are stored after a chunk is handed over, where there are registers to keep them in.
   static constexpr bool kStoreLate = kGroups == 1;
 
-  // Rows of a tile, a piece to a thread, zeros past the end. `heads` rows are one token.
+  __device__ std::int64_t value_dim() const { return kValueDim > 0 ? kValueDim : c_.p.d.value_dim; }
+
+  // Rows of a tile, a piece to a thread, zeros past the end.
   template <int kAcross>
-  __device__ void copy_rows(int n, int tile, const X* from, std::int64_t heads) const {
+  __device__ void copy_rows(int n, int tile, const X* from, std::int64_t stride) const {
     constexpr int kDown = kGroupThreads / kAcross;
     static_assert(kDown % 8 == 0);  // such rows permute their pieces alike
     const int row = thread_ / kAcross, piece = thread_ % kAcross;
     char* const to = &shared_at<char>(tile + cuda::tile_place(row, piece));
-    const std::int64_t stride = heads * kWide;
     const X* at = from + (std::int64_t{n} * kMostRows + row) * stride + piece * 8;
     const int rows = c_.rows(n);
 #pragma unroll
@@ -185,7 +187,7 @@ class Mover {
   __device__ void store_values(int n, const uint4 (&pieces)[kValuePieces]) const {
     if (v_new_ == nullptr) return;
     const int row = thread_ / kValueAcross, piece = thread_ % kValueAcross, rows = c_.rows(n);
-    const std::int64_t stride = c_.p.d.value_heads * kWide;
+    const std::int64_t stride = c_.p.d.value_heads * value_dim();
     X* to = v_new_ + (std::int64_t{n} * kMostRows + row) * stride + piece * 8;
 #pragma unroll
     for (int i = 0; i < kValuePieces; ++i, to += kValueDown * stride)
@@ -203,11 +205,12 @@ class Mover {
     const std::int64_t at = c_.p.h_at(c_.item, n);
     if (at < 0) return;
     const int value = first_value_ + group * kGroupValues;
-    X* const to = static_cast<X*>(c_.p.h) + at + thread_ / kStateAcross * kWide +
-                  thread_ % kStateAcross * 8 + (kKeyFirst ? value : value * kWide);
+    const std::int64_t stride = kKeyFirst ? value_dim() : kKeyDim;
+    X* const to = static_cast<X*>(c_.p.h) + at + thread_ / kStateAcross * stride +
+                  thread_ % kStateAcross * 8 + (kKeyFirst ? value : value * kKeyDim);
 #pragma unroll
     for (int i = 0; i < kStatePieces; ++i)
-      __stcs(reinterpret_cast<uint4*>(to + i * kStateDown * kWide), pieces[i]);
+      __stcs(reinterpret_cast<uint4*>(to + i * kStateDown * stride), pieces[i]);
   }
 
   const ChainItem c_;
@@ -218,10 +221,10 @@ class Mover {
 };
 
 // A warpgroup that computes.
-template <class X, int kGroups, bool kKeyFirst>
+template <class X, int kGroups, bool kKeyFirst, int kKeyDim, int kValueDim>
 class Chain {
  public:
-  using Place = Stage<kGroups>;
+  using Place = Stage<kGroups, kKeyDim>;
 
   __device__ explicit Chain(const Problem& p)
       : c_(p),
@@ -263,7 +266,7 @@ class Chain {
     cuda::warpgroup_hold(state_);
     cuda::warpgroup_begin();
 #pragma unroll
-    for (int s = 0; s < kWide / 16; ++s)
+    for (int s = 0; s < kKeyDim / 16; ++s)
       chunk_forward::multiply_tokens<X>(y, rounded_[s], w.at(s / 4 * kPart + s % 4 * 32), s > 0);
     cuda::warpgroup_commit();
     put_state(n);
@@ -276,7 +279,7 @@ class Chain {
     const auto& gates = shared_at<Gates>(now + Place::kGates);
     const float decay = gates.decay;
 #pragma unroll
-    for (int i = 0; i < kWide / 2; ++i) state_[i] *= decay;
+    for (int i = 0; i < kKeyDim / 2; ++i) state_[i] *= decay;
     cuda::warpgroup_wait<0>();
     cuda::warpgroup_hold(y);
 #pragma unroll
@@ -321,14 +324,14 @@ class Chain {
   }
   __device__ void round_state() {
 #pragma unroll
-    for (int i = 0; i < kWide / 4; ++i)
+    for (int i = 0; i < kKeyDim / 4; ++i)
       rounded_[i / 4][i % 4] = cuda::store_pair<X>(state_[2 * i], state_[2 * i + 1]);
   }
   __device__ void put_state(int n) const {
     const int buffer = Place::buffer(n, group_);
     const int warp = warp_ % 4;
 #pragma unroll
-    for (int s = 0; s < kWide / 16; ++s) {
+    for (int s = 0; s < kKeyDim / 16; ++s) {
       if constexpr (kKeyFirst) {
         const int place = cuda::tile_place(8 * (lane_ / 16) + lane_ % 8, 2 * warp + lane_ / 8 % 2);
         cuda::store_tiles_transposed(&shared_at<char>(buffer + place + s * 16 * kRowBytes),
@@ -344,52 +347,61 @@ class Chain {
   template <class F>
   __device__ void for_state(F&& f) {
     const std::int64_t first = c_.p.state_at(c_.item);
+    const std::int64_t values = kValueDim > 0 ? kValueDim : c_.p.d.value_dim;
     const int of_warp = c_.item.part * kGroups * kGroupValues + 16 * warp_ + lane_ / 4;
 #pragma unroll
-    for (int i = 0; i < kWide / 2; ++i) {
+    for (int i = 0; i < kKeyDim / 2; ++i) {
       const int value = of_warp + 8 * (i / 2 % 2), key = 8 * (i / 4) + 2 * (lane_ % 4) + i % 2;
-      f(state_[i], first + (kKeyFirst ? key * kWide + value : value * kWide + key));
+      f(state_[i], first + (kKeyFirst ? key * values + value : value * kKeyDim + key));
     }
   }
 
   const ChainItem c_;
   const int lane_, warp_, group_, tiles_place_;
-  float state_[kWide / 2];
-  std::uint32_t rounded_[kWide / 16][4];
+  float state_[kKeyDim / 2];
+  std::uint32_t rounded_[kKeyDim / 16][4];
 };
 
-template <class X, int kGroups, bool kKeyFirst>
+template <class X, int kGroups, bool kKeyFirst, int kKeyDim, int kValueDim>
 __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1)
     state_warpgroup(const __grid_constant__ Problem p) {
   using Registers = cuda::RegisterShares<kGroups, 72, 216>;
   if (threadIdx.x >= kGroups * kGroupThreads) {
     if constexpr (kGroups > 1) Registers::copy();
-    Mover<X, kGroups, kKeyFirst>(p).run();
+    Mover<X, kGroups, kKeyFirst, kKeyDim, kValueDim>(p).run();
   } else {
     if constexpr (kGroups > 1) Registers::compute();
-    Chain<X, kGroups, kKeyFirst>(p).run();
+    Chain<X, kGroups, kKeyFirst, kKeyDim, kValueDim>(p).run();
   }
 }
 
-// Two groups of values a block, or, while there are multiprocessors for them, one.
+// One group of values a block; of 128 keys and values two, unless there are multiprocessors for
+// all.
 template <class X>
 Status run_warpgroup(const Op::Desc& d, const Op::Args& a, Stream stream) {
   const int device = a.k.device.index;
-  const auto run = [&]<int kGroups>(std::integral_constant<int, kGroups>) {
-    const Problem p(d, a, kWide / (kGroups * kGroupValues));
+  const auto run = [&]<int kGroups, int kKeyDim, int kValueDim>(
+                       std::integral_constant<int, kGroups>, std::integral_constant<int, kKeyDim>,
+                       std::integral_constant<int, kValueDim>) {
+    const Problem p(d, a, d.value_dim / (kGroups * kGroupValues));
     return cuda::launch(Op::kName,
                         d.state_layout == StateLayout::key_value
-                            ? state_warpgroup<X, kGroups, true>
-                            : state_warpgroup<X, kGroups, false>,
+                            ? state_warpgroup<X, kGroups, true, kKeyDim, kValueDim>
+                            : state_warpgroup<X, kGroups, false, kKeyDim, kValueDim>,
                         {.blocks = p.items,
                          .threads = (kGroups + 1) * kGroupThreads,
-                         .shared = Stage<kGroups>::kAll},
+                         .shared = Stage<kGroups, kKeyDim>::kAll},
                         device, stream, p);
   };
+  constexpr std::integral_constant<int, 1> kOne;
+  constexpr std::integral_constant<int, kWide> kAll;
+  if (d.key_dim != kWide || d.value_dim != kWide)
+    return chunk_forward::with_key_dim(
+        d, [&](auto key_dim) { return run(kOne, key_dim, std::integral_constant<int, 0>()); });
   return kWide / kGroupValues * d.sequence_count() * d.value_heads <=
                  cuda::limits(device).multiprocessors
-             ? run(std::integral_constant<int, 1>())
-             : run(std::integral_constant<int, 2>());
+             ? run(kOne, kAll, kAll)
+             : run(std::integral_constant<int, 2>(), kAll, kAll);
 }
 
 }  // namespace bittern::state
