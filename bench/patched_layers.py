@@ -97,9 +97,8 @@ def candidates(kind, layer, modeling, where):
 
     patched = copy.deepcopy(layer)
     bittern.transformers.patch(patched)
-    found = {"FLA": (layer, {})}
-    if where == "cuda":
-        found["FLA+"] = on_fla_throughout(layer)
+    found = {"FLA": (layer, {}), "FLA+": on_fla_throughout(layer)} if where == "cuda" else {}
+    found = found or {"torch": (layer, {})}
     for name in RULES + CONVOLUTIONS:
         taken = inspect.getclosurevars(getattr(modeling, name)).nonlocals["implementation"]
         print(f"{kind}: {name} is {taken.__module__}.{taken.__name__}")
@@ -152,7 +151,7 @@ def measure(torch, meter, title, modeling, found, run, expected, repeat):
     for name in found:
         row = {"problem": title, "candidate": name, "error": distances(results[name], expected)}
         row |= {how: 1e3 * statistics.median(times[name, how]) for how in ("graph", "calls")}
-        if name == "bittern":
+        if name == "bittern" and "FLA" in results:
             row["from FLA"] = distances(results[name], results["FLA"])
         rows.append(row)
         texts = {what: " ".join(f"{d:.1e}" for d in row.get(what, ())) for what in ("error", "from FLA")}
