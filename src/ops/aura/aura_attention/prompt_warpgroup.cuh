@@ -533,9 +533,15 @@ class PromptQueries {
     }
     const Item item = this->item();
     float l[2], l_coded[2], of_exact[2], of_coded[2];
+    bool none[2];  // is seen: sums are 0, even of a query that is NaN
 #pragma unroll
     for (int d = 0; d < 2; ++d) {
       if (p_.softcap == 0) reference_[d] += b_[d];
+      none[d] = !sees_any(item, d);
+      if (none[d]) {
+        reference_[d] = reference_exact[d] = kLowest;
+        l_[d] = l_exact[d] = 0;
+      }
       const SinkWeight sink(p_, query(item, d).head, reference_[d] - kHeadroom);
       of_coded[d] = sink.factor;
       of_exact[d] =
@@ -543,19 +549,30 @@ class PromptQueries {
       l_coded[d] = sum_of_quad(l_[d]) * of_coded[d];
       l[d] = fmaf(l_exact[d], of_exact[d], l_coded[d] + sink.l);
     }
-    for_columns([&](int i, int d, int) { o_[i] *= v_unit_ * of_coded[d]; });
+    for_columns([&](int i, int d, int) { o_[i] = none[d] ? 0 : o_[i] * (v_unit_ * of_coded[d]); });
     rotate_columns<kDim, true>(p_.v_rotation, o_);
     if (p_.v_mean != nullptr) {
       const float* const mean = p_.v_mean + item.head * kDim;
       for_columns([&](int i, int d, int column) { o_[i] = fmaf(l_coded[d], mean[column], o_[i]); });
     }
     if (exact)
-      for_columns([&](int i, int d, int) { o_[i] = fmaf(exact_sum(i), of_exact[d], o_[i]); });
+      for_columns([&](int i, int d, int) {
+        if (!none[d]) o_[i] = fmaf(exact_sum(i), of_exact[d], o_[i]);
+      });
     switch (p_.d.element) {
       case DType::f16: return store<f16>(item, l);
       case DType::bf16: return store<bf16>(item, l);
       default: return store<float>(item, l);
     }
+  }
+
+  __device__ bool sees_any(const Item& item, int d) const {
+    bool any = false;
+    for (const Region region : {aura::kFirst, aura::kRecent, aura::kCoded}) {
+      const aura::Span seen = item.sequence.seen(p_.d, query(item, d).query, region);
+      any = any || seen.begin < seen.end;
+    }
+    return any;
   }
 
   template <class X>
