@@ -286,7 +286,12 @@ class RuleBound {
     }
     limit(y_sizes), limit(r);
     const Matrix pt = p * t;
-    Matrix units = o_off + p_sizes * y_sizes + sizes(pt) * r;
+    // T's rounding: P T does not take it on, but P and T do one after the other.
+    const Matrix of_t = sizes(t) * made(rows, width, [&](auto i, auto c) {
+      const double side = size_of_factor(at(v_, i)[index(c)]) + size_of_factor(at(e, i)) * seen(i, c);
+      return inverse_ ? size_of_factor(at(beta_, i)) * side / 2 : 0.0;
+    });
+    Matrix units = o_off + p_sizes * y_sizes + sizes(pt) * r + sizes(p) * of_t;
     for (std::int64_t i = 0; i < rows; ++i)
       for (std::int64_t c = 0; c < width; ++c)
         units(i, c) += size_of_factor(at(e, i)) * asked(i, c) / 2 + least_;
@@ -296,7 +301,7 @@ class RuleBound {
     const Matrix rest_sizes = made(
         rows, width, [&](auto i, auto c) { return size_of_factor(at(rest, i) * y_sizes(i, c)); });
     Matrix fresh = sum_of_sizes(transposed(k), rest_sizes);
-    const Matrix kwt = sizes(transposed(wk) * t) * r;
+    const Matrix kwt = sizes(transposed(wk) * t) * r + sizes(transposed(wk)) * of_t;
     for (std::int64_t m = 0; m < d_.key_dim; ++m)
       for (std::int64_t c = 0; c < width; ++c)
         fresh(m, c) = fresh(m, c) / 2 + size_of_factor(e.back()) * s_sizes(m, c) / 64 + kwt(m, c);
