@@ -288,9 +288,10 @@ class RuleBound {
     const Matrix pt = p * t;
     // T's rounding: P T does not take it on, but P and T do one after the other.
     const Matrix of_t = sizes(t) * made(rows, width, [&](auto i, auto c) {
-      const double side = size_of_factor(at(v_, i)[index(c)]) + size_of_factor(at(e, i)) * seen(i, c);
-      return inverse_ ? size_of_factor(at(beta_, i)) * side / 2 : 0.0;
-    });
+                          const double side = size_of_factor(at(v_, i)[index(c)]) +
+                                              size_of_factor(at(e, i)) * seen(i, c);
+                          return inverse_ ? size_of_factor(at(beta_, i)) * side / 2 : 0.0;
+                        });
     Matrix units = o_off + p_sizes * y_sizes + sizes(pt) * r + sizes(p) * of_t;
     for (std::int64_t i = 0; i < rows; ++i)
       for (std::int64_t c = 0; c < width; ++c)
