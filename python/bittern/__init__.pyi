@@ -1399,6 +1399,7 @@ def gdn_chunk_forward(
     and
 
       R       = |beta| |v| + |B| |K| S' 3 / 2 + A y' / 64
+      Z       = |T| (|beta| |v| + |B| |K| S') / 2, for T's rounding: O has |P| Z and N |K|^T W Z more
 
     and, for f16, with 2^-14 and 2^14 for 2^-80 and 2^126, which T must not reach either.
 
