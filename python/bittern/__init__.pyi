@@ -2163,8 +2163,8 @@ def gdn_chunk_backward(
     e^(G[last] - G[i]) y[i], b[i] r[i] and e[i] d_o[i] on their way into S and H; DP and X. k and q
     enter as they are, and norms and scale go to the other side. d_v, r . v and <S, H> are made of
     the rounded ones, too. Its ErrorNorm is `terms`, and error_bound is b = 2^-7 + 2^-11. S, y and
-    the sums D and Y are those of gdn_chunk_forward.h for the kernel of that name; with its letters,
-    and ' as there, let
+    the sums D and Y are those of gdn_chunk_forward.h for the kernel of that name, without its Z;
+    with its letters, and ' as there, let
 
       F_c     what a change of H before a later chunk c has become after this one: every chunk in
               between makes e^G[last] F_c - K^T B T^T W K F_c of it

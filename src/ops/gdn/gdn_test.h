@@ -2,6 +2,7 @@
 #pragma once
 #include <gtest/gtest.h>
 
+#include "cuda/plugin.h"
 #include "oracle/op_test.h"
 #include "oracle/oracle_impl.h"
 
@@ -32,6 +33,29 @@ inline GdnDesc wgmma_desc(std::int64_t tokens, std::int64_t key_heads, std::int6
   GdnDesc d{.tokens = tokens, .key_heads = key_heads, .value_heads = value_heads};
   d.element = DType::bf16;
   return d;
+}
+// Keys and values of all sizes that tensor cores take, in a head that is cut into segments (the
+// emulated device has few multiprocessors) and in several that are not.
+inline std::vector<GdnDesc> wgmma_sizes() {
+  CudaDeviceInfo device;
+  expect_ok((*cuda_plugin(0))->info(0, &device));
+  GdnDesc one = wgmma_desc(device.name == "emulated" ? 270 : 2670, 1, 1);
+  one.state_layout = StateLayout::value_key;
+  std::vector<GdnDesc> all;
+  for (const std::int64_t keys : {64, 128}) {
+    for (const std::int64_t values : {64, 128, 192, 256}) {
+      for (GdnDesc d : {one, wgmma_desc(150, 2, 4)}) {
+        d.key_dim = keys;
+        d.value_dim = values;
+        all.push_back(d);
+      }
+    }
+  }
+  return all;
+}
+inline std::string sizes_text(const GdnDesc& d) {
+  return std::to_string(d.key_dim) + "/" + std::to_string(d.value_dim) + ", " +
+         std::to_string(d.value_heads) + " heads";
 }
 
 template <class V>

@@ -623,35 +623,23 @@ TEST(GdnChunkBackward, TensorCoresTakeSlicesOfLargerArrays) {
 TEST(GdnChunkBackward, TensorCoresTakeOtherSizes) {
   BITTERN_NEEDS_CUDA();
   if (!select_wgmma<Op>(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
-  CudaDeviceInfo device;
-  oracle::expect_ok((*cuda_plugin(0))->info(0, &device));
-  for (const std::int64_t keys : {64, 128}) {
-    for (const std::int64_t values_each : {64, 128, 192, 256}) {
-      for (const bool few : {true, false}) {
-        GdnDesc d =
-            few ? wgmma_desc(device.name == "emulated" ? 270 : 2670, 1, 1) : wgmma_desc(150, 2, 4);
-        d.key_dim = keys;
-        d.value_dim = values_each;
-        if (few) d.state_layout = StateLayout::value_key;
-        Problem p = make_problem<Op>(d, 1, {});
-        fill_problem(p, 0.05, 22);
-        const auto want = reverse_of(p);
-        oracle::expect_ok(run_wgmma(p));
-        const auto expect = [&](const char* what, const std::vector<double>& got,
-                                const std::vector<double>& wanted) {
-          EXPECT_LE(oracle::rms_ratio(got, wanted), 0.006)
-              << what << " " << keys << " " << values_each << " " << few;
-        };
-        expect("d_q", values(p.args.d_q), want.q);
-        expect("d_k", values(p.args.d_k), want.k);
-        expect("d_v", values(p.args.d_v), want.v);
-        expect("d_beta", values(p.args.d_beta), want.beta);
-        expect("d_initial_state", oracle::keys_first(d, values(p.args.d_initial_state)),
-               want.initial_state);
-        EXPECT_LE(oracle::worst_error(values(p.args.d_g), want.g, 1, want.g_size), 0.006)
-            << keys << " " << values_each << " " << few;
-      }
-    }
+  for (const GdnDesc& d : oracle::wgmma_sizes()) {
+    Problem p = make_problem<Op>(d, 1, {});
+    fill_problem(p, 0.05, 22);
+    const auto want = reverse_of(p);
+    oracle::expect_ok(run_wgmma(p));
+    const auto expect = [&](const char* what, const std::vector<double>& got,
+                            const std::vector<double>& wanted) {
+      EXPECT_LE(oracle::rms_ratio(got, wanted), 0.006) << what << " " << oracle::sizes_text(d);
+    };
+    expect("d_q", values(p.args.d_q), want.q);
+    expect("d_k", values(p.args.d_k), want.k);
+    expect("d_v", values(p.args.d_v), want.v);
+    expect("d_beta", values(p.args.d_beta), want.beta);
+    expect("d_initial_state", oracle::keys_first(d, values(p.args.d_initial_state)),
+           want.initial_state);
+    EXPECT_LE(oracle::worst_error(values(p.args.d_g), want.g, 1, want.g_size), 0.006)
+        << oracle::sizes_text(d);
   }
 }
 

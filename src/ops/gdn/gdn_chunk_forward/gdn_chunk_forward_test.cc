@@ -601,27 +601,15 @@ TEST(GdnChunkForward, TensorCoresGiveSegmentsTheirStates) {
 TEST(GdnChunkForward, TensorCoresTakeOtherSizes) {
   BITTERN_NEEDS_CUDA();
   if (!select_wgmma<Op>(wgmma_desc(64, 1, 1))) GTEST_SKIP() << "no products of a warpgroup";
-  CudaDeviceInfo device;
-  oracle::expect_ok((*cuda_plugin(0))->info(0, &device));
-  for (const std::int64_t keys : {64, 128}) {
-    for (const std::int64_t values_each : {64, 128, 192, 256}) {
-      for (const bool few : {true, false}) {
-        GdnDesc d =
-            few ? wgmma_desc(device.name == "emulated" ? 270 : 2670, 1, 1) : wgmma_desc(150, 2, 4);
-        d.key_dim = keys;
-        d.value_dim = values_each;
-        if (few) d.state_layout = StateLayout::value_key;
-        Problem p = model_problem(d, 0.5, 0.05, 1, 21);
-        const auto want = recurrence(p);
-        oracle::expect_ok(run_wgmma(p));
-        EXPECT_LE(oracle::rms_ratio(values(p.args.o), want.o), 0.006)
-            << keys << " " << values_each << " " << few;
-        EXPECT_LE(
-            oracle::rms_ratio(oracle::keys_first(d, values(p.args.final_state)), want.final_state),
-            0.006)
-            << keys << " " << values_each << " " << few;
-      }
-    }
+  for (const GdnDesc& d : oracle::wgmma_sizes()) {
+    Problem p = model_problem(d, 0.5, 0.05, 1, 21);
+    const auto want = recurrence(p);
+    oracle::expect_ok(run_wgmma(p));
+    EXPECT_LE(oracle::rms_ratio(values(p.args.o), want.o), 0.006) << oracle::sizes_text(d);
+    EXPECT_LE(
+        oracle::rms_ratio(oracle::keys_first(d, values(p.args.final_state)), want.final_state),
+        0.006)
+        << oracle::sizes_text(d);
   }
 }
 
