@@ -6,8 +6,8 @@ divergence of every position goes back to all scales and biases, which Adam move
     PYTHONPATH=build/release/python bench/distill.py model.gguf text.txt --threads 2
 
 torch keeps all activations, in f32 and under bf16 autocast; a matrix is `codes * scale + bias`. Printed are
-tokens/s of the fastest step, the ratio to the faster torch, and the share of the machine's f32 GEMM that the
-multiply-adds of the method are: one forward pass of the teacher, one of the student, and its gradients (dX of
+tokens/s of the fastest step, the ratio to the faster torch, and the share of the machine's GEMM (of bf16 where the
+program multiplies in bf16) that the multiply-adds of the method are: one forward pass of the teacher, one of the student, and its gradients (dX of
 every matrix and dW's worth for those that learn; the recomputation of layers is not counted).
 """
 import argparse
@@ -25,7 +25,7 @@ COMMAND = os.environ.get("BITTERN_COMMAND", str(ROOT / "build" / "release" / "bi
 CONTEXT, BITS, GROUP = 512, 4, 64
 
 
-def run_bittern(teacher, text, batch, steps, threads):
+def run_bittern(teacher, text, batch, steps, threads, preference):
     """Seconds of the fastest step."""
     import bittern
 
@@ -38,7 +38,8 @@ def run_bittern(teacher, text, batch, steps, threads):
     with tempfile.TemporaryDirectory() as scratch:
         bittern.distill(
             teacher, f"{scratch}/out", bits=BITS, group_size=GROUP, embedding_bits=0, data=[text], context=CONTEXT,
-            calibration=1, validation=1, steps=steps, batch=batch, rate=1e-4, threads=threads, progress=progress,
+            calibration=1, validation=1, steps=steps, batch=batch, rate=1e-4, preference=preference, threads=threads,
+            progress=progress,
         )  # fmt: skip
     times = sorted(at.items())
     return min((b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(times, times[1:]))
@@ -109,11 +110,11 @@ def multiply_adds(folder):
     return c["num_hidden_layers"] * layer * 4 + c["vocab_size"] * hidden * 3
 
 
-def gemm_rate(threads):
-    """f32 multiply-adds a second, as bittern bench measures it."""
-    args = [COMMAND, "bench", "gdn_chunk_forward", "--filter", "f32", "--repeat", "3", "--threads", str(threads)]
+def gemm_rates(threads):
+    """Multiply-adds a second by dtype, as bittern bench measures them."""
+    args = [COMMAND, "bench", "gdn_chunk_forward", "--repeat", "3", "--threads", str(threads)]
     text = subprocess.run(args, check=True, capture_output=True, text=True).stdout
-    return float(re.search(r"GEMM f32 ([\d.]+)", text)[1]) * 1e9 / 2
+    return {dtype: float(rate) * 1e9 / 2 for dtype, rate in re.findall(r"GEMM (f32|bf16) ([\d.]+)", text)}
 
 
 def main():
@@ -132,9 +133,14 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         folder = f"{scratch}/teacher"
         subprocess.run([COMMAND, "quantize", flags.teacher, "-o", folder, "--dequantize", "f32", "--quiet"], check=True)
-        runs = {"bittern": ("bittern", flags.teacher), "torch f32": ("torch", folder, "f32"), "torch bf16": ("torch", folder, "bf16")}
+        runs = {
+            "bittern": ("bittern", flags.teacher, "exact"),
+            "bittern --fastest": ("bittern", flags.teacher, "fastest"),
+            "torch f32": ("torch", folder, "f32"),
+            "torch bf16": ("torch", folder, "bf16"),
+        }
         tokens, rates = flags.batch * CONTEXT, {}
-        gemm = gemm_rate(flags.threads)
+        gemm = gemm_rates(flags.threads)
         for name, (program, source, *rest) in runs.items():
             args = [sys.executable, __file__, "--one", program, source, flags.text, flags.batch, flags.steps, flags.threads]
             result = subprocess.run([*map(str, args), *rest], capture_output=True, text=True)
@@ -143,11 +149,14 @@ def main():
                 continue
             rates[name] = tokens / float(result.stdout.splitlines()[-1])
         needed = multiply_adds(folder)
-    peer = max((rate for name, rate in rates.items() if name != "bittern"), default=None)
-    print(f"f32 GEMM: {gemm / 1e9:.0f} G multiply-adds/s; the method needs {needed / 1e6:.0f} M a token")
-    print(f"{'program':<14}{'tokens/s':>10}{'':>9}{'of GEMM':>9}")
+    peer = max((rate for name, rate in rates.items() if name.startswith("torch")), default=None)
+    print(f"The method needs {needed / 1e6:.0f} M multiply-adds a token. GEMM, G multiply-adds/s:",
+          ", ".join(f"{dtype} {rate / 1e9:.0f}" for dtype, rate in gemm.items()))  # fmt: skip
+    print(f"{'program':<18}{'tokens/s':>10}{'':>9}{'of GEMM':>9}")
     for name, rate in rates.items():
-        print(f"{name:<14}{rate:>10.1f}{f'{rate / peer:.2f} x' if peer else '':>9}{rate * needed / gemm:>9.2f}")
+        dtype = "bf16" if name in ("bittern --fastest", "torch bf16") and "bf16" in gemm else "f32"
+        share = f"{rate * needed / gemm[dtype]:.2f} {dtype}"
+        print(f"{name:<18}{rate:>10.1f}{f'{rate / peer:.2f} x' if peer else '':>9}{share:>11}")
 
 
 if __name__ == "__main__":

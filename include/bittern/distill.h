@@ -5,7 +5,8 @@
 //                                     {.bits = 4, .method = "gptq", .data = "text.txt"});
 //   auto learned = distill_model("model", "model-3bit", {.bits = 3, .data = {"text.txt"}});
 //
-// Results are the same bytes for any number of threads and processes and on every SIMD target.
+// Results are the same bytes for any number of threads and processes and, unless a preference says
+// otherwise, on every SIMD target.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -80,6 +81,10 @@ struct DistillOptions {
   // if it is of another teacher or of other pieces. Empty: the teacher runs beside the student.
   std::string teacher_cache{};
   std::int64_t teacher_top = 64;
+
+  // fastest: models are run and learn by kernels with a declared bound too, where the CPU has them
+  // (docs/distill.md). The bytes then depend on the CPU and the SIMD target.
+  Preference preference = Preference::exact;
 
   bool judge = false;  // DistillReport::judged and samples
 

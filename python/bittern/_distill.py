@@ -32,6 +32,7 @@ from ._convert import (
     _taken,
     _word,
 )
+from ._values import is_fastest as _is_fastest
 
 
 class DistillProgress(NamedTuple):
@@ -167,6 +168,7 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "batch": _integer,
     "rate": _real,
     "seed": _seed,
+    "preference": _is_fastest,
     "force": _flag,
     "resume": _flag,
     "checkpoint_minutes": _minutes,
@@ -200,6 +202,7 @@ def distill(
     batch: int = 2,
     rate: float | None = None,
     seed: int = 0,
+    preference: Literal["exact", "fastest"] = "exact",
     force: bool = False,
     resume: bool = False,
     checkpoint_minutes: float = 5,
@@ -238,6 +241,7 @@ def distill(
     batch       pieces of text a step
     rate        how far a step moves a scale, relative to the matrix' mean scale (default: short runs find it)
     seed        of the order of the pieces
+    preference  "fastest": also kernels with a declared bound, where the CPU has them; the bytes then depend on the CPU
     force       replace an output that bittern wrote
     resume      continue a run that was stopped or cancelled
     checkpoint_minutes

@@ -12,6 +12,7 @@ from . import _cuda
 from ._convert import _call, _flag, _integer, _path
 from ._decoding import _number, _unsigned
 from ._tokenizer import Tokenizer, _bytes, _ids, _Path, _Text
+from ._values import is_fastest as _is_fastest
 from ._values import nearest as _nearest
 
 _Activations = Literal["float", "int16", "int8"]
@@ -166,8 +167,6 @@ class Model:
         context: int = 0,
         preference: Literal["exact", "fastest"] = "exact",
     ) -> None:
-        if preference not in ("exact", "fastest"):
-            raise ValueError(f"preference: {preference!r}, expected 'exact' or 'fastest'")
         if not isinstance(activations, str) or activations not in _KINDS:
             raise ValueError(f"activations: {activations!r}{_nearest(str(activations), _KINDS)}")
         self._arguments = (
@@ -175,12 +174,11 @@ class Model:
             activations,
             _integer("threads", threads, 0),
             _size("context", context),
-            preference,
+            _is_fastest("preference", preference),
         )
         self._tokenizer: Tokenizer | None = None
         self._no_tokenizer: str | None = None
-        *arguments, preference = self._arguments
-        self._model: Any = _call(_bittern.Model, [self._arguments[0]], *arguments, preference == "fastest")
+        self._model: Any = _call(_bittern.Model, [self._arguments[0]], *self._arguments)
         self._info = ModelInfo(**self._model.info())
 
     @property

@@ -29,6 +29,12 @@ LIMITS = {
 }
 
 
+def is_fastest(where, preference):
+    if preference not in ("exact", "fastest"):
+        raise ValueError(f"{where}: {preference!r}, expected 'exact' or 'fastest'")
+    return preference == "fastest"
+
+
 def nearest(name, names):
     """"; did you mean 'x'?" where a name is like `name`, else all of them."""
     close = difflib.get_close_matches(name.lower(), names, n=1)

@@ -224,6 +224,7 @@ bool is_report(const Json& json) {
                 "best_step",
                 "finished_early",
                 "rate",
+                "preference",
                 "start_kl",
                 "kl",
                 "written_kl",

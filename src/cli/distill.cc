@@ -22,7 +22,7 @@ namespace {
 struct DistillFlags {
   CommonFlags common;
   std::string teacher, out, report, learn = "grids";
-  bool no_report = false;
+  bool no_report = false, fastest = false;
   DistillOptions options;
 };
 
@@ -37,6 +37,7 @@ std::string flag_name(std::string_view field) {
   if (field == "teacher") return "TEACHER";
   if (field == "context") return "--ctx";
   if (field == "learn_codes") return "--learn codes";
+  if (field == "preference") return "preference";  // of --fastest
   return flag_of(field);
 }
 
@@ -78,6 +79,7 @@ Json report_json(const DistillFlags& flags, const DistillReport& report) {
           {"best_step", report.best_step},
           {"finished_early", report.finished_early},
           {"rate", report.rate},
+          {"preference", flags.options.preference == Preference::fastest ? "fastest" : "exact"},
           {"start_kl", number(report.start_kl)},
           {"kl", number(report.kl)},
           {"written_kl", number(report.written_kl)},
@@ -147,8 +149,8 @@ Status write_page(const DistillFlags& flags, const DistillReport& found) {
        fmt::format("{}: {} pieces to learn from, {} held out",
                    o.self_text ? "the teacher's own" : fmt::format("{}", fmt::join(o.data, ", ")),
                    found.train_pieces, found.validation_pieces)},
-      {"time",
-       fmt::format("{:.0f} s; learning {:.0f} tokens/s", found.seconds, found.tokens_per_second)}};
+      {"time", fmt::format("{:.0f} s; learning {:.0f} tokens/s{}", found.seconds,
+                           found.tokens_per_second, flags.fastest ? ", with --fastest" : "")}};
   return write_report_file(page_of(flags), report::distill_page(found, e));
 }
 
@@ -185,6 +187,7 @@ Status run(DistillFlags& flags) {
   if (flags.learn != "grids" && flags.learn != "codes")
     return invalid("--learn: " + printable(flags.learn) + ", expected grids or codes");
   options.learn_codes = flags.learn == "codes";
+  if (flags.fastest) options.preference = Preference::fastest;
   options.option_name = flag_name;
   options.ranks = processes();
   PacedProgress line(flags.common.quiet);
@@ -298,6 +301,10 @@ Verb distill_verb(CLI::App& main) {
       ->group(how);
   option("--seed", options.seed, "N", "of the order of the pieces (default: 0)")
       ->check(seed_check())
+      ->group(how);
+  verb->add_flag("--fastest", flags->fastest,
+                 "also use kernels that are faster but less exact, each with a stated bound: "
+                 "products of bf16, on CPUs with AVX512_BF16")
       ->group(how);
 
   const char* files = "Files and threads";

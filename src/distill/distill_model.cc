@@ -282,7 +282,7 @@ class Distillation {
     if (options_.self_text) BITTERN_TRY(take(own_text()));
     if (writes()) BITTERN_TRY(asked(true).write(work_.asked()));
     GptqCoder coder(teacher_, some_of(text_.train, options_.calibration), options_.fisher,
-                    options_.ranks);
+                    options_.ranks, options_.preference);
     BITTERN_TRY(calibrate(coder));
     BITTERN_TRY(learn());
     BITTERN_TRY(write());
@@ -336,6 +336,7 @@ class Distillation {
     asked.add("embedding_bits", embedding_bits());
     asked.add("calibration", o.calibration);
     asked.add_flag("fisher", o.fisher);
+    asked.add("preference", o.preference == Preference::fastest ? "fastest" : "exact");
     if (!learning && !o.self_text) return asked;
     asked.add("seed", std::to_string(o.seed));
     asked.add("steps", o.steps);
@@ -426,11 +427,21 @@ class Distillation {
                       options_.ranks);
   }
 
-  // The error of int16 activations, 2e-5, is far below what a student can learn; but gradients are
-  // those of exact ones.
+  // Gradients are those of exact activations.
+  LoadOptions student_options() const {
+    return {.activations = Activations::exact,
+            .preference = options_.preference,
+            .context = options_.context};
+  }
+  // The error of int16 activations, 2e-5, is far below what a student can learn. Products of bf16
+  // are faster.
+  LoadOptions teacher_options() const {
+    if (options_.preference == Preference::fastest) return student_options();
+    return {.context = options_.context};
+  }
   Status load_teacher() {
     if (teaching_) return {};
-    auto teacher = Model::load(teacher_, {.context = options_.context});
+    auto teacher = Model::load(teacher_, teacher_options());
     if (!teacher) return teacher.status();
     teaching_.emplace(std::move(*teacher));
     return {};
@@ -588,8 +599,7 @@ class Distillation {
 
   Status learn() {
     BITTERN_TRY(load_teacher());
-    auto student = load_model_data(
-        work_.start(), {.activations = Activations::exact, .context = options_.context});
+    auto student = load_model_data(work_.start(), student_options());
     if (!student) return student.status();
     const auto start = Checkpoint::open(work_.start());
     if (!start) return start.status();
@@ -606,9 +616,10 @@ class Distillation {
 
     fingerprint_.add(text_.fingerprint());
     fingerprint_.add(options_.seed);
-    for (const std::int64_t n : {options_.steps, options_.batch, options_.context,
-                                 std::int64_t{options_.fisher}, std::int64_t{options_.learn_codes},
-                                 options_.calibration, cached() ? options_.teacher_top : 0})
+    for (const std::int64_t n :
+         {options_.steps, options_.batch, options_.context, std::int64_t{options_.fisher},
+          std::int64_t{options_.learn_codes}, options_.calibration,
+          cached() ? options_.teacher_top : 0, static_cast<std::int64_t>(options_.preference)})
       fingerprint_.add(static_cast<std::uint64_t>(n));
     fingerprint_.add(options_.rate ? std::to_string(*options_.rate) : "");
 
@@ -824,8 +835,7 @@ class Distillation {
     report_.written_kl = report_.kl;
     if (!gguf() && !target_.integer_zeros) return {};
     BITTERN_TRY(tell({.doing = "judging", .text = "what was written"}));
-    auto read = load_model_data(work_.result(),
-                                {.activations = Activations::exact, .context = options_.context});
+    auto read = load_model_data(work_.result(), student_options());
     if (!read) return read.status();
     written_ = std::move(*read);
     auto pass = KlPass::make(*teaching_, written_, options_.context);
@@ -838,8 +848,7 @@ class Distillation {
 
   // Start and result beside the teacher.
   Status judge() {
-    const auto start = Model::load(
-        work_.start(), {.activations = Activations::exact, .context = options_.context});
+    const auto start = Model::load(work_.start(), student_options());
     if (!start) return start.status();
     const Model result = ModelAccess::model(written_);
     const EvalModel models[] = {{&*start, {}}, {&result, {}}};

@@ -12,6 +12,7 @@
 #include "bittern/convert.h"
 #include "bittern/distill.h"
 #include "core/test_ranks.h"
+#include "cpu/bf16.h"
 #include "cpu/dispatch.h"
 #include "distill/gradient_sum.h"
 #include "formats/checkpoint.h"
@@ -123,6 +124,30 @@ TEST_F(DistillModel, TheBytesDependOnNothingElse) {
   other.seed = 1;
   made(model, "other", other);
   EXPECT_TRUE(contents("other") != first);
+}
+
+// Kernels with a bound give other bytes, where there are any, and as good a student; still the same
+// for any number of threads and processes.
+TEST_F(DistillModel, TheFastestBytesDependOnTheMachineAlone) {
+  for (const char* name : {"llama", "qwen3_next"}) {
+    SCOPED_TRACE(name);
+    const std::string model = put_tiny_model(*this, name);
+    DistillOptions how = options();
+    how.embedding_bits = 4;
+    how.rules = {{.match = "experts", .bits = 4, .group_size = 32}};
+    how.fisher = how.force = true;
+    if (name != std::string("llama")) how.rate = 0.001;
+    made(model, "exact", how);
+    how.preference = Preference::fastest;
+    const DistillReport report = made(model, "fastest", how);
+    EXPECT_LT(report.kl, report.start_kl);
+    const std::string fastest = contents("fastest");
+    EXPECT_EQ(contents("exact") != fastest, cpu::has_bf16());
+    how.threads = 3;
+    made(model, "again", how);
+    EXPECT_TRUE(contents("again") == fastest);
+    std::filesystem::remove_all(path(name));
+  }
 }
 
 // Zero points stay while scales learn, and codes if they may; what was learned is what is read
@@ -280,6 +305,7 @@ TEST_F(DistillModel, ProcessesMakeTheSameBytes) {
   codes.judge = true;
   text.data.clear();
   text.self_text = true;
+  text.preference = Preference::fastest;
   DistillOptions cached = options();
   cached.teacher_cache = path("targets");
   for (DistillOptions how : {codes, text, cached, blocks_of_gguf}) {
@@ -777,6 +803,10 @@ TEST_F(DistillModel, AStartOfOtherOptionsIsRefused) {
   put("other.txt", tiny_text(1700));
   other.data = {path("other.txt")};
   EXPECT_EQ(refusal(model, "out.gguf", other), of + "another data" + same);
+  other = how;
+  other.preference = Preference::fastest;
+  EXPECT_EQ(refusal(model, "out.gguf", other),
+            of + "preference exact, and it is fastest now" + same);
   // Without that file, the tensors of the start tell.
   std::filesystem::rename(path("out.gguf.distill/asked"), path("asked"));
   other = how;

@@ -327,6 +327,7 @@ std::uint64_t GptqCoder::fingerprint() const {
   Fingerprint hash;
   hash.add(static_cast<std::uint64_t>(text_.context));
   hash.add(std::uint64_t{fisher_});
+  hash.add(static_cast<std::uint64_t>(preference_));
   hash.add(std::as_bytes(std::span(text_.tokens)));
   return hash.value();
 }
@@ -335,7 +336,8 @@ Result<std::vector<std::size_t>> GptqCoder::code(const Checkpoint& source,
                                                  const std::vector<Task>& tasks, const Sink& take,
                                                  const ModelProgressFunction& tell) {
   // Exact activations: what the model itself computes, without an error of ours.
-  const auto model = Model::load(model_, {.activations = Activations::exact, .context = context_});
+  const auto model = Model::load(
+      model_, {.activations = Activations::exact, .preference = preference_, .context = context_});
   if (!model) return model.status();
   std::vector<std::size_t> left_out;
   std::map<InputPlace, PlaceTasks> places;

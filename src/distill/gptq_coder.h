@@ -27,13 +27,15 @@ class GptqCoder : public MatrixCoder {
         fisher_(fisher),
         ranks_(ranks) {}
 
-  // The same with a text that is read already.
-  GptqCoder(std::string model, CalibrationText text, bool fisher, Ranks* ranks = nullptr)
+  // The same with a text that is read already. preference: that of the model that is run.
+  GptqCoder(std::string model, CalibrationText text, bool fisher, Ranks* ranks = nullptr,
+            Preference preference = Preference::exact)
       : model_(std::move(model)),
         pieces_(text.pieces()),
         context_(text.context),
         fisher_(fisher),
         ranks_(ranks),
+        preference_(preference),
         text_(std::move(text)) {}
 
   std::string_view method() const override { return "gptq"; }
@@ -58,6 +60,7 @@ class GptqCoder : public MatrixCoder {
   std::int64_t pieces_, context_;
   bool fisher_;
   Ranks* ranks_;
+  Preference preference_ = Preference::exact;
   CalibrationText text_;
   std::int64_t layers_ = 0, experts_ = 0;
   std::vector<Recipe> parts_;  // of the decoder

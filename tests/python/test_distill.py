@@ -66,6 +66,19 @@ def test_a_student_learns(given, tmp_path):
     assert logits.shape == (4, 96)
 
 
+def test_fastest(given, tmp_path):
+    teacher, text = given
+    flags = [*FLAGS, "--data", text, "--steps", 4, "--rate", 0.001, "--no-report"]
+    result = bittern("distill", teacher, "-o", tmp_path / "out", *flags, "--fastest", "--json", tmp_path / "r.json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["preference"] == "fastest" and report["kl"] < report["start_kl"]
+    library.distill(teacher, tmp_path / "again", data=text, steps=4, rate=0.001, preference="fastest", **OPTIONS)
+    assert contents(tmp_path / "again") == contents(tmp_path / "out")
+    with pytest.raises(ValueError, match="preference: 'quick', expected 'exact' or 'fastest'"):
+        library.distill(teacher, tmp_path / "no", data=text, preference="quick")
+
+
 def test_a_file_for_llama_cpp(given, tmp_path):
     teacher, text = given
     out = tmp_path / "out.gguf"
