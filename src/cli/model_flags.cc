@@ -65,8 +65,7 @@ void add_model_flags(CLI::App& verb, ModelFlags& flags) {
       ->check(integer_in(1, std::int64_t{1} << 24));
   verb.add_flag("--fastest", flags.fastest,
                 "also use kernels that are faster but less exact, each with a stated bound: bf16 "
-                "products for bf16 weights and float activations, 8-bit ones for caches with 4-bit "
-                "keys");
+                "products where activations are float, 8-bit ones for caches with 4-bit keys");
   add_run_flags(verb, flags);
 }
 

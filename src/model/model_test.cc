@@ -133,31 +133,35 @@ TEST_P(Models, EveryKindOfFileRuns) {
   }
 }
 
-// With bf16 weights the fastest kernels change the logits, by little, and a token's do not depend
-// on how many there are.
+// The fastest kernels change the logits, by little, and a token's do not depend on how many there
+// are.
 TEST_F(TinyModels, TheFastestKernelsAreAskedFor) {
   const auto tokens = golden<std::int32_t>("llama.tokens");
-  QuantizeOptions options;
-  options.format = "gguf";
-  options.dtype = "bf16";
-  const std::string file = path("bf16.gguf");
-  const auto report = quantize_model(folder("llama"), file, options);
-  ASSERT_TRUE(report) << report.status().message();
-  const auto exact = logits(load(file), tokens, tokens.size());
-  const Model model = load(file, {.preference = Preference::fastest});
-  const auto fastest = logits(model, tokens, tokens.size());
-  EXPECT_LE(largest(exact, fastest), 0.1);
-  const QuantizedMatmulDesc product{1, {.type = WeightType::bf16}, Activations::exact};
+  const QuantizedMatmulDesc product{1, {.inputs = 64}, Activations::exact};
   const auto plan = Plan<QuantizedMatmul>::select(product, {}, Preference::fastest);
   ASSERT_TRUE(plan);
-  EXPECT_EQ(exact != fastest, plan->sku().kernel == "cpu_bf16");
-  EXPECT_EQ(fastest, logits(model, tokens, 7));
-  // No kernel is for f32 weights.
-  const std::string plain = path("f32.gguf");
-  options.dtype = "f32";
-  ASSERT_TRUE(quantize_model(folder("llama"), plain, options));
-  EXPECT_EQ(logits(load(plain), tokens, tokens.size()),
-            logits(load(plain, {.preference = Preference::fastest}), tokens, tokens.size()));
+  const bool differ = plan->sku().kernel == "cpu_bf16";
+  QuantizeOptions options;
+  options.format = "gguf";
+  for (const std::string type : {"f32", "bf16", "Q8_0"}) {
+    const std::string file = path(type + ".gguf");
+    (type == "Q8_0" ? options.type : options.dtype) = type;
+    const auto report = quantize_model(folder("llama"), file, options);
+    ASSERT_TRUE(report) << report.status().message();
+    const LoadOptions floats{.activations = Activations::exact};
+    LoadOptions quick = floats;
+    quick.preference = Preference::fastest;
+    const auto exact = logits(load(file, floats), tokens, tokens.size());
+    const Model model = load(file, quick);
+    const auto fastest = logits(model, tokens, tokens.size());
+    EXPECT_LE(largest(exact, fastest), 0.1) << type;
+    EXPECT_EQ(exact != fastest, differ) << type;
+    EXPECT_EQ(fastest, logits(model, tokens, 7)) << type;
+  }
+  // With quantised activations there is no such kernel.
+  const std::string file = path("Q8_0.gguf");
+  EXPECT_EQ(logits(load(file), tokens, tokens.size()),
+            logits(load(file, {.preference = Preference::fastest}), tokens, tokens.size()));
 }
 
 INSTANTIATE_TEST_SUITE_P(Tiny, Models, testing::ValuesIn(kModels),

@@ -28,14 +28,15 @@
 //
 //   An int16 is two bytes, 256 h + l with l in -128 .. 127: two products of bytes.
 //
-// Kernel cpu_bf16 (type bf16, Preference::fastest, a CPU with AVX512_BF16) rounds x to bf16,
-// nearest even, and adds the same terms in f32, those of two inputs at a time, the odd one first.
-// It takes subnormal numbers for 0. Its ErrorNorm is `terms`: with r = 2^-8 for x in f32 and 0 for
-// x in bf16, y[m][n] is off by at most error_bound = r + (1 + r) (inputs + 8) 2^-23 times 2^-100
-// plus the sum of |x[m][k]| |w[n][k]|, and one ulp of a bf16 y. In that sum each factor above 0
-// counts as at least 2^-100. With a term that is not finite, the element is NaN or an infinity as
-// in the definition. But nothing is promised for an element if that sum or one of its finite
-// factors reaches 2^127, or if an infinity meets a number below 2^-126.
+// Kernel cpu_bf16 (activations float, Preference::fastest, a CPU with AVX512_BF16) rounds x and w
+// to bf16, nearest even, and adds the same terms in f32, those of two inputs at a time, the odd one
+// first. It takes subnormal numbers for 0. Its ErrorNorm is `terms`. Let r_x = 2^-8, or 0 for x in
+// bf16, r_w = 2^-8, or 0 for type bf16, and r = r_x + r_w + r_x r_w. Then y[m][n] is off by at most
+// error_bound = r + (1 + r) (inputs + 8) 2^-23 times 2^-100 plus the sum of |x[m][k]| |w[n][k]|,
+// and one ulp of a bf16 y. In that sum each factor above 0 counts as at least 2^-100. With a term
+// that is not finite, the element is NaN or an infinity as in the definition. But nothing is
+// promised for an element if that sum or one of its finite factors reaches 2^127, or if an infinity
+// meets a number below 2^-126.
 //
 // y is f32, or rounded to x's dtype. A row of y does not depend on the other rows, nor on how many
 // there are. Integers have no order and the f32 operations are listed, so every backend, SIMD

@@ -7,6 +7,7 @@
 #define BITTERN_OPS_MATMUL_EXPAND_INL_H_
 #endif
 
+#include "cpu/bf16-inl.h"
 #include "cpu/unroll-inl.h"
 #include "ops/matmul/panels.h"
 
@@ -290,11 +291,33 @@ inline GridFunction* GridFunctionOf(const WeightDesc& d) {
 
 // ---- weights as numbers ----
 
-// `units` units: 16 weights for each input go to `to`. kFused: fma(c, s, b); otherwise s c + b,
-// each rounded.
-template <class C, bool kFused>
+// Where expanded weights go: 16 for each input, as f32.
+struct FloatWeights {
+  float* HWY_RESTRICT to;
+  // Inputs k .. k + 3, from a lane on.
+  HWY_INLINE void operator()(std::int64_t k, int lane, const VF (&w)[4]) const {
+    Unroll<4>([&](auto t) BITTERN_INLINE_LAMBDA {
+      hn::StoreU(w[t], DF(), to + (k + t) * matmul::kLanes + lane);
+    });
+  }
+};
+#if HWY_TARGET == HWY_AVX3_DL
+// 16 pairs for every two inputs, rounded to bf16.
+struct PairWeights {
+  std::uint32_t* HWY_RESTRICT to;
+  pairs::Interleaver interleave;
+  HWY_INLINE void operator()(std::int64_t k, int, const VF (&w)[4]) const {
+    std::uint32_t* const at = to + k / 2 * matmul::kLanes;
+    hn::StoreU(interleave(w[0], w[1]), DU(), at);
+    hn::StoreU(interleave(w[2], w[3]), DU(), at + matmul::kLanes);
+  }
+};
+#endif
+
+// The weights of `units` units. kFused: fma(c, s, b); otherwise s c + b, each rounded.
+template <class C, bool kFused, class To>
 HWY_NOINLINE void ExpandUnits(const WeightDesc& d, const matmul::PanelFormat& format, UnitWalk walk,
-                              float* HWY_RESTRICT to) {
+                              To to) {
   const C codes;
   const DF df;
   const VI offset = hn::Set(DI(), OffsetOf(d));
@@ -302,6 +325,7 @@ HWY_NOINLINE void ExpandUnits(const WeightDesc& d, const matmul::PanelFormat& fo
   GridFunction* const grids = GridFunctionOf(d);
   constexpr int kMostRuns = 32;  // of units whose headers lie together
   alignas(64) float s[kMostRuns * matmul::kLanes], b[kMostRuns * matmul::kLanes];
+  std::int64_t input = 0;
   const auto expand = [&](const std::uint8_t* headers, const std::uint8_t* chunk,
                           std::int64_t n) BITTERN_INLINE_LAMBDA {
     grids(d, format, {headers, n}, 1, {s, b});
@@ -312,22 +336,22 @@ HWY_NOINLINE void ExpandUnits(const WeightDesc& d, const matmul::PanelFormat& fo
           const int run = (k + 4 * q) / group * matmul::kLanes + lane;
           const VF sv = hn::LoadU(df, s + run), bv = hn::LoadU(df, b + run);
           const VU quad = codes.template Quad<q>(chunk + 4 * lane);
+          VF w[4];
           Unroll<4>([&](auto t) BITTERN_INLINE_LAMBDA {
             VU byte = quad;
             if constexpr (t != 0) byte = hn::ShiftRight<8 * t>(byte);
             if constexpr (t != 3) byte = hn::And(byte, hn::Set(DU(), 255u));
             const VF c = hn::ConvertTo(df, hn::Sub(hn::BitCast(DI(), byte), offset));
-            VF w;
             if constexpr (kFused) {
-              w = hn::MulAdd(c, sv, bv);
+              w[t] = hn::MulAdd(c, sv, bv);
             } else {
-              w = hn::Add(hn::Mul(sv, c), bv);
+              w[t] = hn::Add(hn::Mul(sv, c), bv);
             }
-            hn::StoreU(w, df, to + (4 * q + t) * matmul::kLanes + lane);
           });
+          to(input + 4 * q, lane, w);
         });
       }
-      to += matmul::kChunk * matmul::kLanes;
+      input += matmul::kChunk;
     }
   };
   ForUnits(format, walk, expand);
@@ -340,6 +364,19 @@ inline std::int64_t ExpandStep(const WeightDesc& d) {
   const matmul::PanelFormat format = matmul::panel_format(d);
   return format.unit * format.together;
 }
+template <class To>
+void ExpandCodes(const WeightDesc& d, const std::uint8_t* panel, std::int64_t first,
+                 std::int64_t count, const To& to) {
+  const matmul::PanelFormat format = matmul::panel_format(d);
+  const UnitWalk walk{panel + format.run_at(first / format.unit), count / format.unit};
+  WithCodes(d, [&]<class C>(Type<C>) {
+    if (d.affine()) {
+      ExpandUnits<C, true>(d, format, walk, to);
+    } else {
+      ExpandUnits<C, false>(d, format, walk, to);
+    }
+  });
+}
 inline void Expand(const WeightDesc& d, const std::uint8_t* panel, std::int64_t first,
                    std::int64_t count, float* to) {
   if (d.plain()) {
@@ -351,16 +388,24 @@ inline void Expand(const WeightDesc& d, const std::uint8_t* panel, std::int64_t 
     });
     return;
   }
-  const matmul::PanelFormat format = matmul::panel_format(d);
-  const UnitWalk walk{panel + format.run_at(first / format.unit), count / format.unit};
-  WithCodes(d, [&]<class C>(Type<C>) {
-    if (d.affine()) {
-      ExpandUnits<C, true>(d, format, walk, to);
-    } else {
-      ExpandUnits<C, false>(d, format, walk, to);
+  ExpandCodes(d, panel, first, count, FloatWeights{to});
+}
+#if HWY_TARGET == HWY_AVX3_DL
+// The same as pairs of neighbouring inputs, rounded to bf16; 0 follows an odd last one.
+inline void ExpandPairs(const WeightDesc& d, const std::uint8_t* panel, std::int64_t first,
+                        std::int64_t count, std::uint32_t* to) {
+  const pairs::Interleaver interleave;
+  if (!d.plain()) return ExpandCodes(d, panel, first, count, PairWeights{to, interleave});
+  (void)visit<float, f16, bf16>(d.plain_element(), [&]<class T>(Type<T>) {
+    const T* from = reinterpret_cast<const T*>(panel) + first * matmul::kLanes;
+    for (std::int64_t k = 0; k < count; k += 2, from += 2 * matmul::kLanes, to += matmul::kLanes) {
+      const VF second = k + 1 < count ? LoadMath(DF(), from + matmul::kLanes) : hn::Zero(DF());
+      hn::StoreU(interleave(LoadMath(DF(), from), second), DU(), to);
     }
+    return Status();
   });
 }
+#endif
 
 }  // namespace
 }  // namespace HWY_NAMESPACE

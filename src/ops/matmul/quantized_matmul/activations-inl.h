@@ -163,21 +163,32 @@ HWY_INLINE pairs::VP LoadPairs(const bf16* from) {
   return hn::LoadU(pairs::DP(), reinterpret_cast<const std::uint32_t*>(from));
 }
 
-template <class X>
-void PairRow(const matmul::Work& work, const X* HWY_RESTRICT from, std::int64_t tile,
-             std::int64_t r, std::uint32_t* HWY_RESTRICT x) {
+// kRows rows of a tile of `tile` rows, 1 or 4.
+template <int kRows, class X>
+void PairRows(std::int64_t inputs, const X* HWY_RESTRICT from, std::int64_t stride,
+              std::int64_t tile, std::uint32_t* HWY_RESTRICT x) {
   constexpr std::int64_t kInputs = 2 * pairs::kLanes;
-  alignas(64) std::uint32_t words[pairs::kLanes];
-  for (std::int64_t k = 0; k < work.d.weights.inputs; k += kInputs) {
-    const std::int64_t count = std::min(kInputs, work.d.weights.inputs - k);
-    if (count == kInputs) {
-      hn::Store(LoadPairs(from + k), pairs::DP(), words);
-    } else {
-      X last[kInputs] = {};
-      std::copy_n(from + k, count, last);
-      hn::Store(LoadPairs(last), pairs::DP(), words);
+  alignas(64) std::uint32_t words[kRows * pairs::kLanes];
+  for (std::int64_t k = 0; k < inputs; k += kInputs) {
+    const std::int64_t count = std::min(kInputs, inputs - k);
+    pairs::VP row[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      const X* const at = from + r * stride + k;
+      if (count == kInputs) {
+        row[r] = LoadPairs(at);
+      } else {
+        X last[kInputs] = {};
+        std::copy_n(at, count, last);
+        row[r] = LoadPairs(last);
+      }
     }
-    for (std::int64_t i = 0; 2 * i < count; ++i) x[(k / 2 + i) * tile + r] = words[i];
+    if constexpr (kRows == 4) {
+      hn::StoreInterleaved4(row[0], row[1], row[2], row[3], pairs::DP(), words);
+    } else {
+      hn::Store(row[0], pairs::DP(), words);
+    }
+    for (std::int64_t i = 0; 2 * i < count; ++i)
+      std::memcpy(x + (k / 2 + i) * tile, words + kRows * i, kRows * sizeof(std::uint32_t));
   }
 }
 #endif
@@ -198,15 +209,18 @@ void PackRows(const matmul::Work& work, const ConstView& x, const matmul::Packed
         quantise(work, from, stride, packed, to.factors + first * work.runs * 3);
         continue;
       }
-      for (std::int64_t r = 0; r < tile; ++r) {
-        if (work.terms == matmul::Terms::floats) {
+      if (work.terms == matmul::Terms::floats) {
+        for (std::int64_t r = 0; r < tile; ++r)
           FloatRow(work, from + r * stride, tile, r, reinterpret_cast<float*>(packed));
-          continue;
-        }
-#if HWY_TARGET == HWY_AVX3_DL
-        PairRow(work, from + r * stride, tile, r, reinterpret_cast<std::uint32_t*>(packed));
-#endif
+        continue;
       }
+#if HWY_TARGET == HWY_AVX3_DL
+      auto* const words = reinterpret_cast<std::uint32_t*>(packed);
+      const std::int64_t at_once = tile % 4 == 0 ? 4 : 1, inputs = work.d.weights.inputs;
+      const auto pack = at_once == 4 ? PairRows<4, X> : PairRows<1, X>;
+      for (std::int64_t r = 0; r < tile; r += at_once)
+        pack(inputs, from + r * stride, stride, tile, words + r);
+#endif
     }
     return Status();
   });

@@ -38,18 +38,22 @@ std::vector<QuantizedMatmulDesc> quantized_matmul_check_cases() {
 
 std::vector<BenchCase<QuantizedMatmulDesc>> quantized_matmul_bench_cases() {
   std::vector<BenchCase<QuantizedMatmulDesc>> cases;
-  const auto add = [&](std::int64_t rows, const WeightDesc& w, Activations act) {
+  const auto add = [&](std::int64_t rows, const WeightDesc& w, Activations act,
+                       bool fastest = false) {
     std::string label = rows == 1 ? "1 row, " : std::to_string(rows) + " rows, ";
     label += w.affine() ? "affine" + std::to_string(w.bits) + "g" + std::to_string(w.group_size)
                         : kWeightTypeNames[static_cast<std::size_t>(w.type)];
     label += ' ';
     label += kActivationsNames[static_cast<std::size_t>(act)];
+    if (fastest) label += " fastest";
     const BenchLimit limit = rows < 8                    ? BenchLimit::read
+                             : fastest                   ? BenchLimit::bf16
                              : act == Activations::exact ? BenchLimit::f32
                                                          : BenchLimit::int8;
     cases.push_back({.label = label,
                      .desc = {rows, w, act},
                      .fill = fill_panels<QuantizedMatmulDesc>,
+                     .preference = fastest ? Preference::fastest : Preference::exact,
                      .limit = limit});
   };
   const WeightDesc affine{.outputs = 4096, .inputs = 4096, .layout = WeightLayout::panels};
@@ -70,31 +74,52 @@ std::vector<BenchCase<QuantizedMatmulDesc>> quantized_matmul_bench_cases() {
   WeightDesc bf16 = affine;
   bf16.type = WeightType::bf16;
   for (const std::int64_t rows : {1, 128}) add(rows, bf16, Activations::exact);
-  for (const std::int64_t rows : {1, 128}) {
-    add(rows, bf16, Activations::exact);
-    cases.back().label += " fastest";
-    cases.back().preference = Preference::fastest;
-    if (rows > 1) cases.back().limit = BenchLimit::bf16;
+  for (const std::int64_t rows : {1, 128}) add(rows, bf16, Activations::exact, true);
+  // The forward pass of distillation.
+  for (const bool fastest : {false, true}) add(512, affine, Activations::exact, fastest);
+  WeightDesc affine3 = affine, q8_0 = affine;
+  affine3.bits = 3;
+  q8_0.type = WeightType::q8_0;
+  for (const WeightDesc& w : {affine3, q8_0}) add(512, w, Activations::exact, true);
+  const auto resized = [](WeightDesc w, std::int64_t outputs, std::int64_t inputs) {
+    w.outputs = outputs;
+    w.inputs = inputs;
+    return w;
+  };
+  for (const auto& [rows, w] :
+       {std::pair(512, resized(affine3, 1536, 576)), std::pair(512, resized(affine3, 576, 1536)),
+        std::pair(64, resized(q8_0, 49152, 576))}) {
+    add(rows, w, Activations::exact, true);
+    cases.back().label += ", " + std::to_string(w.inputs) + " to " + std::to_string(w.outputs);
   }
   return cases;
 }
 
-// Weights of bf16: tiles of every height, odd inputs, one panel and several, both layouts.
+// Of pairs: tiles of every height, odd inputs, one panel and more than meet a tile at once, one
+// slab of inputs and several, both layouts; every type with each of its tails.
 std::vector<QuantizedMatmulDesc> quantized_matmul_bounded_cases(bool) {
   std::vector<QuantizedMatmulDesc> cases;
-  constexpr std::int64_t kInputs[] = {1, 2, 31, 64, 257}, kOutputs[] = {3, 16, 37, 64};
-  for (const std::int64_t rows : {1, 2, 3, 4, 5, 12, 19, 31}) {
-    const std::size_t i = cases.size();
-    QuantizedMatmulDesc d{
-        rows,
-        {.outputs = kOutputs[i / 2 % 4], .inputs = kInputs[i / 2 % 5], .type = WeightType::bf16},
-        Activations::exact};
+  const auto add = [&](std::int64_t rows, WeightDesc w) {
     for (const WeightLayout layout : {WeightLayout::stored, WeightLayout::panels}) {
-      d.weights.layout = layout;
-      d.element = cases.size() % 4 < 2 ? DType::f32 : DType::bf16;
-      d.f32_y = cases.size() % 5 != 4;
-      cases.push_back(d);
+      w.layout = layout;
+      cases.push_back({rows, w, Activations::exact});
+      cases.back().element = cases.size() % 4 < 2 ? DType::f32 : DType::bf16;
+      cases.back().f32_y = cases.size() % 5 != 4;
     }
+  };
+  constexpr std::int64_t kRows[] = {1, 2, 3, 4, 5, 12, 19, 31};
+  constexpr std::int64_t kInputs[] = {1, 2, 31, 64, 257}, kOutputs[] = {3, 16, 37, 64};
+  for (const std::int64_t rows : kRows) {
+    const std::size_t i = cases.size();
+    add(rows,
+        {.outputs = kOutputs[i / 2 % 4], .inputs = kInputs[i / 2 % 5], .type = WeightType::bf16});
+  }
+  for (const WeightDesc& w : weight_cases()) add(kRows[cases.size() / 2 % std::size(kRows)], w);
+  for (const WeightType type : {WeightType::f32, WeightType::bf16, WeightType::affine,
+                                WeightType::q6_k, WeightType::mxfp4}) {
+    WeightDesc w{.outputs = 150, .inputs = 2304, .type = type, .bits = 3};
+    if (w.plain()) --w.inputs;
+    add(cases.size() % 4 == 0 ? 3 : 31, w);
   }
   // More rows than a block has.
   cases.push_back({541, {.outputs = 5, .inputs = 3, .type = WeightType::bf16}, Activations::exact});

@@ -153,31 +153,46 @@ class Multiplier {
 
 #if HWY_TARGET == HWY_AVX3_DL
   void Pairs(const matmul::PackedRows& rows, std::int64_t begin, std::int64_t end) {
-    constexpr std::int64_t kMost = matmul::kPairPanels * matmul::kLanes;
-    alignas(64) float results[matmul::kTile * kMost];
-    for (std::int64_t p = begin, panels; p < end; p += panels) {
-      panels = std::min(work_.panels_at_once(), end - p);
-      const PanelPairs w{Panel(p, repacked_), PanelStep(), {}};
-      if (panels > 1) (void)Panel(p + 1, repacked_ + PanelStep());
-      const bool whole = (p + panels) * matmul::kLanes <= w_.outputs;
+    const std::int64_t at_once = work_.panels_at_once(), slab = work_.slab();
+    const std::int64_t next = slab / 2 * matmul::kLanes, row = at_once * matmul::kLanes;
+    auto* const words = reinterpret_cast<std::uint32_t*>(expanded_);
+    float* const acc = expanded_ + at_once * next;
+    for (std::int64_t p = begin; p < end; p += at_once) {
+      const std::int64_t panels = std::min(at_once, end - p), n = p * matmul::kLanes;
+      const bool whole = n + panels * matmul::kLanes <= w_.outputs;
       const bool direct = whole && work_.d.y_element() == DType::f32;
-      for (std::int64_t first = 0, tile; first < rows.rows; first += tile) {
-        tile = work_.tile_rows(rows.rows - first);
-        const std::int64_t m = rows.first + first;
-        const auto* x =
-            reinterpret_cast<const std::uint32_t*>(rows.x + first * work_.x_row_bytes());
-        float* y = results;
-        if (direct) y = a_.y.as<float>() + m * a_.y.row_stride() + p * matmul::kLanes;
-        const std::int64_t y_stride = direct ? a_.y.row_stride() : kMost;
-        if (panels == matmul::kPairPanels) {
-          PairTiles<matmul::kPairPanels>(w, x, tile, w_.inputs, y, y_stride);
-        } else {
-          PairTiles<1>(w, x, tile, w_.inputs, y, y_stride);
+      const std::uint8_t* panel[matmul::kPairPanels];
+      for (std::int64_t i = 0; i < panels; ++i)
+        panel[i] = Panel(p + i, repacked_ + i * work_.panel_bytes());
+      std::int64_t k = 0, count;
+      do {  // once without inputs
+        count = std::min(slab, w_.inputs - k);
+        for (std::int64_t i = 0; i < panels; ++i)
+          ExpandPairs(w_, panel[i], k, count, words + i * next);
+        for (std::int64_t first = 0, tile; first < rows.rows; first += tile) {
+          tile = work_.tile_rows(rows.rows - first);
+          const auto* x =
+              reinterpret_cast<const std::uint32_t*>(rows.x + first * work_.x_row_bytes());
+          float* const sums = acc + first * row;
+          PairJob job{.w = {words, next},
+                      .panels = panels,
+                      .x = {x + k / 2 * tile, tile},
+                      .count = (count + 1) / 2,
+                      .from = k == 0 ? nullptr : sums,
+                      .from_stride = row,
+                      .to = sums,
+                      .to_stride = row};
+          if (direct && k + count == w_.inputs) {
+            job.to_stride = a_.y.row_stride();
+            job.to = a_.y.as<float>() + (rows.first + first) * job.to_stride + n;
+          }
+          PairTiles(job, tile);
         }
-        for (std::int64_t r = 0; !direct && r < tile; ++r)
-          for (std::int64_t i = 0; i < panels; ++i)
-            Store(m + r, p + i, results + r * kMost + i * matmul::kLanes);
-      }
+        k += count;
+      } while (k < w_.inputs);
+      for (std::int64_t m = 0; !direct && m < rows.rows; ++m)
+        for (std::int64_t i = 0; i < panels; ++i)
+          Store(rows.first + m, p + i, acc + m * row + i * matmul::kLanes);
     }
   }
 #endif
@@ -291,18 +306,21 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
 }
 
 Status supports_bf16(const Op::Desc& d, Device) {
-  if (d.weights.type != WeightType::bf16) {
-    return unsupported(
-        std::string("type: ").append(kWeightTypeNames[static_cast<std::size_t>(d.weights.type)]) +
-        ", expected bf16");
+  if (d.activations != Activations::exact) {
+    const auto activations = static_cast<std::size_t>(d.activations);
+    return unsupported(std::string("activations: ").append(kActivationsNames[activations]) +
+                       ", expected float");
   }
   return cpu::bf16_supported();
 }
 
 // A sum of n terms in f32 is off by n 2^-24 of the sum of their magnitudes, in the kernel's order
-// as in the contract's. Rounding x to bf16 changes each term, and their magnitudes, by r = 2^-8.
+// as in the contract's. Rounding a factor to bf16 changes each term, and their magnitudes, by 2^-8:
+// both factors by (1 + 2^-8)^2 - 1.
 PrecisionGuarantee bf16_guarantee(const Op::Desc& d) {
-  const double rounding = d.element == DType::f32 ? 0x1p-8 : 0;
+  const double x = d.element == DType::f32 ? 0x1p-8 : 0;
+  const double w = d.weights.type != WeightType::bf16 ? 0x1p-8 : 0;
+  const double rounding = x + w + x * w;
   return {.math_precision = DType::bf16,
           .accumulator = DType::f32,
           .same_bits_on_all_backends = false,

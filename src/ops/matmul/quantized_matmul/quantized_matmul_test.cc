@@ -38,7 +38,7 @@ struct OneRow {
     a.scales = view(scales.data(), d.weights.grid_shape());
     a.biases = view(biases.data(), d.weights.grid_shape());
     a.y = view(y.data(), d.y_shape());
-    expect_ok(run_op<QuantizedMatmul>(d, a, kernel));
+    expect_ok(run_op<QuantizedMatmul>(d, a, kernel, Preference::fastest));
     return y;
   }
   std::vector<std::uint32_t> packed;
@@ -107,6 +107,20 @@ TEST(QuantizedMatmul, Bf16ProductsByHand) {
   }
 }
 
+// W is rounded as x is.
+TEST(QuantizedMatmul, Bf16CodesByHand) {
+  if (!cpu::has_bf16()) GTEST_SKIP() << cpu::bf16_supported().message();
+  OneRow w(32);  // w is k (1 + 2^-8)
+  w.scales[0] = 1 + 0x1p-8f;
+  w.biases[0] = 0;
+  std::vector<float> x(3 * 32);
+  x[1] = x[32 + 2] = x[64 + 3] = 1;
+  const auto y = w.times(x, Activations::exact, "cpu_bf16");
+  EXPECT_EQ(y[0], 1);  // a tie, to even
+  EXPECT_EQ(y[1], 2);
+  EXPECT_EQ(y[2], 3 + 0x1p-6f);  // above 3 + 2^-7
+}
+
 // A row's bits do not depend on the others, in whatever tile it is.
 TEST(QuantizedMatmul, Bf16RowsStandAlone) {
   if (!cpu::has_bf16()) GTEST_SKIP() << cpu::bf16_supported().message();
@@ -151,10 +165,18 @@ TEST(QuantizedMatmul, Bf16ProductsAreForTheFastestPreference) {
                  "quantized_matmul: no kernel on cpu named cpu_bf16: cpu_bf16: needs AVX512_BF16 "
                  "and the target AVX3_DL, got AVX2;");
   }
-  p.d.weights.type = WeightType::f16;
+  p.d.weights.type = WeightType::q4_k;
+  p.d.weights.inputs = 256;
+  if (cpu::has_bf16()) {  // W is rounded too
+    EXPECT_EQ(select()->precision_guarantee().error_bound, 0x1p-8 + (1 + 0x1p-8) * 264 * 0x1p-23);
+    p.d.element = DType::f32;
+    constexpr double kBoth = 0x1p-7 + 0x1p-16;
+    EXPECT_EQ(select()->precision_guarantee().error_bound, kBoth + (1 + kBoth) * 264 * 0x1p-23);
+  }
+  p.d.activations = Activations::int16;
   expect_error(select().status(), Code::unsupported,
-               "quantized_matmul: no kernel on cpu named cpu_bf16: cpu_bf16: type: f16, expected "
-               "bf16;");
+               "quantized_matmul: no kernel on cpu named cpu_bf16: cpu_bf16: activations: int16, "
+               "expected float;");
 }
 
 TEST(QuantizedMatmul, ZerosAndWhatIsNotFinite) {
@@ -195,23 +217,25 @@ TEST(QuantizedMatmul, TinyNumbers) {
   }
 }
 
-// A row's bits are the same alone and among others, on every kernel.
+// A row's bits are the same alone and among others, on every kernel and with several slabs.
 TEST(QuantizedMatmul, RowsDoNotDependOnEachOther) {
-  const std::int64_t inputs = 256, rows = 29;
+  const std::int64_t inputs = 1120, rows = 29;
   const OneRow w(inputs);
   oracle::Rng rng(3);
   std::vector<float> x(static_cast<std::size_t>(rows * inputs));
   for (float& v : x) v = static_cast<float>(rng.normal());
-  for (const auto kernel : kBothKernels) {
-    for (const Activations act : {Activations::exact, Activations::int16, Activations::int8}) {
-      const auto all = w.times(x, act, kernel);
-      for (std::int64_t m = 0; m < rows; ++m) {
-        const auto first = x.begin() + m * inputs;
-        const auto one = w.times({first, first + inputs}, act, kernel);
-        EXPECT_EQ(one[0], all[static_cast<std::size_t>(m)]) << m;
-      }
+  const auto check = [&](std::string_view kernel, Activations act) {
+    const auto all = w.times(x, act, kernel);
+    for (std::int64_t m = 0; m < rows; ++m) {
+      const auto first = x.begin() + m * inputs;
+      const auto one = w.times({first, first + inputs}, act, kernel);
+      EXPECT_EQ(one[0], all[static_cast<std::size_t>(m)]) << kernel << ' ' << m;
     }
-  }
+  };
+  for (const auto kernel : kBothKernels)
+    for (const Activations act : {Activations::exact, Activations::int16, Activations::int8})
+      check(kernel, act);
+  if (cpu::has_bf16()) check("cpu_bf16", Activations::exact);
 }
 
 TEST(QuantizedMatmul, Errors) {

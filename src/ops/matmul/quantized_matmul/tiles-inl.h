@@ -391,55 +391,62 @@ inline void FloatTiles(const float* const* w, int vectors, const float* x, std::
 // ---- pairs of bf16 ----
 
 #if HWY_TARGET == HWY_AVX3_DL
-// Panels of bf16: pair p of panel v is two rows of 16 weights, `next` bytes from panel to panel.
+// Expanded panels, `next` words from one to the next: pair p of panel v is 16 words.
 struct PanelPairs {
-  const std::uint8_t* panel;
+  const std::uint32_t* words;
   std::int64_t next;
-  pairs::Interleaver interleave;
   HWY_INLINE pairs::VP operator()(std::int64_t p, int v) const {
-    const std::uint8_t* at = panel + v * next + 64 * p;
-    return interleave(hn::LoadU(pairs::DP(), reinterpret_cast<const std::uint32_t*>(at)));
-  }
-};
-// The same where a panel ends with the first row of pair p; 0 for the second.
-struct LastOfPanels {
-  PanelPairs panels;
-  HWY_INLINE pairs::VP operator()(std::int64_t p, int v) const {
-    const hn::Half<pairs::DP> half;
-    const std::uint8_t* at = panels.panel + v * panels.next + 64 * p;
-    const auto row = hn::LoadU(half, reinterpret_cast<const std::uint32_t*>(at));
-    return panels.interleave(hn::ZeroExtendVector(pairs::DP(), row));
+    return hn::LoadU(pairs::DP(), words + v * next + p * matmul::kLanes);
   }
 };
 
-// y[kRows][kPanels * 16], rows y_stride apart.
+// Rows of x times panels of W: to = from + x w over `count` pairs, ascending. Rows of `from` and
+// `to` hold 16 sums for each panel.
+struct PairJob {
+  PanelPairs w;
+  std::int64_t panels;
+  pairs::Left x;
+  std::int64_t count;
+  const float* from;  // null: zeros
+  std::int64_t from_stride;
+  float* to;
+  std::int64_t to_stride;
+};
+
+// Panels [v, v + kPanels).
 template <int kRows, int kPanels>
-HWY_NOINLINE void PairTile(const PanelPairs& w, const pairs::Left& x, std::int64_t inputs, float* y,
-                           std::int64_t y_stride) {
+HWY_NOINLINE void PairTile(const PairJob& job, std::int64_t v) {
   const pairs::DF df;
   pairs::VF sum[kRows][kPanels];
+  const std::int64_t lane = v * matmul::kLanes;
   Unroll<kRows>([&](auto r) BITTERN_INLINE_LAMBDA {
-    Unroll<kPanels>([&](auto v) BITTERN_INLINE_LAMBDA { sum[r][v] = hn::Zero(df); });
+    Unroll<kPanels>([&](auto i) BITTERN_INLINE_LAMBDA {
+      const std::int64_t at = r * job.from_stride + i * matmul::kLanes + lane;
+      sum[r][i] = job.from == nullptr ? hn::Zero(df) : hn::LoadU(df, job.from + at);
+    });
   });
-  const PanelPairs panels = w;
-  pairs::Add(x, panels, 0, inputs / 2, sum);
-  if (inputs % 2 != 0) pairs::Add(x, LastOfPanels{panels}, inputs / 2, inputs / 2 + 1, sum);
+  const PanelPairs w{job.w.words + v * job.w.next, job.w.next};
+  pairs::Add(job.x, w, 0, job.count, sum);
   Unroll<kRows>([&](auto r) BITTERN_INLINE_LAMBDA {
-    Unroll<kPanels>([&](auto v) BITTERN_INLINE_LAMBDA {
-      hn::StoreU(sum[r][v], df, y + r * y_stride + v * matmul::kLanes);
+    Unroll<kPanels>([&](auto i) BITTERN_INLINE_LAMBDA {
+      hn::StoreU(sum[r][i], df, job.to + r * job.to_stride + i * matmul::kLanes + lane);
     });
   });
 }
 
-template <int kPanels>
-void PairTiles(const PanelPairs& w, const std::uint32_t* x, std::int64_t tile, std::int64_t inputs,
-               float* y, std::int64_t y_stride) {
-  const pairs::Left left{x, tile};
+template <int kRows, int kPanels>
+HWY_INLINE void PairPanels(const PairJob& job) {
+  std::int64_t v = 0;
+  for (; v + kPanels <= job.panels; v += kPanels) PairTile<kRows, kPanels>(job, v);
+  for (; v < job.panels; ++v) PairTile<kRows, 1>(job, v);
+}
+
+inline void PairTiles(const PairJob& job, std::int64_t tile) {
   switch (tile) {
-    case 1: return PairTile<1, kPanels>(w, left, inputs, y, y_stride);
-    case 2: return PairTile<2, kPanels>(w, left, inputs, y, y_stride);
-    case 4: return PairTile<4, kPanels>(w, left, inputs, y, y_stride);
-    default: return PairTile<matmul::kTile, kPanels>(w, left, inputs, y, y_stride);
+    case 1: return PairPanels<1, 4>(job);
+    case 2: return PairPanels<2, 4>(job);
+    case 4: return PairPanels<4, 4>(job);
+    default: return PairPanels<matmul::kTile, 2>(job);
   }
 }
 #endif

@@ -8,6 +8,9 @@
 //             d, d C and -offset C (RunFactors) for each row
 //   floats    for each input, a number for each row
 //   pairs     for every 2 inputs, a word of 2 bf16 for each row; 0 follows an odd last one
+//
+// Panels of floats and pairs are expanded slab by slab, some at a time. Pairs of a slab stay in the
+// L2, and a tile's part of x in the L1 while it meets all of them.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -20,7 +23,7 @@ namespace bittern::matmul {
 // Rows of a tile at most.
 inline constexpr std::int64_t kTile = 12, kIntegerTile = 4;
 // Panels that meet a tile of many rows at once.
-inline constexpr std::int64_t kPanelsAtOnce = 3, kPairPanels = 2;
+inline constexpr std::int64_t kPanelsAtOnce = 3, kPairPanels = 8;
 // Up to so many rows each thread packs x for itself.
 inline constexpr std::int64_t kFewRows = 4;
 
@@ -71,12 +74,13 @@ struct Work {
       case Terms::floats: return few ? 4 : 2;
       case Terms::pairs: break;
     }
-    return few ? 1 : kPairPanels;
+    return few ? 4 : kPairPanels;
   }
   std::int64_t slab() const {
     const std::int64_t step =
         d.weights.plain() ? 1 : panel_format(d.weights).unit * panel_format(d.weights).together;
-    return std::max(step, (few ? std::int64_t{128} : kSlab) / step * step);
+    const std::int64_t most = few ? 128 : terms == Terms::pairs ? kPairSlab : kSlab;
+    return std::max(step, most / step * step);
   }
 
   // Of a thread.
@@ -87,8 +91,9 @@ struct Work {
   }
   std::int64_t grid_bytes() const { return panels_at_once() * 2 * runs * kLanes * 4; }
   std::int64_t expanded_bytes() const {
-    if (terms != Terms::floats) return 0;
-    return panels_at_once() * kLanes * 4 * (slab() + block_rows);
+    if (terms == Terms::integers) return 0;
+    return panels_at_once() * kLanes * 4 *
+           ((terms == Terms::pairs ? slab() / 2 : slab()) + block_rows);
   }
   std::int64_t slot_bytes() const {
     return own_x_bytes() + repacked_bytes() + grid_bytes() + expanded_bytes() + 64;
@@ -96,9 +101,9 @@ struct Work {
   std::int64_t shared_bytes() const { return few ? 0 : packed_bytes(); }
 
   static constexpr std::int64_t kCodeBytes = 512 << 10;  // of x's codes in a block
-  static constexpr std::int64_t kPairBytes = 1 << 20;    // of x's pairs in a block
+  static constexpr std::int64_t kPairBytes = 8 << 20;    // of x's pairs in a block
   static constexpr std::int64_t kFloatRows = 132;
-  static constexpr std::int64_t kSlab = 1024;
+  static constexpr std::int64_t kSlab = 1024, kPairSlab = 512;  // inputs; even
 
   QuantizedMatmulDesc d;
   Terms terms;
