@@ -1,4 +1,6 @@
+#include "ops/matmul/bf16_unit.h"
 #include "ops/matmul/matmul_aims.h"
+#include "ops/matmul/weights.h"
 
 namespace bittern::oracle {
 
@@ -32,6 +34,19 @@ std::vector<QuantizedMatmulBackwardDesc> quantized_matmul_backward_check_cases()
   return cases;
 }
 
+// More pairs of rows, and of outputs, than one block takes; both odd.
+std::vector<QuantizedMatmulBackwardDesc> quantized_matmul_backward_bounded_cases(bool) {
+  std::vector<QuantizedMatmulBackwardDesc> cases;
+  for (const WeightLayout layout : {WeightLayout::stored, WeightLayout::panels}) {
+    cases.push_back({827, {.outputs = 33, .inputs = 64, .group_size = 32, .layout = layout}});
+    cases.push_back({61, {.outputs = 805, .inputs = 96, .bits = 3, .layout = layout}});
+    cases.back().weights.group_size = 32;
+    cases.push_back(
+        {50, {.outputs = 419, .inputs = 131, .type = WeightType::f16, .layout = layout}});
+  }
+  return cases;
+}
+
 std::vector<BenchCase<QuantizedMatmulBackwardDesc>> quantized_matmul_backward_bench_cases() {
   std::vector<BenchCase<QuantizedMatmulBackwardDesc>> cases;
   const auto add = [&](std::int64_t rows, const WeightDesc& w) {
@@ -59,6 +74,15 @@ std::vector<BenchCase<QuantizedMatmulBackwardDesc>> quantized_matmul_backward_be
     add(rows, {.outputs = 1536, .inputs = 576, .layout = WeightLayout::panels});
     add(rows, {.outputs = 576, .inputs = 1536, .layout = WeightLayout::panels});
   }
+  const auto add_fastest = [&](const WeightDesc& w) {
+    add(512, w);
+    cases.back().label += " fastest";
+    cases.back().preference = Preference::fastest;
+    cases.back().limit = BenchLimit::bf16;
+  };
+  add_fastest(large);
+  add_fastest({.outputs = 1536, .inputs = 576, .bits = 3, .layout = WeightLayout::panels});
+  add_fastest({.outputs = 576, .inputs = 1536, .bits = 3, .layout = WeightLayout::panels});
   return cases;
 }
 
@@ -99,6 +123,48 @@ void quantized_matmul_backward_aim(const QuantizedMatmulBackwardDesc& d,
   aim_weights(d.weights, weight_views(a), rng);
   aim_factor(a.d_y, rng);
   aim_factor(a.x, rng);
+}
+
+// Units as the header of the op has them.
+void quantized_matmul_backward_judge(const QuantizedMatmulBackwardDesc& d,
+                                     const QuantizedMatmulBackward::Args& got,
+                                     const QuantizedMatmulBackward::Args& want, Judge& judge) {
+  const std::int64_t outputs = d.weights.outputs, inputs = d.weights.inputs;
+  const auto magnitude = [](const ConstView& v, std::int64_t i) { return std::fabs(get(v, i)); };
+  const auto check = [&](std::string_view operand, const MutView& g, const MutView& w,
+                         std::int64_t i, const Bf16Unit& unit) {
+    if (g) judge.value(operand, as_const(g), as_const(w), i, unit.value());
+  };
+  std::vector<Bf16Unit> d_x(static_cast<std::size_t>(got.d_x ? d.rows * inputs : 0));
+  const bool grids = got.d_scales || got.d_biases || got.d_w;
+  const std::int64_t group = d.weights.affine() ? d.weights.group_size : 1;
+  std::vector<double> d_y(static_cast<std::size_t>(d.rows));
+  for (std::int64_t n = 0; n < outputs; ++n) {
+    const matmul::StoredRow row = matmul::read_row(d.weights, want, n);
+    for (std::size_t m = 0; m < d_y.size(); ++m)
+      d_y[m] = magnitude(want.d_y, static_cast<std::int64_t>(m) * outputs + n);
+    Bf16Unit scale, bias;
+    for (std::int64_t k = 0; k < inputs; ++k) {
+      const auto weight = matmul::weight_of(d.weights, row, k);
+      const double w = std::fabs(static_cast<double>(weight.value));
+      const auto at = [&](std::size_t m) { return static_cast<std::int64_t>(m) * inputs + k; };
+      for (std::size_t m = 0; got.d_x && m < d_y.size(); ++m)
+        d_x[static_cast<std::size_t>(at(m))].add(d_y[m], w);
+      if (!grids) continue;
+      Bf16Unit dw;
+      for (std::size_t m = 0; m < d_y.size(); ++m) dw.add(d_y[m], magnitude(want.x, at(m)));
+      check("d_w", got.d_w, want.d_w, n * inputs + k, dw);
+      if (k % group == 0) scale = bias = {};
+      scale.add(weight.code, dw);
+      bias.add(1, dw);
+      if ((k + 1) % group != 0) continue;
+      const std::int64_t g = (n * inputs + k) / group;
+      check("d_scales", got.d_scales, want.d_scales, g, scale);
+      check("d_biases", got.d_biases, want.d_biases, g, bias);
+    }
+  }
+  for (std::size_t i = 0; i < d_x.size(); ++i)
+    check("d_x", got.d_x, want.d_x, static_cast<std::int64_t>(i), d_x[i]);
 }
 
 }  // namespace bittern::oracle

@@ -2,6 +2,7 @@
 // block of rows; for d_scales and d_biases it takes some panels, and sums dw^T over groups, a panel
 // in a vector, while it is in cache.
 #include "bittern/ops/quantized_matmul_backward.h"
+#include "cpu/bf16.h"
 #include "cpu/kernel.h"
 #include "cpu/parallel.h"
 #include "ops/matmul/quantized_matmul_backward/work.h"
@@ -10,10 +11,7 @@
 #define HWY_TARGET_INCLUDE "ops/matmul/quantized_matmul_backward/quantized_matmul_backward_cpu.cc"
 #include "hwy/foreach_target.h"
 // after foreach_target.h
-#include "ops/matmul/expand-inl.h"
-#include "ops/matmul/repack-inl.h"
-// after the family's own: it has another namespace `matmul`
-#include "cpu/tile-inl.h"
+#include "ops/matmul/quantized_matmul_backward/operands-inl.h"
 
 #if BITTERN_SIMD
 HWY_BEFORE_NAMESPACE();
@@ -21,86 +19,36 @@ namespace bittern {
 namespace HWY_NAMESPACE {
 namespace {
 
-using Op = QuantizedMatmulBackward;
-using Work = bittern::matmul::BackwardWork;
-constexpr std::int64_t kPanelRows = bittern::matmul::kLanes;
-// Columns of a register tile: those of a right operand lie together.
-constexpr std::int64_t kTileColumns = matmul::kTileVectors * matmul::kLanes;
-static_assert(kTileColumns <= Work::kTileColumns && Work::kTileColumns % kTileColumns == 0);
-static_assert(kTileColumns % kPanelRows == 0 && matmul::kTileRows == Work::kTileRows);
-
-// Inputs [first, first + count) of W as panels of a matrix of their own, `desc`.
-class PanelPart {
- public:
-  PanelPart(const WeightDesc& w, const Op::Args& a, std::int64_t first, std::int64_t count,
-            std::uint8_t* scratch)
-      : desc_(w), repacker_(desc_), scratch_(scratch) {
-    desc_.inputs = count;
-    if (!w.stored()) {
-      const auto format =
-          w.plain() ? bittern::matmul::PanelFormat() : bittern::matmul::panel_format(w);
-      panels_ =
-          a.panels.as<std::uint8_t>() + (w.plain() ? first * kPanelRows * Size(w.plain_element())
-                                                   : format.run_at(first / format.unit));
-      panel_bytes_ = kPanelRows * w.row_bytes();
-      return;
-    }
-    from_ = StoredPartsOf<const std::uint8_t>(a);
-    if (w.plain()) from_.w.at += first * Size(w.plain_element());
-    if (w.affine()) {
-      from_.packed.at += first * w.bits / 8;
-      from_.scales.at += first / w.group_size * Size(w.scale_element);
-      from_.biases.at += first / w.group_size * Size(w.scale_element);
-    }
-    if (w.blocks()) {
-      const BlockSize size = block_size(w.block_type());
-      from_.blocks.at += first / size.weights * size.bytes;
-    }
-  }
-  PanelPart(const PanelPart&) = delete;
-
-  const WeightDesc& desc() const { return desc_; }
-  // Valid until the next call.
-  const std::uint8_t* Panel(std::int64_t p) const {
-    if (!desc_.stored()) return panels_ + p * panel_bytes_;
-    repacker_.ToPanel(from_, p * kPanelRows, scratch_);
-    return scratch_;
-  }
-
- private:
-  static std::int64_t Size(DType dtype) { return static_cast<std::int64_t>(size_of(dtype)); }
-
-  WeightDesc desc_;
-  Repacker repacker_;
-  StoredParts<const std::uint8_t> from_;
-  const std::uint8_t* panels_ = nullptr;
-  std::int64_t panel_bytes_ = 0;
-  std::uint8_t* scratch_;
-};
-
-// What a thread works in.
+// What a thread works in, for words of Terms (operands-inl.h).
+template <class Terms>
 struct Scratch {
+  using Word = typename Terms::Word;
   Scratch(const Work& work, std::uint8_t* at)
-      : left(reinterpret_cast<float*>(at)),
+      : left(reinterpret_cast<Word*>(at)),
         right(left + work.left()),
-        sums(right + work.right()),
+        sums(reinterpret_cast<float*>(right + work.right())),
         repacked(reinterpret_cast<std::uint8_t*>(sums + work.sums())) {}
-  float* left;
-  float* right;  // tiles, each of Work::kDepth rows
+  Word* left;
+  Word* right;  // tiles, each of Work::kDepth rows
   float* sums;
   std::uint8_t* repacked;
 };
 
 // ---- d_x ----
 
-// right[column / kTileColumns][n - first_output][column % kTileColumns] = w[n][column]
+// right[column / kTileColumns][n - first_output][column % kTileColumns] = w[n][column], where words
+// count for n.
+template <class Terms>
 void ExpandTiles(const PanelPart& part, const Op::Args& a, std::int64_t first,
-                 std::int64_t first_output, std::int64_t depth, float* right) {
+                 std::int64_t first_output, std::int64_t depth, typename Terms::Word* right) {
   const WeightDesc& w = part.desc();
   if (w.plain() && w.stored()) {
-    for (std::int64_t j = 0; j < w.inputs; j += kTileColumns)
-      tile::Load(a.w, first_output * a.w.row_stride() + first + j, a.w.row_stride(), depth,
-                 std::min(kTileColumns, w.inputs - j), right + j * Work::kDepth, kTileColumns);
+    tile::WithElement(a.w.dtype, [&]<class X>(Type<X>) HWY_ATTR {
+      const X* from = a.w.as<X>() + first_output * a.w.row_stride() + first;
+      for (std::int64_t j = 0; j < w.inputs; j += kTileColumns)
+        Terms::FromRows(from + j, a.w.row_stride(), depth, std::min(kTileColumns, w.inputs - j),
+                        right + j * Work::kDepth, kTileColumns);
+    });
     return;
   }
   constexpr std::int64_t kMost = 512;
@@ -112,18 +60,18 @@ void ExpandTiles(const PanelPart& part, const Op::Args& a, std::int64_t first,
       const std::int64_t count = std::min(step, w.inputs - k);
       Expand(w, panel, k, count, numbers);
       for (std::int64_t j = 0; j < count; j += kTileColumns)
-        tile::Transpose(numbers + j * kPanelRows, kPanelRows, std::min(kTileColumns, count - j),
-                        kPanelRows, right + (k + j) * Work::kDepth + n * kTileColumns,
-                        kTileColumns);
+        Terms::FromPanel(numbers + j * kPanelRows, depth - n, std::min(kTileColumns, count - j),
+                         right + (k + j) * Work::kDepth + n / Terms::kPerWord * kTileColumns);
     }
   }
 }
 
 // Rows [first_row, first_row + rows) of columns [first, first + count) of d_x.
-void InputBlock(const Work& work, const Op::Args& a, const Scratch& s, std::int64_t first_row,
-                std::int64_t rows, std::int64_t first, std::int64_t count) {
+template <class Terms>
+void InputBlock(const Work& work, const Op::Args& a, const Scratch<Terms>& s,
+                std::int64_t first_row, std::int64_t rows, std::int64_t first, std::int64_t count) {
   const std::int64_t outputs = work.d.weights.outputs, stride = a.d_x.row_stride();
-  constexpr std::int64_t kLeftStride = Work::kDepth + Work::kPad;
+  constexpr std::int64_t kDepth = Work::kDepth * Terms::kPerWord;
   float* d_x = a.d_x.as<float>() + first_row * stride + first;
   if (outputs == 0) {  // nor are there weights
     for (std::int64_t m = 0; m < rows; ++m) std::fill_n(d_x + m * stride, count, 0.0f);
@@ -131,14 +79,13 @@ void InputBlock(const Work& work, const Op::Args& a, const Scratch& s, std::int6
   }
   const float* d_y = a.d_y.as<float>() + first_row * a.d_y.row_stride();
   const PanelPart part(work.d.weights, a, first, count, s.repacked);
-  for (std::int64_t n = 0; n < outputs; n += Work::kDepth) {
-    const std::int64_t depth = std::min(Work::kDepth, outputs - n);
-    ExpandTiles(part, a, first, n, depth, s.right);
-    tile::LoadAs(d_y + n, a.d_y.row_stride(), rows, depth, s.left, kLeftStride);
+  for (std::int64_t n = 0; n < outputs; n += kDepth) {
+    const std::int64_t depth = std::min(kDepth, outputs - n);
+    ExpandTiles<Terms>(part, a, first, n, depth, s.right);
+    Terms::FromColumns(d_y + n, a.d_y.row_stride(), rows, depth, s.left);
     for (std::int64_t j = 0; j < count; j += kTileColumns)
-      matmul::Multiply(rows, std::min(kTileColumns, count - j), depth, {s.left, kLeftStride},
-                       s.right + j * Work::kDepth, kTileColumns, s.sums + j * rows, kTileColumns,
-                       n > 0);
+      Terms::MultiplyColumns(rows, std::min(kTileColumns, count - j), WordsOf<Terms>(depth), s.left,
+                             s.right + j * Work::kDepth, s.sums + j * rows, n > 0);
   }
   for (std::int64_t j = 0; j < count; j += kTileColumns)
     tile::StoreAs(s.sums + j * rows, kTileColumns, rows, std::min(kTileColumns, count - j), d_x + j,
@@ -146,11 +93,12 @@ void InputBlock(const Work& work, const Op::Args& a, const Scratch& s, std::int6
 }
 
 // Items [begin, end): each is a unit of columns of one of `parts` of the rows.
-void RunInputs(const Work& work, const Op::Args& a, std::int64_t parts, std::uint8_t* scratch,
-               std::int64_t begin, std::int64_t end) {
+template <class Terms>
+void InputBlocks(const Work& work, const Op::Args& a, std::int64_t parts, std::uint8_t* scratch,
+                 std::int64_t begin, std::int64_t end) {
   const std::int64_t units = work.column_units(), unit = work.column_unit();
   const std::int64_t block = work.block_rows(parts);
-  const Scratch s(work, scratch);
+  const Scratch<Terms> s(work, scratch);
   for (std::int64_t i = begin, next; i < end; i = next) {
     next = std::min(end, (i / units + 1) * units);
     const std::int64_t row = i / units * block, rows = std::min(block, work.d.rows - row);
@@ -204,26 +152,29 @@ HWY_NOINLINE void SumGroups(const WeightDesc& part, const std::uint8_t* panel, c
 }
 
 // Groups of inputs [first, first + count) of some panels.
-void GridBlock(const Work& work, const Op::Args& a, const Scratch& s, std::int64_t first_panel,
-               std::int64_t panels, std::int64_t first, std::int64_t count) {
+template <class Terms>
+void GridBlock(const Work& work, const Op::Args& a, const Scratch<Terms>& s,
+               std::int64_t first_panel, std::int64_t panels, std::int64_t first,
+               std::int64_t count) {
   const WeightDesc& w = work.d.weights;
   const std::int64_t n = first_panel * kPanelRows;
   const std::int64_t outputs = std::min(panels * kPanelRows, w.outputs - n);
   const std::int64_t x_stride = a.x.row_stride(), y_stride = a.d_y.row_stride();
-  for (std::int64_t m = 0; m < work.d.rows; m += Work::kDepth) {
-    const std::int64_t depth = std::min(Work::kDepth, work.d.rows - m);
+  constexpr std::int64_t kDepth = Work::kDepth * Terms::kPerWord;
+  for (std::int64_t m = 0; m < work.d.rows; m += kDepth) {
+    const std::int64_t depth = std::min(kDepth, work.d.rows - m);
     for (std::int64_t k = 0; k < count; k += Work::kStrip)
-      tile::LoadAs(a.x.as<float>() + m * x_stride + first + k, x_stride, depth,
-                   std::min(Work::kStrip, count - k), s.left + k * Work::kDepth, Work::kStrip);
+      Terms::FromRows(a.x.as<float>() + m * x_stride + first + k, x_stride, depth,
+                      std::min(Work::kStrip, count - k), s.left + k * Work::kDepth, Work::kStrip);
     for (std::int64_t j = 0; j < outputs; j += kTileColumns) {
       const std::int64_t width = std::min(kTileColumns, outputs - j);
-      float* right = s.right + j * Work::kDepth;
-      tile::LoadAs(a.d_y.as<float>() + m * y_stride + n + j, y_stride, depth, width, right,
-                   kTileColumns);
+      auto* right = s.right + j * Work::kDepth;
+      Terms::FromRows(a.d_y.as<float>() + m * y_stride + n + j, y_stride, depth, width, right,
+                      kTileColumns);
       for (std::int64_t k = 0; k < count; k += Work::kStrip)
-        matmul::Multiply(std::min(Work::kStrip, count - k), width, depth,
-                         {s.left + k * Work::kDepth, 1, Work::kStrip}, right, kTileColumns,
-                         s.sums + j * work.inputs() + k * kTileColumns, kTileColumns, m > 0);
+        Terms::MultiplyStrip(std::min(Work::kStrip, count - k), width, WordsOf<Terms>(depth),
+                             s.left + k * Work::kDepth, right,
+                             s.sums + j * work.inputs() + k * kTileColumns, m > 0);
     }
   }
   if (work.d.rows == 0) std::fill_n(s.sums, work.sums(), 0.0f);
@@ -245,11 +196,12 @@ void GridBlock(const Work& work, const Op::Args& a, const Scratch& s, std::int64
 }
 
 // Items [begin, end): each is a panel's share of one of `parts` of the groups.
-void RunGrids(const Work& work, const Op::Args& a, std::int64_t parts, std::uint8_t* scratch,
-              std::int64_t begin, std::int64_t end) {
+template <class Terms>
+void GridBlocks(const Work& work, const Op::Args& a, std::int64_t parts, std::uint8_t* scratch,
+                std::int64_t begin, std::int64_t end) {
   const WeightDesc& w = work.d.weights;
   const std::int64_t panels = w.panels(), groups = w.groups();
-  const Scratch s(work, scratch);
+  const Scratch<Terms> s(work, scratch);
   for (std::int64_t i = begin, next; i < end; i = next) {
     const std::int64_t part = i / panels;
     next = std::min({end, (part + 1) * panels, i + Work::kPanels});
@@ -257,6 +209,22 @@ void RunGrids(const Work& work, const Op::Args& a, std::int64_t parts, std::uint
     for (std::int64_t k = groups * part / parts * w.group_size; k < last; k += Work::kInputs)
       GridBlock(work, a, s, i % panels, next - i, k, std::min(Work::kInputs, last - k));
   }
+}
+
+// ---- both, of the terms that `work` names ----
+
+void RunInputs(const Work& work, const Op::Args& a, std::int64_t parts, std::uint8_t* scratch,
+               std::int64_t begin, std::int64_t end) {
+  WithTerms(work, [&]<class Terms>(Type<Terms>) {
+    InputBlocks<Terms>(work, a, parts, scratch, begin, end);
+  });
+}
+
+void RunGrids(const Work& work, const Op::Args& a, std::int64_t parts, std::uint8_t* scratch,
+              std::int64_t begin, std::int64_t end) {
+  WithTerms(work, [&]<class Terms>(Type<Terms>) {
+    GridBlocks<Terms>(work, a, parts, scratch, begin, end);
+  });
 }
 
 }  // namespace
@@ -274,12 +242,14 @@ using Work = matmul::BackwardWork;
 BITTERN_EXPORT(RunInputs);
 BITTERN_EXPORT(RunGrids);
 
+template <bool kPairs>
 std::size_t workspace(const Op::Desc& d, Device) {
-  return static_cast<std::size_t>(std::max(num_threads(), 1) * Work(d).slot_bytes());
+  return static_cast<std::size_t>(std::max(num_threads(), 1) * Work(d, kPairs).slot_bytes());
 }
 
+template <bool kPairs>
 Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
-  const Work work(d);
+  const Work work(d, kPairs);
   const WeightDesc& w = d.weights;
   auto* scratch = static_cast<std::uint8_t*>(workspace.data);
   std::int64_t slots = static_cast<std::int64_t>(workspace.bytes) / work.slot_bytes();
@@ -313,7 +283,29 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream, Workspace workspace) {
   return {};
 }
 
-constexpr Kernel<Op> kKernels[] = {cpu::exact_kernel<Op>(run, workspace)};
+// Rounding a factor to bf16 changes a term by 2^-8 of itself, both by r = 2^-7 + 2^-16. A sum of n
+// terms in f32 is off by n 2^-24 of the sum of their magnitudes, in the kernel's order as in the
+// contract's; in d_scales and d_biases n counts those of dw and of the group.
+PrecisionGuarantee bf16_guarantee(const Op::Desc& d) {
+  constexpr double kRounding = 0x1p-7 + 0x1p-16;
+  const WeightDesc& w = d.weights;
+  const std::int64_t terms = std::max(w.outputs, w.affine() ? d.rows + w.group_size : 0);
+  return {.math_precision = DType::bf16,
+          .accumulator = DType::f32,
+          .same_bits_on_all_backends = false,
+          .error_norm = ErrorNorm::terms,
+          .error_bound = kRounding + (1 + kRounding) * static_cast<double>(terms + 8) * 0x1p-23};
+}
+
+constexpr Kernel<Op> kKernels[] = {
+    {.name = "cpu_bf16",
+     .backend = "cpu",
+     .weaker = bf16_guarantee,
+     .supports = [](const Op::Desc&, Device) { return cpu::bf16_supported(); },
+     .workspace = workspace<true>,
+     .architecture = cpu::architecture,
+     .run = run<true>},
+    cpu::exact_kernel<Op>(run<false>, workspace<false>)};
 
 }  // namespace
 

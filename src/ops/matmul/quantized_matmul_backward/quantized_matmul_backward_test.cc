@@ -1,6 +1,7 @@
 #include <cmath>
 #include <limits>
 
+#include "cpu/bf16.h"
 #include "ops/matmul/matmul_aims.h"
 #include "oracle/op_test.h"
 #include "oracle/oracle_test.h"
@@ -16,6 +17,13 @@ using Op = QuantizedMatmulBackward;
 
 TEST(QuantizedMatmulBackward, MatchesRefEverywhere) {
   oracle::expect_parity("quantized_matmul_backward");
+}
+
+// Those of this machine; numbers of few bits are exact in all.
+std::vector<std::string_view> kernels() {
+  std::vector<std::string_view> names(std::begin(kBothKernels), std::end(kBothKernels));
+  if (cpu::has_bf16()) names.push_back("cpu_bf16");
+  return names;
 }
 
 // Affine weights as stored, with their gradients.
@@ -67,8 +75,8 @@ TEST(QuantizedMatmulBackward, OneGroupByHand) {
     p.x[k] = 1;
     p.x[32 + k] = static_cast<float>(k);
   }
-  for (const auto kernel : kBothKernels) {
-    expect_ok(run_op<Op>(p.d, p.args(), kernel));
+  for (const auto kernel : kernels()) {
+    expect_ok(run_op<Op>(p.d, p.args(), kernel, Preference::fastest));
     for (std::size_t k = 0; k < 32; ++k) {
       const float code = static_cast<float>(k % 16), w0 = 0.5f * code - 2, w1 = 2 * code + 1;
       EXPECT_EQ(p.d_x[k], w0 + 2 * w1);
@@ -183,13 +191,13 @@ TEST(QuantizedMatmulBackward, BlockGradientsAreThePlainProduct) {
 
 TEST(QuantizedMatmulBackward, WhatIsNotFiniteStaysInItsRowAndColumn) {
   const float inf = std::numeric_limits<float>::infinity();
-  for (const auto kernel : kBothKernels) {
+  for (const auto kernel : kernels()) {
     Affine p(7, {.outputs = 20, .inputs = 128, .scale_element = DType::f32});
     for (auto* v : {&p.d_y, &p.x, &p.scales, &p.biases}) std::fill(v->begin(), v->end(), 1.0f);
     for (std::uint32_t& word : p.packed) word = 0x11111111u;
     p.d_y[2 * 20 + 17] = std::nanf("");
     p.x[4 * 128 + 70] = -inf;
-    expect_ok(run_op<Op>(p.d, p.args(), kernel));
+    expect_ok(run_op<Op>(p.d, p.args(), kernel, Preference::fastest));
     for (std::size_t m = 0; m < 7; ++m) {
       for (std::size_t k = 0; k < 128; ++k)
         EXPECT_EQ(std::isnan(p.d_x[m * 128 + k]), m == 2) << m << " " << k;
@@ -208,16 +216,68 @@ TEST(QuantizedMatmulBackward, WhatIsNotFiniteStaysInItsRowAndColumn) {
   }
 }
 
+TEST(QuantizedMatmulBackward, Bf16ProductsByHand) {
+  if (!cpu::has_bf16()) GTEST_SKIP() << cpu::bf16_supported().message();
+  for (const std::int64_t rows : {1, 2, 3, 33}) {
+    Affine p(rows, kTwoRows);
+    p.d.weights.outputs = 1;
+    std::fill(p.packed.begin(), p.packed.end(), 0x33333333u);
+    p.scales = {1 + 0x1p-9f, 0};  // w is 3 + 2^-8 (1 + 1/2), which rounds to 3
+    std::fill(p.d_y.begin(), p.d_y.end(), 1 + 0x1p-8f);           // a tie, to even: 1
+    std::fill(p.x.begin(), p.x.end(), 1 + 0x1.8p-7f - 0x1p-20f);  // below one: 1 + 2^-7
+    const auto run = [&] { expect_ok(run_op<Op>(p.d, p.args(), "cpu_bf16", Preference::fastest)); };
+    const auto expect = [&](float d_x, float dw) {
+      EXPECT_EQ(p.d_x[0], d_x);
+      EXPECT_EQ(p.d_scales[0], 3 * 32 * dw);
+      EXPECT_EQ(p.d_biases[0], 32 * dw);
+    };
+    const auto all = static_cast<float>(rows);
+    run();
+    expect(3, all * (1 + 0x1p-7f));
+    p.d_y[0] = 0x1p-130f;  // counts as 0
+    run();
+    expect(0, (all - 1) * (1 + 0x1p-7f));
+    p.d_y[0] = std::nanf("");
+    run();
+    EXPECT_TRUE(std::isnan(p.d_x[0]) && std::isnan(p.d_scales[0]) && std::isnan(p.d_biases[0]));
+    if (rows > 1) EXPECT_EQ(p.d_x[32], 3);
+  }
+}
+
+TEST(QuantizedMatmulBackward, Bf16ProductsAreForTheFastestPreference) {
+  QuantizedMatmulBackwardDesc d{512, {.outputs = 512, .inputs = 64}};
+  const auto exact = Plan<Op>::select(d);
+  ASSERT_TRUE(exact.ok());
+  EXPECT_NE(exact->sku().kernel, "cpu_bf16");
+  EXPECT_EQ(exact->precision_guarantee().error_norm, ErrorNorm::exact);
+  if (!cpu::has_bf16()) GTEST_SKIP() << cpu::bf16_supported().message();
+  const auto select = [&] { return Plan<Op>::select(d, {}, Preference::fastest); };
+  ASSERT_TRUE(select().ok());
+  EXPECT_EQ(select()->sku().kernel, "cpu_bf16");
+  const double rounding = 0x1p-7 + 0x1p-16;
+  const auto bound = [&](int terms) { return rounding + (1 + rounding) * (terms + 8) * 0x1p-23; };
+  EXPECT_EQ(select()->precision_guarantee().error_norm, ErrorNorm::terms);
+  EXPECT_EQ(select()->precision_guarantee().error_bound, bound(576));
+  d.weights.outputs = 600;
+  EXPECT_EQ(select()->precision_guarantee().error_bound, bound(600));
+  cpu::force_isa(cpu::Isa::avx2);
+  const auto refused = Plan<Op>::select(d, {}, Preference::fastest, "cpu_bf16");
+  cpu::force_isa(cpu::Isa::none);
+  expect_error(refused.status(), Code::unsupported,
+               "quantized_matmul_backward: no kernel on cpu named cpu_bf16: cpu_bf16: needs "
+               "AVX512_BF16 and the target AVX3_DL, got AVX2;");
+}
+
 TEST(QuantizedMatmulBackward, EmptySumsAreZero) {
-  for (const auto kernel : kBothKernels) {
+  for (const auto kernel : kernels()) {
     Affine none(0, kTwoRows);
-    expect_ok(run_op<Op>(none.d, none.args(), kernel));
+    expect_ok(run_op<Op>(none.d, none.args(), kernel, Preference::fastest));
     EXPECT_EQ(none.d_scales, std::vector<float>(2));
     EXPECT_EQ(none.d_biases, std::vector<float>(2));
     WeightDesc w = kTwoRows;
     w.outputs = 0;
     Affine rows(3, w);
-    expect_ok(run_op<Op>(rows.d, rows.args(), kernel));
+    expect_ok(run_op<Op>(rows.d, rows.args(), kernel, Preference::fastest));
     EXPECT_EQ(rows.d_x, std::vector<float>(96));
   }
 }

@@ -5,8 +5,9 @@
 //   dw^T = x^T d_y      the terms are rows: a block of dw^T, some inputs by some panels of outputs,
 //                       is summed over all rows, and then over its groups
 //
-// Both are made of cpu/matmul-inl.h's tiles. A block's operands are copied to scratch of the L2's
-// size, where what a tile reads lies together.
+// Both are made of tiles: cpu/matmul-inl.h's, of floats, or cpu/bf16-inl.h's, of pairs of bf16. A
+// block's operands are copied to scratch of the L2's size, as words of one term or of two, where
+// what a tile reads lies together.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -17,15 +18,17 @@
 namespace bittern::matmul {
 
 struct BackwardWork {
-  explicit BackwardWork(const QuantizedMatmulBackwardDesc& desc) : d(desc) {}
+  BackwardWork(const QuantizedMatmulBackwardDesc& desc, bool of_pairs) : d(desc), pairs(of_pairs) {}
 
-  static constexpr std::int64_t kDepth = 192;                      // terms that are added at once
+  static constexpr std::int64_t kDepth = 192;  // words of terms that are added at once
   static constexpr std::int64_t kRows = 516, kColumns = 512;       // of a block of d_x
   static constexpr std::int64_t kInputs = 768, kPanels = 16;       // of a block of dw^T
   static constexpr std::int64_t kTileRows = 6, kTileColumns = 64;  // of a tile, at most
-  // Between rows of d_y in a left operand, so that they do not share sets of the cache; inputs of
-  // x that lie together in one, so that a tile's are in few pages.
+  // Between rows of d_y in a left operand of floats, so that they do not share sets of the cache;
+  // inputs of x, or rows of pairs of d_y, that lie together in one, so that a tile's are in few
+  // pages.
   static constexpr std::int64_t kPad = 16, kStrip = 48;
+  static_assert(kRows * kPad <= kDepth * kStrip);
 
   // Rows that are worth expanding W for once more.
   static constexpr std::int64_t kLeastRows = 96;
@@ -52,10 +55,8 @@ struct BackwardWork {
   }
   std::int64_t outputs() const { return std::min(kPanels, d.weights.panels()) * kLanes; }
 
-  // Floats of a thread: the operands of its tiles, and the sums of a block.
-  std::int64_t left() const {
-    return std::max(rows() * (kDepth + kPad), kDepth * (inputs() + kStrip));
-  }
+  // Words of a thread: the operands of its tiles, and the sums of a block.
+  std::int64_t left() const { return kDepth * (std::max(rows(), inputs()) + kStrip); }
   std::int64_t right() const { return kDepth * std::max(columns(), lines(outputs())); }
   std::int64_t sums() const { return std::max(inputs() * lines(outputs()), rows() * columns()); }
   std::int64_t repacked_bytes() const {
@@ -70,6 +71,7 @@ struct BackwardWork {
   }
 
   QuantizedMatmulBackwardDesc d;
+  bool pairs;  // whether words are pairs of bf16
 
  private:
   // Whole lines of bytes, and whole tiles of columns.
