@@ -114,13 +114,16 @@ HWY_INLINE void Tile(std::int64_t count, const Left& a, const Right& b, const fl
   });
 }
 
-// f(first row, number of rows as a constant) for tiles that cover [0, rows), of kRows at most.
+// f(first row, number of rows as a constant) for tiles that cover [0, rows).
 inline constexpr int kTileRows = 8, kTileVectors = 2;
-template <int kRows = kTileRows, class F>
+template <class F>
 HWY_INLINE void ForTiles(std::int64_t rows, F&& f) {
   std::int64_t i = 0;
-  for (; i + kRows <= rows; i += kRows) f(i, std::integral_constant<int, kRows>());
-  for (; i + 4 <= rows; i += 4) f(i, std::integral_constant<int, 4>());
+  for (; i + kTileRows <= rows; i += kTileRows) f(i, std::integral_constant<int, kTileRows>());
+  if (i + 4 <= rows) {
+    f(i, std::integral_constant<int, 4>());
+    i += 4;
+  }
   if (i + 2 <= rows) {
     f(i, std::integral_constant<int, 2>());
     i += 2;
@@ -128,26 +131,24 @@ HWY_INLINE void ForTiles(std::int64_t rows, F&& f) {
   if (i < rows) f(i, std::integral_constant<int, 1>());
 }
 
-template <int kRows, int kVectors>
+template <int kVectors>
 HWY_NOINLINE void MultiplyColumns(std::int64_t rows, std::int64_t count, const Left& a,
                                   const Right& b, const float* factor, float* c,
                                   std::int64_t c_stride) {
-  ForTiles<kRows>(rows, [&](std::int64_t i, auto tile) BITTERN_INLINE_LAMBDA {
+  ForTiles(rows, [&](std::int64_t i, auto tile) BITTERN_INLINE_LAMBDA {
     Tile<tile, kVectors>(count, {a.data + i, a.step}, b, factor, c + i * c_stride, c_stride);
   });
 }
 
 // c[rows, columns] = *factor c + a b, with sums over `count` pairs; factor null: c = a b. Columns
-// of b and c are read and written in whole vectors. A tile of kRows rows and kVectors vectors of c
-// is kept in registers.
-template <int kRows = kTileRows, int kVectors = kTileVectors>
-void Multiply(std::int64_t rows, std::int64_t columns, std::int64_t count, const Left& a,
-              const Right& b, const float* factor, float* c, std::int64_t c_stride) {
+// of b and c are read and written in whole vectors.
+inline void Multiply(std::int64_t rows, std::int64_t columns, std::int64_t count, const Left& a,
+                     const Right& b, const float* factor, float* c, std::int64_t c_stride) {
   std::int64_t j = 0;
-  for (; j + kVectors * kLanes < columns + kLanes; j += kVectors * kLanes)
-    MultiplyColumns<kRows, kVectors>(rows, count, a, {b.data + j, b.step}, factor, c + j, c_stride);
-  for (; j < columns; j += kLanes)
-    MultiplyColumns<kRows, 1>(rows, count, a, {b.data + j, b.step}, factor, c + j, c_stride);
+  for (; j + kTileVectors * kLanes < columns + kLanes; j += kTileVectors * kLanes)
+    MultiplyColumns<kTileVectors>(rows, count, a, {b.data + j, b.step}, factor, c + j, c_stride);
+  if (j < columns)
+    MultiplyColumns<1>(rows, count, a, {b.data + j, b.step}, factor, c + j, c_stride);
 }
 
 }  // namespace pairs

@@ -177,8 +177,8 @@ struct Pairs {
   static void MultiplyStrip(std::int64_t rows, std::int64_t width, std::int64_t words,
                             const Word* left, const Word* right, float* sums, bool onto) {
     constexpr float kOne = 1;
-    pairs::Multiply<12, 2>(rows, width, words, {left, Work::kStrip}, {right, kTileColumns},
-                           onto ? &kOne : nullptr, sums, kTileColumns);
+    pairs::Multiply(rows, width, words, {left, Work::kStrip}, {right, kTileColumns},
+                    onto ? &kOne : nullptr, sums, kTileColumns);
   }
 
  private:

@@ -240,7 +240,9 @@ TEST(QuantizedMatmulBackward, Bf16ProductsByHand) {
     p.d_y[0] = std::nanf("");
     run();
     EXPECT_TRUE(std::isnan(p.d_x[0]) && std::isnan(p.d_scales[0]) && std::isnan(p.d_biases[0]));
-    if (rows > 1) EXPECT_EQ(p.d_x[32], 3);
+    if (rows > 1) {
+      EXPECT_EQ(p.d_x[32], 3);
+    }
   }
 }
 
@@ -266,6 +268,23 @@ TEST(QuantizedMatmulBackward, Bf16ProductsAreForTheFastestPreference) {
   expect_error(refused.status(), Code::unsupported,
                "quantized_matmul_backward: no kernel on cpu named cpu_bf16: cpu_bf16: needs "
                "AVX512_BF16 and the target AVX3_DL, got AVX2;");
+}
+
+// An odd number of outputs: the row that the last pair lacks is in the panel, with any bytes.
+TEST(QuantizedMatmulBackward, RowsThatAPanelLacksAreNotRead) {
+  constexpr std::int64_t kInputs = 33;
+  QuantizedMatmulBackwardDesc d{2, {.outputs = 3, .inputs = kInputs, .type = WeightType::f32}};
+  d.weights.layout = WeightLayout::panels;
+  std::vector<float> panel(kInputs * 16, std::nanf("")), d_y(2 * 3, 1), d_x(2 * kInputs);
+  for (std::size_t k = 0; k < kInputs; ++k) std::fill_n(panel.begin() + k * 16, 3, 1.0f);
+  Op::Args a;
+  a.d_y = view(std::as_const(d_y).data(), d.y_shape());
+  a.panels = view(reinterpret_cast<const std::uint8_t*>(panel.data()), d.weights.panel_shape());
+  a.d_x = view(d_x.data(), d.x_shape());
+  for (const auto kernel : kernels()) {
+    expect_ok(run_op<Op>(d, a, kernel, Preference::fastest));
+    EXPECT_EQ(d_x, std::vector<float>(d_x.size(), 3)) << kernel;
+  }
 }
 
 TEST(QuantizedMatmulBackward, EmptySumsAreZero) {
