@@ -10,7 +10,7 @@
 //   pairs     for every 2 inputs, a word of 2 bf16 for each row; 0 follows an odd last one
 //
 // Panels of floats and pairs are expanded slab by slab, some at a time. Pairs of a slab stay in the
-// L2, and a tile's part of x in the L1 while it meets all of them.
+// L2, and a tile's part of x stays in the L1 while it meets all of them.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -79,8 +79,7 @@ struct Work {
   std::int64_t slab() const {
     const std::int64_t step =
         d.weights.plain() ? 1 : panel_format(d.weights).unit * panel_format(d.weights).together;
-    const std::int64_t most = few ? 128 : terms == Terms::pairs ? kPairSlab : kSlab;
-    return std::max(step, most / step * step);
+    return std::max(step, (few ? std::int64_t{128} : kSlab) / step * step);
   }
 
   // Of a thread.
@@ -103,7 +102,7 @@ struct Work {
   static constexpr std::int64_t kCodeBytes = 512 << 10;  // of x's codes in a block
   static constexpr std::int64_t kPairBytes = 8 << 20;    // of x's pairs in a block
   static constexpr std::int64_t kFloatRows = 132;
-  static constexpr std::int64_t kSlab = 1024, kPairSlab = 512;  // inputs; even
+  static constexpr std::int64_t kSlab = 1024;  // inputs; even
 
   QuantizedMatmulDesc d;
   Terms terms;
