@@ -114,7 +114,8 @@ def gemm_rates(threads):
     """Multiply-adds a second by dtype, as bittern bench measures them."""
     args = [COMMAND, "bench", "gdn_chunk_forward", "--repeat", "3", "--threads", str(threads)]
     text = subprocess.run(args, check=True, capture_output=True, text=True).stdout
-    return {dtype: float(rate) * 1e9 / 2 for dtype, rate in re.findall(r"GEMM (f32|bf16) ([\d.]+)", text)}
+    rates = re.search(r"GEMM (.*) GFLOP", text)[1]
+    return {dtype: float(rate) * 1e9 / 2 for dtype, rate in re.findall(r"(\w+) ([\d.]+)", rates)}
 
 
 def main():
