@@ -51,6 +51,7 @@ std::vector<GdnDesc> gdn_chunk_backward_bounded_cases(bool on_cuda) {
     }
   };
   add({.tokens = 70}, DType::bf16);
+  add({.batch = 0, .tokens = 70}, DType::bf16);
   add({.tokens = 150, .key_heads = 2, .value_heads = 6, .sequences = 4}, DType::bf16);
   add({.batch = 2, .tokens = 130, .value_heads = 2}, DType::f16);
   for (const std::int64_t keys : {64, 128})

@@ -61,6 +61,7 @@ std::vector<GdnDesc> gdn_chunk_forward_bounded_cases(bool on_cuda) {
   // What tensor cores take: chunks of 64, keys of 64 and 128, values in groups of 64.
   if (!on_cuda) return cases;
   add({.tokens = 70});
+  add({.batch = 0, .tokens = 70});
   for (const std::int64_t keys : {64, 128})
     for (const std::int64_t values : {64, 128, 192, 256})
       if (keys < 128 || values != 128) add({.tokens = 140, .key_dim = keys, .value_dim = values});
