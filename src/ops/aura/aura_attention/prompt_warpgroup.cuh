@@ -779,10 +779,14 @@ class PromptQueries {
     float most[2] = {kLowest, kLowest};
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], s_[i]);
-    const bool raised = __any_sync(cuda::kAllLanes,
-                                   most[0] > reference_[0] + 1 || most[1] > reference_[1] + 1) != 0;
+    const auto base = [&](int d) { return reference_[d] - kHeadroom; };
+    // A weight is exp2(s - base) ratio with ratio < 2. As subtraction keeps the order of its
+    // operands, it is below 2^14.999 * 2 = 65491, however far it rounds; f16 has numbers up to
+    // 65504.
+    constexpr float kMostAbove = 14.999f;
+    const bool raised = __any_sync(cuda::kAllLanes, most[0] - base(0) > kMostAbove ||
+                                                        most[1] - base(1) > kMostAbove) != 0;
     if (raised) raise(most);
-    const float base[2] = {reference_[0] - kHeadroom, reference_[1] - kHeadroom};
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       const float2 ratio = two_of(scales.ratio, t), back = two_of(scales.back, t);
@@ -791,7 +795,7 @@ class PromptQueries {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& w = s_[4 * t + 2 * d + i];
-          w = cuda::approximate_exp2(w - base[d]);
+          w = cuda::approximate_exp2(w - base(d));
           l_[d] = fmaf(w, i == 0 ? back.x : back.y, l_[d]);
           w *= i == 0 ? ratio.x : ratio.y;
           if (!all && (unseen[d] >> (2 * t + i) & 1) != 0) w = 0;  // whatever the ratio is
