@@ -83,7 +83,9 @@ Status supports_decode(const Op::Desc& d, Device device) {
   if (cuda::limits(device.index).capability < 90)
     return unsupported("device: " + std::string(cuda::architecture(device)) +
                        ", expected sm_90 or later");
-  return visit_shape(d, []<class Shape>(Shape) { return Status(); });
+  return visit_shape(d, [&]<class Shape>(Shape) {
+    return cuda::needs_shared(device, attend::kDecodeShared<Shape>);
+  });
 }
 
 // Codes and scales are read 16 bytes at a time: whole tiles of a page or a KV head.

@@ -61,6 +61,20 @@ TEST(AuraAttention, CudaRunsRepeatEachOther) {
   }
 }
 
+// Later devices have the instructions of sm_90, but some have less shared memory.
+TEST(AuraAttention, CudaRunsWhatItSelects) {
+  BITTERN_NEEDS_CUDA();
+  for (const Desc& d : {kDecoding, kPrompt}) {
+    const auto plan = fastest(d);
+    ASSERT_TRUE(plan.ok()) << plan.status().message();
+    auto p = oracle::make_problem<Op>(d, 3, {.left_out = ~0});
+    expect_ok(run(*plan, p));
+    if (is_emulated() && plan->sku().architecture == "sm_120") {
+      EXPECT_EQ(plan->sku().kernel, "cuda");
+    }
+  }
+}
+
 TEST(AuraAttention, TensorCoresTakeOneQueryAndNothingUnasked) {
   BITTERN_NEEDS_TENSOR_KERNEL();
   const auto exact = Plan<Op>::select(kDecoding, kDevice);

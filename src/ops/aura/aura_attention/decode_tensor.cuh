@@ -982,13 +982,16 @@ Status run_merge(const Problem& p, const DecodeCut& cut, int device, Stream stre
 }
 
 template <class Shape>
+inline constexpr std::size_t kDecodeShared =
+    Shape::kTable + Shape::kCodebooks + kDecodeTeams * (Shape::kRing + sizeof(DecodeShared<Shape>));
+
+template <class Shape>
 Status run_decode(const Problem& p, const DecodeCut& cut, int device, Stream stream) {
   const std::int64_t items = p.d.sequences * p.d.kv_heads * cut.splits;
   const cuda::Grid grid{
       .blocks = std::min<std::int64_t>(items, cuda::limits(device).multiprocessors),
       .threads = Shape::kThreads,
-      .shared = Shape::kTable + Shape::kCodebooks +
-                kDecodeTeams * (Shape::kRing + sizeof(DecodeShared<Shape>))};
+      .shared = kDecodeShared<Shape>};
   BITTERN_TRY(cuda::launch(Op::kName, decode_splits<Shape>, grid, device, stream, p, cut));
   if (cut.partials == nullptr) return {};
   return p.d.sequences * p.d.heads <= 2 * cuda::limits(device).multiprocessors
