@@ -54,10 +54,8 @@ std::vector<GdnDesc> gdn_chunk_backward_bounded_cases(bool on_cuda) {
   add({.batch = 0, .tokens = 70}, DType::bf16);
   add({.tokens = 150, .key_heads = 2, .value_heads = 6, .sequences = 4}, DType::bf16);
   add({.batch = 2, .tokens = 130, .value_heads = 2}, DType::f16);
-  for (const std::int64_t keys : {64, 128})
-    for (const std::int64_t values : {64, 128, 192, 256})
-      if (keys < 128 || values != 128)
-        add({.tokens = 140, .key_dim = keys, .value_dim = values}, DType::bf16);
+  for (const auto& [keys, values] : gdn_tensor_core_sizes())
+    add({.tokens = 140, .key_dim = keys, .value_dim = values}, DType::bf16);
   add({.tokens = 150,
        .key_heads = 2,
        .value_heads = 4,

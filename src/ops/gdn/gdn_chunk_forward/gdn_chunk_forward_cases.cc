@@ -62,9 +62,8 @@ std::vector<GdnDesc> gdn_chunk_forward_bounded_cases(bool on_cuda) {
   if (!on_cuda) return cases;
   add({.tokens = 70});
   add({.batch = 0, .tokens = 70});
-  for (const std::int64_t keys : {64, 128})
-    for (const std::int64_t values : {64, 128, 192, 256})
-      if (keys < 128 || values != 128) add({.tokens = 140, .key_dim = keys, .value_dim = values});
+  for (const auto& [keys, values] : gdn_tensor_core_sizes())
+    add({.tokens = 140, .key_dim = keys, .value_dim = values});
   add({.tokens = 250, .value_dim = 256});
   add({.tokens = 200,
        .key_heads = 1,
