@@ -286,7 +286,7 @@ class RuleBound {
     }
     limit(y_sizes), limit(r);
     const Matrix pt = p * t;
-    // T's rounding: P T does not take it on, but P and T do one after the other.
+    // T's rounding reaches o as P (dT side), so |P| |T| bounds it, not |P T|.
     const Matrix of_t = sizes(t) * made(rows, width, [&](auto i, auto c) {
                           const double side = size_of_factor(at(v_, i)[index(c)]) +
                                               size_of_factor(at(e, i)) * seen(i, c);
