@@ -1708,11 +1708,14 @@ def aura_attention(
       out_j is off by at most e (L_j + N sum_i |P_v|_ij + (1 + S / 16) A_j), and one ulp of an f16 or
              bf16 element.
 
-    Kernels cuda_tensor (CUDA, Preference::fastest: 1 query, at most 8 query heads to a KV head) and
-    cuda_wgmma (sm_90a: more queries, no dense rotation), both of dim 64, 80, 96, 128, 192 or 256,
+    Kernels cuda_tensor and cuda_wgmma (CUDA, Preference::fastest, dim 64, 80, 96, 128, 192 or 256)
     take r, c, w and y in f16, each divided by a power of two, and add their products in f32.
-    cuda_wgmma does the same with q, k_t, w and v_t of first and recent tokens. The bound is that of
-    cpu_int8 with e = 1 / 1000, and first and recent tokens are treated like coded ones:
+    cuda_wgmma does the same with q, k_t, w and v_t of first and recent tokens. cuda_tensor (sm_90 or
+    later, with the shared memory that the shape needs) has 1 query, at most 8 query heads to a KV
+    head, k_bits / v_bits 2/2, 3/2, 3/3, 4/2, 4/3, 4/4, 8/4 or 8/8, capacity and page_size in
+    multiples of 16, and first + recent <= 1024. cuda_wgmma (sm_90a) has more queries and no dense
+    rotation. The bound is that of cpu_int8 with e = 1 / 1000, and first and recent tokens are
+    treated like coded ones:
 
       X_t  also has K_t sum|a_j| / 2 + A sum|k_tj| / 2 + (1.1 + dim / 4096) dim A K_t, where
            A = max|a_j| and K_t = max|k_tj|
@@ -2163,15 +2166,16 @@ def gdn_chunk_backward(
     e^(G[last] - G[i]) y[i], b[i] r[i] and e[i] d_o[i] on their way into S and H; DP and X. k and q
     enter as they are, and norms and scale go to the other side. d_v, r . v and <S, H> are made of
     the rounded ones, too. Its ErrorNorm is `terms`, and error_bound is b = 2^-7 + 2^-11. S, y and
-    the sums D and Y are those of gdn_chunk_forward.h for the kernel of that name, without its Z;
-    with its letters, and ' as there, let
+    the sums D and Y are those of gdn_chunk_forward.h for the kernel of that name; with its letters,
+    and ' as there, let
 
       F_c     what a change of H before a later chunk c has become after this one: every chunk in
               between makes e^G[last] F_c - K^T B T^T W K F_c of it
       D_h     = the sum over c of |F_c| N_c;                         H' = |H| + b D_h
       R_h     = (W |K| H' + |P|^T |d_o|) 3 / 2 + C^T |d_o| / 64 + A^T r' / 64
       D_r     = |T|^T R_h + the sum over c of |T^T W K F_c| N_c;     r' = |r| + b D_r
-      N       = |K|^T |B| r' / 2 + |Q|^T E |d_o| / 2 + e^G[last] H' / 64 + |K^T B T^T| R_h
+      Z_h     = |T|^T (W |K| H' + |P|^T |d_o|) / 2, for T's rounding
+      N       = |K|^T |B| (r' / 2 + Z_h) + |Q|^T E |d_o| / 2 + e^G[last] H' / 64 + |K^T B T^T| R_h
 
     Then H, also as d_initial_state, is off by at most b D_h, and r by b D_r. Rounded, x in S, H, y,
     r is off by b U(x), U(x) = D(x) + x' / 2. A product of two such is off by b (U(x) y' + x' U(y) +

@@ -240,6 +240,13 @@ Status needs_warpgroups(Device device) {
 #endif
 }
 
+Status needs_shared(Device device, std::size_t bytes) {
+  const std::size_t has = limits(device.index).shared_per_block;
+  if (bytes <= has) return {};
+  return unsupported("device: " + std::to_string(has) +
+                     " bytes of shared memory a block, expected " + std::to_string(bytes));
+}
+
 Status starts_aligned(const char* operand, const void* data, std::size_t bytes) {
   const std::uintptr_t off = reinterpret_cast<std::uintptr_t>(data) % bytes;
   if (off == 0) return {};

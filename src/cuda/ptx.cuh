@@ -85,9 +85,10 @@ inline constexpr bool kHasBulkCopies = true;
 inline constexpr bool kHasBulkCopies = false;
 #endif
 
-// What this thread has stored in shared memory, or has seen at a barrier, becomes visible to bulk
-// copies and to the tensor cores; of other threads', a barrier follows. It comes with a MEMBAR,
-// which a thread should not have to wait at that has other copies under way.
+// Makes this thread's stores to shared memory, and stores of others that it has seen at a barrier,
+// visible to bulk copies and to the tensor cores. If other threads start those, a barrier must
+// follow. The fence waits for this thread's loads and copies under way, so a thread that copies
+// should not execute it.
 __device__ inline void fence_shared() {
   if constexpr (kHasBulkCopies) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

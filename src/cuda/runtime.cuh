@@ -132,7 +132,11 @@ const Limits& limits(int device);
 // been compiled.
 Status needs_warpgroups(Device device);
 
-// For Kernel::accepts, of kernels that copy several bytes at a time: an operand's address.
+// Why a kernel may not use `bytes` of shared memory in a block.
+Status needs_shared(Device device, std::size_t bytes);
+
+// For Kernel::accepts, of kernels that copy several bytes at a time. Refuses an operand whose
+// address is not a multiple of `bytes`.
 Status starts_aligned(const char* operand, const void* data, std::size_t bytes = 16);
 // The same of each of its rows.
 Status rows_aligned(const char* operand, const ConstView& view, std::size_t bytes = 16);

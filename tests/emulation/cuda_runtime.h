@@ -96,13 +96,14 @@ struct cudaLaunchConfig_t {
   cudaLaunchAttribute* attrs = nullptr;
   unsigned numAttrs = 0;
 };
+namespace emulation {
+int shared_per_block();
+cudaError_t launch(const cudaLaunchConfig_t& config, std::function<void()> body);
+}  // namespace emulation
+
 template <class Function>
 cudaError_t cudaFuncSetAttribute(Function*, cudaFuncAttribute, int bytes) {
-  return bytes <= 227 << 10 ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-namespace emulation {
-cudaError_t launch(const cudaLaunchConfig_t& config, std::function<void()> body);
+  return bytes <= emulation::shared_per_block() ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 template <class... Parameters, class... Arguments>

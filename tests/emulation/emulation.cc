@@ -267,13 +267,33 @@ void submit(cudaStream_t stream, std::function<void()> work) {
 
 }  // namespace
 
+namespace {
+// BITTERN_EMULATED_CAPABILITY=80: another device than that of sm_90.
+// BITTERN_EMULATED_MULTIPROCESSORS: more of them than the usual few, with which persistent kernels
+// take several rounds.
+int property(const char* variable, int usual) {
+  const char* text = std::getenv(variable);
+  return text != nullptr ? std::atoi(text) : usual;
+}
+int capability() { return property("BITTERN_EMULATED_CAPABILITY", 90); }
+}  // namespace
+
 namespace emulation {
+// As devices have it: 227 KiB where bulk copies and warpgroups are, 163 before that. sm_120 is one
+// of those with 99.
+int shared_per_block() {
+  switch (capability()) {
+    case 80: return 163 << 10;
+    case 120: return 99 << 10;
+    default: return 227 << 10;
+  }
+}
 cudaError_t launch(const cudaLaunchConfig_t& config, std::function<void()> body) {
   const dim3 grid = config.gridDim, shape = config.blockDim;
   const std::size_t shared = config.dynamicSmemBytes;
   const auto threads = static_cast<std::uint64_t>(shape.x) * shape.y * shape.z;
   if (threads == 0 || threads > kMostThreads || grid.x == 0 || grid.x > 0x7fffffff ||
-      grid.y > 65535 || grid.z > 65535 || shared > (227 << 10)) {
+      grid.y > 65535 || grid.z > 65535 || shared > static_cast<std::size_t>(shared_per_block())) {
     return cudaErrorInvalidConfiguration;
   }
   submit(config.stream, [=] { run_grid(grid, shape, shared, body); });
@@ -306,16 +326,6 @@ cudaError_t cudaDriverGetVersion(int* version) {
   *version = 13000;
   return cudaSuccess;
 }
-namespace {
-// BITTERN_EMULATED_CAPABILITY=80: another device than that of sm_90.
-// BITTERN_EMULATED_MULTIPROCESSORS: more of them than the usual few, with which persistent kernels
-// take several rounds.
-int property(const char* variable, int usual) {
-  const char* text = std::getenv(variable);
-  return text != nullptr ? std::atoi(text) : usual;
-}
-int capability() { return property("BITTERN_EMULATED_CAPABILITY", 90); }
-}  // namespace
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
   switch (which) {
     case cudaDevAttrComputeCapabilityMajor: *value = capability() / 10; break;
@@ -323,7 +333,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
     case cudaDevAttrMultiProcessorCount:
       *value = property("BITTERN_EMULATED_MULTIPROCESSORS", 3);
       break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 227 << 10; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = emulation::shared_per_block(); break;
   }
   return cudaSuccess;
 }

@@ -74,11 +74,14 @@
 //   out_j is off by at most e (L_j + N sum_i |P_v|_ij + (1 + S / 16) A_j), and one ulp of an f16 or
 //          bf16 element.
 //
-// Kernels cuda_tensor (CUDA, Preference::fastest: 1 query, at most 8 query heads to a KV head) and
-// cuda_wgmma (sm_90a: more queries, no dense rotation), both of dim 64, 80, 96, 128, 192 or 256,
+// Kernels cuda_tensor and cuda_wgmma (CUDA, Preference::fastest, dim 64, 80, 96, 128, 192 or 256)
 // take r, c, w and y in f16, each divided by a power of two, and add their products in f32.
-// cuda_wgmma does the same with q, k_t, w and v_t of first and recent tokens. The bound is that of
-// cpu_int8 with e = 1 / 1000, and first and recent tokens are treated like coded ones:
+// cuda_wgmma does the same with q, k_t, w and v_t of first and recent tokens. cuda_tensor (sm_90 or
+// later, with the shared memory that the shape needs) has 1 query, at most 8 query heads to a KV
+// head, k_bits / v_bits 2/2, 3/2, 3/3, 4/2, 4/3, 4/4, 8/4 or 8/8, capacity and page_size in
+// multiples of 16, and first + recent <= 1024. cuda_wgmma (sm_90a) has more queries and no dense
+// rotation. The bound is that of cpu_int8 with e = 1 / 1000, and first and recent tokens are
+// treated like coded ones:
 //
 //   X_t  also has K_t sum|a_j| / 2 + A sum|k_tj| / 2 + (1.1 + dim / 4096) dim A K_t, where
 //        A = max|a_j| and K_t = max|k_tj|

@@ -54,15 +54,16 @@
 // e^(G[last] - G[i]) y[i], b[i] r[i] and e[i] d_o[i] on their way into S and H; DP and X. k and q
 // enter as they are, and norms and scale go to the other side. d_v, r . v and <S, H> are made of
 // the rounded ones, too. Its ErrorNorm is `terms`, and error_bound is b = 2^-7 + 2^-11. S, y and
-// the sums D and Y are those of gdn_chunk_forward.h for the kernel of that name, without its Z;
-// with its letters, and ' as there, let
+// the sums D and Y are those of gdn_chunk_forward.h for the kernel of that name; with its letters,
+// and ' as there, let
 //
 //   F_c     what a change of H before a later chunk c has become after this one: every chunk in
 //           between makes e^G[last] F_c - K^T B T^T W K F_c of it
 //   D_h     = the sum over c of |F_c| N_c;                         H' = |H| + b D_h
 //   R_h     = (W |K| H' + |P|^T |d_o|) 3 / 2 + C^T |d_o| / 64 + A^T r' / 64
 //   D_r     = |T|^T R_h + the sum over c of |T^T W K F_c| N_c;     r' = |r| + b D_r
-//   N       = |K|^T |B| r' / 2 + |Q|^T E |d_o| / 2 + e^G[last] H' / 64 + |K^T B T^T| R_h
+//   Z_h     = |T|^T (W |K| H' + |P|^T |d_o|) / 2, for T's rounding
+//   N       = |K|^T |B| (r' / 2 + Z_h) + |Q|^T E |d_o| / 2 + e^G[last] H' / 64 + |K^T B T^T| R_h
 //
 // Then H, also as d_initial_state, is off by at most b D_h, and r by b D_r. Rounded, x in S, H, y,
 // r is off by b U(x), U(x) = D(x) + x' / 2. A product of two such is off by b (U(x) y' + x' U(y) +

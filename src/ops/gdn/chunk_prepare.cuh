@@ -370,7 +370,7 @@ __device__ void join_blocks(const HeadPlaces& at, int square, int first, int col
 }
 
 // The two bands of 8 rows that a warp has, one of them as far from the top as the other from the
-// bottom: together they have alike many columns up to the diagonal in every warp.
+// bottom: so every warp has the same number of columns up to the diagonal.
 __device__ constexpr int band_of(int warp, int down) { return down == 0 ? warp : 7 - warp; }
 
 // A lane's two columns of L and P, from `column` of a tile of 8, in its row of a band. `high` and

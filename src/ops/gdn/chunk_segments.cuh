@@ -53,9 +53,9 @@ struct Segments {
 // As many segments as keep all multiprocessors busy, where that pays for the chain's going twice;
 // `blocks` for each sequence and head. With cu_seqlens, a sequence may have all the tokens.
 inline int segment_count(const GdnDesc& d, int device, std::int64_t blocks) {
-  const std::int64_t chunks = d.chunks(d.tokens);
-  const std::int64_t at_once =
-      cuda::limits(device).multiprocessors / (blocks * d.sequence_count() * d.value_heads);
+  const std::int64_t chunks = d.chunks(d.tokens), heads = d.sequence_count() * d.value_heads;
+  if (heads == 0) return 1;
+  const std::int64_t at_once = cuda::limits(device).multiprocessors / (blocks * heads);
   const auto count = std::min<std::int64_t>({at_once, chunks / kLeastChunks, kMostSegments});
   return count > 2 || (count == 2 && chunks >= kLeastForTwo) ? static_cast<int>(count) : 1;
 }

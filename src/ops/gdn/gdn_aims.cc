@@ -101,22 +101,28 @@ std::vector<BenchCase<GdnDesc>> gdn_chain_bench_cases(const char* left_out) {
   return cases;
 }
 
+std::vector<GdnSizes> gdn_tensor_core_sizes() {
+  std::vector<GdnSizes> sizes;
+  for (const std::int64_t keys : {64, 128})
+    for (const std::int64_t values : {64, 128, 192, 256}) sizes.push_back({keys, values});
+  return sizes;
+}
+
 std::vector<GdnDesc> gdn_tensor_core_cases() {
   GdnDesc one{.tokens = 70}, packed{.tokens = 200, .key_heads = 1, .value_heads = 3}, many = one;
+  GdnDesc none = one;
+  none.batch = 0;
   packed.sequences = 4;
   many.tokens = 270;
   GdnDesc turned{.tokens = 130, .key_heads = 2, .value_heads = 4};
   turned.state_layout = StateLayout::value_key;
   turned.head_map = HeadMap::tiled;
-  std::vector<GdnDesc> cases{one, packed, many, turned};
-  for (const std::int64_t keys : {64, 128}) {
-    for (const std::int64_t values : {64, 128, 192, 256}) {
-      if (keys == 128 && values == 128) continue;
-      GdnDesc d = values % 128 == 0 ? turned : packed;
-      d.key_dim = keys;
-      d.value_dim = values;
-      cases.push_back(d);
-    }
+  std::vector<GdnDesc> cases{none, one, packed, many};
+  for (const auto& [keys, values] : gdn_tensor_core_sizes()) {
+    GdnDesc d = values % 128 == 0 ? turned : packed;
+    d.key_dim = keys;
+    d.value_dim = values;
+    cases.push_back(d);
   }
   for (GdnDesc& d : cases) d.element = DType::bf16;
   for (const GdnDesc& d : {packed, turned}) {

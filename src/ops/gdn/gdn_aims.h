@@ -29,6 +29,10 @@ void aim_summed_log_decay(const GdnDesc& d, const ConstView& g, const ConstView&
 inline bool for_tensor_cores(const GdnDesc& d) {
   return (d.key_dim == 64 || d.key_dim == 128) && d.value_dim % 64 == 0 && d.chunk == 64;
 }
+struct GdnSizes {
+  std::int64_t keys, values;
+};
+std::vector<GdnSizes> gdn_tensor_core_sizes();  // values up to 256
 std::vector<GdnDesc> gdn_tensor_core_cases();
 
 // Strengths in 0..2, both ends often.

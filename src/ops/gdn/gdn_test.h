@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "cuda/plugin.h"
+#include "ops/gdn/gdn_aims.h"
 #include "oracle/op_test.h"
 #include "oracle/oracle_impl.h"
 
@@ -42,13 +43,11 @@ inline std::vector<GdnDesc> wgmma_sizes() {
   GdnDesc one = wgmma_desc(device.name == "emulated" ? 270 : 2670, 1, 1);
   one.state_layout = StateLayout::value_key;
   std::vector<GdnDesc> all;
-  for (const std::int64_t keys : {64, 128}) {
-    for (const std::int64_t values : {64, 128, 192, 256}) {
-      for (GdnDesc d : {one, wgmma_desc(150, 2, 4)}) {
-        d.key_dim = keys;
-        d.value_dim = values;
-        all.push_back(d);
-      }
+  for (const auto& [keys, values] : gdn_tensor_core_sizes()) {
+    for (GdnDesc d : {one, wgmma_desc(150, 2, 4)}) {
+      d.key_dim = keys;
+      d.value_dim = values;
+      all.push_back(d);
     }
   }
   return all;

@@ -317,7 +317,7 @@ std::vector<AuraAttentionDesc> aura_attention_bounded_cases(bool on_cuda) {
   }
   // Prompts: all widths, rows and tokens on both sides of a block's and a tile's edges, more tiles
   // than are under way at once, rings, windows, and tokens that are not coded. Then all widths with
-  // every other length of a row.
+  // each of the other lengths of a row.
   for (n = 0; n < 60; ++n) {
     constexpr std::int64_t kDims[] = {64, 80, 96, 192, 256};
     constexpr std::int64_t kGroups[] = {1, 8, 3, 16, 5}, kRows[] = {6, 64, 130, 200};

@@ -29,9 +29,7 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace worksp
 
 // ---- decoding on tensor cores ----
 
-Status refuse(const char* field, std::int64_t found, const std::string& expected) {
-  return unsupported(std::string(field) + ": " + std::to_string(found) + ", expected " + expected);
-}
+using attend::refuse;
 
 // The pairs of widths that have a kernel: f(shape) for that of `d`.
 template <int kDim, class F>
@@ -54,15 +52,8 @@ Status visit_widths(const Op::Desc& d, F&& f) {
 
 template <class F>
 Status visit_shape(const Op::Desc& d, F&& f) {
-  switch (d.dim) {
-    case 64: return visit_widths<64>(d, f);
-    case 80: return visit_widths<80>(d, f);
-    case 96: return visit_widths<96>(d, f);
-    case 128: return visit_widths<128>(d, f);
-    case 192: return visit_widths<192>(d, f);
-    case 256: return visit_widths<256>(d, f);
-    default: return refuse("dim", d.dim, "64, 80, 96, 128, 192 or 256");
-  }
+  return attend::visit_dim(
+      d, [&]<int kDim>(std::integral_constant<int, kDim>) { return visit_widths<kDim>(d, f); });
 }
 
 Status supports_decode(const Op::Desc& d, Device device) {
@@ -83,7 +74,9 @@ Status supports_decode(const Op::Desc& d, Device device) {
   if (cuda::limits(device.index).capability < 90)
     return unsupported("device: " + std::string(cuda::architecture(device)) +
                        ", expected sm_90 or later");
-  return visit_shape(d, []<class Shape>(Shape) { return Status(); });
+  return visit_shape(d, [&]<class Shape>(Shape) {
+    return cuda::needs_shared(device, attend::kDecodeShared<Shape>);
+  });
 }
 
 // Codes and scales are read 16 bytes at a time: whole tiles of a page or a KV head.
@@ -103,17 +96,17 @@ Status accepts_decode(const Op::Desc& d, const Op::Args& a) {
 }
 
 std::size_t decode_workspace(const Op::Desc& d, Device device) {
-  return attend::decode_bytes(d, device.index);
+  return attend::decode_bytes(d, attend::decode_splits_of(d, device.index));
 }
 
 Status run_decode(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
-  const int device = a.out.device.index;
+  const int device = a.out.device.index, splits = attend::decode_splits_of(d, device);
   const attend::Problem p = attend::problem(d, a);
   const attend::DecodeCut cut{
-      .splits = attend::decode_splits_of(d, device),
+      .splits = splits,
       .page_tiles = cuda::Divisor32(std::max<std::int64_t>(d.page_size / attend::kTile, 1)),
       .partials =
-          attend::decode_bytes(d, device) == 0 ? nullptr : static_cast<float*>(workspace.data)};
+          attend::decode_bytes(d, splits) == 0 ? nullptr : static_cast<float*>(workspace.data)};
   return visit_shape(
       d, [&]<class Shape>(Shape) { return attend::run_decode<Shape>(p, cut, device, stream); });
 }
@@ -136,9 +129,7 @@ PrecisionGuarantee decode_guarantee(const Op::Desc&) {
 
 Status supports_prompt(const Op::Desc& d, Device device) {
   if (d.queries < 2) return refuse("queries", d.queries, "2 or more");
-  BITTERN_TRY(attend::visit_prompt_shape(
-      d.dim, [](auto) { return Status(); },
-      [&](const char* expected) { return refuse("dim", d.dim, expected); }));
+  BITTERN_TRY(attend::visit_dim(d, [](auto) { return Status(); }));
   for (const auto& [field, rotation] :
        {std::pair{"k_rotation", d.k_rotation}, {"v_rotation", d.v_rotation}}) {
     if (rotation == Rotation::dense)

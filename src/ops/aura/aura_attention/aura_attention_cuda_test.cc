@@ -61,6 +61,20 @@ TEST(AuraAttention, CudaRunsRepeatEachOther) {
   }
 }
 
+// Later devices have the instructions of sm_90, but some have less shared memory.
+TEST(AuraAttention, CudaRunsWhatItSelects) {
+  BITTERN_NEEDS_CUDA();
+  for (const Desc& d : {kDecoding, kPrompt}) {
+    const auto plan = fastest(d);
+    ASSERT_TRUE(plan.ok()) << plan.status().message();
+    auto p = oracle::make_problem<Op>(d, 3, {.left_out = ~0});
+    expect_ok(run(*plan, p));
+    if (is_emulated() && plan->sku().architecture == "sm_120") {
+      EXPECT_EQ(plan->sku().kernel, "cuda");
+    }
+  }
+}
+
 TEST(AuraAttention, TensorCoresTakeOneQueryAndNothingUnasked) {
   BITTERN_NEEDS_TENSOR_KERNEL();
   const auto exact = Plan<Op>::select(kDecoding, kDevice);
@@ -135,39 +149,68 @@ TEST(AuraAttention, TensorCoresRefuseOperandsThatAreNotAligned) {
                "multiple of 16 for kernel cuda_tensor");
 }
 
+// Both kernels for tensor cores, where they are, on operands that fill(args) has changed.
+template <class Fill>
+void expect_within_bound(std::int64_t capacity, Fill&& fill) {
+  for (Desc d : {kDecoding, kPrompt}) {
+    d.capacity = capacity;
+    d.k_rotation = d.v_rotation = Rotation::identity;
+    d.scale = 1;
+    const auto plan = fastest(d, d.queries == 1 ? "cuda_tensor" : "cuda_wgmma");
+    if (!plan.ok()) continue;  // no products of a warpgroup
+    auto got = oracle::make_problem<Op>(d, 5, {.left_out = ~0});
+    auto want = oracle::make_problem<Op>(d, 5, {.left_out = ~0});
+    fill(got.args);
+    fill(want.args);
+    expect_ok(oracle::run_op<Op>(d, want.args, "ref"));
+    expect_ok(run(*plan, got));
+    oracle::Judge judge(plan->precision_guarantee().error_bound);
+    oracle::Cases<Op>::judge(d, got.args, want.args, judge);
+    EXPECT_EQ(judge.failure(), "");
+    EXPECT_LT(judge.worst(), 1);
+  }
+}
+
 // Numbers at both ends of f32: with opposite factors elsewhere the logits are ordinary.
 TEST(AuraAttention, TensorCoresTakeTinyAndHugeNumbers) {
   BITTERN_NEEDS_TENSOR_KERNEL();
   constexpr double kSizes[][3] = {{0x1p-124, 0x1p60, 0x1p64},  // of q, levels and scales of K
                                   {0x1p60, 0x1p-124, 0x1p64},
                                   {0x1.8p126, 0x1p-60, 0x1p-67}};
-  for (const auto& [q, level, scale] : kSizes) {
-    for (Desc d : {kDecoding, kPrompt}) {
-      d.k_rotation = d.v_rotation = Rotation::identity;
-      d.scale = 1;
-      const auto plan = fastest(d, d.queries == 1 ? "cuda_tensor" : "cuda_wgmma");
-      if (!plan.ok()) continue;  // no products of a warpgroup
-      auto got = oracle::make_problem<Op>(d, 5, {.left_out = ~0});
-      auto want = oracle::make_problem<Op>(d, 5, {.left_out = ~0});
-      for (const auto* p : {&got, &want}) {
-        oracle::Rng rng(7);
-        const auto fill = [&](const ConstView& v, double size) {
-          for (std::int64_t i = 0; i < v.shape.numel(); ++i)
-            oracle::put(v, i, size * (2 * rng.uniform() - 1));
-        };
-        fill(p->args.q, q);
-        fill(p->args.k_codebook, level);
-        fill(p->args.k_scales, scale);
-        fill(p->args.v_scales, 1);
-        fill(p->args.v_codebook, 1);
-      }
-      expect_ok(oracle::run_op<Op>(d, want.args, "ref"));
-      expect_ok(run(*plan, got));
-      oracle::Judge judge(plan->precision_guarantee().error_bound);
-      oracle::Cases<Op>::judge(d, got.args, want.args, judge);
-      EXPECT_EQ(judge.failure(), "") << q;
-      EXPECT_LT(judge.worst(), 1) << q;
-    }
+  for (const auto& sizes : kSizes) {
+    SCOPED_TRACE(sizes[0]);
+    expect_within_bound(64, [&](const Op::Args& a) {
+      oracle::Rng rng(7);
+      const auto fill = [&](const ConstView& v, double size) {
+        for (std::int64_t i = 0; i < v.shape.numel(); ++i)
+          oracle::put(v, i, size * (2 * rng.uniform() - 1));
+      };
+      fill(a.q, sizes[0]);
+      fill(a.k_codebook, sizes[1]);
+      fill(a.k_scales, sizes[2]);
+      fill(a.v_scales, 1);
+      fill(a.v_codebook, 1);
+    });
+  }
+}
+
+// A weight is largest where its logit is just short of raising its row's reference, and its scale
+// just short of a power of two: f16 must hold that too.
+TEST(AuraAttention, TensorCoresTakeTheLargestWeights) {
+  BITTERN_NEEDS_TENSOR_KERNEL();
+  for (const double more : {0.9, 0.998, 0.999, 0.9999, 0.99999, 1.0, 1.0001}) {
+    SCOPED_TRACE(more);
+    expect_within_bound(128, [&](const Op::Args& a) {
+      const auto fill = [&](const ConstView& v, auto&& value) {
+        for (std::int64_t i = 0; i < v.shape.numel(); ++i) oracle::put(v, i, value(i));
+      };
+      // Logits are k_scales: 0 in the first tiles, more * ln 2 of a token of a later one.
+      fill(a.q, [](std::int64_t i) { return i % 128 == 0 ? 1 : 0; });
+      fill(a.k_codebook, [](std::int64_t) { return 1; });
+      fill(a.k_scales, [&](std::int64_t i) { return i % 128 == 100 ? more * std::log(2.0) : 0; });
+      fill(a.v_scales, [](std::int64_t) { return 0x1.fffffep0; });
+      fill(a.v_codebook, [](std::int64_t i) { return 1 - i / 16.0; });
+    });
   }
 }
 

@@ -26,16 +26,35 @@ inline constexpr int kHeadsAtOnce = 8;            // of a product
 inline constexpr float kLog2E = 0x1.715476p0f;
 inline constexpr float kHeadroom = 14;  // a weight becomes 2^14 where it raises the reference
 inline constexpr float kMostWeight = 0x1p15f;
-inline constexpr float kLeastLog = -60, kMostLog = 100;  // of a |v_scale| that moves the reference
-inline constexpr float kLeastScale = 0x1p-60f, kMostScale = 0x1p100f;
+// The logarithms of a |v_scale| that moves the reference.
+inline constexpr int kLeastLog = -60, kMostLog = 100;
 inline constexpr float kLowest = -0x1p100f;  // below every logit
 
 // A head's sums, relative to 2^reference: the reference, l, two numbers that nothing reads, and o,
-// whose element 16 r + 2 n + i is at 16 n + 2 r + i. (The lanes that write it then use all banks.)
+// whose element dim / 8 r + 2 n + i is at 16 n + 2 r + i, r < 8, i < 2. (The lanes that write it
+// then use all banks.)
 inline constexpr int record_of(int dim) { return 4 + dim; }
 template <int kDim>
 __device__ int element_at(int place) {
   return place % 16 / 2 * (kDim / 8) + place / 16 * 2 + place % 2;
+}
+
+inline Status refuse(const char* field, std::int64_t found, const std::string& expected) {
+  return unsupported(std::string(field) + ": " + std::to_string(found) + ", expected " + expected);
+}
+
+// f(std::integral_constant<int, dim>) for a head length that has kernels on tensor cores.
+template <class F>
+Status visit_dim(const Op::Desc& d, F&& f) {
+  switch (d.dim) {
+    case 64: return f(std::integral_constant<int, 64>());
+    case 80: return f(std::integral_constant<int, 80>());
+    case 96: return f(std::integral_constant<int, 96>());
+    case 128: return f(std::integral_constant<int, 128>());
+    case 192: return f(std::integral_constant<int, 192>());
+    case 256: return f(std::integral_constant<int, 256>());
+    default: return refuse("dim", d.dim, "64, 80, 96, 128, 192 or 256");
+  }
 }
 
 // Splits of each KV head's tokens, and what blocks leave.
@@ -433,7 +452,8 @@ class DecodeWarp {
 
   // A |v_scale| as it moves the reference.
   __device__ static float magnitude(float v_scale) {
-    return fminf(fmaxf(fabsf(v_scale), kLeastScale), kMostScale);
+    return fminf(fmaxf(fabsf(v_scale), math::power_of_two(kLeastLog)),
+                 math::power_of_two(kMostLog));
   }
   // p of these tokens. The largest weight is returned.
   __device__ float weigh(const float (&logit)[kAtOnce][2][2], const float (&v_scale)[kAtOnce][2],
@@ -833,7 +853,7 @@ __global__ void __launch_bounds__(DecodeMerge<kDim, kParts>::kThreads)
   auto& t = *cuda::dynamic_shared<Shared>();
   const int thread = static_cast<int>(threadIdx.x), lane = lane_index();
   const int part = thread / Shared::kColumns, place = thread % Shared::kColumns;
-  const int column = std::min(place, kDim - 1);  // what is too many does what the last does
+  const int column = std::min(place, kDim - 1);  // surplus threads repeat the last column
   const auto heads = static_cast<int>(p.d.heads), group = static_cast<int>(p.group);
   const int rows = static_cast<int>(p.d.sequences) * heads;
   cuda::wait_for_last_kernel();
@@ -963,8 +983,8 @@ inline int decode_splits_of(const Op::Desc& d, int device) {
   return static_cast<int>(best);
 }
 
-inline std::size_t decode_bytes(const Op::Desc& d, int device) {
-  const int splits = decode_splits_of(d, device);
+// The bytes of DecodeCut::partials.
+inline std::size_t decode_bytes(const Op::Desc& d, int splits) {
   if (splits == 1 && d.first + d.recent == 0) return 0;
   return sizeof(float) * static_cast<std::size_t>(d.sequences * d.heads) *
          static_cast<std::size_t>(record_of(static_cast<int>(d.dim))) *
@@ -982,13 +1002,16 @@ Status run_merge(const Problem& p, const DecodeCut& cut, int device, Stream stre
 }
 
 template <class Shape>
+inline constexpr std::size_t kDecodeShared =
+    Shape::kTable + Shape::kCodebooks + kDecodeTeams * (Shape::kRing + sizeof(DecodeShared<Shape>));
+
+template <class Shape>
 Status run_decode(const Problem& p, const DecodeCut& cut, int device, Stream stream) {
   const std::int64_t items = p.d.sequences * p.d.kv_heads * cut.splits;
   const cuda::Grid grid{
       .blocks = std::min<std::int64_t>(items, cuda::limits(device).multiprocessors),
       .threads = Shape::kThreads,
-      .shared = Shape::kTable + Shape::kCodebooks +
-                kDecodeTeams * (Shape::kRing + sizeof(DecodeShared<Shape>))};
+      .shared = kDecodeShared<Shape>};
   BITTERN_TRY(cuda::launch(Op::kName, decode_splits<Shape>, grid, device, stream, p, cut));
   if (cut.partials == nullptr) return {};
   return p.d.sequences * p.d.heads <= 2 * cuda::limits(device).multiprocessors

@@ -11,8 +11,9 @@
 // First and recent tokens go the same way before the coded ones, with the query as it was given:
 // their rows are in units of a power of two each, which then is the scale.
 //
-// A quad of lanes has two rows, 8 apart. Sums stay in registers, as do queries of at most 128
-// elements, and the rotations are done there: shared memory is for the table and the tokens.
+// A quad of lanes has two rows, 8 apart. Sums stay in registers, and the rotations are done there.
+// So do queries of at most 128 elements; longer ones are in shared memory, beside the table and the
+// tokens.
 #pragma once
 #include "ops/aura/aura_attention/decode_tensor.cuh"
 #include "ops/aura/aura_tile.cuh"
@@ -55,20 +56,6 @@ struct PromptShape {
   static constexpr int kBytes = kScales + kPromptStages * static_cast<int>(sizeof(Scales));
   static_assert(kBytes <= 227 << 10);
 };
-
-// f(shape) for a length that has one, otherwise refuse().
-template <class F, class Refuse>
-Status visit_prompt_shape(std::int64_t dim, F&& f, Refuse&& refuse) {
-  switch (dim) {
-    case 64: return f(PromptShape<64>());
-    case 80: return f(PromptShape<80>());
-    case 96: return f(PromptShape<96>());
-    case 128: return f(PromptShape<128>());
-    case 192: return f(PromptShape<192>());
-    case 256: return f(PromptShape<256>());
-    default: return refuse("64, 80, 96, 128, 192 or 256");
-  }
-}
 
 struct PromptCut {
   int row_tiles, items;                    // tiles of a KV head
@@ -141,9 +128,8 @@ class PromptTokens {
   __device__ PromptTokens(const Problem& p, const PromptCut& cut)
       : p_(p),
         cut_(cut),
-        thread_(static_cast<int>(threadIdx.x) % kWarpgroup),
-        row_(thread_ % kTokens),
-        part_(thread_ / kTokens) {}
+        row_(static_cast<int>(threadIdx.x) % kTokens),
+        part_(static_cast<int>(threadIdx.x) % kWarpgroup / kTokens) {}
 
   __device__ void run() {
     for (int i = static_cast<int>(blockIdx.x); i < cut_.items; i += static_cast<int>(gridDim.x)) {
@@ -188,7 +174,7 @@ class PromptTokens {
       return;
     }
     const int raw = static_cast<int>(__float_as_uint(scale) >> 23 & 255) - 127;
-    const int exponent = std::clamp(raw, static_cast<int>(kLeastLog), static_cast<int>(kMostLog));
+    const int exponent = min(max(raw, kLeastLog), kMostLog);
     to.exponent[row_] = static_cast<float>(exponent);
     to.back[row_] = math::power_of_two(-exponent);
     to.ratio[row_] = scale * math::power_of_two(-exponent);
@@ -363,7 +349,7 @@ class PromptTokens {
 
   const Problem& p_;
   const PromptCut& cut_;
-  const int thread_, row_, part_;
+  const int row_, part_;
   int stage_ = 0, made_ = 0;
 };
 
@@ -779,10 +765,14 @@ class PromptQueries {
     float most[2] = {kLowest, kLowest};
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], s_[i]);
-    const bool raised = __any_sync(cuda::kAllLanes,
-                                   most[0] > reference_[0] + 1 || most[1] > reference_[1] + 1) != 0;
+    const auto base = [&](int d) { return reference_[d] - kHeadroom; };
+    // A weight is exp2(s - base) ratio with ratio < 2. As subtraction keeps the order of its
+    // operands, it is below 2^14.999 * 2 = 65491, however far it rounds; f16 has numbers up to
+    // 65504.
+    constexpr float kMostAbove = 14.999f;
+    const bool raised = __any_sync(cuda::kAllLanes, most[0] - base(0) > kMostAbove ||
+                                                        most[1] - base(1) > kMostAbove) != 0;
     if (raised) raise(most);
-    const float base[2] = {reference_[0] - kHeadroom, reference_[1] - kHeadroom};
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       const float2 ratio = two_of(scales.ratio, t), back = two_of(scales.back, t);
@@ -791,7 +781,7 @@ class PromptQueries {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& w = s_[4 * t + 2 * d + i];
-          w = cuda::approximate_exp2(w - base[d]);
+          w = cuda::approximate_exp2(w - base(d));
           l_[d] = fmaf(w, i == 0 ? back.x : back.y, l_[d]);
           w *= i == 0 ? ratio.x : ratio.y;
           if (!all && (unseen[d] >> (2 * t + i) & 1) != 0) w = 0;  // whatever the ratio is
@@ -898,13 +888,13 @@ inline Status run_prompt(const Op::Desc& d, const Problem& p, int device, Stream
                          Workspace workspace) {
   PromptCut cut = prompt_cut(d);
   cut.exact_sums = static_cast<float*>(workspace.data);
-  const auto run = [&]<class Shape>(Shape) {
+  return visit_dim(d, [&]<int kDim>(std::integral_constant<int, kDim>) {
+    using Shape = PromptShape<kDim>;
     return cuda::launch(
         Op::kName, attend_prompt<Shape>,
         {.blocks = prompt_blocks(d, device), .threads = kPromptThreads, .shared = Shape::kBytes},
         device, stream, p, cut);
-  };
-  return visit_prompt_shape(d.dim, run, [](const char*) { return Status(); });
+  });
 }
 
 }  // namespace bittern::attend

@@ -10,8 +10,8 @@
 //
 // S before each chunk, H after it, y and r are rounded and written out for backward_chunks.cuh.
 //
-// With few heads, both chains run in segments (chunk_segments.cuh), and M serves both. Its values
-// are its keys.
+// With few heads, both chains run in segments (chunk_segments.cuh), and M serves both. M is
+// [keys, keys]; it takes the place of a state [values, keys].
 #pragma once
 #include "ops/gdn/gdn_chunk_backward/backward_device.cuh"
 

@@ -19,8 +19,8 @@ using Op = GdnChunkBackward;
 // cores read them.
 constexpr int kSheetValues = 128;
 struct Sheet {
-  // S before and H after the chunk, transposed: [values, keys] in squares of 64, keys first. Those
-  // of keys and values that there are not are left out.
+  // S before and H after the chunk, transposed: [values, keys] in squares of 64, keys first.
+  // Squares beyond key_dim or value_dim are not written.
   static constexpr int kState = 0, kGradient = 4 * kPart;
   static constexpr int kY = 8 * kPart, kR = 10 * kPart;  // [tokens, values]
   static constexpr int kBytes = 12 * kPart;

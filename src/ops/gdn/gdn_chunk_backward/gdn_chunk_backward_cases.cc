@@ -51,12 +51,11 @@ std::vector<GdnDesc> gdn_chunk_backward_bounded_cases(bool on_cuda) {
     }
   };
   add({.tokens = 70}, DType::bf16);
+  add({.batch = 0, .tokens = 70}, DType::bf16);
   add({.tokens = 150, .key_heads = 2, .value_heads = 6, .sequences = 4}, DType::bf16);
   add({.batch = 2, .tokens = 130, .value_heads = 2}, DType::f16);
-  for (const std::int64_t keys : {64, 128})
-    for (const std::int64_t values : {64, 128, 192, 256})
-      if (keys < 128 || values != 128)
-        add({.tokens = 140, .key_dim = keys, .value_dim = values}, DType::bf16);
+  for (const auto& [keys, values] : gdn_tensor_core_sizes())
+    add({.tokens = 140, .key_dim = keys, .value_dim = values}, DType::bf16);
   add({.tokens = 150,
        .key_heads = 2,
        .value_heads = 4,
@@ -322,6 +321,11 @@ class GradientBound {
     x.parts.push_back({one, std::move(fresh)});
   }
 
+  // T's rounding reaches a state as keys^T (dT side), so |keys|^T |T| bounds it, not |keys^T T|.
+  static Matrix of_rounding(const Matrix& keys, const Matrix& t, const Matrix& side) {
+    return times(transposed(magnitudes(keys)) * (t * side), 0.5);
+  }
+
   void forward(Chunk& c, Errors& s) {
     const std::int64_t n = c.rows();
     c.state = {s.exact, with_errors(s.exact, s.off), s.off};
@@ -333,12 +337,14 @@ class GradientBound {
     c.y.exact = c.t * right;
     c.y.off = carried(s, c.t * bk);
     const Matrix seen_sizes = limit_sums(sizes(c.k) * c.state.sizes);
-    Matrix r(n, d_.value_dim);
+    Matrix r(n, d_.value_dim), side = r;
     c.y.sizes = r;
     for (std::int64_t i = 0; i < n; ++i) {
       for (std::int64_t x = 0; x < d_.value_dim; ++x) {
-        r(i, x) = size_of_factor(at(c.beta, i) * c.v(i, x)) +
-                  1.5 * size_of_factor(at(seen, i)) * seen_sizes(i, x) + least_;
+        const double of_v = size_of_factor(at(c.beta, i) * c.v(i, x));
+        const double of_s = size_of_factor(at(seen, i)) * seen_sizes(i, x);
+        side(i, x) = of_v + of_s;
+        r(i, x) = of_v + 1.5 * of_s + least_;
         for (std::int64_t j = 0; j < i; ++j) r(i, x) += c.a(i, j) * c.y.sizes(j, x) / 64;
         for (std::int64_t j = 0; j <= i; ++j) c.y.off(i, x) += size_of_factor(c.t(i, j)) * r(j, x);
         c.y.sizes(i, x) = size_of_factor(std::fabs(c.y.exact(i, x)) + bound_ * c.y.off(i, x));
@@ -348,7 +354,7 @@ class GradientBound {
     const double last = c.e.back();
     const Matrix fresh = times(transposed(sizes(c.k)) * sizes(scaled_rows(c.y.sizes, kept)), 0.5) +
                          times(c.state.sizes, size_of_factor(last) / 64) +
-                         magnitudes(transposed(wk) * c.t) * r;
+                         magnitudes(transposed(wk) * c.t) * r + of_rounding(wk, sizes(c.t), side);
     const Matrix next =
         made(d_.key_dim, d_.key_dim, [&](auto i, auto j) { return i == j ? last : 0.0; }) -
         transposed(wk) * (c.t * bk);
@@ -368,11 +374,11 @@ class GradientBound {
     const Matrix of_h = limit_sums(sizes(c.k) * c.gradient.sizes);
     const Matrix d_o = sizes(c.d_o);
     const Matrix of_p = limit_sums(transposed(sizes(c.p)) * d_o), of_c = transposed(c.c) * d_o;
-    Matrix u(n, d_.value_dim);
+    Matrix u(n, d_.value_dim), side = u;
     for (std::int64_t i = n; i-- > 0;) {
       for (std::int64_t x = 0; x < d_.value_dim; ++x) {
-        u(i, x) = 1.5 * (size_of_factor(at(kept, i)) * of_h(i, x) + of_p(i, x)) + of_c(i, x) / 64 +
-                  least_;
+        side(i, x) = size_of_factor(at(kept, i)) * of_h(i, x) + of_p(i, x);
+        u(i, x) = 1.5 * side(i, x) + of_c(i, x) / 64 + least_;
         for (std::int64_t j = i + 1; j < n; ++j) u(i, x) += c.a(j, i) * r.sizes(j, x) / 64;
         for (std::int64_t j = i; j < n; ++j) r.off(i, x) += size_of_factor(c.t(j, i)) * u(j, x);
         r.sizes(i, x) = size_of_factor(std::fabs(r.exact(i, x)) + bound_ * r.off(i, x));
@@ -385,7 +391,8 @@ class GradientBound {
                                    transposed(sizes(c.q)) * sizes(scaled_rows(d_o, asked)),
                                0.5) +
                          times(c.gradient.sizes, size_of_factor(last) / 64) +
-                         magnitudes(transposed(bk) * turned) * u;
+                         magnitudes(transposed(bk) * turned) * u +
+                         of_rounding(bk, sizes(turned), side);
     const Matrix next =
         made(d_.key_dim, d_.key_dim, [&](auto i, auto j) { return i == j ? last : 0.0; }) -
         transposed(bk) * (turned * wk);

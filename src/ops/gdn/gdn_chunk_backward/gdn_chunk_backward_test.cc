@@ -521,6 +521,39 @@ TEST(GdnChunkBackward, TensorCoresGiveSegmentsTheirGradients) {
   }
 }
 
+// All tokens have the same key, and L is c below the diagonal. So T has -c beside the diagonal,
+// next to it -c (1 - c), and so on, and K^T W T and K^T B T^T all but cancel. What c loses in bf16
+// does not: it adds up over a chunk's tokens, in S and in H.
+TEST(GdnChunkBackward, TensorCoresRoundTheInverseWithinTheBound) {
+  BITTERN_NEEDS_CUDA();
+  const GdnDesc d = wgmma_desc(128, 1, 1);
+  const auto plan = select_wgmma<Op>(d);
+  if (!plan) GTEST_SKIP() << "no products of a warpgroup";
+  constexpr double kC = 1 - 0x1.08p-9;  // nearly half way between two numbers of bf16
+  for (const bool from_state : {false, true}) {
+    Problem got = make_problem<Op>(d, 1, {}), want = make_problem<Op>(d, 1, {});
+    for (Problem* p : {&got, &want}) {
+      const Op::Args& a = p->args;
+      for (const ConstView& x : {a.q, a.k, a.g, a.d_o, a.initial_state}) oracle::set_all(x, 0);
+      for (const ConstView& x : {a.v, a.mask}) oracle::set_all(x, 1);
+      oracle::set_all(a.beta, kC);
+      oracle::set_all(a.d_final_state, from_state ? 1 : 0);
+      for (std::int64_t t = 0; t < d.tokens; ++t) {
+        put(a.q, t * d.key_dim, 1);
+        put(a.k, t * d.key_dim, 1);
+      }
+      for (std::int64_t i = 0; i < d.value_dim && !from_state; ++i)
+        put(a.d_o, (d.tokens - 1) * d.value_dim + i, 1);
+    }
+    oracle::expect_ok(run_problem(want, "ref"));
+    oracle::expect_ok(run_wgmma(got));
+    oracle::Judge judge(plan->precision_guarantee().error_bound);
+    oracle::Cases<Op>::judge(d, got.args, want.args, judge);
+    EXPECT_EQ(judge.failure(), "") << from_state;
+    EXPECT_GT(judge.worst(), 0.1) << from_state;
+  }
+}
+
 // One token in 8 forgets all, or nearly. Token by token, each against its own size: what g decays
 // is as close for strong tokens as for mild ones.
 TEST(GdnChunkBackward, TensorCoresKeepMildDecaysBesideStrongOnes) {

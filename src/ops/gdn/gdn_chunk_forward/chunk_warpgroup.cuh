@@ -15,7 +15,8 @@
 // diagonals. So it and those of later tokens are 0 there, and what they would give is NaN.
 //
 // With few heads, it runs in segments (chunk_segments.cuh). The first time it leaves out q and o;
-// the first segment has its own first state, and needs no M. The values of M are its keys.
+// the first segment has its own first state, and needs no M. M is [keys, keys]; it takes the place
+// of a state [values, keys].
 #pragma once
 #include "ops/gdn/chunk_segments.cuh"
 #include "ops/gdn/chunk_tokens.cuh"
@@ -142,7 +143,7 @@ class Mover {
   }
 
  private:
-  static constexpr int kKeyAcross = kKeyDim / 8, kKeyDown = kGroupThreads / kKeyAcross;
+  static constexpr int kKeyAcross = kKeyDim / 8;
   static constexpr int kValueAcross = kGroups * kGroupValues / 8;
   static constexpr int kValueDown = kGroupThreads / kValueAcross;
 

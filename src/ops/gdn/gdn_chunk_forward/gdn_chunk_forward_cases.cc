@@ -61,9 +61,9 @@ std::vector<GdnDesc> gdn_chunk_forward_bounded_cases(bool on_cuda) {
   // What tensor cores take: chunks of 64, keys of 64 and 128, values in groups of 64.
   if (!on_cuda) return cases;
   add({.tokens = 70});
-  for (const std::int64_t keys : {64, 128})
-    for (const std::int64_t values : {64, 128, 192, 256})
-      if (keys < 128 || values != 128) add({.tokens = 140, .key_dim = keys, .value_dim = values});
+  add({.batch = 0, .tokens = 70});
+  for (const auto& [keys, values] : gdn_tensor_core_sizes())
+    add({.tokens = 140, .key_dim = keys, .value_dim = values});
   add({.tokens = 250, .value_dim = 256});
   add({.tokens = 200,
        .key_heads = 1,
@@ -286,7 +286,7 @@ class RuleBound {
     }
     limit(y_sizes), limit(r);
     const Matrix pt = p * t;
-    // T's rounding: P T does not take it on, but P and T do one after the other.
+    // T's rounding reaches o as P (dT side), so |P| |T| bounds it, not |P T|.
     const Matrix of_t = sizes(t) * made(rows, width, [&](auto i, auto c) {
                           const double side = size_of_factor(at(v_, i)[index(c)]) +
                                               size_of_factor(at(e, i)) * seen(i, c);

@@ -46,6 +46,7 @@ std::vector<GdnDesc> gdn_recompute_w_u_bounded_cases(bool) {
     }
   };
   add({.tokens = 64});
+  add({.batch = 0, .tokens = 64});
   add({.tokens = 100, .key_heads = 2, .value_heads = 4});
   add({.tokens = 37, .key_heads = 2, .value_heads = 6, .key_dim = 16, .value_dim = 48});
   add({.batch = 2, .tokens = 65, .value_heads = 2, .key_dim = 256, .value_dim = 32, .chunk = 32});

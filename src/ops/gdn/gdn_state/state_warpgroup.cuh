@@ -7,8 +7,9 @@
 //
 //   y = u - S w^T;   v_new = X(y);   S = e^g[last] S + X(y e^(g[last] - g)) k
 //
-// The right sides are where another warpgroup has put them, two chunks ahead. v_new goes where u
-// was, and X(S) into a buffer of its own; that warpgroup writes both out.
+// The right sides are where another warpgroup has put them: it copies the next chunks meanwhile
+// (Mover::kUnderWay of them). v_new goes where u was, and X(S) into a buffer of its own; that
+// warpgroup writes both out.
 #pragma once
 #include "ops/gdn/chunk_tokens.cuh"
 #include "ops/gdn/gdn_state/state_device.cuh"
@@ -39,7 +40,7 @@ struct Gates {
 // warpgroup has read before it lets chunk n + 2 begin.
 template <int kGroups, int kKeyDim>
 struct Stage {
-  static constexpr int kStages = kGroups == 1 ? 4 : 3;  // as many as there is room for
+  static constexpr int kStages = kGroups == 1 ? 4 : 3;  // what 128 keys leave room for
   static constexpr int kBuffer = kKeyDim / 64 * kPart;
   static constexpr int kFirst = 2 * kGroups * kBuffer;
   static constexpr int kKeys = 0, kW = kBuffer, kValues = 2 * kBuffer;
@@ -66,8 +67,8 @@ struct ChainItem {
   __device__ int rows(int n) const { return n + 1 < chunks ? kMostRows : last_rows; }
 };
 
-// A warpgroup that copies: chunks into shared memory, two ahead of their use, and results out of
-// it. kKeyFirst: the state's layout. kValueDim: 0 if it is not known here.
+// A warpgroup that copies: chunks into shared memory, kUnderWay of them at a time, and results out
+// of it. kKeyFirst: the state's layout. kValueDim: 0 if it is not known here.
 template <class X, int kGroups, bool kKeyFirst, int kKeyDim, int kValueDim>
 class Mover {
  public:
