@@ -433,15 +433,11 @@ class Distillation {
             .preference = options_.preference,
             .context = options_.context};
   }
-  // The error of int16 activations, 2e-5, is far below what a student can learn. Products of bf16
-  // are faster.
-  LoadOptions teacher_options() const {
-    if (options_.preference == Preference::fastest) return student_options();
-    return {.context = options_.context};
-  }
   Status load_teacher() {
     if (teaching_) return {};
-    auto teacher = Model::load(teacher_, teacher_options());
+    // The error of int16 activations, 2e-5, is far below what a student can learn.
+    auto teacher = Model::load(
+        teacher_, {.preference = options_.preference, .context = options_.context});
     if (!teacher) return teacher.status();
     teaching_.emplace(std::move(*teacher));
     return {};

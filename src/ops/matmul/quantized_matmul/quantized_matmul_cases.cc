@@ -1,4 +1,5 @@
 #include "ops/matmul/activations.h"
+#include "ops/matmul/bf16_unit.h"
 #include "ops/matmul/matmul_aims.h"
 #include "ops/matmul/panels.h"
 #include "ops/matmul/weights.h"
@@ -126,10 +127,9 @@ std::vector<QuantizedMatmulDesc> quantized_matmul_bounded_cases(bool) {
   return cases;
 }
 
-// The unit of an element is 2^-100 + sum |x| |w|, as the header of the op has it.
+// Units as the header of the op has them.
 void quantized_matmul_judge(const QuantizedMatmulDesc& d, const QuantizedMatmul::Args& got,
                             const QuantizedMatmul::Args& want, Judge& judge) {
-  constexpr double kLeast = 0x1p-100, kMost = 0x1p127, kNormal = 0x1p-126;
   const auto inputs = static_cast<std::size_t>(d.weights.inputs);
   std::vector<std::vector<double>> x(static_cast<std::size_t>(d.rows));
   for (std::size_t m = 0; m < x.size(); ++m)
@@ -142,25 +142,10 @@ void quantized_matmul_judge(const QuantizedMatmulDesc& d, const QuantizedMatmul:
       w.push_back(std::fabs(static_cast<double>(
           matmul::weight_of(d.weights, row, static_cast<std::int64_t>(k)).value)));
     for (std::size_t m = 0; m < x.size(); ++m) {
-      double unit = kLeast;
-      bool finite = true, promised = true;
-      for (std::size_t k = 0; k < inputs; ++k) {
-        const double a = x[m][k], b = w[k];
-        if (std::isfinite(a) && std::isfinite(b)) {
-          promised = promised && a < kMost && b < kMost;
-          if (a > 0 && b > 0) unit += std::max(a, kLeast) * std::max(b, kLeast);
-        } else {
-          finite = false;
-          promised = promised && !(std::isinf(a) && b < kNormal) && !(std::isinf(b) && a < kNormal);
-        }
-      }
-      if (!promised || unit >= kMost) {
-        unit = std::numeric_limits<double>::infinity();
-      } else if (!finite) {
-        unit = std::nan("");
-      }
+      Bf16Unit unit;
+      for (std::size_t k = 0; k < inputs; ++k) unit.add(x[m][k], w[k]);
       judge.value("y", as_const(got.y), as_const(want.y),
-                  static_cast<std::int64_t>(m) * d.weights.outputs + n, unit);
+                  static_cast<std::int64_t>(m) * d.weights.outputs + n, unit.value());
     }
   }
 }
