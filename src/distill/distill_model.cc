@@ -436,8 +436,8 @@ class Distillation {
   Status load_teacher() {
     if (teaching_) return {};
     // The error of int16 activations, 2e-5, is far below what a student can learn.
-    auto teacher = Model::load(
-        teacher_, {.preference = options_.preference, .context = options_.context});
+    auto teacher =
+        Model::load(teacher_, {.preference = options_.preference, .context = options_.context});
     if (!teacher) return teacher.status();
     teaching_.emplace(std::move(*teacher));
     return {};
