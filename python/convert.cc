@@ -126,7 +126,8 @@ DistillOptions distill_options_of(const nb::dict& given) {
   take(given, "batch", o.batch);
   take(given, "rate", o.rate);
   take(given, "seed", o.seed);
-  if (nb::cast<bool>(given["preference"])) o.preference = Preference::fastest;
+  if (given.contains("preference") && nb::cast<bool>(given["preference"]))
+    o.preference = Preference::fastest;
   take(given, "force", o.force);
   take(given, "resume", o.resume);
   take(given, "checkpoint_minutes", o.checkpoint_minutes);

@@ -2836,11 +2836,11 @@ def quantized_matmul(
     and one ulp of a bf16 y. In that sum each factor above 0 counts as at least 2^-100. With a term
     that is not finite, the element is NaN or an infinity as in the definition. But nothing is
     promised for an element if that sum or one of its finite factors reaches 2^127, or if an infinity
-    meets a number below 2^-126.
+    meets a number of magnitude below 2^-126. Its bits do not depend on rows, threads and layout.
 
     y is f32, or rounded to x's dtype. A row of y does not depend on the other rows, nor on how many
     there are. Integers have no order and the f32 operations are listed, so every backend, SIMD
-    target, thread count and layout gives the same bits.
+    target, thread count and layout gives the same bits, but for cpu_bf16.
     """
 
 @overload
@@ -2891,7 +2891,24 @@ def quantized_matmul_backward(
     All in f32. The rounding of w passes gradients straight through. NaN and infinities follow IEEE.
     Any output may be left out, not all of them. x is read for d_scales, d_biases and d_w alone, and
     may be left out if none of them is wanted. Without rows these are 0, without outputs d_x is.
-    Every backend, SIMD target, thread count and layout gives the same bits.
+    Every backend, SIMD target, thread count and layout gives the same bits, but for cpu_bf16.
+
+    Kernel cpu_bf16 (Preference::fastest, a CPU with AVX512_BF16) rounds d_y, x and w to bf16,
+    nearest even, and adds the terms of d_x and dw in f32, those of two outputs or rows at a time,
+    the odd one first. It takes subnormal numbers for 0. Sums over groups are as above. Its bits
+    do not depend on the number of threads. Its ErrorNorm is `terms`: with r = 2^-7 + 2^-16, an
+    element is off by at most error_bound = r + (1 + r) (terms + 8) 2^-23 times
+
+      d_x[m][k]       2^-100 + the sum of |d_y[m][n]| |w[n][k]|
+      d_w[n][k]       2^-100 + the sum of |d_y[m][n]| |x[m][k]|
+      d_scales[n][g]  2^-100 + the sum of code[n][k] times that of d_w[n][k]
+      d_biases[n][g]  2^-100 + the sum of those of d_w[n][k]
+
+    where terms is outputs or, with type affine, rows + group_size if that is more. In products each
+    factor above 0 counts as at least 2^-100. With a term that is not finite, the element is NaN or
+    an infinity as in the definition. But nothing is promised for an element if such a sum or one of
+    its finite factors reaches 2^127, or if an infinity meets a number of
+    magnitude below 2^-126.
     """
 
 @overload

@@ -37,7 +37,6 @@ std::string flag_name(std::string_view field) {
   if (field == "teacher") return "TEACHER";
   if (field == "context") return "--ctx";
   if (field == "learn_codes") return "--learn codes";
-  if (field == "preference") return "preference";  // of --fastest
   return flag_of(field);
 }
 

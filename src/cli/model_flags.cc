@@ -63,9 +63,11 @@ void add_model_flags(CLI::App& verb, ModelFlags& flags) {
                   "the most tokens of a text (default: what the model was made for)")
       ->option_text("N")
       ->check(integer_in(1, std::int64_t{1} << 24));
-  verb.add_flag("--fastest", flags.fastest,
-                "also use kernels that are faster but less exact, each with a stated bound: bf16 "
-                "products where activations are float, 8-bit ones for caches with 4-bit keys");
+  verb.add_flag(
+      "--fastest", flags.fastest,
+      "also use kernels that are faster but less exact, each with a stated bound: bf16 "
+      "products of plain weights, and of all with --activations float, 8-bit ones for caches "
+      "with 4-bit keys");
   add_run_flags(verb, flags);
 }
 

@@ -34,6 +34,7 @@
 #include "convert/replace.h"
 #include "core/guarded.h"
 #include "core/ranks.h"
+#include "cpu/bf16.h"
 #include "distill/asked.h"
 #include "distill/gptq_coder.h"
 #include "distill/learned_coder.h"
@@ -336,7 +337,9 @@ class Distillation {
     asked.add("embedding_bits", embedding_bits());
     asked.add("calibration", o.calibration);
     asked.add_flag("fisher", o.fisher);
-    asked.add("preference", o.preference == Preference::fastest ? "fastest" : "exact");
+    asked.add("fastest", o.preference != Preference::fastest ? "off"
+                         : cpu::has_bf16()                   ? "on (bf16)"
+                                                             : "on (no bf16)");
     if (!learning && !o.self_text) return asked;
     asked.add("seed", std::to_string(o.seed));
     asked.add("steps", o.steps);
@@ -390,13 +393,20 @@ class Distillation {
     return ours.ok() ? ours : of_targets(ours);
   }
 
+  // Who says what a file of targets holds.
+  std::string teacher_key(bool fastest) const {
+    return std::to_string(teacher_fingerprint_) + (fastest ? " fastest" : "");
+  }
   Status check_targets(const TargetsFile& targets) const {
     const TargetsKey& key = targets.key();
+    const bool fastest = options_.preference == Preference::fastest;
     const auto other = [&](const std::string& text) {
       return invalid("@{teacher_cache}: " + targets.path() + ": made " + text +
                      "; expected another name for the new one, or @{force}");
     };
-    if (key.teacher != std::to_string(teacher_fingerprint_)) return other("by another teacher");
+    if (key.teacher == teacher_key(!fastest))
+      return other(fastest ? "without @{fastest}" : "with @{fastest}");
+    if (key.teacher != teacher_key(fastest)) return other("by another teacher");
     if (key.top != std::min(options_.teacher_top, key.vocab))
       return other("with @{teacher_top} " + std::to_string(key.top));
     TargetsKey wanted =
@@ -679,11 +689,11 @@ class Distillation {
                      .validation_kl = kNaN})
             .ok();
       };
-      const Status written = write_targets(options_.teacher_cache, {&*teaching_, {.kv = "f32"}},
-                                           taught_text_.tokens, how,
-                                           {.top = options_.teacher_top,
-                                            .teacher = std::to_string(teacher_fingerprint_),
-                                            .replace = true});
+      const Status written = write_targets(
+          options_.teacher_cache, {&*teaching_, {.kv = "f32"}}, taught_text_.tokens, how,
+          {.top = options_.teacher_top,
+           .teacher = teacher_key(options_.preference == Preference::fastest),
+           .replace = true});
       if (!written.ok()) return of_targets(written);
     }
     auto targets = TargetsFile::open(options_.teacher_cache);

@@ -36,11 +36,11 @@
 // and one ulp of a bf16 y. In that sum each factor above 0 counts as at least 2^-100. With a term
 // that is not finite, the element is NaN or an infinity as in the definition. But nothing is
 // promised for an element if that sum or one of its finite factors reaches 2^127, or if an infinity
-// meets a number below 2^-126.
+// meets a number of magnitude below 2^-126. Its bits do not depend on rows, threads and layout.
 //
 // y is f32, or rounded to x's dtype. A row of y does not depend on the other rows, nor on how many
 // there are. Integers have no order and the f32 operations are listed, so every backend, SIMD
-// target, thread count and layout gives the same bits.
+// target, thread count and layout gives the same bits, but for cpu_bf16.
 #pragma once
 #include "bittern/matmul_desc.h"
 

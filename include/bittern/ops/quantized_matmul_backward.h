@@ -14,7 +14,7 @@
 // All in f32. The rounding of w passes gradients straight through. NaN and infinities follow IEEE.
 // Any output may be left out, not all of them. x is read for d_scales, d_biases and d_w alone, and
 // may be left out if none of them is wanted. Without rows these are 0, without outputs d_x is.
-// Every backend, SIMD target, thread count and layout gives the same bits.
+// Every backend, SIMD target, thread count and layout gives the same bits, but for cpu_bf16.
 //
 // Kernel cpu_bf16 (Preference::fastest, a CPU with AVX512_BF16) rounds d_y, x and w to bf16,
 // nearest even, and adds the terms of d_x and dw in f32, those of two outputs or rows at a time,
@@ -30,7 +30,8 @@
 // where terms is outputs or, with type affine, rows + group_size if that is more. In products each
 // factor above 0 counts as at least 2^-100. With a term that is not finite, the element is NaN or
 // an infinity as in the definition. But nothing is promised for an element if such a sum or one of
-// its finite factors reaches 2^127, or if an infinity meets a number below 2^-126.
+// its finite factors reaches 2^127, or if an infinity meets a number of
+// magnitude below 2^-126.
 #pragma once
 #include "bittern/matmul_desc.h"
 
