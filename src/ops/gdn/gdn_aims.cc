@@ -115,8 +115,9 @@ std::vector<GdnDesc> gdn_tensor_core_cases() {
   GdnDesc turned{.tokens = 130, .key_heads = 2, .value_heads = 4};
   turned.state_layout = StateLayout::value_key;
   turned.head_map = HeadMap::tiled;
-  std::vector<GdnDesc> cases{one, packed, many};
+  std::vector<GdnDesc> cases{one, packed, many, turned};
   for (const auto& [keys, values] : gdn_tensor_core_sizes()) {
+    if (keys == turned.key_dim && values == turned.value_dim) continue;
     GdnDesc d = values % 128 == 0 ? turned : packed;
     d.key_dim = keys;
     d.value_dim = values;
