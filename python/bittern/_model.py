@@ -174,11 +174,12 @@ class Model:
             activations,
             _integer("threads", threads, 0),
             _size("context", context),
-            _is_fastest("preference", preference),
+            preference,
         )
+        fastest = _is_fastest("preference", preference)
         self._tokenizer: Tokenizer | None = None
         self._no_tokenizer: str | None = None
-        self._model: Any = _call(_bittern.Model, [self._arguments[0]], *self._arguments)
+        self._model: Any = _call(_bittern.Model, [self._arguments[0]], *self._arguments[:-1], fastest)
         self._info = ModelInfo(**self._model.info())
 
     @property
