@@ -54,7 +54,7 @@ LAYERS = [
     ("src/text/*", CORE + ["formats/*", "convert/*", "text/*", "pcre2.h", "utf8proc.h"]),
     ("src/distill/*_test.cc", MODEL + ["eval/*", "distill/*", "cpu/*", "gtest/*"]),
     ("src/distill/*_cpu.cc", KERNEL + ["distill/*"]),
-    ("src/distill/*", MODEL + ["eval/*", "distill/*"]),
+    ("src/distill/*", MODEL + ["eval/*", "distill/*", "cpu/bf16.h"]),
     ("src/report/*_test.cc", CORE + ["report/*", "gtest/*"]),
     ("src/report/*", CORE + ["report/*", "text/utf8.h"]),
     ("src/c/*", ["bittern/*", "c/*", "core/guarded.h", "plan/any_op.h", "plan/fields.h", "plan/names.h"]),

@@ -129,7 +129,8 @@ def test_distill(given, tmp_path):
 
 def test_a_distillation_whose_process_dies_goes_on(given, tmp_path):
     teacher, text = given
-    flags = (*DISTILL[:-1], 200, "--rate", 0.001, "--data", text, "--no-report")
+    # Enough steps for some seconds: mpirun passes a signal on after one.
+    flags = (*DISTILL[:-1], 1500, "--rate", 0.001, "--data", text, "--no-report")
     assert bittern("distill", teacher, "-o", tmp_path / "whole", *flags).returncode == 0
     state = tmp_path / "out.distill" / "state"
     for who, kind in [(1, signal.SIGKILL), (0, signal.SIGKILL), (None, signal.SIGTERM)]:
