@@ -317,6 +317,7 @@ class Distillation {
   int embedding_bits() const {
     return options_.embedding_bits.value_or(target_.compressed ? 0 : std::max(target_.bits, 6));
   }
+  bool fastest() const { return options_.preference == Preference::fastest; }
   bool cached() const { return !options_.teacher_cache.empty() && options_.steps > 0; }
 
   // What the start depends on; with `learning`, what the state depends on, too.
@@ -337,9 +338,7 @@ class Distillation {
     asked.add("embedding_bits", embedding_bits());
     asked.add("calibration", o.calibration);
     asked.add_flag("fisher", o.fisher);
-    asked.add("fastest", o.preference != Preference::fastest ? "off"
-                         : cpu::has_bf16()                   ? "on (bf16)"
-                                                             : "on (no bf16)");
+    asked.add("fastest", !fastest() ? "off" : cpu::has_bf16() ? "on (bf16)" : "on (no bf16)");
     if (!learning && !o.self_text) return asked;
     asked.add("seed", std::to_string(o.seed));
     asked.add("steps", o.steps);
@@ -399,14 +398,13 @@ class Distillation {
   }
   Status check_targets(const TargetsFile& targets) const {
     const TargetsKey& key = targets.key();
-    const bool fastest = options_.preference == Preference::fastest;
     const auto other = [&](const std::string& text) {
       return invalid("@{teacher_cache}: " + targets.path() + ": made " + text +
                      "; expected another name for the new one, or @{force}");
     };
-    if (key.teacher == teacher_key(!fastest))
-      return other(fastest ? "without @{fastest}" : "with @{fastest}");
-    if (key.teacher != teacher_key(fastest)) return other("by another teacher");
+    if (key.teacher == teacher_key(!fastest()))
+      return other(fastest() ? "without @{fastest}" : "with @{fastest}");
+    if (key.teacher != teacher_key(fastest())) return other("by another teacher");
     if (key.top != std::min(options_.teacher_top, key.vocab))
       return other("with @{teacher_top} " + std::to_string(key.top));
     TargetsKey wanted =
@@ -691,9 +689,7 @@ class Distillation {
       };
       const Status written = write_targets(
           options_.teacher_cache, {&*teaching_, {.kv = "f32"}}, taught_text_.tokens, how,
-          {.top = options_.teacher_top,
-           .teacher = teacher_key(options_.preference == Preference::fastest),
-           .replace = true});
+          {.top = options_.teacher_top, .teacher = teacher_key(fastest()), .replace = true});
       if (!written.ok()) return of_targets(written);
     }
     auto targets = TargetsFile::open(options_.teacher_cache);
