@@ -252,7 +252,7 @@ def test_compare_with_numpy(tmp_path):
     write_gguf(a, tensors)
     write_gguf(b, {name: (w, kinds[name]) if name in kinds else w for name, w in tensors.items()})
     text, report = inspect(tmp_path, a, "--compare", b)
-    assert set(report) == {"schema", "model", "other", "comparison"}
+    assert set(report) == {"bittern", "schema", "model", "other", "comparison"}
     comparison = report["comparison"]
     error = norm = 0.0
     groups = []

@@ -421,6 +421,7 @@ def test_a_name_of_the_wrong_kind_fails_before_the_work(folder, tmp_path):
         '{"schema": 1, "model": "x"}',
         '{"schema": 1, "model": {}, "mine": 1}',
         '{"machine": "mine", "rows": []}',
+        '{"schema": 1, "bittern": {"mine": 1}}',
         '[{"op": "mine"}]',
         "[]",
         '[{"op": "x", "compared": 1, "failures": [], "seconds": 1, "mine": 2}]',
