@@ -304,6 +304,8 @@ nb::dict report_dict(const DistillReport& report) {
   d["start_kl"] = object(report.start_kl);
   d["kl"] = object(report.kl);
   d["written_kl"] = object(report.written_kl);
+  d["written_start_kl"] = object(report.written_start_kl);
+  d["start_written"] = object(report.start_written);
   d["trials"] = object(report.trials);
   d["points"] = object(report.points);
   d["seconds"] = object(report.seconds);

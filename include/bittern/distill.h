@@ -129,6 +129,10 @@ struct DistillReport {
   // folder with integer zero points, is read again for the last. In a folder the last two are the
   // same.
   double start_kl = 0, kl = 0, written_kl = 0;
+  // Of a GGUF file, whose types cannot hold everything: the start, written in the same types. Where
+  // that is better, it is written in place of what was learned. In a folder this is start_kl.
+  double written_start_kl = 0;
+  bool start_written = false;
   std::vector<DistillTrial> trials{};
   std::vector<DistillPoint> points{};
   // With `judge`, on the validation text: the calibrated start, and what was written.

@@ -84,6 +84,8 @@ class DistillReport:
     start_kl: float  # of the validation text: calibrated
     kl: float  # what was learned
     written_kl: float  # and what was written: in an MLX folder the same
+    written_start_kl: float  # of a GGUF file: the start in the same types; in a folder start_kl
+    start_written: bool  # as that was better than what was learned
     trials: list[DistillTrial]
     points: list[DistillPoint]
     seconds: float

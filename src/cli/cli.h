@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bittern/bittern.h"
+#include "bittern/convert.h"
 #include "convert/apart.h"
 #include "oracle/oracle.h"
 #include "plan/any_op.h"
@@ -47,6 +48,10 @@ Verb calibrate_verb(CLI::App& main);
 Verb distill_verb(CLI::App& main);
 // The flag that stands for a field of QuantizeOptions or CompareOptions.
 std::string flag_of(std::string_view field);
+// What is not as it was asked for, told once a reason.
+void print_notes(const QuantizeReport& report);
+// The rule in REGEX=4:64, REGEX=4, REGEX=Q8_0 or REGEX=keep.
+Result<QuantizeRule> parse_rule(const std::string& flag, const std::string& text);
 
 void add_common_flags(CLI::App& verb, CommonFlags& flags);
 void add_output_flags(CLI::App& verb, CommonFlags& flags);  // those without a device

@@ -22,6 +22,7 @@ namespace {
 struct DistillFlags {
   CommonFlags common;
   std::string teacher, out, report, learn = "grids";
+  std::vector<std::string> overrides;
   bool no_report = false, fastest = false;
   DistillOptions options;
 };
@@ -37,6 +38,7 @@ std::string flag_name(std::string_view field) {
   if (field == "teacher") return "TEACHER";
   if (field == "context") return "--ctx";
   if (field == "learn_codes") return "--learn codes";
+  if (field == "rules") return "--override";
   return flag_of(field);
 }
 
@@ -82,6 +84,9 @@ Json report_json(const DistillFlags& flags, const DistillReport& report) {
           {"start_kl", number(report.start_kl)},
           {"kl", number(report.kl)},
           {"written_kl", number(report.written_kl)},
+          {"written_start_kl", number(report.written_start_kl)},
+          {"start_written", report.start_written},
+          {"notes", report.output.notes},
           {"seconds", report.seconds},
           {"seconds_learning", report.seconds_learning},
           {"peak_bytes", report.peak_bytes},
@@ -91,6 +96,7 @@ Json report_json(const DistillFlags& flags, const DistillReport& report) {
 }
 
 void print_result(const DistillReport& report) {
+  print_notes(report.output);
   for (const DistillTrial& trial : report.trials)
     fmt::print("rate {:.5f}: validation KL {:.4f}{}\n", trial.rate, trial.validation_kl,
                trial.rate == report.rate ? ", taken" : "");
@@ -108,10 +114,23 @@ void print_result(const DistillReport& report) {
     fmt::print("{:.2f} % of the codes moved\n",
                100 * static_cast<double>(report.codes_moved) / static_cast<double>(report.codes));
   if (!report.type.empty())
-    fmt::print("validation KL of the file as {}: {:.4f}\n", report.type, report.written_kl);
+    fmt::print("validation KL of the file as {}: {:.4f}; of the start in the same types: {:.4f}\n",
+               report.type, report.written_kl, report.written_start_kl);
+  if (report.start_written)
+    fmt::print("note: in these types what was learned is worse; the start was written\n");
   fmt::print("{}: {}, {:.3f} bits per weight, {:.1f} s, {} of memory at most\n",
              printable(report.output.output), size_text(report.output.bytes),
              report.output.bits_per_weight, report.seconds, size_text(report.peak_bytes));
+}
+
+std::string kl_text(const DistillReport& found) {
+  const std::string text =
+      fmt::format("{:.4f} calibrated, {:.4f} learned", found.start_kl, found.kl);
+  if (found.type.empty()) return text;
+  return text + fmt::format(", {:.4f} written", found.written_kl) +
+         (found.start_written
+              ? ": the start, which is better in these types"
+              : fmt::format(" (the start in the same types: {:.4f})", found.written_start_kl));
 }
 
 Status write_page(const DistillFlags& flags, const DistillReport& found) {
@@ -142,8 +161,7 @@ Status write_page(const DistillFlags& flags, const DistillReport& found) {
                             : "")},
       {"steps", fmt::format("{} of {} pieces of {} tokens", found.steps, o.batch, o.context)},
       {"rate", fmt::format("{:.5f}", found.rate)},
-      {"KL, held out", fmt::format("{:.4f} calibrated, {:.4f} learned, {:.4f} written",
-                                   found.start_kl, found.kl, found.written_kl)},
+      {"KL, held out", kl_text(found)},
       {"text",
        fmt::format("{}: {} pieces to learn from, {} held out",
                    o.self_text ? "the teacher's own" : fmt::format("{}", fmt::join(o.data, ", ")),
@@ -186,6 +204,11 @@ Status run(DistillFlags& flags) {
   if (flags.learn != "grids" && flags.learn != "codes")
     return invalid("--learn: " + printable(flags.learn) + ", expected grids or codes");
   options.learn_codes = flags.learn == "codes";
+  for (const std::string& text : flags.overrides) {
+    auto rule = parse_rule("--override", text);
+    if (!rule) return rule.status();
+    options.rules.push_back(std::move(*rule));
+  }
   if (flags.fastest) options.preference = Preference::fastest;
   options.option_name = flag_name;
   options.ranks = processes();
@@ -256,6 +279,11 @@ Verb distill_verb(CLI::App& main) {
          "bits of embedding and head (in GGUF 6 is Q6_K, 8 is Q8_0); 0 leaves them as the teacher "
          "has them (default: 6, or --bits where that is more; in compressed-tensors 0)")
       ->check(integer_in(0, 8))
+      ->group(what);
+  option("--override", flags->overrides, "RULE",
+         "for tensors whose name matches REGEX: REGEX=BITS[:GROUP], REGEX=TYPE or REGEX=keep; the "
+         "first rule that matches decides; may be given several times")
+      ->allow_extra_args(false)
       ->group(what);
   option("--scale-dtype", options.scale_dtype, "DTYPE",
          "of scales and biases: f32, f16 or bf16; in GGUF f16")

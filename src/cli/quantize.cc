@@ -32,33 +32,6 @@ struct QuantizeFlags {
   CommonFlags common;
 };
 
-// REGEX=4:64, REGEX=4, REGEX=Q8_0 or REGEX=keep; the last '=' counts.
-Result<QuantizeRule> parse_rule(const std::string& flag, const std::string& text) {
-  const std::size_t equals = text.rfind('=');
-  const auto refuse = [&] {
-    return invalid(fmt::format(
-        "{}: {}, expected REGEX=BITS, REGEX=BITS:GROUP, REGEX=TYPE or REGEX=keep", flag, text));
-  };
-  if (equals == std::string::npos || equals == 0) return refuse();
-  QuantizeRule rule{.match = text.substr(0, equals)};
-  const std::string value = text.substr(equals + 1);
-  if (value == "keep") {
-    rule.keep = true;
-    return rule;
-  }
-  if (!value.empty() && std::isdigit(static_cast<unsigned char>(value[0]))) {
-    int read = 0, bits = 0, group = 0;
-    const int fields = std::sscanf(value.c_str(), "%3d%n:%4d%n", &bits, &read, &group, &read);
-    if (fields < 1 || static_cast<std::size_t>(read) != value.size()) return refuse();
-    rule.bits = bits;
-    if (fields == 2) rule.group_size = group;
-    return rule;
-  }
-  if (ggml_type(std::string_view(value)) == nullptr) return refuse();
-  rule.type = value;
-  return rule;
-}
-
 std::optional<std::string> given(const std::string& text) {
   return text.empty() ? std::nullopt : std::optional(text);
 }
@@ -184,23 +157,6 @@ void print_fates(const QuantizeReport& report) {
   }
 }
 
-// What is not as it was asked for, told once a reason.
-void print_notes(const QuantizeReport& report) {
-  std::vector<std::pair<std::string, std::vector<std::string>>> reasons;
-  for (const QuantizedTensor& tensor : report.tensors) {
-    if (tensor.note.empty()) continue;
-    auto found = std::find_if(reasons.begin(), reasons.end(),
-                              [&](const auto& r) { return r.first == tensor.note; });
-    if (found == reasons.end()) found = reasons.insert(reasons.end(), {tensor.note, {}});
-    found->second.push_back(tensor.name);
-  }
-  for (const auto& [reason, names] : reasons) {
-    fmt::print("note: {}: {}{}\n", printable(reason), printable(names[0]),
-               names.size() == 1 ? "" : fmt::format(" and {} more", names.size() - 1));
-  }
-  for (const std::string& note : report.notes) fmt::print("note: {}\n", printable(note));
-}
-
 void print_result(const QuantizeReport& report, const std::string& scale_dtype) {
   if (report.resumed > 0) fmt::print("note: {} tensors were whole already\n", report.resumed);
   if (report.saturated > 0)
@@ -247,6 +203,49 @@ Status run(QuantizeFlags flags) {
 }
 
 }  // namespace
+
+void print_notes(const QuantizeReport& report) {
+  std::vector<std::pair<std::string, std::vector<std::string>>> reasons;
+  for (const QuantizedTensor& tensor : report.tensors) {
+    if (tensor.note.empty()) continue;
+    auto found = std::find_if(reasons.begin(), reasons.end(),
+                              [&](const auto& r) { return r.first == tensor.note; });
+    if (found == reasons.end()) found = reasons.insert(reasons.end(), {tensor.note, {}});
+    found->second.push_back(tensor.name);
+  }
+  for (const auto& [reason, names] : reasons) {
+    fmt::print("note: {}: {}{}\n", printable(reason), printable(names[0]),
+               names.size() == 1 ? "" : fmt::format(" and {} more", names.size() - 1));
+  }
+  for (const std::string& note : report.notes) fmt::print("note: {}\n", printable(note));
+}
+
+// The last '=' counts.
+Result<QuantizeRule> parse_rule(const std::string& flag, const std::string& text) {
+  const std::size_t equals = text.rfind('=');
+  const auto refuse = [&] {
+    return invalid(fmt::format(
+        "{}: {}, expected REGEX=BITS, REGEX=BITS:GROUP, REGEX=TYPE or REGEX=keep", flag, text));
+  };
+  if (equals == std::string::npos || equals == 0) return refuse();
+  QuantizeRule rule{.match = text.substr(0, equals)};
+  const std::string value = text.substr(equals + 1);
+  if (value == "keep") {
+    rule.keep = true;
+    return rule;
+  }
+  if (!value.empty() && std::isdigit(static_cast<unsigned char>(value[0]))) {
+    int read = 0, bits = 0, group = 0;
+    const int fields = std::sscanf(value.c_str(), "%3d%n:%4d%n", &bits, &read, &group, &read);
+    if (fields < 1 || static_cast<std::size_t>(read) != value.size()) return refuse();
+    rule.bits = bits;
+    if (fields == 2) rule.group_size = group;
+    return rule;
+  }
+  if (ggml_type(std::string_view(value)) == nullptr) return refuse();
+  rule.type = value;
+  return rule;
+}
 
 std::string flag_of(std::string_view field) {
   constexpr std::pair<std::string_view, const char*> kOthers[] = {

@@ -165,6 +165,7 @@ class WorkFolder {
   std::string start() const { return path_ + "/start"; }
   std::string state() const { return path_ + "/state"; }
   std::string result() const { return path_ + "/result"; }
+  std::string written_start() const { return path_ + "/written_start"; }
 
   WorkFolder(const WorkFolder&) = delete;
   ~WorkFolder() {
@@ -225,17 +226,27 @@ class WorkFolder {
   }
   // Nothing is removed that a run did not write.
   Status check_ours() const {
-    static const std::set<std::string> kNames = {
-        "asked",          "asked.partial", "start",  "start.partial",  "start.partial.journal",
-        "state",          "state.partial", "result", "result.partial", "result.partial.journal",
-        "result.replaced"};
+    static const std::set<std::string> kNames = {"asked",
+                                                 "asked.partial",
+                                                 "start",
+                                                 "start.partial",
+                                                 "start.partial.journal",
+                                                 "state",
+                                                 "state.partial",
+                                                 "result",
+                                                 "result.partial",
+                                                 "result.partial.journal",
+                                                 "result.replaced",
+                                                 "written_start",
+                                                 "written_start.partial",
+                                                 "written_start.partial.journal"};
     std::error_code error;
     for (const auto& entry : std::filesystem::directory_iterator(path_, error))
       if (!kNames.contains(entry.path().filename().string()))
         return invalid(path_ + ": holds " + entry.path().filename().string() +
                        ", which no run wrote, expected another place for the output");
     if (error) return {Code::io_error, path_ + ": " + error.message()};
-    for (const std::string& model : {start(), result()})
+    for (const std::string& model : {start(), result(), written_start()})
       if (std::filesystem::exists(model)) {
         const bool folder = std::filesystem::is_directory(model, error);
         BITTERN_TRY(check_replaceable(model, folder));
@@ -312,6 +323,8 @@ class Distillation {
   }
 
   bool gguf() const { return target_.mix != nullptr; }
+  // What is written is what the student computed with.
+  bool is_as_learned() const { return !gguf() && !target_.integer_zeros; }
   const char* folder_format() const { return target_.compressed ? "compressed-tensors" : "mlx"; }
   // In compressed-tensors the embedding is plain in any case.
   int embedding_bits() const {
@@ -817,9 +830,15 @@ class Distillation {
                                " holds the last state before)"};
   }
 
-  // OUT.distill/result: the teacher, with what was learned in place of its matrices.
-  Status write() {
-    auto coder = LearnedCoder::make(work_.start(), learner_->grids(), gguf());
+  // A model on disk, and its KL on the pieces that are held out.
+  struct Written {
+    QuantizeReport output;
+    double kl = 0;
+  };
+
+  // The teacher, with these grids in place of its matrices.
+  Result<QuantizeReport> write_as(const std::string& path, LearnedGrids& grids) {
+    auto coder = LearnedCoder::make(work_.start(), grids, gguf());
     if (!coder) return coder.status();
     QuantizeOptions how = written_options();
     how.force = true;  // an earlier run may have come as far
@@ -828,32 +847,71 @@ class Distillation {
       how.progress = [&](const ModelProgress& state) {
         return tell({.doing = "writing", .text = std::string(state.tensor)}).ok();
       };
-    auto written = quantize_model(teacher_, work_.result(), how, &*coder);
-    if (!written) return written.status();
-    report_.output = std::move(*written);
-    report_.output.output = out_;
-    report_.output.outputs = {out_};
-    written_ = student_;
-    report_.written_kl = report_.kl;
-    if (!gguf() && !target_.integer_zeros) return {};
+    return quantize_model(teacher_, path, how, &*coder);
+  }
+  Result<Written> write_and_judge(const std::string& path, LearnedGrids& grids) {
+    auto output = write_as(path, grids);
+    if (!output) return output.status();
     BITTERN_TRY(tell({.doing = "judging", .text = "what was written"}));
-    auto read = load_model_data(work_.result(), student_options());
-    if (!read) return read.status();
-    written_ = std::move(*read);
-    auto pass = KlPass::make(*teaching_, written_, options_.context);
+    auto model = load_model_data(path, student_options());
+    if (!model) return model.status();
+    auto pass = KlPass::make(*teaching_, std::move(*model), options_.context);
     if (!pass) return pass.status();
     const auto kl = learner_->validate(*pass);
     if (!kl) return kl.status();
-    report_.written_kl = *kl;
+    return Written{std::move(*output), *kl};
+  }
+
+  // OUT.distill/result
+  Status write() {
+    report_.written_kl = report_.kl;
+    report_.written_start_kl = report_.start_kl;
+    if (is_as_learned()) {
+      auto output = write_as(work_.result(), learner_->grids());
+      if (!output) return output.status();
+      report_.output = std::move(*output);
+    } else {
+      auto written = write_and_judge(work_.result(), learner_->grids());
+      if (!written) return written.status();
+      report_.written_kl = written->kl;
+      if (gguf()) BITTERN_TRY(compare_with_start(*written));
+      report_.output = std::move(written->output);
+    }
+    report_.output.output = out_;
+    report_.output.outputs = {out_};
     return {};
+  }
+
+  // What learning gained may be lost where a file's types cannot hold it. The start, written in the
+  // same types, tells; if it is better, it is the result.
+  Status compare_with_start(Written& result) {
+    report_.written_start_kl = result.kl;
+    if (report_.best_step == 0) return {};  // it is the start
+    const auto start = Checkpoint::open(work_.start());
+    if (!start) return start.status();
+    auto grids = learner_->grids().at_start(*start);
+    if (!grids) return grids.status();
+    auto other = write_and_judge(work_.written_start(), *grids);
+    if (!other) return other.status();
+    report_.written_start_kl = other->kl;
+    if (!(other->kl < result.kl)) return {};
+    report_.written_kl = other->kl;
+    report_.start_written = true;
+    report_.codes_moved = 0;
+    result = std::move(*other);
+    const OutputOptions output{.folder = false, .force = true};
+    return agree(options_.ranks,
+                 writes() ? move_output(work_.written_start(), work_.result(), output) : Status());
   }
 
   // Start and result beside the teacher.
   Status judge() {
     const auto start = Model::load(work_.start(), student_options());
     if (!start) return start.status();
-    const Model result = ModelAccess::model(written_);
-    const EvalModel models[] = {{&*start, {}}, {&result, {}}};
+    const auto result = is_as_learned() ? Result<Model>(ModelAccess::model(student_))
+                                        : Model::load(work_.result(), student_options());
+    if (!result) return result.status();
+    const EvalModel models[] = {{&*start, {}}, {&*result, {}}};
     EvalOptions how{
         .dialect = PerplexityDialect::segments, .context = options_.context, .layers = true};
     how.ranks = options_.ranks;
@@ -877,7 +935,7 @@ class Distillation {
       if (!text) return text.status();
       sample.prompt = *text;
       const std::pair<const Model*, std::string*> writers[] = {
-          {&*teaching_, &sample.teacher}, {&*start, &sample.start}, {&result, &sample.result}};
+          {&*teaching_, &sample.teacher}, {&*start, &sample.start}, {&*result, &sample.result}};
       for (const auto& [model, to] : writers) {
         auto session = Session::make(*model, {.context = options_.context});
         if (!session) return session.status();
@@ -910,7 +968,7 @@ class Distillation {
   std::uint64_t teacher_fingerprint_ = 0;
   Fingerprint fingerprint_;
   std::optional<Model> teaching_;
-  std::shared_ptr<const ModelData> student_, written_;
+  std::shared_ptr<const ModelData> student_;
   std::optional<Learner> learner_;
   // With a file of the teacher's targets: what it is of, the first row of each piece, and whether
   // it is still to be made.

@@ -620,6 +620,34 @@ TEST_F(DistillModel, SuperBlocksAreFittedToWhatWasLearned) {
             "super-blocks are multiples of 256), expected Q4_1 or Q5_1");
 }
 
+// Super-blocks may lose more than was learned.
+TEST_F(DistillModel, AFileIsNeverWorseThanItsStart) {
+  put_wide_model(*this, 64);
+  DistillOptions how = blocks();
+  how.bits.reset();
+  how.type = "Q4_K_S";
+  how.force = true;
+  how.steps = 0;
+  const DistillReport start = made(path("wide"), "start.gguf", how);
+  EXPECT_EQ(start.written_start_kl, start.written_kl);
+  EXPECT_FALSE(start.start_written);
+  how.steps = 1;
+  how.rate = 0.0002;
+  int starts = 0, learned = 0;
+  for (how.seed = 0; how.seed < 6; ++how.seed) {
+    const DistillReport report = made(path("wide"), "out.gguf", how);
+    EXPECT_EQ(report.written_start_kl, start.written_kl);
+    EXPECT_LE(report.written_kl, report.written_start_kl);
+    if (report.best_step == 0) continue;
+    EXPECT_LT(report.kl, report.start_kl);
+    ++(report.start_written ? starts : learned);
+    const bool same = text_of("out.gguf") == text_of("start.gguf");
+    EXPECT_EQ(same, report.start_written) << how.seed;
+  }
+  EXPECT_GT(starts, 0);
+  EXPECT_GT(learned, 0);
+}
+
 TEST_F(DistillModel, GgufRefusals) {
   const std::string model = put_tiny_model(*this, "llama");
   const auto with = [&](const auto& change) {

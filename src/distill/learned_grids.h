@@ -43,6 +43,11 @@ class LearnedGrids {
   static Result<LearnedGrids> make(std::shared_ptr<ModelData> model, const Checkpoint& source,
                                    bool codes_move, bool integer_zeros);
 
+  // The same grids before anything was learned, to be written: they share the model with these.
+  Result<LearnedGrids> at_start(const Checkpoint& source) const {
+    return make(model_, source, !codes_.empty(), integer_zeros_);
+  }
+
   const std::vector<Tensor>& tensors() const { return tensors_; }
   // Of layer i; the last one is of embedding and head, and empty where these do not learn.
   const std::vector<Slice>& slices() const { return slices_; }

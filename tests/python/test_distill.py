@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import signal
 import subprocess
 import time
@@ -99,6 +100,9 @@ def test_a_file_for_llama_cpp(given, tmp_path):
     assert contents(tmp_path / "again") == contents(out)
     assert (again.type, again.kl, again.written_kl) == ("Q4_1", report["kl"], report["written_kl"])
     assert f"{again.written_kl:.4f} written as Q4_1" in str(again)
+    assert again.written_start_kl == report["written_start_kl"] >= again.written_kl
+    assert not again.start_written and not report["start_written"]
+    assert f"of the start in the same types: {report['written_start_kl']:.4f}" in result.stdout
     five = library.distill(teacher, tmp_path / "five", data=text, format="gguf", bits=5, **options)
     assert five.type == "Q5_1" and five.written_kl < again.written_kl
     with pytest.raises(ValueError, match="type and bits both given"):
@@ -112,6 +116,26 @@ def test_a_file_for_llama_cpp(given, tmp_path):
     assert result.returncode == 0, result.stderr
     assert {tensor.name: tensor.storage for tensor in library.inspect_model(tmp_path / "five").tensors}[
         "token_embd.weight"] == "Q8_0"
+
+
+def test_single_tensors_get_other_bits(given, tmp_path):
+    teacher, text = given
+    rules = ["--override", "v_proj=8", "--override", r"layers\.0\..*_proj=keep", "--override", "nothing=4"]
+    result = bittern("distill", teacher, "-o", tmp_path / "out", "--data", text, *FLAGS, "--steps", 2, *rules)
+    assert result.returncode == 0, result.stderr
+    assert "note: the rule nothing matches no tensor" in result.stdout
+    stored = {tensor.name: tensor.storage for tensor in library.inspect_model(tmp_path / "out").tensors}
+    layer = "model.layers.{}.self_attn.{}_proj.weight"
+    assert stored[layer.format(0, "v")].startswith("8 bit") and stored[layer.format(1, "v")].startswith("8 bit")
+    assert stored[layer.format(1, "q")].startswith("3 bit") and "bit" not in stored[layer.format(0, "q")]
+    again = library.distill(teacher, tmp_path / "again", data=text, steps=2, **OPTIONS, rules=[
+        {"match": "v_proj", "bits": 8}, {"match": r"layers\.0\..*_proj", "keep": True}])  # fmt: skip
+    assert contents(tmp_path / "again") == contents(tmp_path / "out")
+    assert again.output.notes == []
+    result = bittern("distill", teacher, "-o", tmp_path / "b.gguf", "--data", text, *BLOCKS, "--steps", 2, "--override", "v_proj=5")
+    assert result.returncode == 0, result.stderr
+    stored = {tensor.name: tensor.storage for tensor in library.inspect_model(tmp_path / "b.gguf").tensors}
+    assert (stored["blk.0.attn_v.weight"], stored["blk.0.attn_q.weight"]) == ("Q5_1", "Q4_1")
 
 
 @pytest.mark.peer("numpy", "llama_cpp")
@@ -159,13 +183,17 @@ def test_progress_decides(given, tmp_path):
 def test_killed_it_goes_on_to_the_same_bytes(given, tmp_path, name, grids, steps):
     teacher, text = given
     flags = ["--data", text, *grids, "--steps", steps, "--rate", 0.002, "--no-report", "--checkpoint-minutes", 0]
+    begun = time.monotonic()
     whole = bittern("distill", teacher, "-o", tmp_path / f"whole-{name}", *flags)
+    took = time.monotonic() - begun
     assert whole.returncode == 0, whole.stderr
     command = [COMMAND, "distill", teacher, "-o", tmp_path / name, *flags]
-    for after in (0.05, 0.3, 0.7):
+    for _ in range(20):
+        if (tmp_path / name).exists():
+            break
         resume = ["--resume"] if (tmp_path / f"{name}.distill").exists() else []
         run = subprocess.Popen([str(word) for word in command + resume], stderr=subprocess.DEVNULL)
-        time.sleep(after)
+        time.sleep(random.uniform(0, took / 4))
         run.send_signal(signal.SIGKILL)
         run.wait()
     if not (tmp_path / name).exists():
@@ -198,6 +226,9 @@ def test_ctrl_c_writes_the_best_so_far(given, tmp_path):
     (["--format", "gguf", "--group-size", 64], 2, "--group-size: 64: groups of GGUF have 32 weights"),
     (["--format", "gguf", "--scale-dtype", "bf16"], 2, "--scale-dtype: bf16: scales of GGUF are f16"),
     (["--format", "mlx", "--type", "Q4_1"], 2, "--type Q4_1: the format is mlx"),
+    (["--override", "v_proj="], 2, "--override: v_proj=, expected REGEX=BITS, REGEX=BITS:GROUP, REGEX=TYPE or REGEX=keep"),
+    (["--override", "v_proj=7"], 2, "--override: v_proj: bits: 7, expected 2, 3, 4, 5, 6 or 8"),
+    (["--format", "gguf", "--override", "v_proj=7"], 2, "--override: v_proj: bits: 7"),
     (["--report", "-"], 2, "--report: -: standard output, expected the name of a file"),
     (["--report", "page.html", "--no-report"], 2, "--report and --no-report both given, expected one"),
     (["--seed", -1], 2, "--seed: -1, expected an integer 0..18446744073709551615"),
