@@ -49,6 +49,7 @@ Verb distill_verb(CLI::App& main);
 // The flag that stands for a field of QuantizeOptions or CompareOptions.
 std::string flag_of(std::string_view field);
 // What is not as it was asked for, told once a reason.
+std::vector<std::string> notes_of(const QuantizeReport& report);
 void print_notes(const QuantizeReport& report);
 // The rule in REGEX=4:64, REGEX=4, REGEX=Q8_0 or REGEX=keep.
 Result<QuantizeRule> parse_rule(const std::string& flag, const std::string& text);

@@ -183,7 +183,9 @@ bool all_have_keys(const Json& rows, Keys needed, Keys more = {}) {
 
 // What write_json() writes: an object with its mark, or rows of check or ops.
 bool is_report(const Json& json) {
-  if (json.is_object()) return json.contains(kMark) && json[kMark].is_string();
+  if (json.is_object())
+    return json.contains(kMark) && json[kMark].is_string() &&
+           (json.contains("schema") || json.contains("machine"));
   return all_have_keys(json, {"op", "compared", "failures", "seconds"}, {"kernels"}) ||
          all_have_keys(json, {"op", "category", "chosen_here", "backends"},
                        {"weaker_kernels", "fields", "operands"});

@@ -86,7 +86,7 @@ Json report_json(const DistillFlags& flags, const DistillReport& report) {
           {"written_kl", number(report.written_kl)},
           {"written_start_kl", number(report.written_start_kl)},
           {"start_written", report.start_written},
-          {"notes", report.output.notes},
+          {"notes", notes_of(report.output)},
           {"seconds", report.seconds},
           {"seconds_learning", report.seconds_learning},
           {"peak_bytes", report.peak_bytes},
@@ -150,7 +150,9 @@ Status write_page(const DistillFlags& flags, const DistillReport& found) {
   const DistillOptions& o = flags.options;
   e.facts = {
       {"teacher", flags.teacher},
-      {"type", found.type.empty() ? "MLX" : found.type},
+      {"type", !found.type.empty()            ? found.type
+               : found.output.format == "mlx" ? "MLX"
+                                              : found.output.format},
       {"bits, group", fmt::format("{}, {}", found.bits, found.group_size)},
       {"learned",
        fmt::format("{} scales{}", found.learned,

@@ -204,7 +204,7 @@ Status run(QuantizeFlags flags) {
 
 }  // namespace
 
-void print_notes(const QuantizeReport& report) {
+std::vector<std::string> notes_of(const QuantizeReport& report) {
   std::vector<std::pair<std::string, std::vector<std::string>>> reasons;
   for (const QuantizedTensor& tensor : report.tensors) {
     if (tensor.note.empty()) continue;
@@ -213,11 +213,17 @@ void print_notes(const QuantizeReport& report) {
     if (found == reasons.end()) found = reasons.insert(reasons.end(), {tensor.note, {}});
     found->second.push_back(tensor.name);
   }
-  for (const auto& [reason, names] : reasons) {
-    fmt::print("note: {}: {}{}\n", printable(reason), printable(names[0]),
-               names.size() == 1 ? "" : fmt::format(" and {} more", names.size() - 1));
-  }
-  for (const std::string& note : report.notes) fmt::print("note: {}\n", printable(note));
+  std::vector<std::string> notes;
+  for (const auto& [reason, names] : reasons)
+    notes.push_back(
+        fmt::format("{}: {}{}", reason, names[0],
+                    names.size() == 1 ? "" : fmt::format(" and {} more", names.size() - 1)));
+  notes.insert(notes.end(), report.notes.begin(), report.notes.end());
+  return notes;
+}
+
+void print_notes(const QuantizeReport& report) {
+  for (const std::string& note : notes_of(report)) fmt::print("note: {}\n", printable(note));
 }
 
 // The last '=' counts.

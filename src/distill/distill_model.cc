@@ -51,6 +51,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr std::int64_t kMostTrial = 16;  // steps of a run that tries a rate
+// Embedding and head, by their names in GGUF and in folders.
+constexpr const char* kEnds = "(^token_embd|^output|embed_tokens|lm_head)\\.weight$";
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -185,15 +187,12 @@ class WorkFolder {
       return invalid(path_ + ": " + name(*thing) + ", expected a folder or nothing");
     BITTERN_TRY(lock());
     BITTERN_TRY(check_ours());
-    if (resume) return {};
+    if (resume) return check_known();
     if (!force)
       return {Code::unavailable, path_ +
                                      ": of a run that was stopped, expected @{resume} to go on "
                                      "with it or @{force} to begin anew"};
-    for (const auto& entry : std::filesystem::directory_iterator(path_, error)) {
-      std::filesystem::remove_all(entry.path(), error);
-      if (error) break;
-    }
+    error = clear();
     if (error) return {Code::io_error, path_ + ": cannot be emptied: " + error.message()};
     return {};
   }
@@ -209,13 +208,44 @@ class WorkFolder {
   }
   bool has_start() const { return std::filesystem::exists(start()); }
   bool has_state() const { return std::filesystem::exists(state()); }
-  bool remove() const {
-    std::error_code error;
-    std::filesystem::remove_all(path_, error);
-    return !error;
+  std::error_code remove() const {
+    std::error_code error = clear();
+    if (!error) std::filesystem::remove(path_, error);
+    return error;
   }
 
  private:
+  std::string removed() const { return path_ + "/removed"; }
+
+  // Whoever kills this leaves a folder that the next run understands: no model of which files are
+  // missing, no state without its start, nothing without `asked`.
+  std::error_code clear() const {
+    std::error_code error;
+    std::vector<std::filesystem::path> paths{state()};
+    for (const auto& entry : std::filesystem::directory_iterator(path_, error))
+      if (entry.path() != asked() && entry.path() != state()) paths.push_back(entry.path());
+    paths.push_back(asked());
+    if (!error) std::filesystem::remove_all(removed(), error);
+    for (const std::filesystem::path& path : paths) {
+      if (error) break;
+      if (path == removed()) continue;
+      if (!std::filesystem::is_directory(std::filesystem::symlink_status(path))) {
+        std::filesystem::remove(path, error);
+        continue;
+      }
+      std::filesystem::rename(path, removed(), error);
+      if (!error) std::filesystem::remove_all(removed(), error);
+    }
+    return error;
+  }
+  // What there is says of what run it is.
+  Status check_known() const {
+    const bool left = has_start() || has_state() || std::filesystem::exists(start() + ".partial");
+    if (!left || std::filesystem::exists(asked())) return {};
+    return invalid(path_ +
+                   ": does not say of what run it is (`asked` is missing), expected @{force} to "
+                   "begin anew");
+  }
   // One run at a time, while this lives. A file system without locks is trusted.
   Status lock() {
     lock_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -237,6 +267,7 @@ class WorkFolder {
                                                  "result.partial",
                                                  "result.partial.journal",
                                                  "result.replaced",
+                                                 "removed",
                                                  "written_start",
                                                  "written_start.partial",
                                                  "written_start.partial.journal"};
@@ -276,7 +307,7 @@ class Distillation {
     const auto begun = Clock::now();
     const OutputOptions output{
         .folder = !gguf(), .force = options_.force, .resume = options_.resume};
-    if (writes()) BITTERN_TRY(check_output(out_, output));
+    if (writes()) BITTERN_TRY(check_out(output));
     BITTERN_TRY(check_files_apart());
     const CallSettings settings(options_.threads);
     if (!options_.self_text)
@@ -306,8 +337,19 @@ class Distillation {
     }
     report_.seconds = seconds_since(begun);
     report_.peak_bytes = peak_memory();
-    if (writes()) work_.remove();
+    if (writes())
+      if (const std::error_code error = work_.remove(); error)
+        report_.output.notes.push_back(work_.path() + " could not be removed: " + error.message());
     return std::move(report_);
+  }
+
+  Status check_out(const OutputOptions& output) const {
+    const Status checked = check_output(out_, output);
+    const bool done = !checked.ok() && options_.resume && !options_.force &&
+                      std::filesystem::exists(out_) && std::filesystem::exists(work_.path());
+    if (!done) return checked;
+    return {checked.code(), std::string(checked.message()) + "; if it is what the run in " +
+                                work_.path() + " made, that folder is no longer needed"};
   }
 
   // Of several processes the first one writes, and looks at what is there.
@@ -343,12 +385,13 @@ class Distillation {
     asked.add("validation", o.validation);
     asked.add_fingerprint("data", o.self_text ? 0 : text_.fingerprint());
     asked.add("format", gguf() ? "gguf" : folder_format());
-    asked.add("bits", target_.bits);
     asked.add("type", gguf() ? target_.mix->name : "none");
+    asked.add("bits", target_.bits);
     asked.add("group_size", target_.group);
     asked.add("zero_points", target_.integer_zeros ? "integer" : "real");
     asked.add("scale_dtype", target_.scale_dtype.value_or("that of the teacher"));
     asked.add("embedding_bits", embedding_bits());
+    asked.add("rules", rules_text());
     asked.add("calibration", o.calibration);
     asked.add_flag("fisher", o.fisher);
     asked.add("fastest", !fastest() ? "off" : cpu::has_bf16() ? "on (bf16)" : "on (no bf16)");
@@ -484,13 +527,46 @@ class Distillation {
   // The user's rules, then that of embedding and head.
   std::vector<QuantizeRule> rules() const {
     std::vector<QuantizeRule> rules = options_.rules;
-    QuantizeRule ends{.match = "(^token_embd|^output|embed_tokens|lm_head)\\.weight$"};
+    // 4 and 5 bits of a Q4_1 or Q5_1 file are Q4_1 and Q5_1, as for the file: these learn.
+    const bool exact = gguf() && coded_grid(storage_of(target_.mix->type));
+    for (QuantizeRule& rule : rules) {
+      if (exact && (rule.bits == 4 || rule.bits == 5) && rule.group_size.value_or(32) == 32) {
+        rule.type = rule.bits == 4 ? "Q4_1" : "Q5_1";
+        rule.bits.reset();
+        rule.group_size.reset();
+      }
+    }
+    QuantizeRule ends{.match = kEnds};
     const int bits = embedding_bits();
     ends.keep = bits == 0;
     if (bits != 0) ends.bits = bits;
     if (bits != 0 && !gguf()) ends.group_size = target_.group;
     rules.push_back(std::move(ends));
     return rules;
+  }
+  std::string rules_text() const {
+    std::string text;
+    for (const QuantizeRule& rule : options_.rules) {
+      text += (text.empty() ? "" : ", ") + rule.match + "=" + (rule.keep ? "keep" : "");
+      if (rule.bits) text += std::to_string(*rule.bits);
+      if (rule.group_size) text += ":" + std::to_string(*rule.group_size);
+      text += rule.type.value_or("");
+    }
+    std::replace(text.begin(), text.end(), '\n', ' ');
+    return text.empty() ? "none" : text;
+  }
+  // Notes of the last rule are about an option.
+  void tell_of_options(QuantizeReport& report) const {
+    const auto of_ends = [](const std::string& note) {
+      return note.find(kEnds) != std::string::npos;
+    };
+    const auto removed = std::erase_if(report.notes, of_ends);
+    if (removed > 0 && target_.compressed && options_.embedding_bits.value_or(0) > 0)
+      report.notes.push_back(with_option_names(
+          "@{embedding_bits} has no effect: the embedding is plain in compressed-tensors",
+          options_.option_name));
+    for (QuantizedTensor& tensor : report.tensors)
+      if (of_ends(tensor.note)) tensor.note.clear();
   }
 
   // The student as it starts: MLX's, whose grids take any scales and biases, or with the zero
@@ -523,6 +599,7 @@ class Distillation {
   // hold decides what learns.
   Status plan(QuantizeOptions how, MatrixCoder* coder) {
     how.dry_run = true;
+    if (coder != nullptr) BITTERN_TRY(expect_matrices(how));
     const auto planned = quantize_model(teacher_, "", how, coder);
     if (!planned) return planned.status();
     for (const QuantizedTensor& tensor : planned->tensors) {
@@ -532,6 +609,25 @@ class Distillation {
     if (how.format == "gguf") return choose_grids(*planned);
     start_tensors_ = planned->tensors;
     return {};
+  }
+
+  Status expect_matrices(QuantizeOptions how) const {
+    how.method = "minmax";
+    how.fisher = false;
+    const auto planned = quantize_model(teacher_, "", how);
+    if (!planned) return planned.status();
+    const bool any = std::any_of(
+        planned->tensors.begin(), planned->tensors.end(), [](const QuantizedTensor& tensor) {
+          return tensor.way == "quantised" && tensor.name.find("layers.") != std::string::npos;
+        });
+    return any ? Status() : nothing_learns();
+  }
+
+  Status nothing_learns() const {
+    return invalid(
+        std::string(options_.rules.empty() ? "@{group_size}" : "@{rules}") +
+        ": no matrix of a layer is left that could learn, expected one " +
+        (gguf() ? "of Q4_1, Q5_1, Q4_K or Q5_K" : "of 2 to 8 bits, with rows that groups divide"));
   }
 
   // A matrix learns on a grid of the bits of its type, if that has scales and biases. All others
@@ -552,6 +648,7 @@ class Distillation {
       if (rule.bits != target_.bits) start_rules_.push_back(std::move(rule));
     }
     if (any) return {};
+    if (!options_.rules.empty()) return nothing_learns();
     return invalid("@{type} " + std::string(target_.mix->name) +
                    ": no matrix of a layer becomes Q4_1, Q5_1, Q4_K or Q5_K (rows of super-blocks "
                    "are multiples of 256), expected Q4_1 or Q5_1");
@@ -847,7 +944,9 @@ class Distillation {
       how.progress = [&](const ModelProgress& state) {
         return tell({.doing = "writing", .text = std::string(state.tensor)}).ok();
       };
-    return quantize_model(teacher_, path, how, &*coder);
+    auto report = quantize_model(teacher_, path, how, &*coder);
+    if (report) tell_of_options(*report);
+    return report;
   }
   Result<Written> write_and_judge(const std::string& path, LearnedGrids& grids) {
     auto output = write_as(path, grids);

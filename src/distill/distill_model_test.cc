@@ -785,6 +785,48 @@ TEST_F(DistillModel, ADamagedStartIsRefused) {
   made(model, "out", how);
 }
 
+// What a kill leaves while a folder is emptied or removed does not stand in the way, nor is it
+// taken for what it is not.
+TEST_F(DistillModel, AFolderThatIsHalfRemoved) {
+  const std::string model = put_tiny_model(*this, "llama");
+  DistillOptions how = options();
+  const DistillReport whole = made(model, "whole", how);
+  const auto stop = [&] {
+    DistillOptions stopped = options();
+    stopped.force = true;
+    stopped.progress = [](const DistillProgress& state) {
+      return state.doing == "learning" ? DistillNext::stop : DistillNext::go_on;
+    };
+    ASSERT_FALSE(distill_model(model, path("out"), stopped).ok());
+  };
+  const auto lose = [&](const char* name) { std::filesystem::remove_all(path(name)); };
+  stop();
+  lose("out.distill/state");
+  std::filesystem::rename(path("out.distill/start"), path("out.distill/removed"));
+  lose("out.distill/removed/model.safetensors.index.json");
+  how.resume = true;
+  made(model, "out", how);
+  EXPECT_EQ(contents("out"), contents("whole"));
+  EXPECT_FALSE(std::filesystem::exists(path("out.distill")));
+
+  lose("out");
+  stop();
+  lose("out.distill/asked");
+  EXPECT_NE(refusal(model, "out", how).find("out.distill: does not say of what run it is"),
+            std::string::npos);
+  how.force = true;
+  EXPECT_NE(refusal(model, "out", how).find("does not say of what run"), std::string::npos);
+  how.resume = false;
+  made(model, "out", how);
+
+  // Whoever goes on with a run that was done learns what is left of it.
+  std::filesystem::create_directory(path("out.distill"));
+  how.force = false;
+  how.resume = true;
+  EXPECT_NE(refusal(model, "out", how).find("out.distill made, that folder is no longer needed"),
+            std::string::npos);
+}
+
 TEST_F(DistillModel, OneRunAtATime) {
   const std::string model = put_tiny_model(*this, "llama");
   DistillOptions how = options();
@@ -829,7 +871,11 @@ TEST_F(DistillModel, AStartOfOtherOptionsIsRefused) {
                     same = "; expected the same (force begins anew)";
   DistillOptions other = how;
   other.bits = 5;
-  EXPECT_EQ(refusal(model, "out.gguf", other), of + "bits 4, and it is 5 now" + same);
+  EXPECT_EQ(refusal(model, "out.gguf", other), of + "type Q4_1, and it is Q5_1 now" + same);
+  other = how;
+  other.rules = {{.match = "v_proj", .bits = 5}, {.match = "o_proj", .keep = true}};
+  EXPECT_EQ(refusal(model, "out.gguf", other),
+            of + "rules none, and it is v_proj=5, o_proj=keep now" + same);
   other = how;
   put("other.txt", tiny_text(1700));
   other.data = {path("other.txt")};
@@ -839,14 +885,27 @@ TEST_F(DistillModel, AStartOfOtherOptionsIsRefused) {
   EXPECT_EQ(
       refusal(model, "out.gguf", other),
       of + "fastest off, and it is on (" + (cpu::has_bf16() ? "" : "no ") + "bf16) now" + same);
-  // Without that file, the tensors of the start tell.
+  // Without that file nothing is known.
   std::filesystem::rename(path("out.gguf.distill/asked"), path("asked"));
-  other = how;
+  EXPECT_EQ(refusal(model, "out.gguf", how),
+            path("out.gguf.distill") +
+                ": does not say of what run it is (`asked` is missing), expected force to begin "
+                "anew");
+  std::filesystem::rename(path("asked"), path("out.gguf.distill/asked"));
+  // The tensors of the start count, too.
+  other = blocks();
   other.bits = 5;
-  EXPECT_EQ(refusal(model, "out.gguf", other),
+  other.progress = [](const DistillProgress& state) {
+    return state.doing == "searching" ? DistillNext::stop : DistillNext::go_on;
+  };
+  ASSERT_FALSE(distill_model(model, path("five.gguf"), other).ok());
+  std::filesystem::rename(path("out.gguf.distill/start"), path("start"));
+  std::filesystem::rename(path("five.gguf.distill/start"), path("out.gguf.distill/start"));
+  EXPECT_EQ(refusal(model, "out.gguf", how),
             path("out.gguf.distill/start") +
                 ": of a run with other options, expected the same ones (force begins anew)");
-  std::filesystem::rename(path("asked"), path("out.gguf.distill/asked"));
+  std::filesystem::remove_all(path("out.gguf.distill/start"));
+  std::filesystem::rename(path("start"), path("out.gguf.distill/start"));
   // How it will learn is free as long as nothing is learned.
   other = how;
   other.steps = 3;

@@ -136,6 +136,15 @@ def test_single_tensors_get_other_bits(given, tmp_path):
     assert result.returncode == 0, result.stderr
     stored = {tensor.name: tensor.storage for tensor in library.inspect_model(tmp_path / "b.gguf").tensors}
     assert (stored["blk.0.attn_v.weight"], stored["blk.0.attn_q.weight"]) == ("Q5_1", "Q4_1")
+    # In JSON, too; and the rule of embedding and head is nobody's.
+    result = bittern("distill", teacher, "-o", tmp_path / "c", "--data", text, *FLAGS, "--steps", 0, "--format", "compressed-tensors",
+                     "--embedding-bits", 8, "--override", "nothing=4", "--json", tmp_path / "c.json")
+    assert result.returncode == 0, result.stderr
+    notes = json.loads((tmp_path / "c.json").read_text())["notes"]
+    assert notes[-2:] == ["the rule nothing matches no tensor", "--embedding-bits has no effect: the embedding is plain in compressed-tensors"]
+    assert all(f"note: {note}\n" in result.stdout for note in notes) and "embed_tokens|" not in result.stdout
+    page = (tmp_path / "c.html").read_text(errors="replace")
+    assert ">compressed-tensors<" in page and ">MLX<" not in page
 
 
 @pytest.mark.peer("numpy", "llama_cpp")
@@ -182,7 +191,8 @@ def test_progress_decides(given, tmp_path):
 @pytest.mark.parametrize("name, grids, steps", [("out", FLAGS, 400), ("out.gguf", BLOCKS, 200)])
 def test_killed_it_goes_on_to_the_same_bytes(given, tmp_path, name, grids, steps):
     teacher, text = given
-    flags = ["--data", text, *grids, "--steps", steps, "--rate", 0.002, "--no-report", "--checkpoint-minutes", 0]
+    flags = ["--data", text, *grids, "--steps", steps, "--rate", 0.002, "--no-report", "--checkpoint-minutes", 0,
+             "--threads", 1]
     begun = time.monotonic()
     whole = bittern("distill", teacher, "-o", tmp_path / f"whole-{name}", *flags)
     took = time.monotonic() - begun
@@ -193,7 +203,7 @@ def test_killed_it_goes_on_to_the_same_bytes(given, tmp_path, name, grids, steps
             break
         resume = ["--resume"] if (tmp_path / f"{name}.distill").exists() else []
         run = subprocess.Popen([str(word) for word in command + resume], stderr=subprocess.DEVNULL)
-        time.sleep(random.uniform(0, took / 4))
+        time.sleep(random.uniform(0, took / 8))
         run.send_signal(signal.SIGKILL)
         run.wait()
     if not (tmp_path / name).exists():
@@ -226,6 +236,9 @@ def test_ctrl_c_writes_the_best_so_far(given, tmp_path):
     (["--format", "gguf", "--group-size", 64], 2, "--group-size: 64: groups of GGUF have 32 weights"),
     (["--format", "gguf", "--scale-dtype", "bf16"], 2, "--scale-dtype: bf16: scales of GGUF are f16"),
     (["--format", "mlx", "--type", "Q4_1"], 2, "--type Q4_1: the format is mlx"),
+    (["--override", ".*=keep"], 2, "--override: no matrix of a layer is left that could learn, expected one of 2 to 8 bits"),
+    (["--format", "gguf", "--override", "layers=keep"], 2, "--override: no matrix of a layer is left that could learn"),
+    (["--group-size", 128], 2, "--group-size: no matrix of a layer is left that could learn"),
     (["--override", "v_proj="], 2, "--override: v_proj=, expected REGEX=BITS, REGEX=BITS:GROUP, REGEX=TYPE or REGEX=keep"),
     (["--override", "v_proj=7"], 2, "--override: v_proj: bits: 7, expected 2, 3, 4, 5, 6 or 8"),
     (["--format", "gguf", "--override", "v_proj=7"], 2, "--override: v_proj: bits: 7"),
@@ -289,6 +302,8 @@ def test_another_run_is_told_by_what_differs(given, tmp_path):
     refused(bittern(*run, "--data", other, "--steps", 100000, "--resume"), 2, of + "another --data; expected the same")
     refused(bittern(*run, "--data", text, "--steps", 100000, "--learn", "codes", "--resume"), 2,
             of + "--learn codes off, and it is on now")
+    refused(bittern(*run, "--data", text, "--steps", 100000, "--override", "v_proj=4", "--override", "o_proj=keep", "--resume"), 2,
+            of + "--override none, and it is v_proj=4, o_proj=keep now")
     (tmp_path / "out.distill" / "state").unlink()
     refused(bittern(*run, "--data", other, "--steps", 5, "--resume"), 2, of + "another --data; expected the same")
     assert bittern(*run, "--data", text, "--steps", 5, "--resume").returncode == 0
