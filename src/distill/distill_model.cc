@@ -1,46 +1,40 @@
 // distill_model: calibrate, search a rate, learn, write, measure what was written; and what a run
 // leaves for the next one.
-#include <fcntl.h>
-#include <sys/file.h>
 #include <sys/resource.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cctype>
-#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <filesystem>
 #include <limits>
-#include <map>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 
 #include "bittern/device.h"
 #include "bittern/distill.h"
 #include "bittern/eval.h"
-#include "bittern/generate.h"
 #include "bittern/tokenizer.h"
 #include "convert/apart.h"
 #include "convert/call.h"
 #include "convert/encode.h"
 #include "convert/matrix_coder.h"
-#include "convert/mix.h"
 #include "convert/option_names.h"
 #include "convert/output.h"
-#include "convert/parse_options.h"
 #include "convert/replace.h"
 #include "core/guarded.h"
 #include "core/ranks.h"
 #include "cpu/bf16.h"
 #include "distill/asked.h"
+#include "distill/distill_target.h"
 #include "distill/gptq_coder.h"
 #include "distill/learned_coder.h"
 #include "distill/learner.h"
+#include "distill/samples.h"
 #include "distill/self_text.h"
-#include "eval/targets_file.h"
+#include "distill/teacher_cache.h"
+#include "distill/work_folder.h"
 #include "formats/fingerprint.h"
 #include "formats/grid.h"
 #include "formats/mapped_file.h"
@@ -64,89 +58,6 @@ std::uint64_t peak_memory() {
   return static_cast<std::uint64_t>(used.ru_maxrss) * 1024;
 }
 
-Status in_range(const char* field, std::int64_t value, std::int64_t least, std::int64_t most) {
-  if (value >= least && value <= most) return {};
-  return invalid(std::string("@{") + field + "}: " + std::to_string(value) +
-                 ", expected an integer " + std::to_string(least) + ".." + std::to_string(most));
-}
-
-Status check(const DistillOptions& options) {
-  constexpr std::int64_t kMost = std::int64_t{1} << 24;
-  if (options.data.empty() && !options.self_text)
-    return invalid(
-        "@{data}: no text given, expected the path of one to learn from, or @{self_text}");
-  if (!options.data.empty() && options.self_text)
-    return invalid("@{data} and @{self_text} exclude each other");
-  BITTERN_TRY(in_range("context", options.context, 2, std::int64_t{1} << 20));
-  if (const int bits = options.embedding_bits.value_or(0);
-      bits < 0 || bits == 1 || bits == 7 || bits > 8)
-    return invalid("@{embedding_bits}: " + std::to_string(bits) +
-                   ", expected 0, 2, 3, 4, 5, 6 or 8");
-  BITTERN_TRY(in_range("calibration", options.calibration, 1, kMost));
-  BITTERN_TRY(in_range("validation", options.validation, 1, kMost));
-  BITTERN_TRY(in_range("steps", options.steps, 0, kMost));
-  BITTERN_TRY(in_range("batch", options.batch, 1, kMost));
-  if (options.rate && !(*options.rate > 0 && *options.rate <= 1))
-    return invalid("@{rate}: " + std::to_string(*options.rate) +
-                   ", expected a number above 0 and up to 1");
-  BITTERN_TRY(in_range("teacher_top", options.teacher_top, 5, kMost));
-  if (!(options.checkpoint_minutes >= 0))
-    return invalid("@{checkpoint_minutes}: expected a number of 0 or more");
-  return check_threads(options.threads);
-}
-
-// What is written, and the grids that matrices of the layers learn on.
-struct Target {
-  const Mix* mix = nullptr;  // of a GGUF file; null: a folder
-  int bits = 4, group = 64;
-  std::optional<std::string> scale_dtype{};
-  bool compressed = false;  // a folder of compressed-tensors, not of MLX
-  bool integer_zeros = false;
-};
-
-// Those of a GGUF file have the groups and scales of Q4_1 and Q5_1.
-Result<Target> target_of(const DistillOptions& options, const std::string& out) {
-  const auto parsed = parse_options(
-      {.format = options.format, .zero_points = options.zero_points, .type = options.type}, out,
-      /*coder=*/nullptr);
-  if (!parsed) return parsed.status();
-  if (parsed->format == ModelFormat::safetensors)
-    return invalid(
-        "@{format}: safetensors, which has no codes, expected mlx, gguf or compressed-tensors");
-  if (parsed->format != ModelFormat::gguf) {
-    if (options.type)
-      return invalid("@{type} " + *options.type + ": the format is " + name(parsed->format) +
-                     ", expected @{format} gguf");
-    const bool compressed = parsed->format == ModelFormat::compressed_tensors;
-    return Target{.bits = options.bits.value_or(4),
-                  .group = options.group_size.value_or(64),
-                  .scale_dtype = options.scale_dtype,
-                  .compressed = compressed,
-                  .integer_zeros = compressed || parsed->integer_zeros.value_or(false)};
-  }
-  if (options.zero_points)
-    return invalid(
-        "@{zero_points}: the format is gguf, expected @{format} mlx or compressed-tensors");
-  if (options.type && options.bits) return invalid("@{type} and @{bits} both given, expected one");
-  const int bits = options.bits.value_or(4);
-  if (bits != 4 && bits != 5)
-    return invalid("@{bits}: " + std::to_string(bits) +
-                   " in a GGUF file, expected 4 (Q4_1), 5 (Q5_1), a @{type} or @{format} mlx");
-  if (options.group_size.value_or(32) != 32)
-    return invalid("@{group_size}: " + std::to_string(*options.group_size) +
-                   ": groups of GGUF have 32 weights, expected 32");
-  if (options.scale_dtype.value_or("f16") != "f16")
-    return invalid("@{scale_dtype}: " + *options.scale_dtype +
-                   ": scales of GGUF are f16, expected f16");
-  const Mix* const mix = options.type ? parsed->mix : find_mix(bits == 4 ? "Q4_1" : "Q5_1");
-  const Storage storage = storage_of(mix->type);
-  if (!is_fitted(storage))
-    return invalid("@{type}: " + std::string(mix->name) +
-                   " has no scales and biases that could learn, expected Q4_1, Q5_1, Q4_K_S, "
-                   "Q4_K_M, Q5_K_S or Q5_K_M");
-  return Target{.mix = mix, .bits = grid_of(storage)->bits, .group = 32, .scale_dtype = "f16"};
-}
-
 // A pattern that matches the name alone.
 std::string exactly(const std::string& name) {
   std::string pattern = "^";
@@ -157,141 +68,10 @@ std::string exactly(const std::string& name) {
   return pattern + "$";
 }
 
-// OUT.distill: what a run that was stopped goes on from.
-class WorkFolder {
- public:
-  explicit WorkFolder(const std::string& out) : path_(out + ".distill") {}
-
-  const std::string& path() const { return path_; }
-  std::string asked() const { return path_ + "/asked"; }
-  std::string start() const { return path_ + "/start"; }
-  std::string state() const { return path_ + "/state"; }
-  std::string result() const { return path_ + "/result"; }
-  std::string written_start() const { return path_ + "/written_start"; }
-
-  WorkFolder(const WorkFolder&) = delete;
-  ~WorkFolder() {
-    if (lock_ >= 0) ::close(lock_);
-  }
-
-  Status open(bool resume, bool force) {
-    const auto thing = thing_at(path_);
-    if (!thing) return thing.status();
-    std::error_code error;
-    if (*thing == Thing::nothing) {
-      std::filesystem::create_directory(path_, error);
-      if (error) return {Code::io_error, path_ + ": " + error.message()};
-      return lock();
-    }
-    if (*thing != Thing::folder)
-      return invalid(path_ + ": " + name(*thing) + ", expected a folder or nothing");
-    BITTERN_TRY(lock());
-    BITTERN_TRY(check_ours());
-    if (resume) return check_known();
-    if (!force)
-      return {Code::unavailable, path_ +
-                                     ": of a run that was stopped, expected @{resume} to go on "
-                                     "with it or @{force} to begin anew"};
-    error = clear();
-    if (error) return {Code::io_error, path_ + ": cannot be emptied: " + error.message()};
-    return {};
-  }
-  // After a failure: nothing is left to go on with.
-  void remove_if_empty() const {
-    std::error_code error;
-    if (lock_ < 0) return;
-    for (const auto& entry : std::filesystem::directory_iterator(path_, error))
-      if (entry.path() != asked()) return;
-    if (error) return;
-    std::filesystem::remove(asked(), error);
-    std::filesystem::remove(path_, error);
-  }
-  bool has_start() const { return std::filesystem::exists(start()); }
-  bool has_state() const { return std::filesystem::exists(state()); }
-  std::error_code remove() const {
-    std::error_code error = clear();
-    if (!error) std::filesystem::remove(path_, error);
-    return error;
-  }
-
- private:
-  std::string removed() const { return path_ + "/removed"; }
-
-  // Whoever kills this leaves a folder that the next run understands: no model of which files are
-  // missing, no state without its start, nothing without `asked`.
-  std::error_code clear() const {
-    std::error_code error;
-    std::vector<std::filesystem::path> paths{state()};
-    for (const auto& entry : std::filesystem::directory_iterator(path_, error))
-      if (entry.path() != asked() && entry.path() != state()) paths.push_back(entry.path());
-    paths.push_back(asked());
-    if (!error) std::filesystem::remove_all(removed(), error);
-    for (const std::filesystem::path& path : paths) {
-      if (error) break;
-      if (path == removed()) continue;
-      if (!std::filesystem::is_directory(std::filesystem::symlink_status(path))) {
-        std::filesystem::remove(path, error);
-        continue;
-      }
-      std::filesystem::rename(path, removed(), error);
-      if (!error) std::filesystem::remove_all(removed(), error);
-    }
-    return error;
-  }
-  // What there is says of what run it is.
-  Status check_known() const {
-    const bool left = has_start() || has_state() || std::filesystem::exists(start() + ".partial");
-    if (!left || std::filesystem::exists(asked())) return {};
-    return invalid(path_ +
-                   ": does not say of what run it is (`asked` is missing), expected @{force} to "
-                   "begin anew");
-  }
-  // One run at a time, while this lives. A file system without locks is trusted.
-  Status lock() {
-    lock_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (lock_ < 0) return {Code::io_error, path_ + ": " + std::generic_category().message(errno)};
-    if (::flock(lock_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return {};
-    ::close(std::exchange(lock_, -1));
-    return {Code::unavailable, path_ + ": another run is working there, expected none"};
-  }
-  // Nothing is removed that a run did not write.
-  Status check_ours() const {
-    static const std::set<std::string> kNames = {"asked",
-                                                 "asked.partial",
-                                                 "start",
-                                                 "start.partial",
-                                                 "start.partial.journal",
-                                                 "state",
-                                                 "state.partial",
-                                                 "result",
-                                                 "result.partial",
-                                                 "result.partial.journal",
-                                                 "result.replaced",
-                                                 "removed",
-                                                 "written_start",
-                                                 "written_start.partial",
-                                                 "written_start.partial.journal"};
-    std::error_code error;
-    for (const auto& entry : std::filesystem::directory_iterator(path_, error))
-      if (!kNames.contains(entry.path().filename().string()))
-        return invalid(path_ + ": holds " + entry.path().filename().string() +
-                       ", which no run wrote, expected another place for the output");
-    if (error) return {Code::io_error, path_ + ": " + error.message()};
-    for (const std::string& model : {start(), result(), written_start()})
-      if (std::filesystem::exists(model)) {
-        const bool folder = std::filesystem::is_directory(model, error);
-        BITTERN_TRY(check_replaceable(model, folder));
-      }
-    return {};
-  }
-  std::string path_;
-  int lock_ = -1;
-};
-
 class Distillation {
  public:
   Distillation(const std::string& teacher, const std::string& out, const DistillOptions& options,
-               const Target& target)
+               const DistillTarget& target)
       : teacher_(teacher), out_(out), options_(options), target_(target), work_(out) {}
 
   Result<DistillReport> run() {
@@ -364,10 +144,9 @@ class Distillation {
     return said != std::byte{0};
   }
 
-  bool gguf() const { return target_.mix != nullptr; }
+  bool gguf() const { return target_.gguf(); }
   // What is written is what the student computed with.
   bool is_as_learned() const { return !gguf() && !target_.integer_zeros; }
-  const char* folder_format() const { return target_.compressed ? "compressed-tensors" : "mlx"; }
   // In compressed-tensors the embedding is plain in any case.
   int embedding_bits() const {
     return options_.embedding_bits.value_or(target_.compressed ? 0 : std::max(target_.bits, 6));
@@ -384,7 +163,7 @@ class Distillation {
     asked.add("context", o.context);  // before the text, whose pieces these two make
     asked.add("validation", o.validation);
     asked.add_fingerprint("data", o.self_text ? 0 : text_.fingerprint());
-    asked.add("format", gguf() ? "gguf" : folder_format());
+    asked.add("format", gguf() ? "gguf" : target_.folder_format());
     asked.add("type", gguf() ? target_.mix->name : "none");
     asked.add("bits", target_.bits);
     asked.add("group_size", target_.group);
@@ -412,64 +191,9 @@ class Distillation {
     text_ = std::move(*parts);
     report_.train_pieces = text_.train.pieces();
     report_.validation_pieces = text_.validation.pieces();
-    return find_targets();
-  }
-
-  EvalOptions targets_options() const {
-    return {.dialect = PerplexityDialect::segments, .context = options_.context};
-  }
-  static Status of_targets(const Status& status) {
-    return {status.code(), "@{teacher_cache}: " + std::string(status.message())};
-  }
-
-  // The pieces that steps read, and whether a file of the teacher's targets is of these.
-  Status find_targets() {
     if (!cached()) return {};
-    std::set<std::int64_t> pieces;
-    const std::int64_t reads = std::max(options_.steps, kMostTrial) * options_.batch;
-    for (std::int64_t n = 0;
-         n < reads && static_cast<std::int64_t>(pieces.size()) < text_.train.pieces(); ++n)
-      pieces.insert(text_.nth(n, options_.seed));
-    taught_text_ = {.context = options_.context, .tokens = {}};
-    for (const std::int64_t piece : pieces) {
-      places_[piece] = taught_text_.pieces() * (options_.context - 1);
-      taught_text_.add(text_.train.piece(piece));
-    }
-    if (!writes()) return {};
-    const auto there = thing_at(options_.teacher_cache);
-    if (!there) return of_targets(there.status());
-    targets_new_ = *there == Thing::nothing;
-    if (targets_new_) return {};
-    const auto targets = TargetsFile::open(options_.teacher_cache);
-    const Status found = targets ? check_targets(*targets) : of_targets(targets.status());
-    if (found.ok() || !options_.force) return found;
-    targets_new_ = true;
-    const Status ours = TargetsFile::check_ours(options_.teacher_cache);
-    return ours.ok() ? ours : of_targets(ours);
-  }
-
-  // Who says what a file of targets holds.
-  std::string teacher_key(bool fastest) const {
-    return std::to_string(teacher_fingerprint_) + (fastest ? " fastest" : "");
-  }
-  Status check_targets(const TargetsFile& targets) const {
-    const TargetsKey& key = targets.key();
-    const auto other = [&](const std::string& text) {
-      return invalid("@{teacher_cache}: " + targets.path() + ": made " + text +
-                     "; expected another name for the new one, or @{force}");
-    };
-    if (key.teacher == teacher_key(!fastest()))
-      return other(fastest() ? "without @{fastest}" : "with @{fastest}");
-    if (key.teacher != teacher_key(fastest())) return other("by another teacher");
-    if (key.top != std::min(options_.teacher_top, key.vocab))
-      return other("with @{teacher_top} " + std::to_string(key.top));
-    TargetsKey wanted =
-        TargetsKey::of(taught_text_.tokens, targets_options(), taught_text_.pieces());
-    wanted.positions = taught_text_.pieces() * (options_.context - 1);
-    if (targets.check(wanted).ok()) return {};
-    return other(
-        "of other pieces of text (they depend on the text, and on @{context}, @{validation}, "
-        "@{seed}, @{steps} and @{batch})");
+    cache_.emplace(options_, teacher_fingerprint_, text_, std::max(options_.steps, kMostTrial));
+    return writes() ? cache_->check() : Status();
   }
 
   // As many pieces as codes are chosen by, and for longer learning more.
@@ -576,7 +300,7 @@ class Distillation {
                         .group_size = target_.group,
                         .method = "gptq",
                         .fisher = options_.fisher,
-                        .format = folder_format(),
+                        .format = target_.folder_format(),
                         .zero_points = options_.zero_points,
                         .rules = gguf() ? start_rules_ : rules(),
                         .scale_dtype = target_.scale_dtype,
@@ -783,11 +507,11 @@ class Distillation {
   // What the teacher says of the pieces that steps read, from a file that is made if it is not
   // there.
   Status take_targets() {
-    if (!cached()) return {};
-    const auto make = everywhere(targets_new_);
+    if (!cache_) return {};
+    const auto make = everywhere(cache_->is_new());
     if (!make) return make.status();
     if (*make) {
-      EvalOptions how = targets_options();
+      EvalOptions how;
       how.ranks = options_.ranks;
       how.progress = [&](const EvalProgress& state) {
         return tell({.doing = "reading",
@@ -797,15 +521,11 @@ class Distillation {
                      .validation_kl = kNaN})
             .ok();
       };
-      const Status written = write_targets(
-          options_.teacher_cache, {&*teaching_, {.kv = "f32"}}, taught_text_.tokens, how,
-          {.top = options_.teacher_top, .teacher = teacher_key(fastest()), .replace = true});
-      if (!written.ok()) return of_targets(written);
+      BITTERN_TRY(cache_->make(*teaching_, std::move(how)));
     }
-    auto targets = TargetsFile::open(options_.teacher_cache);
-    if (!targets) return of_targets(targets.status());
-    BITTERN_TRY(check_targets(*targets));
-    learner_->use_targets(std::move(*targets), places_);
+    auto targets = cache_->open();
+    if (!targets) return targets.status();
+    learner_->use_targets(std::move(*targets), cache_->places());
     return {};
   }
 
@@ -1026,39 +746,16 @@ class Distillation {
 
     const auto tokenizer = Tokenizer::load(teacher_);
     if (!tokenizer) return tokenizer.status();
-    const std::int64_t length = std::min<std::int64_t>(24, options_.context / 2);
-    for (std::int64_t i = 0; i < std::min<std::int64_t>(3, text_.validation.pieces()); ++i) {
-      const std::span prompt(text_.validation.piece(i), static_cast<std::size_t>(length));
-      DistillSample sample;
-      const auto text = tokenizer->decode(prompt, true);
-      if (!text) return text.status();
-      sample.prompt = *text;
-      const std::pair<const Model*, std::string*> writers[] = {
-          {&*teaching_, &sample.teacher}, {&*start, &sample.start}, {&*result, &sample.result}};
-      for (const auto& [model, to] : writers) {
-        auto session = Session::make(*model, {.context = options_.context});
-        if (!session) return session.status();
-        auto generator =
-            Generator::start(*session, &*tokenizer, prompt,
-                             {.sample = {.temperature = 0},
-                              .max_tokens = std::min<std::int64_t>(40, options_.context - length)});
-        if (!generator) return generator.status();
-        while (true) {
-          const auto piece = generator->next();
-          if (!piece) return piece.status();
-          if (!*piece) break;
-          *to += (*piece)->text;
-        }
-      }
-      report_.samples.push_back(std::move(sample));
-    }
+    auto samples = write_samples(*tokenizer, text_.validation, *teaching_, *start, *result);
+    if (!samples) return samples.status();
+    report_.samples = std::move(*samples);
     return {};
   }
 
   const std::string& teacher_;
   const std::string& out_;
   const DistillOptions& options_;
-  const Target target_;
+  const DistillTarget target_;
   WorkFolder work_;
   bool quantized_ = false;                 // the teacher is, in part
   std::vector<QuantizeRule> start_rules_;  // of a GGUF file
@@ -1069,11 +766,7 @@ class Distillation {
   std::optional<Model> teaching_;
   std::shared_ptr<const ModelData> student_;
   std::optional<Learner> learner_;
-  // With a file of the teacher's targets: what it is of, the first row of each piece, and whether
-  // it is still to be made.
-  CalibrationText taught_text_;
-  std::map<std::int64_t, std::int64_t> places_;
-  bool targets_new_ = false;
+  std::optional<TeacherCache> cache_;
   bool learned_ = false;  // learning is over
   Status stopped_;        // what tell() last said, where that ends the call
   DistillReport report_;
@@ -1085,12 +778,12 @@ Result<DistillReport> distill_model(const std::string& teacher, const std::strin
                                     const DistillOptions& options) noexcept {
   auto report = guarded("distill_model", [&]() -> Result<DistillReport> {
     const auto run = [&]() -> Result<DistillReport> {
-      BITTERN_TRY(check(options));
+      BITTERN_TRY(check_numbers(options));
       if (teacher.empty()) return invalid("@{teacher}: empty, expected a model to read");
       if (out.empty()) return invalid("@{out}: not given, expected the name of the output");
       const auto target = target_of(options, out);
       if (!target) return target.status();
-      const auto path = output_path(out, target->mix == nullptr);
+      const auto path = output_path(out, !target->gguf());
       if (!path) return path.status();
       return Distillation(teacher, *path, options, *target).run();
     };

@@ -1,0 +1,133 @@
+#include "distill/work_folder.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <filesystem>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "convert/output.h"
+#include "convert/replace.h"
+
+namespace bittern {
+
+WorkFolder::~WorkFolder() {
+  if (lock_ >= 0) ::close(lock_);
+}
+
+bool WorkFolder::has_start() const { return std::filesystem::exists(start()); }
+bool WorkFolder::has_state() const { return std::filesystem::exists(state()); }
+
+Status WorkFolder::open(bool resume, bool force) {
+  const auto thing = thing_at(path_);
+  if (!thing) return thing.status();
+  std::error_code error;
+  if (*thing == Thing::nothing) {
+    std::filesystem::create_directory(path_, error);
+    if (error) return {Code::io_error, path_ + ": " + error.message()};
+    return lock();
+  }
+  if (*thing != Thing::folder)
+    return invalid(path_ + ": " + name(*thing) + ", expected a folder or nothing");
+  BITTERN_TRY(lock());
+  BITTERN_TRY(check_ours());
+  if (resume) return check_known();
+  if (!force)
+    return {Code::unavailable, path_ +
+                                   ": of a run that was stopped, expected @{resume} to go on "
+                                   "with it or @{force} to begin anew"};
+  error = clear();
+  if (error) return {Code::io_error, path_ + ": cannot be emptied: " + error.message()};
+  return {};
+}
+
+void WorkFolder::remove_if_empty() const {
+  std::error_code error;
+  if (lock_ < 0) return;
+  for (const auto& entry : std::filesystem::directory_iterator(path_, error))
+    if (entry.path() != asked()) return;
+  if (error) return;
+  std::filesystem::remove(asked(), error);
+  std::filesystem::remove(path_, error);
+}
+
+std::error_code WorkFolder::remove() const {
+  std::error_code error = clear();
+  if (!error) std::filesystem::remove(path_, error);
+  return error;
+}
+
+std::error_code WorkFolder::clear() const {
+  std::error_code error;
+  std::vector<std::filesystem::path> paths{state()};
+  for (const auto& entry : std::filesystem::directory_iterator(path_, error))
+    if (entry.path() != asked() && entry.path() != state()) paths.push_back(entry.path());
+  paths.push_back(asked());
+  if (!error) std::filesystem::remove_all(removed(), error);
+  for (const std::filesystem::path& path : paths) {
+    if (error) break;
+    if (path == removed()) continue;
+    if (!std::filesystem::is_directory(std::filesystem::symlink_status(path))) {
+      std::filesystem::remove(path, error);
+      continue;
+    }
+    std::filesystem::rename(path, removed(), error);
+    if (!error) std::filesystem::remove_all(removed(), error);
+  }
+  return error;
+}
+
+// What there is says of what run it is.
+Status WorkFolder::check_known() const {
+  const bool left = has_start() || has_state() || std::filesystem::exists(start() + ".partial");
+  if (!left || std::filesystem::exists(asked())) return {};
+  return invalid(path_ +
+                 ": does not say of what run it is (`asked` is missing), expected @{force} to "
+                 "begin anew");
+}
+
+// One run at a time, while this lives. A file system without locks is trusted.
+Status WorkFolder::lock() {
+  lock_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (lock_ < 0) return {Code::io_error, path_ + ": " + std::generic_category().message(errno)};
+  if (::flock(lock_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return {};
+  ::close(std::exchange(lock_, -1));
+  return {Code::unavailable, path_ + ": another run is working there, expected none"};
+}
+
+// Nothing is removed that a run did not write.
+Status WorkFolder::check_ours() const {
+  static const std::set<std::string> kNames = {"asked",
+                                               "asked.partial",
+                                               "start",
+                                               "start.partial",
+                                               "start.partial.journal",
+                                               "state",
+                                               "state.partial",
+                                               "result",
+                                               "result.partial",
+                                               "result.partial.journal",
+                                               "result.replaced",
+                                               "removed",
+                                               "written_start",
+                                               "written_start.partial",
+                                               "written_start.partial.journal"};
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(path_, error))
+    if (!kNames.contains(entry.path().filename().string()))
+      return invalid(path_ + ": holds " + entry.path().filename().string() +
+                     ", which no run wrote, expected another place for the output");
+  if (error) return {Code::io_error, path_ + ": " + error.message()};
+  for (const std::string& model : {start(), result(), written_start()})
+    if (std::filesystem::exists(model)) {
+      const bool folder = std::filesystem::is_directory(model, error);
+      BITTERN_TRY(check_replaceable(model, folder));
+    }
+  return {};
+}
+
+}  // namespace bittern
