@@ -74,7 +74,9 @@ Result<Conversion> ConversionPlanner::make() {
                    [](const OutputTensor& tensor) { return tensor.coded; }))
     return refuse("@{method} " + std::string(options_.coder->method()) +
                   " has no effect: it codes none of the matrices that are quantised" +
-                  (options_.format == ModelFormat::gguf ? "; expected Q4_1 or Q5_1" : ""));
+                  (options_.format == ModelFormat::gguf
+                       ? "; expected Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K or Q5_K"
+                       : ""));
   BITTERN_TRY(try_rows());
   note_unused();
   BITTERN_TRY(options_.format == ModelFormat::gguf ? lay_out_gguf() : lay_out_folder());

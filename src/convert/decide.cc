@@ -448,6 +448,10 @@ std::optional<CodedGrid> coded_grid(const Storage& to) {
   }
   if (to == Storage::blocks(GgmlType::q4_1)) return CodedGrid{4, 32, DType::f16, DType::f16};
   if (to == Storage::blocks(GgmlType::q5_1)) return CodedGrid{5, 32, DType::f16, DType::f16};
+  for (const auto& [type, bits] :
+       {std::pair(GgmlType::q4_0, 4), std::pair(GgmlType::q5_0, 5), std::pair(GgmlType::q8_0, 8)})
+    if (to == Storage::blocks(type))
+      return CodedGrid{bits, 32, DType::f16, DType::f32, true, 1 << (bits - 1)};
   return std::nullopt;
 }
 

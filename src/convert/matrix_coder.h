@@ -43,12 +43,14 @@ class MatrixCoder {
 };
 
 // The grid on which a matrix of this storage is coded: bits, group and the scales' dtype; nothing:
-// it has none that takes any codes, scales and biases. Rows for Q4_K and Q5_K are fitted.
+// it has none that takes any codes, scales and biases. Rows for Q4_K and Q5_K are fitted, unless
+// super-blocks hold them exactly.
 struct CodedGrid {
   int bits, group;
   DType params;                // of scales
   DType biases;                // f32 where biases are exact products, or theirs
   bool integer_zeros = false;  // a bias is -scale times an integer 0 .. 2^bits - 1, rounded
+  std::optional<int> zero{};   // that integer, if it is the same everywhere (Q4_0, Q5_0, Q8_0)
   bool operator==(const CodedGrid&) const = default;
 };
 std::optional<CodedGrid> coded_grid(const Storage& to);

@@ -280,8 +280,9 @@ Status write_coded(const Checkpoint& source, const std::vector<OutputTensor>& te
     const auto bytes = row_bytes(tensor.to, columns);
     if (!bytes) return bytes.status();
     Worker worker;
-    BITTERN_TRY(coded_grid(tensor.to) ? encode_grid(rows, columns, tensor.to, worker.encoded)
-                                      : fit_grid(rows, columns, tensor.to, worker.encoded));
+    const Status exact = encode_grid(rows, columns, tensor.to, worker.encoded);
+    if (!exact.ok() && (coded_grid(tensor.to) || exact.code() != Code::unsupported)) return exact;
+    if (!exact.ok()) BITTERN_TRY(fit_grid(rows, columns, tensor.to, worker.encoded));
     sum_rows(worker);
     return write_rows(tensor, *bytes, *output, first, worker);
   };

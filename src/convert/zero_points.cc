@@ -17,8 +17,6 @@ constexpr std::size_t kSums = 4;  // so that additions need not wait for each ot
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
-bool is_scale(float scale) { return scale > 0 && std::isfinite(scale); }
-
 // One group, and the best grid that was tried for it.
 class GroupFit {
  public:
@@ -30,6 +28,7 @@ class GroupFit {
   void begin(const float* w, const float* importance) {
     w_ = w;
     importance_ = importance;
+    if (how_.zero) return begin_at(static_cast<float>(*how_.zero));
     const auto [low, high] = std::minmax_element(w, w + how_.group);
     const double least = std::min(*low, 0.0f), most = std::max(*high, 0.0f);
     scale = stored((most - least) / double{top_});
@@ -56,6 +55,16 @@ class GroupFit {
     zero = at_zero;
   }
 
+  // With the zero point given.
+  void improve_scale() {
+    const float first = scale, other = -scale * zero / (top_ - zero);
+    for (const float from : {first, other}) {
+      improve(stored(double{from}), zero);
+      if (how_.bits > kShrunkBits) continue;
+      for (const double part : kShrunk) improve(stored(double{from} * part), zero);
+    }
+  }
+
   void improve_by_lsq(float real_scale, float real_bias) {
     improve(scale, zero);
     const float first_scale = scale, first_zero = zero;
@@ -77,6 +86,18 @@ class GroupFit {
   }
 
  private:
+  bool is_scale(float x) const { return (x > 0 || (how_.zero && x < 0)) && std::isfinite(x); }
+
+  void begin_at(float at_zero) {
+    const float* const end = std::max_element(
+        w_, w_ + how_.group, [](float a, float b) { return std::abs(a) < std::abs(b); });
+    const bool low = at_zero >= top_ - at_zero;
+    scale = stored(double{*end} / (low ? -double{at_zero} : double{top_ - at_zero}));
+    if (!is_scale(scale)) scale = 1;
+    zero = at_zero;
+    least_ = error_of(scale, zero);
+  }
+
   float stored(double x) const {
     return zero_point_scale(static_cast<float>(x), how_.params, how_.bits);
   }
@@ -168,7 +189,7 @@ Status fit_zero_points(const ZeroPointFit& how, const float* w, std::int64_t row
                        std::int64_t columns, std::span<const float> importance, GridRows& out) {
   const std::int64_t groups = columns / how.group;
   std::vector<float> scales, biases, counts(at(columns), 1.0f);
-  if (how.method == AffineMethod::lsq)
+  if (how.method == AffineMethod::lsq && !how.zero)
     BITTERN_TRY(fit_real(how.bits, how.group, w, rows, columns, importance, scales, biases));
   if (!importance.empty())
     std::transform(importance.begin(), importance.end(), counts.begin(),
@@ -181,7 +202,9 @@ Status fit_zero_points(const ZeroPointFit& how, const float* w, std::int64_t row
   GroupFit group(how);
   for (std::int64_t i = 0; i < rows * groups; ++i) {
     group.begin(w + i * how.group, counts.data() + i % groups * how.group);
-    if (how.method == AffineMethod::lsq) group.improve_by_lsq(scales[at(i)], biases[at(i)]);
+    if (how.method == AffineMethod::lsq && how.zero) group.improve_scale();
+    if (how.method == AffineMethod::lsq && !how.zero)
+      group.improve_by_lsq(scales[at(i)], biases[at(i)]);
     group.codes(out.codes.data() + i * how.group);
     out.scales[at(i)] = group.scale;
     out.biases[at(i)] = zero_point_bias(group.scale, group.zero, DType::f32);

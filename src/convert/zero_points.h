@@ -10,11 +10,17 @@
 //         The grid with the least sum of importance * (w - scale * (code - zero))^2 counts;
 //         minmax's stays unless one is less.
 //
+// With a zero point that is given, scales have either sign, and both methods find the scale alone.
+// Both begin with the scale that puts the number of largest magnitude at the end of the codes that
+// is further from the zero point; lsq also with the one that puts it at the other end, and up to 5
+// bits with the same parts of both.
+//
 // code = clamp(R(w / scale) + zero, 0, n), R half to even. Scales are rounded to their dtype; in
 // f32 they keep 24 - bits significant bits. So scale * zero and scale * (code - zero) are exact in
 // f32.
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -29,6 +35,7 @@ struct ZeroPointFit {
   int bits = 4, group = 64;
   DType params = DType::f32;                // of the scales: f32, f16 or bf16
   AffineMethod method = AffineMethod::lsq;  // or minmax
+  std::optional<int> zero{};                // of every group, in place of one that is found
 };
 
 // Codes, scales and exact biases of w [rows, columns]: finite, and at most a quarter of the largest

@@ -119,6 +119,62 @@ TEST(ZeroPoints, LsqIsNearTheBestGridThereIs) {
   }
 }
 
+// The number of largest magnitude is at the end of the codes that is further from the zero point.
+TEST(ZeroPoints, GivenByHand) {
+  for (const float end : {-16.0f, 16.0f}) {
+    std::vector<float> w(32, 0.0f);
+    w[3] = end;
+    w[7] = -end / 2;
+    w[8] = -end * 7 / 8;
+    w[9] = -end;  // beyond the last code
+    const GridRows grid =
+        fitted({.bits = 4, .group = 32, .method = AffineMethod::minmax, .zero = 8}, w, 32);
+    EXPECT_EQ(grid.scales[0], end / -8);
+    EXPECT_EQ(grid.biases[0], end);
+    EXPECT_EQ(grid.codes[3], 0);
+    EXPECT_EQ(grid.codes[7], 12);
+    EXPECT_EQ(grid.codes[8], 15);
+    EXPECT_EQ(grid.codes[9], 15);
+    EXPECT_EQ(grid.codes[0], 8);
+  }
+}
+
+// Against all scales of either sign, a thousandth apart.
+TEST(ZeroPoints, GivenAreNearTheBestScaleThereIs) {
+  for (const int bits : {2, 4, 5, 8}) {
+    double ours = 0, least_sum = 0, plain = 0;
+    const int zero = 1 << (bits - 1), top = 2 * zero - 1;
+    for (std::uint32_t seed = 0; seed < 24; ++seed) {
+      const std::vector<float> w = noise(32, seed, seed % 3 == 0 ? 0.02f : 0.0f);
+      const ZeroPointFit how{.bits = bits, .group = 32, .params = DType::f16, .zero = zero};
+      ZeroPointFit minmax = how;
+      minmax.method = AffineMethod::minmax;
+      const GridRows grid = fitted(how, w, 32);
+      ASSERT_EQ(grid.scales[0], to_f32(to_f16(grid.scales[0])));
+      ASSERT_EQ(grid.biases[0], grid.scales[0] * static_cast<float>(-zero));
+      const double error = error_of(w, grid, 32), first = error_of(w, fitted(minmax, w, 32), 32);
+      EXPECT_LE(error, first);
+      ours += error;
+      plain += first;
+      double least = std::numeric_limits<double>::infinity();
+      for (double size = 0.3; size > 0.0005; size *= 0.999)
+        for (const double scale : {size, -size}) {
+          double sum = 0;
+          for (const float x : w) {
+            const double step =
+                std::clamp(std::nearbyint(double{x} / scale), double(-zero), double(top - zero));
+            sum += (double{x} - step * scale) * (double{x} - step * scale);
+          }
+          least = std::min(least, sum);
+        }
+      least_sum += least;
+    }
+    // Of 8 bits it tries only the two ends.
+    EXPECT_LT(ours, (bits == 8 ? 1.12 : 1.06) * least_sum) << bits;
+    EXPECT_LT(ours, plain) << bits;
+  }
+}
+
 TEST(ZeroPoints, ImportanceWeighsColumns) {
   const std::vector<float> w = noise(8 * 64, 5);
   std::vector<float> importance(64, 1.0f);
@@ -152,6 +208,13 @@ TEST(ZeroPoints, DegenerateGroups) {
         for (std::size_t g = 0; g < 6; ++g) {
           EXPECT_TRUE(std::isfinite(grid.scales[g]) && grid.scales[g] > 0) << g;
           EXPECT_TRUE(zero_point_of(grid.scales[g], grid.biases[g], bits)) << g;
+        }
+        ZeroPointFit given{.bits = bits, .group = 32, .params = params, .method = method};
+        given.zero = 1 << (bits - 1);
+        const GridRows symmetric = fitted(given, w, 32);
+        for (std::size_t g = 0; g < 6; ++g) {
+          EXPECT_TRUE(std::isfinite(symmetric.scales[g]) && symmetric.scales[g] != 0) << g;
+          EXPECT_EQ(symmetric.biases[g], symmetric.scales[g] * static_cast<float>(-*given.zero));
         }
         EXPECT_EQ(grid.biases[1], 0);  // all positive: zero is the lowest code
         // All negative: the highest, or with a rounded scale the one below.

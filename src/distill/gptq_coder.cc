@@ -94,7 +94,7 @@ void add_experts(const Recipe& part, std::int64_t experts, const Recipe& to,
 struct Matrix {
   MatrixCoder::Task task;
   RowReader reader;
-  CodedGrid grid;
+  RoundingGrid grid;
 };
 
 // Some of its rows.
@@ -139,12 +139,23 @@ std::vector<std::set<InputPlace>> rounds_of(const std::map<InputPlace, PlaceTask
   return rounds;
 }
 
+// The grid that rows for this storage are rounded to; nothing: it has none.
+std::optional<RoundingGrid> rounding_grid(const Storage& to) {
+  if (const auto grid = coded_grid(to))
+    return RoundingGrid{grid->bits,          grid->group,  grid->params,
+                        grid->integer_zeros, grid->biases, grid->zero};
+  const auto blocks = grid_of(to);
+  if (!blocks || !is_fitted(to)) return std::nullopt;
+  return RoundingGrid{.bits = blocks->bits, .group = blocks->group, .blocks = to};
+}
+
 // The matrix with its reader; nothing: its numbers come near to the end of the scales' range.
 Result<std::optional<Matrix>> open_matrix(const Checkpoint& source, const MatrixCoder::Task& task) {
   const Recipe& recipe = task.tensor->recipe;
   auto reader = RowReader::open(source, recipe);
   if (!reader) return reader.status();
-  const CodedGrid grid = *coded_grid(task.tensor->to);
+  const RoundingGrid grid = *rounding_grid(task.tensor->to);
+  const DType stored = grid.blocks ? DType::f16 : grid.params;
   const std::int64_t columns = reader->columns(), length = rows_at_once(columns);
   RowNumbers numbers;
   for (std::int64_t row = 0; row < reader->rows(); row += length) {
@@ -153,7 +164,7 @@ Result<std::optional<Matrix>> open_matrix(const Checkpoint& source, const Matrix
     if (const Status finite = expect_finite(numbers, count * columns, columns); !finite.ok())
       return with_tensor(source, recipe.name, finite);
     if (numbers.beyond.count > 0 ||
-        double{largest_magnitude(numbers, count * columns)} > largest(grid.params) / 8)
+        double{largest_magnitude(numbers, count * columns)} > largest(stored) / 8)
       return std::optional<Matrix>();
   }
   return std::optional(Matrix{task, std::move(*reader), grid});
@@ -196,10 +207,8 @@ Status code_rows(const Checkpoint& source, const Gram& gram, std::span<const std
           BITTERN_TRY(matrix.reader.numbers(run.first, run.count, worker.numbers));
           worker.w.resize(at(run.count * gram.inputs()));
           BITTERN_TRY(as_f32(worker.numbers, worker.w));
-          const CodedGrid& grid = matrix.grid;
-          const RoundingGrid how{grid.bits, grid.group, grid.params, grid.integer_zeros,
-                                 grid.biases};
-          BITTERN_TRY(worker.rounder.round(*errors, how, worker.w.data(), run.count, worker.rows));
+          BITTERN_TRY(
+              worker.rounder.round(*errors, matrix.grid, worker.w.data(), run.count, worker.rows));
           worker.rows.first = run.first;
           {
             const std::lock_guard lock(using_rows);
@@ -317,7 +326,7 @@ Result<std::vector<GptqCoder::Input>> GptqCoder::inputs_of(const OutputTensor& t
 std::optional<std::string> GptqCoder::declines(const OutputTensor& tensor) const {
   if (tensor.way == OutputTensor::Way::copy) return "";
   const auto note = [](const std::string& why) { return "not by @{method} gptq: " + why; };
-  if (!coded_grid(tensor.to)) return note("no grid of " + tensor.to.str());
+  if (!rounding_grid(tensor.to)) return note("no grid of " + tensor.to.str());
   const auto inputs = inputs_of(tensor);
   if (inputs) return {};
   return note(std::string(inputs.status().message()));

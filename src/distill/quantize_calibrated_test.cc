@@ -217,6 +217,44 @@ TEST_F(QuantizeCalibrated, FromAndToGguf) {
   }
 }
 
+// On rows of 256, which super-blocks divide. o_proj has 128: Q5_0 for Q4_K, Q5_1 for Q5_K.
+TEST_F(QuantizeCalibrated, EveryTypeOfGgufWithGrids) {
+  const std::string model = put_wide_model(*this, 256);
+  const std::vector<float> whole = hidden(model);
+  for (const char* type : {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K_S", "Q5_K_M"}) {
+    SCOPED_TRACE(type);
+    QuantizeOptions ours = gptq();
+    ours.bits.reset();
+    ours.group_size.reset();
+    ours.type = type;
+    ours.pure = true;
+    ours.force = true;
+    QuantizeOptions plain{
+        .type = type, .rules = ours.rules, .pure = true, .force = true, .threads = 1};
+    const QuantizeReport report = made(model, "gptq.gguf", ours);
+    std::set<std::string> types;
+    for (const QuantizedTensor& tensor : report.tensors) {
+      if (tensor.way != "quantised") continue;
+      types.insert(tensor.to);
+      EXPECT_EQ(tensor.note.find("gptq"), std::string::npos) << tensor.name << ": " << tensor.note;
+    }
+    const std::string name = type;
+    if (name == "Q4_K_S")
+      EXPECT_EQ(types, (std::set<std::string>{"Q4_K", "Q5_0"}));
+    else if (name == "Q5_K_M")
+      EXPECT_EQ(types, (std::set<std::string>{"Q5_K", "Q5_1"}));
+    else
+      EXPECT_EQ(types, std::set<std::string>{name});
+    made(model, "plain.gguf", plain);
+    EXPECT_LT(distance(whole, hidden(path("gptq.gguf"))),
+              0.9 * distance(whole, hidden(path("plain.gguf"))));
+    const std::string bytes = text_of("gptq.gguf");
+    ours.threads = 3;
+    made(model, "gptq.gguf", ours);
+    EXPECT_TRUE(text_of("gptq.gguf") == bytes);
+  }
+}
+
 // With zero points that are integers, in either folder; of f32 scales both hold the same numbers.
 TEST_F(QuantizeCalibrated, IntegerZeroPoints) {
   for (const char* name : {"llama", "qwen3_5_text"}) {
@@ -395,13 +433,6 @@ TEST_F(QuantizeCalibrated, RefusesBeforeItWorks) {
       {[](auto& o) { o.format = "safetensors"; },
        "method gptq: the format is safetensors, expected format mlx, gguf or "
        "compressed-tensors"},
-      {[](auto& o) {
-         o.bits.reset();
-         o.group_size.reset();
-         o.type = "Q8_0";
-       },
-       "method gptq has no effect: it codes none of the matrices that are quantised; expected Q4_1 "
-       "or Q5_1"},
       {[](auto& o) { o.rules = {{.match = ".", .keep = true}}; },
        "method gptq has no effect: it codes none of the matrices that are quantised"},
       {[](auto& o) {
@@ -420,6 +451,15 @@ TEST_F(QuantizeCalibrated, RefusesBeforeItWorks) {
     EXPECT_FALSE(std::filesystem::exists(path("out")));
     EXPECT_FALSE(std::filesystem::exists(path("out.partial")));
   }
+  QuantizeOptions blocks = gptq();
+  blocks.bits.reset();
+  blocks.group_size.reset();
+  blocks.type = "Q6_K";
+  blocks.rules.push_back({.match = "o_proj", .keep = true});  // of 128 columns: Q8_0
+  EXPECT_NE(refusal(quantize_calibrated(put_wide_model(*this, 256), path("out"), blocks))
+                .find("method gptq has no effect: it codes none of the matrices that are "
+                      "quantised; expected Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K or Q5_K"),
+            std::string::npos);
   EXPECT_NE(refusal(quantize_calibrated(path("nobodys"), path("out"), gptq())).find("nobodys"),
             std::string::npos);
   EXPECT_EQ(refusal(quantize_model(model, path("out"), gptq())),

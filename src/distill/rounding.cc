@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bittern/ops/qdq_affine_init.h"
+#include "convert/encode.h"
 #include "convert/zero_points.h"
 #include "core/scratch.h"
 #include "cpu/parallel.h"
@@ -20,6 +21,8 @@ constexpr double kDamping = 0.01;  // of the mean diagonal
 constexpr float kRidge = 1e-4f;    // of a refit's diagonal
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+bool in_f16(float x) { return std::isfinite(to_f32(to_f16(x))); }
 
 // Whole vectors; and rows that are a power of two apart would share a few lines of the cache.
 std::int64_t padded(std::int64_t n) {
@@ -106,6 +109,7 @@ lanes::Grids RowRounder::grids(const Rows& rows) const {
 // Scales and biases by lsq in f32, then rounded.
 Status RowRounder::fit(const InputErrors& errors, const RoundingGrid& grid, const float* w) {
   if (grid.integer_zeros) return fit_integers(errors, grid, w);
+  if (grid.blocks) return fit_blocks(errors, grid, w);
   const std::int64_t groups = inputs_ / group_;
   std::vector<float> scales, biases;
   BITTERN_TRY(
@@ -125,8 +129,9 @@ Status RowRounder::fit_integers(const InputErrors& errors, const RoundingGrid& g
                                 const float* w) {
   const std::int64_t groups = inputs_ / group_;
   GridRows rows;
-  BITTERN_TRY(fit_zero_points({.bits = grid.bits, .group = grid.group, .params = grid.params}, w,
-                              rows_, inputs_, errors.diagonal(), rows));
+  BITTERN_TRY(fit_zero_points(
+      {.bits = grid.bits, .group = grid.group, .params = grid.params, .zero = grid.zero}, w, rows_,
+      inputs_, errors.diagonal(), rows));
   best_.scales.assign(at(groups * kRows), 1.0f);
   best_.biases.assign(at(groups * kRows), 0.0f);
   zeros_.assign(at(groups * kRows), 0.0f);
@@ -139,6 +144,62 @@ Status RowRounder::fit_integers(const InputErrors& errors, const RoundingGrid& g
       best_.biases[i] = zero_point_bias(scale, zeros_[i], grid.biases);
     }
   return {};
+}
+
+Status RowRounder::fit_blocks(const InputErrors& errors, const RoundingGrid& grid, const float* w) {
+  const RowEncoder encoder{.to = *grid.blocks, .method = AffineMethod::lsq, .through = {}};
+  EncodedRows blocks;
+  GridRows rows;
+  std::uint64_t saturated = 0;
+  BITTERN_TRY(
+      encoder.encode({.data = w, .own = {}}, rows_, inputs_, errors.diagonal(), blocks, saturated));
+  BITTERN_TRY(decode_grid(tensor_of(blocks, *grid.blocks, rows_, inputs_), 0, rows_, rows));
+  set(rows, best_);
+  return {};
+}
+
+// The blocks nearest to these rows.
+Status RowRounder::hold(const RoundingGrid& grid, Rows& rows) {
+  EncodedRows blocks;
+  GridRows given, held;
+  get(grid, rows, given);
+  BITTERN_TRY(fit_grid(given, inputs_, *grid.blocks, blocks));
+  BITTERN_TRY(decode_grid(tensor_of(blocks, *grid.blocks, rows_, inputs_), 0, rows_, held));
+  set(held, rows);
+  return {};
+}
+
+// Rows that are not there are 0, on a grid that has it.
+void RowRounder::set(const GridRows& from, Rows& rows) const {
+  const std::int64_t groups = inputs_ / group_;
+  rows.codes.assign(at(inputs_ * kRows), 0.0f);
+  rows.scales.assign(at(groups * kRows), 1.0f);
+  rows.biases.assign(at(groups * kRows), 0.0f);
+  for (std::int64_t r = 0; r < rows_; ++r) {
+    for (std::int64_t j = 0; j < inputs_; ++j)
+      rows.codes[at(j * kRows + r)] = static_cast<float>(from.codes[at(r * inputs_ + j)]);
+    for (std::int64_t g = 0; g < groups; ++g) {
+      rows.scales[at(g * kRows + r)] = from.scales[at(r * groups + g)];
+      rows.biases[at(g * kRows + r)] = from.biases[at(r * groups + g)];
+    }
+  }
+}
+
+void RowRounder::get(const RoundingGrid& grid, const Rows& rows, GridRows& to) const {
+  const std::int64_t groups = inputs_ / group_;
+  to.bits = grid.bits;
+  to.group = grid.group;
+  to.codes.resize(at(rows_ * inputs_));
+  to.scales.resize(at(rows_ * groups));
+  to.biases.resize(at(rows_ * groups));
+  for (std::int64_t r = 0; r < rows_; ++r) {
+    for (std::int64_t j = 0; j < inputs_; ++j)
+      to.codes[at(r * inputs_ + j)] = static_cast<std::uint8_t>(rows.codes[at(j * kRows + r)]);
+    for (std::int64_t g = 0; g < groups; ++g) {
+      to.scales[at(r * groups + g)] = rows.scales[at(g * kRows + r)];
+      to.biases[at(r * groups + g)] = rows.biases[at(g * kRows + r)];
+    }
+  }
 }
 
 void RowRounder::measure(const InputErrors& errors, Rows& rows) const {
@@ -164,7 +225,7 @@ void RowRounder::measure(const InputErrors& errors, Rows& rows) const {
 // trial_ = best_ with scales and biases a step further: that which the normal equations ask for.
 // Codes count from their middle, which makes scale and bias nearly independent of each other; or
 // from the zero point, where that is an integer and the scale alone makes a step.
-void RowRounder::refit(const InputErrors& errors, const RoundingGrid& grid) {
+Status RowRounder::refit(const InputErrors& errors, const RoundingGrid& grid) {
   const std::int64_t groups = inputs_ / group_, unknowns = 2 * groups;
   const float middle = top_ / 2;
   trial_ = best_;
@@ -186,7 +247,10 @@ void RowRounder::refit(const InputErrors& errors, const RoundingGrid& grid) {
   const InputErrors::Sums& sums = errors.sums(static_cast<int>(group_));
   lanes::normal_equations(errors.h(), group_, sums.rows.data(), sums.totals.data(),
                           trial_.codes.data(), room_.data(), system_.data());
-  if (grid.integer_zeros) return refit_scales(grid);
+  if (grid.integer_zeros) {
+    refit_scales(grid);
+    return {};
+  }
   lanes::solve(unknowns, kRidge, system_.data(), step_.data());
   trial_.codes = best_.codes;
   const DType params = grid.params;
@@ -196,7 +260,13 @@ void RowRounder::refit(const InputErrors& errors, const RoundingGrid& grid) {
       const float scale = step_[at(2 * g * kRows + r)], centre = step_[at((2 * g + 1) * kRows + r)];
       trial_.scales[i] = round_param(best_.scales[i] + scale, params);
       trial_.biases[i] = round_param(best_.biases[i] + (centre - scale * middle), params);
+      // No super-block has such a group; without it the row may still be better.
+      if (grid.blocks && !(in_f16(trial_.scales[i]) && in_f16(trial_.biases[i]))) {
+        trial_.scales[i] = best_.scales[i];
+        trial_.biases[i] = best_.biases[i];
+      }
     }
+  return grid.blocks ? hold(grid, trial_) : Status();
 }
 
 // The equations of the scales alone: every second row and column.
@@ -213,7 +283,7 @@ void RowRounder::refit_scales(const RoundingGrid& grid) {
   trial_.codes = best_.codes;
   for (std::size_t i = 0; i < best_.scales.size(); ++i) {
     const float scale = zero_point_scale(best_.scales[i] + step_[i], grid.params, grid.bits);
-    if (!(scale > 0 && std::isfinite(scale)))
+    if (!(scale > 0 || (grid.zero && scale < 0)) || !std::isfinite(scale))
       continue;  // no grid; the row is measured without this step
     trial_.scales[i] = scale;
     trial_.biases[i] = zero_point_bias(scale, zeros_[i], grid.biases);
@@ -266,7 +336,7 @@ Status RowRounder::round(const InputErrors& errors, const RoundingGrid& grid, co
   for (const auto& [refitted, descended] :
        {std::pair(RoundingStage::refit, RoundingStage::descent),
         std::pair(RoundingStage::second_refit, RoundingStage::second_descent)}) {
-    refit(errors, grid);
+    BITTERN_TRY(refit(errors, grid));
     measure(errors, trial_);
     keep_better(refitted);
     trial_ = best_;
@@ -275,20 +345,7 @@ Status RowRounder::round(const InputErrors& errors, const RoundingGrid& grid, co
     keep_better(descended);
   }
 
-  const std::int64_t groups = inputs_ / group_;
-  out.bits = grid.bits;
-  out.group = grid.group;
-  out.codes.resize(at(rows * inputs_));
-  out.scales.resize(at(rows * groups));
-  out.biases.resize(at(rows * groups));
-  for (std::int64_t r = 0; r < rows; ++r) {
-    for (std::int64_t j = 0; j < inputs_; ++j)
-      out.codes[at(r * inputs_ + j)] = static_cast<std::uint8_t>(best_.codes[at(j * kRows + r)]);
-    for (std::int64_t g = 0; g < groups; ++g) {
-      out.scales[at(r * groups + g)] = best_.scales[at(g * kRows + r)];
-      out.biases[at(r * groups + g)] = best_.biases[at(g * kRows + r)];
-    }
-  }
+  get(grid, best_, out);
   return {};
 }
 

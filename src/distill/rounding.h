@@ -5,14 +5,14 @@
 // is lowered in stages, each of which a row keeps only where it gains by it:
 //   start        scales and biases by lsq, columns weighted by H's diagonal; the nearest codes
 //   compensated  codes in order of H's falling diagonal, each error made up for by the columns
-//   still
-//                to come (GPTQ), on the same scales
+//                that still come (GPTQ), on the same scales
 //   twice:
 //     refit      all scales and biases of the row together, by least squares under H
 //     descent    each code in turn to the best one while all others stay
 //
-// Where zero points are integers (convert/zero_points.h), the start finds them, a refit finds
-// scales alone, and biases follow.
+// Where zero points are integers (convert/zero_points.h), the start finds them unless they are
+// given, a refit finds scales alone, and biases follow. Super-blocks (Q4_K, Q5_K) start from the
+// blocks that lsq makes; a refit is followed by the nearest blocks, and their codes.
 //
 // H is divided by the mean of its diagonal, and 0.01 is added to the diagonal. Rows are
 // independent, and each has a fixed list of operations: the same bits on every SIMD target and
@@ -21,6 +21,7 @@
 #include <array>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -29,6 +30,7 @@
 #include "distill/gram.h"
 #include "distill/rounding_lanes.h"
 #include "formats/grid.h"
+#include "formats/storage.h"
 
 namespace bittern {
 
@@ -65,6 +67,9 @@ struct RoundingGrid {
   DType params = DType::f32;  // of scales: f32, f16 or bf16
   bool integer_zeros = false;
   DType biases = DType::f32;  // where zero points are integers: f32, exact, or as the scales
+  std::optional<int> zero{};  // of all groups, in place of those that the start finds
+  // Super-blocks that are to hold scales and biases, whose dtype then is f32.
+  std::optional<Storage> blocks{};
 };
 
 enum class RoundingStage { start, compensated, refit, descent, second_refit, second_descent };
@@ -93,9 +98,13 @@ class RowRounder {
   };
   Status fit(const InputErrors& errors, const RoundingGrid& grid, const float* w);
   Status fit_integers(const InputErrors& errors, const RoundingGrid& grid, const float* w);
+  Status fit_blocks(const InputErrors& errors, const RoundingGrid& grid, const float* w);
+  Status hold(const RoundingGrid& grid, Rows& rows);
+  void set(const GridRows& from, Rows& rows) const;
+  void get(const RoundingGrid& grid, const Rows& rows, GridRows& to) const;
   lanes::Grids grids(const Rows& rows) const;
   void measure(const InputErrors& errors, Rows& rows) const;
-  void refit(const InputErrors& errors, const RoundingGrid& grid);
+  Status refit(const InputErrors& errors, const RoundingGrid& grid);
   void refit_scales(const RoundingGrid& grid);
   void keep_better(RoundingStage stage);
 

@@ -10,6 +10,7 @@
 #include <numeric>
 #include <random>
 
+#include "convert/encode.h"
 #include "convert/zero_points.h"
 #include "core/thread_count.h"
 #include "cpu/dispatch.h"
@@ -347,6 +348,75 @@ TEST_F(Rounding, IntegerZeroPointsAreBetterThanMinmax) {
   }
 }
 
+// The types of GGUF that groups and super-blocks of codes have.
+RoundingGrid grid_for(GgmlType type) {
+  const Storage to = Storage::blocks(type);
+  const Grid grid = *grid_of(to);
+  if (type == GgmlType::q4_k || type == GgmlType::q5_k)
+    return {.bits = grid.bits, .group = grid.group, .blocks = to};
+  RoundingGrid out{.bits = grid.bits, .group = grid.group, .params = DType::f16};
+  if (is_fitted(to)) return out;  // Q4_1, Q5_1
+  out.integer_zeros = true;
+  out.zero = 1 << (grid.bits - 1);
+  return out;
+}
+
+TEST_F(Rounding, EveryTypeOfGgufHoldsItsRows) {
+  const std::int64_t n = 512, rows = 17;
+  const std::vector<float> x = activations(900, n), w = weights(rows, n);
+  const InputErrors errors = errors_of(gram_of(x, n), {32});
+  for (const GgmlType type : {GgmlType::q4_0, GgmlType::q4_1, GgmlType::q5_0, GgmlType::q5_1,
+                              GgmlType::q8_0, GgmlType::q4_k, GgmlType::q5_k}) {
+    const Storage to = Storage::blocks(type);
+    SCOPED_TRACE(to.str());
+    const RoundingGrid grid = grid_for(type);
+    GridRows first;
+    for (const cpu::Isa isa : cpu::available_isas()) {
+      cpu::force_isa(isa);
+      RowRounder rounder;
+      GridRows out, read, alone;
+      ASSERT_TRUE(rounder.round(errors, grid, w.data(), rows, out).ok());
+      for (std::int64_t r = 0; r < rows; ++r) {
+        for (std::size_t s = 1; s < kRoundingStages; ++s)
+          ASSERT_LE(rounder.errors(kStages[s])[at(r)], rounder.errors(kStages[s - 1])[at(r)]);
+        const double end = rounder.errors(RoundingStage::second_descent)[at(r)];
+        EXPECT_NEAR(error_of(errors, w.data(), out, r), end, 1e-4 * end);
+      }
+      EncodedRows blocks;
+      const Status held = encode_grid(out, n, to, blocks);
+      ASSERT_TRUE(held.ok()) << held.message();
+      ASSERT_TRUE(decode_grid(tensor_of(blocks, to, rows, n), 0, rows, read).ok());
+      EXPECT_EQ(read.codes, out.codes);
+      EXPECT_EQ(read.scales, out.scales);
+      EXPECT_EQ(read.biases, out.biases);
+      ASSERT_TRUE(rounder.round(errors, grid, w.data() + 16 * n, 1, alone).ok());
+      EXPECT_TRUE(std::equal(alone.codes.begin(), alone.codes.end(), out.codes.begin() + 16 * n));
+      EXPECT_TRUE(
+          std::equal(alone.scales.begin(), alone.scales.end(), out.scales.begin() + 16 * n / 32));
+      if (first.codes.empty()) first = out;
+      EXPECT_EQ(out.codes, first.codes);
+      EXPECT_EQ(out.scales, first.scales);
+      EXPECT_EQ(out.biases, first.biases);
+    }
+    // Far better than what the type makes of the numbers alone.
+    const RowEncoder encoder{
+        .to = to,
+        .method = is_fitted(to) ? std::optional(AffineMethod::lsq) : std::nullopt,
+        .through = {}};
+    EncodedRows blocks;
+    GridRows plain;
+    std::uint64_t saturated = 0;
+    ASSERT_TRUE(encoder.encode({.data = w.data(), .own = {}}, rows, n, {}, blocks, saturated).ok());
+    ASSERT_TRUE(decode_grid(tensor_of(blocks, to, rows, n), 0, rows, plain).ok());
+    double ours = 0, its = 0;
+    for (std::int64_t r = 0; r < rows; ++r) {
+      ours += error_of(errors, w.data(), first, r);
+      its += error_of(errors, w.data(), plain, r);
+    }
+    EXPECT_LT(ours, 0.5 * its);
+  }
+}
+
 TEST_F(Rounding, RowsDoNotDependOnTheirNeighboursOrTheTarget) {
   const std::int64_t n = 192, rows = 64;
   const std::vector<float> x = activations(300, n), w = weights(rows, n);
@@ -411,6 +481,36 @@ TEST_F(Rounding, DegenerateRowsAndInputs) {
           EXPECT_EQ(error_of(errors, w.data(), out, r), 0) << r << ", " << bits << " bits";
         }
       }
+  }
+}
+
+TEST_F(Rounding, DegenerateRowsOfGgufTypes) {
+  const std::int64_t n = 256;
+  std::vector<float> w(at(5 * n));
+  for (std::int64_t j = 0; j < n; ++j) {
+    w[at(n + j)] = 0.25f;                          // constant
+    w[at(2 * n + j)] = j == 7 ? 100.0f : 0.0f;     // one number
+    w[at(3 * n + j)] = 1e-30f * float(j);          // tiny: f16 scales vanish
+    w[at(4 * n + j)] = j % 2 == 0 ? 7e3f : -7e3f;  // large, and at both ends
+  }
+  for (const std::vector<float>& x : {std::vector<float>(at(n)), activations(300, n)}) {
+    const InputErrors errors = errors_of(gram_of(x, n), {32});
+    for (const GgmlType type :
+         {GgmlType::q4_0, GgmlType::q5_0, GgmlType::q8_0, GgmlType::q4_k, GgmlType::q5_k}) {
+      SCOPED_TRACE(Storage::blocks(type).str());
+      RowRounder rounder;
+      GridRows out;
+      EncodedRows blocks;
+      ASSERT_TRUE(rounder.round(errors, grid_for(type), w.data(), 5, out).ok());
+      for (std::int64_t r = 0; r < 5; ++r) {
+        const double end = rounder.errors(RoundingStage::second_descent)[at(r)];
+        EXPECT_TRUE(std::isfinite(end)) << r;
+        EXPECT_LE(end, rounder.errors(RoundingStage::start)[at(r)]) << r;
+      }
+      EXPECT_EQ(error_of(errors, w.data(), out, 0), 0);
+      const Status held = encode_grid(out, n, Storage::blocks(type), blocks);
+      EXPECT_TRUE(held.ok()) << held.message();
+    }
   }
 }
 
