@@ -440,14 +440,19 @@ class AuraLayer(CacheLayerMixin):
             real = max(0, self._length - padding)
             first = min(self._settings["first"], real)
             recent = min(self._ring, real - first)
-            lengths.append((first, real - first - recent, recent))
+            coded = real - first - recent
+            lengths.append((first, coded, recent))
             oldest = self._length - recent
-            starts.append((padding + first, oldest % max(1, self._settings["recent"])))
-        return _to_device(tuple(lengths), self.device), _to_device(tuple(starts), self.device)
+            # Without coded tokens `padding + first` may lie beyond the room for them.
+            starts.append((padding + first if coded else 0, oldest % max(1, self._settings["recent"])))
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        return tuple(_to_device(tuple(table), self.device, stream) for table in (lengths, starts))
 
 
-@functools.lru_cache(maxsize=8)  # all layers of a step ask for the same
-def _to_device(table: tuple[Any, ...], device: torch.device) -> Tensor:
+# All layers of a step ask for the same. A stream has its own: the memory of a tensor that is dropped
+# is used again in the order of its stream alone.
+@functools.lru_cache(maxsize=8)
+def _to_device(table: tuple[Any, ...], device: torch.device, stream: int) -> Tensor:
     return torch.tensor(table, dtype=torch.int32, device=device)
 
 

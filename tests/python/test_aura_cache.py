@@ -181,6 +181,19 @@ def test_a_padded_batch_is_its_sequences(device, regions, additive):
             assert not out[row, :skip].any()
 
 
+@pytest.mark.parametrize(
+    "padding, tokens, options",
+    [([0, 90], 100, {"first": 4, "recent": 128}), ([0, 62], 66, {"first": 4, "recent": 4}), ([0], 90, {"first": 80, "recent": 100})],
+)
+def test_sequences_without_coded_tokens(device, padding, tokens, options):
+    """Their first coded token would lie beyond the room for codes."""
+    new = rows(len(padding), tokens)
+    out = Layer(device=device, **options).attend(*new, left_padded(padding, tokens, tokens).to(device))
+    for row, before in enumerate(padding):
+        expected = Layer(**options).attend(*(t[row : row + 1, before:] for t in new))
+        assert same(out[row, before:], expected[0])
+
+
 def test_rows_are_chosen(device):
     """By beams, by repetition, by index; the padding goes with them."""
     padding = [3, 0, 5]

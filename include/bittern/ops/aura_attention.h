@@ -87,7 +87,9 @@
 //        A = max|a_j| and K_t = max|k_tj|
 //   A_j  has |v_tj| + max_i|v_ti| / 4096
 //
-// For a row that sees a |v_scale| of 2^100 nothing is promised.
+// For a row that sees a |v_scale| of 2^100 nothing is promised; nor, with cuda_wgmma, for one that
+// sees two that are 2^112 apart (each counts as at least 2^-60, and a first or recent token with
+// its largest |v|), or with k_mean that is not finite.
 //
 // If a query sees a NaN, its results are NaN wherever the contract's are. If it sees an infinity,
 // or if R K dim, a logit, sum|w| of a split, exp(2 e max X) or another of these magnitudes reaches
