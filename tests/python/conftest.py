@@ -7,6 +7,7 @@ asks for a tier that holds it, the test fails instead.
 import importlib.util
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -23,6 +24,8 @@ figures = pytest.StashKey[list]()
 
 def pytest_configure(config):
     config.stash[figures] = []
+    # A shell starts what runs in the background with SIGINT ignored, and commands inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("BITTERN_PEERS", "") not in TIERS:
         raise pytest.UsageError("BITTERN_PEERS: expected light or heavy")
 
