@@ -116,6 +116,8 @@ void print_result(const DistillReport& report) {
   if (!report.type.empty())
     fmt::print("validation KL of the file as {}: {:.4f}; of the start in the same types: {:.4f}\n",
                report.type, report.written_kl, report.written_start_kl);
+  else if (report.written_kl != report.kl)
+    fmt::print("validation KL of the folder as written: {:.4f}\n", report.written_kl);
   if (report.start_written)
     fmt::print("note: in these types what was learned is worse; the start was written\n");
   fmt::print("{}: {}, {:.3f} bits per weight, {:.1f} s, {} of memory at most\n",
@@ -126,7 +128,9 @@ void print_result(const DistillReport& report) {
 std::string kl_text(const DistillReport& found) {
   const std::string text =
       fmt::format("{:.4f} calibrated, {:.4f} learned", found.start_kl, found.kl);
-  if (found.type.empty()) return text;
+  if (found.type.empty())
+    return found.written_kl == found.kl ? text
+                                        : text + fmt::format(", {:.4f} written", found.written_kl);
   return text + fmt::format(", {:.4f} written", found.written_kl) +
          (found.start_written
               ? ": the start, which is better in these types"
@@ -238,7 +242,8 @@ Verb distill_verb(CLI::App& main) {
   auto flags = std::make_shared<DistillFlags>();
   DistillOptions& options = flags->options;
   CLI::App* verb = main.add_subcommand(
-      "distill", "quantise a model, and let it learn back from the original what that lost");
+      "distill",
+      "quantise a model, then train it to recover what was lost, with the original as teacher");
   const auto option = [verb](const char* names, auto& value, const char* text, const char* help) {
     return verb->add_option(names, value, help)->option_text(text);
   };
@@ -250,10 +255,10 @@ Verb distill_verb(CLI::App& main) {
       ->required();
   option(
       "--data,-f,--file", options.data, "FILE",
-      "a text to learn from, much like that of later use, or conversations (.jsonl); give the flag "
-      "again for more");
+      "a text to learn from, like the text of later use, or conversations (.jsonl); may be given "
+      "several times");
   verb->add_flag("--self-text,--self", options.self_text,
-                 "learn from a text that the teacher writes itself, where there is no other");
+                 "learn from a text that the teacher writes, if you have none");
 
   const char* what = "What to write";
   option("--format", options.format, "FORMAT",
@@ -262,11 +267,11 @@ Verb distill_verb(CLI::App& main) {
       ->group(what);
   option(
       "--zero-points", options.zero_points, "KIND",
-      "real: biases learn; integer: scales alone, with zero points as compressed-tensors has them "
-      "(default: real; in compressed-tensors integer)")
+      "real: scales and biases learn; integer: only scales learn, and zero points are integers, as "
+      "compressed-tensors needs (default: real; in compressed-tensors integer)")
       ->group(what);
   option("--type", options.type, "TYPE",
-         "of a GGUF file: Q4_1, Q5_1, Q4_K_S, Q4_K_M, Q5_K_S or Q5_K_M (default: Q4_1; Q5_1 with "
+         "GGUF type: Q4_1, Q5_1, Q4_K_S, Q4_K_M, Q5_K_S or Q5_K_M (default: Q4_1; Q5_1 with "
          "--bits 5)")
       ->group(what);
   option("--bits", options.bits, "N",
@@ -274,17 +279,18 @@ Verb distill_verb(CLI::App& main) {
       ->check(integer_in(1, 64))
       ->group(what);
   option("--group-size", options.group_size, "N",
-         "let N weights share a scale: 32, 64 or 128 (default: 64; in GGUF 32)")
+         "weights per group, which share a scale: 32, 64 or 128 (default: 64; in GGUF 32)")
       ->check(integer_in(1, 1 << 20))
       ->group(what);
-  option("--embedding-bits", options.embedding_bits, "N",
-         "bits of embedding and head (in GGUF 6 is Q6_K, 8 is Q8_0); 0 leaves them as the teacher "
-         "has them (default: 6, or --bits where that is more; in compressed-tensors 0)")
+  option(
+      "--embedding-bits", options.embedding_bits, "N",
+      "bits per weight of embedding and head (in GGUF 6 is Q6_K, 8 is Q8_0); 0 does not quantise "
+      "them (default: 6, or --bits where that is more; in compressed-tensors 0)")
       ->check(integer_in(0, 8))
       ->group(what);
   option("--override", flags->overrides, "RULE",
-         "for tensors whose name matches REGEX: REGEX=BITS[:GROUP], REGEX=TYPE or REGEX=keep; the "
-         "first rule that matches decides; may be given several times")
+         "other bits for tensors whose name matches REGEX: REGEX=BITS[:GROUP], REGEX=TYPE or "
+         "REGEX=keep; the first rule that matches decides; may be given several times")
       ->allow_extra_args(false)
       ->group(what);
   option("--scale-dtype", options.scale_dtype, "DTYPE",
@@ -292,43 +298,48 @@ Verb distill_verb(CLI::App& main) {
       ->group(what);
 
   const char* how = "How to learn";
-  option("--steps", options.steps, "N", "steps of learning; 0 only calibrates (default: 60)")
+  option("--steps", options.steps, "N",
+         "steps of learning; with 0 it only calibrates (default: 60)")
       ->check(integer_in(0, 1 << 24))
       ->group(how);
-  option("--batch", options.batch, "N", "pieces of text a step (default: 2)")
+  option("--batch", options.batch, "N", "pieces of text per step (default: 2)")
       ->check(integer_in(1, 1 << 20))
       ->group(how);
-  option("-c,--ctx,--ctx-size", options.context, "N", "tokens of a piece of text (default: 512)")
+  option("-c,--ctx,--ctx-size", options.context, "N", "tokens per piece of text (default: 512)")
       ->check(integer_in(2, 1 << 20))
       ->group(how);
   option("--calibration", options.calibration, "N",
-         "choose codes by at most N pieces (default: 128)")
+         "use at most N pieces to choose codes (default: 128)")
       ->check(integer_in(1, 1 << 24))
       ->group(how);
   verb->add_flag("--fisher", options.fisher,
-                 "choose codes with each token weighed by what its errors cost the predictions; "
-                 "takes longer")
+                 "weigh each token by how much errors at it change the predictions when codes are "
+                 "chosen; slower")
       ->group(how);
-  option("--validation", options.validation, "N", "hold N pieces out, to judge by (default: 16)")
+  option("--validation", options.validation, "N",
+         "hold N pieces out of learning, to measure the result (default: 16)")
       ->check(integer_in(1, 1 << 24))
       ->group(how);
-  option("--learn", flags->learn, "WHAT",
-         "grids: scales and biases; codes: these, and the codes themselves, for 2 and 3 bits and "
-         "long runs (default: grids)")
+  option(
+      "--learn", flags->learn, "WHAT",
+      "what learns. grids: scales and biases; codes: codes as well, for 2 and 3 bits and long runs "
+      "(default: grids)")
       ->group(how);
-  option("--teacher-cache", options.teacher_cache, "FILE",
-         "keep what the teacher says of the text in FILE, so that later runs need not ask it again")
+  option(
+      "--teacher-cache", options.teacher_cache, "FILE",
+      "keep the teacher's predictions for the text in FILE, which later runs then need not compute")
       ->group(how);
   option("--teacher-top", options.teacher_top, "K",
-         "with --teacher-cache: keep its K likeliest tokens, and all others as one (default: 64)")
+         "with --teacher-cache: keep the K likeliest tokens of each prediction, and the sum of all "
+         "others (default: 64)")
       ->check(integer_in(5, 1 << 24))
       ->group(how);
   option("--rate", options.rate, "X",
-         "how far a step moves a scale, relative to the matrix' mean scale (default: short runs "
-         "find it)")
+         "learning rate: how far a step moves a scale, relative to the mean scale of its matrix "
+         "(default: found by short runs)")
       ->check(number_in(1e-9, 1))
       ->group(how);
-  option("--seed", options.seed, "N", "of the order of the pieces (default: 0)")
+  option("--seed", options.seed, "N", "seed of the order in which pieces are learned (default: 0)")
       ->check(seed_check())
       ->group(how);
   verb->add_flag("--fastest", flags->fastest,
@@ -345,7 +356,7 @@ Verb distill_verb(CLI::App& main) {
          "write a page with plots and samples to FILE, as HTML (default: OUT.html)")
       ->group(files);
   verb->add_flag("--no-report", flags->no_report, "write no page")->group(files);
-  verb->add_flag("--resume", options.resume, "go on with a run that was stopped")->group(files);
+  verb->add_flag("--resume", options.resume, "continue a run that was stopped")->group(files);
   verb->add_flag("--force", flags->common.force, "replace an output that bittern wrote")
       ->group(files);
   option("--threads", flags->common.threads, "N",
@@ -358,7 +369,8 @@ Verb distill_verb(CLI::App& main) {
       ->group(files);
   verb->add_flag("--quiet", flags->common.quiet, "print only errors")->group(files);
   verb->footer(
-      "Ctrl-C ends learning and writes the best so far. After a kill, --resume goes on.\n"
+      "Ctrl-C ends learning and writes the best result so far. --resume continues a run that was "
+      "killed.\n"
       "Examples:\n"
       "  bittern distill model-folder -o model-3bit --bits 3 --data text.txt\n"
       "  bittern distill model-folder -o model.gguf --type Q4_K_M --data text.txt\n"

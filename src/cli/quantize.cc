@@ -315,29 +315,31 @@ Verb quantize_verb(CLI::App& main) {
 
   const char* how = "How";
   option("--group-size,--q-group-size", flags->group, "N",
-         "let N weights share a scale: 32, 64 or 128 (default: 64; with --target-bpw the best for "
+         "weights per group, which share a scale: 32, 64 or 128 (default: 64; with --target-bpw "
+         "the best for "
          "each tensor); always 32 in GGUF")
       ->check(integer_in(1, 1 << 20))
       ->group(how);
-  option(
-      "--method", flags->method, "RULE",
-      "how codes, scales and biases are found: minmax, mlx or lsq (default: lsq; in GGUF the "
-      "type's own rule), or gptq: by what the layers see when the model reads the text of --data")
+  option("--method", flags->method, "RULE",
+         "minmax, mlx, lsq or gptq: how codes, scales and biases are chosen (default: lsq; in GGUF "
+         "the type's own rule); gptq is slower and loses least: it runs the model on the text of "
+         "--data")
       ->group(how);
-  option(
-      "--data", flags->data, "FILE",
-      "the text that --method gptq reads, much like that of later use, or conversations (.jsonl)")
+  option("--data", flags->data, "FILE",
+         "with --method gptq: a text to run the model on, like the text of later use, or "
+         "conversations "
+         "(.jsonl)")
       ->group(how);
   verb->add_flag("--fisher", flags->fisher,
-                 "with --method gptq: weigh each token by what its errors cost the predictions; "
-                 "takes longer")
+                 "with --method gptq: weigh each token by how much errors at it change the "
+                 "predictions; slower")
       ->group(how);
   option("--pieces,--chunks,--num-samples", flags->pieces, "N",
-         "read N pieces of that text, evenly spread (default: 128)")
+         "with --method gptq: read N pieces of the text, evenly spread (default: 128)")
       ->check(integer_in(1, std::int64_t{1} << 24))
       ->group(how);
   option("--context,--ctx,--ctx-size,--max-seq-length", flags->context, "N",
-         "tokens of a piece (default: 512)")
+         "with --method gptq: tokens per piece of text (default: 512)")
       ->check(integer_in(2, 1 << 20))
       ->group(how);
   option("--imatrix", flags->imatrix, "FILE",

@@ -48,7 +48,7 @@ Status Asked::check(const std::string& path, const std::string& run) const {
   while (!now.empty()) {
     const std::string_view before = take_line(was), here = take_line(now);
     if (before == here) continue;
-    std::string text = run + ": of a run with ";
+    std::string text = run + ": left by a run with ";
     if (name_of(before) != name_of(here)) {
       text += "other options";
     } else if (value_of(here).starts_with(kFingerprint)) {
@@ -57,7 +57,7 @@ Status Asked::check(const std::string& path, const std::string& run) const {
       text.append("@{").append(name_of(here)).append("} ").append(value_of(before));
       text.append(", and it is ").append(value_of(here)).append(" now");
     }
-    return invalid(text + "; expected the same (@{force} begins anew)");
+    return invalid(text + "; give the same, or @{force} to start again");
   }
   return {};
 }

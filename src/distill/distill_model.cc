@@ -403,8 +403,8 @@ class Distillation {
       if (found == nullptr || found->storage.str() != tensor.to ||
           (found->storage.kind == Storage::Kind::affine && packed != target_.compressed))
         return invalid(work_.start() +
-                       ": of a run with other options, expected the same ones (@{force} begins "
-                       "anew)");
+                       ": written by a run with other options; give the same options, or @{force} "
+                       "to start again");
     }
     return {};
   }
@@ -595,7 +595,7 @@ class Distillation {
       const auto kl = learner_->step(state, options_.steps);
       if (!kl) return stopped_at(state, kl.status());
       if (!std::isfinite(*kl))
-        return stopped_at(state, invalid("the loss is not finite, expected a lower @{rate}"));
+        return stopped_at(state, invalid("the loss is infinite or NaN; try a lower @{rate}"));
       state.train_sum += *kl;
       ++state.train_count;
       if (state.step % every == 0 || state.step == options_.steps) BITTERN_TRY(measure(state));

@@ -719,8 +719,8 @@ TEST_F(DistillModel, ADamagedOrForeignStateIsRefused) {
     change(other);
     return refusal(model, "out", other);
   };
-  const std::string of = path("out.distill") + ": of a run with ",
-                    same = "; expected the same (force begins anew)";
+  const std::string of = path("out.distill") + ": left by a run with ",
+                    same = "; give the same, or force to start again";
   EXPECT_EQ(with([](DistillOptions& o) { o.steps = 7; }), of + "steps 6, and it is 7 now" + same);
   EXPECT_EQ(with([](DistillOptions& o) { o.seed = UINT64_MAX; }),
             of + "seed 0, and it is 18446744073709551615 now" + same);
@@ -812,10 +812,9 @@ TEST_F(DistillModel, AFolderThatIsHalfRemoved) {
   lose("out");
   stop();
   lose("out.distill/asked");
-  EXPECT_NE(refusal(model, "out", how).find("out.distill: does not say of what run it is"),
-            std::string::npos);
+  EXPECT_NE(refusal(model, "out", how).find("out.distill: `asked` is missing"), std::string::npos);
   how.force = true;
-  EXPECT_NE(refusal(model, "out", how).find("does not say of what run"), std::string::npos);
+  EXPECT_NE(refusal(model, "out", how).find("`asked` is missing"), std::string::npos);
   how.resume = false;
   made(model, "out", how);
 
@@ -837,7 +836,7 @@ TEST_F(DistillModel, OneRunAtATime) {
         DistillOptions second = options();
         second.force = force;
         second.resume = !force;
-        EXPECT_NE(refusal(model, "out", second).find("another run is working there"),
+        EXPECT_NE(refusal(model, "out", second).find("another run is using this folder"),
                   std::string::npos);
       }
     return DistillNext::go_on;
@@ -867,8 +866,8 @@ TEST_F(DistillModel, AStartOfOtherOptionsIsRefused) {
   EXPECT_FALSE(std::filesystem::exists(path("out.gguf.distill/state")));
   how.progress = {};
   how.resume = true;
-  const std::string of = path("out.gguf.distill") + ": of a run with ",
-                    same = "; expected the same (force begins anew)";
+  const std::string of = path("out.gguf.distill") + ": left by a run with ",
+                    same = "; give the same, or force to start again";
   DistillOptions other = how;
   other.bits = 5;
   EXPECT_EQ(refusal(model, "out.gguf", other), of + "type Q4_1, and it is Q5_1 now" + same);
@@ -889,8 +888,7 @@ TEST_F(DistillModel, AStartOfOtherOptionsIsRefused) {
   std::filesystem::rename(path("out.gguf.distill/asked"), path("asked"));
   EXPECT_EQ(refusal(model, "out.gguf", how),
             path("out.gguf.distill") +
-                ": does not say of what run it is (`asked` is missing), expected force to begin "
-                "anew");
+                ": `asked` is missing, so the run cannot be identified; force starts again");
   std::filesystem::rename(path("asked"), path("out.gguf.distill/asked"));
   // The tensors of the start count, too.
   other = blocks();
@@ -903,7 +901,8 @@ TEST_F(DistillModel, AStartOfOtherOptionsIsRefused) {
   std::filesystem::rename(path("five.gguf.distill/start"), path("out.gguf.distill/start"));
   EXPECT_EQ(refusal(model, "out.gguf", how),
             path("out.gguf.distill/start") +
-                ": of a run with other options, expected the same ones (force begins anew)");
+                ": written by a run with other options; give the same options, or force to start "
+                "again");
   std::filesystem::remove_all(path("out.gguf.distill/start"));
   std::filesystem::rename(path("start"), path("out.gguf.distill/start"));
   // How it will learn is free as long as nothing is learned.

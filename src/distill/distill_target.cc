@@ -39,7 +39,8 @@ Status check_numbers(const DistillOptions& options) {
                    ", expected a number above 0 and up to 1");
   BITTERN_TRY(in_range("teacher_top", options.teacher_top, 5, kMost));
   if (!(options.checkpoint_minutes >= 0))
-    return invalid("@{checkpoint_minutes}: expected a number of 0 or more");
+    return invalid("@{checkpoint_minutes}: " + std::to_string(options.checkpoint_minutes) +
+                   ", expected a number of 0 or more");
   return check_threads(options.threads);
 }
 

@@ -90,8 +90,8 @@ Result<LearnedGrids> LearnedGrids::make(std::shared_ptr<ModelData> model, const 
                                  : static_cast<float>(codes) / static_cast<float>(w.group_size);
           if (integer_zeros && zero_point_bias(scale, mean, w.scale_element) != bias)
             return invalid(source.path() +
-                           ": of a run with other @{zero_points}, expected the "
-                           "same (@{force} begins anew)");
+                           ": written by a run with other @{zero_points}; give the same, or "
+                           "@{force} to start again");
           grids.scales_.push_back(scale);
           grids.means_.push_back(mean);
           grids.centres_.push_back(integer_zeros ? 0 : std::fma(scale, mean, bias));

@@ -68,7 +68,7 @@ Result<TrainingText> hold_out(const CalibrationText& all, std::int64_t validatio
   for (std::int64_t i = 0; i < all.pieces(); ++i)
     if (!held_out.contains(hash_of(all.piece(i), context))) text.train.add(all.piece(i));
   if (text.train.pieces() == 0)
-    return invalid("@{data}: all pieces of the text are alike, expected others to learn from");
+    return invalid("@{data}: all pieces of the text equal the held-out ones; give more text");
   return text;
 }
 

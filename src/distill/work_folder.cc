@@ -38,8 +38,8 @@ Status WorkFolder::open(bool resume, bool force) {
   if (resume) return check_known();
   if (!force)
     return {Code::unavailable, path_ +
-                                   ": of a run that was stopped, expected @{resume} to go on "
-                                   "with it or @{force} to begin anew"};
+                                   ": left by a run that was stopped; @{resume} continues it, "
+                                   "@{force} starts again"};
   error = clear();
   if (error) return {Code::io_error, path_ + ": cannot be emptied: " + error.message()};
   return {};
@@ -86,8 +86,7 @@ Status WorkFolder::check_known() const {
   const bool left = has_start() || has_state() || std::filesystem::exists(start() + ".partial");
   if (!left || std::filesystem::exists(asked())) return {};
   return invalid(path_ +
-                 ": does not say of what run it is (`asked` is missing), expected @{force} to "
-                 "begin anew");
+                 ": `asked` is missing, so the run cannot be identified; @{force} starts again");
 }
 
 // One run at a time, while this lives. A file system without locks is trusted.
@@ -96,7 +95,8 @@ Status WorkFolder::lock() {
   if (lock_ < 0) return {Code::io_error, path_ + ": " + std::generic_category().message(errno)};
   if (::flock(lock_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return {};
   ::close(std::exchange(lock_, -1));
-  return {Code::unavailable, path_ + ": another run is working there, expected none"};
+  return {Code::unavailable,
+          path_ + ": another run is using this folder; wait for it or choose another output"};
 }
 
 // Nothing is removed that a run did not write.
@@ -120,7 +120,7 @@ Status WorkFolder::check_ours() const {
   for (const auto& entry : std::filesystem::directory_iterator(path_, error))
     if (!kNames.contains(entry.path().filename().string()))
       return invalid(path_ + ": holds " + entry.path().filename().string() +
-                     ", which no run wrote, expected another place for the output");
+                     ", which bittern did not write; choose another output");
   if (error) return {Code::io_error, path_ + ": " + error.message()};
   for (const std::string& model : {start(), result(), written_start()})
     if (std::filesystem::exists(model)) {

@@ -179,7 +179,7 @@ def test_progress_decides(given, tmp_path):
 
     with pytest.raises(library.Cancelled, match="resume"):  # by a bool of numpy
         library.distill(teacher, tmp_path / "b", data=text, steps=4, rate=0.002, progress=lambda s: np.less(s.step, 2), **OPTIONS)
-    with pytest.raises(OSError, match="b.distill: of a run that was stopped, expected resume"):
+    with pytest.raises(OSError, match="b.distill: left by a run that was stopped; resume continues it"):
         library.distill(teacher, tmp_path / "b", data=text, steps=4, rate=0.002, **OPTIONS)
     library.distill(teacher, tmp_path / "b", data=text, steps=4, rate=0.002, resume=True, **OPTIONS)
     library.distill(teacher, tmp_path / "c", data=text, steps=4, rate=0.002, **OPTIONS)
@@ -297,15 +297,15 @@ def test_another_run_is_told_by_what_differs(given, tmp_path):
     started.wait()
     other = tmp_path / "other.txt"
     other.write_text(text.read_text().upper())
-    of = f"{out}.distill: of a run with "
+    of = f"{out}.distill: left by a run with "
     refused(bittern(*run, "--data", text, "--steps", 5, "--resume"), 2, of + "--steps 100000, and it is 5 now", "--force")
-    refused(bittern(*run, "--data", other, "--steps", 100000, "--resume"), 2, of + "another --data; expected the same")
+    refused(bittern(*run, "--data", other, "--steps", 100000, "--resume"), 2, of + "another --data; give the same")
     refused(bittern(*run, "--data", text, "--steps", 100000, "--learn", "codes", "--resume"), 2,
             of + "--learn codes off, and it is on now")
     refused(bittern(*run, "--data", text, "--steps", 100000, "--override", "v_proj=4", "--override", "o_proj=keep", "--resume"), 2,
             of + "--override none, and it is v_proj=4, o_proj=keep now")
     (tmp_path / "out.distill" / "state").unlink()
-    refused(bittern(*run, "--data", other, "--steps", 5, "--resume"), 2, of + "another --data; expected the same")
+    refused(bittern(*run, "--data", other, "--steps", 5, "--resume"), 2, of + "another --data; give the same")
     assert bittern(*run, "--data", text, "--steps", 5, "--resume").returncode == 0
 
 
