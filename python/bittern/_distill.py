@@ -100,7 +100,9 @@ class DistillReport:
         )
 
     def __str__(self) -> str:
-        written = f", {self.written_kl:.4f} written as {self.type}" if self.type else ""
+        written = f", {self.written_kl:.4f} written" if self.written_kl != self.kl else ""
+        if self.type:
+            written = f", {self.written_kl:.4f} written as {self.type}"
         rows = (
             ("size", f"{_size(self.output.bytes)}, {_bits(self.output.bits_per_weight)}"),
             ("validation KL", f"{self.start_kl:.4f} calibrated, {self.kl:.4f} after {self.best_step} steps{written}"),

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
+#include <new>
 #include <string_view>
 
 #include "bittern/version.h"
@@ -59,43 +61,58 @@ class MpiRanks : public Processes {
   void abort(int status) noexcept override { MPI_Abort(MPI_COMM_WORLD, status); }
 
   Status broadcast(std::span<std::byte> bytes) override {
-    meet({});
-    Requests requests;
-    send_to_all(bytes, 0, requests);
-    wait(requests, kShortest);
-    return {};
+    return or_abort([&] {
+      meet({});
+      Requests requests;
+      send_to_all(bytes, 0, requests);
+      wait(requests, kShortest);
+    });
   }
   Status gather(std::span<const std::byte> own, std::vector<std::vector<std::byte>>& all) override {
-    take_heads(meet(own), own, all);
-    Requests requests;
-    for (int from = 0; from < count_; ++from)
-      send_to_all(behind_head(all[at(from)]), from, requests);
-    wait(requests, kShortest);
-    return {};
+    return or_abort([&] {
+      take_heads(meet(own), own, all);
+      Requests requests;
+      for (int from = 0; from < count_; ++from)
+        send_to_all(behind_head(all[at(from)]), from, requests);
+      wait(requests, kShortest);
+    });
   }
   Status collect(std::span<const std::byte> own,
                  std::vector<std::vector<std::byte>>& all) override {
-    const std::vector<Head> heads = meet(own);
-    all.clear();
-    Requests requests;
-    if (rank_ > 0) {
-      in_parts(behind_head(own), [&](const std::byte* part, int count) {
-        MPI_Isend(part, count, MPI_BYTE, 0, 0, MPI_COMM_WORLD, &requests.emplace_back());
-      });
-    } else {
-      take_heads(heads, own, all);
-      for (int from = 1; from < count_; ++from)
-        in_parts(behind_head(all[at(from)]), [&](std::byte* part, int count) {
-          MPI_Irecv(part, count, MPI_BYTE, from, 0, MPI_COMM_WORLD, &requests.emplace_back());
+    return or_abort([&] {
+      const std::vector<Head> heads = meet(own);
+      all.clear();
+      Requests requests;
+      if (rank_ > 0) {
+        in_parts(behind_head(own), [&](const std::byte* part, int count) {
+          MPI_Isend(part, count, MPI_BYTE, 0, 0, MPI_COMM_WORLD, &requests.emplace_back());
         });
-    }
-    wait(requests, kShortest);
-    return {};
+      } else {
+        take_heads(heads, own, all);
+        for (int from = 1; from < count_; ++from)
+          in_parts(behind_head(all[at(from)]), [&](std::byte* part, int count) {
+            MPI_Irecv(part, count, MPI_BYTE, from, 0, MPI_COMM_WORLD, &requests.emplace_back());
+          });
+      }
+      wait(requests, kShortest);
+    });
   }
 
  private:
   using Requests = std::vector<MPI_Request>;
   static constexpr unsigned kShortest = 20, kLongest = 1000;  // microseconds
+
+  // In the middle of an exchange the others cannot be told what is wrong here: they would wait.
+  template <class F>
+  Status or_abort(const F& exchange) {
+    try {
+      exchange();
+    } catch (const std::bad_alloc&) {
+      std::fputs("bittern: out of memory for what processes send each other\n", stderr);
+      abort(1);
+    }
+    return {};
+  }
 
   static std::size_t at(int i) { return static_cast<std::size_t>(i); }
 

@@ -2,6 +2,7 @@
 // what is left plain, and from and to other formats.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
@@ -279,6 +280,22 @@ TEST_F(CompressedFolders, NumbersThatAreTooLarge) {
   wide.lossy = true;
   ASSERT_EQ(convert("huge", "wide", wide), "");
   for (const float x : numbers(open("wide"), "a.weight")) EXPECT_TRUE(std::isfinite(x));
+  // A row whose scales do not become f16 is quantised again; the others keep their codes.
+  big = noise(64 * 64, 9);
+  for (std::size_t i = 5 * 64; i < 6 * 64; ++i) big[i] *= 3e6f;
+  put_model("row", {{"a.weight", {64, 64}, big}});
+  ASSERT_EQ(convert("row", "wide-row", {.format = kCompressed, .bits = 4, .group = 32}), "");
+  options = {.format = kCompressed, .transcode = true, .scale_dtype = SafeDType::f16};
+  EXPECT_NE(convert("wide-row", "no", options), "");
+  options.lossy = true;
+  ASSERT_EQ(convert("wide-row", "row-f16", options), "");
+  const std::vector<float> was = numbers(open("wide-row"), "a.weight"),
+                           is = numbers(open("row-f16"), "a.weight");
+  for (std::size_t i = 0; i < was.size(); ++i)
+    EXPECT_NEAR(is[i], std::clamp(was[i], -65504.0f, 65504.0f),
+                i / 64 == 5 ? 65504.0f : 1e-3f * std::abs(was[i]))
+        << i;
+  EXPECT_NEAR(*std::max_element(is.begin(), is.end()), 65504.0f, 7000.0f);
   big[70] = std::numeric_limits<float>::quiet_NaN();
   put_model("nan", {{"a.weight", {64, 64}, big}});
   EXPECT_NE(convert("nan", "no", options).find("holds infinities or NaN"), std::string::npos);

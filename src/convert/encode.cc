@@ -314,9 +314,15 @@ Status encode_saturated(const GridRows& grid, std::int64_t columns, const Storag
                         [&](float x) { return overflows(std::abs(x), dtype); });
   };
   const RowEncoder again{.to = to, .method = {}, .through = {}, .saturate = true};
-  out.data.clear();
-  out.scales.clear();
-  out.biases.clear();
+  GridRows all{.bits = grid.bits,
+               .group = grid.group,
+               .first = grid.first,
+               .codes = {},
+               .scales = {},
+               .biases = {}};
+  const auto append = [](const auto& more, auto& all_of) {
+    all_of.insert(all_of.end(), more.begin(), more.end());
+  };
   for (std::int64_t r = 0; r < count; ++r) {
     GridRows row = row_of(grid, r, columns);
     EncodedRows one;
@@ -327,13 +333,17 @@ Status encode_saturated(const GridRows& grid, std::int64_t columns, const Storag
       BITTERN_TRY(encode_grid(rounded, columns, to, one));
       fits = decode_finite(one, to, row.first, 1, columns).ok();
       if (fits) change = std::max(change, changed);
+      if (fits) row = std::move(rounded);
     }
-    if (!fits) BITTERN_TRY(again.encode(numbers_of(row), 1, columns, {}, one, saturated));
-    out.data.insert(out.data.end(), one.data.begin(), one.data.end());
-    out.scales.insert(out.scales.end(), one.scales.begin(), one.scales.end());
-    out.biases.insert(out.biases.end(), one.biases.begin(), one.biases.end());
+    if (!fits) {
+      BITTERN_TRY(again.encode(numbers_of(row), 1, columns, {}, one, saturated));
+      BITTERN_TRY(decode_grid(tensor_of(one, to, 1, columns), 0, 1, row));
+    }
+    append(row.codes, all.codes);
+    append(row.scales, all.scales);
+    append(row.biases, all.biases);
   }
-  return {};
+  return encode_grid(all, columns, to, out);  // rows together: zero points share words
 }
 
 }  // namespace

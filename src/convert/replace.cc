@@ -103,16 +103,20 @@ Status check_only(const std::string& folder, const std::vector<std::string>& nam
 }
 
 Status write_whole(const std::string& path, std::span<const std::byte> bytes) {
+  return write_whole(path, [&](WritableFile& file) { return file.pwrite(0, bytes); });
+}
+
+Status write_whole(const std::string& path, const std::function<Status(WritableFile&)>& write) {
   const std::string partial = path + ".partial";
   auto file = WritableFile::open(partial, true);
   if (!file) return file.status();
-  BITTERN_TRY(file->pwrite(0, bytes));
+  BITTERN_TRY(write(*file));
   BITTERN_TRY(file->sync());
   file->close();
   std::error_code error;
   std::filesystem::rename(partial, path, error);
   if (error) return {Code::io_error, path + ": " + error.message()};
-  return {};
+  return sync_name(path);
 }
 
 Status check_replaceable(const std::string& path, bool folder) {

@@ -3,11 +3,13 @@
 // in the metadata of model.safetensors.index.json, {"written_by": "bittern", "files": [...]}.
 #pragma once
 #include <cstddef>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "bittern/status.h"
+#include "formats/mapped_file.h"
 
 namespace bittern {
 
@@ -23,6 +25,7 @@ Status rename_new(const std::string& from, const std::string& to);
 
 // PATH.partial becomes PATH when it is whole and on the disk; what was there is replaced.
 Status write_whole(const std::string& path, std::span<const std::byte> bytes);
+Status write_whole(const std::string& path, const std::function<Status(WritableFile&)>& write);
 
 // ok when a model may take the place of what is there. `folder`: the model is a folder.
 Status check_replaceable(const std::string& path, bool folder);

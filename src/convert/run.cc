@@ -114,6 +114,9 @@ Status write_rows(const OutputTensor& tensor, const RowBytes& bytes, ModelOutput
   if (tensor.parts() == 1) return {};
   BITTERN_TRY(output.write(part + 1, at * bytes.scales, rows.scales, sums[1]));
   const auto together = static_cast<std::uint64_t>(bytes.together);
+  if (at % together != 0)  // words of the rows before are written already
+    return {Code::internal, tensor.recipe.name + ": rows from " + std::to_string(row) +
+                                ", expected a multiple of " + std::to_string(together)};
   BITTERN_TRY(output.write(part + 2, at / together * bytes.biases, rows.biases, sums[2]));
   if (tensor.parts() == 3 || row > 0) return {};
   const std::int64_t shape[] = {tensor.recipe.shape[0], tensor.recipe.shape[1]};

@@ -57,7 +57,7 @@ Status Asked::check(const std::string& path, const std::string& run) const {
       text.append("@{").append(name_of(here)).append("} ").append(value_of(before));
       text.append(", and it is ").append(value_of(here)).append(" now");
     }
-    return invalid(text + "; give the same, or @{force} to start again");
+    return invalid(text + "; give the same, or @{force} without @{resume} to start again");
   }
   return {};
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <filesystem>
@@ -58,6 +59,12 @@ std::uint64_t peak_memory() {
   return static_cast<std::uint64_t>(used.ru_maxrss) * 1024;
 }
 
+// All its digits, and no more.
+std::string text_of(double x) {
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof text, x).ptr};
+}
+
 // A pattern that matches the name alone.
 std::string exactly(const std::string& name) {
   std::string pattern = "^";
@@ -110,7 +117,7 @@ class Distillation {
     BITTERN_TRY(learn());
     BITTERN_TRY(write());
     if (options_.judge) BITTERN_TRY(judge());
-    BITTERN_TRY(agree(options_.ranks, {}));
+    BITTERN_TRY(teacher_unchanged());
     if (writes()) {
       BITTERN_TRY(move_output(work_.result(), out_, output));
       BITTERN_TRY(sync_name(out_));
@@ -178,8 +185,9 @@ class Distillation {
     asked.add("seed", std::to_string(o.seed));
     asked.add("steps", o.steps);
     asked.add("batch", o.batch);
-    asked.add("rate", o.rate ? std::to_string(*o.rate) : "searched");
+    asked.add("rate", o.rate ? text_of(*o.rate) : "searched");
     asked.add_flag("learn_codes", o.learn_codes);
+    asked.add_flag("teacher_cache", cached());
     asked.add("teacher_top", cached() ? o.teacher_top : 0);
     return asked;
   }
@@ -211,8 +219,10 @@ class Distillation {
                    .train_kl = kNaN,
                    .validation_kl = kNaN});
     };
-    return write_text(*teaching_, *tokenizer, pieces, options_.context, options_.seed, tell_share,
-                      options_.ranks);
+    auto text = write_text(*teaching_, *tokenizer, pieces, options_.context, options_.seed,
+                           tell_share, options_.ranks);
+    teaching_.reset();  // calibration has its own
+    return text;
   }
 
   // Gradients are those of exact activations.
@@ -231,14 +241,18 @@ class Distillation {
     return {};
   }
 
+  // What is learned, and what is written beside it, are of the same files.
+  Status teacher_unchanged() const { return agree(options_.ranks, source_->unchanged()); }
+
   Status check_files_apart() {
-    const auto teacher = Checkpoint::open(teacher_);
+    auto teacher = Checkpoint::open(teacher_);
     if (!teacher) return teacher.status();
-    teacher_fingerprint_ = teacher->fingerprint();
+    const Checkpoint& source = source_.emplace(std::move(*teacher));
+    teacher_fingerprint_ = source.fingerprint();
     fingerprint_.add(teacher_fingerprint_);
-    for (const CheckpointTensor& tensor : teacher->tensors())
+    for (const CheckpointTensor& tensor : source.tensors())
       quantized_ = quantized_ || tensor.storage.quantized();
-    std::vector<std::string> inputs = teacher->files();
+    std::vector<std::string> inputs = source.files();
     inputs.insert(inputs.end(), options_.data.begin(), options_.data.end());
     std::vector<OutputName> outputs;
     for (const char* suffix : {"", ".distill"}) outputs.push_back({"@{out}", out_ + suffix});
@@ -404,7 +418,7 @@ class Distillation {
           (found->storage.kind == Storage::Kind::affine && packed != target_.compressed))
         return invalid(work_.start() +
                        ": written by a run with other options; give the same options, or @{force} "
-                       "to start again");
+                       "without @{resume} to start again");
     }
     return {};
   }
@@ -459,7 +473,7 @@ class Distillation {
           std::int64_t{options_.learn_codes}, options_.calibration,
           cached() ? options_.teacher_top : 0, static_cast<std::int64_t>(options_.preference)})
       fingerprint_.add(static_cast<std::uint64_t>(n));
-    fingerprint_.add(options_.rate ? std::to_string(*options_.rate) : "");
+    fingerprint_.add(options_.rate ? text_of(*options_.rate) : "");
 
     BITTERN_TRY(take_targets());
 
@@ -472,13 +486,16 @@ class Distillation {
       state = std::move(*read);
       BITTERN_TRY(learner_->use(state));
     } else {
-      const auto teacher = Checkpoint::open(teacher_);
-      if (!teacher) return teacher.status();
-      auto latents = learner_->grids().latents(*teacher);
+      auto latents = learner_->grids().latents(*source_);
       if (!latents) return latents.status();
       state = learner_->begin(std::move(*latents));
       const auto kl = validation("of the start");
       if (!kl) return kl.status();
+      if (!std::isfinite(*kl))
+        return invalid(
+            "the calibrated start, or the teacher, has no finite loss on the held-out text; "
+            "expected "
+            "a teacher whose predictions are finite");
       state.start_kl = state.best_kl = *kl;
       state.points.push_back({0, kNaN, *kl});
       BITTERN_TRY(search(state));
@@ -548,16 +565,20 @@ class Distillation {
       LearnState trial = Learner::anew(state);
       BITTERN_TRY(learner_->use(trial));
       trial.rate = middle * factor;
-      for (std::int64_t i = 0; i < length; ++i) {
+      bool diverged = false;
+      for (std::int64_t i = 0; i < length && !diverged; ++i) {
         const auto kl = learner_->step(trial, length);
-        if (!kl) return kl.status();
+        if (!kl && kl.status().code() != kDiverged) return kl.status();
+        diverged = !kl || !std::isfinite(*kl);
+        if (diverged) break;
         BITTERN_TRY(tell({.doing = "searching",
                           .text = "a rate: " + std::to_string(trial.rate),
                           .share = static_cast<double>(i + 1) / static_cast<double>(length),
                           .train_kl = *kl,
                           .validation_kl = kNaN}));
       }
-      const auto kl = learner_->validate();
+      const auto kl =
+          diverged ? Result<double>(std::numeric_limits<double>::infinity()) : learner_->validate();
       if (!kl) return kl.status();
       state.trials.push_back({trial.rate, *kl});
       if (*kl < best) {
@@ -565,6 +586,11 @@ class Distillation {
         state.rate = trial.rate;
       }
     }
+    if (!std::isfinite(best))
+      return invalid(
+          "at every rate that was tried the loss is infinite or NaN; give a lower "
+          "@{rate} than " +
+          text_of(middle / 2));
     return learner_->use(state);
   }
 
@@ -595,7 +621,9 @@ class Distillation {
       const auto kl = learner_->step(state, options_.steps);
       if (!kl) return stopped_at(state, kl.status());
       if (!std::isfinite(*kl))
-        return stopped_at(state, invalid("the loss is infinite or NaN; try a lower @{rate}"));
+        return stopped_at(
+            state,
+            invalid("the loss is infinite or NaN; start again with @{force} and a lower @{rate}"));
       state.train_sum += *kl;
       ++state.train_count;
       if (state.step % every == 0 || state.step == options_.steps) BITTERN_TRY(measure(state));
@@ -683,6 +711,8 @@ class Distillation {
 
   // OUT.distill/result
   Status write() {
+    BITTERN_TRY(teacher_unchanged());
+    BITTERN_TRY(agree(options_.ranks, writes() ? work_.remove_results() : Status()));
     report_.written_kl = report_.kl;
     report_.written_start_kl = report_.start_kl;
     if (is_as_learned()) {
@@ -725,6 +755,10 @@ class Distillation {
 
   // Start and result beside the teacher.
   Status judge() {
+    if (!is_as_learned()) {  // two models are read
+      learner_.reset();
+      student_.reset();
+    }
     const auto start = Model::load(work_.start(), student_options());
     if (!start) return start.status();
     const auto result = is_as_learned() ? Result<Model>(ModelAccess::model(student_))
@@ -762,6 +796,7 @@ class Distillation {
   std::vector<QuantizedTensor> start_tensors_;
   TrainingText text_;
   std::uint64_t teacher_fingerprint_ = 0;
+  std::optional<Checkpoint> source_;  // the teacher's
   Fingerprint fingerprint_;
   std::optional<Model> teaching_;
   std::shared_ptr<const ModelData> student_;

@@ -204,6 +204,38 @@ TEST_F(DistillModel, IntegerZeroPoints) {
 }
 
 // Tied and untied, plain and with the columns of value heads in another order.
+// A matrix of more rows than are written at once, whose number 32 does not divide: zero points of
+// 32 rows share words.
+TEST_F(DistillModel, ZeroPointsOfManyRows) {
+  const std::string model = put_wide_model(*this, 2080);
+  DistillOptions how = options();
+  how.format = "compressed-tensors";
+  how.bits = 4;
+  how.steps = 2;
+  how.calibration = 4;
+  const DistillReport report = made(model, "out", how);
+  EXPECT_NEAR(report.written_kl, report.kl, 1e-3 * report.kl);
+}
+
+// Nothing is written that is half of one teacher and half of another.
+TEST_F(DistillModel, ATeacherThatChangesIsNoticed) {
+  const std::string model = put_tiny_model(*this, "llama");
+  DistillOptions how = options();
+  how.progress = [&](const DistillProgress& state) {
+    if (state.step == 2) {
+      std::string bytes = text_of("llama/model.safetensors");
+      bytes.back() ^= 1;
+      put("llama/model.safetensors", bytes);
+    }
+    return DistillNext::go_on;
+  };
+  EXPECT_NE(refusal(model, "out", how).find("llama/model.safetensors"), std::string::npos);
+  EXPECT_FALSE(std::filesystem::exists(path("out")));
+  how.progress = {};
+  how.resume = true;
+  EXPECT_NE(refusal(model, "out", how).find("another teacher"), std::string::npos);
+}
+
 TEST_F(DistillModel, CodesMove) {
   for (const char* name : {"llama", "gemma2", "qwen3_moe", "qwen3_next"}) {
     SCOPED_TRACE(name);
@@ -720,12 +752,14 @@ TEST_F(DistillModel, ADamagedOrForeignStateIsRefused) {
     return refusal(model, "out", other);
   };
   const std::string of = path("out.distill") + ": left by a run with ",
-                    same = "; give the same, or force to start again";
+                    same = "; give the same, or force without resume to start again";
   EXPECT_EQ(with([](DistillOptions& o) { o.steps = 7; }), of + "steps 6, and it is 7 now" + same);
   EXPECT_EQ(with([](DistillOptions& o) { o.seed = UINT64_MAX; }),
             of + "seed 0, and it is 18446744073709551615 now" + same);
+  EXPECT_EQ(with([](DistillOptions& o) { o.rate = 0.0030000000000000005; }),
+            of + "rate 0.003, and it is 0.0030000000000000005 now" + same);
   EXPECT_EQ(with([](DistillOptions& o) { o.rate.reset(); }),
-            of + "rate 0.003000, and it is searched now" + same);
+            of + "rate 0.003, and it is searched now" + same);
   EXPECT_EQ(with([](DistillOptions& o) { o.calibration = 8; }),
             of + "calibration 16, and it is 8 now" + same);
   EXPECT_EQ(with([](DistillOptions& o) { o.learn_codes = true; }),
@@ -809,6 +843,14 @@ TEST_F(DistillModel, AFolderThatIsHalfRemoved) {
   EXPECT_EQ(contents("out"), contents("whole"));
   EXPECT_FALSE(std::filesystem::exists(path("out.distill")));
 
+  // While an earlier result gave way to a new one.
+  lose("out");
+  stop();
+  for (const char* name : {"out.distill/result", "out.distill/result.replaced"})
+    std::filesystem::copy(path("whole"), path(name));
+  made(model, "out", how);
+  EXPECT_EQ(contents("out"), contents("whole"));
+
   lose("out");
   stop();
   lose("out.distill/asked");
@@ -867,7 +909,7 @@ TEST_F(DistillModel, AStartOfOtherOptionsIsRefused) {
   how.progress = {};
   how.resume = true;
   const std::string of = path("out.gguf.distill") + ": left by a run with ",
-                    same = "; give the same, or force to start again";
+                    same = "; give the same, or force without resume to start again";
   DistillOptions other = how;
   other.bits = 5;
   EXPECT_EQ(refusal(model, "out.gguf", other), of + "type Q4_1, and it is Q5_1 now" + same);
@@ -886,9 +928,11 @@ TEST_F(DistillModel, AStartOfOtherOptionsIsRefused) {
       of + "fastest off, and it is on (" + (cpu::has_bf16() ? "" : "no ") + "bf16) now" + same);
   // Without that file nothing is known.
   std::filesystem::rename(path("out.gguf.distill/asked"), path("asked"));
-  EXPECT_EQ(refusal(model, "out.gguf", how),
-            path("out.gguf.distill") +
-                ": `asked` is missing, so the run cannot be identified; force starts again");
+  EXPECT_EQ(
+      refusal(model, "out.gguf", how),
+      path("out.gguf.distill") +
+          ": `asked` is missing, so the run cannot be identified; force without resume starts "
+          "again");
   std::filesystem::rename(path("asked"), path("out.gguf.distill/asked"));
   // The tensors of the start count, too.
   other = blocks();
@@ -901,8 +945,8 @@ TEST_F(DistillModel, AStartOfOtherOptionsIsRefused) {
   std::filesystem::rename(path("five.gguf.distill/start"), path("out.gguf.distill/start"));
   EXPECT_EQ(refusal(model, "out.gguf", how),
             path("out.gguf.distill/start") +
-                ": written by a run with other options; give the same options, or force to start "
-                "again");
+                ": written by a run with other options; give the same options, or force without "
+                "resume to start again");
   std::filesystem::remove_all(path("out.gguf.distill/start"));
   std::filesystem::rename(path("start"), path("out.gguf.distill/start"));
   // How it will learn is free as long as nothing is learned.

@@ -27,6 +27,8 @@ std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
 // Sums of a layer's inputs that are in memory at once: 45 of 4096 inputs, or one of 28672.
 constexpr std::int64_t kSumsBytes = std::int64_t{6} << 30;
+// Of equations for the scales and biases of rows, in all threads.
+constexpr std::uint64_t kSystemsBytes = std::uint64_t{4} << 30;
 
 // "layers.12.q" is quantity q.
 std::optional<Q> quantity_of(std::string_view name) {
@@ -192,8 +194,14 @@ Status code_rows(const Checkpoint& source, const Gram& gram, std::span<const std
     std::vector<float> w;
     GridRows rows;
   };
-  const std::int64_t slots =
-      std::clamp<std::int64_t>(num_threads(), 1, static_cast<std::int64_t>(runs.size()));
+  // Each thread has a system of equations for its rows' scales and biases.
+  const std::int64_t unknowns =
+      2 * (gram.inputs() / *std::min_element(groups.begin(), groups.end()));
+  const auto system_bytes = static_cast<std::uint64_t>(unknowns * (unknowns + 1) / 2) *
+                            static_cast<std::uint64_t>(lanes::kRows) * sizeof(float);
+  const std::int64_t slots = std::clamp<std::int64_t>(
+      static_cast<std::int64_t>(kSystemsBytes / std::max<std::uint64_t>(system_bytes, 1)), 1,
+      std::min<std::int64_t>(num_threads(), std::ssize(runs)));
   std::vector<Worker> workers(at(slots));
   // Rounds runs from `first` on; use(i, rows) as each is made, by one thread at a time.
   const auto round = [&](std::int64_t first, std::int64_t count, const auto& use) {

@@ -75,6 +75,7 @@ Status Gram::complete(Ranks& ranks) {
   std::vector<double> own;
   each_row(own_, [&](std::span<double> row) { own.insert(own.end(), row.begin(), row.end()); });
   std::vector<std::vector<std::byte>> all;
+  BITTERN_TRY(ranks.agree({}));
   BITTERN_TRY(ranks.gather(std::as_bytes(std::span(own)), all));
   for (int rank = 0; rank < ranks.count(); ++rank) {
     const std::byte* from = all[static_cast<std::size_t>(rank)].data();

@@ -47,6 +47,7 @@ class Collector : public Watcher {
   Status exchange() {
     std::vector<std::vector<std::byte>> all;
     for (const InputPlace& place : wanted_) {
+      BITTERN_TRY(ranks_->agree({}));
       BITTERN_TRY(ranks_->gather(kept_[place].bytes(), all));
       for (const auto& bytes : all) {
         for (Unpacker in(bytes); !in.empty();) {
@@ -61,7 +62,7 @@ class Collector : public Watcher {
     return {};
   }
   Result<std::map<InputPlace, Gram>> sums() {
-    BITTERN_TRY(status_);
+    BITTERN_TRY(agree(ranks_, status_));
     for (auto& [place, gram] : grams_)
       if (ranks_ != nullptr) BITTERN_TRY(gram.complete(*ranks_));
     return std::move(grams_);

@@ -1,5 +1,6 @@
 // LearnState on disk: a magic number, the fingerprint of what it belongs to, its numbers, and a
 // checksum of all of that.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -36,15 +37,61 @@ void visit(State& s, const F& f) {
   f(s.best_codes);
 }
 
+// What a Packer would pack, and then its sum, without a copy of it all in memory.
+class SummedFile {
+ public:
+  explicit SummedFile(WritableFile& file) : file_(file) { room_.reserve(kRoom); }
+  template <class T>
+  void add(const T& value) {
+    append(std::as_bytes(std::span(&value, 1)));
+  }
+  template <class T>
+  void add(const std::vector<T>& values) {
+    add(values.size());
+    append(std::as_bytes(std::span(values)));
+  }
+  Status end() {
+    flush();
+    const std::uint64_t sum = sum_.value();
+    append(std::as_bytes(std::span(&sum, 1)));
+    flush();
+    return status_;
+  }
+
+ private:
+  static constexpr std::size_t kRoom = std::size_t{1} << 20;  // whole blocks of the sum
+  void append(std::span<const std::byte> bytes) {
+    while (!bytes.empty()) {
+      const auto some = bytes.first(std::min(bytes.size(), kRoom - room_.size()));
+      room_.insert(room_.end(), some.begin(), some.end());
+      bytes = bytes.subspan(some.size());
+      if (room_.size() == kRoom) flush();
+    }
+  }
+  void flush() {
+    if (status_.ok()) status_ = file_.pwrite(at_, room_);
+    sum_.add(room_);
+    at_ += room_.size();
+    room_.clear();
+  }
+
+  WritableFile& file_;
+  Checksum sum_;
+  std::vector<std::byte> room_;
+  std::uint64_t at_ = 0;
+  Status status_;
+};
+
 }  // namespace
 
 Status LearnState::write(const std::string& path, std::uint64_t fingerprint) const {
-  Packer packer;
-  packer.add(kMagic);
-  packer.add(fingerprint);
-  visit(*this, [&](const auto& field) { packer.add(field); });
-  packer.add(Checksum::of(packer.bytes()));
-  return write_whole(path, packer.bytes());
+  return write_whole(path, [&](WritableFile& file) {
+    SummedFile out(file);
+    out.add(kMagic);
+    out.add(fingerprint);
+    visit(*this, [&](const auto& field) { out.add(field); });
+    return out.end();
+  });
 }
 
 Result<LearnState> LearnState::read(const std::string& path, std::uint64_t fingerprint) {

@@ -80,7 +80,10 @@ Result<std::vector<std::size_t>> LearnedCoder::code(const Checkpoint&,
     if (progress) BITTERN_TRY(ask([&] { return progress({.doing = "writing", .tensor = name}); }));
     const auto reader = RowReader::open(start_, recipes_.at(name));
     if (!reader) return reader.status();
-    const std::int64_t length = rows_at_once(reader->columns());
+    const auto bytes = row_bytes(task.tensor->to, reader->columns());
+    if (!bytes) return bytes.status();
+    const std::int64_t most = rows_at_once(reader->columns());
+    const std::int64_t length = (most + bytes->together - 1) / bytes->together * bytes->together;
     for (std::int64_t row = 0; row < reader->rows(); row += length) {
       const std::int64_t count = std::min(length, reader->rows() - row);
       if (const Status read = reader->grid(row, count, rows); !read.ok())

@@ -91,7 +91,7 @@ Result<LearnedGrids> LearnedGrids::make(std::shared_ptr<ModelData> model, const 
           if (integer_zeros && zero_point_bias(scale, mean, w.scale_element) != bias)
             return invalid(source.path() +
                            ": written by a run with other @{zero_points}; give the same, or "
-                           "@{force} to start again");
+                           "@{force} without @{resume} to start again");
           grids.scales_.push_back(scale);
           grids.means_.push_back(mean);
           grids.centres_.push_back(integer_zeros ? 0 : std::fma(scale, mean, bias));
@@ -194,8 +194,9 @@ Result<LearnedGrids::Stored> LearnedGrids::stored(const Tensor& tensor, DType dt
               bias = from_math<T>(integer_zeros_ ? zero_point_bias(own, means_[j], DType::f32)
                                                  : bias_of(own, centres_[j], means_[j]));
       if (!std::isfinite(to_math(scale)) || !std::isfinite(to_math(bias)))
-        return invalid(tensor.part.name +
-                       ": a scale or bias is no longer finite, expected a lower rate");
+        return {kDiverged, tensor.part.name +
+                               ": a scale or bias is infinite or NaN; start again with @{force} "
+                               "and a lower @{rate}"};
       put(to.scales, i, scale);
       put(to.biases, i, bias);
     }

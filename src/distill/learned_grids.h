@@ -22,6 +22,9 @@
 
 namespace bittern {
 
+// Of store(): a number has left its dtype's range, as it does at too high a rate.
+inline constexpr Code kDiverged = Code::unsupported;
+
 class LearnedGrids {
  public:
   // Groups of a tensor's rows, and its weights, one after another in all spans below.

@@ -77,6 +77,14 @@ Status Learner::use_best(const LearnState& state) {
   return grids_.store();
 }
 
+// The n-th to be learned from: all in an order, then all in another, and so on.
+std::int64_t Learner::nth_piece(std::int64_t n) {
+  const std::int64_t count = text_.train.pieces(), round = n / count;
+  if (round != round_) order_ = text_.order(round, options_.seed);
+  round_ = round;
+  return order_[static_cast<std::size_t>(n % count)];
+}
+
 Result<double> Learner::step(LearnState& state, std::int64_t steps) {
   for (int i = 0; i < 3; ++i) {
     state.means[i].resize(state.parameters[i].size());
@@ -94,8 +102,8 @@ Result<double> Learner::step(LearnState& state, std::int64_t steps) {
   std::vector<double> losses;
   const auto forwards = [&]() -> Status {
     for (std::size_t i = 0; i < count; ++i) {
-      const std::int64_t n = state.step * options_.batch + first + static_cast<std::int64_t>(i);
-      const std::int64_t piece = text_.nth(n, options_.seed);
+      const std::int64_t piece =
+          nth_piece(state.step * options_.batch + first + static_cast<std::int64_t>(i));
       const auto tokens = tokens_of(text_.train, piece);
       Taught taught{.hidden = taught_.data()};
       if (targets_) {
@@ -108,7 +116,7 @@ Result<double> Learner::step(LearnState& state, std::int64_t steps) {
       if (!loss) return loss.status();
       losses.push_back(*loss);
     }
-    return {};
+    return targets_ ? targets_->unchanged() : Status();
   };
   double kl = 0;
   BITTERN_TRY(share(ranks, forwards(), losses));

@@ -84,6 +84,7 @@ class Learner {
   void keep_best(LearnState& state) const;
 
  private:
+  std::int64_t nth_piece(std::int64_t n);
   Status update(const LearnedGrids::Slice& slice, std::vector<float> sum, double rate,
                 LearnState& state);
 
@@ -94,6 +95,8 @@ class Learner {
   int bits_;
   std::optional<TargetsFile> targets_;
   std::map<std::int64_t, std::int64_t> places_;
+  std::int64_t round_ = -1;  // through the text
+  std::vector<std::int64_t> order_;
   std::vector<PieceStreams> pieces_;  // of a step, those of this process
   std::vector<float> taught_;         // of a piece
   // What the teacher's head reads of the pieces held out that this process has.

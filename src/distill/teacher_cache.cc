@@ -1,7 +1,7 @@
 #include "distill/teacher_cache.h"
 
 #include <algorithm>
-#include <set>
+#include <vector>
 
 #include "convert/replace.h"
 
@@ -21,11 +21,11 @@ EvalOptions reading(const DistillOptions& options) {
 TeacherCache::TeacherCache(const DistillOptions& options, std::uint64_t teacher,
                            const TrainingText& text, std::int64_t most_steps)
     : options_(options), teacher_(teacher), pieces_{.context = options.context, .tokens = {}} {
-  std::set<std::int64_t> pieces;
-  for (std::int64_t n = 0; n < most_steps * options.batch &&
-                           static_cast<std::int64_t>(pieces.size()) < text.train.pieces();
-       ++n)
-    pieces.insert(text.nth(n, options.seed));
+  std::vector<std::int64_t> pieces = text.order(0, options.seed);
+  const auto all = static_cast<std::int64_t>(pieces.size());
+  if (most_steps < all / options.batch + 1)
+    pieces.resize(static_cast<std::size_t>(std::min(all, most_steps * options.batch)));
+  std::sort(pieces.begin(), pieces.end());
   for (const std::int64_t piece : pieces) {
     places_[piece] = pieces_.pieces() * (options.context - 1);
     pieces_.add(text.train.piece(piece));

@@ -29,14 +29,13 @@ std::uint64_t TrainingText::fingerprint() const {
   return hash.value();
 }
 
-std::int64_t TrainingText::nth(std::int64_t n, std::uint64_t seed) const {
-  const std::int64_t count = train.pieces();
-  std::vector<std::int64_t> order(static_cast<std::size_t>(count));
+std::vector<std::int64_t> TrainingText::order(std::int64_t n, std::uint64_t seed) const {
+  std::vector<std::int64_t> order(static_cast<std::size_t>(train.pieces()));
   std::iota(order.begin(), order.end(), 0);
-  std::uint64_t z = split_mix(seed + kGolden * static_cast<std::uint64_t>(n / count + 1));
+  std::uint64_t z = split_mix(seed + kGolden * static_cast<std::uint64_t>(n + 1));
   for (std::size_t i = order.size(); i > 1; --i)
     std::swap(order[i - 1], order[split_mix(z += kGolden) % i]);
-  return order[static_cast<std::size_t>(n % count)];
+  return order;
 }
 
 Result<CalibrationText> read_texts(const std::string& model, const std::vector<std::string>& paths,

@@ -14,9 +14,9 @@ struct TrainingText {
   CalibrationText train, validation;
 
   std::uint64_t fingerprint() const;
-  // The piece that is the n-th to be learned from: all in an order that the seed decides, then all
-  // in another, and so on.
-  std::int64_t nth(std::int64_t n, std::uint64_t seed) const;
+  // All pieces in the order in which they are learned from for the n-th time, which the seed
+  // decides.
+  std::vector<std::int64_t> order(std::int64_t n, std::uint64_t seed) const;
 };
 
 // The pieces of the texts at `paths`, by the tokeniser of the model at `model`.

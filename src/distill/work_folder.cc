@@ -49,8 +49,9 @@ void WorkFolder::remove_if_empty() const {
   std::error_code error;
   if (lock_ < 0) return;
   for (const auto& entry : std::filesystem::directory_iterator(path_, error))
-    if (entry.path() != asked()) return;
+    if (entry.path() != asked() && entry.path() != asked() + ".partial") return;
   if (error) return;
+  std::filesystem::remove(asked() + ".partial", error);
   std::filesystem::remove(asked(), error);
   std::filesystem::remove(path_, error);
 }
@@ -67,11 +68,21 @@ std::error_code WorkFolder::clear() const {
   for (const auto& entry : std::filesystem::directory_iterator(path_, error))
     if (entry.path() != asked() && entry.path() != state()) paths.push_back(entry.path());
   paths.push_back(asked());
-  if (!error) std::filesystem::remove_all(removed(), error);
+  return error ? error : remove_each(paths);
+}
+
+// In this order, and folders by way of `removed`: what has its name still is whole.
+std::error_code WorkFolder::remove_each(const std::vector<std::filesystem::path>& paths) const {
+  std::error_code error;
+  std::filesystem::remove_all(removed(), error);
   for (const std::filesystem::path& path : paths) {
     if (error) break;
-    if (path == removed()) continue;
-    if (!std::filesystem::is_directory(std::filesystem::symlink_status(path))) {
+    const auto status = std::filesystem::symlink_status(path, error);
+    if (path == removed() || status.type() == std::filesystem::file_type::not_found) {
+      error.clear();
+      continue;
+    }
+    if (status.type() != std::filesystem::file_type::directory) {
       std::filesystem::remove(path, error);
       continue;
     }
@@ -81,12 +92,19 @@ std::error_code WorkFolder::clear() const {
   return error;
 }
 
+Status WorkFolder::remove_results() const {
+  const std::error_code error = remove_each({result() + ".replaced", result(), written_start()});
+  if (!error) return {};
+  return {Code::io_error, result() + ": cannot be removed: " + error.message()};
+}
+
 // What there is says of what run it is.
 Status WorkFolder::check_known() const {
   const bool left = has_start() || has_state() || std::filesystem::exists(start() + ".partial");
   if (!left || std::filesystem::exists(asked())) return {};
   return invalid(path_ +
-                 ": `asked` is missing, so the run cannot be identified; @{force} starts again");
+                 ": `asked` is missing, so the run cannot be identified; @{force} without "
+                 "@{resume} starts again");
 }
 
 // One run at a time, while this lives. A file system without locks is trusted.

@@ -10,8 +10,10 @@
 // Whoever kills a run leaves a folder that the next one understands: no model of which files are
 // missing, no state without its start, nothing without `asked`.
 #pragma once
+#include <filesystem>
 #include <string>
 #include <system_error>
+#include <vector>
 
 #include "bittern/status.h"
 
@@ -38,10 +40,13 @@ class WorkFolder {
   // After a failure: the folder is removed if there is nothing in it to go on with.
   void remove_if_empty() const;
   std::error_code remove() const;
+  // What an earlier run wrote after it had learned: it is written again.
+  Status remove_results() const;
 
  private:
   std::string removed() const { return path_ + "/removed"; }
   std::error_code clear() const;
+  std::error_code remove_each(const std::vector<std::filesystem::path>& paths) const;
   Status check_known() const;
   Status check_ours() const;
   Status lock();
