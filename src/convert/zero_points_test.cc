@@ -38,6 +38,24 @@ double error_of(const std::vector<float>& w, const GridRows& grid, std::size_t c
   return sum;
 }
 
+// The least error of a group with this zero point, of scales from `largest` down to `smallest`.
+double least_error(const std::vector<float>& w, int bits, int zero, double largest, double smallest,
+                   bool of_either_sign = false) {
+  const int top = (1 << bits) - 1;
+  double least = std::numeric_limits<double>::infinity();
+  for (double size = largest; size > smallest; size *= 0.999)
+    for (const double scale : {size, of_either_sign ? -size : size}) {
+      double sum = 0;
+      for (const float x : w) {
+        const double step =
+            std::clamp(std::nearbyint(double{x} / scale), double(-zero), double(top - zero));
+        sum += (double{x} - step * scale) * (double{x} - step * scale);
+      }
+      least = std::min(least, sum);
+    }
+  return least;
+}
+
 TEST(ZeroPoints, MinmaxByHand) {
   std::vector<float> w(32, 0.0f);
   w[3] = -2;
@@ -102,17 +120,8 @@ TEST(ZeroPoints, LsqIsNearTheBestGridThereIs) {
       const std::vector<float> w = noise(32, seed, seed % 3 == 0 ? 0.04f : 0.0f);
       ours += error_of(w, fitted({.bits = bits, .group = 32}, w, 32), 32);
       double least = std::numeric_limits<double>::infinity();
-      const int top = (1 << bits) - 1;
-      for (int zero = 0; zero <= top; ++zero)
-        for (double scale = 0.3; scale > 0.005; scale *= 0.999) {
-          double sum = 0;
-          for (const float x : w) {
-            const double step =
-                std::clamp(std::nearbyint(double{x} / scale), double(-zero), double(top - zero));
-            sum += (double{x} - step * scale) * (double{x} - step * scale);
-          }
-          least = std::min(least, sum);
-        }
+      for (int zero = 0; zero < 1 << bits; ++zero)
+        least = std::min(least, least_error(w, bits, zero, 0.3, 0.005));
       best += least;
     }
     EXPECT_LT(ours, 1.06 * best) << bits;
@@ -143,7 +152,7 @@ TEST(ZeroPoints, GivenByHand) {
 TEST(ZeroPoints, GivenAreNearTheBestScaleThereIs) {
   for (const int bits : {2, 4, 5, 8}) {
     double ours = 0, least_sum = 0, plain = 0;
-    const int zero = 1 << (bits - 1), top = 2 * zero - 1;
+    const int zero = 1 << (bits - 1);
     for (std::uint32_t seed = 0; seed < 24; ++seed) {
       const std::vector<float> w = noise(32, seed, seed % 3 == 0 ? 0.02f : 0.0f);
       const ZeroPointFit how{.bits = bits, .group = 32, .params = DType::f16, .zero = zero};
@@ -156,18 +165,7 @@ TEST(ZeroPoints, GivenAreNearTheBestScaleThereIs) {
       EXPECT_LE(error, first);
       ours += error;
       plain += first;
-      double least = std::numeric_limits<double>::infinity();
-      for (double size = 0.3; size > 0.0005; size *= 0.999)
-        for (const double scale : {size, -size}) {
-          double sum = 0;
-          for (const float x : w) {
-            const double step =
-                std::clamp(std::nearbyint(double{x} / scale), double(-zero), double(top - zero));
-            sum += (double{x} - step * scale) * (double{x} - step * scale);
-          }
-          least = std::min(least, sum);
-        }
-      least_sum += least;
+      least_sum += least_error(w, bits, zero, 0.3, 0.0005, true);
     }
     // Of 8 bits it tries only the two ends.
     EXPECT_LT(ours, (bits == 8 ? 1.12 : 1.06) * least_sum) << bits;
