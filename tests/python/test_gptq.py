@@ -198,7 +198,7 @@ def test_what_is_refused(work):
     refused(run(*gptq_flags, *data, "--context", 1), 2, "--context: 1, expected an integer 2..")
     refused(run(*gptq_flags, "--data", work / "short.txt"), 2, "short.txt: 3 tokens", "--context makes it shorter")
     refused(run("--bits", 4, *data), 2, "--data: has no effect without --method gptq")
-    refused(run("--type", "Q6_K", "--method", "gptq", *data), 2, "--method gptq has no effect", "Q4_1 or Q5_1")
+    refused(run("--type", "Q6_K", "--override", ".=keep", "--method", "gptq", *data), 2, "--method gptq has no effect", "Q5_K")
     refused(run(*gptq_flags, *data, model="moved"), 3, "nobodys")
     refused(run(*gptq_flags, *data, "--imatrix", "x"), 2, "--imatrix: --method gptq measures the inputs itself")
     assert not (work / "no").exists() and not (work / "no.partial").exists()
