@@ -222,6 +222,21 @@ constexpr bool has_minimum(BlockType type) {
          type == BlockType::q5_k;
 }
 
+// A group of one number has any scale. In a super-block, whose groups have multiples of one scale,
+// its own has to disturb no other: 0, or of a number above 0, which no bias holds, a part of it.
+void settle_groups_of_one(int bits, int group, std::span<const std::uint8_t> codes,
+                          std::span<float> scales, std::span<float> biases) {
+  const auto length = static_cast<std::size_t>(group);
+  const auto top = static_cast<float>((1 << bits) - 1);
+  for (std::size_t g = 0; g < scales.size(); ++g) {
+    const auto own = codes.subspan(g * length, length);
+    if (std::any_of(own.begin(), own.end(), [&](std::uint8_t q) { return q != own[0]; })) continue;
+    const float value = static_cast<float>(own[0]) * scales[g] + biases[g];
+    scales[g] = value > 0 ? value / top : 0;
+    biases[g] = value > 0 ? 0 : value;
+  }
+}
+
 // By the type's own rule; if a method is given and the type has minima, by that method: Q4_1 and
 // Q5_1 are such a grid with f16 scales, and super-blocks are fitted to it.
 Status encode_blocks(BlockType type, std::optional<AffineMethod> method, const RowNumbers& numbers,
@@ -243,23 +258,24 @@ Status encode_blocks(BlockType type, std::optional<AffineMethod> method, const R
   std::vector<std::byte> scales, biases, codes;
   const DType params = super ? DType::f32 : DType::f16;
   BITTERN_TRY(run_affine(affine, params, numbers, importance, scales, biases, codes));
-  if (super) {
-    desc.given_grid = true;
-    args.scales = dense(static_cast<const void*>(scales.data()), params, affine.param_shape());
-    args.biases = dense(static_cast<const void*>(biases.data()), params, affine.param_shape());
-    return run_op<GgufQuantize>(desc, args);
-  }
   GridRows grid;
   grid.bits = affine.bits;
   grid.group = 32;
   grid.codes.assign(reinterpret_cast<const std::uint8_t*>(codes.data()),
                     reinterpret_cast<const std::uint8_t*>(codes.data() + codes.size()));
   const auto widen = [&](const std::vector<std::byte>& from, std::vector<float>& to) {
-    to.resize(from.size() / sizeof(f16));
+    to.resize(from.size() / (super ? sizeof(float) : sizeof(f16)));
     return as_f32({.dtype = params, .data = from.data(), .own = {}}, to);
   };
   BITTERN_TRY(widen(scales, grid.scales));
   BITTERN_TRY(widen(biases, grid.biases));
+  if (super) {
+    settle_groups_of_one(grid.bits, grid.group, grid.codes, grid.scales, grid.biases);
+    desc.given_grid = true;
+    args.scales = view(grid.scales.data(), desc.grid_shape());
+    args.biases = view(grid.biases.data(), desc.grid_shape());
+    return run_op<GgufQuantize>(desc, args);
+  }
   return encode_grid(grid, columns,
                      Storage::blocks(type == BlockType::q4_1 ? GgmlType::q4_1 : GgmlType::q5_1),
                      out);
@@ -509,12 +525,14 @@ Status fit_grid(const GridRows& grid, std::int64_t columns, const Storage& to, E
                       .type = *block_type(to.type),
                       .element = numbers.dtype,
                       .given_grid = true};
+  std::vector<float> scales = grid.scales, biases = grid.biases;
+  settle_groups_of_one(grid.bits, grid.group, grid.codes, scales, biases);
   out = {};
   out.data.resize(at(desc.outer_size * desc.row_bytes()));
   return run_op<GgufQuantize>(
       desc, {.w = dense(numbers.data, numbers.dtype, desc.tensor_shape()),
-             .scales = view(grid.scales.data(), desc.grid_shape()),
-             .biases = view(grid.biases.data(), desc.grid_shape()),
+             .scales = view(scales.data(), desc.grid_shape()),
+             .biases = view(biases.data(), desc.grid_shape()),
              .blocks = dense(static_cast<void*>(out.data.data()), DType::u8, desc.block_shape())});
 }
 

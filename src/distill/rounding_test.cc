@@ -484,6 +484,50 @@ TEST_F(Rounding, DegenerateRowsAndInputs) {
   }
 }
 
+// Dead columns, and others of one number, have no say in the scale of their super-block.
+TEST_F(Rounding, AGroupOfOneNumberSpoilsNoOther) {
+  const std::int64_t n = 512, rows = 5;
+  std::vector<float> w = weights(rows, n);
+  for (std::int64_t j = 0; j < n; ++j) {
+    if (j / 32 == 1) w[at(j)] = 0;
+    if (j / 32 == 1) w[at(n + j)] = 0.01f;
+    if (j / 32 == 10) w[at(2 * n + j)] = -0.01f;
+    w[at(3 * n + j)] = 0.5f;
+    w[at(4 * n + j)] = -0.7f;
+  }
+  const InputErrors plain = errors_of(Gram(n), {32});  // all columns alike
+  for (const GgmlType type : {GgmlType::q4_k, GgmlType::q5_k}) {
+    const Storage to = Storage::blocks(type);
+    const auto numbers = [&](const EncodedRows& blocks) {
+      GridRows out;
+      EXPECT_TRUE(decode_grid(tensor_of(blocks, to, rows, n), 0, rows, out).ok());
+      return out;
+    };
+    const auto encoded = [&](std::optional<AffineMethod> method) {
+      const RowEncoder encoder{.to = to, .method = method, .through = {}};
+      EncodedRows blocks;
+      std::uint64_t saturated = 0;
+      EXPECT_TRUE(
+          encoder.encode({.data = w.data(), .own = {}}, rows, n, {}, blocks, saturated).ok());
+      return numbers(blocks);
+    };
+    const GridRows own = encoded(std::nullopt);
+    RowRounder rounder;
+    GridRows gptq;
+    ASSERT_TRUE(rounder.round(plain, grid_for(type), w.data(), rows, gptq).ok());
+    EncodedRows fitted;
+    ASSERT_TRUE(fit_grid(gptq, n, to, fitted).ok());
+    for (const GridRows& made :
+         {encoded(AffineMethod::lsq), encoded(AffineMethod::minmax), gptq, numbers(fitted)})
+      for (std::int64_t r = 0; r < rows; ++r) {
+        const double size = r < 3 ? 0.05 * 0.05 * n : 0.5 * 0.5 * n;
+        EXPECT_LE(error_of(plain, w.data(), made, r),
+                  1.3 * error_of(plain, w.data(), own, r) + 1e-5 * size)
+            << to.str() << ", row " << r;
+      }
+  }
+}
+
 TEST_F(Rounding, DegenerateRowsOfGgufTypes) {
   const std::int64_t n = 256;
   std::vector<float> w(at(5 * n));
