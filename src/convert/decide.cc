@@ -118,12 +118,16 @@ std::optional<GgmlType> ConversionPlanner::fixed_type(const Recipe& recipe) cons
   return options_.embedding_type || !tied_ ? options_.embedding_type : options_.output_type;
 }
 
+bool ConversionPlanner::is_of_experts(const Recipe& recipe) const {
+  return has(recipe.name, ".experts.");
+}
+
 // Why compressed-tensors' loaders do not take this matrix as codes, or null. transformers 5.22
 // unpacks experts without their zero points; by its sources vLLM does so, too, with embeddings.
 const char* ConversionPlanner::not_compressed(const Recipe& recipe) const {
   if (options_.format != ModelFormat::compressed_tensors) return nullptr;
   if (has(recipe.name, "embed") || has(recipe.name, "wte.")) return "an embedding";
-  if (has(recipe.name, ".experts.")) return "of experts";
+  if (is_of_experts(recipe)) return "of experts";
   if (recipe.shape.rank != 2 || recipe.shape.numel() == 0) return "no matrix of a linear layer";
   return nullptr;
 }

@@ -377,7 +377,7 @@ void ConversionPlanner::write_compression(Json& config) const {
       modules.try_emplace(setting, Json::array()).first->second.push_back(module);
       if (is_output(recipe)) ignore.erase(0);
     } else if (is_matrix(recipe) && recipe.shape.rank == 2 && !is_output(recipe) &&
-               not_compressed(recipe) == nullptr) {
+               (not_compressed(recipe) == nullptr || is_of_experts(recipe))) {
       ignore.push_back(module);
     }
   }

@@ -118,6 +118,7 @@ class ConversionPlanner {
   void note_unused();
   void note_importance();
   bool is_output(const Recipe& recipe) const;
+  bool is_of_experts(const Recipe& recipe) const;
   bool is_embedding(const Recipe& recipe) const;
   std::optional<GgmlType> fixed_type(const Recipe& recipe) const;
 
