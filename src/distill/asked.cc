@@ -1,9 +1,11 @@
 #include "distill/asked.h"
 
 #include <algorithm>
+#include <cstring>
 #include <span>
 
 #include "convert/replace.h"
+#include "core/guarded.h"
 #include "formats/mapped_file.h"
 
 namespace bittern {
@@ -31,6 +33,16 @@ void Asked::add(std::string_view name, std::string_view value) {
 
 void Asked::add_fingerprint(std::string_view name, std::uint64_t fingerprint) {
   add(name, kFingerprint + std::to_string(fingerprint));
+}
+
+bool Asked::is_ours(const std::string& path) {
+  const auto there = thing_at(path);
+  if (!there || *there != Thing::file) return false;
+  const auto file = MappedFile::open(path);
+  throw_if_out_of_memory(file.status());
+  const std::string begin = std::string("teacher ") + kFingerprint;
+  return file && file->bytes().size() > begin.size() &&
+         std::memcmp(file->bytes().data(), begin.data(), begin.size()) == 0;
 }
 
 Status Asked::write(const std::string& path) const {

@@ -18,6 +18,8 @@ class Asked {
   // What is too long to be told, such as a text: messages say that it is another one.
   void add_fingerprint(std::string_view name, std::uint64_t fingerprint);
 
+  // Whether a run wrote this file.
+  static bool is_ours(const std::string& path);
   Status write(const std::string& path) const;
   // Whether the file at `path` begins with the same lines; ok where there is none. Messages are
   // about `run`, the folder of the run that wrote it.

@@ -84,6 +84,16 @@ class Distillation {
   Result<DistillReport> run() {
     auto report = distill();
     if (!report) work_.remove_if_empty();
+    // quantize writes numbers that are too large as others, if it is asked to; distill does not.
+    const std::string lossy =
+        with_option_names(std::string_view("@{lossy}, which"), options_.option_name);
+    const std::string_view why = report.status().message();
+    if (const std::size_t advice = why.find(lossy); advice != why.npos)
+      return Status(
+          report.status().code(),
+          std::string(why.substr(0, why.rfind(": expected", advice))) +
+              ": expected numbers within its range, or a rule of @{rules} that keeps this tensor" +
+              (gguf() ? "" : ", or @{scale_dtype} f32"));
     // What the caller stopped, in whichever part of the work.
     if (report.status().code() == Code::cancelled && !stopped_.ok()) return stopped_;
     return report;
@@ -423,10 +433,30 @@ class Distillation {
     return {};
   }
 
+  // The sum of the start's numbers; `made` by this call, or found again as it was then.
+  Status sum_start(bool made) {
+    const auto start = Checkpoint::open(work_.start());
+    if (!start) return start.status();
+    Fingerprint sum;
+    for (const CheckpointTensor& tensor : start->tensors())
+      for (const auto& bytes : {tensor.data, tensor.scales, tensor.biases}) sum.add(bytes);
+    start_sum_ = sum.value();
+    Asked now;
+    now.add_fingerprint("start", start_sum_);
+    if (!writes()) return {};
+    if (made) return now.write(work_.start_sum());
+    if (now.check(work_.start_sum(), "").ok()) return {};
+    return invalid(work_.start() +
+                   ": damaged, expected what a run wrote; @{force} without @{resume} starts again");
+  }
+
   Status calibrate(GptqCoder& coder) {
     const auto there = everywhere(writes() && work_.has_start());
     if (!there) return there.status();
-    if (*there) return check_start();
+    if (*there) {
+      BITTERN_TRY(check_start());
+      return agree(options_.ranks, sum_start(false));
+    }
     QuantizeOptions how = start_options();
     how.ranks = options_.ranks;
     if (writes()) {
@@ -446,7 +476,8 @@ class Distillation {
                      .validation_kl = kNaN})
             .ok();
       };
-    return quantize_model(teacher_, work_.start(), how, &coder).status();
+    BITTERN_TRY(quantize_model(teacher_, work_.start(), how, &coder).status());
+    return agree(options_.ranks, sum_start(true));
   }
 
   Status learn() {
@@ -455,8 +486,7 @@ class Distillation {
     if (!student) return student.status();
     const auto start = Checkpoint::open(work_.start());
     if (!start) return start.status();
-    for (const CheckpointTensor& tensor : start->tensors())
-      for (const auto& bytes : {tensor.data, tensor.scales, tensor.biases}) fingerprint_.add(bytes);
+    fingerprint_.add(start_sum_);
     auto grids = LearnedGrids::make(*student, *start, options_.learn_codes, target_.integer_zeros);
     if (!grids) return grids.status();
     report_.learned = (target_.integer_zeros ? 1 : 2) * grids->count();
@@ -774,6 +804,9 @@ class Distillation {
           .ok();
     };
     auto judged = evaluate(models, text_.validation.tokens, how, {&*teaching_, {}});
+    if (!judged && judged.status().code() == Code::invalid_argument)
+      return invalid("the page's figures (models[0] is the calibrated start, models[1] " +
+                     work_.result() + "): " + std::string(judged.status().message()));
     if (!judged) return judged.status();
     report_.judged = std::move(*judged);
     if (!writes()) return {};
@@ -802,6 +835,7 @@ class Distillation {
   std::shared_ptr<const ModelData> student_;
   std::optional<Learner> learner_;
   std::optional<TeacherCache> cache_;
+  std::uint64_t start_sum_ = 0;
   bool learned_ = false;  // learning is over
   Status stopped_;        // what tell() last said, where that ends the call
   DistillReport report_;

@@ -810,13 +810,34 @@ TEST_F(DistillModel, ADamagedStartIsRefused) {
   std::string bad = good;
   bad[bad.size() - 50] ^= 1;
   put(file, bad);
-  EXPECT_NE(refusal(model, "out", how).find("another teacher, text, start or options"),
-            std::string::npos);
+  EXPECT_NE(refusal(model, "out", how).find("out.distill/start: damaged"), std::string::npos);
   put(file, good);
   put("out.distill/start/mine.txt", "precious");
   EXPECT_NE(refusal(model, "out", how).find("mine.txt"), std::string::npos);
   std::filesystem::remove(path("out.distill/start/mine.txt"));
+  // Damage before anything was learned.
+  std::filesystem::remove(path("out.distill/state"));
+  put(file, bad);
+  EXPECT_NE(refusal(model, "out", how).find("out.distill/start: damaged"), std::string::npos);
+  put(file, good);
   made(model, "out", how);
+}
+
+// Nothing of somebody else's is removed, whatever its name.
+TEST_F(DistillModel, AFolderOfTheSameName) {
+  const std::string model = put_tiny_model(*this, "llama");
+  for (const char* name : {"asked", "state", "removed/mine.txt", "start.partial/mine.txt"}) {
+    put(std::string("out.distill/") + name, "precious");
+    for (const bool resume : {false, true})
+      for (const bool force : {false, true}) {
+        DistillOptions how = options();
+        how.resume = resume;
+        how.force = force;
+        EXPECT_NE(refusal(model, "out", how).find("out.distill"), std::string::npos);
+        EXPECT_EQ(text_of(std::string("out.distill/") + name), "precious");
+      }
+    std::filesystem::remove_all(path("out.distill"));
+  }
 }
 
 // What a kill leaves while a folder is emptied or removed does not stand in the way, nor is it
@@ -854,10 +875,13 @@ TEST_F(DistillModel, AFolderThatIsHalfRemoved) {
   lose("out");
   stop();
   lose("out.distill/asked");
-  EXPECT_NE(refusal(model, "out", how).find("out.distill: `asked` is missing"), std::string::npos);
-  how.force = true;
-  EXPECT_NE(refusal(model, "out", how).find("`asked` is missing"), std::string::npos);
-  how.resume = false;
+  for (const bool resume : {true, false}) {
+    how.resume = resume;
+    how.force = true;
+    EXPECT_NE(refusal(model, "out", how).find("but no `asked`"), std::string::npos);
+    EXPECT_TRUE(std::filesystem::exists(path("out.distill/start")));
+  }
+  lose("out.distill");
   made(model, "out", how);
 
   // Whoever goes on with a run that was done learns what is left of it.
@@ -931,8 +955,8 @@ TEST_F(DistillModel, AStartOfOtherOptionsIsRefused) {
   EXPECT_EQ(
       refusal(model, "out.gguf", how),
       path("out.gguf.distill") +
-          ": `asked` is missing, so the run cannot be identified; force without resume starts "
-          "again");
+          ": holds start, but no `asked`, as a run of bittern has; remove the folder, or choose "
+          "another output");
   std::filesystem::rename(path("asked"), path("out.gguf.distill/asked"));
   // The tensors of the start count, too.
   other = blocks();

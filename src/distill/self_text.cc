@@ -29,6 +29,7 @@ Result<CalibrationText> write_text(const Model& model, const Tokenizer& tokenize
   const std::int64_t together =
       std::min(kTogether, (pieces + count_of(ranks) - 1) / count_of(ranks));
   const std::int64_t width = model.info().hidden, vocab = model.info().vocab;
+  const std::int64_t tokens = std::min(vocab, tokenizer.size());
   std::vector<Session> sessions;
   for (std::int64_t i = 0; i < together; ++i) {
     auto session = Session::make(model, {.context = context});
@@ -50,7 +51,8 @@ Result<CalibrationText> write_text(const Model& model, const Tokenizer& tokenize
       BITTERN_TRY(model.logits(rows, view(logits.data(), {count, vocab})));
       for (std::int64_t i = 0; i < count; ++i) {
         const std::uint64_t own = split_mix(seed + kGolden * static_cast<std::uint64_t>(begin + i));
-        const auto next = sample({logits.data() + i * vocab, at(vocab)}, {}, {.seed = own},
+        // An embedding may have rows behind the last token.
+        const auto next = sample({logits.data() + i * vocab, at(tokens)}, {}, {.seed = own},
                                  static_cast<std::uint64_t>(t));
         if (!next) return next.status();
         text.tokens[at((begin + i) * context + t + 1)] = *next;

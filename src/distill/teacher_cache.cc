@@ -37,6 +37,8 @@ Status TeacherCache::check() {
   if (!there) return about_cache(there.status());
   new_ = *there == Thing::nothing;
   if (new_) return {};
+  if (*there == Thing::special)
+    return invalid("@{teacher_cache}: " + path() + ": " + name(*there) + ", expected a file");
   const auto targets = TargetsFile::open(path());
   const Status found = targets ? check(*targets) : about_cache(targets.status());
   if (found.ok() || !options_.force) return found;

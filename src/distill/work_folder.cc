@@ -12,6 +12,7 @@
 
 #include "convert/output.h"
 #include "convert/replace.h"
+#include "distill/asked.h"
 
 namespace bittern {
 
@@ -19,7 +20,9 @@ WorkFolder::~WorkFolder() {
   if (lock_ >= 0) ::close(lock_);
 }
 
-bool WorkFolder::has_start() const { return std::filesystem::exists(start()); }
+bool WorkFolder::has_start() const {
+  return std::filesystem::exists(start()) && std::filesystem::exists(start_sum());
+}
 bool WorkFolder::has_state() const { return std::filesystem::exists(state()); }
 
 Status WorkFolder::open(bool resume, bool force) {
@@ -29,13 +32,21 @@ Status WorkFolder::open(bool resume, bool force) {
   if (*thing == Thing::nothing) {
     std::filesystem::create_directory(path_, error);
     if (error) return {Code::io_error, path_ + ": " + error.message()};
+    ours_ = true;
     return lock();
   }
   if (*thing != Thing::folder)
     return invalid(path_ + ": " + name(*thing) + ", expected a folder or nothing");
   BITTERN_TRY(lock());
   BITTERN_TRY(check_ours());
-  if (resume) return check_known();
+  ours_ = true;
+  if (resume) {
+    // Nobody can tell whether it is whole.
+    const bool unknown = !has_start() && std::filesystem::exists(start());
+    if (unknown) error = remove_each({start()});
+    if (error) return {Code::io_error, start() + ": cannot be removed: " + error.message()};
+    return {};
+  }
   if (!force)
     return {Code::unavailable, path_ +
                                    ": left by a run that was stopped; @{resume} continues it, "
@@ -47,7 +58,7 @@ Status WorkFolder::open(bool resume, bool force) {
 
 void WorkFolder::remove_if_empty() const {
   std::error_code error;
-  if (lock_ < 0) return;
+  if (lock_ < 0 || !ours_) return;
   for (const auto& entry : std::filesystem::directory_iterator(path_, error))
     if (entry.path() != asked() && entry.path() != asked() + ".partial") return;
   if (error) return;
@@ -98,15 +109,6 @@ Status WorkFolder::remove_results() const {
   return {Code::io_error, result() + ": cannot be removed: " + error.message()};
 }
 
-// What there is says of what run it is.
-Status WorkFolder::check_known() const {
-  const bool left = has_start() || has_state() || std::filesystem::exists(start() + ".partial");
-  if (!left || std::filesystem::exists(asked())) return {};
-  return invalid(path_ +
-                 ": `asked` is missing, so the run cannot be identified; @{force} without "
-                 "@{resume} starts again");
-}
-
 // One run at a time, while this lives. A file system without locks is trusted.
 Status WorkFolder::lock() {
   lock_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -123,6 +125,8 @@ Status WorkFolder::check_ours() const {
                                                "asked.partial",
                                                "start",
                                                "start.partial",
+                                               "start.sum",
+                                               "start.sum.partial",
                                                "start.partial.journal",
                                                "state",
                                                "state.partial",
@@ -135,10 +139,17 @@ Status WorkFolder::check_ours() const {
                                                "written_start.partial",
                                                "written_start.partial.journal"};
   std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator(path_, error))
+  const bool known = Asked::is_ours(asked());
+  for (const auto& entry : std::filesystem::directory_iterator(path_, error)) {
+    // It is made first, and removed last.
+    if (!known && entry.path() != asked() + ".partial")
+      return invalid(path_ + ": holds " + entry.path().filename().string() +
+                     ", but no `asked`, as a run of bittern has; remove the folder, or choose "
+                     "another output");
     if (!kNames.contains(entry.path().filename().string()))
       return invalid(path_ + ": holds " + entry.path().filename().string() +
                      ", which bittern did not write; choose another output");
+  }
   if (error) return {Code::io_error, path_ + ": " + error.message()};
   for (const std::string& model : {start(), result(), written_start()})
     if (std::filesystem::exists(model)) {

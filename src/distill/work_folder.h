@@ -2,6 +2,7 @@
 //
 //   asked          what the run was asked for (distill/asked.h)
 //   start          the model before it learns
+//   start.sum      of its numbers: a start that was damaged is not learned from
 //   state          what has been learned so far (LearnState)
 //   result         the model that becomes OUT
 //   written_start  the start in a GGUF file's types, to compare with
@@ -28,6 +29,7 @@ class WorkFolder {
   const std::string& path() const { return path_; }
   std::string asked() const { return path_ + "/asked"; }
   std::string start() const { return path_ + "/start"; }
+  std::string start_sum() const { return path_ + "/start.sum"; }
   std::string state() const { return path_ + "/state"; }
   std::string result() const { return path_ + "/result"; }
   std::string written_start() const { return path_ + "/written_start"; }
@@ -47,12 +49,12 @@ class WorkFolder {
   std::string removed() const { return path_ + "/removed"; }
   std::error_code clear() const;
   std::error_code remove_each(const std::vector<std::filesystem::path>& paths) const;
-  Status check_known() const;
   Status check_ours() const;
   Status lock();
 
   std::string path_;
   int lock_ = -1;
+  bool ours_ = false;  // made by this run or an earlier one
 };
 
 }  // namespace bittern

@@ -127,6 +127,8 @@ Result<Tokenizer> Tokenizer::load(const std::string& path) noexcept {
   return guarded(path, [&]() -> Result<Tokenizer> {
     std::error_code error;
     const bool folder = std::filesystem::is_directory(path, error);
+    if (!folder && path.ends_with(".safetensors"))
+      return invalid(path + ": has no tokeniser, expected the folder that has it, or a .gguf file");
     auto tables = folder ? text::read_folder_tokenizer(path) : text::read_gguf_tokenizer(path);
     if (!tables) return tables.status();
     return Tokenizer(std::make_shared<text::TokenizerTables>(std::move(*tables)));

@@ -200,5 +200,6 @@ def test_what_is_refused(work):
     refused(run("--bits", 4, *data), 2, "--data: has no effect without --method gptq")
     refused(run("--type", "Q6_K", "--override", ".=keep", "--method", "gptq", *data), 2, "--method gptq has no effect", "Q5_K")
     refused(run(*gptq_flags, *data, model="moved"), 3, "nobodys")
+    refused(run(*gptq_flags, *data, model="llama/model.safetensors"), 2, "model.safetensors: has no tokeniser, expected the folder")
     refused(run(*gptq_flags, *data, "--imatrix", "x"), 2, "--imatrix: --method gptq measures the inputs itself")
     assert not (work / "no").exists() and not (work / "no.partial").exists()
