@@ -34,6 +34,9 @@ TEST_F(SelfText, IsDrawnFromThePredictions) {
   const CalibrationText text = written("llama", 2, 7);
   const auto model = Model::load(path("llama"));
   const std::int64_t vocab = model->info().vocab;
+  const auto tokenizer = Tokenizer::load(path("llama"));
+  const auto tokens = static_cast<std::size_t>(tokenizer->size());
+  ASSERT_LT(tokenizer->size(), vocab);  // ids behind the last token are never drawn
   for (std::int64_t i = 0; i < 2; ++i) {
     const std::int32_t* const piece = text.piece(i);
     EXPECT_EQ(piece[0], 1);  // <|im_end|>: the tiny models have no bos
@@ -42,7 +45,9 @@ TEST_F(SelfText, IsDrawnFromThePredictions) {
     for (std::int64_t t = 0; t + 1 < 12; ++t) {
       ASSERT_TRUE(session->append({piece + t, 1}, view(logits.data(), {1, vocab})).ok());
       const std::uint64_t seed = split_mix(7 + kGolden * static_cast<std::uint64_t>(i));
-      EXPECT_EQ(*sample(logits, {}, {.seed = seed}, static_cast<std::uint64_t>(t)), piece[t + 1]);
+      const std::span<const float> known(logits.data(), tokens);
+      EXPECT_EQ(*sample(known, {}, {.seed = seed}, static_cast<std::uint64_t>(t)), piece[t + 1]);
+      EXPECT_TRUE(tokenizer->decode({piece + t + 1, 1}).ok());
     }
   }
 }
