@@ -316,8 +316,7 @@ Verb quantize_verb(CLI::App& main) {
   const char* how = "How";
   option("--group-size,--q-group-size", flags->group, "N",
          "weights per group, which share a scale: 32, 64 or 128 (default: 64; with --target-bpw "
-         "the best for "
-         "each tensor); always 32 in GGUF")
+         "the best for each tensor); always 32 in GGUF")
       ->check(integer_in(1, 1 << 20))
       ->group(how);
   option("--method", flags->method, "RULE",
@@ -327,8 +326,7 @@ Verb quantize_verb(CLI::App& main) {
       ->group(how);
   option("--data", flags->data, "FILE",
          "with --method gptq: a text to run the model on, like the text of later use, or "
-         "conversations "
-         "(.jsonl)")
+         "conversations (.jsonl)")
       ->group(how);
   verb->add_flag("--fisher", flags->fisher,
                  "with --method gptq: weigh each token by how much errors at it change the "

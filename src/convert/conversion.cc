@@ -84,8 +84,7 @@ Result<Conversion> ConversionPlanner::make() {
       std::any_of(conversion_.tensors_.begin(), conversion_.tensors_.end(), of_experts))
     note(
         "transformers 5.22 does not load the experts of a mixture from this format: they are "
-        "random "
-        "there");
+        "random there");
   BITTERN_TRY(options_.format == ModelFormat::gguf ? lay_out_gguf() : lay_out_folder());
   conversion_.options_ = options_;
   conversion_.fingerprint_ = fingerprint();

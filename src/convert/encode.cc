@@ -222,19 +222,24 @@ constexpr bool has_minimum(BlockType type) {
          type == BlockType::q5_k;
 }
 
-// A group of one number has any scale. In a super-block, whose groups have multiples of one scale,
-// its own has to disturb no other: 0, or of a number above 0, which no bias holds, a part of it.
-void settle_groups_of_one(int bits, int group, std::span<const std::uint8_t> codes,
-                          std::span<float> scales, std::span<float> biases) {
-  const auto length = static_cast<std::size_t>(group);
-  const auto top = static_cast<float>((1 << bits) - 1);
+// Super-blocks fitted to a grid. A group of one number has any scale there. Groups of a super-block
+// have multiples of one scale, so its own has to disturb no other: 0, or of a number above 0, which
+// no bias holds, a part of it.
+Status run_fitted(GgufDesc desc, GgufQuantize::Args args, const GridRows& grid) {
+  const auto length = static_cast<std::size_t>(grid.group);
+  const auto top = static_cast<float>((1 << grid.bits) - 1);
+  std::vector<float> scales = grid.scales, biases = grid.biases;
   for (std::size_t g = 0; g < scales.size(); ++g) {
-    const auto own = codes.subspan(g * length, length);
+    const auto own = std::span(grid.codes).subspan(g * length, length);
     if (std::any_of(own.begin(), own.end(), [&](std::uint8_t q) { return q != own[0]; })) continue;
     const float value = static_cast<float>(own[0]) * scales[g] + biases[g];
     scales[g] = value > 0 ? value / top : 0;
     biases[g] = value > 0 ? 0 : value;
   }
+  desc.given_grid = true;
+  args.scales = view(scales.data(), desc.grid_shape());
+  args.biases = view(biases.data(), desc.grid_shape());
+  return run_op<GgufQuantize>(desc, args);
 }
 
 // By the type's own rule; if a method is given and the type has minima, by that method: Q4_1 and
@@ -269,13 +274,7 @@ Status encode_blocks(BlockType type, std::optional<AffineMethod> method, const R
   };
   BITTERN_TRY(widen(scales, grid.scales));
   BITTERN_TRY(widen(biases, grid.biases));
-  if (super) {
-    settle_groups_of_one(grid.bits, grid.group, grid.codes, grid.scales, grid.biases);
-    desc.given_grid = true;
-    args.scales = view(grid.scales.data(), desc.grid_shape());
-    args.biases = view(grid.biases.data(), desc.grid_shape());
-    return run_op<GgufQuantize>(desc, args);
-  }
+  if (super) return run_fitted(desc, args, grid);
   return encode_grid(grid, columns,
                      Storage::blocks(type == BlockType::q4_1 ? GgmlType::q4_1 : GgmlType::q5_1),
                      out);
@@ -523,17 +522,14 @@ Status fit_grid(const GridRows& grid, std::int64_t columns, const Storage& to, E
   const GgufDesc desc{.outer_size = static_cast<std::int64_t>(grid.codes.size()) / columns,
                       .axis_size = columns,
                       .type = *block_type(to.type),
-                      .element = numbers.dtype,
-                      .given_grid = true};
-  std::vector<float> scales = grid.scales, biases = grid.biases;
-  settle_groups_of_one(grid.bits, grid.group, grid.codes, scales, biases);
+                      .element = numbers.dtype};
   out = {};
   out.data.resize(at(desc.outer_size * desc.row_bytes()));
-  return run_op<GgufQuantize>(
-      desc, {.w = dense(numbers.data, numbers.dtype, desc.tensor_shape()),
-             .scales = view(scales.data(), desc.grid_shape()),
-             .biases = view(biases.data(), desc.grid_shape()),
-             .blocks = dense(static_cast<void*>(out.data.data()), DType::u8, desc.block_shape())});
+  return run_fitted(
+      desc,
+      {.w = dense(numbers.data, numbers.dtype, desc.tensor_shape()),
+       .blocks = dense(static_cast<void*>(out.data.data()), DType::u8, desc.block_shape())},
+      grid);
 }
 
 Status expect_finite_rows(const EncodedRows& rows, const Storage& storage, std::int64_t first,

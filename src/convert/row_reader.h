@@ -22,6 +22,10 @@ inline std::int64_t columns_of(const Shape& shape) {
 struct RowBytes {
   std::uint64_t data = 0, scales = 0, biases = 0;
   std::int64_t together = 1;
+  // `rows` rows and as many more as share bytes with them.
+  std::int64_t whole(std::int64_t rows) const {
+    return (rows + together - 1) / together * together;
+  }
 };
 Result<RowBytes> row_bytes(const Storage& storage, std::int64_t columns);
 

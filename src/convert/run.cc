@@ -145,7 +145,7 @@ std::int64_t run_length(std::int64_t rows, std::int64_t columns) {
 struct RowRuns {
   RowRuns(const RowMaker& maker, const RowBytes& bytes, std::int64_t rows)
       : matrix_rows(maker.matrix_rows),
-        length((rows + bytes.together - 1) / bytes.together * bytes.together),
+        length(bytes.whole(rows)),
         matrix_runs((matrix_rows + length - 1) / length),
         count(maker.matrices * matrix_runs) {}
   std::int64_t first(std::int64_t i) const {
@@ -283,9 +283,10 @@ Status write_coded(const Checkpoint& source, const std::vector<OutputTensor>& te
     const auto bytes = row_bytes(tensor.to, columns);
     if (!bytes) return bytes.status();
     Worker worker;
-    const Status exact = encode_grid(rows, columns, tensor.to, worker.encoded);
-    if (!exact.ok() && (coded_grid(tensor.to) || exact.code() != Code::unsupported)) return exact;
-    if (!exact.ok()) BITTERN_TRY(fit_grid(rows, columns, tensor.to, worker.encoded));
+    Status made = encode_grid(rows, columns, tensor.to, worker.encoded);
+    if (made.code() == Code::unsupported && !coded_grid(tensor.to))
+      made = fit_grid(rows, columns, tensor.to, worker.encoded);
+    BITTERN_TRY(made);
     sum_rows(worker);
     return write_rows(tensor, *bytes, *output, first, worker);
   };

@@ -524,8 +524,7 @@ class Distillation {
       if (!std::isfinite(*kl))
         return invalid(
             "the calibrated start, or the teacher, has no finite loss on the held-out text; "
-            "expected "
-            "a teacher whose predictions are finite");
+            "expected a teacher whose predictions are finite");
       state.start_kl = state.best_kl = *kl;
       state.points.push_back({0, kNaN, *kl});
       BITTERN_TRY(search(state));
@@ -596,11 +595,10 @@ class Distillation {
       BITTERN_TRY(learner_->use(trial));
       trial.rate = middle * factor;
       bool diverged = false;
-      for (std::int64_t i = 0; i < length && !diverged; ++i) {
+      for (std::int64_t i = 0; i < length; ++i) {
         const auto kl = learner_->step(trial, length);
         if (!kl && kl.status().code() != kDiverged) return kl.status();
-        diverged = !kl || !std::isfinite(*kl);
-        if (diverged) break;
+        if (diverged = !kl || !std::isfinite(*kl); diverged) break;
         BITTERN_TRY(tell({.doing = "searching",
                           .text = "a rate: " + std::to_string(trial.rate),
                           .share = static_cast<double>(i + 1) / static_cast<double>(length),
@@ -618,8 +616,7 @@ class Distillation {
     }
     if (!std::isfinite(best))
       return invalid(
-          "at every rate that was tried the loss is infinite or NaN; give a lower "
-          "@{rate} than " +
+          "at every rate that was tried the loss is infinite or NaN; give a lower @{rate} than " +
           text_of(middle / 2));
     return learner_->use(state);
   }

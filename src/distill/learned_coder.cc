@@ -82,8 +82,7 @@ Result<std::vector<std::size_t>> LearnedCoder::code(const Checkpoint&,
     if (!reader) return reader.status();
     const auto bytes = row_bytes(task.tensor->to, reader->columns());
     if (!bytes) return bytes.status();
-    const std::int64_t most = rows_at_once(reader->columns());
-    const std::int64_t length = (most + bytes->together - 1) / bytes->together * bytes->together;
+    const std::int64_t length = bytes->whole(rows_at_once(reader->columns()));
     for (std::int64_t row = 0; row < reader->rows(); row += length) {
       const std::int64_t count = std::min(length, reader->rows() - row);
       if (const Status read = reader->grid(row, count, rows); !read.ok())

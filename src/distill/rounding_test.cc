@@ -361,6 +361,19 @@ RoundingGrid grid_for(GgmlType type) {
   return out;
 }
 
+// What the type makes of the numbers alone.
+GridRows encoded(const Storage& to, std::optional<AffineMethod> method, const std::vector<float>& w,
+                 std::int64_t rows) {
+  const std::int64_t n = std::ssize(w) / rows;
+  const RowEncoder encoder{.to = to, .method = method, .through = {}};
+  EncodedRows blocks;
+  GridRows out;
+  std::uint64_t saturated = 0;
+  EXPECT_TRUE(encoder.encode({.data = w.data(), .own = {}}, rows, n, {}, blocks, saturated).ok());
+  EXPECT_TRUE(decode_grid(tensor_of(blocks, to, rows, n), 0, rows, out).ok());
+  return out;
+}
+
 TEST_F(Rounding, EveryTypeOfGgufHoldsItsRows) {
   const std::int64_t n = 512, rows = 17;
   const std::vector<float> x = activations(900, n), w = weights(rows, n);
@@ -398,16 +411,8 @@ TEST_F(Rounding, EveryTypeOfGgufHoldsItsRows) {
       EXPECT_EQ(out.scales, first.scales);
       EXPECT_EQ(out.biases, first.biases);
     }
-    // Far better than what the type makes of the numbers alone.
-    const RowEncoder encoder{
-        .to = to,
-        .method = is_fitted(to) ? std::optional(AffineMethod::lsq) : std::nullopt,
-        .through = {}};
-    EncodedRows blocks;
-    GridRows plain;
-    std::uint64_t saturated = 0;
-    ASSERT_TRUE(encoder.encode({.data = w.data(), .own = {}}, rows, n, {}, blocks, saturated).ok());
-    ASSERT_TRUE(decode_grid(tensor_of(blocks, to, rows, n), 0, rows, plain).ok());
+    const GridRows plain =
+        encoded(to, is_fitted(to) ? std::optional(AffineMethod::lsq) : std::nullopt, w, rows);
     double ours = 0, its = 0;
     for (std::int64_t r = 0; r < rows; ++r) {
       ours += error_of(errors, w.data(), first, r);
@@ -498,27 +503,15 @@ TEST_F(Rounding, AGroupOfOneNumberSpoilsNoOther) {
   const InputErrors plain = errors_of(Gram(n), {32});  // all columns alike
   for (const GgmlType type : {GgmlType::q4_k, GgmlType::q5_k}) {
     const Storage to = Storage::blocks(type);
-    const auto numbers = [&](const EncodedRows& blocks) {
-      GridRows out;
-      EXPECT_TRUE(decode_grid(tensor_of(blocks, to, rows, n), 0, rows, out).ok());
-      return out;
-    };
-    const auto encoded = [&](std::optional<AffineMethod> method) {
-      const RowEncoder encoder{.to = to, .method = method, .through = {}};
-      EncodedRows blocks;
-      std::uint64_t saturated = 0;
-      EXPECT_TRUE(
-          encoder.encode({.data = w.data(), .own = {}}, rows, n, {}, blocks, saturated).ok());
-      return numbers(blocks);
-    };
-    const GridRows own = encoded(std::nullopt);
+    const GridRows own = encoded(to, std::nullopt, w, rows);
     RowRounder rounder;
-    GridRows gptq;
+    GridRows gptq, again;
     ASSERT_TRUE(rounder.round(plain, grid_for(type), w.data(), rows, gptq).ok());
     EncodedRows fitted;
     ASSERT_TRUE(fit_grid(gptq, n, to, fitted).ok());
-    for (const GridRows& made :
-         {encoded(AffineMethod::lsq), encoded(AffineMethod::minmax), gptq, numbers(fitted)})
+    ASSERT_TRUE(decode_grid(tensor_of(fitted, to, rows, n), 0, rows, again).ok());
+    for (const GridRows& made : {encoded(to, AffineMethod::lsq, w, rows),
+                                 encoded(to, AffineMethod::minmax, w, rows), gptq, again})
       for (std::int64_t r = 0; r < rows; ++r) {
         const double size = r < 3 ? 0.05 * 0.05 * n : 0.5 * 0.5 * n;
         EXPECT_LE(error_of(plain, w.data(), made, r),
