@@ -96,17 +96,15 @@ Status accepts_decode(const Op::Desc& d, const Op::Args& a) {
 }
 
 std::size_t decode_workspace(const Op::Desc& d, Device device) {
-  return attend::decode_bytes(d, attend::decode_splits_of(d, device.index));
+  return attend::decode_bytes(d, attend::decode_cut(d, device.index).splits);
 }
 
 Status run_decode(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace workspace) {
-  const int device = a.out.device.index, splits = attend::decode_splits_of(d, device);
+  const int device = a.out.device.index;
   const attend::Problem p = attend::problem(d, a);
-  const attend::DecodeCut cut{
-      .splits = splits,
-      .page_tiles = cuda::Divisor32(std::max<std::int64_t>(d.page_size / attend::kTile, 1)),
-      .partials =
-          attend::decode_bytes(d, splits) == 0 ? nullptr : static_cast<float*>(workspace.data)};
+  attend::DecodeCut cut = attend::decode_cut(d, device);
+  cut.page_tiles = cuda::Divisor32(std::max<std::int64_t>(d.page_size / attend::kTile, 1));
+  if (attend::decode_bytes(d, cut.splits) > 0) cut.partials = static_cast<float*>(workspace.data);
   return visit_shape(
       d, [&]<class Shape>(Shape) { return attend::run_decode<Shape>(p, cut, device, stream); });
 }

@@ -7,7 +7,7 @@
 // and scales meet the logits and the weights w = p v_scale, which are O(tokens) instead of
 // O(tokens dim). Tokens are taken in the order of their slots. A warp has every so many tiles of 16
 // of them and its own sums; a team adds its warps' sums, a second kernel those of all teams, both
-// in a fixed order.
+// in a fixed order. The warps of a block are one team, or two.
 //
 // Ranges. Queries and levels are divided by powers of two so that f16 holds them. Weights are
 // relative to a reference that rises with the largest p |v_scale|, which becomes about 2^14. So
@@ -20,7 +20,7 @@
 namespace bittern::attend {
 
 inline constexpr int kTile = 16;                  // tokens
-inline constexpr int kDecodeTeams = 2;            // of a block
+inline constexpr int kMostTeams = 2;              // of a block
 inline constexpr std::int64_t kMostExact = 1024;  // first and recent tokens: one kernel adds them
 inline constexpr int kHeadsAtOnce = 8;            // of a product
 inline constexpr float kLog2E = 0x1.715476p0f;
@@ -57,9 +57,9 @@ Status visit_dim(const Op::Desc& d, F&& f) {
   }
 }
 
-// Splits of each KV head's tokens, and what blocks leave.
+// Splits of each KV head's tokens, teams of a block, and what blocks leave.
 struct DecodeCut {
-  int splits = 1;
+  int splits = 1, teams = 1;
   cuda::Divisor32 page_tiles;  // of a page, if there are any
   // [KV head of a sequence, split, head of it, record_of(dim)]. Null: nothing is to be added to
   // what a block has, so it writes the output.
@@ -82,23 +82,34 @@ struct DecodeShape {
   static constexpr int kCodebooks = 2 * 256 * 4;
   static constexpr int kTeamBytes = kHeadsAtOnce * kDim * 10 + 1024;  // room for a DecodeShared
   static constexpr int kRoom =
-      (227 << 10) - kTable - kCodebooks - kDecodeTeams * kTeamBytes;  // for the ring
-  // Teams of warps take items on their own, so that one's beginnings and ends fall into another's
-  // tiles. 12 warps in all have 168 registers a thread, 8 have 255.
-  static constexpr int kMostWarps = (kDim <= 128 ? 12 : 8) / kDecodeTeams;
-  static constexpr int kWarpsOfRoom = kRoom / (kDecodeTeams * 2 * kStage);
-  static constexpr int kWarps = kMostWarps < kWarpsOfRoom ? kMostWarps : kWarpsOfRoom;
-  static constexpr int kTeamThreads = 32 * kWarps, kThreads = kDecodeTeams * kTeamThreads;
-  static constexpr int kStagesOfRoom = kRoom / (kDecodeTeams * kWarps * kStage);
+      (227 << 10) - kTable - kCodebooks - kMostTeams * kTeamBytes;  // for the ring
+  // 12 warps have 168 registers a thread, 8 have 255. kEach of them are a team, or all are one.
+  static constexpr int kMostEach = (kDim <= 128 ? 12 : 8) / kMostTeams;
+  static constexpr int kEachOfRoom = kRoom / (kMostTeams * 2 * kStage);
+  static constexpr int kEach = kMostEach < kEachOfRoom ? kMostEach : kEachOfRoom;
+  static constexpr int kWarps = kMostTeams * kEach, kThreads = 32 * kWarps;
+  static constexpr int kStagesOfRoom = kRoom / (kWarps * kStage);
   static constexpr int kStages = kStagesOfRoom > 4 ? 4 : kStagesOfRoom;
   static constexpr int kRecord = record_of(kDim);
-  static constexpr int kSums = kWarps * kHeadsAtOnce * kRecord * 4;
-  static constexpr int kRing = kWarps * kStages * kStage > kSums ? kWarps* kStages* kStage : kSums;
-  static_assert(kStages >= 2 && kDecodeTeams * kRing <= kRoom);
+  // Of a warp: its stages, and later its sums.
+  static constexpr int kSums = kHeadsAtOnce * kRecord * 4;
+  static constexpr int kRing = kStages * kStage > kSums ? kStages* kStage : kSums;
+  static_assert(kStages >= 2 && kWarps * kRing <= kRoom);
+};
 
-  __device__ static int team() { return static_cast<int>(threadIdx.x) / kTeamThreads; }
-  __device__ static int warp() { return warp_index() % kWarps; }  // of a team
-  __device__ static void sync_team() { cuda::barrier_wait(1 + team(), kTeamThreads); }
+// Teams take items on their own. Two of them have more to begin and to end, but while one does, the
+// other has tiles.
+template <class Shape>
+struct DecodeTeam {
+  int warps, index, warp;  // the calling warp's own, of the team
+
+  __device__ explicit DecodeTeam(const DecodeCut& cut)
+      : warps(cut.teams == 1 ? Shape::kWarps : Shape::kEach),
+        index(warp_index() / warps),
+        warp(warp_index() % warps) {}
+  __device__ int threads() const { return 32 * warps; }
+  __device__ int thread() const { return static_cast<int>(threadIdx.x) % threads(); }
+  __device__ void sync() const { cuda::barrier_wait(1 + index, threads()); }
 };
 
 // ---- from codes to levels ----
@@ -243,19 +254,37 @@ class TileCopies {
     }
   }
 
-  // Starts copying.
-  __device__ void start(int tile, char* to) const {
-    if (tile >= all_) tile -= all_;
-    TileCopies from = *this;
-    if (pages_ != nullptr) {
-      const auto index = static_cast<int>(page_tiles_.divide(static_cast<unsigned>(tile)));
-      const int page = pages_[index];
-      tile += first_ - index * static_cast<int>(page_tiles_.value());
-      from.move(page < 0 ? 0 : page > last_page_ ? last_page_ : page);
+  // Starts copying kCount tiles, of which those from `end` on are not there.
+  template <int kCount>
+  __device__ void start(int tile, int end, char* to) const {
+    if (pages_ == nullptr && tile + kCount <= end && (tile + kCount <= all_ || tile >= all_)) {
+      if (tile >= all_) tile -= all_;  // they lie one after the other
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) copy(tile, n, to + n * Shape::kTileBytes);
+      return;
     }
+#pragma unroll 1
+    for (int n = 0; n < kCount && tile + n < end; ++n)
+      start_one(tile + n, to + n * Shape::kTileBytes);
+  }
+
+ private:
+  __device__ void start_one(int tile, char* to) const {
+    if (tile >= all_) tile -= all_;
+    if (pages_ == nullptr) return copy(tile, 0, to);
+    TileCopies from = *this;
+    const auto index = static_cast<int>(page_tiles_.divide(static_cast<unsigned>(tile)));
+    const int page = pages_[index];
+    from.move(page < 0 ? 0 : page > last_page_ ? last_page_ : page);
+    from.copy(tile + first_ - index * static_cast<int>(page_tiles_.value()), 0, to);
+  }
+  // Tile `tile` + n.
+  __device__ void copy(int tile, int n, char* to) const {
     const int lane = lane_index();
-    const char* const k = from.k_ + std::int64_t{tile} * (kTile * Shape::kKRow);
-    const char* const v = from.v_ + std::int64_t{tile} * (kTile * Shape::kVRow);
+    const char* const k =
+        k_ + std::int64_t{tile} * (kTile * Shape::kKRow) + n * kTile * Shape::kKRow;
+    const char* const v =
+        v_ + std::int64_t{tile} * (kTile * Shape::kVRow) + n * kTile * Shape::kVRow;
 #pragma unroll
     for (int i = 0; i < (kKPieces + 31) / 32; ++i) {
       const int piece = 32 * i + lane;
@@ -268,10 +297,8 @@ class TileCopies {
         cuda::copy_async_16(to + Shape::kVAt + 16 * piece + Shape::kVApart * pair, v + 512 * i);
     }
     if (lane < 2 * scale_pieces_)
-      cuda::copy_async_16(to + scale_to_, from.scale_ + std::int64_t{tile} * (16 * scale_pieces_));
+      cuda::copy_async_16(to + scale_to_, scale_ + std::int64_t{tile + n} * (16 * scale_pieces_));
   }
-
- private:
   // To a page, or to a KV head of a sequence where there are no pages.
   __device__ void move(std::int64_t to) {
     k_ += to * k_stride_;
@@ -317,10 +344,11 @@ class DecodeWarp {
 
  public:
   __device__ DecodeWarp(const Problem& p, const TileCopies<Shape>& copies, const Tiles& tiles,
-                        const char* table, char* ring)
+                        const DecodeTeam<Shape>& team, const char* table, char* ring)
       : p_(p),
         copies_(copies),
         tiles_(tiles),
+        team_(team),
         table_(table),
         ring_(ring),
         begin_(tiles.begin),
@@ -330,12 +358,12 @@ class DecodeWarp {
   __device__ void start() const {
 #pragma unroll 1
     for (int i = 0; i < Shape::kStages - 1; ++i)
-      fetch(tiles_.first + (Shape::warp() + i * Shape::kWarps) * kAtOnce, i);
+      fetch(tiles_.first + (team_.warp + i * team_.warps) * kAtOnce, i);
   }
   // Then q in f16, and by head the unit of its logits and b.
   __device__ void run(const f16* q, const float* units, float k_unit, const float* b) {
-    constexpr int kStages = Shape::kStages, kWarps = Shape::kWarps;
-    const int lane = lane_index();
+    constexpr int kStages = Shape::kStages;
+    const int lane = lane_index(), step = team_.warps * kAtOnce;
     const auto* const mine =
         reinterpret_cast<const uint2*>(q + lane / 4 * kDim + lane % 4 * kKCodes);
 #pragma unroll
@@ -351,12 +379,11 @@ class DecodeWarp {
     }
     int stage = 0;
 #pragma unroll 1
-    for (int tile = tiles_.first + Shape::warp() * kAtOnce; tile < tiles_.last;
-         tile += kWarps * kAtOnce) {
+    for (int tile = tiles_.first + team_.warp * kAtOnce; tile < tiles_.last; tile += step) {
       cuda::copy_async_wait<kStages - 2>();
       __syncwarp();
       // The stage that was read last is free.
-      fetch(tile + (kStages - 1) * kWarps * kAtOnce, stage == 0 ? kStages - 1 : stage - 1);
+      fetch(tile + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
       attend(tile, ring_ + stage * Shape::kStage);
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
@@ -394,9 +421,7 @@ class DecodeWarp {
   // Every lane ends a group of copies, also where there is no tile.
   __device__ void fetch(int tile, int stage) const {
     char* const to = ring_ + stage * Shape::kStage;
-#pragma unroll
-    for (int n = 0; n < kAtOnce; ++n)
-      if (tile + n < tiles_.last) copies_.start(tile + n, to + n * Shape::kTileBytes);
+    copies_.template start<kAtOnce>(tile, tiles_.last, to);
     cuda::copy_async_commit();
   }
 
@@ -645,6 +670,7 @@ class DecodeWarp {
   const Problem& p_;
   const TileCopies<Shape>& copies_;
   const Tiles& tiles_;
+  const DecodeTeam<Shape>& team_;
   const char* const table_;
   char* const ring_;
   const int begin_;
@@ -671,37 +697,45 @@ __device__ inline float most_across(float x) {
   return x;
 }
 
-// The queries of a KV head in f16, by a team's warps.
-template <class Shape>
-__device__ void load_queries(const Problem& p, const Tiles& tiles, DecodeShared<Shape>& t) {
+// The queries of a KV head in f16, by a team's warps. `meanwhile()` is called once by each warp,
+// while its first one is on its way.
+template <class Shape, class F>
+__device__ void load_queries(const Problem& p, const Tiles& tiles, const DecodeTeam<Shape>& team,
+                             DecodeShared<Shape>& t, const F& meanwhile) {
   constexpr int kDim = Shape::kDim, kEach = (kDim + 31) / 32;
   const int lane = lane_index();
-  for (int head = Shape::warp(); head < kHeadsAtOnce; head += Shape::kWarps) {
-    f16* const to = t.q + head * kDim;
-    if (head >= p.group) {
-      for (int j = lane; j < kDim; j += 32) to[j] = {};
-      if (lane == 0) t.units[head] = t.b[head] = 0;
-      continue;
-    }
-    float* const row = t.rows[head][0];
+  float x[kEach] = {}, mean[kEach] = {};
+  const auto load = [&](int head) {
+    if (head >= p.group) return;
     const std::int64_t from = QueryRow(p, tiles.s, tiles.head, head).offset(p.q_stride);
-    float x[kEach] = {}, mean[kEach] = {}, b = 0, most = 0;
-    const auto load = [&]<class X>(Type<X>) {
+    const auto load_as = [&]<class X>(Type<X>) {
       const X* const q = static_cast<const X*>(p.q) + from;
 #pragma unroll
       for (int i = 0; i < kEach; ++i)
         if (lane + 32 * i < kDim) x[i] = cuda::load_math(q[lane + 32 * i]);
     };
     switch (p.d.element) {
-      case DType::f16: load(Type<f16>()); break;
-      case DType::bf16: load(Type<bf16>()); break;
-      default: load(Type<float>());
+      case DType::f16: load_as(Type<f16>()); break;
+      case DType::bf16: load_as(Type<bf16>()); break;
+      default: load_as(Type<float>());
     }
-    if (p.k_mean != nullptr) {
+    if (p.k_mean == nullptr) return;
 #pragma unroll
-      for (int i = 0; i < kEach; ++i)
-        if (lane + 32 * i < kDim) mean[i] = p.k_mean[tiles.head * kDim + lane + 32 * i];
+    for (int i = 0; i < kEach; ++i)
+      if (lane + 32 * i < kDim) mean[i] = p.k_mean[tiles.head * kDim + lane + 32 * i];
+  };
+  load(team.warp);
+  meanwhile();
+  for (int head = team.warp; head < kHeadsAtOnce; head += team.warps) {
+    f16* const to = t.q + head * kDim;
+    if (head >= p.group) {
+      for (int j = lane; j < kDim; j += 32) to[j] = {};
+      if (lane == 0) t.units[head] = t.b[head] = 0;
+      continue;
     }
+    if (head != team.warp) load(head);
+    float* const row = t.rows[head][0];
+    float b = 0, most = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       if (lane + 32 * i < kDim) row[lane + 32 * i] = x[i] * p.scale;
@@ -727,7 +761,7 @@ __device__ float fill_table(const float* codebook, std::uint32_t* table) {
   float most = 0;
   for (int i = lane_index(); i < 1 << kBits; i += 32) most = fmaxf(most, fabsf(codebook[i]));
   const float unit = power_above(most_across(most)), inverse = inverse_power(unit);
-  constexpr int kEach = 4;  // their reads do not wait for each other's stores
+  constexpr int kEach = 8;  // their reads do not wait for each other's stores
 #pragma unroll 1
   for (int first = warp_index(); first < 256; first += kEach * kWarps) {
     std::uint32_t words[kEach];
@@ -747,60 +781,80 @@ template <class Shape>
 __device__ void decode_items(const Problem& p, const DecodeCut& cut) {
   char* const table = cuda::dynamic_shared<char>();
   auto* const codebooks = reinterpret_cast<float*>(table + Shape::kTable);
-  char* const ring = table + Shape::kTable + Shape::kCodebooks + Shape::team() * Shape::kRing;
-  auto& t = reinterpret_cast<DecodeShared<Shape>*>(table + Shape::kTable + Shape::kCodebooks +
-                                                   kDecodeTeams * Shape::kRing)[Shape::team()];
-  auto* const sums = reinterpret_cast<float*>(ring);
+  char* const rings = table + Shape::kTable + Shape::kCodebooks;
+  const DecodeTeam<Shape> team(cut);
+  auto& t =
+      reinterpret_cast<DecodeShared<Shape>*>(rings + Shape::kWarps * Shape::kRing)[team.index];
+  auto* const sums = reinterpret_cast<float*>(rings + team.index * team.warps * Shape::kRing);
   static_assert(sizeof t <= Shape::kTeamBytes);
   constexpr int kRecord = Shape::kRecord, kWarpSums = kHeadsAtOnce * kRecord;
-  const int thread = static_cast<int>(threadIdx.x) % Shape::kTeamThreads;
+  const int thread = team.thread();
   const int group = static_cast<int>(p.group);
   cuda::begin_next_kernel();  // it waits for this one's end
+  // Codebooks are on their way while the first item begins.
+  constexpr int kOfThread = (256 + Shape::kThreads - 1) / Shape::kThreads;
+  const auto for_codes = [&](const auto& f) {
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i)
+      if (const int code = static_cast<int>(threadIdx.x) + i * Shape::kThreads; code < 256)
+        f(i, code);
+  };
+  float k_level[kOfThread] = {}, v_level[kOfThread] = {};
+  for_codes([&](int i, int code) {
+    if (code < 1 << Shape::kKBits) k_level[i] = p.k.codebook[code];
+    if (code < 1 << Shape::kVBits) v_level[i] = p.v.codebook[code];
+  });
   float k_unit = 0, v_unit = 0;
   const auto fill = [&] {  // by all teams
-    for (int i = static_cast<int>(threadIdx.x); i < 256; i += Shape::kThreads) {
-      if (i < 1 << Shape::kKBits) codebooks[i] = p.k.codebook[i];
-      if (i < 1 << Shape::kVBits) codebooks[256 + i] = p.v.codebook[i];
-    }
+    for_codes([&](int i, int code) {
+      codebooks[code] = k_level[i];
+      codebooks[256 + code] = v_level[i];
+    });
     __syncthreads();
     auto* const words = reinterpret_cast<std::uint32_t*>(table);
-    constexpr int kWarps = kDecodeTeams * Shape::kWarps;
-    k_unit = fill_table<Shape::kKBits, kWarps>(codebooks, words);
-    v_unit = fill_table<Shape::kVBits, kWarps>(codebooks + 256, words + 32);
+    k_unit = fill_table<Shape::kKBits, Shape::kWarps>(codebooks, words);
+    v_unit = fill_table<Shape::kVBits, Shape::kWarps>(codebooks + 256, words + 32);
     __syncthreads();
   };
   const int items = static_cast<int>(p.d.sequences * p.d.kv_heads) * cut.splits;
   const auto blocks = static_cast<int>(gridDim.x);
-  for (int item = static_cast<int>(blockIdx.x) + Shape::team() * blocks; item < items;
-       item += kDecodeTeams * blocks) {
+  for (int item = static_cast<int>(blockIdx.x) + team.index * blocks; item < items;
+       item += cut.teams * blocks) {
     const Tiles tiles(p, cut, item);
     const TileCopies<Shape> copies(p, cut, tiles);
-    DecodeWarp<Shape> warp(p, copies, tiles, table,
-                           ring + Shape::warp() * Shape::kStages * Shape::kStage);
-    Shape::sync_team();  // the last sums have been read
+    DecodeWarp<Shape> warp(p, copies, tiles, team, table, rings + warp_index() * Shape::kRing);
+    team.sync();  // the last sums have been read
     warp.start();
-    load_queries<Shape>(p, tiles, t);
-    if (k_unit == 0) fill();
-    Shape::sync_team();
+    load_queries<Shape>(p, tiles, team, t, [&] {
+      if (k_unit == 0) fill();
+    });
+    team.sync();
     warp.run(t.q, t.units, k_unit, t.b);
-    Shape::sync_team();
-    warp.put_out(sums + Shape::warp() * kWarpSums);
-    Shape::sync_team();
-    for (int i = thread; i < Shape::kWarps * kHeadsAtOnce; i += Shape::kTeamThreads) {
+    team.sync();
+    warp.put_out(sums + team.warp * kWarpSums);
+    team.sync();
+    // f(w) for the team's warps, in their order.
+    const auto for_warps = [&](const auto& f) {
+#pragma unroll 1
+      for (int first = 0; first < team.warps; first += Shape::kEach) {
+#pragma unroll
+        for (int w = 0; w < Shape::kEach; ++w) f(first + w);
+      }
+    };
+    for (int i = thread; i < team.warps * kHeadsAtOnce; i += team.threads()) {
       const float* const from = sums + i % kHeadsAtOnce * kRecord;
       float most = kLowest;
-#pragma unroll
-      for (int w = 0; w < Shape::kWarps; ++w) most = fmaxf(most, from[w * kWarpSums]);
+      for_warps([&](int w) { most = fmaxf(most, from[w * kWarpSums]); });
       t.factors[i] = cuda::approximate_exp2(from[i / kHeadsAtOnce * kWarpSums] - most);
       if (i < kHeadsAtOnce) t.most[i] = most;
     }
-    Shape::sync_team();
-    for (int i = thread; i < group * kRecord; i += Shape::kTeamThreads) {
+    team.sync();
+    for (int i = thread; i < group * kRecord; i += team.threads()) {
       const int head = i / kRecord, at = i % kRecord;
       float sum = 0;
-#pragma unroll
-      for (int w = 0; w < Shape::kWarps; ++w)
+      for_warps([&](int w) {
         sum = fmaf(sums[w * kWarpSums + i], t.factors[w * kHeadsAtOnce + head], sum);
+      });
       if (at == 0) sum = t.most[head] - kHeadroom;
       if (at >= 4) sum *= v_unit;
       if (cut.partials != nullptr) {
@@ -814,8 +868,8 @@ __device__ void decode_items(const Problem& p, const DecodeCut& cut) {
       }
     }
     if (cut.partials != nullptr) continue;
-    Shape::sync_team();
-    for (int head = Shape::warp(); head < group; head += Shape::kWarps) {
+    team.sync();
+    for (int head = team.warp; head < group; head += team.warps) {
       const QueryRow query(p, tiles.s, tiles.head, head);
       const SinkWeight sink(p, query.head, t.most[head]);
       const float l_coded = t.l[head] * sink.factor;
@@ -839,7 +893,7 @@ template <int kDim, int kParts_>
 struct DecodeMerge {
   static constexpr int kParts = kParts_, kColumns = (kDim + 31) / 32 * 32;  // in whole warps
   static constexpr int kThreads = kParts * kColumns;
-  static constexpr int kAtOnce = 256;  // splits or tokens
+  static constexpr int kAtOnce = 256;  // tokens
   float a[kDim], weights[kAtOnce];
   float l[kParts], l_coded[kParts], coded[kParts][kDim], exact[kParts][kDim], spare[kDim];
 };
@@ -864,46 +918,52 @@ __global__ void __launch_bounds__(DecodeMerge<kDim, kParts>::kThreads)
     float m = p.sinks != nullptr ? p.sinks[h] * kLog2E : kLowest;
     float l = p.sinks != nullptr && part == 0 ? 1.0f : 0.0f;
     float l_coded = 0, o_coded = 0, o_exact = 0;
-    // What has been added is relative to 2^m. `weights` become those of `count` more, whose
-    // logarithms they were.
-    const auto weigh = [&](int count) {
-      float most = m;
-      for (int i = 0; i < count; ++i) most = fmaxf(most, t.weights[i]);
+    // What has been added is relative to 2^m.
+    const auto raise = [&](float most) {
       const float factor = cuda::approximate_exp2(m - most);
       m = most;
       l *= factor, l_coded *= factor, o_coded *= factor, o_exact *= factor;
-      __syncthreads();
-      for (int i = thread; i < count; i += Shared::kThreads)
-        t.weights[i] = cuda::approximate_exp2(t.weights[i] - m);
-      __syncthreads();
     };
-    const std::int64_t step = group * kRecord;
-    for (int first = 0; first < cut.splits; first += kAtOnce) {
-      const int count = std::min(cut.splits - first, kAtOnce);
-      const float* const from =
-          cut.partials + (kv_row * cut.splits + first) * step + h % group * kRecord;
-      __syncthreads();
-      for (int i = thread; i < count; i += Shared::kThreads) t.weights[i] = from[i * step];
-      __syncthreads();
-      weigh(count);
-      // Loads of 8 splits are under way together, also of the last ones.
-      for (int i = part; i < count; i += 8 * kParts) {
-        float l_split[8], o_split[8];
+    const int step = group * kRecord;
+    const float* const from = cut.partials + kv_row * cut.splits * step + h % group * kRecord;
+    // So many splits are under way together.
+    constexpr int kEach = 10;
+    float m_split[kEach], l_split[kEach], o_split[kEach];
+    const auto load = [&](int first) {
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          const int at = i + n * kParts;
-          l_split[n] = at < count ? from[at * step + 1] : 0.0f;
-          o_split[n] = at < count ? from[at * step + 4 + column] : 0.0f;
-        }
+      for (int n = 0; n < kEach; ++n) {
+        const int at = first + n * kParts;
+        const bool there = at < cut.splits;
+        m_split[n] = there ? from[at * step] : kLowest;
+        l_split[n] = there ? from[at * step + 1] : 0.0f;
+        o_split[n] = there ? from[at * step + 4 + column] : 0.0f;
+      }
+    };
+    load(part);
+    float most = m;
+    for (int i = lane; i < cut.splits; i += 32) most = fmaxf(most, from[i * step]);
+    raise(most_across(most));
+    for (int first = part; first < cut.splits; first += kEach * kParts) {
+      if (first != part) load(first);
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          const float weight = i + n * kParts < count ? t.weights[i + n * kParts] : 0.0f;
-          l_coded = fmaf(l_split[n], weight, l_coded);
-          o_coded = fmaf(o_split[n], weight, o_coded);
-        }
+      for (int n = 0; n < kEach; ++n) {
+        const float weight = cuda::approximate_exp2(m_split[n] - m);
+        l_coded = fmaf(l_split[n], weight, l_coded);
+        o_coded = fmaf(o_split[n], weight, o_coded);
       }
     }
-    if (p.d.first + p.d.recent > 0) {
+    const bool has_exact = p.d.first + p.d.recent > 0;
+    if (has_exact) {
+      // `weights` become those of `count` more, whose logarithms they were.
+      const auto weigh = [&](int count) {
+        float largest = m;
+        for (int i = 0; i < count; ++i) largest = fmaxf(largest, t.weights[i]);
+        raise(largest);
+        __syncthreads();
+        for (int i = thread; i < count; i += Shared::kThreads)
+          t.weights[i] = cuda::approximate_exp2(t.weights[i] - m);
+        __syncthreads();
+      };
       const aura::Sequence sequence = p.sequence(s);
       __syncthreads();
       if (part == 0)
@@ -942,45 +1002,49 @@ __global__ void __launch_bounds__(DecodeMerge<kDim, kParts>::kThreads)
     }
     __syncthreads();
     t.coded[part][element_at<kDim>(column)] = o_coded;
-    t.exact[part][column] = o_exact;
+    if (has_exact) t.exact[part][column] = o_exact;
     if (column == 0) {
       t.l[part] = l + l_coded;
       t.l_coded[part] = l_coded;
     }
     __syncthreads();
-    if (part == 0 && place == column) {
-      for (int i = 1; i < kParts; ++i) {
-        t.coded[0][column] += t.coded[i][column];
-        t.exact[0][column] += t.exact[i][column];
-      }
-    }
-    __syncthreads();
     if (warp_index() == 0) {
+      const auto add_parts = [&](float(&of)[kParts][kDim]) {
+        for (int j = lane; j < kDim; j += 32) {
+#pragma unroll
+          for (int i = 1; i < kParts; ++i) of[0][j] += of[i][j];
+        }
+      };
+      add_parts(t.coded);
+      if (has_exact) add_parts(t.exact);
       l = l_coded = 0;
       for (int i = 0; i < kParts; ++i) {
         l += t.l[i];
         l_coded += t.l_coded[i];
       }
-      finish_row(p, query, l, l_coded, t.coded[0], t.spare, t.exact[0]);
+      finish_row(p, query, l, l_coded, t.coded[0], t.spare, has_exact ? t.exact[0] : nullptr);
     }
   }
 }
 
 // ---- launches ----
 
-// As many splits as keep every team at work: those that end first, if a split begins with the work
-// of `kBefore` tokens.
-inline int decode_splits_of(const Op::Desc& d, int device) {
+// As many splits as keep every team at work, and as many teams: those that end first, if a split
+// begins with the work of `kBefore` tokens. Two teams have half a block's speed each.
+inline DecodeCut decode_cut(const Op::Desc& d, int device) {
   constexpr std::int64_t kBefore = 384, kLeastTokens = 256;
-  const std::int64_t pairs = d.sequences * d.kv_heads,
-                     at_once = kDecodeTeams * cuda::limits(device).multiprocessors;
-  std::int64_t best = 1, least = std::numeric_limits<std::int64_t>::max();
-  for (std::int64_t n = 1; n <= 4 * at_once && (n == 1 || n * kLeastTokens <= d.capacity); ++n) {
-    const std::int64_t cost =
-        (pairs * n + at_once - 1) / at_once * ((d.capacity + n - 1) / n + kBefore);
-    if (cost < least) best = n, least = cost;
+  const std::int64_t pairs = d.sequences * d.kv_heads;
+  DecodeCut best;
+  std::int64_t least = std::numeric_limits<std::int64_t>::max();
+  for (int teams = 1; teams <= kMostTeams; ++teams) {
+    const std::int64_t at_once = teams * cuda::limits(device).multiprocessors;
+    for (std::int64_t n = 1; n <= 4 * at_once && (n == 1 || n * kLeastTokens <= d.capacity); ++n) {
+      const std::int64_t tokens = (d.capacity + n - 1) / n * teams / kMostTeams;
+      const std::int64_t cost = (pairs * n + at_once - 1) / at_once * (tokens + kBefore);
+      if (cost < least) least = cost, best.splits = static_cast<int>(n), best.teams = teams;
+    }
   }
-  return static_cast<int>(best);
+  return best;
 }
 
 // The bytes of DecodeCut::partials.
@@ -1003,7 +1067,8 @@ Status run_merge(const Problem& p, const DecodeCut& cut, int device, Stream stre
 
 template <class Shape>
 inline constexpr std::size_t kDecodeShared =
-    Shape::kTable + Shape::kCodebooks + kDecodeTeams * (Shape::kRing + sizeof(DecodeShared<Shape>));
+    Shape::kTable + Shape::kCodebooks + Shape::kWarps * Shape::kRing +
+    kMostTeams * sizeof(DecodeShared<Shape>);
 
 template <class Shape>
 Status run_decode(const Problem& p, const DecodeCut& cut, int device, Stream stream) {
