@@ -8,7 +8,7 @@
 //   y = u - S w^T;   v_new = X(y);   S = e^g[last] S + X(y e^(g[last] - g)) k
 //
 // The right sides are where another warpgroup has put them: it copies the next chunks meanwhile
-// (Mover::kUnderWay of them). v_new goes where u was, and X(S) into a buffer of its own; that
+// (Mover::kUnderWay of them). v_new goes where u was, and X(S) into a buffer of its own. That
 // warpgroup writes both out.
 #pragma once
 #include "ops/gdn/chunk_tokens.cuh"
@@ -36,8 +36,8 @@ struct Gates {
   float decay;                          // e^g[last]
 };
 
-// Before kStages of these, two buffers for X(S): chunk n has buffer n % 2, which the copying
-// warpgroup has read before it lets chunk n + 2 begin.
+// Before kStages of these, two buffers for X(S): chunk n has buffer n % 2, which has been read
+// before chunk n + 2 is handed over.
 template <int kGroups, int kKeyDim>
 struct Stage {
   static constexpr int kStages = kGroups == 1 ? 4 : 3;  // what 128 keys leave room for
@@ -48,6 +48,7 @@ struct Stage {
   static constexpr int kBytes = kGates + (static_cast<int>(sizeof(Gates)) + 1023) / 1024 * 1024;
   static constexpr int kAll = kFirst + kStages * kBytes;
   static __device__ int at(int stage) { return kFirst + stage * kBytes; }
+  static __device__ int next(int stage) { return stage == kStages - 1 ? 0 : stage + 1; }
   static __device__ int buffer(int chunk, int group) {
     return (chunk % 2 * kGroups + group) * kBuffer;
   }
@@ -67,74 +68,75 @@ struct ChainItem {
   __device__ int rows(int n) const { return n + 1 < chunks ? kMostRows : last_rows; }
 };
 
-// A warpgroup that copies: chunks into shared memory, kUnderWay of them at a time, and results out
-// of it. kKeyFirst: the state's layout. kValueDim: 0 if it is not known here.
+// What copies: chunks into shared memory, kUnderWay of them at a time, and results out of it.
+// kKeyFirst: the state's layout. kValueDim: 0 if it is not known here.
 template <class X, int kGroups, bool kKeyFirst, int kKeyDim, int kValueDim>
 class Mover {
  public:
   using Place = Stage<kGroups, kKeyDim>;
 
   __device__ explicit Mover(const Problem& p)
-      : c_(p),
-        thread_(static_cast<int>(threadIdx.x) % kGroupThreads),
-        first_value_(c_.item.part * kGroups * kGroupValues) {
+      : c_(p), thread_(static_cast<int>(threadIdx.x) % kGroupThreads) {
     const std::int64_t token = c_.item.tokens.begin;
-    const std::int64_t row = token * p.d.value_heads + c_.item.head;
-    k_ = static_cast<const X*>(p.k) + (token * p.d.key_heads + c_.item.key_head) * kKeyDim;
-    w_ = static_cast<const X*>(p.w) + row * kKeyDim;
-    const std::int64_t value_at = row * value_dim() + first_value_;
+    const int key_row = thread_ / kKeyAcross, key = thread_ % kKeyAcross * 8;
+    const int value_row = thread_ / kValueAcross;
+    const int first_value = c_.item.part * kGroups * kGroupValues;
+    k_ = static_cast<const X*>(p.k) + (token + key_row) * key_stride() +
+         c_.item.key_head * kKeyDim + key;
+    w_ = static_cast<const X*>(p.w) + (token + key_row) * w_stride() + c_.item.head * kKeyDim + key;
+    const std::int64_t value_at = (token + value_row) * value_stride() +
+                                  c_.item.head * value_dim() + first_value +
+                                  thread_ % kValueAcross * 8;
     u_ = static_cast<const X*>(p.u) + value_at;
-    g_ = p.g + row;
     v_new_ = p.v_new == nullptr ? nullptr : static_cast<X*>(p.v_new) + value_at;
+    g_ = p.g + token * p.d.value_heads + c_.item.head;
+    const std::int64_t states = p.slots.count - c_.item.first_state;
+    states_ = p.h == nullptr ? 0 : static_cast<int>(states < c_.chunks ? states : c_.chunks);
+    h_at_ = c_.p.h_at(c_.item, 0) + thread_ / kStateAcross * (kKeyFirst ? value_dim() : kKeyDim) +
+            thread_ % kStateAcross * 8 + first_value * (kKeyFirst ? 1 : kKeyDim);
   }
 
   __device__ void run() {
     int stage = 0;
 #pragma unroll 1
-    for (int n = 0; n < c_.chunks + Place::kStages; ++n) {
+    for (int n = 0; n < c_.chunks + Place::kStages; ++n, stage = Place::next(stage)) {
       const int place = Place::at(stage), before = n - Place::kStages;
-      if (before >= 0)
+      uint4 values[kValuePieces], states[kGroups][kStatePieces];
+      if (before >= 0) {
         for (int group = 0; group < kGroups; ++group)
           cuda::barrier_wait(done_barrier<kGroups, Place::kStages>(stage, group), kPairThreads);
-      if (n < c_.chunks) {
-        copy_rows<kKeyDim / 8>(n, place + Place::kW, w_, c_.p.d.value_heads * kKeyDim);
-        copy_rows<kKeyDim / 8>(n, place + Place::kKeys, k_, c_.p.d.key_heads * kKeyDim);
       }
-      uint4 values[kValuePieces], states[kGroups][kStatePieces];
+      if (n < c_.chunks) {
+        copy_rows<kKeyAcross>(n, place + Place::kW, w_, w_stride());
+        copy_rows<kKeyAcross>(n, place + Place::kKeys, k_, key_stride());
+      }
       if (before >= 0) {
         load_values(place + Place::kValues, values);
         for (int group = 0; group < kGroups; ++group) {
-          load_state(before, group, states[group]);
+          load_state(Place::buffer(before, group), states[group]);
           if constexpr (!kStoreLate) store_state(before, group, states[group]);
         }
         if constexpr (!kStoreLate) store_values(before, values);
       }
       if (n < c_.chunks) {
-        copy_rows<kValueAcross>(n, place + Place::kValues, u_, c_.p.d.value_heads * value_dim());
+        copy_rows<kValueAcross>(n, place + Place::kValues, u_, value_stride());
         copy_gates(n, shared_at<Gates>(place + Place::kGates));
       }
       cuda::copy_async_commit();
-      const int come = n - kUnderWay;
-      if (come >= 0 && come < c_.chunks) {
-        const int at = stage + 2 < Place::kStages ? stage + 2 : stage + 2 - Place::kStages;
-        cuda::copy_async_wait<kUnderWay>();
-        put_decays(shared_at<Gates>(Place::at(at) + Place::kGates));
-        for (int group = 0; group < kGroups; ++group)
-          cuda::barrier_arrive(full_barrier<kGroups>(at, group), kPairThreads);
-      }
+      hand_over(n - kUnderWay, stage);
       if constexpr (kStoreLate) {
         if (before >= 0) {
           store_values(before, values);
           store_state(before, 0, states[0]);
         }
       }
-      stage = stage == Place::kStages - 1 ? 0 : stage + 1;
+      if (before >= 0) h_at_ += c_.p.d.value_heads * kKeyDim * value_dim();
     }
   }
 
  private:
   static constexpr int kUnderWay = Place::kStages - 2;  // chunks, while another one is handed over
-  static constexpr int kValueAcross = kGroups * kGroupValues / 8;
+  static constexpr int kKeyAcross = kKeyDim / 8, kValueAcross = kGroups * kGroupValues / 8;
   static constexpr int kValueDown = kGroupThreads / kValueAcross;
   static constexpr int kValuePieces = kMostRows / kValueDown;
   // X(S) of a group: [keys, 64 values] in one part, or [64 values, keys] in parts of 64.
@@ -145,20 +147,37 @@ class Mover {
   static constexpr bool kStoreLate = kGroups == 1;
 
   __device__ std::int64_t value_dim() const { return kValueDim > 0 ? kValueDim : c_.p.d.value_dim; }
+  __device__ std::int64_t key_stride() const { return c_.p.d.key_heads * kKeyDim; }
+  __device__ std::int64_t w_stride() const { return c_.p.d.value_heads * kKeyDim; }
+  __device__ std::int64_t value_stride() const { return c_.p.d.value_heads * value_dim(); }
 
-  // Rows of a tile, a piece to a thread, zeros past the end.
+  // Chunk n, if there is one; `stage` is that of chunk n + kUnderWay.
+  __device__ void hand_over(int n, int stage) const {
+    if (n < 0 || n >= c_.chunks) return;
+    const int at = stage + 2 < Place::kStages ? stage + 2 : stage + 2 - Place::kStages;
+    cuda::copy_async_wait<kUnderWay>();
+    put_decays(shared_at<Gates>(Place::at(at) + Place::kGates));
+    for (int group = 0; group < kGroups; ++group)
+      cuda::barrier_arrive(full_barrier<kGroups>(at, group), kPairThreads);
+  }
+
+  // Rows of a tile, a piece to a thread, zeros past the end. `from` moves on to the next chunk.
   template <int kAcross>
-  __device__ void copy_rows(int n, int tile, const X* from, std::int64_t stride) const {
+  __device__ void copy_rows(int n, int tile, const X*& from, std::int64_t stride) const {
     constexpr int kDown = kGroupThreads / kAcross;
     static_assert(kDown % 8 == 0);  // such rows permute their pieces alike
-    const int row = thread_ / kAcross, piece = thread_ % kAcross;
-    char* const to = &shared_at<char>(tile + cuda::tile_place(row, piece));
-    const X* at = from + (std::int64_t{n} * kMostRows + row) * stride + piece * 8;
-    const int rows = c_.rows(n);
+    const int row = thread_ / kAcross, rows = c_.rows(n);
+    char* const to = &shared_at<char>(tile + cuda::tile_place(row, thread_ % kAcross));
+    if (rows == kMostRows) {
 #pragma unroll
-    for (int i = 0; i < kMostRows / kDown; ++i, at += kDown * stride) {
-      const bool there = row + i * kDown < rows;
-      cuda::copy_async_16(to + i * kDown * kRowBytes, there ? at : from, there ? kPiece : 0);
+      for (int i = 0; i < kMostRows / kDown; ++i, from += kDown * stride)
+        cuda::copy_async_16(to + i * kDown * kRowBytes, from);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kMostRows / kDown; ++i, from += kDown * stride) {
+        const bool there = row + i * kDown < rows;
+        cuda::copy_async_16(to + i * kDown * kRowBytes, there ? from : c_.p.k, there ? kPiece : 0);
+      }
     }
   }
 
@@ -185,40 +204,39 @@ class Mover {
     for (int i = 0; i < kValuePieces; ++i)
       pieces[i] = shared_at<uint4>(from + i * kValueDown * kRowBytes);
   }
-  __device__ void store_values(int n, const uint4 (&pieces)[kValuePieces]) const {
+  __device__ void store_values(int n, const uint4 (&pieces)[kValuePieces]) {
     if (v_new_ == nullptr) return;
-    const int row = thread_ / kValueAcross, piece = thread_ % kValueAcross, rows = c_.rows(n);
-    const std::int64_t stride = c_.p.d.value_heads * value_dim();
-    X* to = v_new_ + (std::int64_t{n} * kMostRows + row) * stride + piece * 8;
+    const int row = thread_ / kValueAcross, rows = c_.rows(n);
+    const std::int64_t step = kValueDown * value_stride();
 #pragma unroll
-    for (int i = 0; i < kValuePieces; ++i, to += kValueDown * stride)
-      if (row + i * kValueDown < rows) __stcs(reinterpret_cast<uint4*>(to), pieces[i]);
+    for (int i = 0; i < kValuePieces; ++i, v_new_ += step)
+      if (rows == kMostRows || row + i * kValueDown < rows)
+        __stcs(reinterpret_cast<uint4*>(v_new_), pieces[i]);
   }
-  __device__ void load_state(int n, int group, uint4 (&pieces)[kStatePieces]) const {
-    const int from =
-        Place::buffer(n, group) + cuda::tile_place(thread_ / kStateAcross, thread_ % kStateAcross);
+  __device__ void load_state(int buffer, uint4 (&pieces)[kStatePieces]) const {
+    const int from = buffer + cuda::tile_place(thread_ / kStateAcross, thread_ % kStateAcross);
 #pragma unroll
     for (int i = 0; i < kStatePieces; ++i)
       pieces[i] = shared_at<uint4>(from + i * kStateDown * kRowBytes);
   }
   __device__ void store_state(int n, int group, const uint4 (&pieces)[kStatePieces]) const {
-    if (c_.p.h == nullptr) return;
-    const std::int64_t at = c_.p.h_at(c_.item, n);
-    if (at < 0) return;
-    const int value = first_value_ + group * kGroupValues;
+    if (n >= states_) return;
     const std::int64_t stride = kKeyFirst ? value_dim() : kKeyDim;
-    X* const to = static_cast<X*>(c_.p.h) + at + thread_ / kStateAcross * stride +
-                  thread_ % kStateAcross * 8 + (kKeyFirst ? value : value * kKeyDim);
+    X* const to =
+        static_cast<X*>(c_.p.h) + h_at_ + group * kGroupValues * (kKeyFirst ? 1 : kKeyDim);
 #pragma unroll
     for (int i = 0; i < kStatePieces; ++i)
       __stcs(reinterpret_cast<uint4*>(to + i * kStateDown * stride), pieces[i]);
   }
 
   const ChainItem c_;
-  const int thread_, first_value_;
+  const int thread_;
+  // What this thread copies next.
   const X *k_, *w_, *u_;
-  const float* g_;
   X* v_new_;
+  std::int64_t h_at_;
+  const float* g_;  // of the first row
+  int states_;      // those of h
 };
 
 // A warpgroup that computes.
@@ -243,10 +261,7 @@ class Chain {
     round_state();
     int stage = 0;
 #pragma unroll 1
-    for (int n = 0; n < c_.chunks; ++n) {
-      step(n, stage);
-      stage = stage == Place::kStages - 1 ? 0 : stage + 1;
-    }
+    for (int n = 0; n < c_.chunks; ++n, stage = Place::next(stage)) step(n, stage);
     if (c_.p.final_state != nullptr)
       for_state([&](float& x, std::int64_t at) { c_.p.final_state[at] = x; });
   }
@@ -270,7 +285,7 @@ class Chain {
     for (int s = 0; s < kKeyDim / 16; ++s)
       chunk_forward::multiply_tokens<X>(y, rounded_[s], w.at(s / 4 * kPart + s % 4 * 32), s > 0);
     cuda::warpgroup_commit();
-    put_state(n);
+    put_state(Place::buffer(n, group_));
     const auto values = [&](int t) {
       return &shared_at<char>(now + Place::kValues + tiles_place_ + 8 * t * kRowBytes);
     };
@@ -328,8 +343,7 @@ class Chain {
     for (int i = 0; i < kKeyDim / 4; ++i)
       rounded_[i / 4][i % 4] = cuda::store_pair<X>(state_[2 * i], state_[2 * i + 1]);
   }
-  __device__ void put_state(int n) const {
-    const int buffer = Place::buffer(n, group_);
+  __device__ void put_state(int buffer) const {
     const int warp = warp_ % 4;
 #pragma unroll
     for (int s = 0; s < kKeyDim / 16; ++s) {
