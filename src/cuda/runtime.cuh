@@ -85,6 +85,9 @@ struct Grid {
   // The kernel calls wait_for_last_kernel() before it touches memory, so its blocks may be there
   // before the last kernel on the stream has ended (sm_90).
   bool waits = false;
+  // So many neighbouring blocks, which share what they read, are near each other (sm_90). It
+  // divides `blocks`.
+  int cluster = 1;
 };
 
 // Enough blocks of `threads` threads for `items`, one each.
@@ -112,11 +115,18 @@ Status launch(std::string_view op, void (*kernel)(Parameters...), const Grid& gr
   config.blockDim = dim3(static_cast<unsigned>(grid.threads));
   config.dynamicSmemBytes = grid.shared;
   config.stream = static_cast<cudaStream_t>(stream.native);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = grid.waits ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (grid.waits) {
+    cudaLaunchAttribute& early = attributes[config.numAttrs++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster > 1) {
+    cudaLaunchAttribute& near = attributes[config.numAttrs++];
+    near.id = cudaLaunchAttributeClusterDimension;
+    near.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
+  }
   return status_of(cudaLaunchKernelEx(&config, kernel, arguments...), op);
 }
 

@@ -1,11 +1,11 @@
 // All of a chunk that does not know the state: P, T = (I + L)^-1 and the factors of its rows.
 //
-// A block has a chunk of one key head and up to two of its value heads. Four warps share k k^T and
-// q k^T, two bands of 8 rows each. Then each head has two warps, and each of these 32 rows of L: it
-// inverts two blocks of 16 in f32, by substitution, a column to a lane, and puts larger ones
-// together on tensor cores: of the inverse [a 0; c b]^-1 = [A 0; C B] it finds C^T = -(A^T c^T)
-// B^T, in which every factor is read from shared memory as it lies there. Factors are the sum of
-// two numbers of the half type, and the product of the lesser ones is left out.
+// A block has a chunk of one key head and up to two of its value heads. Six warps share k k^T and
+// q k^T (WarpPairs). Then each head has two warps, and each of these 32 rows of L: it inverts two
+// blocks of 16 in f32, by substitution, a column to a lane, and puts larger ones together on tensor
+// cores: of the inverse [a 0; c b]^-1 = [A 0; C B] it finds C^T = -(A^T c^T) B^T, in which every
+// factor is read from shared memory as it lies there. Factors are the sum of two numbers of the
+// half type, and the product of the lesser ones is left out.
 //
 // e^(G[i] - G[j]) is 2^ of a difference of sums as in gdn_sum, but of log2(e) g, within 2^-16.
 #pragma once
@@ -13,16 +13,15 @@
 
 namespace bittern::chunk_forward {
 
-constexpr int kPrepareThreads = 128;
+constexpr int kPrepareThreads = 192;
+constexpr int kCopyThreads = 128;  // of them, those that copy rows
 constexpr int kHeadsAtOnce = 2;
 constexpr int kBlock16 = 16, kBlock32 = 32;
 constexpr int kDiagonalPitch = kBlock16 + 4;  // floats
 
 struct HeadGates {
-  float high[kMostRows], low[kMostRows], beta[kMostRows];
-};
-struct RowSum {
-  float high, low, beta;
+  float2 sum[kMostRows];  // log2(e) G[i], as a high and a low part
+  float beta[kMostRows];
 };
 
 // L of a head, and what T lacks of f32.
@@ -51,20 +50,24 @@ struct PrepareProblem {
   Problem p;
   cuda::ChunkSlots slots;
   char* records;
-  ChunkGates* gates = nullptr;  // of each chunk and head, if they are wanted
-  Divisor sharing, pairs;       // value heads of a key head; pairs of them
-  Divisor key_heads, rows;      // rows of the batch
+  ChunkGates* gates = nullptr;             // of each chunk and head, if they are wanted
+  int sharing;                             // value heads of a key head
+  cuda::Divisor32 pairs, key_heads, rows;  // pairs of these; of the batch
   std::int64_t items;
 
   PrepareProblem(const Op::Desc& d, const Op::Args& a, void* workspace)
       : p(d, a, 1),
         slots(d, a.cu_seqlens),
         records(static_cast<char*>(workspace)),
-        sharing(d.value_heads / d.key_heads),
-        pairs((sharing.value() + kHeadsAtOnce - 1) / kHeadsAtOnce),
-        key_heads(d.key_heads),
-        rows(d.batch),
+        sharing(static_cast<int>(d.value_heads / d.key_heads)),
+        pairs(divisor((sharing + kHeadsAtOnce - 1) / kHeadsAtOnce)),
+        key_heads(divisor(d.key_heads)),
+        rows(divisor(d.batch)),
         items(slots.count * d.key_heads * pairs.value()) {}
+
+ private:
+  // Nothing is divided where there are no items.
+  static cuda::Divisor32 divisor(std::int64_t d) { return cuda::Divisor32(d > 0 ? d : 1); }
 };
 
 template <class X>
@@ -86,6 +89,15 @@ __device__ float2 unpack_pair(std::uint32_t bits) {
   } else {
     return make_float2(cuda::load_math(X{static_cast<std::uint16_t>(bits)}),
                        cuda::load_math(X{static_cast<std::uint16_t>(bits >> 16)}));
+  }
+}
+
+template <class X>
+__device__ std::uint32_t add_zero_times(std::uint32_t x, std::uint32_t y) {
+  if constexpr (std::is_same_v<X, bf16>) {
+    return cuda::add_zero_times_bf16(x, y);
+  } else {
+    return cuda::add_zero_times_f16(x, y);
   }
 }
 
@@ -113,11 +125,11 @@ __device__ void split_tiles(const float (&left)[4], const float (&right)[4], flo
   }
 }
 
-// Rows of q or k into a tile: zeros for masked tokens and past the chunk.
+// Rows of q or k into a tile, by kCopyThreads: zeros for masked tokens and past the chunk.
 template <int kColumns = kWide, class X>
 __device__ void copy_rows(int tile, const X* from, std::int64_t stride, int rows,
                           const std::uint8_t* mask) {
-  constexpr int kAcross = kColumns / 8, kDown = kPrepareThreads / kAcross;
+  constexpr int kAcross = kColumns / 8, kDown = kCopyThreads / kAcross;
   const int piece = static_cast<int>(threadIdx.x) % kAcross;
   int row = static_cast<int>(threadIdx.x) / kAcross;
   char* to = &shared_at<char>(tile + tile_place(row, piece));
@@ -146,11 +158,12 @@ __device__ int lane_place() {
   return row * kRowBytes + (piece ^ (lane % 8)) * kPiece;
 }
 
-// The products of a warp's 16 rows, a lane's of which is at `left`, with the first 16 `blocks`
-// rows. Without kQueries those of keys alone.
-template <class X, int kKeyDim, bool kQueries = true>
-__device__ void multiply_pairs(int left, int blocks, float (&kk)[4][2][4], float (&qk)[4][2][4]) {
-  const int right = lane_place<true>();
+// The products of a warp's 16 rows, a lane's of which is at `left`, with 16 `blocks` rows from row
+// 16 `first`. Without kQueries those of keys alone.
+template <class X, int kKeyDim, bool kQueries = true, int kBlocks>
+__device__ void multiply_pairs(int left, int first, int blocks, float (&kk)[kBlocks][2][4],
+                               float (&qk)[kBlocks][2][4]) {
+  const int right = lane_place<true>() + 16 * first * kRowBytes;
 #pragma unroll
   for (int step = 0; step < kKeyDim / 16; ++step) {
     const int part = step / 4 * kPart, columns = step % 4 * 32;
@@ -161,7 +174,7 @@ __device__ void multiply_pairs(int left, int blocks, float (&kk)[4][2][4], float
     load(k, PrepareShared::kKeys, left);
     if constexpr (kQueries) load(q, PrepareShared::kQueries, left);
 #pragma unroll
-    for (int block = 0; block < 4; ++block) {
+    for (int block = 0; block < kBlocks; ++block) {
       if (block >= blocks) break;
       std::uint32_t b[4];
       load(b, PrepareShared::kKeys + 16 * block * kRowBytes, right);
@@ -174,7 +187,7 @@ __device__ void multiply_pairs(int left, int blocks, float (&kk)[4][2][4], float
   }
 }
 
-// 1 / sqrt(x.x + 1e-6) of every row of a tile, times `scale`; two threads a row.
+// 1 / sqrt(x.x + 1e-6) of every row of a tile, times `scale`; two threads a row, kCopyThreads.
 template <class X, int kKeyDim>
 __device__ void measure_rows(int tile, float scale, float* to) {
   constexpr int kHalf = kKeyDim / 16;  // pieces
@@ -235,8 +248,7 @@ __device__ inline void prepare_gates(const Problem& p, std::int64_t head, RowGat
     const int i = 2 * lane + e;
     const GdnSum at = gdn_sum((before + (e == 0 ? first : both)) * kLog2E);
     const float decay = cuda::approximate_exp2(at.high + at.low);
-    gates.high[i] = at.high;
-    gates.low[i] = at.low;
+    gates.sum[i] = make_float2(at.high, at.low);
     gates.beta[i] = to.beta[i] = rows.beta[e];
     to.seen[i] = rows.beta[e] * decay;
     to.asked[i] = decay;
@@ -369,79 +381,149 @@ __device__ void join_blocks(const HeadPlaces& at, int square, int first, int col
   }
 }
 
-// The two bands of 8 rows that a warp has, one of them as far from the top as the other from the
-// bottom: so every warp has the same number of columns up to the diagonal.
-__device__ constexpr int band_of(int warp, int down) { return down == 0 ? warp : 7 - warp; }
-
-// A lane's two columns of L and P, from `column` of a tile of 8, in its row of a band. `high` and
-// `low` are those columns'.
-template <class X, int kBand, int kTile>
-__device__ void put_pair(const HeadPlaces& at, char* pairs, int row, int column, const RowSum& of,
-                         float2 high, float2 low, const float* kk, const float* qk) {
-  auto& of_p = *reinterpret_cast<std::uint32_t*>(pairs + (8 * kBand + row) * kRowBytes +
-                                                 (kTile ^ row) * kPiece + column * 2);
-  if constexpr (kTile > kBand) {
-    of_p = 0;
-  } else {
-    const float decay[2] = {cuda::approximate_exp2((of.high - high.x) + (of.low - low.x)),
-                            cuda::approximate_exp2((of.high - high.y) + (of.low - low.y))};
-    float l[2], pair[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const bool counts = kTile < kBand || column + e <= row;  // beyond, decays may be infinite
-      // A NaN here is also in W, from the same token on, which is enough: in T it would be
-      // multiplied by zeros.
-      const float of_l = kk[e] * of.beta * decay[e];
-      l[e] = counts && fabsf(of_l) < INFINITY ? of_l : 0.0f;
-      pair[e] = counts ? qk[e] * decay[e] : 0.0f;
-    }
-    of_p = cuda::store_pair<X>(pair[0], pair[1]);
-    if constexpr (kTile / 2 == kBand / 2) {
-      shared_at<float2>(at.parts + HeadParts::kDiagonal +
-                        ((8 * kBand + row) * kDiagonalPitch + kTile % 2 * 8 + column) * 4) =
-          make_float2(l[0], l[1]);
-    } else {
-      constexpr int kSquare = kBand / 4 != kTile / 4 ? 2 : kTile / 4;
-      const SplitPair split = split_pair<X>(l[0], l[1]);
-      const int inside =
-          HeadPlaces::in_square(row, kTile % 4) + column * 2 + kBand % 2 * 8 * kSquareRow;
-      shared_at<std::uint32_t>(at.of_l(HeadParts::kHigh, kSquare, kBand / 2, 0, inside)) =
-          split.high;
-      shared_at<std::uint32_t>(at.of_l(HeadParts::kLow, kSquare, kBand / 2, 0, inside)) = split.low;
-    }
+// What a warp has of k k^T and q k^T: two bands of 8 rows, and two blocks of 16 columns. Warps 0 to
+// 3 have the columns before 32, each one band from the top and one from the bottom. Warps 4 and 5
+// have the others of bands 4 to 7, those that count.
+struct WarpPairs {
+  int warp;
+  __device__ int band(int down) const {
+    return warp >= 4 ? 2 * warp - 4 + down : down == 0 ? warp : 7 - warp;
   }
-}
+  __device__ int first_block() const { return warp / 4 * 2; }
+  // The block on the diagonal of all its bands but the lower ones of warps 0 to 3, of the two.
+  __device__ int diagonal() const { return warp >= 4 ? warp - 4 : warp / 2; }
+};
+using PairSums = float[2][2][4];
 
-// L and P of a head in the rows of a warp; of P also what is above the diagonal in its blocks
-// of 16.
-template <class X, int kWarp>
-__device__ void put_pairs(const HeadGates& g, const HeadPlaces& at, char* pairs,
-                          const float (&kk)[4][2][4], const float (&qk)[4][2][4]) {
-  const unsigned lane = cuda::opaque(threadIdx.x) % 32;
-  const int row = static_cast<int>(lane / 4), column = static_cast<int>(lane % 4 * 2);
-  const auto row_sum = [&](int down) {
-    const int i = 8 * band_of(kWarp, down) + row;
-    return RowSum{g.high[i], g.low[i], g.beta[i]};
-  };
-  const RowSum rows[2] = {row_sum(0), row_sum(1)};
-  const auto put = [&]<int kTile>(std::integral_constant<int, kTile>) {
-    const int j = 8 * kTile + column;
-    const auto high = *reinterpret_cast<const float2*>(g.high + j);
-    const auto low = *reinterpret_cast<const float2*>(g.low + j);
-    const auto put_row = [&]<int kDown>(std::integral_constant<int, kDown>) {
-      constexpr int kBand = band_of(kWarp, kDown);
-      if constexpr (kTile / 2 <= kBand / 2)
-        put_pair<X, kBand, kTile>(at, pairs, row, column, rows[kDown], high, low,
-                                  &kk[kTile / 2][kTile % 2][2 * kDown],
-                                  &qk[kTile / 2][kTile % 2][2 * kDown]);
+// L and P of a head in a warp's part.
+template <class X>
+class PairWriter {
+ public:
+  // P goes to `pairs`, L to `parts`.
+  __device__ PairWriter(const HeadGates& gates, int parts, char* pairs, WarpPairs of)
+      : gates_(gates), of_(of), pairs_(pairs), parts_(parts) {
+    const int lane = static_cast<int>(cuda::opaque(threadIdx.x) % 32);
+    row_ = lane / 4;
+    column_ = lane % 4 * 2;
+    odd_ = lane % 2 != 0;
+    // Held in registers, or they would be computed again for every tile.
+    const auto hold = [](int x) {
+      return static_cast<int>(cuda::opaque(static_cast<unsigned>(x)));
     };
-    put_row(std::integral_constant<int, 0>());
-    put_row(std::integral_constant<int, 1>());
+    p_place_ = hold(row_ * kRowBytes + (row_ ^ lane % 2) * kPiece + lane % 4 / 2 * 8);
+    l_place_ = hold(HeadPlaces::in_square(row_, 0) + column_ * 2);
+  }
+
+  // Of P also what is above the diagonal in its blocks of 16. Returns what is 0 as long as all that
+  // is put below those blocks is finite, if it is not checked.
+  template <bool kChecked>
+  __device__ std::uint32_t put(const PairSums& kk, const PairSums& qk) const {
+    const Row upper(*this, 0), lower(*this, 1);
+    const int diagonal = of_.diagonal();
+    const bool left = of_.warp < 4;
+    std::uint32_t zeros = 0;
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      float4 sums[2];  // of a lane's two columns of each tile
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        sums[half] = *reinterpret_cast<const float4*>(gates_.sum + column(block, half));
+      const bool before = block == 0 && diagonal == 1;
+      if (left || before) {
+        put_below<kChecked>(lower, left ? 2 : 1, block, sums, kk[block], qk[block], 1, zeros);
+      } else if (block == diagonal) {
+        put_diagonal(lower, block, sums, kk[block], qk[block], 1);
+      }
+      if (before) {
+        put_below<kChecked>(upper, of_.warp / 4, block, sums, kk[block], qk[block], 0, zeros);
+      } else if (block == diagonal) {
+        put_diagonal(upper, block, sums, kk[block], qk[block], 0);
+      }
+    }
+    return zeros;
+  }
+
+ private:
+  struct Row {
+    int band, index;
+    float2 sum;
+    float beta;
+    __device__ Row(const PairWriter& w, int down)
+        : band(w.of_.band(down)),
+          index(8 * band + w.row_),
+          sum(w.gates_.sum[index]),
+          beta(w.gates_.beta[index]) {}
+    // e^(G[i] - G[j]) of a lane's two columns.
+    __device__ float2 decays(const float4& sums) const {
+      return make_float2(cuda::approximate_exp2((sum.x - sums.x) + (sum.y - sums.y)),
+                         cuda::approximate_exp2((sum.x - sums.z) + (sum.y - sums.w)));
+    }
   };
-  [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
-    (put(std::integral_constant<int, kTile>()), ...);
-  }(std::make_integer_sequence<int, kMostRows / 8>());
-}
+  // The lane's first column of a tile.
+  __device__ int column(int block, int half) const {
+    return 16 * (of_.first_block() + block) + 8 * half + column_;
+  }
+  // A NaN here is also in W, from the same token on, which is enough: in T it would be multiplied
+  // by zeros.
+  __device__ static float finite(float x) { return fabsf(x) < INFINITY ? x : 0.0f; }
+  // Two tiles of P, one beside the other. Lanes exchange what they have of them, so that each
+  // writes four neighbours.
+  __device__ void put_p(const Row& of, int block, const std::uint32_t (&p)[2]) const {
+    const std::uint32_t other = __shfl_xor_sync(~0u, odd_ ? p[0] : p[1], 1);
+    const int place =
+        (p_place_ ^ 2 * kPiece * (of_.first_block() + block)) + 8 * of.band * kRowBytes;
+    *reinterpret_cast<uint2*>(pairs_ + static_cast<unsigned>(place)) =
+        odd_ ? make_uint2(other, p[1]) : make_uint2(p[0], other);
+  }
+  // Two tiles below the blocks of 16 on the diagonal, in square `square` of L.
+  template <bool kChecked>
+  __device__ void put_below(const Row& of, int square, int block, const float4 (&sums)[2],
+                            const float (&kk)[2][4], const float (&qk)[2][4], int down,
+                            std::uint32_t& zeros) const {
+    const int place =
+        parts_ + (l_place_ + square * HeadParts::kSquare + of.band % 4 * 8 * kSquareRow);
+    std::uint32_t p[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float *const k = kk[half] + 2 * down, *const q = qk[half] + 2 * down;
+      const float2 decay = of.decays(sums[half]);
+      p[half] = cuda::store_pair<X>(q[0] * decay.x, q[1] * decay.y);
+      float l[2] = {k[0] * of.beta * decay.x, k[1] * of.beta * decay.y};
+      if constexpr (kChecked) l[0] = finite(l[0]), l[1] = finite(l[1]);
+      const SplitPair split = split_pair<X>(l[0], l[1]);
+      if constexpr (!kChecked) zeros = add_zero_times<X>(zeros, split.high);
+      const int to = place ^ (2 * block + half) * kPiece;
+      shared_at<std::uint32_t>(to + HeadParts::kHigh) = split.high;
+      shared_at<std::uint32_t>(to + HeadParts::kLow) = split.low;
+    }
+    put_p(of, block, p);
+  }
+  // Two tiles in one of these. Beyond the diagonal, decays may be infinite.
+  __device__ void put_diagonal(const Row& of, int block, const float4 (&sums)[2],
+                               const float (&kk)[2][4], const float (&qk)[2][4], int down) const {
+    const int place = parts_ + HeadParts::kDiagonal + (of.index * kDiagonalPitch + column_) * 4;
+    std::uint32_t p[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float *const k = kk[half] + 2 * down, *const q = qk[half] + 2 * down;
+      const float2 decay = of.decays(sums[half]);
+      const int after = column(block, half) - of.index;
+      const bool first = after <= 0, second = after < 0;
+      p[half] = cuda::store_pair<X>(first ? q[0] * decay.x : 0.0f, second ? q[1] * decay.y : 0.0f);
+      shared_at<float2>(place + 8 * half * 4) =
+          make_float2(first ? finite(k[0] * of.beta * decay.x) : 0.0f,
+                      second ? finite(k[1] * of.beta * decay.y) : 0.0f);
+    }
+    put_p(of, block, p);
+  }
+
+  const HeadGates& gates_;
+  const WarpPairs of_;
+  char* const pairs_;
+  const int parts_;
+  int row_, column_, p_place_, l_place_;
+  bool odd_;
+};
 
 template <class X, int kKeyDim>
 __global__ void __launch_bounds__(kPrepareThreads, 4)
@@ -450,43 +532,52 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
   using Shared = PrepareShared;
   const Problem& p = all.p;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  const std::int64_t of_key = all.pairs.divide(blockIdx.x);
-  const std::int64_t first = (blockIdx.x - of_key * all.pairs.value()) * kHeadsAtOnce;
-  const std::int64_t turn = all.key_heads.divide(of_key);
-  const std::int64_t key_head = of_key - turn * p.d.key_heads;
+  const int sharing = all.sharing;
+  const auto of_key = static_cast<int>(all.pairs.divide(blockIdx.x));
+  const int first =
+      (static_cast<int>(blockIdx.x) - of_key * static_cast<int>(all.pairs.value())) * kHeadsAtOnce;
+  const auto key_heads = static_cast<int>(all.key_heads.value());
+  const auto turn = static_cast<int>(all.key_heads.divide(static_cast<unsigned>(of_key)));
+  const int key_head = of_key - turn * key_heads;
   // The last chunks of all batch rows first: the chain begins with the first ones, and finds them
   // in the L2.
-  const std::int64_t from_end = all.rows.divide(turn), per_row = all.slots.per_row.value();
-  const std::int64_t slot = (turn - from_end * p.d.batch + 1) * per_row - 1 - from_end;
-  const cuda::ChunkTokens chunk = all.slots.at(slot);
+  const auto from_end = static_cast<int>(all.rows.divide(static_cast<unsigned>(turn)));
+  const int row = turn - from_end * static_cast<int>(all.rows.value());
+  const int of_row = static_cast<int>(all.slots.per_row.value()) - 1 - from_end;
+  const std::int64_t slot = row * all.slots.per_row.value() + of_row;
+  const cuda::ChunkTokens chunk = all.slots.of_row(row, of_row);
   if (chunk.rows == 0) return;
   Problem::Item item{};
-  item.row = p.cu_seqlens != nullptr ? 0 : all.slots.per_row.divide(slot);
-  item.begin = chunk.begin - item.row * p.d.tokens;
+  item.row = row;
+  item.begin = chunk.begin - row * p.d.tokens;
   const std::uint8_t* mask = p.mask != nullptr ? p.mask + chunk.begin : nullptr;
   const auto head = [&](int i) {
-    return p.d.head_map == HeadMap::tiled ? key_head + (first + i) * p.d.key_heads
-                                          : key_head * all.sharing.value() + first + i;
+    return p.d.head_map == HeadMap::tiled ? key_head + (first + i) * key_heads
+                                          : key_head * sharing + first + i;
   };
-  const int count = static_cast<int>(all.sharing.value() - first) < kHeadsAtOnce ? 1 : kHeadsAtOnce;
+  const int count = sharing - first < kHeadsAtOnce ? 1 : kHeadsAtOnce;
   const auto at = [&](const TokenStrides& stride) {
     return stride.at(item.row, item.begin, key_head);
   };
-  item.head = head(warp < count ? warp : 0);
-  const RowGates row_gates(p, item, mask, chunk.rows);
-  copy_rows<kKeyDim>(Shared::kKeys, static_cast<const X*>(p.k) + at(p.k_stride), p.k_stride.token,
-                     chunk.rows, mask);
-  copy_rows<kKeyDim>(Shared::kQueries, static_cast<const X*>(p.q) + at(p.q_stride),
-                     p.q_stride.token, chunk.rows, mask);
-  cuda::copy_async_commit();
-  const auto record = [&](int i) { return all.records + record_at(p, slot, head(i)); };
+  char* const first_record = all.records + record_at(p, slot, head(0));
+  const std::int64_t apart =
+      (p.d.head_map == HeadMap::tiled ? p.d.key_heads : 1) * std::int64_t{Record::kBytes};
+  const auto record = [&](int i) { return first_record + i * apart; };
   const auto inverse = [](int i) { return Shared::kRests + i * Shared::kRestBytes; };
   const auto factors = [&](int i) -> Factors& { return shared_at<Factors>(inverse(i) + kPart); };
   const auto gates = [](int i) -> HeadGates& {
     return shared_at<HeadGates>(Shared::kGates + i * static_cast<int>(sizeof(HeadGates)));
   };
-  if (warp < count) {
-    prepare_gates(p, item.head, row_gates, gates(warp), factors(warp));
+  const bool copies = thread < kCopyThreads;
+  if (copies) {
+    copy_rows<kKeyDim>(Shared::kKeys, static_cast<const X*>(p.k) + at(p.k_stride), p.k_stride.token,
+                       chunk.rows, mask);
+    copy_rows<kKeyDim>(Shared::kQueries, static_cast<const X*>(p.q) + at(p.q_stride),
+                       p.q_stride.token, chunk.rows, mask);
+    cuda::copy_async_commit();
+  } else if (const int of = warp - kCopyThreads / 32; of < count) {
+    item.head = head(of);
+    prepare_gates(p, item.head, RowGates(p, item, mask, chunk.rows), gates(of), factors(of));
   }
   auto* const k_norm = &shared_at<float>(Shared::kNorms);
   float* const q_norm = k_norm + kMostRows;
@@ -494,8 +585,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
   cuda::copy_async_wait<0>();
   __syncthreads();
   if (p.d.qk_l2norm) {
-    measure_rows<X, kKeyDim>(Shared::kKeys, 1.0f, k_norm);
-    measure_rows<X, kKeyDim>(Shared::kQueries, p.scale, q_norm);
+    if (copies) {
+      measure_rows<X, kKeyDim>(Shared::kKeys, 1.0f, k_norm);
+      measure_rows<X, kKeyDim>(Shared::kQueries, p.scale, q_norm);
+    }
     __syncthreads();
   }
   if (thread / kMostRows < count) {
@@ -507,64 +600,69 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
     if (all.gates != nullptr) {
       const HeadGates& from = gates(thread / kMostRows);
       ChunkGates& to = all.gates[slot * p.d.value_heads + head(thread / kMostRows)];
-      to.high[i] = from.high[i];
-      to.low[i] = from.low[i];
+      to.high[i] = from.sum[i].x;
+      to.low[i] = from.sum[i].y;
       to.beta[i] = from.beta[i];
       to.k_norm[i] = k_norm[i];
       to.q_norm[i] = q_norm[i];
     }
   }
-  float kk[4][2][4] = {}, qk[4][2][4] = {};
+  const WarpPairs mine{warp};
+  PairSums kk = {}, qk = {};
   // Lanes 8 to 15 of each 16 give rows of the lower band.
-  const int near = lane / 8 % 2, left = 8 * (band_of(warp, near) - near) * kRowBytes;
-  multiply_pairs<X, kKeyDim>(lane_place<false>() + left, (9 - warp) / 2, kk, qk);
+  const int near = lane / 8 % 2, left = 8 * (mine.band(near) - near) * kRowBytes;
+  multiply_pairs<X, kKeyDim>(lane_place<false>() + left, mine.first_block(), 2, kk, qk);
   if (p.d.qk_l2norm) {
-    const int column = 2 * (lane % 4);
+    const int columns = 16 * mine.first_block() + 2 * (lane % 4);
 #pragma unroll
-    for (int e = 0; e < 32; ++e) {
-      const int i = 8 * band_of(warp, e / 2 % 2) + lane / 4, j = 8 * (e / 4) + column + e % 2;
+    for (int e = 0; e < 16; ++e) {
+      const int i = 8 * mine.band(e / 2 % 2) + lane / 4, j = columns + 8 * (e / 4) + e % 2;
       kk[e / 8][e / 4 % 2][e % 4] *= k_norm[i] * k_norm[j];
       qk[e / 8][e / 4 % 2][e % 4] *= q_norm[i] * k_norm[j];
     }
   } else {
 #pragma unroll
-    for (int e = 0; e < 32; ++e) qk[e / 8][e / 4 % 2][e % 4] *= p.scale;
+    for (int e = 0; e < 16; ++e) qk[e / 8][e / 4 % 2][e % 4] *= p.scale;
   }
   __syncthreads();  // what is made of k and q comes into their place
+  const auto parts = [](int i) { return Shared::kParts + i * HeadParts::kBytes; };
+  const auto put = [&]<bool kChecked>(std::bool_constant<kChecked>) {
+    std::uint32_t zeros = 0;
+    char* pairs = record(0) + Record::kPairs;
 #pragma unroll 1
-  for (int n = 0; n < count; ++n) {
-    const HeadPlaces places{Shared::kParts + n * HeadParts::kBytes, inverse(n)};
-    char* const pairs = record(n) + Record::kPairs;
-    const auto put = [&]<int kWarp>(std::integral_constant<int, kWarp>) {
-      if (warp == kWarp) put_pairs<X, kWarp>(gates(n), places, pairs, kk, qk);
-    };
-    put(std::integral_constant<int, 0>());
-    put(std::integral_constant<int, 1>());
-    put(std::integral_constant<int, 2>());
-    put(std::integral_constant<int, 3>());
-  }
+    for (int n = 0; n < count; ++n, pairs += apart)
+      zeros |= PairWriter<X>(gates(n), parts(n), pairs, mine).template put<kChecked>(kk, qk);
+    return zeros;
+  };
+  if (__any_sync(~0u, put(std::false_type()) != 0)) put(std::true_type());
   __syncthreads();
-  const int mine = warp / 2, of_two = warp % 2;
-  const HeadPlaces places{Shared::kParts + mine * HeadParts::kBytes, inverse(mine)};
-  if (mine < count) {
-    // Above the squares on the diagonal.
+  // Two warps of warps 0 to 3 to a head; the others are done when they have written its factors.
+  const auto put_out = [&](char* to, int from) {
+    *reinterpret_cast<uint4*>(to) = shared_at<uint4>(from);
+  };
+  if (!copies) {
+    const int n = warp - kCopyThreads / 32;
+    if (n >= count) return;
+    for (int at = lane * kPiece; at < static_cast<int>(sizeof(Factors)); at += 32 * kPiece)
+      put_out(record(n) + Record::kFactors + at, inverse(n) + kPart + at);
+    return;
+  }
+  const int of = warp / 2, of_two = warp % 2;
+  if (of >= count) return;
+  const HeadPlaces places{parts(of), inverse(of)};
+  const auto sync_head = [&] { cuda::barrier_wait(1 + of, 64); };
+  invert_blocks<X>(places, 2 * of_two);
+  __syncwarp();
+  join_blocks<X, 1, true>(places, of_two, 2 * of_two, 2 * of_two);
+  sync_head();
+  join_blocks<X, 2, false>(places, 2, 0, of_two);
+  sync_head();
+  char* const to = record(of) + Record::kInverse + thread % 64 * kPiece;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = 16 * i + thread % 64 / 4, piece = (4 + thread % 4) ^ (row % 8);
-      shared_at<uint4>(places.inverse + row * kRowBytes + piece * kPiece) = uint4{};
-    }
-    invert_blocks<X>(places, 2 * of_two);
-    __syncwarp();
-    join_blocks<X, 1, true>(places, of_two, 2 * of_two, 2 * of_two);
-  }
-  __syncthreads();
-  if (mine < count) join_blocks<X, 2, false>(places, 2, 0, of_two);
-  cuda::fence_shared();
-  __syncthreads();
-  if (thread < count) {
-    cuda::bulk_copy_out(record(thread) + Record::kInverse, &shared_at<char>(inverse(thread)),
-                        Shared::kRestBytes);
-    cuda::bulk_copy_out_wait();
+  for (int i = 0; i < kMostRows / 8; ++i) {
+    const int place = i * 8 * kRowBytes;
+    const int piece = thread % kPieces ^ thread % 64 / kPieces;
+    if (piece < 2 * (i / 2 + 1)) put_out(to + place, places.inverse + place + thread % 64 * kPiece);
   }
 }
 

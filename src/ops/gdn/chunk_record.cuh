@@ -39,9 +39,8 @@ struct ChunkGates {
 };
 
 struct Record {
-  // P; blocks of 16 above the diagonal are not written.
-  static constexpr int kPairs = 0;
-  static constexpr int kInverse = kPart;  // T = (I + L)^-1
+  // P and T = (I + L)^-1; blocks of 16 above the diagonal are not written.
+  static constexpr int kPairs = 0, kInverse = kPart;
   static constexpr int kFactors = 2 * kPart;
   static constexpr int kBytes = kFactors + static_cast<int>(sizeof(Factors));
 };

@@ -52,10 +52,14 @@ struct ChunkSlots {
     return s;
   }
   __device__ ChunkTokens at(std::int64_t slot) const {
+    const std::int64_t row = per_row.divide(slot);
+    return of_row(row, slot - row * per_row.value());
+  }
+  // Slot `slot` of those of a batch row. There is one row of packed sequences.
+  __device__ ChunkTokens of_row(std::int64_t row, std::int64_t slot) const {
     std::int64_t begin, end;
     if (sequences == 0) {
-      const std::int64_t row = per_row.divide(slot);
-      begin = row * tokens + (slot - row * per_row.value()) * chunk;
+      begin = row * tokens + slot * chunk;
       end = (row + 1) * tokens;
     } else {
       const std::int64_t s = sequence_of(slot);

@@ -37,15 +37,6 @@ struct ChainProblem {
   Segments cut;
 };
 
-template <class X>
-__device__ std::uint32_t add_zero_times(std::uint32_t x, std::uint32_t y) {
-  if constexpr (std::is_same_v<X, bf16>) {
-    return cuda::add_zero_times_bf16(x, y);
-  } else {
-    return cuda::add_zero_times_f16(x, y);
-  }
-}
-
 // What both sides know of a block's segment, sequence and head. kOutput: the chain with o; its
 // blocks have a segment after the other. Without o, those of the first segment are followed by two
 // times as many of each other one but the last, for N and for M.
@@ -543,7 +534,8 @@ Status run_warpgroups(const Op::Desc& d, const Op::Args& a, Stream stream, Works
                   {.blocks = turns * all.p.items,
                    .threads = (kGroups + 1) * kGroupThreads,
                    .shared = kStages * Stage<kGroups, kKeyDim>::kBytes,
-                   .waits = true},
+                   .waits = true,
+                   .cluster = turns * all.p.items % 2 == 0 ? 2 : 1},
                   all);
   };
   // Two groups of values a block, or, while there are multiprocessors for them, one.

@@ -7,7 +7,7 @@
 
 namespace bittern::kkt {
 
-constexpr int kMmaThreads = chunk_forward::kPrepareThreads;
+constexpr int kMmaThreads = chunk_forward::kCopyThreads;
 
 struct MmaShared {
   static constexpr int kKeys = chunk_forward::PrepareShared::kKeys;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kMmaThreads, 5) kkt_mma(const __grid_constant_
     cuda::copy_async_wait<0>();
     __syncthreads();
     float kk[4][2][4] = {}, none[4][2][4];
-    multiply_pairs<X, kKeyDim, false>(lane_place<false>() + 16 * warp * kRowBytes, warp + 1, kk,
+    multiply_pairs<X, kKeyDim, false>(lane_place<false>() + 16 * warp * kRowBytes, 0, warp + 1, kk,
                                       none);
     float* const gates = &shared_at<float>(Shared::kGates);
 #pragma unroll 1
