@@ -414,6 +414,64 @@ def cases(torch, where, small):
                 note="" if name == "bf16" else "FLA reads A in bf16",
             )  # fmt: skip
 
+    # -- the rest of FLA's chain, an op each --
+    def fla_kkt(t):
+        from fla.ops.common.chunk_scaled_dot_kkt import chunk_scaled_dot_kkt_fwd
+
+        return (chunk_scaled_dot_kkt_fwd(t["k"], t["g log2"], t["beta"]),)
+
+    def fla_solve(t):
+        from fla.ops.utils.solve_tril import solve_tril
+
+        return (solve_tril(t["l"], output_dtype=bf16),)
+
+    def fla_state(t):
+        from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
+
+        return chunk_gated_delta_rule_fwd_h(
+            t["k"], t["w"], t["u"], g=t["g log2"], output_final_state=True
+        )
+
+    def fla_output(t):
+        from fla.ops.common.chunk_o import chunk_fwd_o
+
+        return (chunk_fwd_o(t["q"], t["k"], t["v_new"], t["h"], g=t["g log2"]),)
+
+    def chain_inputs(op, batch, tokens):
+        def make():
+            t = delta_heads(batch, tokens)
+            chunks = t["g"].view(batch, tokens // 64, 64, heads)
+            g = chunks.cumsum(2).view(batch, tokens, heads).contiguous()
+            out = {"k": t["k"], "g": g, "g log2": g * LOG2_E}
+            if op == "kkt":
+                return {**out, "beta": t["beta"]}
+            if op == "solve":
+                i = torch.arange(tokens, device=where) % 64
+                below = i[:, None] > torch.arange(64, device=where)
+                l = 0.1 * normal(batch, tokens, heads, 64)
+                return {"l": torch.where(below[None, :, None, :], l, 0.0)}
+            if op == "state":
+                w = 0.1 * normal(batch, tokens, heads, size)
+                return {**out, "w": w.to(bf16), "u": t["v"]}
+            h = normal(batch, tokens // 64, heads, size, size, dtype=bf16)
+            return {**out, "q": t["q"], "v_new": t["v"], "h": h}
+
+        return make
+
+    keys = {"key_heads": key_heads, "value_heads": heads, "element": "bf16"}
+    for op, options, function, outputs in (
+        ("kkt", keys, fla_kkt, ("l",)),
+        ("solve", {"value_heads": heads, "a_element": "bf16"}, fla_solve, ("a",)),
+        ("state", keys, fla_state, ("h", "v_new", "final_state")),
+        ("output", keys, fla_output, ("o",)),
+    ):
+        for batch, tokens in ((1, 128),) if small else ((1, 32768), (4, 8192)):
+            yield Case(
+                f"gdn_{op} {batch} x {tokens} tokens", f"gdn_{op}",
+                {"batch": batch, "tokens": tokens, **options},
+                chain_inputs(op, batch, tokens), fla(function), outputs,
+            )  # fmt: skip
+
     def fla_chunks(t):
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
