@@ -92,20 +92,51 @@ inline constexpr bool kHasBulkCopies = false;
 __device__ inline void fence_shared() {
   if constexpr (kHasBulkCopies) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+// What this thread began to copy out since its last commit is one for bulk_copy_out_wait.
+__device__ inline void bulk_copies_commit() {
+  if constexpr (kHasBulkCopies) asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 // Starts copying.
 __device__ inline void bulk_copy_out(void* global, const void* shared, int bytes) {
-  if constexpr (kHasBulkCopies) {
+  if constexpr (kHasBulkCopies)
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                  "r"(shared_address(shared)), "r"(bytes)
                  : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-  }
+  bulk_copies_commit();
 }
 // Waits until what this thread began to copy has been read, but for the last kPending copies.
 template <int kPending = 0>
 __device__ inline void bulk_copy_out_wait() {
   if constexpr (kHasBulkCopies)
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// A barrier of 8 bytes in shared memory that copies complete: made by one thread, whose block or
+// warp meets before another one uses it.
+__device__ inline void arrival_init(std::uint64_t* barrier) {
+  if constexpr (kHasBulkCopies) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier))
+                 : "memory");
+    fence_shared();
+  }
+}
+// By one thread, in every round: so many bytes will come.
+__device__ inline void arrival_expect(std::uint64_t* barrier, int bytes) {
+  if constexpr (kHasBulkCopies)
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+        "r"(bytes)
+        : "memory");
+}
+// Until all of round 0, 1, .. have come. No thread may be a round behind.
+__device__ inline void arrival_wait(std::uint64_t* barrier, std::uint32_t round) {
+  if constexpr (kHasBulkCopies)
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}" ::"r"(shared_address(barrier)),
+        "r"(round & 1)
+        : "memory");
 }
 
 // A warp's copies into shared memory. Every round, one lane says how many bytes will come; each
@@ -115,21 +146,11 @@ class BulkCopiesIn {
   // 8 bytes in shared memory. By the whole warp.
   __device__ explicit BulkCopiesIn(std::uint64_t* barrier) : barrier_(barrier) {
     if constexpr (kHasBulkCopies) {
-      if (threadIdx.x % 32 == 0) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier_))
-                     : "memory");
-        fence_shared();
-      }
+      if (threadIdx.x % 32 == 0) arrival_init(barrier_);
       __syncwarp();
     }
   }
-  __device__ void expect(int bytes) const {
-    if constexpr (kHasBulkCopies)
-      asm volatile(
-          "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier_)),
-          "r"(bytes)
-          : "memory");
-  }
+  __device__ void expect(int bytes) const { arrival_expect(barrier_, bytes); }
   __device__ void start(void* shared, const void* global, int bytes) const {
     if constexpr (kHasBulkCopies)
       asm volatile(
@@ -138,16 +159,7 @@ class BulkCopiesIn {
           "l"(global), "r"(bytes), "r"(shared_address(barrier_))
           : "memory");
   }
-  __device__ void wait() {
-    if constexpr (kHasBulkCopies)
-      asm volatile(
-          "{\n.reg .pred done;\nagain:\n"
-          "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-          "@!done bra again;\n}" ::"r"(shared_address(barrier_)),
-          "r"(round_ & 1)
-          : "memory");
-    ++round_;
-  }
+  __device__ void wait() { arrival_wait(barrier_, round_++); }
 
  private:
   std::uint64_t* barrier_;
@@ -211,6 +223,20 @@ template <class T>
 __device__ inline T* opaque(T* p) {
   asm volatile("" : "+l"(p));
   return p;
+}
+
+// x, which all lanes of a warp have alike; the compiler then knows that they have.
+__device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+// Is this the one lane of its warp, all of which ask, that is to do something?
+__device__ inline bool elected() {
+  if constexpr (!kHasBulkCopies) return threadIdx.x % 32 == 0;
+  unsigned yes;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(yes));
+  return yes != 0;
 }
 
 // ---- matrix fragments ----

@@ -34,11 +34,15 @@ inline void copy_async_wait() {}
 
 inline constexpr bool kHasBulkCopies = true;
 inline void fence_shared() {}
+inline void bulk_copies_commit() {}
 inline void bulk_copy_out(void* global, const void* shared, int bytes) {
   std::memcpy(global, shared, static_cast<std::size_t>(bytes));
 }
 template <int kPending = 0>
 inline void bulk_copy_out_wait() {}
+inline void arrival_init(std::uint64_t*) {}
+inline void arrival_expect(std::uint64_t*, int) {}
+inline void arrival_wait(std::uint64_t*, std::uint32_t) {}
 struct BulkCopiesIn {
   explicit BulkCopiesIn(std::uint64_t*) {}
   void expect(int) const {}
@@ -83,6 +87,9 @@ template <class T>
 inline T* opaque(T* p) {
   return p;
 }
+
+inline int uniform(int x) { return x; }
+inline bool elected() { return emulation::lane() == 0; }
 
 namespace emulated {
 

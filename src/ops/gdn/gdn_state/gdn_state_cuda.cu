@@ -15,6 +15,11 @@ Status run(const Op::Desc& d, const Op::Args& a, Stream stream, Workspace) {
 }
 
 Status supports_wgmma(const Op::Desc& d, Device device) {
+  constexpr std::int64_t kMostTokens = 0x7fffffff;
+  const std::int64_t tokens = d.batch * d.tokens;
+  if (tokens > kMostTokens)
+    return chunk_forward::refused("batch * tokens", tokens,
+                                  "at most " + std::to_string(kMostTokens));
   return chunk_forward::supports_warpgroups(d, device, d.value_dim / state::kGroupValues);
 }
 

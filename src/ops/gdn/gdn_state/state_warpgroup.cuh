@@ -7,10 +7,12 @@
 //
 //   y = u - S w^T;   v_new = X(y);   S = e^g[last] S + X(y e^(g[last] - g)) k
 //
-// The right sides are where another warpgroup has put them: it copies the next chunks meanwhile
-// (Mover::kUnderWay of them). v_new goes where u was, and X(S) into a buffer of its own. That
-// warpgroup writes both out.
+// The right sides are where another warpgroup has put them: it copies the next chunks meanwhile.
+// v_new goes where u was, and X(S) into a buffer of its own. That warpgroup writes both out. The
+// copy engine does nearly all of this: loads and stores by threads would keep the chain's own
+// accesses to shared memory waiting.
 #pragma once
+#include "cuda/tensor_map.cuh"
 #include "ops/gdn/chunk_tokens.cuh"
 #include "ops/gdn/gdn_state/state_device.cuh"
 
@@ -36,22 +38,36 @@ struct Gates {
   float decay;                          // e^g[last]
 };
 
-// Before kStages of these, two buffers for X(S): chunk n has buffer n % 2, which has been read
-// before chunk n + 2 is handed over.
+// Before kStages of these, kBuffers for X(S): chunk n has buffer n % kBuffers. 128 keys leave room
+// for no more.
 template <int kGroups, int kKeyDim>
 struct Stage {
-  static constexpr int kStages = kGroups == 1 ? 4 : 3;  // what 128 keys leave room for
+  static constexpr int kStages = kGroups == 1 ? 4 : 3, kBuffers = kStages - 1;
+  // Whether results are copied out before the chunk is done, and gates are handed over before this
+  // side waits for the chain. With two groups the memory is the limit, and no barriers are left.
+  static constexpr bool kEarly = kGroups == 1;
   static constexpr int kBuffer = kKeyDim / 64 * kPart;
-  static constexpr int kFirst = 2 * kGroups * kBuffer;
+  static constexpr int kFirst = kBuffers * kGroups * kBuffer;
   static constexpr int kKeys = 0, kW = kBuffer, kValues = 2 * kBuffer;
   static constexpr int kGates = kValues + kGroups * kPart;
   static constexpr int kBytes = kGates + (static_cast<int>(sizeof(Gates)) + 1023) / 1024 * 1024;
-  static constexpr int kAll = kFirst + kStages * kBytes;
+  static constexpr int kArrivals = kFirst + kStages * kBytes;  // a barrier for each stage
+  static constexpr int kAll = kArrivals + kStages * 8;
   static __device__ int at(int stage) { return kFirst + stage * kBytes; }
-  static __device__ int next(int stage) { return stage == kStages - 1 ? 0 : stage + 1; }
-  static __device__ int buffer(int chunk, int group) {
-    return (chunk % 2 * kGroups + group) * kBuffer;
+  static __device__ int buffer_at(int buffer, int group) {
+    return (buffer * kGroups + group) * kBuffer;
   }
+};
+// The barrier of a group that computes and the warp that copies its results out.
+template <int kGroups>
+__device__ int results_barrier(int stage) {
+  return 1 + 2 * Stage<kGroups, kWide>::kStages * kGroups + stage;
+}
+constexpr int kResultsThreads = kGroupThreads + 32;
+
+struct ChainProblem {
+  cuda::TensorMap k, w, u, v_new, h;  // the last two may be missing, as in `p`
+  Problem p;
 };
 
 // What both sides know of a block's sequence and head.
@@ -66,177 +82,228 @@ struct ChainItem {
                                  std::int64_t{kMostRows} * (chunks - 1));
   }
   __device__ int rows(int n) const { return n + 1 < chunks ? kMostRows : last_rows; }
+  __device__ bool whole(int n) const { return n < chunks && rows(n) == kMostRows; }
 };
 
-// What copies: chunks into shared memory, kUnderWay of them at a time, and results out of it.
-// kKeyFirst: the state's layout. kValueDim: 0 if it is not known here.
-template <class X, int kGroups, bool kKeyFirst, int kKeyDim, int kValueDim>
+// A warpgroup that copies: chunks into shared memory, and results out of it. Its first warp has the
+// copy engine do so for whole chunks; all threads do for a last one with fewer rows. The other
+// warps copy the gates. A chunk begins when both have handed it over. kKeyFirst: the state's
+// layout.
+template <class X, int kGroups, bool kKeyFirst, int kKeyDim>
 class Mover {
  public:
   using Place = Stage<kGroups, kKeyDim>;
 
-  __device__ explicit Mover(const Problem& p)
-      : c_(p), thread_(static_cast<int>(threadIdx.x) % kGroupThreads) {
-    const std::int64_t token = c_.item.tokens.begin;
-    const int key_row = thread_ / kKeyAcross, key = thread_ % kKeyAcross * 8;
-    const int value_row = thread_ / kValueAcross;
-    const int first_value = c_.item.part * kGroups * kGroupValues;
-    k_ = static_cast<const X*>(p.k) + (token + key_row) * key_stride() +
-         c_.item.key_head * kKeyDim + key;
-    w_ = static_cast<const X*>(p.w) + (token + key_row) * w_stride() + c_.item.head * kKeyDim + key;
-    const std::int64_t value_at = (token + value_row) * value_stride() +
-                                  c_.item.head * value_dim() + first_value +
-                                  thread_ % kValueAcross * 8;
-    u_ = static_cast<const X*>(p.u) + value_at;
-    v_new_ = p.v_new == nullptr ? nullptr : static_cast<X*>(p.v_new) + value_at;
-    g_ = p.g + token * p.d.value_heads + c_.item.head;
-    const std::int64_t states = p.slots.count - c_.item.first_state;
-    states_ = p.h == nullptr ? 0 : static_cast<int>(states < c_.chunks ? states : c_.chunks);
-    h_at_ = c_.p.h_at(c_.item, 0) + thread_ / kStateAcross * (kKeyFirst ? value_dim() : kKeyDim) +
-            thread_ % kStateAcross * 8 + first_value * (kKeyFirst ? 1 : kKeyDim);
+  __device__ explicit Mover(const ChainProblem& all)
+      : all_(all),
+        c_(all.p),
+        thread_(static_cast<int>(threadIdx.x) % kGroupThreads),
+        first_value_(c_.item.part * kGroups * kGroupValues) {
+    const std::int64_t states = c_.p.slots.count - c_.item.first_state;
+    states_ = c_.p.h == nullptr ? 0 : static_cast<int>(states < c_.chunks ? states : c_.chunks);
   }
 
   __device__ void run() {
-    int stage = 0;
+    if (thread_ == 0)
+      for (int stage = 0; stage < Place::kStages; ++stage) cuda::arrival_init(arrival(stage));
+    sync_movers();
+    const bool first_warp = cuda::uniform(thread_ / 32) == 0;
+    int stage = 0, buffer = 0;
 #pragma unroll 1
-    for (int n = 0; n < c_.chunks + Place::kStages; ++n, stage = Place::next(stage)) {
+    for (int n = 0; n < c_.chunks + Place::kStages; ++n, stage = stage_after<1>(stage)) {
       const int place = Place::at(stage), before = n - Place::kStages;
-      uint4 values[kValuePieces], states[kGroups][kStatePieces];
+      if (kEarly && !first_warp) hand_gates_over(n - 2, stage_after<-2>(stage));
       if (before >= 0) {
+        if (first_warp && kEarly) {
+          cuda::barrier_wait(results_barrier<kGroups>(stage), kResultsThreads);
+          if (cuda::elected()) put_out(before, place, buffer);
+        }
         for (int group = 0; group < kGroups; ++group)
           cuda::barrier_wait(done_barrier<kGroups, Place::kStages>(stage, group), kPairThreads);
       }
-      if (n < c_.chunks) {
-        copy_rows<kKeyAcross>(n, place + Place::kW, w_, w_stride());
-        copy_rows<kKeyAcross>(n, place + Place::kKeys, k_, key_stride());
+      if (first_warp && cuda::elected()) {
+        if (before >= 0 && !kEarly) put_out(before, place, buffer);
+        const bool whole = c_.whole(n);
+        if (whole) copy_keys(n, stage);
+        cuda::bulk_copy_out_wait();  // what it reads may be overwritten now
+        if (whole) copy_values(n, stage);
       }
       if (before >= 0) {
-        load_values(place + Place::kValues, values);
-        for (int group = 0; group < kGroups; ++group) {
-          load_state(Place::buffer(before, group), states[group]);
-          if constexpr (!kStoreLate) store_state(before, group, states[group]);
-        }
-        if constexpr (!kStoreLate) store_values(before, values);
+        if (!c_.whole(before)) put_rows_out(before, place);
+        buffer = buffer == Place::kBuffers - 1 ? 0 : buffer + 1;
       }
       if (n < c_.chunks) {
-        copy_rows<kValueAcross>(n, place + Place::kValues, u_, value_stride());
-        copy_gates(n, shared_at<Gates>(place + Place::kGates));
+        if (!c_.whole(n)) copy_rows_in(n, place);
+        if (!first_warp) copy_gates(n, shared_at<Gates>(place + Place::kGates));
       }
       cuda::copy_async_commit();
-      hand_over(n - kUnderWay, stage);
-      if constexpr (kStoreLate) {
-        if (before >= 0) {
-          store_values(before, values);
-          store_state(before, 0, states[0]);
-        }
+      if (first_warp) {
+        hand_copies_over(n - 1, stage_after<-1>(stage));
+      } else if (!kEarly) {
+        hand_gates_over(n - 1, stage_after<-1>(stage));
       }
-      if (before >= 0) h_at_ += c_.p.d.value_heads * kKeyDim * value_dim();
     }
   }
 
  private:
-  static constexpr int kUnderWay = Place::kStages - 2;  // chunks, while another one is handed over
+  static constexpr bool kEarly = Place::kEarly;
   static constexpr int kKeyAcross = kKeyDim / 8, kValueAcross = kGroups * kGroupValues / 8;
-  static constexpr int kValueDown = kGroupThreads / kValueAcross;
-  static constexpr int kValuePieces = kMostRows / kValueDown;
-  // X(S) of a group: [keys, 64 values] in one part, or [64 values, keys] in parts of 64.
-  static constexpr int kStateAcross = (kKeyFirst ? kGroupValues : kKeyDim) / 8;
-  static constexpr int kStateDown = kGroupThreads / kStateAcross;
-  static constexpr int kStatePieces = Place::kBuffer / kPiece / kGroupThreads;
-  // Results are stored after a chunk is handed over, where there are registers to keep them in.
-  static constexpr bool kStoreLate = kGroups == 1;
+  static constexpr int kChunkBytes = Place::kGates;
 
-  __device__ std::int64_t value_dim() const { return kValueDim > 0 ? kValueDim : c_.p.d.value_dim; }
-  __device__ std::int64_t key_stride() const { return c_.p.d.key_heads * kKeyDim; }
-  __device__ std::int64_t w_stride() const { return c_.p.d.value_heads * kKeyDim; }
-  __device__ std::int64_t value_stride() const { return c_.p.d.value_heads * value_dim(); }
-
-  // Chunk n, if there is one; `stage` is that of chunk n + kUnderWay.
-  __device__ void hand_over(int n, int stage) const {
-    if (n < 0 || n >= c_.chunks) return;
-    const int at = stage + 2 < Place::kStages ? stage + 2 : stage + 2 - Place::kStages;
-    cuda::copy_async_wait<kUnderWay>();
-    put_decays(shared_at<Gates>(Place::at(at) + Place::kGates));
-    for (int group = 0; group < kGroups; ++group)
-      cuda::barrier_arrive(full_barrier<kGroups>(at, group), kPairThreads);
+  template <int kChunks>
+  __device__ static int stage_after(int stage) {
+    return (stage + kChunks + Place::kStages) % Place::kStages;
+  }
+  __device__ std::uint64_t* arrival(int stage) const {
+    return &shared_at<std::uint64_t>(Place::kArrivals + 8 * stage);
+  }
+  __device__ static void sync_movers() { cuda::barrier_wait(15, kGroupThreads); }
+  __device__ int token(int n) const {
+    return static_cast<int>(c_.item.tokens.begin) + n * kMostRows;
   }
 
-  // Rows of a tile, a piece to a thread, zeros past the end. `from` moves on to the next chunk.
-  template <int kAcross>
-  __device__ void copy_rows(int n, int tile, const X*& from, std::int64_t stride) const {
-    constexpr int kDown = kGroupThreads / kAcross;
-    static_assert(kDown % 8 == 0);  // such rows permute their pieces alike
-    const int row = thread_ / kAcross, rows = c_.rows(n);
-    char* const to = &shared_at<char>(tile + cuda::tile_place(row, thread_ % kAcross));
-    if (rows == kMostRows) {
+  // ---- by one thread ----
+
+  __device__ void copy_keys(int n, int stage) const {
+    const int place = Place::at(stage);
+    cuda::arrival_expect(arrival(stage), kChunkBytes);
 #pragma unroll
-      for (int i = 0; i < kMostRows / kDown; ++i, from += kDown * stride)
-        cuda::copy_async_16(to + i * kDown * kRowBytes, from);
-    } else {
+    for (int part = 0; part < kKeyDim / 64; ++part) {
+      const auto copy = [&](int to, const cuda::TensorMap& from, std::int64_t head) {
+        cuda::copy_box_in(&shared_at<char>(place + to + part * kPart), from,
+                          {64 * part, static_cast<int>(head), token(n)}, arrival(stage));
+      };
+      copy(Place::kW, all_.w, c_.item.head);
+      copy(Place::kKeys, all_.k, c_.item.key_head);
+    }
+  }
+  __device__ void copy_values(int n, int stage) const {
 #pragma unroll
-      for (int i = 0; i < kMostRows / kDown; ++i, from += kDown * stride) {
-        const bool there = row + i * kDown < rows;
-        cuda::copy_async_16(to + i * kDown * kRowBytes, there ? from : c_.p.k, there ? kPiece : 0);
+    for (int group = 0; group < kGroups; ++group)
+      cuda::copy_box_in(&shared_at<char>(Place::at(stage) + Place::kValues + group * kPart), all_.u,
+                        {first_value_ + 64 * group, static_cast<int>(c_.item.head), token(n)},
+                        arrival(stage));
+  }
+  __device__ void put_out(int n, int place, int buffer) const {
+    if (n < states_) put_states_out(n, buffer);
+    if (c_.whole(n) && c_.p.v_new != nullptr) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group)
+        cuda::copy_box_out(all_.v_new,
+                           {first_value_ + 64 * group, static_cast<int>(c_.item.head), token(n)},
+                           &shared_at<char>(place + Place::kValues + group * kPart));
+    }
+    cuda::bulk_copies_commit();
+  }
+  // X(S) of a group lies as [keys, 64 values] in one part, or as [64 values, keys] in parts of 64.
+  __device__ void put_states_out(int n, int buffer) const {
+    const auto state =
+        static_cast<int>((c_.item.first_state + n) * c_.p.d.value_heads + c_.item.head);
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const int value = first_value_ + 64 * group, from = Place::buffer_at(buffer, group);
+      if constexpr (kKeyFirst) {
+        cuda::copy_box_out(all_.h, {value, 0, state}, &shared_at<char>(from));
+      } else {
+#pragma unroll
+        for (int part = 0; part < kKeyDim / 64; ++part)
+          cuda::copy_box_out(all_.h, {64 * part, value, state},
+                             &shared_at<char>(from + part * kPart));
       }
     }
   }
 
+  // ---- by all, the last chunk ----
+
+  // f(place, the element there) for the pieces of rows in `tile`, of which this thread has some.
+  template <int kAcross, class F>
+  __device__ void for_pieces(int n, int tile, std::int64_t heads, std::int64_t width,
+                             std::int64_t head, std::int64_t first, F&& f) const {
+    constexpr int kDown = kGroupThreads / kAcross;
+    const int piece = thread_ % kAcross;
+    for (int row = thread_ / kAcross; row < kMostRows; row += kDown)
+      f(tile + cuda::tile_place(row, piece), row < c_.rows(n),
+        ((token(n) + row) * heads + head) * width + first + 8 * piece);
+  }
+  __device__ void copy_rows_in(int n, int place) const {
+    sync_movers();  // nothing reads these places any more
+    const auto from = [&](const void* data) {
+      return [data](int to, bool there, std::int64_t at) {
+        const X* const x = static_cast<const X*>(data);
+        cuda::copy_async_16(&shared_at<char>(to), there ? x + at : x, there ? kPiece : 0);
+      };
+    };
+    const auto& d = c_.p.d;
+    for_pieces<kKeyAcross>(n, place + Place::kW, d.value_heads, kKeyDim, c_.item.head, 0,
+                           from(c_.p.w));
+    for_pieces<kKeyAcross>(n, place + Place::kKeys, d.key_heads, kKeyDim, c_.item.key_head, 0,
+                           from(c_.p.k));
+    for_pieces<kValueAcross>(n, place + Place::kValues, d.value_heads, d.value_dim, c_.item.head,
+                             first_value_, from(c_.p.u));
+  }
+  __device__ void put_rows_out(int n, int place) const {
+    if (c_.p.v_new == nullptr) return;
+    const auto& d = c_.p.d;
+    for_pieces<kValueAcross>(n, place + Place::kValues, d.value_heads, d.value_dim, c_.item.head,
+                             first_value_, [&](int from, bool there, std::int64_t at) {
+                               X* const to = static_cast<X*>(c_.p.v_new) + at;
+                               if (there) *reinterpret_cast<uint4*>(to) = shared_at<uint4>(from);
+                             });
+  }
+
+  // ---- handing over ----
+
+  // The first warp says that the chunk's buffer for X(S) has been read. (That is so one turn after
+  // the chunk's copies began: it then had the results of chunk n - kBuffers copied, and waited.)
+  __device__ void hand_copies_over(int n, int stage) const {
+    if (n < 0 || n >= c_.chunks) return;
+    if (!c_.whole(n)) {
+      cuda::copy_async_wait<0>();
+      cuda::fence_shared();  // for the tensor cores
+    }
+    hand_over(stage);
+  }
+  // The others say that all of it has come.
+  __device__ void hand_gates_over(int n, int stage) const {
+    if (n < 0 || n >= c_.chunks) return;
+    cuda::copy_async_wait<1>();
+    put_decays(shared_at<Gates>(Place::at(stage) + Place::kGates));
+    if (c_.whole(n)) {
+      cuda::arrival_wait(arrival(stage), static_cast<unsigned>(n / Place::kStages));
+    } else {
+      cuda::fence_shared();
+    }
+    hand_over(stage);
+  }
+  __device__ static void hand_over(int stage) {
+    for (int group = 0; group < kGroups; ++group)
+      cuda::barrier_arrive(full_barrier<kGroups>(stage, group), kPairThreads);
+  }
+
+  // ---- gates, by the last 64 threads ----
+
   // Past the end g is that of the last row.
   __device__ void copy_gates(int n, Gates& to) const {
-    if (thread_ >= kMostRows) return;
+    const int row = thread_ - (kGroupThreads - kMostRows);
+    if (row < 0) return;
     const int last = c_.rows(n) - 1;
-    const float* const from = g_ + std::int64_t{n} * kMostRows * c_.p.d.value_heads;
-    cuda::copy_async_4(to.g + thread_, from + min(thread_, last) * c_.p.d.value_heads);
-    cuda::copy_async_4(to.last + thread_, from + last * c_.p.d.value_heads);
+    const float* const from = c_.p.g + std::int64_t{token(n)} * c_.p.d.value_heads + c_.item.head;
+    cuda::copy_async_4(to.g + row, from + min(row, last) * c_.p.d.value_heads);
+    cuda::copy_async_4(to.last + row, from + last * c_.p.d.value_heads);
   }
   __device__ void put_decays(Gates& of) const {
     constexpr float kLog2E = 0x1.715476p0f;
-    if (thread_ >= kMostRows) return;
-    const float last = of.last[thread_];
-    of.kept[thread_] = cuda::approximate_exp2((last - of.g[thread_]) * kLog2E);
-    if (thread_ == 0) of.decay = cuda::approximate_exp2(last * kLog2E);
+    const int row = thread_ - (kGroupThreads - kMostRows);
+    if (row < 0) return;
+    const float last = of.last[row];
+    of.kept[row] = cuda::approximate_exp2((last - of.g[row]) * kLog2E);
+    if (row == 0) of.decay = cuda::approximate_exp2(last * kLog2E);
   }
 
-  // v_new and X(S) of a chunk.
-  __device__ void load_values(int tile, uint4 (&pieces)[kValuePieces]) const {
-    const int from = tile + cuda::tile_place(thread_ / kValueAcross, thread_ % kValueAcross);
-#pragma unroll
-    for (int i = 0; i < kValuePieces; ++i)
-      pieces[i] = shared_at<uint4>(from + i * kValueDown * kRowBytes);
-  }
-  __device__ void store_values(int n, const uint4 (&pieces)[kValuePieces]) {
-    if (v_new_ == nullptr) return;
-    const int row = thread_ / kValueAcross, rows = c_.rows(n);
-    const std::int64_t step = kValueDown * value_stride();
-#pragma unroll
-    for (int i = 0; i < kValuePieces; ++i, v_new_ += step)
-      if (rows == kMostRows || row + i * kValueDown < rows)
-        __stcs(reinterpret_cast<uint4*>(v_new_), pieces[i]);
-  }
-  __device__ void load_state(int buffer, uint4 (&pieces)[kStatePieces]) const {
-    const int from = buffer + cuda::tile_place(thread_ / kStateAcross, thread_ % kStateAcross);
-#pragma unroll
-    for (int i = 0; i < kStatePieces; ++i)
-      pieces[i] = shared_at<uint4>(from + i * kStateDown * kRowBytes);
-  }
-  __device__ void store_state(int n, int group, const uint4 (&pieces)[kStatePieces]) const {
-    if (n >= states_) return;
-    const std::int64_t stride = kKeyFirst ? value_dim() : kKeyDim;
-    X* const to =
-        static_cast<X*>(c_.p.h) + h_at_ + group * kGroupValues * (kKeyFirst ? 1 : kKeyDim);
-#pragma unroll
-    for (int i = 0; i < kStatePieces; ++i)
-      __stcs(reinterpret_cast<uint4*>(to + i * kStateDown * stride), pieces[i]);
-  }
-
+  const ChainProblem& all_;
   const ChainItem c_;
-  const int thread_;
-  // What this thread copies next.
-  const X *k_, *w_, *u_;
-  X* v_new_;
-  std::int64_t h_at_;
-  const float* g_;  // of the first row
-  int states_;      // those of h
+  const int thread_, first_value_;
+  int states_;  // those of h
 };
 
 // A warpgroup that computes.
@@ -259,15 +326,19 @@ class Chain {
       x = c_.p.initial_state != nullptr ? c_.p.initial_state[at] : 0.0f;
     });
     round_state();
-    int stage = 0;
+    int stage = 0, buffer = 0;
 #pragma unroll 1
-    for (int n = 0; n < c_.chunks; ++n, stage = Place::next(stage)) step(n, stage);
+    for (int n = 0; n < c_.chunks; ++n) {
+      step(n, stage, buffer);
+      stage = stage == Place::kStages - 1 ? 0 : stage + 1;
+      buffer = buffer == Place::kBuffers - 1 ? 0 : buffer + 1;
+    }
     if (c_.p.final_state != nullptr)
       for_state([&](float& x, std::int64_t at) { c_.p.final_state[at] = x; });
   }
 
  private:
-  __device__ void step(int n, int stage) {
+  __device__ void step(int n, int stage, int buffer) {
     const int now = Place::at(stage);
     const auto matrix = [&](int place) {
       return cuda::warpgroup_matrix(&shared_at<char>(now + place));
@@ -275,7 +346,6 @@ class Chain {
     const auto keys = matrix(Place::kKeys), w = matrix(Place::kW);
     TokenSums y;
     cuda::barrier_wait(full_barrier<kGroups>(stage, group_), kPairThreads);
-    cuda::fence_shared();
     // Nothing is under way; but the compiler does not know it of the loop's last turn, and would
     // wait where the state is next used.
     cuda::warpgroup_wait<0>();
@@ -285,7 +355,7 @@ class Chain {
     for (int s = 0; s < kKeyDim / 16; ++s)
       chunk_forward::multiply_tokens<X>(y, rounded_[s], w.at(s / 4 * kPart + s % 4 * 32), s > 0);
     cuda::warpgroup_commit();
-    put_state(Place::buffer(n, group_));
+    put_state(Place::buffer_at(buffer, group_));
     const auto values = [&](int t) {
       return &shared_at<char>(now + Place::kValues + tiles_place_ + 8 * t * kRowBytes);
     };
@@ -319,6 +389,9 @@ class Chain {
     cuda::warpgroup_commit();
 #pragma unroll
     for (int t = 0; t < kTokenTiles; t += 2) cuda::store_tiles_transposed(values(t), u[t / 2]);
+    cuda::fence_shared();  // for the copy engine
+    if constexpr (Place::kEarly)
+      cuda::barrier_arrive(results_barrier<kGroups>(stage), kResultsThreads);
     cuda::warpgroup_wait<0>();
     cuda::warpgroup_hold(state_);
     cuda::barrier_arrive(done_barrier<kGroups, Place::kStages>(stage, group_), kPairThreads);
@@ -379,15 +452,36 @@ class Chain {
 
 template <class X, int kGroups, bool kKeyFirst, int kKeyDim, int kValueDim>
 __global__ void __launch_bounds__((kGroups + 1) * kGroupThreads, 1)
-    state_warpgroup(const __grid_constant__ Problem p) {
+    state_warpgroup(const __grid_constant__ ChainProblem all) {
   using Registers = cuda::RegisterShares<kGroups, 72, 216>;
   if (threadIdx.x >= kGroups * kGroupThreads) {
     if constexpr (kGroups > 1) Registers::copy();
-    Mover<X, kGroups, kKeyFirst, kKeyDim, kValueDim>(p).run();
+    Mover<X, kGroups, kKeyFirst, kKeyDim>(all).run();
   } else {
     if constexpr (kGroups > 1) Registers::compute();
-    Chain<X, kGroups, kKeyFirst, kKeyDim, kValueDim>(p).run();
+    Chain<X, kGroups, kKeyFirst, kKeyDim, kValueDim>(all.p).run();
   }
+}
+
+// The tensors in boxes of a chunk's rows of one head, and of a state's part.
+inline Status make_tensor_maps(const Op::Desc& d, ChainProblem* all) {
+  const Problem& p = all->p;
+  const auto make = [](const void* data, const cuda::TensorBoxes& boxes, cuda::TensorMap* to) {
+    return data == nullptr ? Status() : cuda::make_tensor_map(Op::kName, data, boxes, to);
+  };
+  const auto tokens = [&](std::int64_t heads, std::int64_t width) {
+    return cuda::TensorBoxes{{width, heads, d.batch * d.tokens}, 1, kMostRows};
+  };
+  BITTERN_TRY(make(p.k, tokens(d.key_heads, d.key_dim), &all->k));
+  BITTERN_TRY(make(p.w, tokens(d.value_heads, d.key_dim), &all->w));
+  BITTERN_TRY(make(p.u, tokens(d.value_heads, d.value_dim), &all->u));
+  BITTERN_TRY(make(p.v_new, tokens(d.value_heads, d.value_dim), &all->v_new));
+  const std::int64_t states = p.slots.count * d.value_heads;
+  return make(p.h,
+              d.state_layout == StateLayout::key_value
+                  ? cuda::TensorBoxes{{d.value_dim, d.key_dim, states}, static_cast<int>(d.key_dim)}
+                  : cuda::TensorBoxes{{d.key_dim, d.value_dim, states}, kGroupValues},
+              &all->h);
 }
 
 // One group of values a block; of 128 keys and values two, unless there are multiprocessors for
@@ -397,16 +491,17 @@ Status run_warpgroup(const Op::Desc& d, const Op::Args& a, Stream stream) {
   const int device = a.k.device.index;
   const auto run = [&]<int kGroups, int kKeyDim, int kValueDim>(
                        std::integral_constant<int, kGroups>, std::integral_constant<int, kKeyDim>,
-                       std::integral_constant<int, kValueDim>) {
-    const Problem p(d, a, d.value_dim / (kGroups * kGroupValues));
+                       std::integral_constant<int, kValueDim>) -> Status {
+    ChainProblem all{.p = Problem(d, a, d.value_dim / (kGroups * kGroupValues))};
+    if (d.batch * d.tokens > 0) BITTERN_TRY(make_tensor_maps(d, &all));
     return cuda::launch(Op::kName,
                         d.state_layout == StateLayout::key_value
                             ? state_warpgroup<X, kGroups, true, kKeyDim, kValueDim>
                             : state_warpgroup<X, kGroups, false, kKeyDim, kValueDim>,
-                        {.blocks = p.items,
+                        {.blocks = all.p.items,
                          .threads = (kGroups + 1) * kGroupThreads,
                          .shared = Stage<kGroups, kKeyDim>::kAll},
-                        device, stream, p);
+                        device, stream, all);
   };
   constexpr std::integral_constant<int, 1> kOne;
   constexpr std::integral_constant<int, kWide> kAll;
