@@ -227,6 +227,8 @@ std::vector<BenchCase<AuraAttentionDesc>> aura_attention_bench_cases() {
   add_large("4/4 bit 262144 tokens, 15/5 heads of 64", d);
   d = {.heads = 16, .kv_heads = 2, .dim = 256, .capacity = 1 << 18};
   add_large("4/4 bit 262144 tokens, 16/2 heads of 256", d);
+  d = {.heads = 8, .kv_heads = 1, .dim = 512, .capacity = 1 << 18};
+  add_large("4/4 bit 262144 tokens, 8/1 heads of 512", d);
   d = {.queries = 4096, .heads = 32, .kv_heads = 8, .dim = 128, .capacity = 4096};
   d.element = DType::bf16;
   add_large("4/4 bit prompt of 4096 tokens, 32/8 heads", d);
@@ -300,7 +302,7 @@ std::vector<AuraAttentionDesc> aura_attention_bounded_cases(bool on_cuda) {
   }
   cases.push_back({.heads = 2, .dim = 128, .capacity = 1552});  // several splits
   // The other head lengths.
-  for (const std::int64_t dim : {64, 80, 96, 192, 256}) {
+  for (const std::int64_t dim : {64, 80, 96, 192, 256, 512}) {
     for (const auto& [k_bits, v_bits] : kWidths) {
       AuraAttentionDesc d{.heads = 1 + n % 8, .dim = dim, .capacity = 16 * (1 + n % 4)};
       d.page_size = n % 2 == 0 ? 0 : 16;

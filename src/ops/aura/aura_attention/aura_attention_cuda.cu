@@ -52,7 +52,7 @@ Status visit_widths(const Op::Desc& d, F&& f) {
 
 template <class F>
 Status visit_shape(const Op::Desc& d, F&& f) {
-  return attend::visit_dim(
+  return attend::visit_dims<64, 80, 96, 128, 192, 256, 512>(
       d, [&]<int kDim>(std::integral_constant<int, kDim>) { return visit_widths<kDim>(d, f); });
 }
 
@@ -127,7 +127,7 @@ PrecisionGuarantee decode_guarantee(const Op::Desc&) {
 
 Status supports_prompt(const Op::Desc& d, Device device) {
   if (d.queries < 2) return refuse("queries", d.queries, "2 or more");
-  BITTERN_TRY(attend::visit_dim(d, [](auto) { return Status(); }));
+  BITTERN_TRY(attend::visit_prompt_dim(d, [](auto) { return Status(); }));
   for (const auto& [field, rotation] :
        {std::pair{"k_rotation", d.k_rotation}, {"v_rotation", d.v_rotation}}) {
     if (rotation == Rotation::dense)

@@ -20,7 +20,6 @@
 namespace bittern::attend {
 
 inline constexpr int kTile = 16;                  // tokens
-inline constexpr int kMostTeams = 2;              // of a block
 inline constexpr std::int64_t kMostExact = 1024;  // first and recent tokens: one kernel adds them
 inline constexpr int kHeadsAtOnce = 8;            // of a product
 inline constexpr float kLog2E = 0x1.715476p0f;
@@ -43,19 +42,23 @@ inline Status refuse(const char* field, std::int64_t found, const std::string& e
   return unsupported(std::string(field) + ": " + std::to_string(found) + ", expected " + expected);
 }
 
-// f(std::integral_constant<int, dim>) for a head length that has kernels on tensor cores.
-template <class F>
-Status visit_dim(const Op::Desc& d, F&& f) {
-  switch (d.dim) {
-    case 64: return f(std::integral_constant<int, 64>());
-    case 80: return f(std::integral_constant<int, 80>());
-    case 96: return f(std::integral_constant<int, 96>());
-    case 128: return f(std::integral_constant<int, 128>());
-    case 192: return f(std::integral_constant<int, 192>());
-    case 256: return f(std::integral_constant<int, 256>());
-    default: return refuse("dim", d.dim, "64, 80, 96, 128, 192 or 256");
-  }
+// f(std::integral_constant<int, dim>) for a head length among kDims.
+template <int... kDims, class F>
+Status visit_dims(const Op::Desc& d, F&& f) {
+  Status status;
+  const auto is = [&]<int kDim>(std::integral_constant<int, kDim> dim) {
+    if (d.dim != kDim) return false;
+    status = f(dim);
+    return true;
+  };
+  if ((is(std::integral_constant<int, kDims>()) || ...)) return status;
+  std::string expected;
+  for (const int dim : {kDims...}) expected += (expected.empty() ? "" : ", ") + std::to_string(dim);
+  return refuse("dim", d.dim, expected);
 }
+
+// Teams of a block, as many as have room for their queries.
+inline constexpr int most_teams(std::int64_t dim) { return dim <= 256 ? 2 : 1; }
 
 // Splits of each KV head's tokens, teams of a block, and what blocks leave.
 struct DecodeCut {
@@ -80,19 +83,23 @@ struct DecodeShape {
   static constexpr int kStage = kAtOnce * kTileBytes;
   static constexpr int kTable = 256 * 256;  // bytes: an entry has 128 for K and 128 for V
   static constexpr int kCodebooks = 2 * 256 * 4;
+  static constexpr int kMostTeams = most_teams(kDim);
   static constexpr int kTeamBytes = kHeadsAtOnce * kDim * 10 + 1024;  // room for a DecodeShared
   static constexpr int kRoom =
       (227 << 10) - kTable - kCodebooks - kMostTeams * kTeamBytes;  // for the ring
   // 12 warps have 168 registers a thread, 8 have 255. kEach of them are a team, or all are one.
+  // Queries of long heads stay in shared memory.
+  static constexpr bool kQueriesHeld = kDim <= 256;
   static constexpr int kMostEach = (kDim <= 128 ? 12 : 8) / kMostTeams;
-  static constexpr int kEachOfRoom = kRoom / (kMostTeams * 2 * kStage);
+  static constexpr int kRecord = record_of(kDim);
+  // Of a warp: its stages, and later its sums.
+  static constexpr int kSums = kHeadsAtOnce * kRecord * 4;
+  static constexpr int kLeastRing = 2 * kStage > kSums ? 2 * kStage : kSums;
+  static constexpr int kEachOfRoom = kRoom / (kMostTeams * kLeastRing);
   static constexpr int kEach = kMostEach < kEachOfRoom ? kMostEach : kEachOfRoom;
   static constexpr int kWarps = kMostTeams * kEach, kThreads = 32 * kWarps;
   static constexpr int kStagesOfRoom = kRoom / (kWarps * kStage);
   static constexpr int kStages = kStagesOfRoom > 4 ? 4 : kStagesOfRoom;
-  static constexpr int kRecord = record_of(kDim);
-  // Of a warp: its stages, and later its sums.
-  static constexpr int kSums = kHeadsAtOnce * kRecord * 4;
   static constexpr int kRing = kStages * kStage > kSums ? kStages* kStage : kSums;
   static_assert(kStages >= 2 && kWarps * kRing <= kRoom);
 };
@@ -364,13 +371,10 @@ class DecodeWarp {
   __device__ void run(const f16* q, const float* units, float k_unit, const float* b) {
     constexpr int kStages = Shape::kStages;
     const int lane = lane_index(), step = team_.warps * kAtOnce;
-    const auto* const mine =
-        reinterpret_cast<const uint2*>(q + lane / 4 * kDim + lane % 4 * kKCodes);
+    q_at_ = reinterpret_cast<const uint2*>(q) + lane;
+    if constexpr (Shape::kQueriesHeld) {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const uint2 four = mine[i];
-      q_[i][0] = four.x;
-      q_[i][1] = four.y;
+      for (int i = 0; i < kSteps; ++i) q_[i] = q_at_[32 * i];
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -519,6 +523,10 @@ class DecodeWarp {
     }
   }
 
+  __device__ uint2 query(int step) const {
+    if constexpr (Shape::kQueriesHeld) return q_[step];
+    return q_at_[32 * step];
+  }
   // x of tokens r and r + 8.
   __device__ void multiply_keys(const char* tile, float (&sum)[4]) const {
     const int lane = lane_index(), r = lane / 4, q = lane % 4;
@@ -544,7 +552,8 @@ class DecodeWarp {
         a[2] = neighbours<kKBits, 4 * kStep + 2>(table_, k[0], base);
         a[3] = neighbours<kKBits, 4 * kStep + 2>(table_, k[1], base);
       }
-      cuda::multiply_f16(x[kStep % 2], a, q_[kStep]);
+      const uint2 q = query(kStep);
+      cuda::multiply_f16(x[kStep % 2], a, {q.x, q.y});
     });
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum[i] = x[0][i] + x[1][i];
@@ -675,7 +684,8 @@ class DecodeWarp {
   char* const ring_;
   const int begin_;
   const int tokens_;  // from there to the end of the split
-  std::uint32_t q_[kSteps][2];
+  const uint2* q_at_;
+  uint2 q_[Shape::kQueriesHeld ? kSteps : 1];
   float unit_[2], b_[2], reference_[2] = {kLowest, kLowest}, l_[2] = {};
   float o_[kSteps][4] = {};
 };
@@ -685,8 +695,8 @@ class DecodeWarp {
 // Of a team.
 template <class Shape>
 struct DecodeShared {
-  alignas(16) f16 q[kHeadsAtOnce * Shape::kDim];
-  float units[kHeadsAtOnce], b[kHeadsAtOnce];  // the units without that of K's levels
+  alignas(16) f16 q[kHeadsAtOnce * Shape::kDim];  // in query_place's order
+  float units[kHeadsAtOnce], b[kHeadsAtOnce];     // the units without that of K's levels
   float factors[Shape::kWarps * kHeadsAtOnce], most[kHeadsAtOnce], l[kHeadsAtOnce];
   float rows[kHeadsAtOnce][2][Shape::kDim];  // of load_queries and finish_row
 };
@@ -695,6 +705,14 @@ __device__ inline float most_across(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x = fmaxf(x, cuda::across(x, step));
   return x;
+}
+
+// Where element j of a head's query lies: lane 4 head + i takes four of its i-th quarter at a time.
+template <int kDim>
+__device__ int query_place(int head, int j) {
+  constexpr int kQuarter = kDim / 4;
+  const int lane = 4 * head + j / kQuarter, step = j % kQuarter / 4;
+  return (32 * step + lane) * 4 + j % 4;
 }
 
 // The queries of a KV head in f16, by a team's warps. `meanwhile()` is called once by each warp,
@@ -727,9 +745,8 @@ __device__ void load_queries(const Problem& p, const Tiles& tiles, const DecodeT
   load(team.warp);
   meanwhile();
   for (int head = team.warp; head < kHeadsAtOnce; head += team.warps) {
-    f16* const to = t.q + head * kDim;
     if (head >= p.group) {
-      for (int j = lane; j < kDim; j += 32) to[j] = {};
+      for (int j = lane; j < kDim; j += 32) t.q[query_place<kDim>(head, j)] = {};
       if (lane == 0) t.units[head] = t.b[head] = 0;
       continue;
     }
@@ -746,7 +763,8 @@ __device__ void load_queries(const Problem& p, const Tiles& tiles, const DecodeT
     const float* const r = cuda::rotate_by_warp(p.k_rotation, row, t.rows[head][1]);
     for (int j = lane; j < kDim; j += 32) most = fmaxf(most, fabsf(r[j]));
     const float unit = power_above(most_across(most)), inverse = inverse_power(unit);
-    for (int j = lane; j < kDim; j += 32) to[j] = cuda::store_math<f16>(r[j] * inverse);
+    for (int j = lane; j < kDim; j += 32)
+      t.q[query_place<kDim>(head, j)] = cuda::store_math<f16>(r[j] * inverse);
     if (lane == 0) {
       t.units[head] = unit * kLog2E;
       t.b[head] = b * kLog2E;
@@ -1036,10 +1054,11 @@ inline DecodeCut decode_cut(const Op::Desc& d, int device) {
   const std::int64_t pairs = d.sequences * d.kv_heads;
   DecodeCut best;
   std::int64_t least = std::numeric_limits<std::int64_t>::max();
-  for (int teams = 1; teams <= kMostTeams; ++teams) {
+  const int most = most_teams(d.dim);
+  for (int teams = 1; teams <= most; ++teams) {
     const std::int64_t at_once = teams * cuda::limits(device).multiprocessors;
     for (std::int64_t n = 1; n <= 4 * at_once && (n == 1 || n * kLeastTokens <= d.capacity); ++n) {
-      const std::int64_t tokens = (d.capacity + n - 1) / n * teams / kMostTeams;
+      const std::int64_t tokens = (d.capacity + n - 1) / n * teams / most;
       const std::int64_t cost = (pairs * n + at_once - 1) / at_once * (tokens + kBefore);
       if (cost < least) least = cost, best.splits = static_cast<int>(n), best.teams = teams;
     }
@@ -1068,7 +1087,7 @@ Status run_merge(const Problem& p, const DecodeCut& cut, int device, Stream stre
 template <class Shape>
 inline constexpr std::size_t kDecodeShared =
     Shape::kTable + Shape::kCodebooks + Shape::kWarps * Shape::kRing +
-    kMostTeams * sizeof(DecodeShared<Shape>);
+    Shape::kMostTeams * sizeof(DecodeShared<Shape>);
 
 template <class Shape>
 Status run_decode(const Problem& p, const DecodeCut& cut, int device, Stream stream) {
@@ -1079,8 +1098,9 @@ Status run_decode(const Problem& p, const DecodeCut& cut, int device, Stream str
       .shared = kDecodeShared<Shape>};
   BITTERN_TRY(cuda::launch(Op::kName, decode_splits<Shape>, grid, device, stream, p, cut));
   if (cut.partials == nullptr) return {};
+  constexpr int kParts = Shape::kDim <= 256 ? 4 : 2;
   return p.d.sequences * p.d.heads <= 2 * cuda::limits(device).multiprocessors
-             ? run_merge<Shape::kDim, 4>(p, cut, device, stream)
+             ? run_merge<Shape::kDim, kParts>(p, cut, device, stream)
              : run_merge<Shape::kDim, 1>(p, cut, device, stream);
 }
 

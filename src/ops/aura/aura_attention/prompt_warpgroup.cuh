@@ -875,6 +875,11 @@ inline PromptCut prompt_cut(const Op::Desc& d) {
           .page_size = cuda::Divisor32(std::max<std::int64_t>(d.page_size, 1))};
 }
 
+template <class F>
+Status visit_prompt_dim(const Op::Desc& d, F&& f) {
+  return visit_dims<64, 80, 96, 128, 192, 256>(d, f);
+}
+
 inline std::int64_t prompt_blocks(const Op::Desc& d, int device) {
   return std::min(prompt_cut(d).items, cuda::limits(device).multiprocessors);
 }
@@ -888,7 +893,7 @@ inline Status run_prompt(const Op::Desc& d, const Problem& p, int device, Stream
                          Workspace workspace) {
   PromptCut cut = prompt_cut(d);
   cut.exact_sums = static_cast<float*>(workspace.data);
-  return visit_dim(d, [&]<int kDim>(std::integral_constant<int, kDim>) {
+  return visit_prompt_dim(d, [&]<int kDim>(std::integral_constant<int, kDim>) {
     using Shape = PromptShape<kDim>;
     return cuda::launch(
         Op::kName, attend_prompt<Shape>,
