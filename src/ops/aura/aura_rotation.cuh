@@ -41,7 +41,9 @@ inline RowRotation row_rotation(Rotation kind, std::int64_t dim, const float* ta
 
 // P (factor row), or its inverse, of a row in shared memory where lane l has written the elements
 // of j % 32 = l. The result is in `row` or in `spare`, which holds as much: the one that is
-// returned. Any lane may read it.
+// returned. Any lane may read it. A lane has kEach elements in registers: with four instead of two,
+// attend_splits took twice as many registers, and half as many warps.
+template <int kEach = 2>
 __device__ inline float* rotate_by_warp(const RowRotation& p, float* row, float* spare,
                                         float factor = 1) {
   const int lane = lane_index();
@@ -64,7 +66,7 @@ __device__ inline float* rotate_by_warp(const RowRotation& p, float* row, float*
   }
   const auto butterflies = [&] {
     // Those across less than kRun elements in registers.
-    constexpr int kEach = 4, kRun = 32 * kEach;
+    constexpr int kRun = 32 * kEach;
 #pragma unroll 1
     for (int first = lane; first - lane < p.dim; first += kRun) {
       float x[kEach];

@@ -760,7 +760,7 @@ __device__ void load_queries(const Problem& p, const Tiles& tiles, const DecodeT
     }
     b = cuda::sum_across(b, 16);
     __syncwarp();
-    const float* const r = cuda::rotate_by_warp(p.k_rotation, row, t.rows[head][1]);
+    const float* const r = cuda::rotate_by_warp<4>(p.k_rotation, row, t.rows[head][1]);
     for (int j = lane; j < kDim; j += 32) most = fmaxf(most, fabsf(r[j]));
     const float unit = power_above(most_across(most)), inverse = inverse_power(unit);
     for (int j = lane; j < kDim; j += 32)
