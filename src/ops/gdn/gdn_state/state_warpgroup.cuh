@@ -270,6 +270,7 @@ class Mover {
     put_decays(shared_at<Gates>(Place::at(stage) + Place::kGates));
     if (c_.whole(n)) {
       cuda::arrival_wait(arrival(stage), static_cast<unsigned>(n / Place::kStages));
+      __syncwarp();  // lanes leave that loop each on its own, and a barrier takes whole warps
     } else {
       cuda::fence_shared();
     }
