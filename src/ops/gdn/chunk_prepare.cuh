@@ -382,15 +382,15 @@ __device__ void join_blocks(const HeadPlaces& at, int square, int first, int col
 }
 
 // What a warp has of k k^T and q k^T: two bands of 8 rows, and two blocks of 16 columns. Warps 0 to
-// 3 have the columns before 32, each one band from the top and one from the bottom. Warps 4 and 5
-// have the others of bands 4 to 7, those that count.
+// 3 have columns 0 to 31, each in one band from the top and one from the bottom. Warps 4 and 5 have
+// the other columns, in bands 4 to 7; above the diagonal nothing counts.
 struct WarpPairs {
   int warp;
   __device__ int band(int down) const {
     return warp >= 4 ? 2 * warp - 4 + down : down == 0 ? warp : 7 - warp;
   }
   __device__ int first_block() const { return warp / 4 * 2; }
-  // The block on the diagonal of all its bands but the lower ones of warps 0 to 3, of the two.
+  // Which of the two blocks is on the diagonal; the lower bands of warps 0 to 3 are all below it.
   __device__ int diagonal() const { return warp >= 4 ? warp - 4 : warp / 2; }
 };
 using PairSums = float[2][2][4];
