@@ -126,7 +126,7 @@ __device__ void split_tiles(const float (&left)[4], const float (&right)[4], flo
 }
 
 // Rows of q or k into a tile, by kCopyThreads: zeros for masked tokens and past the chunk.
-template <int kColumns = kWide, class X>
+template <int kColumns, class X>
 __device__ void copy_rows(int tile, const X* from, std::int64_t stride, int rows,
                           const std::uint8_t* mask) {
   constexpr int kAcross = kColumns / 8, kDown = kCopyThreads / kAcross;

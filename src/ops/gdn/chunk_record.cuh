@@ -17,10 +17,6 @@ constexpr int kPart = kMostRows * kRowBytes;  // 64 x 64 elements
 constexpr int kPieces = kRowBytes / kPiece;
 
 using cuda::tile_place;  // where a piece lies
-// Where an element lies.
-__device__ inline int element_place(int row, int column) {
-  return tile_place(row, column / 8) + column % 8 * 2;
-}
 
 // For row i of a chunk, with n_k and n_q what qk_l2norm and scale make of k and q: what its row of
 // W is made with, W = beta v - seen (k S); of o, with (q S); and of y, on its way into S.
