@@ -85,6 +85,11 @@ TEST(AuraAttention, TensorCoresTakeOneQueryAndNothingUnasked) {
   ASSERT_TRUE(fast.ok());
   EXPECT_EQ(fast->sku().kernel, "cuda_tensor");
   EXPECT_EQ(fast->precision_guarantee().error_bound, 1.0 / 1000);
+  for (const std::int64_t dim : {64, 80, 96, 192, 256, 512}) {
+    Desc d = kDecoding;
+    d.dim = dim;
+    EXPECT_EQ(fastest(d)->sku().kernel, "cuda_tensor") << dim;
+  }
   const auto refused = [&](auto change, const char* why) {
     Desc d = kDecoding;
     change(d);
@@ -97,7 +102,7 @@ TEST(AuraAttention, TensorCoresTakeOneQueryAndNothingUnasked) {
   using D = Desc&;
   EXPECT_NE(fastest(kPrompt, "cuda_tensor").status().message().find("queries: 5, expected 1"),
             std::string::npos);
-  refused([](D d) { d.dim = 512; }, "dim: 512, expected 64, 80, 96, 128, 192 or 256");
+  refused([](D d) { d.dim = 1024; }, "dim: 1024, expected 64, 80, 96, 128, 192, 256 or 512");
   refused([](D d) { d.heads = 18; }, "heads / kv_heads: 9, expected 1..8");
   refused([](D d) { d.capacity = 63; }, "capacity: 63, expected a multiple of 16 above 0");
   refused([](D d) { d.page_size = d.capacity = 17, d.pages = 1; }, "expected a multiple of 16");

@@ -53,7 +53,12 @@ Status visit_dims(const Op::Desc& d, F&& f) {
   };
   if ((is(std::integral_constant<int, kDims>()) || ...)) return status;
   std::string expected;
-  for (const int dim : {kDims...}) expected += (expected.empty() ? "" : ", ") + std::to_string(dim);
+  std::size_t left = sizeof...(kDims);
+  for (const int dim : {kDims...}) {
+    if (!expected.empty()) expected += left == 1 ? " or " : ", ";
+    expected += std::to_string(dim);
+    --left;
+  }
   return refuse("dim", d.dim, expected);
 }
 
