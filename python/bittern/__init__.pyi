@@ -1708,8 +1708,9 @@ def aura_attention(
       out_j is off by at most e (L_j + N sum_i |P_v|_ij + (1 + S / 16) A_j), and one ulp of an f16 or
              bf16 element.
 
-    Kernels cuda_tensor and cuda_wgmma (CUDA, Preference::fastest, dim 64, 80, 96, 128, 192 or 256)
-    take r, c, w and y in f16, each divided by a power of two, and add their products in f32.
+    Kernels cuda_tensor and cuda_wgmma (CUDA, Preference::fastest; dim 64, 80, 96, 128, 192 or 256,
+    and 512 for cuda_tensor) take r, c, w and y in f16, each divided by a power of two, and add their
+    products in f32.
     cuda_wgmma does the same with q, k_t, w and v_t of first and recent tokens. cuda_tensor (sm_90 or
     later, with the shared memory that the shape needs) has 1 query, at most 8 query heads to a KV
     head, k_bits / v_bits 2/2, 3/2, 3/3, 4/2, 4/3, 4/4, 8/4 or 8/8, capacity and page_size in
