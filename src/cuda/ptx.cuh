@@ -111,8 +111,8 @@ __device__ inline void bulk_copy_out_wait() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// A barrier of 8 bytes in shared memory that copies complete: made by one thread, whose block or
-// warp meets before another one uses it.
+// Makes a barrier of 8 bytes in shared memory that copies complete. One thread does so; the others
+// must be synchronised with it before they use the barrier.
 __device__ inline void arrival_init(std::uint64_t* barrier) {
   if constexpr (kHasBulkCopies) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier))
@@ -225,9 +225,9 @@ __device__ inline T* opaque(T* p) {
   return p;
 }
 
-// x, which all lanes of a warp have alike; the compiler then knows that they have.
+// x, which is the same in all lanes of a warp. The compiler then knows that it is.
 __device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
-// Is this the one lane of its warp, all of which ask, that is to do something?
+// True in one lane of a warp, always the same one. All lanes must call it.
 __device__ inline bool elected() {
   if constexpr (!kHasBulkCopies) return threadIdx.x % 32 == 0;
   unsigned yes;

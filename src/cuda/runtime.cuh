@@ -85,8 +85,8 @@ struct Grid {
   // The kernel calls wait_for_last_kernel() before it touches memory, so its blocks may be there
   // before the last kernel on the stream has ended (sm_90).
   bool waits = false;
-  // So many neighbouring blocks, which share what they read, are near each other (sm_90). It
-  // divides `blocks`.
+  // So many neighbouring blocks run near each other, since they read the same data (sm_90). It must
+  // divide `blocks`.
   int cluster = 1;
 };
 

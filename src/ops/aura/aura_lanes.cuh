@@ -45,6 +45,33 @@ __device__ inline float sum_across(float sum, int most, int least = 1) {
   return sum;
 }
 
+// The first butterflies of a Hadamard matrix of `block` rows, on a warp's elements lane + 32 i:
+// those that join elements less than 32 kEach apart.
+template <int kEach>
+__device__ inline void butterfly_lanes(float (&x)[kEach], int block = 32 * kEach) {
+#pragma unroll
+  for (int h = 1; h < 32; h *= 2) {
+    if (h >= block) break;
+    const bool upper = (lane_index() & h) != 0;
+#pragma unroll
+    for (float& v : x) {
+      const float other = across(v, h);
+      v = upper ? other - v : v + other;
+    }
+  }
+#pragma unroll
+  for (int h = 1; h < kEach; h *= 2) {
+    if (32 * h >= block) break;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if ((i & h) != 0) continue;
+      const float a = x[i], b = x[i + h];
+      x[i] = a + b;
+      x[i + h] = a - b;
+    }
+  }
+}
+
 // Of leaf(first), leaf(first + step), ... below kCount: the last addition joins the leaves that
 // differ in the lowest bit, the first ones those that differ in the highest. Zeros that pad a tree
 // are not added: that could only turn -0 into 0.

@@ -72,26 +72,7 @@ __device__ inline float* rotate_by_warp(const RowRotation& p, float* row, float*
       float x[kEach];
 #pragma unroll
       for (int q = 0; q < kEach; ++q) x[q] = first + 32 * q < p.dim ? row[first + 32 * q] : 0.0f;
-#pragma unroll
-      for (int h = 1; h < 32; h *= 2) {
-        if (h >= p.block) break;
-#pragma unroll
-        for (float& of : x) {
-          const float other = across(of, h);
-          of = (lane & h) != 0 ? other - of : of + other;
-        }
-      }
-#pragma unroll
-      for (int apart = 1; apart < kEach; apart *= 2) {
-        if (32 * apart >= p.block) break;
-#pragma unroll
-        for (int q = 0; q < kEach; ++q) {
-          if ((q & apart) != 0) continue;
-          const float a = x[q], b = x[q + apart];
-          x[q] = a + b;
-          x[q + apart] = a - b;
-        }
-      }
+      butterfly_lanes(x, p.block);
 #pragma unroll
       for (int q = 0; q < kEach; ++q)
         if (first + 32 * q < p.dim) row[first + 32 * q] = x[q];

@@ -63,25 +63,7 @@ __device__ void rotate_lanes(const RowRotation& rotation, const Lanes<kEach>& si
   const float scale = inv * rotation.scale;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) x[i] *= sign[i] * scale;
-#pragma unroll
-  for (int h = 1; h < 32; h *= 2) {
-    const bool upper = (lane_index() & h) != 0;
-#pragma unroll
-    for (float& v : x) {
-      const float other = cuda::across(v, h);
-      v = upper ? other - v : v + other;
-    }
-  }
-#pragma unroll
-  for (int h = 1; h < kEach; h *= 2) {
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if ((i & h) != 0) continue;
-      const float a = x[i], b = x[i + h];
-      x[i] = a + b;
-      x[i + h] = a - b;
-    }
-  }
+  cuda::butterfly_lanes(x);
 }
 
 // Steps 3 to 5: the codes of r to `packed`; gives s, before it is limited. The tables are in shared
